@@ -1,0 +1,209 @@
+import datetime
+
+from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class GetModelRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetModelResponse(_message.Message):
+    __slots__ = ("model", "vocab_size", "max_positions", "eos_token_ids", "tokenizer_json", "chat_template", "special_tokens", "dtype")
+    class SpecialTokensEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_JSON_FIELD_NUMBER: _ClassVar[int]
+    CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
+    SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    vocab_size: int
+    max_positions: int
+    eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    tokenizer_json: bytes
+    chat_template: str
+    special_tokens: _containers.ScalarMap[str, str]
+    dtype: str
+    def __init__(self, model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_positions: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., tokenizer_json: _Optional[bytes] = ..., chat_template: _Optional[str] = ..., special_tokens: _Optional[_Mapping[str, str]] = ..., dtype: _Optional[str] = ...) -> None: ...
+
+class GetExecutorRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetExecutorResponse(_message.Message):
+    __slots__ = ("executor_id", "executor_epoch", "device", "block_size", "max_tokens", "last_step", "num_sequences", "num_groups")
+    EXECUTOR_ID_FIELD_NUMBER: _ClassVar[int]
+    EXECUTOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LAST_STEP_FIELD_NUMBER: _ClassVar[int]
+    NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    NUM_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    executor_id: str
+    executor_epoch: int
+    device: str
+    block_size: int
+    max_tokens: int
+    last_step: int
+    num_sequences: int
+    num_groups: int
+    def __init__(self, executor_id: _Optional[str] = ..., executor_epoch: _Optional[int] = ..., device: _Optional[str] = ..., block_size: _Optional[int] = ..., max_tokens: _Optional[int] = ..., last_step: _Optional[int] = ..., num_sequences: _Optional[int] = ..., num_groups: _Optional[int] = ...) -> None: ...
+
+class StreamStepsRequest(_message.Message):
+    __slots__ = ("open", "step")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    open: OpenSession
+    step: Step
+    def __init__(self, open: _Optional[_Union[OpenSession, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ...) -> None: ...
+
+class StreamStepsResponse(_message.Message):
+    __slots__ = ("opened", "result")
+    OPENED_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    opened: SessionOpened
+    result: StepResult
+    def __init__(self, opened: _Optional[_Union[SessionOpened, _Mapping]] = ..., result: _Optional[_Union[StepResult, _Mapping]] = ...) -> None: ...
+
+class OpenSession(_message.Message):
+    __slots__ = ("scheduler_id", "scheduler_epoch", "executor_epoch")
+    SCHEDULER_ID_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    EXECUTOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    scheduler_id: str
+    scheduler_epoch: int
+    executor_epoch: int
+    def __init__(self, scheduler_id: _Optional[str] = ..., scheduler_epoch: _Optional[int] = ..., executor_epoch: _Optional[int] = ...) -> None: ...
+
+class SessionOpened(_message.Message):
+    __slots__ = ("first_step",)
+    FIRST_STEP_FIELD_NUMBER: _ClassVar[int]
+    first_step: int
+    def __init__(self, first_step: _Optional[int] = ...) -> None: ...
+
+class SamplingParams(_message.Message):
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "stop_token_ids", "num_logprobs")
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_logprobs: int
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., num_logprobs: _Optional[int] = ...) -> None: ...
+
+class StepBlockTable(_message.Message):
+    __slots__ = ("group", "slots")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    slots: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, group: _Optional[int] = ..., slots: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class NewSequence(_message.Message):
+    __slots__ = ("sequence", "token_ids", "num_prompt_tokens", "num_computed_tokens", "block_tables", "sampling")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TABLES_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    block_tables: _containers.RepeatedCompositeFieldContainer[StepBlockTable]
+    sampling: SamplingParams
+    def __init__(self, sequence: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., block_tables: _Optional[_Iterable[_Union[StepBlockTable, _Mapping]]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ...) -> None: ...
+
+class Step(_message.Message):
+    __slots__ = ("step", "removed_sequences", "new_sequences", "chunk_sequences", "chunk_tokens", "idle_sequences", "table_sequences", "table_groups", "table_counts", "table_slots", "copy_tickets", "copy_groups", "copy_source_slots", "copy_target_slots")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    NEW_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IDLE_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    TABLE_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    TABLE_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    TABLE_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    TABLE_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    COPY_TICKETS_FIELD_NUMBER: _ClassVar[int]
+    COPY_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    COPY_SOURCE_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    COPY_TARGET_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    removed_sequences: _containers.RepeatedScalarFieldContainer[int]
+    new_sequences: _containers.RepeatedCompositeFieldContainer[NewSequence]
+    chunk_sequences: _containers.RepeatedScalarFieldContainer[int]
+    chunk_tokens: _containers.RepeatedScalarFieldContainer[int]
+    idle_sequences: _containers.RepeatedScalarFieldContainer[int]
+    table_sequences: _containers.RepeatedScalarFieldContainer[int]
+    table_groups: _containers.RepeatedScalarFieldContainer[int]
+    table_counts: _containers.RepeatedScalarFieldContainer[int]
+    table_slots: _containers.RepeatedScalarFieldContainer[int]
+    copy_tickets: _containers.RepeatedScalarFieldContainer[int]
+    copy_groups: _containers.RepeatedScalarFieldContainer[int]
+    copy_source_slots: _containers.RepeatedScalarFieldContainer[int]
+    copy_target_slots: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, step: _Optional[int] = ..., removed_sequences: _Optional[_Iterable[int]] = ..., new_sequences: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., chunk_sequences: _Optional[_Iterable[int]] = ..., chunk_tokens: _Optional[_Iterable[int]] = ..., idle_sequences: _Optional[_Iterable[int]] = ..., table_sequences: _Optional[_Iterable[int]] = ..., table_groups: _Optional[_Iterable[int]] = ..., table_counts: _Optional[_Iterable[int]] = ..., table_slots: _Optional[_Iterable[int]] = ..., copy_tickets: _Optional[_Iterable[int]] = ..., copy_groups: _Optional[_Iterable[int]] = ..., copy_source_slots: _Optional[_Iterable[int]] = ..., copy_target_slots: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class TokenLogprobs(_message.Message):
+    __slots__ = ("index", "logprob", "top_token_ids", "top_logprobs")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    TOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    logprob: float
+    top_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    top_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, index: _Optional[int] = ..., logprob: _Optional[float] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class StepResult(_message.Message):
+    __slots__ = ("step", "sequences", "token_ids", "stopped", "logprobs", "compute_time", "idle_time", "num_tokens")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    STOPPED_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_TIME_FIELD_NUMBER: _ClassVar[int]
+    IDLE_TIME_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    sequences: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    stopped: _containers.RepeatedScalarFieldContainer[bool]
+    logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
+    compute_time: _duration_pb2.Duration
+    idle_time: _duration_pb2.Duration
+    num_tokens: int
+    def __init__(self, step: _Optional[int] = ..., sequences: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., stopped: _Optional[_Iterable[bool]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., compute_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., idle_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., num_tokens: _Optional[int] = ...) -> None: ...
