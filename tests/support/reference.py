@@ -1,0 +1,78 @@
+"""The truth for greedy decoding: transformers' own generate(), with the margin between its two best logits."""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+# Two logits closer than this may change places by rounding alone.
+TIE = 1e-4
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Greedy continuation of one prompt and, per token, how far the second best logit was away."""
+
+    token_ids: list[int]
+    margins: list[float]
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """First place where an output leaves its reference."""
+
+    position: int
+    margin: float
+
+    @property
+    def is_tie(self) -> bool:
+        return self.margin < TIE
+
+
+def first_mismatch(reference: Reference, output: Sequence[int]) -> Mismatch | None:
+    """None when the output equals the reference; a tie ends the comparison, as everything behind it may differ."""
+    for position, (expected, margin) in enumerate(zip(reference.token_ids, reference.margins, strict=True)):
+        if position >= len(output) or output[position] != expected:
+            return Mismatch(position, margin)
+    return None if len(output) == len(reference.token_ids) else Mismatch(len(reference.token_ids), float("inf"))
+
+
+def references(
+    model_path: Path,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    cache_folder: Path,
+    progress: Callable[[str], None] = lambda _: None,
+) -> list[Reference]:
+    """Float32 greedy references, end-of-sequence ignored; kept in `cache_folder`: they depend on the inputs alone."""
+    digest = hashlib.sha256(json.dumps([model_path.name, torch.__version__, prompts, max_tokens]).encode()).hexdigest()
+    cached = cache_folder / f"references-{digest[:16]}.json"
+    if cached.exists():
+        return [Reference(**entry) for entry in json.loads(cached.read_text())]
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    result = []
+    for index, prompt in enumerate(prompts):
+        result.append(greedy(model, prompt, max_tokens))
+        progress(f"reference {index + 1}/{len(prompts)} ({len(prompt)} tokens)")
+    cache_folder.mkdir(parents=True, exist_ok=True)
+    cached.write_text(json.dumps([asdict(entry) for entry in result]))
+    return result
+
+
+def greedy(model: torch.nn.Module, prompt: Sequence[int], max_tokens: int) -> Reference:
+    """Exactly `max_tokens` greedy tokens behind one prompt."""
+    answer = model.generate(  # type: ignore[operator]
+        torch.tensor([list(prompt)]),
+        max_new_tokens=max_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    best = torch.stack(answer.logits).float().topk(2, dim=-1).values[:, 0]
+    return Reference(answer.sequences[0, len(prompt) :].tolist(), (best[:, 0] - best[:, 1]).tolist())
