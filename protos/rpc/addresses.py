@@ -1,0 +1,97 @@
+"""Addresses that a process listens on: host:port or unix:/path."""
+
+import ipaddress
+import socket
+import stat
+from pathlib import Path
+
+_UNIX = "unix:"
+# sun_path holds 108 bytes with its closing zero.
+_MAX_SOCKET_PATH = 107
+
+
+class AddressError(Exception):
+    """A process cannot listen where it was told to; the message is one line for people."""
+
+
+def socket_path(address: str) -> Path | None:
+    """Path of a unix address, None for host:port."""
+    if not address.startswith(_UNIX):
+        return None
+    return Path(address.removeprefix(_UNIX).removeprefix("//"))
+
+
+def split_host_port(address: str) -> tuple[str, int]:
+    """Host (without brackets) and port of "host:port"; raises ValueError."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdecimal() or int(port) > 65_535:
+        raise ValueError("must be host:port or unix:/path")
+    if host.startswith("[") and host.endswith("]"):
+        return host[1:-1], int(port)
+    if ":" in host:
+        raise ValueError("must have its IPv6 host in brackets")
+    return host, int(port)
+
+
+def validate(address: str) -> str:
+    """The address itself; raises ValueError when it is neither host:port nor an absolute unix:/path."""
+    path = socket_path(address)
+    if path is None:
+        split_host_port(address)
+    elif not path.is_absolute():
+        raise ValueError("must have an absolute path after unix:")
+    return address
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine can reach the address."""
+    if socket_path(address) is not None:
+        return True
+    host, _ = split_host_port(address)
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def prepare(address: str, *, insecure: bool, setting: str = "") -> None:
+    """Checks that a server may listen here; clears a unix socket that a killed process left behind.
+
+    Raises AddressError, which names the address and, when given, the setting it came from.
+    """
+    hint = f" (set by {setting})" if setting else ""
+    if not insecure and not is_loopback(address):
+        raise AddressError(
+            f"{address}{hint} can be reached from other machines without TLS: "
+            "use a loopback address or a unix socket, or allow it with KVKEEP_INSECURE=1"
+        )
+    path = socket_path(address)
+    if path is None:
+        return
+    if len(bytes(path)) > _MAX_SOCKET_PATH:
+        raise AddressError(f"{address}{hint} is longer than the {_MAX_SOCKET_PATH} bytes a unix socket's path may have")
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not path.exists():
+        return
+    if not stat.S_ISSOCK(path.stat().st_mode):
+        raise AddressError(f"{address}{hint} is a file that is no socket")
+    if _answers(path):
+        raise in_use(address, setting)
+    path.unlink()
+
+
+def in_use(address: str, setting: str = "") -> AddressError:
+    """The error for an address that another process holds."""
+    hint = f" ({setting} chooses another)" if setting else ""
+    return AddressError(f"cannot listen on {address}: already in use{hint}")
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return False
+        return True

@@ -1,0 +1,67 @@
+"""grpc.health.v1 for one listener: a status per service name and "" for the process."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from protos.rpc.errors import ServiceError
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+
+
+class UnknownServiceError(ServiceError):
+    """Health was asked of a service that is not here."""
+
+    code = grpc.StatusCode.NOT_FOUND
+    reason = "UNKNOWN_SERVICE"
+
+
+class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """Statuses change synchronously, so that a process can say "not serving" before it awaits anything."""
+
+    def __init__(self, services: Iterable[str]) -> None:
+        self._statuses = dict.fromkeys(("", *services), NOT_SERVING)
+        self._changed = asyncio.Event()
+        self._closed = False
+
+    def set(self, serving: bool, service: str | None = None) -> None:
+        """Sets one service, or all and the process itself for None. A service of another listener is ignored."""
+        names = list(self._statuses) if service is None else [service]
+        for name in names:
+            if name in self._statuses:
+                self._statuses[name] = SERVING if serving else NOT_SERVING
+        self._wake()
+
+    def close(self) -> None:
+        """Ends every watch, so that the server need not wait for its watchers."""
+        self._closed = True
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def Check(self, request: Any, _context: Any) -> Any:  # noqa: N802 - the name in the protocol
+        """Status of one service."""
+        if request.service not in self._statuses:
+            raise UnknownServiceError("no such service on this address", metadata={"service": request.service})
+        return health_pb2.HealthCheckResponse(status=self._statuses[request.service])
+
+    async def Watch(self, request: Any, _context: Any) -> AsyncIterator[Any]:  # noqa: N802 - the name in the protocol
+        """Status of one service and every change of it."""
+        last = None
+        while True:
+            changed = self._changed
+            status = self._statuses.get(request.service, SERVICE_UNKNOWN)
+            if status != last:
+                last = status
+                yield health_pb2.HealthCheckResponse(status=status)
+            if self._closed:
+                return
+            if changed is self._changed:
+                await changed.wait()

@@ -1,0 +1,182 @@
+"""The server all processes share: health, reflection, interceptors, and an orderly end."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import structlog
+from grpc_health.v1 import health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+
+from protos.rpc import addresses, metrics
+from protos.rpc.health import Health
+from protos.rpc.interceptors import ServiceInterceptor
+
+HEALTH_SERVICE = "grpc.health.v1.Health"
+# The messages of both versions are the same on the wire; grpcio-reflection serves only the first.
+REFLECTION_SERVICES = (reflection.SERVICE_NAME, "grpc.reflection.v1.ServerReflection")
+
+log = structlog.get_logger()
+
+
+@dataclass
+class _Listener:
+    address: str
+    setting: str
+    server: grpc.aio.Server
+    health: Health
+
+
+class Server:
+    """Listens on one or more addresses, each with its own services, and stops them together.
+
+    Everything starts NOT_SERVING until the process calls `set_serving(True)`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        metrics_address: str = "",
+        drain_seconds: float = 10.0,
+        insecure: bool = False,
+        max_message_bytes: int = 64 << 20,
+    ) -> None:
+        self._name = name
+        self._metrics_address = metrics_address
+        self._drain_seconds = drain_seconds
+        self._insecure = insecure
+        self._max_message_bytes = max_message_bytes
+        self._listeners: list[_Listener] = []
+        self._stop_metrics: Callable[[], None] | None = None
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The addresses listened on, in the order of `listen`; after `start` with the port that 0 stood for."""
+        return tuple(listener.address for listener in self._listeners)
+
+    def listen(
+        self, address: str, services: Mapping[str, Callable[[grpc.aio.Server], None]], *, setting: str = ""
+    ) -> None:
+        """Adds a listener. `services` maps full service names to what adds them to a server.
+
+        `setting` is the variable that chose the address, for the message when it cannot be had.
+        """
+        server = grpc.aio.server(interceptors=[ServiceInterceptor()], options=self._options())
+        for add in services.values():
+            add(server)
+        health = Health(services)
+        health_pb2_grpc.add_HealthServicer_to_server(health, server)
+        _add_reflection(server, (*services, HEALTH_SERVICE, *REFLECTION_SERVICES))
+        self._listeners.append(_Listener(address, setting, server, health))
+
+    def set_serving(self, serving: bool, service: str | None = None) -> None:
+        """Sets the health of one service, or of all and the process ("") for None."""
+        for listener in self._listeners:
+            listener.health.set(serving, service)
+
+    async def start(self) -> None:
+        """Binds every address, then starts. Raises AddressError when one cannot be had."""
+        for listener in self._listeners:
+            addresses.prepare(listener.address, insecure=self._insecure, setting=listener.setting)
+            listener.address = _bind(listener)
+        if self._metrics_address:
+            self._stop_metrics = metrics.start_http(self._metrics_address, insecure=self._insecure)
+        for listener in self._listeners:
+            await listener.server.start()
+            log.info("listening", server=self._name, address=listener.address)
+
+    async def run_until_stopped(self, on_drain: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Serves until SIGTERM or SIGINT, then drains: NOT_SERVING, `on_drain`, and a grace for running calls.
+
+        A second signal stops at once.
+        """
+        asked, hurried = asyncio.Event(), asyncio.Event()
+        with _signals(lambda: (hurried if asked.is_set() else asked).set()):
+            await asked.wait()
+            log.info("draining", server=self._name)
+            self.set_serving(False)
+            drain = asyncio.ensure_future(self._drain(on_drain))
+            hurry = asyncio.ensure_future(hurried.wait())
+            await asyncio.wait({drain, hurry}, return_when=asyncio.FIRST_COMPLETED)
+            hurry.cancel()
+            if not drain.done():
+                drain.cancel()
+                await asyncio.wait({drain})
+            await self._close(0)
+        if not drain.cancelled():
+            drain.result()
+        log.info("stopped", server=self._name)
+
+    async def stop(self) -> None:
+        """Stops with the usual grace for running calls."""
+        self.set_serving(False)
+        await self._close(self._drain_seconds)
+
+    async def _drain(self, on_drain: Callable[[], Awaitable[None]] | None) -> None:
+        if on_drain is not None:
+            await on_drain()
+        await self._close(self._drain_seconds)
+
+    async def _close(self, grace: float) -> None:
+        for listener in self._listeners:
+            listener.health.close()
+        await asyncio.gather(*(listener.server.stop(grace) for listener in self._listeners))
+        if self._stop_metrics is not None:
+            self._stop_metrics()
+            self._stop_metrics = None
+
+    def _options(self) -> list[tuple[str, Any]]:
+        return [
+            ("grpc.max_send_message_length", self._max_message_bytes),
+            ("grpc.max_receive_message_length", self._max_message_bytes),
+            # Otherwise a second process binds the same port and takes half of the calls.
+            ("grpc.so_reuseport", 0),
+            # Clients of this project ping every 20 s while they have calls.
+            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+            ("grpc.keepalive_permit_without_calls", 1),
+        ]
+
+
+def _bind(listener: _Listener) -> str:
+    """Binds and returns the address with its real port."""
+    # Only the user who runs the stack may connect to its sockets.
+    previous = os.umask(0o177)
+    try:
+        port = listener.server.add_insecure_port(listener.address)
+    except RuntimeError as error:
+        raise addresses.in_use(listener.address, listener.setting) from error
+    finally:
+        os.umask(previous)
+    if addresses.socket_path(listener.address) is not None:
+        return listener.address
+    return f"{listener.address.rpartition(':')[0]}:{port}"
+
+
+def _add_reflection(server: grpc.aio.Server, services: tuple[str, ...]) -> None:
+    reflection.enable_server_reflection(services, server)
+    handler = grpc.stream_stream_rpc_method_handler(
+        reflection.aio.ReflectionServicer(services).ServerReflectionInfo,
+        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(REFLECTION_SERVICES[1], {"ServerReflectionInfo": handler}),)
+    )
+
+
+@contextlib.contextmanager
+def _signals(handle: Callable[[], None]) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, handle)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)

@@ -1,0 +1,188 @@
+"""The server's health, reflection, addresses and end."""
+
+import asyncio
+import os
+import signal
+import socket
+import stat
+import urllib.request
+from pathlib import Path
+
+import grpc
+import pytest
+import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
+
+from protos.kvcache.v1 import kvcache_pb2 as pb
+from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
+from protos.rpc.addresses import AddressError
+from protos.rpc.channel import open_channel
+from protos.rpc.server import Server
+from tests.unit.rpc.conftest import ADMIN, EVENTS, Admin, Served
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def health(channel: grpc.aio.Channel, service: str) -> int:
+    stub = health_pb2_grpc.HealthStub(channel)
+    return (await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)).status
+
+
+async def test_health_follows_the_process_and_each_service(served: Served) -> None:
+    assert await health(served.channel, "") == NOT_SERVING
+    served.server.set_serving(True)
+    assert [await health(served.channel, name) for name in ("", ADMIN, EVENTS)] == [SERVING] * 3
+    served.server.set_serving(False, EVENTS)
+    assert [await health(served.channel, name) for name in ("", ADMIN, EVENTS)] == [SERVING, SERVING, NOT_SERVING]
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await health(served.channel, "no.such.Service")
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_health_watch_sees_every_change_and_ends_with_the_server(served: Served) -> None:
+    stub = health_pb2_grpc.HealthStub(served.channel)
+    watch = stub.Watch(health_pb2.HealthCheckRequest(service=ADMIN), timeout=5)
+    assert (await watch.read()).status == NOT_SERVING
+    served.server.set_serving(True)
+    assert (await watch.read()).status == SERVING
+    await served.server.stop()
+    assert (await watch.read()).status == NOT_SERVING
+    assert await watch.read() is grpc.aio.EOF
+
+
+@pytest.mark.parametrize("version", ["v1alpha", "v1"])
+async def test_reflection_lists_the_services(served: Served, version: str) -> None:
+    call = served.channel.stream_stream(
+        f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+        request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+        response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+    )(timeout=5)
+    await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+    names = {service.name for service in (await call.read()).list_services_response.service}
+    assert {ADMIN, EVENTS, "grpc.health.v1.Health"} <= names
+    await call.write(reflection_pb2.ServerReflectionRequest(file_containing_symbol=ADMIN))
+    assert (await call.read()).file_descriptor_response.file_descriptor_proto
+    await call.done_writing()
+
+
+async def test_a_call_without_deadline_is_served_and_logged_once(served: Served) -> None:
+    stub = pb_grpc.CacheAdminServiceStub(served.channel)
+    with structlog.testing.capture_logs() as logs:
+        for pool_id in ("a", "b"):
+            assert (await stub.GetPool(pb.GetPoolRequest(pool_id=pool_id))).pool.pool_id == pool_id
+    assert [entry["event"] for entry in logs] == ["call without deadline"]
+    with structlog.testing.capture_logs() as logs:
+        await stub.PurgeBlocks(pb.PurgeBlocksRequest(), timeout=5)
+    assert logs == []
+
+
+async def test_a_port_of_zero_becomes_a_real_one_and_a_taken_one_is_an_error() -> None:
+    first, second = Server("a", drain_seconds=0), Server("b", drain_seconds=0)
+    first.listen("127.0.0.1:0", {})
+    await first.start()
+    (address,) = first.addresses
+    assert not address.endswith(":0")
+    second.listen(address, {}, setting="KVKEEP_B_ADDRESS")
+    with pytest.raises(AddressError, match=rf"{address}.*KVKEEP_B_ADDRESS"):
+        await second.start()
+    await first.stop()
+
+
+async def test_an_address_others_can_reach_needs_insecure() -> None:
+    server = Server("open", drain_seconds=0)
+    server.listen("0.0.0.0:0", {}, setting="KVKEEP_OPEN_ADDRESS")
+    with pytest.raises(AddressError, match=r"0\.0\.0\.0:0.*KVKEEP_OPEN_ADDRESS.*KVKEEP_INSECURE"):
+        await server.start()
+    allowed = Server("open", drain_seconds=0, insecure=True)
+    allowed.listen("0.0.0.0:0", {})
+    await allowed.start()
+    await allowed.stop()
+
+
+async def test_a_socket_is_for_its_user_only_and_a_dead_ones_file_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "socket"
+    path.parent.mkdir()
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    server = Server("unix", drain_seconds=0)
+    server.listen(f"unix:{path}", {})
+    await server.start()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    rival = Server("rival", drain_seconds=0)
+    rival.listen(f"unix:{path}", {})
+    with pytest.raises(AddressError, match="already in use"):
+        await rival.start()
+    async with open_channel(f"unix:{path}") as channel:
+        assert await health(channel, "") == NOT_SERVING
+    await server.stop()
+
+
+async def test_a_path_too_long_for_a_socket_or_a_plain_file_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path, words in ((tmp_path / ("x" * 120), "longer than"), (tmp_path / "file", "no socket")):
+        server = Server("unix")
+        server.listen(f"unix:{path}", {})
+        with pytest.raises(AddressError, match=words):
+            await server.start()
+
+
+async def test_sigterm_says_not_serving_then_drains_then_stops(tmp_path: Path) -> None:
+    server = Server("test", drain_seconds=5)
+    address = f"unix:{tmp_path}/s"
+    server.listen(address, {ADMIN: lambda s: pb_grpc.add_CacheAdminServiceServicer_to_server(Admin(), s)})
+    await server.start()
+    server.set_serving(True)
+    seen: list[int] = []
+
+    async def drain() -> None:
+        async with open_channel(address) as channel:
+            seen.append(await health(channel, ""))
+
+    running = asyncio.create_task(server.run_until_stopped(drain))
+    await asyncio.sleep(0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(running, 5)
+    assert seen == [NOT_SERVING]
+
+
+async def test_a_second_signal_does_not_wait_for_the_drain(tmp_path: Path) -> None:
+    server = Server("test", drain_seconds=60)
+    server.listen(f"unix:{tmp_path}/s", {})
+    await server.start()
+    draining = asyncio.Event()
+
+    async def drain() -> None:
+        draining.set()
+        await asyncio.Event().wait()
+
+    running = asyncio.create_task(server.run_until_stopped(drain))
+    await asyncio.sleep(0)
+    os.kill(os.getpid(), signal.SIGINT)
+    await asyncio.wait_for(draining.wait(), 5)
+    os.kill(os.getpid(), signal.SIGINT)
+    await asyncio.wait_for(running, 5)
+
+
+async def test_metrics_count_calls_by_method_and_code(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        metrics_address = f"127.0.0.1:{free.getsockname()[1]}"
+    server = Server("test", drain_seconds=0, metrics_address=metrics_address)
+    server.listen(f"unix:{tmp_path}/s", {ADMIN: lambda s: pb_grpc.add_CacheAdminServiceServicer_to_server(Admin(), s)})
+    await server.start()
+    async with open_channel(f"unix:{tmp_path}/s") as channel:
+        stub = pb_grpc.CacheAdminServiceStub(channel)
+        await stub.PurgeBlocks(pb.PurgeBlocksRequest(), timeout=5)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stub.GetPool(pb.GetPoolRequest(pool_id="field"), timeout=5)
+
+    def read() -> str:
+        with urllib.request.urlopen(f"http://{metrics_address}/metrics") as response:
+            return response.read().decode()
+
+    text = await asyncio.to_thread(read)
+    assert f'kvkeep_rpc_handled_total{{code="INVALID_ARGUMENT",method="{ADMIN}/GetPool"}}' in text
+    assert f'kvkeep_rpc_handled_total{{code="OK",method="{ADMIN}/PurgeBlocks"}}' in text
+    await server.stop()

@@ -1,0 +1,69 @@
+"""Settings say which variable is wrong, and know each other's."""
+
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from pydantic import ValidationError
+
+from protos.rpc.settings import OptionalAddress, ProcessSettings, SettingsError, load
+
+
+class CachemgrSettings(ProcessSettings):
+    process: ClassVar[str] = "cachemgr"
+    metrics_address: OptionalAddress = "127.0.0.1:9102"
+    lease_seconds: float = 10.0
+
+
+def test_defaults_need_no_environment() -> None:
+    settings = load(CachemgrSettings, {})
+    assert settings.cachemgr_address == "127.0.0.1:50052"
+    assert settings.redis_url == ""
+    assert settings.state_dir.parts[-2:] == ("state", "kvkeep")
+
+
+def test_shared_and_own_variables_are_read() -> None:
+    environ = {
+        "KVKEEP_INSECURE": "1",
+        "KVKEEP_CACHEMGR_ADDRESS": "unix:/run/m",
+        "KVKEEP_CACHEMGR_LEASE_SECONDS": "2.5",
+        "KVKEEP_CACHEMGR_METRICS_ADDRESS": "",
+        "XDG_STATE_HOME": "/var/state",
+    }
+    settings = load(CachemgrSettings, environ)
+    assert settings.insecure
+    assert settings.cachemgr_address == "unix:/run/m"
+    assert settings.lease_seconds == 2.5
+    assert settings.metrics_address == ""
+    assert settings.state_dir == Path("/var/state/kvkeep")
+
+
+def test_settings_do_not_change() -> None:
+    with pytest.raises(ValidationError):
+        load(CachemgrSettings, {}).insecure = True  # type: ignore[misc]
+
+
+def test_an_unknown_variable_ends_the_start_and_suggests_the_right_one() -> None:
+    with pytest.raises(SettingsError, match=r"KVKEEP_REDISURL: did you mean KVKEEP_REDIS_URL\?"):
+        load(CachemgrSettings, {"KVKEEP_REDISURL": "redis://x"})
+    with pytest.raises(SettingsError, match=r"did you mean KVKEEP_CACHEMGR_LEASE_SECONDS\?"):
+        load(CachemgrSettings, {"KVKEEP_CACHEMGR_LEASE_SECOND": "1"})
+
+
+def test_variables_of_other_processes_are_theirs() -> None:
+    load(CachemgrSettings, {"KVKEEP_SCHEDULER_WHATEVER": "1", "KVKEEP_EXECUTOR_MODEL": "x", "PATH": "/bin"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("KVKEEP_CACHEMGR_LEASE_SECONDS", "soon"),
+        ("KVKEEP_CACHEMGR_ADDRESS", "localhost"),
+        ("KVKEEP_CACHEMGR_ADDRESS", "unix:relative"),
+        ("KVKEEP_CACHEMGR_ADDRESS", "[::1]:99999"),
+        ("KVKEEP_LOG_LEVEL", "loud"),
+    ],
+)
+def test_a_bad_value_names_its_variable(name: str, value: str) -> None:
+    with pytest.raises(SettingsError, match=name):
+        load(CachemgrSettings, {name: value})
