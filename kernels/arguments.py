@@ -1,0 +1,48 @@
+"""Argument checks that the launch modules share; every message starts with the argument's name."""
+
+from collections.abc import Sequence
+
+from torch import Tensor, dtype
+
+
+def check_shape(name: str, tensor: Tensor, expected: Sequence[int | None], layout: str) -> None:
+    """Raise ValueError unless `tensor` has the expected sizes (None: any). `layout`: the shape in words."""
+    fits = tensor.dim() == len(expected) and all(
+        want is None or size == want for size, want in zip(tensor.shape, expected, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join("any" if want is None else str(want) for want in expected)
+        raise ValueError(f"{name}: expected {layout} = [{wanted}], got {list(tensor.shape)}")
+
+
+def check_like(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
+    """Raise ValueError unless both tensors have one dtype and one device."""
+    if tensor.dtype != other.dtype:
+        raise ValueError(f"{name}: expected the dtype of {other_name}, {other.dtype}, got {tensor.dtype}")
+    check_device(name, tensor, other_name, other)
+
+
+def check_device(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
+    """Raise ValueError unless both tensors are on one device."""
+    if tensor.device != other.device:
+        raise ValueError(f"{name}: expected the device of {other_name}, {other.device}, got {tensor.device}")
+
+
+def check_dtype(name: str, tensor: Tensor, *expected: dtype) -> None:
+    """Raise ValueError unless `tensor` has one of the expected dtypes."""
+    if tensor.dtype not in expected:
+        wanted = " or ".join(str(one) for one in expected)
+        raise ValueError(f"{name}: expected {wanted}, got {tensor.dtype}")
+
+
+def check_caches(k_cache: Tensor, v_cache: Tensor, layout: str) -> None:
+    """Raise ValueError unless the caches are contiguous and alike, with a power of two as block size."""
+    check_shape("k_cache", k_cache, [None] * layout.count(",") + [None], layout)
+    check_shape("v_cache", v_cache, k_cache.shape, layout)
+    check_like("v_cache", v_cache, "k_cache", k_cache)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if not cache.is_contiguous():
+            raise ValueError(f"{name}: expected a contiguous tensor, got strides {cache.stride()}")
+    block_size = k_cache.shape[-3]
+    if block_size < 2 or block_size & (block_size - 1):
+        raise ValueError(f"k_cache: expected a block size that is a power of two and at least 2, got {block_size}")

@@ -1,0 +1,51 @@
+"""Copy whole blocks inside the pool, all layers at once: Triton on CUDA, indexed copies on a CPU."""
+
+import torch
+from torch import Tensor
+
+from kernels.arguments import check_caches, check_device, check_dtype, check_shape
+
+
+def copy_blocks(k_cache: Tensor, v_cache: Tensor, sources: Tensor, targets: Tensor) -> None:
+    """Copy block sources[c] to targets[c] in every layer; no other block is touched.
+
+    k_cache, v_cache: [L, N, B, Hkv, D] contiguous, the whole pool.
+    sources, targets: [C] int64 block numbers; no target is a source or named twice, so the order does not matter.
+    Raises ValueError naming the argument whose shape, dtype or device is wrong. Block numbers are not checked on CUDA.
+    """
+    check_caches(k_cache, v_cache, "[L, N, B, Hkv, D]")
+    check_shape("sources", sources, [None], "[C]")
+    check_shape("targets", targets, sources.shape, "[C]")
+    for name, blocks in (("sources", sources), ("targets", targets)):
+        check_dtype(name, blocks, torch.int64)
+        check_device(name, blocks, "k_cache", k_cache)
+    if sources.shape[0] == 0:
+        return
+    if k_cache.is_cuda:
+        _copy_triton(k_cache, v_cache, sources, targets)
+    else:
+        k_cache[:, targets] = k_cache[:, sources]
+        v_cache[:, targets] = v_cache[:, sources]
+
+
+# Elements one program copies: enough to hide a load's latency, few enough to stay in registers.
+PIECE = 2048
+
+
+def _copy_triton(k_cache: Tensor, v_cache: Tensor, sources: Tensor, targets: Tensor) -> None:
+    # Imported here because a CPU machine may have no triton.
+    import triton
+
+    from kernels.copy_blocks.kernel import copy_blocks_kernel
+
+    layers = k_cache.shape[0]
+    elements = k_cache[0, 0].numel()
+    copy_blocks_kernel[(sources.shape[0], layers, triton.cdiv(elements, PIECE))](
+        k_cache,
+        v_cache,
+        sources.contiguous(),
+        targets.contiguous(),
+        k_cache.stride(0),
+        BLOCK_ELEMENTS=elements,
+        PIECE=PIECE,
+    )

@@ -1,0 +1,177 @@
+"""Paged attention on a CPU: gather a tile's blocks side by side, then one dense attention call.
+
+A tile is either one new token of several sequences of similar length, or up to QUERY_TILE tokens of one sequence.
+Gathering into a small buffer that stays in the processor's cache costs less than the calls that reading in place would
+take (a call per sequence). What is gathered, and the masks, are the same in every layer: they are made once per step.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.paged_attention.batch import PagedBatch
+
+# More keys per call spill out of the processor's cache, fewer make the calls themselves expensive.
+DECODE_KEYS = 4096
+# A sequence shorter than this share of its neighbours' length gets a call of its own rather than padding.
+DECODE_FILL = 0.75
+# Bounds the masks of a long prompt, and skips the keys after a tile.
+QUERY_TILE = 512
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Query rows computed in one call, with `columns` gathered keys for each of its sequences.
+
+    rows: [sequences * queries] int64; blocks: [sequences * columns / B] int64.
+    mask: [sequences, 1, queries, columns], 0 or -inf.
+    unseen: gathered columns that no query sees, counted through all sequences.
+    """
+
+    rows: Tensor
+    sequences: int
+    columns: int
+    blocks: Tensor
+    mask: Tensor
+    unseen: Tensor
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Queries of one sequence: rows [row, row + queries), the last at position `end` - 1, and the columns they need."""
+
+    sequence: int
+    row: int
+    queries: int
+    end: int
+    first_block: int
+    blocks: int
+
+
+def attend(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: PagedBatch,
+    out: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> None:
+    """Write the attention of every sequence's rows to `out`; arguments as in `launch.paged_attention`."""
+    block_size, kv_heads, head_dim = k_cache.shape[1:]
+    group = query.shape[1] // kv_heads
+    tiles = batch.once(
+        ("tiles", window, block_size, query.dtype), lambda: _plan(batch, window, block_size, query.dtype)
+    )
+    most = max((tile.blocks.shape[0] for tile in tiles), default=0)
+    scratch = batch.once(
+        ("scratch", most, k_cache.dtype, k_cache.shape[1:]), lambda: k_cache.new_empty(2, most, *k_cache.shape[1:])
+    )
+    for tile in tiles:
+        keys, values = (_gather(cache, tile, into) for cache, into in zip((k_cache, v_cache), scratch, strict=True))
+        queries = tile.mask.shape[2]
+        rows = query.index_select(0, tile.rows).view(tile.sequences, queries, kv_heads, group, head_dim)
+        if queries == 1:
+            # The query heads that share a KV head stand in for queries: [sequences, Hkv, group, D].
+            packed = rows[:, 0]
+            tile_sinks = None if sinks is None else sinks.view(kv_heads, group)
+        else:
+            # One sequence: the group takes the place of the batch, over one copy of the keys: [group, Hkv, queries, D].
+            packed = rows[0].permute(2, 1, 0, 3)
+            keys, values = (one.expand(group, -1, -1, -1) for one in (keys, values))
+            tile_sinks = None if sinks is None else sinks.view(kv_heads, group).t()[:, :, None]
+        if softcap is None and tile_sinks is None:
+            result = F.scaled_dot_product_attention(packed, keys, values, attn_mask=tile.mask, scale=scale)
+        else:
+            result = _attend_explicitly(packed, keys, values, tile.mask, scale, softcap, tile_sinks)
+        if queries > 1:
+            result = result.permute(2, 1, 0, 3)
+        out.index_copy_(0, tile.rows, result.reshape(-1, *query.shape[1:]))
+
+
+def _gather(cache: Tensor, tile: Tile, into: Tensor) -> Tensor:
+    """The tile's keys or values as [sequences, Hkv, columns, D]; places nobody sees are zero, as 0 times NaN is NaN."""
+    flat = torch.index_select(cache, 0, tile.blocks, out=into[: tile.blocks.shape[0]]).view(-1, *cache.shape[2:])
+    if tile.unseen.shape[0]:
+        flat.index_fill_(0, tile.unseen, 0)
+    return flat.view(tile.sequences, tile.columns, *cache.shape[2:]).transpose(1, 2)
+
+
+def _attend_explicitly(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Soft cap and sinks, which the dense call does not know, in float32. sinks fit [sequences, Hkv, queries]."""
+    logits = (query.float() @ keys.float().transpose(-1, -2)) * scale
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    logits = logits + mask
+    total = torch.logsumexp(logits, -1)
+    if sinks is not None:
+        total = torch.logaddexp(total, sinks.float())
+    return ((logits - total[..., None]).exp() @ values.float()).to(query.dtype)
+
+
+def _plan(batch: PagedBatch, window: int | None, block_size: int, dtype: torch.dtype) -> list[Tile]:
+    query_lens = batch.query_lens or tuple(batch.query_start.diff().tolist())
+    seq_lens = batch.host_seq_lens or tuple(batch.seq_lens.tolist())
+    single: list[_Span] = []
+    groups: list[list[_Span]] = []
+    row = 0
+    for sequence, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        for start in range(0, query_len, QUERY_TILE):
+            queries = min(QUERY_TILE, query_len - start)
+            end = seq_len - query_len + start + queries
+            first = 0 if window is None else max(0, end - queries - window + 1)
+            first_block = first // block_size
+            span = _Span(sequence, row + start, queries, end, first_block, -(-end // block_size) - first_block)
+            if queries == 1:
+                single.append(span)
+            else:
+                groups.append([span])
+        row += query_len
+    groups += _group_by_length(single, block_size)
+    tables = batch.block_tables.to(torch.int64)
+    return [_tile(group, tables, window, block_size, dtype) for group in groups]
+
+
+def _group_by_length(spans: list[_Span], block_size: int) -> list[list[_Span]]:
+    """Longest first, so that a group's first member gives its columns."""
+    groups: list[list[_Span]] = []
+    for span in sorted(spans, key=lambda one: one.blocks, reverse=True):
+        longest = groups[-1][0].blocks if groups else 0
+        if (
+            groups
+            and span.blocks >= DECODE_FILL * longest
+            and (len(groups[-1]) + 1) * longest * block_size <= DECODE_KEYS
+        ):
+            groups[-1].append(span)
+        else:
+            groups.append([span])
+    return groups
+
+
+def _tile(group: list[_Span], tables: Tensor, window: int | None, block_size: int, dtype: torch.dtype) -> Tile:
+    queries, width = group[0].queries, group[0].blocks
+    blocks = torch.zeros(len(group), width, dtype=torch.int64)
+    for into, span in zip(blocks, group, strict=True):
+        into[: span.blocks] = tables[span.sequence, span.first_block : span.first_block + span.blocks]
+    first_column = torch.tensor([span.first_block * block_size for span in group])[:, None, None]
+    ends = torch.tensor([span.end for span in group])[:, None, None]
+    columns = first_column + torch.arange(width * block_size)
+    positions = ends - queries + torch.arange(queries)[:, None]
+    seen = columns <= positions
+    if window is not None:
+        seen &= columns > positions - window
+    return Tile(
+        rows=torch.cat([torch.arange(span.row, span.row + queries) for span in group]),
+        sequences=len(group),
+        columns=width * block_size,
+        blocks=blocks.flatten(),
+        mask=torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)[:, None],
+        unseen=(~seen.any(1)).flatten().nonzero().flatten(),
+    )

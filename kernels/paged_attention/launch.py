@@ -1,0 +1,100 @@
+"""Attention of a step's packed queries over the paged cache: Triton on CUDA, dense torch calls on a CPU.
+
+Prefill chunks and single new tokens go through one call; a sequence is nothing but a number of queries at the end of a
+number of cached tokens.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.arguments import check_caches, check_device, check_dtype, check_like, check_shape
+from kernels.paged_attention import host
+from kernels.paged_attention.batch import PagedBatch
+
+__all__ = ["PagedBatch", "paged_attention"]
+
+
+def paged_attention(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: PagedBatch,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of every query over its own sequence's cached tokens, itself included; returns `out`.
+
+    query: [T, Hq, D] packed, any strides, the caches' dtype, Hq a multiple of Hkv;
+        query i of a sequence is its token seq_len - query_len + i.
+    k_cache, v_cache: [N, B, Hkv, D] contiguous, one layer of the pool, this step's tokens stored.
+    scale: factor of the logits. window: a token sees itself and the window - 1 before it.
+    softcap: logits become softcap * tanh(logits / softcap).
+    sinks: [Hq] logits that join the softmax and carry no value.
+    out: [T, Hq, D] contiguous, like query; rows that belong to no sequence are left as they are.
+    Raises ValueError naming the argument that is wrong. Block numbers are not checked on CUDA.
+    """
+    check_caches(k_cache, v_cache, "[N, B, Hkv, D]")
+    check_shape("query", query, [None, None, k_cache.shape[3]], "[T, Hq, D]")
+    check_like("query", query, "k_cache", k_cache)
+    if query.shape[1] % k_cache.shape[2]:
+        raise ValueError(f"query: expected a multiple of {k_cache.shape[2]} heads, got {query.shape[1]}")
+    if window is not None and window < 1:
+        raise ValueError(f"window: expected at least 1, got {window}")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap: expected more than 0, got {softcap}")
+    if sinks is not None:
+        check_shape("sinks", sinks, query.shape[1:2], "[Hq]")
+        check_device("sinks", sinks, "query", query)
+    if out is None:
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    check_shape("out", out, query.shape, "[T, Hq, D]")
+    check_like("out", out, "query", query)
+    batch.once(("checked", query.shape[0], k_cache.shape[1]), lambda: _check_batch(batch, query, k_cache.shape[1]))
+    if query.shape[0] == 0 or batch.seq_lens.shape[0] == 0:
+        return out
+    if query.is_cuda:
+        _attend_triton(query, k_cache, v_cache, batch, out, scale, window, softcap, sinks)
+    else:
+        host.attend(query, k_cache, v_cache, batch, out, scale=scale, window=window, softcap=softcap, sinks=sinks)
+    return out
+
+
+def _check_batch(batch: PagedBatch, query: Tensor, block_size: int) -> None:
+    sequences = batch.seq_lens.shape[0]
+    check_shape("batch.seq_lens", batch.seq_lens, [None], "[S]")
+    check_shape("batch.query_start", batch.query_start, [sequences + 1], "[S + 1]")
+    check_shape("batch.block_tables", batch.block_tables, [sequences, None], "[S, M]")
+    for name in ("query_start", "seq_lens", "block_tables"):
+        check_dtype(f"batch.{name}", getattr(batch, name), torch.int32)
+        check_device(f"batch.{name}", getattr(batch, name), "query", query)
+    if not batch.query_lens and not batch.host_seq_lens:
+        return
+    if len(batch.query_lens) != sequences or len(batch.host_seq_lens) != sequences:
+        raise ValueError(f"batch.query_lens, batch.host_seq_lens: expected {sequences} lengths each")
+    if sum(batch.query_lens) > query.shape[0]:
+        raise ValueError(f"batch.query_lens: {sum(batch.query_lens)} rows wanted, query has {query.shape[0]}")
+    for query_len, seq_len in zip(batch.query_lens, batch.host_seq_lens, strict=True):
+        if query_len > seq_len:
+            raise ValueError(f"batch.query_lens: {query_len} queries in a sequence of {seq_len} tokens")
+        if query_len and seq_len > batch.block_tables.shape[1] * block_size:
+            raise ValueError(f"batch.block_tables: too narrow for a sequence of {seq_len} tokens")
+        if query_len > batch.max_query_len or seq_len > batch.max_seq_len:
+            raise ValueError("batch.max_query_len, batch.max_seq_len: smaller than a sequence's own length")
+
+
+def _attend_triton(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: PagedBatch,
+    out: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> None:
+    raise NotImplementedError("paged attention on CUDA")
