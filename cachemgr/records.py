@@ -1,0 +1,93 @@
+"""How an indexed block is written to Redis: little-endian, binary-safe, versioned, no pickle."""
+
+import struct
+from dataclasses import dataclass
+
+_VERSION = 1
+# version, flags, priority, depth, stored step, number of tokens
+_HEAD = struct.Struct("<BBBIQI")
+_SLOT = struct.Struct("<II")
+_HAS_PARENT, _HAS_SALT, _HAS_ADAPTER = 1, 2, 4
+_DIGEST_BYTES = 32
+
+
+class RecordError(ValueError):
+    """Bytes in Redis are no record of this version; whoever reads them leaves them out."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRecord:
+    """Everything needed to put a block back into the index.
+
+    `key` and `parent_key` are 32-byte digests, `parent_key` is None at the root. `depth` counts the blocks before it,
+    `stored_step` is the last executor step that had written to it when it entered the index.
+    """
+
+    group: int
+    slot: int
+    key: bytes
+    parent_key: bytes | None
+    depth: int
+    token_ids: tuple[int, ...]
+    salt: str | None
+    adapter_id: int | None
+    priority: int
+    stored_step: int
+
+
+def encode_place(group: int, slot: int) -> bytes:
+    """The hash field of a block: where it is, so that a new block in a slot replaces the old one."""
+    return _SLOT.pack(group, slot)
+
+
+def encode(record: BlockRecord) -> bytes:
+    """The hash value of a block; its place is in the field."""
+    flags = (
+        _HAS_PARENT * (record.parent_key is not None)
+        | _HAS_SALT * (record.salt is not None)
+        | _HAS_ADAPTER * (record.adapter_id is not None)
+    )
+    tokens = record.token_ids
+    parts = [
+        _HEAD.pack(_VERSION, flags, record.priority, record.depth, record.stored_step, len(tokens)),
+        record.key,
+        record.parent_key or b"",
+        b"" if record.adapter_id is None else struct.pack("<Q", record.adapter_id),
+        struct.pack(f"<{len(tokens)}I", *tokens),
+        (record.salt or "").encode(),
+    ]
+    return b"".join(parts)
+
+
+def decode(place: bytes, value: bytes) -> BlockRecord:
+    """Reads a record back. Raises RecordError for anything that `encode` did not write."""
+    try:
+        group, slot = _SLOT.unpack(place)
+        version, flags, priority, depth, stored_step, num_tokens = _HEAD.unpack_from(value)
+        if version != _VERSION:
+            raise RecordError(f"record of version {version}")
+        reader = _Reader(value, _HEAD.size)
+        key = reader.take(_DIGEST_BYTES)
+        parent_key = reader.take(_DIGEST_BYTES) if flags & _HAS_PARENT else None
+        adapter_id = int.from_bytes(reader.take(8), "little") if flags & _HAS_ADAPTER else None
+        token_ids = struct.unpack(f"<{num_tokens}I", reader.take(4 * num_tokens))
+        salt = reader.rest().decode() if flags & _HAS_SALT else None
+    except (struct.error, UnicodeDecodeError) as error:
+        raise RecordError("record cannot be read") from error
+    return BlockRecord(group, slot, key, parent_key, depth, token_ids, salt, adapter_id, priority, stored_step)
+
+
+class _Reader:
+    def __init__(self, data: bytes, position: int) -> None:
+        self._data = data
+        self._position = position
+
+    def take(self, count: int) -> bytes:
+        end = self._position + count
+        if end > len(self._data):
+            raise RecordError("record is cut short")
+        taken, self._position = self._data[self._position : end], end
+        return taken
+
+    def rest(self) -> bytes:
+        return self._data[self._position :]

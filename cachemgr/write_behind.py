@@ -1,0 +1,85 @@
+"""Changes of the index that Redis has not seen yet: coalesced per block, bounded, synchronous."""
+
+from dataclasses import dataclass, field
+
+from cachemgr.records import BlockRecord
+
+Place = tuple[int, int]
+
+
+@dataclass(slots=True)
+class Changes:
+    """What one executor's hash in Redis lacks.
+
+    `blocks` maps (group, slot) to the block that is there, None for one that left the index. With `cleared` the hash
+    is emptied first and takes `epoch`. With `resync` the changes are incomplete: everything must be written again.
+    """
+
+    epoch: int
+    cleared: bool = False
+    resync: bool = False
+    blocks: dict[Place, BlockRecord | None] = field(default_factory=dict)
+
+
+class WriteBehind:
+    """Collects changes. Never holds more than `bound` blocks: beyond it an executor is marked for a resync."""
+
+    def __init__(self, bound: int) -> None:
+        self._bound = bound
+        self._pending = 0
+        self._changes: dict[str, Changes] = {}
+
+    @property
+    def pending(self) -> int:
+        """Blocks waiting to be written."""
+        return self._pending
+
+    def clear(self, executor_id: str, epoch: int) -> None:
+        """The executor has no indexed block, and this epoch."""
+        self._drop(executor_id)
+        self._changes[executor_id] = Changes(epoch, cleared=True)
+
+    def put(self, executor_id: str, epoch: int, place: Place, block: BlockRecord | None) -> None:
+        """A block entered the index at a place, or left it (None)."""
+        changes = self._changes.setdefault(executor_id, Changes(epoch))
+        if changes.resync:
+            return
+        if place not in changes.blocks:
+            self._pending += 1
+        changes.blocks[place] = block
+        if self._pending > self._bound:
+            self.resync(executor_id, epoch)
+
+    def resync(self, executor_id: str, epoch: int) -> None:
+        """Forgets the executor's changes; what is written next is everything."""
+        self._drop(executor_id)
+        self._changes[executor_id] = Changes(epoch, cleared=True, resync=True)
+
+    def take(self) -> tuple[str, Changes] | None:
+        """Hands out the changes of one executor, the one that waits longest."""
+        if not self._changes:
+            return None
+        executor_id = next(iter(self._changes))
+        changes = self._changes[executor_id]
+        self._drop(executor_id)
+        return executor_id, changes
+
+    def give_back(self, executor_id: str, failed: Changes) -> None:
+        """Takes back changes that were not written; what happened since then is newer and wins."""
+        newer = self._changes.get(executor_id)
+        if newer is not None and newer.cleared:
+            return
+        if failed.resync:
+            self.resync(executor_id, failed.epoch)
+            return
+        self._drop(executor_id)
+        blocks = failed.blocks if newer is None else {**failed.blocks, **newer.blocks}
+        self._changes[executor_id] = Changes(failed.epoch, cleared=failed.cleared, blocks=blocks)
+        self._pending += len(blocks)
+        if self._pending > self._bound:
+            self.resync(executor_id, failed.epoch)
+
+    def _drop(self, executor_id: str) -> None:
+        dropped = self._changes.pop(executor_id, None)
+        if dropped is not None:
+            self._pending -= len(dropped.blocks)

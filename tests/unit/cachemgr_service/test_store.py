@@ -1,0 +1,160 @@
+"""The index in Redis: what was stored is read back, and a Redis that is away costs nothing but time."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from cachemgr.embedded_redis import EmbeddedRedis
+from cachemgr.records import BlockRecord
+from cachemgr.store import IndexStore, open_redis
+from tests.unit.cachemgr_service import servers
+
+EXECUTOR = "gpu/0 {x}"
+KEYS = "kvkeep:{gpu%2F0%20%7Bx%7D}:"
+
+
+def block(slot: int, depth: int = 0, group: int = 0, step: int = 3) -> BlockRecord:
+    salt = None if slot % 2 else "salt\x00ü"
+    return BlockRecord(group, slot, bytes([slot % 256] * 32), None, depth, (1, 2, 70_000), salt, 0, 35, step)
+
+
+class Index(dict[tuple[int, int], BlockRecord]):
+    """The truth that the store copies."""
+
+    def snapshot(self, executor_id: str) -> list[BlockRecord]:
+        return list(self.values())
+
+
+@pytest.fixture(params=servers.FAMILIES)
+def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[EmbeddedRedis]:
+    servers.use(request.param, monkeypatch)
+    started = EmbeddedRedis.start(tmp_path)
+    yield started
+    started.stop()
+
+
+@pytest.fixture
+async def redis(server: EmbeddedRedis) -> AsyncIterator[Redis]:
+    client = open_redis(server.url)
+    yield client
+    await client.aclose()
+
+
+@pytest.fixture
+def index() -> Index:
+    return Index()
+
+
+@pytest.fixture
+def store(redis: Redis, index: Index) -> IndexStore:
+    return IndexStore(redis, index.snapshot, max_pending=50)
+
+
+async def test_stored_blocks_are_read_back_parents_first_by_a_new_manager(store: IndexStore, redis: Redis) -> None:
+    store.cleared(EXECUTOR, 7)
+    blocks = [block(slot, depth=9 - slot, group=slot % 2) for slot in range(1, 9)]
+    for one in blocks:
+        store.stored(EXECUTOR, one)
+    store.removed(EXECUTOR, blocks[0].group, blocks[0].slot)
+    assert await store.flush()
+    assert sorted(await redis.keys()) == [f"{KEYS}blocks".encode(), f"{KEYS}epoch".encode()]
+    restarted = IndexStore(redis, lambda _: [])
+    assert await restarted.load(EXECUTOR, 7) == blocks[:0:-1]
+
+
+async def test_another_epoch_voids_what_redis_remembers(store: IndexStore, redis: Redis) -> None:
+    store.cleared(EXECUTOR, 7)
+    store.stored(EXECUTOR, block(1))
+    await store.flush()
+    restarted = IndexStore(redis, lambda _: [])
+    assert await restarted.load(EXECUTOR, 8) == []
+    await restarted.flush()
+    assert not await redis.exists(f"{KEYS}blocks")
+    assert await restarted.load(EXECUTOR, 8) == []
+    assert await restarted.load("another", 7) == []
+
+
+async def test_a_new_block_in_a_slot_replaces_the_old_one(store: IndexStore) -> None:
+    store.cleared(EXECUTOR, 7)
+    store.stored(EXECUTOR, block(1, step=3))
+    await store.flush()
+    store.stored(EXECUTOR, block(1, step=9))
+    assert await store.load(EXECUTOR, 7) == [block(1, step=9)]
+
+
+async def test_blocks_of_an_unknown_version_are_left_out(store: IndexStore, redis: Redis) -> None:
+    store.cleared(EXECUTOR, 7)
+    store.stored(EXECUTOR, block(1))
+    await store.flush()
+    await redis.hset(f"{KEYS}blocks", b"12345678", b"\xff future")
+    assert await store.load(EXECUTOR, 7) == [block(1)]
+
+
+async def test_changes_made_while_redis_is_away_arrive_when_it_is_back(
+    store: IndexStore, server: EmbeddedRedis, tmp_path: Path
+) -> None:
+    store.cleared(EXECUTOR, 7)
+    store.stored(EXECUTOR, block(1))
+    assert await store.flush()
+    server.stop()
+    store.stored(EXECUTOR, block(2))
+    store.removed(EXECUTOR, 0, 1)
+    assert not await store.flush()
+    assert not store.up
+    assert store.pending == 2
+    again = EmbeddedRedis.start(tmp_path)
+    assert await store.flush()
+    assert store.up
+    assert await store.load(EXECUTOR, 7) == [block(2)]
+    again.stop()
+
+
+async def test_too_many_changes_become_a_copy_of_everything(
+    store: IndexStore, index: Index, redis: Redis, server: EmbeddedRedis, tmp_path: Path
+) -> None:
+    store.cleared(EXECUTOR, 7)
+    store.stored(EXECUTOR, block(999))
+    assert await store.flush()
+    server.stop()
+    for slot in range(1, 701):
+        index[0, slot] = block(slot)
+        store.stored(EXECUTOR, index[0, slot])
+        assert store.pending <= 50
+        if slot % 100 == 0:
+            assert not await store.flush()
+    again = EmbeddedRedis.start(tmp_path)
+    assert await store.flush()
+    assert {one.slot for one in await store.load(EXECUTOR, 7)} == set(range(1, 701))
+    again.stop()
+
+
+async def test_a_registration_while_redis_is_away_replaces_what_it_holds_later(
+    store: IndexStore, redis: Redis, server: EmbeddedRedis, tmp_path: Path
+) -> None:
+    store.cleared(EXECUTOR, 7)
+    store.stored(EXECUTOR, block(1))
+    await store.flush()
+    server.stop()
+    restarted = IndexStore(redis, lambda _: [block(5)])
+    assert await restarted.load(EXECUTOR, 7) == []
+    again = EmbeddedRedis.start(tmp_path)
+    assert await restarted.flush()
+    assert await restarted.load(EXECUTOR, 7) == [block(5)]
+    again.stop()
+
+
+async def test_the_background_task_writes_without_being_asked(store: IndexStore, redis: Redis) -> None:
+    task = asyncio.create_task(store.run())
+    store.cleared(EXECUTOR, 7)
+    store.stored(EXECUTOR, block(1))
+    async with asyncio.timeout(10):
+        while not await redis.exists(f"{KEYS}blocks"):  # noqa: ASYNC110 - Redis raises no event here
+            await asyncio.sleep(0.01)
+    task.cancel()
+    await asyncio.wait({task})
+    store.removed(EXECUTOR, 0, 1)
+    await store.close()
+    assert not await redis.exists(f"{KEYS}blocks")
