@@ -30,9 +30,7 @@ def test_a_record_is_read_as_it_was_written(record: BlockRecord) -> None:
 
 
 @given(RECORDS, st.data())
-def test_a_record_cut_short_is_refused(
-    record: BlockRecord, data: st.DataObject
-) -> None:
+def test_a_record_cut_short_is_refused(record: BlockRecord, data: st.DataObject) -> None:
     value = encode(record)
     salt = len((record.salt or "").encode())
     cut = data.draw(st.integers(0, len(value) - salt - 1))
