@@ -1,5 +1,6 @@
 """A real server on a unix socket with a tiny servicer behind it."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,6 +49,27 @@ class Events(pb_grpc.CacheEventServiceServicer):
         yield pb.WatchEventsResponse(event_number=1)
         yield pb.WatchEventsResponse(event_number=2)
         raise OutOfStockError("no third event")
+
+
+class Endless:
+    """Streams for ever, and notes when it is told to stop."""
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+
+    async def stream(self, request: pb.GetPoolRequest, context: Any) -> AsyncIterator[pb.GetPoolRequest]:
+        try:
+            while True:
+                yield request
+                await asyncio.sleep(0)
+        finally:
+            self.ended.set()
+
+    def add(self, server: grpc.aio.Server) -> None:
+        handler = grpc.unary_stream_rpc_method_handler(
+            self.stream, pb.GetPoolRequest.FromString, pb.GetPoolRequest.SerializeToString
+        )
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Endless", {"Stream": handler}),))
 
 
 async def echo(requests: AsyncIterator[pb.GetPoolRequest], context: Any) -> AsyncIterator[pb.GetPoolRequest]:

@@ -19,7 +19,7 @@ from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
 from protos.rpc.addresses import AddressError
 from protos.rpc.channel import open_channel
 from protos.rpc.server import Server
-from tests.unit.rpc.conftest import ADMIN, EVENTS, Admin, Served
+from tests.unit.rpc.conftest import ADMIN, EVENTS, Admin, Endless, Served
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -185,4 +185,29 @@ async def test_metrics_count_calls_by_method_and_code(tmp_path: Path) -> None:
     text = await asyncio.to_thread(read)
     assert f'kvkeep_rpc_handled_total{{code="INVALID_ARGUMENT",method="{ADMIN}/GetPool"}}' in text
     assert f'kvkeep_rpc_handled_total{{code="OK",method="{ADMIN}/PurgeBlocks"}}' in text
+    await server.stop()
+
+
+async def test_a_cancelled_stream_ends_its_handler(tmp_path: Path) -> None:
+    endless = Endless()
+    server = Server("test", drain_seconds=0)
+    server.listen(f"unix:{tmp_path}/s", {"test.Endless": endless.add})
+    await server.start()
+    async with open_channel(f"unix:{tmp_path}/s") as channel:
+        call = channel.unary_stream("/test.Endless/Stream")(b"", timeout=30)
+        assert await call.read() == b""
+        call.cancel()
+        await asyncio.wait_for(endless.ended.wait(), 5)
+    await server.stop()
+
+
+async def test_a_message_beyond_the_limit_is_refused_by_its_size(tmp_path: Path) -> None:
+    server = Server("test", drain_seconds=0, max_message_bytes=1000)
+    server.listen(f"unix:{tmp_path}/s", {ADMIN: lambda s: pb_grpc.add_CacheAdminServiceServicer_to_server(Admin(), s)})
+    await server.start()
+    async with open_channel(f"unix:{tmp_path}/s") as channel:
+        stub = pb_grpc.CacheAdminServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.GetPool(pb.GetPoolRequest(pool_id="x" * 2000), timeout=5)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     await server.stop()
