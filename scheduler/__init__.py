@@ -1,0 +1,1 @@
+"""Decides what runs next, and serves the public generation API."""

@@ -1,0 +1,57 @@
+"""`python -m scheduler`: runs the scheduler until SIGTERM."""
+
+import asyncio
+import os
+import signal
+import sys
+
+import structlog
+
+from protos.rpc import logs
+from protos.rpc.addresses import AddressError
+from protos.rpc.server import Server
+from protos.rpc.settings import load
+from scheduler.app import Scheduler
+from scheduler.service import SERVICE
+from scheduler.settings import SchedulerSettings
+
+log = structlog.get_logger()
+
+
+async def serve(settings: SchedulerSettings) -> int:
+    """Serves until a signal; returns the exit status."""
+    scheduler = Scheduler(settings)
+    server = Server("scheduler", metrics_address=settings.metrics_address, insecure=settings.insecure)
+    server.listen(settings.scheduler_address, {SERVICE: scheduler.service.add_to}, setting="KVKEEP_SCHEDULER_ADDRESS")
+    try:
+        await server.start()
+    except AddressError as error:
+        log.error("cannot listen", cause=str(error))
+        return 1
+
+    async def become_ready() -> None:
+        await scheduler.start()
+        server.set_serving(True)
+        await scheduler.failed.wait()
+        # Nothing can be repaired from here: end as on SIGTERM, with another status.
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    ready = asyncio.create_task(become_ready())
+    await server.run_until_stopped(scheduler.drain)
+    ready.cancel()
+    await asyncio.wait({ready})
+    await scheduler.stop()
+    if not ready.cancelled():
+        ready.result()
+    return 1 if scheduler.failed.is_set() else 0
+
+
+def main() -> int:
+    """Reads the settings and serves."""
+    settings = load(SchedulerSettings, os.environ)
+    logs.configure("scheduler", settings.log_level)
+    return asyncio.run(serve(settings))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""Puts the parts together: the engine on the asyncio loop, the step loop on its thread."""
+
+import asyncio
+import threading
+import time
+
+import grpc
+import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client import REGISTRY, CollectorRegistry
+
+from protos.execution.v1 import execution_pb2
+from protos.execution.v1 import execution_pb2_grpc as execution_rpc
+from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
+from protos.rpc.channel import open_channel
+from protos.rpc.errors import from_rpc_error
+from scheduler import executor_client
+from scheduler.cache_client import CacheClient
+from scheduler.engine import Engine
+from scheduler.executor_client import ExecutorClient
+from scheduler.intake import Intake
+from scheduler.loop import StepLoop
+from scheduler.mailbox import Mailbox, Report, Stop
+from scheduler.metrics import RequestMetrics, StepTimes
+from scheduler.service import GenerationService
+from scheduler.settings import SchedulerSettings
+from scheduler.tokenizer import Model
+from scheduler.waiting_queue import WaitingQueue
+
+CALL_SECONDS = 10.0
+RETRY_SECONDS = 0.5
+
+log = structlog.get_logger()
+
+
+class Scheduler:
+    """The running scheduler. `start` returns when the stack is complete; `failed` is set when it cannot go on."""
+
+    def __init__(self, settings: SchedulerSettings, registry: CollectorRegistry = REGISTRY) -> None:
+        self.service = GenerationService()
+        self.failed = asyncio.Event()
+        self.times = StepTimes(registry)
+        self._settings = settings
+        self._metrics = RequestMetrics(registry)
+        self._mailbox = Mailbox()
+        self._engine: Engine | None = None
+        self._channel: grpc.aio.Channel | None = None
+        self._cache_task: asyncio.Task[None] | None = None
+        self._thread: threading.Thread | None = None
+
+    async def start(self) -> None:
+        """Waits for the executor and the cache manager, however long, and starts to serve."""
+        settings, epoch = self._settings, time.time_ns()
+        model, executor = await _describe_executor(settings.executor_address)
+        queue = WaitingQueue()
+        engine = Engine(
+            Model(model, executor.max_tokens), queue, self._mailbox, self._metrics, max_waiting=settings.max_waiting
+        )
+        self._channel = open_channel(settings.cachemgr_address)
+        cache = CacheClient(
+            kvcache_rpc.CacheManagerServiceStub(self._channel),
+            queue,
+            self._mailbox,
+            engine,
+            self._metrics,
+            scheduler_id=settings.scheduler_id,
+            scheduler_epoch=epoch,
+            executor_id=executor.executor_id,
+            block_size=executor.block_size,
+            max_running=settings.max_running,
+        )
+        engine.attach(cache)
+        self._engine = engine
+        self._cache_task = asyncio.create_task(cache.run())
+        self._cache_task.add_done_callback(self._cache_ended)
+        self._start_loop(engine, epoch)
+        await cache.registered.wait()
+        self.service.attach(engine, Intake(engine.model, max_prompt_bytes=settings.max_prompt_bytes))
+        log.info("ready", model=engine.model.name, max_tokens=engine.model.max_tokens)
+
+    async def drain(self) -> None:
+        """Takes no more requests and waits for the running ones."""
+        if self._engine is not None:
+            await self._engine.drain(self._settings.drain_seconds)
+
+    async def stop(self) -> None:
+        """Ends everything that `start` began."""
+        if self._thread is not None:
+            self._mailbox.put(Stop())
+            await asyncio.to_thread(self._thread.join, CALL_SECONDS)
+        if self._cache_task is not None:
+            self._cache_task.cancel()
+            await asyncio.wait({self._cache_task})
+        if self._channel is not None:
+            await self._channel.close()
+
+    def _start_loop(self, engine: Engine, epoch: int) -> None:
+        settings, loop = self._settings, asyncio.get_running_loop()
+
+        def publish(report: Report) -> None:
+            loop.call_soon_threadsafe(engine.receive, report)
+
+        def fail() -> None:
+            engine.receive(Report(failed=True))
+            self.failed.set()
+
+        def run() -> None:
+            try:
+                steps.run()
+            except Exception:
+                log.exception("the step loop failed")
+                loop.call_soon_threadsafe(fail)
+
+        client = ExecutorClient(settings.executor_address, settings.scheduler_id, epoch)
+        steps = StepLoop(client, self._mailbox, publish, self.times, max_batched_tokens=settings.max_batched_tokens)
+        # A daemon: an executor that never answers must not keep the process from ending.
+        self._thread = threading.Thread(target=run, name="step-loop", daemon=True)
+        self._thread.start()
+
+    def _cache_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            log.error("the cache client failed", exc_info=task.exception())
+            self.failed.set()
+
+
+async def _describe_executor(
+    address: str,
+) -> tuple[execution_pb2.GetModelResponse, execution_pb2.GetExecutorResponse]:
+    """Waits until the executor serves; returns its model and itself."""
+    async with open_channel(address) as channel:
+        stub: execution_rpc.ExecutorServiceAsyncStub = execution_rpc.ExecutorServiceStub(channel)
+        request = health_pb2.HealthCheckRequest(service=executor_client.SERVICE)
+        said = ""
+        while True:
+            try:
+                health = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=CALL_SECONDS)
+                if health.status == health_pb2.HealthCheckResponse.SERVING:
+                    return (
+                        await stub.GetModel(execution_pb2.GetModelRequest(), timeout=CALL_SECONDS),
+                        await stub.GetExecutor(execution_pb2.GetExecutorRequest(), timeout=CALL_SECONDS),
+                    )
+                cause = "it is not serving yet"
+            except grpc.aio.AioRpcError as error:
+                cause = str(from_rpc_error(error))
+            if cause != said:
+                log.info("waiting for the executor", address=address, cause=cause)
+                said = cause
+            await asyncio.sleep(RETRY_SECONDS)

@@ -1,0 +1,299 @@
+"""The scheduler's side of the cache manager: admissions in order, syncs in the background. On the asyncio loop."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Protocol, TypeVar
+
+import grpc
+import structlog
+
+from protos.kvcache.v1 import kvcache_pb2 as pb
+from protos.kvcache.v1 import kvcache_pb2_grpc as rpc
+from protos.rpc.errors import RemoteError, ServiceError, from_rpc_error
+from scheduler.errors import AdmissionError, ManagerLostError
+from scheduler.mailbox import Admitted, Mailbox, ManagerLost, Report, SyncAnswer
+from scheduler.metrics import RequestMetrics
+from scheduler.request import Candidate
+from scheduler.sequence import Copy, Sequence
+from scheduler.sync_batch import SyncBatch
+from scheduler.waiting_queue import WaitingQueue
+
+CALL_SECONDS = 5.0
+FIRST_BACKOFF = 0.05
+LONGEST_BACKOFF = 1.0
+# Blocks can become free without our doing (copies end, other schedulers release): while somebody wants some, ask.
+POLL_SECONDS = 0.05
+RETRY_REFUSED_SECONDS = 0.25
+
+_AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+# Statuses that are about this one request and will not change.
+_FINAL = (
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.ALREADY_EXISTS,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.UNKNOWN,
+)
+_NO_EXECUTOR = "EXECUTOR"
+
+log = structlog.get_logger()
+
+M = TypeVar("M")
+A = TypeVar("A")
+
+
+class Admissions(Protocol):
+    """Who wants to hear what became of candidates."""
+
+    def admitted(self, candidate: Candidate, cached_tokens: int) -> None:
+        """It has its blocks."""
+
+    def refused(self, candidate: Candidate, error: ServiceError) -> None:
+        """It will never have any."""
+
+
+class CacheClient:
+    """One call at a time, so that what the step loop hears is in the order in which the manager decided it."""
+
+    def __init__(
+        self,
+        stub: rpc.CacheManagerServiceAsyncStub,
+        queue: WaitingQueue,
+        mailbox: Mailbox,
+        admissions: Admissions,
+        metrics: RequestMetrics,
+        *,
+        scheduler_id: str,
+        scheduler_epoch: int,
+        executor_id: str,
+        block_size: int,
+        max_running: int,
+    ) -> None:
+        self._stub = stub
+        self._queue = queue
+        self._mailbox = mailbox
+        self._admissions = admissions
+        self._metrics = metrics
+        self._scheduler_id = scheduler_id
+        self._scheduler_epoch = scheduler_epoch
+        self._executor_id = executor_id
+        self._block_size = block_size
+        self._max_running = max_running
+        self._manager_epoch = 0
+        self._sync_number = 0
+        self._batch = SyncBatch()
+        self._session = 0
+        self._live = 0
+        self._lost = False
+        self._given_up = asyncio.Event()
+        self._wake = asyncio.Event()
+        self.registered = asyncio.Event()
+        self._lease = 1.0
+        self._synced_at = 0.0
+        self._short = 0
+        self._free_blocks = 0
+        # The candidate that the manager has no blocks for, when it said so, and how many were free then.
+        self._refused: Candidate | None = None
+        self._refused_at = 0.0
+        self._free_at_refusal = 0
+
+    @property
+    def live(self) -> int:
+        """Sequences that hold blocks."""
+        return self._live
+
+    def receive(self, report: Report) -> None:
+        """Takes what a step brought, for the next sync."""
+        if report.session is not None:
+            self._session = report.session
+        if self._lost:
+            if report.all_given_up:
+                self._given_up.set()
+        else:
+            self._batch.merge(report)
+            self._live -= len(report.released)
+        self.wake()
+
+    def wake(self) -> None:
+        """There is something to do."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Serves for ever; a manager that is away or starts again is waited for."""
+        while True:
+            await self._register()
+            self.registered.set()
+            try:
+                while True:
+                    await self._turn()
+            except ManagerLostError as error:
+                log.warning("cache manager lost", cause=str(error), sequences=self._live)
+            await self._give_up()
+
+    async def _register(self) -> None:
+        # A newer epoch than any before: the manager frees what the older one held, and syncs count from 1 again.
+        self._scheduler_epoch += 1
+        message = pb.RegisterSchedulerRequest(scheduler_id=self._scheduler_id, scheduler_epoch=self._scheduler_epoch)
+        answer = await self._call(self._stub.RegisterScheduler, message)
+        self._manager_epoch = answer.manager_epoch
+        self._lease = answer.lease_duration.ToTimedelta().total_seconds()
+        self._sync_number = 0
+        self._synced_at = time.monotonic()
+        log.info("registered at the cache manager", manager_epoch=self._manager_epoch, lease_seconds=self._lease)
+
+    async def _give_up(self) -> None:
+        """Has the step loop give all sequences up: their blocks are no longer theirs."""
+        self._lost = True
+        self._given_up.clear()
+        self._mailbox.put(ManagerLost())
+        await self._given_up.wait()
+        self._lost = False
+        self._batch = SyncBatch()
+        self._live = 0
+        self._short = 0
+        self._refused = None
+
+    async def _turn(self) -> None:
+        if self._batch.urgent or time.monotonic() >= self._next_sync:
+            await self._sync()
+        candidate = self._next_candidate()
+        if candidate is not None:
+            await self._admit(candidate)
+        elif not self._batch.urgent:
+            self._wake.clear()
+            try:
+                async with asyncio.timeout(max(0.0, self._next_sync - time.monotonic())):
+                    await self._wake.wait()
+            except TimeoutError:
+                return
+
+    @property
+    def _next_sync(self) -> float:
+        wanting = self._batch.starving or self._short or self._refused is not None
+        return self._synced_at + (min(POLL_SECONDS, self._lease / 3) if wanting else self._lease / 3)
+
+    def _next_candidate(self) -> Candidate | None:
+        """Whom to ask blocks for now. Those who run and want blocks come first."""
+        head = self._queue.head
+        if head is None or self._session <= 0 or self._live >= self._max_running or self._short:
+            return None
+        if head is self._refused:
+            waited = time.monotonic() - self._refused_at
+            if self._free_blocks <= self._free_at_refusal and waited < RETRY_REFUSED_SECONDS:
+                return None
+        return head
+
+    async def _sync(self) -> None:
+        batch, self._batch = self._batch, SyncBatch()
+        self._batch.step = batch.step
+        self._sync_number += 1
+        message = batch.message(self._scheduler_id, self._scheduler_epoch, self._manager_epoch, self._sync_number)
+        started = time.perf_counter()
+        answer = await self._call(self._stub.SyncSequences, message)
+        self._metrics.sync_seconds.observe(time.perf_counter() - started)
+        if answer.manager_epoch != self._manager_epoch:
+            raise ManagerLostError("it started again")
+        self._synced_at = time.monotonic()
+        self._lease = answer.lease_duration.ToTimedelta().total_seconds() or self._lease
+        self._free_blocks = answer.free_blocks
+        self._short = answer.blocks_short
+        if batch.released:
+            self._refused = None
+        if answer.extended_handles or answer.void_handles or answer.blocks_short or batch.released or batch.trimmed:
+            self._mailbox.put(
+                SyncAnswer(
+                    _extensions(answer), answer.void_handles, answer.blocks_short, batch.released, [*batch.trimmed]
+                )
+            )
+
+    async def _admit(self, candidate: Candidate) -> None:
+        session = self._session
+        try:
+            answer = await self._call(self._stub.AdmitSequence, self._admission(candidate))
+        except RemoteError as error:
+            if error.code in _FINAL:
+                self._queue.remove(candidate.request.arrival)
+                self._admissions.refused(candidate, AdmissionError(error))
+            elif _NO_EXECUTOR in error.reason:
+                log.info("the cache manager waits for the executor", cause=str(error))
+                self._refuse(candidate)
+            else:
+                raise ManagerLostError(str(error)) from error
+            return
+        if answer.manager_epoch != self._manager_epoch:
+            raise ManagerLostError("it started again")
+        if not answer.admitted:
+            self._refuse(candidate)
+            return
+        self._live += 1
+        if not self._queue.remove(candidate.request.arrival):
+            self._forget(answer)
+            return
+        self._admissions.admitted(candidate, answer.cached_tokens)
+        self._mailbox.put(Admitted(_sequence(candidate, answer, self._block_size), session))
+
+    def _refuse(self, candidate: Candidate) -> None:
+        self._refused = candidate
+        self._refused_at = time.monotonic()
+        self._free_at_refusal = self._free_blocks
+
+    def _forget(self, answer: pb.AdmitSequenceResponse) -> None:
+        """Its caller left while the manager answered."""
+        report = Report(released=[answer.sequence_handle])
+        report.cancelled_tickets = [transfer.ticket for transfer in answer.transfers]
+        self.receive(report)
+
+    def _admission(self, candidate: Candidate) -> pb.AdmitSequenceRequest:
+        wishes = candidate.request.wishes
+        return pb.AdmitSequenceRequest(
+            sequence_id=candidate.sequence_id,
+            scheduler_id=self._scheduler_id,
+            scheduler_epoch=self._scheduler_epoch,
+            executor_id=self._executor_id,
+            token_ids=candidate.token_ids,
+            salt=wishes.salt,
+            retention=wishes.retention,
+            no_read=wishes.no_read,
+            no_store=wishes.no_store,
+        )
+
+    async def _call(self, method: Callable[..., Awaitable[A]], message: M) -> A:
+        """Calls until the manager is there: every call can be repeated. Raises RemoteError, or ManagerLostError."""
+        backoff = FIRST_BACKOFF
+        while True:
+            try:
+                return await method(message, timeout=CALL_SECONDS)
+            except grpc.aio.AioRpcError as failure:
+                error = from_rpc_error(failure)
+            if error.code not in _AWAY:
+                if isinstance(message, pb.AdmitSequenceRequest):
+                    raise error
+                await asyncio.sleep(backoff)
+                raise ManagerLostError(str(error))
+            log.info("waiting for the cache manager", cause=str(error), retry_seconds=backoff)
+            await asyncio.sleep(backoff)
+            backoff = min(2 * backoff, LONGEST_BACKOFF)
+
+
+def _extensions(answer: pb.SyncSequencesResponse) -> list[tuple[int, int, list[int]]]:
+    """Unpacks the columns."""
+    extensions, start = [], 0
+    entries = zip(answer.extended_handles, answer.extended_groups, answer.extended_counts, strict=True)
+    for handle, group, count in entries:
+        extensions.append((handle, group, list(answer.extended_slots[start : start + count])))
+        start += count
+    return extensions
+
+
+def _sequence(candidate: Candidate, answer: pb.AdmitSequenceResponse, block_size: int) -> Sequence:
+    tables = sorted(answer.block_tables, key=lambda table: table.group)
+    return Sequence(
+        candidate,
+        answer.sequence_handle,
+        cached_tokens=answer.cached_tokens,
+        tables=[list(table.slots) for table in tables],
+        block_size=block_size,
+        wait_for=answer.wait_for_handle,
+        copies=tuple(Copy(t.ticket, t.group, t.source_slot, t.target_slot) for t in answer.transfers),
+    )

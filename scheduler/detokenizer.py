@@ -1,0 +1,55 @@
+"""Turns tokens into text one by one, whole characters only."""
+
+from collections.abc import Sequence as Seq
+
+from tokenizers import Tokenizer
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# Prompt tokens decoded with the output, so that a first token's leading space comes out right.
+_CONTEXT = 5
+# A character has at most four bytes, so text that is still open after so many tokens is not going to close.
+_LONGEST_OPEN = 16
+
+
+class Detokenizer:
+    """Incremental: decodes a window of tokens with and without the newest ones and sends the difference.
+
+    Decoding token by token would break characters that span tokens (byte-level BPE) and lose the spaces that a decoder
+    strips at the beginning (sentencepiece). Text that ends in U+FFFD may be half a character and is held back.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Seq[int]) -> None:
+        self._tokenizer = tokenizer
+        self._window = list(prompt_ids[-_CONTEXT:])
+        # Tokens of the window whose text is sent.
+        self._read = len(self._window)
+
+    def push(self, token_id: int) -> str:
+        """The text that a token adds; empty while a character is open."""
+        self._window.append(token_id)
+        return self._advance(final=len(self._window) - self._read > _LONGEST_OPEN)
+
+    def flush(self) -> str:
+        """What is held back: the output ends here."""
+        return self._advance(final=True)
+
+    def _advance(self, *, final: bool) -> str:
+        before = self._decode(self._window[: self._read])
+        after = self._decode(self._window)
+        if not final and after.endswith(_REPLACEMENT):
+            return ""
+        # A character that the sent text left open may have closed: then only the common part is sent already.
+        text = after.removeprefix(before) if after.startswith(before) else after[_common(before, after) :]
+        if text or final:
+            self._window = self._window[self._read :]
+            self._read = len(self._window)
+        return text
+
+    def _decode(self, token_ids: Seq[int]) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True)) if token_ids else ""
+
+
+def _common(one: str, other: str) -> int:
+    """Length of the common prefix."""
+    shortest = min(len(one), len(other))
+    return next((at for at in range(shortest) if one[at] != other[at]), shortest)

@@ -1,0 +1,153 @@
+"""All requests, from their acceptance to their end: what the service talks to. On the asyncio loop."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+from protos.rpc.errors import ServiceError
+from scheduler.cache_client import CacheClient
+from scheduler.errors import DrainingError, QueueFullError, RequestExistsError, StepLoopError
+from scheduler.generation import Generation
+from scheduler.mailbox import Cancel, Mailbox, Output, Report
+from scheduler.metrics import RequestMetrics
+from scheduler.request import Candidate, Request
+from scheduler.tokenizer import Model
+from scheduler.waiting_queue import WaitingQueue
+
+RETRY_SECONDS = 1.0
+
+
+class Engine:
+    """Knows every live request; the step loop and the cache client report to it."""
+
+    def __init__(
+        self, model: Model, queue: WaitingQueue, mailbox: Mailbox, metrics: RequestMetrics, *, max_waiting: int
+    ) -> None:
+        self.model = model
+        self.max_waiting = max_waiting
+        self.preemptions = 0
+        self.steps = 0
+        self._queue = queue
+        self._mailbox = mailbox
+        self._metrics = metrics
+        # By arrival.
+        self._live: dict[int, Generation] = {}
+        self._request_ids: set[str] = set()
+        self._cache: CacheClient | None = None
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.failed = asyncio.Event()
+
+    def attach(self, cache: CacheClient) -> None:
+        """Names the cache client, which is built around this object."""
+        self._cache = cache
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold blocks."""
+        return self._cache.live if self._cache else 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for blocks."""
+        return len(self._queue)
+
+    def check_room(self, request_id: str) -> None:
+        """Raises when a request would not be taken now, so that nobody tokenizes in vain."""
+        if self._draining:
+            raise DrainingError("the scheduler is stopping")
+        if request_id in self._request_ids:
+            raise RequestExistsError(
+                "a running request has this request_id", fields={"request_id": "is in use by a running request"}
+            )
+        if len(self._queue) >= self.max_waiting:
+            raise QueueFullError(
+                f"{self.max_waiting} requests wait already, which is the bound", retry_after=RETRY_SECONDS
+            )
+
+    @contextlib.contextmanager
+    def submit(self, request: Request) -> Iterator[Generation]:
+        """Queues a request. Leaving the block frees all that it held, however it ended."""
+        self.check_room(request.request_id)
+        generation = self._live[request.arrival] = Generation(request, self.model)
+        self._request_ids.add(request.request_id)
+        self._idle.clear()
+        self._queue.push(Candidate(request, request.prompt_ids))
+        self._touch()
+        try:
+            yield generation
+        finally:
+            self._drop(generation)
+
+    def receive(self, report: Report) -> None:
+        """Takes what a step brought: one call per step for all requests."""
+        assert self._cache is not None
+        self.steps += report.step > 0
+        for arrival in report.started:
+            if (generation := self._live.get(arrival)) and generation.started_at is None:
+                generation.started_at = report.at
+        for arrival in report.preempted:
+            self.preemptions += 1
+            self._metrics.preemptions.inc()
+            if generation := self._live.get(arrival):
+                generation.preemptions += 1
+        for output in report.outputs.values():
+            if (generation := self._live.get(output.arrival)) and not generation.finished:
+                self._publish(generation, output, report.at)
+        for candidate in report.again:
+            if (generation := self._live.get(candidate.request.arrival)) and not generation.finished:
+                self._queue.push(candidate)
+        if report.failed:
+            self.failed.set()
+            for generation in self._live.values():
+                generation.fail(StepLoopError("the step loop ended with an error of its own; the log says which"))
+        self._cache.receive(report)
+        self._touch()
+
+    async def drain(self, seconds: float) -> None:
+        """Takes no more requests and waits for the running ones, at most so long."""
+        self._draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
+        for generation in self._live.values():
+            generation.fail(DrainingError("the scheduler is stopping and the request did not end in time"))
+
+    def admitted(self, candidate: Candidate, cached_tokens: int) -> None:
+        """A candidate has its blocks."""
+        generation = self._live[candidate.request.arrival]
+        if generation.cached_tokens is None:
+            generation.cached_tokens = cached_tokens
+            self._metrics.prompt_tokens.inc(len(candidate.request.prompt_ids))
+            self._metrics.cached_tokens.inc(cached_tokens)
+
+    def refused(self, candidate: Candidate, error: ServiceError) -> None:
+        """A candidate will never have blocks."""
+        if generation := self._live.get(candidate.request.arrival):
+            generation.fail(error)
+
+    def _publish(self, generation: Generation, output: Output, now: float) -> None:
+        previous, first = generation.last_token_at, generation.first_token_at is None
+        generation.feed(output, now)
+        self._metrics.output_tokens.inc(len(output.token_ids))
+        (self._metrics.first_token if first else self._metrics.inter_token).observe(now - previous)
+        if generation.finished and not output.finished:
+            # A stop string: the step loop does not know of it.
+            self._mailbox.put(Cancel(output.arrival))
+
+    def _drop(self, generation: Generation) -> None:
+        request = generation.request
+        del self._live[request.arrival]
+        self._request_ids.remove(request.request_id)
+        if not self._live:
+            self._idle.set()
+        if not self._queue.remove(request.arrival):
+            self._mailbox.put(Cancel(request.arrival))
+        self._touch()
+
+    def _touch(self) -> None:
+        assert self._cache is not None
+        self._cache.wake()
+        self._metrics.running.set(self.num_running)
+        self._metrics.waiting.set(self.num_waiting)

@@ -1,0 +1,72 @@
+"""What can go wrong in the scheduler. A caller sees the ServiceErrors; the others stay inside."""
+
+import grpc
+
+from protos.rpc.errors import RemoteError, ServiceError
+
+
+class ModelNotFoundError(ServiceError):
+    """The request names a model that is not served."""
+
+    code = grpc.StatusCode.NOT_FOUND
+    reason = "MODEL_NOT_FOUND"
+
+
+class RequestExistsError(ServiceError):
+    """A running request has the same request_id."""
+
+    code = grpc.StatusCode.ALREADY_EXISTS
+    reason = "REQUEST_EXISTS"
+
+
+class QueueFullError(ServiceError):
+    """As many requests wait as may."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    reason = "QUEUE_FULL"
+
+
+class DeadlineError(ServiceError):
+    """The caller's deadline passed."""
+
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+    reason = "DEADLINE_EXCEEDED"
+
+
+class NotReadyError(ServiceError):
+    """The executor or the cache manager has not been reached yet."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "NOT_READY"
+
+
+class DrainingError(ServiceError):
+    """The scheduler is about to stop."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "DRAINING"
+
+
+class StepLoopError(ServiceError):
+    """The step loop died of a defect of ours."""
+
+    code = grpc.StatusCode.INTERNAL
+    reason = "STEP_LOOP_FAILED"
+
+
+class AdmissionError(ServiceError):
+    """The cache manager refuses the request for good."""
+
+    code = grpc.StatusCode.INTERNAL
+    reason = "ADMISSION_FAILED"
+
+    def __init__(self, cause: RemoteError) -> None:
+        super().__init__(f"the cache manager refused the request: {cause.message}", metadata={"cause": cause.reason})
+
+
+class ExecutorLostError(Exception):
+    """The session with the executor is over; what was in flight will not be answered."""
+
+
+class ManagerLostError(Exception):
+    """The cache manager no longer knows this scheduler or its sequences."""

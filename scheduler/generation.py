@@ -1,0 +1,111 @@
+"""The output of one request: text, stop strings, usage, and the stream to its caller. On the asyncio loop."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from protos.execution.v1 import execution_pb2
+from protos.generation.v1 import generation_pb2 as pb
+from protos.rpc.errors import ServiceError
+from scheduler.detokenizer import Detokenizer
+from scheduler.mailbox import Output
+from scheduler.request import Request
+from scheduler.stop_strings import StopStrings
+from scheduler.tokenizer import Model
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Output since the caller last looked."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[execution_pb2.TokenLogprobs] = field(default_factory=list)
+    finish: pb.FinishReason = pb.FINISH_REASON_UNSPECIFIED
+
+
+class Generation:
+    """Times are in seconds of one monotonic clock; None while the thing has not happened."""
+
+    def __init__(self, request: Request, model: Model) -> None:
+        self.request = request
+        self.finished = False
+        self.output_tokens = 0
+        self.preemptions = 0
+        self.cached_tokens: int | None = None
+        self.started_at: float | None = None
+        self.first_token_at: float | None = None
+        self.last_token_at = request.arrived_at
+        self._detokenizer = Detokenizer(model.tokenizer, request.prompt_ids)
+        self._stops = StopStrings(request.stop)
+        self._chunk = Chunk()
+        self._error: ServiceError | None = None
+        self._news = asyncio.Event()
+
+    def feed(self, output: Output, now: float) -> None:
+        """Takes new tokens. Afterwards `finished` says whether the output has ended, here or by a stop string."""
+        chunk = self._chunk
+        for index, token_id in enumerate(output.token_ids):
+            is_last = index == len(output.token_ids) - 1
+            chunk.token_ids.append(token_id)
+            chunk.logprobs.extend(output.logprobs[index : index + 1])
+            self.output_tokens += 1
+            if is_last and output.stopped:
+                self._end(pb.FINISH_REASON_STOP)
+            elif self._push(self._detokenizer.push(token_id)):
+                break
+            elif is_last and output.finished:
+                self._end(pb.FINISH_REASON_LENGTH)
+        self.first_token_at = self.first_token_at or now
+        self.last_token_at = now
+        self._news.set()
+
+    def fail(self, error: ServiceError) -> None:
+        """Ends the stream with an error."""
+        self._error = error
+        self.finished = True
+        self._news.set()
+
+    async def next(self) -> Chunk:
+        """Waits for output; the last chunk has `finish` set. Raises the error that `fail` was given."""
+        await self._news.wait()
+        self._news.clear()
+        chunk, self._chunk = self._chunk, Chunk()
+        if self._error is not None:
+            raise self._error
+        return chunk
+
+    def usage(self) -> pb.Usage:
+        """What the request used."""
+        usage = pb.Usage(
+            prompt_tokens=len(self.request.prompt_ids),
+            cached_tokens=self.cached_tokens or 0,
+            output_tokens=self.output_tokens,
+            preemptions=self.preemptions,
+        )
+        arrived = self.request.arrived_at
+        times = (
+            (usage.queue_time, self.started_at),
+            (usage.time_to_first_token, self.first_token_at),
+            (usage.total_time, self.last_token_at),
+        )
+        for duration, at in times:
+            if at is not None:
+                duration.FromNanoseconds(int((at - arrived) * 1e9))
+        return usage
+
+    def _push(self, text: str) -> bool:
+        text, stopped = self._stops.push(text)
+        self._chunk.text += text
+        if stopped:
+            self._finish(pb.FINISH_REASON_STOP)
+        return stopped
+
+    def _end(self, reason: pb.FinishReason) -> None:
+        """The tokens have ended: sends what was held back."""
+        if not self._push(self._detokenizer.flush()):
+            self._chunk.text += self._stops.flush()
+            self._finish(reason)
+
+    def _finish(self, reason: pb.FinishReason) -> None:
+        self._chunk.finish = reason
+        self.finished = True

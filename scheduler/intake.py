@@ -1,0 +1,206 @@
+"""Checks a request and turns it into a Request. Everything a caller can get wrong is said here, and nowhere else."""
+
+import itertools
+import secrets
+import time
+from collections.abc import Sequence
+
+from protos.execution.v1 import execution_pb2
+from protos.generation.v1 import generation_pb2 as pb
+from protos.kvcache.v1 import kvcache_pb2
+from protos.rpc.errors import InvalidField
+from scheduler.chat import ChatTemplateError
+from scheduler.errors import ModelNotFoundError
+from scheduler.request import CacheWishes, Request
+from scheduler.tokenizer import Model
+
+MAX_REQUEST_ID_BYTES = 128
+MAX_SALT_BYTES = 256
+MAX_STOPS = 16
+MAX_STOP_BYTES = 1024
+MAX_STOP_IDS = 256
+MAX_LOGPROBS = 20
+MAX_RANGES = 64
+MAX_PRIORITY = 100
+
+
+class Intake:
+    """Raises InvalidField and ModelNotFoundError; a request that it returns can be run."""
+
+    def __init__(self, model: Model, *, max_prompt_bytes: int) -> None:
+        self._model = model
+        self._max_prompt_bytes = max_prompt_bytes
+        self._arrivals = itertools.count(1)
+
+    async def accept(self, message: pb.StreamGenerateRequest) -> Request:
+        """Checks everything, cheap things first; text is tokenized in a thread."""
+        arrived_at = time.monotonic()
+        self._check_names(message)
+        sampling = _sampling(message.sampling, self._stop_token_ids(message))
+        stop = _stop(message.stop)
+        wishes = _wishes(message.cache)
+        if message.HasField("max_tokens") and message.max_tokens < 1:
+            raise InvalidField("max_tokens", "must be at least 1")
+        prompt_ids = tuple(await self._prompt_ids(message))
+        return Request(
+            request_id=message.request_id or secrets.token_hex(8),
+            prompt_ids=prompt_ids,
+            max_tokens=self._max_tokens(message, len(prompt_ids)),
+            sampling=sampling,
+            arrival=next(self._arrivals),
+            arrived_at=arrived_at,
+            stop=stop,
+            priority=message.priority,
+            wishes=wishes,
+        )
+
+    def _check_names(self, message: pb.StreamGenerateRequest) -> None:
+        if len(message.request_id.encode()) > MAX_REQUEST_ID_BYTES:
+            raise InvalidField("request_id", f"has more than {MAX_REQUEST_ID_BYTES} bytes")
+        if message.model not in ("", self._model.name):
+            raise ModelNotFoundError(
+                f"this scheduler serves {self._model.name!r} only",
+                fields={"model": f"is not served; {self._model.name!r} is"},
+            )
+
+    async def _prompt_ids(self, message: pb.StreamGenerateRequest) -> Sequence[int]:
+        match message.WhichOneof("input"):
+            case "text":
+                self._check_bytes("text", len(message.text.encode()))
+                field, ids = "text", await self._model.encode_text(message.text)
+            case "chat":
+                field, ids = "chat.messages", await self._chat_ids(message.chat)
+            case "token_ids":
+                field, ids = "token_ids.token_ids", list(message.token_ids.token_ids)
+                self._check_ids(field, ids)
+            case _:
+                raise InvalidField("input", "is missing: give text, chat or token_ids")
+        if not ids:
+            raise InvalidField(field, "must not be empty")
+        fits = self._model.max_tokens - 1
+        if len(ids) > fits:
+            raise InvalidField(field, f"has {len(ids)} tokens; at most {fits} fit")
+        return ids
+
+    async def _chat_ids(self, chat: pb.ChatInput) -> list[int]:
+        if not chat.messages:
+            raise InvalidField("chat.messages", "must not be empty")
+        for index, message in enumerate(chat.messages):
+            if not message.role:
+                raise InvalidField(f"chat.messages[{index}].role", "must not be empty")
+        if not self._model.has_chat_template:
+            raise InvalidField("chat", "cannot be used: the model has no chat template")
+        self._check_bytes("chat.messages", sum(len(m.role.encode()) + len(m.content.encode()) for m in chat.messages))
+        try:
+            return await self._model.encode_chat([{"role": m.role, "content": m.content} for m in chat.messages])
+        except ChatTemplateError as error:
+            raise InvalidField("chat.messages", f"do not fit the model's chat template: {error}") from error
+
+    def _check_bytes(self, field: str, size: int) -> None:
+        if size == 0:
+            raise InvalidField(field, "must not be empty")
+        if size > self._max_prompt_bytes:
+            raise InvalidField(field, f"has {size} bytes; at most {self._max_prompt_bytes} are taken")
+
+    def _check_ids(self, field: str, ids: Sequence[int]) -> None:
+        for index, token_id in enumerate(ids):
+            if token_id >= self._model.vocab_size:
+                raise InvalidField(
+                    f"{field}[{index}]", f"must be below {self._model.vocab_size}, the vocabulary's size"
+                )
+
+    def _stop_token_ids(self, message: pb.StreamGenerateRequest) -> list[int]:
+        if len(message.stop_token_ids) > MAX_STOP_IDS:
+            raise InvalidField("stop_token_ids", f"has more than {MAX_STOP_IDS} entries")
+        self._check_ids("stop_token_ids", message.stop_token_ids)
+        own = () if message.ignore_eos else self._model.eos_token_ids
+        return sorted({*message.stop_token_ids, *own})
+
+    def _max_tokens(self, message: pb.StreamGenerateRequest, prompt_tokens: int) -> int:
+        fits = self._model.max_tokens - prompt_tokens
+        if not message.HasField("max_tokens"):
+            return fits
+        if message.max_tokens > fits:
+            raise InvalidField("max_tokens", f"is more than fits behind {prompt_tokens} prompt tokens, which is {fits}")
+        return message.max_tokens
+
+
+def _sampling(sampling: pb.SamplingParams, stop_token_ids: list[int]) -> execution_pb2.SamplingParams:
+    """Resolves what is absent. Comparisons are written so that NaN fails them."""
+    resolved = execution_pb2.SamplingParams(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(63),
+        stop_token_ids=stop_token_ids,
+    )
+    if not 0 <= resolved.temperature <= 100:
+        raise InvalidField("sampling.temperature", "must be between 0 and 100")
+    if not 0 < resolved.top_p <= 1:
+        raise InvalidField("sampling.top_p", "must be greater than 0 and at most 1")
+    if not 0 <= resolved.min_p < 1:
+        raise InvalidField("sampling.min_p", "must be at least 0 and less than 1")
+    if not 0 < resolved.repetition_penalty < float("inf"):
+        raise InvalidField("sampling.repetition_penalty", "must be greater than 0")
+    if not -2 <= resolved.presence_penalty <= 2:
+        raise InvalidField("sampling.presence_penalty", "must be between -2 and 2")
+    if not -2 <= resolved.frequency_penalty <= 2:
+        raise InvalidField("sampling.frequency_penalty", "must be between -2 and 2")
+    if sampling.HasField("num_logprobs"):
+        if sampling.num_logprobs > MAX_LOGPROBS:
+            raise InvalidField("sampling.num_logprobs", f"must be at most {MAX_LOGPROBS}")
+        resolved.num_logprobs = sampling.num_logprobs
+    return resolved
+
+
+def _stop(stop: Sequence[str]) -> tuple[str, ...]:
+    if len(stop) > MAX_STOPS:
+        raise InvalidField("stop", f"has more than {MAX_STOPS} entries")
+    for index, text in enumerate(stop):
+        if not text:
+            raise InvalidField(f"stop[{index}]", "must not be empty")
+        if len(text.encode()) > MAX_STOP_BYTES:
+            raise InvalidField(f"stop[{index}]", f"has more than {MAX_STOP_BYTES} bytes")
+    return tuple(stop)
+
+
+def _wishes(cache: pb.CacheOptions) -> CacheWishes:
+    if cache.HasField("salt"):
+        if not cache.salt:
+            raise InvalidField("cache.salt", "must not be empty when given")
+        if len(cache.salt.encode()) > MAX_SALT_BYTES:
+            raise InvalidField("cache.salt", f"has more than {MAX_SALT_BYTES} bytes")
+    return CacheWishes(
+        salt=cache.salt if cache.HasField("salt") else None,
+        retention=_retention(cache),
+        no_read=cache.no_read,
+        no_store=cache.no_store,
+    )
+
+
+def _retention(cache: pb.CacheOptions) -> kvcache_pb2.RetentionConfig | None:
+    config = kvcache_pb2.RetentionConfig()
+    if cache.HasField("decode_retention_priority"):
+        if cache.decode_retention_priority > MAX_PRIORITY:
+            raise InvalidField("cache.decode_retention_priority", f"must be at most {MAX_PRIORITY}")
+        config.decode_retention_priority = cache.decode_retention_priority
+    if len(cache.retention_ranges) > MAX_RANGES:
+        raise InvalidField("cache.retention_ranges", f"has more than {MAX_RANGES} entries")
+    previous_end: int | None = 0
+    for index, wish in sorted(enumerate(cache.retention_ranges), key=lambda entry: entry[1].start):
+        field = f"cache.retention_ranges[{index}]"
+        if wish.retention_priority > MAX_PRIORITY:
+            raise InvalidField(f"{field}.retention_priority", f"must be at most {MAX_PRIORITY}")
+        if wish.HasField("end") and wish.end <= wish.start:
+            raise InvalidField(f"{field}.end", "must be greater than start")
+        if previous_end is None or wish.start < previous_end:
+            raise InvalidField(f"{field}.start", "lies in another range")
+        previous_end = wish.end if wish.HasField("end") else None
+        kept = config.ranges.add(start=wish.start, retention_priority=wish.retention_priority)
+        if wish.HasField("end"):
+            kept.end = wish.end
+    return config if config.ranges or config.HasField("decode_retention_priority") else None

@@ -1,0 +1,167 @@
+"""The step loop: plans step n+1 while the executor runs step n, and waits for nobody else."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import assert_never
+
+import structlog
+
+from scheduler.errors import ExecutorLostError
+from scheduler.executor_client import ExecutorClient
+from scheduler.mailbox import Admitted, Cancel, Mail, Mailbox, ManagerLost, Report, Stop, SyncAnswer
+from scheduler.metrics import StepTimes, Timing
+from scheduler.planner import plan_step
+from scheduler.running import RunningSet
+from scheduler.step_message import Flight, build_step
+
+MAX_IN_FLIGHT = 2
+RECONNECT_SECONDS = 0.2
+
+log = structlog.get_logger()
+
+
+class StepLoop:
+    """Runs on a plain thread of its own. Talks to the cache manager's side by mail and reports only."""
+
+    def __init__(
+        self,
+        executor: ExecutorClient,
+        mailbox: Mailbox,
+        publish: Callable[[Report], None],
+        times: StepTimes,
+        *,
+        max_batched_tokens: int,
+    ) -> None:
+        self._executor = executor
+        self._mailbox = mailbox
+        self._publish = publish
+        self._times = times
+        self._budget = max_batched_tokens
+        self._running = RunningSet()
+        self._in_flight: deque[Flight] = deque()
+        self._next_step = 0
+        # Sessions opened so far; its negative while there is none.
+        self._session = 0
+        self._giving_up = False
+        self._stopping = False
+        self._timing = Timing()
+
+    def run(self) -> None:
+        """The thread's main function; returns after Stop."""
+        while not self._stopping:
+            try:
+                self._connect()
+                while not self._stopping:
+                    self.step()
+            except ExecutorLostError as error:
+                log.warning("executor lost", cause=str(error), sequences=len(self._running))
+                self._restart()
+        self._executor.close()
+
+    def step(self) -> None:
+        """One turn: take mail, plan and send a step, take the answer to the one before, tell everybody."""
+        self._read(self._mailbox.take())
+        sent = self._send()
+        if len(self._in_flight) == MAX_IN_FLIGHT or (self._in_flight and not sent):
+            self._receive()
+        elif not sent:
+            self._wait()
+        self._tell()
+
+    def _send(self) -> bool:
+        """Plans the next step and sends it; False when there is nothing to compute."""
+        if self._giving_up:
+            return False
+        started = time.perf_counter()
+        plan = plan_step(self._running.ranked, self._budget)
+        self._running.relieve(plan)
+        planned = time.perf_counter()
+        # A victim of this very plan must not compute in it.
+        plan.compute = [(sequence, count) for sequence, count in plan.compute if sequence.exit is None]
+        plan.idle = [sequence for sequence in plan.idle if sequence.exit is None]
+        if not plan.compute:
+            return False
+        self._running.report.started.extend(s.request.arrival for s, _ in plan.compute if not s.started)
+        message, flight = build_step(self._next_step, plan, self._running.removed)
+        self._running.removed = []
+        self._next_step += 1
+        self._executor.send(message)
+        self._in_flight.append(flight)
+        self._timing.planning += planned - started
+        self._timing.sending += time.perf_counter() - planned
+        return True
+
+    def _receive(self) -> None:
+        started = time.perf_counter()
+        result = self._executor.receive()
+        self._timing.waiting_for_executor = time.perf_counter() - started
+        self._timing.executor_idle = result.idle_time.ToTimedelta().total_seconds()
+        self._running.commit(self._in_flight.popleft(), result)
+        self._times.add(self._timing)
+        self._timing = Timing()
+
+    def _wait(self) -> None:
+        """Nothing can be planned and nothing is in flight: sleep until there is mail."""
+        self._tell()
+        started, live = time.perf_counter(), len(self._running)
+        mails = self._mailbox.wait()
+        if live:
+            # There are sequences, and all of them sit out: only the cache manager can help.
+            self._timing.waiting_for_cachemgr += time.perf_counter() - started
+        self._read(mails)
+
+    def _read(self, mails: list[Mail]) -> None:
+        for mail in mails:
+            match mail:
+                case Admitted(sequence, session):
+                    # Blocks of an earlier session may lie in the memory of an executor that is gone.
+                    self._running.admit(sequence, valid=session == self._session)
+                case Cancel(arrival):
+                    self._running.cancel(arrival)
+                case SyncAnswer():
+                    self._running.apply(mail)
+                case ManagerLost():
+                    self._giving_up = True
+                case Stop():
+                    self._stopping = True
+                case _:
+                    assert_never(mail)
+        if not self._in_flight:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        if self._giving_up:
+            self._running.restart_all(executor_lost=False)
+            self._running.report.all_given_up = True
+            self._giving_up = False
+
+    def _tell(self) -> None:
+        if not self._running.report.empty:
+            report = self._running.take_report()
+            report.at = time.monotonic()
+            self._publish(report)
+
+    def _connect(self) -> None:
+        """Opens a session; while there is none, only mail is handled."""
+        while not self._stopping:
+            try:
+                self._next_step = self._executor.open()
+            except ExecutorLostError as error:
+                log.info("waiting for the executor", cause=str(error))
+                self._read(self._mailbox.wait(RECONNECT_SECONDS))
+                self._tell()
+            else:
+                log.info("session with the executor opened", first_step=self._next_step)
+                self._session = 1 - self._session
+                self._running.report.session = self._session
+                self._tell()
+                return
+
+    def _restart(self) -> None:
+        self._executor.close()
+        self._in_flight.clear()
+        self._running.restart_all(executor_lost=True)
+        self._session = -abs(self._session)
+        self._running.report.session = self._session
+        self._tell()

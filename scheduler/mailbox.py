@@ -1,0 +1,141 @@
+"""What the step loop's thread and the server's asyncio loop tell each other. Nothing else passes between them."""
+
+import queue
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from protos.execution.v1 import execution_pb2
+from scheduler.request import Candidate
+from scheduler.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A sequence has its blocks. From here on it belongs to the step loop."""
+
+    sequence: Sequence
+    # Session with the executor in which the blocks were asked for.
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Nobody wants the request's output any more."""
+
+    arrival: int
+
+
+@dataclass(frozen=True, slots=True)
+class SyncAnswer:
+    """Answer of the cache manager to a sync, with what that sync had reported."""
+
+    # Handle, layer group, slots to append.
+    extensions: Seq[tuple[int, int, list[int]]]
+    void_handles: Seq[int]
+    blocks_short: int
+    released: Seq[int]
+    trimmed: Seq[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerLost:
+    """The cache manager forgot every sequence: give all up and say `all_given_up`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The loop ends."""
+
+
+Mail = Admitted | Cancel | SyncAnswer | ManagerLost | Stop
+
+
+class Mailbox:
+    """Mail for the step loop, from any thread."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Mail] = queue.SimpleQueue()
+
+    def put(self, mail: Mail) -> None:
+        """Delivers mail; never blocks."""
+        self._queue.put(mail)
+
+    def take(self) -> list[Mail]:
+        """All mail that is there; never blocks."""
+        mails: list[Mail] = []
+        while True:
+            try:
+                mails.append(self._queue.get_nowait())
+            except queue.Empty:
+                return mails
+
+    def wait(self, seconds: float | None = None) -> list[Mail]:
+        """Blocks until there is mail, at most so long; returns all of it."""
+        try:
+            first = self._queue.get(timeout=seconds)
+        except queue.Empty:
+            return []
+        return [first, *self.take()]
+
+
+@dataclass(slots=True)
+class Output:
+    """New tokens of one request."""
+
+    arrival: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[execution_pb2.TokenLogprobs] = field(default_factory=list)
+    # Whether the last token is a stop id.
+    stopped: bool = False
+    finished: bool = False
+
+
+@dataclass(slots=True)
+class Progress:
+    """What one sequence has computed and generated since the last report."""
+
+    computed: int
+    token_ids: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Report:
+    """What the step loop publishes, once per step for all requests. Requests are named by their arrival."""
+
+    step: int = 0
+    # By handle.
+    outputs: dict[int, Output] = field(default_factory=dict)
+    started: list[int] = field(default_factory=list)
+    # By handle.
+    progress: dict[int, Progress] = field(default_factory=dict)
+    released: list[int] = field(default_factory=list)
+    cancelled_tickets: list[int] = field(default_factory=list)
+    # Handle to the capacity it keeps, in tokens.
+    trimmed: dict[int, int] = field(default_factory=dict)
+    # Sequences that sit out for want of blocks, with their computed tokens.
+    starving: dict[int, int] = field(default_factory=dict)
+    again: list[Candidate] = field(default_factory=list)
+    preempted: list[int] = field(default_factory=list)
+    # Session with the executor, not positive while there is none; None when it has not changed.
+    session: int | None = None
+    all_given_up: bool = False
+    failed: bool = False
+    # When it was published, on the monotonic clock.
+    at: float = 0.0
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to tell."""
+        return not (
+            self.outputs
+            or self.started
+            or self.progress
+            or self.released
+            or self.cancelled_tickets
+            or self.trimmed
+            or self.starving
+            or self.again
+            or self.session is not None
+            or self.all_given_up
+            or self.failed
+        )

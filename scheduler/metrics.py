@@ -1,0 +1,74 @@
+"""Numbers about steps and requests, for Prometheus and for benchmarks."""
+
+from collections import deque
+from dataclasses import dataclass
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+
+_STEP_BUCKETS = (1e-5, 3e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1, 5)
+_LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
+
+
+@dataclass(slots=True)
+class Timing:
+    """Where the time of one step went, in seconds."""
+
+    planning: float = 0.0
+    sending: float = 0.0
+    # Time in which sequences were live and none could go on for want of blocks.
+    waiting_for_cachemgr: float = 0.0
+    waiting_for_executor: float = 0.0
+    # How long the device had nothing to do before the step, as the executor says.
+    executor_idle: float = 0.0
+
+
+class StepTimes:
+    """The last steps' timings, and histograms over all of them. Written by the step loop only."""
+
+    def __init__(self, registry: CollectorRegistry = REGISTRY, kept: int = 4096) -> None:
+        self.last: deque[Timing] = deque(maxlen=kept)
+        self.steps = 0
+
+        def histogram(name: str, text: str) -> Histogram:
+            return Histogram(f"kvkeep_scheduler_step_{name}_seconds", text, buckets=_STEP_BUCKETS, registry=registry)
+
+        self._planning = histogram("planning", "Deciding what a step computes.")
+        self._sending = histogram("sending", "Building a step's message and handing it over.")
+        self._cachemgr = histogram("cachemgr_wait", "All live sequences waited for blocks.")
+        self._executor = histogram("executor_wait", "Waiting for the executor's answer.")
+        self._idle = histogram("executor_idle", "The device had nothing to do before the step.")
+
+    def add(self, timing: Timing) -> None:
+        """Counts one answered step."""
+        self.steps += 1
+        self.last.append(timing)
+        self._planning.observe(timing.planning)
+        self._sending.observe(timing.sending)
+        self._cachemgr.observe(timing.waiting_for_cachemgr)
+        self._executor.observe(timing.waiting_for_executor)
+        self._idle.observe(timing.executor_idle)
+
+
+class RequestMetrics:
+    """Counts and latencies of requests. Written on the asyncio loop only."""
+
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        prefix = "kvkeep_scheduler"
+        self.running = Gauge(f"{prefix}_running_requests", "Requests that hold blocks.", registry=registry)
+        self.waiting = Gauge(f"{prefix}_waiting_requests", "Requests that wait for blocks.", registry=registry)
+        self.preemptions = Counter(f"{prefix}_preemptions", "Requests that gave their blocks back.", registry=registry)
+        self.prompt_tokens = Counter(f"{prefix}_prompt_tokens", "Prompt tokens admitted.", registry=registry)
+        self.cached_tokens = Counter(f"{prefix}_cached_tokens", "Of these, tokens from the cache.", registry=registry)
+        self.output_tokens = Counter(f"{prefix}_output_tokens", "Tokens generated.", registry=registry)
+        self.sync_seconds = Histogram(
+            f"{prefix}_sync_seconds", "One background sync.", buckets=_STEP_BUCKETS, registry=registry
+        )
+        self.first_token = Histogram(
+            f"{prefix}_time_to_first_token_seconds",
+            "Arrival to first token.",
+            buckets=_LATENCY_BUCKETS,
+            registry=registry,
+        )
+        self.inter_token = Histogram(
+            f"{prefix}_inter_token_seconds", "Between tokens.", buckets=_STEP_BUCKETS, registry=registry
+        )

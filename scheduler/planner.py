@@ -1,0 +1,91 @@
+"""Decides what a step computes and who makes room. Pure: no I/O, no clock, nothing is changed."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from scheduler.sequence import Sequence
+
+
+@dataclass(slots=True)
+class Plan:
+    """One step. `compute` holds each computing sequence with its token count, joining ones included."""
+
+    compute: list[tuple[Sequence, int]] = field(default_factory=list)
+    # Running sequences that would decode by silence and must not.
+    idle: list[Sequence] = field(default_factory=list)
+    # Sequences that have no room for a single token more.
+    stalled: list[Sequence] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the step computes."""
+        return sum(count for _, count in self.compute)
+
+
+def plan_step(sequences: Seq[Sequence], budget: int) -> Plan:
+    """Plans one step of at most `budget` tokens over live sequences, given in order of rank.
+
+    Decoding sequences first, then known tokens in chunks, each in the given order. A sequence that waits for another
+    one's blocks starts once the planned tokens of that one, this step's included, reach them.
+    """
+    plan = Plan()
+    planned = {sequence.handle: sequence.planned for sequence in sequences}
+    decoding: list[Sequence] = []
+    computing: list[Sequence] = []
+    for sequence in sequences:
+        if sequence.exit is not None or sequence.exhausted:
+            continue
+        (decoding if sequence.started and sequence.remaining == 1 else computing).append(sequence)
+
+    def grant(sequence: Sequence) -> bool:
+        nonlocal budget
+        room = sequence.capacity - sequence.planned
+        if room < 1:
+            plan.stalled.append(sequence)
+            return False
+        count = min(sequence.remaining, room, budget)
+        if count < 1:
+            return False
+        plan.compute.append((sequence, count))
+        planned[sequence.handle] += count
+        budget -= count
+        return True
+
+    for sequence in decoding:
+        if not grant(sequence):
+            plan.idle.append(sequence)
+
+    blocked = computing
+    progress = True
+    while blocked and progress:
+        progress, later = False, []
+        for sequence in blocked:
+            if not sequence.started and planned.get(sequence.wait_for, sequence.cached_tokens) < sequence.cached_tokens:
+                later.append(sequence)
+            else:
+                progress |= grant(sequence)
+        blocked = later
+    return plan
+
+
+def trimmable(sequences: Seq[Sequence], stalled: Seq[Sequence]) -> list[Sequence]:
+    """Sequences that hold blocks which neither they nor the executor need yet."""
+    handles = {sequence.handle for sequence in stalled}
+    return [
+        sequence
+        for sequence in sequences
+        if sequence.exit is None
+        and sequence.handle not in handles
+        and min(len(table) for table in sequence.tables) > sequence.spare_blocks_from()
+    ]
+
+
+def choose_victim(sequences: Seq[Sequence]) -> Sequence | None:
+    """Whom to preempt, given all live sequences in order of rank: not started ones first, then the last in rank.
+
+    The first in rank is never chosen, so that it always comes to its end.
+    """
+    candidates = [sequence for sequence in sequences if sequence.exit is None][1:]
+    waiting = [sequence for sequence in candidates if not sequence.started]
+    chosen = waiting or candidates
+    return chosen[-1] if chosen else None

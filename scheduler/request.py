@@ -1,0 +1,50 @@
+"""A request as accepted: immutable. Its progress is a Sequence (step loop) and a Generation (output)."""
+
+from dataclasses import dataclass
+
+from protos.execution.v1 import execution_pb2
+from protos.kvcache.v1 import kvcache_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class CacheWishes:
+    """What the request wishes of the cache, in the cache manager's terms."""
+
+    salt: str | None = None
+    retention: kvcache_pb2.RetentionConfig | None = None
+    no_read: bool = False
+    no_store: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """One accepted generation. `arrival` orders requests, `arrived_at` is in seconds of the monotonic clock."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    max_tokens: int
+    sampling: execution_pb2.SamplingParams
+    arrival: int
+    arrived_at: float
+    stop: tuple[str, ...] = ()
+    priority: int = 0
+    wishes: CacheWishes = CacheWishes()
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Sorts requests: higher priority first, then order of arrival."""
+        return (-self.priority, self.arrival)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidate:
+    """A request that wants blocks: new, or again with what it has generated so far."""
+
+    request: Request
+    token_ids: tuple[int, ...]
+    attempt: int = 0
+
+    @property
+    def sequence_id(self) -> str:
+        """Key of this attempt at the cache manager; a request_id that is used again gets another one."""
+        return f"{self.request.request_id}#{self.request.arrival}.{self.attempt}"

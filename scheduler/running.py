@@ -1,0 +1,187 @@
+"""The live sequences and every change of their state. Owned by the step loop's thread."""
+
+import bisect
+
+from protos.execution.v1 import execution_pb2
+from scheduler.errors import ExecutorLostError
+from scheduler.mailbox import Output, Progress, Report, SyncAnswer
+from scheduler.planner import Plan, choose_victim, trimmable
+from scheduler.sequence import Exit, Sequence
+from scheduler.step_message import Flight
+
+
+class RunningSet:
+    """All sequences that hold blocks, in order of rank, started or not.
+
+    A sequence that leaves stays until no step in flight can touch its blocks; only then it is reported as released.
+    """
+
+    def __init__(self) -> None:
+        self.report = Report()
+        # Handles that the next step removes from the executor.
+        self.removed: list[int] = []
+        self.blocks_short = 0
+        self._by_handle: dict[int, Sequence] = {}
+        self._by_arrival: dict[int, Sequence] = {}
+        self._ranked: list[Sequence] = []
+        self._answered = 0
+        # Computed tokens of released sequences that the cache manager does not know to be released.
+        self._released: dict[int, int] = {}
+        # Handles that made room and whose release or trim is not answered: wait before asking for more.
+        self._relief: set[int] = set()
+        self._trimmed_last = False
+
+    def __len__(self) -> int:
+        return len(self._ranked)
+
+    @property
+    def ranked(self) -> list[Sequence]:
+        """Live sequences in order of rank."""
+        return self._ranked
+
+    def take_report(self) -> Report:
+        """The report since the last call."""
+        report, self.report = self.report, Report()
+        return report
+
+    def admit(self, sequence: Sequence, *, valid: bool = True) -> None:
+        """Takes over an admitted sequence; one that is not valid goes back to be admitted again."""
+        self._by_handle[sequence.handle] = sequence
+        self._by_arrival[sequence.request.arrival] = sequence
+        bisect.insort(self._ranked, sequence, key=lambda item: item.request.rank)
+        promised = sequence.cached_tokens
+        writer = sequence.wait_for
+        if not valid or (writer not in self._by_handle and self._released.get(writer, promised) < promised):
+            self.leave(sequence, Exit.RESTARTED)
+
+    def cancel(self, arrival: int) -> None:
+        """Drops a request; unknown ones have ended."""
+        sequence = self._by_arrival.get(arrival)
+        if sequence is not None:
+            self.leave(sequence, Exit.CANCELLED)
+
+    def apply(self, answer: SyncAnswer) -> None:
+        """Takes what a sync brought."""
+        for handle in answer.released:
+            self._released.pop(handle, None)
+        for handle in answer.trimmed:
+            if handle in self._by_handle:
+                self._by_handle[handle].trim_unanswered = False
+        self._relief.difference_update(answer.released, answer.trimmed)
+        for handle, group, slots in answer.extensions:
+            sequence = self._by_handle.get(handle)
+            # A trim on its way cuts off what was given before it.
+            if sequence is not None and not sequence.trim_unanswered:
+                sequence.tables[group].extend(slots)
+        for handle in answer.void_handles:
+            if handle in self._by_handle:
+                self.leave(self._by_handle[handle], Exit.RESTARTED)
+        self.blocks_short = answer.blocks_short
+
+    def relieve(self, plan: Plan) -> None:
+        """Makes room for sequences that cannot go on: trims others, and when that did not do, preempts one."""
+        for sequence in plan.stalled:
+            self.report.starving[sequence.handle] = sequence.computed
+        if not plan.stalled:
+            self._trimmed_last = False
+        if not plan.stalled or not self.blocks_short or self._relief:
+            return
+        spare = [] if self._trimmed_last else trimmable(self._ranked, plan.stalled)
+        self._trimmed_last = bool(spare)
+        for sequence in spare:
+            self.report.trimmed[sequence.handle] = sequence.trim()
+            self._relief.add(sequence.handle)
+        victim = None if spare else choose_victim(self._ranked)
+        if victim is not None:
+            self._relief.add(victim.handle)
+            self.report.preempted.append(victim.request.arrival)
+            self.leave(victim, Exit.PREEMPTED)
+
+    def commit(self, flight: Flight, result: execution_pb2.StepResult) -> None:
+        """Takes the answer to a step. Raises ExecutorLostError when it is not the answer to what was asked."""
+        self._answered = self.report.step = flight.step
+        waiting = {}
+        for sequence, count, samples in flight.compute:
+            if sequence.stopped:
+                # The executor kept silent: the step was sent before the stop was seen.
+                continue
+            sequence.computed += count
+            self._progress(sequence)
+            if samples:
+                waiting[sequence.handle] = sequence
+        if result.step != flight.step or set(result.sequences) != waiting.keys():
+            raise ExecutorLostError(f"step {flight.step} was answered with other sequences than it sampled")
+        for handle, token_id, stopped in zip(result.sequences, result.token_ids, result.stopped, strict=True):
+            self._sampled(waiting[handle], token_id, stopped)
+        for logprobs in result.logprobs:
+            output = self.report.outputs.get(result.sequences[logprobs.index])
+            if output is not None:
+                output.logprobs.append(logprobs)
+        self._detach_leaving()
+
+    def leave(self, sequence: Sequence, reason: Exit) -> None:
+        """Begins the exit of a sequence; it ends at once when no step in flight touches it."""
+        if sequence.exit is not None:
+            if sequence.exit.comes_back and not reason.comes_back:
+                sequence.exit = reason
+            return
+        sequence.exit = reason
+        if sequence.started:
+            self.removed.append(sequence.handle)
+        if sequence.last_step <= self._answered:
+            self._detach(sequence)
+
+    def restart_all(self, *, executor_lost: bool) -> None:
+        """Gives every sequence up, to be admitted again from its ids; nothing may be in flight any more."""
+        for sequence in list(self._ranked):
+            sequence.last_step = 0
+            self.leave(sequence, Exit.RESTARTED)
+        self._detach_leaving()
+        assert not self._ranked
+        if executor_lost:
+            self.removed.clear()
+            self._answered = 0
+        else:
+            self._released.clear()
+        self._relief.clear()
+        self.blocks_short = 0
+
+    def _sampled(self, sequence: Sequence, token_id: int, stopped: bool) -> None:
+        sequence.token_ids.append(token_id)
+        sequence.sampled_ahead -= 1
+        sequence.stopped = stopped
+        self._progress(sequence).token_ids.append(token_id)
+        finished = stopped or len(sequence.token_ids) - len(sequence.request.prompt_ids) >= sequence.request.max_tokens
+        if sequence.exit is not Exit.CANCELLED:
+            output = self.report.outputs.setdefault(sequence.handle, Output(sequence.request.arrival))
+            output.token_ids.append(token_id)
+            output.stopped, output.finished = stopped, finished
+        if finished:
+            self.leave(sequence, Exit.FINISHED)
+
+    def _progress(self, sequence: Sequence) -> Progress:
+        progress = self.report.progress.setdefault(sequence.handle, Progress(sequence.computed))
+        progress.computed = sequence.computed
+        return progress
+
+    def _detach_leaving(self) -> None:
+        for sequence in list(self._ranked):
+            if sequence.exit is not None and sequence.last_step <= self._answered:
+                self._detach(sequence)
+
+    def _detach(self, sequence: Sequence) -> None:
+        assert sequence.exit is not None
+        if sequence.handle not in self._by_handle:
+            return
+        del self._by_handle[sequence.handle]
+        del self._by_arrival[sequence.request.arrival]
+        self._ranked.remove(sequence)
+        self._released[sequence.handle] = sequence.computed
+        self.report.released.append(sequence.handle)
+        if not sequence.started:
+            self.report.cancelled_tickets.extend(copy.ticket for copy in sequence.copies)
+        if sequence.exit.comes_back:
+            self.report.again.append(sequence.again())
+        for other in list(self._ranked):
+            if other.wait_for == sequence.handle and not other.started and other.cached_tokens > sequence.computed:
+                self.leave(other, Exit.RESTARTED)

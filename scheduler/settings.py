@@ -1,0 +1,29 @@
+"""Settings of the scheduler process."""
+
+import socket
+from typing import ClassVar
+
+from pydantic import Field
+
+from protos.rpc.settings import OptionalAddress, ProcessSettings
+
+
+class SchedulerSettings(ProcessSettings):
+    """Own fields are variables KVKEEP_SCHEDULER_<NAME>; those shared by all processes KVKEEP_<NAME>."""
+
+    process: ClassVar[str] = "scheduler"
+
+    scheduler_id: str = Field(
+        default_factory=socket.gethostname,
+        min_length=1,
+        max_length=128,
+        description="Stable name at the cache manager and the executor.",
+    )
+    metrics_address: OptionalAddress = Field("", description="Where Prometheus reads metrics; empty is off.")
+    max_batched_tokens: int = Field(
+        512, ge=1, le=65536, description="Tokens per step at most: fewer make decoding smoother and prompts slower."
+    )
+    max_running: int = Field(64, ge=1, le=4096, description="Requests that hold blocks at a time.")
+    max_waiting: int = Field(256, ge=1, description="Requests that may wait for blocks before more are refused.")
+    max_prompt_bytes: int = Field(4 << 20, ge=1, description="Longest prompt text in bytes of UTF-8.")
+    drain_seconds: float = Field(30.0, ge=0, description="How long running requests may go on after SIGTERM.")

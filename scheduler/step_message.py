@@ -1,0 +1,68 @@
+"""Turns a plan into the step message for the executor."""
+
+from dataclasses import dataclass, field
+
+from protos.execution.v1 import execution_pb2 as pb
+from scheduler.planner import Plan
+from scheduler.sequence import Sequence
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step that was sent and not answered."""
+
+    step: int
+    # Each computing sequence with its token count and whether it samples.
+    compute: list[tuple[Sequence, int, bool]] = field(default_factory=list)
+
+
+def build_step(number: int, plan: Plan, removed: list[int]) -> tuple[pb.Step, Flight]:
+    """The message of a step; moves the planned lengths of its sequences."""
+    message = pb.Step(step=number, removed_sequences=removed)
+    message.idle_sequences.extend(sequence.handle for sequence in plan.idle)
+    flight = Flight(number)
+    for sequence, count in plan.compute:
+        if sequence.remaining > 1:
+            message.chunk_sequences.append(sequence.handle)
+            message.chunk_tokens.append(count)
+        if sequence.started:
+            _grow(message, sequence, sequence.planned + count)
+        else:
+            _join(message, sequence)
+        flight.compute.append((sequence, count, sequence.advance(count, number)))
+    return message, flight
+
+
+def _join(message: pb.Step, sequence: Sequence) -> None:
+    sequence.started = True
+    sequence.sent_blocks = min(sequence.blocks_for(len(sequence.token_ids)), len(sequence.tables[0]))
+    message.new_sequences.add(
+        sequence=sequence.handle,
+        token_ids=sequence.token_ids,
+        num_prompt_tokens=len(sequence.request.prompt_ids),
+        num_computed_tokens=sequence.planned,
+        block_tables=[
+            pb.StepBlockTable(group=group, slots=table[: sequence.sent_blocks])
+            for group, table in enumerate(sequence.tables)
+        ],
+        sampling=sequence.request.sampling,
+    )
+    for copy in sequence.copies:
+        message.copy_tickets.append(copy.ticket)
+        message.copy_groups.append(copy.group)
+        message.copy_source_slots.append(copy.source_slot)
+        message.copy_target_slots.append(copy.target_slot)
+
+
+def _grow(message: pb.Step, sequence: Sequence, tokens: int) -> None:
+    """Sends table entries when the step needs them, so that the rest can still be given back."""
+    blocks = sequence.blocks_for(tokens)
+    if blocks <= sequence.sent_blocks:
+        return
+    for group, table in enumerate(sequence.tables):
+        slots = table[sequence.sent_blocks : blocks]
+        message.table_sequences.append(sequence.handle)
+        message.table_groups.append(group)
+        message.table_counts.append(len(slots))
+        message.table_slots.extend(slots)
+    sequence.sent_blocks = blocks

@@ -1,0 +1,36 @@
+"""Finds texts that end the output, and holds back what may be the beginning of one."""
+
+from collections.abc import Iterable
+
+
+class StopStrings:
+    """Text goes in piece by piece and comes out as soon as it cannot be part of a stop string."""
+
+    def __init__(self, stops: Iterable[str]) -> None:
+        self._stops = tuple(stops)
+        self._longest = max(map(len, self._stops), default=0)
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """Text that may be sent, and whether a stop string was found behind it."""
+        text = self._held + text
+        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            self._held = ""
+            return text[: min(found)], True
+        keep = self._open_suffix(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], False
+
+    def flush(self) -> str:
+        """What is held back: the output ends here."""
+        text, self._held = self._held, ""
+        return text
+
+    def _open_suffix(self, text: str) -> int:
+        """Length of the longest suffix that a stop string begins with."""
+        for length in range(min(self._longest - 1, len(text)), 0, -1):
+            suffix = text[len(text) - length :]
+            if any(stop.startswith(suffix) for stop in self._stops):
+                return length
+        return 0

@@ -1,0 +1,42 @@
+"""The model as the executor describes it: its limits, its tokenizer, its chat template."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from tokenizers import Tokenizer
+
+from protos.execution.v1 import execution_pb2
+from scheduler.chat import ChatTemplate
+
+
+class Model:
+    """The served model. `max_tokens` is the longest prompt plus output that model and pool can hold."""
+
+    def __init__(self, model: execution_pb2.GetModelResponse, pool_tokens: int) -> None:
+        self.name = model.model
+        self.vocab_size = model.vocab_size
+        self.dtype = model.dtype
+        self.max_tokens = min(model.max_positions, pool_tokens)
+        self.eos_token_ids = tuple(model.eos_token_ids)
+        self.tokenizer = Tokenizer.from_str(model.tokenizer_json.decode())
+        # A prompt that is too long must be refused, never cut.
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        self._chat = ChatTemplate(model.chat_template, model.special_tokens) if model.chat_template else None
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether conversations can be rendered."""
+        return self._chat is not None
+
+    async def encode_text(self, text: str) -> list[int]:
+        """Ids of plain text, with the special tokens that the tokenizer puts around it."""
+        return await asyncio.to_thread(self._encode, text, add_special_tokens=True)
+
+    async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Ids of a conversation; the template brings the special tokens. Raises ChatTemplateError."""
+        assert self._chat is not None
+        return await asyncio.to_thread(self._encode, self._chat.render(messages), add_special_tokens=False)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
