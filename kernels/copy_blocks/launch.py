@@ -22,7 +22,7 @@ def copy_blocks(k_cache: Tensor, v_cache: Tensor, sources: Tensor, targets: Tens
     if sources.shape[0] == 0:
         return
     if k_cache.is_cuda:
-        _copy_triton(k_cache, v_cache, sources, targets)
+        copy_with_triton(k_cache, v_cache, sources, targets)
     else:
         k_cache[:, targets] = k_cache[:, sources]
         v_cache[:, targets] = v_cache[:, sources]
@@ -32,7 +32,7 @@ def copy_blocks(k_cache: Tensor, v_cache: Tensor, sources: Tensor, targets: Tens
 PIECE = 2048
 
 
-def _copy_triton(k_cache: Tensor, v_cache: Tensor, sources: Tensor, targets: Tensor) -> None:
+def copy_with_triton(k_cache: Tensor, v_cache: Tensor, sources: Tensor, targets: Tensor) -> None:
     # Imported here because a CPU machine may have no triton.
     import triton
 
@@ -48,4 +48,5 @@ def _copy_triton(k_cache: Tensor, v_cache: Tensor, sources: Tensor, targets: Ten
         k_cache.stride(0),
         BLOCK_ELEMENTS=elements,
         PIECE=PIECE,
+        enable_fp_fusion=True,
     )

@@ -18,7 +18,7 @@ DECODE_KEYS = 4096
 # A sequence shorter than this share of its neighbours' length gets a call of its own rather than padding.
 DECODE_FILL = 0.75
 # Bounds the masks of a long prompt, and skips the keys after a tile.
-QUERY_TILE = 512
+QUERY_TILE = 256
 
 
 @dataclass(frozen=True)

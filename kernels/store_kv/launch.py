@@ -25,12 +25,12 @@ def store_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_
     if key.shape[0] == 0:
         return
     if key.is_cuda:
-        _store_triton(key, value, k_cache, v_cache, slot_mapping)
+        store_with_triton(key, value, k_cache, v_cache, slot_mapping)
     else:
-        _store_torch(key, value, k_cache, v_cache, slot_mapping)
+        store_with_torch(key, value, k_cache, v_cache, slot_mapping)
 
 
-def _store_torch(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def store_with_torch(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     if bool((slot_mapping < 0).any()):
         kept = (slot_mapping >= 0).nonzero().flatten()
         key, value, slot_mapping = key[kept], value[kept], slot_mapping[kept]
@@ -38,7 +38,7 @@ def _store_torch(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, s
     v_cache.view(-1, *v_cache.shape[2:]).index_copy_(0, slot_mapping, value)
 
 
-def _store_triton(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def store_with_triton(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     # Imported here because a CPU machine may have no triton.
     import triton
 
@@ -56,4 +56,5 @@ def _store_triton(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, 
         HEADS=heads,
         HEAD_DIM=head_dim,
         WIDTH=triton.next_power_of_2(heads * head_dim),
+        enable_fp_fusion=True,
     )
