@@ -27,6 +27,12 @@ def _validate_optional(address: str) -> str:
 OptionalAddress = Annotated[str, AfterValidator(_validate_optional)]
 
 
+def _validate_redis_url(url: str) -> str:
+    if url and not url.startswith(("redis://", "rediss://", "unix://")):
+        raise ValueError("must begin with redis://, rediss:// or unix://")
+    return url
+
+
 class SettingsError(SystemExit):
     """The environment does not describe a valid configuration; ends the process with its message on stderr."""
 
@@ -46,7 +52,9 @@ class ProcessSettings(BaseSettings):
         "127.0.0.1:50062", description="Where the cache manager serves operators and event watchers."
     )
     executor_address: Address = Field("127.0.0.1:50053", description="Where the executor serves.")
-    redis_url: str = Field("", description="Redis that keeps the index; empty starts an embedded server.")
+    redis_url: Annotated[str, AfterValidator(_validate_redis_url)] = Field(
+        "", description="Redis that keeps the index; empty starts an embedded server."
+    )
     state_dir: Path = Field(
         default_factory=lambda: Path("~/.local/state/kvkeep").expanduser(), description="Folder for state that stays."
     )

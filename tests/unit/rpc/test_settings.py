@@ -62,6 +62,7 @@ def test_variables_of_other_processes_are_theirs() -> None:
         ("KVKEEP_CACHEMGR_ADDRESS", "unix:relative"),
         ("KVKEEP_CACHEMGR_ADDRESS", "[::1]:99999"),
         ("KVKEEP_LOG_LEVEL", "loud"),
+        ("KVKEEP_REDIS_URL", "localhost:6379"),
     ],
 )
 def test_a_bad_value_names_its_variable(name: str, value: str) -> None:
