@@ -35,14 +35,19 @@ def check_dtype(name: str, tensor: Tensor, *expected: dtype) -> None:
         raise ValueError(f"{name}: expected {wanted}, got {tensor.dtype}")
 
 
+def check_contiguous(name: str, tensor: Tensor) -> None:
+    """Raise ValueError unless `tensor` is contiguous."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor, got strides {tensor.stride()}")
+
+
 def check_caches(k_cache: Tensor, v_cache: Tensor, layout: str) -> None:
     """Raise ValueError unless the caches are contiguous and alike, with a power of two as block size."""
     check_shape("k_cache", k_cache, [None] * layout.count(",") + [None], layout)
     check_shape("v_cache", v_cache, k_cache.shape, layout)
     check_like("v_cache", v_cache, "k_cache", k_cache)
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if not cache.is_contiguous():
-            raise ValueError(f"{name}: expected a contiguous tensor, got strides {cache.stride()}")
+    check_contiguous("k_cache", k_cache)
+    check_contiguous("v_cache", v_cache)
     block_size = k_cache.shape[-3]
     if block_size < 2 or block_size & (block_size - 1):
         raise ValueError(f"k_cache: expected a block size that is a power of two and at least 2, got {block_size}")

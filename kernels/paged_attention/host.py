@@ -65,9 +65,7 @@ def attend(
     """Write the attention of every sequence's rows to `out`; arguments as in `launch.paged_attention`."""
     block_size, kv_heads, head_dim = k_cache.shape[1:]
     group = query.shape[1] // kv_heads
-    tiles = batch.once(
-        ("tiles", window, block_size, query.dtype), lambda: _plan(batch, window, block_size, query.dtype)
-    )
+    tiles = batch.once(("tiles", window, block_size, query.dtype), lambda: plan(batch, window, block_size, query.dtype))
     most = max((tile.blocks.shape[0] for tile in tiles), default=0)
     scratch = batch.once(
         ("scratch", most, k_cache.dtype, k_cache.shape[1:]), lambda: k_cache.new_empty(2, most, *k_cache.shape[1:])
@@ -116,7 +114,8 @@ def _attend_explicitly(
     return ((logits - total[..., None]).exp() @ values.float()).to(query.dtype)
 
 
-def _plan(batch: PagedBatch, window: int | None, block_size: int, dtype: torch.dtype) -> list[Tile]:
+def plan(batch: PagedBatch, window: int | None, block_size: int, dtype: torch.dtype) -> list[Tile]:
+    """The tiles of a step; masks in `dtype`, the query's."""
     query_lens = batch.query_lens or tuple(batch.query_start.diff().tolist())
     seq_lens = batch.host_seq_lens or tuple(batch.seq_lens.tolist())
     single: list[_Span] = []

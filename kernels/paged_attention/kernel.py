@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def _sequence_of_tile(query_start_ptr, tile, sequences, TILE_TOKENS: tl.constexpr):
-    """Sequence s owns the tiles from query_start[s] // TILE_TOKENS + s on, which are as many as it needs or one more."""
+    """Sequence s owns the tiles from query_start[s] // TILE_TOKENS + s on, as many as it needs or one more."""
     low = 0
     high = sequences
     while high - low > 1:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.arguments import check_caches, check_device, check_dtype, check_like, check_shape
+from kernels.arguments import check_caches, check_contiguous, check_device, check_dtype, check_like, check_shape
 from kernels.paged_attention import host
 from kernels.paged_attention.batch import PagedBatch
 
@@ -55,6 +55,7 @@ def paged_attention(
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     check_shape("out", out, query.shape, "[T, Hq, D]")
     check_like("out", out, "query", query)
+    check_contiguous("out", out)
     batch.once(("checked", query.shape[0], k_cache.shape[1]), lambda: _check_batch(batch, query, k_cache.shape[1]))
     if query.shape[0] == 0 or batch.seq_lens.shape[0] == 0:
         return out

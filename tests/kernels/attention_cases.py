@@ -1,0 +1,124 @@
+"""Batches of paged sequences whose every unwritten place is NaN, and their attention by any backend."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.paged_attention import reference
+from kernels.paged_attention.launch import PagedBatch, attend_with_triton, paged_attention
+
+NAN = float("nan")
+PADDED_ROWS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """`queries` and `lengths` per sequence; `query_heads` over `kv_heads`."""
+
+    queries: tuple[int, ...] = (1, 9, 0, 21, 1)
+    lengths: tuple[int, ...] = (1, 9, 5, 40, 35)
+    query_heads: int = 6
+    kv_heads: int = 2
+    head_dim: int = 16
+    block_size: int = 4
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A case's tensors. `tables`: the block numbers; where no query sees a block it is 0, a block full of NaN."""
+
+    query: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    tables: list[list[int]]
+    sinks: Tensor | None
+    scale: float = 0.3
+
+    def batch(self, case: Case, device: str) -> PagedBatch:
+        starts = [0, *torch.tensor(case.queries).cumsum(0).tolist()]
+        width = max(len(table) for table in self.tables) + 2
+        table = torch.zeros(len(self.tables), width, dtype=torch.int32)
+        for row, blocks in zip(table, self.tables, strict=True):
+            row[: len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+        return PagedBatch(
+            query_start=torch.tensor(starts, dtype=torch.int32, device=device),
+            seq_lens=torch.tensor(case.lengths, dtype=torch.int32, device=device),
+            block_tables=table.to(device),
+            max_query_len=max(case.queries),
+            max_seq_len=max(case.lengths),
+            query_lens=case.queries,
+            host_seq_lens=case.lengths,
+        )
+
+
+def build(case: Case, seed: int = 0) -> Problem:
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(case.dtype)
+
+    counts = [math.ceil(length / case.block_size) for length in case.lengths]
+    order = (torch.randperm(sum(counts), generator=generator) + 1).tolist()
+    shape = (sum(counts) + 1, case.block_size, case.kv_heads, case.head_dim)
+    k_cache, v_cache = torch.full((2, *shape), NAN, dtype=case.dtype)
+    tables = []
+    for queries, length, count in zip(case.queries, case.lengths, counts, strict=True):
+        table, order = order[:count], order[count:]
+        first_seen = 0 if case.window is None else max(0, length - queries - case.window + 1)
+        for position in range(first_seen, length):
+            place = table[position // case.block_size], position % case.block_size
+            k_cache[place] = random(case.kv_heads, case.head_dim)
+            v_cache[place] = random(case.kv_heads, case.head_dim)
+        gone = first_seen // case.block_size
+        tables.append([0] * gone + table[gone:])
+    # Heads before tokens in memory, as a model's projections leave them.
+    query = random(case.query_heads, sum(case.queries) + PADDED_ROWS, case.head_dim).transpose(0, 1)
+    return Problem(query, k_cache, v_cache, tables, random(case.query_heads) if case.sinks else None)
+
+
+def attend(backend: str, case: Case, problem: Problem) -> Tensor:
+    """[T + PADDED_ROWS, Hq, D] on the host, NaN where nothing was written."""
+    device = "cuda" if backend == "cuda" else "cpu"
+    query, k_cache, v_cache = (one.to(device) for one in (problem.query, problem.k_cache, problem.v_cache))
+    sinks = None if problem.sinks is None else problem.sinks.to(device)
+    out = torch.full(query.shape, NAN, dtype=case.dtype, device=device)
+    batch = problem.batch(case, device)
+    options = {"scale": problem.scale, "window": case.window, "softcap": case.softcap, "sinks": sinks}
+    if backend == "interpreter":
+        attend_with_triton(query, k_cache, v_cache, batch, out, **options)
+    else:
+        paged_attention(query, k_cache, v_cache, batch, out=out, **options)
+    return out.cpu()
+
+
+def exact(case: Case, problem: Problem) -> Tensor:
+    """The reference in float64, [T, Hq, D]."""
+    return reference.paged_attention(
+        problem.query.double(),
+        problem.k_cache,
+        problem.v_cache,
+        list(case.queries),
+        list(case.lengths),
+        problem.tables,
+        scale=problem.scale,
+        window=case.window,
+        softcap=case.softcap,
+        sinks=problem.sinks,
+    )[: sum(case.queries)]
+
+
+def error_ratio(backend: str, case: Case) -> float:
+    """rms of the error over rms of the truth; NaN when anything unwritten leaked, or a padded row was touched."""
+    problem = build(case)
+    out = attend(backend, case, problem)
+    rows = sum(case.queries)
+    if not out[rows:].isnan().all():
+        return NAN
+    truth = exact(case, problem)
+    return float((out[:rows].double() - truth).norm() / truth.norm())

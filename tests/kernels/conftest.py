@@ -1,0 +1,53 @@
+"""Where a kernel test runs: the torch path, Triton's interpreter, a GPU.
+
+Triton reads TRITON_INTERPRET when a kernel is decorated, for good. The interpreter and the compiler therefore live in
+processes of their own, and this one is left as it was found.
+"""
+
+import importlib.util
+import multiprocessing
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+Submit = Callable[..., Any]
+
+
+def _worker(environment: dict[str, str]) -> Iterator[Submit]:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            # The process starts, with this environment, on its first piece of work.
+            pool.submit(torch.set_num_threads, 1).result()
+        yield lambda function, *args: pool.submit(function, *args).result()
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> Iterator[Submit]:
+    yield from _worker({"TRITON_INTERPRET": "1"})
+
+
+@pytest.fixture(scope="session")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Submit]:
+    cache = tmp_path_factory.mktemp("triton-cache")
+    yield from _worker({"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)})
+
+
+@pytest.fixture(params=["torch", "interpreter", "cuda"])
+def run_on(request: pytest.FixtureRequest) -> Submit:
+    """Calls function(backend, *args) where that backend is at home, and returns what it returns."""
+    backend = request.param
+    if backend == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device on this machine")
+    submit = request.getfixturevalue("interpreter") if backend == "interpreter" else _call
+    return lambda function, *args: submit(function, backend, *args)
+
+
+def _call(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)

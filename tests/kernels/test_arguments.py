@@ -1,0 +1,94 @@
+"""A wrong argument is refused by name before anything is written."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.copy_blocks.launch import copy_blocks
+from kernels.paged_attention.launch import paged_attention
+from kernels.store_kv.launch import store_kv
+from tests.kernels.attention_cases import Case, build
+
+CACHE = torch.zeros(4, 8, 2, 16)
+ODD_BLOCKS = torch.zeros(4, 6, 2, 16)
+SCATTERED = CACHE.transpose(0, 1).contiguous().transpose(0, 1)
+KEY = torch.ones(3, 2, 16)
+SLOTS = torch.tensor([0, 1, 2])
+STORE: list[tuple[dict[str, Any], str]] = [
+    ({"key": torch.ones(3, 2, 8)}, r"key: expected \[T, Hkv, D\] = \[any, 2, 16\], got \[3, 2, 8\]"),
+    ({"key": KEY.half()}, "key: expected the dtype of k_cache"),
+    ({"value": torch.ones(4, 2, 16)}, "value: expected"),
+    ({"value": KEY.to("meta")}, "value: expected the device of k_cache"),
+    ({"slot_mapping": SLOTS[:2]}, r"slot_mapping: expected \[T\] = \[3\], got \[2\]"),
+    ({"slot_mapping": SLOTS.int()}, "slot_mapping: expected torch.int64"),
+    ({"v_cache": CACHE[:2]}, "v_cache: expected"),
+    ({"v_cache": CACHE.double()}, "v_cache: expected the dtype of k_cache"),
+    ({"v_cache": SCATTERED}, "v_cache: expected a contiguous tensor"),
+    ({"k_cache": ODD_BLOCKS, "v_cache": ODD_BLOCKS}, "k_cache: expected a block size"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), STORE, ids=[message for _, message in STORE])
+def test_store_kv_names_the_wrong_argument(wrong: dict[str, Any], message: str) -> None:
+    right = {"key": KEY, "value": KEY, "k_cache": CACHE, "v_cache": CACHE.clone(), "slot_mapping": SLOTS}
+    with pytest.raises(ValueError, match=f"^{message}"):
+        store_kv(**{**right, **wrong})
+    assert not CACHE.any()
+
+
+COPY: list[tuple[dict[str, Any], str]] = [
+    ({"k_cache": CACHE}, r"k_cache: expected \[L, N, B, Hkv, D\]"),
+    ({"sources": SLOTS[:2]}, "targets: expected"),
+    ({"sources": SLOTS[None]}, "sources: expected"),
+    ({"targets": SLOTS.int()}, "targets: expected torch.int64"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), COPY, ids=[message for _, message in COPY])
+def test_copy_blocks_names_the_wrong_argument(wrong: dict[str, Any], message: str) -> None:
+    right = {"k_cache": CACHE[None], "v_cache": CACHE[None], "sources": SLOTS, "targets": SLOTS + 3}
+    with pytest.raises(ValueError, match=f"^{message}"):
+        copy_blocks(**{**right, **wrong})
+
+
+CASE = Case((2, 1), (6, 9))
+PROBLEM = build(CASE)
+ATTENTION: list[tuple[dict[str, Any], str]] = [
+    ({"query": PROBLEM.query[..., :8]}, "query: expected"),
+    ({"query": PROBLEM.query.half()}, "query: expected the dtype of k_cache"),
+    ({"query": PROBLEM.query[:, :5]}, "query: expected a multiple of 2 heads, got 5"),
+    ({"window": 0}, "window: expected at least 1"),
+    ({"softcap": 0.0}, "softcap: expected more than 0"),
+    ({"sinks": torch.ones(2)}, "sinks: expected"),
+    ({"out": torch.empty(3, 6, 16)}, "out: expected"),
+    ({"out": torch.empty(16, 6, 6).transpose(0, 2)}, "out: expected a contiguous tensor"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), ATTENTION, ids=[message for _, message in ATTENTION])
+def test_paged_attention_names_the_wrong_argument(wrong: dict[str, Any], message: str) -> None:
+    right = {"query": PROBLEM.query, "k_cache": PROBLEM.k_cache, "v_cache": PROBLEM.v_cache, "scale": 1.0}
+    with pytest.raises(ValueError, match=f"^{message}"):
+        paged_attention(batch=PROBLEM.batch(CASE, "cpu"), **{**right, **wrong})
+
+
+NARROW = torch.zeros(2, 2, dtype=torch.int32)
+BATCH: list[tuple[dict[str, Any], str]] = [
+    ({"query_start": torch.zeros(2, dtype=torch.int32)}, "batch.query_start: expected"),
+    ({"seq_lens": torch.zeros(2)}, "batch.seq_lens: expected torch.int32"),
+    ({"block_tables": NARROW.long()}, "batch.block_tables: expected torch.int32"),
+    ({"block_tables": NARROW}, "batch.block_tables: too narrow for a sequence of 9 tokens"),
+    ({"query_lens": (2,)}, "batch.query_lens, batch.host_seq_lens: expected 2 lengths each"),
+    ({"query_lens": (20, 1)}, "batch.query_lens: 21 rows wanted"),
+    ({"host_seq_lens": (1, 9)}, "batch.query_lens: 2 queries in a sequence of 1 tokens"),
+    ({"max_query_len": 1}, "batch.max_query_len, batch.max_seq_len: smaller"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), BATCH, ids=[message for _, message in BATCH])
+def test_paged_attention_names_what_is_wrong_in_the_batch(wrong: dict[str, Any], message: str) -> None:
+    batch = replace(PROBLEM.batch(CASE, "cpu"), **wrong)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        paged_attention(PROBLEM.query, PROBLEM.k_cache, PROBLEM.v_cache, batch, scale=1.0)

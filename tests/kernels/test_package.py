@@ -1,0 +1,43 @@
+"""What the package must be to others: invisible to transformers, and at home where triton is not installed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def python(code: str) -> str:
+    """Output of a fresh interpreter that finds the repository's packages."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_package_says_nothing_of_itself() -> None:
+    assert (ROOT / "kernels/__init__.py").read_bytes() == b""
+
+
+def test_transformers_is_not_confused_by_a_package_of_that_name() -> None:
+    code = "import transformers; from transformers import LlamaForCausalLM; import kernels; print(kernels.__file__)"
+    assert python(code).strip() == str(ROOT / "kernels/__init__.py")
+
+
+def test_ops_run_on_a_cpu_without_triton() -> None:
+    code = """
+import sys
+sys.modules["triton"] = None
+import torch
+from kernels.copy_blocks.launch import copy_blocks
+from kernels.paged_attention.launch import PagedBatch, paged_attention
+from kernels.store_kv.launch import store_kv
+cache = torch.zeros(2, 2, 4, 1, 8)
+store_kv(torch.ones(1, 1, 8), torch.ones(1, 1, 8), *cache, torch.tensor([0]))
+copy_blocks(cache[:1], cache[1:], torch.tensor([0]), torch.tensor([1]))
+one = torch.tensor([1], dtype=torch.int32)
+batch = PagedBatch(torch.tensor([0, 1], dtype=torch.int32), one, one[:, None], 1, 1, (1,), (1,))
+print(paged_attention(torch.ones(1, 2, 8), *cache, batch, scale=1.0).eq(1).all().item())
+"""
+    assert python(code).strip() == "True"

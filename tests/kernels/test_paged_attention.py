@@ -1,0 +1,98 @@
+"""Paged attention against its float64 reference, on every backend of this machine."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kernels.paged_attention import host
+from kernels.paged_attention.launch import PagedBatch, paged_attention
+from tests.kernels.attention_cases import Case, attend, build, error_ratio
+
+BARS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+MIXED = Case()
+LONG = Case(queries=(300, 1), lengths=(310, 270), query_heads=3, kv_heads=1, block_size=16)
+CASES = {
+    "one token with no past": Case((1,), (1,)),
+    "decode, lengths far apart": Case((1, 1, 1, 1), (3, 150, 17, 16)),
+    "decode, many of one length": Case((1,) * 9, (31,) * 9),
+    "whole prompts": Case((7, 33), (7, 33)),
+    "chunks after a cached prefix": Case((5, 16), (45, 32)),
+    "chunks, single tokens and an absent sequence": MIXED,
+    "absent sequences only around one": Case((0, 0, 3, 0), (0, 9, 3, 12)),
+    "prompt longer than a tile": LONG,
+    "blocks of two": replace(MIXED, block_size=2),
+    "blocks larger than a key tile": replace(LONG, block_size=128),
+    "head size 64, 9 query heads over 3": replace(MIXED, query_heads=9, kv_heads=3, head_dim=64),
+    "head size 80": replace(MIXED, head_dim=80),
+    "head size 96": replace(MIXED, head_dim=96),
+    "head size 8": replace(MIXED, head_dim=8),
+    "no groups": replace(MIXED, query_heads=3, kv_heads=3),
+    "one KV head for all": replace(MIXED, query_heads=7, kv_heads=1),
+    "group larger than a tile of single tokens": replace(MIXED, query_heads=20, kv_heads=1),
+    "window smaller than a block": replace(MIXED, window=3),
+    "window of one": replace(MIXED, window=1),
+    "window that starts inside a block": replace(MIXED, window=10),
+    "window longer than every sequence": replace(MIXED, window=500),
+    "window and a long prompt": replace(LONG, window=37),
+    "soft cap": replace(MIXED, softcap=2.0),
+    "soft cap far above the logits": replace(MIXED, softcap=300.0),
+    "sinks": replace(MIXED, sinks=True),
+    "window, soft cap and sinks": replace(MIXED, window=11, softcap=1.5, sinks=True),
+    "window, soft cap and sinks in a long prompt": replace(LONG, window=130, softcap=5.0, sinks=True),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_error_stays_below_the_bar(run_on: Callable[..., float], case: Case, dtype: torch.dtype) -> None:
+    assert run_on(error_ratio, replace(case, dtype=dtype)) < BARS[dtype]
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 11, "softcap": 1.5, "sinks": True}], ids=["plain", "all options"])
+def test_float16_error_stays_below_its_bar(run_on: Callable[..., float], options: dict[str, object]) -> None:
+    assert run_on(error_ratio, replace(MIXED, dtype=torch.float16, **options)) < BARS[torch.float16]
+
+
+def test_a_sequence_gets_the_same_result_alone_as_in_company(run_on: Callable[..., torch.Tensor]) -> None:
+    case = Case((1, 1, 20, 1), (40, 33, 30, 38))
+    problem = build(case)
+    together = run_on(attend, case, problem)
+    first = 0
+    for index, queries in enumerate(case.queries):
+        alone = replace(case, queries=(queries,), lengths=(case.lengths[index],))
+        rows = slice(first, first + queries)
+        single = replace(problem, query=problem.query[rows], tables=[problem.tables[index]])
+        torch.testing.assert_close(run_on(attend, alone, single), together[rows], rtol=1e-5, atol=1e-6)
+        first += queries
+
+
+def test_out_is_made_when_none_is_given() -> None:
+    case = Case((2,), (6,))
+    problem = build(case)
+    made = paged_attention(
+        problem.query, problem.k_cache, problem.v_cache, problem.batch(case, "cpu"), scale=problem.scale
+    )
+    assert torch.equal(made[:2], attend("torch", case, problem)[:2])
+
+
+def test_lengths_are_read_from_the_device_when_the_host_has_none() -> None:
+    problem = build(MIXED)
+    full = problem.batch(MIXED, "cpu")
+    batch = PagedBatch(full.query_start, full.seq_lens, full.block_tables, full.max_query_len, full.max_seq_len)
+    out = paged_attention(problem.query, problem.k_cache, problem.v_cache, batch, scale=problem.scale)
+    rows = sum(MIXED.queries)
+    assert torch.equal(out[:rows], attend("torch", MIXED, problem)[:rows])
+
+
+def test_layers_of_a_step_share_what_is_derived_from_the_batch() -> None:
+    batch = build(MIXED).batch(MIXED, "cpu")
+    assert batch.once("key", list) is batch.once("key", list)
+    assert batch.once("key", list) is not batch.once("other key", list)
+
+
+def test_sequences_of_similar_length_share_a_call_and_others_do_not() -> None:
+    case = Case((1,) * 6, (100, 10, 97, 9, 300, 10))
+    tiles = host.plan(build(case).batch(case, "cpu"), None, case.block_size, torch.float32)
+    assert sorted(tile.sequences for tile in tiles) == [1, 2, 3]
