@@ -58,7 +58,7 @@ class CacheClient:
 
     def __init__(
         self,
-        stub: rpc.CacheManagerServiceAsyncStub,
+        stub: "rpc.CacheManagerServiceAsyncStub",
         queue: WaitingQueue,
         mailbox: Mailbox,
         admissions: Admissions,

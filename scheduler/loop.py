@@ -65,7 +65,7 @@ class StepLoop:
         sent = self._send()
         if len(self._in_flight) == MAX_IN_FLIGHT or (self._in_flight and not sent):
             self._receive()
-        elif not sent:
+        elif not sent and not self._stopping:
             self._wait()
         self._tell()
 

@@ -33,7 +33,11 @@ def plan_step(sequences: Seq[Sequence], budget: int) -> Plan:
     decoding: list[Sequence] = []
     computing: list[Sequence] = []
     for sequence in sequences:
-        if sequence.exit is not None or sequence.exhausted:
+        if sequence.exit is not None:
+            continue
+        if sequence.exhausted:
+            # Its last token is on its way; silence would make another one.
+            plan.idle.append(sequence)
             continue
         (decoding if sequence.started and sequence.remaining == 1 else computing).append(sequence)
 

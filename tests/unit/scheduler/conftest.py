@@ -1,0 +1,83 @@
+"""A whole scheduler between two fakes, over unix sockets."""
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+from prometheus_client import CollectorRegistry
+
+from protos.execution.v1 import execution_pb2_grpc
+from protos.generation.v1 import generation_pb2_grpc
+from protos.kvcache.v1 import kvcache_pb2_grpc
+from protos.rpc.server import Server
+from scheduler.app import Scheduler
+from scheduler.service import SERVICE
+from scheduler.settings import SchedulerSettings
+from tests.unit.scheduler.fake_executor import FakeExecutor
+from tests.unit.scheduler.fake_manager import FakeManager
+
+
+@dataclass
+class Stack:
+    """What a test sees."""
+
+    executor: FakeExecutor
+    manager: FakeManager
+    scheduler: Scheduler
+    stub: "generation_pb2_grpc.GenerationServiceAsyncStub"
+    address: str
+
+    def check(self) -> None:
+        """Nobody complained."""
+        assert self.executor.faults == []
+        assert self.manager.faults == []
+
+
+StackFactory = Callable[..., AbstractAsyncContextManager[Stack]]
+
+
+@pytest.fixture
+def run_stack(tmp_path: Path) -> StackFactory:
+    """Starts a stack; checks at its end that every block came back."""
+
+    @contextlib.asynccontextmanager
+    async def run(
+        *, executor: FakeExecutor | None = None, manager: FakeManager | None = None, **settings: object
+    ) -> AsyncIterator[Stack]:
+        executor = executor or FakeExecutor()
+        manager = manager or FakeManager(num_blocks=executor.max_tokens // executor.block_size)
+        addresses = {name: f"unix:{tmp_path}/{name}" for name in ("scheduler", "cachemgr", "executor")}
+        async with AsyncExitStack() as exits:
+            add_manager = kvcache_pb2_grpc.add_CacheManagerServiceServicer_to_server
+            add_executor = execution_pb2_grpc.add_ExecutorServiceServicer_to_server
+            await _serve(
+                exits, addresses["cachemgr"], "kvcache.v1.CacheManagerService", lambda s: add_manager(manager, s)
+            )
+            await _serve(
+                exits, addresses["executor"], "execution.v1.ExecutorService", lambda s: add_executor(executor, s)
+            )
+            fields = {f"{name}_address": address for name, address in addresses.items()}
+            scheduler = Scheduler(SchedulerSettings(**fields, scheduler_id="test", **settings), CollectorRegistry())
+            await _serve(exits, addresses["scheduler"], SERVICE, scheduler.service.add_to)
+            exits.push_async_callback(scheduler.stop)
+            await scheduler.start()
+            channel = await exits.enter_async_context(grpc.aio.insecure_channel(addresses["scheduler"]))
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            stack = Stack(executor, manager, scheduler, stub, addresses["scheduler"])
+            yield stack
+            await manager.settled()
+            stack.check()
+
+    return run
+
+
+async def _serve(exits: AsyncExitStack, address: str, service: str, add: Callable[[grpc.aio.Server], None]) -> None:
+    server = Server("fake", drain_seconds=0)
+    server.listen(address, {service: add})
+    await server.start()
+    server.set_serving(True)
+    exits.push_async_callback(server.stop)

@@ -1,0 +1,225 @@
+"""An executor without a model: strict about the protocol, and able to tell when a block holds the wrong tokens."""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+from protos.execution.v1 import execution_pb2 as pb
+from protos.execution.v1 import execution_pb2_grpc as rpc
+from tests.unit.scheduler.text import CHAT_TEMPLATE, EOS, byte_level_tokenizer
+
+MODEL = "fake"
+
+
+def fingerprint(token_ids: Sequence[int]) -> int:
+    """What a block's place holds once the last of these tokens is computed."""
+    digest = hashlib.sha256(b"".join(token.to_bytes(4, "big") for token in token_ids))
+    return int.from_bytes(digest.digest()[:8], "big")
+
+
+def next_token(token_ids: Sequence[int], vocab_size: int, seed: int = 0) -> int:
+    """The model: a function of everything before. Never the end-of-sequence id."""
+    token = (fingerprint(token_ids) ^ seed) % vocab_size
+    return token if token != EOS else (token + 1) % vocab_size
+
+
+def continuation(prompt: Sequence[int], count: int, vocab_size: int, seed: int = 0) -> list[int]:
+    """What the fake model generates for a prompt."""
+    token_ids = list(prompt)
+    for _ in range(count):
+        token_ids.append(next_token(token_ids, vocab_size, seed))
+    return token_ids[len(prompt) :]
+
+
+@dataclass
+class Running:
+    """A sequence of the running set."""
+
+    token_ids: list[int]
+    prompt_tokens: int
+    computed: int
+    tables: dict[int, list[int]]
+    sampling: pb.SamplingParams
+    stopped: bool = False
+
+
+@dataclass
+class StepLog:
+    """What a step computed."""
+
+    tokens: int
+    sequences: list[int] = field(default_factory=list)
+
+
+class FakeExecutor(rpc.ExecutorServiceServicer):
+    """Answers steps while `gate` is open. Every contradiction of a step fails the session and is kept in `faults`."""
+
+    def __init__(
+        self, *, block_size: int = 4, max_tokens: int = 400, max_positions: int = 1000, epoch: int = 1
+    ) -> None:
+        self.block_size = block_size
+        self.max_tokens = max_tokens
+        self.max_positions = max_positions
+        self.epoch = epoch
+        self.tokenizer = byte_level_tokenizer()
+        self.vocab_size = self.tokenizer.get_vocab_size()
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.faults: list[str] = []
+        self.steps: list[StepLog] = []
+        self.sessions = 0
+        self.running: dict[int, Running] = {}
+        self.copied_tickets: list[int] = []
+        self._memory: dict[tuple[int, int, int], int] = {}
+        self._break = asyncio.Event()
+        self._last_step = 0
+        self._stepped = asyncio.Condition()
+
+    def expected(self, prompt: Sequence[int], count: int, seed: int = 0) -> list[int]:
+        """What a request must answer."""
+        return continuation(prompt, count, self.vocab_size, seed)
+
+    def restart(self) -> None:
+        """Loses all memory and breaks the session, as a process that dies and comes back."""
+        self.epoch += 1
+        self._memory.clear()
+        self._break.set()
+
+    async def GetModel(self, request: pb.GetModelRequest, context: object) -> pb.GetModelResponse:
+        return pb.GetModelResponse(
+            model=MODEL,
+            vocab_size=self.vocab_size,
+            max_positions=self.max_positions,
+            eos_token_ids=[EOS],
+            tokenizer_json=self.tokenizer.to_str().encode(),
+            chat_template=CHAT_TEMPLATE,
+            special_tokens={"eos_token": "<eos>"},
+            dtype="float32",
+        )
+
+    async def GetExecutor(self, request: pb.GetExecutorRequest, context: object) -> pb.GetExecutorResponse:
+        return pb.GetExecutorResponse(
+            executor_id="executor",
+            executor_epoch=self.epoch,
+            device="cpu",
+            block_size=self.block_size,
+            max_tokens=self.max_tokens,
+            num_groups=1,
+        )
+
+    async def StreamSteps(
+        self, request_iterator: AsyncIterator[pb.StreamStepsRequest], context: object
+    ) -> AsyncIterator[pb.StreamStepsResponse]:
+        self._break = asyncio.Event()
+        self.running = {}
+        self.sessions += 1
+        first = await anext(aiter(request_iterator))
+        assert first.open.executor_epoch == self.epoch
+        yield pb.StreamStepsResponse(opened=pb.SessionOpened(first_step=self._last_step + 1))
+        async for message in request_iterator:
+            open_gate = asyncio.ensure_future(self.gate.wait())
+            broken = asyncio.ensure_future(self._break.wait())
+            await asyncio.wait({open_gate, broken}, return_when=asyncio.FIRST_COMPLETED)
+            open_gate.cancel()
+            broken.cancel()
+            if self._break.is_set():
+                return
+            try:
+                result = self.compute(message.step)
+            except AssertionError as error:
+                self.faults.append(str(error))
+                return
+            async with self._stepped:
+                self._stepped.notify_all()
+            yield pb.StreamStepsResponse(result=result)
+
+    async def stepped(self, count: int) -> None:
+        """Waits until so many steps are computed."""
+        async with self._stepped, asyncio.timeout(20):
+            await self._stepped.wait_for(lambda: len(self.steps) >= count)
+
+    def compute(self, step: pb.Step) -> pb.StepResult:
+        """Runs one step; asserts everything that the protocol promises."""
+        assert step.step == self._last_step + 1, f"step {step.step} behind {self._last_step}"
+        self._last_step = step.step
+        self._apply_diff(step)
+        chunks = dict(zip(step.chunk_sequences, step.chunk_tokens, strict=True))
+        counts: dict[int, int] = {}
+        for handle, sequence in self.running.items():
+            remaining = len(sequence.token_ids) - sequence.computed
+            if sequence.stopped:
+                assert handle not in chunks, f"{handle} computes though it has stopped"
+            elif remaining == 1:
+                assert handle not in chunks, f"{handle} decodes by silence and needs no chunk"
+                if handle not in step.idle_sequences:
+                    counts[handle] = 1
+            elif handle in chunks:
+                assert 0 < chunks[handle] <= remaining, f"chunk of {chunks[handle]} with {remaining} left"
+                counts[handle] = chunks[handle]
+        assert set(chunks) <= set(counts), "a chunk for a sequence that is not running"
+        # A step behind a stop that was not seen yet may turn out empty.
+        assert counts or any(sequence.stopped for sequence in self.running.values()), "a step that computes nothing"
+        for handle, count in counts.items():
+            self._write(handle, count)
+        result = pb.StepResult(step=step.step, num_tokens=sum(counts.values()))
+        for handle, count in counts.items():
+            self._sample(handle, count, result)
+        self.steps.append(StepLog(result.num_tokens, list(counts)))
+        return result
+
+    def _apply_diff(self, step: pb.Step) -> None:
+        for handle in step.removed_sequences:
+            assert self.running.pop(handle, None) is not None, f"{handle} removed though it is not running"
+        for new in step.new_sequences:
+            assert new.sequence not in self.running, f"{new.sequence} joins twice"
+            assert new.num_computed_tokens < len(new.token_ids), "nothing left to compute"
+            assert 0 < new.num_prompt_tokens <= len(new.token_ids), "prompt tokens"
+            tables = {table.group: list(table.slots) for table in new.block_tables}
+            self.running[new.sequence] = Running(
+                list(new.token_ids), new.num_prompt_tokens, new.num_computed_tokens, tables, new.sampling
+            )
+        start = 0
+        for handle, group, count in zip(step.table_sequences, step.table_groups, step.table_counts, strict=True):
+            assert handle in self.running, f"table of {handle} grows though it is not running"
+            self.running[handle].tables[group] += step.table_slots[start : start + count]
+            start += count
+        assert start == len(step.table_slots), "slots that belong to nobody"
+        assert set(step.idle_sequences) <= set(self.running), "an idle sequence that is not running"
+        copies = zip(step.copy_tickets, step.copy_groups, step.copy_source_slots, step.copy_target_slots, strict=True)
+        for ticket, group, source, target in copies:
+            self.copied_tickets.append(ticket)
+            for offset in range(self.block_size):
+                if (held := self._memory.get((group, source, offset))) is not None:
+                    self._memory[group, target, offset] = held
+
+    def _write(self, handle: int, count: int) -> None:
+        sequence = self.running[handle]
+        for group, table in sequence.tables.items():
+            assert sequence.computed + count <= len(table) * self.block_size, f"{handle} computes beyond its capacity"
+            assert 0 not in table, "the null block in a table"
+            for position in range(sequence.computed, sequence.computed + count):
+                place = (group, table[position // self.block_size], position % self.block_size)
+                self._memory[place] = fingerprint(sequence.token_ids[: position + 1])
+
+    def _sample(self, handle: int, count: int, result: pb.StepResult) -> None:
+        sequence = self.running[handle]
+        sequence.computed += count
+        for group, table in sequence.tables.items():
+            for position in range(sequence.computed):
+                place = (group, table[position // self.block_size], position % self.block_size)
+                right = fingerprint(sequence.token_ids[: position + 1])
+                assert self._memory.get(place) == right, f"{handle} reads another sequence's token at {position}"
+        if sequence.computed < len(sequence.token_ids):
+            return
+        token = next_token(sequence.token_ids, self.vocab_size, sequence.sampling.seed)
+        sequence.token_ids.append(token)
+        sequence.stopped = token in sequence.sampling.stop_token_ids
+        result.sequences.append(handle)
+        result.token_ids.append(token)
+        result.stopped.append(sequence.stopped)
+        if sequence.sampling.HasField("num_logprobs"):
+            count = sequence.sampling.num_logprobs
+            result.logprobs.add(
+                index=len(result.sequences) - 1, logprob=-0.5, top_token_ids=range(count), top_logprobs=[-1.0] * count
+            )

@@ -1,0 +1,143 @@
+"""However a request ends, and whatever dies beside it, its blocks come back and nobody else notices."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from protos.generation.v1 import generation_pb2 as pb
+from protos.generation.v1 import generation_pb2_grpc as rpc
+from protos.rpc.errors import from_rpc_error
+from tests.support.generation import generate
+from tests.unit.scheduler.conftest import Stack, StackFactory
+from tests.unit.scheduler.fake_executor import FakeExecutor
+from tests.unit.scheduler.test_generation import prompt_of, request, run
+
+
+async def waiting(stack: Stack, count: int) -> None:
+    """Until so many requests wait for blocks."""
+    while (await stack.stub.GetLoads(pb.GetLoadsRequest())).waiting_requests < count:
+        pass
+
+
+async def test_cancelling_a_stream_frees_everything_at_once(run_stack: StackFactory) -> None:
+    async with run_stack() as stack:
+        call = stack.stub.StreamGenerate(request(prompt_of(20), 300), timeout=30)
+        await call.read()
+        call.cancel()
+        await stack.manager.settled()
+
+
+async def test_a_client_that_disconnects_frees_everything(run_stack: StackFactory) -> None:
+    async with run_stack() as stack:
+        async with grpc.aio.insecure_channel(stack.address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+            await rpc.GenerationServiceStub(channel).StreamGenerate(request(prompt_of(20), 300), timeout=30).read()
+        await stack.manager.settled()
+
+
+async def test_cancelling_before_the_first_step_frees_everything(run_stack: StackFactory) -> None:
+    async with run_stack() as stack:
+        stack.executor.gate.clear()
+        calls = [stack.stub.StreamGenerate(request(prompt_of(20, seed=i), 5), timeout=30) for i in range(5)]
+        await stack.manager.admitted(5)
+        for call in calls:
+            call.cancel()
+        stack.executor.gate.set()
+        await stack.manager.settled()
+
+
+async def test_cancelling_while_the_manager_answers_frees_everything(run_stack: StackFactory) -> None:
+    async with run_stack() as stack:
+        stack.manager.gate.clear()
+        call = stack.stub.StreamGenerate(request(prompt_of(20), 5), timeout=30)
+        await waiting(stack, 1)
+        call.cancel()
+        while (await stack.stub.GetLoads(pb.GetLoadsRequest())).waiting_requests:
+            pass
+        stack.manager.gate.set()
+        [output] = await run(stack, request(prompt_of(9), 3))
+        assert output.token_ids == stack.executor.expected(prompt_of(9), 3)
+
+
+async def test_a_deadline_that_passes_ends_the_request(run_stack: StackFactory) -> None:
+    async with run_stack() as stack:
+        stack.executor.gate.clear()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await generate(stack.stub, request(prompt_of(20), 5), 0.2)
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        stack.executor.gate.set()
+        await stack.manager.settled()
+
+
+async def test_beyond_the_bound_of_the_queue_requests_are_refused_with_a_time_to_retry(
+    run_stack: StackFactory,
+) -> None:
+    async with run_stack(max_running=1, max_waiting=2) as stack:
+        stack.executor.gate.clear()
+        tasks = [asyncio.create_task(run(stack, request([1], 2)))]
+        await stack.manager.admitted(1)
+        tasks += [asyncio.create_task(run(stack, request([i], 2))) for i in range(2, 4)]
+        await waiting(stack, 2)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await run(stack, request([9], 2))
+        error = from_rpc_error(caught.value)
+        assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+        assert error.retry_after
+        stack.executor.gate.set()
+        await asyncio.gather(*tasks)
+
+
+async def test_a_request_id_can_be_used_again_when_its_request_has_ended(run_stack: StackFactory) -> None:
+    async with run_stack() as stack:
+        call = stack.stub.StreamGenerate(request([1], 300, request_id="same"), timeout=30)
+        await call.read()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await run(stack, request([2], 2, request_id="same"))
+        assert from_rpc_error(caught.value).reason == "REQUEST_EXISTS"
+        call.cancel()
+        await stack.manager.settled()
+        [output] = await run(stack, request([2], 2, request_id="same"))
+        assert output.token_ids == stack.executor.expected([2], 2)
+
+
+async def test_a_manager_that_starts_again_fails_no_request(run_stack: StackFactory) -> None:
+    async with run_stack() as stack:
+        prompts = [prompt_of(15, seed=i) for i in range(5)]
+        tasks = [asyncio.create_task(generate(stack.stub, request(prompt, 70), 30)) for prompt in prompts]
+        await stack.manager.admitted(5)
+        stack.manager.restart()
+        for prompt, task in zip(prompts, tasks, strict=True):
+            assert (await task).token_ids == stack.executor.expected(prompt, 70)
+        assert stack.manager.epoch == 2
+        assert any(name.endswith(".1") for name in stack.manager.admitted_ids)
+
+
+async def test_an_executor_that_starts_again_fails_no_request(run_stack: StackFactory) -> None:
+    async with run_stack() as stack:
+        prompts = [prompt_of(15, seed=i) for i in range(5)]
+        tasks = [asyncio.create_task(generate(stack.stub, request(prompt, 70), 30)) for prompt in prompts]
+        await stack.manager.admitted(5)
+        await stack.executor.stepped(5)
+        stack.manager.executor_lost()
+        stack.executor.restart()
+        for prompt, task in zip(prompts, tasks, strict=True):
+            assert (await task).token_ids == stack.executor.expected(prompt, 70)
+        assert stack.executor.sessions == 2
+
+
+async def test_random_traffic_leaves_nothing_behind(run_stack: StackFactory) -> None:
+    async with run_stack(executor=FakeExecutor(max_tokens=160), max_running=12, max_batched_tokens=24) as stack:
+
+        async def one(seed: int) -> None:
+            prompt = prompt_of(5 + seed % 30, seed=seed % 7)
+            if seed % 4 == 0:
+                call = stack.stub.StreamGenerate(request(prompt, 90), timeout=30)
+                for _ in range(seed % 9):
+                    await call.read()
+                call.cancel()
+                return
+            output = await generate(stack.stub, request(prompt, 1 + seed % 40, priority=seed % 3), 30)
+            assert output.token_ids == stack.executor.expected(prompt, 1 + seed % 40)
+
+        await asyncio.gather(*[one(seed) for seed in range(120)])
+        await stack.manager.settled()

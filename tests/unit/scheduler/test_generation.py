@@ -1,0 +1,214 @@
+"""A request's life between two fakes."""
+
+import asyncio
+import random
+
+import pytest
+
+from protos.generation.v1 import generation_pb2 as pb
+from tests.support.generation import Output, generate, greedy_request
+from tests.unit.scheduler.conftest import Stack, StackFactory
+from tests.unit.scheduler.fake_executor import FakeExecutor
+from tests.unit.scheduler.fake_manager import FakeManager
+
+SEED = pb.SamplingParams(seed=0)
+
+
+def request(prompt: list[int], max_tokens: int, **fields: object) -> pb.StreamGenerateRequest:
+    """Greedy, with the seed that `FakeExecutor.expected` assumes."""
+    message = greedy_request(prompt, max_tokens, **fields)
+    message.sampling.seed = 0
+    return message
+
+
+def prompt_of(length: int, seed: int = 1) -> list[int]:
+    """Random ids."""
+    rng = random.Random(seed)
+    return [rng.randrange(1, 300) for _ in range(length)]
+
+
+async def run(stack: Stack, *messages: pb.StreamGenerateRequest) -> list[Output]:
+    """Runs requests at once."""
+    return await asyncio.gather(*[generate(stack.stub, message, 30) for message in messages])
+
+
+async def test_a_request_gets_the_models_tokens_and_its_usage(run_stack: StackFactory) -> None:
+    async with run_stack() as stack:
+        prompt = prompt_of(30)
+        [output] = await run(stack, request(prompt, 12))
+        assert output.token_ids == stack.executor.expected(prompt, 12)
+        assert output.finish_reason == pb.FINISH_REASON_LENGTH
+        assert (output.usage.prompt_tokens, output.usage.cached_tokens, output.usage.output_tokens) == (30, 0, 12)
+        assert output.usage.queue_time.ToNanoseconds() > 0
+        assert output.usage.time_to_first_token.ToNanoseconds() > output.usage.queue_time.ToNanoseconds()
+        assert output.usage.total_time.ToNanoseconds() >= output.usage.time_to_first_token.ToNanoseconds()
+
+
+async def test_the_text_is_that_of_the_tokens(run_stack: StackFactory) -> None:
+    async with run_stack() as stack:
+        [output] = await run(stack, request(prompt_of(5), 60))
+        whole = stack.executor.tokenizer.decode(prompt_of(5) + output.token_ids)
+        assert whole.endswith(output.text.lstrip("\N{REPLACEMENT CHARACTER}"))
+
+
+async def test_one_prompt_token_and_one_output_token(run_stack: StackFactory) -> None:
+    async with run_stack() as stack:
+        [output] = await run(stack, request([7], 1))
+        assert output.token_ids == stack.executor.expected([7], 1)
+
+
+async def test_many_requests_at_once_share_steps_within_the_budget(run_stack: StackFactory) -> None:
+    async with run_stack(max_batched_tokens=16) as stack:
+        prompts = [prompt_of(5 + i % 7, seed=i) for i in range(20)]
+        stack.executor.gate.clear()
+        running = asyncio.create_task(run(stack, *[request(prompt, 8) for prompt in prompts]))
+        await stack.manager.admitted(20)
+        stack.executor.gate.set()
+        outputs = await running
+        for prompt, output in zip(prompts, outputs, strict=True):
+            assert output.token_ids == stack.executor.expected(prompt, 8)
+        assert max(step.tokens for step in stack.executor.steps) <= 16
+        assert max(len(step.sequences) for step in stack.executor.steps) > 4
+
+
+async def test_a_prompt_seen_before_is_not_computed_again(run_stack: StackFactory) -> None:
+    async with run_stack() as stack:
+        prompt = prompt_of(41)
+        await run(stack, request(prompt, 2))
+        [output] = await run(stack, request(prompt, 2))
+        assert output.usage.cached_tokens == 40
+        assert output.token_ids == stack.executor.expected(prompt, 2)
+
+
+async def test_equal_prompts_at_once_are_computed_once(run_stack: StackFactory) -> None:
+    async with run_stack(max_batched_tokens=16) as stack:
+        prompt = prompt_of(80)
+        messages = [request([*prompt, 1 + i], 3) for i in range(6)]
+        outputs = await run(stack, *messages)
+        for i, output in enumerate(outputs):
+            assert output.token_ids == stack.executor.expected([*prompt, 1 + i], 3)
+        assert sorted(output.usage.cached_tokens for output in outputs) == [0, 80, 80, 80, 80, 80]
+        assert sum(step.tokens for step in stack.executor.steps) < 2 * len(prompt)
+
+
+async def test_a_follower_whose_writer_is_cancelled_computes_the_prefix_itself(run_stack: StackFactory) -> None:
+    async with run_stack(max_batched_tokens=8) as stack:
+        stack.executor.gate.clear()
+        prompt = prompt_of(80)
+        writer = stack.stub.StreamGenerate(request(prompt, 3), timeout=30)
+        follower = asyncio.create_task(generate(stack.stub, request(prompt, 3), 30))
+        await stack.manager.admitted(2)
+        writer.cancel()
+        stack.executor.gate.set()
+        assert (await follower).token_ids == stack.executor.expected(prompt, 3)
+
+
+async def test_a_sequence_that_the_manager_voids_starts_again(run_stack: StackFactory) -> None:
+    async with run_stack() as stack:
+        task = asyncio.create_task(generate(stack.stub, request(prompt_of(20), 50), 30))
+        await stack.manager.admitted(1)
+        stack.manager.void_next = {live.sequence_id for live in stack.manager.live.values()}
+        assert (await task).token_ids == stack.executor.expected(prompt_of(20), 50)
+        assert len(stack.manager.admitted_ids) == 2
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+async def test_preemption_does_not_change_the_output(run_stack: StackFactory, reuse: bool) -> None:
+    executor = FakeExecutor(max_tokens=120)
+    async with run_stack(executor=executor, manager=FakeManager(num_blocks=30, reuse=reuse)) as stack:
+        prompts = [prompt_of(12, seed=i) for i in range(8)]
+        outputs = await run(stack, *[request(prompt, 60) for prompt in prompts])
+        for prompt, output in zip(prompts, outputs, strict=True):
+            assert output.token_ids == executor.expected(prompt, 60)
+        assert sum(output.usage.preemptions for output in outputs) > 0
+        assert min(output.usage.preemptions for output in outputs) == 0
+        loads = await stack.stub.GetLoads(pb.GetLoadsRequest())
+        assert loads.preemptions == sum(output.usage.preemptions for output in outputs)
+
+
+async def test_one_request_may_have_the_whole_pool(run_stack: StackFactory) -> None:
+    async with run_stack(executor=FakeExecutor(max_tokens=80)) as stack:
+        [output] = await run(stack, pb.StreamGenerateRequest(token_ids=pb.TokenIds(token_ids=[5]), ignore_eos=True))
+        assert output.usage.output_tokens == 79
+
+
+async def test_a_higher_priority_is_admitted_first(run_stack: StackFactory) -> None:
+    async with run_stack(max_running=1) as stack:
+        stack.executor.gate.clear()
+        first = asyncio.create_task(generate(stack.stub, request([1], 2, request_id="first"), 30))
+        await stack.manager.admitted(1)
+        low = asyncio.create_task(generate(stack.stub, request([2], 2, request_id="low"), 30))
+        while (await stack.stub.GetLoads(pb.GetLoadsRequest())).waiting_requests < 1:
+            pass
+        high = asyncio.create_task(generate(stack.stub, request([3], 2, request_id="high", priority=1), 30))
+        while (await stack.stub.GetLoads(pb.GetLoadsRequest())).waiting_requests < 2:
+            pass
+        stack.executor.gate.set()
+        await asyncio.gather(first, low, high)
+        names = [admitted.partition("#")[0] for admitted in stack.manager.admitted_ids]
+        assert names == ["first", "high", "low"]
+
+
+async def test_the_same_seed_gives_the_same_output(run_stack: StackFactory) -> None:
+    async with run_stack() as stack:
+        message = pb.StreamGenerateRequest(
+            text="the cat", max_tokens=9, ignore_eos=True, sampling=pb.SamplingParams(temperature=1, seed=77)
+        )
+        first, second = await run(stack, message, message)
+        assert first.token_ids == second.token_ids
+        prompt = stack.executor.tokenizer.encode("the cat").ids
+        assert first.token_ids == stack.executor.expected(prompt, 9, seed=77)
+
+
+async def test_a_stop_id_ends_the_output_and_is_not_in_the_text(run_stack: StackFactory) -> None:
+    async with run_stack() as stack:
+        expected = stack.executor.expected([9, 9], 20)
+        stop = expected[6]
+        end = expected.index(stop) + 1
+        [output] = await run(stack, request([9, 9], 20, stop_token_ids=[stop]))
+        assert output.token_ids == expected[:end]
+        assert output.finish_reason == pb.FINISH_REASON_STOP
+        tokenizer = stack.executor.tokenizer
+        whole, before = tokenizer.decode([9, 9, *expected[: end - 1]]), tokenizer.decode([9, 9])
+        assert before + output.text == whole
+
+
+async def test_a_stop_text_ends_the_output_and_is_not_part_of_it(run_stack: StackFactory) -> None:
+    async with run_stack() as stack:
+        [whole] = await run(stack, request([9, 8], 60))
+        stop = whole.text[10:14]
+        [output] = await run(stack, request([9, 8], 60, stop=["never there", stop]))
+        assert output.text == whole.text[: whole.text.index(stop)]
+        assert output.finish_reason == pb.FINISH_REASON_STOP
+        assert len(output.token_ids) == output.usage.output_tokens < 60
+
+
+async def test_log_probabilities_come_one_per_token(run_stack: StackFactory) -> None:
+    async with run_stack() as stack:
+        message = request([4, 4], 5)
+        message.sampling.num_logprobs = 3
+        logprobs = [entry async for part in stack.stub.StreamGenerate(message, timeout=30) for entry in part.logprobs]
+        assert [len(entry.top) for entry in logprobs] == [3] * 5
+
+
+async def test_a_conversation_is_rendered_with_the_models_template(run_stack: StackFactory) -> None:
+    async with run_stack() as stack:
+        messages = [pb.ChatMessage(role="user", content="the cat <b>")]
+        [output] = await run(
+            stack,
+            pb.StreamGenerateRequest(
+                chat=pb.ChatInput(messages=messages), max_tokens=4, ignore_eos=True, sampling=SEED
+            ),
+        )
+        prompt = stack.executor.tokenizer.encode("<user>the cat <b><eos>\n<assistant>", add_special_tokens=False).ids
+        assert output.token_ids == stack.executor.expected(prompt, 4)
+
+
+async def test_the_loop_never_waits_for_the_manager_while_there_is_capacity(run_stack: StackFactory) -> None:
+    async with run_stack() as stack:
+        await run(stack, *[request(prompt_of(10, seed=i), 20) for i in range(4)])
+        times = stack.scheduler.times
+        assert times.steps == len(times.last) > 20
+        assert sum(timing.waiting_for_executor for timing in times.last) > 0
+        assert sum(timing.planning for timing in times.last) > 0
+        assert sum(timing.waiting_for_cachemgr for timing in times.last) == 0

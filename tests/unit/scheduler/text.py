@@ -1,0 +1,50 @@
+"""A small byte-level tokenizer, trained on the spot."""
+
+import functools
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+EOS = 0
+CHAT_TEMPLATE = (
+    "{% for message in messages %}\n"
+    "    {%- if message.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}\n"
+    "<{{ message.role }}>{{ message.content }}{{ eos_token }}\n"
+    "{% endfor %}\n"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+_CORPUS = [
+    "the cat sat on the mat and the dog",
+    "Grüße aus Köln, naïve café",
+    "日本語のテキスト",
+    "👩‍👩‍👧 🎉 emoji",
+    "x = y + 1\n",
+]
+
+
+@functools.cache
+def byte_level_tokenizer() -> Tokenizer:
+    """Every byte is a token, so that characters span several."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_CORPUS, trainer)
+    return tokenizer
+
+
+@functools.cache
+def space_prefix_tokenizer() -> Tokenizer:
+    """Words that carry their space in front, as sentencepiece has them; the decoder strips the first one."""
+    words = ["<unk>", "▁the", "▁cat", "▁sat", "s", "▁", "."]
+    vocabulary = {word: index for index, word in enumerate(words)}
+    vocabulary |= {f"<0x{byte:02X}>": len(words) + byte for byte in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
