@@ -1,0 +1,83 @@
+"""Everything that can go wrong in the executor, and the status its callers see."""
+
+import grpc
+
+from protos.rpc.errors import ServiceError
+
+
+class ModelError(Exception):
+    """The model cannot be run; the message is one sentence for people."""
+
+
+class ExecutorError(ServiceError):
+    """Base of what a session can be told."""
+
+
+class InvalidStepError(ExecutorError):
+    """A step contradicts itself or the pools; nothing of it was applied."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    reason = "INVALID_STEP"
+
+
+class UnknownSequenceError(ExecutorError):
+    """A step names a sequence that is not in the running set; nothing of it was applied."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "UNKNOWN_SEQUENCE"
+
+
+class CapacityExceededError(ExecutorError):
+    """A sequence would compute tokens that its block tables have no room for; nothing was applied."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "CAPACITY_EXCEEDED"
+
+
+class StepOutOfOrderError(ExecutorError):
+    """A step's number is not one more than the last one's."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "STEP_OUT_OF_ORDER"
+
+
+class SessionNotOpenError(ExecutorError):
+    """The first message of a session must open it, and no later one may."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "SESSION_NOT_OPEN"
+
+
+class StaleSchedulerError(ExecutorError):
+    """A newer scheduler has opened a session before."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "STALE_SCHEDULER_EPOCH"
+
+
+class WrongExecutorEpochError(ExecutorError):
+    """The scheduler plans for another life of this executor."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "WRONG_EXECUTOR_EPOCH"
+
+
+class SessionReplacedError(ExecutorError):
+    """A later session took over."""
+
+    code = grpc.StatusCode.ABORTED
+    reason = "SESSION_REPLACED"
+
+
+class StoppingError(ExecutorError):
+    """The executor is shutting down."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "STOPPING"
+
+
+class StepFailedError(ExecutorError):
+    """The model failed on a step; the running set is lost."""
+
+    code = grpc.StatusCode.INTERNAL
+    reason = "STEP_FAILED"

@@ -1,0 +1,96 @@
+"""Which layers a model has, found by running it once, and the groups that share a pool."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from executor.errors import ModelError
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What decides in which pool a layer's keys and values live. window: in tokens, None for full attention."""
+
+    window: int | None
+    kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers of equal shape, in the order of the model."""
+
+    shape: LayerShape
+    layers: tuple[int, ...]
+
+
+class Recorder:
+    """Stands in for the pools during one call and notes what each layer asks for."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, LayerShape] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,  # noqa: ARG002
+        window: int | None,
+        softcap: float | None,  # noqa: ARG002
+        sinks: Tensor | None,  # noqa: ARG002
+    ) -> Tensor:
+        """Notes the layer's shape; the answer is of the right size and means nothing."""
+        if layer in self.shapes:
+            raise ModelError(f"layer {layer} attends twice in one pass")
+        if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
+            raise ModelError(f"layer {layer} has keys and values of different sizes")
+        self.shapes[layer] = LayerShape(window, key.shape[1], key.shape[2])
+        return torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+
+
+def check_layers(shapes: dict[int, LayerShape], config: Any) -> None:
+    """Raises ModelError when the paged attention would not compute what the model's configuration says."""
+    count = int(config.num_hidden_layers)
+    silent = sorted(set(range(count)) - set(shapes))
+    if silent or len(shapes) != count:
+        raise ModelError(
+            f"{config.model_type}: layers {silent} of {count} keep their state elsewhere than in an attention cache "
+            "of their own, which is not supported"
+        )
+    for layer, shape in shapes.items():
+        kind, window = _configured(config, layer)
+        if kind not in ("full_attention", "sliding_attention", None):
+            raise ModelError(f"{config.model_type}: layer {layer} is of kind {kind}, which is not supported")
+        if kind is not None and shape.window != window:
+            raise ModelError(
+                f"{config.model_type}: layer {layer} attends over a window of {shape.window} tokens, "
+                f"its configuration says {window}"
+            )
+
+
+def _configured(config: Any, layer: int) -> tuple[str | None, int | None]:
+    """Kind and window of a layer as configured; kind None when the configuration does not say."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return ("sliding_attention", window) if window is not None else (None, None)
+    return kinds[layer], (window if kinds[layer] == "sliding_attention" else None)
+
+
+def group_layers(shapes: dict[int, LayerShape]) -> tuple[LayerGroup, ...]:
+    """Groups in the order in which their first layers come."""
+    members: dict[LayerShape, list[int]] = {}
+    for layer in sorted(shapes):
+        members.setdefault(shapes[layer], []).append(layer)
+    return tuple(LayerGroup(shape, tuple(layers)) for shape, layers in members.items())
+
+
+def place_of_layers(groups: Sequence[LayerGroup]) -> dict[int, tuple[int, int]]:
+    """Layer -> (its group, its index in the group's pool)."""
+    return {layer: (number, index) for number, group in enumerate(groups) for index, layer in enumerate(group.layers)}

@@ -1,0 +1,120 @@
+"""Between the messages of execution.v1 and the executor's own types."""
+
+import math
+from collections.abc import Sequence
+from datetime import timedelta
+
+from executor.errors import InvalidStepError
+from executor.step import Copy, Growth, Joining, Outcome, Sampling, Step
+from protos.execution.v1 import execution_pb2 as pb
+
+
+def parse_step(message: pb.Step) -> Step:
+    """Raises InvalidStepError when columns do not fit together or a sampling parameter is out of range."""
+    _check_columns("chunk_tokens", message.chunk_tokens, message.chunk_sequences)
+    _check_columns("table_groups", message.table_groups, message.table_sequences)
+    _check_columns("table_counts", message.table_counts, message.table_sequences)
+    for name in ("copy_groups", "copy_source_slots", "copy_target_slots"):
+        _check_columns(name, getattr(message, name), message.copy_tickets)
+    if sum(message.table_counts) != len(message.table_slots):
+        raise _invalid("table_slots", f"must be {sum(message.table_counts)}, as table_counts says")
+    chunks = dict(zip(message.chunk_sequences, message.chunk_tokens, strict=True))
+    if len(chunks) != len(message.chunk_sequences):
+        raise _invalid("chunk_sequences", "must not name a sequence twice")
+    return Step(
+        number=message.step,
+        removed=tuple(message.removed_sequences),
+        joining=tuple(_parse_joining(one) for one in message.new_sequences),
+        chunks=chunks,
+        idle=frozenset(message.idle_sequences),
+        growth=tuple(_parse_growth(message)),
+        copies=tuple(
+            Copy(*columns)
+            for columns in zip(
+                message.copy_tickets,
+                message.copy_groups,
+                message.copy_source_slots,
+                message.copy_target_slots,
+                strict=True,
+            )
+        ),
+    )
+
+
+def _parse_growth(message: pb.Step) -> list[Growth]:
+    slots = tuple(message.table_slots)
+    growth, start = [], 0
+    for sequence, group, count in zip(message.table_sequences, message.table_groups, message.table_counts, strict=True):
+        growth.append(Growth(sequence, group, slots[start : start + count]))
+        start += count
+    return growth
+
+
+def _parse_joining(message: pb.NewSequence) -> Joining:
+    tables = {table.group: tuple(table.slots) for table in message.block_tables}
+    if sorted(tables) != list(range(len(message.block_tables))):
+        raise _invalid("new_sequences.block_tables.group", "must be 0, 1, … each once")
+    return Joining(
+        sequence=message.sequence,
+        token_ids=tuple(message.token_ids),
+        num_prompt_tokens=message.num_prompt_tokens,
+        num_computed_tokens=message.num_computed_tokens,
+        tables=tuple(tables[group] for group in range(len(tables))),
+        sampling=_parse_sampling(message.sampling) if message.HasField("sampling") else Sampling(),
+    )
+
+
+def _parse_sampling(message: pb.SamplingParams) -> Sampling:
+    for name, fits, wish in (
+        ("temperature", message.temperature >= 0 and math.isfinite(message.temperature), "must be 0 or more"),
+        ("top_p", 0 < message.top_p <= 1, "must be more than 0 and at most 1"),
+        ("min_p", 0 <= message.min_p < 1, "must be at least 0 and less than 1"),
+        ("repetition_penalty", 0 < message.repetition_penalty < math.inf, "must be more than 0"),
+        ("presence_penalty", math.isfinite(message.presence_penalty), "must be a number"),
+        ("frequency_penalty", math.isfinite(message.frequency_penalty), "must be a number"),
+    ):
+        if not fits:
+            raise _invalid(f"new_sequences.sampling.{name}", wish)
+    return Sampling(
+        temperature=message.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p,
+        min_p=message.min_p,
+        repetition_penalty=message.repetition_penalty,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        seed=message.seed,
+        stop_token_ids=frozenset(message.stop_token_ids),
+        num_logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
+    )
+
+
+def _check_columns(name: str, column: Sequence[int], first: Sequence[int]) -> None:
+    if len(column) != len(first):
+        raise _invalid(name, f"must have {len(first)} entries, has {len(column)}")
+
+
+def _invalid(field: str, description: str) -> InvalidStepError:
+    return InvalidStepError(f"{field} {description}", fields={field: description})
+
+
+def build_result(outcome: Outcome) -> pb.StepResult:
+    """The outcome as a message."""
+    result = pb.StepResult(
+        step=outcome.number,
+        sequences=[one.sequence for one in outcome.sampled],
+        token_ids=[one.token_id for one in outcome.sampled],
+        stopped=[one.stopped for one in outcome.sampled],
+        num_tokens=outcome.num_tokens,
+    )
+    for index, one in enumerate(outcome.sampled):
+        if one.logprobs is not None:
+            result.logprobs.add(
+                index=index,
+                logprob=one.logprobs.logprob,
+                top_token_ids=one.logprobs.top_ids,
+                top_logprobs=one.logprobs.top_logprobs,
+            )
+    result.compute_time.FromTimedelta(timedelta(seconds=outcome.compute_time))
+    result.idle_time.FromTimedelta(timedelta(seconds=outcome.idle_time))
+    return result

@@ -1,0 +1,134 @@
+"""A transformers decoder, unchanged, over packed tokens and paged attention."""
+
+import inspect
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from executor import attention
+from executor.attention import Layers
+from executor.errors import ModelError
+from executor.layers import LayerGroup, Recorder, check_layers, group_layers
+from executor.model_files import ModelFiles
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A loaded decoder with what the executor has to know of it."""
+
+    name: str
+    module: Any
+    config: Any
+    device: torch.device
+    dtype: torch.dtype
+    vocab_size: int
+    max_positions: int
+    eos_token_ids: tuple[int, ...]
+    groups: tuple[LayerGroup, ...]
+    _slices_logits: bool
+
+    @torch.inference_mode()
+    def logits(self, token_ids: Tensor, positions: Tensor, layers: Layers, rows: Tensor) -> Tensor:
+        """token_ids, positions: [T] int64, packed; rows: [R] int64, the tokens whose logits are wanted.
+
+        Returns [R, V] in float32.
+        """
+        output = self.module(
+            input_ids=token_ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            kvkeep_layers=layers,
+            **({"logits_to_keep": rows} if self._slices_logits else {}),
+        ).logits[0]
+        logits: Tensor = (output if self._slices_logits else output[rows]).float()
+        return logits
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of a setting; "auto" takes a GPU when there is one. Raises ModelError."""
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ModelError(f"there is no device {name}: use auto, cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ModelError(f"the device {name} is not supported: use auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ModelError(f"there is no device {name}: {torch.cuda.device_count()} GPUs found")
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def load_model(files: ModelFiles, device: torch.device, dtype: str = "auto") -> Model:
+    """Loads and probes a model. Raises ModelError with one sentence when it cannot run here."""
+    refuse_other_kernels()
+    # Its bars are no log lines.
+    transformers_logging.disable_progress_bar()
+    chosen: Any = "auto" if dtype == "auto" and device.type == "cuda" else DTYPES.get(dtype, torch.float32)
+    try:
+        config = AutoConfig.from_pretrained(files.source).get_text_config(decoder=True)
+        module = AutoModelForCausalLM.from_pretrained(files.source, dtype=chosen, attn_implementation=attention.NAME)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"cannot load the model {files.source}: {error}") from error
+    module.to(device).eval().requires_grad_(False)
+    config = module.config.get_text_config(decoder=True)
+    return Model(
+        name=files.name,
+        module=module,
+        config=config,
+        device=device,
+        dtype=module.dtype,
+        vocab_size=int(config.vocab_size),
+        max_positions=_max_positions(config),
+        eos_token_ids=_eos_token_ids(module.generation_config, config),
+        groups=_probe(module, config, device),
+        _slices_logits="logits_to_keep" in inspect.signature(module.forward).parameters,
+    )
+
+
+def refuse_other_kernels() -> None:
+    """Raises ModelError when a distribution `kernels` is installed: transformers would mistake our folder for it."""
+    try:
+        version = metadata.version("kernels")
+    except metadata.PackageNotFoundError:
+        return
+    raise ModelError(
+        f"the Python package kernels {version} is installed, and its name is that of a folder of this project: "
+        "transformers cannot tell them apart; uninstall it"
+    )
+
+
+def _probe(module: Any, config: Any, device: torch.device) -> tuple[LayerGroup, ...]:
+    recorder = Recorder()
+    one = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    with torch.inference_mode():
+        module(input_ids=one, position_ids=one, use_cache=False, kvkeep_layers=recorder)
+    check_layers(recorder.shapes, config)
+    return group_layers(recorder.shapes)
+
+
+def _max_positions(config: Any) -> int:
+    """Longest sequence. Rope that changes with the longest sequence of a batch is used up to where it starts to."""
+    longest = int(config.max_position_embeddings)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if parameters.get("rope_type") == "longrope":
+            original: Any = parameters.get("original_max_position_embeddings")
+            longest = min(longest, int(original or getattr(config, "original_max_position_embeddings", longest)))
+    return longest
+
+
+def _eos_token_ids(generation_config: Any, config: Any) -> tuple[int, ...]:
+    ids = getattr(generation_config, "eos_token_id", None)
+    if ids is None:
+        ids = getattr(config, "eos_token_id", None)
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)

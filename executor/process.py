@@ -1,0 +1,114 @@
+"""The executor's process from settings to its end."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+
+import structlog
+
+from executor.errors import ModelError
+from executor.settings import ExecutorSettings
+from protos.rpc import logs
+from protos.rpc.addresses import AddressError
+
+log = structlog.get_logger()
+
+
+def main(settings: ExecutorSettings) -> int:
+    """Runs until SIGTERM or SIGINT; returns the exit status."""
+    logs.configure("executor", settings.log_level)
+    try:
+        return asyncio.run(_serve(settings))
+    except (ModelError, AddressError) as error:
+        print(f"executor: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+
+
+async def _serve(settings: ExecutorSettings) -> int:
+    started = time.monotonic()
+    log.info("starting", model=settings.model or "default")
+    # Imported late, so that a wrong setting is told at once and not after seconds.
+    import torch
+
+    from executor.fingerprint import fingerprint
+    from executor.kv_pool import KvPools, count_blocks, free_memory
+    from executor.manager_client import Announcement, ManagerClient
+    from executor.model import choose_device, load_model
+    from executor.model_files import find
+    from executor.runner import Runner
+    from executor.service import SERVICE, ExecutorServicer, Identity
+    from executor.tokenizer import load_tokenizer
+    from executor.worker import Worker
+    from protos.execution.v1 import execution_pb2_grpc as rpc
+    from protos.rpc.channel import open_channel
+    from protos.rpc.server import Server
+
+    torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
+    device = choose_device(settings.device)
+    files = find(settings.model, settings.cache_dir, lambda line: log.info(line))
+    log.info("loading", model=files.name, device=str(device))
+    model = load_model(files, device, settings.dtype)
+    tokenizer = load_tokenizer(files)
+    blocks = count_blocks(
+        model.groups,
+        settings.block_size,
+        model.dtype,
+        max_tokens=settings.max_tokens,
+        free_bytes=free_memory(device),
+        fraction=settings.free_memory_fraction,
+    )
+    pools = KvPools(model.groups, blocks, settings.block_size, model.dtype, device)
+    log.info(
+        "model loaded",
+        dtype=str(model.dtype),
+        layer_groups=len(model.groups),
+        pool_tokens=pools.max_tokens,
+        seconds=round(time.monotonic() - started, 1),
+    )
+
+    identity = Identity(settings.executor_id, time.time_ns())
+    announcement = Announcement(
+        identity.executor_id, identity.epoch, model.name, fingerprint(model, files, settings.block_size)
+    )
+    server = Server("executor", metrics_address=settings.metrics_address, insecure=settings.insecure)
+    client = ManagerClient(
+        open_channel(settings.cachemgr_address), announcement, pools, lambda: server.set_serving(True)
+    )
+    loop, lost = asyncio.get_running_loop(), asyncio.Event()
+
+    def confirm(done: tuple[int, ...], failed: tuple[int, ...]) -> None:
+        loop.call_soon_threadsafe(client.confirm, done, failed)
+
+    def device_lost() -> None:
+        loop.call_soon_threadsafe(lost.set)
+        signal.raise_signal(signal.SIGTERM)
+
+    worker = Worker(
+        Runner(model, pools),
+        confirm,
+        device_lost,
+    )
+    servicer = ExecutorServicer(identity, worker.runner, worker, tokenizer)
+
+    async def drain() -> None:
+        servicer.stop()
+
+    server.listen(
+        settings.executor_address,
+        {SERVICE: lambda grpc_server: rpc.add_ExecutorServiceServicer_to_server(servicer, grpc_server)},
+        setting="KVKEEP_EXECUTOR_ADDRESS",
+    )
+    await server.start()
+    worker.start()
+    registration = asyncio.create_task(client.run())
+    # It ends by itself only on an error of ours; then the process must end too.
+    registration.add_done_callback(lambda task: None if task.cancelled() else signal.raise_signal(signal.SIGTERM))
+    await server.run_until_stopped(drain)
+    await asyncio.to_thread(worker.stop)
+    registration.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await registration
+    return 1 if lost.is_set() else 0

@@ -1,0 +1,91 @@
+"""The running set: which sequences are there, how far each is, and which slots it has."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from executor.step import Joining, Sampling, Step
+
+Slots = np.ndarray[tuple[int], np.dtype[np.int32]]
+
+
+@dataclass(eq=False)
+class Running:
+    """One sequence. Three lengths: computed <= known, and what the tables have room for.
+
+    tokens: the ids it joined with, [joined] int64; later ones are on the device only.
+    known: tokens that exist, sampled ones included. computed: leading tokens whose K and V are in the blocks.
+    row: where the device keeps its last token. tables: slots per layer group.
+    """
+
+    handle: int
+    tokens: np.ndarray[tuple[int], np.dtype[np.int64]]
+    num_prompt: int
+    computed: int
+    known: int
+    row: int
+    tables: list[Slots]
+    sampling: Sampling
+    stopped: bool = False
+
+
+def tokens_due(step: Step, handle: int, *, computed: int, known: int, stopped: bool) -> int:
+    """Tokens of a sequence that a step computes: what a chunk grants, else the last known one if only that is left."""
+    if stopped or handle in step.idle:
+        return 0
+    return step.chunks.get(handle, 1 if known - computed == 1 else 0)
+
+
+class RunningSet:
+    """All sequences by handle, in the order in which they joined; hands out rows of the device's state."""
+
+    def __init__(self) -> None:
+        self._sequences: dict[int, Running] = {}
+        self._free_rows: list[int] = []
+        self.rows = 0
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Running]:
+        return iter(self._sequences.values())
+
+    def get(self, handle: int) -> Running | None:
+        """The sequence, or None."""
+        return self._sequences.get(handle)
+
+    def clear(self) -> None:
+        """Forgets all sequences."""
+        self._sequences.clear()
+        self._free_rows.clear()
+        self.rows = 0
+
+    def remove(self, handle: int) -> None:
+        """Forgets one."""
+        self._free_rows.append(self._sequences.pop(handle).row)
+
+    def add(self, joining: Joining) -> Running:
+        """Takes one in."""
+        if self._free_rows:
+            row = self._free_rows.pop()
+        else:
+            row = self.rows
+            self.rows += 1
+        sequence = Running(
+            handle=joining.sequence,
+            tokens=np.asarray(joining.token_ids, dtype=np.int64),
+            num_prompt=joining.num_prompt_tokens,
+            computed=joining.num_computed_tokens,
+            known=len(joining.token_ids),
+            row=row,
+            tables=[np.asarray(slots, dtype=np.int32) for slots in joining.tables],
+            sampling=joining.sampling,
+        )
+        self._sequences[joining.sequence] = sequence
+        return sequence
+
+    def grow(self, handle: int, group: int, slots: Sequence[int]) -> None:
+        """Appends slots to a table."""
+        tables = self._sequences[handle].tables
+        tables[group] = np.concatenate([tables[group], np.asarray(slots, dtype=np.int32)])

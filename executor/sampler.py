@@ -1,0 +1,160 @@
+"""Chooses the next tokens, all rows at once, on the device.
+
+A row's choice is a function of its own logits, its parameters, and one number derived from seed and output position:
+neither the rest of the batch nor a recomputation after a preemption changes it.
+
+Order and meaning follow transformers: repetition penalty (prompt and output), then frequency and presence (output);
+log-probabilities are taken here; then temperature, top-k, top-p over what top-k left, min-p relative to the best.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from executor.step import Sampling
+
+_MASK = (1 << 64) - 1
+# Of a sorted distribution, top-p seldom looks further than this; a row that does is sorted in full.
+_CANDIDATES = 512
+
+
+@dataclass
+class TokenCounts:
+    """Which tokens a sequence has: prompt [V] bool, output [V] float32 counts. Kept only where penalties need them."""
+
+    prompt: Tensor
+    output: Tensor
+
+    @classmethod
+    def of(cls, prompt: Tensor, output: Tensor, vocab_size: int) -> "TokenCounts":
+        """Counts of the given ids, [N] int64 each, on their device."""
+        seen = torch.zeros(vocab_size, dtype=torch.bool, device=prompt.device)
+        seen[prompt] = True
+        counts = torch.zeros(vocab_size, dtype=torch.float32, device=prompt.device)
+        counts.index_add_(0, output, torch.ones_like(output, dtype=torch.float32))
+        return cls(seen, counts)
+
+    def add(self, token: Tensor) -> None:
+        """Counts one more output token, [1] int64."""
+        self.output.index_add_(0, token, torch.ones_like(token, dtype=torch.float32))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row to sample: output_position counts generated tokens from 0; counts only when the parameters penalise."""
+
+    sampling: Sampling
+    output_position: int
+    counts: TokenCounts | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """ids: [R] int64. For rows that asked for log-probabilities (their indices in `logprob_rows`): logprobs [L],
+    top_ids and top_logprobs [L, N] with N the largest number asked for."""
+
+    ids: Tensor
+    logprob_rows: tuple[int, ...] = ()
+    logprobs: Tensor | None = None
+    top_ids: Tensor | None = None
+    top_logprobs: Tensor | None = None
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) that depends on nothing but its arguments (splitmix64)."""
+    z = (seed + (position + 1) * 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return float((z ^ (z >> 31)) >> 11) / float(1 << 53)
+
+
+def sample(logits: Tensor, rows: Sequence[Row]) -> Choice:
+    """logits: [R, V] float32, one row per entry of `rows`; overwritten."""
+    penalised = [index for index, row in enumerate(rows) if row.counts is not None]
+    if penalised:
+        logits[penalised] = _penalise(logits[penalised], [rows[index] for index in penalised])
+    ids = logits.argmax(-1)
+    random = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]
+    if random:
+        ids[random] = _draw(logits[random], [rows[index] for index in random])
+    asked = tuple(index for index, row in enumerate(rows) if row.sampling.num_logprobs is not None)
+    if not asked:
+        return Choice(ids)
+    logprobs = logits[list(asked)].log_softmax(-1)
+    top = logprobs.topk(max(rows[index].sampling.num_logprobs or 0 for index in asked), -1)
+    chosen = logprobs.gather(1, ids[list(asked)][:, None])[:, 0]
+    return Choice(ids, asked, chosen, top.indices, top.values)
+
+
+def _penalise(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    """logits: [P, V]. Returns the penalised ones."""
+    counts = [row.counts for row in rows if row.counts is not None]
+    output = torch.stack([one.output for one in counts])
+    seen = torch.stack([one.prompt for one in counts]) | (output > 0)
+    repetition = _column([row.sampling.repetition_penalty for row in rows], logits)
+    logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
+    logits = logits - _column([row.sampling.frequency_penalty for row in rows], logits) * output
+    return logits - _column([row.sampling.presence_penalty for row in rows], logits) * (output > 0)
+
+
+def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    """logits: [P, V], temperatures above 0. Returns [P] int64 by inverting the cumulative distribution."""
+    logits = logits / _column([row.sampling.temperature for row in rows], logits)
+    best = logits.amax(-1, keepdim=True)
+    least = torch.full_like(best, -torch.inf)
+    with_min_p = [index for index, row in enumerate(rows) if row.sampling.min_p > 0]
+    if with_min_p:
+        least[with_min_p] = best[with_min_p] + _column([rows[i].sampling.min_p for i in with_min_p], logits).log()
+    filtered = [index for index, row in enumerate(rows) if row.sampling.top_k > 0 or row.sampling.top_p < 1]
+    if filtered:
+        cut = _least_kept(logits[filtered], [rows[index].sampling for index in filtered])
+        least[filtered] = torch.maximum(least[filtered], cut)
+    weights = (logits - best).to(torch.float64).exp_().masked_fill_(logits < least, 0)
+    cumulative = weights.cumsum_(-1)
+    drawn = _column([uniform(row.sampling.seed, row.output_position) for row in rows], cumulative)
+    # Right: an id whose weight is 0 is never hit, the first positive one is hit at 0.
+    found = torch.searchsorted(cumulative, drawn * cumulative[:, -1:], right=True)[:, 0]
+    return found.clamp_(max=logits.shape[1] - 1)
+
+
+def _least_kept(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+    """logits: [P, V]. Smallest logit that top-k and top-p keep, [P, 1]."""
+    vocab = logits.shape[1]
+    width = min(vocab, _CANDIDATES)
+    if logits.is_cuda or any(sampling.top_k > width for sampling in samplings):
+        return _cut(logits.sort(-1, descending=True).values, logits, samplings)[0]
+    least, complete = _cut(logits.topk(width, -1).values, logits, samplings)
+    rest = (~complete).nonzero().flatten().tolist()
+    if rest and width < vocab:
+        full = logits[rest].sort(-1, descending=True).values
+        least[rest] = _cut(full, logits[rest], [samplings[index] for index in rest])[0]
+    return least
+
+
+def _cut(ordered: Tensor, logits: Tensor, samplings: Sequence[Sampling]) -> tuple[Tensor, Tensor]:
+    """ordered: [P, W], the W best logits, best first. Returns the smallest kept, [P, 1], and if W was enough, [P]."""
+    width, vocab = ordered.shape[1], logits.shape[1]
+    top_k = [min(sampling.top_k or vocab, vocab) for sampling in samplings]
+    top_p = _column([sampling.top_p for sampling in samplings], ordered).double()
+    ranks = torch.arange(width, device=ordered.device)
+    in_k = ranks < _column([float(k) for k in top_k], ordered)
+    weights = (ordered - ordered[:, :1]).double().exp().masked_fill_(~in_k, 0)
+    limited = torch.tensor([k < vocab for k in top_k], device=ordered.device)
+    everything = (logits - ordered[:, :1]).double().exp_().sum(-1)
+    total = torch.where(limited, weights.sum(-1), everything)[:, None]
+    before = weights.cumsum(-1) - weights
+    kept = in_k & ((before < top_p * total) | (top_p >= 1))
+    # The best one stays, whatever the parameters.
+    kept[:, 0] = True
+    last = kept.sum(-1, keepdim=True) - 1
+    complete = (last[:, 0] < width - 1) | (torch.tensor(top_k, device=ordered.device) <= width)
+    return ordered.gather(1, last), complete
+
+
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
+    """[len(values), 1] on the device, in the dtype of `like`."""
+    column = torch.from_numpy(np.asarray(values, dtype=np.float64)[:, None]).to(like.dtype)
+    return column.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else column

@@ -1,0 +1,116 @@
+"""ExecutorService: moves messages between the stream and the device's thread."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from executor.errors import SessionNotOpenError
+from executor.messages import build_result, parse_step
+from executor.runner import Runner
+from executor.sessions import Sessions
+from executor.step import Outcome
+from executor.tokenizer import TokenizerFiles
+from executor.worker import Answer, Session, Worker
+from protos.execution.v1 import execution_pb2 as pb
+from protos.execution.v1 import execution_pb2_grpc as rpc
+from protos.rpc.errors import ServiceError
+
+SERVICE = "execution.v1.ExecutorService"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who this executor is; the epoch is larger in every life."""
+
+    executor_id: str
+    epoch: int
+
+
+class ExecutorServicer(rpc.ExecutorServiceServicer):
+    """Served on one asyncio loop."""
+
+    def __init__(self, identity: Identity, runner: Runner, worker: Worker, tokenizer: TokenizerFiles) -> None:
+        self._identity = identity
+        self._runner = runner
+        self._worker = worker
+        self._tokenizer = tokenizer
+        self._sessions = Sessions(identity.epoch)
+
+    def stop(self) -> None:
+        """Ends the session so that the server need not wait for it."""
+        self._sessions.stop()
+
+    async def GetModel(self, _request: pb.GetModelRequest, _context: Any) -> pb.GetModelResponse:  # noqa: N802
+        """The model and its tokenizer."""
+        model = self._runner.model
+        return pb.GetModelResponse(
+            model=model.name,
+            vocab_size=model.vocab_size,
+            max_positions=model.max_positions,
+            eos_token_ids=model.eos_token_ids,
+            tokenizer_json=self._tokenizer.json,
+            chat_template=self._tokenizer.chat_template,
+            special_tokens=self._tokenizer.special_tokens,
+            dtype=str(model.dtype).removeprefix("torch."),
+        )
+
+    async def GetExecutor(self, _request: pb.GetExecutorRequest, _context: Any) -> pb.GetExecutorResponse:  # noqa: N802
+        """The executor and its state."""
+        pools = self._runner.pools
+        return pb.GetExecutorResponse(
+            executor_id=self._identity.executor_id,
+            executor_epoch=self._identity.epoch,
+            device=str(self._runner.model.device),
+            block_size=pools.block_size,
+            max_tokens=pools.max_tokens,
+            last_step=self._runner.last_step,
+            num_sequences=self._runner.num_sequences,
+            num_groups=len(pools.pools),
+        )
+
+    async def StreamSteps(  # noqa: N802
+        self, requests: AsyncIterator[pb.StreamStepsRequest], _context: Any
+    ) -> AsyncIterator[pb.StreamStepsResponse]:
+        """One session."""
+        first = await anext(requests, pb.StreamStepsRequest())
+        if first.WhichOneof("kind") != "open":
+            raise SessionNotOpenError("the first message must open the session", fields={"open": "must be set"})
+        loop = asyncio.get_running_loop()
+        answers: asyncio.Queue[Answer] = asyncio.Queue()
+
+        def deliver(answer: Answer) -> None:
+            loop.call_soon_threadsafe(answers.put_nowait, answer)
+
+        session = Session(deliver)
+        self._sessions.open(
+            session, scheduler_epoch=first.open.scheduler_epoch, executor_epoch=first.open.executor_epoch
+        )
+        self._worker.open(session)
+        reader = asyncio.create_task(self._read(requests, session))
+        # Whatever ends the reader, the answers must end too.
+        reader.add_done_callback(lambda _: None if session.closed else self._worker.close(session))
+        try:
+            while (answer := await answers.get()) is not None:
+                yield _response(answer)
+            reader.result()
+        finally:
+            session.closed = True
+            reader.cancel()
+
+    async def _read(self, requests: AsyncIterator[pb.StreamStepsRequest], session: Session) -> None:
+        try:
+            async for request in requests:
+                if request.WhichOneof("kind") != "step":
+                    raise SessionNotOpenError("only the first message opens a session", fields={"step": "must be set"})
+                self._worker.submit(session, parse_step(request.step))
+        except ServiceError as error:
+            session.end(error)
+
+
+def _response(answer: int | Outcome | ServiceError) -> pb.StreamStepsResponse:
+    if isinstance(answer, ServiceError):
+        raise answer
+    if isinstance(answer, int):
+        return pb.StreamStepsResponse(opened=pb.SessionOpened(first_step=answer))
+    return pb.StreamStepsResponse(result=build_result(answer))

@@ -1,0 +1,42 @@
+"""Who may send steps: one session at a time, of the newest scheduler."""
+
+from executor.errors import SessionReplacedError, StaleSchedulerError, StoppingError, WrongExecutorEpochError
+from executor.worker import Session
+
+
+class Sessions:
+    """Fences sessions by epoch."""
+
+    def __init__(self, executor_epoch: int) -> None:
+        self._executor_epoch = executor_epoch
+        self._scheduler_epoch = 0
+        self._current: Session | None = None
+        self._stopping = False
+
+    def open(self, session: Session, *, scheduler_epoch: int, executor_epoch: int) -> None:
+        """Makes it the current one and ends the one before. The same scheduler may come again after a broken stream.
+
+        Raises StaleSchedulerError, WrongExecutorEpochError or StoppingError; then the one before stays.
+        """
+        if self._stopping:
+            raise StoppingError("the executor is stopping")
+        if executor_epoch != self._executor_epoch:
+            raise WrongExecutorEpochError(
+                f"executor epoch {executor_epoch} is not this one's, {self._executor_epoch}",
+                fields={"open.executor_epoch": f"must be {self._executor_epoch}"},
+            )
+        if scheduler_epoch < self._scheduler_epoch:
+            raise StaleSchedulerError(
+                f"scheduler epoch {scheduler_epoch} is older than {self._scheduler_epoch}",
+                fields={"open.scheduler_epoch": f"must be at least {self._scheduler_epoch}"},
+            )
+        self._scheduler_epoch = scheduler_epoch
+        if self._current is not None:
+            self._current.end(SessionReplacedError("a later session took over"))
+        self._current = session
+
+    def stop(self) -> None:
+        """Ends the current session and refuses new ones."""
+        self._stopping = True
+        if self._current is not None:
+            self._current.end(StoppingError("the executor is stopping"))

@@ -1,0 +1,36 @@
+"""The executor's own settings, KVKEEP_EXECUTOR_<NAME>."""
+
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from pydantic import Field, field_validator
+
+from protos.rpc.settings import OptionalAddress, ProcessSettings
+
+
+class ExecutorSettings(ProcessSettings):
+    """What to run, where, and how much memory the pools may take."""
+
+    process: ClassVar[str] = "executor"
+
+    executor_id: str = Field("executor-0", min_length=1, max_length=256, description="Stable name of this executor.")
+    model: str = Field("", description="Local path or hub id; empty is SmolLM2-135M-Instruct.")
+    device: str = Field("auto", description='"auto", "cpu", "cuda" or "cuda:N".')
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description='Element type of weights and cache; "auto" is the model\'s own, float32 on a CPU.'
+    )
+    block_size: int = Field(16, ge=2, le=1024, description="Tokens per block, a power of two.")
+    max_tokens: int = Field(0, ge=0, description="Tokens the pools hold at most; 0 leaves it to the memory.")
+    free_memory_fraction: float = Field(0.9, gt=0, le=1, description="Share of free device memory for the pools.")
+    threads: int = Field(0, ge=0, description="Threads for CPU work; 0 is one per core.")
+    metrics_address: OptionalAddress = Field("", description="Where Prometheus reads metrics; empty is off.")
+    cache_dir: Path = Field(
+        default_factory=lambda: Path("~/.cache/kvkeep").expanduser(), description="Folder for converted models."
+    )
+
+    @field_validator("block_size")
+    @classmethod
+    def _power_of_two(cls, value: int) -> int:
+        if value & (value - 1):
+            raise ValueError("must be a power of two")
+        return value

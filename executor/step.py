@@ -1,0 +1,100 @@
+"""A step and its outcome as the executor handles them, free of messages."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to choose a token; the fields of execution.v1.SamplingParams."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    num_logprobs: int | None = None
+
+    @property
+    def penalises(self) -> bool:
+        """Whether earlier tokens change the logits."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+@dataclass(frozen=True)
+class Joining:
+    """A sequence that joins. tables: slots per layer group."""
+
+    sequence: int
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    tables: tuple[tuple[int, ...], ...]
+    sampling: Sampling = Sampling()
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Slots appended to one table."""
+
+    sequence: int
+    group: int
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A block copy that a ticket of the cache manager stands for."""
+
+    ticket: int
+    group: int
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """A diff of the running set; chunks: sequence -> tokens to compute."""
+
+    number: int
+    removed: tuple[int, ...] = ()
+    joining: tuple[Joining, ...] = ()
+    chunks: Mapping[int, int] = field(default_factory=dict)
+    idle: frozenset[int] = frozenset()
+    growth: tuple[Growth, ...] = ()
+    copies: tuple[Copy, ...] = ()
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Of one sampled token and of the most likely ones, best first."""
+
+    logprob: float
+    top_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One sequence's new token."""
+
+    sequence: int
+    token_id: int
+    stopped: bool
+    logprobs: Logprobs | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step did. Times in seconds."""
+
+    number: int
+    sampled: tuple[Sampled, ...]
+    num_tokens: int
+    compute_time: float
+    idle_time: float
+    tickets: tuple[int, ...] = ()

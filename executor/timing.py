@@ -1,0 +1,63 @@
+"""How long the device worked on a step and how long it had nothing to do before."""
+
+import time
+from typing import Any, Protocol
+
+import torch
+
+
+class Span(Protocol):
+    """One step's time on the device."""
+
+    def end(self) -> None:
+        """Called when all of the step's work has been launched."""
+        ...
+
+    def seconds(self) -> tuple[float, float]:
+        """Time of the step's work and idle time before it; waits for the device."""
+        ...
+
+
+class Clock:
+    """Makes one span per step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last: Any = None
+
+    def start(self) -> Span:
+        """The step's work begins here."""
+        kind = _CudaSpan if self._device.type == "cuda" else _HostSpan
+        self._last = kind(self._last)
+        return self._last  # type: ignore[no-any-return]
+
+
+class _HostSpan:
+    _end: float
+
+    def __init__(self, before: "_HostSpan | None") -> None:
+        self._start = self._end = time.perf_counter()
+        self._idle = 0.0 if before is None else self._start - before._end
+
+    def end(self) -> None:
+        self._end = time.perf_counter()
+
+    def seconds(self) -> tuple[float, float]:
+        return self._end - self._start, self._idle
+
+
+class _CudaSpan:
+    _end: torch.cuda.Event
+
+    def __init__(self, before: "_CudaSpan | None") -> None:
+        self._before = None if before is None else before._end
+        self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._start.record()
+
+    def end(self) -> None:
+        self._end.record()
+
+    def seconds(self) -> tuple[float, float]:
+        self._end.synchronize()
+        idle = 0.0 if self._before is None else max(0.0, self._before.elapsed_time(self._start))
+        return self._start.elapsed_time(self._end) / 1e3, idle / 1e3

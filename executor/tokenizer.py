@@ -1,0 +1,41 @@
+"""The tokenizer as other processes need it: files and strings, no library of this process."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+from transformers import AutoTokenizer
+
+from executor.model_files import ModelFiles
+
+log = structlog.get_logger()
+
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """json: of the `tokenizers` library. chat_template: Jinja. Empty where the model has none."""
+
+    json: bytes = b""
+    chat_template: str = ""
+    special_tokens: Mapping[str, str] | None = None
+
+
+def load_tokenizer(files: ModelFiles) -> TokenizerFiles:
+    """Without a tokenizer the model can still be used with token ids."""
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(files.source)
+    except (OSError, ValueError, KeyError) as error:
+        log.warning("model without tokenizer: only token ids can be used", cause=str(error))
+        return TokenizerFiles()
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        log.warning("model without a fast tokenizer: only token ids can be used", kind=type(tokenizer).__name__)
+        return TokenizerFiles()
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default", "")
+    special = {name: str(value) for name in _SPECIAL if (value := getattr(tokenizer, name, None)) is not None}
+    return TokenizerFiles(backend.to_str().encode(), template or "", special)

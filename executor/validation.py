@@ -1,0 +1,152 @@
+"""Decides whether a step can be applied, before anything changes."""
+
+from dataclasses import dataclass
+
+from executor.errors import CapacityExceededError, InvalidStepError, StepOutOfOrderError, UnknownSequenceError
+from executor.running import RunningSet, tokens_due
+from executor.step import Joining, Step
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the model and the pools allow. windows: attention window per layer group, None for full attention."""
+
+    vocab_size: int
+    max_positions: int
+    num_blocks: int
+    block_size: int
+    windows: tuple[int | None, ...]
+
+
+@dataclass
+class _Future:
+    """One sequence as it will be after the step's diff. blocks: length of the table per layer group."""
+
+    computed: int
+    known: int
+    blocks: list[int]
+    stopped: bool = False
+
+
+def check_step(step: Step, last_step: int, running: RunningSet, limits: Limits) -> None:
+    """Raises the ExecutorError that names the field and the sequence at fault; changes nothing."""
+    if step.number != last_step + 1:
+        raise StepOutOfOrderError(
+            f"step {step.number} after step {last_step}", fields={"step": f"must be {last_step + 1}"}
+        )
+    future = {
+        sequence.handle: _Future(
+            sequence.computed, sequence.known, [len(table) for table in sequence.tables], sequence.stopped
+        )
+        for sequence in running
+    }
+    for handle in step.removed:
+        if future.pop(handle, None) is None:
+            raise _unknown("removed_sequences", handle)
+    for joining in step.joining:
+        if joining.sequence in future:
+            raise _invalid("new_sequences.sequence", joining.sequence, "is already in the running set")
+        _check_joining(joining, limits)
+        future[joining.sequence] = _Future(
+            joining.num_computed_tokens, len(joining.token_ids), [len(table) for table in joining.tables]
+        )
+    _check_growth(step, future, limits)
+    _check_copies(step, limits)
+    _check_work(step, future, limits)
+
+
+def _check_joining(joining: Joining, limits: Limits) -> None:
+    handle, known = joining.sequence, len(joining.token_ids)
+    if not known:
+        raise _invalid("new_sequences.token_ids", handle, "must not be empty")
+    if known > limits.max_positions:
+        raise _invalid("new_sequences.token_ids", handle, f"are {known}, the model takes {limits.max_positions}")
+    if max(joining.token_ids) >= limits.vocab_size:
+        raise _invalid("new_sequences.token_ids", handle, f"must be below {limits.vocab_size}")
+    if joining.num_computed_tokens >= known:
+        raise _invalid("new_sequences.num_computed_tokens", handle, f"must be below the {known} tokens known")
+    if not 1 <= joining.num_prompt_tokens <= known:
+        raise _invalid("new_sequences.num_prompt_tokens", handle, f"must be from 1 to the {known} tokens known")
+    if len(joining.tables) != len(limits.windows):
+        raise _invalid("new_sequences.block_tables", handle, f"must be {len(limits.windows)}, one per layer group")
+    for slots, window in zip(joining.tables, limits.windows, strict=True):
+        # Blocks before this one are out of every later token's sight.
+        needed = 0 if window is None else max(0, joining.num_computed_tokens - window + 1) // limits.block_size
+        _check_slots("new_sequences.block_tables.slots", handle, slots, limits, null_until=needed)
+        if len(slots) * limits.block_size < joining.num_computed_tokens:
+            raise _invalid("new_sequences.block_tables.slots", handle, "do not cover the computed tokens")
+
+
+def _check_growth(step: Step, future: dict[int, _Future], limits: Limits) -> None:
+    for growth in step.growth:
+        if growth.sequence not in future:
+            raise _unknown("table_sequences", growth.sequence)
+        if growth.group >= len(limits.windows):
+            raise _invalid("table_groups", growth.sequence, f"must be below {len(limits.windows)}")
+        _check_slots("table_slots", growth.sequence, growth.slots, limits)
+        future[growth.sequence].blocks[growth.group] += len(growth.slots)
+
+
+def _check_slots(field: str, handle: int, slots: tuple[int, ...], limits: Limits, null_until: int = 0) -> None:
+    for index, slot in enumerate(slots):
+        if slot > limits.num_blocks or (slot == 0 and index >= null_until):
+            raise _invalid(field, handle, f"must be from 1 to {limits.num_blocks}, entry {index} is {slot}")
+
+
+def _check_copies(step: Step, limits: Limits) -> None:
+    for copy in step.copies:
+        if copy.group >= len(limits.windows):
+            raise InvalidStepError(
+                f"copy {copy.ticket}: there is no layer group {copy.group}",
+                fields={"copy_groups": f"must be below {len(limits.windows)}"},
+            )
+        for name, slot in (("copy_source_slots", copy.source), ("copy_target_slots", copy.target)):
+            if not 1 <= slot <= limits.num_blocks:
+                raise InvalidStepError(
+                    f"copy {copy.ticket}: there is no slot {slot}",
+                    fields={name: f"must be from 1 to {limits.num_blocks}"},
+                )
+
+
+def _check_work(step: Step, future: dict[int, _Future], limits: Limits) -> None:
+    for handle in step.idle:
+        if handle not in future:
+            raise _unknown("idle_sequences", handle)
+    for handle, count in step.chunks.items():
+        if handle not in future:
+            raise _unknown("chunk_sequences", handle)
+        if handle in step.idle:
+            raise _invalid("idle_sequences", handle, "names a sequence with a chunk")
+        left = future[handle].known - future[handle].computed
+        if not 1 <= count <= left:
+            raise _invalid("chunk_tokens", handle, f"must be from 1 to the {left} tokens not computed, is {count}")
+    for handle, sequence in future.items():
+        count = tokens_due(step, handle, computed=sequence.computed, known=sequence.known, stopped=sequence.stopped)
+        end = sequence.computed + count
+        if count and end > min(sequence.blocks) * limits.block_size:
+            raise CapacityExceededError(
+                f"sequence {handle} would compute {end} tokens, its tables hold "
+                f"{min(sequence.blocks) * limits.block_size}",
+                fields={"table_slots": "leave no room for the step's tokens"},
+                metadata={"sequence": str(handle)},
+            )
+        if count and end > limits.max_positions:
+            raise CapacityExceededError(
+                f"sequence {handle} would compute {end} tokens, the model takes {limits.max_positions}",
+                fields={"idle_sequences": "must name a sequence at the model's end"},
+                metadata={"sequence": str(handle)},
+            )
+
+
+def _invalid(field: str, handle: int, description: str) -> InvalidStepError:
+    return InvalidStepError(
+        f"sequence {handle}: {field} {description}", fields={field: description}, metadata={"sequence": str(handle)}
+    )
+
+
+def _unknown(field: str, handle: int) -> UnknownSequenceError:
+    return UnknownSequenceError(
+        f"sequence {handle} in {field} is not in the running set",
+        fields={field: "names a sequence that is not in the running set"},
+        metadata={"sequence": str(handle)},
+    )

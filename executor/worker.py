@@ -1,0 +1,172 @@
+"""The thread that owns the runner. Everything reaches it through one queue."""
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+import torch
+
+from executor import metrics
+from executor.errors import ExecutorError, StepFailedError
+from executor.runner import Pending, Runner
+from executor.step import Outcome, Step
+from protos.rpc.errors import ServiceError
+
+log = structlog.get_logger()
+
+# Answers of a session: the number of its first step, then outcomes; an error or None as the last one.
+Answer = int | Outcome | ServiceError | None
+
+
+@dataclass(eq=False)
+class Session:
+    """One scheduler's stream. `deliver` may be called from any thread; after `closed` no step is run."""
+
+    deliver: Callable[[Answer], None]
+    closed: bool = False
+
+    def end(self, error: ServiceError) -> None:
+        """Ends it with an error, once."""
+        if not self.closed:
+            self.closed = True
+            self.deliver(error)
+
+
+@dataclass(frozen=True)
+class _Open:
+    session: Session
+
+
+@dataclass(frozen=True)
+class _Run:
+    session: Session
+    step: Step
+
+
+@dataclass(frozen=True)
+class _Close:
+    session: Session
+
+
+class _Stop:
+    pass
+
+
+class Worker:
+    """Runs steps strictly in order; on a device that runs ahead, step n+1 is launched before n is waited for.
+
+    `confirm(done, failed)` takes the copy tickets of steps; `device_lost` is called when nothing can run any more.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        confirm: Callable[[tuple[int, ...], tuple[int, ...]], None],
+        device_lost: Callable[[], None],
+    ) -> None:
+        self.runner = runner
+        self._confirm = confirm
+        self._device_lost = device_lost
+        self._queue: queue.SimpleQueue[_Open | _Run | _Close | _Stop] = queue.SimpleQueue()
+        self._pending: tuple[Session, Pending] | None = None
+        self._thread = threading.Thread(target=self._work, name="device", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Finishes what was submitted and ends the thread."""
+        self._queue.put(_Stop())
+        self._thread.join()
+
+    def open(self, session: Session) -> None:
+        """Empties the running set for a session; delivers the number that its first step must carry."""
+        self._queue.put(_Open(session))
+
+    def submit(self, session: Session, step: Step) -> None:
+        """Queues a step."""
+        self._queue.put(_Run(session, step))
+
+    def close(self, session: Session) -> None:
+        """Delivers None when all that was submitted before is answered."""
+        self._queue.put(_Close(session))
+
+    def _work(self) -> None:
+        while True:
+            try:
+                job = self._queue.get_nowait() if self._pending else self._queue.get()
+            except queue.Empty:
+                self._finish()
+                continue
+            match job:
+                case _Run(session, step):
+                    self._run(session, step)
+                case _Open(session):
+                    self._finish()
+                    self.runner.clear()
+                    session.deliver(self.runner.last_step + 1)
+                case _Close(session):
+                    self._finish()
+                    session.deliver(None)
+                case _Stop():
+                    self._finish()
+                    return
+
+    def _run(self, session: Session, step: Step) -> None:
+        if session.closed:
+            self._give_up(step)
+            return
+        try:
+            launched = self.runner.launch(step)
+        except ExecutorError as error:
+            self._finish()
+            session.end(error)
+            self._give_up(step)
+            return
+        except Exception as error:  # The thread's outermost border: one bad step must not take the process with it.
+            self._finish()
+            self._fail(session, step.number, error)
+            self._give_up(step)
+            return
+        self._finish()
+        self._pending = (session, launched)
+        if not self.runner.overlaps:
+            self._finish()
+
+    def _finish(self) -> None:
+        if self._pending is None:
+            return
+        (session, launched), self._pending = self._pending, None
+        try:
+            outcome = launched.result()
+        except Exception as error:  # As above: errors of an asynchronous device surface here.
+            self._fail(session, launched.number, error)
+            self._confirm((), launched.tickets)
+            return
+        metrics.STEP_SECONDS.observe(outcome.compute_time)
+        metrics.IDLE_SECONDS.inc(max(outcome.idle_time, 0))
+        metrics.TOKENS.inc(outcome.num_tokens)
+        metrics.SAMPLED.inc(len(outcome.sampled))
+        if not session.closed:
+            session.deliver(outcome)
+        if outcome.tickets:
+            self._confirm(outcome.tickets, ())
+
+    def _fail(self, session: Session, step: int, error: Exception) -> None:
+        metrics.FAILED_STEPS.inc()
+        log.error("step failed", step=step, exc_info=error)
+        session.end(StepFailedError(f"the model failed on step {step}; the executor's log says why"))
+        self.runner.clear()
+        if self.runner.overlaps:
+            try:
+                torch.cuda.synchronize(self.runner.model.device)
+            except RuntimeError:
+                log.exception("device lost")
+                self._device_lost()
+
+    def _give_up(self, step: Step) -> None:
+        if step.copies:
+            self._confirm((), tuple(copy.ticket for copy in step.copies))
