@@ -35,7 +35,8 @@ def _tanh(x):
     return tl.where(tl.abs(x) < 0.1, near, tl.where(x < 0, -far, far))
 
 
-@triton.jit
+# Variants of these two for 1 or multiples of 16 would compile in the middle of serving, and gain nothing.
+@triton.jit(do_not_specialize=["sequences", "table_stride"])
 def paged_attention_kernel(
     query_ptr,
     k_cache_ptr,

@@ -72,6 +72,8 @@ def _check_batch(batch: PagedBatch, query: Tensor, block_size: int) -> None:
     for name in ("query_start", "seq_lens", "block_tables"):
         check_dtype(f"batch.{name}", getattr(batch, name), torch.int32)
         check_device(f"batch.{name}", getattr(batch, name), "query", query)
+    if batch.block_tables.stride(1) != 1:
+        raise ValueError("batch.block_tables: expected the blocks of a sequence side by side")
     if not batch.query_lens and not batch.host_seq_lens:
         return
     if len(batch.query_lens) != sequences or len(batch.host_seq_lens) != sequences:

@@ -79,6 +79,7 @@ BATCH: list[tuple[dict[str, Any], str]] = [
     ({"query_start": torch.zeros(2, dtype=torch.int32)}, "batch.query_start: expected"),
     ({"seq_lens": torch.zeros(2)}, "batch.seq_lens: expected torch.int32"),
     ({"block_tables": NARROW.long()}, "batch.block_tables: expected torch.int32"),
+    ({"block_tables": torch.zeros(5, 2, dtype=torch.int32).t()}, "batch.block_tables: expected the blocks"),
     ({"block_tables": NARROW}, "batch.block_tables: too narrow for a sequence of 9 tokens"),
     ({"query_lens": (2,)}, "batch.query_lens, batch.host_seq_lens: expected 2 lengths each"),
     ({"query_lens": (20, 1)}, "batch.query_lens: 21 rows wanted"),

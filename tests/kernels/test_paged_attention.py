@@ -37,7 +37,7 @@ CASES = {
     "window longer than every sequence": replace(MIXED, window=500),
     "window and a long prompt": replace(LONG, window=37),
     "soft cap": replace(MIXED, softcap=2.0),
-    "soft cap far above the logits": replace(MIXED, softcap=300.0),
+    "soft cap far above the logits": replace(MIXED, softcap=3000.0),
     "sinks": replace(MIXED, sinks=True),
     "window, soft cap and sinks": replace(MIXED, window=11, softcap=1.5, sinks=True),
     "window, soft cap and sinks in a long prompt": replace(LONG, window=130, softcap=5.0, sinks=True),
@@ -90,6 +90,13 @@ def test_layers_of_a_step_share_what_is_derived_from_the_batch() -> None:
     batch = build(MIXED).batch(MIXED, "cpu")
     assert batch.once("key", list) is batch.once("key", list)
     assert batch.once("key", list) is not batch.once("other key", list)
+
+
+def test_blocks_outside_the_window_are_not_gathered() -> None:
+    case = Case((1, 30), (100, 90), window=9)
+    tiles = host.plan(build(case).batch(case, "cpu"), case.window, case.block_size, torch.float32)
+    # Of the first sequence the keys 91 to 99, of the second 52 to 89; blocks of four.
+    assert sorted(tile.columns for tile in tiles) == [3 * 4, 10 * 4]
 
 
 def test_sequences_of_similar_length_share_a_call_and_others_do_not() -> None:
