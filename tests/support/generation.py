@@ -1,5 +1,7 @@
 """A small asynchronous client of GenerationService for tests and benchmarks."""
 
+from __future__ import annotations
+
 import asyncio
 import time
 from collections.abc import Iterable, Sequence

@@ -1,0 +1,139 @@
+"""Every wrong request gets a status that names its field, and changes nothing."""
+
+import subprocess
+import sys
+
+import grpc
+import pytest
+
+from protos.generation.v1 import generation_pb2 as pb
+from protos.rpc.errors import from_rpc_error
+from tests.support.generation import generate
+from tests.unit.scheduler.conftest import StackFactory
+
+Range = pb.RetentionRange
+
+
+def sampling(**fields: object) -> pb.StreamGenerateRequest:
+    return pb.StreamGenerateRequest(text="x", sampling=pb.SamplingParams(**fields))  # type: ignore[arg-type]
+
+
+def cache(**fields: object) -> pb.StreamGenerateRequest:
+    return pb.StreamGenerateRequest(text="x", cache=pb.CacheOptions(**fields))  # type: ignore[arg-type]
+
+
+def ids(*token_ids: int, **fields: object) -> pb.StreamGenerateRequest:
+    return pb.StreamGenerateRequest(token_ids=pb.TokenIds(token_ids=token_ids), **fields)  # type: ignore[arg-type]
+
+
+def chat(*messages: tuple[str, str]) -> pb.StreamGenerateRequest:
+    return pb.StreamGenerateRequest(
+        chat=pb.ChatInput(messages=[pb.ChatMessage(role=role, content=content) for role, content in messages])
+    )
+
+
+BAD = {
+    "input": pb.StreamGenerateRequest(),
+    "text": pb.StreamGenerateRequest(text=""),
+    "text ": pb.StreamGenerateRequest(text="x" * 3000),
+    "text  ": pb.StreamGenerateRequest(text="x" * 10_000_000),
+    "chat.messages": chat(),
+    "chat.messages ": chat(("tool", "x")),
+    "chat.messages[1].role": chat(("user", "x"), ("", "y")),
+    "token_ids.token_ids": ids(),
+    "token_ids.token_ids ": ids(*[1] * 400),
+    "token_ids.token_ids[1]": ids(1, 1_000_000),
+    "max_tokens": ids(1, max_tokens=0),
+    "max_tokens ": ids(1, max_tokens=400),
+    "request_id": ids(1, request_id="é" * 65),
+    "stop[1]": ids(1, stop=["x", ""]),
+    "stop": ids(1, stop=["x"] * 17),
+    "stop_token_ids[0]": ids(1, stop_token_ids=[1_000_000]),
+    "sampling.temperature": sampling(temperature=-1),
+    "sampling.temperature ": sampling(temperature=float("nan")),
+    "sampling.temperature  ": sampling(temperature=101),
+    "sampling.top_p": sampling(top_p=2),
+    "sampling.top_p ": sampling(top_p=0),
+    "sampling.min_p": sampling(min_p=1),
+    "sampling.repetition_penalty": sampling(repetition_penalty=0),
+    "sampling.presence_penalty": sampling(presence_penalty=3),
+    "sampling.frequency_penalty": sampling(frequency_penalty=float("nan")),
+    "sampling.num_logprobs": sampling(num_logprobs=21),
+    "cache.salt": cache(salt=""),
+    "cache.decode_retention_priority": cache(decode_retention_priority=101),
+    "cache.retention_ranges[0].retention_priority": cache(retention_ranges=[Range(retention_priority=101)]),
+    "cache.retention_ranges[0].end": cache(retention_ranges=[Range(start=5, end=5)]),
+    "cache.retention_ranges[0].start": cache(retention_ranges=[Range(start=3, end=9), Range(start=0, end=4)]),
+    "cache.retention_ranges[1].start": cache(retention_ranges=[Range(start=0), Range(start=7, end=9)]),
+}
+
+
+async def test_every_wrong_field_is_named_and_nothing_changes(run_stack: StackFactory) -> None:
+    async with run_stack() as stack:
+        for field, message in BAD.items():
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await generate(stack.stub, message, 30)
+            error = from_rpc_error(caught.value)
+            assert error.code is grpc.StatusCode.INVALID_ARGUMENT, field
+            assert list(error.fields) == [field.strip()]
+        assert stack.manager.admitted_ids == []
+        assert (await stack.stub.GetLoads(pb.GetLoadsRequest())).waiting_requests == 0
+
+
+async def test_a_prompt_that_is_too_long_is_told_how_long_it_may_be(run_stack: StackFactory) -> None:
+    async with run_stack() as stack:
+        with pytest.raises(grpc.aio.AioRpcError, match="has 400 tokens; at most 399 fit"):
+            await generate(stack.stub, ids(*[1] * 400), 30)
+
+
+async def test_an_unknown_model_is_not_found(run_stack: StackFactory) -> None:
+    async with run_stack() as stack:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await generate(stack.stub, ids(1, model="other"), 30)
+        error = from_rpc_error(caught.value)
+        assert (error.code, list(error.fields)) == (grpc.StatusCode.NOT_FOUND, ["model"])
+
+
+async def test_a_call_without_deadline_is_served(run_stack: StackFactory) -> None:
+    async with run_stack() as stack:
+        parts = [part async for part in stack.stub.StreamGenerate(ids(1, max_tokens=2, ignore_eos=True))]
+        assert sum(len(part.token_ids) for part in parts) == 2
+
+
+async def test_the_model_is_described(run_stack: StackFactory) -> None:
+    async with run_stack() as stack:
+        model = await stack.stub.GetModel(pb.GetModelRequest())
+        assert (model.model, model.max_model_tokens, model.dtype) == ("fake", 400, "float32")
+
+
+async def test_the_command_line_client_streams_and_sums_up(run_stack: StackFactory) -> None:
+    async with run_stack() as stack:
+        from asyncio import create_subprocess_exec
+        from asyncio.subprocess import PIPE
+
+        process = await create_subprocess_exec(
+            sys.executable, "-m", "scheduler.generate", "the cat", "--raw", "--max-tokens", "5", "--seed", "0",
+            "--address", stack.address, stdout=PIPE, stderr=PIPE,
+        )  # fmt: skip
+        out, err = await process.communicate()
+        assert process.returncode == 0, err
+        assert out.strip()
+        assert b"output 5 tokens" in err
+
+
+def test_the_client_says_in_one_line_that_nothing_listens() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "scheduler.generate", "x", "--address", "unix:/nowhere"], capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "make run-stack" in done.stderr
+
+
+def test_the_scheduler_imports_neither_torch_nor_transformers_nor_its_neighbours() -> None:
+    code = (
+        "import sys, scheduler.__main__, scheduler.generate;"
+        "print({'torch', 'transformers', 'cachemgr', 'executor', 'kernels'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

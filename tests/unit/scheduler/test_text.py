@@ -1,0 +1,124 @@
+"""From tokens to text: whole characters, stop strings, templates."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler.chat import ChatTemplate, ChatTemplateError
+from scheduler.detokenizer import Detokenizer
+from scheduler.stop_strings import StopStrings
+from tests.unit.scheduler.text import CHAT_TEMPLATE, byte_level_tokenizer, space_prefix_tokenizer
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\N{REPLACEMENT CHARACTER}"), max_size=40)
+
+
+def byte_tokens(text: str) -> list[int]:
+    """One token per byte."""
+    tokenizer = byte_level_tokenizer()
+    alphabet = _byte_alphabet()
+    return [tokenizer.token_to_id(alphabet[byte]) for byte in text.encode()]
+
+
+def _byte_alphabet() -> dict[int, str]:
+    kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in kept]
+    return {byte: chr(byte) for byte in kept} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+
+
+@given(st.lists(st.tuples(TEXT, st.booleans()), max_size=6), TEXT)
+def test_the_pieces_are_the_whole_text_however_it_is_split(parts: list[tuple[str, bool]], prompt: str) -> None:
+    tokenizer = byte_level_tokenizer()
+    token_ids = [
+        token for text, merged in parts for token in (tokenizer.encode(text).ids if merged else byte_tokens(text))
+    ]
+    detokenizer = Detokenizer(tokenizer, byte_tokens(prompt))
+    pieces = [detokenizer.push(token) for token in token_ids]
+    pieces.append(detokenizer.flush())
+    assert "".join(pieces) == "".join(text for text, _ in parts)
+
+
+@given(TEXT, st.integers(0, 200))
+def test_a_character_split_between_prompt_and_output_is_completed(text: str, at: int) -> None:
+    token_ids = byte_tokens(text)
+    at = min(at, len(token_ids))
+    detokenizer = Detokenizer(byte_level_tokenizer(), token_ids[:at])
+    out = "".join([detokenizer.push(token) for token in token_ids[at:]]) + detokenizer.flush()
+    assert text.endswith(out)
+    assert len(out) >= len(text.encode()[at:].decode(errors="ignore"))
+
+
+@given(st.lists(st.integers(1, 319), max_size=80))
+def test_no_piece_ends_within_a_character_unless_it_never_ends(token_ids: list[int]) -> None:
+    detokenizer = Detokenizer(byte_level_tokenizer(), [])
+    pieces = [detokenizer.push(token) for token in token_ids[:16]]
+    assert not any(piece.endswith("\N{REPLACEMENT CHARACTER}") for piece in pieces)
+
+
+def test_output_that_never_becomes_a_character_is_sent_in_the_end() -> None:
+    broken = byte_tokens("é")[0]
+    detokenizer = Detokenizer(byte_level_tokenizer(), [])
+    pieces = [detokenizer.push(broken) for _ in range(100)]
+    assert "".join(pieces) + detokenizer.flush() == "\N{REPLACEMENT CHARACTER}" * 100
+    assert len("".join(pieces)) > 80
+
+
+def test_the_space_in_front_of_a_words_first_token_is_kept() -> None:
+    tokenizer = space_prefix_tokenizer()
+    the, cat, sat = (tokenizer.token_to_id(word) for word in ("▁the", "▁cat", "▁sat"))
+    detokenizer = Detokenizer(tokenizer, [the])
+    assert [detokenizer.push(cat), detokenizer.push(sat)] == [" cat", " sat"]
+    first = Detokenizer(tokenizer, [])
+    assert [first.push(the), first.push(cat)] == ["the", " cat"]
+
+
+def test_byte_fallback_tokens_become_one_character() -> None:
+    tokenizer = space_prefix_tokenizer()
+    detokenizer = Detokenizer(tokenizer, [tokenizer.token_to_id("▁the")])
+    pieces = [detokenizer.push(tokenizer.token_to_id(f"<0x{byte:02X}>")) for byte in "日".encode()]
+    assert pieces == ["", "", "日"]
+
+
+SMALL = st.text("ab.", min_size=1, max_size=4)
+
+
+@given(st.lists(SMALL, max_size=3), st.lists(st.text("ab.", max_size=5), max_size=8))
+def test_stop_strings_are_found_across_pieces_and_never_sent(stops: list[str], pieces: list[str]) -> None:
+    matcher = StopStrings(stops)
+    sent, stopped = "", False
+    for piece in pieces:
+        text, stopped = matcher.push(piece)
+        sent += text
+        if stopped:
+            break
+    else:
+        sent += matcher.flush()
+    whole = "".join(pieces)
+    ends = [at for stop in stops if (at := whole.find(stop)) >= 0]
+    assert stopped == bool(ends)
+    if not ends:
+        assert sent == whole
+    else:
+        assert whole.startswith(sent)
+        assert not any(stop in sent for stop in stops)
+
+
+def test_text_is_held_back_only_while_it_may_become_a_stop_string() -> None:
+    matcher = StopStrings(["</end>"])
+    assert matcher.push("a <") == ("a ", False)
+    assert matcher.push("/e") == ("", False)
+    assert matcher.push("x") == ("</ex", False)
+    assert matcher.push("</end>b") == ("", True)
+
+
+def test_a_template_renders_as_transformers_does() -> None:
+    template = ChatTemplate(CHAT_TEMPLATE, {"eos_token": "<eos>"})
+    messages = [{"role": "user", "content": "<b>"}]
+    assert template.render(messages) == "<user><b><eos>\n<assistant>"
+    assert ChatTemplate("{{ messages | tojson }}", {}).render(messages) == '[{"role": "user", "content": "<b>"}]'
+    assert ChatTemplate("{% for m in messages %}{% break %}{% endfor %}{{ strftime_now('x') }}", {}).render([]) == "x"
+
+
+@pytest.mark.parametrize("source", ["{{ raise_exception('no') }}", "{{ messages.append(1) }}", "{{ x.y.z }}"])
+def test_what_a_template_must_not_do_is_an_error(source: str) -> None:
+    with pytest.raises(ChatTemplateError):
+        ChatTemplate(source, {}).render([])
