@@ -1,0 +1,299 @@
+"""What goes into the manager and what comes out. Tokens are ids, lengths are in tokens, times in seconds."""
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from cachemgr.records import BlockRecord
+
+
+class IndexJournal(Protocol):
+    """Hears of every change of the prefix index, at once and in order. Must not fail or block."""
+
+    def cleared(self, executor_id: str, epoch: int) -> None:
+        """The executor starts an epoch with an empty index."""
+
+    def stored(self, executor_id: str, block: BlockRecord) -> None:
+        """A block entered the index, or one in it changed."""
+
+    def removed(self, executor_id: str, group: int, slot: int) -> None:
+        """The block at this place left the index."""
+
+
+class NoJournal:
+    """Keeps nothing."""
+
+    def cleared(self, executor_id: str, epoch: int) -> None:
+        """Forgets it."""
+
+    def stored(self, executor_id: str, block: BlockRecord) -> None:
+        """Forgets it."""
+
+    def removed(self, executor_id: str, group: int, slot: int) -> None:
+        """Forgets it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerConfig:
+    """Settings of the domain."""
+
+    lease_seconds: float = 10.0
+    capacity_ahead_tokens: int = 32
+    # Share of a pool that capacity ahead and admissions leave free.
+    free_watermark: float = 0.01
+    partial_reuse: bool = True
+    # Events that a consumer may be behind.
+    event_history: int = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSpec:
+    """One pool as its executor announces it; see the message of the same name."""
+
+    group: int
+    num_blocks: int
+    attention_window: int | None = None
+    num_layers: int = 1
+    num_kv_heads: int = 1
+    head_dim: int = 1
+    dtype: str = "float32"
+    block_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorSpec:
+    """What an executor announces. `last_write_steps[group]` has an entry per slot 1..num_blocks, or is empty."""
+
+    executor_id: str
+    executor_epoch: int
+    model: str
+    model_fingerprint: bytes
+    block_size: int
+    pools: Sequence[PoolSpec]
+    last_write_steps: Sequence[Sequence[int]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionRange:
+    """A wish for the blocks whose first token lies in [start, end); no end: to the end of the prompt."""
+
+    start: int
+    end: int | None
+    priority: int
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """What a request wishes for its blocks."""
+
+    ranges: tuple[RetentionRange, ...] = ()
+    decode_priority: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AdmitRequest:
+    """A sequence that wants its blocks."""
+
+    sequence_id: str
+    scheduler_id: str
+    scheduler_epoch: int
+    executor_id: str
+    token_ids: Sequence[int]
+    salt: str | None = None
+    adapter_id: int | None = None
+    retention: Retention = field(default_factory=Retention)
+    no_read: bool = False
+    no_store: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Slots of one sequence in one group; 0 where the window does not need the block."""
+
+    group: int
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A ticket for one copy within a group's device pool."""
+
+    ticket: int
+    group: int
+    source_slot: int
+    target_slot: int
+    num_tokens: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Answer to an admission or a fork. Not admitted: nothing was taken, `blocks_short` were missing."""
+
+    admitted: bool
+    blocks_short: int = 0
+    sequence_handle: int = 0
+    cached_tokens: int = 0
+    wait_for_handle: int = 0
+    capacity_tokens: int = 0
+    block_tables: tuple[Table, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SyncRequest:
+    """Progress in columns, exactly as in the message."""
+
+    scheduler_id: str
+    scheduler_epoch: int
+    manager_epoch: int
+    sync_number: int
+    step: int = 0
+    handles: Sequence[int] = ()
+    computed_tokens: Sequence[int] = ()
+    new_token_counts: Sequence[int] = ()
+    new_token_ids: Sequence[int] = ()
+    released_handles: Sequence[int] = ()
+    trimmed_handles: Sequence[int] = ()
+    trimmed_capacity_tokens: Sequence[int] = ()
+    cancelled_tickets: Sequence[int] = ()
+
+
+@dataclass(slots=True)
+class SyncAnswer:
+    """What a sync brings back, in columns."""
+
+    extended_handles: list[int] = field(default_factory=list)
+    extended_groups: list[int] = field(default_factory=list)
+    extended_counts: list[int] = field(default_factory=list)
+    extended_slots: list[int] = field(default_factory=list)
+    void_handles: list[int] = field(default_factory=list)
+    unknown_handles: list[int] = field(default_factory=list)
+    blocks_short: int = 0
+    free_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Extension:
+    """Answer to an extension; not extended: nothing was taken."""
+
+    extended: bool
+    blocks_short: int
+    new_blocks: tuple[Table, ...]
+    capacity_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """Answer to a truncation or release. `freed_blocks`: blocks that may be taken now and could not before."""
+
+    found: bool
+    freed_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolView:
+    """A pool with its counters: free = empty + cached, free + used = total."""
+
+    pool_id: str
+    executor_id: str
+    spec: PoolSpec
+    block_size: int
+    total_blocks: int
+    free_blocks: int
+    used_blocks: int
+    cached_blocks: int
+    evicted_blocks: int
+    queried_tokens: int
+    hit_tokens: int
+
+
+class BlockView(NamedTuple):
+    """A block as seen from outside. Keys are empty where there is none."""
+
+    pool_id: str
+    slot: int
+    key: bytes
+    parent_key: bytes
+    num_tokens: int
+    references: int
+    priority: int
+    depth: int
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceView:
+    """A live sequence as seen from outside."""
+
+    sequence_id: str
+    sequence_handle: int
+    scheduler_id: str
+    executor_id: str
+    num_tokens: int
+    computed_tokens: int
+    cached_tokens: int
+    capacity_tokens: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolViolation:
+    """One contradiction; slot 0 when it is about the pool."""
+
+    pool_id: str
+    slot: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFilter:
+    """Selects cached blocks; what is set must all match."""
+
+    pool_id: str = ""
+    salt: str | None = None
+    max_priority: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Purged:
+    """What a purge dropped or would drop, and matching blocks that stay because they are in use."""
+
+    purged_blocks: int
+    used_blocks: int
+
+
+class EventKind(enum.IntEnum):
+    """Numbers as in the message."""
+
+    CREATED = 1
+    STORED = 2
+    REMOVED = 3
+    UPDATED = 4
+
+
+class RemovalCause(enum.IntEnum):
+    """Numbers as in the message; NONE for events that remove nothing."""
+
+    NONE = 0
+    EVICTED = 1
+    PURGED = 2
+    EXECUTOR_LOST = 3
+    COVERED = 4
+    TRUNCATED = 5
+
+
+class Event(NamedTuple):
+    """What happened to a block; for CREATED only the block's pool is set."""
+
+    number: int
+    kind: EventKind
+    block: BlockView
+    cause: RemovalCause
+
+
+class Snapshot(NamedTuple):
+    """The cache at an event number: CREATED for each pool, then STORED for each indexed block."""
+
+    number: int
+    events: Iterable[Event]

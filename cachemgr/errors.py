@@ -1,0 +1,137 @@
+"""Every error that the cache manager answers with. Running out of blocks is an answer, not an error."""
+
+import grpc
+
+from protos.rpc.errors import InvalidField, ServiceError
+
+__all__ = [
+    "EventsGoneError",
+    "ExecutorLeaseError",
+    "InvalidField",
+    "ManagerRestartedError",
+    "PoolSpecError",
+    "SequenceExistsError",
+    "SequenceTooLongError",
+    "SharedBlockError",
+    "StaleExecutorError",
+    "StaleSchedulerError",
+    "SyncNumberError",
+    "UnknownExecutorError",
+    "UnknownPoolError",
+    "UnknownSchedulerError",
+    "UnknownSequenceError",
+    "VoidSequenceError",
+    "WindowPassedError",
+]
+
+
+class UnknownExecutorError(ServiceError):
+    """No executor of this name is registered."""
+
+    code = grpc.StatusCode.NOT_FOUND
+    reason = "UNKNOWN_EXECUTOR"
+
+
+class ExecutorLeaseError(ServiceError):
+    """A renewal that does not fit to a registration: the executor must register again."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "EXECUTOR_NOT_REGISTERED"
+
+
+class StaleExecutorError(ServiceError):
+    """A newer epoch of this executor is registered."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "STALE_EXECUTOR"
+
+
+class PoolSpecError(ServiceError):
+    """An executor announces other pools than before under the same epoch."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "EXECUTOR_POOLS_CHANGED"
+
+
+class UnknownSchedulerError(ServiceError):
+    """The scheduler is not registered, or its lease ran out."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "UNKNOWN_SCHEDULER"
+
+
+class StaleSchedulerError(ServiceError):
+    """Another epoch of this scheduler is registered."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "STALE_SCHEDULER"
+
+
+class ManagerRestartedError(ServiceError):
+    """The caller's handles belong to an earlier manager process."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "MANAGER_RESTARTED"
+
+
+class SyncNumberError(ServiceError):
+    """A sync that is neither the next one nor a repeat of the last."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "SYNC_NUMBER"
+
+
+class SequenceExistsError(ServiceError):
+    """The id is taken by a sequence with other content."""
+
+    code = grpc.StatusCode.ALREADY_EXISTS
+    reason = "SEQUENCE_EXISTS"
+
+
+class UnknownSequenceError(ServiceError):
+    """No sequence has this id."""
+
+    code = grpc.StatusCode.NOT_FOUND
+    reason = "UNKNOWN_SEQUENCE"
+
+
+class VoidSequenceError(ServiceError):
+    """The sequence's promised prefix will not come: it can only be released."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "VOID_SEQUENCE"
+
+
+class SequenceTooLongError(ServiceError):
+    """More blocks than the pool has: no waiting helps."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    reason = "SEQUENCE_TOO_LONG"
+
+
+class SharedBlockError(ServiceError):
+    """A truncation that ends inside a block which others can read."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "SHARED_BLOCK"
+
+
+class WindowPassedError(ServiceError):
+    """A truncation to a length whose attention window is given back already."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "WINDOW_PASSED"
+
+
+class UnknownPoolError(ServiceError):
+    """No pool has this name."""
+
+    code = grpc.StatusCode.NOT_FOUND
+    reason = "UNKNOWN_POOL"
+
+
+class EventsGoneError(ServiceError):
+    """The events behind this number are not kept any more, or do not exist yet: start with a snapshot."""
+
+    code = grpc.StatusCode.OUT_OF_RANGE
+    reason = "EVENTS_GONE"
