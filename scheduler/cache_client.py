@@ -200,12 +200,11 @@ class CacheClient:
         self._short = answer.blocks_short
         if batch.released:
             self._refused = None
-        if answer.extended_handles or answer.void_handles or answer.blocks_short or batch.released or batch.trimmed:
-            self._mailbox.put(
-                SyncAnswer(
-                    _extensions(answer), answer.void_handles, answer.blocks_short, batch.released, [*batch.trimmed]
-                )
-            )
+        # Also when it brings nothing: that nobody is short any more is news too.
+        trimmed = list(batch.trimmed)
+        self._mailbox.put(
+            SyncAnswer(_extensions(answer), answer.void_handles, answer.blocks_short, batch.released, trimmed)
+        )
 
     async def _admit(self, candidate: Candidate) -> None:
         session = self._session

@@ -37,7 +37,6 @@ class Engine:
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
-        self.failed = asyncio.Event()
 
     def attach(self, cache: CacheClient) -> None:
         """Names the cache client, which is built around this object."""
@@ -99,7 +98,6 @@ class Engine:
             if (generation := self._live.get(candidate.request.arrival)) and not generation.finished:
                 self._queue.push(candidate)
         if report.failed:
-            self.failed.set()
             for generation in self._live.values():
                 generation.fail(StepLoopError("the step loop ended with an error of its own; the log says which"))
         self._cache.receive(report)

@@ -72,7 +72,6 @@ class Intake:
                 field, ids = "chat.messages", await self._chat_ids(message.chat)
             case "token_ids":
                 field, ids = "token_ids.token_ids", list(message.token_ids.token_ids)
-                self._check_ids(field, ids)
             case _:
                 raise InvalidField("input", "is missing: give text, chat or token_ids")
         if not ids:
@@ -80,6 +79,7 @@ class Intake:
         fits = self._model.max_tokens - 1
         if len(ids) > fits:
             raise InvalidField(field, f"has {len(ids)} tokens; at most {fits} fit")
+        self._check_ids(field, ids)
         return ids
 
     async def _chat_ids(self, chat: pb.ChatInput) -> list[int]:

@@ -144,11 +144,14 @@ class StepLoop:
 
     def _connect(self) -> None:
         """Opens a session; while there is none, only mail is handled."""
+        said = ""
         while not self._stopping:
             try:
                 self._next_step = self._executor.open()
             except ExecutorLostError as error:
-                log.info("waiting for the executor", cause=str(error))
+                if str(error) != said:
+                    said = str(error)
+                    log.info("waiting for the executor", cause=said)
                 self._read(self._mailbox.wait(RECONNECT_SECONDS))
                 self._tell()
             else:
