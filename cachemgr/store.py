@@ -165,29 +165,29 @@ class IndexStore:
                 _add(pipeline, _blocks_key(executor_id), chunk)
                 await pipeline.execute()
 
-    async def load(self, executor_id: str, epoch: int) -> list[BlockRecord]:
+    async def load(self, executor_id: str, epoch: int) -> list[BlockRecord] | None:
         """What Redis remembers of an executor's epoch, parents before children.
 
-        Of another epoch it remembers nothing that is worth keeping: those entries are deleted. Also when Redis is
-        away the list is empty, and what Redis holds is replaced when it is back.
+        None when it knows another epoch, or cannot be asked: then `replace` what it holds once the epoch is accepted.
         """
-        self._epochs[executor_id] = epoch
         if not await self.flush():
-            return self._forget(executor_id, epoch)
+            return None
         try:
             known = await self._redis.get(_epoch_key(executor_id))
-            if known is not None and int(known) == epoch:
-                return sorted([block async for block in self._read(executor_id)], key=lambda block: block.depth)
+            if known is None or int(known) != epoch:
+                return None
+            blocks = sorted([block async for block in self._read(executor_id)], key=lambda block: block.depth)
         except _UNAVAILABLE as error:
             self._is_up(False, error)
-            return self._forget(executor_id, epoch)
-        self.cleared(executor_id, epoch)
-        return []
+            return None
+        self._epochs[executor_id] = epoch
+        return blocks
 
-    def _forget(self, executor_id: str, epoch: int) -> list[BlockRecord]:
+    def replace(self, executor_id: str, epoch: int) -> None:
+        """Whatever Redis holds of an executor gives way to the snapshot, soon."""
+        self._epochs[executor_id] = epoch
         self._queue.resync(executor_id, epoch)
         self._note()
-        return []
 
     async def _read(self, executor_id: str) -> AsyncIterator[BlockRecord]:
         unreadable = 0

@@ -70,11 +70,13 @@ async def test_another_epoch_voids_what_redis_remembers(store: IndexStore, redis
     store.stored(EXECUTOR, block(1))
     await store.flush()
     restarted = IndexStore(redis, lambda _: [])
-    assert await restarted.load(EXECUTOR, 8) == []
+    assert await restarted.load(EXECUTOR, 8) is None
+    assert await restarted.load("another", 7) is None
+    assert await redis.exists(f"{KEYS}blocks")
+    restarted.replace(EXECUTOR, 8)
     await restarted.flush()
     assert not await redis.exists(f"{KEYS}blocks")
     assert await restarted.load(EXECUTOR, 8) == []
-    assert await restarted.load("another", 7) == []
 
 
 async def test_a_new_block_in_a_slot_replaces_the_old_one(store: IndexStore) -> None:
@@ -127,7 +129,7 @@ async def test_too_many_changes_become_a_copy_of_everything(
             assert not await store.flush()
     again = EmbeddedRedis.start(tmp_path)
     assert await store.flush()
-    assert {one.slot for one in await store.load(EXECUTOR, 7)} == set(range(1, 701))
+    assert {one.slot for one in await store.load(EXECUTOR, 7) or ()} == set(range(1, 701))
     again.stop()
 
 
@@ -139,7 +141,8 @@ async def test_a_registration_while_redis_is_away_replaces_what_it_holds_later(
     await store.flush()
     server.stop()
     restarted = IndexStore(redis, lambda _: [block(5)])
-    assert await restarted.load(EXECUTOR, 7) == []
+    assert await restarted.load(EXECUTOR, 7) is None
+    restarted.replace(EXECUTOR, 7)
     again = EmbeddedRedis.start(tmp_path)
     assert await restarted.flush()
     assert await restarted.load(EXECUTOR, 7) == [block(5)]
@@ -151,7 +154,7 @@ async def test_the_background_task_writes_without_being_asked(store: IndexStore,
     store.cleared(EXECUTOR, 7)
     store.stored(EXECUTOR, block(1))
     async with asyncio.timeout(10):
-        while not await redis.exists(f"{KEYS}blocks"):  # noqa: ASYNC110 - Redis raises no event here
+        while not await redis.exists(f"{KEYS}blocks"):
             await asyncio.sleep(0.01)
     task.cancel()
     await asyncio.wait({task})
