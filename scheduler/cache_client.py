@@ -201,9 +201,10 @@ class CacheClient:
         if batch.released:
             self._refused = None
         # Also when it brings nothing: that nobody is short any more is news too.
-        trimmed = list(batch.trimmed)
+        # A live sequence that the manager does not know, as after its executor was lost, has no blocks either.
+        void = [*answer.void_handles, *answer.unknown_handles]
         self._mailbox.put(
-            SyncAnswer(_extensions(answer), answer.void_handles, answer.blocks_short, batch.released, trimmed)
+            SyncAnswer(_extensions(answer), void, answer.blocks_short, batch.released, list(batch.trimmed))
         )
 
     async def _admit(self, candidate: Candidate) -> None:
