@@ -9,6 +9,8 @@ from typing import Any, Protocol
 from torch import Tensor
 from transformers import AttentionInterface
 
+from executor.errors import ModelError
+
 NAME = "kvkeep_paged"
 
 
@@ -49,7 +51,8 @@ def paged(
 
     No mask comes in: transformers builds none for an attention function that it has no mask function for.
     """
-    assert attention_mask is None, "packed tokens have no mask"
+    if attention_mask is not None:
+        raise ModelError(f"{type(module).__name__} builds a mask of its own, which packed tokens cannot use")
     out = kvkeep_layers.attend(
         module.layer_idx,
         query[0].transpose(0, 1),

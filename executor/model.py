@@ -79,6 +79,7 @@ def load_model(files: ModelFiles, device: torch.device, dtype: str = "auto") -> 
         raise ModelError(f"cannot load the model {files.source}: {error}") from error
     module.to(device).eval().requires_grad_(False)
     config = module.config.get_text_config(decoder=True)
+    groups = _probe(module, config, device)
     return Model(
         name=files.name,
         module=module,
@@ -88,7 +89,7 @@ def load_model(files: ModelFiles, device: torch.device, dtype: str = "auto") -> 
         vocab_size=int(config.vocab_size),
         max_positions=_max_positions(config),
         eos_token_ids=_eos_token_ids(module.generation_config, config),
-        groups=_probe(module, config, device),
+        groups=groups,
         _slices_logits="logits_to_keep" in inspect.signature(module.forward).parameters,
     )
 
@@ -108,8 +109,14 @@ def refuse_other_kernels() -> None:
 def _probe(module: Any, config: Any, device: torch.device) -> tuple[LayerGroup, ...]:
     recorder = Recorder()
     one = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    with torch.inference_mode():
-        module(input_ids=one, position_ids=one, use_cache=False, kvkeep_layers=recorder)
+    try:
+        with torch.inference_mode():
+            module(input_ids=one, position_ids=one, use_cache=False, kvkeep_layers=recorder)
+    except TypeError as error:
+        raise ModelError(
+            f"{config.model_type}: the model does not take packed tokens with positions through transformers' "
+            f"attention interface, which is how the executor runs it ({error})"
+        ) from error
     check_layers(recorder.shapes, config)
     return group_layers(recorder.shapes)
 

@@ -1,0 +1,128 @@
+"""Tiny models with random weights, saved once per run, and a driver that plays the scheduler's part."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from executor.kv_pool import KvPools
+from executor.model import Model, load_model
+from executor.model_files import find
+from executor.runner import Runner
+from executor.step import Joining, Outcome, Sampled, Sampling, Step
+from tests.unit.executor.tiny_models import CONFIGS
+
+BLOCK_SIZE = 4
+GREEDY = Sampling()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    # Tiny models lose more to waking threads than they win.
+    torch.set_num_threads(1)
+
+
+def save_model(config: PretrainedConfig, folder: Path, seed: int = 1) -> Path:
+    """Random weights, large enough that greedy outputs vary."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 or "sinks" in name or "bias" in name:
+                parameter.normal_(0, 0.2)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Folder of a tiny model by its name in CONFIGS."""
+    folders: dict[str, Path] = {}
+
+    def folder(name: str) -> Path:
+        if name not in folders:
+            folders[name] = save_model(CONFIGS[name](), tmp_path_factory.mktemp("models") / name)
+        return folders[name]
+
+    return folder
+
+
+def load(folder: Path) -> Model:
+    """The model as the executor loads it."""
+    return load_model(find(str(folder), folder), torch.device("cpu"))
+
+
+@pytest.fixture(scope="session")
+def tiny(model_folder: Callable[[str], Path]) -> Model:
+    """A tiny Llama."""
+    return load(model_folder("llama"))
+
+
+@pytest.fixture
+def driver(tiny: Model) -> "Driver":
+    """A runner over a tiny Llama, with block tables of its own."""
+    return Driver(tiny)
+
+
+@dataclass
+class Driver:
+    """Hands out blocks and builds steps, as scheduler and cache manager do together."""
+
+    model: Model
+    num_blocks: int = 200
+    block_size: int = BLOCK_SIZE
+    runner: Runner = field(init=False)
+    lengths: dict[int, int] = field(default_factory=dict)
+    tables: dict[int, list[list[int]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        groups = self.model.groups
+        pools = KvPools(groups, self.num_blocks, self.block_size, torch.float32, torch.device("cpu"))
+        for pool in pools.pools:
+            # What nobody wrote must not matter.
+            pool.k[:, 1:].fill_(torch.nan)
+            pool.v[:, 1:].fill_(torch.nan)
+        self.runner = Runner(self.model, pools)
+        # Out of order, so that slot and position differ.
+        self.free = [[1 + (slot * 77) % self.num_blocks for slot in range(self.num_blocks)] for _ in groups]
+
+    def blocks(self, tokens: int) -> tuple[tuple[int, ...], ...]:
+        """Fresh slots for that many tokens, per group."""
+        count = -(-tokens // self.block_size)
+        return tuple(tuple(free.pop() for _ in range(count)) for free in self.free)
+
+    def joining(
+        self,
+        sequence: int,
+        tokens: list[int],
+        sampling: Sampling = GREEDY,
+        *,
+        prompt: int | None = None,
+        room: int = 64,
+    ) -> Joining:
+        """A new sequence with blocks for itself and `room` more tokens."""
+        return Joining(sequence, tuple(tokens), prompt or len(tokens), 0, self.blocks(len(tokens) + room), sampling)
+
+    def step(self, **changes: object) -> Outcome:
+        """Runs the next step."""
+        return self.runner.launch(Step(self.runner.last_step + 1, **changes)).result()  # type: ignore[arg-type]
+
+    def generate(
+        self, sequence: int, tokens: list[int], count: int, sampling: Sampling = GREEDY, chunk: int = 1000
+    ) -> list[Sampled]:
+        """Runs one sequence alone, from joining to leaving."""
+        left, sampled = len(tokens), []
+        joining: tuple[Joining, ...] = (self.joining(sequence, tokens, sampling, room=count),)
+        while len(sampled) < count:
+            granted = {sequence: min(chunk, left)} if left > 0 else {}
+            outcome = self.step(joining=joining, chunks=granted)
+            joining, left = (), left - chunk
+            sampled.extend(outcome.sampled)
+            if sampled and sampled[-1].stopped:
+                break
+        self.step(removed=(sequence,))
+        return sampled

@@ -1,0 +1,117 @@
+"""What can be loaded is loaded right; what cannot run is refused in one sentence."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Gemma2Config, MambaConfig, MambaForCausalLM, Phi3Config
+
+from executor.errors import ModelError
+from executor.fingerprint import fingerprint
+from executor.launch import settings_from
+from executor.layers import LayerShape, check_layers
+from executor.model import choose_device, load_model, refuse_other_kernels
+from executor.model_files import find
+from tests.unit.executor.conftest import load, save_model
+from tests.unit.executor.tiny_models import CONFIGS
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("model", ["/no/such/folder", "./here", "~/there", "name", "a/b/c"])
+def test_a_path_that_does_not_exist_is_named(model: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=f"{model} does not exist"):
+        find(model, tmp_path)
+
+
+def test_a_file_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "weights").touch()
+    with pytest.raises(ModelError, match="not a folder"):
+        find(str(tmp_path / "weights"), tmp_path)
+
+
+def test_an_empty_folder_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="cannot load the model"):
+        load_model(find(str(tmp_path), tmp_path), CPU)
+
+
+def test_a_hub_id_goes_to_transformers_as_it_is(tmp_path: Path) -> None:
+    files = find("owner/some-model", tmp_path)
+    assert (files.name, files.source) == ("some-model", "owner/some-model")
+
+
+def test_a_model_without_attention_cache_is_refused(tmp_path: Path) -> None:
+    MambaForCausalLM(MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2)).save_pretrained(tmp_path / "m")
+    with pytest.raises(ModelError, match=r"mamba|Mamba"):
+        load(tmp_path / "m")
+
+
+def test_a_window_that_the_layers_do_not_ask_for_is_refused() -> None:
+    config = Gemma2Config(num_hidden_layers=2, sliding_window=8)
+    right = {0: LayerShape(8, 1, 8), 1: LayerShape(None, 1, 8)}
+    check_layers(right, config)
+    with pytest.raises(ModelError, match="window of None tokens, its configuration says 8"):
+        check_layers({**right, 0: LayerShape(None, 1, 8)}, config)
+    with pytest.raises(ModelError, match=r"layers \[1\] of 2"):
+        check_layers({0: right[0]}, config)
+
+
+def test_rope_that_depends_on_the_batch_is_used_up_to_its_change(tmp_path: Path) -> None:
+    base = CONFIGS["phi3"]().to_dict()
+    factors = [1.0] * 4
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": factors, "long_factor": factors}
+    base |= {"original_max_position_embeddings": 64, "rope_parameters": rope}
+    assert load(save_model(Phi3Config(**base), tmp_path / "long")).max_positions == 64
+
+
+def test_a_package_named_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_other_kernels()
+    monkeypatch.setattr(metadata, "version", lambda name: {"kernels": "0.18.1"}[name])
+    with pytest.raises(ModelError, match=r"kernels 0\.18\.1 is installed"):
+        refuse_other_kernels()
+
+
+@pytest.mark.parametrize("device", ["tpu", "cuda:99", "mps"])
+def test_a_device_that_is_not_there_is_named(device: str) -> None:
+    with pytest.raises(ModelError, match=device):
+        choose_device(device)
+
+
+def test_the_fingerprint_tells_weights_and_layout_apart(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = model_folder("llama")
+    other = save_model(CONFIGS["llama"](), tmp_path / "llama", seed=2)
+    prints = [
+        fingerprint(load(path), find(str(path), path), block_size)
+        for path, block_size in ((folder, 4), (folder, 4), (folder, 8), (other, 4))
+    ]
+    assert prints[0] == prints[1]
+    assert len(set(prints)) == 3
+    assert {len(one) for one in prints} == {32}
+
+
+def test_the_cache_folder_follows_xdg_unless_it_is_set() -> None:
+    assert settings_from({"XDG_CACHE_HOME": "/x"}).cache_dir == Path("/x/kvkeep")
+    assert settings_from({"XDG_CACHE_HOME": "/x", "KVKEEP_EXECUTOR_CACHE_DIR": "/y"}).cache_dir == Path("/y")
+
+
+@pytest.mark.parametrize("value", ["3", "1", "24"])
+def test_a_block_size_that_is_no_power_of_two_is_refused(value: str) -> None:
+    with pytest.raises(SystemExit, match="KVKEEP_EXECUTOR_BLOCK_SIZE"):
+        settings_from({"KVKEEP_EXECUTOR_BLOCK_SIZE": value})
+
+
+def test_a_wrong_model_ends_the_process_with_one_line(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "executor"],
+        env={"KVKEEP_EXECUTOR_MODEL": "/no/such/model", "KVKEEP_LOG_LEVEL": "error", "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.strip().splitlines()[-1].startswith("executor: the model /no/such/model does not exist")
+    assert "Traceback" not in ended.stderr
