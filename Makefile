@@ -16,6 +16,8 @@ SET_UP = $(PYTHON) ops/set_up.py $(VENV) $(if $(filter 1 yes true,$(SYSTEM_TORCH
 # Reaches its recipe as data, whatever quotes or dollars it holds.
 override export PROMPT := $(value PROMPT)
 ARGS ?=
+# The checkout itself, also for an environment that it is not installed in.
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 ##@ Use
 

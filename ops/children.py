@@ -1,0 +1,90 @@
+"""Child processes that never outlive their parent, write to a log, and are stopped within a time limit."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+KILL_SECONDS = 5.0
+TAIL_LINES = 20
+
+# Runs in the child instead of a preexec_fn, which is not safe beside threads: SIGKILL when the parent dies.
+_BOUND = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit(1)
+os.execv(sys.executable, [sys.executable, "-m", sys.argv[2]])
+"""
+
+
+class Child:
+    """A Python module as a process. Start it from the main thread: Linux takes that thread's end for the parent's."""
+
+    def __init__(
+        self, module: str, environment: Mapping[str, str], *, folder: Path, log: Path, stop_seconds: float
+    ) -> None:
+        self.log = log
+        self._module = module
+        self._environment = dict(environment)
+        self._folder = folder
+        self._stop_seconds = stop_seconds
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log_begin = 0
+
+    def start(self) -> None:
+        """Starts the module; the log goes on from earlier starts."""
+        with self.log.open("ab") as log:
+            self._log_begin = log.tell()
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _BOUND, str(os.getpid()), self._module],
+                cwd=self._folder,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                # A Ctrl-C in the terminal is for the parent, which stops its children in order.
+                process_group=0,
+            )
+
+    def ended(self) -> str:
+        """How the process ended, in words; empty while it runs."""
+        code = self._process.poll() if self._process else None
+        if code is None:
+            return ""
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+
+    def terminate(self) -> None:
+        """Asks the process to end; asked twice it does not wait for running calls."""
+        if self._process and self._process.poll() is None:
+            self._process.terminate()
+
+    def kill(self) -> None:
+        """Ends the process at once."""
+        if self._process and self._process.poll() is None:
+            self._process.kill()
+
+    def wait(self) -> bool:
+        """Waits for the end that was asked for; kills a process that takes too long and returns False."""
+        if self._process is None:
+            return True
+        deadline = time.monotonic() + self._stop_seconds
+        # Not one long wait: signal handlers run between short ones.
+        while self._process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if self._process.poll() is not None:
+            return True
+        self._process.kill()
+        self._process.wait(KILL_SECONDS)
+        return False
+
+    def tail(self) -> list[str]:
+        """Last lines of the log since the last start."""
+        if not self.log.exists():
+            return []
+        with self.log.open("rb") as log:
+            log.seek(self._log_begin)
+            return log.read().decode(errors="replace").splitlines()[-TAIL_LINES:]

@@ -1,0 +1,244 @@
+"""Runs Redis, cachemgr, executor and scheduler on this machine until Ctrl-C: `make run-stack`."""
+
+import contextlib
+import fcntl
+import os
+import shlex
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+# Children become other programs at once: gRPC need not prepare itself for a fork. Read when grpc is imported.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
+from children import Child
+from display import Display
+from redis_child import RedisChild
+from supervisor import Service, ServiceFailedError, Supervisor
+
+from cachemgr.embedded_redis import EmbeddedRedisError
+from cachemgr.settings import CachemgrSettings
+from executor.launch import settings_from
+from executor.settings import ExecutorSettings
+from protos.rpc import addresses
+from protos.rpc.settings import load
+from scheduler.settings import SchedulerSettings
+
+ROOT = Path(__file__).resolve().parents[1]
+TICK_SECONDS = 0.1
+# On top of what a process itself grants to running calls.
+STOP_MARGIN_SECONDS = 5.0
+EXECUTOR_STOP_SECONDS = 15.0
+# A stack for people has its metrics on; a process by itself leaves them off.
+DEFAULTS = {
+    "KVKEEP_SCHEDULER_METRICS_ADDRESS": "127.0.0.1:9101",
+    "KVKEEP_CACHEMGR_METRICS_ADDRESS": "127.0.0.1:9102",
+    "KVKEEP_EXECUTOR_METRICS_ADDRESS": "127.0.0.1:9103",
+}
+
+
+class StackError(Exception):
+    """The stack cannot start; the message is for people."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of all three processes, which share addresses and folders."""
+
+    scheduler: SchedulerSettings
+    cachemgr: CachemgrSettings
+    executor: ExecutorSettings
+
+    @property
+    def listening(self) -> dict[str, str]:
+        """Every address that will be listened on, by the variable that chooses it; "" is off."""
+        return {
+            "KVKEEP_SCHEDULER_ADDRESS": self.scheduler.scheduler_address,
+            "KVKEEP_CACHEMGR_ADDRESS": self.cachemgr.cachemgr_address,
+            "KVKEEP_CACHEMGR_ADMIN_ADDRESS": self.cachemgr.cachemgr_admin_address,
+            "KVKEEP_EXECUTOR_ADDRESS": self.executor.executor_address,
+            "KVKEEP_SCHEDULER_METRICS_ADDRESS": self.scheduler.metrics_address,
+            "KVKEEP_CACHEMGR_METRICS_ADDRESS": self.cachemgr.metrics_address,
+            "KVKEEP_EXECUTOR_METRICS_ADDRESS": self.executor.metrics_address,
+        }
+
+
+def load_settings(environ: Mapping[str, str]) -> Settings:
+    """What the processes will read. Raises SettingsError as they would."""
+    return Settings(load(SchedulerSettings, environ), load(CachemgrSettings, environ), settings_from(environ))
+
+
+@contextlib.contextmanager
+def locked(state_dir: Path) -> Iterator[None]:
+    """Holds a state folder for this stack; the lock goes with the process. Raises StackError."""
+    state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with (state_dir / "run-stack.lock").open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise StackError(
+                f"a stack runs with {state_dir} already (process {lock.read().strip() or 'unknown'}).\n"
+                "Stop it, or give this one a folder and addresses of its own: KVKEEP_STATE_DIR, KVKEEP_…_ADDRESS."
+            ) from None
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield
+
+
+def check_ports(listening: Mapping[str, str]) -> None:
+    """Raises StackError that names every port that another program holds and the setting that moves ours."""
+    taken = []
+    for variable, address in listening.items():
+        if not address or addresses.socket_path(address) is not None:
+            continue
+        host, port = addresses.split_host_port(address)
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            # As the servers do: a port in TIME_WAIT is free.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                taken.append(f"{address}: {error.strerror}; {variable} chooses another address")
+    if taken:
+        raise StackError("cannot listen on " + "\ncannot listen on ".join(taken))
+
+
+def log_file(state_dir: Path, name: str) -> Path:
+    """A fresh log; that of the run before is kept beside it."""
+    log = state_dir / "logs" / f"{name}.log"
+    log.parent.mkdir(mode=0o700, exist_ok=True)
+    if log.exists():
+        log.replace(log.with_suffix(".log.old"))
+    return log
+
+
+def make_services(settings: Settings, environ: Mapping[str, str]) -> list[Service]:
+    """The processes, in the order in which they need each other."""
+    state_dir = settings.cachemgr.state_dir
+
+    def child(name: str, stop_seconds: float) -> Child:
+        log = log_file(state_dir, name)
+        return Child(name, environ, folder=ROOT, log=log, stop_seconds=stop_seconds + STOP_MARGIN_SECONDS)
+
+    cachemgr, executor, scheduler = settings.cachemgr, settings.executor, settings.scheduler
+    return [
+        Service(
+            "cachemgr",
+            child("cachemgr", cachemgr.drain_seconds),
+            (cachemgr.cachemgr_address, cachemgr.cachemgr_admin_address),
+        ),
+        Service("executor", child("executor", EXECUTOR_STOP_SECONDS), (executor.executor_address,)),
+        Service("scheduler", child("scheduler", scheduler.drain_seconds), (scheduler.scheduler_address,)),
+    ]
+
+
+def directions(settings: Settings, redis_url: str) -> str:
+    """Where everything is, and what to try first."""
+    scheduler, cachemgr, executor = settings.scheduler, settings.cachemgr, settings.executor
+    rows = [
+        ("scheduler", scheduler.scheduler_address, scheduler.metrics_address),
+        ("cachemgr", cachemgr.cachemgr_address, cachemgr.metrics_address),
+        ("  admin", cachemgr.cachemgr_admin_address, ""),
+        ("executor", executor.executor_address, executor.metrics_address),
+        ("redis", redis_url, ""),
+    ]
+    width = max(len(address) for _, address, _ in rows)
+    lines = [
+        f"  {name:<11}{address:<{width}}" + (f"  metrics http://{metrics}/metrics" if metrics else "")
+        for name, address, metrics in rows
+    ]
+    folder = Path(sys.executable).parent
+    folder = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder
+    address = scheduler.scheduler_address
+    path = addresses.socket_path(address)
+    request = shlex.quote('{"text": "The capital of France is", "max_tokens": 8}')
+    target = f"-unix -d {request} {path}" if path else f"-d {request} {address}"
+    default = address == SchedulerSettings.model_fields["scheduler_address"].default
+    lines += [
+        f"  {'logs':<11}{cachemgr.state_dir / 'logs'}",
+        "",
+        "In a second terminal:" if Path.cwd() == ROOT else f"In a second terminal, in {ROOT}:",
+        f"  {folder}/python -m scheduler.generate {'' if default else f'--address {address} '}"
+        '"What is the capital of France?"',
+        f"  {folder}/grpcurl -plaintext {target} generation.v1.GenerationService/StreamGenerate",
+        "",
+        "Ctrl-C stops the stack.",
+    ]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def run(settings: Settings, environ: dict[str, str], display: Display) -> int:
+    """Runs the stack until a signal or until a process has failed for good; returns the exit status."""
+    stopping, state_dir = threading.Event(), settings.cachemgr.state_dir
+    services: list[Service] = []
+    redis_url = settings.cachemgr.redis_url
+    if not redis_url:
+        redis = RedisChild(state_dir)
+        services.append(Service("redis", redis))
+    supervisor = Supervisor(services, display.report)
+    catch_signals(stopping, supervisor)
+    begin = time.monotonic()
+    status = 0
+    try:
+        if services:
+            display.expect(services[0])
+            supervisor.start(services[0])
+            redis_url = environ["KVKEEP_REDIS_URL"] = redis.url
+        services += make_services(settings, environ)
+        for service in services[-3:]:
+            display.expect(service)
+            supervisor.start(service)
+        announced = False
+        while not stopping.wait(TICK_SECONDS):
+            supervisor.tick()
+            if supervisor.all_ready and not announced:
+                announced = True
+                display.ready(time.monotonic() - begin, directions(settings, redis_url))
+    except ServiceFailedError as error:
+        display.failed(str(error), error.service.process.tail())
+        status = 1
+    finally:
+        display.stopping(settings.scheduler.drain_seconds)
+        supervisor.stop()
+    return status
+
+
+def catch_signals(stopping: threading.Event, supervisor: Supervisor) -> None:
+    """The first signal stops in order, the second hurries, the third kills."""
+    count = 0
+
+    def handle(_number: int, _frame: object) -> None:
+        nonlocal count
+        count += 1
+        stopping.set()
+        if count == 2:
+            supervisor.hurry()
+        elif count > 2:
+            supervisor.kill()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, handle)
+
+
+def main() -> int:
+    """Reads the settings, takes the folder and runs."""
+    environ = DEFAULTS | dict(os.environ)
+    settings = load_settings(environ)
+    try:
+        with locked(settings.cachemgr.state_dir):
+            check_ports(settings.listening)
+            return run(settings, environ, Display())
+    except (StackError, EmbeddedRedisError, OSError) as error:
+        print(f"run-stack: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
