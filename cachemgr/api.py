@@ -221,6 +221,11 @@ class BlockView(NamedTuple):
     priority: int
     depth: int
 
+    @classmethod
+    def of_pool(cls, pool_id: str) -> "BlockView":
+        """What an event about a pool carries."""
+        return cls(pool_id, 0, b"", b"", 0, 0, 0, 0)
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceView:

@@ -12,6 +12,7 @@ __all__ = [
     "PoolSpecError",
     "SequenceExistsError",
     "SequenceTooLongError",
+    "SequenceUnsettledError",
     "SharedBlockError",
     "StaleExecutorError",
     "StaleSchedulerError",
@@ -100,6 +101,13 @@ class VoidSequenceError(ServiceError):
 
     code = grpc.StatusCode.FAILED_PRECONDITION
     reason = "VOID_SEQUENCE"
+
+
+class SequenceUnsettledError(ServiceError):
+    """A fork of a sequence whose copies are open or whose promised prefix is still being computed."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "SEQUENCE_UNSETTLED"
 
 
 class SequenceTooLongError(ServiceError):

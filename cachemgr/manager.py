@@ -1,13 +1,16 @@
 """The cache manager: decides about every block of every executor. Synchronous, single-threaded, no clock of its own."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
+from cachemgr.admission import Admitter, check_id, check_length, check_request, content
 from cachemgr.api import (
     Admission,
     AdmitRequest,
     BlockFilter,
     BlockView,
     Event,
+    EventKind,
     ExecutorSpec,
     Extension,
     Freed,
@@ -17,12 +20,41 @@ from cachemgr.api import (
     PoolView,
     PoolViolation,
     Purged,
+    RemovalCause,
     SequenceView,
     Snapshot,
     SyncAnswer,
     SyncRequest,
 )
+from cachemgr.check import check
+from cachemgr.errors import (
+    ExecutorLeaseError,
+    InvalidField,
+    ManagerRestartedError,
+    PoolSpecError,
+    SequenceExistsError,
+    SequenceUnsettledError,
+    StaleExecutorError,
+    StaleSchedulerError,
+    SyncNumberError,
+    UnknownExecutorError,
+    UnknownPoolError,
+    UnknownSchedulerError,
+    UnknownSequenceError,
+    VoidSequenceError,
+)
+from cachemgr.events import EventLog
+from cachemgr.executors import check_spec, restore
+from cachemgr.lifecycle import expire_holds, lose, release, truncate
+from cachemgr.pool import Pool
+from cachemgr.purging import purge
 from cachemgr.records import BlockRecord
+from cachemgr.registry import Executor, Scheduler
+from cachemgr.retention import MAX_PRIORITY
+from cachemgr.sequence import Sequence as LiveSequence
+from cachemgr.sequence import blocks_for
+from cachemgr.settling import settle, void
+from cachemgr.syncing import Sync
 
 
 class CacheManager:
@@ -33,12 +65,27 @@ class CacheManager:
         self.epoch = epoch
         self.config = config or ManagerConfig()
         self._journal = journal or NoJournal()
+        # Numbers of handles and tickets, never given twice, also not by a later manager process.
+        self._number = epoch << 20 if epoch < 1 << 43 else epoch
+        self._events = EventLog(self.config.event_history)
+        self._admitter = Admitter(self.config, self._next_number)
+        self._executors: dict[str, Executor] = {}
+        # Newest epoch seen of every executor, also of lost ones.
+        self._epochs: dict[str, int] = {}
+        self._schedulers: dict[str, Scheduler] = {}
+        # Live sequences by id, in the order of their handles.
+        self._sequences: dict[str, LiveSequence] = {}
+
+    def _next_number(self) -> int:
+        self._number += 1
+        return self._number
 
     # Executors
 
     def knows_executor(self, executor_id: str, executor_epoch: int) -> bool:
         """False when a registration of this epoch should bring what the store remembers."""
-        raise NotImplementedError
+        known = self._executors.get(executor_id)
+        return known is not None and known.epoch >= executor_epoch
 
     def register_executor(self, spec: ExecutorSpec, now: float, remembered: Iterable[BlockRecord] = ()) -> int:
         """Registers an executor, or registers it again; returns the cached blocks that are valid on the device.
@@ -47,108 +94,297 @@ class CacheManager:
         by entry, and what does not hold is reported to the journal as removed.
         Raises InvalidField, StaleExecutorError, PoolSpecError.
         """
-        raise NotImplementedError
+        check_spec(spec)
+        if spec.executor_epoch < self._epochs.get(spec.executor_id, 0):
+            raise StaleExecutorError(f"executor {spec.executor_id} has started again since")
+        known = self._executors.get(spec.executor_id)
+        deadline = now + self.config.lease_seconds
+        if known is not None and known.epoch == spec.executor_epoch:
+            if replace(known.spec, last_write_steps=()) != replace(spec, last_write_steps=()):
+                raise PoolSpecError("the pools of one epoch do not change")
+            known.deadline = deadline
+            return sum(len(pool.index) for pool in known.pools)
+        if known is not None:
+            lose(known)
+        remembered = list(remembered)
+        if not remembered:
+            self._journal.cleared(spec.executor_id, spec.executor_epoch)
+        pools = [Pool(spec.executor_id, pool, spec.block_size, self._events, self._journal) for pool in spec.pools]
+        executor = Executor(spec, pools, deadline)
+        self._executors[spec.executor_id] = executor
+        self._epochs[spec.executor_id] = spec.executor_epoch
+        restored = restore(executor, remembered, self._journal)
+        executor.spec = replace(spec, last_write_steps=())
+        return restored
 
     def renew_executor(self, executor_id: str, executor_epoch: int, manager_epoch: int, now: float) -> None:
         """Keeps the lease. Raises ExecutorLeaseError or ManagerRestartedError when it must register again."""
-        raise NotImplementedError
+        if manager_epoch != self.epoch:
+            raise ManagerRestartedError("the cache manager has started again: register")
+        executor = self._executors.get(executor_id)
+        if executor is None or executor.epoch != executor_epoch:
+            raise ExecutorLeaseError(f"executor {executor_id} is not registered with this epoch")
+        executor.deadline = now + self.config.lease_seconds
 
     def confirm_transfers(
         self, executor_id: str, executor_epoch: int, tickets: Sequence[int], failed_tickets: Sequence[int]
     ) -> int:
         """Ends tickets; returns how many of them were not open. Raises UnknownExecutorError, StaleExecutorError."""
-        raise NotImplementedError
+        executor = self._executors.get(executor_id)
+        if executor is None:
+            raise UnknownExecutorError(f"executor {executor_id} is not registered")
+        if executor.epoch != executor_epoch:
+            raise StaleExecutorError(f"executor {executor_id} is registered with another epoch")
+        unknown = 0
+        for numbers, failed in ((failed_tickets, True), (tickets, False)):
+            for number in numbers:
+                ticket = executor.tickets.pop(number, None)
+                if ticket is None:
+                    unknown += 1
+                    continue
+                sequence = ticket.sequence
+                ticket.end()
+                if sequence is None:
+                    continue
+                if failed:
+                    void(sequence)
+                else:
+                    settle(sequence)
+        return unknown
 
     def records(self, executor_id: str) -> Iterator[BlockRecord]:
         """Every indexed block of an executor, parents before children; nothing for an unknown one."""
-        raise NotImplementedError
+        executor = self._executors.get(executor_id)
+        for pool in executor.pools if executor is not None else ():
+            for block in sorted(pool.index.values(), key=lambda block: block.depth):
+                yield pool.record(block)
 
     # Schedulers and sequences
 
     def register_scheduler(self, scheduler_id: str, scheduler_epoch: int, now: float) -> None:
         """Registers a scheduler; a newer epoch frees what the older held. Raises InvalidField, StaleSchedulerError."""
-        raise NotImplementedError
+        check_id("scheduler_id", scheduler_id)
+        if scheduler_epoch < 1:
+            raise InvalidField("scheduler_epoch", "must be at least 1")
+        known = self._schedulers.get(scheduler_id)
+        deadline = now + self.config.lease_seconds
+        if known is not None and scheduler_epoch < known.epoch:
+            raise StaleSchedulerError(f"scheduler {scheduler_id} has started again since")
+        if known is not None and scheduler_epoch == known.epoch:
+            known.deadline = deadline
+            return
+        if known is not None:
+            self._release_all(known, now)
+        self._schedulers[scheduler_id] = Scheduler(scheduler_id, scheduler_epoch, deadline)
 
     def admit(self, request: AdmitRequest, now: float) -> Admission:
-        """Matches, claims and allocates. Repeated with the same content it gives the same answer.
+        """Matches, claims and allocates; renews the scheduler's lease. The same content gives the same answer.
 
         Raises InvalidField, UnknownExecutorError, UnknownSchedulerError, StaleSchedulerError, SequenceExistsError,
         SequenceTooLongError.
         """
-        raise NotImplementedError
+        tokens = check_request(request)
+        scheduler = self._scheduler(request.scheduler_id, request.scheduler_epoch)
+        executor = self._executors.get(request.executor_id)
+        if executor is None:
+            raise UnknownExecutorError(
+                f"executor {request.executor_id} is not registered", fields={"executor_id": "is not registered"}
+            )
+        existing = self._sequences.get(request.sequence_id)
+        if existing is not None:
+            return _repeated(existing, content(request, tokens))
+        sequence, short = self._admitter.admit(request, tokens, scheduler, executor)
+        scheduler.deadline = now + self.config.lease_seconds
+        return self._enter(sequence, short)
 
     def sync(self, request: SyncRequest, now: float) -> SyncAnswer:
         """Takes progress and gives capacity. Repeating the last number gives its answer again.
 
         Raises InvalidField, UnknownSchedulerError, StaleSchedulerError, ManagerRestartedError, SyncNumberError.
         """
-        raise NotImplementedError
+        if request.manager_epoch != self.epoch:
+            raise ManagerRestartedError("the handles belong to another process of the cache manager")
+        scheduler = self._scheduler(request.scheduler_id, request.scheduler_epoch)
+        if scheduler.sync_number and request.sync_number == scheduler.sync_number:
+            scheduler.deadline = now + self.config.lease_seconds
+            return scheduler.sync_answer
+        if request.sync_number != scheduler.sync_number + 1:
+            raise SyncNumberError(
+                f"expected sync {scheduler.sync_number + 1}", metadata={"expected": str(scheduler.sync_number + 1)}
+            )
+        sync = Sync(request, scheduler, self._executors, self.config, self._admitter)
+        sync.check()
+        scheduler.deadline = now + self.config.lease_seconds
+        scheduler.sync_number = request.sync_number
+        scheduler.sync_answer = sync.apply(now)
+        for sequence in sync.released:
+            del self._sequences[sequence.sequence_id]
+        return scheduler.sync_answer
 
     def extend(self, sequence_id: str, capacity_tokens: int) -> Extension:
         """Grows one sequence. Raises UnknownSequenceError, VoidSequenceError, SequenceTooLongError."""
-        raise NotImplementedError
+        sequence = self._live(sequence_id)
+        executor = sequence.executor
+        check_length(executor, capacity_tokens, "capacity_tokens")
+        start = sequence.num_blocks
+        wanted = max(start, blocks_for(capacity_tokens, executor.block_size))
+        short = sum(max(0, wanted - start - pool.free) for pool in executor.pools)
+        if short:
+            return Extension(False, short, (), sequence.capacity)
+        self._admitter.grow(sequence, wanted)
+        return Extension(True, 0, sequence.slots(start), sequence.capacity)
 
     def truncate(self, sequence_id: str, num_tokens: int) -> Freed:
         """Forgets tokens from a length on. Raises InvalidField, SharedBlockError, WindowPassedError."""
-        raise NotImplementedError
+        sequence = self._sequences.get(sequence_id)
+        return Freed(False) if sequence is None else truncate(sequence, num_tokens)
 
     def fork(self, parent_sequence_id: str, sequence_id: str) -> Admission:
         """Starts a second sequence with the first one's tokens and blocks.
 
         Raises InvalidField, UnknownSequenceError, SequenceExistsError, VoidSequenceError.
         """
-        raise NotImplementedError
+        check_id("sequence_id", sequence_id)
+        existing = self._sequences.get(sequence_id)
+        if existing is not None:
+            return _repeated(existing, ("fork", parent_sequence_id))
+        parent = self._live(parent_sequence_id, "parent_sequence_id")
+        full = parent.computed // parent.block_size
+        if parent.tickets or any(table.settled < full for table in parent.tables):
+            raise SequenceUnsettledError(f"sequence {parent_sequence_id} waits for a copy or a shared prefix")
+        sequence, short = self._admitter.fork(parent, sequence_id)
+        return self._enter(sequence, short)
 
     def hold(self, sequence_id: str, owner: str, duration: float) -> int:
         """Keeps a sequence's blocks for `duration` seconds from its release on; returns how many.
 
         Raises InvalidField, UnknownSequenceError.
         """
-        raise NotImplementedError
+        if not owner:
+            raise InvalidField("owner", "must not be empty")
+        if duration <= 0:
+            raise InvalidField("duration", "must be greater than zero")
+        sequence = self._live(sequence_id)
+        sequence.holds[owner] = duration
+        return sum(block is not None for table in sequence.tables for block in table.blocks)
 
     def release(self, sequence_id: str, now: float) -> Freed:
         """Gives a sequence's blocks back."""
-        raise NotImplementedError
+        sequence = self._sequences.pop(sequence_id, None)
+        return Freed(False) if sequence is None else release(sequence, now)
 
     def expire(self, now: float) -> None:
         """Ends leases and holds whose time is over. Call it a few times per lease."""
-        raise NotImplementedError
+        for scheduler_id, scheduler in list(self._schedulers.items()):
+            if scheduler.deadline < now:
+                self._release_all(scheduler, now)
+                del self._schedulers[scheduler_id]
+        for executor_id, executor in list(self._executors.items()):
+            expire_holds(executor, now)
+            if executor.deadline < now:
+                lose(executor)
+                del self._executors[executor_id]
 
     # Admin and events
 
     def check_pool(self, pool_id: str = "") -> list[PoolViolation]:
         """Recounts a pool, or all of them, from scratch. Raises UnknownPoolError."""
-        raise NotImplementedError
+        pools = self._selected(pool_id)
+        return [violation for executor in self._executors.values() for violation in check(executor, pools)]
 
     def pools(self) -> list[PoolView]:
         """All pools by name."""
-        raise NotImplementedError
+        return [pool.pool_view() for pool in self._selected("")]
 
     def pool(self, pool_id: str) -> PoolView:
         """One pool. Raises UnknownPoolError."""
-        raise NotImplementedError
+        return self._pool(pool_id).pool_view()
 
     def blocks(self, pool_id: str, after_slot: int = 0) -> Iterator[BlockView]:
         """Used and cached blocks by slot. Raises UnknownPoolError."""
-        raise NotImplementedError
+        pool = self._pool(pool_id)
+        return (pool.view(block) for block in pool.blocks[after_slot + 1 :] if block is not None)
 
     def sequences(self, after_handle: int = 0) -> Iterator[SequenceView]:
         """Live sequences by handle."""
-        raise NotImplementedError
+        for sequence in list(self._sequences.values()):
+            if sequence.handle > after_handle:
+                yield sequence.view()
 
     def purge(self, selected: BlockFilter, *, validate_only: bool) -> Purged:
         """Drops cached blocks with the blocks behind them. Raises InvalidField, UnknownPoolError."""
-        raise NotImplementedError
+        if selected.salt == "":
+            raise InvalidField("filter.salt", "must not be empty; leave it out for all")
+        if selected.max_priority is not None and not 0 <= selected.max_priority <= MAX_PRIORITY:
+            raise InvalidField("filter.max_retention_priority", f"must be between 0 and {MAX_PRIORITY}")
+        return purge(self._selected(selected.pool_id), selected, validate_only=validate_only)
 
     @property
     def last_event(self) -> int:
         """Number of the newest event, 0 before the first."""
-        raise NotImplementedError
+        return self._events.last
 
     def snapshot(self) -> Snapshot:
         """The cache at `last_event`."""
-        raise NotImplementedError
+        last = self._events.last
+        events = []
+        for pool in self._selected(""):
+            events.append(Event(last, EventKind.CREATED, BlockView.of_pool(pool.pool_id), RemovalCause.NONE))
+            for block in sorted(pool.index.values(), key=lambda block: block.depth):
+                events.append(Event(last, EventKind.STORED, pool.view(block), RemovalCause.NONE))  # noqa: PERF401
+        return Snapshot(last, events)
 
     def events_after(self, number: int, limit: int = 1000) -> list[Event]:
         """Events number+1, number+2, … as many as there are. Raises EventsGoneError."""
-        raise NotImplementedError
+        return self._events.after(number, limit)
+
+    # What the calls above share
+
+    def _scheduler(self, scheduler_id: str, scheduler_epoch: int) -> Scheduler:
+        scheduler = self._schedulers.get(scheduler_id)
+        if scheduler is None:
+            raise UnknownSchedulerError(f"scheduler {scheduler_id} is not registered")
+        if scheduler.epoch != scheduler_epoch:
+            raise StaleSchedulerError(f"scheduler {scheduler_id} is registered with another epoch")
+        return scheduler
+
+    def _live(self, sequence_id: str, field: str = "sequence_id") -> LiveSequence:
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None:
+            raise UnknownSequenceError(f"no sequence {sequence_id}", fields={field: "is not known"})
+        if sequence.void:
+            raise VoidSequenceError(f"sequence {sequence_id} can only be released")
+        return sequence
+
+    def _enter(self, sequence: LiveSequence | None, short: int) -> Admission:
+        if sequence is None:
+            return Admission(False, blocks_short=short)
+        self._sequences[sequence.sequence_id] = sequence
+        sequence.executor.sequences[sequence.handle] = sequence
+        sequence.scheduler.sequences[sequence.handle] = sequence
+        return sequence.admission
+
+    def _release_all(self, scheduler: Scheduler, now: float) -> None:
+        for sequence in list(scheduler.sequences.values()):
+            del self._sequences[sequence.sequence_id]
+            release(sequence, now)
+
+    def _selected(self, pool_id: str) -> list[Pool]:
+        if pool_id:
+            return [self._pool(pool_id)]
+        return sorted(
+            (pool for executor in self._executors.values() for pool in executor.pools), key=lambda pool: pool.pool_id
+        )
+
+    def _pool(self, pool_id: str) -> Pool:
+        for executor in self._executors.values():
+            for pool in executor.pools:
+                if pool.pool_id == pool_id:
+                    return pool
+        raise UnknownPoolError(f"no pool {pool_id}", fields={"pool_id": "is not known"})
+
+
+def _repeated(existing: LiveSequence, content: object) -> Admission:
+    if existing.content != content:
+        raise SequenceExistsError(f"sequence {existing.sequence_id} exists with other content")
+    return existing.admission

@@ -1,0 +1,32 @@
+"""The last events, numbered without a gap."""
+
+from cachemgr.api import BlockView, Event, EventKind, RemovalCause
+from cachemgr.errors import EventsGoneError
+
+
+class EventLog:
+    """A ring of the last `capacity` events."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._ring: list[Event] = []
+        self.last = 0
+
+    def add(self, kind: EventKind, block: BlockView, cause: RemovalCause = RemovalCause.NONE) -> None:
+        """Numbers an event and keeps it."""
+        event = Event(self.last + 1, kind, block, cause)
+        if len(self._ring) < self._capacity:
+            self._ring.append(event)
+        else:
+            self._ring[self.last % self._capacity] = event
+        self.last += 1
+
+    def after(self, number: int, limit: int) -> list[Event]:
+        """Up to `limit` events behind a number. Raises EventsGoneError when the first of them is not kept."""
+        if number > self.last or number < self.last - len(self._ring):
+            raise EventsGoneError(
+                f"events behind {number} are not kept",
+                metadata={"oldest": str(self.last - len(self._ring) + 1), "newest": str(self.last)},
+            )
+        end = min(self.last, number + limit)
+        return [self._ring[index % self._capacity] for index in range(number, end)]

@@ -1,0 +1,96 @@
+"""Checking an executor's announcement, and putting back what a store remembers of it."""
+
+from collections import deque
+from collections.abc import Iterable
+
+from cachemgr.admission import check_id
+from cachemgr.api import ExecutorSpec, IndexJournal
+from cachemgr.block import Block
+from cachemgr.errors import InvalidField
+from cachemgr.keys import TOKEN_BYTES, child_key, pack, packed_bytes
+from cachemgr.pool import Pool
+from cachemgr.records import BlockRecord
+from cachemgr.registry import Executor
+from cachemgr.retention import DEFAULT_PRIORITY, MAX_PRIORITY
+
+
+def check_spec(spec: ExecutorSpec) -> None:
+    """Raises InvalidField."""
+    check_id("executor_id", spec.executor_id)
+    if spec.executor_epoch < 1:
+        raise InvalidField("executor_epoch", "must be at least 1")
+    if not spec.model_fingerprint:
+        raise InvalidField("model_fingerprint", "must not be empty")
+    if spec.block_size < 2 or spec.block_size & (spec.block_size - 1):
+        raise InvalidField("block_size", "must be a power of two greater than 1")
+    if not spec.pools:
+        raise InvalidField("pools", "must not be empty")
+    if spec.last_write_steps and len(spec.last_write_steps) != len(spec.pools):
+        raise InvalidField("pools", "must all tell their last_write_steps, or none")
+    for number, pool in enumerate(spec.pools):
+        path = f"pools[{number}]"
+        if pool.group != number:
+            raise InvalidField(f"{path}.group", f"must be {number}: groups are numbered in order")
+        if pool.num_blocks < 1:
+            raise InvalidField(f"{path}.num_blocks", "must be at least 1")
+        if pool.attention_window is not None and pool.attention_window < 1:
+            raise InvalidField(f"{path}.attention_window", "must be at least 1; leave it out for full attention")
+        steps = spec.last_write_steps[number] if spec.last_write_steps else ()
+        if steps and len(steps) != pool.num_blocks:
+            raise InvalidField(f"{path}.last_write_steps", "must have one entry per block")
+
+
+def restore(executor: Executor, remembered: Iterable[BlockRecord], journal: IndexJournal) -> int:
+    """Puts remembered blocks back that the device still holds; the journal hears of all others."""
+    used: list[set[int]] = [set() for _ in executor.pools]
+    restored = 0
+    for record in sorted(remembered, key=lambda block: block.depth):
+        if _holds(executor, record, used):
+            used[record.group].add(record.slot)
+            _adopt(executor, record)
+            restored += 1
+        elif record.group >= len(used) or record.slot not in used[record.group]:
+            journal.removed(executor.executor_id, record.group, record.slot)
+    for pool, slots in zip(executor.pools, used, strict=True):
+        pool.empty = deque(slot for slot in pool.empty if slot not in slots)
+    return restored
+
+
+def _holds(executor: Executor, record: BlockRecord, used: list[set[int]]) -> bool:
+    if record.group >= len(executor.pools):
+        return False
+    pool = executor.pools[record.group]
+    steps = executor.spec.last_write_steps[record.group] if executor.spec.last_write_steps else ()
+    if not 1 <= record.slot <= len(steps) or record.slot in used[record.group]:
+        return False
+    if steps[record.slot - 1] > record.stored_step or not 0 <= record.priority <= MAX_PRIORITY:
+        return False
+    if not 1 <= len(record.token_ids) <= pool.block_size or record.key in pool.index:
+        return False
+    return _fits(executor, pool, record)
+
+
+def _fits(executor: Executor, pool: Pool, record: BlockRecord) -> bool:
+    """Whether the key is that of the tokens behind the parent, and the parent is there."""
+    root = executor.domain(record.salt, record.adapter_id).key
+    if (record.parent_key is None) != (record.depth == 0):
+        return False
+    parent_key = root if record.parent_key is None else record.parent_key
+    if record.parent_key is not None:
+        parent = pool.index.get(record.parent_key)
+        if parent is None and pool.window is None:
+            return False
+        full = pool.block_size * TOKEN_BYTES
+        if parent is not None and (parent.depth != record.depth - 1 or len(parent.tokens) != full):
+            return False
+    return child_key(parent_key, packed_bytes(pack(record.token_ids))) == record.key
+
+
+def _adopt(executor: Executor, record: BlockRecord) -> None:
+    pool = executor.pools[record.group]
+    domain = executor.domain(record.salt, record.adapter_id)
+    block = Block(record.slot)
+    block.wish = None if record.priority == DEFAULT_PRIORITY else record.priority
+    parent_key = domain.key if record.parent_key is None else record.parent_key
+    tokens = packed_bytes(pack(record.token_ids))
+    pool.adopt(block, record.key, parent_key, tokens, record.depth, domain, record.stored_step)

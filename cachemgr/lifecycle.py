@@ -1,0 +1,149 @@
+"""How sequences end or shrink, and how everything of an executor or scheduler that is gone ends."""
+
+from cachemgr.api import Freed, RemovalCause
+from cachemgr.block import Block
+from cachemgr.errors import InvalidField, SharedBlockError, WindowPassedError
+from cachemgr.pool import Pool
+from cachemgr.registry import Executor, Hold
+from cachemgr.sequence import GroupTable, Sequence, blocks_for, first_needed
+from cachemgr.settling import settle, settle_last, void, withdraw
+
+
+def free_blocks(executor: Executor) -> int:
+    """Blocks that may be taken, over all groups."""
+    return sum(pool.free for pool in executor.pools)
+
+
+def release(sequence: Sequence, now: float) -> Freed:
+    """Stores what can be stored and gives all blocks back, or to a hold."""
+    executor = sequence.executor
+    before = free_blocks(executor)
+    settle(sequence)
+    settle_last(sequence)
+    withdraw(sequence)
+    for ticket in list(sequence.tickets):
+        ticket.detach(sequence.tables[ticket.pool.spec.group])
+    if sequence.holds and not sequence.void:
+        _keep(sequence, now)
+    for table in sequence.tables:
+        table.cut(0)
+    for writer in sequence.waits_on:
+        writer.dependents.discard(sequence)
+    del executor.sequences[sequence.handle]
+    del sequence.scheduler.sequences[sequence.handle]
+    sequence.scheduler.void.discard(sequence.handle)
+    return Freed(True, free_blocks(executor) - before)
+
+
+def _keep(sequence: Sequence, now: float) -> None:
+    kept: list[tuple[Pool, Block]] = []
+    for table in sequence.tables:
+        for block in table.references():
+            table.pool.retain(block)
+            kept.append((table.pool, block))
+    owners = {owner: now + duration for owner, duration in sequence.holds.items()}
+    sequence.executor.holds.append(Hold(kept, owners))
+
+
+def expire_holds(executor: Executor, now: float) -> None:
+    """Ends holds whose owners' times are all over."""
+    alive = []
+    for hold in executor.holds:
+        hold.owners = {owner: end for owner, end in hold.owners.items() if end > now}
+        if hold.owners:
+            alive.append(hold)
+            continue
+        for pool, block in hold.blocks:
+            pool.drop(block)
+    executor.holds = alive
+
+
+def lose(executor: Executor) -> None:
+    """The device memory is gone: nothing in it can be found or freed any more, and who lives in it is void."""
+    for sequence in executor.sequences.values():
+        void(sequence)
+        sequence.tickets.clear()
+        for table in sequence.tables:
+            table.blocks, table.anchors = [], {}
+            table.settled = table.first = 0
+    executor.tickets.clear()
+    executor.holds.clear()
+    for pool in executor.pools:
+        pool.forget_all()
+
+
+def truncate(sequence: Sequence, num_tokens: int) -> Freed:
+    """Keeps the first `num_tokens` tokens. What is rejected is not findable, unless others rely on it."""
+    if num_tokens < 1:
+        raise InvalidField("num_tokens", "must be at least 1")
+    if num_tokens > len(sequence.tokens):
+        raise InvalidField("num_tokens", f"must be at most the sequence's {len(sequence.tokens)} tokens")
+    if sequence.void:
+        return Freed(True)
+    size = sequence.block_size
+    # The newest token's K and V do not count: the next step writes them, to `cut`.
+    computed = min(sequence.computed, num_tokens - 1)
+    cut, keep = computed // size, blocks_for(num_tokens, size)
+    rewritten = computed < sequence.computed
+    discarded = [_check_truncation(sequence, table, computed, cut, rewritten) for table in sequence.tables]
+
+    before = free_blocks(sequence.executor)
+    if rewritten:
+        _void_copies_from(sequence, cut, computed - cut * size)
+    withdraw(sequence, cut if rewritten else num_tokens // size)
+    for ticket in list(sequence.tickets):
+        if ticket.index >= keep:
+            ticket.detach(sequence.tables[ticket.pool.spec.group])
+    for table, blocks in zip(sequence.tables, discarded, strict=True):
+        for block in blocks:
+            table.pool.discard(block, RemovalCause.TRUNCATED)
+        if rewritten:
+            _own(sequence, table, cut)
+        table.cut(keep)
+    del sequence.tokens[num_tokens:]
+    del sequence.keys[num_tokens // size :]
+    sequence.computed = computed
+    return Freed(True, free_blocks(sequence.executor) - before)
+
+
+def _check_truncation(sequence: Sequence, table: GroupTable, computed: int, cut: int, rewritten: bool) -> list[Block]:
+    """The blocks to take out of the index, tail first."""
+    if not rewritten:
+        return []
+    if table.first > first_needed(computed, table.pool.window, sequence.block_size):
+        raise WindowPassedError("the window before that length is given back already")
+    own_from = sequence.cached_tokens // sequence.block_size
+    discarded: list[Block] = []
+    for place in range(len(table.blocks) - 1, max(cut, own_from) - 1, -1):
+        block = table.blocks[place]
+        if block is not None and block.parent is not None and block.refs == 1 and _stands_alone(block, discarded):
+            discarded.append(block)
+    block = table.blocks[cut]
+    assert block is not None
+    if cut < own_from or (block.writer is not sequence and block.refs > 1) or (block.parent and block not in discarded):
+        raise SharedBlockError("the sequence would write into a block that others can read; release it instead")
+    return discarded
+
+
+def _stands_alone(block: Block, discarded: list[Block]) -> bool:
+    children = block.children
+    return children is None or (isinstance(children, Block) and bool(discarded) and children is discarded[-1])
+
+
+def _own(sequence: Sequence, table: GroupTable, cut: int) -> None:
+    """Makes the block at `cut` the sequence's to fill again."""
+    block = table.blocks[cut]
+    assert block is not None
+    block.writer = sequence
+    anchor = table.anchors.pop(cut, None)
+    if anchor is not None:
+        table.pool.drop(anchor)
+    table.settled = min(table.settled, cut)
+
+
+def _void_copies_from(sequence: Sequence, cut: int, kept: int) -> None:
+    """A fork whose copy has not run would read what the sequence writes next."""
+    sources = {table.blocks[cut] for table in sequence.tables}
+    for ticket in sequence.executor.tickets.values():
+        if ticket.source in sources and ticket.num_tokens > kept and ticket.sequence is not None:
+            void(ticket.sequence)

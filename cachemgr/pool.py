@@ -1,0 +1,263 @@
+"""One pool: its slots, its prefix index, and which block goes next."""
+
+from collections import deque
+from collections.abc import Iterator
+
+from cachemgr import siblings
+from cachemgr.api import BlockView, EventKind, IndexJournal, PoolSpec, PoolView, RemovalCause
+from cachemgr.block import Block, EvictionOrder, Node
+from cachemgr.events import EventLog
+from cachemgr.keys import Domain, unpack
+from cachemgr.records import BlockRecord
+from cachemgr.sequence import Sequence
+
+TAKEABLE = "every block without references may be taken: what a referenced block stands on is referenced too"
+
+
+class Pool:
+    """Owns the blocks of one layer group of one executor.
+
+    A block is empty (no object, its slot in a queue), used (references) or cached (indexed, no references). With full
+    attention only leaves are in the eviction order. Callers keep every indexed ancestor of a referenced block
+    referenced, so that all cached blocks can be taken, leaf by leaf.
+    """
+
+    def __init__(
+        self, executor_id: str, spec: PoolSpec, block_size: int, events: EventLog, journal: IndexJournal
+    ) -> None:
+        self.pool_id = f"{executor_id}/{spec.group}"
+        self.executor_id = executor_id
+        self.spec = spec
+        self.window = spec.attention_window
+        self.block_size = block_size
+        self.blocks: list[Block | None] = [None] * (spec.num_blocks + 1)
+        self.empty = deque(range(1, spec.num_blocks + 1))
+        self.order = EvictionOrder()
+        # Indexed blocks by key, and nodes without a block that indexed blocks stand on.
+        self.index: dict[bytes, Block] = {}
+        self.bare: dict[bytes, Node] = {}
+        # Blocks that a sequence has promised to fill, by the key that they will have.
+        self.pending: dict[bytes, Block] = {}
+        self.used = 0
+        self.cached = 0
+        self.evicted = 0
+        self.queried_tokens = 0
+        self.hit_tokens = 0
+        self._uses = 0
+        self._events = events
+        self._journal = journal
+        events.add(EventKind.CREATED, BlockView.of_pool(self.pool_id))
+
+    @property
+    def free(self) -> int:
+        """Blocks that may be taken."""
+        return self.spec.num_blocks - self.used
+
+    # Slots and references
+
+    def take(self, writer: Sequence | None) -> Block:
+        """A block with one reference and no content; evicts when none is empty. Only call it when one is free."""
+        if self.empty:
+            slot = self.empty.popleft()
+        else:
+            victim = self.order.first()
+            assert victim is not None, TAKEABLE
+            self.order.remove(victim)
+            self.cached -= 1
+            self.evicted += 1
+            self._unlink(victim, RemovalCause.EVICTED)
+            slot = victim.slot
+        block = Block(slot, writer)
+        block.refs = 1
+        self.blocks[slot] = block
+        self.used += 1
+        return block
+
+    def retain(self, block: Block) -> None:
+        """Adds a reference."""
+        if not block.refs:
+            self.used += 1
+            self.cached -= 1
+            if block.older is not None:
+                self.order.remove(block)
+        block.refs += 1
+
+    def drop(self, block: Block) -> None:
+        """Takes a reference back. The last one makes an indexed block cached and any other empty."""
+        block.refs -= 1
+        if block.refs:
+            return
+        self.used -= 1
+        if block.parent is None:
+            self.blocks[block.slot] = None
+            self.empty.append(block.slot)
+            return
+        self.cached += 1
+        self._uses += 1
+        block.recency = self._uses
+        if self._is_evictable(block):
+            self.order.append(block)
+
+    # The index
+
+    def node(self, key: bytes) -> Node | None:
+        """The place with this key, when something stands there or on it."""
+        return self.index.get(key) or self.bare.get(key)
+
+    def store(
+        self, block: Block, key: bytes, parent_key: bytes, tokens: bytes, depth: int, domain: Domain, step: int
+    ) -> None:
+        """Enters a used block into the index; its wish is set before. No other block may have the key."""
+        self._enter(block, key, parent_key, tokens, depth, domain, step)
+        self._journal.stored(self.executor_id, self.record(block))
+
+    def adopt(
+        self, block: Block, key: bytes, parent_key: bytes, tokens: bytes, depth: int, domain: Domain, step: int
+    ) -> None:
+        """Enters a block that the journal knows as cached, used less recently than all others; its slot is unused."""
+        self._uses += 1
+        block.recency = -self._uses
+        self.blocks[block.slot] = block
+        self.cached += 1
+        self._enter(block, key, parent_key, tokens, depth, domain, step)
+        self.order.insert(block)
+
+    def _enter(
+        self, block: Block, key: bytes, parent_key: bytes, tokens: bytes, depth: int, domain: Domain, step: int
+    ) -> None:
+        parent = self.node(parent_key)
+        if parent is None:
+            parent = self.bare[parent_key] = Node(parent_key)
+        block.key = key
+        block.tokens = tokens
+        block.depth = depth
+        block.domain = domain
+        block.stored_step = step
+        block.parent = parent
+        for shorter in siblings.covered(parent, tokens):
+            if not shorter.refs:
+                self.discard(shorter, RemovalCause.COVERED)
+        if not isinstance(parent, Block):
+            # Discarding its last child has taken it away.
+            self.bare[parent_key] = parent
+        elif parent.older is not None and self.window is None:
+            self.order.remove(parent)
+        siblings.add(parent, block)
+        gap = self.bare.pop(key, None)
+        if gap is not None:
+            block.children = gap.children
+            for child in siblings.each(gap):
+                child.parent = block
+        self.index[key] = block
+        self._events.add(EventKind.STORED, self.view(block))
+
+    def discard(self, block: Block, cause: RemovalCause) -> None:
+        """Takes a block out of the index; an unreferenced one becomes empty. With full attention it has no child."""
+        if block.older is not None:
+            self.order.remove(block)
+        self._unlink(block, cause)
+        if not block.refs:
+            self.cached -= 1
+            self.blocks[block.slot] = None
+            self.empty.append(block.slot)
+
+    def wish(self, block: Block, priority: int | None) -> None:
+        """Adds a wish: the largest one counts. Recency stays."""
+        if priority is None or (block.wish is not None and block.wish >= priority):
+            return
+        listed = block.older is not None
+        if listed:
+            self.order.remove(block)
+        before = block.priority
+        block.wish = priority
+        if listed:
+            self.order.insert(block)
+        if block.parent is not None and block.priority != before:
+            self._events.add(EventKind.UPDATED, self.view(block))
+            self._journal.stored(self.executor_id, self.record(block))
+
+    def descendants(self, block: Block) -> Iterator[Block]:
+        """Blocks that stand on this one, children before parents."""
+        found, at = list(siblings.each(block)), 0
+        while at < len(found):
+            found.extend(siblings.each(found[at]))
+            at += 1
+        return reversed(found)
+
+    def forget_all(self) -> None:
+        """The device memory is gone: every slot is empty. The journal keeps what may come back with the same epoch."""
+        for block in self.index.values():
+            self._events.add(EventKind.REMOVED, self.view(block), RemovalCause.EXECUTOR_LOST)
+        for table in (self.index, self.bare, self.pending):
+            table.clear()
+        self.order = EvictionOrder()
+        self.blocks = [None] * len(self.blocks)
+        self.empty = deque(range(1, len(self.blocks)))
+        self.used = self.cached = 0
+
+    def _is_evictable(self, block: Block) -> bool:
+        return self.window is not None or block.children is None
+
+    def _unlink(self, block: Block, cause: RemovalCause) -> None:
+        view = self.view(block)
+        parent = block.parent
+        assert parent is not None
+        siblings.remove(parent, block)
+        if parent.children is None:
+            if not isinstance(parent, Block):
+                del self.bare[parent.key]
+            elif self.window is None and not parent.refs:
+                self.order.insert(parent)
+        del self.index[block.key]
+        if block.children is not None:
+            assert self.window is not None
+            gap = self.bare[block.key] = Node(block.key)
+            gap.children = block.children
+            for child in siblings.each(gap):
+                child.parent = gap
+            block.children = None
+        block.parent = None
+        self._events.add(EventKind.REMOVED, view, cause)
+        self._journal.removed(self.executor_id, self.spec.group, block.slot)
+
+    # Views
+
+    def view(self, block: Block) -> BlockView:
+        """The block as seen from outside."""
+        parent_key = b"" if block.parent is None or not block.depth else block.parent.key
+        key = b"" if block.parent is None else block.key
+        tokens = len(block.tokens) // 4
+        return BlockView(self.pool_id, block.slot, key, parent_key, tokens, block.refs, block.priority, block.depth)
+
+    def record(self, block: Block) -> BlockRecord:
+        """An indexed block as the store keeps it."""
+        assert block.parent is not None
+        assert block.domain is not None
+        return BlockRecord(
+            group=self.spec.group,
+            slot=block.slot,
+            key=block.key,
+            parent_key=block.parent.key if block.depth else None,
+            depth=block.depth,
+            token_ids=unpack(block.tokens),
+            salt=block.domain.salt,
+            adapter_id=block.domain.adapter_id,
+            priority=block.priority,
+            stored_step=block.stored_step,
+        )
+
+    def pool_view(self) -> PoolView:
+        """The pool with its counters."""
+        return PoolView(
+            pool_id=self.pool_id,
+            executor_id=self.executor_id,
+            spec=self.spec,
+            block_size=self.block_size,
+            total_blocks=self.spec.num_blocks,
+            free_blocks=self.free,
+            used_blocks=self.used,
+            cached_blocks=self.cached,
+            evicted_blocks=self.evicted,
+            queried_tokens=self.queried_tokens,
+            hit_tokens=self.hit_tokens,
+        )

@@ -1,0 +1,125 @@
+"""From computed tokens to findable blocks, and what happens when the tokens will not come."""
+
+from cachemgr import siblings
+from cachemgr.keys import child_key
+from cachemgr.sequence import GroupTable, Sequence, first_needed
+
+
+def promise(sequence: Sequence) -> None:
+    """Makes the full blocks of the known tokens findable before they are computed."""
+    if sequence.no_store:
+        return
+    full = len(sequence.tokens) // sequence.block_size
+    for table in sequence.tables:
+        pending, index = table.pool.pending, table.pool.index
+        for place in range(table.settled, min(full, len(table.blocks))):
+            block = table.blocks[place]
+            if block is not None and block.writer is sequence:
+                key = sequence.key(place)
+                if key not in index:
+                    pending.setdefault(key, block)
+
+
+def settle(sequence: Sequence) -> None:
+    """Enters what is computed into the index and gives back what left the window.
+
+    Nothing is settled while a copy into the sequence is open: until the executor has confirmed it, neither the
+    copied tokens nor what was computed behind them are known to be right.
+    """
+    if sequence.void or sequence.tickets:
+        return
+    full = sequence.computed // sequence.block_size
+    for table in sequence.tables:
+        while table.settled < full and _settle_block(sequence, table, table.settled):
+            table.settled += 1
+        window = table.pool.window
+        if window is not None:
+            needed = min(table.settled, first_needed(sequence.computed, window, sequence.block_size))
+            while table.first < needed:
+                block = table.blocks[table.first]
+                if block is not None:
+                    table.blocks[table.first] = None
+                    table.pool.drop(block)
+                table.first += 1
+
+
+def _settle_block(sequence: Sequence, table: GroupTable, place: int) -> bool:
+    """False when the block is another sequence's to fill, and that one has not."""
+    block = table.blocks[place]
+    if block is None:
+        return True
+    pool, key = table.pool, sequence.key(place)
+    if block.writer is sequence:
+        block.writer = None
+        if pool.pending.get(key) is block:
+            del pool.pending[key]
+    elif block.writer is not None:
+        return False
+    if sequence.no_store or block.parent is not None:
+        return True
+    wish = sequence.wishes.at(place * sequence.block_size)
+    equal = pool.index.get(key)
+    if equal is not None:
+        pool.wish(equal, wish)
+        if pool.window is None:
+            pool.retain(equal)
+            table.anchors[place] = equal
+        return True
+    pool.wish(block, wish)
+    size = sequence.block_size
+    tokens = sequence.packed(place * size, (place + 1) * size)
+    pool.store(block, key, sequence.key(place - 1), tokens, place, sequence.domain, sequence.step)
+    return True
+
+
+def settle_last(sequence: Sequence) -> None:
+    """Enters the partly filled last block of a sequence that ends, unless a sibling covers it."""
+    size = sequence.block_size
+    place, count = divmod(sequence.computed, size)
+    if sequence.void or sequence.no_store or sequence.tickets or not count:
+        return
+    tokens = sequence.packed(place * size, sequence.computed)
+    parent_key = sequence.key(place - 1)
+    for table in sequence.tables:
+        block = table.blocks[place] if place < len(table.blocks) else None
+        if table.settled < place or block is None or block.writer is not sequence:
+            continue
+        parent = table.pool.node(parent_key)
+        if parent is not None and siblings.covers(parent, tokens):
+            continue
+        withdraw_block(sequence, table, place)
+        block.writer = None
+        table.pool.wish(block, sequence.wishes.at(place * size))
+        key = child_key(parent_key, tokens)
+        table.pool.store(block, key, parent_key, tokens, place, sequence.domain, sequence.step)
+
+
+def withdraw_block(sequence: Sequence, table: GroupTable, place: int) -> None:
+    """Takes back the promise to fill a block."""
+    if place < len(sequence.keys) and table.pool.pending.get(sequence.keys[place]) is table.blocks[place]:
+        del table.pool.pending[sequence.keys[place]]
+
+
+def withdraw(sequence: Sequence, start: int = 0) -> None:
+    """Takes back all promises from a place on; whoever relied on them is void."""
+    for table in sequence.tables:
+        for place in range(max(start, table.settled), len(table.blocks)):
+            withdraw_block(sequence, table, place)
+    for dependent in list(sequence.dependents):
+        if _relies_on(dependent, sequence, start):
+            void(dependent)
+
+
+def void(sequence: Sequence) -> None:
+    """The sequence's content will not come. It keeps its blocks until it is released, and nothing of them is stored."""
+    if sequence.void:
+        return
+    sequence.void = True
+    sequence.scheduler.void.add(sequence.handle)
+    withdraw(sequence)
+
+
+def _relies_on(dependent: Sequence, writer: Sequence, start: int) -> bool:
+    return any(
+        block is not None and block.writer is writer for table in dependent.tables for block in table.blocks[start:]
+    )

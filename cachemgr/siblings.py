@@ -1,0 +1,103 @@
+"""The children of a node, sorted by their packed tokens.
+
+Sorted that way, the sibling with the longest common prefix is a neighbour of the place where the tokens would go,
+and so is every sibling that begins with them.
+"""
+
+from bisect import bisect_left, bisect_right
+from operator import attrgetter
+
+from cachemgr.block import Block, Node
+from cachemgr.keys import TOKEN_BYTES
+
+_TOKENS = attrgetter("tokens")
+
+
+def each(node: Node) -> tuple[Block, ...]:
+    """All children."""
+    children = node.children
+    if children is None:
+        return ()
+    return (children,) if isinstance(children, Block) else tuple(children)
+
+
+def add(node: Node, block: Block) -> None:
+    """Adds a child."""
+    children = node.children
+    if children is None:
+        node.children = block
+        return
+    if isinstance(children, Block):
+        children = node.children = [children]
+    children.insert(bisect_left(children, block.tokens, key=_TOKENS), block)
+
+
+def remove(node: Node, block: Block) -> None:
+    """Removes a child."""
+    children = node.children
+    if children is block:
+        node.children = None
+        return
+    assert isinstance(children, list)
+    index = bisect_left(children, block.tokens, key=_TOKENS)
+    while children[index] is not block:
+        index += 1
+    del children[index]
+    if len(children) == 1:
+        node.children = children[0]
+
+
+def closest(node: Node, tokens: bytes) -> tuple[Block | None, int]:
+    """The child with the longest common prefix, and that prefix in tokens; (None, 0) when there is none."""
+    children = node.children
+    if children is None or not tokens:
+        return None, 0
+    best, longest = None, 0
+    for block in _neighbours(children, tokens):
+        common = _common_tokens(block.tokens, tokens)
+        if common > longest:
+            best, longest = block, common
+    return best, longest
+
+
+def covers(node: Node, tokens: bytes) -> bool:
+    """Whether a child begins with these tokens."""
+    children = node.children
+    return children is not None and any(block.tokens.startswith(tokens) for block in _neighbours(children, tokens))
+
+
+def covered(node: Node, tokens: bytes) -> list[Block]:
+    """Children whose tokens are a true beginning of these, longest first."""
+    children = [node.children] if isinstance(node.children, Block) else node.children or []
+    found: list[Block] = []
+    beginning = tokens
+    index = bisect_left(children, beginning, key=_TOKENS)
+    while index > 0:
+        # Whatever begins `beginning` stands between the last child before it and itself, or is that child.
+        block = children[index - 1]
+        common = _common_tokens(block.tokens, beginning) * TOKEN_BYTES
+        beginning = tokens[:common]
+        if not common:
+            break
+        if common == len(block.tokens):
+            found.append(block)
+            index = bisect_left(children, beginning, key=_TOKENS)
+        else:
+            index = bisect_right(children, beginning, key=_TOKENS)
+    return found
+
+
+def _neighbours(children: Block | list[Block], tokens: bytes) -> tuple[Block, ...]:
+    if isinstance(children, Block):
+        return (children,)
+    index = bisect_left(children, tokens, key=_TOKENS)
+    return tuple(children[max(0, index - 1) : index + 1])
+
+
+def _common_tokens(one: bytes, other: bytes) -> int:
+    shorter = min(len(one), len(other))
+    if one[:shorter] == other[:shorter]:
+        return shorter // TOKEN_BYTES
+    # The exclusive or of both has its lowest set bit in the first byte that differs.
+    differing = int.from_bytes(one[:shorter], "little") ^ int.from_bytes(other[:shorter], "little")
+    return ((differing & -differing).bit_length() - 1) // (8 * TOKEN_BYTES)

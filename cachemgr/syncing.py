@@ -1,0 +1,174 @@
+"""One sync: columns of progress in, columns of capacity out."""
+
+from collections.abc import Sequence as Seq
+
+from cachemgr.admission import Admitter, watermark
+from cachemgr.api import ManagerConfig, SyncAnswer, SyncRequest
+from cachemgr.errors import InvalidField
+from cachemgr.lifecycle import release
+from cachemgr.registry import Executor, Scheduler
+from cachemgr.sequence import Sequence, blocks_for
+from cachemgr.settling import settle, void, withdraw
+
+
+class Sync:
+    """One request of one scheduler. `check` changes nothing; `apply` cannot fail after it."""
+
+    def __init__(
+        self,
+        request: SyncRequest,
+        scheduler: Scheduler,
+        executors: dict[str, Executor],
+        config: ManagerConfig,
+        admitter: Admitter,
+    ) -> None:
+        self._request = request
+        self._scheduler = scheduler
+        self._executors = executors
+        self._config = config
+        self._admitter = admitter
+        self._moved: list[Sequence] = []
+        self.answer = SyncAnswer()
+        self.released: list[Sequence] = []
+
+    def check(self) -> None:
+        """Raises InvalidField for columns that do not fit together or to what is known."""
+        request = self._request
+        _same_length("computed_tokens", request.computed_tokens, request.handles)
+        _same_length("new_token_counts", request.new_token_counts, request.handles)
+        _same_length("trimmed_capacity_tokens", request.trimmed_capacity_tokens, request.trimmed_handles)
+        for field in ("handles", "released_handles", "trimmed_handles"):
+            column = getattr(request, field)
+            if len(set(column)) != len(column):
+                raise InvalidField(field, "must not name a sequence twice")
+        if sum(request.new_token_counts) != len(request.new_token_ids):
+            raise InvalidField("new_token_ids", "must have as many entries as new_token_counts says")
+        known = {}
+        columns = zip(request.handles, request.computed_tokens, request.new_token_counts, strict=True)
+        for row, (handle, computed, count) in enumerate(columns):
+            sequence = self._scheduler.sequences.get(handle)
+            if sequence is None or sequence.void:
+                continue
+            known[handle] = len(sequence.tokens) + count
+            if not sequence.computed <= computed <= min(known[handle], sequence.capacity):
+                raise InvalidField(
+                    f"computed_tokens[{row}]",
+                    f"must be from {sequence.computed} to {min(known[handle], sequence.capacity)}",
+                )
+        trims = zip(request.trimmed_handles, request.trimmed_capacity_tokens, strict=True)
+        for row, (handle, capacity) in enumerate(trims):
+            sequence = self._scheduler.sequences.get(handle)
+            if sequence is None or sequence.void:
+                continue
+            if capacity < known.get(handle, len(sequence.tokens)):
+                raise InvalidField(f"trimmed_capacity_tokens[{row}]", "must not be less than the known tokens")
+
+    def apply(self, now: float) -> SyncAnswer:
+        """Progress, then releases, trims and cancellations, and what that leaves for those who run on."""
+        self._progress()
+        for handle in self._request.released_handles:
+            sequence = self._find(handle)
+            if sequence is not None:
+                release(sequence, now)
+                self.released.append(sequence)
+        self._trim()
+        self._cancel()
+        self._extend()
+        self.answer.void_handles = sorted(self._scheduler.void)
+        used = [self._executors[name] for name in self._scheduler.executors if name in self._executors]
+        self.answer.free_blocks = min((pool.free for executor in used for pool in executor.pools), default=0)
+        return self.answer
+
+    def _find(self, handle: int) -> Sequence | None:
+        sequence = self._scheduler.sequences.get(handle)
+        if sequence is None:
+            self.answer.unknown_handles.append(handle)
+        return sequence
+
+    def _progress(self) -> None:
+        request, at = self._request, 0
+        columns = zip(request.handles, request.computed_tokens, request.new_token_counts, strict=True)
+        for handle, computed, count in columns:
+            start, at = at, at + count
+            sequence = self._find(handle)
+            if sequence is None or sequence.void:
+                continue
+            if count:
+                sequence.tokens.extend(request.new_token_ids[start:at])
+            sequence.computed = computed
+            sequence.step = max(sequence.step, request.step)
+            self._moved.append(sequence)
+        # Older sequences fill the blocks that younger ones share: they go first.
+        self._moved.sort(key=_handle)
+        for sequence in self._moved:
+            settle(sequence)
+
+    def _trim(self) -> None:
+        request = self._request
+        for handle, capacity in zip(request.trimmed_handles, request.trimmed_capacity_tokens, strict=True):
+            sequence = self._find(handle)
+            if sequence is None or sequence.void:
+                continue
+            keep = blocks_for(capacity, sequence.block_size)
+            withdraw(sequence, keep)
+            for table in sequence.tables:
+                table.cut(keep)
+
+    def _cancel(self) -> None:
+        for number in self._request.cancelled_tickets:
+            for executor in self._executors.values():
+                ticket = executor.tickets.pop(number, None)
+                if ticket is not None:
+                    sequence = ticket.sequence
+                    ticket.end()
+                    if sequence is not None:
+                        void(sequence)
+
+    def _extend(self) -> None:
+        """What the next two steps need comes before what is only ahead of need."""
+        trimmed = set(self._request.trimmed_handles)
+        running = [sequence for sequence in self._moved if not sequence.void and self._is_live(sequence)]
+        before = [sequence.num_blocks for sequence in running]
+        for sequence in running:
+            tokens = max(len(sequence.tokens), sequence.computed + 2)
+            self.answer.blocks_short += self._grow(sequence, tokens, above_watermark=False)
+        if not self.answer.blocks_short:
+            for sequence in running:
+                if sequence.handle not in trimmed:
+                    tokens = len(sequence.tokens) + self._config.capacity_ahead_tokens
+                    self._grow(sequence, tokens, above_watermark=True)
+        for sequence, start in zip(running, before, strict=True):
+            if sequence.num_blocks > start:
+                self._report(sequence, start)
+
+    def _is_live(self, sequence: Sequence) -> bool:
+        return sequence.handle in self._scheduler.sequences
+
+    def _grow(self, sequence: Sequence, tokens: int, *, above_watermark: bool) -> int:
+        """Gives blocks for so many tokens as far as they are there; returns how many are not."""
+        wanted = blocks_for(tokens, sequence.block_size)
+        have = sequence.num_blocks
+        if wanted <= have:
+            return 0
+        pools = sequence.executor.pools
+        spare = min(pool.free - (watermark(pool, self._config) if above_watermark else 0) for pool in pools)
+        given = min(wanted - have, max(0, spare))
+        if given:
+            self._admitter.grow(sequence, have + given)
+        return wanted - have - given
+
+    def _report(self, sequence: Sequence, start: int) -> None:
+        for table in sequence.slots(start):
+            self.answer.extended_handles.append(sequence.handle)
+            self.answer.extended_groups.append(table.group)
+            self.answer.extended_counts.append(len(table.slots))
+            self.answer.extended_slots.extend(table.slots)
+
+
+def _handle(sequence: Sequence) -> int:
+    return sequence.handle
+
+
+def _same_length(field: str, column: Seq[int], handles: Seq[int]) -> None:
+    if len(column) != len(handles):
+        raise InvalidField(field, f"must have one entry per handle, {len(handles)}")
