@@ -126,7 +126,8 @@ class Admitter:
 
     def _claim(self, sequence: Sequence, match: Match, needed: int) -> None:
         size = sequence.block_size
-        ahead = blocks_for(len(sequence.tokens) + self._config.capacity_ahead_tokens, size)
+        # A block's worth carries it to its first sync; whole runways for all who come would leave none to admit.
+        ahead = blocks_for(len(sequence.tokens) + min(size, self._config.capacity_ahead_tokens), size)
         for table, blocks in zip(sequence.tables, match.blocks, strict=True):
             for place, block in enumerate(blocks):
                 if block is not None:
