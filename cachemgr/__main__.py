@@ -1,0 +1,41 @@
+"""Starts the cache manager: `python -m cachemgr`. Its settings are KVKEEP_ variables."""
+
+import asyncio
+import os
+import sys
+
+from cachemgr.embedded_redis import EmbeddedRedis, EmbeddedRedisError
+from cachemgr.process import CacheManagerProcess
+from cachemgr.settings import CachemgrSettings
+from protos.rpc import logs
+from protos.rpc.addresses import AddressError
+from protos.rpc.settings import load
+
+
+def main() -> None:
+    """Runs until SIGTERM or Ctrl-C."""
+    settings = load(CachemgrSettings, os.environ)
+    logs.configure("cachemgr", settings.log_level)
+    embedded: EmbeddedRedis | None = None
+    try:
+        if not settings.redis_url:
+            embedded = EmbeddedRedis.start(settings.state_dir)
+        asyncio.run(_run(settings, embedded))
+    except (AddressError, EmbeddedRedisError) as error:
+        sys.exit(f"cachemgr: {error}")
+    finally:
+        if embedded is not None:
+            embedded.stop()
+
+
+async def _run(settings: CachemgrSettings, embedded: EmbeddedRedis | None) -> None:
+    if embedded is None:
+        process = CacheManagerProcess(settings, redis_url=settings.redis_url)
+    else:
+        process = CacheManagerProcess(settings, redis_url=embedded.url, revive_redis=embedded.revive)
+    await process.start()
+    await process.run_until_stopped()
+
+
+if __name__ == "__main__":
+    main()

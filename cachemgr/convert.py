@@ -1,0 +1,242 @@
+"""Between messages and the domain's types, one function per message. Nothing is decided here."""
+
+from collections.abc import Iterable
+from datetime import timedelta
+
+from google.protobuf.duration_pb2 import Duration
+
+from cachemgr import api
+from protos.kvcache.v1 import kvcache_pb2 as pb
+
+# Enum values are given by name, which the generated types take as they take numbers.
+_KINDS = {kind: f"EVENT_KIND_{kind.name}" for kind in api.EventKind}
+_CAUSES = {cause: f"REMOVAL_CAUSE_{cause.name if cause else 'UNSPECIFIED'}" for cause in api.RemovalCause}
+
+
+def duration(seconds: float) -> Duration:
+    """Seconds as a message."""
+    message = Duration()
+    message.FromTimedelta(timedelta(seconds=seconds))
+    return message
+
+
+def executor_spec(request: pb.RegisterExecutorRequest) -> api.ExecutorSpec:
+    """What an executor announces."""
+    return api.ExecutorSpec(
+        executor_id=request.executor_id,
+        executor_epoch=request.executor_epoch,
+        model=request.model,
+        model_fingerprint=request.model_fingerprint,
+        block_size=request.block_size,
+        pools=[_pool_spec(pool) for pool in request.pools],
+        last_write_steps=[list(pool.last_write_steps) for pool in request.pools],
+    )
+
+
+def _pool_spec(pool: pb.PoolSpec) -> api.PoolSpec:
+    return api.PoolSpec(
+        group=pool.group,
+        num_blocks=pool.num_blocks,
+        attention_window=pool.attention_window if pool.HasField("attention_window") else None,
+        num_layers=pool.num_layers,
+        num_kv_heads=pool.num_kv_heads,
+        head_dim=pool.head_dim,
+        dtype=pool.dtype,
+        block_bytes=pool.block_bytes,
+    )
+
+
+def admit_request(request: pb.AdmitSequenceRequest) -> api.AdmitRequest:
+    """A sequence that wants its blocks."""
+    return api.AdmitRequest(
+        sequence_id=request.sequence_id,
+        scheduler_id=request.scheduler_id,
+        scheduler_epoch=request.scheduler_epoch,
+        executor_id=request.executor_id,
+        token_ids=list(request.token_ids),
+        salt=request.salt if request.HasField("salt") else None,
+        adapter_id=request.adapter_id if request.HasField("adapter_id") else None,
+        retention=_retention(request.retention),
+        no_read=request.no_read,
+        no_store=request.no_store,
+    )
+
+
+def _retention(config: pb.RetentionConfig) -> api.Retention:
+    has_priority = config.HasField("decode_retention_priority")
+    return api.Retention(
+        ranges=tuple(
+            api.RetentionRange(wish.start, wish.end if wish.HasField("end") else None, wish.retention_priority)
+            for wish in config.ranges
+        ),
+        decode_priority=config.decode_retention_priority if has_priority else None,
+    )
+
+
+def admit_response(manager_epoch: int, admission: api.Admission) -> pb.AdmitSequenceResponse:
+    """Answer to an admission."""
+    return pb.AdmitSequenceResponse(
+        manager_epoch=manager_epoch,
+        admitted=admission.admitted,
+        blocks_short=admission.blocks_short,
+        sequence_handle=admission.sequence_handle,
+        cached_tokens=admission.cached_tokens,
+        wait_for_handle=admission.wait_for_handle,
+        capacity_tokens=admission.capacity_tokens,
+        block_tables=_tables(admission.block_tables),
+        transfers=_transfers(admission.transfers),
+    )
+
+
+def fork_response(admission: api.Admission) -> pb.ForkSequenceResponse:
+    """Answer to a fork."""
+    return pb.ForkSequenceResponse(
+        admitted=admission.admitted,
+        blocks_short=admission.blocks_short,
+        sequence_handle=admission.sequence_handle,
+        block_tables=_tables(admission.block_tables),
+        transfers=_transfers(admission.transfers),
+    )
+
+
+def extend_response(extension: api.Extension) -> pb.ExtendSequenceResponse:
+    """Answer to an extension."""
+    return pb.ExtendSequenceResponse(
+        extended=extension.extended,
+        blocks_short=extension.blocks_short,
+        new_blocks=_tables(extension.new_blocks),
+        capacity_tokens=extension.capacity_tokens,
+    )
+
+
+def _tables(tables: Iterable[api.Table]) -> list[pb.BlockTable]:
+    return [pb.BlockTable(group=table.group, slots=table.slots) for table in tables]
+
+
+def _transfers(transfers: Iterable[api.Transfer]) -> list[pb.Transfer]:
+    return [
+        pb.Transfer(
+            ticket=transfer.ticket,
+            group=transfer.group,
+            source_tier=pb.TIER_DEVICE,
+            source_slot=transfer.source_slot,
+            target_tier=pb.TIER_DEVICE,
+            target_slot=transfer.target_slot,
+            num_tokens=transfer.num_tokens,
+            bytes=transfer.num_bytes,
+        )
+        for transfer in transfers
+    ]
+
+
+def sync_request(request: pb.SyncSequencesRequest) -> api.SyncRequest:
+    """Progress in columns."""
+    return api.SyncRequest(
+        scheduler_id=request.scheduler_id,
+        scheduler_epoch=request.scheduler_epoch,
+        manager_epoch=request.manager_epoch,
+        sync_number=request.sync_number,
+        step=request.step,
+        handles=list(request.handles),
+        computed_tokens=list(request.computed_tokens),
+        new_token_counts=list(request.new_token_counts),
+        new_token_ids=list(request.new_token_ids),
+        released_handles=list(request.released_handles),
+        trimmed_handles=list(request.trimmed_handles),
+        trimmed_capacity_tokens=list(request.trimmed_capacity_tokens),
+        cancelled_tickets=list(request.cancelled_tickets),
+    )
+
+
+def sync_response(manager_epoch: int, answer: api.SyncAnswer, lease: Duration) -> pb.SyncSequencesResponse:
+    """What a sync brings back."""
+    return pb.SyncSequencesResponse(
+        manager_epoch=manager_epoch,
+        extended_handles=answer.extended_handles,
+        extended_groups=answer.extended_groups,
+        extended_counts=answer.extended_counts,
+        extended_slots=answer.extended_slots,
+        void_handles=answer.void_handles,
+        unknown_handles=answer.unknown_handles,
+        blocks_short=answer.blocks_short,
+        free_blocks=answer.free_blocks,
+        lease_duration=lease,
+    )
+
+
+def block_filter(selected: pb.BlockFilter) -> api.BlockFilter:
+    """Which blocks an operator means."""
+    has_priority = selected.HasField("max_retention_priority")
+    return api.BlockFilter(
+        pool_id=selected.pool_id,
+        salt=selected.salt if selected.HasField("salt") else None,
+        max_priority=selected.max_retention_priority if has_priority else None,
+    )
+
+
+def pool(view: api.PoolView) -> pb.Pool:
+    """A pool with its counters."""
+    spec = view.spec
+    return pb.Pool(
+        pool_id=view.pool_id,
+        spec=pb.PoolSpec(
+            group=spec.group,
+            num_blocks=spec.num_blocks,
+            attention_window=spec.attention_window,
+            num_layers=spec.num_layers,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            dtype=spec.dtype,
+            block_bytes=spec.block_bytes,
+        ),
+        block_size=view.block_size,
+        total_blocks=view.total_blocks,
+        free_blocks=view.free_blocks,
+        used_blocks=view.used_blocks,
+        cached_blocks=view.cached_blocks,
+        evicted_blocks=view.evicted_blocks,
+        queried_tokens=view.queried_tokens,
+        hit_tokens=view.hit_tokens,
+    )
+
+
+def block(view: api.BlockView) -> pb.Block:
+    """A block."""
+    return pb.Block(
+        pool_id=view.pool_id,
+        slot=view.slot,
+        tier=pb.TIER_DEVICE,
+        key=view.key,
+        parent_key=view.parent_key,
+        num_tokens=view.num_tokens,
+        references=view.references,
+        retention_priority=view.priority,
+        depth=view.depth,
+    )
+
+
+def sequence(view: api.SequenceView) -> pb.Sequence:
+    """A live sequence."""
+    return pb.Sequence(
+        sequence_id=view.sequence_id,
+        sequence_handle=view.sequence_handle,
+        scheduler_id=view.scheduler_id,
+        executor_id=view.executor_id,
+        num_tokens=view.num_tokens,
+        computed_tokens=view.computed_tokens,
+        cached_tokens=view.cached_tokens,
+        capacity_tokens=view.capacity_tokens,
+        num_blocks=view.num_blocks,
+    )
+
+
+def event(happened: api.Event, *, snapshot: bool) -> pb.WatchEventsResponse:
+    """An event."""
+    created = happened.kind is api.EventKind.CREATED
+    return pb.WatchEventsResponse(
+        event_number=happened.number,
+        snapshot=snapshot,
+        kind=_KINDS[happened.kind],
+        block=pb.Block(pool_id=happened.block.pool_id) if created else block(happened.block),
+        removal_cause=_CAUSES[happened.cause],
+    )

@@ -1,0 +1,47 @@
+"""Wakes those who watch events, whenever a call may have caused some."""
+
+import asyncio
+from collections.abc import Callable
+
+import grpc
+
+from protos.rpc.errors import ServiceError
+
+
+class ShuttingDownError(ServiceError):
+    """The process is about to stop: watch again when it is back."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "SHUTTING_DOWN"
+
+
+class EventFeed:
+    """Shared by the servicers of one process. `last_event` gives the number of the newest event."""
+
+    def __init__(self, last_event: Callable[[], int]) -> None:
+        self._last_event = last_event
+        self._announced = last_event()
+        self._closed = False
+        self._changed = asyncio.Event()
+
+    def ring(self) -> None:
+        """Wakes the watchers if there are events that they do not know."""
+        if self._last_event() != self._announced:
+            self._wake()
+
+    def close(self) -> None:
+        """Ends every watch."""
+        self._closed = True
+        self._wake()
+
+    def _wake(self) -> None:
+        self._announced = self._last_event()
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def wait_for_events(self, after: int) -> None:
+        """Returns when there is an event behind this number. Raises ShuttingDownError."""
+        while not self._closed and self._last_event() <= after:
+            await self._changed.wait()
+        if self._closed:
+            raise ShuttingDownError("the cache manager is shutting down", retry_after=1.0)

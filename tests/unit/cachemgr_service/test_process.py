@@ -1,0 +1,87 @@
+"""The cache manager as a process: quick to start, light, and orderly at its end."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import grpc
+import psutil
+import redis
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from protos.rpc.channel import open_sync_channel
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+
+
+def environment(folder: Path, **values: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("KVKEEP_")}
+    return {
+        **kept,
+        "KVKEEP_CACHEMGR_ADDRESS": f"unix:{folder}/data",
+        "KVKEEP_CACHEMGR_ADMIN_ADDRESS": f"unix:{folder}/admin",
+        "KVKEEP_CACHEMGR_METRICS_ADDRESS": "",
+        "KVKEEP_STATE_DIR": str(folder),
+        **values,
+    }
+
+
+def wait_until_serving(address: str, service: str) -> None:
+    with open_sync_channel(address) as channel:
+        grpc.channel_ready_future(channel).result(20)
+        stub = health_pb2_grpc.HealthStub(channel)
+        for answer in stub.Watch(health_pb2.HealthCheckRequest(service=service), timeout=20):
+            if answer.status == SERVING:
+                return
+
+
+def test_it_starts_serves_keeps_a_redis_of_its_own_and_stops_cleanly(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "cachemgr"]
+    with subprocess.Popen(command, env=environment(tmp_path), stderr=subprocess.PIPE, text=True) as process:
+        wait_until_serving(f"unix:{tmp_path}/data", "kvcache.v1.CacheManagerService")
+        wait_until_serving(f"unix:{tmp_path}/admin", "kvcache.v1.CacheAdminService")
+        with redis.Redis(unix_socket_path=str(tmp_path / "redis" / "socket")) as client:
+            assert client.ping()
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=20)
+        assert process.returncode == 0, log
+    assert '"event": "stopped"' in log
+    assert "Traceback" not in log
+    assert not (tmp_path / "data").exists()
+
+
+def test_it_needs_less_than_a_second_to_be_ready(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-m", "cachemgr"], env=environment(tmp_path)) as process:
+        wait_until_serving(f"unix:{tmp_path}/data", "")
+        # Processor time, because the machine that runs the tests may be busy with others.
+        used = psutil.Process(process.pid).cpu_times()
+        process.terminate()
+    assert used.user + used.system < 1.0
+
+
+def test_it_imports_neither_torch_nor_transformers() -> None:
+    program = "import sys, cachemgr.__main__; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    modules = {name.partition(".")[0] for name in run.stdout.split()}
+    assert "grpc" in modules
+    assert not modules & {"torch", "triton", "transformers", "numpy", "scheduler", "executor", "kernels"}
+
+
+def test_a_mistake_in_the_environment_is_one_line(tmp_path: Path) -> None:
+    for values, words in (
+        ({"KVKEEP_CACHEMGR_LEASE_SECOND": "1"}, "did you mean KVKEEP_CACHEMGR_LEASE_SECONDS?"),
+        ({"KVKEEP_CACHEMGR_ADDRESS": "0.0.0.0:0"}, "KVKEEP_CACHEMGR_ADDRESS"),
+        ({"KVKEEP_REDIS_URL": "nonsense"}, "KVKEEP_REDIS_URL"),
+    ):
+        run = subprocess.run(
+            [sys.executable, "-m", "cachemgr"],
+            env=environment(tmp_path, **values),
+            capture_output=True,
+            text=True,
+            timeout=20,
+        )
+        assert run.returncode != 0
+        assert words in run.stderr.splitlines()[-1]
+        assert "Traceback" not in run.stderr

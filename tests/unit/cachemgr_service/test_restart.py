@@ -1,0 +1,90 @@
+"""A cache manager that comes back knows what its executors' devices still hold."""
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from cachemgr.process import CacheManagerProcess
+
+from cachemgr.embedded_redis import EmbeddedRedis
+from tests.unit.cachemgr_service import servers
+from tests.unit.cachemgr_service.conftest import NUM_BLOCKS, Client, settings_for
+
+
+@pytest.fixture(params=servers.FAMILIES)
+def redis_url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+    servers.use(request.param, monkeypatch)
+    server = EmbeddedRedis.start(tmp_path)
+    yield server.url
+    server.stop()
+
+
+@asynccontextmanager
+async def manager(folder: Path, redis_url: str, *, epoch: int = 7) -> AsyncIterator[Client]:
+    settings = settings_for(folder)
+    process = CacheManagerProcess(settings, redis_url=redis_url)
+    await process.start()
+    client = Client(settings, epoch=epoch)
+    yield client
+    await client.close()
+    await process.stop()
+
+
+async def store_two_blocks(folder: Path, redis_url: str) -> tuple[int, tuple[int, ...]]:
+    """Computes 8 tokens in step 5 and stops; gives the manager's epoch and the sequence's slots."""
+    async with manager(folder, redis_url) as client:
+        answer = await client.register()
+        admitted = await client.admit("a", 9)
+        await client.compute(admitted, 8, step=5)
+        return answer.manager_epoch, tuple(admitted.block_tables[0].slots)
+
+
+def steps(slots: tuple[int, ...], *written_in: int) -> tuple[int, ...]:
+    """last_write_steps of a pool in which these slots were written in these steps."""
+    last = [0] * NUM_BLOCKS
+    for slot, step in zip(slots, written_in, strict=False):
+        last[slot - 1] = step
+    return tuple(last)
+
+
+async def test_blocks_that_nobody_wrote_since_are_found_again(tmp_path: Path, redis_url: str) -> None:
+    epoch, slots = await store_two_blocks(tmp_path, redis_url)
+    async with manager(tmp_path, redis_url) as client:
+        answer = await client.register(last_write_steps=steps(slots, 5, 5))
+        assert answer.manager_epoch > epoch
+        assert answer.restored_blocks == 2
+        again = await client.admit("b", 9)
+        assert again.cached_tokens == 8
+        assert tuple(again.block_tables[0].slots[:2]) == slots[:2]
+        await client.check()
+
+
+async def test_a_block_written_after_it_was_stored_is_not_believed(tmp_path: Path, redis_url: str) -> None:
+    _, slots = await store_two_blocks(tmp_path, redis_url)
+    async with manager(tmp_path, redis_url) as client:
+        assert (await client.register(last_write_steps=steps(slots, 5, 6))).restored_blocks == 1
+        assert (await client.admit("b", 9)).cached_tokens == 4
+        await client.check()
+    async with manager(tmp_path, redis_url) as client:
+        # What was not believed once is gone from Redis too.
+        assert (await client.register(last_write_steps=steps(slots, 5, 0))).restored_blocks == 1
+
+
+async def test_a_newer_epoch_of_the_executor_starts_empty(tmp_path: Path, redis_url: str) -> None:
+    _, slots = await store_two_blocks(tmp_path, redis_url)
+    async with manager(tmp_path, redis_url, epoch=8) as client:
+        assert (await client.register(last_write_steps=steps(slots))).restored_blocks == 0
+    async with manager(tmp_path, redis_url, epoch=7) as client:
+        assert (await client.register(last_write_steps=steps(slots, 5, 5))).restored_blocks == 0
+
+
+async def test_registering_again_with_a_living_manager_keeps_everything(tmp_path: Path, redis_url: str) -> None:
+    async with manager(tmp_path, redis_url) as client:
+        await client.register()
+        admitted = await client.admit("a", 9)
+        await client.compute(admitted, 8, step=5)
+        slots = tuple(admitted.block_tables[0].slots)
+        await client.register(last_write_steps=steps(slots, 5, 5))
+        assert (await client.admit("b", 9)).cached_tokens == 8
+        await client.check()

@@ -1,0 +1,229 @@
+"""The cache manager's services, as schedulers, executors and operators meet them."""
+
+import grpc
+import pytest
+
+from protos.kvcache.v1 import kvcache_pb2 as pb
+from protos.rpc.errors import from_rpc_error
+from tests.unit.cachemgr_service.conftest import EXECUTOR, NUM_BLOCKS, SCHEDULER, Client
+
+
+async def test_an_admission_gets_its_blocks_and_says_so_again_when_repeated(client: Client) -> None:
+    await client.register()
+    first = await client.admit("a", 10)
+    assert first.admitted
+    assert first.cached_tokens == 0
+    assert first.capacity_tokens >= 10
+    (table,) = first.block_tables
+    assert len(set(table.slots)) == len(table.slots) >= 3
+    assert all(1 <= slot <= NUM_BLOCKS for slot in table.slots)
+    assert await client.admit("a", 10) == first
+    await client.check()
+
+
+async def test_computed_blocks_are_found_by_the_next_sequence(client: Client) -> None:
+    await client.register()
+    await client.compute(await client.admit("a", 10), 10)
+    second = await client.admit("b", 10)
+    assert second.cached_tokens >= 8
+    pool = await client.pool()
+    assert pool.hit_tokens == second.cached_tokens
+    assert pool.used_blocks + pool.free_blocks == pool.total_blocks == NUM_BLOCKS
+    await client.check()
+
+
+async def test_salts_keep_sequences_apart(client: Client) -> None:
+    await client.register()
+    await client.compute(await client.admit("a", 10, salt="x"), 10)
+    assert (await client.admit("b", 10)).cached_tokens == 0
+    assert (await client.admit("c", 10, salt="y")).cached_tokens == 0
+    assert (await client.admit("d", 10, salt="x")).cached_tokens >= 8
+
+
+async def test_a_released_sequence_is_unknown_to_the_next_sync(client: Client) -> None:
+    await client.register()
+    admitted = await client.admit("a", 10)
+    released = await client.manager.ReleaseSequence(pb.ReleaseSequenceRequest(sequence_id="a"), timeout=5)
+    assert released.found
+    assert released.freed_blocks > 0
+    again = await client.manager.ReleaseSequence(pb.ReleaseSequenceRequest(sequence_id="a"), timeout=5)
+    assert not again.found
+    answer = await client.sync(1, handles=[admitted.sequence_handle], computed_tokens=[4], new_token_counts=[0])
+    assert list(answer.unknown_handles) == [admitted.sequence_handle]
+    assert answer.free_blocks == NUM_BLOCKS
+
+
+async def test_listings_are_paged(client: Client) -> None:
+    await client.register()
+    handles = [
+        (await client.admit(f"s{number}", [number * 100 + token for token in range(5)])).sequence_handle
+        for number in range(5)
+    ]
+    seen: list[int] = []
+    token = ""
+    while True:
+        page = await client.admin.ListSequences(pb.ListSequencesRequest(page_size=2, page_token=token), timeout=5)
+        assert len(page.sequences) <= 2
+        seen += [sequence.sequence_handle for sequence in page.sequences]
+        token = page.next_page_token
+        if not token:
+            break
+    assert seen == sorted(handles)
+    pools = await client.admin.ListPools(pb.ListPoolsRequest(), timeout=5)
+    assert [pool.pool_id for pool in pools.pools] == [f"{EXECUTOR}/0"]
+    assert pools.pools[0].spec.num_blocks == NUM_BLOCKS
+    blocks = await client.admin.ListBlocks(pb.ListBlocksRequest(pool_id=f"{EXECUTOR}/0", page_size=3), timeout=5)
+    assert len(blocks.blocks) == 3
+    rest = await client.admin.ListBlocks(
+        pb.ListBlocksRequest(pool_id=f"{EXECUTOR}/0", page_token=blocks.next_page_token), timeout=5
+    )
+    slots = [block.slot for block in (*blocks.blocks, *rest.blocks)]
+    assert slots == sorted(set(slots))
+    assert all(block.tier == pb.TIER_DEVICE for block in blocks.blocks)
+
+
+async def test_a_purge_counts_first_and_drops_then(client: Client) -> None:
+    await client.register()
+    await client.compute(await client.admit("a", 8), 8)
+    cached = (await client.pool()).cached_blocks
+    assert cached >= 2
+    dry = await client.admin.PurgeBlocks(pb.PurgeBlocksRequest(validate_only=True), timeout=5)
+    assert dry.purged_blocks == cached == (await client.pool()).cached_blocks
+    none = await client.admin.PurgeBlocks(pb.PurgeBlocksRequest(filter=pb.BlockFilter(salt="other")), timeout=5)
+    assert none.purged_blocks == 0
+    done = await client.admin.PurgeBlocks(pb.PurgeBlocksRequest(), timeout=5)
+    assert done.purged_blocks == cached
+    assert (await client.pool()).cached_blocks == 0
+    await client.check()
+
+
+async def test_a_watch_starts_with_a_snapshot_and_goes_on_without_a_gap(client: Client) -> None:
+    await client.register()
+    await client.compute(await client.admit("a", 8), 8)
+    watch = client.events.WatchEvents(pb.WatchEventsRequest(), timeout=10)
+    stored = 0
+    while stored < 2:
+        event = await watch.read()
+        assert event.snapshot
+        number = event.event_number
+        stored += event.kind == pb.EVENT_KIND_STORED
+    await client.admin.PurgeBlocks(pb.PurgeBlocksRequest(), timeout=5)
+    removed = [await watch.read() for _ in range(2)]
+    assert [event.event_number for event in removed] == [number + 1, number + 2]
+    assert {event.kind for event in removed} == {pb.EVENT_KIND_REMOVED}
+    assert {event.removal_cause for event in removed} == {pb.REMOVAL_CAUSE_PURGED}
+    watch.cancel()
+    resumed = client.events.WatchEvents(pb.WatchEventsRequest(after_event_number=number), timeout=10)
+    assert [await resumed.read() for _ in range(2)] == removed
+    resumed.cancel()
+
+
+async def refusal(call: grpc.aio.UnaryUnaryCall) -> tuple[grpc.StatusCode, list[str]]:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    error = from_rpc_error(caught.value)
+    assert error.reason
+    return error.code, sorted(error.fields)
+
+
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"sequence_id": ""}, "sequence_id"),
+        ({"sequence_id": "x" * 257}, "sequence_id"),
+        ({"token_ids": []}, "token_ids"),
+        ({"token_ids": list(range(4 * NUM_BLOCKS + 1))}, "token_ids"),
+        ({"salt": ""}, "salt"),
+        ({"retention": pb.RetentionConfig(decode_retention_priority=101)}, "retention.decode_retention_priority"),
+        (
+            {"retention": pb.RetentionConfig(ranges=[pb.RetentionRange(start=0, end=4, retention_priority=101)])},
+            "retention.ranges[0].retention_priority",
+        ),
+        (
+            {"retention": pb.RetentionConfig(ranges=[pb.RetentionRange(start=4, end=4, retention_priority=1)])},
+            "retention.ranges[0].end",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_a_bad_admission_names_its_field_and_changes_nothing(
+    client: Client, changes: dict[str, object], field: str
+) -> None:
+    await client.register()
+    before = await client.pool()
+    request = client.admission("a", 6)
+    for name, value in changes.items():
+        request.ClearField(name)  # type: ignore[arg-type]
+        request.MergeFrom(pb.AdmitSequenceRequest(**{name: value}))  # type: ignore[arg-type]
+    assert await refusal(client.manager.AdmitSequence(request, timeout=5)) == (INVALID, [field])
+    assert await client.pool() == before
+    await client.check()
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (lambda request: request.ClearField("executor_id"), "executor_id"),
+        (lambda request: setattr(request, "block_size", 3), "block_size"),
+        (lambda request: setattr(request, "block_size", 1), "block_size"),
+        (lambda request: request.ClearField("model_fingerprint"), "model_fingerprint"),
+        (lambda request: request.ClearField("pools"), "pools"),
+        (lambda request: setattr(request.pools[0], "num_blocks", 0), "pools[0].num_blocks"),
+        (lambda request: setattr(request.pools[0], "group", 1), "pools[0].group"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_a_bad_registration_names_its_field(client: Client, change, field: str) -> None:
+    request = client.registration()
+    change(request)
+    assert await refusal(client.manager.RegisterExecutor(request, timeout=5)) == (INVALID, [field])
+    assert not (await client.admin.ListPools(pb.ListPoolsRequest(), timeout=5)).pools
+
+
+async def test_operators_mistakes_are_named(client: Client) -> None:
+    await client.register()
+    admin = client.admin
+    assert await refusal(admin.ListPools(pb.ListPoolsRequest(page_size=-1), timeout=5)) == (INVALID, ["page_size"])
+    assert await refusal(admin.ListSequences(pb.ListSequencesRequest(page_token="x"), timeout=5)) == (
+        INVALID,
+        ["page_token"],
+    )
+    assert await refusal(admin.ListBlocks(pb.ListBlocksRequest(), timeout=5)) == (INVALID, ["pool_id"])
+    for call in (
+        admin.GetPool(pb.GetPoolRequest(pool_id="no/0"), timeout=5),
+        admin.CheckPool(pb.CheckPoolRequest(pool_id="no/0"), timeout=5),
+        admin.ListBlocks(pb.ListBlocksRequest(pool_id="no/0"), timeout=5),
+    ):
+        assert (await refusal(call))[0] is grpc.StatusCode.NOT_FOUND
+
+
+async def test_strangers_and_old_epochs_are_refused(client: Client) -> None:
+    manager = client.manager
+    unknown = await refusal(manager.AdmitSequence(client.admission("a", 4), timeout=5))
+    assert unknown[0] in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.NOT_FOUND)
+    await client.register()
+    renewal = pb.RenewExecutorRequest(executor_id=EXECUTOR, executor_epoch=6, manager_epoch=client.manager_epoch)
+    assert (await refusal(manager.RenewExecutor(renewal, timeout=5)))[0] is grpc.StatusCode.FAILED_PRECONDITION
+    other = client.admission("a", 4)
+    other.scheduler_epoch = 0
+    assert (await refusal(manager.AdmitSequence(other, timeout=5)))[0] is grpc.StatusCode.FAILED_PRECONDITION
+    stale = pb.SyncSequencesRequest(scheduler_id=SCHEDULER, scheduler_epoch=1, manager_epoch=1, sync_number=1)
+    assert (await refusal(manager.SyncSequences(stale, timeout=5)))[0] is grpc.StatusCode.FAILED_PRECONDITION
+    await client.admit("a", 4)
+    code, _ = await refusal(manager.AdmitSequence(client.admission("a", 5), timeout=5))
+    assert code is grpc.StatusCode.ALREADY_EXISTS
+    extend = pb.ExtendSequenceRequest(sequence_id="unknown", capacity_tokens=9)
+    assert (await refusal(manager.ExtendSequence(extend, timeout=5)))[0] is grpc.StatusCode.NOT_FOUND
+
+
+async def test_columns_of_different_length_are_refused(client: Client) -> None:
+    await client.register()
+    request = pb.SyncSequencesRequest(
+        scheduler_id=SCHEDULER, scheduler_epoch=1, manager_epoch=client.manager_epoch, sync_number=1, handles=[1]
+    )
+    code, fields = await refusal(client.manager.SyncSequences(request, timeout=5))
+    assert code is INVALID
+    assert fields[0] == "computed_tokens"
