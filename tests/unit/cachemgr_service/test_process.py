@@ -1,9 +1,12 @@
 """The cache manager as a process: quick to start, light, and orderly at its end."""
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
@@ -11,7 +14,9 @@ import psutil
 import redis
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from cachemgr.store import open_redis
 from protos.rpc.channel import open_sync_channel
+from tests.unit.cachemgr_service.conftest import EXECUTOR, NUM_BLOCKS, Client, settings_for
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 
@@ -85,3 +90,33 @@ def test_a_mistake_in_the_environment_is_one_line(tmp_path: Path) -> None:
         assert run.returncode != 0
         assert words in run.stderr.splitlines()[-1]
         assert "Traceback" not in run.stderr
+
+
+@asynccontextmanager
+async def running(folder: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+    """The process from serving on; killed at the end."""
+    command = [sys.executable, "-m", "cachemgr"]
+    process = await asyncio.create_subprocess_exec(*command, env=environment(folder), stderr=subprocess.DEVNULL)
+    try:
+        await asyncio.to_thread(wait_until_serving, f"unix:{folder}/data", "")
+        yield process
+    finally:
+        process.kill()
+        await process.wait()
+
+
+async def test_after_a_kill_the_next_process_has_the_index_and_the_redis_back(tmp_path: Path) -> None:
+    client = Client(settings_for(tmp_path))
+    async with running(tmp_path):
+        await client.register()
+        admitted = await client.admit("a", 9)
+        await client.compute(admitted, 8, step=5)
+        async with open_redis(f"unix://{tmp_path}/redis/socket") as redis_client, asyncio.timeout(10):
+            while await redis_client.hlen(f"kvkeep:{{{EXECUTOR}}}:blocks") < 2:
+                await asyncio.sleep(0.01)
+    async with running(tmp_path):
+        steps = [5 if slot in admitted.block_tables[0].slots else 0 for slot in range(1, NUM_BLOCKS + 1)]
+        assert (await client.register(last_write_steps=tuple(steps))).restored_blocks == 2
+        assert (await client.admit("b", 9)).cached_tokens == 8
+        await client.check()
+    await client.close()
