@@ -57,6 +57,12 @@ class Child:
             return ""
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
 
+    @property
+    def pid(self) -> int:
+        """Number of the process that was started last."""
+        assert self._process is not None
+        return self._process.pid
+
     def terminate(self) -> None:
         """Asks the process to end; asked twice it does not wait for running calls."""
         if self._process and self._process.poll() is None:

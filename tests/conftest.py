@@ -1,6 +1,7 @@
 """Fixtures of all tests."""
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Generator, Iterator
 
 import pytest
 
@@ -12,3 +13,20 @@ def stack() -> Iterator[Stack]:
     """The real stack with the default model in float32, shared: starting one takes seconds."""
     with Stack() as running:
         yield running
+
+
+@pytest.fixture
+def start_stack() -> Iterator[Callable[..., Stack]]:
+    """Starts stacks with settings of the test's own, `start_stack(executor_max_tokens=2048)`; stops them after it."""
+    with contextlib.ExitStack() as running:
+        yield lambda **settings: running.enter_context(Stack(**settings))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Function) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Shows the logs of the shared stack below a test of it that failed."""
+    report = yield
+    shared = getattr(item, "funcargs", {}).get("stack")
+    if report.failed and isinstance(shared, Stack):
+        report.sections.append(("logs of the stack", shared.logs()))
+    return report

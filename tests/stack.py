@@ -1,10 +1,8 @@
 """Starts the real processes on unix sockets in a folder of their own, for tests and benchmarks."""
 
-import contextlib
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -14,8 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from children import Child
+from supervisor import is_serving
 
 ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 120.0
@@ -41,7 +39,7 @@ class Stack:
         self.cachemgr = f"unix:{self.folder}/cachemgr.sock"
         self.admin = f"unix:{self.folder}/admin.sock"
         self.executor = f"unix:{self.folder}/executor.sock"
-        self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._children: dict[str, Child] = {}
         self._environment = {name: value for name, value in os.environ.items() if not name.startswith("KVKEEP_")}
         defaults: dict[str, object] = {
             "scheduler_address": self.scheduler,
@@ -74,55 +72,47 @@ class Stack:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self.show_logs()
+            print(self.logs(), file=sys.stderr)
         self.stop()
 
     def start(self, name: str) -> None:
-        """Starts one process."""
-        with self.log_path(name).open("ab") as log:
-            self._children[name] = subprocess.Popen(
-                [sys.executable, "-m", name], cwd=ROOT, env=self._environment, stdout=log, stderr=log
-            )
+        """Starts one process; it never outlives this one."""
+        child = Child(name, self._environment, folder=ROOT, log=self.log_path(name), stop_seconds=STOP_SECONDS)
+        self._children[name] = child
+        child.start()
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
         """Sends a process a signal and waits for its end."""
-        child = self._children[name]
-        child.send_signal(number)
-        child.wait(STOP_SECONDS)
+        os.kill(self._children[name].pid, number)
+        self._children[name].wait()
+
+    def pid(self, name: str) -> int:
+        """Number of a process."""
+        return self._children[name].pid
 
     def wait_until_serving(self, name: str) -> None:
         """Waits for grpc.health.v1; an ended process or a long wait is an error that shows its log."""
         address = {"cachemgr": self.cachemgr, "executor": self.executor, "scheduler": self.scheduler}[name]
         deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline and self._children[name].poll() is None:
-            with grpc.insecure_channel(address) as channel, contextlib.suppress(grpc.RpcError):
-                answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=2)
-                if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                    return
+        while time.monotonic() < deadline and not self._children[name].ended():
+            if is_serving(address):
+                return
             time.sleep(0.05)
-        self.show_logs()
-        raise RuntimeError(f"{name} did not begin to serve")
+        raise RuntimeError(f"{name} did not begin to serve\n{self.logs()}")
 
     def log_path(self, name: str) -> Path:
         """Log of a process."""
         return self.folder / f"{name}.log"
 
-    def show_logs(self) -> None:
-        """Prints the end of every log."""
-        for name in PROCESSES:
-            if self.log_path(name).exists():
-                lines = self.log_path(name).read_text(errors="replace").splitlines()[-40:]
-                print(f"--- {name}", *lines, sep="\n", file=sys.stderr)
+    def logs(self) -> str:
+        """The end of every log."""
+        return "\n".join("\n".join([f"--- {name}", *child.tail()]) for name, child in self._children.items())
 
     def stop(self) -> None:
         """Ends all processes, the last started first, and removes the folder."""
         for child in reversed(self._children.values()):
             child.terminate()
-            try:
-                child.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
+            child.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

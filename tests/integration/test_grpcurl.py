@@ -1,0 +1,195 @@
+"""Every service can be explored and called by people who have grpcurl and no .proto."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protos.execution.v1 import execution_pb2
+from protos.generation.v1 import generation_pb2
+from protos.kvcache.v1 import kvcache_pb2
+from tests.stack import Stack
+
+GRPCURL = Path(sys.executable).parent / "grpcurl"
+DATA, ADMIN, EVENTS = (f"kvcache.v1.Cache{name}Service" for name in ("Manager", "Admin", "Event"))
+EXECUTOR, GENERATION = "execution.v1.ExecutorService", "generation.v1.GenerationService"
+SERVICES = (DATA, ADMIN, EVENTS, EXECUTOR, GENERATION)
+# grpcurl adds 64 to the code of a status.
+FAILED_PRECONDITION, NOT_FOUND = 64 + 9, 64 + 5
+
+pytestmark = pytest.mark.model
+
+
+@dataclass
+class Grpcurl:
+    """The real binary against one address; remembers what was called."""
+
+    address: str
+    called: set[str] = field(default_factory=set)
+
+    def run(self, *arguments: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+        path = self.address.removeprefix("unix:")
+        command = [GRPCURL, "-plaintext", "-unix", "-max-msg-sz", str(64 << 20), *options, path, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    def text(self, *arguments: str) -> str:
+        done = self.run(*arguments)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def call(self, method: str, status: int = 0, **fields: Any) -> dict[str, Any]:
+        """The answer of a method that is expected to end with this exit status; error output under "error"."""
+        self.called.add(method)
+        done = self.run(method, options=("-d", json.dumps(fields), "-emit-defaults"))
+        assert done.returncode == status, done.stdout[-500:] + done.stderr
+        return json.loads(done.stdout) if status == 0 else {"error": done.stderr}
+
+    def stream(self, method: str, *options: str, **fields: Any) -> list[dict[str, Any]]:
+        """All messages of a stream."""
+        self.called.add(method)
+        done = self.run(method, options=("-d", json.dumps(fields), "-emit-defaults", *options))
+        decoder, text, messages = json.JSONDecoder(), done.stdout.strip(), []
+        while text:
+            message, end = decoder.raw_decode(text)
+            messages.append(message)
+            text = text[end:].lstrip()
+        return messages
+
+
+def methods(service: str) -> set[str]:
+    """Full names of a service's methods."""
+    for module in (execution_pb2, generation_pb2, kvcache_pb2):
+        for descriptor in module.DESCRIPTOR.services_by_name.values():
+            if descriptor.full_name == service:
+                return {f"{service}/{method.name}" for method in descriptor.methods}
+    raise AssertionError(service)
+
+
+def address_of(stack: Stack, service: str) -> str:
+    """Where a service is served."""
+    return {
+        DATA: stack.cachemgr,
+        ADMIN: stack.admin,
+        EVENTS: stack.admin,
+        EXECUTOR: stack.executor,
+        GENERATION: stack.scheduler,
+    }[service]
+
+
+@pytest.fixture
+def client(stack: Stack, request: pytest.FixtureRequest) -> Iterator[Grpcurl]:
+    """A client of the service that the test names; all its methods must have been called in the end."""
+    service = request.param
+    client = Grpcurl(address_of(stack, service))
+    yield client
+    if request.node.name.startswith("test_every_method"):
+        assert client.called >= methods(service)
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_service_is_listed_described_and_healthy(stack: Stack, service: str) -> None:
+    client = Grpcurl(address_of(stack, service))
+    assert {service, "grpc.health.v1.Health"} <= set(client.text("list").split())
+    assert set(client.text("list", service).split()) == {name.replace("/", ".") for name in methods(service)}
+    described = client.text("describe", service)
+    for method in methods(service):
+        assert f"rpc {method.rpartition('/')[2]} (" in described
+    assert client.call("grpc.health.v1.Health/Check", service=service) == {"status": "SERVING"}
+    assert client.call("grpc.health.v1.Health/Check") == {"status": "SERVING"}
+    assert "NotFound" in client.call("grpc.health.v1.Health/Check", NOT_FOUND, service="no.such.Service")["error"]
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_messages_of_every_method_are_described(stack: Stack, service: str) -> None:
+    client = Grpcurl(address_of(stack, service))
+    messages = set(re.findall(r"\( (?:stream )?\.([\w.]+) \)", client.text("describe", service)))
+    assert len(messages) == 2 * len(methods(service))
+    for message in messages:
+        assert "is a message" in client.text("describe", message)
+
+
+@pytest.mark.parametrize("client", [GENERATION], indirect=True)
+def test_every_method_of_generation(client: Grpcurl) -> None:
+    model = client.call(f"{GENERATION}/GetModel")
+    assert model["vocab_size"] == 49_152
+    messages = client.stream(f"{GENERATION}/StreamGenerate", text="The capital of France is", max_tokens=8)
+    assert "Paris" in "".join(message["text"] for message in messages)
+    assert messages[-1]["usage"]["output_tokens"] == 8
+    loads = client.call(f"{GENERATION}/GetLoads")
+    assert int(loads["steps"]) > 0
+
+
+@pytest.mark.parametrize("client", [EXECUTOR], indirect=True)
+def test_every_method_of_the_executor_and_a_stale_session_disturbs_nobody(stack: Stack, client: Grpcurl) -> None:
+    model = client.call(f"{EXECUTOR}/GetModel")
+    assert model["vocab_size"] == 49_152
+    executor = client.call(f"{EXECUTOR}/GetExecutor")
+    stream = f"{EXECUTOR}/StreamSteps"
+    opening = {"scheduler_id": "stranger", "scheduler_epoch": 1, "executor_epoch": executor["executor_epoch"]}
+    assert "older" in client.call(stream, FAILED_PRECONDITION, open=opening)["error"]
+    opening = {"scheduler_id": "stranger", "scheduler_epoch": 2**63, "executor_epoch": 1}
+    assert "open.executor_epoch" in client.call(stream, FAILED_PRECONDITION, open=opening)["error"]
+    generation = Grpcurl(stack.scheduler)
+    messages = generation.stream(f"{GENERATION}/StreamGenerate", text="One, two,", max_tokens=4)
+    assert messages[-1]["usage"]["output_tokens"] == 4
+
+
+@pytest.mark.parametrize("client", [ADMIN], indirect=True)
+def test_every_method_of_the_admin_service(client: Grpcurl, stack: Stack) -> None:
+    prompt = "Blocks of sixteen tokens each hold what a long enough prompt leaves behind in the cache, " * 3
+    Grpcurl(stack.scheduler).stream(f"{GENERATION}/StreamGenerate", text=prompt, max_tokens=2)
+    pools = client.call(f"{ADMIN}/ListPools")["pools"]
+    pool_id = next(pool["pool_id"] for pool in pools if pool["pool_id"].startswith("executor-0/"))
+    assert client.call(f"{ADMIN}/GetPool", pool_id=pool_id)["pool"]["total_blocks"] > 0
+    assert client.call(f"{ADMIN}/ListBlocks", pool_id=pool_id, page_size=2)["blocks"]
+    client.call(f"{ADMIN}/ListSequences")
+    assert client.call(f"{ADMIN}/CheckPool", pool_id=pool_id)["violations"] == []
+    purged = client.call(f"{ADMIN}/PurgeBlocks", filter={"pool_id": pool_id}, validate_only=True)
+    assert int(purged["purged_blocks"]) > 0
+
+
+@pytest.mark.parametrize("client", [EVENTS], indirect=True)
+def test_every_method_of_the_event_service(client: Grpcurl, stack: Stack) -> None:
+    prompt = "Events tell of every block that enters the cache and of every block that leaves it again, " * 3
+    Grpcurl(stack.scheduler).stream(f"{GENERATION}/StreamGenerate", text=prompt, max_tokens=2)
+    events = client.stream(f"{EVENTS}/WatchEvents", "-max-time", "2")
+    assert {"EVENT_KIND_CREATED", "EVENT_KIND_STORED"} <= {event["kind"] for event in events}
+
+
+@pytest.mark.parametrize("client", [DATA], indirect=True)
+def test_every_method_of_the_data_plane(client: Grpcurl) -> None:
+    epoch = time.time_ns()
+    scheduler = {"scheduler_id": "grpcurl", "scheduler_epoch": epoch}
+    executor = {"executor_id": "grpcurl", "executor_epoch": epoch}
+    pool = {"group": 0, "num_blocks": 32, "num_layers": 1, "num_kv_heads": 1, "head_dim": 8, "block_bytes": 256}
+    fingerprint = {"model": "tiny", "model_fingerprint": "AAAA", "block_size": 4}
+    registered = client.call(f"{DATA}/RegisterExecutor", **executor, **fingerprint, pools=[pool | {"dtype": "float32"}])
+    manager = {"manager_epoch": registered["manager_epoch"]}
+    client.call(f"{DATA}/RenewExecutor", **executor, **manager)
+    client.call(f"{DATA}/RegisterScheduler", **scheduler)
+
+    admission = {"sequence_id": "a", "executor_id": "grpcurl", "token_ids": list(range(10)), **scheduler}
+    admitted = client.call(f"{DATA}/AdmitSequence", **admission)
+    assert admitted["admitted"]
+    assert admitted["block_tables"][0]["slots"][0] > 0
+    handle = admitted["sequence_handle"]
+    columns = {"handles": [handle], "computed_tokens": [10], "new_token_counts": [0]}
+    client.call(f"{DATA}/SyncSequences", **scheduler, **manager, sync_number=1, step=1, **columns)
+    assert client.call(f"{DATA}/ExtendSequence", sequence_id="a", capacity_tokens=60)["capacity_tokens"] >= 60
+    assert client.call(f"{DATA}/TruncateSequence", sequence_id="a", num_tokens=9)["found"]
+    forked = client.call(f"{DATA}/ForkSequence", parent_sequence_id="a", sequence_id="b")
+    assert forked["admitted"]
+    tickets = [transfer["ticket"] for transfer in forked["transfers"]]
+    confirmed = client.call(f"{DATA}/ConfirmTransfers", **executor, tickets=tickets)
+    assert confirmed["unknown_tickets"] == 0
+    client.call(f"{DATA}/HoldSequence", sequence_id="a", owner="grpcurl", duration="1s")
+    assert client.call(f"{DATA}/ReleaseSequence", sequence_id="a")["found"]
+    assert client.call(f"{DATA}/ReleaseSequence", sequence_id="b")["found"]
+    assert not client.call(f"{DATA}/ReleaseSequence", sequence_id="a")["found"]

@@ -1,0 +1,82 @@
+"""The packages keep to themselves, and files stay small enough to read."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from setuptools import find_packages
+
+from tests.stack import ROOT
+
+PACKAGES = ("protos", "cachemgr", "scheduler", "executor", "kernels")
+MAY_IMPORT = {
+    "protos": {"protos"},
+    "kernels": {"kernels"},
+    "cachemgr": {"cachemgr", "protos"},
+    "scheduler": {"scheduler", "protos"},
+    "executor": {"executor", "kernels", "protos"},
+}
+GENERATED = ("_pb2.py", "_pb2_grpc.py")
+MAX_FILE_LINES, MAX_MAKEFILE_LINES, MAX_README_LINES = 400, 120, 250
+
+
+def sources(folder: str) -> list[Path]:
+    """Python files written by hand."""
+    return [path for path in sorted(ROOT.joinpath(folder).rglob("*.py")) if not path.name.endswith(GENERATED)]
+
+
+def imported(path: Path) -> set[str]:
+    """Top-level names that a file imports, wherever in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.partition(".")[0])
+    return names
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_package_imports_only_what_it_may(package: str) -> None:
+    ours = set(PACKAGES) | {"tests", "ops"}
+    for path in sources(package):
+        assert imported(path) & ours <= MAY_IMPORT[package], path
+
+
+@pytest.mark.parametrize(
+    ("package", "heavy"),
+    [("cachemgr", ("torch", "transformers", "triton", "numpy")), ("scheduler", ("torch", "transformers", "triton"))],
+)
+def test_service_runs_without_heavy_packages(package: str, heavy: tuple[str, ...]) -> None:
+    modules = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sources(package) if path.stem != "__main__"
+    ]
+    code = f"""
+import importlib, sys
+for module in {modules}:
+    importlib.import_module(module)
+print(*sorted(set({heavy}) & set(sys.modules)))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == ""
+
+
+def test_distribution_holds_exactly_the_five_packages() -> None:
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    include = config["tool"]["setuptools"]["packages"]["find"]["include"]
+    found = {name.partition(".")[0] for name in find_packages(str(ROOT), include=include)}
+    assert found == set(PACKAGES)
+    assert set(config["tool"]["mypy"]["packages"]) == set(PACKAGES)
+
+
+def test_files_are_short() -> None:
+    for folder in (*PACKAGES, "ops", "tests"):
+        for path in sources(folder):
+            assert len(path.read_text().splitlines()) <= MAX_FILE_LINES, path
+    assert len((ROOT / "Makefile").read_text().splitlines()) <= MAX_MAKEFILE_LINES
+    assert len((ROOT / "README.md").read_text().splitlines()) <= MAX_README_LINES

@@ -1,0 +1,215 @@
+"""`make run-stack`: what people see, and that nothing stays behind."""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.stack import ROOT
+
+PROCESSES = ("SCHEDULER", "CACHEMGR", "CACHEMGR_ADMIN", "EXECUTOR")
+READY_SECONDS = 90
+STOP_SECONDS = 40
+
+pytestmark = pytest.mark.model
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class RunningStack:
+    """ops/run_stack.py as a process, with a state folder and ports of its own."""
+
+    def __init__(self, folder: Path, **settings: str) -> None:
+        self.address = f"127.0.0.1:{free_port()}"
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("KVKEEP_")}
+        environment |= {f"KVKEEP_{name}_ADDRESS": f"127.0.0.1:{free_port()}" for name in PROCESSES}
+        environment |= {f"KVKEEP_{name}_METRICS_ADDRESS": "" for name in PROCESSES if "_" not in name}
+        environment |= {
+            "KVKEEP_SCHEDULER_ADDRESS": self.address,
+            "KVKEEP_EXECUTOR_MAX_TOKENS": "4096",
+            "XDG_STATE_HOME": str(folder),
+            "PYTHONPATH": str(ROOT),
+        }
+        self.environment = environment | settings
+        self.output = ""
+        self.process = subprocess.Popen(
+            [sys.executable, "ops/run_stack.py"],
+            cwd=ROOT,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.output += line
+
+    def wait_for(self, text: str, seconds: float = READY_SECONDS) -> None:
+        self.wait(lambda: text in self.output, seconds, f"no {text!r}")
+
+    def wait_for_end(self, seconds: float = STOP_SECONDS) -> int:
+        self.wait(lambda: self.process.poll() is not None, seconds, "it did not end")
+        self._reader.join(5)
+        assert self.process.returncode is not None
+        return self.process.returncode
+
+    def wait(self, condition: Callable[[], bool], seconds: float, complaint: str) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            ended = self.process.poll() is not None and not self._reader.is_alive()
+            if time.monotonic() > deadline or (ended and not condition()):
+                pytest.fail(f"{complaint}:\n{self.output}")
+            time.sleep(0.05)
+
+    def children(self) -> dict[str, psutil.Process]:
+        """Processes below it: by module name, the Redis server by "redis"."""
+        found = {}
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            line = process.cmdline()
+            found[line[2] if "-m" in line else "redis"] = process
+        return found
+
+    def generate(self, prompt: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "scheduler.generate", prompt, "--address", self.address, "--max-tokens", "16"]
+        return subprocess.run(
+            command, cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=60, check=False
+        )
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self._reader.join(5)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Short enough for the sockets in it."""
+    folder = Path(tempfile.mkdtemp(prefix="kvk-", dir="/tmp"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def run_stack(folder: Path) -> Iterator[Callable[..., RunningStack]]:
+    running: list[RunningStack] = []
+
+    def start(**settings: str) -> RunningStack:
+        running.append(RunningStack(folder, **settings))
+        return running[-1]
+
+    yield start
+    for stack in running:
+        stack.end()
+
+
+def assert_gone(processes: dict[str, psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes.values(), timeout=5)
+    assert alive == []
+
+
+def test_stack_becomes_ready_answers_and_leaves_nothing_behind(run_stack: Callable[..., RunningStack]) -> None:
+    stack = run_stack()
+    stack.wait_for("Ctrl-C stops the stack")
+    for variable in ("SCHEDULER", "CACHEMGR", "CACHEMGR_ADMIN", "EXECUTOR"):
+        assert stack.environment[f"KVKEEP_{variable}_ADDRESS"] in stack.output
+    assert "unix://" in stack.output
+    children = stack.children()
+    assert set(children) == {"redis", "cachemgr", "executor", "scheduler"}
+
+    answer = stack.generate("What is the capital of France?")
+    assert "Paris" in answer.stdout, answer.stderr + stack.output
+    command = re.search(r"^ +(\S*/grpcurl .*)$", stack.output, re.MULTILINE)
+    assert command is not None
+    pasted = subprocess.run(
+        ["bash", "-c", command[1]], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "Paris" in pasted.stdout, pasted.stderr
+
+    stack.process.send_signal(signal.SIGINT)
+    assert stack.wait_for_end() == 0, stack.output
+    assert_gone(children)
+    order = [stack.output.index(f"{name}: stopped") for name in ("scheduler", "executor", "cachemgr", "redis")]
+    assert order == sorted(order)
+
+
+def test_second_stack_on_the_same_folder_is_refused(run_stack: Callable[..., RunningStack]) -> None:
+    first = run_stack()
+    first.wait_for("scheduler: starting")
+    second = run_stack()
+    assert second.wait_for_end() == 1
+    assert f"process {first.process.pid}" in second.output
+    assert "KVKEEP_STATE_DIR" in second.output
+
+
+def test_taken_port_is_named_with_its_setting(run_stack: Callable[..., RunningStack]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        stack = run_stack(KVKEEP_EXECUTOR_ADDRESS=address)
+        assert stack.wait_for_end() == 1
+    assert f"cannot listen on {address}" in stack.output
+    assert "KVKEEP_EXECUTOR_ADDRESS" in stack.output
+
+
+def test_wrong_setting_is_named_before_anything_starts(run_stack: Callable[..., RunningStack]) -> None:
+    stack = run_stack(KVKEEP_SCHEDULER_MAX_RUNING="3")
+    assert stack.wait_for_end() == 1
+    assert "KVKEEP_SCHEDULER_MAX_RUNNING" in stack.output
+    assert "starting" not in stack.output
+
+
+def test_ended_process_is_started_again_until_it_ends_too_often(run_stack: Callable[..., RunningStack]) -> None:
+    stack = run_stack()
+    stack.wait_for("Ctrl-C stops the stack")
+    for number in range(1, 4):
+        before = stack.output.count("cachemgr: ready")
+        stack.children()["cachemgr"].kill()
+        stack.wait_for(f"number {number} of 3")
+        stack.wait(lambda before=before: stack.output.count("cachemgr: ready") > before, 20, "not ready again")
+    answer = stack.generate("What is the capital of France?")
+    assert "Paris" in answer.stdout, answer.stderr + stack.output
+    children = stack.children()
+    children["cachemgr"].kill()
+    assert stack.wait_for_end() == 1
+    assert "cachemgr was killed by SIGKILL, for the 4th time" in stack.output
+    assert '"listening"' in stack.output.partition("last lines of its log")[2]
+    assert_gone(children)
+
+
+def test_children_end_with_a_supervisor_that_is_killed(run_stack: Callable[..., RunningStack]) -> None:
+    stack = run_stack()
+    stack.wait_for("scheduler: starting")
+    time.sleep(0.5)
+    children = stack.children()
+    assert len(children) == 4
+    stack.process.kill()
+    stack.process.wait()
+    assert_gone(children)
+
+
+def test_process_that_cannot_start_shows_why(run_stack: Callable[..., RunningStack], tmp_path: Path) -> None:
+    stack = run_stack(KVKEEP_EXECUTOR_MODEL=str(tmp_path / "nothing-here"))
+    assert stack.wait_for_end() == 1
+    assert "executor ended with status 1 before it was ready" in stack.output
+    assert "nothing-here does not exist" in stack.output
