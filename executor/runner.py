@@ -98,8 +98,7 @@ class Runner:
         for sequence in batch.sampling:
             sequence.known += 1
         span.end()
-        tickets = tuple(copy.ticket for copy in step.copies)
-        return Pending(step.number, batch.num_tokens, tickets, batch.sampling, choice, span)
+        return Pending(step.number, batch.num_tokens, step.tickets, batch.sampling, choice, span)
 
     def _apply(self, step: Step) -> None:
         self.last_step = step.number
@@ -112,11 +111,9 @@ class Runner:
                 self._counts[joining.sequence] = self._count(sequence)
         for growth in step.growth:
             self._running.grow(growth.sequence, growth.group, growth.slots)
-        if self._running.rows > len(self._last_tokens):
+        # More than once when very many join together.
+        while self._running.rows > len(self._last_tokens):
             self._last_tokens = torch.cat([self._last_tokens, torch.zeros_like(self._last_tokens)])
-            # One doubling is not enough when very many join at once.
-            while self._running.rows > len(self._last_tokens):
-                self._last_tokens = torch.cat([self._last_tokens, torch.zeros_like(self._last_tokens)])
 
     def _count(self, sequence: Running) -> TokenCounts:
         tokens = torch.from_numpy(sequence.tokens).to(self.model.device)

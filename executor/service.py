@@ -5,11 +5,11 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
-from executor.errors import SessionNotOpenError
+from executor.errors import InvalidStepError, SessionNotOpenError
 from executor.messages import build_result, parse_step
 from executor.runner import Runner
 from executor.sessions import Sessions
-from executor.step import Outcome
+from executor.step import Outcome, Step
 from executor.tokenizer import TokenizerFiles
 from executor.worker import Answer, Session, Worker
 from protos.execution.v1 import execution_pb2 as pb
@@ -103,9 +103,17 @@ class ExecutorServicer(rpc.ExecutorServiceServicer):
             async for request in requests:
                 if request.WhichOneof("kind") != "step":
                     raise SessionNotOpenError("only the first message opens a session", fields={"step": "must be set"})
-                self._worker.submit(session, parse_step(request.step))
+                self._worker.submit(session, self._parse(request.step))
         except ServiceError as error:
             session.end(error)
+
+    def _parse(self, message: pb.Step) -> Step:
+        try:
+            return parse_step(message)
+        except InvalidStepError:
+            # Its copies will not run: their blocks must not stay reserved.
+            self._worker.give_up(tuple(message.copy_tickets))
+            raise
 
 
 def _response(answer: int | Outcome | ServiceError) -> pb.StreamStepsResponse:

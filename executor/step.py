@@ -68,6 +68,11 @@ class Step:
     growth: tuple[Growth, ...] = ()
     copies: tuple[Copy, ...] = ()
 
+    @property
+    def tickets(self) -> tuple[int, ...]:
+        """Tickets of its copies."""
+        return tuple(copy.ticket for copy in self.copies)
+
 
 @dataclass(frozen=True)
 class Logprobs:

@@ -94,6 +94,11 @@ class Worker:
         """Delivers None when all that was submitted before is answered."""
         self._queue.put(_Close(session))
 
+    def give_up(self, tickets: tuple[int, ...]) -> None:
+        """Reports copies that will not run. From any thread."""
+        if tickets:
+            self._confirm((), tickets)
+
     def _work(self) -> None:
         while True:
             try:
@@ -117,19 +122,19 @@ class Worker:
 
     def _run(self, session: Session, step: Step) -> None:
         if session.closed:
-            self._give_up(step)
+            self.give_up(step.tickets)
             return
         try:
             launched = self.runner.launch(step)
         except ExecutorError as error:
             self._finish()
             session.end(error)
-            self._give_up(step)
+            self.give_up(step.tickets)
             return
         except Exception as error:  # The thread's outermost border: one bad step must not take the process with it.
             self._finish()
             self._fail(session, step.number, error)
-            self._give_up(step)
+            self.give_up(step.tickets)
             return
         self._finish()
         self._pending = (session, launched)
@@ -144,7 +149,7 @@ class Worker:
             outcome = launched.result()
         except Exception as error:  # As above: errors of an asynchronous device surface here.
             self._fail(session, launched.number, error)
-            self._confirm((), launched.tickets)
+            self.give_up(launched.tickets)
             return
         metrics.STEP_SECONDS.observe(outcome.compute_time)
         metrics.IDLE_SECONDS.inc(max(outcome.idle_time, 0))
@@ -166,7 +171,3 @@ class Worker:
             except RuntimeError:
                 log.exception("device lost")
                 self._device_lost()
-
-    def _give_up(self, step: Step) -> None:
-        if step.copies:
-            self._confirm((), tuple(copy.ticket for copy in step.copies))

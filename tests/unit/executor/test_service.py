@@ -348,3 +348,8 @@ async def test_copies_are_confirmed_also_when_the_manager_is_away_for_a_moment(s
             await stream.run(copy_tickets=[8], removed_sequences=[99], **copies)
         await manager.until(lambda: len(manager.confirmations) == 2)
         assert list(manager.confirmations[1].failed_tickets) == [8]
+    async with stack.session() as stream:
+        with pytest.raises(RemoteError):
+            await stream.run(copy_tickets=[9])
+        await manager.until(lambda: len(manager.confirmations) == 3)
+        assert list(manager.confirmations[2].failed_tickets) == [9]
