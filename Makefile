@@ -52,14 +52,16 @@ test: dev ## Run all tests; ARGS="-k name" chooses
 	@$(PY) -m pytest $(ARGS)
 
 .PHONY: lint
-lint: dev ## Check style and formatting; `make fix` repairs
+lint: dev ## Check style, formatting and the settings table; `make fix` repairs
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
+	@$(PY) ops/settings_table.py
 
 .PHONY: fix
-fix: dev ## Repair style and formatting
+fix: dev ## Repair what lint finds
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
+	@$(PY) ops/settings_table.py --write
 
 .PHONY: types
 types: dev ## Check types

@@ -1,0 +1,63 @@
+"""The settings table of README.md: `python ops/settings_table.py` checks it, with --write it is brought up to date."""
+
+import sys
+from pathlib import Path
+
+from pydantic.fields import FieldInfo
+
+from cachemgr.settings import CachemgrSettings
+from executor.settings import ExecutorSettings
+from protos.rpc.settings import ProcessSettings, variable
+from scheduler.settings import SchedulerSettings
+
+README = Path(__file__).resolve().parents[1] / "README.md"
+BEGIN, END = "<!-- settings: written by make fix -->\n", "<!-- end of settings -->\n"
+PROCESSES: tuple[type[ProcessSettings], ...] = (SchedulerSettings, CachemgrSettings, ExecutorSettings)
+
+
+def default(field: FieldInfo) -> str:
+    """A default as people write it."""
+    value = field.get_default(call_default_factory=True, validated_data={})
+    if isinstance(value, Path):
+        return f"`{Path('~', value.relative_to(Path.home()))}`" if value.is_relative_to(Path.home()) else f"`{value}`"
+    if field.default_factory is not None:
+        return "host name"
+    if isinstance(value, bool):
+        return f"`{int(value)}`"
+    return f"`{value}`" if value != "" else "empty"
+
+
+def rows(cls: type[ProcessSettings], *, shared: bool) -> list[str]:
+    """Table rows of a class: its own fields, or those that all processes share."""
+    return [
+        f"| `{variable(cls, name)}` | {default(field)} | {field.description} |"
+        for name, field in cls.model_fields.items()
+        if (name in ProcessSettings.model_fields) == shared
+    ]
+
+
+def table() -> str:
+    """The whole table."""
+    lines = ["| variable | default | meaning |", "| --- | --- | --- |", *rows(SchedulerSettings, shared=True)]
+    for cls in PROCESSES:
+        lines += rows(cls, shared=False)
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Returns the exit status."""
+    text = README.read_text()
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    wanted = before + BEGIN + table() + END + after
+    if wanted == text:
+        return 0
+    if "--write" in sys.argv[1:]:
+        README.write_text(wanted)
+        return 0
+    print("the settings table of README.md is not that of the settings classes: make fix", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""The Makefile as people use it."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import settings_table
+
+from tests.stack import ROOT
+
+
+@pytest.fixture
+def venv(tmp_path: Path) -> Path:
+    """An environment whose interpreter only says what it was given."""
+    interpreter = tmp_path / "bin/python"
+    interpreter.parent.mkdir()
+    interpreter.write_text('#!/bin/sh\necho "$@"\ncat\n')
+    interpreter.chmod(0o755)
+    return tmp_path
+
+
+def make(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {
+        name: value for name, value in os.environ.items() if name not in {"MAKEFLAGS", "MAKELEVEL", "PROMPT"}
+    }
+    return subprocess.run(
+        ["make", *arguments],
+        cwd=ROOT,
+        env=environment | variables,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_help_comes_first_and_names_every_target() -> None:
+    shown = make().stdout
+    assert shown == make("help").stdout
+    for target in ("setup", "run-stack", "generate", "test", "lint", "fix", "types", "proto", "verify-protos", "clean"):
+        assert f"  {target} " in shown
+
+
+@pytest.mark.parametrize("prompt", ["plain", 'it\'s "this" $HOME $$ $(shell echo x) `id` # \\ %s', "two\nlines"])
+@pytest.mark.parametrize("origin", ["argument", "environment"])
+def test_prompt_arrives_as_it_was_given(venv: Path, prompt: str, origin: str) -> None:
+    if origin == "argument":
+        done = make("generate", f"VENV={venv}", f"PROMPT={prompt}")
+    else:
+        done = make("generate", f"VENV={venv}", PROMPT=prompt)
+    assert done.stdout == f"-m scheduler.generate -\n{prompt}", done.stderr
+
+
+def test_generate_without_a_prompt_says_how(venv: Path) -> None:
+    done = make("generate", f"VENV={venv}")
+    assert done.returncode != 0
+    assert 'PROMPT="What is the capital of France?"' in done.stderr
+
+
+def test_missing_and_old_pythons_are_refused_with_a_sentence(tmp_path: Path) -> None:
+    assert "there is no python9.9" in make("setup", "PYTHON=python9.9").stderr
+    old = tmp_path / "python3.8"
+    old.write_text('#!/bin/sh\n[ "$1" = -V ] && echo Python 3.8.18\nexit 1\n')
+    old.chmod(0o755)
+    done = make("setup", f"PYTHON={old}")
+    assert done.returncode != 0
+    assert "Python 3.11 or newer" in done.stderr
+    assert "Python 3.8.18" in done.stderr
+
+
+def test_settings_table_of_the_readme_is_that_of_the_settings() -> None:
+    assert settings_table.table() in (ROOT / "README.md").read_text()
