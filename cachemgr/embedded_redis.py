@@ -5,25 +5,23 @@ It listens on a unix socket only, keeps its data in the state folder, and ends w
 """
 
 import argparse
-import ctypes
 import fcntl
 import hashlib
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
+
+from cachemgr import end_with_parent
 
 # sun_path holds 108 bytes; the server appends nothing, but leaves room for a temporary name.
 _MAX_SOCKET_PATH = 100
 _START_SECONDS = 10.0
 _ORPHAN_SECONDS = 3.0
-_PR_SET_PDEATHSIG = 1
 
 
 class EmbeddedRedisError(Exception):
@@ -176,29 +174,17 @@ def _spawn(layout: _Layout, lock: int) -> subprocess.Popen[bytes]:
     layout.socket.unlink(missing_ok=True)
     try:
         return subprocess.Popen(  # noqa: S603 - our own command line
-            layout.command(),
+            # -I -S: nothing but the standard library, which keeps this detour short.
+            [sys.executable, "-I", "-S", end_with_parent.__file__, str(os.getpid()), *layout.command()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             pass_fds=(lock,),
             # A Ctrl-C in the terminal is for us; we end the server after the last write.
             process_group=0,
-            preexec_fn=_end_with_parent(os.getpid()),
         )
     finally:
         os.close(lock)
-
-
-def _end_with_parent(parent: int) -> Callable[[], None]:
-    """What a child runs before it becomes the server: from then on it gets SIGTERM when its parent dies."""
-    libc = ctypes.CDLL(None)
-
-    def prepare() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return prepare
 
 
 def _ping(path: Path) -> bool:
