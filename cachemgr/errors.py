@@ -54,6 +54,13 @@ class PoolSpecError(ServiceError):
     reason = "EXECUTOR_POOLS_CHANGED"
 
 
+class SchedulerFirstError(ServiceError):
+    """What is remembered of the executor cannot be believed before a scheduler has given up its old sequences."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "SCHEDULER_FIRST"
+
+
 class UnknownSchedulerError(ServiceError):
     """The scheduler is not registered, or its lease ran out."""
 

@@ -32,6 +32,7 @@ from cachemgr.errors import (
     InvalidField,
     ManagerRestartedError,
     PoolSpecError,
+    SchedulerFirstError,
     SequenceExistsError,
     SequenceUnsettledError,
     StaleExecutorError,
@@ -73,6 +74,8 @@ class CacheManager:
         # Newest epoch seen of every executor, also of lost ones.
         self._epochs: dict[str, int] = {}
         self._schedulers: dict[str, Scheduler] = {}
+        # A scheduler registers once none of its steps can write into blocks that an earlier manager gave it.
+        self._scheduler_came = False
         # Live sequences by id, in the order of their handles.
         self._sequences: dict[str, LiveSequence] = {}
 
@@ -92,7 +95,8 @@ class CacheManager:
 
         `remembered` is what the store has for this epoch; it is used when `knows_executor` is false, checked entry
         by entry, and what does not hold is reported to the journal as removed.
-        Raises InvalidField, StaleExecutorError, PoolSpecError.
+        Raises InvalidField, StaleExecutorError, PoolSpecError, and SchedulerFirstError when there is something to
+        remember and sequences of an earlier manager may still be writing.
         """
         check_spec(spec)
         if spec.executor_epoch < self._epochs.get(spec.executor_id, 0):
@@ -104,9 +108,11 @@ class CacheManager:
                 raise PoolSpecError("the pools of one epoch do not change")
             known.deadline = deadline
             return sum(len(pool.index) for pool in known.pools)
+        remembered = list(remembered)
+        if remembered and not self._scheduler_came:
+            raise SchedulerFirstError("waiting for a scheduler: steps of before may still write into its blocks")
         if known is not None:
             lose(known)
-        remembered = list(remembered)
         if not remembered:
             self._journal.cleared(spec.executor_id, spec.executor_epoch)
         pools = [Pool(spec.executor_id, pool, spec.block_size, self._events, self._journal) for pool in spec.pools]
@@ -176,6 +182,7 @@ class CacheManager:
         if known is not None:
             self._release_all(known, now)
         self._schedulers[scheduler_id] = Scheduler(scheduler_id, scheduler_epoch, deadline)
+        self._scheduler_came = True
 
     def admit(self, request: AdmitRequest, now: float) -> Admission:
         """Matches, claims and allocates; renews the scheduler's lease. The same content gives the same answer.

@@ -18,7 +18,7 @@ CALL_SECONDS = 5.0
 # A restarted manager knows nothing of us until we come back, so we look often.
 MAX_RENEWAL_SECONDS = 0.5
 FIRST_BACKOFF_SECONDS = 0.1
-MAX_BACKOFF_SECONDS = 2.0
+MAX_BACKOFF_SECONDS = 0.5
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,13 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+# Before torch is imported: spinning threads would slow down whatever else runs on a small machine.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 from transformers import AutoModelForCausalLM

@@ -82,12 +82,11 @@ class Client:
         )
 
     async def register(self, *, last_write_steps: tuple[int, ...] = ()) -> pb.RegisterExecutorResponse:
-        answer = await self.manager.RegisterExecutor(self.registration(last_write_steps=last_write_steps), timeout=5)
         registered = await self.manager.RegisterScheduler(
             pb.RegisterSchedulerRequest(scheduler_id=SCHEDULER, scheduler_epoch=1), timeout=5
         )
         self.manager_epoch = registered.manager_epoch
-        return answer
+        return await self.manager.RegisterExecutor(self.registration(last_write_steps=last_write_steps), timeout=5)
 
     async def admit(self, sequence_id: str, tokens: int | list[int], **values: object) -> pb.AdmitSequenceResponse:
         return await self.manager.AdmitSequence(self.admission(sequence_id, tokens, **values), timeout=5)

@@ -4,10 +4,12 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import grpc
 import pytest
-from cachemgr.process import CacheManagerProcess
 
 from cachemgr.embedded_redis import EmbeddedRedis
+from cachemgr.process import CacheManagerProcess
+from protos.rpc.errors import from_rpc_error
 from tests.unit.cachemgr_service import servers
 from tests.unit.cachemgr_service.conftest import NUM_BLOCKS, Client, settings_for
 
@@ -69,6 +71,22 @@ async def test_a_block_written_after_it_was_stored_is_not_believed(tmp_path: Pat
     async with manager(tmp_path, redis_url) as client:
         # What was not believed once is gone from Redis too.
         assert (await client.register(last_write_steps=steps(slots, 5, 0))).restored_blocks == 1
+
+
+async def test_remembered_blocks_are_not_believed_before_the_scheduler_has_given_up_its_sequences(
+    tmp_path: Path, redis_url: str
+) -> None:
+    _, slots = await store_two_blocks(tmp_path, redis_url)
+    async with manager(tmp_path, redis_url) as client:
+        registration = client.registration(last_write_steps=steps(slots, 5, 5))
+        # Until then sequences of before may still write into blocks that the old manager had taken back for them.
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await client.manager.RegisterExecutor(registration, timeout=5)
+        error = from_rpc_error(refused.value)
+        assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "SCHEDULER_FIRST")
+        # What the scheduler's last steps wrote is known when the executor comes again.
+        assert (await client.register(last_write_steps=steps(slots, 5, 6))).restored_blocks == 1
+        await client.check()
 
 
 async def test_a_newer_epoch_of_the_executor_starts_empty(tmp_path: Path, redis_url: str) -> None:
