@@ -1,0 +1,256 @@
+"""Random operations against a device that knows what is in its memory, and a check of everything after each."""
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from cachemgr.api import BlockFilter, ManagerConfig, Retention, RetentionRange
+from cachemgr.errors import SequenceUnsettledError, SharedBlockError, VoidSequenceError, WindowPassedError
+from cachemgr.records import BlockRecord
+from tests.unit.cachemgr.world import BLOCK, World
+
+# Prompts that share beginnings of every length.
+BASES = [[0] * 20, [0, 0, 0, 0, 1] + [0] * 15, [1, 2] * 10]
+TOKENS = st.builds(
+    lambda base, cut, tail: BASES[base][:cut] + tail,
+    st.integers(0, 2),
+    st.integers(1, 18),
+    st.lists(st.integers(0, 2), max_size=3),
+)
+LAYOUTS = st.sampled_from([(None,), (None,), (None, 5), (3,), (None, 2, 9)])
+PRIORITY = st.one_of(st.none(), st.sampled_from([0, 10, 35, 90]))
+
+
+class CacheWorld(RuleBasedStateMachine):
+    """Everything that schedulers, executors, operators and time can do to one executor's blocks."""
+
+    @initialize(
+        windows=LAYOUTS,
+        num_blocks=st.integers(4, 12),
+        seed=st.integers(0, 9),
+        ahead=st.sampled_from([0, 3, 8]),
+        low=st.sampled_from([0.0, 0.2]),
+    )
+    def build(self, windows, num_blocks, seed, ahead, low):
+        config = ManagerConfig(capacity_ahead_tokens=ahead, free_watermark=low, lease_seconds=10, event_history=50)
+        self.world = World(num_blocks, windows=windows, seed=seed, config=config)
+        self.forks = 0
+
+    def pick(self, index):
+        names = list(self.world.live)
+        return self.world.live[names[index % len(names)]]
+
+    @rule(
+        tokens=TOKENS,
+        salt=st.sampled_from([None, None, None, None, "a"]),
+        adapter_id=st.sampled_from([None, None, None, None, 0]),
+        priority=PRIORITY,
+        no_store=st.sampled_from([False, False, False, False, False, True]),
+        no_read=st.sampled_from([False, False, False, False, False, True]),
+    )
+    def admit(self, tokens, salt, adapter_id, priority, no_store, no_read):
+        world = self.world
+        if len(tokens) > world.num_blocks * BLOCK:
+            return
+        retention = Retention() if priority is None else Retention((RetentionRange(0, None, priority),), priority)
+        full = world.windows == (None,)
+        stored = naive_match(world, tokens, salt, adapter_id) if full and not no_read else 0
+        before = world.free
+        admission = world.admit(
+            tokens, salt=salt, adapter_id=adapter_id, retention=retention, no_store=no_store, no_read=no_read
+        )
+        if not admission.admitted:
+            assert admission.blocks_short > 0
+            return
+        assert admission.cached_tokens < len(tokens)
+        assert admission.capacity_tokens >= len(tokens)
+        live = world.live[f"q{world.names}"]
+        assert world.manager.admit(live.request, world.now) == admission
+        if full and not admission.wait_for_handle:
+            # Without a block to spare for the source of a copy the copy is left out.
+            reserve = int(world.num_blocks * world.manager.config.free_watermark)
+            tight = before - (len(tokens) // BLOCK + 2) < reserve
+            assert admission.cached_tokens in ({stored, stored - stored % BLOCK} if tight else {stored})
+
+    @rule(most=st.integers(1, 9), fail=st.sampled_from([False, False, False, False, False, True]))
+    def step(self, most, fail):
+        self.world.step(most, fail_copies=fail)
+
+    @rule(rounds=st.integers(1, 5))
+    def work(self, rounds):
+        for _ in range(rounds):
+            self.world.step()
+            self.world.confirm()
+            self.world.sync()
+
+    @rule()
+    def sync(self):
+        self.world.sync()
+
+    @rule()
+    def sync_half(self):
+        self.world.sync(set(list(self.world.live)[::2]))
+
+    @rule(limit=st.integers(0, 3))
+    def confirm(self, limit):
+        self.world.confirm(limit)
+
+    @precondition(lambda self: self.world.live)
+    @rule(index=st.integers(0, 20))
+    def leave(self, index):
+        self.world.leave(self.pick(index))
+
+    @precondition(lambda self: self.world.live)
+    @rule(index=st.integers(0, 20))
+    def release(self, index):
+        world, live = self.world, self.pick(index)
+        cancelled = [] if live.started else [copy.ticket for copy in live.copies]
+        world.forget(live)
+        assert world.manager.release(live.request.sequence_id, world.now).found
+        assert not world.manager.release(live.request.sequence_id, world.now).found
+        world.cancelled += cancelled
+
+    @precondition(lambda self: self.world.live)
+    @rule(index=st.integers(0, 20))
+    def trim(self, index):
+        live = self.pick(index)
+        capacity = -(-(len(live.tokens) + 2) // BLOCK) * BLOCK
+        for table in live.tables:
+            del table[capacity // BLOCK :]
+        self.world.trimmed[live.handle] = capacity
+        self.world.sync()
+
+    @precondition(lambda self: self.world.live)
+    @rule(index=st.integers(0, 20), more=st.integers(0, 9))
+    def extend(self, index, more):
+        world, live = self.world, self.pick(index)
+        wanted = min(live.capacity + more, world.num_blocks * BLOCK)
+        try:
+            extension = world.manager.extend(live.request.sequence_id, wanted)
+        except VoidSequenceError:
+            return
+        for table in extension.new_blocks:
+            live.tables[table.group].extend(table.slots)
+        assert extension.capacity_tokens == live.capacity
+        assert extension.extended == (live.capacity >= wanted)
+
+    @precondition(lambda self: self.world.live)
+    @rule(index=st.integers(0, 20), drop=st.integers(0, 6))
+    def truncate(self, index, drop):
+        world, live = self.world, self.pick(index)
+        if not live.started or live.reported_tokens != len(live.tokens) or live.tainted:
+            return
+        length = max(1, len(live.tokens) - drop)
+        before = world.manager.snapshot().events
+        try:
+            world.manager.truncate(live.request.sequence_id, length)
+        except (SharedBlockError, WindowPassedError):
+            assert world.manager.snapshot().events == before
+            return
+        del live.tokens[length:]
+        live.computed = min(live.computed, length - 1)
+        live.reported_tokens = length
+        for table in live.tables:
+            del table[-(-length // BLOCK) :]
+
+    @precondition(lambda self: self.world.live)
+    @rule(index=st.integers(0, 20))
+    def fork(self, index):
+        world, parent = self.world, self.pick(index)
+        self.forks += 1
+        name = f"fork{self.forks}"
+        if parent.reported_tokens != len(parent.tokens):
+            return
+        try:
+            admission = world.manager.fork(parent.request.sequence_id, name)
+        except (SequenceUnsettledError, VoidSequenceError):
+            return
+        if not admission.admitted:
+            assert admission.blocks_short > 0
+            return
+        request = world.request(parent.tokens, name, salt=parent.request.salt, adapter_id=parent.request.adapter_id)
+        child = world.enter(request, admission, parent.tokens)
+        child.tainted = parent.tainted
+        # What the manager has not heard of is not shared.
+        assert child.computed <= parent.computed
+
+    @precondition(lambda self: self.world.live)
+    @rule(index=st.integers(0, 20), duration=st.sampled_from([1.0, 6.0]))
+    def hold(self, index, duration):
+        try:
+            self.world.manager.hold(self.pick(index).request.sequence_id, "owner", duration)
+        except VoidSequenceError:
+            return
+
+    @rule(seconds=st.sampled_from([0.5, 5.0]))
+    def wait(self, seconds):
+        world = self.world
+        world.now += seconds
+        world.sync()
+        world.manager.renew_executor("e", world.executor_epoch, 1, world.now)
+        world.manager.expire(world.now)
+
+    @rule(salt=st.sampled_from([None, "a"]), priority=st.sampled_from([None, 0, 10, 35]), chance=st.integers(0, 3))
+    def purge(self, salt, priority, chance):
+        world = self.world
+        if chance != 3:
+            return
+        selected = BlockFilter(salt=salt, max_priority=priority)
+        said = world.manager.purge(selected, validate_only=True)
+        before = sum(pool.cached_blocks for pool in world.manager.pools())
+        assert world.manager.purge(selected, validate_only=False) == said
+        assert before - said.purged_blocks == sum(pool.cached_blocks for pool in world.manager.pools())
+
+    @rule(chance=st.integers(0, 9))
+    def scheduler_starts_again(self, chance):
+        if chance == 7:
+            self.world.start_scheduler()
+
+    @rule(chance=st.integers(0, 9))
+    def executor_starts_again(self, chance):
+        if chance == 7:
+            self.world.start_executor()
+
+    @invariant()
+    def everything_adds_up(self):
+        if hasattr(self, "world"):
+            self.world.check()
+
+    def teardown(self):
+        if not hasattr(self, "world"):
+            return
+        world = self.world
+        world.start_scheduler()
+        world.confirm()
+        world.now += 100
+        world.manager.renew_executor("e", world.executor_epoch, 1, world.now)
+        world.manager.expire(world.now)
+        world.check()
+
+
+def naive_match(world: World, tokens: list[int], salt: str | None, adapter_id: int | None) -> int:
+    """The longest beginning of the tokens, all but the last, that the indexed blocks of group 0 hold."""
+    blocks = [one for one in world.manager.records("e") if one.group == 0]
+    known = {one.key: one for one in blocks if (one.salt, one.adapter_id) == (salt, adapter_id)}
+    best = 0
+    for block in known.values():
+        best = max(best, common(path(block, known), tokens[:-1]))
+    return best
+
+
+def path(block: BlockRecord, known: dict[bytes, BlockRecord]) -> list[int]:
+    before = path(known[block.parent_key], known) if block.parent_key else []
+    return [*before, *block.token_ids]
+
+
+def common(one: list[int], other: list[int]) -> int:
+    count = 0
+    while count < min(len(one), len(other)) and one[count] == other[count]:
+        count += 1
+    return count
+
+
+TestCacheWorld = CacheWorld.TestCase
+TestCacheWorld.settings = settings(
+    max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+)

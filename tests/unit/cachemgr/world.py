@@ -1,0 +1,348 @@
+"""A scheduler and a device that are simulated next to a real manager.
+
+The device remembers for every slot and offset which tokens its K and V were computed from. A sequence that computes
+checks what it attends to, so that a block which holds anything but what the manager says is found at once.
+"""
+
+import random
+from dataclasses import dataclass, field
+
+from cachemgr.api import (
+    Admission,
+    AdmitRequest,
+    ExecutorSpec,
+    ManagerConfig,
+    PoolSpec,
+    Retention,
+    SyncAnswer,
+    SyncRequest,
+    Transfer,
+)
+from cachemgr.manager import CacheManager
+from cachemgr.records import BlockRecord
+
+BLOCK = 4
+FINGERPRINT = b"f" * 32
+GARBAGE = ("garbage",)
+CONFIG = ManagerConfig(capacity_ahead_tokens=0, free_watermark=0.0)
+
+
+@dataclass(eq=False)
+class Live:
+    """A sequence as its scheduler sees it."""
+
+    request: AdmitRequest
+    handle: int
+    tokens: list[int]
+    computed: int
+    tables: list[list[int]]
+    copies: list[Transfer]
+    wait_for: int = 0
+    promised: int = 0
+    started: bool = False
+    reported_tokens: int = 0
+    # What it computes is wrong because a copy failed; the manager must not let anybody find it.
+    tainted: bool = False
+
+    @property
+    def capacity(self) -> int:
+        return min(len(table) for table in self.tables) * BLOCK
+
+    def expected(self, position: int) -> tuple[object, ...]:
+        return (self.request.salt, self.request.adapter_id, *self.tokens[: position + 1])
+
+
+@dataclass
+class Journal:
+    """Keeps what a store would: the indexed blocks by place."""
+
+    epoch: int = 0
+    blocks: dict[tuple[int, int], BlockRecord] = field(default_factory=dict)
+
+    def cleared(self, executor_id: str, epoch: int) -> None:
+        self.epoch = epoch
+        self.blocks.clear()
+
+    def stored(self, executor_id: str, block: BlockRecord) -> None:
+        self.blocks[block.group, block.slot] = block
+
+    def removed(self, executor_id: str, group: int, slot: int) -> None:
+        del self.blocks[group, slot]
+
+
+class World:
+    """One executor "e", one scheduler "s", one manager of epoch 1."""
+
+    def __init__(
+        self,
+        num_blocks: int = 8,
+        *,
+        windows: tuple[int | None, ...] = (None,),
+        config: ManagerConfig = CONFIG,
+        seed: int = 0,
+    ) -> None:
+        self.journal = Journal()
+        self.manager = CacheManager(1, config, self.journal)
+        self.windows = windows
+        self.num_blocks = num_blocks
+        self.random = random.Random(seed)
+        self.now = 0.0
+        self.step_number = 0
+        self.executor_epoch = 0
+        self.scheduler_epoch = 0
+        self.names = 0
+        self.live: dict[str, Live] = {}
+        self.released: list[int] = []
+        self.cancelled: list[int] = []
+        self.trimmed: dict[int, int] = {}
+        # Computed tokens of sequences that are gone, by handle.
+        self.ended: dict[int, int] = {}
+        self.tainted: set[int] = set()
+        # Tickets whose copy the device has run, or has failed to run.
+        self.done: dict[int, bool] = {}
+        self.start_executor()
+        self.start_scheduler()
+
+    def spec(self) -> ExecutorSpec:
+        pools = [PoolSpec(group, self.num_blocks, window) for group, window in enumerate(self.windows)]
+        steps = [[self.written.get((group, slot + 1), 0) for slot in range(self.num_blocks)] for group in range(len(pools))]
+        return ExecutorSpec("e", self.executor_epoch, "m", FINGERPRINT, BLOCK, pools, steps if self.written else ())
+
+    def start_executor(self) -> int:
+        self.executor_epoch += 1
+        self.memory: dict[tuple[int, int, int], tuple[object, ...]] = {}
+        self.written: dict[tuple[int, int], int] = {}
+        self.done.clear()
+        restored = self.manager.register_executor(self.spec(), self.now)
+        self.live_again()
+        return restored
+
+    def live_again(self) -> None:
+        """Every sequence is released; those that hold blocks at the manager are named in the next sync."""
+        self.released += [live.handle for live in self.live.values()]
+        self.live.clear()
+
+    def start_scheduler(self) -> None:
+        self.scheduler_epoch += 1
+        self.sync_number = 0
+        self.live.clear()
+        self.released.clear()
+        self.cancelled.clear()
+        self.trimmed.clear()
+        self.manager.register_scheduler("s", self.scheduler_epoch, self.now)
+
+    def request(self, token_ids: list[int], name: str = "", **options: object) -> AdmitRequest:
+        self.names += 1
+        return AdmitRequest(name or f"q{self.names}", "s", self.scheduler_epoch, "e", tuple(token_ids), **options)
+
+    def admit(self, token_ids: list[int], name: str = "", **options: object) -> Admission:
+        request = self.request(token_ids, name, **options)
+        admission = self.manager.admit(request, self.now)
+        if admission.admitted:
+            self.enter(request, admission, token_ids)
+        return admission
+
+    def enter(self, request: AdmitRequest, admission: Admission, token_ids: list[int]) -> Live:
+        live = Live(
+            request,
+            admission.sequence_handle,
+            list(token_ids),
+            admission.cached_tokens,
+            [list(table.slots) for table in admission.block_tables],
+            list(admission.transfers),
+            admission.wait_for_handle,
+            admission.cached_tokens,
+            reported_tokens=len(token_ids),
+        )
+        self.live[request.sequence_id] = live
+        return live
+
+    # The device
+
+    def may_start(self, live: Live, planned: dict[int, int]) -> bool:
+        if live.started or not live.wait_for:
+            return True
+        if live.wait_for in planned:
+            return planned[live.wait_for] >= live.promised
+        return self.ended[live.wait_for] >= live.promised
+
+    def step(self, most: int = 5, names: set[str] | None = None, fail_copies: bool = False) -> None:
+        """One device step: removals, copies, all writes, then all reads, as each layer writes before it attends."""
+        self.step_number += 1
+        planned = {live.handle: live.computed for live in self.live.values()}
+        work = []
+        for name, live in self.live.items():
+            if (names is not None and name not in names) or not self.may_start(live, planned):
+                continue
+            count = min(most, len(live.tokens) - live.computed, live.capacity - live.computed)
+            if count > 0:
+                work.append((live, count))
+                planned[live.handle] = live.computed + count
+        for live, _ in work:
+            if not live.started:
+                self.start(live, fail_copies)
+        for live, count in work:
+            self.write(live, count)
+        for live, count in work:
+            self.attend(live, count)
+            live.computed += count
+            if live.computed == len(live.tokens):
+                live.tokens.append(self.random.randrange(3))
+
+    def start(self, live: Live, fail: bool) -> None:
+        live.started = True
+        live.tainted = live.tainted or live.wait_for in self.tainted or (fail and bool(live.copies))
+        if live.tainted:
+            self.tainted.add(live.handle)
+        for copy in live.copies:
+            self.done[copy.ticket] = not fail
+            self.written[copy.group, copy.target_slot] = self.step_number
+            for offset in range(BLOCK):
+                content = self.memory.get((copy.group, copy.source_slot, offset), GARBAGE)
+                self.memory[copy.group, copy.target_slot, offset] = GARBAGE if fail else content
+
+    def write(self, live: Live, count: int) -> None:
+        for group, table in enumerate(live.tables):
+            for position in range(live.computed, live.computed + count):
+                slot = table[position // BLOCK]
+                assert slot, "a position to be computed has no block"
+                self.written[group, slot] = self.step_number
+                content = GARBAGE if live.tainted else live.expected(position)
+                self.memory[group, slot, position % BLOCK] = content
+
+    def attend(self, live: Live, count: int) -> None:
+        if live.tainted:
+            return
+        for group, (table, window) in enumerate(zip(live.tables, self.windows, strict=True)):
+            first = 0 if window is None else max(0, live.computed - window + 1)
+            for position in range(first, live.computed + count):
+                slot = table[position // BLOCK]
+                held = self.memory.get((group, slot, position % BLOCK))
+                assert slot, f"position {position} is attended to and has no block"
+                assert held == live.expected(position), f"position {position} of {live.handle} in slot {slot}: {held}"
+
+    # The scheduler
+
+    def sync(self, names: set[str] | None = None) -> SyncAnswer:
+        request = self.next_sync(names)
+        answer = self.manager.sync(request, self.now)
+        assert self.manager.sync(request, self.now) == answer
+        self.released.clear()
+        self.cancelled.clear()
+        self.trimmed.clear()
+        self.take(answer)
+        return answer
+
+    def next_sync(self, names: set[str] | None = None) -> SyncRequest:
+        self.sync_number += 1
+        moved = [live for name, live in self.live.items() if names is None or name in names]
+        self.random.shuffle(moved)
+        fresh = [live.tokens[live.reported_tokens :] for live in moved]
+        for live in moved:
+            live.reported_tokens = len(live.tokens)
+        return SyncRequest(
+            "s",
+            self.scheduler_epoch,
+            1,
+            self.sync_number,
+            self.step_number,
+            [live.handle for live in moved],
+            [live.computed for live in moved],
+            [len(tokens) for tokens in fresh],
+            [token for tokens in fresh for token in tokens],
+            list(self.released),
+            list(self.trimmed),
+            list(self.trimmed.values()),
+            list(self.cancelled),
+        )
+
+    def take(self, answer: SyncAnswer) -> None:
+        by_handle = {live.handle: live for live in self.live.values()}
+        at = 0
+        columns = zip(answer.extended_handles, answer.extended_groups, answer.extended_counts, strict=True)
+        for handle, group, count in columns:
+            by_handle[handle].tables[group].extend(answer.extended_slots[at : at + count])
+            at += count
+        for handle in answer.void_handles:
+            if handle in by_handle:
+                self.leave(by_handle[handle])
+
+    def leave(self, live: Live) -> None:
+        """Names the sequence in the next sync as released, and its copies as never sent when it has not started."""
+        self.forget(live)
+        self.released.append(live.handle)
+        if not live.started:
+            self.cancelled += [copy.ticket for copy in live.copies]
+
+    def forget(self, live: Live) -> None:
+        del self.live[live.request.sequence_id]
+        self.ended[live.handle] = live.computed
+
+    def confirm(self, limit: int | None = None) -> int:
+        """Reports copies that have run or failed."""
+        reported = dict(list(self.done.items())[:limit])
+        for ticket in reported:
+            del self.done[ticket]
+        return self.manager.confirm_transfers(
+            "e",
+            self.executor_epoch,
+            [ticket for ticket, succeeded in reported.items() if succeeded],
+            [ticket for ticket, succeeded in reported.items() if not succeeded],
+        )
+
+    # Shorthands for tests
+
+    def run(self, token_ids: list[int], name: str = "", *, generate: int = 0, **options: object) -> Admission:
+        """Admits a sequence and computes its tokens and so many generated ones; reports all of it."""
+        admission = self.admit(token_ids, name, **options)
+        assert admission.admitted
+        name = name or f"q{self.names}"
+        live = self.live[name]
+        while live.computed < len(token_ids) + generate:
+            self.step(names={name})
+            self.confirm()
+            self.sync({name})
+            assert self.live.get(name) is live
+        return admission
+
+    def finish(self, name: str) -> None:
+        self.forget(self.live[name])
+        assert self.manager.release(name, self.now).found
+
+    def cache(self, token_ids: list[int], **options: object) -> Admission:
+        """Runs a sequence over these tokens and releases it."""
+        admission = self.run(token_ids, **options)
+        self.finish(f"q{self.names}")
+        return admission
+
+    def cached_tokens(self, token_ids: list[int], **options: object) -> int:
+        """What an admission of these tokens finds; leaves the sequence admitted and without open copies."""
+        admission = self.admit(token_ids, **options)
+        assert admission.admitted
+        self.sync()
+        return admission.cached_tokens
+
+    @property
+    def free(self) -> int:
+        return min(pool.free_blocks for pool in self.manager.pools())
+
+    def check(self) -> None:
+        assert self.manager.check_pool() == []
+        assert self.journal.blocks == {(block.group, block.slot): block for block in self.manager.records("e")}
+        for block in self.manager.records("e"):
+            self.check_content(block)
+
+    def check_content(self, block: BlockRecord) -> None:
+        """What is findable is there, for every token of the block."""
+        for offset, token in enumerate(block.token_ids):
+            held = self.memory.get((block.group, block.slot, offset), GARBAGE)
+            assert len(held) == 2 + block.depth * BLOCK + offset + 1, f"slot {block.slot} holds {held}"
+            assert held[:2] == (block.salt, block.adapter_id)
+            assert held[-1] == token
+
+
+def wish(priority: int) -> Retention:
+    """One priority for all blocks."""
+    from cachemgr.api import RetentionRange
+
+    return Retention((RetentionRange(0, None, priority),), priority)
