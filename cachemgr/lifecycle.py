@@ -19,8 +19,9 @@ def release(sequence: Sequence, now: float) -> Freed:
     executor = sequence.executor
     before = free_blocks(executor)
     settle(sequence)
-    settle_last(sequence)
+    # Before the last block is stored: who was promised all of it gets less.
     withdraw(sequence)
+    settle_last(sequence)
     for ticket in list(sequence.tickets):
         ticket.detach(sequence.tables[ticket.pool.spec.group])
     if sequence.holds and not sequence.void:

@@ -73,7 +73,10 @@ def _settle_block(sequence: Sequence, table: GroupTable, place: int) -> bool:
 
 
 def settle_last(sequence: Sequence) -> None:
-    """Enters the partly filled last block of a sequence that ends, unless a sibling covers it."""
+    """Enters the partly filled last block of a sequence that ends, unless a sibling covers it.
+
+    Its promises must be withdrawn before.
+    """
     size = sequence.block_size
     place, count = divmod(sequence.computed, size)
     if sequence.void or sequence.no_store or sequence.tickets or not count:
@@ -87,24 +90,20 @@ def settle_last(sequence: Sequence) -> None:
         parent = table.pool.node(parent_key)
         if parent is not None and siblings.covers(parent, tokens):
             continue
-        withdraw_block(sequence, table, place)
         block.writer = None
         table.pool.wish(block, sequence.wishes.at(place * size))
         key = child_key(parent_key, tokens)
         table.pool.store(block, key, parent_key, tokens, place, sequence.domain, sequence.step)
 
 
-def withdraw_block(sequence: Sequence, table: GroupTable, place: int) -> None:
-    """Takes back the promise to fill a block."""
-    if place < len(sequence.keys) and table.pool.pending.get(sequence.keys[place]) is table.blocks[place]:
-        del table.pool.pending[sequence.keys[place]]
-
-
 def withdraw(sequence: Sequence, start: int = 0) -> None:
     """Takes back all promises from a place on; whoever relied on them is void."""
     for table in sequence.tables:
         for place in range(max(start, table.settled), len(table.blocks)):
-            withdraw_block(sequence, table, place)
+            if place >= len(sequence.keys):
+                break
+            if table.pool.pending.get(sequence.keys[place]) is table.blocks[place]:
+                del table.pool.pending[sequence.keys[place]]
     for dependent in list(sequence.dependents):
         if _relies_on(dependent, sequence, start):
             void(dependent)
