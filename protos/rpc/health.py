@@ -56,12 +56,13 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         """Status of one service and every change of it."""
         last = None
         while True:
-            changed = self._changed
+            # Both are read before the status is sent: what happens meanwhile is seen in the next turn.
+            changed, closed = self._changed, self._closed
             status = self._statuses.get(request.service, SERVICE_UNKNOWN)
             if status != last:
                 last = status
                 yield health_pb2.HealthCheckResponse(status=status)
-            if self._closed:
+            if closed:
                 return
             if changed is self._changed:
                 await changed.wait()

@@ -47,8 +47,9 @@ async def test_a_health_watch_sees_every_change_and_ends_with_the_server(served:
     assert (await watch.read()).status == NOT_SERVING
     served.server.set_serving(True)
     assert (await watch.read()).status == SERVING
-    await served.server.stop()
-    assert (await watch.read()).status == NOT_SERVING
+    last = asyncio.create_task(watch.read())
+    await asyncio.gather(served.server.stop(), last)
+    assert last.result().status == NOT_SERVING
     assert await watch.read() is grpc.aio.EOF
 
 
