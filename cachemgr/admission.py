@@ -157,9 +157,8 @@ class Admitter:
     def grow(self, sequence: Sequence, num_blocks: int) -> None:
         """Appends empty blocks to every table until it has so many; they must be free."""
         for table in sequence.tables:
-            pool, blocks = table.pool, table.blocks
-            for _ in range(num_blocks - len(blocks)):
-                blocks.append(pool.take(sequence))
+            take, blocks = table.pool.take, table.blocks
+            blocks += [take(sequence) for _ in range(num_blocks - len(blocks))]
 
     def fork(self, parent: Sequence, sequence_id: str) -> tuple[Sequence | None, int]:
         """A sequence that shares the parent's computed blocks, or None and how many blocks are missing."""

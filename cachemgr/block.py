@@ -47,7 +47,9 @@ class Block(Node):
     )
 
     def __init__(self, slot: int, writer: Sequence | None = None) -> None:
-        super().__init__(b"")
+        # Not by way of super: a block is made for every one that is taken.
+        self.key = b""
+        self.children = None
         self.slot = slot
         self.refs = 0
         self.writer = writer

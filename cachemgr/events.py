@@ -1,6 +1,8 @@
 """The last events, numbered without a gap."""
 
-from cachemgr.api import BlockView, Event, EventKind, RemovalCause
+from collections.abc import Iterable
+
+from cachemgr.api import BlockView, Event, EventKind, RemovalCause, Snapshot
 from cachemgr.errors import EventsGoneError
 
 
@@ -30,3 +32,11 @@ class EventLog:
             )
         end = min(self.last, number + limit)
         return [self._ring[index % self._capacity] for index in range(number, end)]
+
+    def snapshot(self, views: Iterable[BlockView]) -> Snapshot:
+        """The cache as events that carry the last number: pools, which have no slot, are created, blocks stored."""
+        events = [
+            Event(self.last, EventKind.STORED if view.slot else EventKind.CREATED, view, RemovalCause.NONE)
+            for view in views
+        ]
+        return Snapshot(self.last, events)

@@ -10,7 +10,6 @@ from cachemgr.api import (
     BlockFilter,
     BlockView,
     Event,
-    EventKind,
     ExecutorSpec,
     Extension,
     Freed,
@@ -20,7 +19,6 @@ from cachemgr.api import (
     PoolView,
     PoolViolation,
     Purged,
-    RemovalCause,
     SequenceView,
     Snapshot,
     SyncAnswer,
@@ -162,8 +160,7 @@ class CacheManager:
         """Every indexed block of an executor, parents before children; nothing for an unknown one."""
         executor = self._executors.get(executor_id)
         for pool in executor.pools if executor is not None else ():
-            for block in sorted(pool.index.values(), key=lambda block: block.depth):
-                yield pool.record(block)
+            yield from pool.records()
 
     # Schedulers and sequences
 
@@ -200,6 +197,8 @@ class CacheManager:
         existing = self._sequences.get(request.sequence_id)
         if existing is not None:
             return _repeated(existing, content(request, tokens))
+        if scheduler.may_write_to_lost(executor):
+            return Admission(False, blocks_short=1)
         sequence, short = self._admitter.admit(request, tokens, scheduler, executor)
         scheduler.deadline = now + self.config.lease_seconds
         return self._enter(sequence, short)
@@ -333,13 +332,7 @@ class CacheManager:
 
     def snapshot(self) -> Snapshot:
         """The cache at `last_event`."""
-        last = self._events.last
-        events = []
-        for pool in self._selected(""):
-            events.append(Event(last, EventKind.CREATED, BlockView.of_pool(pool.pool_id), RemovalCause.NONE))
-            for block in sorted(pool.index.values(), key=lambda block: block.depth):
-                events.append(Event(last, EventKind.STORED, pool.view(block), RemovalCause.NONE))  # noqa: PERF401
-        return Snapshot(last, events)
+        return self._events.snapshot(view for pool in self._selected("") for view in pool.indexed())
 
     def events_after(self, number: int, limit: int = 1000) -> list[Event]:
         """Events number+1, number+2, … as many as there are. Raises EventsGoneError."""

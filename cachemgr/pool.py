@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator
+from operator import attrgetter
 
 from cachemgr import siblings
 from cachemgr.api import BlockView, EventKind, IndexJournal, PoolSpec, PoolView, RemovalCause
@@ -11,6 +12,7 @@ from cachemgr.keys import Domain, unpack
 from cachemgr.records import BlockRecord
 from cachemgr.sequence import Sequence
 
+_DEPTH = attrgetter("depth")
 TAKEABLE = "every block without references may be taken: what a referenced block stands on is referenced too"
 
 
@@ -245,6 +247,17 @@ class Pool:
             priority=block.priority,
             stored_step=block.stored_step,
         )
+
+    def records(self) -> Iterator[BlockRecord]:
+        """Every indexed block, parents before children."""
+        for block in sorted(self.index.values(), key=_DEPTH):
+            yield self.record(block)
+
+    def indexed(self) -> Iterator[BlockView]:
+        """The pool itself, then every indexed block, parents before children."""
+        yield BlockView.of_pool(self.pool_id)
+        for block in sorted(self.index.values(), key=_DEPTH):
+            yield self.view(block)
 
     def pool_view(self) -> PoolView:
         """The pool with its counters."""

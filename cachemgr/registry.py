@@ -53,6 +53,16 @@ class Scheduler:
         self.sync_number = 0
         self.sync_answer = SyncAnswer()
 
+    def may_write_to_lost(self, executor: Executor) -> bool:
+        """Whether it has sequences in an earlier registration of the executor, whose slots are others' by now.
+
+        Their steps stop when the scheduler has heard that they are void and has released them.
+        """
+        return bool(self.void) and any(
+            sequence.executor is not executor and sequence.executor.executor_id == executor.executor_id
+            for sequence in self.sequences.values()
+        )
+
 
 class Hold:
     """Blocks that stay after their sequence is released, until the last owner's time is over."""

@@ -105,7 +105,7 @@ class World:
 
     def spec(self) -> ExecutorSpec:
         pools = [PoolSpec(group, self.num_blocks, window) for group, window in enumerate(self.windows)]
-        steps = [[self.written.get((group, slot + 1), 0) for slot in range(self.num_blocks)] for group in range(len(pools))]
+        steps = [[self.written.get((pool.group, slot + 1), 0) for slot in range(self.num_blocks)] for pool in pools]
         return ExecutorSpec("e", self.executor_epoch, "m", FINGERPRINT, BLOCK, pools, steps if self.written else ())
 
     def start_executor(self) -> int:
