@@ -20,10 +20,12 @@ def venv(tmp_path: Path) -> Path:
     return tmp_path
 
 
+# What a make above this one may have been given, which is not this one's concern.
+INHERITED = {"MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "MFLAGS", "ARGS", "PROMPT", "PYTHON", "SYSTEM_TORCH", "VENV"}
+
+
 def make(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {
-        name: value for name, value in os.environ.items() if name not in {"MAKEFLAGS", "MAKELEVEL", "PROMPT"}
-    }
+    environment = {name: value for name, value in os.environ.items() if name not in INHERITED}
     return subprocess.run(
         ["make", *arguments],
         cwd=ROOT,
