@@ -2,7 +2,7 @@
 
 from cachemgr.api import Freed, RemovalCause
 from cachemgr.block import Block
-from cachemgr.errors import InvalidField, SharedBlockError, WindowPassedError
+from cachemgr.errors import InvalidField, SharedBlockError, VoidSequenceError, WindowPassedError
 from cachemgr.pool import Pool
 from cachemgr.registry import Executor, Hold
 from cachemgr.sequence import GroupTable, Sequence, blocks_for, first_needed
@@ -80,7 +80,7 @@ def truncate(sequence: Sequence, num_tokens: int) -> Freed:
     if num_tokens > len(sequence.tokens):
         raise InvalidField("num_tokens", f"must be at most the sequence's {len(sequence.tokens)} tokens")
     if sequence.void:
-        return Freed(True)
+        raise VoidSequenceError(f"sequence {sequence.sequence_id} can only be released")
     size = sequence.block_size
     # The newest token's K and V do not count: the next step writes them, to `cut`.
     computed = min(sequence.computed, num_tokens - 1)

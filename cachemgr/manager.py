@@ -241,7 +241,10 @@ class CacheManager:
         return Extension(True, 0, sequence.slots(start), sequence.capacity)
 
     def truncate(self, sequence_id: str, num_tokens: int) -> Freed:
-        """Forgets tokens from a length on. Raises InvalidField, SharedBlockError, WindowPassedError."""
+        """Forgets tokens from a length on. All that was computed must have been reported before.
+
+        Raises InvalidField, SharedBlockError, WindowPassedError, VoidSequenceError.
+        """
         sequence = self._sequences.get(sequence_id)
         return Freed(False) if sequence is None else truncate(sequence, num_tokens)
 

@@ -87,11 +87,13 @@ def settle_last(sequence: Sequence) -> None:
         block = table.blocks[place] if place < len(table.blocks) else None
         if table.settled < place or block is None or block.writer is not sequence:
             continue
-        parent = table.pool.node(parent_key)
-        if parent is not None and siblings.covers(parent, tokens):
+        parent, wish = table.pool.node(parent_key), sequence.wishes.at(place * size)
+        longer = None if parent is None else siblings.covering(parent, tokens)
+        if longer is not None:
+            table.pool.wish(longer, wish)
             continue
         block.writer = None
-        table.pool.wish(block, sequence.wishes.at(place * size))
+        table.pool.wish(block, wish)
         key = child_key(parent_key, tokens)
         table.pool.store(block, key, parent_key, tokens, place, sequence.domain, sequence.step)
 

@@ -60,10 +60,13 @@ def closest(node: Node, tokens: bytes) -> tuple[Block | None, int]:
     return best, longest
 
 
-def covers(node: Node, tokens: bytes) -> bool:
-    """Whether a child begins with these tokens."""
-    children = node.children
-    return children is not None and any(block.tokens.startswith(tokens) for block in _neighbours(children, tokens))
+def covering(node: Node, tokens: bytes) -> Block | None:
+    """A child that begins with these tokens."""
+    if node.children is not None:
+        for block in _neighbours(node.children, tokens):
+            if block.tokens.startswith(tokens):
+                return block
+    return None
 
 
 def covered(node: Node, tokens: bytes) -> list[Block]:

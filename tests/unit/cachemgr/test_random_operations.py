@@ -1,5 +1,8 @@
 """Random operations against a device that knows what is in its memory, and a check of everything after each."""
 
+from random import Random
+
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -138,20 +141,23 @@ class CacheWorld(RuleBasedStateMachine):
     @rule(index=st.integers(0, 20), drop=st.integers(0, 6))
     def truncate(self, index, drop):
         world, live = self.world, self.pick(index)
-        if not live.started or live.reported_tokens != len(live.tokens) or live.tainted:
+        reported = live.reported_tokens == len(live.tokens) and live.reported_computed == live.computed
+        if not live.started or not reported or live.tainted:
             return
         length = max(1, len(live.tokens) - drop)
         before = world.manager.snapshot().events
         try:
             world.manager.truncate(live.request.sequence_id, length)
-        except (SharedBlockError, WindowPassedError):
+        except (SharedBlockError, WindowPassedError, VoidSequenceError):
             assert world.manager.snapshot().events == before
             return
         del live.tokens[length:]
         live.computed = min(live.computed, length - 1)
         live.reported_tokens = length
+        live.reported_computed = live.computed
         for table in live.tables:
             del table[-(-length // BLOCK) :]
+        world.give_up_on(live)
 
     @precondition(lambda self: self.world.live)
     @rule(index=st.integers(0, 20))
@@ -187,7 +193,7 @@ class CacheWorld(RuleBasedStateMachine):
         world = self.world
         world.now += seconds
         world.sync()
-        world.manager.renew_executor("e", world.executor_epoch, 1, world.now)
+        world.renew()
         world.manager.expire(world.now)
 
     @rule(salt=st.sampled_from([None, "a"]), priority=st.sampled_from([None, 0, 10, 35]), chance=st.integers(0, 3))
@@ -211,6 +217,16 @@ class CacheWorld(RuleBasedStateMachine):
         if chance == 7:
             self.world.start_executor()
 
+    @rule(chance=st.integers(0, 9))
+    def manager_starts_again(self, chance):
+        if chance == 7:
+            self.world.restart_manager()
+
+    @rule(chance=st.integers(0, 9))
+    def executor_is_silent(self, chance):
+        if chance == 7:
+            self.world.silence_executor()
+
     @invariant()
     def everything_adds_up(self):
         if hasattr(self, "world"):
@@ -220,12 +236,15 @@ class CacheWorld(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         world = self.world
+        world.cancelled = [copy.ticket for live in world.live.values() if not live.started for copy in live.copies]
+        world.sync()
         world.start_scheduler()
         world.confirm()
         world.now += 100
-        world.manager.renew_executor("e", world.executor_epoch, 1, world.now)
+        world.renew()
         world.manager.expire(world.now)
         world.check()
+        assert all(pool.used_blocks == 0 for pool in world.manager.pools())
 
 
 def naive_match(world: World, tokens: list[int], salt: str | None, adapter_id: int | None) -> int:
@@ -254,3 +273,76 @@ TestCacheWorld = CacheWorld.TestCase
 TestCacheWorld.settings = settings(
     max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )
+
+WEIGHTS = {
+    "admit": 30,
+    "step": 15,
+    "work": 12,
+    "confirm": 12,
+    "sync": 10,
+    "sync_half": 8,
+    "leave": 8,
+    "release": 8,
+    "truncate": 5,
+    "fork": 5,
+    "trim": 3,
+    "extend": 3,
+    "hold": 2,
+    "wait": 2,
+    "purge": 1,
+    "scheduler_starts_again": 1,
+    "executor_starts_again": 1,
+    "manager_starts_again": 1,
+    "executor_is_silent": 1,
+}
+OF_A_SEQUENCE = {"leave", "release", "truncate", "fork", "trim", "extend", "hold"}
+
+
+def arguments(name: str, random: Random) -> dict[str, object]:
+    """What an operation is called with; mostly what makes sequences meet."""
+    if name == "admit":
+        base = random.choice(BASES)[: random.randint(1, 18)]
+        return {
+            "tokens": base + [random.randrange(3) for _ in range(random.randrange(4))],
+            "salt": random.choice([None] * 6 + ["a"]),
+            "adapter_id": random.choice([None] * 8 + [0]),
+            "priority": random.choice([None, None, 0, 10, 35, 90]),
+            "no_store": random.random() < 0.08,
+            "no_read": random.random() < 0.08,
+        }
+    if name == "purge":
+        return {"salt": random.choice([None, "a"]), "priority": random.choice([None, 0, 10, 35]), "chance": 3}
+    found = {
+        "step": {"most": random.randint(1, 9), "fail": random.random() < 0.1},
+        "work": {"rounds": random.randint(1, 5)},
+        "confirm": {"limit": random.randrange(3)},
+        "wait": {"seconds": random.choice([0.5, 5.0])},
+    }.get(name, {})
+    found |= {"index": random.randrange(20)} if name in OF_A_SEQUENCE else {}
+    found |= {"truncate": {"drop": random.randrange(7)}, "extend": {"more": random.randrange(9)}}.get(name, {})
+    found |= {"duration": random.choice([1.0, 6.0])} if name == "hold" else {}
+    return found | ({"chance": random.choice([0, 0, 0, 7])} if name.endswith(("again", "silent")) else {})
+
+
+def live_long(seed: int, operations: int) -> None:
+    """Operations weighted so that blocks are shared, copied, evicted and truncated often."""
+    random = Random(seed)
+    machine = CacheWorld()
+    machine.build(
+        windows=random.choice([(None,), (None,), (None, 5), (3,), (None, 2, 9)]),
+        num_blocks=random.choice([4, 6, 8, 12, 12, 20]),
+        seed=seed,
+        ahead=random.choice([0, 3, 8]),
+        low=random.choice([0.0, 0.2]),
+    )
+    for _ in range(operations):
+        (name,) = random.choices(list(WEIGHTS), list(WEIGHTS.values()))
+        if name not in OF_A_SEQUENCE or machine.world.live:
+            getattr(machine, name)(**arguments(name, random))
+            machine.world.check()
+    machine.teardown()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_long_random_life_ends_with_every_block_free_or_cached(seed):
+    live_long(seed, 250)

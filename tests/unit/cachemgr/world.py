@@ -14,6 +14,7 @@ from cachemgr.api import (
     ManagerConfig,
     PoolSpec,
     Retention,
+    RetentionRange,
     SyncAnswer,
     SyncRequest,
     Transfer,
@@ -41,6 +42,7 @@ class Live:
     promised: int = 0
     started: bool = False
     reported_tokens: int = 0
+    reported_computed: int = 0
     # What it computes is wrong because a copy failed; the manager must not let anybody find it.
     tainted: bool = False
 
@@ -82,6 +84,7 @@ class World:
         seed: int = 0,
     ) -> None:
         self.journal = Journal()
+        self.config = config
         self.manager = CacheManager(1, config, self.journal)
         self.windows = windows
         self.num_blocks = num_blocks
@@ -92,6 +95,8 @@ class World:
         self.scheduler_epoch = 0
         self.names = 0
         self.live: dict[str, Live] = {}
+        # Released sequences whose last progress the next sync reports.
+        self.leaving: list[Live] = []
         self.released: list[int] = []
         self.cancelled: list[int] = []
         self.trimmed: dict[int, int] = {}
@@ -108,17 +113,13 @@ class World:
         steps = [[self.written.get((pool.group, slot + 1), 0) for slot in range(self.num_blocks)] for pool in pools]
         return ExecutorSpec("e", self.executor_epoch, "m", FINGERPRINT, BLOCK, pools, steps if self.written else ())
 
-    def start_executor(self) -> int:
+    def start_executor(self) -> None:
+        """A newer epoch with empty memory; the scheduler gives all its sequences up."""
         self.executor_epoch += 1
         self.memory: dict[tuple[int, int, int], tuple[object, ...]] = {}
         self.written: dict[tuple[int, int], int] = {}
         self.done.clear()
-        restored = self.manager.register_executor(self.spec(), self.now)
-        self.live_again()
-        return restored
-
-    def live_again(self) -> None:
-        """Every sequence is released; those that hold blocks at the manager are named in the next sync."""
+        self.manager.register_executor(self.spec(), self.now)
         self.released += [live.handle for live in self.live.values()]
         self.live.clear()
 
@@ -126,10 +127,30 @@ class World:
         self.scheduler_epoch += 1
         self.sync_number = 0
         self.live.clear()
+        self.leaving.clear()
         self.released.clear()
         self.cancelled.clear()
         self.trimmed.clear()
         self.manager.register_scheduler("s", self.scheduler_epoch, self.now)
+
+    def restart_manager(self) -> None:
+        """The manager is gone with its memory; what the journal has and the device still holds comes back."""
+        self.manager = CacheManager(self.manager.epoch + 1, self.config, self.journal)
+        self.done.clear()
+        self.start_scheduler()
+        self.manager.register_executor(self.spec(), self.now, list(self.journal.blocks.values()))
+
+    def silence_executor(self) -> None:
+        """The manager gives the executor up, and hears of it again before the scheduler has stopped its sequences."""
+        for _ in range(2):
+            self.now += self.config.lease_seconds * 0.6
+            self.sync()
+        self.manager.expire(self.now)
+        assert not self.manager.knows_executor("e", self.executor_epoch)
+        self.manager.register_executor(self.spec(), self.now, list(self.journal.blocks.values()))
+
+    def renew(self) -> None:
+        self.manager.renew_executor("e", self.executor_epoch, self.manager.epoch, self.now)
 
     def request(self, token_ids: list[int], name: str = "", **options: object) -> AdmitRequest:
         self.names += 1
@@ -235,15 +256,17 @@ class World:
 
     def next_sync(self, names: set[str] | None = None) -> SyncRequest:
         self.sync_number += 1
-        moved = [live for name, live in self.live.items() if names is None or name in names]
+        moved = [live for name, live in self.live.items() if names is None or name in names] + self.leaving
+        self.leaving = []
         self.random.shuffle(moved)
         fresh = [live.tokens[live.reported_tokens :] for live in moved]
         for live in moved:
             live.reported_tokens = len(live.tokens)
+            live.reported_computed = live.computed
         return SyncRequest(
             "s",
             self.scheduler_epoch,
-            1,
+            self.manager.epoch,
             self.sync_number,
             self.step_number,
             [live.handle for live in moved],
@@ -270,9 +293,17 @@ class World:
     def leave(self, live: Live) -> None:
         """Names the sequence in the next sync as released, and its copies as never sent when it has not started."""
         self.forget(live)
+        self.leaving.append(live)
         self.released.append(live.handle)
         if not live.started:
             self.cancelled += [copy.ticket for copy in live.copies]
+
+    def give_up_on(self, writer: Live) -> None:
+        """Releases who waits for tokens that the writer has truncated; who waits for those hears of it by a sync."""
+        for live in list(self.live.values()):
+            waits = live.wait_for == writer.handle and not live.started and live.promised > len(writer.tokens)
+            if waits and live.request.sequence_id in self.live:
+                self.leave(live)
 
     def forget(self, live: Live) -> None:
         del self.live[live.request.sequence_id]
@@ -296,23 +327,33 @@ class World:
         """Admits a sequence and computes its tokens and so many generated ones; reports all of it."""
         admission = self.admit(token_ids, name, **options)
         assert admission.admitted
-        name = name or f"q{self.names}"
-        live = self.live[name]
-        while live.computed < len(token_ids) + generate:
-            self.step(names={name})
-            self.confirm()
-            self.sync({name})
-            assert self.live.get(name) is live
+        self.compute(self.live[name or f"q{self.names}"], len(token_ids) + generate)
+        self.sync()
         return admission
 
-    def finish(self, name: str) -> None:
-        self.forget(self.live[name])
-        assert self.manager.release(name, self.now).found
+    def compute(self, live: Live, length: int) -> None:
+        """Computes so many tokens of one sequence; reports what it must to get blocks."""
+        name = live.request.sequence_id
+        while live.computed < length:
+            self.step(min(5, length - live.computed), names={name})
+            self.confirm()
+            if live.computed < length and live.capacity <= live.computed:
+                self.sync({name})
+        assert self.live[name] is live
 
-    def cache(self, token_ids: list[int], **options: object) -> Admission:
-        """Runs a sequence over these tokens and releases it."""
-        admission = self.run(token_ids, **options)
-        self.finish(f"q{self.names}")
+    def finish(self, name: str) -> None:
+        """Releases a sequence by a sync."""
+        self.leave(self.live[name])
+        self.sync()
+
+    def cache(self, token_ids: list[int], *, generate: int = 0, **options: object) -> Admission:
+        """Computes these tokens and so many generated ones, and reports that together with the release."""
+        admission = self.admit(token_ids, **options)
+        assert admission.admitted
+        live = self.live[f"q{self.names}"]
+        self.compute(live, len(token_ids) + generate)
+        self.leave(live)
+        self.sync()
         return admission
 
     def cached_tokens(self, token_ids: list[int], **options: object) -> int:
@@ -343,6 +384,4 @@ class World:
 
 def wish(priority: int) -> Retention:
     """One priority for all blocks."""
-    from cachemgr.api import RetentionRange
-
     return Retention((RetentionRange(0, None, priority),), priority)

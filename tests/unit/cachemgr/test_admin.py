@@ -1,0 +1,173 @@
+"""What operators see, purge, and how contradictions are found."""
+
+import pytest
+
+from cachemgr.api import BlockFilter, Purged
+from cachemgr.block import Block
+from cachemgr.errors import InvalidField, UnknownPoolError
+from tests.unit.cachemgr.world import World, wish
+
+
+def test_a_purge_drops_what_nobody_uses_and_says_so_before():
+    world = World(12)
+    world.cache(list(range(9)))
+    world.run([*range(4), 50], "a")
+    world.finish("a")
+    world.run([*range(4), 60], "b")
+    said = world.manager.purge(BlockFilter(), validate_only=True)
+    assert world.manager.purge(BlockFilter(), validate_only=False) == said == Purged(3, 1)
+    world.check()
+    assert world.manager.purge(BlockFilter(), validate_only=False) == Purged(0, 1)
+    assert world.cached_tokens(list(range(9))) == 4
+
+
+def test_a_purge_by_salt_leaves_other_salts_alone():
+    world = World(12)
+    world.cache(list(range(9)), salt="a")
+    world.cache(list(range(9)), salt="b")
+    world.cache(list(range(9)))
+    assert world.manager.purge(BlockFilter(salt="a"), validate_only=False).purged_blocks == 3
+    world.check()
+    assert world.cached_tokens(list(range(9)), salt="b") == 8
+
+
+def test_a_purge_by_priority_takes_what_stands_on_a_purged_block_too():
+    world = World(12)
+    world.cache(list(range(4)), retention=wish(10))
+    world.cache(list(range(9)))
+    assert world.manager.purge(BlockFilter(max_priority=10), validate_only=True) == Purged(3, 0)
+    assert world.manager.purge(BlockFilter(max_priority=10), validate_only=False) == Purged(3, 0)
+    world.check()
+
+
+def test_a_purge_in_a_windowed_pool_drops_only_what_matches():
+    world = World(12, windows=(3,))
+    world.cache(list(range(4)), retention=wish(10))
+    world.cache(list(range(9)))
+    assert world.manager.purge(BlockFilter(max_priority=10), validate_only=False).purged_blocks == 1
+    world.check()
+    assert world.cached_tokens(list(range(9))) == 8
+
+
+@pytest.mark.parametrize(
+    ("selected", "error", "field"),
+    [
+        (BlockFilter(pool_id="e/7"), UnknownPoolError, "pool_id"),
+        (BlockFilter(salt=""), InvalidField, "filter.salt"),
+        (BlockFilter(max_priority=101), InvalidField, "filter.max_retention_priority"),
+    ],
+)
+def test_a_filter_that_cannot_be_is_refused(selected, error, field):
+    world = World()
+    world.cache([1, 2])
+    with pytest.raises(error) as refused:
+        world.manager.purge(selected, validate_only=False)
+    assert list(refused.value.fields) == [field]
+    assert len(world.journal.blocks) == 1
+
+
+def test_listings_show_what_is_there():
+    world = World(8)
+    world.cache(list(range(6)))
+    world.run([*range(4), 50], "a", salt=None)
+    blocks = list(world.manager.blocks("e/0"))
+    assert [(view.slot, view.num_tokens, view.references, view.depth) for view in blocks] == [
+        (1, 4, 1, 0),
+        (2, 2, 0, 1),
+        (3, 0, 1, 0),
+    ]
+    assert [view.slot for view in world.manager.blocks("e/0", after_slot=1)] == [2, 3]
+    (sequence,) = world.manager.sequences()
+    assert (sequence.sequence_id, sequence.num_tokens, sequence.computed_tokens, sequence.cached_tokens) == (
+        "a",
+        6,
+        5,
+        4,
+    )
+    assert (sequence.capacity_tokens, sequence.num_blocks) == (8, 2)
+    assert list(world.manager.sequences(sequence.sequence_handle)) == []
+    pool = world.manager.pool("e/0")
+    assert (pool.total_blocks, pool.free_blocks, pool.used_blocks, pool.cached_blocks) == (8, 6, 2, 1)
+    for method in (world.manager.pool, world.manager.check_pool, world.manager.blocks):
+        with pytest.raises(UnknownPoolError):
+            method("nothing")
+
+
+def inner(world):
+    return world.manager._executors["e"].pools[0]
+
+
+def lose_a_reference(pool, world):
+    pool.index[next(iter(pool.index))].refs -= 1
+
+
+def forget_a_slot(pool, world):
+    pool.empty.pop()
+
+
+def double_a_slot(pool, world):
+    pool.empty.append(1)
+
+
+def miscount(pool, world):
+    pool.used += 1
+
+
+def leave_the_order(pool, world):
+    pool.order.remove(pool.order.first())
+
+
+def change_tokens(pool, world):
+    next(iter(pool.index.values())).tokens = b"\0" * 16
+
+
+def lose_a_parent(pool, world):
+    del pool.index[next(key for key, block in pool.index.items() if not block.depth)]
+
+
+def write_twice(pool, world):
+    one, other = world.manager._sequences.values()
+    other.tables[0].blocks[-1] = one.tables[0].blocks[-1]
+
+
+def write_to_the_index(pool, world):
+    sequence = next(iter(world.manager._sequences.values()))
+    sequence.computed = 0
+
+
+def promise_nothing(pool, world):
+    pool.pending[b"x"] = Block(3)
+
+
+def disown_a_hold(pool, world):
+    world.manager._executors["e"].holds[0].owners.clear()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lose_a_reference,
+        forget_a_slot,
+        double_a_slot,
+        miscount,
+        leave_the_order,
+        change_tokens,
+        lose_a_parent,
+        write_twice,
+        write_to_the_index,
+        promise_nothing,
+        disown_a_hold,
+    ],
+    ids=lambda damage: damage.__name__,
+)
+def test_a_check_finds_every_contradiction(damage):
+    world = World(16)
+    world.cache(list(range(30, 36)))
+    world.run(list(range(9)), "held")
+    world.manager.hold("held", "me", 60.0)
+    world.finish("held")
+    world.run(list(range(9)), "a")
+    world.run(list(range(50, 56)), "b")
+    world.check()
+    damage(inner(world), world)
+    assert world.manager.check_pool("e/0")

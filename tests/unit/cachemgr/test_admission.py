@@ -1,0 +1,178 @@
+"""Admission: all or nothing, once, and only for who asks rightly."""
+
+import dataclasses
+
+import pytest
+
+from cachemgr.api import AdmitRequest, ManagerConfig, Retention, RetentionRange
+from cachemgr.errors import (
+    InvalidField,
+    SequenceExistsError,
+    SequenceTooLongError,
+    StaleSchedulerError,
+    UnknownExecutorError,
+    UnknownSchedulerError,
+)
+from cachemgr.manager import CacheManager
+from tests.unit.cachemgr.world import World
+
+VALID = AdmitRequest("a", "s", 1, "e", (1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "field"),
+    [
+        ({"sequence_id": ""}, InvalidField, "sequence_id"),
+        ({"sequence_id": "x" * 257}, InvalidField, "sequence_id"),
+        ({"token_ids": ()}, InvalidField, "token_ids"),
+        ({"token_ids": (-1,)}, InvalidField, "token_ids"),
+        ({"token_ids": (1 << 32,)}, InvalidField, "token_ids"),
+        ({"salt": ""}, InvalidField, "salt"),
+        ({"adapter_id": -1}, InvalidField, "adapter_id"),
+        (
+            {"retention": Retention((RetentionRange(0, 1, 101),))},
+            InvalidField,
+            "retention.ranges[0].retention_priority",
+        ),
+        ({"executor_id": "other"}, UnknownExecutorError, "executor_id"),
+        ({"scheduler_id": "other"}, UnknownSchedulerError, None),
+        ({"scheduler_epoch": 2}, StaleSchedulerError, None),
+        ({"token_ids": (0,) * 33}, SequenceTooLongError, "token_ids"),
+    ],
+)
+def test_a_wrong_request_is_refused_and_changes_nothing(change, error, field):
+    world = World(8)
+    before = world.manager.pools()
+    with pytest.raises(error) as refused:
+        world.manager.admit(dataclasses.replace(VALID, **change), 0.0)
+    if field is not None:
+        assert list(refused.value.fields) == [field]
+    assert world.manager.pools() == before
+    assert list(world.manager.sequences()) == []
+    world.check()
+
+
+def test_every_wrong_epoch_has_a_reason_of_its_own():
+    reasons = {error.reason for error in (UnknownSchedulerError, StaleSchedulerError, UnknownExecutorError)}
+    assert len(reasons) == 3
+
+
+def test_repeating_an_admission_gives_the_same_answer_also_after_progress():
+    world = World()
+    world.cache(list(range(9)))
+    first = world.admit([*range(9), 9], "a")
+    assert first.transfers
+    again = world.manager.admit(world.live["a"].request, 0.0)
+    assert again == first
+    world.step()
+    world.confirm()
+    world.sync()
+    assert world.manager.admit(world.live["a"].request, 0.0) == first
+    assert len(list(world.manager.sequences())) == 1
+    world.check()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"token_ids": (1, 2, 4)},
+        {"token_ids": (1, 2)},
+        {"salt": "x"},
+        {"adapter_id": 0},
+        {"no_store": True},
+        {"no_read": True},
+        {"retention": Retention((), 40)},
+    ],
+    ids=str,
+)
+def test_the_same_id_with_other_content_is_refused(change):
+    world = World()
+    world.manager.admit(VALID, 0.0)
+    with pytest.raises(SequenceExistsError):
+        world.manager.admit(dataclasses.replace(VALID, **change), 0.0)
+    world.check()
+
+
+def test_running_out_of_blocks_is_an_answer_that_takes_nothing():
+    world = World(4)
+    world.run(list(range(9)), "a")
+    refused = world.admit(list(range(50, 58)))
+    assert not refused.admitted
+    assert refused.blocks_short == 1
+    assert world.free == 1
+    world.check()
+
+
+def test_with_several_groups_nothing_is_taken_when_one_is_full():
+    world = World(4, windows=(None, 3))
+    world.run(list(range(13)), "a")
+    free = {pool.pool_id: pool.free_blocks for pool in world.manager.pools()}
+    assert free == {"e/0": 0, "e/1": 2}
+    assert not world.admit([50]).admitted
+    assert {pool.pool_id: pool.free_blocks for pool in world.manager.pools()} == free
+    world.check()
+
+
+def test_an_admission_leaves_the_watermark_free_unless_it_is_alone():
+    world = World(10, config=ManagerConfig(capacity_ahead_tokens=0, free_watermark=0.3))
+    assert world.admit(list(range(32)), "a").admitted
+    assert not world.admit([99]).admitted
+    world.finish("a")
+    assert world.admit(list(range(100, 140)), "b").admitted
+
+
+def test_a_sequence_gets_capacity_ahead_while_the_watermark_stays_free():
+    world = World(10, config=ManagerConfig(capacity_ahead_tokens=8, free_watermark=0.2))
+    assert world.admit([1, 2], "a").capacity_tokens == 8
+    assert world.admit(list(range(10, 28)), "b").capacity_tokens == 24
+    assert world.admit([3]).admitted is False
+
+
+def test_at_most_all_tokens_but_the_last_are_reused():
+    world = World()
+    world.cache(list(range(8)), generate=0)
+    for length in range(1, 9):
+        assert world.cached_tokens(list(range(length))) == length - 1
+        world.step()
+        world.confirm()
+        world.finish(f"q{world.names}")
+    world.check()
+
+
+def test_no_read_matches_nothing_and_stores_nothing_twice():
+    world = World()
+    world.cache(list(range(9)))
+    stored = len(world.journal.blocks)
+    assert world.run(list(range(9)), no_read=True).cached_tokens == 0
+    world.check()
+    world.finish("q2")
+    assert len(world.journal.blocks) == stored
+
+
+def test_no_store_leaves_nothing_behind():
+    world = World()
+    world.run(list(range(9)), "a", no_store=True)
+    assert world.admit(list(range(9)), "b").cached_tokens == 0
+    world.finish("a")
+    assert world.journal.blocks == {}
+    world.check()
+
+
+def test_only_what_was_admitted_counts_as_queried():
+    world = World(4)
+    world.cache(list(range(9)))
+    world.run(list(range(9)), "a")
+    assert not world.admit(list(range(50, 60))).admitted
+    pool = world.manager.pool("e/0")
+    assert (pool.queried_tokens, pool.hit_tokens) == (18, 8)
+
+
+def test_handles_grow_and_begin_behind_those_of_an_earlier_manager():
+    world = World()
+    handles = [world.admit([token]).sequence_handle for token in range(3)]
+    assert handles == sorted(set(handles))
+    later = World()
+    later.manager = CacheManager(2)
+    later.start_executor()
+    later.start_scheduler()
+    assert later.admit([1]).sequence_handle > handles[-1]

@@ -1,0 +1,78 @@
+"""Which block goes next."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cachemgr.block import Block, EvictionOrder
+from tests.unit.cachemgr.world import World
+
+
+@given(st.lists(st.tuples(st.sampled_from([0, 5, 35, 100]), st.integers(1, 1000)), unique_by=lambda item: item[1]))
+def test_blocks_leave_by_priority_then_by_last_use(items):
+    order = EvictionOrder()
+    for slot, (priority, recency) in enumerate(items):
+        block = Block(slot)
+        block.wish, block.recency = priority, recency
+        order.insert(block)
+    left = []
+    while (block := order.first()) is not None:
+        order.remove(block)
+        left.append((block.priority, block.recency))
+    assert left == sorted(items)
+    assert all(not bit for _, bit, _ in order.rings())
+
+
+def test_released_tail_is_lost_before_its_head():
+    world = World(3)
+    world.cache(list(range(12)))
+    world.cache([100, 101, 102, 103], no_store=True)
+    world.check()
+    assert world.cached_tokens(list(range(12))) == 8
+
+
+def test_what_was_used_longer_ago_is_lost_first():
+    world = World(6)
+    world.cache(list(range(12)))
+    world.cache(list(range(50, 62)))
+    world.cache(list(range(12)))
+    world.cache(list(range(200, 212)))
+    assert world.cached_tokens(list(range(12))) == 11
+    world.finish("q5")
+    assert world.cached_tokens(list(range(50, 62))) == 0
+
+
+def test_empty_blocks_are_taken_before_cached_ones():
+    world = World(5)
+    world.cache(list(range(8)))
+    world.cache([9] * 12, no_store=True)
+    assert world.cached_tokens([*range(8), 8]) == 8
+    assert world.manager.pool("e/0").evicted_blocks == 0
+
+
+def test_a_parent_whose_last_child_goes_keeps_its_place_by_its_own_last_use():
+    world = World(5)
+    world.cache([1, 2, 3, 4, 5, 6, 7, 8])
+    world.cache([50, 51, 52, 53])
+    # The child goes, then its parent, which was used before the single block.
+    world.cache([100, 101, 102, 103, 104, 105, 106, 107, 108, 109, 110, 111, 112, 113, 114, 115], no_store=True)
+    world.check()
+    assert world.cached_tokens([50, 51, 52, 53, 0]) == 4
+
+
+def test_a_reader_keeps_all_blocks_that_it_reads():
+    world = World(4)
+    world.cache(list(range(8)))
+    world.run([*range(8), 8])
+    assert world.free == 1
+    assert not world.admit([50, 51, 52, 53, 54]).admitted
+    world.check()
+
+
+def test_a_windowed_pool_may_lose_an_inner_block():
+    world = World(4, windows=(3,))
+    world.cache(list(range(16)))
+    world.check()
+    # Everything that left the window was released first, and is lost first.
+    world.cache([100, 101, 102, 103])
+    world.check()
+    assert world.cached_tokens(list(range(16))) == 15

@@ -1,0 +1,270 @@
+"""Extend, truncate, fork and hold."""
+
+import pytest
+
+from cachemgr.errors import (
+    InvalidField,
+    SequenceExistsError,
+    SequenceTooLongError,
+    SequenceUnsettledError,
+    SharedBlockError,
+    UnknownSequenceError,
+    VoidSequenceError,
+    WindowPassedError,
+)
+from tests.unit.cachemgr.world import World
+
+
+def test_an_extension_brings_the_blocks_to_append():
+    world = World(4)
+    world.admit([1, 2], "a")
+    answer = world.manager.extend("a", 16)
+    assert answer.extended
+    assert [len(table.slots) for table in answer.new_blocks] == [3]
+    world.check()
+    assert world.manager.extend("a", 3).capacity_tokens == 16
+
+
+def test_an_extension_that_finds_too_few_blocks_takes_none():
+    world = World(4)
+    world.admit([1, 2], "a")
+    world.admit([3, 4], "b")
+    answer = world.manager.extend("a", 16)
+    assert (answer.extended, answer.blocks_short, answer.new_blocks, answer.capacity_tokens) == (False, 1, (), 4)
+    assert world.free == 2
+    world.check()
+
+
+def test_extend_refuses_what_is_unknown_or_never_fits():
+    world = World(4)
+    world.admit([1, 2], "a")
+    with pytest.raises(UnknownSequenceError):
+        world.manager.extend("other", 4)
+    with pytest.raises(SequenceTooLongError) as refused:
+        world.manager.extend("a", 17)
+    assert list(refused.value.fields) == ["capacity_tokens"]
+
+
+def test_truncate_gives_whole_blocks_back():
+    world = World(80, seed=1)
+    world.admit(list(range(35)), "a", no_store=True)
+    assert world.free == 71
+    for length, free in ((36, 71), (37, 70), (40, 70)):
+        world.manager.extend("a", length)
+        assert world.free == free
+    assert world.manager.truncate("a", 35).freed_blocks == 1
+    assert world.free == 71
+    world.check()
+
+
+def test_truncating_an_unknown_sequence_is_no_error():
+    freed = World().manager.truncate("other", 3)
+    assert (freed.found, freed.freed_blocks) == (False, 0)
+
+
+@pytest.mark.parametrize("length", [0, -1, 10])
+def test_a_length_that_is_none_is_refused(length):
+    world = World()
+    world.admit(list(range(9)), "a")
+    with pytest.raises(InvalidField) as refused:
+        world.manager.truncate("a", length)
+    assert list(refused.value.fields) == ["num_tokens"]
+
+
+def truncate(world, name, length):
+    freed = world.manager.truncate(name, length)
+    live = world.live[name]
+    del live.tokens[length:]
+    live.computed = min(live.computed, length - 1)
+    live.reported_tokens = length
+    for table in live.tables:
+        del table[-(-length // 4) :]
+    return freed
+
+
+def test_rejected_tokens_leave_no_trace():
+    world = World()
+    world.run(list(range(12)), "a")
+    assert len(world.journal.blocks) == 3
+    truncate(world, "a", 6)
+    world.check()
+    assert [block.token_ids for block in world.journal.blocks.values()] == [(0, 1, 2, 3)]
+    assert world.admit(list(range(13)), "b").cached_tokens == 4
+    world.step()
+    world.sync()
+    world.check()
+
+
+def test_other_tokens_can_follow_a_truncation():
+    world = World(12, seed=3)
+    world.run(list(range(12)), "a")
+    truncate(world, "a", 10)
+    world.live["a"].tokens += [70, 71, 72]
+    for _ in range(3):
+        world.step()
+        world.sync()
+    world.check()
+    assert world.cached_tokens([*range(10), 70, 71, 0]) == 12
+
+
+def test_a_truncation_into_blocks_that_others_share_is_refused_and_changes_nothing():
+    world = World(12)
+    world.run(list(range(12)), "a")
+    world.run([*range(12), 50], "b")
+    before = (world.manager.snapshot(), world.manager.pools())
+    with pytest.raises(SharedBlockError):
+        world.manager.truncate("a", 6)
+    assert (world.manager.snapshot(), world.manager.pools()) == before
+    world.check()
+    assert truncate(world, "b", 13).freed_blocks == 0
+
+
+def test_a_truncation_into_what_was_found_in_the_cache_is_refused():
+    world = World(12)
+    world.cache(list(range(12)))
+    world.run([*range(12), 50], "b")
+    with pytest.raises(SharedBlockError):
+        world.manager.truncate("b", 6)
+    world.check()
+    assert len(world.journal.blocks) == 3
+
+
+def test_truncated_blocks_of_others_children_stay():
+    world = World(12)
+    world.run(list(range(12)), "a")
+    world.cache([*range(12), 50, 51, 52, 53])
+    with pytest.raises(SharedBlockError):
+        world.manager.truncate("a", 12)
+    world.check()
+
+
+def test_a_truncation_before_a_window_that_is_given_back_is_refused():
+    world = World(12, windows=(3,))
+    world.run(list(range(12)), "a")
+    with pytest.raises(WindowPassedError):
+        world.manager.truncate("a", 6)
+    world.check()
+
+
+def test_a_fork_shares_full_blocks_and_copies_the_last():
+    world = World(12)
+    world.run(list(range(10)), "a")
+    fork = world.manager.fork("a", "b")
+    assert fork.admitted
+    assert fork.block_tables[0].slots[:2] == tuple(world.live["a"].tables[0][:2])
+    (copy,) = fork.transfers
+    assert (copy.source_slot, copy.target_slot, copy.num_tokens) == (
+        world.live["a"].tables[0][2],
+        fork.block_tables[0].slots[2],
+        2,
+    )
+    world.check()
+
+
+def test_a_fork_and_its_parent_go_separate_ways():
+    world = World(16)
+    world.run(list(range(10)), "a")
+    parent = world.live["a"]
+    child = world.enter(world.request(parent.tokens, "b"), world.manager.fork("a", "b"), parent.tokens)
+    for _ in range(6):
+        world.step()
+        world.confirm()
+        world.sync()
+        world.check()
+    world.finish("a")
+    world.finish("b")
+    world.check()
+    assert world.cached_tokens(child.tokens) == len(child.tokens) - 1
+
+
+def test_forks_at_the_end_of_a_block_copy_nothing():
+    world = World(24)
+    world.run(list(range(8)), "a")
+    for number in range(8):
+        fork = world.manager.fork("a", f"f{number}")
+        assert (fork.admitted, fork.transfers) == (True, ())
+    world.check()
+    # Three of the parent's, one of each fork's.
+    assert world.free == 24 - 3 - 8
+    for number in range(8):
+        world.manager.release(f"f{number}", 0.0)
+    assert world.free == 21
+    world.check()
+
+
+def test_a_fork_without_a_block_is_an_answer_that_takes_nothing():
+    world = World(3)
+    world.run(list(range(10)), "a")
+    fork = world.manager.fork("a", "b")
+    assert (fork.admitted, fork.blocks_short) == (False, 1)
+    world.check()
+    assert [view.sequence_id for view in world.manager.sequences()] == ["a"]
+
+
+def test_a_fork_is_idempotent_and_its_id_is_checked():
+    world = World(12)
+    world.run(list(range(10)), "a")
+    first = world.manager.fork("a", "b")
+    assert world.manager.fork("a", "b") == first
+    with pytest.raises(SequenceExistsError):
+        world.manager.fork("b", "a")
+    with pytest.raises(InvalidField):
+        world.manager.fork("a", "")
+    with pytest.raises(UnknownSequenceError) as refused:
+        world.manager.fork("other", "c")
+    assert list(refused.value.fields) == ["parent_sequence_id"]
+
+
+def test_what_waits_cannot_be_forked():
+    world = World(12)
+    world.cache(list(range(6)))
+    world.admit([*range(5), 90, 91], "a")
+    with pytest.raises(SequenceUnsettledError):
+        world.manager.fork("a", "b")
+    world.step(fail_copies=True)
+    world.confirm()
+    with pytest.raises(VoidSequenceError):
+        world.manager.fork("a", "b")
+    world.check()
+
+
+def test_a_hold_keeps_blocks_from_the_release_on_until_its_time_is_over():
+    world = World(8)
+    world.run(list(range(9)), "a")
+    assert world.manager.hold("a", "me", 5.0) == 3
+    world.now = 100.0
+    world.manager.renew_executor("e", 1, 1, 100.0)
+    world.sync()
+    world.finish("a")
+    assert world.free == 5
+    world.check()
+    world.manager.expire(104.0)
+    assert world.free == 5
+    world.manager.expire(105.0)
+    assert world.free == 8
+    world.check()
+    assert world.cached_tokens(list(range(9))) == 8
+
+
+def test_the_longest_of_several_holds_counts():
+    world = World(8)
+    world.run(list(range(9)), "a")
+    world.manager.hold("a", "me", 2.0)
+    world.manager.hold("a", "you", 4.0)
+    world.manager.hold("a", "me", 1.0)
+    world.finish("a")
+    for now, free in ((1.5, 5), (3.9, 5), (4.0, 8)):
+        world.manager.expire(now)
+        assert world.free == free
+        world.check()
+
+
+@pytest.mark.parametrize(("owner", "duration", "field"), [("", 1.0, "owner"), ("me", 0.0, "duration")])
+def test_a_hold_needs_an_owner_and_a_time(owner, duration, field):
+    world = World()
+    world.admit([1], "a")
+    with pytest.raises(InvalidField) as refused:
+        world.manager.hold("a", owner, duration)
+    assert list(refused.value.fields) == [field]
+    with pytest.raises(UnknownSequenceError):
+        world.manager.hold("other", "me", 1.0)

@@ -1,0 +1,191 @@
+"""Who is gone loses what it held; what was computed stays findable while its device lives."""
+
+import dataclasses
+
+import pytest
+
+from cachemgr.api import PoolSpec
+from cachemgr.errors import (
+    ExecutorLeaseError,
+    InvalidField,
+    ManagerRestartedError,
+    PoolSpecError,
+    StaleExecutorError,
+    StaleSchedulerError,
+    UnknownExecutorError,
+    UnknownSchedulerError,
+)
+from tests.unit.cachemgr.world import World
+
+
+def running():
+    """Sequence "a" with nine computed tokens."""
+    world = World()
+    world.run(list(range(9)), "a")
+    return world
+
+
+def test_a_silent_scheduler_loses_its_sequences_and_their_blocks_stay_cached():
+    world = running()
+    world.manager.renew_executor("e", 1, 1, 9.0)
+    world.manager.expire(10.1)
+    assert list(world.manager.sequences()) == []
+    assert world.free == 8
+    world.check()
+    with pytest.raises(UnknownSchedulerError):
+        world.manager.sync(world.next_sync(), 10.1)
+    world.start_scheduler()
+    assert world.cached_tokens(list(range(9))) == 8
+
+
+def test_a_sync_and_an_admission_keep_the_scheduler():
+    world = World()
+    world.now = 8.0
+    world.sync()
+    world.now = 16.0
+    world.manager.renew_executor("e", 1, 1, 16.0)
+    world.admit([1], "a")
+    world.manager.renew_executor("e", 1, 1, 24.0)
+    world.manager.expire(25.0)
+    assert len(list(world.manager.sequences())) == 1
+
+
+def test_a_newer_scheduler_epoch_frees_what_the_older_held():
+    world = running()
+    world.start_scheduler()
+    assert list(world.manager.sequences()) == []
+    assert world.free == 8
+    world.check()
+    assert world.cached_tokens(list(range(9))) == 8
+
+
+def test_an_older_scheduler_epoch_is_refused_and_the_same_one_changes_nothing():
+    world = running()
+    world.start_scheduler()
+    with pytest.raises(StaleSchedulerError):
+        world.manager.register_scheduler("s", 1, 0.0)
+    world.admit([1], "b")
+    world.manager.register_scheduler("s", 2, 0.0)
+    assert len(list(world.manager.sequences())) == 1
+    for scheduler_id, epoch, field in (("", 1, "scheduler_id"), ("s", 0, "scheduler_epoch")):
+        with pytest.raises(InvalidField) as refused:
+            world.manager.register_scheduler(scheduler_id, epoch, 0.0)
+        assert list(refused.value.fields) == [field]
+
+
+def test_a_silent_executor_loses_its_pool_and_its_sequences_are_void():
+    world = running()
+    handle = world.live["a"].handle
+    world.now = 9.0
+    world.sync()
+    world.manager.expire(10.1)
+    assert world.manager.pools() == []
+    with pytest.raises(UnknownExecutorError):
+        world.admit([1])
+    answer = world.sync()
+    assert answer.void_handles == [handle]
+    assert answer.free_blocks == 0
+    world.sync()
+    assert list(world.manager.sequences()) == []
+
+
+def test_a_newer_executor_epoch_voids_everything_of_the_older_and_its_copies():
+    world = World()
+    world.cache(list(range(8)))
+    world.admit(list(range(8)), "b")
+    assert world.live["b"].copies
+    world.run([50, 51], "c")
+    world.manager.hold("c", "me", 5.0)
+    world.finish("c")
+    ticket, handle = world.live["b"].copies[0].ticket, world.live["b"].handle
+    world.executor_epoch = 1
+    world.start_executor()
+    world.check()
+    assert world.journal.epoch == 2
+    assert world.free == 8
+    assert world.manager.confirm_transfers("e", 2, [ticket], []) == 1
+    assert world.manager.sync(world.next_sync(), 0.0).void_handles == []
+    assert handle not in {view.sequence_handle for view in world.manager.sequences()}
+    assert world.cached_tokens(list(range(8))) == 0
+
+
+def test_slots_of_a_lost_registration_are_given_away_only_after_its_old_sequences_are_released():
+    world = running()
+    world.now = 9.0
+    world.sync()
+    world.manager.expire(10.1)
+    world.manager.register_executor(dataclasses.replace(world.spec(), last_write_steps=()), 10.2)
+    assert not world.admit([1], "b").admitted
+    world.sync()
+    assert not world.admit([1], "b").admitted
+    world.sync()
+    assert world.admit([1], "b").admitted
+    world.check()
+
+
+def test_registering_the_same_epoch_again_keeps_everything():
+    world = running()
+    assert world.manager.knows_executor("e", 1)
+    assert world.manager.register_executor(world.spec(), 0.0) == 2
+    assert world.free == 5
+    world.check()
+
+
+def test_an_older_executor_epoch_and_other_pools_of_the_same_are_refused():
+    world = running()
+    spec = world.spec()
+    with pytest.raises(PoolSpecError):
+        world.manager.register_executor(dataclasses.replace(spec, pools=[PoolSpec(0, 9)], last_write_steps=()), 0.0)
+    world.start_executor()
+    with pytest.raises(StaleExecutorError):
+        world.manager.register_executor(spec, 0.0)
+    world.check()
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"executor_id": ""}, "executor_id"),
+        ({"executor_epoch": 0}, "executor_epoch"),
+        ({"model_fingerprint": b""}, "model_fingerprint"),
+        ({"block_size": 1}, "block_size"),
+        ({"block_size": 12}, "block_size"),
+        ({"pools": []}, "pools"),
+        ({"pools": [PoolSpec(1, 8)]}, "pools[0].group"),
+        ({"pools": [PoolSpec(0, 0)]}, "pools[0].num_blocks"),
+        ({"pools": [PoolSpec(0, 8), PoolSpec(1, 8, 0)]}, "pools[1].attention_window"),
+        ({"last_write_steps": [[1] * 7]}, "pools[0].last_write_steps"),
+    ],
+    ids=str,
+)
+def test_an_announcement_that_cannot_be_is_refused_with_its_field(change, field):
+    world = running()
+    spec = dataclasses.replace(world.spec(), executor_epoch=2, last_write_steps=())
+    with pytest.raises(InvalidField) as refused:
+        world.manager.register_executor(dataclasses.replace(spec, **change), 0.0)
+    assert list(refused.value.fields) == [field]
+    assert world.free == 5
+    world.check()
+
+
+def test_a_renewal_that_fits_no_registration_asks_for_one():
+    world = World()
+    world.manager.renew_executor("e", 1, 1, 5.0)
+    for executor_id, epoch in (("e", 2), ("other", 1)):
+        with pytest.raises(ExecutorLeaseError):
+            world.manager.renew_executor(executor_id, epoch, 1, 5.0)
+    with pytest.raises(ManagerRestartedError):
+        world.manager.renew_executor("e", 1, 2, 5.0)
+    world.sync()
+    world.manager.expire(12.0)
+    assert len(world.manager.pools()) == 1
+
+
+def test_executors_share_nothing():
+    world = World()
+    world.cache(list(range(9)))
+    world.manager.register_executor(dataclasses.replace(world.spec(), executor_id="f", last_write_steps=()), 0.0)
+    request = dataclasses.replace(world.request(list(range(9)), "x"), executor_id="f")
+    assert world.manager.admit(request, 0.0).cached_tokens == 0
+    assert [view.pool_id for view in world.manager.pools()] == ["e/0", "f/0"]
+    assert world.manager.check_pool() == []

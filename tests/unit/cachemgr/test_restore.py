@@ -1,0 +1,143 @@
+"""A manager that starts again believes only what the device still holds."""
+
+import dataclasses
+
+import pytest
+
+from cachemgr.api import ExecutorSpec
+from cachemgr.errors import SchedulerFirstError
+from cachemgr.manager import CacheManager
+from tests.unit.cachemgr.world import CONFIG, World
+
+PROMPT = list(range(10))
+
+
+def cached(**options):
+    world = World(8, **options)
+    world.cache(PROMPT, salt="x", adapter_id=3)
+    return world
+
+
+def restart(world, remembered=None, spec=None):
+    """Another manager process, with what the store has; returns the blocks that it restored."""
+    remembered = list(world.journal.blocks.values()) if remembered is None else remembered
+    world.journal.blocks = {(block.group, block.slot): block for block in remembered}
+    world.manager = CacheManager(2, CONFIG, world.journal)
+    world.start_scheduler()
+    assert not world.manager.knows_executor("e", 1)
+    return world.manager.register_executor(spec or world.spec(), 0.0, remembered)
+
+
+def test_what_the_device_holds_is_found_again():
+    world = cached()
+    assert restart(world) == 3
+    world.check()
+    assert world.free == 8
+    admission = world.admit([*PROMPT, 0], salt="x", adapter_id=3)
+    assert admission.cached_tokens == 10
+    world.step(20)
+    assert world.admit([*PROMPT, 0]).cached_tokens == 0
+
+
+def test_restored_tails_are_lost_before_their_heads():
+    world = cached()
+    restart(world)
+    world.run([99] * 24, "b")
+    world.check()
+    assert {len(block.token_ids) for block in world.manager.records("e") if block.salt} == {4}
+
+
+def test_a_block_that_was_written_after_it_was_stored_is_dropped_with_what_stands_on_it():
+    world = cached()
+    slot = next(block.slot for block in world.journal.blocks.values() if block.depth == 1)
+    world.written[0, slot] = 100
+    assert restart(world) == 1
+    world.check()
+
+
+def drop_parent(blocks):
+    return [block for block in blocks if block.depth != 1]
+
+
+def change(at, **values):
+    def changed(blocks):
+        return [dataclasses.replace(block, **values) if block.depth == at else block for block in blocks]
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("damage", "kept"),
+    [
+        (drop_parent, 1),
+        (change(1, token_ids=(4, 5, 6, 8)), 1),
+        (change(1, token_ids=()), 1),
+        (change(0, salt=None), 0),
+        (change(0, slot=9), 0),
+        (change(0, slot=0), 0),
+        (change(0, group=1), 0),
+        (change(0, priority=101), 0),
+        (change(2, slot=1), 2),
+        (change(2, depth=5), 2),
+        (change(1, parent_key=None), 1),
+        (change(0, depth=1), 0),
+    ],
+)
+def test_an_entry_that_does_not_hold_is_dropped(damage, kept):
+    world = cached()
+    blocks = damage(sorted(world.journal.blocks.values(), key=lambda block: block.depth))
+    world.manager = CacheManager(2, CONFIG)
+    world.start_scheduler()
+    assert world.manager.register_executor(world.spec(), 0.0, blocks) == kept
+    assert world.manager.check_pool() == []
+
+
+def test_what_is_dropped_is_removed_from_the_store_and_what_is_kept_is_not_written_again():
+    world = cached()
+    blocks = sorted(world.journal.blocks.values(), key=lambda block: block.depth)
+    removed = []
+    world.journal.removed = lambda executor_id, group, slot: removed.append((group, slot))
+    world.journal.stored = None
+    restart(world, drop_parent(blocks))
+    assert removed == [(0, blocks[2].slot)]
+
+
+def test_another_model_finds_nothing():
+    world = cached()
+    assert restart(world, spec=dataclasses.replace(world.spec(), model_fingerprint=b"g" * 32)) == 0
+
+
+def test_without_the_steps_of_the_device_nothing_is_believed():
+    world = cached()
+    assert restart(world, spec=dataclasses.replace(world.spec(), last_write_steps=())) == 0
+
+
+def test_a_windowed_pool_is_restored_without_the_blocks_that_it_lost():
+    world = World(8, windows=(3,))
+    world.cache(PROMPT)
+    blocks = [block for block in world.journal.blocks.values() if block.depth]
+    assert restart(world, blocks) == 2
+    world.check()
+    assert world.cached_tokens([*PROMPT, 0]) == 10
+
+
+def test_memories_wait_for_a_scheduler_that_has_given_up_its_old_sequences():
+    world = cached()
+    manager = CacheManager(2, CONFIG)
+    spec: ExecutorSpec = world.spec()
+    with pytest.raises(SchedulerFirstError):
+        manager.register_executor(spec, 0.0, world.journal.blocks.values())
+    assert not manager.knows_executor("e", 1)
+    manager.register_scheduler("s", 2, 0.0)
+    assert manager.register_executor(spec, 0.0, world.journal.blocks.values()) == 3
+
+
+def test_an_executor_that_was_silent_and_comes_back_is_believed_what_its_slots_still_hold():
+    world = cached()
+    world.now = 9.0
+    world.sync()
+    world.manager.expire(10.1)
+    assert not world.manager.knows_executor("e", 1)
+    assert len(world.journal.blocks) == 3
+    assert world.manager.register_executor(world.spec(), 10.2, list(world.journal.blocks.values())) == 3
+    world.check()

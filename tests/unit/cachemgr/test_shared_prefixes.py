@@ -1,0 +1,152 @@
+"""Prefixes that nobody has computed yet are computed once."""
+
+from dataclasses import replace
+
+from tests.unit.cachemgr.world import World
+
+PROMPT = list(range(9))
+
+
+def two(world, **options):
+    """A writer and a sequence that shares its two full blocks."""
+    writer = world.admit(PROMPT, "writer", **options)
+    return writer, world.admit([*PROMPT, 50], "reader", **options)
+
+
+def test_a_second_sequence_shares_blocks_that_are_not_computed():
+    world = World()
+    writer, reader = two(world)
+    assert (writer.cached_tokens, reader.cached_tokens) == (0, 8)
+    assert reader.wait_for_handle == writer.sequence_handle
+    assert reader.block_tables[0].slots[:2] == writer.block_tables[0].slots[:2]
+    assert reader.transfers == ()
+    world.check()
+
+
+def test_both_may_compute_in_one_step_and_report_in_one_sync():
+    world = World()
+    two(world)
+    world.step(most=20)
+    assert world.sync().void_handles == []
+    assert world.live["reader"].computed == 10
+    world.check()
+    assert world.cached_tokens([*PROMPT, 50, 60]) == 8
+
+
+def test_a_finished_writer_leaves_what_it_promised():
+    world = World()
+    two(world)
+    world.step(names={"writer"})
+    world.step(names={"writer"})
+    world.finish("writer")
+    world.check()
+    world.step()
+    world.sync()
+    world.check()
+    assert "reader" in world.live
+
+
+def test_a_writer_that_ends_early_voids_who_shared_its_blocks():
+    world = World()
+    _, reader = two(world)
+    world.step(most=5, names={"writer"})
+    world.sync()
+    live = world.live["writer"]
+    world.forget(live)
+    world.manager.release("writer", world.now)
+    world.check()
+    answer = world.sync()
+    assert answer.void_handles == [reader.sequence_handle]
+    # The scheduler has released it.
+    assert world.sync().void_handles == []
+    assert world.free == 8
+    again = world.admit([*PROMPT, 50], "reader-2")
+    assert (again.cached_tokens, again.wait_for_handle) == (5, 0)
+    world.check()
+
+
+def test_a_writer_that_ends_in_the_last_shared_block_voids_too_though_its_part_is_stored():
+    world = World()
+    _, reader = two(world)
+    world.step(most=7, names={"writer"})
+    world.leave(world.live["writer"])
+    assert world.sync().void_handles == [reader.sequence_handle]
+    assert len(world.journal.blocks) == 2
+    world.check()
+
+
+def test_who_waits_for_one_that_waits_is_void_with_it():
+    world = World(16)
+    _, second = two(world)
+    third = world.admit([*PROMPT, 50, 51, 52, 53, 54], "third")
+    assert third.cached_tokens == 8
+    fourth = world.admit([*PROMPT, 50, 51, 52, 60], "fourth")
+    assert (fourth.cached_tokens, fourth.wait_for_handle) == (12, third.sequence_handle)
+    world.leave(world.live["writer"])
+    answer = world.sync()
+    assert answer.void_handles == [one.sequence_handle for one in (second, third, fourth)]
+    world.check()
+    world.sync()
+    assert world.free == 16
+
+
+def test_nothing_is_promised_by_a_sequence_that_stores_nothing():
+    world = World()
+    _, reader = two(world, no_store=True)
+    assert (reader.cached_tokens, reader.wait_for_handle) == (0, 0)
+
+
+def test_other_schedulers_and_salts_share_no_promises():
+    world = World()
+    world.admit(PROMPT, "writer", salt="a")
+    assert world.admit([*PROMPT, 50], "reader").cached_tokens == 0
+    world.manager.register_scheduler("other", 1, 0.0)
+    request = replace(world.request(PROMPT, "x", salt="a"), scheduler_id="other", scheduler_epoch=1)
+    assert world.manager.admit(request, 0.0).cached_tokens == 0
+    world.check()
+
+
+def test_a_truncated_writer_takes_its_promise_back():
+    world = World()
+    _, reader = two(world)
+    assert world.manager.truncate("writer", 6).found
+    assert world.manager.sync(world.next_sync(), 0.0).void_handles == [reader.sequence_handle]
+    world.check()
+
+
+def test_a_failed_copy_of_the_writer_voids_both():
+    world = World()
+    world.cache([*range(6)])
+    writer, reader = two(world)
+    assert (writer.cached_tokens, len(writer.transfers)) == (6, 1)
+    world.step(most=20, fail_copies=True)
+    world.sync()
+    # Computed behind a copy that is not confirmed: nothing of it can be found.
+    assert len(world.journal.blocks) == 2
+    world.confirm()
+    assert world.sync().void_handles == [writer.sequence_handle, reader.sequence_handle]
+    world.sync()
+    world.check()
+    assert world.free == 8
+
+
+def test_several_groups_wait_for_one_writer():
+    world = World(12, windows=(None, 5))
+    writer, reader = two(world)
+    assert (reader.cached_tokens, reader.wait_for_handle) == (8, writer.sequence_handle)
+    assert [slot > 0 for slot in reader.block_tables[1].slots] == [False, True, True]
+    world.step(most=20)
+    world.sync()
+    world.check()
+
+
+def test_the_whole_cache_is_free_when_all_have_gone():
+    world = World(12)
+    for name in ("a", "b", "c"):
+        world.admit([*PROMPT, ord(name)], name)
+    world.step(most=20)
+    for name in ("b", "a", "c"):
+        world.leave(world.live[name])
+    world.sync()
+    world.check()
+    assert world.free == 12

@@ -1,0 +1,59 @@
+"""The sorted children of a node against a plain list."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cachemgr import siblings
+from cachemgr.block import Block, Node
+from cachemgr.keys import pack, packed_bytes
+
+TOKENS = st.lists(st.sampled_from([0, 1, 256, 257]), min_size=1, max_size=5)
+
+
+def build(lists):
+    node, blocks = Node(b""), []
+    for slot, tokens in enumerate(lists):
+        block = Block(slot)
+        block.tokens = packed_bytes(pack(tokens))
+        siblings.add(node, block)
+        blocks.append(block)
+    return node, blocks
+
+
+def common(one, other):
+    count = 0
+    while count < min(len(one), len(other)) and one[count] == other[count]:
+        count += 1
+    return count
+
+
+@given(st.lists(TOKENS, max_size=8, unique_by=tuple), TOKENS)
+def test_the_closest_sibling_has_the_longest_common_prefix(lists, wanted):
+    node, _ = build(lists)
+    best = max((common(tokens, wanted) for tokens in lists), default=0)
+    block, length = siblings.closest(node, packed_bytes(pack(wanted)))
+    assert length == best
+    assert (block is None) == (best == 0)
+    if block is not None:
+        assert common(lists[block.slot], wanted) == best
+
+
+@given(st.lists(TOKENS, max_size=8, unique_by=tuple), TOKENS)
+def test_what_covers_and_what_is_covered_is_found(lists, wanted):
+    node, _ = build(lists)
+    packed = packed_bytes(pack(wanted))
+    longer = siblings.covering(node, packed)
+    assert (longer is not None) == any(tokens[: len(wanted)] == wanted for tokens in lists)
+    assert longer is None or lists[longer.slot][: len(wanted)] == wanted
+    expected = sorted((t for t in lists if len(t) < len(wanted) and wanted[: len(t)] == t), key=len, reverse=True)
+    assert [lists[block.slot] for block in siblings.covered(node, packed)] == expected
+
+
+@given(st.lists(TOKENS, min_size=1, max_size=8, unique_by=tuple), st.randoms())
+def test_children_leave_in_any_order(lists, random):
+    node, blocks = build(lists)
+    random.shuffle(blocks)
+    while blocks:
+        siblings.remove(node, blocks.pop())
+        assert set(siblings.each(node)) == set(blocks)
+    assert node.children is None
