@@ -4,7 +4,7 @@ from cachemgr.api import Freed, RemovalCause
 from cachemgr.block import Block
 from cachemgr.errors import InvalidField, SharedBlockError, VoidSequenceError, WindowPassedError
 from cachemgr.pool import Pool
-from cachemgr.registry import Executor, Hold
+from cachemgr.registry import Executor, Hold, Scheduler
 from cachemgr.sequence import GroupTable, Sequence, blocks_for, first_needed
 from cachemgr.settling import settle, settle_last, void, withdraw
 
@@ -34,6 +34,17 @@ def release(sequence: Sequence, now: float) -> Freed:
     del sequence.scheduler.sequences[sequence.handle]
     sequence.scheduler.void.discard(sequence.handle)
     return Freed(True, free_blocks(executor) - before)
+
+
+def end_tickets(executor: Executor, scheduler: Scheduler) -> None:
+    """Ends the copies of a scheduler that is gone.
+
+    The executor ends the old session before it takes a step of another one, and runs steps in order: whoever gets
+    the slots writes to them after the last copy that could still come.
+    """
+    for ticket in [ticket for ticket in executor.tickets.values() if ticket.scheduler is scheduler]:
+        del executor.tickets[ticket.number]
+        ticket.end()
 
 
 def _keep(sequence: Sequence, now: float) -> None:

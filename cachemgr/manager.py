@@ -44,7 +44,7 @@ from cachemgr.errors import (
 )
 from cachemgr.events import EventLog
 from cachemgr.executors import check_spec, restore
-from cachemgr.lifecycle import expire_holds, lose, release, truncate
+from cachemgr.lifecycle import end_tickets, expire_holds, lose, release, truncate
 from cachemgr.pool import Pool
 from cachemgr.purging import purge
 from cachemgr.records import BlockRecord
@@ -371,6 +371,8 @@ class CacheManager:
         for sequence in list(scheduler.sequences.values()):
             del self._sequences[sequence.sequence_id]
             release(sequence, now)
+        for executor in self._executors.values():
+            end_tickets(executor, scheduler)
 
     def _selected(self, pool_id: str) -> list[Pool]:
         if pool_id:

@@ -18,7 +18,7 @@ class Ticket:
     Takes over a reference to its source, adds one to its target, and holds `anchors` once its sequence is gone.
     """
 
-    __slots__ = ("anchors", "index", "num_tokens", "number", "pool", "sequence", "source", "target")
+    __slots__ = ("anchors", "index", "num_tokens", "number", "pool", "scheduler", "sequence", "source", "target")
 
     def __init__(
         self, number: int, pool: Pool, source: Block, target: Block, num_tokens: int, index: int, sequence: Sequence
@@ -30,6 +30,7 @@ class Ticket:
         self.num_tokens = num_tokens
         # Place of the target in the sequence's table.
         self.index = index
+        self.scheduler = sequence.scheduler
         self.sequence: Sequence | None = sequence
         self.anchors: list[Block] = []
         pool.retain(target)
