@@ -43,17 +43,15 @@ def check_spec(spec: ExecutorSpec) -> None:
 def restore(executor: Executor, remembered: Iterable[BlockRecord], journal: IndexJournal) -> int:
     """Puts remembered blocks back that the device still holds; the journal hears of all others."""
     used: list[set[int]] = [set() for _ in executor.pools]
-    restored = 0
     for record in sorted(remembered, key=lambda block: block.depth):
         if _holds(executor, record, used):
             used[record.group].add(record.slot)
             _adopt(executor, record)
-            restored += 1
         elif record.group >= len(used) or record.slot not in used[record.group]:
             journal.removed(executor.executor_id, record.group, record.slot)
-    for pool, slots in zip(executor.pools, used, strict=True):
-        pool.empty = deque(slot for slot in pool.empty if slot not in slots)
-    return restored
+    for pool in executor.pools:
+        pool.empty = deque(slot for slot in range(1, pool.spec.num_blocks + 1) if pool.blocks[slot] is None)
+    return sum(len(pool.index) for pool in executor.pools)
 
 
 def _holds(executor: Executor, record: BlockRecord, used: list[set[int]]) -> bool:

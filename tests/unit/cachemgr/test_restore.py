@@ -141,3 +141,21 @@ def test_an_executor_that_was_silent_and_comes_back_is_believed_what_its_slots_s
     assert len(world.journal.blocks) == 3
     assert world.manager.register_executor(world.spec(), 10.2, list(world.journal.blocks.values())) == 3
     world.check()
+
+
+def test_a_shorter_block_that_a_longer_one_covers_is_not_restored():
+    world = World(8)
+    world.cache([1, 2])
+    world.admit([1, 2, 3, 4, 5], "a")
+    # While it is copied from, the shorter block stays beside the longer one.
+    world.step(20)
+    world.sync()
+    world.forget(world.live["a"])
+    world.journal.removed = lambda executor_id, group, slot: None
+    remembered = list(world.journal.blocks.values())
+    world.manager.confirm_transfers("e", 1, list(world.done), [])
+    remembered += [block for block in world.journal.blocks.values() if block not in remembered]
+    assert sorted(len(block.token_ids) for block in remembered) == [2, 4]
+    del world.journal.removed
+    assert restart(world, remembered) == 1
+    world.check()
