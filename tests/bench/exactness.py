@@ -3,12 +3,13 @@
 Run it with `make exactness`. Prints one line per combination and exits with 1 when a token differs that is no tie.
 """
 
+import argparse
 import asyncio
 import itertools
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 import grpc
 from tokenizers import Tokenizer
@@ -24,9 +25,12 @@ from tests.support.reference import Reference, first_mismatch, references
 COUNT = 32
 OUTPUT_TOKENS = 32
 BATCHES = (1, 8, 32)
-CHUNK_BUDGETS = (64, 512)
-# The longest prompt with its output fits, two of the longer ones do not.
-POOLS = {"roomy": 65_536, "tight": 2_048}
+# Settings of the stack. In the tight pool the longest prompt with its output just fits, and nobody gets blocks before
+# they are needed: with several requests at a time some have to give theirs back.
+POOLS: dict[str, dict[str, object]] = {
+    "roomy": {"executor_max_tokens": 65_536},
+    "tight": {"executor_max_tokens": 1_552, "cachemgr_capacity_ahead_tokens": 0},
+}
 
 
 async def purge(admin: str) -> None:
@@ -50,9 +54,9 @@ def compare(expected: Sequence[Reference], outputs: Sequence[Output], label: str
     return ties, errors
 
 
-async def one_stack(stack: Stack, label: str, inputs: list[list[int]], expected: list[Reference]) -> tuple[int, int]:
-    """All batch sizes and ways of reuse on one running stack."""
-    ties = errors = 0
+async def one_stack(stack: Stack, label: str, inputs: list[list[int]], expected: list[Reference]) -> Counter[str]:
+    """All batch sizes and ways of reuse on one running stack; counts outputs, ties, errors and preemptions."""
+    total: Counter[str] = Counter()
     for batch, reuse in itertools.product(BATCHES, ("off", "on", "second time")):
         if reuse == "on":
             await purge(stack.admin)
@@ -69,26 +73,34 @@ async def one_stack(stack: Stack, label: str, inputs: list[list[int]], expected:
             f"{cached} cached tokens, {preemptions} preemptions, {seconds:.1f} s",
             flush=True,
         )
-        ties += counts[0]
-        errors += counts[1]
-    return ties, errors
+        total += Counter(outputs=len(outputs), ties=counts[0], errors=counts[1], preemptions=preemptions)
+    return total
 
 
 def main() -> int:
     """Runs the matrix."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pools", nargs="+", choices=POOLS, default=[*POOLS])
+    parser.add_argument("--chunk-budgets", nargs="+", type=int, default=[64, 512])
+    arguments = parser.parse_args()
     model = resolve("")
-    encode = Tokenizer.from_file(str(Path(model) / "tokenizer.json")).encode
+    encode = Tokenizer.from_file(str(model / "tokenizer.json")).encode
     inputs = prompts(COUNT, lambda text: encode(text, add_special_tokens=False).ids)
     print(f"{COUNT} prompts, {min(map(len, inputs))} to {max(map(len, inputs))} tokens, {sum(map(len, inputs))} in all")
-    expected = references(Path(model), inputs, OUTPUT_TOKENS, model_cache(), print)
-    ties = errors = 0
-    for (pool, max_tokens), budget in itertools.product(POOLS.items(), CHUNK_BUDGETS):
-        with Stack(executor_max_tokens=max_tokens, scheduler_max_batched_tokens=budget) as stack:
+    expected = references(model, inputs, OUTPUT_TOKENS, model_cache(), print)
+    total: Counter[str] = Counter()
+    for pool, budget in itertools.product(arguments.pools, arguments.chunk_budgets):
+        with Stack(scheduler_max_batched_tokens=budget, **POOLS[pool]) as stack:
             counts = asyncio.run(one_stack(stack, f"{pool} pool, chunk budget {budget}", inputs, expected))
-        ties += counts[0]
-        errors += counts[1]
-    print(f"in all: {ties} ties, {errors} different")
-    return 1 if errors else 0
+        if pool == "tight" and not counts["preemptions"]:
+            print("the tight pool was not tight enough: nobody was preempted")
+            counts["errors"] += 1
+        total += counts
+    print(
+        f"in all: {total['outputs']} outputs, {total['ties']} ties, {total['errors']} different, "
+        f"{total['preemptions']} preemptions"
+    )
+    return 1 if total["errors"] else 0
 
 
 if __name__ == "__main__":
