@@ -1,12 +1,15 @@
 """Paged attention on a CPU: gather a tile's blocks side by side, then one dense attention call.
 
-A tile is either one new token of several sequences of similar length, or up to QUERY_TILE tokens of one sequence.
+A tile is either one new token of several sequences of similar length, each over its own blocks, or up to QUERY_TILE
+tokens over common blocks: of one sequence, or of several whose blocks begin alike, as those of a cached prefix do
+(Hydragen, section 3, with one masked call in place of two merged ones).
 Gathering into a small buffer that stays in the processor's cache costs less than the calls that reading in place would
 take (a call per sequence). What is gathered, and the masks, are the same in every layer: they are made once per step.
 """
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,6 +22,11 @@ DECODE_KEYS = 4096
 DECODE_FILL = 0.75
 # Bounds the masks of a long prompt, and skips the keys after a tile.
 QUERY_TILE = 256
+# Sequences share a tile while it multiplies no more than this much of what they would alone: larger tiles pay more per
+# multiplication saved, as they read shared keys once.
+SHARED_COST = 1.5
+
+Blocks = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
 
 @dataclass(frozen=True)
@@ -40,14 +48,16 @@ class Tile:
 
 @dataclass(frozen=True)
 class _Span:
-    """Queries of one sequence: rows [row, row + queries), the last at position `end` - 1, and the columns they need."""
+    """Queries of one sequence: rows [row, row + queries), the last at position `end` - 1.
 
-    sequence: int
+    blocks: [M] those they need; the first one begins at position `first`.
+    """
+
     row: int
     queries: int
     end: int
-    first_block: int
-    blocks: int
+    first: int
+    blocks: Blocks
 
 
 def attend(
@@ -79,7 +89,8 @@ def attend(
             packed = rows[:, 0]
             tile_sinks = None if sinks is None else sinks.view(kv_heads, group)
         else:
-            # One sequence: the group takes the place of the batch, over one copy of the keys: [group, Hkv, queries, D].
+            # Common columns: the group takes the place of the batch, over one copy of the keys:
+            # [group, Hkv, queries, D].
             packed = rows[0].permute(2, 1, 0, 3)
             keys, values = (one.expand(group, -1, -1, -1) for one in (keys, values))
             tile_sinks = None if sinks is None else sinks.view(kv_heads, group).t()[:, :, None]
@@ -118,8 +129,8 @@ def plan(batch: PagedBatch, window: int | None, block_size: int, dtype: torch.dt
     """The tiles of a step; masks in `dtype`, the query's."""
     query_lens = batch.query_lens or tuple(batch.query_start.diff().tolist())
     seq_lens = batch.host_seq_lens or tuple(batch.seq_lens.tolist())
-    single: list[_Span] = []
-    groups: list[list[_Span]] = []
+    tables = batch.block_tables.numpy()
+    spans: list[_Span] = []
     row = 0
     for sequence, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
         for start in range(0, query_len, QUERY_TILE):
@@ -127,25 +138,56 @@ def plan(batch: PagedBatch, window: int | None, block_size: int, dtype: torch.dt
             end = seq_len - query_len + start + queries
             first = 0 if window is None else max(0, end - queries - window + 1)
             first_block = first // block_size
-            span = _Span(sequence, row + start, queries, end, first_block, -(-end // block_size) - first_block)
-            if queries == 1:
-                single.append(span)
-            else:
-                groups.append([span])
+            blocks = tables[sequence, first_block : -(-end // block_size)]
+            spans.append(_Span(row + start, queries, end, first_block * block_size, blocks))
         row += query_len
-    groups += _group_by_length(single, block_size)
-    tables = batch.block_tables.to(torch.int64)
-    return [_tile(group, tables, window, block_size, dtype) for group in groups]
+    groups = _group_by_prefix(spans)
+    alone = [group[0] for group in groups if len(group) == 1 and group[0].queries == 1]
+    return [
+        *(_tile(group, window, block_size, dtype) for group in groups if len(group) > 1 or group[0].queries > 1),
+        *(_padded_tile(group, window, block_size, dtype) for group in _group_by_length(alone, block_size)),
+    ]
+
+
+def _group_by_prefix(spans: list[_Span]) -> list[list[_Span]]:
+    """Spans whose blocks begin alike share a tile while what they do not share costs little.
+
+    Every row of a tile is multiplied with every gathered column, so a group of rows R over a union of U blocks costs
+    R * U where its members alone would cost the sum of their rows times their blocks.
+    """
+    groups: list[list[_Span]] = []
+    rows = shared = union = alone = 0
+    # In the order of the bytes of their blocks, those with a common beginning are neighbours.
+    for span in sorted(spans, key=lambda one: one.blocks.tobytes()):
+        own = len(span.blocks)
+        if groups:
+            common = _common(groups[-1][0].blocks[:shared], span.blocks)
+            grown = union + (len(groups[-1]) - 1) * (shared - common) + own - common
+            cost = alone + span.queries * own
+            if common and rows + span.queries <= QUERY_TILE and (rows + span.queries) * grown <= SHARED_COST * cost:
+                groups[-1].append(span)
+                rows, shared, union, alone = rows + span.queries, common, grown, cost
+                continue
+        groups.append([span])
+        rows, shared, union, alone = span.queries, own, own, span.queries * own
+    return groups
+
+
+def _common(one: Blocks, other: Blocks) -> int:
+    """How many leading blocks are the same."""
+    length = min(len(one), len(other))
+    differing = np.flatnonzero(one[:length] != other[:length])
+    return int(differing[0]) if len(differing) else length
 
 
 def _group_by_length(spans: list[_Span], block_size: int) -> list[list[_Span]]:
     """Longest first, so that a group's first member gives its columns."""
     groups: list[list[_Span]] = []
-    for span in sorted(spans, key=lambda one: one.blocks, reverse=True):
-        longest = groups[-1][0].blocks if groups else 0
+    for span in sorted(spans, key=lambda one: len(one.blocks), reverse=True):
+        longest = len(groups[-1][0].blocks) if groups else 0
         if (
             groups
-            and span.blocks >= DECODE_FILL * longest
+            and len(span.blocks) >= DECODE_FILL * longest
             and (len(groups[-1]) + 1) * longest * block_size <= DECODE_KEYS
         ):
             groups[-1].append(span)
@@ -154,23 +196,47 @@ def _group_by_length(spans: list[_Span], block_size: int) -> list[list[_Span]]:
     return groups
 
 
-def _tile(group: list[_Span], tables: Tensor, window: int | None, block_size: int, dtype: torch.dtype) -> Tile:
-    queries, width = group[0].queries, group[0].blocks
-    blocks = torch.zeros(len(group), width, dtype=torch.int64)
+def _tile(group: list[_Span], window: int | None, block_size: int, dtype: torch.dtype) -> Tile:
+    """All rows of a group over the union of its blocks: the shared ones first, then each member's own."""
+    shared = len(group[0].blocks)
+    for span in group[1:]:
+        shared = _common(group[0].blocks[:shared], span.blocks)
+    blocks = np.concatenate([group[0].blocks[:shared], *(span.blocks[shared:] for span in group)])
+    seen = torch.zeros(sum(span.queries for span in group), len(blocks) * block_size, dtype=torch.bool)
+    row, begin, split = 0, shared * block_size, shared * block_size
+    for span in group:
+        visible = _visible(span, len(span.blocks) * block_size, window)
+        rows, end = slice(row, row + span.queries), begin + visible.shape[1] - split
+        seen[rows, :split] = visible[:, :split]
+        seen[rows, begin:end] = visible[:, split:]
+        row, begin = rows.stop, end
+    return _make_tile(group, blocks[None], seen[None], dtype)
+
+
+def _padded_tile(group: list[_Span], window: int | None, block_size: int, dtype: torch.dtype) -> Tile:
+    """One new token of each sequence over its own blocks, side by side, as wide as the first and longest."""
+    blocks = np.zeros((len(group), len(group[0].blocks)), dtype=np.int32)
     for into, span in zip(blocks, group, strict=True):
-        into[: span.blocks] = tables[span.sequence, span.first_block : span.first_block + span.blocks]
-    first_column = torch.tensor([span.first_block * block_size for span in group])[:, None, None]
-    ends = torch.tensor([span.end for span in group])[:, None, None]
-    columns = first_column + torch.arange(width * block_size)
-    positions = ends - queries + torch.arange(queries)[:, None]
-    seen = columns <= positions
-    if window is not None:
-        seen &= columns > positions - window
+        into[: len(span.blocks)] = span.blocks
+    seen = torch.stack([_visible(span, blocks.shape[1] * block_size, window) for span in group])
+    return _make_tile(group, blocks, seen, dtype)
+
+
+def _visible(span: _Span, columns: int, window: int | None) -> Tensor:
+    """[queries, columns] bool: which of the columns from the span's first one on its queries see."""
+    keys = span.first + torch.arange(columns)
+    positions = torch.arange(span.end - span.queries, span.end)[:, None]
+    seen = keys <= positions
+    return seen if window is None else seen & (keys > positions - window)
+
+
+def _make_tile(group: list[_Span], blocks: Blocks, seen: Tensor, dtype: torch.dtype) -> Tile:
+    """blocks: [sequences, M]; seen: [sequences, queries, columns]."""
     return Tile(
-        rows=torch.cat([torch.arange(span.row, span.row + queries) for span in group]),
-        sequences=len(group),
-        columns=width * block_size,
-        blocks=blocks.flatten(),
+        rows=torch.cat([torch.arange(span.row, span.row + span.queries) for span in group]),
+        sequences=seen.shape[0],
+        columns=seen.shape[2],
+        blocks=torch.from_numpy(blocks.astype(np.int64).ravel()),
         mask=torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)[:, None],
         unseen=(~seen.any(1)).flatten().nonzero().flatten(),
     )

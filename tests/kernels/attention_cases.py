@@ -15,7 +15,7 @@ PADDED_ROWS = 3
 
 @dataclass(frozen=True)
 class Case:
-    """`queries` and `lengths` per sequence; `query_heads` over `kv_heads`."""
+    """`queries` and `lengths` per sequence; `query_heads` over `kv_heads`; `shared` leading blocks are the same."""
 
     queries: tuple[int, ...] = (1, 9, 0, 21, 1)
     lengths: tuple[int, ...] = (1, 9, 5, 40, 35)
@@ -23,6 +23,7 @@ class Case:
     kv_heads: int = 2
     head_dim: int = 16
     block_size: int = 4
+    shared: int = 0
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
@@ -69,7 +70,8 @@ def build(case: Case, seed: int = 0) -> Problem:
     k_cache, v_cache = torch.full((2, *shape), NAN, dtype=case.dtype)
     tables = []
     for queries, length, count in zip(case.queries, case.lengths, counts, strict=True):
-        table, order = order[:count], order[count:]
+        common = tables[0][: case.shared] if tables else []
+        table, order = (common + order)[:count], order[max(0, count - len(common)) :]
         first_seen = 0 if case.window is None else max(0, length - queries - case.window + 1)
         for position in range(first_seen, length):
             place = table[position // case.block_size], position % case.block_size

@@ -13,6 +13,7 @@ from tests.kernels.attention_cases import Case, attend, build, error_ratio
 BARS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 MIXED = Case()
 LONG = Case(queries=(300, 1), lengths=(310, 270), query_heads=3, kv_heads=1, block_size=16)
+SHARED = Case((1, 1, 5, 1, 1, 12), (45, 41, 50, 24, 70, 44), query_heads=9, kv_heads=3, shared=6)
 CASES = {
     "one token with no past": Case((1,), (1,)),
     "decode, lengths far apart": Case((1, 1, 1, 1), (3, 150, 17, 16)),
@@ -36,6 +37,12 @@ CASES = {
     "window that starts inside a block": replace(MIXED, window=10),
     "window longer than every sequence": replace(MIXED, window=500),
     "window and a long prompt": replace(LONG, window=37),
+    "one prefix for all": SHARED,
+    "one prefix, a window inside it": replace(SHARED, window=30),
+    "one prefix, and all options": replace(SHARED, window=35, softcap=1.5, sinks=True),
+    "prompt longer than a tile, and one that shares it": replace(
+        LONG, queries=(300, 1, 7), lengths=(310, 200, 180), shared=9
+    ),
     "soft cap": replace(MIXED, softcap=2.0),
     "soft cap far above the logits": replace(MIXED, softcap=3000.0),
     "sinks": replace(MIXED, sinks=True),
@@ -103,3 +110,16 @@ def test_sequences_of_similar_length_share_a_call_and_others_do_not() -> None:
     case = Case((1,) * 6, (100, 10, 97, 9, 300, 10))
     tiles = host.plan(build(case).batch(case, "cpu"), None, case.block_size, torch.float32)
     assert sorted(tile.sequences for tile in tiles) == [1, 2, 3]
+
+
+def test_sequences_of_one_prefix_share_a_call_and_its_keys_once() -> None:
+    case = Case((1, 1, 3), (90, 85, 92), shared=20)
+    (tile,) = host.plan(build(case).batch(case, "cpu"), None, case.block_size, torch.float32)
+    assert sorted(tile.rows.tolist()) == [0, 1, 2, 3, 4]
+    assert tile.columns == (20 + 3 + 2 + 3) * case.block_size
+
+
+def test_sequences_share_no_call_where_it_would_cost_more_than_it_saves() -> None:
+    case = Case((1,) * 8, (100,) * 8, shared=9)
+    tiles = host.plan(build(case).batch(case, "cpu"), None, case.block_size, torch.float32)
+    assert [(tile.sequences, tile.columns) for tile in tiles] == [(8, 100)]
