@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from heapq import heapify, heappop, heappush
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from cachemgr.retention import DEFAULT_PRIORITY, MAX_PRIORITY
@@ -70,66 +72,117 @@ class Block(Node):
 
 
 class EvictionOrder:
-    """Blocks that may be evicted now: a ring per priority, least recently used first, and a bit per non-empty ring."""
+    """Blocks that may be evicted now, in the order of their loss: by priority, within it least recently used first.
+
+    Per priority a ring in the order of use, and a heap for blocks that come back into the middle of it: when a lease
+    ends, or when the last child of a block that lies between others is gone. A bit per priority that has blocks.
+    """
 
     __slots__ = ("_bits", "_rings")
 
     def __init__(self) -> None:
         self._bits = 0
-        self._rings: list[Block] = []
-        for _ in range(MAX_PRIORITY + 1):
-            ring = Block(0)
-            ring.older = ring.newer = ring
-            self._rings.append(ring)
+        self._rings = [_Ring(priority) for priority in range(MAX_PRIORITY + 1)]
 
     def append(self, block: Block) -> None:
         """Adds a block that was used more recently than all others."""
         priority = block.priority
-        ring = self._rings[priority]
-        newest = ring.older
-        assert newest is not None
-        self._link(newest, block, ring)
+        self._rings[priority].append(block)
         self._bits |= 1 << priority
 
     def insert(self, block: Block) -> None:
-        """Adds a block at the place that its recency gives it: looks from both ends, as most belong near one."""
+        """Adds a block at the place that its recency gives it."""
         priority = block.priority
-        ring = self._rings[priority]
+        self._rings[priority].insert(block)
         self._bits |= 1 << priority
-        low, high = ring.newer, ring.older
-        recency = block.recency
-        while True:
-            assert low is not None
-            assert high is not None
-            if low is ring or low.recency > recency:
-                assert low.older is not None
-                self._link(low.older, block, low)
-                return
-            if high is ring or high.recency < recency:
-                assert high.newer is not None
-                self._link(high, block, high.newer)
-                return
-            low, high = low.newer, high.older
 
     def remove(self, block: Block) -> None:
         """Takes a block out; its priority must be the one that it was added with."""
-        older, newer = block.older, block.newer
-        assert older is not None
-        assert newer is not None
-        older.newer = newer
-        newer.older = older
-        block.older = block.newer = None
-        if older is newer:
-            priority = block.priority
-            if older is self._rings[priority]:
-                self._bits &= ~(1 << priority)
+        ring = self._rings[block.priority]
+        ring.remove(block)
+        if not ring.size:
+            self._bits &= ~(1 << block.priority)
 
     def first(self) -> Block | None:
         """The block to lose next."""
         bits = self._bits
-        if not bits:
-            return None
-        return self._rings[(bits & -bits).bit_length() - 1].newer
+        return self._rings[(bits & -bits).bit_length() - 1].first() if bits else None
+
+    def rings(self) -> Iterator[tuple[int, bool, list[Block]]]:
+        """Priority, its bit and its blocks, oldest first; for checks."""
+        for priority, ring in enumerate(self._rings):
+            yield priority, bool(self._bits >> priority & 1), ring.blocks()
+
+
+class _Ring:
+    """The evictable blocks of one priority."""
+
+    __slots__ = ("_end", "_late", "_priority", "_pushes", "size")
+
+    def __init__(self, priority: int) -> None:
+        self._priority = priority
+        end = Block(0)
+        end.older = end.newer = end
+        self._end = end
+        # (recency, number of the push, block); stale once the block has moved on.
+        self._late: list[tuple[int, int, Block]] = []
+        self._pushes = 0
+        self.size = 0
+
+    def append(self, block: Block) -> None:
+        newest = self._end.older
+        assert newest is not None
+        self._link(newest, block, self._end)
+        self.size += 1
+
+    def insert(self, block: Block) -> None:
+        end, recency = self._end, block.recency
+        oldest, newest = end.newer, end.older
+        assert oldest is not None
+        assert newest is not None
+        self.size += 1
+        if oldest is end or recency < oldest.recency:
+            self._link(end, block, oldest)
+        elif recency > newest.recency:
+            self._link(newest, block, end)
+        else:
+            if len(self._late) > 2 * self.size:
+                self._late = [entry for entry in self._late if self._is_current(entry)]
+                heapify(self._late)
+            self._pushes += 1
+            heappush(self._late, (recency, self._pushes, block))
+            block.older = block.newer = LATE
+
+    def remove(self, block: Block) -> None:
+        older, newer = block.older, block.newer
+        assert older is not None
+        assert newer is not None
+        if older is not LATE:
+            older.newer = newer
+            newer.older = older
+        block.older = block.newer = None
+        self.size -= 1
+
+    def first(self) -> Block | None:
+        oldest = self._end.newer
+        while self._late and not self._is_current(self._late[0]):
+            heappop(self._late)
+        if self._late and (oldest is self._end or oldest is None or self._late[0][0] < oldest.recency):
+            return self._late[0][2]
+        return oldest
+
+    def blocks(self) -> list[Block]:
+        """All, oldest first."""
+        found = {block for entry in self._late if self._is_current(entry) for block in entry[2:]}
+        block = self._end.newer
+        while block is not None and block is not self._end:
+            found.add(block)
+            block = block.newer
+        return sorted(found, key=_RECENCY)
+
+    def _is_current(self, entry: tuple[int, int, Block]) -> bool:
+        recency, _, block = entry
+        return block.older is LATE and block.recency == recency and block.priority == self._priority
 
     @staticmethod
     def _link(older: Block, block: Block, newer: Block) -> None:
@@ -138,12 +191,7 @@ class EvictionOrder:
         older.newer = block
         newer.older = block
 
-    def rings(self) -> Iterator[tuple[int, bool, list[Block]]]:
-        """Priority, its bit and its blocks, oldest first; for checks."""
-        for priority, ring in enumerate(self._rings):
-            blocks = []
-            block = ring.newer
-            while block is not None and block is not ring:
-                blocks.append(block)
-                block = block.newer
-            yield priority, bool(self._bits >> priority & 1), blocks
+
+# Neighbour of blocks that are in a heap.
+LATE = Block(0)
+_RECENCY = attrgetter("recency")

@@ -22,6 +22,29 @@ def test_blocks_leave_by_priority_then_by_last_use(items):
     assert all(not bit for _, bit, _ in order.rings())
 
 
+@given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from(["use", "take", 5, 35, 100])), max_size=200))
+def test_blocks_keep_their_place_by_use_through_every_change_of_priority(operations):
+    order, blocks, listed = EvictionOrder(), [Block(slot) for slot in range(10)], set()
+    for use, (slot, operation) in enumerate(operations):
+        block = blocks[slot]
+        if block in listed:
+            order.remove(block)
+            listed.discard(block)
+        if operation == "use":
+            block.recency = use + 1
+            order.append(block)
+        elif operation != "take":
+            block.wish = operation
+            order.insert(block)
+        listed.update([block] if operation != "take" else [])
+        expected = sorted(listed, key=lambda one: (one.priority, one.recency, one.slot))
+        found = [one for _, _, ring in order.rings() for one in ring]
+        assert sorted(found, key=lambda one: (one.priority, one.recency, one.slot)) == expected
+        first = order.first()
+        assert (first is None) == (not expected)
+        assert first is None or (first.priority, first.recency) == (expected[0].priority, expected[0].recency)
+
+
 def test_released_tail_is_lost_before_its_head():
     world = World(3)
     world.cache(list(range(12)))
