@@ -1,6 +1,6 @@
 """The cache manager: decides about every block of every executor. Synchronous, single-threaded, no clock of its own."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from cachemgr.admission import Admitter, check_id, check_length, check_request, content
@@ -57,11 +57,21 @@ from cachemgr.syncing import Sync
 
 
 class CacheManager:
-    """Every call is all or nothing: after an error nothing has changed. `now` is a monotonic time in seconds."""
+    """Every call is all or nothing: after an error nothing has changed."""
 
-    def __init__(self, epoch: int, config: ManagerConfig | None = None, journal: IndexJournal | None = None) -> None:
-        """`epoch` is positive and grows with every start of the process: handles and tickets are numbered from it."""
+    def __init__(
+        self,
+        epoch: int,
+        clock: Callable[[], float],
+        config: ManagerConfig | None = None,
+        journal: IndexJournal | None = None,
+    ) -> None:
+        """`epoch` is positive and grows with every start of the process: handles and tickets are numbered from it.
+
+        `clock` gives a monotonic time in seconds; every call that depends on time reads it once.
+        """
         self.epoch = epoch
+        self._clock = clock
         self.config = config or ManagerConfig()
         self._journal = journal or NoJournal()
         # Numbers of handles and tickets, never given twice, also not by a later manager process.
@@ -88,7 +98,7 @@ class CacheManager:
         known = self._executors.get(executor_id)
         return known is not None and known.epoch >= executor_epoch
 
-    def register_executor(self, spec: ExecutorSpec, now: float, remembered: Iterable[BlockRecord] = ()) -> int:
+    def register_executor(self, spec: ExecutorSpec, remembered: Iterable[BlockRecord] = ()) -> int:
         """Registers an executor, or registers it again; returns the cached blocks that are valid on the device.
 
         `remembered` is what the store has for this epoch; it is used when `knows_executor` is false, checked entry
@@ -100,7 +110,7 @@ class CacheManager:
         if spec.executor_epoch < self._epochs.get(spec.executor_id, 0):
             raise StaleExecutorError(f"executor {spec.executor_id} has started again since")
         known = self._executors.get(spec.executor_id)
-        deadline = now + self.config.lease_seconds
+        deadline = self._clock() + self.config.lease_seconds
         if known is not None and known.epoch == spec.executor_epoch:
             if replace(known.spec, last_write_steps=()) != replace(spec, last_write_steps=()):
                 raise PoolSpecError("the pools of one epoch do not change")
@@ -121,14 +131,14 @@ class CacheManager:
         executor.spec = replace(spec, last_write_steps=())
         return restored
 
-    def renew_executor(self, executor_id: str, executor_epoch: int, manager_epoch: int, now: float) -> None:
+    def renew_executor(self, executor_id: str, executor_epoch: int, manager_epoch: int) -> None:
         """Keeps the lease. Raises ExecutorLeaseError or ManagerRestartedError when it must register again."""
         if manager_epoch != self.epoch:
             raise ManagerRestartedError("the cache manager has started again: register")
         executor = self._executors.get(executor_id)
         if executor is None or executor.epoch != executor_epoch:
             raise ExecutorLeaseError(f"executor {executor_id} is not registered with this epoch")
-        executor.deadline = now + self.config.lease_seconds
+        executor.deadline = self._clock() + self.config.lease_seconds
 
     def confirm_transfers(
         self, executor_id: str, executor_epoch: int, tickets: Sequence[int], failed_tickets: Sequence[int]
@@ -164,24 +174,24 @@ class CacheManager:
 
     # Schedulers and sequences
 
-    def register_scheduler(self, scheduler_id: str, scheduler_epoch: int, now: float) -> None:
+    def register_scheduler(self, scheduler_id: str, scheduler_epoch: int) -> None:
         """Registers a scheduler; a newer epoch frees what the older held. Raises InvalidField, StaleSchedulerError."""
         check_id("scheduler_id", scheduler_id)
         if scheduler_epoch < 1:
             raise InvalidField("scheduler_epoch", "must be at least 1")
         known = self._schedulers.get(scheduler_id)
-        deadline = now + self.config.lease_seconds
+        deadline = self._clock() + self.config.lease_seconds
         if known is not None and scheduler_epoch < known.epoch:
             raise StaleSchedulerError(f"scheduler {scheduler_id} has started again since")
         if known is not None and scheduler_epoch == known.epoch:
             known.deadline = deadline
             return
         if known is not None:
-            self._release_all(known, now)
+            self._release_all(known, self._clock())
         self._schedulers[scheduler_id] = Scheduler(scheduler_id, scheduler_epoch, deadline)
         self._scheduler_came = True
 
-    def admit(self, request: AdmitRequest, now: float) -> Admission:
+    def admit(self, request: AdmitRequest) -> Admission:
         """Matches, claims and allocates; renews the scheduler's lease. The same content gives the same answer.
 
         Raises InvalidField, UnknownExecutorError, UnknownSchedulerError, StaleSchedulerError, SequenceExistsError,
@@ -200,10 +210,10 @@ class CacheManager:
         if scheduler.may_write_to_lost(executor):
             return Admission(False, blocks_short=1)
         sequence, short = self._admitter.admit(request, tokens, scheduler, executor)
-        scheduler.deadline = now + self.config.lease_seconds
+        scheduler.deadline = self._clock() + self.config.lease_seconds
         return self._enter(sequence, short)
 
-    def sync(self, request: SyncRequest, now: float) -> SyncAnswer:
+    def sync(self, request: SyncRequest) -> SyncAnswer:
         """Takes progress and gives capacity. Repeating the last number gives its answer again.
 
         Raises InvalidField, UnknownSchedulerError, StaleSchedulerError, ManagerRestartedError, SyncNumberError.
@@ -212,7 +222,7 @@ class CacheManager:
             raise ManagerRestartedError("the handles belong to another process of the cache manager")
         scheduler = self._scheduler(request.scheduler_id, request.scheduler_epoch)
         if scheduler.sync_number and request.sync_number == scheduler.sync_number:
-            scheduler.deadline = now + self.config.lease_seconds
+            scheduler.deadline = self._clock() + self.config.lease_seconds
             return scheduler.sync_answer
         if request.sync_number != scheduler.sync_number + 1:
             raise SyncNumberError(
@@ -220,9 +230,9 @@ class CacheManager:
             )
         sync = Sync(request, scheduler, self._executors, self.config, self._admitter)
         sync.check()
-        scheduler.deadline = now + self.config.lease_seconds
+        scheduler.deadline = self._clock() + self.config.lease_seconds
         scheduler.sync_number = request.sync_number
-        scheduler.sync_answer = sync.apply(now)
+        scheduler.sync_answer = sync.apply(self._clock())
         for sequence in sync.released:
             del self._sequences[sequence.sequence_id]
         return scheduler.sync_answer
@@ -277,13 +287,14 @@ class CacheManager:
         sequence.holds[owner] = duration
         return sum(block is not None for table in sequence.tables for block in table.blocks)
 
-    def release(self, sequence_id: str, now: float) -> Freed:
+    def release(self, sequence_id: str) -> Freed:
         """Gives a sequence's blocks back."""
         sequence = self._sequences.pop(sequence_id, None)
-        return Freed(False) if sequence is None else release(sequence, now)
+        return Freed(False) if sequence is None else release(sequence, self._clock())
 
-    def expire(self, now: float) -> None:
+    def expire(self) -> None:
         """Ends leases and holds whose time is over. Call it a few times per lease."""
+        now = self._clock()
         for scheduler_id, scheduler in list(self._schedulers.items()):
             if scheduler.deadline < now:
                 self._release_all(scheduler, now)

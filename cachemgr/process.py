@@ -41,7 +41,7 @@ class CacheManagerProcess:
             free_watermark=settings.free_watermark,
         )
         # Nanoseconds since 1970 are newer at every start.
-        self._manager = CacheManager(time.time_ns(), config, self._store)
+        self._manager = CacheManager(time.time_ns(), time.monotonic, config, self._store)
         self._feed = EventFeed(lambda: self._manager.last_event)
         self._metrics = PoolMetrics()
         self._server = self._build_server(settings)
@@ -54,7 +54,7 @@ class CacheManagerProcess:
             drain_seconds=settings.drain_seconds,
             insecure=settings.insecure,
         )
-        domain = Domain(self._manager, self._store, self._feed, time.monotonic)
+        domain = Domain(self._manager, self._store, self._feed)
         server.listen(
             settings.cachemgr_address,
             {
@@ -112,7 +112,7 @@ class CacheManagerProcess:
 
     async def _keep_house(self) -> None:
         while True:
-            self._manager.expire(time.monotonic())
+            self._manager.expire()
             self._feed.ring()
             self._metrics.update(self._manager.pools())
             if self._revive_redis is not None:

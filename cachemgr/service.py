@@ -1,6 +1,6 @@
 """The gRPC services: parse, call the manager, convert. Whatever a manager's method raises reaches the caller."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +20,11 @@ from protos.rpc.errors import InvalidField
 
 @dataclass(frozen=True)
 class Domain:
-    """What all services share. `clock` is monotonic, in seconds."""
+    """What all services share."""
 
     manager: CacheManager
     store: IndexStore
     feed: EventFeed
-    clock: Callable[[], float]
 
     @property
     def lease(self) -> Duration:
@@ -48,7 +47,7 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
         spec = convert.executor_spec(request)
         known = self._manager.knows_executor(spec.executor_id, spec.executor_epoch)
         remembered = None if known else await domain.store.load(spec.executor_id, spec.executor_epoch)
-        restored = self._manager.register_executor(spec, domain.clock(), remembered or ())
+        restored = self._manager.register_executor(spec, remembered or ())
         if not known and remembered is None:
             domain.store.replace(spec.executor_id, spec.executor_epoch)
         domain.feed.ring()
@@ -58,28 +57,26 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
 
     async def RenewExecutor(self, request: pb.RenewExecutorRequest, context: Any) -> pb.RenewExecutorResponse:
         """Keeps a lease."""
-        self._manager.renew_executor(
-            request.executor_id, request.executor_epoch, request.manager_epoch, self._domain.clock()
-        )
+        self._manager.renew_executor(request.executor_id, request.executor_epoch, request.manager_epoch)
         return pb.RenewExecutorResponse(manager_epoch=self._manager.epoch, lease_duration=self._lease)
 
     async def RegisterScheduler(
         self, request: pb.RegisterSchedulerRequest, context: Any
     ) -> pb.RegisterSchedulerResponse:
         """Frees what an older epoch held."""
-        self._manager.register_scheduler(request.scheduler_id, request.scheduler_epoch, self._domain.clock())
+        self._manager.register_scheduler(request.scheduler_id, request.scheduler_epoch)
         self._domain.feed.ring()
         return pb.RegisterSchedulerResponse(manager_epoch=self._manager.epoch, lease_duration=self._lease)
 
     async def AdmitSequence(self, request: pb.AdmitSequenceRequest, context: Any) -> pb.AdmitSequenceResponse:
         """Matches, claims and allocates."""
-        admission = self._manager.admit(convert.admit_request(request), self._domain.clock())
+        admission = self._manager.admit(convert.admit_request(request))
         self._domain.feed.ring()
         return convert.admit_response(self._manager.epoch, admission)
 
     async def SyncSequences(self, request: pb.SyncSequencesRequest, context: Any) -> pb.SyncSequencesResponse:
         """Takes progress, gives capacity."""
-        answer = self._manager.sync(convert.sync_request(request), self._domain.clock())
+        answer = self._manager.sync(convert.sync_request(request))
         self._domain.feed.ring()
         return convert.sync_response(self._manager.epoch, answer, self._lease)
 
@@ -109,7 +106,7 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
 
     async def ReleaseSequence(self, request: pb.ReleaseSequenceRequest, context: Any) -> pb.ReleaseSequenceResponse:
         """Gives blocks back."""
-        freed = self._manager.release(request.sequence_id, self._domain.clock())
+        freed = self._manager.release(request.sequence_id)
         self._domain.feed.ring()
         return pb.ReleaseSequenceResponse(found=freed.found, freed_blocks=freed.freed_blocks)
 

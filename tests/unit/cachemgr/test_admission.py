@@ -44,7 +44,7 @@ def test_a_wrong_request_is_refused_and_changes_nothing(change, error, field):
     world = World(8)
     before = world.manager.pools()
     with pytest.raises(error) as refused:
-        world.manager.admit(dataclasses.replace(VALID, **change), 0.0)
+        world.manager.admit(dataclasses.replace(VALID, **change))
     if field is not None:
         assert list(refused.value.fields) == [field]
     assert world.manager.pools() == before
@@ -62,12 +62,12 @@ def test_repeating_an_admission_gives_the_same_answer_also_after_progress():
     world.cache(list(range(9)))
     first = world.admit([*range(9), 9], "a")
     assert first.transfers
-    again = world.manager.admit(world.live["a"].request, 0.0)
+    again = world.manager.admit(world.live["a"].request)
     assert again == first
     world.step()
     world.confirm()
     world.sync()
-    assert world.manager.admit(world.live["a"].request, 0.0) == first
+    assert world.manager.admit(world.live["a"].request) == first
     assert len(list(world.manager.sequences())) == 1
     world.check()
 
@@ -87,9 +87,9 @@ def test_repeating_an_admission_gives_the_same_answer_also_after_progress():
 )
 def test_the_same_id_with_other_content_is_refused(change):
     world = World()
-    world.manager.admit(VALID, 0.0)
+    world.manager.admit(VALID)
     with pytest.raises(SequenceExistsError):
-        world.manager.admit(dataclasses.replace(VALID, **change), 0.0)
+        world.manager.admit(dataclasses.replace(VALID, **change))
     world.check()
 
 
@@ -172,7 +172,7 @@ def test_handles_grow_and_begin_behind_those_of_an_earlier_manager():
     handles = [world.admit([token]).sequence_handle for token in range(3)]
     assert handles == sorted(set(handles))
     later = World()
-    later.manager = CacheManager(2)
+    later.manager = CacheManager(2, lambda: later.now)
     later.start_executor()
     later.start_scheduler()
     assert later.admit([1]).sequence_handle > handles[-1]

@@ -187,7 +187,7 @@ def test_forks_at_the_end_of_a_block_copy_nothing():
     # Three of the parent's, one of each fork's.
     assert world.free == 24 - 3 - 8
     for number in range(8):
-        world.manager.release(f"f{number}", 0.0)
+        world.manager.release(f"f{number}")
     assert world.free == 21
     world.check()
 
@@ -233,14 +233,16 @@ def test_a_hold_keeps_blocks_from_the_release_on_until_its_time_is_over():
     world.run(list(range(9)), "a")
     assert world.manager.hold("a", "me", 5.0) == 3
     world.now = 100.0
-    world.manager.renew_executor("e", 1, 1, 100.0)
+    world.manager.renew_executor("e", 1, 1)
     world.sync()
     world.finish("a")
     assert world.free == 5
     world.check()
-    world.manager.expire(104.0)
+    world.now = 104.0
+    world.manager.expire()
     assert world.free == 5
-    world.manager.expire(105.0)
+    world.now = 105.0
+    world.manager.expire()
     assert world.free == 8
     world.check()
     assert world.cached_tokens(list(range(9))) == 8
@@ -253,8 +255,8 @@ def test_the_longest_of_several_holds_counts():
     world.manager.hold("a", "you", 4.0)
     world.manager.hold("a", "me", 1.0)
     world.finish("a")
-    for now, free in ((1.5, 5), (3.9, 5), (4.0, 8)):
-        world.manager.expire(now)
+    for world.now, free in ((1.5, 5), (3.9, 5), (4.0, 8)):
+        world.manager.expire()
         assert world.free == free
         world.check()
 

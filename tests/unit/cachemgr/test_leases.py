@@ -27,13 +27,15 @@ def running():
 
 def test_a_silent_scheduler_loses_its_sequences_and_their_blocks_stay_cached():
     world = running()
-    world.manager.renew_executor("e", 1, 1, 9.0)
-    world.manager.expire(10.1)
+    world.now = 9.0
+    world.manager.renew_executor("e", 1, 1)
+    world.now = 10.1
+    world.manager.expire()
     assert list(world.manager.sequences()) == []
     assert world.free == 8
     world.check()
     with pytest.raises(UnknownSchedulerError):
-        world.manager.sync(world.next_sync(), 10.1)
+        world.manager.sync(world.next_sync())
     world.start_scheduler()
     assert world.cached_tokens(list(range(9))) == 8
 
@@ -43,10 +45,12 @@ def test_a_sync_and_an_admission_keep_the_scheduler():
     world.now = 8.0
     world.sync()
     world.now = 16.0
-    world.manager.renew_executor("e", 1, 1, 16.0)
+    world.manager.renew_executor("e", 1, 1)
     world.admit([1], "a")
-    world.manager.renew_executor("e", 1, 1, 24.0)
-    world.manager.expire(25.0)
+    world.now = 24.0
+    world.manager.renew_executor("e", 1, 1)
+    world.now = 25.0
+    world.manager.expire()
     assert len(list(world.manager.sequences())) == 1
 
 
@@ -63,13 +67,13 @@ def test_an_older_scheduler_epoch_is_refused_and_the_same_one_changes_nothing():
     world = running()
     world.start_scheduler()
     with pytest.raises(StaleSchedulerError):
-        world.manager.register_scheduler("s", 1, 0.0)
+        world.manager.register_scheduler("s", 1)
     world.admit([1], "b")
-    world.manager.register_scheduler("s", 2, 0.0)
+    world.manager.register_scheduler("s", 2)
     assert len(list(world.manager.sequences())) == 1
     for scheduler_id, epoch, field in (("", 1, "scheduler_id"), ("s", 0, "scheduler_epoch")):
         with pytest.raises(InvalidField) as refused:
-            world.manager.register_scheduler(scheduler_id, epoch, 0.0)
+            world.manager.register_scheduler(scheduler_id, epoch)
         assert list(refused.value.fields) == [field]
 
 
@@ -78,7 +82,8 @@ def test_a_silent_executor_loses_its_pool_and_its_sequences_are_void():
     handle = world.live["a"].handle
     world.now = 9.0
     world.sync()
-    world.manager.expire(10.1)
+    world.now = 10.1
+    world.manager.expire()
     assert world.manager.pools() == []
     with pytest.raises(UnknownExecutorError):
         world.admit([1])
@@ -104,7 +109,7 @@ def test_a_newer_executor_epoch_voids_everything_of_the_older_and_its_copies():
     assert world.journal.epoch == 2
     assert world.free == 8
     assert world.manager.confirm_transfers("e", 2, [ticket], []) == 1
-    assert world.manager.sync(world.next_sync(), 0.0).void_handles == []
+    assert world.manager.sync(world.next_sync()).void_handles == []
     assert handle not in {view.sequence_handle for view in world.manager.sequences()}
     assert world.cached_tokens(list(range(8))) == 0
 
@@ -113,8 +118,10 @@ def test_slots_of_a_lost_registration_are_given_away_only_after_its_old_sequence
     world = running()
     world.now = 9.0
     world.sync()
-    world.manager.expire(10.1)
-    world.manager.register_executor(dataclasses.replace(world.spec(), last_write_steps=()), 10.2)
+    world.now = 10.1
+    world.manager.expire()
+    world.now = 10.2
+    world.manager.register_executor(dataclasses.replace(world.spec(), last_write_steps=()))
     assert not world.admit([1], "b").admitted
     world.sync()
     assert not world.admit([1], "b").admitted
@@ -126,7 +133,7 @@ def test_slots_of_a_lost_registration_are_given_away_only_after_its_old_sequence
 def test_registering_the_same_epoch_again_keeps_everything():
     world = running()
     assert world.manager.knows_executor("e", 1)
-    assert world.manager.register_executor(world.spec(), 0.0) == 2
+    assert world.manager.register_executor(world.spec()) == 2
     assert world.free == 5
     world.check()
 
@@ -135,10 +142,10 @@ def test_an_older_executor_epoch_and_other_pools_of_the_same_are_refused():
     world = running()
     spec = world.spec()
     with pytest.raises(PoolSpecError):
-        world.manager.register_executor(dataclasses.replace(spec, pools=[PoolSpec(0, 9)], last_write_steps=()), 0.0)
+        world.manager.register_executor(dataclasses.replace(spec, pools=[PoolSpec(0, 9)], last_write_steps=()))
     world.start_executor()
     with pytest.raises(StaleExecutorError):
-        world.manager.register_executor(spec, 0.0)
+        world.manager.register_executor(spec)
     world.check()
 
 
@@ -162,7 +169,7 @@ def test_an_announcement_that_cannot_be_is_refused_with_its_field(change, field)
     world = running()
     spec = dataclasses.replace(world.spec(), executor_epoch=2, last_write_steps=())
     with pytest.raises(InvalidField) as refused:
-        world.manager.register_executor(dataclasses.replace(spec, **change), 0.0)
+        world.manager.register_executor(dataclasses.replace(spec, **change))
     assert list(refused.value.fields) == [field]
     assert world.free == 5
     world.check()
@@ -170,22 +177,24 @@ def test_an_announcement_that_cannot_be_is_refused_with_its_field(change, field)
 
 def test_a_renewal_that_fits_no_registration_asks_for_one():
     world = World()
-    world.manager.renew_executor("e", 1, 1, 5.0)
+    world.now = 5.0
+    world.manager.renew_executor("e", 1, 1)
     for executor_id, epoch in (("e", 2), ("other", 1)):
         with pytest.raises(ExecutorLeaseError):
-            world.manager.renew_executor(executor_id, epoch, 1, 5.0)
+            world.manager.renew_executor(executor_id, epoch, 1)
     with pytest.raises(ManagerRestartedError):
-        world.manager.renew_executor("e", 1, 2, 5.0)
+        world.manager.renew_executor("e", 1, 2)
     world.sync()
-    world.manager.expire(12.0)
+    world.now = 12.0
+    world.manager.expire()
     assert len(world.manager.pools()) == 1
 
 
 def test_executors_share_nothing():
     world = World()
     world.cache(list(range(9)))
-    world.manager.register_executor(dataclasses.replace(world.spec(), executor_id="f", last_write_steps=()), 0.0)
+    world.manager.register_executor(dataclasses.replace(world.spec(), executor_id="f", last_write_steps=()))
     request = dataclasses.replace(world.request(list(range(9)), "x"), executor_id="f")
-    assert world.manager.admit(request, 0.0).cached_tokens == 0
+    assert world.manager.admit(request).cached_tokens == 0
     assert [view.pool_id for view in world.manager.pools()] == ["e/0", "f/0"]
     assert world.manager.check_pool() == []

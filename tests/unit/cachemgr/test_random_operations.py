@@ -68,7 +68,7 @@ class CacheWorld(RuleBasedStateMachine):
         assert admission.cached_tokens < len(tokens)
         assert admission.capacity_tokens >= len(tokens)
         live = world.live[f"q{world.names}"]
-        assert world.manager.admit(live.request, world.now) == admission
+        assert world.manager.admit(live.request) == admission
         if full and not admission.wait_for_handle:
             # Without a block to spare for the source of a copy the copy is left out.
             reserve = int(world.num_blocks * world.manager.config.free_watermark)
@@ -109,8 +109,8 @@ class CacheWorld(RuleBasedStateMachine):
         world, live = self.world, self.pick(index)
         cancelled = [] if live.started else [copy.ticket for copy in live.copies]
         world.forget(live)
-        assert world.manager.release(live.request.sequence_id, world.now).found
-        assert not world.manager.release(live.request.sequence_id, world.now).found
+        assert world.manager.release(live.request.sequence_id).found
+        assert not world.manager.release(live.request.sequence_id).found
         world.cancelled += cancelled
 
     @precondition(lambda self: self.world.live)
@@ -194,7 +194,7 @@ class CacheWorld(RuleBasedStateMachine):
         world.now += seconds
         world.sync()
         world.renew()
-        world.manager.expire(world.now)
+        world.manager.expire()
 
     @rule(salt=st.sampled_from([None, "a"]), priority=st.sampled_from([None, 0, 10, 35]), chance=st.integers(0, 3))
     def purge(self, salt, priority, chance):
@@ -242,7 +242,7 @@ class CacheWorld(RuleBasedStateMachine):
         world.confirm()
         world.now += 100
         world.renew()
-        world.manager.expire(world.now)
+        world.manager.expire()
         world.check()
         assert all(pool.used_blocks == 0 for pool in world.manager.pools())
 

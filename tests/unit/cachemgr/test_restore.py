@@ -22,10 +22,10 @@ def restart(world, remembered=None, spec=None):
     """Another manager process, with what the store has; returns the blocks that it restored."""
     remembered = list(world.journal.blocks.values()) if remembered is None else remembered
     world.journal.blocks = {(block.group, block.slot): block for block in remembered}
-    world.manager = CacheManager(2, CONFIG, world.journal)
+    world.manager = CacheManager(2, lambda: world.now, CONFIG, world.journal)
     world.start_scheduler()
     assert not world.manager.knows_executor("e", 1)
-    return world.manager.register_executor(spec or world.spec(), 0.0, remembered)
+    return world.manager.register_executor(spec or world.spec(), remembered)
 
 
 def test_what_the_device_holds_is_found_again():
@@ -86,9 +86,9 @@ def change(at, **values):
 def test_an_entry_that_does_not_hold_is_dropped(damage, kept):
     world = cached()
     blocks = damage(sorted(world.journal.blocks.values(), key=lambda block: block.depth))
-    world.manager = CacheManager(2, CONFIG)
+    world.manager = CacheManager(2, lambda: world.now, CONFIG)
     world.start_scheduler()
-    assert world.manager.register_executor(world.spec(), 0.0, blocks) == kept
+    assert world.manager.register_executor(world.spec(), blocks) == kept
     assert world.manager.check_pool() == []
 
 
@@ -123,23 +123,25 @@ def test_a_windowed_pool_is_restored_without_the_blocks_that_it_lost():
 
 def test_memories_wait_for_a_scheduler_that_has_given_up_its_old_sequences():
     world = cached()
-    manager = CacheManager(2, CONFIG)
+    manager = CacheManager(2, lambda: world.now, CONFIG)
     spec: ExecutorSpec = world.spec()
     with pytest.raises(SchedulerFirstError):
-        manager.register_executor(spec, 0.0, world.journal.blocks.values())
+        manager.register_executor(spec, world.journal.blocks.values())
     assert not manager.knows_executor("e", 1)
-    manager.register_scheduler("s", 2, 0.0)
-    assert manager.register_executor(spec, 0.0, world.journal.blocks.values()) == 3
+    manager.register_scheduler("s", 2)
+    assert manager.register_executor(spec, world.journal.blocks.values()) == 3
 
 
 def test_an_executor_that_was_silent_and_comes_back_is_believed_what_its_slots_still_hold():
     world = cached()
     world.now = 9.0
     world.sync()
-    world.manager.expire(10.1)
+    world.now = 10.1
+    world.manager.expire()
     assert not world.manager.knows_executor("e", 1)
     assert len(world.journal.blocks) == 3
-    assert world.manager.register_executor(world.spec(), 10.2, list(world.journal.blocks.values())) == 3
+    world.now = 10.2
+    assert world.manager.register_executor(world.spec(), list(world.journal.blocks.values())) == 3
     world.check()
 
 

@@ -53,7 +53,7 @@ def test_a_writer_that_ends_early_voids_who_shared_its_blocks():
     world.sync()
     live = world.live["writer"]
     world.forget(live)
-    world.manager.release("writer", world.now)
+    world.manager.release("writer")
     world.check()
     answer = world.sync()
     assert answer.void_handles == [reader.sequence_handle]
@@ -100,9 +100,9 @@ def test_other_schedulers_and_salts_share_no_promises():
     world = World()
     world.admit(PROMPT, "writer", salt="a")
     assert world.admit([*PROMPT, 50], "reader").cached_tokens == 0
-    world.manager.register_scheduler("other", 1, 0.0)
+    world.manager.register_scheduler("other", 1)
     request = replace(world.request(PROMPT, "x", salt="a"), scheduler_id="other", scheduler_epoch=1)
-    assert world.manager.admit(request, 0.0).cached_tokens == 0
+    assert world.manager.admit(request).cached_tokens == 0
     world.check()
 
 
@@ -110,7 +110,7 @@ def test_a_truncated_writer_takes_its_promise_back():
     world = World()
     _, reader = two(world)
     assert world.manager.truncate("writer", 6).found
-    assert world.manager.sync(world.next_sync(), 0.0).void_handles == [reader.sequence_handle]
+    assert world.manager.sync(world.next_sync()).void_handles == [reader.sequence_handle]
     world.check()
 
 

@@ -38,7 +38,7 @@ def started():
 def test_a_sync_of_another_time_is_refused_with_its_reason(change, error):
     world = started()
     with pytest.raises(error):
-        world.manager.sync(dataclasses.replace(world.next_sync(), **change), 0.0)
+        world.manager.sync(dataclasses.replace(world.next_sync(), **change))
 
 
 @pytest.mark.parametrize(
@@ -66,10 +66,10 @@ def test_columns_that_do_not_fit_are_refused_and_nothing_changes(columns, field)
     named = {name: [handle if entry == "a" else entry for entry in column] for name, column in columns.items()}
     before = (list(world.manager.sequences()), world.manager.pools(), world.manager.last_event)
     with pytest.raises(InvalidField) as refused:
-        world.manager.sync(dataclasses.replace(request, **named), 0.0)
+        world.manager.sync(dataclasses.replace(request, **named))
     assert list(refused.value.fields) == [field]
     assert (list(world.manager.sequences()), world.manager.pools(), world.manager.last_event) == before
-    world.manager.sync(request, 0.0)
+    world.manager.sync(request)
     world.check()
 
 
@@ -78,10 +78,10 @@ def test_repeating_a_sync_gives_its_answer_and_does_nothing():
     world.admit(list(range(8)), "a")
     world.step(20)
     request = world.next_sync()
-    answer = world.manager.sync(request, 0.0)
+    answer = world.manager.sync(request)
     assert answer.extended_slots
     free = world.free
-    assert world.manager.sync(request, 0.0) == answer
+    assert world.manager.sync(request) == answer
     assert world.free == free
     world.check()
 
@@ -99,7 +99,6 @@ def test_unknown_handles_are_reported_and_are_no_error():
             trimmed_handles=[6],
             trimmed_capacity_tokens=[1],
         ),
-        0.0,
     )
     assert answer.unknown_handles == [4, 5, 6]
     world.check()

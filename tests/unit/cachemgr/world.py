@@ -85,7 +85,7 @@ class World:
     ) -> None:
         self.journal = Journal()
         self.config = config
-        self.manager = CacheManager(1, config, self.journal)
+        self.manager = CacheManager(1, lambda: self.now, config, self.journal)
         self.windows = windows
         self.num_blocks = num_blocks
         self.random = random.Random(seed)
@@ -119,7 +119,7 @@ class World:
         self.memory: dict[tuple[int, int, int], tuple[object, ...]] = {}
         self.written: dict[tuple[int, int], int] = {}
         self.done.clear()
-        self.manager.register_executor(self.spec(), self.now)
+        self.manager.register_executor(self.spec())
         self.released += [live.handle for live in self.live.values()]
         self.live.clear()
 
@@ -131,26 +131,26 @@ class World:
         self.released.clear()
         self.cancelled.clear()
         self.trimmed.clear()
-        self.manager.register_scheduler("s", self.scheduler_epoch, self.now)
+        self.manager.register_scheduler("s", self.scheduler_epoch)
 
     def restart_manager(self) -> None:
         """The manager is gone with its memory; what the journal has and the device still holds comes back."""
-        self.manager = CacheManager(self.manager.epoch + 1, self.config, self.journal)
+        self.manager = CacheManager(self.manager.epoch + 1, lambda: self.now, self.config, self.journal)
         self.done.clear()
         self.start_scheduler()
-        self.manager.register_executor(self.spec(), self.now, list(self.journal.blocks.values()))
+        self.manager.register_executor(self.spec(), list(self.journal.blocks.values()))
 
     def silence_executor(self) -> None:
         """The manager gives the executor up, and hears of it again before the scheduler has stopped its sequences."""
         for _ in range(2):
             self.now += self.config.lease_seconds * 0.6
             self.sync()
-        self.manager.expire(self.now)
+        self.manager.expire()
         assert not self.manager.knows_executor("e", self.executor_epoch)
-        self.manager.register_executor(self.spec(), self.now, list(self.journal.blocks.values()))
+        self.manager.register_executor(self.spec(), list(self.journal.blocks.values()))
 
     def renew(self) -> None:
-        self.manager.renew_executor("e", self.executor_epoch, self.manager.epoch, self.now)
+        self.manager.renew_executor("e", self.executor_epoch, self.manager.epoch)
 
     def request(self, token_ids: list[int], name: str = "", **options: object) -> AdmitRequest:
         self.names += 1
@@ -158,7 +158,7 @@ class World:
 
     def admit(self, token_ids: list[int], name: str = "", **options: object) -> Admission:
         request = self.request(token_ids, name, **options)
-        admission = self.manager.admit(request, self.now)
+        admission = self.manager.admit(request)
         if admission.admitted:
             self.enter(request, admission, token_ids)
         return admission
@@ -246,8 +246,8 @@ class World:
 
     def sync(self, names: set[str] | None = None) -> SyncAnswer:
         request = self.next_sync(names)
-        answer = self.manager.sync(request, self.now)
-        assert self.manager.sync(request, self.now) == answer
+        answer = self.manager.sync(request)
+        assert self.manager.sync(request) == answer
         self.released.clear()
         self.cancelled.clear()
         self.trimmed.clear()
