@@ -14,7 +14,7 @@ from cachemgr.keys import pack, packed_bytes
 from cachemgr.matching import Match
 from cachemgr.pool import Pool
 from cachemgr.registry import Executor, Scheduler
-from cachemgr.retention import Wishes
+from cachemgr.retention import REQUEST, SESSION, Wishes
 from cachemgr.sequence import Sequence, blocks_for
 from cachemgr.settling import promise
 from cachemgr.transfers import Ticket
@@ -39,6 +39,10 @@ def check_request(request: AdmitRequest) -> array[int]:
         raise InvalidField("salt", "must not be empty; leave it out for none")
     if request.adapter_id is not None and not 0 <= request.adapter_id < 1 << 64:
         raise InvalidField("adapter_id", "must fit into 64 bits")
+    for field in ("session_id", "request_id"):
+        value = getattr(request, field)
+        if value is not None:
+            check_id(field, value)
     retention.check(request.retention)
     try:
         return pack(request.token_ids)
@@ -54,10 +58,18 @@ def content(request: AdmitRequest, tokens: array[int]) -> object:
         sha256(packed_bytes(tokens)).digest(),
         request.salt,
         request.adapter_id,
+        _holder(request),
         request.retention,
         request.no_read,
         request.no_store,
     )
+
+
+def _holder(request: AdmitRequest) -> str:
+    """Whose wishes they are."""
+    if request.session_id is not None:
+        return SESSION + request.session_id
+    return REQUEST + (request.request_id or request.sequence_id)
 
 
 def watermark(pool: Pool, config: ManagerConfig) -> int:
@@ -86,7 +98,7 @@ class Admitter:
         """The sequence with its blocks, or None and how many blocks are missing, with nothing changed."""
         check_length(executor, len(tokens), "token_ids")
         domain = executor.domain(request.salt, request.adapter_id)
-        wishes = Wishes(request.retention, len(tokens))
+        wishes = Wishes(request.retention, len(tokens), holder=_holder(request))
         sequence = Sequence(request.sequence_id, 0, scheduler, executor, tokens, domain, wishes, request.no_store)
         needed = blocks_for(len(tokens), executor.block_size)
         if request.no_read:
@@ -132,7 +144,7 @@ class Admitter:
             for place, block in enumerate(blocks):
                 if block is not None:
                     table.pool.retain(block)
-                    table.pool.wish(block, sequence.wishes.at(place * size))
+                    table.pool.grant(block, sequence.wishes.at(place * size))
             table.blocks = blocks
             settled = [block is None or block.writer is None for block in blocks]
             table.settled = len(blocks) if all(settled) else settled.index(False)

@@ -1,11 +1,14 @@
 """What goes into the manager and what comes out. Tokens are ids, lengths are in tokens, times in seconds."""
 
+from __future__ import annotations
+
 import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from cachemgr.records import BlockRecord
+if TYPE_CHECKING:
+    from cachemgr.records import BlockRecord
 
 
 class IndexJournal(Protocol):
@@ -81,14 +84,16 @@ class RetentionRange:
     start: int
     end: int | None
     priority: int
+    duration: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """What a request wishes for its blocks."""
+    """What a request wishes for its blocks. Durations in seconds, None for no end."""
 
     ranges: tuple[RetentionRange, ...] = ()
     decode_priority: int | None = None
+    decode_duration: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +107,8 @@ class AdmitRequest:
     token_ids: Sequence[int]
     salt: str | None = None
     adapter_id: int | None = None
+    session_id: str | None = None
+    request_id: str | None = None
     retention: Retention = field(default_factory=Retention)
     no_read: bool = False
     no_store: bool = False
@@ -222,7 +229,7 @@ class BlockView(NamedTuple):
     depth: int
 
     @classmethod
-    def of_pool(cls, pool_id: str) -> "BlockView":
+    def of_pool(cls, pool_id: str) -> BlockView:
         """What an event about a pool carries."""
         return cls(pool_id, 0, b"", b"", 0, 0, 0, 0)
 
@@ -275,6 +282,9 @@ class EventKind(enum.IntEnum):
     STORED = 2
     REMOVED = 3
     UPDATED = 4
+    LEASE_GRANTED = 5
+    LEASE_EXPIRED = 6
+    LEASE_BROKEN = 7
 
 
 class RemovalCause(enum.IntEnum):
@@ -288,17 +298,29 @@ class RemovalCause(enum.IntEnum):
     TRUNCATED = 5
 
 
+class LeaseView(NamedTuple):
+    """A lease as seen from outside. `remaining` seconds until its end; None for no end."""
+
+    holder: str
+    priority: int
+    remaining: float | None
+
+
 class Event(NamedTuple):
-    """What happened to a block; for CREATED only the block's pool is set."""
+    """What happened to a block; for CREATED only the block's pool is set.
+
+    Events about leases say which; a broken one has the cause that its block was lost for.
+    """
 
     number: int
     kind: EventKind
     block: BlockView
-    cause: RemovalCause
+    cause: RemovalCause = RemovalCause.NONE
+    lease: LeaseView | None = None
 
 
 class Snapshot(NamedTuple):
-    """The cache at an event number: CREATED for each pool, then STORED for each indexed block."""
+    """The cache at an event number: CREATED for each pool, STORED for each indexed block, then its leases."""
 
     number: int
     events: Iterable[Event]

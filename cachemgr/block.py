@@ -11,6 +11,7 @@ from cachemgr.retention import DEFAULT_PRIORITY, MAX_PRIORITY
 
 if TYPE_CHECKING:
     from cachemgr.keys import Domain
+    from cachemgr.leases import Lease
     from cachemgr.sequence import Sequence
 
 
@@ -36,15 +37,16 @@ class Block(Node):
     __slots__ = (
         "depth",
         "domain",
+        "lease",
         "newer",
         "older",
         "parent",
+        "priority",
         "recency",
         "refs",
         "slot",
         "stored_step",
         "tokens",
-        "wish",
         "writer",
     )
 
@@ -59,16 +61,13 @@ class Block(Node):
         self.tokens = b""
         self.depth = 0
         self.domain: Domain | None = None
-        self.wish: int | None = None
+        # The largest among its leases, and the first of these.
+        self.priority = DEFAULT_PRIORITY
+        self.lease: Lease | None = None
         self.stored_step = 0
         self.recency = 0
         self.older: Block | None = None
         self.newer: Block | None = None
-
-    @property
-    def priority(self) -> int:
-        """Effective priority."""
-        return DEFAULT_PRIORITY if self.wish is None else self.wish
 
 
 class EvictionOrder:

@@ -7,6 +7,7 @@ from cachemgr import siblings
 from cachemgr.api import PoolViolation
 from cachemgr.block import Block
 from cachemgr.keys import child_key
+from cachemgr.leases import effective_priority, leases_of
 from cachemgr.pool import Pool
 from cachemgr.registry import Executor
 
@@ -33,6 +34,7 @@ class _Check:
         self._references()
         self._counters()
         self._order()
+        self._leases()
         self._index()
         self._pending()
         self._writers()
@@ -92,6 +94,23 @@ class _Check:
                 (block in listed) == (not block.refs and leaf), block.slot, "is wrongly in or out of the order"
             )
         self._report(listed <= set(self._blocks), 0, "a block that is not in the pool is in the eviction order")
+
+    def _leases(self) -> None:
+        for block in self._blocks:
+            leases = list(leases_of(block))
+            self._report(block.priority == effective_priority(block), block.slot, "has not its leases' priority")
+            self._report(
+                all(lease.block is block and lease.pool is self._pool for lease in leases),
+                block.slot,
+                "has a lease of another block",
+            )
+            holders = {lease.wish.holder for lease in leases}
+            self._report(len(holders) == len(leases), block.slot, "has two leases of one holder")
+            self._report(
+                not leases or bool(block.refs) or block.parent is not None, block.slot, "has leases and is empty"
+            )
+            waiting = any(lease.deadline is None and lease.wish.duration is not None for lease in leases)
+            self._report(not waiting or block.refs > 0, block.slot, "can be taken, and the clock of a lease stands")
 
     def _index(self) -> None:
         pool = self._pool

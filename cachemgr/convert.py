@@ -20,6 +20,11 @@ def duration(seconds: float) -> Duration:
     return message
 
 
+def seconds(message: Duration) -> float:
+    """A message as seconds, also where it is out of range."""
+    return message.seconds + message.nanos / 1e9
+
+
 def executor_spec(request: pb.RegisterExecutorRequest) -> api.ExecutorSpec:
     """What an executor announces."""
     return api.ExecutorSpec(
@@ -56,6 +61,8 @@ def admit_request(request: pb.AdmitSequenceRequest) -> api.AdmitRequest:
         token_ids=list(request.token_ids),
         salt=request.salt if request.HasField("salt") else None,
         adapter_id=request.adapter_id if request.HasField("adapter_id") else None,
+        session_id=request.session_id if request.HasField("session_id") else None,
+        request_id=request.request_id if request.HasField("request_id") else None,
         retention=_retention(request.retention),
         no_read=request.no_read,
         no_store=request.no_store,
@@ -64,12 +71,19 @@ def admit_request(request: pb.AdmitSequenceRequest) -> api.AdmitRequest:
 
 def _retention(config: pb.RetentionConfig) -> api.Retention:
     has_priority = config.HasField("decode_retention_priority")
+    has_duration = config.HasField("decode_retention_duration")
     return api.Retention(
         ranges=tuple(
-            api.RetentionRange(wish.start, wish.end if wish.HasField("end") else None, wish.retention_priority)
+            api.RetentionRange(
+                wish.start,
+                wish.end if wish.HasField("end") else None,
+                wish.retention_priority,
+                seconds(wish.retention_duration) if wish.HasField("retention_duration") else None,
+            )
             for wish in config.ranges
         ),
         decode_priority=config.decode_retention_priority if has_priority else None,
+        decode_duration=seconds(config.decode_retention_duration) if has_duration else None,
     )
 
 
@@ -230,6 +244,14 @@ def sequence(view: api.SequenceView) -> pb.Sequence:
     )
 
 
+def _lease(view: api.LeaseView) -> pb.Lease:
+    return pb.Lease(
+        holder=view.holder,
+        retention_priority=view.priority,
+        remaining_duration=None if view.remaining is None else duration(view.remaining),
+    )
+
+
 def event(happened: api.Event, *, snapshot: bool) -> pb.WatchEventsResponse:
     """An event."""
     created = happened.kind is api.EventKind.CREATED
@@ -239,4 +261,5 @@ def event(happened: api.Event, *, snapshot: bool) -> pb.WatchEventsResponse:
         kind=_KINDS[happened.kind],
         block=pb.Block(pool_id=happened.block.pool_id) if created else block(happened.block),
         removal_cause=_CAUSES[happened.cause],
+        lease=None if happened.lease is None else _lease(happened.lease),
     )

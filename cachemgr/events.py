@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from cachemgr.api import BlockView, Event, EventKind, RemovalCause, Snapshot
+from cachemgr.api import BlockView, Event, EventKind, LeaseView, RemovalCause, Snapshot
 from cachemgr.errors import EventsGoneError
 
 
@@ -14,9 +14,15 @@ class EventLog:
         self._ring: list[Event] = []
         self.last = 0
 
-    def add(self, kind: EventKind, block: BlockView, cause: RemovalCause = RemovalCause.NONE) -> None:
+    def add(
+        self,
+        kind: EventKind,
+        block: BlockView,
+        cause: RemovalCause = RemovalCause.NONE,
+        lease: LeaseView | None = None,
+    ) -> None:
         """Numbers an event and keeps it."""
-        event = Event(self.last + 1, kind, block, cause)
+        event = Event(self.last + 1, kind, block, cause, lease)
         if len(self._ring) < self._capacity:
             self._ring.append(event)
         else:
@@ -33,10 +39,7 @@ class EventLog:
         end = min(self.last, number + limit)
         return [self._ring[index % self._capacity] for index in range(number, end)]
 
-    def snapshot(self, views: Iterable[BlockView]) -> Snapshot:
-        """The cache as events that carry the last number: pools, which have no slot, are created, blocks stored."""
-        events = [
-            Event(self.last, EventKind.STORED if view.slot else EventKind.CREATED, view, RemovalCause.NONE)
-            for view in views
-        ]
+    def snapshot(self, state: Iterable[tuple[EventKind, BlockView, LeaseView | None]]) -> Snapshot:
+        """The cache as events that carry the last number."""
+        events = [Event(self.last, kind, view, lease=lease) for kind, view, lease in state]
         return Snapshot(self.last, events)

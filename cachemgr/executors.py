@@ -8,10 +8,11 @@ from cachemgr.api import ExecutorSpec, IndexJournal
 from cachemgr.block import Block
 from cachemgr.errors import InvalidField
 from cachemgr.keys import TOKEN_BYTES, child_key, pack, packed_bytes
+from cachemgr.leases import LeaseBook
 from cachemgr.pool import Pool
 from cachemgr.records import BlockRecord
 from cachemgr.registry import Executor
-from cachemgr.retention import DEFAULT_PRIORITY, MAX_PRIORITY
+from cachemgr.retention import MAX_PRIORITY, Wish
 
 
 def check_spec(spec: ExecutorSpec) -> None:
@@ -40,13 +41,13 @@ def check_spec(spec: ExecutorSpec) -> None:
             raise InvalidField(f"{path}.last_write_steps", "must have one entry per block")
 
 
-def restore(executor: Executor, remembered: Iterable[BlockRecord], journal: IndexJournal) -> int:
+def restore(executor: Executor, remembered: Iterable[BlockRecord], journal: IndexJournal, leases: LeaseBook) -> int:
     """Puts remembered blocks back that the device still holds; the journal hears of all others."""
     used: list[set[int]] = [set() for _ in executor.pools]
     for record in sorted(remembered, key=lambda block: block.depth):
         if _holds(executor, record, used):
             used[record.group].add(record.slot)
-            _adopt(executor, record)
+            _adopt(executor, record, leases, journal)
         elif record.group >= len(used) or record.slot not in used[record.group]:
             journal.removed(executor.executor_id, record.group, record.slot)
     for pool in executor.pools:
@@ -61,7 +62,9 @@ def _holds(executor: Executor, record: BlockRecord, used: list[set[int]]) -> boo
     steps = executor.spec.last_write_steps[record.group] if executor.spec.last_write_steps else ()
     if not 1 <= record.slot <= len(steps) or record.slot in used[record.group]:
         return False
-    if steps[record.slot - 1] > record.stored_step or not 0 <= record.priority <= MAX_PRIORITY:
+    if steps[record.slot - 1] > record.stored_step:
+        return False
+    if any(not 0 <= lease.priority <= MAX_PRIORITY for lease in record.leases):
         return False
     if not 1 <= len(record.token_ids) <= pool.block_size or record.key in pool.index:
         return False
@@ -84,11 +87,16 @@ def _fits(executor: Executor, pool: Pool, record: BlockRecord) -> bool:
     return child_key(parent_key, packed_bytes(pack(record.token_ids))) == record.key
 
 
-def _adopt(executor: Executor, record: BlockRecord) -> None:
+def _adopt(executor: Executor, record: BlockRecord, leases: LeaseBook, journal: IndexJournal) -> None:
     pool = executor.pools[record.group]
     domain = executor.domain(record.salt, record.adapter_id)
     block = Block(record.slot)
-    block.wish = None if record.priority == DEFAULT_PRIORITY else record.priority
+    # The newest comes first in a record, and in a list that grows at its beginning.
+    for lease in reversed(record.leases):
+        leases.restore(pool, block, Wish(lease.holder, lease.priority, lease.duration), lease.remaining)
     parent_key = domain.key if record.parent_key is None else record.parent_key
     tokens = packed_bytes(pack(record.token_ids))
     pool.adopt(block, record.key, parent_key, tokens, record.depth, domain, record.stored_step)
+    if any(lease.duration is not None and lease.remaining is None for lease in record.leases):
+        # Its user is gone, and its clock runs from now on.
+        journal.stored(executor.executor_id, pool.record(block))

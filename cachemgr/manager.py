@@ -44,12 +44,13 @@ from cachemgr.errors import (
 )
 from cachemgr.events import EventLog
 from cachemgr.executors import check_spec, restore
+from cachemgr.leases import LeaseBook
 from cachemgr.lifecycle import end_tickets, expire_holds, lose, release, truncate
 from cachemgr.pool import Pool
 from cachemgr.purging import purge
 from cachemgr.records import BlockRecord
 from cachemgr.registry import Executor, Scheduler
-from cachemgr.retention import MAX_PRIORITY
+from cachemgr.retention import MAX_PRIORITY, check_duration
 from cachemgr.sequence import Sequence as LiveSequence
 from cachemgr.sequence import blocks_for
 from cachemgr.settling import settle, void
@@ -77,6 +78,7 @@ class CacheManager:
         # Numbers of handles and tickets, never given twice, also not by a later manager process.
         self._number = epoch << 20 if epoch < 1 << 43 else epoch
         self._events = EventLog(self.config.event_history)
+        self._leases = LeaseBook(self._events)
         self._admitter = Admitter(self.config, self._next_number)
         self._executors: dict[str, Executor] = {}
         # Newest epoch seen of every executor, also of lost ones.
@@ -86,6 +88,11 @@ class CacheManager:
         self._scheduler_came = False
         # Live sequences by id, in the order of their handles.
         self._sequences: dict[str, LiveSequence] = {}
+
+    def _now(self) -> float:
+        """The time, once every lease that it ends has ended: each call that changes something begins with it."""
+        self._leases.advance(self._clock())
+        return self._leases.now
 
     def _next_number(self) -> int:
         self._number += 1
@@ -106,11 +113,12 @@ class CacheManager:
         Raises InvalidField, StaleExecutorError, PoolSpecError, and SchedulerFirstError when there is something to
         remember and sequences of an earlier manager may still be writing.
         """
+        now = self._now()
         check_spec(spec)
         if spec.executor_epoch < self._epochs.get(spec.executor_id, 0):
             raise StaleExecutorError(f"executor {spec.executor_id} has started again since")
         known = self._executors.get(spec.executor_id)
-        deadline = self._clock() + self.config.lease_seconds
+        deadline = now + self.config.lease_seconds
         if known is not None and known.epoch == spec.executor_epoch:
             if replace(known.spec, last_write_steps=()) != replace(spec, last_write_steps=()):
                 raise PoolSpecError("the pools of one epoch do not change")
@@ -123,27 +131,32 @@ class CacheManager:
             lose(known)
         if not remembered:
             self._journal.cleared(spec.executor_id, spec.executor_epoch)
-        pools = [Pool(spec.executor_id, pool, spec.block_size, self._events, self._journal) for pool in spec.pools]
+        pools = [
+            Pool(spec.executor_id, pool, spec.block_size, self._events, self._leases, self._journal)
+            for pool in spec.pools
+        ]
         executor = Executor(spec, pools, deadline)
         self._executors[spec.executor_id] = executor
         self._epochs[spec.executor_id] = spec.executor_epoch
-        restored = restore(executor, remembered, self._journal)
+        restored = restore(executor, remembered, self._journal, self._leases)
         executor.spec = replace(spec, last_write_steps=())
         return restored
 
     def renew_executor(self, executor_id: str, executor_epoch: int, manager_epoch: int) -> None:
         """Keeps the lease. Raises ExecutorLeaseError or ManagerRestartedError when it must register again."""
+        now = self._now()
         if manager_epoch != self.epoch:
             raise ManagerRestartedError("the cache manager has started again: register")
         executor = self._executors.get(executor_id)
         if executor is None or executor.epoch != executor_epoch:
             raise ExecutorLeaseError(f"executor {executor_id} is not registered with this epoch")
-        executor.deadline = self._clock() + self.config.lease_seconds
+        executor.deadline = now + self.config.lease_seconds
 
     def confirm_transfers(
         self, executor_id: str, executor_epoch: int, tickets: Sequence[int], failed_tickets: Sequence[int]
     ) -> int:
         """Ends tickets; returns how many of them were not open. Raises UnknownExecutorError, StaleExecutorError."""
+        self._now()
         executor = self._executors.get(executor_id)
         if executor is None:
             raise UnknownExecutorError(f"executor {executor_id} is not registered")
@@ -176,18 +189,19 @@ class CacheManager:
 
     def register_scheduler(self, scheduler_id: str, scheduler_epoch: int) -> None:
         """Registers a scheduler; a newer epoch frees what the older held. Raises InvalidField, StaleSchedulerError."""
+        now = self._now()
         check_id("scheduler_id", scheduler_id)
         if scheduler_epoch < 1:
             raise InvalidField("scheduler_epoch", "must be at least 1")
         known = self._schedulers.get(scheduler_id)
-        deadline = self._clock() + self.config.lease_seconds
+        deadline = now + self.config.lease_seconds
         if known is not None and scheduler_epoch < known.epoch:
             raise StaleSchedulerError(f"scheduler {scheduler_id} has started again since")
         if known is not None and scheduler_epoch == known.epoch:
             known.deadline = deadline
             return
         if known is not None:
-            self._release_all(known, self._clock())
+            self._release_all(known, now)
         self._schedulers[scheduler_id] = Scheduler(scheduler_id, scheduler_epoch, deadline)
         self._scheduler_came = True
 
@@ -197,6 +211,7 @@ class CacheManager:
         Raises InvalidField, UnknownExecutorError, UnknownSchedulerError, StaleSchedulerError, SequenceExistsError,
         SequenceTooLongError.
         """
+        now = self._now()
         tokens = check_request(request)
         scheduler = self._scheduler(request.scheduler_id, request.scheduler_epoch)
         executor = self._executors.get(request.executor_id)
@@ -210,7 +225,7 @@ class CacheManager:
         if scheduler.may_write_to_lost(executor):
             return Admission(False, blocks_short=1)
         sequence, short = self._admitter.admit(request, tokens, scheduler, executor)
-        scheduler.deadline = self._clock() + self.config.lease_seconds
+        scheduler.deadline = now + self.config.lease_seconds
         return self._enter(sequence, short)
 
     def sync(self, request: SyncRequest) -> SyncAnswer:
@@ -218,11 +233,12 @@ class CacheManager:
 
         Raises InvalidField, UnknownSchedulerError, StaleSchedulerError, ManagerRestartedError, SyncNumberError.
         """
+        now = self._now()
         if request.manager_epoch != self.epoch:
             raise ManagerRestartedError("the handles belong to another process of the cache manager")
         scheduler = self._scheduler(request.scheduler_id, request.scheduler_epoch)
         if scheduler.sync_number and request.sync_number == scheduler.sync_number:
-            scheduler.deadline = self._clock() + self.config.lease_seconds
+            scheduler.deadline = now + self.config.lease_seconds
             return scheduler.sync_answer
         if request.sync_number != scheduler.sync_number + 1:
             raise SyncNumberError(
@@ -230,15 +246,16 @@ class CacheManager:
             )
         sync = Sync(request, scheduler, self._executors, self.config, self._admitter)
         sync.check()
-        scheduler.deadline = self._clock() + self.config.lease_seconds
+        scheduler.deadline = now + self.config.lease_seconds
         scheduler.sync_number = request.sync_number
-        scheduler.sync_answer = sync.apply(self._clock())
+        scheduler.sync_answer = sync.apply(now)
         for sequence in sync.released:
             del self._sequences[sequence.sequence_id]
         return scheduler.sync_answer
 
     def extend(self, sequence_id: str, capacity_tokens: int) -> Extension:
         """Grows one sequence. Raises UnknownSequenceError, VoidSequenceError, SequenceTooLongError."""
+        self._now()
         sequence = self._live(sequence_id)
         executor = sequence.executor
         check_length(executor, capacity_tokens, "capacity_tokens")
@@ -255,6 +272,7 @@ class CacheManager:
 
         Raises InvalidField, SharedBlockError, WindowPassedError, VoidSequenceError.
         """
+        self._now()
         sequence = self._sequences.get(sequence_id)
         return Freed(False) if sequence is None else truncate(sequence, num_tokens)
 
@@ -263,6 +281,7 @@ class CacheManager:
 
         Raises InvalidField, UnknownSequenceError, SequenceExistsError, VoidSequenceError.
         """
+        self._now()
         check_id("sequence_id", sequence_id)
         existing = self._sequences.get(sequence_id)
         if existing is not None:
@@ -279,22 +298,23 @@ class CacheManager:
 
         Raises InvalidField, UnknownSequenceError.
         """
+        self._now()
         if not owner:
             raise InvalidField("owner", "must not be empty")
-        if duration <= 0:
-            raise InvalidField("duration", "must be greater than zero")
+        check_duration("duration", duration)
         sequence = self._live(sequence_id)
         sequence.holds[owner] = duration
         return sum(block is not None for table in sequence.tables for block in table.blocks)
 
     def release(self, sequence_id: str) -> Freed:
         """Gives a sequence's blocks back."""
+        now = self._now()
         sequence = self._sequences.pop(sequence_id, None)
-        return Freed(False) if sequence is None else release(sequence, self._clock())
+        return Freed(False) if sequence is None else release(sequence, now)
 
     def expire(self) -> None:
         """Ends leases and holds whose time is over. Call it a few times per lease."""
-        now = self._clock()
+        now = self._now()
         for scheduler_id, scheduler in list(self._schedulers.items()):
             if scheduler.deadline < now:
                 self._release_all(scheduler, now)
@@ -333,6 +353,7 @@ class CacheManager:
 
     def purge(self, selected: BlockFilter, *, validate_only: bool) -> Purged:
         """Drops cached blocks with the blocks behind them. Raises InvalidField, UnknownPoolError."""
+        self._now()
         if selected.salt == "":
             raise InvalidField("filter.salt", "must not be empty; leave it out for all")
         if selected.max_priority is not None and not 0 <= selected.max_priority <= MAX_PRIORITY:
@@ -346,7 +367,7 @@ class CacheManager:
 
     def snapshot(self) -> Snapshot:
         """The cache at `last_event`."""
-        return self._events.snapshot(view for pool in self._selected("") for view in pool.indexed())
+        return self._events.snapshot(change for pool in self._selected("") for change in pool.state())
 
     def events_after(self, number: int, limit: int = 1000) -> list[Event]:
         """Events number+1, number+2, … as many as there are. Raises EventsGoneError."""

@@ -5,11 +5,13 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from cachemgr import siblings
-from cachemgr.api import BlockView, EventKind, IndexJournal, PoolSpec, PoolView, RemovalCause
+from cachemgr.api import BlockView, EventKind, IndexJournal, LeaseView, PoolSpec, PoolView, RemovalCause
 from cachemgr.block import Block, EvictionOrder, Node
 from cachemgr.events import EventLog
 from cachemgr.keys import Domain, unpack
-from cachemgr.records import BlockRecord
+from cachemgr.leases import LeaseBook, effective_priority, leases_of
+from cachemgr.records import BlockRecord, LeaseRecord
+from cachemgr.retention import Wish
 from cachemgr.sequence import Sequence
 
 _DEPTH = attrgetter("depth")
@@ -25,7 +27,13 @@ class Pool:
     """
 
     def __init__(
-        self, executor_id: str, spec: PoolSpec, block_size: int, events: EventLog, journal: IndexJournal
+        self,
+        executor_id: str,
+        spec: PoolSpec,
+        block_size: int,
+        events: EventLog,
+        leases: LeaseBook,
+        journal: IndexJournal,
     ) -> None:
         self.pool_id = f"{executor_id}/{spec.group}"
         self.executor_id = executor_id
@@ -47,6 +55,7 @@ class Pool:
         self.hit_tokens = 0
         self._uses = 0
         self._events = events
+        self._leases = leases
         self._journal = journal
         events.add(EventKind.CREATED, BlockView.of_pool(self.pool_id))
 
@@ -91,6 +100,7 @@ class Pool:
             return
         self.used -= 1
         if block.parent is None:
+            self._leases.forget(block)
             self.blocks[block.slot] = None
             self.empty.append(block.slot)
             return
@@ -99,6 +109,8 @@ class Pool:
         block.recency = self._uses
         if self._is_evictable(block):
             self.order.append(block)
+        if block.lease is not None and self._leases.start(block):
+            self._journal.stored(self.executor_id, self.record(block))
 
     # The index
 
@@ -138,6 +150,7 @@ class Pool:
         block.parent = parent
         for shorter in siblings.covered(parent, tokens):
             if not shorter.refs:
+                self._leases.move(shorter, block)
                 self.discard(shorter, RemovalCause.COVERED)
         if not isinstance(parent, Block):
             # Discarding its last child has taken it away.
@@ -152,6 +165,7 @@ class Pool:
                 child.parent = block
         self.index[key] = block
         self._events.add(EventKind.STORED, self.view(block))
+        self._leases.announce(self, block)
 
     def discard(self, block: Block, cause: RemovalCause) -> None:
         """Takes a block out of the index; an unreferenced one becomes empty. With full attention it has no child."""
@@ -163,20 +177,23 @@ class Pool:
             self.blocks[block.slot] = None
             self.empty.append(block.slot)
 
-    def wish(self, block: Block, priority: int | None) -> None:
-        """Adds a wish: the largest one counts. Recency stays."""
-        if priority is None or (block.wish is not None and block.wish >= priority):
-            return
-        listed = block.older is not None
-        if listed:
-            self.order.remove(block)
-        before = block.priority
-        block.wish = priority
-        if listed:
-            self.order.insert(block)
-        if block.parent is not None and block.priority != before:
+    def grant(self, block: Block, wish: Wish | None) -> None:
+        """Adds a wish to a block that is in the index or about to enter it."""
+        if wish is not None:
+            self._leases.grant(self, block, wish)
+
+    def reprioritise(self, block: Block) -> None:
+        """Gives an indexed block whose leases have changed the priority that these have now. Recency stays."""
+        priority = effective_priority(block)
+        if priority != block.priority:
+            listed = block.older is not None
+            if listed:
+                self.order.remove(block)
+            block.priority = priority
+            if listed:
+                self.order.insert(block)
             self._events.add(EventKind.UPDATED, self.view(block))
-            self._journal.stored(self.executor_id, self.record(block))
+        self._journal.stored(self.executor_id, self.record(block))
 
     def descendants(self, block: Block) -> Iterator[Block]:
         """Blocks that stand on this one, children before parents."""
@@ -189,7 +206,9 @@ class Pool:
     def forget_all(self) -> None:
         """The device memory is gone: every slot is empty. The journal keeps what may come back with the same epoch."""
         for block in self.index.values():
-            self._events.add(EventKind.REMOVED, self.view(block), RemovalCause.EXECUTOR_LOST)
+            view = self.view(block)
+            self._leases.break_all(self, block, RemovalCause.EXECUTOR_LOST)
+            self._events.add(EventKind.REMOVED, view, RemovalCause.EXECUTOR_LOST)
         for table in (self.index, self.bare, self.pending):
             table.clear()
         self.order = EvictionOrder()
@@ -202,6 +221,8 @@ class Pool:
 
     def _unlink(self, block: Block, cause: RemovalCause) -> None:
         view = self.view(block)
+        if block.lease is not None:
+            self._leases.break_all(self, block, cause)
         parent = block.parent
         assert parent is not None
         siblings.remove(parent, block)
@@ -244,8 +265,11 @@ class Pool:
             token_ids=unpack(block.tokens),
             salt=block.domain.salt,
             adapter_id=block.domain.adapter_id,
-            priority=block.priority,
             stored_step=block.stored_step,
+            leases=tuple(
+                LeaseRecord(*lease.wish, None if lease.deadline is None else lease.remaining(self._leases.now))
+                for lease in leases_of(block)
+            ),
         )
 
     def records(self) -> Iterator[BlockRecord]:
@@ -253,11 +277,14 @@ class Pool:
         for block in sorted(self.index.values(), key=_DEPTH):
             yield self.record(block)
 
-    def indexed(self) -> Iterator[BlockView]:
-        """The pool itself, then every indexed block, parents before children."""
-        yield BlockView.of_pool(self.pool_id)
+    def state(self) -> Iterator[tuple[EventKind, BlockView, LeaseView | None]]:
+        """What has to happen to a new pool to become this one; parents before children."""
+        yield EventKind.CREATED, BlockView.of_pool(self.pool_id), None
         for block in sorted(self.index.values(), key=_DEPTH):
-            yield self.view(block)
+            view = self.view(block)
+            yield EventKind.STORED, view, None
+            for lease in leases_of(block):
+                yield EventKind.LEASE_GRANTED, view, self._leases.view(lease)
 
     def pool_view(self) -> PoolView:
         """The pool with its counters."""

@@ -1,11 +1,14 @@
 """How an indexed block is written to Redis: little-endian, binary-safe, versioned, no pickle."""
 
+import math
 import struct
 from dataclasses import dataclass
 
-_VERSION = 1
-# version, flags, priority, depth, stored step, number of tokens
-_HEAD = struct.Struct("<BBBIQI")
+_VERSION = 2
+# version, flags, depth, stored step, number of tokens, number of leases
+_HEAD = struct.Struct("<BBIQIH")
+# priority, duration, remaining time (each NaN for none), bytes of the holder's name
+_LEASE = struct.Struct("<BddH")
 _SLOT = struct.Struct("<II")
 _HAS_PARENT, _HAS_SALT, _HAS_ADAPTER = 1, 2, 4
 _DIGEST_BYTES = 32
@@ -13,6 +16,16 @@ _DIGEST_BYTES = 32
 
 class RecordError(ValueError):
     """Bytes in Redis are no record of this version; whoever reads them leaves them out."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRecord:
+    """A lease; `remaining` seconds, None when its clock has not started or there is none."""
+
+    holder: str
+    priority: int
+    duration: float | None
+    remaining: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +44,8 @@ class BlockRecord:
     token_ids: tuple[int, ...]
     salt: str | None
     adapter_id: int | None
-    priority: int
     stored_step: int
+    leases: tuple[LeaseRecord, ...] = ()
 
 
 def encode_place(group: int, slot: int) -> bytes:
@@ -49,11 +62,12 @@ def encode(record: BlockRecord) -> bytes:
     )
     tokens = record.token_ids
     parts = [
-        _HEAD.pack(_VERSION, flags, record.priority, record.depth, record.stored_step, len(tokens)),
+        _HEAD.pack(_VERSION, flags, record.depth, record.stored_step, len(tokens), len(record.leases)),
         record.key,
         record.parent_key or b"",
         b"" if record.adapter_id is None else struct.pack("<Q", record.adapter_id),
         struct.pack(f"<{len(tokens)}I", *tokens),
+        *(_encode_lease(lease) for lease in record.leases),
         (record.salt or "").encode(),
     ]
     return b"".join(parts)
@@ -63,7 +77,7 @@ def decode(place: bytes, value: bytes) -> BlockRecord:
     """Reads a record back. Raises RecordError for anything that `encode` did not write."""
     try:
         group, slot = _SLOT.unpack(place)
-        version, flags, priority, depth, stored_step, num_tokens = _HEAD.unpack_from(value)
+        version, flags, depth, stored_step, num_tokens, num_leases = _HEAD.unpack_from(value)
         if version != _VERSION:
             raise RecordError(f"record of version {version}")
         reader = _Reader(value, _HEAD.size)
@@ -71,10 +85,25 @@ def decode(place: bytes, value: bytes) -> BlockRecord:
         parent_key = reader.take(_DIGEST_BYTES) if flags & _HAS_PARENT else None
         adapter_id = int.from_bytes(reader.take(8), "little") if flags & _HAS_ADAPTER else None
         token_ids = struct.unpack(f"<{num_tokens}I", reader.take(4 * num_tokens))
+        leases = tuple([_decode_lease(reader) for _ in range(num_leases)])
         salt = reader.rest().decode() if flags & _HAS_SALT else None
     except (struct.error, UnicodeDecodeError) as error:
         raise RecordError("record cannot be read") from error
-    return BlockRecord(group, slot, key, parent_key, depth, token_ids, salt, adapter_id, priority, stored_step)
+    return BlockRecord(group, slot, key, parent_key, depth, token_ids, salt, adapter_id, stored_step, leases)
+
+
+def _encode_lease(lease: LeaseRecord) -> bytes:
+    holder = lease.holder.encode()
+    duration, remaining = (math.nan if one is None else one for one in (lease.duration, lease.remaining))
+    return _LEASE.pack(lease.priority, duration, remaining, len(holder)) + holder
+
+
+def _decode_lease(reader: "_Reader") -> LeaseRecord:
+    priority, duration, remaining, length = _LEASE.unpack(reader.take(_LEASE.size))
+    holder = reader.take(length).decode()
+    return LeaseRecord(
+        holder, priority, None if math.isnan(duration) else duration, None if math.isnan(remaining) else remaining
+    )
 
 
 class _Reader:

@@ -100,7 +100,7 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
 
     async def HoldSequence(self, request: pb.HoldSequenceRequest, context: Any) -> pb.HoldSequenceResponse:
         """Keeps blocks beyond their sequence."""
-        seconds = request.duration.ToTimedelta().total_seconds()
+        seconds = convert.seconds(request.duration)
         held = self._manager.hold(request.sequence_id, request.owner, seconds)
         return pb.HoldSequenceResponse(held_blocks=held)
 

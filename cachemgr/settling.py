@@ -60,12 +60,12 @@ def _settle_block(sequence: Sequence, table: GroupTable, place: int) -> bool:
     wish = sequence.wishes.at(place * sequence.block_size)
     equal = pool.index.get(key)
     if equal is not None:
-        pool.wish(equal, wish)
+        pool.grant(equal, wish)
         if pool.window is None:
             pool.retain(equal)
             table.anchors[place] = equal
         return True
-    pool.wish(block, wish)
+    pool.grant(block, wish)
     size = sequence.block_size
     tokens = sequence.packed(place * size, (place + 1) * size)
     pool.store(block, key, sequence.key(place - 1), tokens, place, sequence.domain, sequence.step)
@@ -90,10 +90,10 @@ def settle_last(sequence: Sequence) -> None:
         parent, wish = table.pool.node(parent_key), sequence.wishes.at(place * size)
         longer = None if parent is None else siblings.covering(parent, tokens)
         if longer is not None:
-            table.pool.wish(longer, wish)
+            table.pool.grant(longer, wish)
             continue
         block.writer = None
-        table.pool.wish(block, wish)
+        table.pool.grant(block, wish)
         key = child_key(parent_key, tokens)
         table.pool.store(block, key, parent_key, tokens, place, sequence.domain, sequence.step)
 

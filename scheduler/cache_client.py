@@ -253,6 +253,8 @@ class CacheClient:
             executor_id=self._executor_id,
             token_ids=candidate.token_ids,
             salt=wishes.salt,
+            session_id=wishes.session_id,
+            request_id=candidate.request.request_id,
             retention=wishes.retention,
             no_read=wishes.no_read,
             no_store=wishes.no_store,

@@ -4,6 +4,9 @@ import itertools
 import secrets
 import time
 from collections.abc import Sequence
+from typing import Literal
+
+from google.protobuf.duration_pb2 import Duration
 
 from protos.execution.v1 import execution_pb2
 from protos.generation.v1 import generation_pb2 as pb
@@ -15,13 +18,15 @@ from scheduler.request import CacheWishes, Request
 from scheduler.tokenizer import Model
 
 MAX_REQUEST_ID_BYTES = 128
-MAX_SALT_BYTES = 256
+MAX_NAME_BYTES = 256
 MAX_STOPS = 16
 MAX_STOP_BYTES = 1024
 MAX_STOP_IDS = 256
 MAX_LOGPROBS = 20
 MAX_RANGES = 64
 MAX_PRIORITY = 100
+# What google.protobuf.Duration holds.
+MAX_SECONDS = 315_576_000_000
 
 
 class Intake:
@@ -169,17 +174,30 @@ def _stop(stop: Sequence[str]) -> tuple[str, ...]:
 
 
 def _wishes(cache: pb.CacheOptions) -> CacheWishes:
-    if cache.HasField("salt"):
-        if not cache.salt:
-            raise InvalidField("cache.salt", "must not be empty when given")
-        if len(cache.salt.encode()) > MAX_SALT_BYTES:
-            raise InvalidField("cache.salt", f"has more than {MAX_SALT_BYTES} bytes")
     return CacheWishes(
-        salt=cache.salt if cache.HasField("salt") else None,
+        salt=_name(cache, "salt"),
+        session_id=_name(cache, "session_id"),
         retention=_retention(cache),
         no_read=cache.no_read,
         no_store=cache.no_store,
     )
+
+
+def _name(cache: pb.CacheOptions, field: Literal["salt", "session_id"]) -> str | None:
+    if not cache.HasField(field):
+        return None
+    value: str = getattr(cache, field)
+    if not value:
+        raise InvalidField(f"cache.{field}", "must not be empty when given")
+    if len(value.encode()) > MAX_NAME_BYTES:
+        raise InvalidField(f"cache.{field}", f"has more than {MAX_NAME_BYTES} bytes")
+    return value
+
+
+def _duration(field: str, duration: Duration) -> Duration:
+    if not 0 < duration.seconds + duration.nanos / 1e9 <= MAX_SECONDS:
+        raise InvalidField(field, "must be greater than zero, and at most 10,000 years")
+    return duration
 
 
 def _retention(cache: pb.CacheOptions) -> kvcache_pb2.RetentionConfig | None:
@@ -188,6 +206,11 @@ def _retention(cache: pb.CacheOptions) -> kvcache_pb2.RetentionConfig | None:
         if cache.decode_retention_priority > MAX_PRIORITY:
             raise InvalidField("cache.decode_retention_priority", f"must be at most {MAX_PRIORITY}")
         config.decode_retention_priority = cache.decode_retention_priority
+    if cache.HasField("decode_retention_duration"):
+        field = "cache.decode_retention_duration"
+        config.decode_retention_duration.CopyFrom(_duration(field, cache.decode_retention_duration))
+        if not config.HasField("decode_retention_priority"):
+            raise InvalidField(field, "needs cache.decode_retention_priority")
     if len(cache.retention_ranges) > MAX_RANGES:
         raise InvalidField("cache.retention_ranges", f"has more than {MAX_RANGES} entries")
     previous_end: int | None = 0
@@ -203,4 +226,6 @@ def _retention(cache: pb.CacheOptions) -> kvcache_pb2.RetentionConfig | None:
         kept = config.ranges.add(start=wish.start, retention_priority=wish.retention_priority)
         if wish.HasField("end"):
             kept.end = wish.end
+        if wish.HasField("retention_duration"):
+            kept.retention_duration.CopyFrom(_duration(f"{field}.retention_duration", wish.retention_duration))
     return config if config.ranges or config.HasField("decode_retention_priority") else None

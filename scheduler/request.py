@@ -11,6 +11,7 @@ class CacheWishes:
     """What the request wishes of the cache, in the cache manager's terms."""
 
     salt: str | None = None
+    session_id: str | None = None
     retention: kvcache_pb2.RetentionConfig | None = None
     no_read: bool = False
     no_store: bool = False

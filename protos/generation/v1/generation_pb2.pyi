@@ -62,28 +62,34 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., num_logprobs: _Optional[int] = ...) -> None: ...
 
 class RetentionRange(_message.Message):
-    __slots__ = ("start", "end", "retention_priority")
+    __slots__ = ("start", "end", "retention_priority", "retention_duration")
     START_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     RETENTION_PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    RETENTION_DURATION_FIELD_NUMBER: _ClassVar[int]
     start: int
     end: int
     retention_priority: int
-    def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ..., retention_priority: _Optional[int] = ...) -> None: ...
+    retention_duration: _duration_pb2.Duration
+    def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ..., retention_priority: _Optional[int] = ..., retention_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class CacheOptions(_message.Message):
-    __slots__ = ("salt", "retention_ranges", "decode_retention_priority", "no_read", "no_store")
+    __slots__ = ("salt", "retention_ranges", "decode_retention_priority", "no_read", "no_store", "decode_retention_duration", "session_id")
     SALT_FIELD_NUMBER: _ClassVar[int]
     RETENTION_RANGES_FIELD_NUMBER: _ClassVar[int]
     DECODE_RETENTION_PRIORITY_FIELD_NUMBER: _ClassVar[int]
     NO_READ_FIELD_NUMBER: _ClassVar[int]
     NO_STORE_FIELD_NUMBER: _ClassVar[int]
+    DECODE_RETENTION_DURATION_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     salt: str
     retention_ranges: _containers.RepeatedCompositeFieldContainer[RetentionRange]
     decode_retention_priority: int
     no_read: bool
     no_store: bool
-    def __init__(self, salt: _Optional[str] = ..., retention_ranges: _Optional[_Iterable[_Union[RetentionRange, _Mapping]]] = ..., decode_retention_priority: _Optional[int] = ..., no_read: _Optional[bool] = ..., no_store: _Optional[bool] = ...) -> None: ...
+    decode_retention_duration: _duration_pb2.Duration
+    session_id: str
+    def __init__(self, salt: _Optional[str] = ..., retention_ranges: _Optional[_Iterable[_Union[RetentionRange, _Mapping]]] = ..., decode_retention_priority: _Optional[int] = ..., no_read: _Optional[bool] = ..., no_store: _Optional[bool] = ..., decode_retention_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., session_id: _Optional[str] = ...) -> None: ...
 
 class StreamGenerateRequest(_message.Message):
     __slots__ = ("request_id", "model", "text", "chat", "token_ids", "max_tokens", "sampling", "stop", "stop_token_ids", "ignore_eos", "priority", "cache")

@@ -24,6 +24,9 @@ class EventKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     EVENT_KIND_STORED: _ClassVar[EventKind]
     EVENT_KIND_REMOVED: _ClassVar[EventKind]
     EVENT_KIND_UPDATED: _ClassVar[EventKind]
+    EVENT_KIND_LEASE_GRANTED: _ClassVar[EventKind]
+    EVENT_KIND_LEASE_EXPIRED: _ClassVar[EventKind]
+    EVENT_KIND_LEASE_BROKEN: _ClassVar[EventKind]
 
 class RemovalCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -42,6 +45,9 @@ EVENT_KIND_CREATED: EventKind
 EVENT_KIND_STORED: EventKind
 EVENT_KIND_REMOVED: EventKind
 EVENT_KIND_UPDATED: EventKind
+EVENT_KIND_LEASE_GRANTED: EventKind
+EVENT_KIND_LEASE_EXPIRED: EventKind
+EVENT_KIND_LEASE_BROKEN: EventKind
 REMOVAL_CAUSE_UNSPECIFIED: RemovalCause
 REMOVAL_CAUSE_EVICTED: RemovalCause
 REMOVAL_CAUSE_PURGED: RemovalCause
@@ -132,25 +138,29 @@ class RegisterSchedulerResponse(_message.Message):
     def __init__(self, manager_epoch: _Optional[int] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class RetentionRange(_message.Message):
-    __slots__ = ("start", "end", "retention_priority")
+    __slots__ = ("start", "end", "retention_priority", "retention_duration")
     START_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     RETENTION_PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    RETENTION_DURATION_FIELD_NUMBER: _ClassVar[int]
     start: int
     end: int
     retention_priority: int
-    def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ..., retention_priority: _Optional[int] = ...) -> None: ...
+    retention_duration: _duration_pb2.Duration
+    def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ..., retention_priority: _Optional[int] = ..., retention_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class RetentionConfig(_message.Message):
-    __slots__ = ("ranges", "decode_retention_priority")
+    __slots__ = ("ranges", "decode_retention_priority", "decode_retention_duration")
     RANGES_FIELD_NUMBER: _ClassVar[int]
     DECODE_RETENTION_PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    DECODE_RETENTION_DURATION_FIELD_NUMBER: _ClassVar[int]
     ranges: _containers.RepeatedCompositeFieldContainer[RetentionRange]
     decode_retention_priority: int
-    def __init__(self, ranges: _Optional[_Iterable[_Union[RetentionRange, _Mapping]]] = ..., decode_retention_priority: _Optional[int] = ...) -> None: ...
+    decode_retention_duration: _duration_pb2.Duration
+    def __init__(self, ranges: _Optional[_Iterable[_Union[RetentionRange, _Mapping]]] = ..., decode_retention_priority: _Optional[int] = ..., decode_retention_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class AdmitSequenceRequest(_message.Message):
-    __slots__ = ("sequence_id", "scheduler_id", "scheduler_epoch", "executor_id", "token_ids", "salt", "adapter_id", "retention", "no_read", "no_store")
+    __slots__ = ("sequence_id", "scheduler_id", "scheduler_epoch", "executor_id", "token_ids", "salt", "adapter_id", "retention", "no_read", "no_store", "session_id", "request_id")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     SCHEDULER_ID_FIELD_NUMBER: _ClassVar[int]
     SCHEDULER_EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -161,6 +171,8 @@ class AdmitSequenceRequest(_message.Message):
     RETENTION_FIELD_NUMBER: _ClassVar[int]
     NO_READ_FIELD_NUMBER: _ClassVar[int]
     NO_STORE_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     sequence_id: str
     scheduler_id: str
     scheduler_epoch: int
@@ -171,7 +183,9 @@ class AdmitSequenceRequest(_message.Message):
     retention: RetentionConfig
     no_read: bool
     no_store: bool
-    def __init__(self, sequence_id: _Optional[str] = ..., scheduler_id: _Optional[str] = ..., scheduler_epoch: _Optional[int] = ..., executor_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., salt: _Optional[str] = ..., adapter_id: _Optional[int] = ..., retention: _Optional[_Union[RetentionConfig, _Mapping]] = ..., no_read: _Optional[bool] = ..., no_store: _Optional[bool] = ...) -> None: ...
+    session_id: str
+    request_id: str
+    def __init__(self, sequence_id: _Optional[str] = ..., scheduler_id: _Optional[str] = ..., scheduler_epoch: _Optional[int] = ..., executor_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., salt: _Optional[str] = ..., adapter_id: _Optional[int] = ..., retention: _Optional[_Union[RetentionConfig, _Mapping]] = ..., no_read: _Optional[bool] = ..., no_store: _Optional[bool] = ..., session_id: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class BlockTable(_message.Message):
     __slots__ = ("group", "slots")
@@ -569,16 +583,28 @@ class WatchEventsRequest(_message.Message):
     after_event_number: int
     def __init__(self, after_event_number: _Optional[int] = ...) -> None: ...
 
+class Lease(_message.Message):
+    __slots__ = ("holder", "retention_priority", "remaining_duration")
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    RETENTION_PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    REMAINING_DURATION_FIELD_NUMBER: _ClassVar[int]
+    holder: str
+    retention_priority: int
+    remaining_duration: _duration_pb2.Duration
+    def __init__(self, holder: _Optional[str] = ..., retention_priority: _Optional[int] = ..., remaining_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
 class WatchEventsResponse(_message.Message):
-    __slots__ = ("event_number", "snapshot", "kind", "block", "removal_cause")
+    __slots__ = ("event_number", "snapshot", "kind", "block", "removal_cause", "lease")
     EVENT_NUMBER_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     BLOCK_FIELD_NUMBER: _ClassVar[int]
     REMOVAL_CAUSE_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
     event_number: int
     snapshot: bool
     kind: EventKind
     block: Block
     removal_cause: RemovalCause
-    def __init__(self, event_number: _Optional[int] = ..., snapshot: _Optional[bool] = ..., kind: _Optional[_Union[EventKind, str]] = ..., block: _Optional[_Union[Block, _Mapping]] = ..., removal_cause: _Optional[_Union[RemovalCause, str]] = ...) -> None: ...
+    lease: Lease
+    def __init__(self, event_number: _Optional[int] = ..., snapshot: _Optional[bool] = ..., kind: _Optional[_Union[EventKind, str]] = ..., block: _Optional[_Union[Block, _Mapping]] = ..., removal_cause: _Optional[_Union[RemovalCause, str]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ...) -> None: ...

@@ -59,7 +59,9 @@ def test_a_wish_that_changes_a_priority_is_reported_once():
     world.cache([1, 2, 3, 4, 5], retention=wish(80))
     assert [(event.kind, event.block.priority) for event in world.manager.events_after(before)] == [
         (EventKind.UPDATED, 80),
+        (EventKind.LEASE_GRANTED, 80),
         (EventKind.UPDATED, 80),
+        (EventKind.LEASE_GRANTED, 80),
     ]
 
 

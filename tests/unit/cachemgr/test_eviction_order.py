@@ -12,7 +12,7 @@ def test_blocks_leave_by_priority_then_by_last_use(items):
     order = EvictionOrder()
     for slot, (priority, recency) in enumerate(items):
         block = Block(slot)
-        block.wish, block.recency = priority, recency
+        block.priority, block.recency = priority, recency
         order.insert(block)
     left = []
     while (block := order.first()) is not None:
@@ -34,7 +34,7 @@ def test_blocks_keep_their_place_by_use_through_every_change_of_priority(operati
             block.recency = use + 1
             order.append(block)
         elif operation != "take":
-            block.wish = operation
+            block.priority = operation
             order.insert(block)
         listed.update([block] if operation != "take" else [])
         expected = sorted(listed, key=lambda one: (one.priority, one.recency, one.slot))

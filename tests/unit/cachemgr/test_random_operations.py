@@ -7,10 +7,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cachemgr.api import BlockFilter, ManagerConfig, Retention, RetentionRange
+from cachemgr.api import BlockFilter, ManagerConfig, Retention
 from cachemgr.errors import SequenceUnsettledError, SharedBlockError, VoidSequenceError, WindowPassedError
 from cachemgr.records import BlockRecord
-from tests.unit.cachemgr.world import BLOCK, World
+from tests.unit.cachemgr.world import BLOCK, World, wish
 
 # Prompts that share beginnings of every length.
 BASES = [[0] * 20, [0, 0, 0, 0, 1] + [0] * 15, [1, 2] * 10]
@@ -21,6 +21,8 @@ TOKENS = st.builds(
     st.lists(st.integers(0, 2), max_size=3),
 )
 LAYOUTS = st.sampled_from([(None,), (None,), (None, 5), (3,), (None, 2, 9)])
+DURATION = st.sampled_from([None, 1.0, 4.0, 30.0])
+SESSION = st.sampled_from([None, None, "x", "y"])
 PRIORITY = st.one_of(st.none(), st.sampled_from([0, 10, 35, 90]))
 
 
@@ -48,19 +50,27 @@ class CacheWorld(RuleBasedStateMachine):
         salt=st.sampled_from([None, None, None, None, "a"]),
         adapter_id=st.sampled_from([None, None, None, None, 0]),
         priority=PRIORITY,
+        duration=DURATION,
+        session_id=SESSION,
         no_store=st.sampled_from([False, False, False, False, False, True]),
         no_read=st.sampled_from([False, False, False, False, False, True]),
     )
-    def admit(self, tokens, salt, adapter_id, priority, no_store, no_read):
+    def admit(self, tokens, salt, adapter_id, priority, duration, session_id, no_store, no_read):
         world = self.world
         if len(tokens) > world.num_blocks * BLOCK:
             return
-        retention = Retention() if priority is None else Retention((RetentionRange(0, None, priority),), priority)
+        retention = Retention() if priority is None else wish(priority, duration)
         full = world.windows == (None,)
         stored = naive_match(world, tokens, salt, adapter_id) if full and not no_read else 0
         before = world.free
         admission = world.admit(
-            tokens, salt=salt, adapter_id=adapter_id, retention=retention, no_store=no_store, no_read=no_read
+            tokens,
+            salt=salt,
+            adapter_id=adapter_id,
+            session_id=session_id,
+            retention=retention,
+            no_store=no_store,
+            no_read=no_read,
         )
         if not admission.admitted:
             assert admission.blocks_short > 0
@@ -307,6 +317,8 @@ def arguments(name: str, random: Random) -> dict[str, object]:
             "salt": random.choice([None] * 6 + ["a"]),
             "adapter_id": random.choice([None] * 8 + [0]),
             "priority": random.choice([None, None, 0, 10, 35, 90]),
+            "duration": random.choice([None, 1.0, 4.0, 30.0]),
+            "session_id": random.choice([None, None, "x", "y"]),
             "no_store": random.random() < 0.08,
             "no_read": random.random() < 0.08,
         }

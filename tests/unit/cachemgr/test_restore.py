@@ -7,6 +7,7 @@ import pytest
 from cachemgr.api import ExecutorSpec
 from cachemgr.errors import SchedulerFirstError
 from cachemgr.manager import CacheManager
+from cachemgr.records import LeaseRecord
 from tests.unit.cachemgr.world import CONFIG, World
 
 PROMPT = list(range(10))
@@ -76,7 +77,7 @@ def change(at, **values):
         (change(0, slot=9), 0),
         (change(0, slot=0), 0),
         (change(0, group=1), 0),
-        (change(0, priority=101), 0),
+        (change(0, leases=(LeaseRecord("request/a", 101, None, None),)), 0),
         (change(2, slot=1), 2),
         (change(2, depth=5), 2),
         (change(1, parent_key=None), 1),

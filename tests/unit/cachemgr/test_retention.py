@@ -4,12 +4,12 @@ import pytest
 
 from cachemgr.api import Retention, RetentionRange
 from cachemgr.errors import InvalidField
-from cachemgr.retention import Wishes, check
+from cachemgr.retention import Wish, Wishes, check
 from tests.unit.cachemgr.world import World, wish
 
 
-def ranges(*triples):
-    return Retention(tuple(RetentionRange(*triple) for triple in triples))
+def ranges(*wishes):
+    return Retention(tuple(RetentionRange(*wish) for wish in wishes))
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,10 @@ def ranges(*triples):
         (ranges((0, 4, -1)), "retention.ranges[0].retention_priority"),
         (Retention((), 101), "retention.decode_retention_priority"),
         (Retention((), -1), "retention.decode_retention_priority"),
+        (ranges((0, 4, 1, 0.0)), "retention.ranges[0].retention_duration"),
+        (ranges((0, 4, 1, -1.0)), "retention.ranges[0].retention_duration"),
+        (Retention((), 1, 0.0), "retention.decode_retention_duration"),
+        (Retention((), None, 1.0), "retention.decode_retention_duration"),
         (ranges((-1, 4, 1)), "retention.ranges[0].start"),
         (ranges((0, 4, 1), (8, 8, 1)), "retention.ranges[1].end"),
         (ranges((0, 64, 1), (64, 32, 1)), "retention.ranges[1].end"),
@@ -46,14 +50,16 @@ def test_a_wish_that_means_nothing_is_refused_with_its_field(retention, field):
 )
 def test_a_block_takes_the_range_of_its_first_token(retention, block_size, length, expected):
     check(retention)
-    wishes = Wishes(retention, length)
-    assert [wishes.at(position) for position in range(0, length, block_size)] == expected
+    wishes = Wishes(retention, length, "request/a")
+    found = [wishes.at(position) for position in range(0, length, block_size)]
+    assert [None if wish is None else wish.priority for wish in found] == expected
 
 
 def test_generated_blocks_take_the_decode_wish_and_open_ranges_end_with_the_prompt():
-    wishes = Wishes(Retention((RetentionRange(0, None, 80),), 20), 8)
-    assert [wishes.at(position) for position in (0, 4, 8, 12)] == [80, 80, 20, 20]
-    assert Wishes(ranges((0, None, 80)), 8).at(8) is None
+    wishes = Wishes(Retention((RetentionRange(0, None, 80, 5.0),), 20, 7.0), 8, "session/s")
+    prompt, decode = Wish("session/s", 80, 5.0), Wish("session/s", 20, 7.0)
+    assert [wishes.at(position) for position in (0, 4, 8, 12)] == [prompt, prompt, decode, decode]
+    assert Wishes(ranges((0, None, 80)), 8, "request/a").at(8) is None
 
 
 def priorities(world):

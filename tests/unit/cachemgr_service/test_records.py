@@ -4,11 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachemgr.records import BlockRecord, RecordError, decode, encode, encode_place
+from cachemgr.records import BlockRecord, LeaseRecord, RecordError, decode, encode, encode_place
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
 DIGEST = st.binary(min_size=32, max_size=32)
+SECONDS = st.none() | st.floats(0, 1e9)
+LEASES = st.builds(
+    LeaseRecord, holder=st.text(max_size=300), priority=st.integers(0, 100), duration=SECONDS, remaining=SECONDS
+)
 RECORDS = st.builds(
     BlockRecord,
     group=U32,
@@ -19,8 +23,8 @@ RECORDS = st.builds(
     token_ids=st.lists(U32, max_size=40).map(tuple),
     salt=st.none() | st.text(),
     adapter_id=st.none() | U64,
-    priority=st.integers(0, 100),
     stored_step=U64,
+    leases=st.lists(LEASES, max_size=3).map(tuple),
 )
 
 
@@ -41,7 +45,7 @@ def test_a_record_cut_short_is_refused(record: BlockRecord, data: st.DataObject)
 @given(st.binary(max_size=80), st.binary(max_size=10))
 def test_any_bytes_are_a_record_or_refused(value: bytes, place: bytes) -> None:
     try:
-        decode(place, b"\x01" + value)
+        decode(place, b"\x02" + value)
     except RecordError:
         return
 

@@ -2,6 +2,7 @@
 
 import grpc
 import pytest
+from google.protobuf.duration_pb2 import Duration
 
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.rpc.errors import from_rpc_error
@@ -118,6 +119,21 @@ async def test_a_watch_starts_with_a_snapshot_and_goes_on_without_a_gap(client: 
     resumed.cancel()
 
 
+async def test_leases_are_told_to_those_who_watch(client: Client) -> None:
+    await client.register()
+    wish = pb.RetentionRange(retention_priority=80, retention_duration=Duration(seconds=3600))
+    admission = await client.admit("a", 8, session_id="chat", retention=pb.RetentionConfig(ranges=[wish]))
+    await client.compute(admission, 8)
+    await client.manager.ReleaseSequence(pb.ReleaseSequenceRequest(sequence_id="a"), timeout=5)
+    watch = client.events.WatchEvents(pb.WatchEventsRequest(), timeout=10)
+    while (event := await watch.read()).kind != pb.EVENT_KIND_LEASE_GRANTED:
+        assert event.snapshot
+    assert (event.lease.holder, event.lease.retention_priority) == ("session/chat", 80)
+    assert 3500 < event.lease.remaining_duration.seconds <= 3600
+    assert event.block.retention_priority == 80
+    watch.cancel()
+
+
 async def refusal(call: grpc.aio.UnaryUnaryCall) -> tuple[grpc.StatusCode, list[str]]:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
@@ -146,6 +162,20 @@ INVALID = grpc.StatusCode.INVALID_ARGUMENT
             {"retention": pb.RetentionConfig(ranges=[pb.RetentionRange(start=4, end=4, retention_priority=1)])},
             "retention.ranges[0].end",
         ),
+        (
+            {
+                "retention": pb.RetentionConfig(
+                    ranges=[pb.RetentionRange(retention_priority=1, retention_duration=Duration(seconds=-1))]
+                )
+            },
+            "retention.ranges[0].retention_duration",
+        ),
+        (
+            {"retention": pb.RetentionConfig(decode_retention_duration=Duration(seconds=1 << 62))},
+            "retention.decode_retention_duration",
+        ),
+        ({"session_id": ""}, "session_id"),
+        ({"request_id": ""}, "request_id"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -5,6 +5,7 @@ import sys
 
 import grpc
 import pytest
+from google.protobuf.duration_pb2 import Duration
 
 from protos.generation.v1 import generation_pb2 as pb
 from protos.rpc.errors import from_rpc_error
@@ -60,6 +61,11 @@ BAD = {
     "sampling.frequency_penalty": sampling(frequency_penalty=float("nan")),
     "sampling.num_logprobs": sampling(num_logprobs=21),
     "cache.salt": cache(salt=""),
+    "cache.session_id": cache(session_id="s" * 257),
+    "cache.decode_retention_duration": cache(decode_retention_duration=Duration(seconds=1)),
+    "cache.retention_ranges[0].retention_duration": cache(
+        retention_ranges=[Range(retention_priority=1, retention_duration=Duration())]
+    ),
     "cache.decode_retention_priority": cache(decode_retention_priority=101),
     "cache.retention_ranges[0].retention_priority": cache(retention_ranges=[Range(retention_priority=101)]),
     "cache.retention_ranges[0].end": cache(retention_ranges=[Range(start=5, end=5)]),

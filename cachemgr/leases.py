@@ -1,0 +1,177 @@
+"""Wishes for blocks as leases: who asked, for which priority, for how long.
+
+A block has the largest priority among its leases, or the default one. The clock of a lease starts when its block can
+be taken for the first time, and runs on from then, whether the block is used again or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING
+
+from cachemgr.api import EventKind, LeaseView, RemovalCause
+from cachemgr.retention import DEFAULT_PRIORITY, Wish
+
+if TYPE_CHECKING:
+    from cachemgr.block import Block
+    from cachemgr.events import EventLog
+    from cachemgr.pool import Pool
+
+
+class Lease:
+    """One holder's wish for one block, in a list that begins at `block.lease`. `block` is None when it has ended.
+
+    `deadline` is None as long as the clock does not run, and for a wish without a duration.
+    """
+
+    __slots__ = ("block", "deadline", "next", "pool", "wish")
+
+    def __init__(self, pool: Pool, block: Block, wish: Wish) -> None:
+        self.pool = pool
+        self.block: Block | None = block
+        self.wish = wish
+        self.deadline: float | None = None
+        self.next: Lease | None = None
+
+    def remaining(self, now: float) -> float | None:
+        """Seconds until it ends; None for no end."""
+        return self.wish.duration if self.deadline is None else max(0.0, self.deadline - now)
+
+
+def leases_of(block: Block) -> Iterator[Lease]:
+    """All leases of a block, the newest first."""
+    lease = block.lease
+    while lease is not None:
+        # Taken first: whoever walks may end the lease.
+        following = lease.next
+        yield lease
+        lease = following
+
+
+def effective_priority(block: Block) -> int:
+    """The largest priority among a block's leases."""
+    return max((lease.wish.priority for lease in leases_of(block)), default=DEFAULT_PRIORITY)
+
+
+class LeaseBook:
+    """The clock of all leases of a manager. `now` is the time of the call that is being served."""
+
+    def __init__(self, events: EventLog) -> None:
+        self.now = 0.0
+        self._events = events
+        # (deadline, number of the start, lease); those that have ended in between are passed over.
+        self._running: list[tuple[float, int, Lease]] = []
+        self._starts = 0
+
+    def advance(self, now: float) -> None:
+        """Ends every lease whose time is over."""
+        self.now = max(now, self.now)
+        while self._running and self._running[0][0] <= self.now:
+            lease = heappop(self._running)[2]
+            if lease.block is not None:
+                self._expire(lease, lease.block)
+
+    def grant(self, pool: Pool, block: Block, wish: Wish) -> None:
+        """Adds a lease, or puts it in the place of the holder's older one."""
+        lease = Lease(pool, block, wish)
+        if not _link(lease, block):
+            return
+        if not block.refs:
+            self.start(block)
+        if block.parent is not None:
+            pool.reprioritise(block)
+            self._events.add(EventKind.LEASE_GRANTED, pool.view(block), lease=self.view(lease))
+        else:
+            block.priority = effective_priority(block)
+
+    def start(self, block: Block) -> bool:
+        """The block can be taken: clocks that do not run yet begin to. Whether there were any."""
+        started = False
+        for lease in leases_of(block):
+            if lease.deadline is None and lease.wish.duration is not None:
+                self._run(lease, lease.wish.duration)
+                started = True
+        return started
+
+    def restore(self, pool: Pool, block: Block, wish: Wish, remaining: float | None) -> None:
+        """Gives a block that is being put back a lease of before; its clock runs on, or starts."""
+        lease = Lease(pool, block, wish)
+        _link(lease, block)
+        block.priority = effective_priority(block)
+        seconds = wish.duration if remaining is None else remaining
+        if seconds is not None:
+            self._run(lease, seconds)
+
+    def move(self, source: Block, target: Block) -> None:
+        """Passes leases on to a block that holds the same tokens and more, and is about to enter the index.
+
+        The source keeps its priority: it stands in the eviction order until it is discarded.
+        """
+        for lease in leases_of(source):
+            _unlink(lease, source)
+            # What the target's own holder wishes is newer.
+            if all(other.wish.holder != lease.wish.holder for other in leases_of(target)):
+                _link(lease, target)
+        target.priority = effective_priority(target)
+
+    def announce(self, pool: Pool, block: Block) -> None:
+        """Tells of the leases of a block that has just entered the index."""
+        for lease in leases_of(block):
+            self._events.add(EventKind.LEASE_GRANTED, pool.view(block), lease=self.view(lease))
+
+    def forget(self, block: Block) -> None:
+        """Ends all leases of a block that never entered the index; nobody has heard of them."""
+        for lease in leases_of(block):
+            _unlink(lease, block)
+
+    def break_all(self, pool: Pool, block: Block, cause: RemovalCause) -> None:
+        """Ends all leases of a block that leaves the index."""
+        view = pool.view(block)
+        for lease in leases_of(block):
+            self._events.add(EventKind.LEASE_BROKEN, view, cause, self.view(lease))
+            _unlink(lease, block)
+        block.priority = DEFAULT_PRIORITY
+
+    def view(self, lease: Lease) -> LeaseView:
+        """The lease as seen from outside."""
+        wish = lease.wish
+        return LeaseView(wish.holder, wish.priority, lease.remaining(self.now))
+
+    def _run(self, lease: Lease, seconds: float) -> None:
+        lease.deadline = self.now + seconds
+        self._starts += 1
+        heappush(self._running, (lease.deadline, self._starts, lease))
+
+    def _expire(self, lease: Lease, block: Block) -> None:
+        _unlink(lease, block)
+        lease.pool.reprioritise(block)
+        self._events.add(EventKind.LEASE_EXPIRED, lease.pool.view(block), lease=self.view(lease))
+
+
+def _link(lease: Lease, block: Block) -> bool:
+    """False when the block has no use for the lease.
+
+    Wishes of requests without a duration are one lease, that of the largest: none of them can end before another, and
+    a prefix that every request asks for does not collect a lease from each.
+    """
+    for other in leases_of(block):
+        both_endless = other.wish.endless and lease.wish.endless
+        if both_endless and other.wish.priority >= lease.wish.priority:
+            return False
+        if both_endless or other.wish.holder == lease.wish.holder:
+            _unlink(other, block)
+    lease.block = block
+    lease.next, block.lease = block.lease, lease
+    return True
+
+
+def _unlink(lease: Lease, block: Block) -> None:
+    if block.lease is lease:
+        block.lease = lease.next
+    else:
+        for before in leases_of(block):
+            if before.next is lease:
+                before.next = lease.next
+                break
+    lease.block = lease.next = None

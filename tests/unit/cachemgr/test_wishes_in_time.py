@@ -1,0 +1,269 @@
+"""Wishes as leases: when their clock starts, what is left when they end, and who hears of it."""
+
+import dataclasses
+
+import pytest
+
+from cachemgr.api import BlockFilter, EventKind, RemovalCause, Retention, RetentionRange
+from cachemgr.errors import InvalidField
+from cachemgr.manager import CacheManager
+from tests.unit.cachemgr.world import CONFIG, World, wish
+
+PROMPT = [1, 2, 3, 4, 5]
+LEASES = (EventKind.LEASE_GRANTED, EventKind.LEASE_EXPIRED, EventKind.LEASE_BROKEN)
+
+
+def priorities(world):
+    world.manager.expire()
+    return {view.slot: view.priority for view in world.manager.blocks("e/0")}
+
+
+def first(world):
+    return priorities(world)[1]
+
+
+def lease_events(world, after=0):
+    events = [event for event in world.manager.events_after(after) if event.kind in LEASES]
+    return [(event.kind, event.block.slot, event.lease.holder, event.lease.priority) for event in events]
+
+
+def patient(num_blocks=8):
+    """A world in which nobody is lost for being silent."""
+    return World(num_blocks, config=dataclasses.replace(CONFIG, lease_seconds=1e9))
+
+
+def test_a_wish_ends_with_its_time_and_exactly_then():
+    world = patient()
+    world.cache(PROMPT, retention=wish(80, 10.0))
+    world.now = 9.999
+    assert first(world) == 80
+    world.now = 10.0
+    assert first(world) == 35
+    world.check()
+
+
+def test_the_clock_starts_when_the_block_can_be_taken():
+    world = patient()
+    world.run(PROMPT, "a", retention=wish(80, 10.0))
+    world.now = 50.0
+    assert first(world) == 80
+    world.finish("a")
+    world.now = 59.0
+    assert first(world) == 80
+    world.now = 60.0
+    assert first(world) == 35
+
+
+def test_the_clock_runs_on_while_others_use_the_block_and_they_do_not_extend_it():
+    world = patient(4)
+    world.cache(PROMPT, retention=wish(80, 10.0))
+    world.now = 5.0
+    world.run(PROMPT, "b")
+    world.now = 6.0
+    world.finish("b")
+    assert first(world) == 80
+    world.now = 10.0
+    assert first(world) == 35
+    world.now = 1000.0
+    assert first(world) == 35
+
+
+@pytest.mark.parametrize(("now", "lost"), [(5.0, 20), (9.0, 10)])
+def test_of_two_wishes_that_end_the_one_that_counts_less_at_the_moment_is_lost(now, lost):
+    world = patient(4)
+    world.now = 5.0
+    world.cache([10, 11, 12, 13], retention=wish(80, 3.0))
+    world.cache([20, 21, 22, 23], retention=wish(50, 8.0))
+    world.now = now
+    world.admit([30] * 12, no_store=True)
+    left = {block.token_ids[0] for block in world.manager.records("e")}
+    assert left == {10, 20} - {lost}
+
+
+def test_a_wish_that_ended_is_lost_before_what_is_still_wished():
+    world = patient(8)
+    world.cache(list(range(12)), retention=wish(80, 10.0))
+    world.cache(list(range(12, 24)), retention=wish(50))
+    world.now = 10.0
+    world.cache([1] * 12, no_store=True)
+    world.check()
+    assert world.cached_tokens(list(range(12, 24))) == 11
+
+
+def test_the_later_wish_of_a_session_takes_the_place_of_its_earlier_one():
+    world = patient()
+    world.cache(PROMPT, session_id="chat", retention=wish(80))
+    world.cache(PROMPT, session_id="chat", retention=wish(10))
+    assert first(world) == 10
+    world.cache(PROMPT, session_id="chat")
+    assert first(world) == 10
+    world.cache(PROMPT, session_id="other", retention=wish(50))
+    assert first(world) == 50
+    world.check()
+
+
+def test_a_session_does_not_take_the_place_of_a_request_of_the_same_name():
+    world = patient()
+    world.cache(PROMPT, request_id="chat", retention=wish(80))
+    world.cache(PROMPT, session_id="chat", retention=wish(10))
+    assert first(world) == 80
+
+
+def test_a_later_attempt_of_a_request_takes_the_place_of_its_earlier_one():
+    world = patient()
+    world.cache(PROMPT, request_id="a", retention=wish(80, 5.0))
+    world.cache(PROMPT, request_id="a", retention=wish(60, 9.0))
+    assert first(world) == 60
+    world.check()
+
+
+def test_when_the_largest_wish_ends_the_next_one_counts():
+    world = patient()
+    world.cache(PROMPT, retention=wish(90, 2.0))
+    world.cache(PROMPT, session_id="s", retention=wish(60, 4.0))
+    world.cache(PROMPT, retention=wish(20))
+    for world.now, expected in ((1.0, 90), (2.0, 60), (4.0, 20), (9.0, 20)):
+        assert first(world) == expected
+        world.check()
+
+
+def test_endless_wishes_of_requests_do_not_pile_up():
+    world = patient()
+    for priority in (50, 40, 60, 60, 35):
+        world.cache(PROMPT, retention=wish(priority))
+    (block,) = [block for block in world.manager.records("e") if block.slot == 1]
+    assert [lease.priority for lease in block.leases] == [60]
+
+
+def test_the_end_of_a_wish_does_not_change_when_the_block_was_last_used():
+    world = patient(4)
+    world.cache([10, 11, 12, 13])
+    world.cache([20, 21, 22, 23], retention=wish(80, 1.0))
+    world.cache([30, 31, 32, 33])
+    world.now = 1.0
+    world.manager.expire()
+    world.check()
+    lost = []
+    for count in (8, 12, 16):
+        world.admit([99] * count, f"n{count}", no_store=True)
+        world.manager.release(f"n{count}")
+        lost.append({block.token_ids[0] for block in world.manager.records("e")})
+    assert lost == [{20, 30}, {30}, set()]
+
+
+def test_a_longer_block_takes_over_the_wishes_for_the_shorter_one_that_it_covers():
+    world = patient()
+    world.cache([1, 2], session_id="s", retention=wish(80, 10.0))
+    world.now = 4.0
+    world.cache([1, 2, 3], retention=wish(50))
+    world.check()
+    assert list(priorities(world).values()) == [80]
+    world.now = 10.0
+    assert list(priorities(world).values()) == [50]
+
+
+def test_leases_that_are_granted_end_or_break_are_told():
+    world = patient(4)
+    world.cache(PROMPT, session_id="s", retention=wish(80, 5.0))
+    holder = "session/s"
+    granted = [(EventKind.LEASE_GRANTED, slot, holder, 80) for slot in (1, 2)]
+    assert lease_events(world) == granted
+    before = world.manager.last_event
+    world.now = 5.0
+    world.manager.expire()
+    expired = lease_events(world, before)
+    assert sorted(expired) == [(EventKind.LEASE_EXPIRED, slot, holder, 80) for slot in (1, 2)]
+
+    world.cache(PROMPT, session_id="s", retention=wish(60, 5.0))
+    before = world.manager.last_event
+    world.manager.purge(BlockFilter(), validate_only=False)
+    broken = [event for event in world.manager.events_after(before) if event.kind is EventKind.LEASE_BROKEN]
+    assert [event.cause for event in broken] == [RemovalCause.PURGED] * len(broken)
+    assert {event.lease.holder for event in broken} == {holder}
+    assert all(event.lease.remaining == 5.0 for event in broken)
+    world.now = 100.0
+    world.manager.expire()
+    assert lease_events(world, before) == [(EventKind.LEASE_BROKEN, event.block.slot, holder, 60) for event in broken]
+
+
+def test_eviction_breaks_leases_and_says_so_before_the_block_is_gone():
+    world = patient(3)
+    world.cache([1, 2, 3, 4], retention=wish(80, 50.0))
+    before = world.manager.last_event
+    world.cache([9] * 12, no_store=True)
+    kinds = [(event.kind, event.cause) for event in world.manager.events_after(before)]
+    assert kinds == [
+        (EventKind.LEASE_BROKEN, RemovalCause.EVICTED),
+        (EventKind.REMOVED, RemovalCause.EVICTED),
+    ]
+
+
+def test_a_snapshot_tells_of_live_leases():
+    world = patient()
+    world.cache([1, 2, 3, 4], session_id="s", retention=wish(80, 5.0))
+    world.now = 2.0
+    world.manager.expire()
+    leases = [event.lease for event in world.manager.snapshot().events if event.kind is EventKind.LEASE_GRANTED]
+    assert [(lease.holder, lease.priority, lease.remaining) for lease in leases] == [("session/s", 80, 3.0)]
+
+
+def test_wishes_for_a_promised_block_that_never_comes_end_with_it():
+    world = patient()
+    world.admit([1, 2, 3, 4, 5, 6, 7, 8, 9], "writer")
+    world.admit([1, 2, 3, 4, 5, 6, 7, 8, 9], "reader", retention=wish(80, 5.0))
+    before = world.manager.last_event
+    world.manager.release("writer")
+    world.manager.release("reader")
+    assert world.free == 8
+    assert world.manager.events_after(before) == []
+    world.now = 10.0
+    world.manager.expire()
+    assert world.manager.events_after(before) == []
+
+
+def test_a_restarted_manager_goes_on_with_the_time_that_is_left():
+    world = patient()
+    world.cache(PROMPT, session_id="s", retention=wish(80, 10.0))
+    world.now = 4.0
+    world.cache(PROMPT, session_id="s", retention=wish(70, 8.0))
+    records = list(world.manager.records("e"))
+    world.now = 1000.0
+    world.manager = CacheManager(2, lambda: world.now, CONFIG, world.journal)
+    world.manager.register_scheduler("s", 2)
+    assert world.manager.register_executor(world.spec(), records) == 2
+    assert first(world) == 70
+    world.now = 1007.9
+    assert first(world) == 70
+    world.now = 1008.0
+    assert first(world) == 35
+
+
+def test_a_remembered_lease_that_nobody_could_have_is_not_believed():
+    world = patient()
+    world.cache(PROMPT, retention=wish(80, 10.0))
+    records = [
+        dataclasses.replace(record, leases=(dataclasses.replace(record.leases[0], priority=101),))
+        for record in world.manager.records("e")
+    ]
+    world.manager = CacheManager(2, lambda: world.now, CONFIG, world.journal)
+    world.manager.register_scheduler("s", 2)
+    assert world.manager.register_executor(world.spec(), records) == 0
+
+
+@pytest.mark.parametrize("field", ["session_id", "request_id"])
+@pytest.mark.parametrize("value", ["", "x" * 257])
+def test_holders_have_names(field, value):
+    world = patient()
+    with pytest.raises(InvalidField) as refused:
+        world.admit(PROMPT, **{field: value})
+    assert list(refused.value.fields) == [field]
+
+
+def test_wishes_for_the_output_have_a_time_of_their_own():
+    world = patient()
+    retention = Retention((RetentionRange(0, None, 80, 5.0),), 60, 20.0)
+    world.cache([1, 2, 3, 4], generate=4, retention=retention)
+    world.now = 5.0
+    assert sorted(priorities(world).values()) == [35, 60]
+    world.now = 20.0
+    assert sorted(priorities(world).values()) == [35, 35]
