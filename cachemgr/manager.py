@@ -116,12 +116,14 @@ class CacheManager:
         now = self._now()
         check_spec(spec)
         if spec.executor_epoch < self._epochs.get(spec.executor_id, 0):
-            raise StaleExecutorError(f"executor {spec.executor_id} has started again since")
+            raise StaleExecutorError(
+                f"executor {spec.executor_id} has started again since", fields={"executor_epoch": "is an older one"}
+            )
         known = self._executors.get(spec.executor_id)
         deadline = now + self.config.lease_seconds
         if known is not None and known.epoch == spec.executor_epoch:
             if replace(known.spec, last_write_steps=()) != replace(spec, last_write_steps=()):
-                raise PoolSpecError("the pools of one epoch do not change")
+                raise PoolSpecError("the pools of one epoch do not change", fields={"pools": "are not those of before"})
             known.deadline = deadline
             return sum(len(pool.index) for pool in known.pools)
         remembered = list(remembered)
@@ -146,10 +148,15 @@ class CacheManager:
         """Keeps the lease. Raises ExecutorLeaseError or ManagerRestartedError when it must register again."""
         now = self._now()
         if manager_epoch != self.epoch:
-            raise ManagerRestartedError("the cache manager has started again: register")
+            raise ManagerRestartedError(
+                "the cache manager has started again: register", fields={"manager_epoch": f"is not {self.epoch}"}
+            )
         executor = self._executors.get(executor_id)
         if executor is None or executor.epoch != executor_epoch:
-            raise ExecutorLeaseError(f"executor {executor_id} is not registered with this epoch")
+            raise ExecutorLeaseError(
+                f"executor {executor_id} is not registered with this epoch",
+                fields={"executor_epoch": "is not registered"},
+            )
         executor.deadline = now + self.config.lease_seconds
 
     def confirm_transfers(
@@ -159,9 +166,12 @@ class CacheManager:
         self._now()
         executor = self._executors.get(executor_id)
         if executor is None:
-            raise UnknownExecutorError(f"executor {executor_id} is not registered")
+            raise _unknown_executor(executor_id)
         if executor.epoch != executor_epoch:
-            raise StaleExecutorError(f"executor {executor_id} is registered with another epoch")
+            raise StaleExecutorError(
+                f"executor {executor_id} is registered with another epoch",
+                fields={"executor_epoch": f"is not {executor.epoch}"},
+            )
         unknown = 0
         for numbers, failed in ((failed_tickets, True), (tickets, False)):
             for number in numbers:
@@ -196,7 +206,9 @@ class CacheManager:
         known = self._schedulers.get(scheduler_id)
         deadline = now + self.config.lease_seconds
         if known is not None and scheduler_epoch < known.epoch:
-            raise StaleSchedulerError(f"scheduler {scheduler_id} has started again since")
+            raise StaleSchedulerError(
+                f"scheduler {scheduler_id} has started again since", fields={"scheduler_epoch": "is an older one"}
+            )
         if known is not None and scheduler_epoch == known.epoch:
             known.deadline = deadline
             return
@@ -216,9 +228,7 @@ class CacheManager:
         scheduler = self._scheduler(request.scheduler_id, request.scheduler_epoch)
         executor = self._executors.get(request.executor_id)
         if executor is None:
-            raise UnknownExecutorError(
-                f"executor {request.executor_id} is not registered", fields={"executor_id": "is not registered"}
-            )
+            raise _unknown_executor(request.executor_id)
         existing = self._sequences.get(request.sequence_id)
         if existing is not None:
             return _repeated(existing, content(request, tokens))
@@ -235,14 +245,19 @@ class CacheManager:
         """
         now = self._now()
         if request.manager_epoch != self.epoch:
-            raise ManagerRestartedError("the handles belong to another process of the cache manager")
+            raise ManagerRestartedError(
+                "the handles belong to another process of the cache manager",
+                fields={"manager_epoch": f"is not {self.epoch}"},
+            )
         scheduler = self._scheduler(request.scheduler_id, request.scheduler_epoch)
         if scheduler.sync_number and request.sync_number == scheduler.sync_number:
             scheduler.deadline = now + self.config.lease_seconds
             return scheduler.sync_answer
         if request.sync_number != scheduler.sync_number + 1:
             raise SyncNumberError(
-                f"expected sync {scheduler.sync_number + 1}", metadata={"expected": str(scheduler.sync_number + 1)}
+                f"expected sync {scheduler.sync_number + 1}",
+                fields={"sync_number": f"is not {scheduler.sync_number + 1}"},
+                metadata={"expected": str(scheduler.sync_number + 1)},
             )
         sync = Sync(request, scheduler, self._executors, self.config, self._admitter)
         sync.check()
@@ -378,9 +393,14 @@ class CacheManager:
     def _scheduler(self, scheduler_id: str, scheduler_epoch: int) -> Scheduler:
         scheduler = self._schedulers.get(scheduler_id)
         if scheduler is None:
-            raise UnknownSchedulerError(f"scheduler {scheduler_id} is not registered")
+            raise UnknownSchedulerError(
+                f"scheduler {scheduler_id} is not registered", fields={"scheduler_id": "is not registered"}
+            )
         if scheduler.epoch != scheduler_epoch:
-            raise StaleSchedulerError(f"scheduler {scheduler_id} is registered with another epoch")
+            raise StaleSchedulerError(
+                f"scheduler {scheduler_id} is registered with another epoch",
+                fields={"scheduler_epoch": f"is not {scheduler.epoch}"},
+            )
         return scheduler
 
     def _live(self, sequence_id: str, field: str = "sequence_id") -> LiveSequence:
@@ -421,7 +441,16 @@ class CacheManager:
         raise UnknownPoolError(f"no pool {pool_id}", fields={"pool_id": "is not known"})
 
 
+def _unknown_executor(executor_id: str) -> UnknownExecutorError:
+    return UnknownExecutorError(
+        f"executor {executor_id} is not registered", fields={"executor_id": "is not registered"}
+    )
+
+
 def _repeated(existing: LiveSequence, content: object) -> Admission:
     if existing.content != content:
-        raise SequenceExistsError(f"sequence {existing.sequence_id} exists with other content")
+        raise SequenceExistsError(
+            f"sequence {existing.sequence_id} exists with other content",
+            fields={"sequence_id": "is in use for other content"},
+        )
     return existing.admission

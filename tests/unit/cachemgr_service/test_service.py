@@ -231,22 +231,32 @@ async def test_operators_mistakes_are_named(client: Client) -> None:
 
 
 async def test_strangers_and_old_epochs_are_refused(client: Client) -> None:
-    manager = client.manager
-    unknown = await refusal(manager.AdmitSequence(client.admission("a", 4), timeout=5))
-    assert unknown[0] in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.NOT_FOUND)
+    manager, failed, unknown = client.manager, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.NOT_FOUND
+    admission = client.admission("a", 4)
+    assert await refusal(manager.AdmitSequence(admission, timeout=5)) == (failed, ["scheduler_id"])
     await client.register()
     renewal = pb.RenewExecutorRequest(executor_id=EXECUTOR, executor_epoch=6, manager_epoch=client.manager_epoch)
-    assert (await refusal(manager.RenewExecutor(renewal, timeout=5)))[0] is grpc.StatusCode.FAILED_PRECONDITION
+    assert await refusal(manager.RenewExecutor(renewal, timeout=5)) == (failed, ["executor_epoch"])
+    renewal.manager_epoch = 1
+    assert await refusal(manager.RenewExecutor(renewal, timeout=5)) == (failed, ["manager_epoch"])
+    confirmation = pb.ConfirmTransfersRequest(executor_id=EXECUTOR, executor_epoch=6)
+    assert await refusal(manager.ConfirmTransfers(confirmation, timeout=5)) == (failed, ["executor_epoch"])
+    confirmation.executor_id = "stranger"
+    assert await refusal(manager.ConfirmTransfers(confirmation, timeout=5)) == (unknown, ["executor_id"])
     other = client.admission("a", 4)
     other.scheduler_epoch = 0
-    assert (await refusal(manager.AdmitSequence(other, timeout=5)))[0] is grpc.StatusCode.FAILED_PRECONDITION
+    assert await refusal(manager.AdmitSequence(other, timeout=5)) == (failed, ["scheduler_epoch"])
     stale = pb.SyncSequencesRequest(scheduler_id=SCHEDULER, scheduler_epoch=1, manager_epoch=1, sync_number=1)
-    assert (await refusal(manager.SyncSequences(stale, timeout=5)))[0] is grpc.StatusCode.FAILED_PRECONDITION
+    assert await refusal(manager.SyncSequences(stale, timeout=5)) == (failed, ["manager_epoch"])
+    skipped = pb.SyncSequencesRequest(
+        scheduler_id=SCHEDULER, scheduler_epoch=1, manager_epoch=client.manager_epoch, sync_number=7
+    )
+    assert await refusal(manager.SyncSequences(skipped, timeout=5)) == (failed, ["sync_number"])
     await client.admit("a", 4)
-    code, _ = await refusal(manager.AdmitSequence(client.admission("a", 5), timeout=5))
-    assert code is grpc.StatusCode.ALREADY_EXISTS
+    repeated = await refusal(manager.AdmitSequence(client.admission("a", 5), timeout=5))
+    assert repeated == (grpc.StatusCode.ALREADY_EXISTS, ["sequence_id"])
     extend = pb.ExtendSequenceRequest(sequence_id="unknown", capacity_tokens=9)
-    assert (await refusal(manager.ExtendSequence(extend, timeout=5)))[0] is grpc.StatusCode.NOT_FOUND
+    assert await refusal(manager.ExtendSequence(extend, timeout=5)) == (unknown, ["sequence_id"])
 
 
 async def test_columns_of_different_length_are_refused(client: Client) -> None:
