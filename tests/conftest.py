@@ -3,9 +3,14 @@
 import contextlib
 from collections.abc import Callable, Generator, Iterator
 
+import hypothesis
 import pytest
 
 from tests.stack import Stack
+
+# How long an example takes says something about the machine only.
+hypothesis.settings.register_profile("kvkeep", deadline=None)
+hypothesis.settings.load_profile("kvkeep")
 
 
 @pytest.fixture(scope="session")

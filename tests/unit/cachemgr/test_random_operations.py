@@ -280,9 +280,7 @@ def common(one: list[int], other: list[int]) -> int:
 
 
 TestCacheWorld = CacheWorld.TestCase
-TestCacheWorld.settings = settings(
-    max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
-)
+TestCacheWorld.settings = settings(max_examples=60, stateful_step_count=50, suppress_health_check=list(HealthCheck))
 
 WEIGHTS = {
     "admit": 30,
