@@ -11,7 +11,6 @@ from scheduler.errors import ExecutorLostError
 from scheduler.executor_client import ExecutorClient
 from scheduler.mailbox import Admitted, Cancel, Mail, Mailbox, ManagerLost, Report, Stop, SyncAnswer
 from scheduler.metrics import StepTimes, Timing
-from scheduler.planner import plan_step
 from scheduler.running import RunningSet
 from scheduler.step_message import Flight, build_step
 
@@ -74,12 +73,8 @@ class StepLoop:
         if self._giving_up:
             return False
         started = time.perf_counter()
-        plan = plan_step(self._running.ranked, self._budget)
-        self._running.relieve(plan)
+        plan = self._running.plan(self._budget)
         planned = time.perf_counter()
-        # A victim of this very plan must not compute in it.
-        plan.compute = [(sequence, count) for sequence, count in plan.compute if sequence.exit is None]
-        plan.idle = [sequence for sequence in plan.idle if sequence.exit is None]
         if not plan.compute:
             return False
         self._running.report.started.extend(s.request.arrival for s, _ in plan.compute if not s.started)

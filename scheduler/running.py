@@ -5,7 +5,7 @@ import bisect
 from protos.execution.v1 import execution_pb2
 from scheduler.errors import ExecutorLostError
 from scheduler.mailbox import Output, Progress, Report, SyncAnswer
-from scheduler.planner import Plan, choose_victim, trimmable
+from scheduler.planner import Plan, choose_victim, plan_step, trimmable
 from scheduler.sequence import Exit, Sequence
 from scheduler.step_message import Flight
 
@@ -78,24 +78,34 @@ class RunningSet:
                 self.leave(self._by_handle[handle], Exit.RESTARTED)
         self.blocks_short = answer.blocks_short
 
-    def relieve(self, plan: Plan) -> None:
-        """Makes room for sequences that cannot go on: trims others, and when that did not do, preempts one."""
+    def plan(self, budget: int) -> Plan:
+        """The next step, of at most `budget` tokens; makes room for sequences that cannot go on."""
+        plan = plan_step(self._ranked, budget)
+        if self._relieve(plan):
+            # The victim must not compute, nor anybody start on blocks that it was about to fill.
+            plan = plan_step(self._ranked, budget)
+        return plan
+
+    def _relieve(self, plan: Plan) -> bool:
+        """Trims sequences that hold more than they need, and when that did not do, preempts one: then it is true."""
         for sequence in plan.stalled:
             self.report.starving[sequence.handle] = sequence.computed
         if not plan.stalled:
             self._trimmed_last = False
         if not plan.stalled or not self.blocks_short or self._relief:
-            return
+            return False
         spare = [] if self._trimmed_last else trimmable(self._ranked, plan.stalled)
         self._trimmed_last = bool(spare)
         for sequence in spare:
             self.report.trimmed[sequence.handle] = sequence.trim()
             self._relief.add(sequence.handle)
         victim = None if spare else choose_victim(self._ranked)
-        if victim is not None:
-            self._relief.add(victim.handle)
-            self.report.preempted.append(victim.request.arrival)
-            self.leave(victim, Exit.PREEMPTED)
+        if victim is None:
+            return False
+        self._relief.add(victim.handle)
+        self.report.preempted.append(victim.request.arrival)
+        self.leave(victim, Exit.PREEMPTED)
+        return True
 
     def commit(self, flight: Flight, result: execution_pb2.StepResult) -> None:
         """Takes the answer to a step. Raises ExecutorLostError when it is not the answer to what was asked."""
@@ -134,6 +144,9 @@ class RunningSet:
     def restart_all(self, *, executor_lost: bool) -> None:
         """Gives every sequence up, to be admitted again from its ids; nothing may be in flight any more."""
         for sequence in list(self._ranked):
+            if executor_lost and sequence.started:
+                # Whether its first step has arrived is not known; the manager ignores tickets that are confirmed.
+                self.report.cancelled_tickets.extend(copy.ticket for copy in sequence.copies)
             sequence.last_step = 0
             self.leave(sequence, Exit.RESTARTED)
         self._detach_leaving()

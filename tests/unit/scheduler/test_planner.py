@@ -168,11 +168,11 @@ def test_after_one_relief_the_next_waits_for_the_managers_answer() -> None:
     running = admitted(*sequences)
     answer(running, build_step(1, plan_step(running.ranked, 64), [])[1])
     running.apply(SyncAnswer([], [], 3, released=[], trimmed=[]))
-    running.relieve(plan_step(running.ranked, 64))
-    running.relieve(plan_step(running.ranked, 64))
+    running.plan(64)
+    running.plan(64)
     assert running.take_report().preempted == [3]
     running.apply(SyncAnswer([], [], 2, released=[3], trimmed=[]))
-    running.relieve(plan_step(running.ranked, 64))
+    running.plan(64)
     assert running.take_report().preempted == [2]
 
 
@@ -199,3 +199,31 @@ def test_copies_travel_with_the_first_step_or_are_cancelled() -> None:
     running = admitted(dropped)
     running.cancel(2)
     assert running.take_report().cancelled_tickets == [8]
+
+
+def test_nobody_starts_on_blocks_that_a_victim_of_the_same_step_would_have_filled() -> None:
+    starving = sequence(1, 4, max_tokens=50, priority=5, blocks=1)
+    writer = sequence(2, 24, blocks=6)
+    running = admitted(starving, writer)
+    _, first = build_step(1, running.plan(8), [])
+    reader = sequence(3, 18, priority=10, cached_tokens=16, wait_for=2, blocks=5)
+    running.admit(reader)
+    _, second = build_step(2, running.plan(8), [])
+    answer(running, first)
+    running.apply(SyncAnswer(released=[], trimmed=[], blocks_short=1, extensions=[], void_handles=[]))
+    _, third = build_step(3, running.plan(32), running.removed)
+    assert writer.exit is Exit.PREEMPTED
+    assert reader.handle not in {item.handle for item, _, _ in third.compute}
+    answer(running, second)
+    answer(running, third)
+    assert reader.exit is Exit.RESTARTED
+    assert not running.report.outputs.get(reader.handle)
+
+
+def test_copies_of_a_step_that_may_not_have_arrived_are_cancelled() -> None:
+    copied = sequence(1, 10, cached_tokens=3, copies=(Copy(99, 0, 5, 7),))
+    running = admitted(copied)
+    build_step(1, running.plan(64), [])
+    running.restart_all(executor_lost=True)
+    assert running.report.released == [1]
+    assert running.report.cancelled_tickets == [99]
