@@ -107,12 +107,15 @@ class IndexStore:
         """Flushes for ever: soon after a change, at once when there are many, and slower while Redis is away."""
         pause = self._interval
         while True:
+            # Not wait_for, which in Python 3.11 forgets a cancellation when what it waits for has just happened.
             with contextlib.suppress(TimeoutError):
                 # Waking up without a change keeps kvkeep_redis_up true to the facts.
-                await asyncio.wait_for(self._changed.wait(), 5.0)
+                async with asyncio.timeout(5.0):
+                    await self._changed.wait()
             if self.up:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._large.wait(), self._interval)
+                    async with asyncio.timeout(self._interval):
+                        await self._large.wait()
                 pause = self._interval
             else:
                 await asyncio.sleep(pause)

@@ -161,3 +161,17 @@ async def test_the_background_task_writes_without_being_asked(store: IndexStore,
     store.removed(EXECUTOR, 0, 1)
     await store.close()
     assert not await redis.exists(f"{KEYS}blocks")
+
+
+@pytest.mark.parametrize("ticks", range(12))
+async def test_the_background_task_ends_when_it_is_cancelled_at_any_moment(ticks: int, tmp_path: Path) -> None:
+    store = IndexStore(open_redis(f"unix://{tmp_path}/nobody"), lambda _: [], interval=0.001)
+    running = asyncio.create_task(store.run())
+    await asyncio.sleep(0.01)
+    for _ in range(ticks):
+        await asyncio.sleep(0)
+    store.cleared(EXECUTOR, 1)
+    running.cancel()
+    done, _ = await asyncio.wait({running}, timeout=5)
+    assert done
+    await store.close()
