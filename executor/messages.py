@@ -69,7 +69,7 @@ def _parse_sampling(message: pb.SamplingParams) -> Sampling:
         ("temperature", message.temperature >= 0 and math.isfinite(message.temperature), "must be 0 or more"),
         ("top_p", 0 < message.top_p <= 1, "must be more than 0 and at most 1"),
         ("min_p", 0 <= message.min_p < 1, "must be at least 0 and less than 1"),
-        ("repetition_penalty", 0 < message.repetition_penalty < math.inf, "must be more than 0"),
+        ("repetition_penalty", 0.01 <= message.repetition_penalty <= 100, "must be between 0.01 and 100"),
         ("presence_penalty", math.isfinite(message.presence_penalty), "must be a number"),
         ("frequency_penalty", math.isfinite(message.frequency_penalty), "must be a number"),
     ):

@@ -19,6 +19,8 @@ from executor.step import Sampling
 _MASK = (1 << 64) - 1
 # Of a sorted distribution, top-p seldom looks further than this; a row that does is sorted in full.
 _CANDIDATES = 512
+# Colder is no different, and what is 0 in float32 would divide 0.
+_COLDEST = 1e-30
 
 
 @dataclass
@@ -102,8 +104,10 @@ def _penalise(logits: Tensor, rows: Sequence[Row]) -> Tensor:
 
 def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     """logits: [P, V], temperatures above 0. Returns [P] int64 by inverting the cumulative distribution."""
-    logits = logits / _column([row.sampling.temperature for row in rows], logits)
-    best = logits.amax(-1, keepdim=True)
+    # The best one taken off first, so that no temperature makes it overflow.
+    logits = logits - logits.amax(-1, keepdim=True)
+    logits /= _column([max(row.sampling.temperature, _COLDEST) for row in rows], logits)
+    best = logits.new_zeros(len(rows), 1)
     least = torch.full_like(best, -torch.inf)
     with_min_p = [index for index, row in enumerate(rows) if row.sampling.min_p > 0]
     if with_min_p:

@@ -149,8 +149,9 @@ def _sampling(sampling: pb.SamplingParams, stop_token_ids: list[int]) -> executi
         raise InvalidField("sampling.top_p", "must be greater than 0 and at most 1")
     if not 0 <= resolved.min_p < 1:
         raise InvalidField("sampling.min_p", "must be at least 0 and less than 1")
-    if not 0 < resolved.repetition_penalty < float("inf"):
-        raise InvalidField("sampling.repetition_penalty", "must be greater than 0")
+    # Beyond these, logits leave the range of float32.
+    if not 0.01 <= resolved.repetition_penalty <= 100:
+        raise InvalidField("sampling.repetition_penalty", "must be between 0.01 and 100")
     if not -2 <= resolved.presence_penalty <= 2:
         raise InvalidField("sampling.presence_penalty", "must be between -2 and 2")
     if not -2 <= resolved.frequency_penalty <= 2:

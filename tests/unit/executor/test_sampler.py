@@ -161,3 +161,12 @@ def test_logprobs_are_those_before_temperature_and_filters() -> None:
     torch.testing.assert_close(choice.logprobs[0], expected[0, choice.ids[0]])
     torch.testing.assert_close(choice.logprobs[1], expected[2].max())
     assert choice.top_ids[0].tolist() == logits[0].topk(2).indices.tolist()
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-37, 1e-38, 1e-45, 1e-300])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 5, "top_p": 0.9, "min_p": 0.1}], ids=["plain", "filtered"])
+def test_the_coldest_temperatures_take_the_best(temperature: float, filters: dict[str, float]) -> None:
+    logits = _logits(3, scale=30.0)
+    best = logits.argmax(-1)
+    rows = [Row(Sampling(temperature=temperature, seed=seed, **filters), 0, None) for seed in range(3)]  # type: ignore[arg-type]
+    assert torch.equal(sample(logits, rows).ids, best)
