@@ -43,6 +43,9 @@ def check_request(request: AdmitRequest) -> array[int]:
         value = getattr(request, field)
         if value is not None:
             check_id(field, value)
+    prompt = request.num_prompt_tokens
+    if prompt is not None and not 1 <= prompt <= len(request.token_ids):
+        raise InvalidField("num_prompt_tokens", f"must be from 1 to the {len(request.token_ids)} tokens known")
     retention.check(request.retention)
     try:
         return pack(request.token_ids)
@@ -59,6 +62,7 @@ def content(request: AdmitRequest, tokens: array[int]) -> object:
         request.salt,
         request.adapter_id,
         _holder(request),
+        request.num_prompt_tokens,
         request.retention,
         request.no_read,
         request.no_store,
@@ -98,7 +102,7 @@ class Admitter:
         """The sequence with its blocks, or None and how many blocks are missing, with nothing changed."""
         check_length(executor, len(tokens), "token_ids")
         domain = executor.domain(request.salt, request.adapter_id)
-        wishes = Wishes(request.retention, len(tokens), holder=_holder(request))
+        wishes = Wishes(request.retention, request.num_prompt_tokens or len(tokens), _holder(request))
         sequence = Sequence(request.sequence_id, 0, scheduler, executor, tokens, domain, wishes, request.no_store)
         needed = blocks_for(len(tokens), executor.block_size)
         if request.no_read:

@@ -109,6 +109,7 @@ class AdmitRequest:
     adapter_id: int | None = None
     session_id: str | None = None
     request_id: str | None = None
+    num_prompt_tokens: int | None = None
     retention: Retention = field(default_factory=Retention)
     no_read: bool = False
     no_store: bool = False

@@ -63,6 +63,7 @@ def admit_request(request: pb.AdmitSequenceRequest) -> api.AdmitRequest:
         adapter_id=request.adapter_id if request.HasField("adapter_id") else None,
         session_id=request.session_id if request.HasField("session_id") else None,
         request_id=request.request_id if request.HasField("request_id") else None,
+        num_prompt_tokens=request.num_prompt_tokens if request.HasField("num_prompt_tokens") else None,
         retention=_retention(request.retention),
         no_read=request.no_read,
         no_store=request.no_store,

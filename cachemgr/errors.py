@@ -60,6 +60,9 @@ class SchedulerFirstError(ServiceError):
     code = grpc.StatusCode.FAILED_PRECONDITION
     reason = "SCHEDULER_FIRST"
 
+    def __init__(self) -> None:
+        super().__init__("waiting for a scheduler: steps of before may still write into its blocks")
+
 
 class UnknownSchedulerError(ServiceError):
     """The scheduler is not registered, or its lease ran out."""

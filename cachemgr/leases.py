@@ -104,16 +104,16 @@ class LeaseBook:
             self._run(lease, seconds)
 
     def move(self, source: Block, target: Block) -> None:
-        """Passes leases on to a block that holds the same tokens and more, and is about to enter the index.
+        """Passes leases on to a block that holds the same tokens and more.
 
-        The source keeps its priority: it stands in the eviction order until it is discarded.
+        Both keep their priorities, as they may stand in the eviction order: the caller discards the source and
+        reprioritises the target.
         """
         for lease in leases_of(source):
             _unlink(lease, source)
             # What the target's own holder wishes is newer.
             if all(other.wish.holder != lease.wish.holder for other in leases_of(target)):
                 _link(lease, target)
-        target.priority = effective_priority(target)
 
     def announce(self, pool: Pool, block: Block) -> None:
         """Tells of the leases of a block that has just entered the index."""

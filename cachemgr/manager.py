@@ -100,6 +100,11 @@ class CacheManager:
 
     # Executors
 
+    @property
+    def scheduler_came(self) -> bool:
+        """Whether blocks of an earlier manager can be believed to be written no more."""
+        return self._scheduler_came
+
     def knows_executor(self, executor_id: str, executor_epoch: int) -> bool:
         """False when a registration of this epoch should bring what the store remembers."""
         known = self._executors.get(executor_id)
@@ -128,7 +133,7 @@ class CacheManager:
             return sum(len(pool.index) for pool in known.pools)
         remembered = list(remembered)
         if remembered and not self._scheduler_came:
-            raise SchedulerFirstError("waiting for a scheduler: steps of before may still write into its blocks")
+            raise SchedulerFirstError
         if known is not None:
             lose(known)
         if not remembered:

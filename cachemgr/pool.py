@@ -8,7 +8,7 @@ from cachemgr import siblings
 from cachemgr.api import BlockView, EventKind, IndexJournal, LeaseView, PoolSpec, PoolView, RemovalCause
 from cachemgr.block import Block, EvictionOrder, Node
 from cachemgr.events import EventLog
-from cachemgr.keys import Domain, unpack
+from cachemgr.keys import TOKEN_BYTES, Domain, unpack
 from cachemgr.leases import LeaseBook, effective_priority, leases_of
 from cachemgr.records import BlockRecord, LeaseRecord
 from cachemgr.retention import Wish
@@ -105,6 +105,11 @@ class Pool:
             self.empty.append(block.slot)
             return
         self.cached += 1
+        longer = self._longer(block)
+        if longer is not None:
+            # It was the longest when it entered the index, and in use when it no longer was.
+            self._pass_on(block, longer)
+            return
         self._uses += 1
         block.recency = self._uses
         if self._is_evictable(block):
@@ -152,6 +157,7 @@ class Pool:
             if not shorter.refs:
                 self._leases.move(shorter, block)
                 self.discard(shorter, RemovalCause.COVERED)
+        block.priority = effective_priority(block)
         if not isinstance(parent, Block):
             # Discarding its last child has taken it away.
             self.bare[parent_key] = parent
@@ -215,6 +221,21 @@ class Pool:
         self.blocks = [None] * len(self.blocks)
         self.empty = deque(range(1, len(self.blocks)))
         self.used = self.cached = 0
+
+    def _longer(self, block: Block) -> Block | None:
+        """A sibling that holds all that a partly filled block does."""
+        if len(block.tokens) == self.block_size * TOKEN_BYTES or block.parent is None:
+            return None
+        return siblings.longer(block.parent, block)
+
+    def _pass_on(self, block: Block, longer: Block) -> None:
+        """Discards a cached block; a longer one takes over what is wished for it."""
+        had_leases = block.lease is not None
+        self._leases.move(block, longer)
+        self.discard(block, RemovalCause.COVERED)
+        if had_leases:
+            self.reprioritise(longer)
+            self._leases.announce(self, longer)
 
     def _is_evictable(self, block: Block) -> bool:
         return self.window is not None or block.children is None

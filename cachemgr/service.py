@@ -7,6 +7,7 @@ from typing import Any
 from google.protobuf.duration_pb2 import Duration
 
 from cachemgr import convert, paging
+from cachemgr.errors import SchedulerFirstError
 from cachemgr.feed import EventFeed
 from cachemgr.manager import CacheManager
 from cachemgr.store import IndexStore
@@ -46,7 +47,12 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
         domain = self._domain
         spec = convert.executor_spec(request)
         known = self._manager.knows_executor(spec.executor_id, spec.executor_epoch)
+        # Asked before the wait: the request tells what was written up to now, and a scheduler that comes meanwhile may
+        # have given up steps that wrote after it.
+        scheduler_came = self._manager.scheduler_came
         remembered = None if known else await domain.store.load(spec.executor_id, spec.executor_epoch)
+        if remembered and not scheduler_came:
+            raise SchedulerFirstError
         restored = self._manager.register_executor(spec, remembered or ())
         if not known and remembered is None:
             domain.store.replace(spec.executor_id, spec.executor_epoch)

@@ -69,6 +69,18 @@ def covering(node: Node, tokens: bytes) -> Block | None:
     return None
 
 
+def longer(node: Node, block: Block) -> Block | None:
+    """Another child that begins with all of this one's tokens."""
+    children = node.children
+    if not isinstance(children, list):
+        return None
+    # It would stand right behind: whatever begins with these tokens comes directly after them.
+    index = bisect_right(children, block.tokens, key=_TOKENS)
+    if index < len(children) and children[index].tokens.startswith(block.tokens):
+        return children[index]
+    return None
+
+
 def covered(node: Node, tokens: bytes) -> list[Block]:
     """Children whose tokens are a true beginning of these, longest first."""
     children = [node.children] if isinstance(node.children, Block) else node.children or []

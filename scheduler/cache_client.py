@@ -255,6 +255,7 @@ class CacheClient:
             salt=wishes.salt,
             session_id=wishes.session_id,
             request_id=candidate.request.request_id,
+            num_prompt_tokens=len(candidate.request.prompt_ids),
             retention=wishes.retention,
             no_read=wishes.no_read,
             no_store=wishes.no_store,

@@ -1,7 +1,10 @@
 """What is found again, and how much of it."""
 
-from cachemgr.api import ManagerConfig
-from tests.unit.cachemgr.world import World
+import pytest
+
+from cachemgr.api import ManagerConfig, Retention, RetentionRange
+from cachemgr.errors import InvalidField
+from tests.unit.cachemgr.world import World, wish
 
 N = list(range(9))
 
@@ -195,3 +198,32 @@ def test_blocks_that_leave_the_window_are_given_back_and_stay_findable():
     world.finish("a")
     assert world.free == 16
     world.check()
+
+
+def test_a_shorter_block_that_was_in_use_when_a_longer_one_came_goes_with_its_last_user():
+    world = World(10)
+    world.cache([1, 2, 0], session_id="s", retention=wish(80))
+    # Both copy its beginning; the first to end stores a block that covers it.
+    world.admit([1, 2, 0, 4, 5], "a")
+    world.admit([1, 2, 0, 5, 6], "b")
+    world.step(names={"a"})
+    world.confirm()
+    world.finish("a")
+    world.check()
+    world.step(names={"b"})
+    world.confirm()
+    world.check()
+    records = {block.token_ids: block for block in world.manager.records("e")}
+    assert (1, 2, 0) not in records
+    assert any(block.leases for tokens, block in records.items() if tokens[:3] == (1, 2, 0))
+
+
+def test_what_an_earlier_attempt_generated_takes_the_wish_for_the_output():
+    world = World()
+    retention = Retention((RetentionRange(0, None, 90),), 5)
+    world.cache(list(range(12)), num_prompt_tokens=4, retention=retention)
+    assert [block.leases[0].priority for block in world.manager.records("e")] == [90, 5, 5]
+    for wrong in (0, 13):
+        with pytest.raises(InvalidField) as refused:
+            world.admit(list(range(12)), num_prompt_tokens=wrong)
+        assert list(refused.value.fields) == ["num_prompt_tokens"]
