@@ -1,6 +1,6 @@
 """The cache manager: decides about every block of every executor. Synchronous, single-threaded, no clock of its own."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from cachemgr.admission import Admitter, check_id, check_length, check_request, content
@@ -8,23 +8,16 @@ from cachemgr.api import (
     Admission,
     AdmitRequest,
     BlockFilter,
-    BlockView,
-    Event,
     ExecutorSpec,
     Extension,
     Freed,
     IndexJournal,
     ManagerConfig,
     NoJournal,
-    PoolView,
-    PoolViolation,
     Purged,
-    SequenceView,
-    Snapshot,
     SyncAnswer,
     SyncRequest,
 )
-from cachemgr.check import check
 from cachemgr.errors import (
     ExecutorLeaseError,
     InvalidField,
@@ -37,7 +30,6 @@ from cachemgr.errors import (
     StaleSchedulerError,
     SyncNumberError,
     UnknownExecutorError,
-    UnknownPoolError,
     UnknownSchedulerError,
     UnknownSequenceError,
     VoidSequenceError,
@@ -55,9 +47,10 @@ from cachemgr.sequence import Sequence as LiveSequence
 from cachemgr.sequence import blocks_for
 from cachemgr.settling import settle, void
 from cachemgr.syncing import Sync
+from cachemgr.views import ManagerViews
 
 
-class CacheManager:
+class CacheManager(ManagerViews):
     """Every call is all or nothing: after an error nothing has changed."""
 
     def __init__(
@@ -193,12 +186,6 @@ class CacheManager:
                 else:
                     settle(sequence)
         return unknown
-
-    def records(self, executor_id: str) -> Iterator[BlockRecord]:
-        """Every indexed block of an executor, parents before children; nothing for an unknown one."""
-        executor = self._executors.get(executor_id)
-        for pool in executor.pools if executor is not None else ():
-            yield from pool.records()
 
     # Schedulers and sequences
 
@@ -345,32 +332,6 @@ class CacheManager:
                 lose(executor)
                 del self._executors[executor_id]
 
-    # Admin and events
-
-    def check_pool(self, pool_id: str = "") -> list[PoolViolation]:
-        """Recounts a pool, or all of them, from scratch. Raises UnknownPoolError."""
-        pools = self._selected(pool_id)
-        return [violation for executor in self._executors.values() for violation in check(executor, pools)]
-
-    def pools(self) -> list[PoolView]:
-        """All pools by name."""
-        return [pool.pool_view() for pool in self._selected("")]
-
-    def pool(self, pool_id: str) -> PoolView:
-        """One pool. Raises UnknownPoolError."""
-        return self._pool(pool_id).pool_view()
-
-    def blocks(self, pool_id: str, after_slot: int = 0) -> Iterator[BlockView]:
-        """Used and cached blocks by slot. Raises UnknownPoolError."""
-        pool = self._pool(pool_id)
-        return (pool.view(block) for block in pool.blocks[after_slot + 1 :] if block is not None)
-
-    def sequences(self, after_handle: int = 0) -> Iterator[SequenceView]:
-        """Live sequences by handle."""
-        for sequence in list(self._sequences.values()):
-            if sequence.handle > after_handle:
-                yield sequence.view()
-
     def purge(self, selected: BlockFilter, *, validate_only: bool) -> Purged:
         """Drops cached blocks with the blocks behind them. Raises InvalidField, UnknownPoolError."""
         self._now()
@@ -379,19 +340,6 @@ class CacheManager:
         if selected.max_priority is not None and not 0 <= selected.max_priority <= MAX_PRIORITY:
             raise InvalidField("filter.max_retention_priority", f"must be between 0 and {MAX_PRIORITY}")
         return purge(self._selected(selected.pool_id), selected, validate_only=validate_only)
-
-    @property
-    def last_event(self) -> int:
-        """Number of the newest event, 0 before the first."""
-        return self._events.last
-
-    def snapshot(self) -> Snapshot:
-        """The cache at `last_event`."""
-        return self._events.snapshot(change for pool in self._selected("") for change in pool.state())
-
-    def events_after(self, number: int, limit: int = 1000) -> list[Event]:
-        """Events number+1, number+2, … as many as there are. Raises EventsGoneError."""
-        return self._events.after(number, limit)
 
     # What the calls above share
 
@@ -430,20 +378,6 @@ class CacheManager:
             release(sequence, now)
         for executor in self._executors.values():
             end_tickets(executor, scheduler)
-
-    def _selected(self, pool_id: str) -> list[Pool]:
-        if pool_id:
-            return [self._pool(pool_id)]
-        return sorted(
-            (pool for executor in self._executors.values() for pool in executor.pools), key=lambda pool: pool.pool_id
-        )
-
-    def _pool(self, pool_id: str) -> Pool:
-        for executor in self._executors.values():
-            for pool in executor.pools:
-                if pool.pool_id == pool_id:
-                    return pool
-        raise UnknownPoolError(f"no pool {pool_id}", fields={"pool_id": "is not known"})
 
 
 def _unknown_executor(executor_id: str) -> UnknownExecutorError:
