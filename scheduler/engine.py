@@ -28,6 +28,7 @@ class Engine:
         self.preemptions = 0
         self.steps = 0
         self._queue = queue
+        self._arriving = 0
         self._mailbox = mailbox
         self._metrics = metrics
         # By arrival.
@@ -49,26 +50,35 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for blocks."""
-        return len(self._queue)
+        """Requests that wait for blocks, or are not tokenized yet."""
+        return len(self._queue) + self._arriving
 
-    def check_room(self, request_id: str) -> None:
-        """Raises when a request would not be taken now, so that nobody tokenizes in vain."""
+    @contextlib.contextmanager
+    def arriving(self, request_id: str) -> Iterator[None]:
+        """Counts a request as waiting while it is checked and tokenized. Raises when it would not be taken now."""
+        self._check_id(request_id)
+        if self.num_waiting >= self.max_waiting:
+            raise QueueFullError(
+                f"{self.max_waiting} requests wait already, which is the bound", retry_after=RETRY_SECONDS
+            )
+        self._arriving += 1
+        try:
+            yield
+        finally:
+            self._arriving -= 1
+
+    def _check_id(self, request_id: str) -> None:
         if self._draining:
             raise DrainingError("the scheduler is stopping")
         if request_id in self._request_ids:
             raise RequestExistsError(
                 "a running request has this request_id", fields={"request_id": "is in use by a running request"}
             )
-        if len(self._queue) >= self.max_waiting:
-            raise QueueFullError(
-                f"{self.max_waiting} requests wait already, which is the bound", retry_after=RETRY_SECONDS
-            )
 
     @contextlib.contextmanager
     def submit(self, request: Request) -> Iterator[Generation]:
-        """Queues a request. Leaving the block frees all that it held, however it ended."""
-        self.check_room(request.request_id)
+        """Queues a request that was counted as arriving. Leaving the block frees all that it held, however it ended."""
+        self._check_id(request.request_id)
         generation = self._live[request.arrival] = Generation(request, self.model)
         self._request_ids.add(request.request_id)
         self._idle.clear()

@@ -1,6 +1,9 @@
 """GenerationService: parse, ask the engine, convert."""
 
 import asyncio
+import contextlib
+import time
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import grpc
@@ -40,12 +43,11 @@ class GenerationService(rpc.GenerationServiceServicer):
     ) -> None:
         """Writes to the context instead of yielding: cancellation then always arrives inside this function."""
         engine, intake = self._ready()
-        engine.check_room(request.request_id)
         try:
             async with asyncio.timeout(context.time_remaining()):
-                accepted = await intake.accept(request)
-                log.debug("request accepted", generation=accepted.request_id, prompt_tokens=len(accepted.prompt_ids))
-                with engine.submit(accepted) as generation:
+                with engine.arriving(request.request_id):
+                    accepted = await intake.accept(request)
+                with engine.submit(accepted) as generation, _told(generation):
                     while not (chunk := await generation.next()).finish:
                         await context.write(_response(generation, chunk))
                 await context.write(_response(generation, chunk))
@@ -78,6 +80,25 @@ class GenerationService(rpc.GenerationServiceServicer):
         if self._engine is None or self._intake is None:
             raise NotReadyError("the scheduler still waits for the executor and the cache manager", retry_after=1.0)
         return self._engine, self._intake
+
+
+@contextlib.contextmanager
+def _told(generation: Generation) -> Iterator[None]:
+    """A line in the log for a request that has ended, however it did; nothing of what was said."""
+    try:
+        yield
+    finally:
+        usage = generation.usage()
+        log.info(
+            "request ended",
+            generation=generation.request.request_id,
+            finished=generation.finished,
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            output_tokens=usage.output_tokens,
+            preemptions=usage.preemptions,
+            seconds=round(time.monotonic() - generation.request.arrived_at, 3),
+        )
 
 
 def _response(generation: Generation, chunk: Chunk) -> pb.StreamGenerateResponse:

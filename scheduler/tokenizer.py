@@ -1,12 +1,16 @@
 """The model as the executor describes it: its limits, its tokenizer, its chat template."""
 
 import asyncio
+import contextlib
 from collections.abc import Mapping, Sequence
 
 from tokenizers import Tokenizer
 
 from protos.execution.v1 import execution_pb2
 from scheduler.chat import ChatTemplate
+
+# Tokenized one at a time beyond this many characters, so that short prompts find a free thread.
+LARGE_PROMPT = 65_536
 
 
 class Model:
@@ -22,6 +26,7 @@ class Model:
         # A prompt that is too long must be refused, never cut.
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
+        self._large = asyncio.Semaphore(1)
         self._chat = ChatTemplate(model.chat_template, model.special_tokens) if model.chat_template else None
 
     @property
@@ -31,12 +36,14 @@ class Model:
 
     async def encode_text(self, text: str) -> list[int]:
         """Ids of plain text, with the special tokens that the tokenizer puts around it."""
-        return await asyncio.to_thread(self._encode, text, add_special_tokens=True)
+        return await self._encode(text, add_special_tokens=True)
 
     async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Ids of a conversation; the template brings the special tokens. Raises ChatTemplateError."""
         assert self._chat is not None
-        return await asyncio.to_thread(self._encode, self._chat.render(messages), add_special_tokens=False)
+        return await self._encode(self._chat.render(messages), add_special_tokens=False)
 
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+    async def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        async with self._large if len(text) > LARGE_PROMPT else contextlib.nullcontext():
+            encoding = await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
