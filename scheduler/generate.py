@@ -53,7 +53,7 @@ def generate(
 def run(address: str, request: pb.StreamGenerateRequest, timeout: float) -> int:
     """Streams one answer; returns the exit status."""
     started = time.monotonic()
-    first = None
+    first, received = None, 0
     with open_sync_channel(address) as channel:
         stub: rpc.GenerationServiceStub = rpc.GenerationServiceStub(channel)
         call = stub.StreamGenerate(request, timeout=timeout)
@@ -61,6 +61,7 @@ def run(address: str, request: pb.StreamGenerateRequest, timeout: float) -> int:
             for response in call:
                 if response.token_ids and first is None:
                     first = time.monotonic()
+                received += len(response.token_ids)
                 typer.echo(response.text, nl=False)
                 if response.finish_reason:
                     typer.echo()
@@ -70,7 +71,9 @@ def run(address: str, request: pb.StreamGenerateRequest, timeout: float) -> int:
             typer.echo("\ncancelled", err=True)
             return INTERRUPTED
         except grpc.RpcError as error:
-            typer.echo(explain(from_rpc_error(error), address), err=True)
+            if received:
+                typer.echo()
+            typer.echo(explain(from_rpc_error(error), address, received), err=True)
             return 1
     return 0
 
@@ -85,9 +88,11 @@ def summary(usage: pb.Usage, started: float, first: float, ended: float) -> str:
     )
 
 
-def explain(error: RemoteError, address: str) -> str:
-    """One line for people."""
+def explain(error: RemoteError, address: str, received: int) -> str:
+    """One line for people. received: tokens that came before."""
     if error.code is grpc.StatusCode.UNAVAILABLE and not error.reason:
+        if received:
+            return f"error: the connection broke after {received} tokens"
         return f"error: no answer at {address}: is the stack running? make run-stack"
     if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return "error: the answer took too long (--timeout)"
