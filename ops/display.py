@@ -52,11 +52,14 @@ class Display:
             self._print(f"  {line}")
 
     def stopping(self, drain_seconds: float) -> None:
-        """The stack is about to stop."""
+        """The stack is about to stop. drain_seconds: time that running requests have, 0 when there can be none."""
         self._end_progress()
-        self._print(
-            f"\nstopping; running requests may go on for up to {drain_seconds:.0f} s, Ctrl-C again ends them at once"
-        )
+        drain = f"; running requests may go on for up to {drain_seconds:.0f} s, Ctrl-C again ends them at once"
+        self._print("\nstopping" + (drain if drain_seconds else ""))
+
+    def warn(self, what: str) -> None:
+        """Something that people should know, though the stack runs."""
+        self._print(f"warning: {what}\n")
 
     def _end_progress(self) -> None:
         if self._progress:

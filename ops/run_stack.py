@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import re
 import shlex
 import signal
 import socket
@@ -18,6 +19,7 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 from children import Child
 from display import Display
+from redis import Redis, RedisError
 from redis_child import RedisChild
 from supervisor import Service, ServiceFailedError, Supervisor
 
@@ -76,7 +78,10 @@ def load_settings(environ: Mapping[str, str]) -> Settings:
 @contextlib.contextmanager
 def locked(state_dir: Path) -> Iterator[None]:
     """Holds a state folder for this stack; the lock goes with the process. Raises StackError."""
-    state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise StackError(f"cannot make the folder for state: {error}; KVKEEP_STATE_DIR names another one") from error
     with (state_dir / "run-stack.lock").open("a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -139,6 +144,21 @@ def make_services(settings: Settings, environ: Mapping[str, str]) -> list[Servic
     ]
 
 
+def without_password(url: str) -> str:
+    """The URL as it may be shown: a terminal is often a file."""
+    return re.sub("//.*@", "//", url.partition("?")[0])
+
+
+def redis_problem(url: str) -> str:
+    """Why a Redis of the user's cannot be used now, or nothing."""
+    try:
+        with Redis.from_url(url, socket_connect_timeout=2, socket_timeout=2) as client:
+            client.ping()
+    except (RedisError, OSError, ValueError) as error:
+        return str(error) or type(error).__name__
+    return ""
+
+
 def directions(settings: Settings, redis_url: str) -> str:
     """Where everything is, and what to try first."""
     scheduler, cachemgr, executor = settings.scheduler, settings.cachemgr, settings.executor
@@ -147,7 +167,7 @@ def directions(settings: Settings, redis_url: str) -> str:
         ("cachemgr", cachemgr.cachemgr_address, cachemgr.metrics_address),
         ("  admin", cachemgr.cachemgr_admin_address, ""),
         ("executor", executor.executor_address, executor.metrics_address),
-        ("redis", redis_url, ""),
+        ("redis", without_password(redis_url), ""),
     ]
     width = max(len(address) for _, address, _ in rows)
     lines = [
@@ -185,7 +205,7 @@ def run(settings: Settings, environ: dict[str, str], display: Display) -> int:
     supervisor = Supervisor(services, display.report)
     catch_signals(stopping, supervisor)
     begin = time.monotonic()
-    status = 0
+    status, announced = 0, False
     try:
         if services:
             display.expect(services[0])
@@ -195,17 +215,18 @@ def run(settings: Settings, environ: dict[str, str], display: Display) -> int:
         for service in services[-3:]:
             display.expect(service)
             supervisor.start(service)
-        announced = False
         while not stopping.wait(TICK_SECONDS):
             supervisor.tick()
             if supervisor.all_ready and not announced:
                 announced = True
                 display.ready(time.monotonic() - begin, directions(settings, redis_url))
+                if problem := redis_problem(redis_url):
+                    display.warn(f"redis does not answer, and a restart of cachemgr loses the cache: {problem}")
     except ServiceFailedError as error:
         display.failed(str(error), error.service.process.tail())
         status = 1
     finally:
-        display.stopping(settings.scheduler.drain_seconds)
+        display.stopping(settings.scheduler.drain_seconds if announced else 0)
         supervisor.stop()
     return status
 

@@ -213,3 +213,11 @@ def test_process_that_cannot_start_shows_why(run_stack: Callable[..., RunningSta
     assert stack.wait_for_end() == 1
     assert "executor ended with status 1 before it was ready" in stack.output
     assert "nothing-here does not exist" in stack.output
+
+
+def test_a_redis_that_does_not_answer_is_told_and_its_password_is_not(run_stack: Callable[..., RunningStack]) -> None:
+    stack = run_stack(KVKEEP_REDIS_URL=f"redis://me:secret@127.0.0.1:{free_port()}/0?password=secret")
+    stack.wait_for("warning: redis does not answer")
+    stack.process.send_signal(signal.SIGINT)
+    assert stack.wait_for_end() == 0, stack.output
+    assert "secret" not in stack.output
