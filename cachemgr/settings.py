@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from protos.rpc.settings import OptionalAddress, ProcessSettings
+from protos.rpc.settings import MetricsAddress, ProcessSettings
 
 
 class CachemgrSettings(ProcessSettings):
@@ -12,7 +12,7 @@ class CachemgrSettings(ProcessSettings):
 
     process: ClassVar[str] = "cachemgr"
 
-    metrics_address: OptionalAddress = Field("", description="Where Prometheus reads metrics; empty is off.")
+    metrics_address: MetricsAddress = Field("", description="Where Prometheus reads metrics; empty is off.")
     lease_seconds: float = Field(10.0, gt=0, description="Time after which a silent executor or scheduler is gone.")
     capacity_ahead_tokens: int = Field(32, ge=0, description="Capacity that running sequences get ahead of need.")
     free_watermark: float = Field(

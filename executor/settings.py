@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from protos.rpc.settings import OptionalAddress, ProcessSettings
+from protos.rpc.settings import MetricsAddress, ProcessSettings
 
 
 class ExecutorSettings(ProcessSettings):
@@ -23,7 +23,7 @@ class ExecutorSettings(ProcessSettings):
     max_tokens: int = Field(0, ge=0, description="Tokens the pools hold at most; 0 leaves it to the memory.")
     free_memory_fraction: float = Field(0.9, gt=0, le=1, description="Share of free device memory for the pools.")
     threads: int = Field(0, ge=0, description="Threads for CPU work; 0 is one per core.")
-    metrics_address: OptionalAddress = Field("", description="Where Prometheus reads metrics; empty is off.")
+    metrics_address: MetricsAddress = Field("", description="Where Prometheus reads metrics; empty is off.")
     cache_dir: Path = Field(
         default_factory=lambda: Path("~/.cache/kvkeep").expanduser(), description="Folder for converted models."
     )

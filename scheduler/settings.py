@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from protos.rpc.settings import OptionalAddress, ProcessSettings
+from protos.rpc.settings import MetricsAddress, ProcessSettings
 
 
 class SchedulerSettings(ProcessSettings):
@@ -19,7 +19,7 @@ class SchedulerSettings(ProcessSettings):
         max_length=128,
         description="Stable name at the cache manager and the executor.",
     )
-    metrics_address: OptionalAddress = Field("", description="Where Prometheus reads metrics; empty is off.")
+    metrics_address: MetricsAddress = Field("", description="Where Prometheus reads metrics; empty is off.")
     max_batched_tokens: int = Field(
         512, ge=1, le=65536, description="Tokens per step at most: fewer make decoding smoother and prompts slower."
     )

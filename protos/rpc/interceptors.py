@@ -35,6 +35,8 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
     def __init__(self) -> None:
         self._wrapped: dict[str, Handler] = {}
         self._without_deadline: set[str] = set()
+        # Streams in both directions, which stay open as long as both sides live.
+        self._sessions: set[str] = set()
 
     async def intercept_service(
         self,
@@ -45,6 +47,8 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         method = handler_call_details.method.lstrip("/")
         if method not in self._wrapped:
             handler = await continuation(handler_call_details)
+            if handler is not None and handler.request_streaming and handler.response_streaming:
+                self._sessions.add(method)
             if handler is None:
                 return None
             self._wrapped[method] = self._wrap(handler, method)
@@ -87,7 +91,8 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
     def _begin(self, context: Any, method: str) -> None:
         # Each call runs in a task of its own, so that nothing needs to be unbound afterwards.
         structlog.contextvars.bind_contextvars(request_id=_request_id(context), method=method)
-        if context.time_remaining() is None and method not in self._without_deadline:
+        expected = method.startswith("grpc.") or method in self._sessions
+        if context.time_remaining() is None and not expected and method not in self._without_deadline:
             self._without_deadline.add(method)
             log.info("call without deadline", hint="logged once per method")
 

@@ -72,7 +72,8 @@ class Server:
             add(server)
         health = Health(services)
         health_pb2_grpc.add_HealthServicer_to_server(health, server)
-        _add_reflection(server, (*services, HEALTH_SERVICE, *REFLECTION_SERVICES))
+        # Only the version with a descriptor is announced: clients describe whatever is.
+        _add_reflection(server, (*services, HEALTH_SERVICE, REFLECTION_SERVICES[0]))
         self._listeners.append(_Listener(address, setting, server, health))
 
     def set_serving(self, serving: bool, service: str | None = None) -> None:

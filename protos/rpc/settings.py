@@ -20,11 +20,15 @@ PROCESSES = ("scheduler", "cachemgr", "executor")
 Address = Annotated[str, AfterValidator(addresses.validate)]
 
 
-def _validate_optional(address: str) -> str:
-    return addresses.validate(address) if address else address
+def _validate_metrics(address: str) -> str:
+    if address:
+        if addresses.socket_path(address) is not None:
+            raise ValueError("must be host:port")
+        addresses.split_host_port(address)
+    return address
 
 
-OptionalAddress = Annotated[str, AfterValidator(_validate_optional)]
+MetricsAddress = Annotated[str, AfterValidator(_validate_metrics)]
 
 
 def _validate_redis_url(url: str) -> str:

@@ -98,6 +98,8 @@ def test_service_is_listed_described_and_healthy(stack: Stack, service: str) -> 
     client = Grpcurl(address_of(stack, service))
     assert {service, "grpc.health.v1.Health"} <= set(client.text("list").split())
     assert set(client.text("list", service).split()) == {name.replace("/", ".") for name in methods(service)}
+    # With no name, everything that is listed must have a description.
+    assert f"{service} is a service" in client.text("describe")
     described = client.text("describe", service)
     for method in methods(service):
         assert f"rpc {method.rpartition('/')[2]} (" in described

@@ -6,12 +6,12 @@ from typing import ClassVar
 import pytest
 from pydantic import ValidationError
 
-from protos.rpc.settings import OptionalAddress, ProcessSettings, SettingsError, load
+from protos.rpc.settings import MetricsAddress, ProcessSettings, SettingsError, load
 
 
 class CachemgrSettings(ProcessSettings):
     process: ClassVar[str] = "cachemgr"
-    metrics_address: OptionalAddress = "127.0.0.1:9102"
+    metrics_address: MetricsAddress = "127.0.0.1:9102"
     lease_seconds: float = 10.0
 
 
@@ -61,6 +61,7 @@ def test_variables_of_other_processes_are_theirs() -> None:
         ("KVKEEP_CACHEMGR_ADDRESS", "localhost"),
         ("KVKEEP_CACHEMGR_ADDRESS", "unix:relative"),
         ("KVKEEP_CACHEMGR_ADDRESS", "[::1]:99999"),
+        ("KVKEEP_CACHEMGR_METRICS_ADDRESS", "unix:/tmp/x"),
         ("KVKEEP_LOG_LEVEL", "loud"),
         ("KVKEEP_REDIS_URL", "localhost:6379"),
     ],
