@@ -7,7 +7,7 @@ Gathering into a small buffer that stays in the processor's cache costs less tha
 take (a call per sequence). What is gathered, and the masks, are the same in every layer: they are made once per step.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -30,23 +30,6 @@ Blocks = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
 
 @dataclass(frozen=True)
-class Tile:
-    """Query rows computed in one call, with `columns` gathered keys for each of its sequences.
-
-    rows: [sequences * queries] int64; blocks: [sequences * columns / B] int64.
-    mask: [sequences, 1, queries, columns], 0 or -inf.
-    unseen: gathered columns that no query sees, counted through all sequences.
-    """
-
-    rows: Tensor
-    sequences: int
-    columns: int
-    blocks: Tensor
-    mask: Tensor
-    unseen: Tensor
-
-
-@dataclass(frozen=True)
 class _Span:
     """Queries of one sequence: rows [row, row + queries), the last at position `end` - 1.
 
@@ -58,6 +41,25 @@ class _Span:
     end: int
     first: int
     blocks: Blocks
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Query rows computed in one call, with `columns` gathered keys for each of its sequences.
+
+    rows: [sequences * queries] int64; blocks: [sequences * columns / B] int64.
+    mask: [sequences, 1, queries, columns], 0 or -inf.
+    unseen: gathered columns that no query sees, counted through all sequences.
+    members: whose rows they are when several share the columns.
+    """
+
+    rows: Tensor
+    sequences: int
+    columns: int
+    blocks: Tensor
+    mask: Tensor
+    unseen: Tensor
+    members: tuple[_Span, ...] = ()
 
 
 def attend(
@@ -80,7 +82,8 @@ def attend(
     scratch = batch.once(
         ("scratch", most, k_cache.dtype, k_cache.shape[1:]), lambda: k_cache.new_empty(2, most, *k_cache.shape[1:])
     )
-    for tile in tiles:
+
+    def compute(tile: Tile) -> Tensor:
         keys, values = (_gather(cache, tile, into) for cache, into in zip((k_cache, v_cache), scratch, strict=True))
         queries = tile.mask.shape[2]
         rows = query.index_select(0, tile.rows).view(tile.sequences, queries, kv_heads, group, head_dim)
@@ -100,7 +103,17 @@ def attend(
             result = _attend_explicitly(packed, keys, values, tile.mask, scale, softcap, tile_sinks)
         if queries > 1:
             result = result.permute(2, 1, 0, 3)
-        out.index_copy_(0, tile.rows, result.reshape(-1, *query.shape[1:]))
+        return result.reshape(-1, *query.shape[1:])
+
+    for tile in tiles:
+        result = compute(tile)
+        if tile.members and not bool(result.isfinite().all()):
+            # One of them has computed what is no number; 0 times that is none either, so each goes alone.
+            for span in tile.members:
+                alone = _tile([span], window, block_size, query.dtype)
+                out.index_copy_(0, alone.rows, compute(alone))
+        else:
+            out.index_copy_(0, tile.rows, result)
 
 
 def _gather(cache: Tensor, tile: Tile, into: Tensor) -> Tensor:
@@ -210,7 +223,8 @@ def _tile(group: list[_Span], window: int | None, block_size: int, dtype: torch.
         seen[rows, :split] = visible[:, :split]
         seen[rows, begin:end] = visible[:, split:]
         row, begin = rows.stop, end
-    return _make_tile(group, blocks[None], seen[None], dtype)
+    tile = _make_tile(group, blocks[None], seen[None], dtype)
+    return replace(tile, members=tuple(group)) if len(group) > 1 else tile
 
 
 def _padded_tile(group: list[_Span], window: int | None, block_size: int, dtype: torch.dtype) -> Tile:

@@ -123,3 +123,17 @@ def test_sequences_share_no_call_where_it_would_cost_more_than_it_saves() -> Non
     case = Case((1,) * 8, (100,) * 8, shared=9)
     tiles = host.plan(build(case).batch(case, "cpu"), None, case.block_size, torch.float32)
     assert [(tile.sequences, tile.columns) for tile in tiles] == [(8, 100)]
+
+
+def test_a_sequence_that_computes_no_numbers_spoils_none_that_shares_its_prefix(
+    run_on: Callable[..., torch.Tensor],
+) -> None:
+    case = Case((1, 1, 3), (90, 85, 92), shared=20)
+    problem = build(case)
+    clean = run_on(attend, case, problem)
+    problem.k_cache[problem.tables[1][-1]] = float("nan")
+    problem.v_cache[problem.tables[1][-1]] = float("inf")
+    spoiled = run_on(attend, case, problem)
+    for row in (0, 2, 3, 4):
+        torch.testing.assert_close(spoiled[row], clean[row], rtol=1e-5, atol=1e-6)
+    assert spoiled[1].isnan().any()
