@@ -73,7 +73,7 @@ class Scheduler:
         self._engine = engine
         self._cache_task = asyncio.create_task(cache.run())
         self._cache_task.add_done_callback(self._cache_ended)
-        self._start_loop(engine, epoch)
+        self._start_loop(engine, epoch, model, executor)
         await cache.registered.wait()
         self.service.attach(engine, Intake(engine.model, max_prompt_bytes=settings.max_prompt_bytes))
         log.info("ready", model=engine.model.name, max_tokens=engine.model.max_tokens)
@@ -94,7 +94,13 @@ class Scheduler:
         if self._channel is not None:
             await self._channel.close()
 
-    def _start_loop(self, engine: Engine, epoch: int) -> None:
+    def _start_loop(
+        self,
+        engine: Engine,
+        epoch: int,
+        model: execution_pb2.GetModelResponse,
+        executor: execution_pb2.GetExecutorResponse,
+    ) -> None:
         settings, loop = self._settings, asyncio.get_running_loop()
 
         def publish(report: Report) -> None:
@@ -111,7 +117,7 @@ class Scheduler:
                 log.exception("the step loop failed")
                 loop.call_soon_threadsafe(fail)
 
-        client = ExecutorClient(settings.executor_address, settings.scheduler_id, epoch)
+        client = ExecutorClient(settings.executor_address, settings.scheduler_id, epoch, model=model, executor=executor)
         steps = StepLoop(client, self._mailbox, publish, self.times, max_batched_tokens=settings.max_batched_tokens)
         # A daemon: an executor that never answers must not keep the process from ending.
         self._thread = threading.Thread(target=run, name="step-loop", daemon=True)

@@ -68,5 +68,9 @@ class ExecutorLostError(Exception):
     """The session with the executor is over; what was in flight will not be answered."""
 
 
+class ExecutorChangedError(Exception):
+    """The executor is not the one that this process was set up for: only a new process can go on."""
+
+
 class ManagerLostError(Exception):
     """The cache manager no longer knows this scheduler or its sequences."""

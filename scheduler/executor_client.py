@@ -10,7 +10,7 @@ from protos.execution.v1 import execution_pb2 as pb
 from protos.execution.v1 import execution_pb2_grpc as rpc
 from protos.rpc.channel import open_sync_channel
 from protos.rpc.errors import from_rpc_error
-from scheduler.errors import ExecutorLostError
+from scheduler.errors import ExecutorChangedError, ExecutorLostError
 
 SERVICE = "execution.v1.ExecutorService"
 CONNECT_SECONDS = 2.0
@@ -19,8 +19,19 @@ CONNECT_SECONDS = 2.0
 class ExecutorClient:
     """One session at a time. Every method is called by the step loop's thread."""
 
-    def __init__(self, address: str, scheduler_id: str, scheduler_epoch: int) -> None:
+    def __init__(
+        self,
+        address: str,
+        scheduler_id: str,
+        scheduler_epoch: int,
+        *,
+        model: pb.GetModelResponse,
+        executor: pb.GetExecutorResponse,
+    ) -> None:
+        """model, executor: as they were when everything that depends on them was set up."""
         self._address = address
+        self._model = model
+        self._executor = executor
         self._scheduler_id = scheduler_id
         self._scheduler_epoch = scheduler_epoch
         self._channel: grpc.Channel | None = None
@@ -28,7 +39,7 @@ class ExecutorClient:
         self._answers: Iterator[pb.StreamStepsResponse] = iter(())
 
     def open(self) -> int:
-        """Opens a session; returns the number of its first step. Raises ExecutorLostError.
+        """Opens a session; returns the number of its first step. Raises ExecutorLostError, ExecutorChangedError.
 
         Only an executor that says it is serving has announced its pools: blocks admitted before that would belong to
         the memory of the process before it.
@@ -43,15 +54,20 @@ class ExecutorClient:
             if health.status != health_pb2.HealthCheckResponse.SERVING:
                 raise ExecutorLostError("the executor is not serving yet")
             stub: rpc.ExecutorServiceStub = rpc.ExecutorServiceStub(self._channel)
-            epoch = stub.GetExecutor(pb.GetExecutorRequest(), timeout=CONNECT_SECONDS).executor_epoch
+            executor = stub.GetExecutor(pb.GetExecutorRequest(), timeout=CONNECT_SECONDS)
+            model = stub.GetModel(pb.GetModelRequest(), timeout=CONNECT_SECONDS)
         except grpc.RpcError as error:
             raise ExecutorLostError(str(from_rpc_error(error))) from error
+        if model != self._model or not self._fits(executor):
+            raise ExecutorChangedError("the executor came back with another model or other pools")
         requests = self._requests
         self._answers = iter(stub.StreamSteps(iter(requests.get, None)))
         requests.put(
             pb.StreamStepsRequest(
                 open=pb.OpenSession(
-                    scheduler_id=self._scheduler_id, scheduler_epoch=self._scheduler_epoch, executor_epoch=epoch
+                    scheduler_id=self._scheduler_id,
+                    scheduler_epoch=self._scheduler_epoch,
+                    executor_epoch=executor.executor_epoch,
                 )
             )
         )
@@ -71,6 +87,14 @@ class ExecutorClient:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
+
+    def _fits(self, executor: pb.GetExecutorResponse) -> bool:
+        """Whether block tables mean what they did, and what was promised to callers still has room."""
+        known = self._executor
+        return (
+            (executor.executor_id, executor.block_size, executor.num_groups)
+            == (known.executor_id, known.block_size, known.num_groups)
+        ) and executor.max_tokens >= known.max_tokens
 
     def _next(self) -> pb.StreamStepsResponse:
         try:

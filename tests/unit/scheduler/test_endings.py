@@ -76,6 +76,8 @@ async def test_beyond_the_bound_of_the_queue_requests_are_refused_with_a_time_to
         stack.executor.gate.clear()
         tasks = [asyncio.create_task(run(stack, request([1], 2)))]
         await stack.manager.admitted(1)
+        # The answer to it is on its way.
+        await waiting(stack, 0)
         tasks += [asyncio.create_task(run(stack, request([i], 2))) for i in range(2, 4)]
         await waiting(stack, 2)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -123,6 +125,17 @@ async def test_an_executor_that_starts_again_fails_no_request(run_stack: StackFa
         for prompt, task in zip(prompts, tasks, strict=True):
             assert (await task).token_ids == stack.executor.expected(prompt, 70)
         assert stack.executor.sessions == 2
+
+
+@pytest.mark.parametrize("change", [{"max_tokens": 80}, {"block_size": 8}, {"vocab_size": 9}])
+async def test_an_executor_that_comes_back_as_another_one_ends_the_scheduler(
+    run_stack: StackFactory, change: dict[str, int]
+) -> None:
+    async with run_stack() as stack:
+        for name, value in change.items():
+            setattr(stack.executor, name, value)
+        stack.executor.restart()
+        await asyncio.wait_for(stack.scheduler.failed.wait(), 20)
 
 
 async def test_random_traffic_leaves_nothing_behind(run_stack: StackFactory) -> None:
