@@ -16,7 +16,7 @@ from tests.unit.scheduler.test_generation import prompt_of, request, run
 
 async def waiting(stack: Stack, count: int) -> None:
     """Until so many requests wait for blocks."""
-    while (await stack.stub.GetLoads(pb.GetLoadsRequest())).waiting_requests < count:
+    while (await stack.stub.GetLoads(pb.GetLoadsRequest())).waiting_requests != count:
         pass
 
 
