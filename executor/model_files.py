@@ -69,7 +69,12 @@ def _converted_default(cache_dir: Path, progress: Progress) -> Path:
     target = cache_dir / "models" / f"{DEFAULT_NAME}-{digest}"
     if target.is_dir():
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ModelError(
+            f"cannot make the folder for the converted model: {error}; KVKEEP_EXECUTOR_CACHE_DIR names another one"
+        ) from error
     with tempfile.TemporaryDirectory(prefix=".converting-", dir=target.parent) as scratch:
         converted = Path(scratch, "model")
         _convert(gguf, converted, progress)

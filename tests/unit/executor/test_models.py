@@ -115,3 +115,9 @@ def test_a_wrong_model_ends_the_process_with_one_line(tmp_path: Path) -> None:
     assert ended.returncode == 1
     assert ended.stderr.strip().splitlines()[-1].startswith("executor: the model /no/such/model does not exist")
     assert "Traceback" not in ended.stderr
+
+
+def test_a_cache_folder_that_cannot_be_made_is_named_with_its_setting(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelError, match="KVKEEP_EXECUTOR_CACHE_DIR"):
+        find("", tmp_path / "file" / "cache")
