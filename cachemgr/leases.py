@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
-from cachemgr.api import EventKind, LeaseView, RemovalCause
+from cachemgr.api import BlockView, EventKind, LeaseView, RemovalCause
 from cachemgr.retention import DEFAULT_PRIORITY, Wish
 
 if TYPE_CHECKING:
@@ -117,17 +117,17 @@ class LeaseBook:
 
     def announce(self, pool: Pool, block: Block) -> None:
         """Tells of the leases of a block that has just entered the index."""
+        view = pool.view(block)
         for lease in leases_of(block):
-            self._events.add(EventKind.LEASE_GRANTED, pool.view(block), lease=self.view(lease))
+            self._events.add(EventKind.LEASE_GRANTED, view, lease=self.view(lease))
 
     def forget(self, block: Block) -> None:
         """Ends all leases of a block that never entered the index; nobody has heard of them."""
         for lease in leases_of(block):
             _unlink(lease, block)
 
-    def break_all(self, pool: Pool, block: Block, cause: RemovalCause) -> None:
-        """Ends all leases of a block that leaves the index."""
-        view = pool.view(block)
+    def break_all(self, block: Block, view: BlockView, cause: RemovalCause) -> None:
+        """Ends all leases of a block that leaves the index, `view` being how it was seen last."""
         for lease in leases_of(block):
             self._events.add(EventKind.LEASE_BROKEN, view, cause, self.view(lease))
             _unlink(lease, block)

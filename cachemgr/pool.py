@@ -100,7 +100,8 @@ class Pool:
             return
         self.used -= 1
         if block.parent is None:
-            self._leases.forget(block)
+            if block.lease is not None:
+                self._leases.forget(block)
             self.blocks[block.slot] = None
             self.empty.append(block.slot)
             return
@@ -157,7 +158,7 @@ class Pool:
             if not shorter.refs:
                 self._leases.move(shorter, block)
                 self.discard(shorter, RemovalCause.COVERED)
-        block.priority = effective_priority(block)
+                block.priority = effective_priority(block)
         if not isinstance(parent, Block):
             # Discarding its last child has taken it away.
             self.bare[parent_key] = parent
@@ -171,7 +172,8 @@ class Pool:
                 child.parent = block
         self.index[key] = block
         self._events.add(EventKind.STORED, self.view(block))
-        self._leases.announce(self, block)
+        if block.lease is not None:
+            self._leases.announce(self, block)
 
     def discard(self, block: Block, cause: RemovalCause) -> None:
         """Takes a block out of the index; an unreferenced one becomes empty. With full attention it has no child."""
@@ -213,7 +215,8 @@ class Pool:
         """The device memory is gone: every slot is empty. The journal keeps what may come back with the same epoch."""
         for block in self.index.values():
             view = self.view(block)
-            self._leases.break_all(self, block, RemovalCause.EXECUTOR_LOST)
+            if block.lease is not None:
+                self._leases.break_all(block, view, RemovalCause.EXECUTOR_LOST)
             self._events.add(EventKind.REMOVED, view, RemovalCause.EXECUTOR_LOST)
         for table in (self.index, self.bare, self.pending):
             table.clear()
@@ -243,7 +246,7 @@ class Pool:
     def _unlink(self, block: Block, cause: RemovalCause) -> None:
         view = self.view(block)
         if block.lease is not None:
-            self._leases.break_all(self, block, cause)
+            self._leases.break_all(block, view, cause)
         parent = block.parent
         assert parent is not None
         siblings.remove(parent, block)
