@@ -1,10 +1,16 @@
-"""Starts the cache manager: `python -m cachemgr`. Its settings are KVKEEP_ variables."""
+"""Starts the cache manager: `python -m cachemgr`; `python -m cachemgr replay FILE` runs an operation log again.
+
+Its settings are KVKEEP_ variables.
+"""
 
 import asyncio
 import os
 import sys
+from pathlib import Path
 
+from cachemgr import replay
 from cachemgr.embedded_redis import EmbeddedRedis, EmbeddedRedisError
+from cachemgr.oplog import OperationLogError
 from cachemgr.process import CacheManagerProcess
 from cachemgr.settings import CachemgrSettings
 from protos.rpc import logs
@@ -13,7 +19,20 @@ from protos.rpc.settings import load
 
 
 def main() -> None:
-    """Runs until SIGTERM or Ctrl-C."""
+    """Runs until SIGTERM or Ctrl-C, or replays a log and ends."""
+    match sys.argv[1:]:
+        case []:
+            _serve()
+        case ["replay", file]:
+            try:
+                sys.stdout.write(replay.report(Path(file)) + "\n")
+            except (OperationLogError, OSError) as error:
+                sys.exit(f"cachemgr: {error}")
+        case _:
+            sys.exit("usage: python -m cachemgr [replay FILE]")
+
+
+def _serve() -> None:
     settings = load(CachemgrSettings, os.environ)
     logs.configure("cachemgr", settings.log_level)
     embedded: EmbeddedRedis | None = None
@@ -21,7 +40,7 @@ def main() -> None:
         if not settings.redis_url:
             embedded = EmbeddedRedis.start(settings.state_dir)
         asyncio.run(_run(settings, embedded))
-    except (AddressError, EmbeddedRedisError) as error:
+    except (AddressError, EmbeddedRedisError, FileExistsError) as error:
         sys.exit(f"cachemgr: {error}")
     finally:
         if embedded is not None:

@@ -6,28 +6,20 @@ from array import array
 from collections.abc import Callable
 from hashlib import sha256
 
-from cachemgr import matching, retention
-from cachemgr.api import Admission, AdmitRequest, ManagerConfig
+from cachemgr import estimates, hints, matching, retention
+from cachemgr.admin_api import PredictedEviction, Preview
+from cachemgr.api import Admission, AdmitRequest, ManagerConfig, Receipt, Retention
 from cachemgr.block import Block
 from cachemgr.errors import InvalidField, SequenceTooLongError
 from cachemgr.keys import pack, packed_bytes
-from cachemgr.matching import Match
+from cachemgr.matching import Match, Partial
 from cachemgr.pool import Pool
 from cachemgr.registry import Executor, Scheduler
 from cachemgr.retention import REQUEST, SESSION, Wishes
-from cachemgr.sequence import Sequence, blocks_for
+from cachemgr.rules import RuleBook
+from cachemgr.sequence import GroupTable, Sequence, blocks_for
 from cachemgr.settling import promise
-from cachemgr.transfers import Ticket
-
-MAX_ID_BYTES = 256
-
-
-def check_id(field: str, value: str) -> None:
-    """Raises InvalidField for an id that is empty or too long."""
-    if not value:
-        raise InvalidField(field, "must not be empty")
-    if len(value.encode()) > MAX_ID_BYTES:
-        raise InvalidField(field, f"must be at most {MAX_ID_BYTES} bytes")
+from cachemgr.validation import check_extra_keys, check_id
 
 
 def check_request(request: AdmitRequest) -> array[int]:
@@ -39,7 +31,7 @@ def check_request(request: AdmitRequest) -> array[int]:
         raise InvalidField("salt", "must not be empty; leave it out for none")
     if request.adapter_id is not None and not 0 <= request.adapter_id < 1 << 64:
         raise InvalidField("adapter_id", "must fit into 64 bits")
-    for field in ("session_id", "request_id"):
+    for field in ("session_id", "request_id", "tenant_id"):
         value = getattr(request, field)
         if value is not None:
             check_id(field, value)
@@ -47,6 +39,9 @@ def check_request(request: AdmitRequest) -> array[int]:
     if prompt is not None and not 1 <= prompt <= len(request.token_ids):
         raise InvalidField("num_prompt_tokens", f"must be from 1 to the {len(request.token_ids)} tokens known")
     retention.check(request.retention)
+    if request.hints is not None:
+        hints.check("hints", request.hints)
+    check_extra_keys("extra_keys", request.extra_keys, len(request.token_ids))
     try:
         return pack(request.token_ids)
     except (OverflowError, TypeError) as error:
@@ -61,15 +56,18 @@ def content(request: AdmitRequest, tokens: array[int]) -> object:
         sha256(packed_bytes(tokens)).digest(),
         request.salt,
         request.adapter_id,
-        _holder(request),
+        holder(request),
         request.num_prompt_tokens,
         request.retention,
+        request.tenant_id,
+        request.extra_keys,
+        repr(request.hints),
         request.no_read,
         request.no_store,
     )
 
 
-def _holder(request: AdmitRequest) -> str:
+def holder(request: AdmitRequest) -> str:
     """Whose wishes they are."""
     if request.session_id is not None:
         return SESSION + request.session_id
@@ -78,12 +76,12 @@ def _holder(request: AdmitRequest) -> str:
 
 def watermark(pool: Pool, config: ManagerConfig) -> int:
     """Blocks of a pool that are left free for sequences that run already."""
-    return int(pool.spec.num_blocks * config.free_watermark)
+    return int(pool.device.total * config.free_watermark)
 
 
 def check_length(executor: Executor, tokens: int, field: str) -> None:
     """Raises SequenceTooLongError when so many tokens can never fit."""
-    blocks = min(pool.spec.num_blocks for pool in executor.pools)
+    blocks = min(pool.device.total for pool in executor.pools)
     if blocks_for(tokens, executor.block_size) > blocks:
         text = f"{tokens} tokens do not fit into {blocks} blocks of {executor.block_size}"
         raise SequenceTooLongError(text, fields={field: f"must be at most {blocks * executor.block_size} tokens"})
@@ -92,28 +90,37 @@ def check_length(executor: Executor, tokens: int, field: str) -> None:
 class Admitter:
     """Takes blocks for sequences. Numbers come from `next_number`, which never gives one twice."""
 
-    def __init__(self, config: ManagerConfig, next_number: Callable[[], int]) -> None:
+    def __init__(self, config: ManagerConfig, rules: RuleBook, next_number: Callable[[], int]) -> None:
         self._config = config
+        self._rules = rules
         self._next_number = next_number
 
     def admit(
-        self, request: AdmitRequest, tokens: array[int], scheduler: Scheduler, executor: Executor
+        self, request: AdmitRequest, tokens: array[int], scheduler: Scheduler, executor: Executor, now: float
     ) -> tuple[Sequence | None, int]:
         """The sequence with its blocks, or None and how many blocks are missing, with nothing changed."""
         check_length(executor, len(tokens), "token_ids")
-        domain = executor.domain(request.salt, request.adapter_id)
-        wishes = Wishes(request.retention, request.num_prompt_tokens or len(tokens), _holder(request))
-        sequence = Sequence(request.sequence_id, 0, scheduler, executor, tokens, domain, wishes, request.no_store)
+        domain = executor.domain(request.salt, request.adapter_id, request.tenant_id, request.session_id)
+        rules = self._rules.for_request(request)
+        no_store = request.no_store or any(rule.spec.action.no_store for rule in rules)
+        prompt = request.num_prompt_tokens or len(tokens)
+        wished = request.retention
+        if request.hints is not None and wished == Retention():
+            wished = hints.as_retention(request.hints)
+        wishes = Wishes(wished, prompt, holder(request), rules, self._config)
+        sequence = Sequence(
+            request.sequence_id,
+            0,
+            scheduler,
+            executor,
+            tokens,
+            domain,
+            wishes,
+            no_store,
+            request.extra_keys,
+        )
         needed = blocks_for(len(tokens), executor.block_size)
-        if request.no_read:
-            match = matching.nothing(sequence)
-        else:
-            match = matching.find(sequence, partial=self._config.partial_reuse)
-        short = self._missing(executor, match, needed)
-        if short and match.num_copied:
-            # The source of a copy is kept besides the block that it is copied to.
-            match = matching.find(sequence, partial=False)
-            short = self._missing(executor, match, needed)
+        match, short = self._match(sequence, needed, no_read=request.no_read)
         if short:
             return None, short
         sequence.handle = self._next_number()
@@ -121,23 +128,70 @@ class Admitter:
         self._claim(sequence, match, needed)
         for pool in executor.pools:
             if not request.no_read:
-                pool.queried_tokens += len(tokens)
-                pool.hit_tokens += match.tokens
+                pool.tokens.add(now, request.salt, len(tokens), match.tokens)
         promise(sequence)
         scheduler.executors.add(executor.executor_id)
         wait_for = 0 if match.writer is None else match.writer.handle
-        sequence.admission = self._answer(sequence, wait_for)
+        receipts = wishes.receipts(wished, executor.block_size, no_store=no_store, config=self._config)
+        sequence.admission = self._answer(sequence, wait_for, tuple(receipts))
         return sequence, 0
 
-    def _missing(self, executor: Executor, match: Match, needed: int) -> int:
+    def preview(
+        self, request: AdmitRequest, tokens: array[int], scheduler: Scheduler, executor: Executor, max_new_tokens: int
+    ) -> Preview:
+        """What `admit` would do now."""
+        check_length(executor, len(tokens) + max_new_tokens, "max_new_tokens")
+        domain = executor.domain(request.salt, request.adapter_id, request.tenant_id, request.session_id)
+        wishes = Wishes(request.retention, request.num_prompt_tokens or len(tokens), holder(request))
+        sequence = Sequence("", 0, scheduler, executor, tokens, domain, wishes, True, request.extra_keys)
+        needed = blocks_for(len(tokens), executor.block_size)
+        match, short = self._match(sequence, needed, no_read=request.no_read)
+        evicted: list[PredictedEviction] = []
+        for group, pool in enumerate(executor.pools):
+            blocks, sources = match.blocks[group], match.sources[group : group + 1]
+            claimed = {block for block in (*blocks, *sources) if block is not None}
+            evicted += estimates.evictions(pool, claimed, self._fresh(pool, match, group, needed))
+        return Preview(
+            not short,
+            short,
+            match.tokens,
+            estimates.before_admission(sequence, match, max_new_tokens),
+            [] if short else evicted,
+        )
+
+    @staticmethod
+    def _fresh(pool: Pool, match: Match, group: int, needed: int) -> int:
+        """Blocks of a group that are taken besides those that are there."""
+        blocks, sources = match.blocks[group], match.sources[group : group + 1]
+        fetched = sum(block is not None and not pool.is_on_device(block) for block in blocks)
+        return needed - len(blocks) + fetched - (match.in_place and bool(sources))
+
+    def _match(self, sequence: Sequence, needed: int, *, no_read: bool) -> tuple[Match, int]:
+        """What the sequence uses of what is there, and how many blocks are missing for it."""
+        if no_read:
+            match = matching.nothing(sequence)
+            return match, self._missing(sequence, match, needed)
+        ways = [Partial.TAKE_OVER, Partial.NONE] if self._config.partial_reuse else [Partial.NONE]
+        if self._config.partial_reuse and self._config.copy_on_partial_reuse:
+            ways.insert(0, Partial.COPY)
+        for way in ways:
+            # The source of a copy is kept besides the block that it is copied to: without room it is taken over.
+            match = matching.find(sequence, way)
+            short = self._missing(sequence, match, needed)
+            if not short or (way is Partial.COPY and not match.num_copied):
+                break
+        return match, short
+
+    def _missing(self, sequence: Sequence, match: Match, needed: int) -> int:
+        executor, account = sequence.executor, sequence.domain.account
         short = 0
         for group, pool in enumerate(executor.pools):
-            claimed = {block for block in match.blocks[group] if block is not None and not block.refs}
-            if match.sources and not match.sources[group].refs:
-                claimed.add(match.sources[group])
+            blocks, sources = match.blocks[group], match.sources[group : group + 1]
+            here = [block for block in (*blocks, *sources) if block is not None and pool.is_on_device(block)]
+            claimed = {block for block in here if not block.refs}
             keep = watermark(pool, self._config) if executor.sequences else 0
-            fresh = needed - len(match.blocks[group])
-            short += max(0, fresh + keep - (pool.free - len(claimed)))
+            fresh = self._fresh(pool, match, group, needed)
+            short += max(0, fresh + keep - (pool.device.free_for(account) - len(claimed)))
         return short
 
     def _claim(self, sequence: Sequence, match: Match, needed: int) -> None:
@@ -149,25 +203,43 @@ class Admitter:
                 if block is not None:
                     table.pool.retain(block)
                     table.pool.grant(block, sequence.wishes.at(place * size))
-            table.blocks = blocks
+        for source, table in zip(match.sources, sequence.tables, strict=False):
+            table.pool.retain(source)
+        for table, blocks in zip(sequence.tables, match.blocks, strict=True):
+            self._fetch(sequence, table, blocks)
             settled = [block is None or block.writer is None for block in blocks]
             table.settled = len(blocks) if all(settled) else settled.index(False)
             table.first = next((place for place, block in enumerate(blocks) if block is not None), len(blocks))
-        self._copy(sequence, match.sources, match.num_copied)
+        if match.in_place:
+            for source, table in zip(match.sources, sequence.tables, strict=True):
+                table.pool.take_over(source, sequence)
+                table.pool.drop(source)
+                table.blocks.append(source)
+        else:
+            self._copy(sequence, match.sources, match.num_copied)
         self.grow(sequence, needed)
-        spare = min(table.pool.free - watermark(table.pool, self._config) for table in sequence.tables)
+        account = sequence.domain.account
+        spare = min(
+            table.pool.device.free_for(account) - watermark(table.pool, self._config) for table in sequence.tables
+        )
         self.grow(sequence, min(ahead, needed + max(0, spare)))
         sequence.computed = sequence.cached_tokens = match.tokens
         sequence.depend_on_writers()
 
+    def _fetch(self, sequence: Sequence, table: GroupTable, blocks: list[Block | None]) -> None:
+        """Makes the matched blocks the table; those in lower tiers are copied to the device first."""
+        pool, table.blocks = table.pool, blocks
+        for place, block in enumerate(blocks):
+            if block is not None and not pool.is_on_device(block):
+                target = blocks[place] = pool.take(sequence)
+                sequence.executor.copies.fill(sequence, pool, block, target, place, 0)
+
     def _copy(self, sequence: Sequence, sources: list[Block], num_tokens: int) -> None:
-        """Appends a block to each table that begins with a copy. A source is reserved before its target is taken."""
-        if not num_tokens:
-            return
-        for table, source in zip(sequence.tables, sources, strict=True):
-            table.pool.retain(source)
+        """Appends a block to each table that begins with a copy of a source, whose reference passes to the copy."""
+        for table, source in zip(sequence.tables, sources, strict=False):
             target = table.pool.take(sequence)
-            Ticket(self._next_number(), table.pool, source, target, num_tokens, len(table.blocks), sequence)
+            place = len(table.blocks)
+            sequence.executor.copies.fill(sequence, table.pool, source, target, place, num_tokens)
             table.blocks.append(target)
 
     def grow(self, sequence: Sequence, num_blocks: int) -> None:
@@ -182,7 +254,8 @@ class Admitter:
         size = executor.block_size
         full, copied = divmod(parent.computed, size)
         needed = blocks_for(len(parent.tokens), size)
-        short = sum(max(0, needed - full - table.pool.free) for table in parent.tables)
+        account = parent.domain.account
+        short = sum(max(0, needed - full - table.pool.device.free_for(account)) for table in parent.tables)
         if short:
             return None, short
         child = Sequence(
@@ -194,6 +267,7 @@ class Admitter:
             parent.domain,
             parent.wishes,
             parent.no_store,
+            parent.extra_keys,
         )
         child.content = ("fork", parent.sequence_id)
         child.step = parent.step
@@ -208,6 +282,7 @@ class Admitter:
             if copied:
                 source = theirs.blocks[full]
                 assert source is not None
+                mine.pool.retain(source)
                 sources.append(source)
         self._copy(child, sources, copied)
         self.grow(child, needed)
@@ -216,8 +291,7 @@ class Admitter:
         return child, 0
 
     @staticmethod
-    def _answer(sequence: Sequence, wait_for: int) -> Admission:
-        tickets = sorted(sequence.tickets, key=lambda ticket: ticket.number)
+    def _answer(sequence: Sequence, wait_for: int, receipts: tuple[Receipt, ...] = ()) -> Admission:
         return Admission(
             admitted=True,
             sequence_handle=sequence.handle,
@@ -225,5 +299,6 @@ class Admitter:
             wait_for_handle=wait_for,
             capacity_tokens=sequence.capacity,
             block_tables=sequence.slots(),
-            transfers=tuple([ticket.transfer for ticket in tickets]),
+            transfers=sequence.take_transfers(),
+            receipts=receipts,
         )

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    from cachemgr.admin_api import HintAnswer, Hints
+    from cachemgr.keys import Domain
     from cachemgr.records import BlockRecord
 
 
@@ -46,8 +48,27 @@ class ManagerConfig:
     # Share of a pool that capacity ahead and admissions leave free.
     free_watermark: float = 0.01
     partial_reuse: bool = True
+    # Blocks of a lower priority are dropped rather than moved to a lower tier.
+    secondary_offload_min_priority: int = 35
+    # Blocks lost that are remembered, to say why they are missing.
+    lost_blocks: int = 20_000
+    # Whether the beginning of a longer block is copied; else such a block is taken over when nobody uses it.
+    copy_on_partial_reuse: bool = True
+    # What a wish is granted at most; 0 seconds for no bound.
+    max_retention_priority: int = 100
+    max_retention_seconds: float = 0.0
+    # Share of a pool that pins may keep.
+    pin_budget: float = 0.1
     # Events that a consumer may be behind.
     event_history: int = 100_000
+
+
+class TierKind(enum.IntEnum):
+    """Where a block's bytes are, fastest first."""
+
+    DEVICE = 0
+    HOST = 1
+    DISK = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +83,8 @@ class PoolSpec:
     head_dim: int = 1
     dtype: str = "float32"
     block_bytes: int = 0
+    host_blocks: int = 0
+    disk_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +98,7 @@ class ExecutorSpec:
     block_size: int
     pools: Sequence[PoolSpec]
     last_write_steps: Sequence[Sequence[int]] = ()
+    memory_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +120,33 @@ class Retention:
     decode_duration: float | None = None
 
 
+class ExtraKey(NamedTuple):
+    """Content that is no token, for which the tokens in [start, start + length) stand."""
+
+    start: int
+    length: int
+    digest: bytes
+
+
+class Outcome(enum.IntEnum):
+    """What became of a wish; numbers as in the message."""
+
+    GRANTED = 1
+    CLIPPED = 2
+    REJECTED = 3
+
+
+class Receipt(NamedTuple):
+    """Answer to one wish: what was granted instead, or why nothing."""
+
+    wish: str
+    outcome: Outcome
+    reason: str = ""
+    priority: int = 0
+    duration: float | None = None
+    num_blocks: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class AdmitRequest:
     """A sequence that wants its blocks."""
@@ -110,7 +161,10 @@ class AdmitRequest:
     session_id: str | None = None
     request_id: str | None = None
     num_prompt_tokens: int | None = None
+    tenant_id: str | None = None
+    extra_keys: tuple[ExtraKey, ...] = ()
     retention: Retention = field(default_factory=Retention)
+    hints: Hints | None = None
     no_read: bool = False
     no_store: bool = False
 
@@ -125,7 +179,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A ticket for one copy within a group's device pool."""
+    """A ticket for one copy within a group, or, with source slot 0, for overwriting the target with zeros."""
 
     ticket: int
     group: int
@@ -133,6 +187,8 @@ class Transfer:
     target_slot: int
     num_tokens: int
     num_bytes: int
+    source_tier: TierKind = TierKind.DEVICE
+    target_tier: TierKind = TierKind.DEVICE
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +203,8 @@ class Admission:
     capacity_tokens: int = 0
     block_tables: tuple[Table, ...] = ()
     transfers: tuple[Transfer, ...] = ()
+    receipts: tuple[Receipt, ...] = ()
+    hint_answers: tuple[HintAnswer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +238,7 @@ class SyncAnswer:
     unknown_handles: list[int] = field(default_factory=list)
     blocks_short: int = 0
     free_blocks: int = 0
+    transfers: list[Transfer] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +249,7 @@ class Extension:
     blocks_short: int
     new_blocks: tuple[Table, ...]
     capacity_tokens: int
+    transfers: tuple[Transfer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,24 +275,43 @@ class PoolView:
     evicted_blocks: int
     queried_tokens: int
     hit_tokens: int
+    lower_tiers: tuple[TierUsage, ...] = ()
+    etag: str = ""
+
+
+class TierUsage(NamedTuple):
+    """Slots of one tier, as in the pool that it belongs to."""
+
+    tier: TierKind
+    total_blocks: int
+    free_blocks: int
+    used_blocks: int
+    cached_blocks: int
 
 
 class BlockView(NamedTuple):
-    """A block as seen from outside. Keys are empty where there is none."""
+    """A block as seen from outside. Keys and tokens, packed, are empty where there are none."""
 
     pool_id: str
     slot: int
     key: bytes
     parent_key: bytes
-    num_tokens: int
+    tokens: bytes
     references: int
     priority: int
     depth: int
+    tier: TierKind = TierKind.DEVICE
+    domain: Domain | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens it holds."""
+        return len(self.tokens) // 4
 
     @classmethod
     def of_pool(cls, pool_id: str) -> BlockView:
         """What an event about a pool carries."""
-        return cls(pool_id, 0, b"", b"", 0, 0, 0, 0)
+        return cls(pool_id, 0, b"", b"", b"", 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,32 +327,7 @@ class SequenceView:
     cached_tokens: int
     capacity_tokens: int
     num_blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class PoolViolation:
-    """One contradiction; slot 0 when it is about the pool."""
-
-    pool_id: str
-    slot: int
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class BlockFilter:
-    """Selects cached blocks; what is set must all match."""
-
-    pool_id: str = ""
-    salt: str | None = None
-    max_priority: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Purged:
-    """What a purge dropped or would drop, and matching blocks that stay because they are in use."""
-
-    purged_blocks: int
-    used_blocks: int
+    domain: Domain | None = None
 
 
 class EventKind(enum.IntEnum):
@@ -297,6 +351,12 @@ class RemovalCause(enum.IntEnum):
     EXECUTOR_LOST = 3
     COVERED = 4
     TRUNCATED = 5
+    FORGOTTEN = 6
+    TAKEN_OVER = 7
+    COPY_FAILED = 8
+    PARENT_LOST = 9
+    POOL_SHRUNK = 10
+    RULE_CHANGED = 11
 
 
 class LeaseView(NamedTuple):
@@ -318,6 +378,7 @@ class Event(NamedTuple):
     block: BlockView
     cause: RemovalCause = RemovalCause.NONE
     lease: LeaseView | None = None
+    for_sequence_id: str = ""
 
 
 class Snapshot(NamedTuple):

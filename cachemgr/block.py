@@ -38,6 +38,7 @@ class Block(Node):
         "depth",
         "domain",
         "lease",
+        "near",
         "newer",
         "older",
         "parent",
@@ -65,6 +66,8 @@ class Block(Node):
         self.priority = DEFAULT_PRIORITY
         self.lease: Lease | None = None
         self.stored_step = 0
+        # Children in its own tier, with full attention.
+        self.near = 0
         self.recency = 0
         self.older: Block | None = None
         self.newer: Block | None = None
@@ -106,6 +109,11 @@ class EvictionOrder:
         """The block to lose next."""
         bits = self._bits
         return self._rings[(bits & -bits).bit_length() - 1].first() if bits else None
+
+    @property
+    def size(self) -> int:
+        """Blocks in it."""
+        return sum(ring.size for ring in self._rings)
 
     def rings(self) -> Iterator[tuple[int, bool, list[Block]]]:
         """Priority, its bit and its blocks, oldest first; for checks."""

@@ -4,12 +4,13 @@ from collections import Counter
 from collections.abc import Iterator
 
 from cachemgr import siblings
-from cachemgr.api import PoolViolation
+from cachemgr.admin_api import PoolViolation
 from cachemgr.block import Block
 from cachemgr.keys import child_key
 from cachemgr.leases import effective_priority, leases_of
 from cachemgr.pool import Pool
 from cachemgr.registry import Executor
+from cachemgr.tiers import account_of
 
 
 def check(executor: Executor, pools: list[Pool]) -> list[PoolViolation]:
@@ -51,7 +52,7 @@ class _Check:
         for block in expected:
             self._report(False, block.slot, "is referred to and not in the pool")
         for hold in self._executor.holds:
-            self._report(bool(hold.owners), 0, "a hold has no owner")
+            self._report(bool(hold.owners) and hold.name != "", 0, "a hold has no owner")
 
     def _expected_references(self) -> Iterator[Block]:
         for sequence in self._executor.sequences.values():
@@ -62,34 +63,49 @@ class _Check:
             yield from (block for pool, block in hold.blocks if pool is self._pool)
         for ticket in self._executor.tickets.values():
             if ticket.pool is self._pool:
-                yield from (ticket.source, ticket.target, *ticket.anchors)
+                yield from (ticket.target, *ticket.anchors)
+                if ticket.source is not None and ticket.holds_source:
+                    yield ticket.source
 
     def _counters(self) -> None:
         pool = self._pool
-        total = pool.spec.num_blocks
-        used = sum(block.refs > 0 for block in self._blocks)
-        cached = len(self._blocks) - used
-        self._report(pool.used == used, 0, f"counts {pool.used} used blocks, {used} are")
-        self._report(pool.cached == cached, 0, f"counts {pool.cached} cached blocks, {cached} are")
-        self._report(len(pool.empty) + used + cached == total, 0, "empty, cached and used blocks are not all blocks")
-        slots = sorted([*pool.empty, *(block.slot for block in self._blocks)])
-        self._report(slots == list(range(1, total + 1)), 0, "a slot is lost or has two states")
-        for slot, block in enumerate(pool.blocks):
+        for tier in pool.tiers:
+            mine = [block for block in self._blocks if pool.tier_of(block) is tier]
+            used = sum(block.refs > 0 for block in mine)
+            cached = len(mine) - used
+            name = tier.kind.name.lower()
+            self._report(tier.used == used, 0, f"counts {tier.used} used {name} blocks, {used} are")
+            self._report(tier.cached == cached, 0, f"counts {tier.cached} cached {name} blocks, {cached} are")
+            slots = sorted([*tier.empty, *tier.withheld, *(block.slot for block in mine)])
+            every = list(range(tier.offset + 1, tier.offset + tier.size + 1))
+            self._report(slots == every, 0, f"a {name} slot is lost or has two states")
+            for account, share in tier.shares.items():
+                theirs = [block for block in mine if account_of(block) is account]
+                used = sum(block.refs > 0 for block in theirs)
+                self._report(
+                    (share.count, share.used) == (len(theirs), used), 0, f"a quota's {name} blocks are miscounted"
+                )
+        for place, block in enumerate(pool.blocks):
             if block is not None:
-                self._report(block.slot == slot, slot, f"holds a block that says slot {block.slot}")
-                self._report(bool(block.refs) or block.parent is not None, slot, "is neither used, cached nor empty")
+                self._report(block.slot == place, place, f"holds a block that says place {block.slot}")
+                self._report(bool(block.refs) or block.parent is not None, place, "is neither used, cached nor empty")
 
     def _order(self) -> None:
         pool, listed = self._pool, set()
-        for priority, bit, blocks in pool.order.rings():
-            self._report(bit == bool(blocks), 0, f"the bit of priority {priority} is wrong")
-            ages = [block.recency for block in blocks]
-            self._report(ages == sorted(ages), 0, f"priority {priority} is not in order of use")
-            for block in blocks:
-                listed.add(block)
-                self._report(block.priority == priority, block.slot, f"is listed with priority {priority}")
+        for tier in pool.tiers:
+            owned = [(None, tier.order), *((account, share.order) for account, share in tier.shares.items())]
+            for account, order in owned:
+                for priority, bit, blocks in order.rings():
+                    self._report(bit == bool(blocks), 0, f"the bit of priority {priority} is wrong")
+                    ages = [block.recency for block in blocks]
+                    self._report(ages == sorted(ages), 0, f"priority {priority} is not in order of use")
+                    for block in blocks:
+                        listed.add(block)
+                        whose = account_of(block) if account_of(block) in tier.shares else None
+                        right = block.priority == priority and pool.tier_of(block) is tier and whose is account
+                        self._report(right, block.slot, "is in another's order of loss")
         for block in self._blocks:
-            leaf = pool.window is not None or block.children is None
+            leaf = pool.window is not None or not block.near
             self._report(
                 (block in listed) == (not block.refs and leaf), block.slot, "is wrongly in or out of the order"
             )
@@ -122,15 +138,19 @@ class _Check:
                 self._report(False, block.slot, "is in the index without a parent or domain")
                 continue
             self._report(block.key == key, block.slot, "is in the index under another key")
-            self._report(child_key(parent.key, block.tokens) == key, block.slot, "has a key of other tokens")
+            self._report(
+                child_key(parent.key, block.tokens, block.domain.extra) == key, block.slot, "has a key of other tokens"
+            )
             self._report(block in siblings.each(parent), block.slot, "is not among its parent's children")
             self._report(pool.node(parent.key) is parent, block.slot, "stands on a node that cannot be found")
             self._report(block.writer is None, block.slot, "is in the index and still being written")
             if pool.window is None:
                 self._standing(block)
+                near = sum(pool.tier_of(child) is pool.tier_of(block) for child in siblings.each(block))
+                self._report(block.near == near, block.slot, f"counts {block.near} children near it, {near} are")
         for node in [*pool.bare.values(), *pool.index.values()]:
             children = siblings.each(node)
-            ordered = [child.tokens for child in children]
+            ordered = [("" if child.domain is None else child.domain.extra, child.tokens) for child in children]
             self._report(ordered == sorted(ordered), 0, "siblings are out of order")
             self._report(all(child.parent is node for child in children), 0, "a child has another parent")
             self._report(bool(children) or isinstance(node, Block), 0, "a node without block or children is kept")
@@ -138,8 +158,12 @@ class _Check:
     def _standing(self, block: Block) -> None:
         parent = block.parent
         if isinstance(parent, Block):
+            pool = self._pool
             self._report(parent.depth == block.depth - 1, block.slot, "has a parent of another depth")
-            self._report(not block.refs or parent.refs > 0, block.slot, "is used and its parent is not")
+            free_parent = block.refs > 0 and pool.is_on_device(block) and not parent.refs
+            self._report(not free_parent, block.slot, "is used and its parent is not")
+            higher = pool.tier_of(parent).kind <= pool.tier_of(block).kind
+            self._report(higher, block.slot, "lies in a higher tier than its parent")
         else:
             is_root = block.domain is not None and parent is not None and parent.key == block.domain.key
             self._report(is_root and block.depth == 0, block.slot, "has lost its parent")

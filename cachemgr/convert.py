@@ -4,12 +4,16 @@ from collections.abc import Iterable
 from datetime import timedelta
 
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.json_format import MessageToDict
 
+from cachemgr import admin_api as admin
 from cachemgr import api
+from cachemgr.keys import unpack
 from protos.kvcache.v1 import kvcache_pb2 as pb
 
 # Enum values are given by name, which the generated types take as they take numbers.
 _KINDS = {kind: f"EVENT_KIND_{kind.name}" for kind in api.EventKind}
+TIERS = {tier: f"TIER_{tier.name}" for tier in api.TierKind}
 _CAUSES = {cause: f"REMOVAL_CAUSE_{cause.name if cause else 'UNSPECIFIED'}" for cause in api.RemovalCause}
 
 
@@ -35,6 +39,7 @@ def executor_spec(request: pb.RegisterExecutorRequest) -> api.ExecutorSpec:
         block_size=request.block_size,
         pools=[_pool_spec(pool) for pool in request.pools],
         last_write_steps=[list(pool.last_write_steps) for pool in request.pools],
+        memory_bytes=request.memory_bytes if request.HasField("memory_bytes") else None,
     )
 
 
@@ -48,6 +53,8 @@ def _pool_spec(pool: pb.PoolSpec) -> api.PoolSpec:
         head_dim=pool.head_dim,
         dtype=pool.dtype,
         block_bytes=pool.block_bytes,
+        host_blocks=pool.host_blocks,
+        disk_blocks=pool.disk_blocks,
     )
 
 
@@ -64,10 +71,18 @@ def admit_request(request: pb.AdmitSequenceRequest) -> api.AdmitRequest:
         session_id=request.session_id if request.HasField("session_id") else None,
         request_id=request.request_id if request.HasField("request_id") else None,
         num_prompt_tokens=request.num_prompt_tokens if request.HasField("num_prompt_tokens") else None,
+        tenant_id=request.tenant_id if request.HasField("tenant_id") else None,
+        extra_keys=extra_keys(request.extra_keys),
         retention=_retention(request.retention),
+        hints=hints(request.hints) if request.HasField("hints") else None,
         no_read=request.no_read,
         no_store=request.no_store,
     )
+
+
+def extra_keys(keys: Iterable[pb.ExtraKey]) -> tuple[api.ExtraKey, ...]:
+    """Content that is no token."""
+    return tuple(api.ExtraKey(key.start, key.length, key.digest) for key in keys)
 
 
 def _retention(config: pb.RetentionConfig) -> api.Retention:
@@ -99,7 +114,9 @@ def admit_response(manager_epoch: int, admission: api.Admission) -> pb.AdmitSequ
         wait_for_handle=admission.wait_for_handle,
         capacity_tokens=admission.capacity_tokens,
         block_tables=_tables(admission.block_tables),
-        transfers=_transfers(admission.transfers),
+        transfers=transfers(admission.transfers),
+        receipts=[receipt(given) for given in admission.receipts],
+        hint_answers=[hint_answer(answer) for answer in admission.hint_answers],
     )
 
 
@@ -110,7 +127,7 @@ def fork_response(admission: api.Admission) -> pb.ForkSequenceResponse:
         blocks_short=admission.blocks_short,
         sequence_handle=admission.sequence_handle,
         block_tables=_tables(admission.block_tables),
-        transfers=_transfers(admission.transfers),
+        transfers=transfers(admission.transfers),
     )
 
 
@@ -120,6 +137,7 @@ def extend_response(extension: api.Extension) -> pb.ExtendSequenceResponse:
         extended=extension.extended,
         blocks_short=extension.blocks_short,
         new_blocks=_tables(extension.new_blocks),
+        transfers=transfers(extension.transfers),
         capacity_tokens=extension.capacity_tokens,
     )
 
@@ -128,19 +146,20 @@ def _tables(tables: Iterable[api.Table]) -> list[pb.BlockTable]:
     return [pb.BlockTable(group=table.group, slots=table.slots) for table in tables]
 
 
-def _transfers(transfers: Iterable[api.Transfer]) -> list[pb.Transfer]:
+def transfers(opened: Iterable[api.Transfer]) -> list[pb.Transfer]:
+    """Tickets."""
     return [
         pb.Transfer(
             ticket=transfer.ticket,
             group=transfer.group,
-            source_tier=pb.TIER_DEVICE,
+            source_tier=TIERS[transfer.source_tier],
             source_slot=transfer.source_slot,
-            target_tier=pb.TIER_DEVICE,
+            target_tier=TIERS[transfer.target_tier],
             target_slot=transfer.target_slot,
             num_tokens=transfer.num_tokens,
             bytes=transfer.num_bytes,
         )
-        for transfer in transfers
+        for transfer in opened
     ]
 
 
@@ -175,17 +194,8 @@ def sync_response(manager_epoch: int, answer: api.SyncAnswer, lease: Duration) -
         unknown_handles=answer.unknown_handles,
         blocks_short=answer.blocks_short,
         free_blocks=answer.free_blocks,
+        transfers=transfers(answer.transfers),
         lease_duration=lease,
-    )
-
-
-def block_filter(selected: pb.BlockFilter) -> api.BlockFilter:
-    """Which blocks an operator means."""
-    has_priority = selected.HasField("max_retention_priority")
-    return api.BlockFilter(
-        pool_id=selected.pool_id,
-        salt=selected.salt if selected.HasField("salt") else None,
-        max_priority=selected.max_retention_priority if has_priority else None,
     )
 
 
@@ -203,6 +213,8 @@ def pool(view: api.PoolView) -> pb.Pool:
             head_dim=spec.head_dim,
             dtype=spec.dtype,
             block_bytes=spec.block_bytes,
+            host_blocks=spec.host_blocks,
+            disk_blocks=spec.disk_blocks,
         ),
         block_size=view.block_size,
         total_blocks=view.total_blocks,
@@ -212,21 +224,37 @@ def pool(view: api.PoolView) -> pb.Pool:
         evicted_blocks=view.evicted_blocks,
         queried_tokens=view.queried_tokens,
         hit_tokens=view.hit_tokens,
+        lower_tiers=[
+            pb.TierUsage(
+                tier=TIERS[usage.tier],
+                total_blocks=usage.total_blocks,
+                free_blocks=usage.free_blocks,
+                used_blocks=usage.used_blocks,
+                cached_blocks=usage.cached_blocks,
+            )
+            for usage in view.lower_tiers
+        ],
+        etag=view.etag,
     )
 
 
-def block(view: api.BlockView) -> pb.Block:
-    """A block."""
+def block(view: api.BlockView, *, token_ids: bool = False) -> pb.Block:
+    """A block, with its token ids only where they were asked for."""
     return pb.Block(
         pool_id=view.pool_id,
         slot=view.slot,
-        tier=pb.TIER_DEVICE,
+        tier=TIERS[view.tier],
         key=view.key,
         parent_key=view.parent_key,
         num_tokens=view.num_tokens,
         references=view.references,
         retention_priority=view.priority,
         depth=view.depth,
+        salt=None if view.domain is None else view.domain.salt,
+        adapter_id=None if view.domain is None else view.domain.adapter_id,
+        tenant_id=None if view.domain is None else view.domain.tenant_id,
+        session_id=None if view.domain is None else view.domain.session_id,
+        token_ids=unpack(view.tokens) if token_ids else (),
     )
 
 
@@ -242,10 +270,14 @@ def sequence(view: api.SequenceView) -> pb.Sequence:
         cached_tokens=view.cached_tokens,
         capacity_tokens=view.capacity_tokens,
         num_blocks=view.num_blocks,
+        salt=None if view.domain is None else view.domain.salt,
+        tenant_id=None if view.domain is None else view.domain.tenant_id,
+        session_id=None if view.domain is None else view.domain.session_id,
     )
 
 
-def _lease(view: api.LeaseView) -> pb.Lease:
+def lease(view: api.LeaseView) -> pb.Lease:
+    """A lease."""
     return pb.Lease(
         holder=view.holder,
         retention_priority=view.priority,
@@ -253,14 +285,49 @@ def _lease(view: api.LeaseView) -> pb.Lease:
     )
 
 
-def event(happened: api.Event, *, snapshot: bool) -> pb.WatchEventsResponse:
+def event(happened: api.Event, *, snapshot: bool, token_ids: bool = False) -> pb.WatchEventsResponse:
     """An event."""
     created = happened.kind is api.EventKind.CREATED
     return pb.WatchEventsResponse(
         event_number=happened.number,
         snapshot=snapshot,
         kind=_KINDS[happened.kind],
-        block=pb.Block(pool_id=happened.block.pool_id) if created else block(happened.block),
+        block=pb.Block(pool_id=happened.block.pool_id) if created else block(happened.block, token_ids=token_ids),
         removal_cause=_CAUSES[happened.cause],
-        lease=None if happened.lease is None else _lease(happened.lease),
+        lease=None if happened.lease is None else lease(happened.lease),
+        for_sequence_id=happened.for_sequence_id,
+    )
+
+
+def receipt(given: api.Receipt) -> pb.RetentionReceipt:
+    """Answer to a wish."""
+    return pb.RetentionReceipt(
+        wish=given.wish,
+        outcome=f"OUTCOME_{given.outcome.name}",
+        reason=given.reason,
+        retention_priority=given.priority,
+        retention_duration=None if given.duration is None else duration(given.duration),
+        num_blocks=given.num_blocks,
+    )
+
+
+def hints(message: pb.KvHints) -> admin.Hints:
+    """The envelope."""
+    return admin.Hints(
+        message.protocol_version,
+        message.message_id,
+        tuple(
+            admin.HintAction(action.action_id, action.action_type, action.action_version, MessageToDict(action.payload))
+            for action in message.actions
+        ),
+    )
+
+
+def hint_answer(answer: admin.HintAnswer) -> pb.HintAnswer:
+    """Answer to one hint."""
+    return pb.HintAnswer(
+        action_id=answer.action_id,
+        outcome=f"HINT_OUTCOME_{answer.outcome.name}",
+        detail=answer.detail,
+        num_blocks=answer.num_blocks,
     )

@@ -5,20 +5,29 @@ import grpc
 from protos.rpc.errors import InvalidField, ServiceError
 
 __all__ = [
+    "BlocksInUseError",
     "EventsGoneError",
     "ExecutorLeaseError",
     "InvalidField",
     "ManagerRestartedError",
+    "PoolInUseError",
     "PoolSpecError",
+    "QuotaTooLargeError",
+    "RuleExistsError",
     "SequenceExistsError",
     "SequenceTooLongError",
     "SequenceUnsettledError",
     "SharedBlockError",
     "StaleExecutorError",
+    "StalePoolError",
+    "StaleRuleError",
     "StaleSchedulerError",
     "SyncNumberError",
     "UnknownExecutorError",
+    "UnknownHoldError",
     "UnknownPoolError",
+    "UnknownQuotaError",
+    "UnknownRuleError",
     "UnknownSchedulerError",
     "UnknownSequenceError",
     "VoidSequenceError",
@@ -146,6 +155,69 @@ class UnknownPoolError(ServiceError):
 
     code = grpc.StatusCode.NOT_FOUND
     reason = "UNKNOWN_POOL"
+
+
+class RuleExistsError(ServiceError):
+    """A rule of this name exists."""
+
+    code = grpc.StatusCode.ALREADY_EXISTS
+    reason = "RULE_EXISTS"
+
+
+class UnknownRuleError(ServiceError):
+    """No rule has this name."""
+
+    code = grpc.StatusCode.NOT_FOUND
+    reason = "UNKNOWN_RULE"
+
+
+class StaleRuleError(ServiceError):
+    """The rule has changed since the caller read it."""
+
+    code = grpc.StatusCode.ABORTED
+    reason = "STALE_RULE"
+
+
+class StalePoolError(ServiceError):
+    """The pool has changed since the caller read it."""
+
+    code = grpc.StatusCode.ABORTED
+    reason = "STALE_POOL"
+
+
+class PoolInUseError(ServiceError):
+    """A pool cannot become so small now."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "POOL_IN_USE"
+
+
+class QuotaTooLargeError(ServiceError):
+    """Floors that no pool could keep together."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "QUOTA_TOO_LARGE"
+
+
+class UnknownQuotaError(ServiceError):
+    """The account has no quota."""
+
+    code = grpc.StatusCode.NOT_FOUND
+    reason = "UNKNOWN_QUOTA"
+
+
+class UnknownHoldError(ServiceError):
+    """No hold or pin has this name."""
+
+    code = grpc.StatusCode.NOT_FOUND
+    reason = "UNKNOWN_HOLD"
+
+
+class BlocksInUseError(ServiceError):
+    """Blocks that should go are in use: nothing was changed."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "BLOCKS_IN_USE"
 
 
 class EventsGoneError(ServiceError):

@@ -20,9 +20,10 @@ class EventLog:
         block: BlockView,
         cause: RemovalCause = RemovalCause.NONE,
         lease: LeaseView | None = None,
+        for_sequence_id: str = "",
     ) -> None:
         """Numbers an event and keeps it."""
-        event = Event(self.last + 1, kind, block, cause, lease)
+        event = Event(self.last + 1, kind, block, cause, lease, for_sequence_id)
         if len(self._ring) < self._capacity:
             self._ring.append(event)
         else:
@@ -38,6 +39,12 @@ class EventLog:
             )
         end = min(self.last, number + limit)
         return [self._ring[index % self._capacity] for index in range(number, end)]
+
+    def scrub(self, keys: set[bytes]) -> None:
+        """Takes the token ids of these blocks out of all events that are kept."""
+        for index, event in enumerate(self._ring):
+            if event.block.key in keys:
+                self._ring[index] = event._replace(block=event.block._replace(tokens=b""))
 
     def snapshot(self, state: Iterable[tuple[EventKind, BlockView, LeaseView | None]]) -> Snapshot:
         """The cache as events that carry the last number."""

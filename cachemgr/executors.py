@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Iterable
 
-from cachemgr.admission import check_id
 from cachemgr.api import ExecutorSpec, IndexJournal
 from cachemgr.block import Block
 from cachemgr.errors import InvalidField
@@ -13,6 +12,7 @@ from cachemgr.pool import Pool
 from cachemgr.records import BlockRecord
 from cachemgr.registry import Executor
 from cachemgr.retention import MAX_PRIORITY, Wish
+from cachemgr.validation import check_id
 
 
 def check_spec(spec: ExecutorSpec) -> None:
@@ -36,9 +36,26 @@ def check_spec(spec: ExecutorSpec) -> None:
             raise InvalidField(f"{path}.num_blocks", "must be at least 1")
         if pool.attention_window is not None and pool.attention_window < 1:
             raise InvalidField(f"{path}.attention_window", "must be at least 1; leave it out for full attention")
+        if spec.memory_bytes is not None and not pool.block_bytes:
+            raise InvalidField(f"{path}.block_bytes", "must be known where pools share memory_bytes")
         steps = spec.last_write_steps[number] if spec.last_write_steps else ()
         if steps and len(steps) != pool.num_blocks:
             raise InvalidField(f"{path}.last_write_steps", "must have one entry per block")
+
+
+def share_memory(executor: Executor) -> None:
+    """Gives every pool its first share of the memory that they have together.
+
+    A sequence takes equally many blocks in every group, as its prompt is computed before a window gives any back: in
+    proportion to the bytes that it needs is the same number of blocks.
+    """
+    memory = executor.spec.memory_bytes
+    if memory is None:
+        return
+    total = max(1, memory // sum(pool.spec.block_bytes for pool in executor.pools))
+    for pool in executor.pools:
+        if total < pool.device.total:
+            pool.resize(total)
 
 
 def restore(executor: Executor, remembered: Iterable[BlockRecord], journal: IndexJournal, leases: LeaseBook) -> int:
@@ -51,7 +68,7 @@ def restore(executor: Executor, remembered: Iterable[BlockRecord], journal: Inde
         elif record.group >= len(used) or record.slot not in used[record.group]:
             journal.removed(executor.executor_id, record.group, record.slot)
     for pool in executor.pools:
-        pool.empty = deque(slot for slot in range(1, pool.spec.num_blocks + 1) if pool.blocks[slot] is None)
+        pool.device.empty = deque(slot for slot in range(1, pool.device.size + 1) if pool.blocks[slot] is None)
     return sum(len(pool.index) for pool in executor.pools)
 
 
@@ -84,16 +101,18 @@ def _fits(executor: Executor, pool: Pool, record: BlockRecord) -> bool:
         full = pool.block_size * TOKEN_BYTES
         if parent is not None and (parent.depth != record.depth - 1 or len(parent.tokens) != full):
             return False
-    return child_key(parent_key, packed_bytes(pack(record.token_ids))) == record.key
+    return child_key(parent_key, packed_bytes(pack(record.token_ids)), record.extra) == record.key
 
 
 def _adopt(executor: Executor, record: BlockRecord, leases: LeaseBook, journal: IndexJournal) -> None:
     pool = executor.pools[record.group]
-    domain = executor.domain(record.salt, record.adapter_id)
+    domain = executor.domain(record.salt, record.adapter_id, record.tenant_id, record.session_id, record.extra)
     block = Block(record.slot)
     # The newest comes first in a record, and in a list that grows at its beginning.
     for lease in reversed(record.leases):
-        leases.restore(pool, block, Wish(lease.holder, lease.priority, lease.duration), lease.remaining)
+        leases.restore(
+            pool, block, Wish(lease.holder, lease.priority, lease.duration, lease.offload_min_priority), lease.remaining
+        )
     parent_key = domain.key if record.parent_key is None else record.parent_key
     tokens = packed_bytes(pack(record.token_ids))
     pool.adopt(block, record.key, parent_key, tokens, record.depth, domain, record.stored_step)

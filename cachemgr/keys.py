@@ -4,7 +4,10 @@
     child = H("kvkeep/block/1\\0" | parent, 32 bytes | u32 number of tokens, tokens as u32 | extra)
 
 All numbers are little-endian. salt: byte 0 for none, else byte 1, u32 length, UTF-8. adapter: byte 0 for none, else
-byte 1, u64. Every part has a fixed or a stated length, so that no two inputs run together into the same bytes.
+byte 1, u64. extra: for each piece of content that is no token and that a token of the block stands for, in order: i32
+first token of the piece counted from the block's first, u32 tokens of the piece, u32 length, digest; nothing when there
+is none. Every part has a fixed or a stated length, so that no two inputs run together into the same bytes.
+`protos/kvcache/v1/keys.md` tells the same to those who compute keys elsewhere.
 """
 
 from __future__ import annotations
@@ -14,6 +17,12 @@ import sys
 from array import array
 from collections.abc import Sequence
 from hashlib import sha256
+from typing import TYPE_CHECKING
+
+from cachemgr.api import ExtraKey
+
+if TYPE_CHECKING:
+    from cachemgr.tiers import Account
 
 DIGEST_BYTES = 32
 TOKEN_BYTES = 4
@@ -23,14 +32,30 @@ _CHILD = b"kvkeep/block/1\0"
 
 
 class Domain:
-    """Who may share blocks: sequences of one model with equal salt and equal adapter."""
+    """What many blocks have in common: who may share them, who stored them, and their extra bytes, mostly none.
 
-    __slots__ = ("__weakref__", "adapter_id", "key", "salt")
+    Blocks are shared under equal `key`, that is by sequences of one model with equal salt and equal adapter.
+    """
 
-    def __init__(self, fingerprint: bytes, salt: str | None, adapter_id: int | None) -> None:
+    __slots__ = ("__weakref__", "account", "adapter_id", "extra", "key", "salt", "session_id", "tenant_id")
+
+    def __init__(
+        self,
+        fingerprint: bytes,
+        salt: str | None = None,
+        adapter_id: int | None = None,
+        tenant_id: str | None = None,
+        session_id: str | None = None,
+        extra: bytes = b"",
+    ) -> None:
         self.salt = salt
         self.adapter_id = adapter_id
+        self.tenant_id = tenant_id
+        self.session_id = session_id
+        self.extra = extra
         self.key = root_key(fingerprint, salt, adapter_id)
+        # Whose quota its blocks count against.
+        self.account: Account | None = None
 
 
 def root_key(fingerprint: bytes, salt: str | None, adapter_id: int | None) -> bytes:
@@ -54,6 +79,16 @@ def child_key(parent: bytes, tokens: bytes, extra: bytes = b"") -> bytes:
     return sha256(_CHILD + parent + struct.pack("<I", len(tokens) // TOKEN_BYTES) + tokens + extra).digest()
 
 
+def extra_bytes(extra_keys: Sequence[ExtraKey], start: int, end: int) -> bytes:
+    """What the tokens in [start, end) stand for besides themselves, as it enters the key of their block."""
+    parts = [
+        struct.pack("<iII", extra.start - start, extra.length, len(extra.digest)) + extra.digest
+        for extra in extra_keys
+        if extra.start < end and extra.start + extra.length > start
+    ]
+    return b"".join(parts)
+
+
 def extend_chain(keys: list[bytes], root: bytes, packed: bytes, block_size: int) -> None:
     """Appends the keys of all full blocks in `packed`, the tokens behind those that `keys` is about."""
     parent = keys[-1] if keys else root
@@ -62,6 +97,27 @@ def extend_chain(keys: list[bytes], root: bytes, packed: bytes, block_size: int)
     for start in range(0, len(packed) - width + 1, width):
         parent = sha256(_CHILD + parent + count + packed[start : start + width]).digest()
         keys.append(parent)
+
+
+def prefix_keys(root: bytes, packed: bytes, block_size: int, extra_keys: Sequence[ExtraKey] = ()) -> list[bytes]:
+    """Keys of all full blocks of a prompt."""
+    keys: list[bytes] = []
+    extend_keys(keys, root, packed, block_size, extra_keys)
+    return keys
+
+
+def extend_keys(
+    keys: list[bytes], root: bytes, packed: bytes, block_size: int, extra_keys: Sequence[ExtraKey] = ()
+) -> None:
+    """As `extend_chain`, with what tokens stand for besides themselves."""
+    if not extra_keys:
+        extend_chain(keys, root, packed, block_size)
+        return
+    width = block_size * TOKEN_BYTES
+    for at in range(0, len(packed) - width + 1, width):
+        start = len(keys) * block_size
+        extra = extra_bytes(extra_keys, start, start + block_size)
+        keys.append(child_key(keys[-1] if keys else root, packed[at : at + width], extra))
 
 
 def pack(token_ids: Sequence[int]) -> array[int]:

@@ -16,7 +16,7 @@ from cachemgr.retention import DEFAULT_PRIORITY, Wish
 if TYPE_CHECKING:
     from cachemgr.block import Block
     from cachemgr.events import EventLog
-    from cachemgr.pool import Pool
+    from cachemgr.prefix_index import PrefixIndex
 
 
 class Lease:
@@ -27,7 +27,7 @@ class Lease:
 
     __slots__ = ("block", "deadline", "next", "pool", "wish")
 
-    def __init__(self, pool: Pool, block: Block, wish: Wish) -> None:
+    def __init__(self, pool: PrefixIndex, block: Block, wish: Wish) -> None:
         self.pool = pool
         self.block: Block | None = block
         self.wish = wish
@@ -54,6 +54,12 @@ def effective_priority(block: Block) -> int:
     return max((lease.wish.priority for lease in leases_of(block)), default=DEFAULT_PRIORITY)
 
 
+def offload_floor(block: Block, default: int) -> int:
+    """The priority that a block must have to be moved to a lower tier rather than dropped."""
+    floors = [lease.wish.offload_min_priority for lease in leases_of(block)]
+    return max((floor for floor in floors if floor is not None), default=default)
+
+
 class LeaseBook:
     """The clock of all leases of a manager. `now` is the time of the call that is being served."""
 
@@ -72,7 +78,7 @@ class LeaseBook:
             if lease.block is not None:
                 self._expire(lease, lease.block)
 
-    def grant(self, pool: Pool, block: Block, wish: Wish) -> None:
+    def grant(self, pool: PrefixIndex, block: Block, wish: Wish) -> None:
         """Adds a lease, or puts it in the place of the holder's older one."""
         lease = Lease(pool, block, wish)
         if not _link(lease, block):
@@ -94,7 +100,7 @@ class LeaseBook:
                 started = True
         return started
 
-    def restore(self, pool: Pool, block: Block, wish: Wish, remaining: float | None) -> None:
+    def restore(self, pool: PrefixIndex, block: Block, wish: Wish, remaining: float | None) -> None:
         """Gives a block that is being put back a lease of before; its clock runs on, or starts."""
         lease = Lease(pool, block, wish)
         _link(lease, block)
@@ -115,7 +121,7 @@ class LeaseBook:
             if all(other.wish.holder != lease.wish.holder for other in leases_of(target)):
                 _link(lease, target)
 
-    def announce(self, pool: Pool, block: Block) -> None:
+    def announce(self, pool: PrefixIndex, block: Block) -> None:
         """Tells of the leases of a block that has just entered the index."""
         view = pool.view(block)
         for lease in leases_of(block):
@@ -129,9 +135,23 @@ class LeaseBook:
     def break_all(self, block: Block, view: BlockView, cause: RemovalCause) -> None:
         """Ends all leases of a block that leaves the index, `view` being how it was seen last."""
         for lease in leases_of(block):
+            lease.pool.broken_leases += 1
             self._events.add(EventKind.LEASE_BROKEN, view, cause, self.view(lease))
             _unlink(lease, block)
         block.priority = DEFAULT_PRIORITY
+
+    def revoke(self, pool: PrefixIndex, block: Block, holder: str, cause: RemovalCause) -> None:
+        """Ends a holder's lease of a block that stays."""
+        for lease in leases_of(block):
+            if lease.wish.holder == holder:
+                view = self.view(lease)
+                _unlink(lease, block)
+                pool.broken_leases += 1
+                if block.parent is None:
+                    block.priority = effective_priority(block)
+                    continue
+                pool.reprioritise(block)
+                self._events.add(EventKind.LEASE_BROKEN, pool.view(block), cause, view)
 
     def view(self, lease: Lease) -> LeaseView:
         """The lease as seen from outside."""
@@ -145,6 +165,7 @@ class LeaseBook:
 
     def _expire(self, lease: Lease, block: Block) -> None:
         _unlink(lease, block)
+        lease.pool.honoured_leases += 1
         lease.pool.reprioritise(block)
         self._events.add(EventKind.LEASE_EXPIRED, lease.pool.view(block), lease=self.view(lease))
 

@@ -3,10 +3,10 @@
 from cachemgr.api import Freed, RemovalCause
 from cachemgr.block import Block
 from cachemgr.errors import InvalidField, SharedBlockError, VoidSequenceError, WindowPassedError
-from cachemgr.pool import Pool
-from cachemgr.registry import Executor, Hold, Scheduler
+from cachemgr.registry import Executor, Scheduler
 from cachemgr.sequence import GroupTable, Sequence, blocks_for, first_needed
 from cachemgr.settling import settle, settle_last, void, withdraw
+from cachemgr.transfers import Outcome, Ticket
 
 
 def free_blocks(executor: Executor) -> int:
@@ -24,8 +24,11 @@ def release(sequence: Sequence, now: float) -> Freed:
     settle_last(sequence)
     for ticket in list(sequence.tickets):
         ticket.detach(sequence.tables[ticket.pool.spec.group])
-    if sequence.holds and not sequence.void:
+    if not sequence.void:
         _keep(sequence, now)
+    if sequence.forgotten:
+        for table in sequence.tables:
+            table.pool.doomed.update(block for block in table.references() if block.parent is None)
     for table in sequence.tables:
         table.cut(0)
     for writer in sequence.waits_on:
@@ -44,30 +47,35 @@ def end_tickets(executor: Executor, scheduler: Scheduler) -> None:
     """
     for ticket in [ticket for ticket in executor.tickets.values() if ticket.scheduler is scheduler]:
         del executor.tickets[ticket.number]
-        ticket.end()
+        end_copy(ticket, Outcome.CANCELLED)
+
+
+def end_copy(ticket: Ticket, outcome: Outcome) -> None:
+    """Ends a copy that is no longer among the open ones, and what depends on it."""
+    sequence = ticket.sequence
+    ticket.end(outcome)
+    if sequence is None:
+        return
+    if outcome is Outcome.DONE:
+        settle(sequence)
+    else:
+        void(sequence)
 
 
 def _keep(sequence: Sequence, now: float) -> None:
-    kept: list[tuple[Pool, Block]] = []
-    for table in sequence.tables:
-        for block in table.references():
-            table.pool.retain(block)
-            kept.append((table.pool, block))
-    owners = {owner: now + duration for owner, duration in sequence.holds.items()}
-    sequence.executor.holds.append(Hold(kept, owners))
-
-
-def expire_holds(executor: Executor, now: float) -> None:
-    """Ends holds whose owners' times are all over."""
-    alive = []
-    for hold in executor.holds:
-        hold.owners = {owner: end for owner, end in hold.owners.items() if end > now}
-        if hold.owners:
-            alive.append(hold)
-            continue
-        for pool, block in hold.blocks:
-            pool.drop(block)
-    executor.holds = alive
+    """Gives the blocks to those who hold them, and pins those that a rule pins."""
+    executor = sequence.executor
+    kept = [(table.pool, block) for table in sequence.tables for block in reversed(list(table.references()))]
+    if sequence.holds:
+        executor.holds.keep(kept, {owner: now + duration for owner, duration in sequence.holds.items()})
+    found = sequence.wishes.pin()
+    if found is not None:
+        rule, duration = found
+        size = executor.block_size
+        indexed = [
+            (pool, block) for pool, block in kept if block.parent is not None and rule.covers(block.depth * size)
+        ]
+        executor.holds.pin(indexed, rule.holder, now, duration)
 
 
 def lose(executor: Executor) -> None:
@@ -75,6 +83,7 @@ def lose(executor: Executor) -> None:
     for sequence in executor.sequences.values():
         void(sequence)
         sequence.tickets.clear()
+        sequence.opened.clear()
         for table in sequence.tables:
             table.blocks, table.anchors = [], {}
             table.settled = table.first = 0

@@ -3,18 +3,18 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from cachemgr.admission import Admitter, check_id, check_length, check_request, content
+from cachemgr.admin import ManagerAdmin
+from cachemgr.admin_api import Prefix
+from cachemgr.admission import Admitter, check_length, check_request, content, holder
 from cachemgr.api import (
     Admission,
     AdmitRequest,
-    BlockFilter,
     ExecutorSpec,
     Extension,
     Freed,
     IndexJournal,
     ManagerConfig,
     NoJournal,
-    Purged,
     SyncAnswer,
     SyncRequest,
 )
@@ -29,28 +29,27 @@ from cachemgr.errors import (
     StaleExecutorError,
     StaleSchedulerError,
     SyncNumberError,
-    UnknownExecutorError,
-    UnknownSchedulerError,
-    UnknownSequenceError,
-    VoidSequenceError,
 )
 from cachemgr.events import EventLog
-from cachemgr.executors import check_spec, restore
+from cachemgr.executors import check_spec, restore, share_memory
+from cachemgr.hints import HintRunner
 from cachemgr.leases import LeaseBook
-from cachemgr.lifecycle import end_tickets, expire_holds, lose, release, truncate
+from cachemgr.lifecycle import end_copy, end_tickets, lose, release, truncate
 from cachemgr.pool import Pool
-from cachemgr.purging import purge
 from cachemgr.records import BlockRecord
 from cachemgr.registry import Executor, Scheduler
-from cachemgr.retention import MAX_PRIORITY, check_duration
+from cachemgr.retention import check_duration
+from cachemgr.rules import RuleBook
 from cachemgr.sequence import Sequence as LiveSequence
 from cachemgr.sequence import blocks_for
-from cachemgr.settling import settle, void
 from cachemgr.syncing import Sync
-from cachemgr.views import ManagerViews
+from cachemgr.tiers import Account
+from cachemgr.transfers import Outcome
+from cachemgr.validation import check_id
+from cachemgr.views import unknown_executor
 
 
-class CacheManager(ManagerViews):
+class CacheManager(ManagerAdmin):
     """Every call is all or nothing: after an error nothing has changed."""
 
     def __init__(
@@ -72,7 +71,9 @@ class CacheManager(ManagerViews):
         self._number = epoch << 20 if epoch < 1 << 43 else epoch
         self._events = EventLog(self.config.event_history)
         self._leases = LeaseBook(self._events)
-        self._admitter = Admitter(self.config, self._next_number)
+        self._rules = RuleBook()
+        self._accounts: dict[tuple[str, str], Account] = {}
+        self._admitter = Admitter(self.config, self._rules, self._next_number)
         self._executors: dict[str, Executor] = {}
         # Newest epoch seen of every executor, also of lost ones.
         self._epochs: dict[str, int] = {}
@@ -132,10 +133,22 @@ class CacheManager(ManagerViews):
         if not remembered:
             self._journal.cleared(spec.executor_id, spec.executor_epoch)
         pools = [
-            Pool(spec.executor_id, pool, spec.block_size, self._events, self._leases, self._journal)
+            Pool(
+                spec.executor_id,
+                pool,
+                spec.block_size,
+                self._events,
+                self._leases,
+                self._journal,
+                offload_min_priority=self.config.secondary_offload_min_priority,
+                lost_blocks=self.config.lost_blocks,
+            )
             for pool in spec.pools
         ]
-        executor = Executor(spec, pools, deadline)
+        executor = Executor(spec, pools, deadline, self._next_number, self.config.pin_budget, self._accounts)
+        for pool in pools:
+            pool.open_accounts(list(self._accounts.values()))
+        share_memory(executor)
         self._executors[spec.executor_id] = executor
         self._epochs[spec.executor_id] = spec.executor_epoch
         restored = restore(executor, remembered, self._journal, self._leases)
@@ -164,27 +177,20 @@ class CacheManager(ManagerViews):
         self._now()
         executor = self._executors.get(executor_id)
         if executor is None:
-            raise _unknown_executor(executor_id)
+            raise unknown_executor(executor_id)
         if executor.epoch != executor_epoch:
             raise StaleExecutorError(
                 f"executor {executor_id} is registered with another epoch",
                 fields={"executor_epoch": f"is not {executor.epoch}"},
             )
         unknown = 0
-        for numbers, failed in ((failed_tickets, True), (tickets, False)):
+        for numbers, outcome in ((failed_tickets, Outcome.FAILED), (tickets, Outcome.DONE)):
             for number in numbers:
                 ticket = executor.tickets.pop(number, None)
                 if ticket is None:
                     unknown += 1
-                    continue
-                sequence = ticket.sequence
-                ticket.end()
-                if sequence is None:
-                    continue
-                if failed:
-                    void(sequence)
                 else:
-                    settle(sequence)
+                    end_copy(ticket, outcome)
         return unknown
 
     # Schedulers and sequences
@@ -220,14 +226,20 @@ class CacheManager(ManagerViews):
         scheduler = self._scheduler(request.scheduler_id, request.scheduler_epoch)
         executor = self._executors.get(request.executor_id)
         if executor is None:
-            raise _unknown_executor(request.executor_id)
+            raise unknown_executor(request.executor_id)
         existing = self._sequences.get(request.sequence_id)
         if existing is not None:
             return _repeated(existing, content(request, tokens))
         if scheduler.may_write_to_lost(executor):
             return Admission(False, blocks_short=1)
-        sequence, short = self._admitter.admit(request, tokens, scheduler, executor)
+        sequence, short = self._admitter.admit(request, tokens, scheduler, executor, now)
         scheduler.deadline = now + self.config.lease_seconds
+        if sequence is not None and request.hints is not None:
+            prefix = Prefix(tokens, executor.executor_id, request.salt, request.adapter_id, request.extra_keys)
+            answers = tuple(
+                HintRunner([executor], prefix, holder(request), self.config, now).run(request.hints, later=True)
+            )
+            sequence.admission = replace(sequence.admission, hint_answers=answers)
         return self._enter(sequence, short)
 
     def sync(self, request: SyncRequest) -> SyncAnswer:
@@ -268,11 +280,12 @@ class CacheManager(ManagerViews):
         check_length(executor, capacity_tokens, "capacity_tokens")
         start = sequence.num_blocks
         wanted = max(start, blocks_for(capacity_tokens, executor.block_size))
-        short = sum(max(0, wanted - start - pool.free) for pool in executor.pools)
+        account = sequence.domain.account
+        short = sum(max(0, wanted - start - pool.device.free_for(account)) for pool in executor.pools)
         if short:
             return Extension(False, short, (), sequence.capacity)
         self._admitter.grow(sequence, wanted)
-        return Extension(True, 0, sequence.slots(start), sequence.capacity)
+        return Extension(True, 0, sequence.slots(start), sequence.capacity, sequence.take_transfers())
 
     def truncate(self, sequence_id: str, num_tokens: int) -> Freed:
         """Forgets tokens from a length on. All that was computed must have been reported before.
@@ -327,42 +340,12 @@ class CacheManager(ManagerViews):
                 self._release_all(scheduler, now)
                 del self._schedulers[scheduler_id]
         for executor_id, executor in list(self._executors.items()):
-            expire_holds(executor, now)
+            executor.holds.expire(now)
             if executor.deadline < now:
                 lose(executor)
                 del self._executors[executor_id]
 
-    def purge(self, selected: BlockFilter, *, validate_only: bool) -> Purged:
-        """Drops cached blocks with the blocks behind them. Raises InvalidField, UnknownPoolError."""
-        self._now()
-        if selected.salt == "":
-            raise InvalidField("filter.salt", "must not be empty; leave it out for all")
-        if selected.max_priority is not None and not 0 <= selected.max_priority <= MAX_PRIORITY:
-            raise InvalidField("filter.max_retention_priority", f"must be between 0 and {MAX_PRIORITY}")
-        return purge(self._selected(selected.pool_id), selected, validate_only=validate_only)
-
     # What the calls above share
-
-    def _scheduler(self, scheduler_id: str, scheduler_epoch: int) -> Scheduler:
-        scheduler = self._schedulers.get(scheduler_id)
-        if scheduler is None:
-            raise UnknownSchedulerError(
-                f"scheduler {scheduler_id} is not registered", fields={"scheduler_id": "is not registered"}
-            )
-        if scheduler.epoch != scheduler_epoch:
-            raise StaleSchedulerError(
-                f"scheduler {scheduler_id} is registered with another epoch",
-                fields={"scheduler_epoch": f"is not {scheduler.epoch}"},
-            )
-        return scheduler
-
-    def _live(self, sequence_id: str, field: str = "sequence_id") -> LiveSequence:
-        sequence = self._sequences.get(sequence_id)
-        if sequence is None:
-            raise UnknownSequenceError(f"no sequence {sequence_id}", fields={field: "is not known"})
-        if sequence.void:
-            raise VoidSequenceError(f"sequence {sequence_id} can only be released")
-        return sequence
 
     def _enter(self, sequence: LiveSequence | None, short: int) -> Admission:
         if sequence is None:
@@ -378,12 +361,6 @@ class CacheManager(ManagerViews):
             release(sequence, now)
         for executor in self._executors.values():
             end_tickets(executor, scheduler)
-
-
-def _unknown_executor(executor_id: str) -> UnknownExecutorError:
-    return UnknownExecutorError(
-        f"executor {executor_id} is not registered", fields={"executor_id": "is not registered"}
-    )
 
 
 def _repeated(existing: LiveSequence, content: object) -> Admission:

@@ -1,33 +1,46 @@
 """How much of a prompt is there already, over all groups of an executor."""
 
+import enum
 from dataclasses import dataclass, field
 
 from cachemgr import siblings
-from cachemgr.block import Block
+from cachemgr.block import Block, Node
 from cachemgr.pool import Pool
 from cachemgr.sequence import Sequence, first_needed
+
+
+class Partial(enum.Enum):
+    """What is done with a block that only begins as the prompt goes on."""
+
+    NONE = "nothing"
+    # Its beginning is copied.
+    COPY = "copy"
+    # It is taken from the cache, when nobody uses it and nothing stands on it.
+    TAKE_OVER = "take over"
 
 
 @dataclass(slots=True)
 class Match:
     """`tokens` leading tokens are there. Per group: the whole blocks, None where the window needs none.
 
-    With `num_copied` the last of the tokens are the beginning of `sources[group]`, to be copied. `writer` is the
-    sequence that has yet to compute the end of the match.
+    With `num_copied` the last of the tokens are the beginning of `sources[group]`, to be copied, or taken over when
+    `in_place`. `writer` is the sequence that has yet to compute the end of the match.
     """
 
     tokens: int = 0
     blocks: list[list[Block | None]] = field(default_factory=list)
     sources: list[Block] = field(default_factory=list)
     num_copied: int = 0
+    in_place: bool = False
     writer: Sequence | None = None
 
 
-def find(sequence: Sequence, *, partial: bool) -> Match:
+def find(sequence: Sequence, partial: Partial) -> Match:
     """The longest match that leaves at least the last token to compute."""
-    match = _Finder(sequence, pending=True).find(partial=partial)
+    match = _Finder(sequence, partial, pending=True).find()
     if match.writer is not None and not _one_wait_is_enough(match):
-        match = _Finder(sequence, pending=False).find(partial=partial)
+        match = _Finder(sequence, partial, pending=False).find()
+    match.in_place = partial is Partial.TAKE_OVER and match.num_copied > 0
     return match
 
 
@@ -37,8 +50,9 @@ def nothing(sequence: Sequence) -> Match:
 
 
 class _Finder:
-    def __init__(self, sequence: Sequence, *, pending: bool) -> None:
+    def __init__(self, sequence: Sequence, partial: Partial, *, pending: bool) -> None:
         self._sequence = sequence
+        self._partly = partial
         self._pending = pending
         self._size = sequence.block_size
         self._limit = len(sequence.tokens) - 1
@@ -49,14 +63,14 @@ class _Finder:
         self._runs: list[list[int] | None] = []
         self._top = self._limit // self._size
 
-    def find(self, *, partial: bool) -> Match:
+    def find(self) -> Match:
         for pool in self._pools:
             if pool.window is None:
                 self._top = min(self._top, self._leading(pool))
         self._look_up()
         for place in range(self._top, -1, -1):
             start = place * self._size
-            if partial:
+            if self._partly is not Partial.NONE:
                 sources, copied = self._partial(place)
                 if copied and self._is_covered(place, start + copied):
                     return self._match(place, start + copied, sources)
@@ -73,6 +87,8 @@ class _Finder:
     def _block(self, pool: Pool, place: int) -> Block | None:
         key = self._sequence.key(place)
         block = pool.index.get(key)
+        if block in pool.moving:
+            return None
         if block is None and self._pending:
             block = pool.pending.get(key)
             if block is not None:
@@ -103,20 +119,35 @@ class _Finder:
         return True
 
     def _partial(self, place: int) -> tuple[list[Block], int]:
+        """The best beginning of a block that lies in every group, and how many of its tokens that is."""
         start = place * self._size
-        wanted = self._sequence.packed(start, min(start + self._size, self._limit))
+        end = min(start + self._size, self._limit)
         parent_key = self._sequence.key(place - 1)
-        sources, common = [], self._size - 1
-        for pool in self._pools:
-            parent = pool.node(parent_key)
-            if parent is None:
-                return [], 0
-            source, tokens = siblings.closest(parent, wanted)
-            if source is None:
-                return [], 0
-            sources.append(source)
-            common = min(common, tokens)
-        return sources, common
+        parents = [pool.node(parent_key) for pool in self._pools]
+        best: tuple[list[Block], int] = [], 0
+        # A block that ends before an image begins knows nothing of it: one try for each end that makes a difference.
+        stops = {key.start for key in self._sequence.extra_keys if start < key.start < end}
+        for stop in (end, *sorted(stops)):
+            wanted, extra = self._sequence.packed(start, stop), self._sequence.extra_of(start, stop)
+            found = [
+                (None, 0) if node is None else self._closest(pool, node, wanted, extra)
+                for pool, node in zip(self._pools, parents, strict=True)
+            ]
+            sources = [source for source, _ in found if source is not None]
+            common = min(self._size - 1, *(tokens for _, tokens in found))
+            if len(sources) == len(parents) and common > best[1]:
+                best = sources, common
+        return best
+
+    def _closest(self, pool: Pool, node: Node, wanted: bytes, extra: bytes) -> tuple[Block | None, int]:
+        if self._partly is Partial.COPY and not pool.moving:
+            return siblings.closest(node, wanted, extra)
+        usable = Node(node.key)
+        for block in siblings.each(node):
+            idle = not block.refs and block.children is None and pool.is_on_device(block)
+            if idle or (self._partly is Partial.COPY and block not in pool.moving):
+                siblings.add(usable, block)
+        return siblings.closest(usable, wanted, extra)
 
     def _match(self, place: int, tokens: int, sources: list[Block]) -> Match:
         match = Match(tokens, sources=sources, num_copied=tokens - place * self._size)

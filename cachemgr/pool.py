@@ -1,29 +1,37 @@
-"""One pool: its slots, its prefix index, and which block goes next."""
+"""One pool: its slots in all tiers, its prefix index, and what goes when room is needed."""
 
-from collections import deque
-from collections.abc import Iterator
-from operator import attrgetter
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from cachemgr import siblings
-from cachemgr.api import BlockView, EventKind, IndexJournal, LeaseView, PoolSpec, PoolView, RemovalCause
-from cachemgr.block import Block, EvictionOrder, Node
+from cachemgr.api import BlockView, EventKind, IndexJournal, PoolSpec, RemovalCause, TierKind
+from cachemgr.block import Block, Node
 from cachemgr.events import EventLog
-from cachemgr.keys import TOKEN_BYTES, Domain, unpack
-from cachemgr.leases import LeaseBook, effective_priority, leases_of
-from cachemgr.records import BlockRecord, LeaseRecord
-from cachemgr.retention import Wish
+from cachemgr.history import LostBlocks, UseTimes
+from cachemgr.leases import LeaseBook, leases_of, offload_floor
+from cachemgr.meters import TokenMeter
+from cachemgr.prefix_index import PrefixIndex
 from cachemgr.sequence import Sequence
+from cachemgr.tiers import Account, Share, Tier, account_of, goes_before
 
-_DEPTH = attrgetter("depth")
+if TYPE_CHECKING:
+    from cachemgr.transfers import Ticket
+
 TAKEABLE = "every block without references may be taken: what a referenced block stands on is referenced too"
 
 
-class Pool:
+class Pool(PrefixIndex):
     """Owns the blocks of one layer group of one executor.
 
-    A block is empty (no object, its slot in a queue), used (references) or cached (indexed, no references). With full
-    attention only leaves are in the eviction order. Callers keep every indexed ancestor of a referenced block
-    referenced, so that all cached blocks can be taken, leaf by leaf.
+    A block is empty (no object, its place in a queue), used (references) or cached (indexed, no references). With full
+    attention a block is in the order of loss when no child lies in its own tier; children never lie in a higher one.
+    Callers keep every indexed ancestor of a referenced device block referenced, so that all cached blocks of the
+    device can be taken, leaf by leaf.
+
+    `on_moved` hears of a block that has moved down, of the block that has its old place now, and for whom; the moved
+    block's reference is the copy's. `on_doomed` hears of a block whose slot must be overwritten, with a reference.
     """
 
     def __init__(
@@ -34,63 +42,96 @@ class Pool:
         events: EventLog,
         leases: LeaseBook,
         journal: IndexJournal,
+        *,
+        offload_min_priority: int = 0,
+        lost_blocks: int = 0,
     ) -> None:
         self.pool_id = f"{executor_id}/{spec.group}"
         self.executor_id = executor_id
         self.spec = spec
         self.window = spec.attention_window
         self.block_size = block_size
-        self.blocks: list[Block | None] = [None] * (spec.num_blocks + 1)
-        self.empty = deque(range(1, spec.num_blocks + 1))
-        self.order = EvictionOrder()
+        self._make_tiers()
         # Indexed blocks by key, and nodes without a block that indexed blocks stand on.
         self.index: dict[bytes, Block] = {}
         self.bare: dict[bytes, Node] = {}
         # Blocks that a sequence has promised to fill, by the key that they will have.
         self.pending: dict[bytes, Block] = {}
-        self.used = 0
-        self.cached = 0
-        self.evicted = 0
-        self.queried_tokens = 0
-        self.hit_tokens = 0
-        self._uses = 0
+        # Blocks in lower tiers whose bytes are on their way; nobody may count on them.
+        self.moving: set[Block] = set()
+        # Blocks at places that others' bytes have yet to leave.
+        self.leaving: dict[Block | None, Ticket] = {}
+        # Blocks in use whose bytes must not outlive their use.
+        self.doomed: set[Block] = set()
+        self.lost = LostBlocks(lost_blocks)
+        self.tokens = TokenMeter()
+        # Leases that ended by time or by their holder, and leases whose block was lost before.
+        self.honoured_leases = self.broken_leases = 0
+        # Counts changes of the pool's share of memory.
+        self.share_number = 0
+        self.uses = 0
+        self.use_times = UseTimes()
+        self.on_moved: Callable[[Block, Block, Sequence | None], None] | None = None
+        self.on_doomed: Callable[[Block], None] | None = None
+        self._unlisted: list[Block] = []
+        self.offload_min_priority = offload_min_priority
         self._events = events
         self._leases = leases
         self._journal = journal
         events.add(EventKind.CREATED, BlockView.of_pool(self.pool_id))
 
+    def _make_tiers(self) -> None:
+        spec = self.spec
+        self.device = Tier(TierKind.DEVICE, 0, spec.num_blocks)
+        host = Tier(TierKind.HOST, spec.num_blocks, spec.host_blocks)
+        disk = Tier(TierKind.DISK, spec.num_blocks + spec.host_blocks, spec.disk_blocks)
+        self.tiers = (self.device, host, disk)
+        # By place: the slots of all tiers in one row.
+        self.blocks: list[Block | None] = [None] * (disk.offset + disk.size + 1)
+
     @property
     def free(self) -> int:
-        """Blocks that may be taken."""
-        return self.spec.num_blocks - self.used
+        """Device blocks that may be taken."""
+        return self.device.free
 
     # Slots and references
 
     def take(self, writer: Sequence | None) -> Block:
-        """A block with one reference and no content; evicts when none is empty. Only call it when one is free."""
-        if self.empty:
-            slot = self.empty.popleft()
+        """A device block with one reference and no content. Only call it when one is free.
+
+        What it takes the place of moves to a lower tier or is lost, for the sake of `writer`.
+        """
+        device = self.device
+        domain = None if writer is None else writer.domain
+        account = None if domain is None else domain.account
+        moved: Block | None = None
+        if device.empty and not device.wants_own(account):
+            block = Block(device.empty.popleft(), writer)
         else:
-            victim = self.order.first()
+            victim = device.victim(account)
             assert victim is not None, TAKEABLE
-            self.order.remove(victim)
-            self.cached -= 1
-            self.evicted += 1
-            self._unlink(victim, RemovalCause.EVICTED)
-            slot = victim.slot
-        block = Block(slot, writer)
+            block = Block(victim.slot, writer)
+            if self._vacate(device, victim, writer):
+                moved = victim
         block.refs = 1
-        self.blocks[slot] = block
-        self.used += 1
+        block.domain = domain
+        self.blocks[block.slot] = block
+        device.used += 1
+        device.counters.allocated += 1
+        device.count(account, blocks=1, used=1)
+        if moved is not None:
+            self._moved(moved, block, writer)
         return block
 
     def retain(self, block: Block) -> None:
         """Adds a reference."""
         if not block.refs:
-            self.used += 1
-            self.cached -= 1
+            tier, account = self.tier_of(block), account_of(block)
+            tier.used += 1
+            tier.cached -= 1
+            tier.count(account, used=1)
             if block.older is not None:
-                self.order.remove(block)
+                tier.delist(block, account)
         block.refs += 1
 
     def drop(self, block: Block) -> None:
@@ -98,118 +139,190 @@ class Pool:
         block.refs -= 1
         if block.refs:
             return
-        self.used -= 1
+        tier, account = self.tier_of(block), account_of(block)
+        tier.used -= 1
+        tier.count(account, used=-1)
         if block.parent is None:
             if block.lease is not None:
                 self._leases.forget(block)
-            self.blocks[block.slot] = None
-            self.empty.append(block.slot)
+            self._empty(tier, block)
             return
-        self.cached += 1
+        tier.cached += 1
         longer = self._longer(block)
         if longer is not None:
             # It was the longest when it entered the index, and in use when it no longer was.
             self._pass_on(block, longer)
             return
-        self._uses += 1
-        block.recency = self._uses
+        on_device = tier is self.device
+        if on_device:
+            self.uses += 1
+            block.recency = self.uses
+            self.use_times.note(self.uses, self._leases.now)
         if self._is_evictable(block):
-            self.order.append(block)
+            tier.enlist(block, account, newest=on_device)
         if block.lease is not None and self._leases.start(block):
-            self._journal.stored(self.executor_id, self.record(block))
+            self._write(block)
 
-    # The index
+    def _empty(self, tier: Tier, block: Block) -> None:
+        """Gives the slot of a block back that is neither used nor in the index."""
+        tier.count(account_of(block), blocks=-1)
+        if self.leaving and block in self.leaving:
+            # Not before the copy has run.
+            self.leaving.pop(block).holds_source = True
+            block.refs, block.domain = 1, None
+            tier.used += 1
+            return
+        if self.doomed and block in self.doomed:
+            self.doomed.discard(block)
+            self.zero(block)
+            return
+        self.blocks[block.slot] = None
+        tier.empty.append(block.slot)
 
-    def node(self, key: bytes) -> Node | None:
-        """The place with this key, when something stands there or on it."""
-        return self.index.get(key) or self.bare.get(key)
+    def zero(self, block: Block) -> None:
+        """Keeps the slot of a block that is neither used nor in the index until its bytes are overwritten."""
+        assert self.on_doomed is not None
+        block.refs = 1
+        block.domain = None
+        self.tier_of(block).used += 1
+        self.on_doomed(block)
 
-    def store(
-        self, block: Block, key: bytes, parent_key: bytes, tokens: bytes, depth: int, domain: Domain, step: int
-    ) -> None:
-        """Enters a used block into the index; its wish is set before. No other block may have the key."""
-        self._enter(block, key, parent_key, tokens, depth, domain, step)
-        self._journal.stored(self.executor_id, self.record(block))
+    # Making room
 
-    def adopt(
-        self, block: Block, key: bytes, parent_key: bytes, tokens: bytes, depth: int, domain: Domain, step: int
-    ) -> None:
-        """Enters a block that the journal knows as cached, used less recently than all others; its slot is unused."""
-        self._uses += 1
-        block.recency = -self._uses
-        self.blocks[block.slot] = block
-        self.cached += 1
-        self._enter(block, key, parent_key, tokens, depth, domain, step)
-        self.order.insert(block)
+    def _vacate(self, tier: Tier, victim: Block, writer: Sequence | None) -> bool:
+        """Takes an evictable block from its place: down a tier, or out of the cache. Whether it moved."""
+        owner = account_of(victim)
+        tier.delist(victim, owner)
+        tier.cached -= 1
+        tier.count(owner, blocks=-1)
+        tier.counters.note_reuse_gap(self._leases.now - self.use_times.at(victim.recency))
+        # Nothing may enter it into an order while its children move.
+        victim.refs = 1
+        if self._move_down(tier, victim, writer):
+            return True
+        victim.refs = 0
+        if self.window is None and victim.children is not None:
+            self._lose_children(victim)
+        self._unlink(victim, RemovalCause.EVICTED, writer)
+        return False
 
-    def _enter(
-        self, block: Block, key: bytes, parent_key: bytes, tokens: bytes, depth: int, domain: Domain, step: int
-    ) -> None:
-        parent = self.node(parent_key)
-        if parent is None:
-            parent = self.bare[parent_key] = Node(parent_key)
-        block.key = key
-        block.tokens = tokens
-        block.depth = depth
-        block.domain = domain
-        block.stored_step = step
-        block.parent = parent
-        for shorter in siblings.covered(parent, tokens):
-            if not shorter.refs:
-                self._leases.move(shorter, block)
-                self.discard(shorter, RemovalCause.COVERED)
-                block.priority = effective_priority(block)
-        if not isinstance(parent, Block):
-            # Discarding its last child has taken it away.
-            self.bare[parent_key] = parent
-        elif parent.older is not None and self.window is None:
-            self.order.remove(parent)
-        siblings.add(parent, block)
-        gap = self.bare.pop(key, None)
-        if gap is not None:
-            block.children = gap.children
-            for child in siblings.each(gap):
-                child.parent = block
-        self.index[key] = block
-        self._events.add(EventKind.STORED, self.view(block))
-        if block.lease is not None:
-            self._leases.announce(self, block)
+    def _move_down(self, tier: Tier, victim: Block, writer: Sequence | None) -> bool:
+        """Moves a block to the next tier that has slots; the reference that it has is the copy's."""
+        lower = next((lower for lower in self.tiers[tier.kind + 1 :] if lower.size), None)
+        if lower is None:
+            return False
+        # Without it its children in lower tiers would be worth nothing: it goes with them, whatever its priority.
+        carries = self.window is None and victim.children is not None
+        account = account_of(victim)
+        if not carries and victim.priority < offload_floor(victim, self.offload_min_priority):
+            return False
+        moved: Block | None = None
+        if lower.empty and not lower.is_closed(account):
+            place = lower.empty.popleft()
+        else:
+            other = lower.victim(account)
+            if other is None or not (carries or goes_before(other, victim)):
+                return False
+            place = other.slot
+            if self._vacate(lower, other, writer):
+                moved = other
+        tier.counters.offloaded += 1
+        tier.counters.copied_bytes += self.spec.block_bytes
+        if tier is self.device:
+            self._journal.removed(self.executor_id, self.spec.group, victim.slot)
+        self._change_place(tier, victim, place)
+        lower.used += 1
+        lower.count(account, blocks=1, used=1)
+        if moved is not None:
+            self._moved(moved, victim, writer)
+        return True
 
-    def discard(self, block: Block, cause: RemovalCause) -> None:
-        """Takes a block out of the index; an unreferenced one becomes empty. With full attention it has no child."""
-        if block.older is not None:
-            self.order.remove(block)
-        self._unlink(block, cause)
-        if not block.refs:
-            self.cached -= 1
-            self.blocks[block.slot] = None
-            self.empty.append(block.slot)
+    def _change_place(self, tier: Tier, block: Block, place: int) -> None:
+        """A block moves down; its old slot is the caller's to fill."""
+        parent = block.parent
+        self.blocks[block.slot] = None
+        block.slot = place
+        self.blocks[place] = block
+        if self.window is None:
+            lower = self.tier_of(block)
+            block.near = sum(self.tier_of(child) is lower for child in siblings.each(block))
+            if isinstance(parent, Block) and self.tier_of(parent) is tier:
+                self._lose_near(parent)
+        self._events.add(EventKind.UPDATED, self.view(block))
 
-    def grant(self, block: Block, wish: Wish | None) -> None:
-        """Adds a wish to a block that is in the index or about to enter it."""
-        if wish is not None:
-            self._leases.grant(self, block, wish)
+    def _moved(self, moved: Block, occupant: Block, writer: Sequence | None) -> None:
+        assert self.on_moved is not None
+        self.on_moved(moved, occupant, writer)
 
-    def reprioritise(self, block: Block) -> None:
-        """Gives an indexed block whose leases have changed the priority that these have now. Recency stays."""
-        priority = effective_priority(block)
-        if priority != block.priority:
-            listed = block.older is not None
-            if listed:
-                self.order.remove(block)
-            block.priority = priority
-            if listed:
-                self.order.insert(block)
-            self._events.add(EventKind.UPDATED, self.view(block))
-        self._journal.stored(self.executor_id, self.record(block))
+    def demote(self, block: Block) -> bool:
+        """Moves an evictable device block down now; its slot stays reserved for the copy. False when it may not."""
+        device = self.device
+        device.delist(block, account_of(block))
+        device.cached -= 1
+        device.count(account_of(block), blocks=-1)
+        occupant = Block(block.slot)
+        block.refs = 1
+        if not self._move_down(device, block, None):
+            block.refs = 0
+            device.cached += 1
+            device.count(account_of(block), blocks=1)
+            device.enlist(block, account_of(block), newest=False)
+            return False
+        occupant.refs = 1
+        self.blocks[occupant.slot] = occupant
+        device.used += 1
+        self._moved(block, occupant, None)
+        # Its slot is the copy's now.
+        self.drop(occupant)
+        return True
 
-    def descendants(self, block: Block) -> Iterator[Block]:
-        """Blocks that stand on this one, children before parents."""
-        found, at = list(siblings.each(block)), 0
-        while at < len(found):
-            found.extend(siblings.each(found[at]))
-            at += 1
-        return reversed(found)
+    def close_accounts(self) -> None:
+        """Ends all shares, before blocks change their accounts; `open_accounts` must follow."""
+        for tier in self.tiers:
+            for block in tier.listed():
+                tier.delist(block, account_of(block))
+                self._unlisted.append(block)
+            tier.shares.clear()
+
+    def open_accounts(self, accounts: list[Account]) -> None:
+        """Gives every account a share of every tier, and counts what it has."""
+        for tier in self.tiers:
+            tier.shares = {account: Share(account, tier.kind) for account in accounts}
+        for block in self.blocks:
+            if block is not None:
+                self.tier_of(block).count(account_of(block), blocks=1, used=int(block.refs > 0))
+        for block in self._unlisted:
+            self.tier_of(block).enlist(block, account_of(block), newest=False)
+        self._unlisted.clear()
+
+    def leased_to(self, holder: str) -> list[Block]:
+        """Blocks with a lease of this holder."""
+        return [
+            block
+            for block in self.blocks
+            if block is not None and any(lease.wish.holder == holder for lease in leases_of(block))
+        ]
+
+    def resize(self, total: int) -> None:
+        """Changes how many device slots may be used; at most the free ones go, empty before cached."""
+        device = self.device
+        while device.total < total:
+            device.empty.append(device.withheld.pop())
+        while device.total > total:
+            if not device.empty:
+                victim = device.victim(None)
+                assert victim is not None, TAKEABLE
+                self.discard_subtree(victim, RemovalCause.POOL_SHRUNK)
+            device.withheld.append(device.empty.pop())
+        self.share_number += 1
+
+    def take_over(self, block: Block, writer: Sequence) -> None:
+        """An unreferenced leaf on the device leaves the index and is the writer's, with what it holds."""
+        self.retain(block)
+        self._unlink(block, RemovalCause.TAKEN_OVER, writer)
+        self.device.count(account_of(block), blocks=-1, used=-1)
+        block.writer, block.domain = writer, writer.domain
+        self.device.count(account_of(block), blocks=1, used=1)
 
     def forget_all(self) -> None:
         """The device memory is gone: every slot is empty. The journal keeps what may come back with the same epoch."""
@@ -218,110 +331,6 @@ class Pool:
             if block.lease is not None:
                 self._leases.break_all(block, view, RemovalCause.EXECUTOR_LOST)
             self._events.add(EventKind.REMOVED, view, RemovalCause.EXECUTOR_LOST)
-        for table in (self.index, self.bare, self.pending):
+        for table in (self.index, self.bare, self.pending, self.moving, self.leaving, self.doomed):
             table.clear()
-        self.order = EvictionOrder()
-        self.blocks = [None] * len(self.blocks)
-        self.empty = deque(range(1, len(self.blocks)))
-        self.used = self.cached = 0
-
-    def _longer(self, block: Block) -> Block | None:
-        """A sibling that holds all that a partly filled block does."""
-        if len(block.tokens) == self.block_size * TOKEN_BYTES or block.parent is None:
-            return None
-        return siblings.longer(block.parent, block)
-
-    def _pass_on(self, block: Block, longer: Block) -> None:
-        """Discards a cached block; a longer one takes over what is wished for it."""
-        had_leases = block.lease is not None
-        self._leases.move(block, longer)
-        self.discard(block, RemovalCause.COVERED)
-        if had_leases:
-            self.reprioritise(longer)
-            self._leases.announce(self, longer)
-
-    def _is_evictable(self, block: Block) -> bool:
-        return self.window is not None or block.children is None
-
-    def _unlink(self, block: Block, cause: RemovalCause) -> None:
-        view = self.view(block)
-        if block.lease is not None:
-            self._leases.break_all(block, view, cause)
-        parent = block.parent
-        assert parent is not None
-        siblings.remove(parent, block)
-        if parent.children is None:
-            if not isinstance(parent, Block):
-                del self.bare[parent.key]
-            elif self.window is None and not parent.refs:
-                self.order.insert(parent)
-        del self.index[block.key]
-        if block.children is not None:
-            assert self.window is not None
-            gap = self.bare[block.key] = Node(block.key)
-            gap.children = block.children
-            for child in siblings.each(gap):
-                child.parent = gap
-            block.children = None
-        block.parent = None
-        self._events.add(EventKind.REMOVED, view, cause)
-        self._journal.removed(self.executor_id, self.spec.group, block.slot)
-
-    # Views
-
-    def view(self, block: Block) -> BlockView:
-        """The block as seen from outside."""
-        parent_key = b"" if block.parent is None or not block.depth else block.parent.key
-        key = b"" if block.parent is None else block.key
-        tokens = len(block.tokens) // 4
-        return BlockView(self.pool_id, block.slot, key, parent_key, tokens, block.refs, block.priority, block.depth)
-
-    def record(self, block: Block) -> BlockRecord:
-        """An indexed block as the store keeps it."""
-        assert block.parent is not None
-        assert block.domain is not None
-        return BlockRecord(
-            group=self.spec.group,
-            slot=block.slot,
-            key=block.key,
-            parent_key=block.parent.key if block.depth else None,
-            depth=block.depth,
-            token_ids=unpack(block.tokens),
-            salt=block.domain.salt,
-            adapter_id=block.domain.adapter_id,
-            stored_step=block.stored_step,
-            leases=tuple(
-                LeaseRecord(*lease.wish, None if lease.deadline is None else lease.remaining(self._leases.now))
-                for lease in leases_of(block)
-            ),
-        )
-
-    def records(self) -> Iterator[BlockRecord]:
-        """Every indexed block, parents before children."""
-        for block in sorted(self.index.values(), key=_DEPTH):
-            yield self.record(block)
-
-    def state(self) -> Iterator[tuple[EventKind, BlockView, LeaseView | None]]:
-        """What has to happen to a new pool to become this one; parents before children."""
-        yield EventKind.CREATED, BlockView.of_pool(self.pool_id), None
-        for block in sorted(self.index.values(), key=_DEPTH):
-            view = self.view(block)
-            yield EventKind.STORED, view, None
-            for lease in leases_of(block):
-                yield EventKind.LEASE_GRANTED, view, self._leases.view(lease)
-
-    def pool_view(self) -> PoolView:
-        """The pool with its counters."""
-        return PoolView(
-            pool_id=self.pool_id,
-            executor_id=self.executor_id,
-            spec=self.spec,
-            block_size=self.block_size,
-            total_blocks=self.spec.num_blocks,
-            free_blocks=self.free,
-            used_blocks=self.used,
-            cached_blocks=self.cached,
-            evicted_blocks=self.evicted,
-            queried_tokens=self.queried_tokens,
-            hit_tokens=self.hit_tokens,
-        )
+        self._make_tiers()

@@ -4,11 +4,14 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from cachemgr.admin_service import CacheAdminService
 from cachemgr.api import ManagerConfig
 from cachemgr.feed import EventFeed
 from cachemgr.manager import CacheManager
 from cachemgr.metrics import PoolMetrics
-from cachemgr.service import CacheAdminService, CacheEventService, CacheManagerService, Domain
+from cachemgr.operations import ManagerClock, Operations
+from cachemgr.oplog import OperationLog
+from cachemgr.service import CacheEventService, CacheManagerService, Domain
 from cachemgr.settings import CachemgrSettings
 from cachemgr.store import IndexStore, open_redis
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
@@ -26,7 +29,12 @@ class CacheManagerProcess:
     """Create it inside the event loop that runs it. `revive_redis` is called twice a second and must not block."""
 
     def __init__(
-        self, settings: CachemgrSettings, *, redis_url: str, revive_redis: Callable[[], None] | None = None
+        self,
+        settings: CachemgrSettings,
+        *,
+        redis_url: str,
+        revive_redis: Callable[[], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._revive_redis = revive_redis
         self._store = IndexStore(
@@ -40,8 +48,13 @@ class CacheManagerProcess:
             capacity_ahead_tokens=settings.capacity_ahead_tokens,
             free_watermark=settings.free_watermark,
         )
+        managed = ManagerClock(clock)
         # Nanoseconds since 1970 are newer at every start.
-        self._manager = CacheManager(time.time_ns(), time.monotonic, config, self._store)
+        self._manager = CacheManager(time.time_ns(), managed, config, self._store)
+        self._log: OperationLog | None = None
+        if settings.operation_log is not None:
+            self._log = OperationLog.create(settings.operation_log, managed.now, self._manager.epoch, config)
+        self._operations = Operations(self._manager, managed, self._log)
         self._feed = EventFeed(lambda: self._manager.last_event)
         self._metrics = PoolMetrics()
         self._server = self._build_server(settings)
@@ -54,7 +67,7 @@ class CacheManagerProcess:
             drain_seconds=settings.drain_seconds,
             insecure=settings.insecure,
         )
-        domain = Domain(self._manager, self._store, self._feed)
+        domain = Domain(self._operations, self._store, self._feed)
         server.listen(
             settings.cachemgr_address,
             {
@@ -109,10 +122,12 @@ class CacheManagerProcess:
             task.cancel()
         await asyncio.wait(self._background)
         await self._store.close()
+        if self._log is not None:
+            self._log.close()
 
     async def _keep_house(self) -> None:
         while True:
-            self._manager.expire()
+            self._operations.expire()
             self._feed.ring()
             self._metrics.update(self._manager.pools())
             if self._revive_redis is not None:

@@ -4,13 +4,13 @@ import math
 import struct
 from dataclasses import dataclass
 
-_VERSION = 2
-# version, flags, depth, stored step, number of tokens, number of leases
-_HEAD = struct.Struct("<BBIQIH")
-# priority, duration, remaining time (each NaN for none), bytes of the holder's name
-_LEASE = struct.Struct("<BddH")
+_VERSION = 3
+# version, flags, depth, stored step, number of tokens, number of leases, extra bytes, bytes of tenant and session
+_HEAD = struct.Struct("<BBIQIHIHH")
+# priority, duration, remaining time (each NaN for none), least priority to be moved (-1), bytes of the holder's name
+_LEASE = struct.Struct("<BddbH")
 _SLOT = struct.Struct("<II")
-_HAS_PARENT, _HAS_SALT, _HAS_ADAPTER = 1, 2, 4
+_HAS_PARENT, _HAS_SALT, _HAS_ADAPTER, _HAS_TENANT, _HAS_SESSION = 1, 2, 4, 8, 16
 _DIGEST_BYTES = 32
 
 
@@ -26,6 +26,7 @@ class LeaseRecord:
     priority: int
     duration: float | None
     remaining: float | None
+    offload_min_priority: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,9 @@ class BlockRecord:
     adapter_id: int | None
     stored_step: int
     leases: tuple[LeaseRecord, ...] = ()
+    tenant_id: str | None = None
+    session_id: str | None = None
+    extra: bytes = b""
 
 
 def encode_place(group: int, slot: int) -> bytes:
@@ -59,15 +63,31 @@ def encode(record: BlockRecord) -> bytes:
         _HAS_PARENT * (record.parent_key is not None)
         | _HAS_SALT * (record.salt is not None)
         | _HAS_ADAPTER * (record.adapter_id is not None)
+        | _HAS_TENANT * (record.tenant_id is not None)
+        | _HAS_SESSION * (record.session_id is not None)
     )
+    tenant, session = ((name or "").encode() for name in (record.tenant_id, record.session_id))
     tokens = record.token_ids
     parts = [
-        _HEAD.pack(_VERSION, flags, record.depth, record.stored_step, len(tokens), len(record.leases)),
+        _HEAD.pack(
+            _VERSION,
+            flags,
+            record.depth,
+            record.stored_step,
+            len(tokens),
+            len(record.leases),
+            len(record.extra),
+            len(tenant),
+            len(session),
+        ),
         record.key,
         record.parent_key or b"",
         b"" if record.adapter_id is None else struct.pack("<Q", record.adapter_id),
         struct.pack(f"<{len(tokens)}I", *tokens),
         *(_encode_lease(lease) for lease in record.leases),
+        record.extra,
+        tenant,
+        session,
         (record.salt or "").encode(),
     ]
     return b"".join(parts)
@@ -77,32 +97,54 @@ def decode(place: bytes, value: bytes) -> BlockRecord:
     """Reads a record back. Raises RecordError for anything that `encode` did not write."""
     try:
         group, slot = _SLOT.unpack(place)
-        version, flags, depth, stored_step, num_tokens, num_leases = _HEAD.unpack_from(value)
-        if version != _VERSION:
-            raise RecordError(f"record of version {version}")
+        if value[:1] != bytes([_VERSION]):
+            raise RecordError("record of another version")
+        _, flags, depth, stored_step, num_tokens, num_leases, *lengths = _HEAD.unpack_from(value)
         reader = _Reader(value, _HEAD.size)
         key = reader.take(_DIGEST_BYTES)
         parent_key = reader.take(_DIGEST_BYTES) if flags & _HAS_PARENT else None
         adapter_id = int.from_bytes(reader.take(8), "little") if flags & _HAS_ADAPTER else None
         token_ids = struct.unpack(f"<{num_tokens}I", reader.take(4 * num_tokens))
         leases = tuple([_decode_lease(reader) for _ in range(num_leases)])
+        extra, tenant, session = (reader.take(length) for length in lengths)
+        tenant_id = tenant.decode() if flags & _HAS_TENANT else None
+        session_id = session.decode() if flags & _HAS_SESSION else None
         salt = reader.rest().decode() if flags & _HAS_SALT else None
     except (struct.error, UnicodeDecodeError) as error:
         raise RecordError("record cannot be read") from error
-    return BlockRecord(group, slot, key, parent_key, depth, token_ids, salt, adapter_id, stored_step, leases)
+    return BlockRecord(
+        group,
+        slot,
+        key,
+        parent_key,
+        depth,
+        token_ids,
+        salt,
+        adapter_id,
+        stored_step,
+        leases,
+        tenant_id,
+        session_id,
+        extra,
+    )
 
 
 def _encode_lease(lease: LeaseRecord) -> bytes:
     holder = lease.holder.encode()
     duration, remaining = (math.nan if one is None else one for one in (lease.duration, lease.remaining))
-    return _LEASE.pack(lease.priority, duration, remaining, len(holder)) + holder
+    floor = -1 if lease.offload_min_priority is None else lease.offload_min_priority
+    return _LEASE.pack(lease.priority, duration, remaining, floor, len(holder)) + holder
 
 
 def _decode_lease(reader: "_Reader") -> LeaseRecord:
-    priority, duration, remaining, length = _LEASE.unpack(reader.take(_LEASE.size))
+    priority, duration, remaining, floor, length = _LEASE.unpack(reader.take(_LEASE.size))
     holder = reader.take(length).decode()
     return LeaseRecord(
-        holder, priority, None if math.isnan(duration) else duration, None if math.isnan(remaining) else remaining
+        holder,
+        priority,
+        None if math.isnan(duration) else duration,
+        None if math.isnan(remaining) else remaining,
+        None if floor < 0 else floor,
     )
 
 

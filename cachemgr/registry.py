@@ -1,24 +1,35 @@
-"""Who is there: executors with their pools, schedulers with their sequences, and holds."""
+"""Who is there: executors with their pools, and schedulers with their sequences."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from cachemgr.api import ExecutorSpec, SyncAnswer
+from cachemgr.holds import Holds
 from cachemgr.keys import Domain
+from cachemgr.transfers import Copies
 
 if TYPE_CHECKING:
-    from cachemgr.block import Block
     from cachemgr.pool import Pool
     from cachemgr.sequence import Sequence
+    from cachemgr.tiers import Account
     from cachemgr.transfers import Ticket
 
 
 class Executor:
     """One epoch of an executor."""
 
-    def __init__(self, spec: ExecutorSpec, pools: list[Pool], deadline: float) -> None:
+    def __init__(
+        self,
+        spec: ExecutorSpec,
+        pools: list[Pool],
+        deadline: float,
+        next_number: Callable[[], int],
+        pin_budget: float,
+        accounts: Mapping[tuple[str, str], Account],
+    ) -> None:
         self.spec = spec
         self.executor_id = spec.executor_id
         self.epoch = spec.executor_epoch
@@ -27,16 +38,51 @@ class Executor:
         self.deadline = deadline
         self.sequences: dict[int, Sequence] = {}
         self.tickets: dict[int, Ticket] = {}
-        self.holds: list[Hold] = []
-        self._domains: WeakValueDictionary[tuple[str | None, int | None], Domain] = WeakValueDictionary()
+        self.copies = Copies(self, next_number)
+        self.holds = Holds(next_number, pin_budget)
+        self._accounts = accounts
+        self._domains: WeakValueDictionary[tuple[object, ...], Domain] = WeakValueDictionary()
 
-    def domain(self, salt: str | None, adapter_id: int | None) -> Domain:
-        """One object per salt and adapter, as long as something is stored under it."""
-        domain = self._domains.get((salt, adapter_id))
+    def domain(
+        self,
+        salt: str | None,
+        adapter_id: int | None,
+        tenant_id: str | None = None,
+        session_id: str | None = None,
+        extra: bytes = b"",
+    ) -> Domain:
+        """One object for all blocks that have so much in common, as long as there are any."""
+        parts = (salt, adapter_id, tenant_id, session_id, extra)
+        domain = self._domains.get(parts)
         if domain is None:
-            domain = Domain(self.spec.model_fingerprint, salt, adapter_id)
-            self._domains[salt, adapter_id] = domain
+            domain = Domain(self.spec.model_fingerprint, *parts)
+            domain.account = self._account(domain)
+            self._domains[parts] = domain
         return domain
+
+    def with_extra(self, domain: Domain, extra: bytes) -> Domain:
+        """The domain of blocks of another's with these extra bytes."""
+        if extra == domain.extra:
+            return domain
+        return self.domain(domain.salt, domain.adapter_id, domain.tenant_id, domain.session_id, extra)
+
+    def _account(self, domain: Domain) -> Account | None:
+        """A tenant's quota goes before that of its salt."""
+        tenants = None if domain.tenant_id is None else self._accounts.get(("tenant_id", domain.tenant_id))
+        return tenants or (None if domain.salt is None else self._accounts.get(("salt", domain.salt)))
+
+    def change_accounts(self) -> None:
+        """Books all blocks anew after a change of the quotas."""
+        for pool in self.pools:
+            pool.close_accounts()
+        for domain in self.domains():
+            domain.account = self._account(domain)
+        for pool in self.pools:
+            pool.open_accounts(list(self._accounts.values()))
+
+    def domains(self) -> list[Domain]:
+        """All that blocks are stored under."""
+        return list(self._domains.values())
 
 
 class Scheduler:
@@ -62,12 +108,3 @@ class Scheduler:
             sequence.executor is not executor and sequence.executor.executor_id == executor.executor_id
             for sequence in self.sequences.values()
         )
-
-
-class Hold:
-    """Blocks that stay after their sequence is released, until the last owner's time is over."""
-
-    def __init__(self, blocks: list[tuple[Pool, Block]], owners: dict[str, float]) -> None:
-        self.blocks = blocks
-        # Owner to the time at which its hold ends.
-        self.owners = owners

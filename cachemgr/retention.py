@@ -1,11 +1,17 @@
-"""Wishes of a request for its blocks: checked once, then asked per block."""
+"""Wishes of a request for its blocks: checked once, then asked per block, and answered with receipts."""
+
+from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from cachemgr.api import Retention
+from cachemgr.api import ManagerConfig, Outcome, Receipt, Retention
 from cachemgr.errors import InvalidField
+
+if TYPE_CHECKING:
+    from cachemgr.rules import Rule
 
 MAX_PRIORITY = 100
 DEFAULT_PRIORITY = 35
@@ -13,7 +19,7 @@ DEFAULT_PRIORITY = 35
 MAX_DURATION = 315_576_000_000.0
 
 # How names of holders begin.
-SESSION, REQUEST = "session/", "request/"
+SESSION, REQUEST, RULE, PIN, HINT = "session/", "request/", "rule/", "pin/", "hint/"
 
 
 class Wish(NamedTuple):
@@ -22,6 +28,8 @@ class Wish(NamedTuple):
     holder: str
     priority: int
     duration: float | None = None
+    # Blocks of a lower priority are dropped rather than moved to a lower tier; None leaves it to the setting.
+    offload_min_priority: int | None = None
 
     @property
     def endless(self) -> bool:
@@ -30,24 +38,38 @@ class Wish(NamedTuple):
 
 
 class Wishes:
-    """What one request asks for, by position of a block's first token."""
+    """What one request asks for, or what rules say where it asks for nothing, by position of a block's first token."""
 
-    __slots__ = ("_decode", "_ends", "_prompt_tokens", "_starts", "_wishes")
+    __slots__ = ("_decode", "_ends", "_has_own", "_prompt_tokens", "_starts", "_wishes", "rules")
 
-    def __init__(self, retention: Retention, prompt_tokens: int, holder: str) -> None:
+    def __init__(
+        self,
+        retention: Retention,
+        prompt_tokens: int,
+        holder: str,
+        rules: Sequence[Rule] = (),
+        config: ManagerConfig | None = None,
+    ) -> None:
+        config = config or ManagerConfig()
         ordered = sorted(retention.ranges, key=lambda wish: wish.start)
         self._starts = [wish.start for wish in ordered]
-        self._ends = [prompt_tokens if wish.end is None else wish.end for wish in ordered]
-        self._wishes = [Wish(holder, wish.priority, wish.duration) for wish in ordered]
+        self._ends = [prompt_tokens if wish.end is None else min(wish.end, prompt_tokens) for wish in ordered]
+        self._wishes = [Wish(holder, *bounded(wish.priority, wish.duration, config)) for wish in ordered]
         self._decode = (
             None
             if retention.decode_priority is None
-            else Wish(holder, retention.decode_priority, retention.decode_duration)
+            else Wish(holder, *bounded(retention.decode_priority, retention.decode_duration, config))
         )
         self._prompt_tokens = prompt_tokens
+        self._has_own = bool(retention.ranges) or retention.decode_priority is not None
+        self.rules = tuple(rules)
 
     def at(self, position: int) -> Wish | None:
         """The wish for a block that begins at this position."""
+        wish = self._own(position)
+        return wish if not self.rules else self._ruled(position, wish)
+
+    def _own(self, position: int) -> Wish | None:
         if position >= self._prompt_tokens:
             return self._decode
         index = bisect_right(self._starts, position) - 1
@@ -55,10 +77,94 @@ class Wishes:
             return self._wishes[index]
         return None
 
+    def _ruled(self, position: int, own: Wish | None) -> Wish | None:
+        """Rules say how long blocks stay only where a request says nothing at all; what is moved they always say."""
+        for rule in self.rules:
+            said = rule.wish() if rule.covers(position) else None
+            if said is None:
+                continue
+            if not self._has_own:
+                return said
+            return None if own is None else own._replace(offload_min_priority=said.offload_min_priority)
+        return own
+
+    def pin(self) -> tuple[Rule, float] | None:
+        """The first rule that pins, and for how long, when the request says nothing itself."""
+        for rule in self.rules:
+            duration = rule.spec.action.pin_duration
+            if duration is not None and not rule.deleted and not self._has_own:
+                return rule, duration
+        return None
+
+    def receipts(
+        self, retention: Retention, block_size: int, *, no_store: bool, config: ManagerConfig
+    ) -> list[Receipt]:
+        """One for each wish, in the order of the request, or for each rule that speaks for it."""
+        found = []
+        for index, wish in enumerate(retention.ranges):
+            end = self._prompt_tokens if wish.end is None else min(wish.end, self._prompt_tokens)
+            blocks = max(0, -(-end // block_size) - -(-wish.start // block_size))
+            reasons = []
+            if wish.start >= self._prompt_tokens:
+                reasons.append(f"it begins behind the prompt's {self._prompt_tokens} tokens")
+            elif not blocks:
+                reasons.append(f"no block of {block_size} tokens begins in it")
+            if not reasons and wish.end is not None and wish.end > self._prompt_tokens:
+                reasons.append(f"it ends with the prompt's {self._prompt_tokens} tokens")
+            asked = wish.priority, wish.duration
+            found.append(_receipt(f"ranges[{index}]", asked, blocks, reasons, no_store=no_store, config=config))
+        if retention.decode_priority is not None:
+            asked = retention.decode_priority, retention.decode_duration
+            found.append(_receipt("decode", asked, None, [], no_store=no_store, config=config))
+        if not self._has_own:
+            found += self._rule_receipts(block_size, no_store=no_store, config=config)
+        return found
+
+    def _rule_receipts(self, block_size: int, *, no_store: bool, config: ManagerConfig) -> list[Receipt]:
+        counts: dict[Wish, int] = {}
+        for position in range(0, self._prompt_tokens, block_size) if self.rules else ():
+            wish = self.at(position)
+            if wish is not None:
+                counts[wish] = counts.get(wish, 0) + 1
+        return [
+            _receipt(wish.holder, (wish.priority, wish.duration), count, [], no_store=no_store, config=config)
+            for wish, count in counts.items()
+        ]
+
+
+def bounded(priority: int, duration: float | None, config: ManagerConfig) -> tuple[int, float | None]:
+    """What the operator lets anybody have of a wish."""
+    longest = config.max_retention_seconds
+    if longest and (duration is None or duration > longest):
+        duration = longest
+    return min(priority, config.max_retention_priority), duration
+
+
+def _receipt(
+    wish: str,
+    asked: tuple[int, float | None],
+    blocks: int | None,
+    reasons: list[str],
+    *,
+    no_store: bool,
+    config: ManagerConfig,
+) -> Receipt:
+    if no_store:
+        reasons, blocks = ["the request leaves nothing in the cache"], 0
+    if blocks == 0:
+        return Receipt(wish, Outcome.REJECTED, reasons[0])
+    granted = bounded(*asked, config)
+    if granted[0] != asked[0]:
+        reasons.append(f"the priority is at most {granted[0]}")
+    if granted[1] != asked[1]:
+        reasons.append(f"the duration is at most {granted[1]:g} s")
+    outcome = Outcome.CLIPPED if reasons else Outcome.GRANTED
+    return Receipt(wish, outcome, "; ".join(reasons), granted[0], granted[1], blocks or 0)
+
 
 def check(retention: Retention) -> None:
     """Raises InvalidField with the field's path for wishes that mean nothing."""
-    _check_priority("retention.decode_retention_priority", retention.decode_priority)
+    check_priority("retention.decode_retention_priority", retention.decode_priority)
     if retention.decode_duration is not None:
         check_duration("retention.decode_retention_duration", retention.decode_duration)
         if retention.decode_priority is None:
@@ -69,7 +175,7 @@ def check(retention: Retention) -> None:
             raise InvalidField(f"{path}.start", "must not be negative")
         if wish.end is not None and wish.end <= wish.start:
             raise InvalidField(f"{path}.end", "must be greater than start")
-        _check_priority(f"{path}.retention_priority", wish.priority)
+        check_priority(f"{path}.retention_priority", wish.priority)
         if wish.duration is not None:
             check_duration(f"{path}.retention_duration", wish.duration)
     ordered = sorted(enumerate(retention.ranges), key=lambda item: item[1].start)
@@ -86,6 +192,7 @@ def check_duration(path: str, duration: float) -> None:
         raise InvalidField(path, "must be greater than zero, and at most 10,000 years")
 
 
-def _check_priority(path: str, priority: int | None) -> None:
+def check_priority(path: str, priority: int | None) -> None:
+    """Raises InvalidField for a number that is no priority."""
     if priority is not None and not 0 <= priority <= MAX_PRIORITY:
         raise InvalidField(path, f"must be between 0 and {MAX_PRIORITY}")

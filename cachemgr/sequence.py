@@ -6,8 +6,9 @@ from array import array
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from cachemgr.api import Admission, SequenceView, Table
-from cachemgr.keys import Domain, extend_chain, packed_bytes
+from cachemgr.admin_api import Prefix
+from cachemgr.api import Admission, ExtraKey, Retention, SequenceView, Table, Transfer
+from cachemgr.keys import Domain, extend_keys, extra_bytes, pack, packed_bytes
 from cachemgr.retention import Wishes
 
 if TYPE_CHECKING:
@@ -69,10 +70,13 @@ class Sequence:
         "dependents",
         "domain",
         "executor",
+        "extra_keys",
+        "forgotten",
         "handle",
         "holds",
         "keys",
         "no_store",
+        "opened",
         "scheduler",
         "sequence_id",
         "step",
@@ -88,21 +92,24 @@ class Sequence:
         self,
         sequence_id: str,
         handle: int,
-        scheduler: Scheduler,
+        scheduler: Scheduler | None,
         executor: Executor,
         tokens: array[int],
         domain: Domain,
         wishes: Wishes,
         no_store: bool,
+        extra_keys: tuple[ExtraKey, ...] = (),
     ) -> None:
         self.sequence_id = sequence_id
         self.handle = handle
-        self.scheduler = scheduler
+        # None only for one that is looked up and never admitted.
+        self.scheduler: Scheduler = scheduler  # type: ignore[assignment]
         self.executor = executor
         self.tokens = tokens
         self.domain = domain
         self.wishes = wishes
         self.no_store = no_store
+        self.extra_keys = extra_keys
         self.computed = 0
         self.cached_tokens = 0
         # Keys of its full blocks, as far as they were needed.
@@ -110,9 +117,13 @@ class Sequence:
         # Last executor step that may have written to its blocks.
         self.step = 0
         self.void = False
+        # Nothing that it wrote may outlive it.
+        self.forgotten = False
         self.tables = [GroupTable(pool) for pool in executor.pools]
         # Open copies into its blocks.
         self.tickets: set[Ticket] = set()
+        # Copies that its blocks made necessary and that nobody has been told of.
+        self.opened: list[Ticket] = []
         # Sequences that may share blocks this one has not filled, and those whose blocks this one shares.
         self.dependents: set[Sequence] = set()
         self.waits_on: set[Sequence] = set()
@@ -120,6 +131,13 @@ class Sequence:
         self.holds: dict[str, float] = {}
         self.content: object = None
         self.admission = Admission(False)
+
+    @classmethod
+    def probe(cls, executor: Executor, prefix: Prefix) -> Sequence:
+        """A sequence that is only looked up, with one token more, as the last is never matched."""
+        tokens = pack([*prefix.token_ids, 0])
+        domain = executor.domain(prefix.salt, prefix.adapter_id)
+        return cls("", 0, None, executor, tokens, domain, Wishes(Retention(), 0, ""), True, prefix.extra_keys)
 
     @property
     def block_size(self) -> int:
@@ -146,12 +164,25 @@ class Sequence:
             return self.domain.key
         if index >= len(self.keys):
             fresh = packed_bytes(self.tokens[len(self.keys) * self.block_size :])
-            extend_chain(self.keys, self.domain.key, fresh, self.block_size)
+            extend_keys(self.keys, self.domain.key, fresh, self.block_size, self.extra_keys)
         return self.keys[index]
+
+    def extra_of(self, start: int, end: int) -> bytes:
+        """What the tokens of a block stand for besides themselves."""
+        return extra_bytes(self.extra_keys, start, end) if self.extra_keys else b""
+
+    def block_domain(self, start: int, end: int) -> Domain:
+        """The domain that a block with these tokens is stored under."""
+        return self.executor.with_extra(self.domain, self.extra_of(start, end)) if self.extra_keys else self.domain
 
     def slots(self, start: int = 0) -> tuple[Table, ...]:
         """Its tables from an index on."""
         return tuple([table.slots(start) for table in self.tables])
+
+    def take_transfers(self) -> tuple[Transfer, ...]:
+        """Copies to be told of, once, in the order in which they must run."""
+        opened, self.opened = self.opened, []
+        return tuple([ticket.transfer for ticket in opened])
 
     def view(self) -> SequenceView:
         """The sequence as seen from outside."""
@@ -165,6 +196,7 @@ class Sequence:
             cached_tokens=self.cached_tokens,
             capacity_tokens=self.capacity,
             num_blocks=sum(block is not None for table in self.tables for block in table.blocks),
+            domain=self.domain,
         )
 
     def depend_on_writers(self) -> None:

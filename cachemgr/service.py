@@ -4,16 +4,15 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
-from google.protobuf.duration_pb2 import Duration
-
-from cachemgr import convert, paging
-from cachemgr.errors import SchedulerFirstError
+from cachemgr import convert, convert_admin
+from cachemgr.api import Event, EventKind
+from cachemgr.errors import InvalidField, SchedulerFirstError
 from cachemgr.feed import EventFeed
 from cachemgr.manager import CacheManager
+from cachemgr.operations import Operations
 from cachemgr.store import IndexStore
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
-from protos.rpc.errors import InvalidField
 
 # gRPC hands every method its context, of which nothing is needed here.
 # ruff: noqa: N802, ARG002
@@ -23,14 +22,20 @@ from protos.rpc.errors import InvalidField
 class Domain:
     """What all services share."""
 
-    manager: CacheManager
+    operations: Operations
     store: IndexStore
     feed: EventFeed
 
     @property
-    def lease(self) -> Duration:
-        """How soon executors and schedulers must be heard of again."""
-        return convert.duration(self.manager.config.lease_seconds)
+    def manager(self) -> CacheManager:
+        """To read from; operations change it."""
+        return self.operations.manager
+
+    def run(self, method: str, request: Any) -> Any:
+        """Answers a call that changes something, and tells the watchers."""
+        answer = self.operations.run(method, request)
+        self.feed.ring()
+        return answer
 
 
 class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
@@ -39,8 +44,7 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
     def __init__(self, domain: Domain) -> None:
         self._domain = domain
         self._manager = domain.manager
-        # The lease never changes, and a sync should not build it every time.
-        self._lease = domain.lease
+        self._run = domain.run
 
     async def RegisterExecutor(self, request: pb.RegisterExecutorRequest, context: Any) -> pb.RegisterExecutorResponse:
         """Brings back what the store remembers of this epoch, when the manager itself does not."""
@@ -53,133 +57,66 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
         remembered = None if known else await domain.store.load(spec.executor_id, spec.executor_epoch)
         if remembered and not scheduler_came:
             raise SchedulerFirstError
-        restored = self._manager.register_executor(spec, remembered or ())
+        answer = domain.operations.register_executor(request, remembered or ())
         if not known and remembered is None:
             domain.store.replace(spec.executor_id, spec.executor_epoch)
         domain.feed.ring()
-        return pb.RegisterExecutorResponse(
-            manager_epoch=self._manager.epoch, lease_duration=self._lease, restored_blocks=restored
-        )
+        return answer
 
-    async def RenewExecutor(self, request: pb.RenewExecutorRequest, context: Any) -> pb.RenewExecutorResponse:
+    async def RenewExecutor(self, request: pb.RenewExecutorRequest, context: Any) -> Any:
         """Keeps a lease."""
-        self._manager.renew_executor(request.executor_id, request.executor_epoch, request.manager_epoch)
-        return pb.RenewExecutorResponse(manager_epoch=self._manager.epoch, lease_duration=self._lease)
+        return self._run("RenewExecutor", request)
 
-    async def RegisterScheduler(
-        self, request: pb.RegisterSchedulerRequest, context: Any
-    ) -> pb.RegisterSchedulerResponse:
+    async def RegisterScheduler(self, request: pb.RegisterSchedulerRequest, context: Any) -> Any:
         """Frees what an older epoch held."""
-        self._manager.register_scheduler(request.scheduler_id, request.scheduler_epoch)
-        self._domain.feed.ring()
-        return pb.RegisterSchedulerResponse(manager_epoch=self._manager.epoch, lease_duration=self._lease)
+        return self._run("RegisterScheduler", request)
 
-    async def AdmitSequence(self, request: pb.AdmitSequenceRequest, context: Any) -> pb.AdmitSequenceResponse:
+    async def AdmitSequence(self, request: pb.AdmitSequenceRequest, context: Any) -> Any:
         """Matches, claims and allocates."""
-        admission = self._manager.admit(convert.admit_request(request))
-        self._domain.feed.ring()
-        return convert.admit_response(self._manager.epoch, admission)
+        return self._run("AdmitSequence", request)
 
-    async def SyncSequences(self, request: pb.SyncSequencesRequest, context: Any) -> pb.SyncSequencesResponse:
+    async def SyncSequences(self, request: pb.SyncSequencesRequest, context: Any) -> Any:
         """Takes progress, gives capacity."""
-        answer = self._manager.sync(convert.sync_request(request))
-        self._domain.feed.ring()
-        return convert.sync_response(self._manager.epoch, answer, self._lease)
+        return self._run("SyncSequences", request)
 
-    async def ExtendSequence(self, request: pb.ExtendSequenceRequest, context: Any) -> pb.ExtendSequenceResponse:
+    async def ExtendSequence(self, request: pb.ExtendSequenceRequest, context: Any) -> Any:
         """Grows one sequence."""
-        extension = self._manager.extend(request.sequence_id, request.capacity_tokens)
-        self._domain.feed.ring()
-        return convert.extend_response(extension)
+        return self._run("ExtendSequence", request)
 
-    async def TruncateSequence(self, request: pb.TruncateSequenceRequest, context: Any) -> pb.TruncateSequenceResponse:
+    async def TruncateSequence(self, request: pb.TruncateSequenceRequest, context: Any) -> Any:
         """Forgets tokens."""
-        freed = self._manager.truncate(request.sequence_id, request.num_tokens)
-        self._domain.feed.ring()
-        return pb.TruncateSequenceResponse(found=freed.found, freed_blocks=freed.freed_blocks)
+        return self._run("TruncateSequence", request)
 
-    async def ForkSequence(self, request: pb.ForkSequenceRequest, context: Any) -> pb.ForkSequenceResponse:
+    async def ForkSequence(self, request: pb.ForkSequenceRequest, context: Any) -> Any:
         """Shares a sequence's blocks with a second one."""
-        admission = self._manager.fork(request.parent_sequence_id, request.sequence_id)
-        self._domain.feed.ring()
-        return convert.fork_response(admission)
+        return self._run("ForkSequence", request)
 
-    async def HoldSequence(self, request: pb.HoldSequenceRequest, context: Any) -> pb.HoldSequenceResponse:
+    async def HoldSequence(self, request: pb.HoldSequenceRequest, context: Any) -> Any:
         """Keeps blocks beyond their sequence."""
-        seconds = convert.seconds(request.duration)
-        held = self._manager.hold(request.sequence_id, request.owner, seconds)
-        return pb.HoldSequenceResponse(held_blocks=held)
+        return self._run("HoldSequence", request)
 
-    async def ReleaseSequence(self, request: pb.ReleaseSequenceRequest, context: Any) -> pb.ReleaseSequenceResponse:
+    async def ReleaseSequence(self, request: pb.ReleaseSequenceRequest, context: Any) -> Any:
         """Gives blocks back."""
-        freed = self._manager.release(request.sequence_id)
-        self._domain.feed.ring()
-        return pb.ReleaseSequenceResponse(found=freed.found, freed_blocks=freed.freed_blocks)
+        return self._run("ReleaseSequence", request)
 
-    async def ConfirmTransfers(self, request: pb.ConfirmTransfersRequest, context: Any) -> pb.ConfirmTransfersResponse:
+    async def ConfirmTransfers(self, request: pb.ConfirmTransfersRequest, context: Any) -> Any:
         """Ends copies."""
-        unknown = self._manager.confirm_transfers(
-            request.executor_id, request.executor_epoch, list(request.tickets), list(request.failed_tickets)
-        )
-        self._domain.feed.ring()
-        return pb.ConfirmTransfersResponse(unknown_tickets=unknown)
+        return self._run("ConfirmTransfers", request)
 
+    async def SendHints(self, request: pb.SendHintsRequest, context: Any) -> Any:
+        """Carries out hints."""
+        return self._run("SendHints", request)
 
-class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
-    """The operator's view and hand."""
+    async def PreviewAdmission(self, request: pb.PreviewAdmissionRequest, context: Any) -> pb.PreviewAdmissionResponse:
+        """Looks without touching."""
+        admission = convert.admit_request(request.admission)
+        return convert_admin.preview(self._manager.preview(admission, request.max_new_tokens))
 
-    def __init__(self, domain: Domain) -> None:
-        self._manager = domain.manager
-        self._feed = domain.feed
-
-    async def CheckPool(self, request: pb.CheckPoolRequest, context: Any) -> pb.CheckPoolResponse:
-        """Recounts."""
-        found = self._manager.check_pool(request.pool_id)
-        pools = [self._manager.pool(request.pool_id)] if request.pool_id else self._manager.pools()
-        return pb.CheckPoolResponse(
-            violations=[pb.PoolViolation(pool_id=one.pool_id, slot=one.slot, message=one.message) for one in found],
-            pools=[convert.pool(view) for view in pools],
-        )
-
-    async def ListPools(self, request: pb.ListPoolsRequest, context: Any) -> pb.ListPoolsResponse:
-        """Pools by name."""
-        limit = paging.page_limit(request.page_size)
-        after = paging.decode_token("pools", request.page_token)
-        rest = (view for view in self._manager.pools() if view.pool_id > after)
-        page, token = paging.cut(rest, limit, "pools", lambda view: view.pool_id)
-        return pb.ListPoolsResponse(pools=[convert.pool(view) for view in page], next_page_token=token)
-
-    async def GetPool(self, request: pb.GetPoolRequest, context: Any) -> pb.GetPoolResponse:
-        """One pool."""
-        return pb.GetPoolResponse(pool=convert.pool(self._manager.pool(_required_pool(request.pool_id))))
-
-    async def ListBlocks(self, request: pb.ListBlocksRequest, context: Any) -> pb.ListBlocksResponse:
-        """Blocks of a pool by slot."""
-        limit = paging.page_limit(request.page_size)
-        after = paging.decode_number("blocks", request.page_token)
-        rest = self._manager.blocks(_required_pool(request.pool_id), after)
-        page, token = paging.cut(rest, limit, "blocks", lambda view: view.slot)
-        return pb.ListBlocksResponse(blocks=[convert.block(view) for view in page], next_page_token=token)
-
-    async def ListSequences(self, request: pb.ListSequencesRequest, context: Any) -> pb.ListSequencesResponse:
-        """Sequences by handle."""
-        limit = paging.page_limit(request.page_size)
-        after = paging.decode_number("sequences", request.page_token)
-        rest = self._manager.sequences(after)
-        page, token = paging.cut(rest, limit, "sequences", lambda view: view.sequence_handle)
-        return pb.ListSequencesResponse(sequences=[convert.sequence(view) for view in page], next_page_token=token)
-
-    async def PurgeBlocks(self, request: pb.PurgeBlocksRequest, context: Any) -> pb.PurgeBlocksResponse:
-        """Drops cached blocks."""
-        purged = self._manager.purge(convert.block_filter(request.filter), validate_only=request.validate_only)
-        self._feed.ring()
-        return pb.PurgeBlocksResponse(purged_blocks=purged.purged_blocks, used_blocks=purged.used_blocks)
-
-
-def _required_pool(pool_id: str) -> str:
-    if not pool_id:
-        raise InvalidField("pool_id", "must name a pool as ListPools gives it")
-    return pool_id
+    async def EstimateSequence(self, request: pb.EstimateSequenceRequest, context: Any) -> pb.EstimateSequenceResponse:
+        """Counts without touching."""
+        step = request.step_tokens if request.HasField("step_tokens") else None
+        found = self._manager.estimate(request.sequence_id, step, request.max_new_tokens)
+        return pb.EstimateSequenceResponse(estimates=[convert_admin.estimate(one) for one in found])
 
 
 class CacheEventService(pb_grpc.CacheEventServiceServicer):
@@ -191,6 +128,10 @@ class CacheEventService(pb_grpc.CacheEventServiceServicer):
 
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.WatchEventsResponse]:
         """A snapshot unless told where to continue, then every event. A consumer too slow gets OUT_OF_RANGE."""
+        if request.HasField("salt") and not request.salt:
+            raise InvalidField("salt", "must not be empty; leave it out for all")
+        if request.pool_id:
+            self._manager.pool(request.pool_id)
         if request.HasField("after_event_number"):
             number = request.after_event_number
         else:
@@ -198,9 +139,20 @@ class CacheEventService(pb_grpc.CacheEventServiceServicer):
             number = snapshot.number
             # Taken whole, before the first await: calls served in between change the cache.
             for event in list(snapshot.events):
-                yield convert.event(event, snapshot=True)
+                if _is_wanted(request, event):
+                    yield convert.event(event, snapshot=True, token_ids=request.include_token_ids)
         while True:
             for event in self._manager.events_after(number):
-                yield convert.event(event, snapshot=False)
+                if _is_wanted(request, event):
+                    yield convert.event(event, snapshot=False, token_ids=request.include_token_ids)
                 number = event.number
             await self._feed.wait_for_events(number)
+
+
+def _is_wanted(request: pb.WatchEventsRequest, event: Event) -> bool:
+    block = event.block
+    if request.pool_id and block.pool_id != request.pool_id:
+        return False
+    if not request.HasField("salt") or event.kind is EventKind.CREATED:
+        return True
+    return block.domain is not None and block.domain.salt == request.salt

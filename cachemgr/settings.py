@@ -1,5 +1,6 @@
 """Settings of the cache manager, KVKEEP_CACHEMGR_<NAME> beside the shared ones."""
 
+from pathlib import Path
 from typing import ClassVar
 
 from pydantic import Field
@@ -21,5 +22,8 @@ class CachemgrSettings(ProcessSettings):
     redis_flush_seconds: float = Field(0.05, gt=0, description="How long changes of the index gather before a write.")
     redis_max_pending: int = Field(
         200_000, gt=0, description="Changed blocks that wait for Redis; beyond it the index is copied later."
+    )
+    operation_log: Path | None = Field(
+        None, description="New file for every call with its token ids, to be replayed; empty is off."
     )
     drain_seconds: float = Field(10.0, ge=0, description="Time that running calls get when the process stops.")

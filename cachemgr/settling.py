@@ -59,6 +59,10 @@ def _settle_block(sequence: Sequence, table: GroupTable, place: int) -> bool:
         return True
     wish = sequence.wishes.at(place * sequence.block_size)
     equal = pool.index.get(key)
+    if equal is not None and not pool.is_on_device(equal):
+        pool.promote(block, equal, sequence.step)
+        pool.grant(block, wish)
+        return True
     if equal is not None:
         pool.grant(equal, wish)
         if pool.window is None:
@@ -67,8 +71,9 @@ def _settle_block(sequence: Sequence, table: GroupTable, place: int) -> bool:
         return True
     pool.grant(block, wish)
     size = sequence.block_size
-    tokens = sequence.packed(place * size, (place + 1) * size)
-    pool.store(block, key, sequence.key(place - 1), tokens, place, sequence.domain, sequence.step)
+    start, end = place * size, (place + 1) * size
+    domain = sequence.block_domain(start, end)
+    pool.store(block, key, sequence.key(place - 1), sequence.packed(start, end), place, domain, sequence.step)
     return True
 
 
@@ -83,19 +88,20 @@ def settle_last(sequence: Sequence) -> None:
         return
     tokens = sequence.packed(place * size, sequence.computed)
     parent_key = sequence.key(place - 1)
+    domain = sequence.block_domain(place * size, sequence.computed)
     for table in sequence.tables:
         block = table.blocks[place] if place < len(table.blocks) else None
         if table.settled < place or block is None or block.writer is not sequence:
             continue
         parent, wish = table.pool.node(parent_key), sequence.wishes.at(place * size)
-        longer = None if parent is None else siblings.covering(parent, tokens)
+        longer = None if parent is None else siblings.covering(parent, tokens, domain.extra)
         if longer is not None:
             table.pool.grant(longer, wish)
             continue
         block.writer = None
         table.pool.grant(block, wish)
-        key = child_key(parent_key, tokens)
-        table.pool.store(block, key, parent_key, tokens, place, sequence.domain, sequence.step)
+        key = child_key(parent_key, tokens, domain.extra)
+        table.pool.store(block, key, parent_key, tokens, place, domain, sequence.step)
 
 
 def withdraw(sequence: Sequence, start: int = 0) -> None:

@@ -1,7 +1,7 @@
-"""The children of a node, sorted by their packed tokens.
+"""The children of a node, sorted by their extra bytes and, among equal ones, by their packed tokens.
 
 Sorted that way, the sibling with the longest common prefix is a neighbour of the place where the tokens would go,
-and so is every sibling that begins with them.
+and so is every sibling that begins with them. Only siblings with equal extra bytes have anything in common.
 """
 
 from bisect import bisect_left, bisect_right
@@ -10,7 +10,7 @@ from operator import attrgetter
 from cachemgr.block import Block, Node
 from cachemgr.keys import TOKEN_BYTES
 
-_TOKENS = attrgetter("tokens")
+_ORDER = attrgetter("domain.extra", "tokens")
 
 
 def each(node: Node) -> tuple[Block, ...]:
@@ -29,7 +29,7 @@ def add(node: Node, block: Block) -> None:
         return
     if isinstance(children, Block):
         children = node.children = [children]
-    children.insert(bisect_left(children, block.tokens, key=_TOKENS), block)
+    children.insert(bisect_left(children, _ORDER(block), key=_ORDER), block)
 
 
 def remove(node: Node, block: Block) -> None:
@@ -39,7 +39,7 @@ def remove(node: Node, block: Block) -> None:
         node.children = None
         return
     assert isinstance(children, list)
-    index = bisect_left(children, block.tokens, key=_TOKENS)
+    index = bisect_left(children, _ORDER(block), key=_ORDER)
     while children[index] is not block:
         index += 1
     del children[index]
@@ -47,23 +47,23 @@ def remove(node: Node, block: Block) -> None:
         node.children = children[0]
 
 
-def closest(node: Node, tokens: bytes) -> tuple[Block | None, int]:
+def closest(node: Node, tokens: bytes, extra: bytes = b"") -> tuple[Block | None, int]:
     """The child with the longest common prefix, and that prefix in tokens; (None, 0) when there is none."""
     children = node.children
     if children is None or not tokens:
         return None, 0
     best, longest = None, 0
-    for block in _neighbours(children, tokens):
+    for block in _neighbours(children, tokens, extra):
         common = _common_tokens(block.tokens, tokens)
         if common > longest:
             best, longest = block, common
     return best, longest
 
 
-def covering(node: Node, tokens: bytes) -> Block | None:
+def covering(node: Node, tokens: bytes, extra: bytes = b"") -> Block | None:
     """A child that begins with these tokens."""
     if node.children is not None:
-        for block in _neighbours(node.children, tokens):
+        for block in _neighbours(node.children, tokens, extra):
             if block.tokens.startswith(tokens):
                 return block
     return None
@@ -75,19 +75,21 @@ def longer(node: Node, block: Block) -> Block | None:
     if not isinstance(children, list):
         return None
     # It would stand right behind: whatever begins with these tokens comes directly after them.
-    index = bisect_right(children, block.tokens, key=_TOKENS)
-    if index < len(children) and children[index].tokens.startswith(block.tokens):
-        return children[index]
+    index = bisect_right(children, _ORDER(block), key=_ORDER)
+    if index < len(children):
+        other = children[index]
+        if other.tokens.startswith(block.tokens) and _ORDER(other)[0] == _ORDER(block)[0]:
+            return other
     return None
 
 
-def covered(node: Node, tokens: bytes) -> list[Block]:
+def covered(node: Node, tokens: bytes, extra: bytes = b"") -> list[Block]:
     """Children whose tokens are a true beginning of these, longest first."""
     children = [node.children] if isinstance(node.children, Block) else node.children or []
     found: list[Block] = []
     beginning = tokens
-    index = bisect_left(children, beginning, key=_TOKENS)
-    while index > 0:
+    index = bisect_left(children, (extra, beginning), key=_ORDER)
+    while index > 0 and _ORDER(children[index - 1])[0] == extra:
         # Whatever begins `beginning` stands between the last child before it and itself, or is that child.
         block = children[index - 1]
         common = _common_tokens(block.tokens, beginning) * TOKEN_BYTES
@@ -96,17 +98,19 @@ def covered(node: Node, tokens: bytes) -> list[Block]:
             break
         if common == len(block.tokens):
             found.append(block)
-            index = bisect_left(children, beginning, key=_TOKENS)
+            index = bisect_left(children, (extra, beginning), key=_ORDER)
         else:
-            index = bisect_right(children, beginning, key=_TOKENS)
+            index = bisect_right(children, (extra, beginning), key=_ORDER)
     return found
 
 
-def _neighbours(children: Block | list[Block], tokens: bytes) -> tuple[Block, ...]:
-    if isinstance(children, Block):
-        return (children,)
-    index = bisect_left(children, tokens, key=_TOKENS)
-    return tuple(children[max(0, index - 1) : index + 1])
+def _neighbours(children: Block | list[Block], tokens: bytes, extra: bytes) -> list[Block]:
+    if isinstance(children, list):
+        index = bisect_left(children, (extra, tokens), key=_ORDER)
+        near = children[max(0, index - 1) : index + 1]
+    else:
+        near = [children]
+    return [block for block in near if _ORDER(block)[0] == extra]
 
 
 def _common_tokens(one: bytes, other: bytes) -> int:

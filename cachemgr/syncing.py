@@ -5,10 +5,11 @@ from collections.abc import Sequence as Seq
 from cachemgr.admission import Admitter, watermark
 from cachemgr.api import ManagerConfig, SyncAnswer, SyncRequest
 from cachemgr.errors import InvalidField
-from cachemgr.lifecycle import release
+from cachemgr.lifecycle import end_copy, release
 from cachemgr.registry import Executor, Scheduler
 from cachemgr.sequence import Sequence, blocks_for
-from cachemgr.settling import settle, void, withdraw
+from cachemgr.settling import settle, withdraw
+from cachemgr.transfers import Outcome
 
 
 class Sync:
@@ -119,10 +120,7 @@ class Sync:
             for executor in self._executors.values():
                 ticket = executor.tickets.pop(number, None)
                 if ticket is not None:
-                    sequence = ticket.sequence
-                    ticket.end()
-                    if sequence is not None:
-                        void(sequence)
+                    end_copy(ticket, Outcome.CANCELLED)
 
     def _extend(self) -> None:
         """What the next two steps need comes before what is only ahead of need."""
@@ -151,13 +149,20 @@ class Sync:
         if wanted <= have:
             return 0
         pools = sequence.executor.pools
-        spare = min(pool.free - (watermark(pool, self._config) if above_watermark else 0) for pool in pools)
+        account = sequence.domain.account
+        # What runs goes on beyond its ceiling, at the cost of its own cached blocks first.
+        spare = min(
+            pool.device.free_for(account, within_ceiling=False)
+            - (watermark(pool, self._config) if above_watermark else 0)
+            for pool in pools
+        )
         given = min(wanted - have, max(0, spare))
         if given:
             self._admitter.grow(sequence, have + given)
         return wanted - have - given
 
     def _report(self, sequence: Sequence, start: int) -> None:
+        self.answer.transfers.extend(sequence.take_transfers())
         for table in sequence.slots(start):
             self.answer.extended_handles.append(sequence.handle)
             self.answer.extended_groups.append(table.group)

@@ -2,61 +2,252 @@
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
-from cachemgr.api import Transfer
+from cachemgr.api import RemovalCause, Transfer
+from cachemgr.block import Block
 
 if TYPE_CHECKING:
-    from cachemgr.block import Block
     from cachemgr.pool import Pool
+    from cachemgr.registry import Executor, Scheduler
     from cachemgr.sequence import GroupTable, Sequence
 
 
-class Ticket:
-    """One open copy.
+class Purpose(enum.Enum):
+    """What a copy is for."""
 
-    Takes over a reference to its source, adds one to its target, and holds `anchors` once its sequence is gone.
+    # A block of a sequence that others have, in whole or in part.
+    FILL = "fill"
+    # A block moves to a lower tier; the source is the block that has its place now.
+    MOVE = "move"
+    # A block comes to the device before anybody asks for it.
+    FETCH = "fetch"
+    # No source: the target is overwritten.
+    ZERO = "zero"
+
+
+class Outcome(enum.Enum):
+    """How a copy ended. One that is cancelled was never sent to the executor."""
+
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class Ticket:
+    """One open copy. It takes over a reference to its source and one to its target.
+
+    The source of a move is the block that got its place. That needs no reference as long as it is somebody's: whoever
+    computes it has run the copy before. It gets one, `holds_source`, when it would become empty.
+    Without a scheduler the executor gets it with its next renewal.
     """
 
-    __slots__ = ("anchors", "index", "num_tokens", "number", "pool", "scheduler", "sequence", "source", "target")
+    __slots__ = (
+        "anchors",
+        "fetch",
+        "holds_source",
+        "index",
+        "num_tokens",
+        "number",
+        "pool",
+        "purpose",
+        "scheduler",
+        "sequence",
+        "source",
+        "target",
+        "transfer",
+    )
 
     def __init__(
-        self, number: int, pool: Pool, source: Block, target: Block, num_tokens: int, index: int, sequence: Sequence
+        self,
+        number: int,
+        purpose: Purpose,
+        pool: Pool,
+        source: Block | None,
+        target: Block,
+        *,
+        num_tokens: int = 0,
+        scheduler: Scheduler | None = None,
     ) -> None:
         self.number = number
+        self.purpose = purpose
         self.pool = pool
         self.source = source
         self.target = target
         self.num_tokens = num_tokens
+        self.scheduler = scheduler
+        self.holds_source = purpose in (Purpose.FILL, Purpose.FETCH)
+        self.sequence: Sequence | None = None
         # Place of the target in the sequence's table.
-        self.index = index
-        self.scheduler = sequence.scheduler
-        self.sequence: Sequence | None = sequence
+        self.index = 0
         self.anchors: list[Block] = []
-        pool.retain(target)
-        sequence.tickets.add(self)
-        sequence.executor.tickets[number] = self
+        self.fetch: Fetch | None = None
+        self.transfer = self._transfer()
 
-    @property
-    def transfer(self) -> Transfer:
-        """The ticket as the scheduler sees it."""
+    def _transfer(self) -> Transfer:
         spec = self.pool.spec
-        return Transfer(self.number, spec.group, self.source.slot, self.target.slot, self.num_tokens, spec.block_bytes)
+        target = self.pool.tier_of(self.target)
+        source = target if self.source is None else self.pool.tier_of(self.source)
+        return Transfer(
+            self.number,
+            spec.group,
+            0 if self.source is None else self.source.slot - source.offset,
+            self.target.slot - target.offset,
+            self.num_tokens or self.pool.block_size,
+            spec.block_bytes,
+            source.kind,
+            target.kind,
+        )
 
     def detach(self, table: GroupTable) -> None:
-        """Lets the sequence go. What the source stands on stays referenced: a used block's parent cannot be taken."""
+        """Lets the sequence go. What a device source stands on stays referenced: its parent could not be taken."""
         assert self.sequence is not None
+        assert self.source is not None
         self.sequence.tickets.discard(self)
         self.sequence = None
+        if self.pool.tier_of(self.source) is not self.pool.device:
+            return
         for index, block in enumerate(table.blocks[: self.index]):
             standing = table.anchors.get(index, block)
             if standing is not None:
                 self.pool.retain(standing)
                 self.anchors.append(standing)
 
-    def end(self) -> None:
-        """Gives up everything that it reserves."""
-        for block in (self.target, self.source, *reversed(self.anchors)):
-            self.pool.drop(block)
+    def end(self, outcome: Outcome) -> None:
+        """Gives up everything that it reserves; a block whose bytes did not come is lost."""
         if self.sequence is not None:
             self.sequence.tickets.discard(self)
+        if outcome is Outcome.FAILED:
+            self.pool.tier_of(self.source or self.target).counters.failed_copies += 1
+        if self.purpose is Purpose.MOVE:
+            self.pool.moving.discard(self.target)
+            self.pool.leaving.pop(self.source, None)
+            if outcome is not Outcome.DONE:
+                self._lose(self.target)
+        elif self.purpose is Purpose.FILL and outcome is Outcome.FAILED and self._is_below(self.source):
+            self._lose(self.source)
+        if self.fetch is not None:
+            self.fetch.ended(self, failed=outcome is not Outcome.DONE)
+            return
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Drops all references."""
+        self.pool.drop(self.target)
+        if self.source is not None and self.holds_source:
+            self.pool.drop(self.source)
+        for block in reversed(self.anchors):
+            self.pool.drop(block)
+
+    def _is_below(self, block: Block | None) -> bool:
+        return block is not None and self.pool.tier_of(block) is not self.pool.device
+
+    def _lose(self, block: Block | None) -> None:
+        if block is not None and block.parent is not None:
+            self.pool.discard_subtree(block, RemovalCause.COPY_FAILED)
+
+
+class Fetch:
+    """Copies of a chain to the device, for nobody: the blocks change places together, when all are there."""
+
+    def __init__(self, pool: Pool, tickets: list[Ticket]) -> None:
+        self._pool = pool
+        self._tickets = tickets
+        self._open = len(tickets)
+        self._failed: set[Ticket] = set()
+        for ticket in tickets:
+            ticket.fetch = self
+
+    def ended(self, ticket: Ticket, *, failed: bool) -> None:
+        """One of the copies has ended."""
+        self._open -= 1
+        if failed:
+            self._failed.add(ticket)
+        if self._open:
+            return
+        good = True
+        for ticket in self._tickets:
+            source = ticket.source
+            assert source is not None
+            good = good and ticket not in self._failed
+            if self._pool.index.get(source.key) is not source:
+                continue
+            parent = source.parent
+            good = good and (
+                not isinstance(parent, Block) or self._pool.window is not None or self._pool.is_on_device(parent)
+            )
+            if good:
+                self._pool.promote(ticket.target, source, 0)
+        for ticket in self._tickets:
+            if ticket in self._failed and ticket.source is not None and ticket.source.parent is not None:
+                self._pool.discard_subtree(ticket.source, RemovalCause.COPY_FAILED)
+        for ticket in reversed(self._tickets):
+            ticket.give_up()
+
+
+class Copies:
+    """Opens the tickets of one executor."""
+
+    def __init__(self, executor: Executor, next_number: Callable[[], int]) -> None:
+        self._tickets = executor.tickets
+        self._next_number = next_number
+        for pool in executor.pools:
+            pool.on_moved = partial(self._move, pool)
+            pool.on_doomed = partial(self._zero, pool)
+
+    def _add(self, ticket: Ticket) -> Ticket:
+        self._tickets[ticket.number] = ticket
+        return ticket
+
+    def _move(self, pool: Pool, moved: Block, occupant: Block, writer: Sequence | None) -> None:
+        pool.moving.add(moved)
+        scheduler = None if writer is None else writer.scheduler
+        ticket = self._add(Ticket(self._next_number(), Purpose.MOVE, pool, occupant, moved, scheduler=scheduler))
+        pool.leaving[occupant] = ticket
+        if writer is not None:
+            writer.opened.append(ticket)
+
+    def _zero(self, pool: Pool, block: Block) -> None:
+        self._add(Ticket(self._next_number(), Purpose.ZERO, pool, None, block))
+
+    def fill(self, sequence: Sequence, pool: Pool, source: Block, target: Block, index: int, num_tokens: int) -> None:
+        """The target, at this place of the sequence's table, gets what the source holds, whose reference passes on."""
+        pool.retain(target)
+        number = self._next_number()
+        ticket = Ticket(number, Purpose.FILL, pool, source, target, num_tokens=num_tokens, scheduler=sequence.scheduler)
+        ticket.sequence, ticket.index = sequence, index
+        sequence.tickets.add(self._add(ticket))
+        sequence.opened.append(ticket)
+        tier = pool.tier_of(source)
+        if tier is not pool.device:
+            tier.counters.onboarded += 1
+            tier.counters.copied_bytes += pool.spec.block_bytes
+
+    def fetch(self, pool: Pool, chain: list[Block]) -> list[Transfer]:
+        """Brings blocks of a chain, parents first, to the device, as far as there is room."""
+        here = [block for block in chain if pool.is_on_device(block)]
+        below = [block for block in chain if not pool.is_on_device(block)]
+        room = pool.device.free_for(None) - sum(not block.refs for block in here)
+        sources: list[Block] = []
+        for source in below[: max(0, room)]:
+            if source in pool.moving:
+                break
+            sources.append(source)
+        if not sources:
+            return []
+        for block in (*here, *sources):
+            pool.retain(block)
+        tickets = []
+        for source in sources:
+            tier = pool.tier_of(source)
+            tier.counters.onboarded += 1
+            tier.counters.copied_bytes += pool.spec.block_bytes
+            target = pool.take(None)
+            tickets.append(self._add(Ticket(self._next_number(), Purpose.FETCH, pool, source, target)))
+        # What is on the device already stays until the rest stands on it.
+        tickets[0].anchors = here
+        Fetch(pool, tickets)
+        return [ticket.transfer for ticket in tickets]

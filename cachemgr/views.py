@@ -2,20 +2,75 @@
 
 from collections.abc import Iterator
 
-from cachemgr.api import BlockView, Event, PoolView, PoolViolation, SequenceView, Snapshot
+from cachemgr import matching
+from cachemgr.admin_api import (
+    BlockEstimate,
+    BlockFilter,
+    Explanation,
+    HoldView,
+    PoolViolation,
+    Prefix,
+    PrefixView,
+    Preview,
+    Quota,
+    RetentionRule,
+)
+from cachemgr.admission import Admitter, check_request
+from cachemgr.api import (
+    AdmitRequest,
+    BlockView,
+    Event,
+    LeaseView,
+    ManagerConfig,
+    PoolView,
+    SequenceView,
+    Snapshot,
+    TierKind,
+    Transfer,
+)
+from cachemgr.block import Block, Node
+from cachemgr.chains import chain
 from cachemgr.check import check
-from cachemgr.errors import UnknownPoolError
+from cachemgr.dump import executor_state, line, scheduler_state
+from cachemgr.errors import (
+    InvalidField,
+    StaleSchedulerError,
+    UnknownExecutorError,
+    UnknownPoolError,
+    UnknownSchedulerError,
+    UnknownSequenceError,
+    VoidSequenceError,
+)
+from cachemgr.estimates import while_running
 from cachemgr.events import EventLog
+from cachemgr.explaining import explain
+from cachemgr.keys import pack
+from cachemgr.leases import LeaseBook, leases_of
+from cachemgr.meters import TokenMeter
 from cachemgr.pool import Pool
+from cachemgr.purging import matches
 from cachemgr.records import BlockRecord
-from cachemgr.registry import Executor
+from cachemgr.registry import Executor, Scheduler
+from cachemgr.retention import MAX_PRIORITY
+from cachemgr.rules import RuleBook
 from cachemgr.sequence import Sequence
+from cachemgr.tiers import Account, Tier
+from cachemgr.validation import check_extra_keys
 
 
 class ManagerViews:
     """The reading half of the cache manager; the other half owns the fields."""
 
+    epoch: int
+    _number: int
+    _scheduler_came: bool
     _events: EventLog
+    _leases: LeaseBook
+    _schedulers: dict[str, Scheduler]
+    _rules: RuleBook
+    _admitter: Admitter
+    config: ManagerConfig
+    _accounts: dict[tuple[str, str], Account]
     _executors: dict[str, Executor]
     _sequences: dict[str, Sequence]
 
@@ -32,10 +87,107 @@ class ManagerViews:
         """One pool. Raises UnknownPoolError."""
         return self._pool(pool_id).pool_view()
 
-    def blocks(self, pool_id: str, after_slot: int = 0) -> Iterator[BlockView]:
-        """Used and cached blocks by slot. Raises UnknownPoolError."""
+    def blocks(self, pool_id: str, after_place: int = 0) -> Iterator[tuple[int, BlockView]]:
+        """Used and cached blocks with their places, the device first. Raises UnknownPoolError."""
         pool = self._pool(pool_id)
-        return (pool.view(block) for block in pool.blocks[after_slot + 1 :] if block is not None)
+        return ((block.slot, pool.view(block)) for block in _from(pool, after_place))
+
+    def filtered_blocks(self, selected: BlockFilter, after_place: int = 0) -> Iterator[tuple[int, BlockView]]:
+        """Blocks of one pool that a filter means. Raises UnknownPoolError, InvalidField, UnknownExecutorError."""
+        for pool, among in self.filtered(selected):
+            for block in _from(pool, after_place):
+                if (among is None or block in among) and matches(pool, block, selected):
+                    yield block.slot, pool.view(block)
+
+    def prefixes(self, selected: BlockFilter, after_place: int = 0) -> Iterator[PrefixView]:
+        """Cached chains of one pool whose last block a filter means. Raises as `filtered_blocks`."""
+        for pool, among in self.filtered(selected):
+            for block in _from(pool, after_place):
+                is_last = block.parent is not None and block.children is None
+                if is_last and (among is None or block in among) and matches(pool, block, selected):
+                    yield _prefix_view(pool, block)
+
+    def leases(self, pool_id: str, holder: str, after_place: int = 0) -> Iterator[tuple[int, BlockView, LeaseView]]:
+        """Leases of a pool by place; with a name those of one holder. Raises UnknownPoolError."""
+        pool = self._pool(pool_id)
+        for block in _from(pool, after_place):
+            for lease in leases_of(block):
+                if holder in ("", lease.wish.holder):
+                    yield block.slot, pool.view(block), self._leases.view(lease)
+
+    def holds(self, owner: str = "") -> Iterator[HoldView]:
+        """Holds and pins, each by owner, oldest first."""
+        now = self._leases.now
+        for _, executor in sorted(self._executors.items()):
+            for hold in executor.holds:
+                for name, end in sorted(hold.owners.items()):
+                    if owner in ("", name):
+                        left = max(0.0, end - now)
+                        yield HoldView(hold.name, hold.pin, name, left, executor.executor_id, len(hold.blocks))
+
+    def executor_transfers(self, executor_id: str) -> list[Transfer]:
+        """Open copies that no scheduler sends, in the order in which they must run."""
+        executor = self._executors.get(executor_id)
+        tickets = () if executor is None else executor.tickets.values()
+        return [ticket.transfer for ticket in tickets if ticket.scheduler is None]
+
+    def rules(self) -> list[RetentionRule]:
+        """Rules in the order in which they are asked."""
+        return [rule.spec for rule in self._rules]
+
+    def rule(self, name: str) -> RetentionRule:
+        """One rule. Raises UnknownRuleError."""
+        return self._rules.get(name).spec
+
+    def quotas(self) -> Iterator[tuple[Quota, str, int, int]]:
+        """Quotas by account, with the device and host blocks that each pool has of it; an empty name for no pool."""
+        for _, account in sorted(self._accounts.items()):
+            pools = self._selected("")
+            for pool in pools:
+                device, host = (tier.shares[account].count for tier in pool.tiers[:2])
+                yield account.quota, pool.pool_id, device, host
+            if not pools:
+                yield account.quota, "", 0, 0
+
+    def tiers(self, pool_id: str) -> list[Tier]:
+        """The tiers of a pool, with what happened in them. Raises UnknownPoolError."""
+        return [tier for tier in self._pool(pool_id).tiers if tier.size]
+
+    def meter(self, pool_id: str) -> TokenMeter:
+        """Lookups in a pool. Raises UnknownPoolError."""
+        return self._pool(pool_id).tokens
+
+    @property
+    def now(self) -> float:
+        """The time of the last call that changed something."""
+        return self._leases.now
+
+    def lease_counts(self, pool_id: str) -> tuple[int, int]:
+        """Leases of a pool that ended as they should, and that broke. Raises UnknownPoolError."""
+        pool = self._pool(pool_id)
+        return pool.honoured_leases, pool.broken_leases
+
+    def explain(self, prefix: Prefix, group: int) -> list[Explanation]:
+        """What is known of a prompt. Raises InvalidField, UnknownExecutorError."""
+        found = []
+        for executor in self.check_prefix("prefix", prefix):
+            if group >= len(executor.pools):
+                if prefix.executor_id:
+                    raise InvalidField("group", f"must be less than {len(executor.pools)}")
+                continue
+            sequence = Sequence.probe(executor, prefix)
+            cached = matching.find(sequence, matching.Partial.COPY).tokens
+            found.append(explain(executor, executor.pools[group], prefix, cached, self._leases))
+        return found
+
+    def explain_sequence(self, sequence_id: str, group: int) -> list[Explanation]:
+        """As `explain`, about the tokens of a live sequence. Raises UnknownSequenceError."""
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None:
+            raise UnknownSequenceError(f"no sequence {sequence_id}", fields={"sequence_id": "is not known"})
+        domain, executor_id = sequence.domain, sequence.executor.executor_id
+        tokens = tuple(sequence.tokens)
+        return self.explain(Prefix(tokens, executor_id, domain.salt, domain.adapter_id, sequence.extra_keys), group)
 
     def sequences(self, after_handle: int = 0) -> Iterator[SequenceView]:
         """Live sequences by handle."""
@@ -43,11 +195,90 @@ class ManagerViews:
             if sequence.handle > after_handle:
                 yield sequence.view()
 
+    def preview(self, request: AdmitRequest, max_new_tokens: int) -> Preview:
+        """What an admission would do; changes nothing. Raises as `admit`, but for sequences that exist."""
+        tokens = check_request(request)
+        scheduler = self._scheduler(request.scheduler_id, request.scheduler_epoch)
+        executor = self._executors.get(request.executor_id)
+        if executor is None:
+            raise unknown_executor(request.executor_id)
+        return self._admitter.preview(request, tokens, scheduler, executor, max_new_tokens)
+
+    def estimate(self, sequence_id: str, step_tokens: int | None, max_new_tokens: int) -> list[BlockEstimate]:
+        """Blocks that a live sequence takes from now on.
+
+        Raises InvalidField, UnknownSequenceError, VoidSequenceError.
+        """
+        sequence = self._live(sequence_id)
+        if step_tokens is not None and step_tokens < 1:
+            raise InvalidField("step_tokens", "must be at least 1")
+        if step_tokens is None:
+            step_tokens = len(sequence.tokens) - sequence.computed
+        return while_running(sequence, step_tokens, max_new_tokens)
+
+    def check_filter(self, selected: BlockFilter) -> None:
+        """Raises InvalidField, UnknownExecutorError."""
+        for field in ("salt", "session_id", "tenant_id"):
+            if getattr(selected, field) == "":
+                raise InvalidField(f"filter.{field}", "must not be empty; leave it out for all")
+        if selected.max_priority is not None and not 0 <= selected.max_priority <= MAX_PRIORITY:
+            raise InvalidField("filter.max_retention_priority", f"must be between 0 and {MAX_PRIORITY}")
+        if selected.prefix is not None:
+            self.check_prefix("filter.prefix", selected.prefix)
+
+    def filtered(self, selected: BlockFilter) -> list[tuple[Pool, set[Block] | None]]:
+        """Pools that a filter is about, each with the only blocks that its prefix leaves."""
+        found: list[tuple[Pool, set[Block] | None]] = []
+        self.check_filter(selected)
+        pools = self._selected(selected.pool_id)
+        for executor in self._executors.values():
+            for pool in executor.pools:
+                if pool not in pools:
+                    continue
+                if selected.prefix is None:
+                    found.append((pool, None))
+                elif selected.prefix.executor_id in ("", executor.executor_id):
+                    found.append((pool, set(chain(executor, pool, selected.prefix))))
+        return found
+
+    def check_prefix(self, path: str, prefix: Prefix) -> list[Executor]:
+        """The executors that a prefix may lie in. Raises InvalidField, UnknownExecutorError."""
+        if not prefix.token_ids:
+            raise InvalidField(f"{path}.token_ids", "must not be empty")
+        try:
+            pack(prefix.token_ids)
+        except (OverflowError, TypeError) as error:
+            raise InvalidField(f"{path}.token_ids", "must be numbers from 0 to 4294967295") from error
+        if prefix.salt == "":
+            raise InvalidField(f"{path}.salt", "must not be empty; leave it out for none")
+        check_extra_keys(f"{path}.extra_keys", prefix.extra_keys, len(prefix.token_ids))
+        if not prefix.executor_id:
+            return list(self._executors.values())
+        executor = self._executors.get(prefix.executor_id)
+        if executor is None:
+            raise unknown_executor(prefix.executor_id, f"{path}.executor_id")
+        return [executor]
+
     def records(self, executor_id: str) -> Iterator[BlockRecord]:
         """Every indexed block of an executor, parents before children; nothing for an unknown one."""
         executor = self._executors.get(executor_id)
         for pool in executor.pools if executor is not None else ():
             yield from pool.records()
+
+    def state(self) -> Iterator[str]:
+        """Everything that decides what happens next, as lines of JSON."""
+        yield line(
+            "manager",
+            epoch=self.epoch,
+            now=self._leases.now,
+            number=self._number,
+            last_event=self._events.last,
+            scheduler_came=self._scheduler_came,
+        )
+        for _, scheduler in sorted(self._schedulers.items()):
+            yield scheduler_state(scheduler)
+        for _, executor in sorted(self._executors.items()):
+            yield from executor_state(executor)
 
     @property
     def last_event(self) -> int:
@@ -75,3 +306,46 @@ class ManagerViews:
                 if pool.pool_id == pool_id:
                     return pool
         raise UnknownPoolError(f"no pool {pool_id}", fields={"pool_id": "is not known"})
+
+    def _scheduler(self, scheduler_id: str, scheduler_epoch: int) -> Scheduler:
+        scheduler = self._schedulers.get(scheduler_id)
+        if scheduler is None:
+            raise UnknownSchedulerError(
+                f"scheduler {scheduler_id} is not registered", fields={"scheduler_id": "is not registered"}
+            )
+        if scheduler.epoch != scheduler_epoch:
+            raise StaleSchedulerError(
+                f"scheduler {scheduler_id} is registered with another epoch",
+                fields={"scheduler_epoch": f"is not {scheduler.epoch}"},
+            )
+        return scheduler
+
+    def _live(self, sequence_id: str, field: str = "sequence_id") -> Sequence:
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None:
+            raise UnknownSequenceError(f"no sequence {sequence_id}", fields={field: "is not known"})
+        if sequence.void:
+            raise VoidSequenceError(f"sequence {sequence_id} can only be released")
+        return sequence
+
+
+def unknown_executor(executor_id: str, field: str = "executor_id") -> UnknownExecutorError:
+    """What is raised where an executor is named that is not registered."""
+    return UnknownExecutorError(f"executor {executor_id} is not registered", fields={field: "is not registered"})
+
+
+def _from(pool: Pool, after_place: int) -> Iterator[Block]:
+    return (block for block in pool.blocks[after_place + 1 :] if block is not None)
+
+
+def _prefix_view(pool: Pool, last: Block) -> PrefixView:
+    counts: dict[TierKind, int] = {}
+    least = last.priority
+    node: Node | None = last
+    while isinstance(node, Block):
+        kind = pool.tier_of(node).kind
+        counts[kind] = counts.get(kind, 0) + 1
+        least = min(least, node.priority)
+        node = node.parent
+    view = pool.view(last)
+    return PrefixView(last.slot, view, last.depth * pool.block_size + view.num_tokens, counts, least)

@@ -1,6 +1,8 @@
 import datetime
 
 from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf import field_mask_pb2 as _field_mask_pb2
+from google.protobuf import struct_pb2 as _struct_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -16,6 +18,31 @@ class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TIER_DEVICE: _ClassVar[Tier]
     TIER_HOST: _ClassVar[Tier]
     TIER_DISK: _ClassVar[Tier]
+
+class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    OUTCOME_UNSPECIFIED: _ClassVar[Outcome]
+    OUTCOME_GRANTED: _ClassVar[Outcome]
+    OUTCOME_CLIPPED: _ClassVar[Outcome]
+    OUTCOME_REJECTED: _ClassVar[Outcome]
+
+class HintOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    HINT_OUTCOME_UNSPECIFIED: _ClassVar[HintOutcome]
+    HINT_OUTCOME_ACCEPTED: _ClassVar[HintOutcome]
+    HINT_OUTCOME_CLIPPED: _ClassVar[HintOutcome]
+    HINT_OUTCOME_DEFERRED: _ClassVar[HintOutcome]
+    HINT_OUTCOME_REJECTED: _ClassVar[HintOutcome]
+    HINT_OUTCOME_MISSING: _ClassVar[HintOutcome]
+
+class MissReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MISS_REASON_UNSPECIFIED: _ClassVar[MissReason]
+    MISS_REASON_NEVER_STORED: _ClassVar[MissReason]
+    MISS_REASON_REMOVED: _ClassVar[MissReason]
+    MISS_REASON_OTHER_SALT: _ClassVar[MissReason]
+    MISS_REASON_OTHER_ADAPTER: _ClassVar[MissReason]
+    MISS_REASON_BEING_COMPUTED: _ClassVar[MissReason]
 
 class EventKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -36,10 +63,32 @@ class RemovalCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REMOVAL_CAUSE_EXECUTOR_LOST: _ClassVar[RemovalCause]
     REMOVAL_CAUSE_COVERED: _ClassVar[RemovalCause]
     REMOVAL_CAUSE_TRUNCATED: _ClassVar[RemovalCause]
+    REMOVAL_CAUSE_FORGOTTEN: _ClassVar[RemovalCause]
+    REMOVAL_CAUSE_TAKEN_OVER: _ClassVar[RemovalCause]
+    REMOVAL_CAUSE_COPY_FAILED: _ClassVar[RemovalCause]
+    REMOVAL_CAUSE_PARENT_LOST: _ClassVar[RemovalCause]
+    REMOVAL_CAUSE_POOL_SHRUNK: _ClassVar[RemovalCause]
+    REMOVAL_CAUSE_RULE_CHANGED: _ClassVar[RemovalCause]
 TIER_UNSPECIFIED: Tier
 TIER_DEVICE: Tier
 TIER_HOST: Tier
 TIER_DISK: Tier
+OUTCOME_UNSPECIFIED: Outcome
+OUTCOME_GRANTED: Outcome
+OUTCOME_CLIPPED: Outcome
+OUTCOME_REJECTED: Outcome
+HINT_OUTCOME_UNSPECIFIED: HintOutcome
+HINT_OUTCOME_ACCEPTED: HintOutcome
+HINT_OUTCOME_CLIPPED: HintOutcome
+HINT_OUTCOME_DEFERRED: HintOutcome
+HINT_OUTCOME_REJECTED: HintOutcome
+HINT_OUTCOME_MISSING: HintOutcome
+MISS_REASON_UNSPECIFIED: MissReason
+MISS_REASON_NEVER_STORED: MissReason
+MISS_REASON_REMOVED: MissReason
+MISS_REASON_OTHER_SALT: MissReason
+MISS_REASON_OTHER_ADAPTER: MissReason
+MISS_REASON_BEING_COMPUTED: MissReason
 EVENT_KIND_UNSPECIFIED: EventKind
 EVENT_KIND_CREATED: EventKind
 EVENT_KIND_STORED: EventKind
@@ -54,9 +103,15 @@ REMOVAL_CAUSE_PURGED: RemovalCause
 REMOVAL_CAUSE_EXECUTOR_LOST: RemovalCause
 REMOVAL_CAUSE_COVERED: RemovalCause
 REMOVAL_CAUSE_TRUNCATED: RemovalCause
+REMOVAL_CAUSE_FORGOTTEN: RemovalCause
+REMOVAL_CAUSE_TAKEN_OVER: RemovalCause
+REMOVAL_CAUSE_COPY_FAILED: RemovalCause
+REMOVAL_CAUSE_PARENT_LOST: RemovalCause
+REMOVAL_CAUSE_POOL_SHRUNK: RemovalCause
+REMOVAL_CAUSE_RULE_CHANGED: RemovalCause
 
 class PoolSpec(_message.Message):
-    __slots__ = ("group", "num_blocks", "attention_window", "num_layers", "num_kv_heads", "head_dim", "dtype", "block_bytes", "last_write_steps")
+    __slots__ = ("group", "num_blocks", "attention_window", "num_layers", "num_kv_heads", "head_dim", "dtype", "block_bytes", "last_write_steps", "host_blocks", "disk_blocks")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     ATTENTION_WINDOW_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +121,8 @@ class PoolSpec(_message.Message):
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     LAST_WRITE_STEPS_FIELD_NUMBER: _ClassVar[int]
+    HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DISK_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     group: int
     num_blocks: int
     attention_window: int
@@ -75,23 +132,27 @@ class PoolSpec(_message.Message):
     dtype: str
     block_bytes: int
     last_write_steps: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, group: _Optional[int] = ..., num_blocks: _Optional[int] = ..., attention_window: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., block_bytes: _Optional[int] = ..., last_write_steps: _Optional[_Iterable[int]] = ...) -> None: ...
+    host_blocks: int
+    disk_blocks: int
+    def __init__(self, group: _Optional[int] = ..., num_blocks: _Optional[int] = ..., attention_window: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., block_bytes: _Optional[int] = ..., last_write_steps: _Optional[_Iterable[int]] = ..., host_blocks: _Optional[int] = ..., disk_blocks: _Optional[int] = ...) -> None: ...
 
 class RegisterExecutorRequest(_message.Message):
-    __slots__ = ("executor_id", "executor_epoch", "model", "model_fingerprint", "block_size", "pools")
+    __slots__ = ("executor_id", "executor_epoch", "model", "model_fingerprint", "block_size", "pools", "memory_bytes")
     EXECUTOR_ID_FIELD_NUMBER: _ClassVar[int]
     EXECUTOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     POOLS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     executor_id: str
     executor_epoch: int
     model: str
     model_fingerprint: bytes
     block_size: int
     pools: _containers.RepeatedCompositeFieldContainer[PoolSpec]
-    def __init__(self, executor_id: _Optional[str] = ..., executor_epoch: _Optional[int] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[bytes] = ..., block_size: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolSpec, _Mapping]]] = ...) -> None: ...
+    memory_bytes: int
+    def __init__(self, executor_id: _Optional[str] = ..., executor_epoch: _Optional[int] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[bytes] = ..., block_size: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolSpec, _Mapping]]] = ..., memory_bytes: _Optional[int] = ...) -> None: ...
 
 class RegisterExecutorResponse(_message.Message):
     __slots__ = ("manager_epoch", "lease_duration", "restored_blocks")
@@ -114,12 +175,14 @@ class RenewExecutorRequest(_message.Message):
     def __init__(self, executor_id: _Optional[str] = ..., executor_epoch: _Optional[int] = ..., manager_epoch: _Optional[int] = ...) -> None: ...
 
 class RenewExecutorResponse(_message.Message):
-    __slots__ = ("manager_epoch", "lease_duration")
+    __slots__ = ("manager_epoch", "lease_duration", "transfers")
     MANAGER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     LEASE_DURATION_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     manager_epoch: int
     lease_duration: _duration_pb2.Duration
-    def __init__(self, manager_epoch: _Optional[int] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    transfers: _containers.RepeatedCompositeFieldContainer[Transfer]
+    def __init__(self, manager_epoch: _Optional[int] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ...) -> None: ...
 
 class RegisterSchedulerRequest(_message.Message):
     __slots__ = ("scheduler_id", "scheduler_epoch")
@@ -160,7 +223,7 @@ class RetentionConfig(_message.Message):
     def __init__(self, ranges: _Optional[_Iterable[_Union[RetentionRange, _Mapping]]] = ..., decode_retention_priority: _Optional[int] = ..., decode_retention_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class AdmitSequenceRequest(_message.Message):
-    __slots__ = ("sequence_id", "scheduler_id", "scheduler_epoch", "executor_id", "token_ids", "salt", "adapter_id", "retention", "no_read", "no_store", "session_id", "request_id", "num_prompt_tokens")
+    __slots__ = ("sequence_id", "scheduler_id", "scheduler_epoch", "executor_id", "token_ids", "salt", "adapter_id", "retention", "no_read", "no_store", "session_id", "request_id", "num_prompt_tokens", "tenant_id", "extra_keys", "hints")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     SCHEDULER_ID_FIELD_NUMBER: _ClassVar[int]
     SCHEDULER_EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -174,6 +237,9 @@ class AdmitSequenceRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    EXTRA_KEYS_FIELD_NUMBER: _ClassVar[int]
+    HINTS_FIELD_NUMBER: _ClassVar[int]
     sequence_id: str
     scheduler_id: str
     scheduler_epoch: int
@@ -187,7 +253,36 @@ class AdmitSequenceRequest(_message.Message):
     session_id: str
     request_id: str
     num_prompt_tokens: int
-    def __init__(self, sequence_id: _Optional[str] = ..., scheduler_id: _Optional[str] = ..., scheduler_epoch: _Optional[int] = ..., executor_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., salt: _Optional[str] = ..., adapter_id: _Optional[int] = ..., retention: _Optional[_Union[RetentionConfig, _Mapping]] = ..., no_read: _Optional[bool] = ..., no_store: _Optional[bool] = ..., session_id: _Optional[str] = ..., request_id: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ...) -> None: ...
+    tenant_id: str
+    extra_keys: _containers.RepeatedCompositeFieldContainer[ExtraKey]
+    hints: KvHints
+    def __init__(self, sequence_id: _Optional[str] = ..., scheduler_id: _Optional[str] = ..., scheduler_epoch: _Optional[int] = ..., executor_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., salt: _Optional[str] = ..., adapter_id: _Optional[int] = ..., retention: _Optional[_Union[RetentionConfig, _Mapping]] = ..., no_read: _Optional[bool] = ..., no_store: _Optional[bool] = ..., session_id: _Optional[str] = ..., request_id: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., tenant_id: _Optional[str] = ..., extra_keys: _Optional[_Iterable[_Union[ExtraKey, _Mapping]]] = ..., hints: _Optional[_Union[KvHints, _Mapping]] = ...) -> None: ...
+
+class ExtraKey(_message.Message):
+    __slots__ = ("start", "length", "digest")
+    START_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    length: int
+    digest: bytes
+    def __init__(self, start: _Optional[int] = ..., length: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
+
+class RetentionReceipt(_message.Message):
+    __slots__ = ("wish", "outcome", "reason", "retention_priority", "retention_duration", "num_blocks")
+    WISH_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    RETENTION_PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    RETENTION_DURATION_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    wish: str
+    outcome: Outcome
+    reason: str
+    retention_priority: int
+    retention_duration: _duration_pb2.Duration
+    num_blocks: int
+    def __init__(self, wish: _Optional[str] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., reason: _Optional[str] = ..., retention_priority: _Optional[int] = ..., retention_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., num_blocks: _Optional[int] = ...) -> None: ...
 
 class BlockTable(_message.Message):
     __slots__ = ("group", "slots")
@@ -218,7 +313,7 @@ class Transfer(_message.Message):
     def __init__(self, ticket: _Optional[int] = ..., group: _Optional[int] = ..., source_tier: _Optional[_Union[Tier, str]] = ..., source_slot: _Optional[int] = ..., target_tier: _Optional[_Union[Tier, str]] = ..., target_slot: _Optional[int] = ..., num_tokens: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class AdmitSequenceResponse(_message.Message):
-    __slots__ = ("manager_epoch", "admitted", "blocks_short", "sequence_handle", "cached_tokens", "wait_for_handle", "capacity_tokens", "block_tables", "transfers")
+    __slots__ = ("manager_epoch", "admitted", "blocks_short", "sequence_handle", "cached_tokens", "wait_for_handle", "capacity_tokens", "block_tables", "transfers", "receipts", "hint_answers")
     MANAGER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_SHORT_FIELD_NUMBER: _ClassVar[int]
@@ -228,6 +323,8 @@ class AdmitSequenceResponse(_message.Message):
     CAPACITY_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_TABLES_FIELD_NUMBER: _ClassVar[int]
     TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    RECEIPTS_FIELD_NUMBER: _ClassVar[int]
+    HINT_ANSWERS_FIELD_NUMBER: _ClassVar[int]
     manager_epoch: int
     admitted: bool
     blocks_short: int
@@ -237,7 +334,9 @@ class AdmitSequenceResponse(_message.Message):
     capacity_tokens: int
     block_tables: _containers.RepeatedCompositeFieldContainer[BlockTable]
     transfers: _containers.RepeatedCompositeFieldContainer[Transfer]
-    def __init__(self, manager_epoch: _Optional[int] = ..., admitted: _Optional[bool] = ..., blocks_short: _Optional[int] = ..., sequence_handle: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., wait_for_handle: _Optional[int] = ..., capacity_tokens: _Optional[int] = ..., block_tables: _Optional[_Iterable[_Union[BlockTable, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ...) -> None: ...
+    receipts: _containers.RepeatedCompositeFieldContainer[RetentionReceipt]
+    hint_answers: _containers.RepeatedCompositeFieldContainer[HintAnswer]
+    def __init__(self, manager_epoch: _Optional[int] = ..., admitted: _Optional[bool] = ..., blocks_short: _Optional[int] = ..., sequence_handle: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., wait_for_handle: _Optional[int] = ..., capacity_tokens: _Optional[int] = ..., block_tables: _Optional[_Iterable[_Union[BlockTable, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., receipts: _Optional[_Iterable[_Union[RetentionReceipt, _Mapping]]] = ..., hint_answers: _Optional[_Iterable[_Union[HintAnswer, _Mapping]]] = ...) -> None: ...
 
 class SyncSequencesRequest(_message.Message):
     __slots__ = ("scheduler_id", "scheduler_epoch", "manager_epoch", "sync_number", "step", "handles", "computed_tokens", "new_token_counts", "new_token_ids", "released_handles", "trimmed_handles", "trimmed_capacity_tokens", "cancelled_tickets")
@@ -270,7 +369,7 @@ class SyncSequencesRequest(_message.Message):
     def __init__(self, scheduler_id: _Optional[str] = ..., scheduler_epoch: _Optional[int] = ..., manager_epoch: _Optional[int] = ..., sync_number: _Optional[int] = ..., step: _Optional[int] = ..., handles: _Optional[_Iterable[int]] = ..., computed_tokens: _Optional[_Iterable[int]] = ..., new_token_counts: _Optional[_Iterable[int]] = ..., new_token_ids: _Optional[_Iterable[int]] = ..., released_handles: _Optional[_Iterable[int]] = ..., trimmed_handles: _Optional[_Iterable[int]] = ..., trimmed_capacity_tokens: _Optional[_Iterable[int]] = ..., cancelled_tickets: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SyncSequencesResponse(_message.Message):
-    __slots__ = ("manager_epoch", "extended_handles", "extended_groups", "extended_counts", "extended_slots", "void_handles", "unknown_handles", "blocks_short", "free_blocks", "lease_duration")
+    __slots__ = ("manager_epoch", "extended_handles", "extended_groups", "extended_counts", "extended_slots", "void_handles", "unknown_handles", "blocks_short", "free_blocks", "lease_duration", "transfers")
     MANAGER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     EXTENDED_HANDLES_FIELD_NUMBER: _ClassVar[int]
     EXTENDED_GROUPS_FIELD_NUMBER: _ClassVar[int]
@@ -281,6 +380,7 @@ class SyncSequencesResponse(_message.Message):
     BLOCKS_SHORT_FIELD_NUMBER: _ClassVar[int]
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LEASE_DURATION_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     manager_epoch: int
     extended_handles: _containers.RepeatedScalarFieldContainer[int]
     extended_groups: _containers.RepeatedScalarFieldContainer[int]
@@ -291,7 +391,8 @@ class SyncSequencesResponse(_message.Message):
     blocks_short: int
     free_blocks: int
     lease_duration: _duration_pb2.Duration
-    def __init__(self, manager_epoch: _Optional[int] = ..., extended_handles: _Optional[_Iterable[int]] = ..., extended_groups: _Optional[_Iterable[int]] = ..., extended_counts: _Optional[_Iterable[int]] = ..., extended_slots: _Optional[_Iterable[int]] = ..., void_handles: _Optional[_Iterable[int]] = ..., unknown_handles: _Optional[_Iterable[int]] = ..., blocks_short: _Optional[int] = ..., free_blocks: _Optional[int] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    transfers: _containers.RepeatedCompositeFieldContainer[Transfer]
+    def __init__(self, manager_epoch: _Optional[int] = ..., extended_handles: _Optional[_Iterable[int]] = ..., extended_groups: _Optional[_Iterable[int]] = ..., extended_counts: _Optional[_Iterable[int]] = ..., extended_slots: _Optional[_Iterable[int]] = ..., void_handles: _Optional[_Iterable[int]] = ..., unknown_handles: _Optional[_Iterable[int]] = ..., blocks_short: _Optional[int] = ..., free_blocks: _Optional[int] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ...) -> None: ...
 
 class ExtendSequenceRequest(_message.Message):
     __slots__ = ("sequence_id", "capacity_tokens")
@@ -302,16 +403,18 @@ class ExtendSequenceRequest(_message.Message):
     def __init__(self, sequence_id: _Optional[str] = ..., capacity_tokens: _Optional[int] = ...) -> None: ...
 
 class ExtendSequenceResponse(_message.Message):
-    __slots__ = ("extended", "blocks_short", "new_blocks", "capacity_tokens")
+    __slots__ = ("extended", "blocks_short", "new_blocks", "capacity_tokens", "transfers")
     EXTENDED_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_SHORT_FIELD_NUMBER: _ClassVar[int]
     NEW_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     extended: bool
     blocks_short: int
     new_blocks: _containers.RepeatedCompositeFieldContainer[BlockTable]
     capacity_tokens: int
-    def __init__(self, extended: _Optional[bool] = ..., blocks_short: _Optional[int] = ..., new_blocks: _Optional[_Iterable[_Union[BlockTable, _Mapping]]] = ..., capacity_tokens: _Optional[int] = ...) -> None: ...
+    transfers: _containers.RepeatedCompositeFieldContainer[Transfer]
+    def __init__(self, extended: _Optional[bool] = ..., blocks_short: _Optional[int] = ..., new_blocks: _Optional[_Iterable[_Union[BlockTable, _Mapping]]] = ..., capacity_tokens: _Optional[int] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ...) -> None: ...
 
 class TruncateSequenceRequest(_message.Message):
     __slots__ = ("sequence_id", "num_tokens")
@@ -399,6 +502,134 @@ class ConfirmTransfersResponse(_message.Message):
     unknown_tickets: int
     def __init__(self, unknown_tickets: _Optional[int] = ...) -> None: ...
 
+class PreviewAdmissionRequest(_message.Message):
+    __slots__ = ("admission", "max_new_tokens")
+    ADMISSION_FIELD_NUMBER: _ClassVar[int]
+    MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    admission: AdmitSequenceRequest
+    max_new_tokens: int
+    def __init__(self, admission: _Optional[_Union[AdmitSequenceRequest, _Mapping]] = ..., max_new_tokens: _Optional[int] = ...) -> None: ...
+
+class PreviewAdmissionResponse(_message.Message):
+    __slots__ = ("admitted", "blocks_short", "cached_tokens", "estimates", "evictions")
+    ADMITTED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_SHORT_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ESTIMATES_FIELD_NUMBER: _ClassVar[int]
+    EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    admitted: bool
+    blocks_short: int
+    cached_tokens: int
+    estimates: _containers.RepeatedCompositeFieldContainer[BlockEstimate]
+    evictions: _containers.RepeatedCompositeFieldContainer[PredictedEviction]
+    def __init__(self, admitted: _Optional[bool] = ..., blocks_short: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., estimates: _Optional[_Iterable[_Union[BlockEstimate, _Mapping]]] = ..., evictions: _Optional[_Iterable[_Union[PredictedEviction, _Mapping]]] = ...) -> None: ...
+
+class BlockEstimate(_message.Message):
+    __slots__ = ("group", "reusable_blocks", "next_step_blocks", "completion_blocks")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    REUSABLE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_STEP_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    reusable_blocks: int
+    next_step_blocks: int
+    completion_blocks: int
+    def __init__(self, group: _Optional[int] = ..., reusable_blocks: _Optional[int] = ..., next_step_blocks: _Optional[int] = ..., completion_blocks: _Optional[int] = ...) -> None: ...
+
+class PredictedEviction(_message.Message):
+    __slots__ = ("group", "retention_priority", "num_blocks", "offloaded_blocks")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    RETENTION_PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    OFFLOADED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    retention_priority: int
+    num_blocks: int
+    offloaded_blocks: int
+    def __init__(self, group: _Optional[int] = ..., retention_priority: _Optional[int] = ..., num_blocks: _Optional[int] = ..., offloaded_blocks: _Optional[int] = ...) -> None: ...
+
+class EstimateSequenceRequest(_message.Message):
+    __slots__ = ("sequence_id", "step_tokens", "max_new_tokens")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: str
+    step_tokens: int
+    max_new_tokens: int
+    def __init__(self, sequence_id: _Optional[str] = ..., step_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ...) -> None: ...
+
+class EstimateSequenceResponse(_message.Message):
+    __slots__ = ("estimates",)
+    ESTIMATES_FIELD_NUMBER: _ClassVar[int]
+    estimates: _containers.RepeatedCompositeFieldContainer[BlockEstimate]
+    def __init__(self, estimates: _Optional[_Iterable[_Union[BlockEstimate, _Mapping]]] = ...) -> None: ...
+
+class KvHints(_message.Message):
+    __slots__ = ("protocol_version", "message_id", "actions")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_ID_FIELD_NUMBER: _ClassVar[int]
+    ACTIONS_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: str
+    message_id: str
+    actions: _containers.RepeatedCompositeFieldContainer[HintAction]
+    def __init__(self, protocol_version: _Optional[str] = ..., message_id: _Optional[str] = ..., actions: _Optional[_Iterable[_Union[HintAction, _Mapping]]] = ...) -> None: ...
+
+class HintAction(_message.Message):
+    __slots__ = ("action_id", "action_type", "action_version", "payload")
+    ACTION_ID_FIELD_NUMBER: _ClassVar[int]
+    ACTION_TYPE_FIELD_NUMBER: _ClassVar[int]
+    ACTION_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    action_id: str
+    action_type: str
+    action_version: str
+    payload: _struct_pb2.Struct
+    def __init__(self, action_id: _Optional[str] = ..., action_type: _Optional[str] = ..., action_version: _Optional[str] = ..., payload: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ...) -> None: ...
+
+class HintAnswer(_message.Message):
+    __slots__ = ("action_id", "outcome", "detail", "num_blocks")
+    ACTION_ID_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    action_id: str
+    outcome: HintOutcome
+    detail: str
+    num_blocks: int
+    def __init__(self, action_id: _Optional[str] = ..., outcome: _Optional[_Union[HintOutcome, str]] = ..., detail: _Optional[str] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
+class SendHintsRequest(_message.Message):
+    __slots__ = ("prefix", "hints", "session_id")
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
+    HINTS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    prefix: PrefixSelector
+    hints: KvHints
+    session_id: str
+    def __init__(self, prefix: _Optional[_Union[PrefixSelector, _Mapping]] = ..., hints: _Optional[_Union[KvHints, _Mapping]] = ..., session_id: _Optional[str] = ...) -> None: ...
+
+class SendHintsResponse(_message.Message):
+    __slots__ = ("answers", "transfers")
+    ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    answers: _containers.RepeatedCompositeFieldContainer[HintAnswer]
+    transfers: _containers.RepeatedCompositeFieldContainer[Transfer]
+    def __init__(self, answers: _Optional[_Iterable[_Union[HintAnswer, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ...) -> None: ...
+
+class PrefixSelector(_message.Message):
+    __slots__ = ("executor_id", "token_ids", "salt", "adapter_id", "extra_keys")
+    EXECUTOR_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
+    EXTRA_KEYS_FIELD_NUMBER: _ClassVar[int]
+    executor_id: str
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    salt: str
+    adapter_id: int
+    extra_keys: _containers.RepeatedCompositeFieldContainer[ExtraKey]
+    def __init__(self, executor_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., salt: _Optional[str] = ..., adapter_id: _Optional[int] = ..., extra_keys: _Optional[_Iterable[_Union[ExtraKey, _Mapping]]] = ...) -> None: ...
+
 class CheckPoolRequest(_message.Message):
     __slots__ = ("pool_id",)
     POOL_ID_FIELD_NUMBER: _ClassVar[int]
@@ -424,7 +655,7 @@ class CheckPoolResponse(_message.Message):
     def __init__(self, violations: _Optional[_Iterable[_Union[PoolViolation, _Mapping]]] = ..., pools: _Optional[_Iterable[_Union[Pool, _Mapping]]] = ...) -> None: ...
 
 class Pool(_message.Message):
-    __slots__ = ("pool_id", "spec", "block_size", "total_blocks", "free_blocks", "used_blocks", "cached_blocks", "evicted_blocks", "queried_tokens", "hit_tokens")
+    __slots__ = ("pool_id", "spec", "block_size", "total_blocks", "free_blocks", "used_blocks", "cached_blocks", "evicted_blocks", "queried_tokens", "hit_tokens", "lower_tiers", "etag")
     POOL_ID_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -435,6 +666,8 @@ class Pool(_message.Message):
     EVICTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     QUERIED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOWER_TIERS_FIELD_NUMBER: _ClassVar[int]
+    ETAG_FIELD_NUMBER: _ClassVar[int]
     pool_id: str
     spec: PoolSpec
     block_size: int
@@ -445,7 +678,23 @@ class Pool(_message.Message):
     evicted_blocks: int
     queried_tokens: int
     hit_tokens: int
-    def __init__(self, pool_id: _Optional[str] = ..., spec: _Optional[_Union[PoolSpec, _Mapping]] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., queried_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ...) -> None: ...
+    lower_tiers: _containers.RepeatedCompositeFieldContainer[TierUsage]
+    etag: str
+    def __init__(self, pool_id: _Optional[str] = ..., spec: _Optional[_Union[PoolSpec, _Mapping]] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., queried_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., lower_tiers: _Optional[_Iterable[_Union[TierUsage, _Mapping]]] = ..., etag: _Optional[str] = ...) -> None: ...
+
+class TierUsage(_message.Message):
+    __slots__ = ("tier", "total_blocks", "free_blocks", "used_blocks", "cached_blocks")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    USED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    tier: Tier
+    total_blocks: int
+    free_blocks: int
+    used_blocks: int
+    cached_blocks: int
+    def __init__(self, tier: _Optional[_Union[Tier, str]] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ...) -> None: ...
 
 class ListPoolsRequest(_message.Message):
     __slots__ = ("page_size", "page_token")
@@ -475,8 +724,102 @@ class GetPoolResponse(_message.Message):
     pool: Pool
     def __init__(self, pool: _Optional[_Union[Pool, _Mapping]] = ...) -> None: ...
 
+class UpdatePoolRequest(_message.Message):
+    __slots__ = ("pool", "update_mask", "validate_only")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_MASK_FIELD_NUMBER: _ClassVar[int]
+    VALIDATE_ONLY_FIELD_NUMBER: _ClassVar[int]
+    pool: Pool
+    update_mask: _field_mask_pb2.FieldMask
+    validate_only: bool
+    def __init__(self, pool: _Optional[_Union[Pool, _Mapping]] = ..., update_mask: _Optional[_Union[_field_mask_pb2.FieldMask, _Mapping]] = ..., validate_only: _Optional[bool] = ...) -> None: ...
+
+class UpdatePoolResponse(_message.Message):
+    __slots__ = ("pool",)
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    pool: Pool
+    def __init__(self, pool: _Optional[_Union[Pool, _Mapping]] = ...) -> None: ...
+
+class GetStatsRequest(_message.Message):
+    __slots__ = ("pool_id", "window")
+    POOL_ID_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    pool_id: str
+    window: _duration_pb2.Duration
+    def __init__(self, pool_id: _Optional[str] = ..., window: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class GetStatsResponse(_message.Message):
+    __slots__ = ("tiers", "tokens", "salts", "honoured_leases", "broken_leases")
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SALTS_FIELD_NUMBER: _ClassVar[int]
+    HONOURED_LEASES_FIELD_NUMBER: _ClassVar[int]
+    BROKEN_LEASES_FIELD_NUMBER: _ClassVar[int]
+    tiers: _containers.RepeatedCompositeFieldContainer[TierStats]
+    tokens: TokenStats
+    salts: _containers.RepeatedCompositeFieldContainer[SaltStats]
+    honoured_leases: int
+    broken_leases: int
+    def __init__(self, tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., tokens: _Optional[_Union[TokenStats, _Mapping]] = ..., salts: _Optional[_Iterable[_Union[SaltStats, _Mapping]]] = ..., honoured_leases: _Optional[int] = ..., broken_leases: _Optional[int] = ...) -> None: ...
+
+class TierStats(_message.Message):
+    __slots__ = ("tier", "total_blocks", "free_blocks", "used_blocks", "cached_blocks", "evictable_blocks", "allocated_blocks", "removed", "offloaded_blocks", "onboarded_blocks", "copied_bytes", "failed_copies", "mean_reuse_gap")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    USED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    EVICTABLE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ALLOCATED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    OFFLOADED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ONBOARDED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    COPIED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FAILED_COPIES_FIELD_NUMBER: _ClassVar[int]
+    MEAN_REUSE_GAP_FIELD_NUMBER: _ClassVar[int]
+    tier: Tier
+    total_blocks: int
+    free_blocks: int
+    used_blocks: int
+    cached_blocks: int
+    evictable_blocks: int
+    allocated_blocks: int
+    removed: _containers.RepeatedCompositeFieldContainer[CauseCount]
+    offloaded_blocks: int
+    onboarded_blocks: int
+    copied_bytes: int
+    failed_copies: int
+    mean_reuse_gap: _duration_pb2.Duration
+    def __init__(self, tier: _Optional[_Union[Tier, str]] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., evictable_blocks: _Optional[int] = ..., allocated_blocks: _Optional[int] = ..., removed: _Optional[_Iterable[_Union[CauseCount, _Mapping]]] = ..., offloaded_blocks: _Optional[int] = ..., onboarded_blocks: _Optional[int] = ..., copied_bytes: _Optional[int] = ..., failed_copies: _Optional[int] = ..., mean_reuse_gap: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class CauseCount(_message.Message):
+    __slots__ = ("cause", "num_blocks")
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    cause: RemovalCause
+    num_blocks: int
+    def __init__(self, cause: _Optional[_Union[RemovalCause, str]] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
+class TokenStats(_message.Message):
+    __slots__ = ("queried_tokens", "hit_tokens")
+    QUERIED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    queried_tokens: int
+    hit_tokens: int
+    def __init__(self, queried_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ...) -> None: ...
+
+class SaltStats(_message.Message):
+    __slots__ = ("salt", "others", "tokens")
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    salt: str
+    others: bool
+    tokens: TokenStats
+    def __init__(self, salt: _Optional[str] = ..., others: _Optional[bool] = ..., tokens: _Optional[_Union[TokenStats, _Mapping]] = ...) -> None: ...
+
 class Block(_message.Message):
-    __slots__ = ("pool_id", "slot", "tier", "key", "parent_key", "num_tokens", "references", "retention_priority", "depth")
+    __slots__ = ("pool_id", "slot", "tier", "key", "parent_key", "num_tokens", "references", "retention_priority", "depth", "salt", "adapter_id", "tenant_id", "session_id", "token_ids")
     POOL_ID_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
@@ -486,6 +829,11 @@ class Block(_message.Message):
     REFERENCES_FIELD_NUMBER: _ClassVar[int]
     RETENTION_PRIORITY_FIELD_NUMBER: _ClassVar[int]
     DEPTH_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     pool_id: str
     slot: int
     tier: Tier
@@ -495,17 +843,26 @@ class Block(_message.Message):
     references: int
     retention_priority: int
     depth: int
-    def __init__(self, pool_id: _Optional[str] = ..., slot: _Optional[int] = ..., tier: _Optional[_Union[Tier, str]] = ..., key: _Optional[bytes] = ..., parent_key: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., references: _Optional[int] = ..., retention_priority: _Optional[int] = ..., depth: _Optional[int] = ...) -> None: ...
+    salt: str
+    adapter_id: int
+    tenant_id: str
+    session_id: str
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, pool_id: _Optional[str] = ..., slot: _Optional[int] = ..., tier: _Optional[_Union[Tier, str]] = ..., key: _Optional[bytes] = ..., parent_key: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., references: _Optional[int] = ..., retention_priority: _Optional[int] = ..., depth: _Optional[int] = ..., salt: _Optional[str] = ..., adapter_id: _Optional[int] = ..., tenant_id: _Optional[str] = ..., session_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ListBlocksRequest(_message.Message):
-    __slots__ = ("pool_id", "page_size", "page_token")
+    __slots__ = ("pool_id", "page_size", "page_token", "filter", "include_token_ids")
     POOL_ID_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    FILTER_FIELD_NUMBER: _ClassVar[int]
+    INCLUDE_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     pool_id: str
     page_size: int
     page_token: str
-    def __init__(self, pool_id: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+    filter: BlockFilter
+    include_token_ids: bool
+    def __init__(self, pool_id: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., filter: _Optional[_Union[BlockFilter, _Mapping]] = ..., include_token_ids: _Optional[bool] = ...) -> None: ...
 
 class ListBlocksResponse(_message.Message):
     __slots__ = ("blocks", "next_page_token")
@@ -516,7 +873,7 @@ class ListBlocksResponse(_message.Message):
     def __init__(self, blocks: _Optional[_Iterable[_Union[Block, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class Sequence(_message.Message):
-    __slots__ = ("sequence_id", "sequence_handle", "scheduler_id", "executor_id", "num_tokens", "computed_tokens", "cached_tokens", "capacity_tokens", "num_blocks")
+    __slots__ = ("sequence_id", "sequence_handle", "scheduler_id", "executor_id", "num_tokens", "computed_tokens", "cached_tokens", "capacity_tokens", "num_blocks", "salt", "tenant_id", "session_id")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_HANDLE_FIELD_NUMBER: _ClassVar[int]
     SCHEDULER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -526,6 +883,9 @@ class Sequence(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     sequence_id: str
     sequence_handle: int
     scheduler_id: str
@@ -535,15 +895,24 @@ class Sequence(_message.Message):
     cached_tokens: int
     capacity_tokens: int
     num_blocks: int
-    def __init__(self, sequence_id: _Optional[str] = ..., sequence_handle: _Optional[int] = ..., scheduler_id: _Optional[str] = ..., executor_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., capacity_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+    salt: str
+    tenant_id: str
+    session_id: str
+    def __init__(self, sequence_id: _Optional[str] = ..., sequence_handle: _Optional[int] = ..., scheduler_id: _Optional[str] = ..., executor_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., capacity_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., salt: _Optional[str] = ..., tenant_id: _Optional[str] = ..., session_id: _Optional[str] = ...) -> None: ...
 
 class ListSequencesRequest(_message.Message):
-    __slots__ = ("page_size", "page_token")
+    __slots__ = ("page_size", "page_token", "executor_id", "scheduler_id", "salt")
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    EXECUTOR_ID_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULER_ID_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
     page_size: int
     page_token: str
-    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+    executor_id: str
+    scheduler_id: str
+    salt: str
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., executor_id: _Optional[str] = ..., scheduler_id: _Optional[str] = ..., salt: _Optional[str] = ...) -> None: ...
 
 class ListSequencesResponse(_message.Message):
     __slots__ = ("sequences", "next_page_token")
@@ -554,22 +923,34 @@ class ListSequencesResponse(_message.Message):
     def __init__(self, sequences: _Optional[_Iterable[_Union[Sequence, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class BlockFilter(_message.Message):
-    __slots__ = ("pool_id", "salt", "max_retention_priority")
+    __slots__ = ("pool_id", "salt", "max_retention_priority", "session_id", "prefix", "adapter_id", "tier", "tenant_id")
     POOL_ID_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
     MAX_RETENTION_PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
     pool_id: str
     salt: str
     max_retention_priority: int
-    def __init__(self, pool_id: _Optional[str] = ..., salt: _Optional[str] = ..., max_retention_priority: _Optional[int] = ...) -> None: ...
+    session_id: str
+    prefix: PrefixSelector
+    adapter_id: int
+    tier: Tier
+    tenant_id: str
+    def __init__(self, pool_id: _Optional[str] = ..., salt: _Optional[str] = ..., max_retention_priority: _Optional[int] = ..., session_id: _Optional[str] = ..., prefix: _Optional[_Union[PrefixSelector, _Mapping]] = ..., adapter_id: _Optional[int] = ..., tier: _Optional[_Union[Tier, str]] = ..., tenant_id: _Optional[str] = ...) -> None: ...
 
 class PurgeBlocksRequest(_message.Message):
-    __slots__ = ("filter", "validate_only")
+    __slots__ = ("filter", "validate_only", "skip_used")
     FILTER_FIELD_NUMBER: _ClassVar[int]
     VALIDATE_ONLY_FIELD_NUMBER: _ClassVar[int]
+    SKIP_USED_FIELD_NUMBER: _ClassVar[int]
     filter: BlockFilter
     validate_only: bool
-    def __init__(self, filter: _Optional[_Union[BlockFilter, _Mapping]] = ..., validate_only: _Optional[bool] = ...) -> None: ...
+    skip_used: bool
+    def __init__(self, filter: _Optional[_Union[BlockFilter, _Mapping]] = ..., validate_only: _Optional[bool] = ..., skip_used: _Optional[bool] = ...) -> None: ...
 
 class PurgeBlocksResponse(_message.Message):
     __slots__ = ("purged_blocks", "used_blocks")
@@ -579,11 +960,467 @@ class PurgeBlocksResponse(_message.Message):
     used_blocks: int
     def __init__(self, purged_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ...) -> None: ...
 
+class ForgetBlocksRequest(_message.Message):
+    __slots__ = ("salt", "session_id", "prefix", "validate_only")
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
+    VALIDATE_ONLY_FIELD_NUMBER: _ClassVar[int]
+    salt: str
+    session_id: str
+    prefix: PrefixSelector
+    validate_only: bool
+    def __init__(self, salt: _Optional[str] = ..., session_id: _Optional[str] = ..., prefix: _Optional[_Union[PrefixSelector, _Mapping]] = ..., validate_only: _Optional[bool] = ...) -> None: ...
+
+class ForgetBlocksResponse(_message.Message):
+    __slots__ = ("removed", "used_blocks", "shared_blocks", "zeroing_blocks", "store_updated")
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    USED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SHARED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ZEROING_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    STORE_UPDATED_FIELD_NUMBER: _ClassVar[int]
+    removed: _containers.RepeatedCompositeFieldContainer[TierCount]
+    used_blocks: int
+    shared_blocks: int
+    zeroing_blocks: int
+    store_updated: bool
+    def __init__(self, removed: _Optional[_Iterable[_Union[TierCount, _Mapping]]] = ..., used_blocks: _Optional[int] = ..., shared_blocks: _Optional[int] = ..., zeroing_blocks: _Optional[int] = ..., store_updated: _Optional[bool] = ...) -> None: ...
+
+class TierCount(_message.Message):
+    __slots__ = ("tier", "num_blocks")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    tier: Tier
+    num_blocks: int
+    def __init__(self, tier: _Optional[_Union[Tier, str]] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
+class RetentionRule(_message.Message):
+    __slots__ = ("name", "etag", "order", "match", "action")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ETAG_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    MATCH_FIELD_NUMBER: _ClassVar[int]
+    ACTION_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    etag: str
+    order: int
+    match: RuleMatch
+    action: RuleAction
+    def __init__(self, name: _Optional[str] = ..., etag: _Optional[str] = ..., order: _Optional[int] = ..., match: _Optional[_Union[RuleMatch, _Mapping]] = ..., action: _Optional[_Union[RuleAction, _Mapping]] = ...) -> None: ...
+
+class RuleMatch(_message.Message):
+    __slots__ = ("salt", "tenant_id", "adapter_id", "prefix_token_ids", "start", "end")
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    salt: str
+    tenant_id: str
+    adapter_id: int
+    prefix_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    start: int
+    end: int
+    def __init__(self, salt: _Optional[str] = ..., tenant_id: _Optional[str] = ..., adapter_id: _Optional[int] = ..., prefix_token_ids: _Optional[_Iterable[int]] = ..., start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
+
+class RuleAction(_message.Message):
+    __slots__ = ("retention_priority", "retention_duration", "pin_duration", "no_store", "offload_min_priority")
+    RETENTION_PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    RETENTION_DURATION_FIELD_NUMBER: _ClassVar[int]
+    PIN_DURATION_FIELD_NUMBER: _ClassVar[int]
+    NO_STORE_FIELD_NUMBER: _ClassVar[int]
+    OFFLOAD_MIN_PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    retention_priority: int
+    retention_duration: _duration_pb2.Duration
+    pin_duration: _duration_pb2.Duration
+    no_store: bool
+    offload_min_priority: int
+    def __init__(self, retention_priority: _Optional[int] = ..., retention_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., pin_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., no_store: _Optional[bool] = ..., offload_min_priority: _Optional[int] = ...) -> None: ...
+
+class CreateRetentionRuleRequest(_message.Message):
+    __slots__ = ("rule", "validate_only")
+    RULE_FIELD_NUMBER: _ClassVar[int]
+    VALIDATE_ONLY_FIELD_NUMBER: _ClassVar[int]
+    rule: RetentionRule
+    validate_only: bool
+    def __init__(self, rule: _Optional[_Union[RetentionRule, _Mapping]] = ..., validate_only: _Optional[bool] = ...) -> None: ...
+
+class CreateRetentionRuleResponse(_message.Message):
+    __slots__ = ("rule", "matching_blocks")
+    RULE_FIELD_NUMBER: _ClassVar[int]
+    MATCHING_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    rule: RetentionRule
+    matching_blocks: int
+    def __init__(self, rule: _Optional[_Union[RetentionRule, _Mapping]] = ..., matching_blocks: _Optional[int] = ...) -> None: ...
+
+class GetRetentionRuleRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class GetRetentionRuleResponse(_message.Message):
+    __slots__ = ("rule",)
+    RULE_FIELD_NUMBER: _ClassVar[int]
+    rule: RetentionRule
+    def __init__(self, rule: _Optional[_Union[RetentionRule, _Mapping]] = ...) -> None: ...
+
+class ListRetentionRulesRequest(_message.Message):
+    __slots__ = ("page_size", "page_token")
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    page_size: int
+    page_token: str
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+
+class ListRetentionRulesResponse(_message.Message):
+    __slots__ = ("rules", "next_page_token")
+    RULES_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    rules: _containers.RepeatedCompositeFieldContainer[RetentionRule]
+    next_page_token: str
+    def __init__(self, rules: _Optional[_Iterable[_Union[RetentionRule, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class UpdateRetentionRuleRequest(_message.Message):
+    __slots__ = ("rule", "update_mask", "validate_only")
+    RULE_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_MASK_FIELD_NUMBER: _ClassVar[int]
+    VALIDATE_ONLY_FIELD_NUMBER: _ClassVar[int]
+    rule: RetentionRule
+    update_mask: _field_mask_pb2.FieldMask
+    validate_only: bool
+    def __init__(self, rule: _Optional[_Union[RetentionRule, _Mapping]] = ..., update_mask: _Optional[_Union[_field_mask_pb2.FieldMask, _Mapping]] = ..., validate_only: _Optional[bool] = ...) -> None: ...
+
+class UpdateRetentionRuleResponse(_message.Message):
+    __slots__ = ("rule", "changed_leases", "matching_blocks")
+    RULE_FIELD_NUMBER: _ClassVar[int]
+    CHANGED_LEASES_FIELD_NUMBER: _ClassVar[int]
+    MATCHING_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    rule: RetentionRule
+    changed_leases: int
+    matching_blocks: int
+    def __init__(self, rule: _Optional[_Union[RetentionRule, _Mapping]] = ..., changed_leases: _Optional[int] = ..., matching_blocks: _Optional[int] = ...) -> None: ...
+
+class DeleteRetentionRuleRequest(_message.Message):
+    __slots__ = ("name", "etag", "validate_only")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ETAG_FIELD_NUMBER: _ClassVar[int]
+    VALIDATE_ONLY_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    etag: str
+    validate_only: bool
+    def __init__(self, name: _Optional[str] = ..., etag: _Optional[str] = ..., validate_only: _Optional[bool] = ...) -> None: ...
+
+class DeleteRetentionRuleResponse(_message.Message):
+    __slots__ = ("ended_leases",)
+    ENDED_LEASES_FIELD_NUMBER: _ClassVar[int]
+    ended_leases: int
+    def __init__(self, ended_leases: _Optional[int] = ...) -> None: ...
+
+class Quota(_message.Message):
+    __slots__ = ("tenant_id", "salt", "device_floor_blocks", "device_ceiling_blocks", "host_floor_blocks", "host_ceiling_blocks")
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FLOOR_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_CEILING_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HOST_FLOOR_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HOST_CEILING_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    tenant_id: str
+    salt: str
+    device_floor_blocks: int
+    device_ceiling_blocks: int
+    host_floor_blocks: int
+    host_ceiling_blocks: int
+    def __init__(self, tenant_id: _Optional[str] = ..., salt: _Optional[str] = ..., device_floor_blocks: _Optional[int] = ..., device_ceiling_blocks: _Optional[int] = ..., host_floor_blocks: _Optional[int] = ..., host_ceiling_blocks: _Optional[int] = ...) -> None: ...
+
+class SetQuotaRequest(_message.Message):
+    __slots__ = ("quota", "validate_only")
+    QUOTA_FIELD_NUMBER: _ClassVar[int]
+    VALIDATE_ONLY_FIELD_NUMBER: _ClassVar[int]
+    quota: Quota
+    validate_only: bool
+    def __init__(self, quota: _Optional[_Union[Quota, _Mapping]] = ..., validate_only: _Optional[bool] = ...) -> None: ...
+
+class SetQuotaResponse(_message.Message):
+    __slots__ = ("quota",)
+    QUOTA_FIELD_NUMBER: _ClassVar[int]
+    quota: Quota
+    def __init__(self, quota: _Optional[_Union[Quota, _Mapping]] = ...) -> None: ...
+
+class ListQuotasRequest(_message.Message):
+    __slots__ = ("page_size", "page_token")
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    page_size: int
+    page_token: str
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+
+class QuotaUsage(_message.Message):
+    __slots__ = ("quota", "pool_id", "device_blocks", "host_blocks")
+    QUOTA_FIELD_NUMBER: _ClassVar[int]
+    POOL_ID_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    quota: Quota
+    pool_id: str
+    device_blocks: int
+    host_blocks: int
+    def __init__(self, quota: _Optional[_Union[Quota, _Mapping]] = ..., pool_id: _Optional[str] = ..., device_blocks: _Optional[int] = ..., host_blocks: _Optional[int] = ...) -> None: ...
+
+class ListQuotasResponse(_message.Message):
+    __slots__ = ("quotas", "next_page_token")
+    QUOTAS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    quotas: _containers.RepeatedCompositeFieldContainer[QuotaUsage]
+    next_page_token: str
+    def __init__(self, quotas: _Optional[_Iterable[_Union[QuotaUsage, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class DeleteQuotaRequest(_message.Message):
+    __slots__ = ("tenant_id", "salt")
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    tenant_id: str
+    salt: str
+    def __init__(self, tenant_id: _Optional[str] = ..., salt: _Optional[str] = ...) -> None: ...
+
+class DeleteQuotaResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PinPrefixRequest(_message.Message):
+    __slots__ = ("prefix", "owner", "duration", "validate_only")
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    DURATION_FIELD_NUMBER: _ClassVar[int]
+    VALIDATE_ONLY_FIELD_NUMBER: _ClassVar[int]
+    prefix: PrefixSelector
+    owner: str
+    duration: _duration_pb2.Duration
+    validate_only: bool
+    def __init__(self, prefix: _Optional[_Union[PrefixSelector, _Mapping]] = ..., owner: _Optional[str] = ..., duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., validate_only: _Optional[bool] = ...) -> None: ...
+
+class PinPrefixResponse(_message.Message):
+    __slots__ = ("hold_name", "receipt", "degraded_hold_names", "hold_names")
+    HOLD_NAME_FIELD_NUMBER: _ClassVar[int]
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    DEGRADED_HOLD_NAMES_FIELD_NUMBER: _ClassVar[int]
+    HOLD_NAMES_FIELD_NUMBER: _ClassVar[int]
+    hold_name: str
+    receipt: RetentionReceipt
+    degraded_hold_names: _containers.RepeatedScalarFieldContainer[str]
+    hold_names: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, hold_name: _Optional[str] = ..., receipt: _Optional[_Union[RetentionReceipt, _Mapping]] = ..., degraded_hold_names: _Optional[_Iterable[str]] = ..., hold_names: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Hold(_message.Message):
+    __slots__ = ("name", "pin", "owner", "remaining_duration", "executor_id", "num_blocks")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PIN_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    REMAINING_DURATION_FIELD_NUMBER: _ClassVar[int]
+    EXECUTOR_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    pin: bool
+    owner: str
+    remaining_duration: _duration_pb2.Duration
+    executor_id: str
+    num_blocks: int
+    def __init__(self, name: _Optional[str] = ..., pin: _Optional[bool] = ..., owner: _Optional[str] = ..., remaining_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., executor_id: _Optional[str] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
+class ListHoldsRequest(_message.Message):
+    __slots__ = ("page_size", "page_token", "owner")
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    page_size: int
+    page_token: str
+    owner: str
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., owner: _Optional[str] = ...) -> None: ...
+
+class ListHoldsResponse(_message.Message):
+    __slots__ = ("holds", "next_page_token")
+    HOLDS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    holds: _containers.RepeatedCompositeFieldContainer[Hold]
+    next_page_token: str
+    def __init__(self, holds: _Optional[_Iterable[_Union[Hold, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class ReleaseHoldRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class ReleaseHoldResponse(_message.Message):
+    __slots__ = ("freed_blocks",)
+    FREED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    freed_blocks: int
+    def __init__(self, freed_blocks: _Optional[int] = ...) -> None: ...
+
+class ListLeasesRequest(_message.Message):
+    __slots__ = ("page_size", "page_token", "pool_id", "holder")
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    POOL_ID_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    page_size: int
+    page_token: str
+    pool_id: str
+    holder: str
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., pool_id: _Optional[str] = ..., holder: _Optional[str] = ...) -> None: ...
+
+class BlockLease(_message.Message):
+    __slots__ = ("block", "lease")
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    block: Block
+    lease: Lease
+    def __init__(self, block: _Optional[_Union[Block, _Mapping]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ...) -> None: ...
+
+class ListLeasesResponse(_message.Message):
+    __slots__ = ("leases", "next_page_token")
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    leases: _containers.RepeatedCompositeFieldContainer[BlockLease]
+    next_page_token: str
+    def __init__(self, leases: _Optional[_Iterable[_Union[BlockLease, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class ListPrefixesRequest(_message.Message):
+    __slots__ = ("page_size", "page_token", "pool_id", "filter")
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    POOL_ID_FIELD_NUMBER: _ClassVar[int]
+    FILTER_FIELD_NUMBER: _ClassVar[int]
+    page_size: int
+    page_token: str
+    pool_id: str
+    filter: BlockFilter
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., pool_id: _Optional[str] = ..., filter: _Optional[_Union[BlockFilter, _Mapping]] = ...) -> None: ...
+
+class CachedPrefix(_message.Message):
+    __slots__ = ("last_block", "num_tokens", "blocks", "min_retention_priority")
+    LAST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MIN_RETENTION_PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    last_block: Block
+    num_tokens: int
+    blocks: _containers.RepeatedCompositeFieldContainer[TierCount]
+    min_retention_priority: int
+    def __init__(self, last_block: _Optional[_Union[Block, _Mapping]] = ..., num_tokens: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[TierCount, _Mapping]]] = ..., min_retention_priority: _Optional[int] = ...) -> None: ...
+
+class ListPrefixesResponse(_message.Message):
+    __slots__ = ("prefixes", "next_page_token")
+    PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    prefixes: _containers.RepeatedCompositeFieldContainer[CachedPrefix]
+    next_page_token: str
+    def __init__(self, prefixes: _Optional[_Iterable[_Union[CachedPrefix, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class ExplainPrefixRequest(_message.Message):
+    __slots__ = ("prefix", "sequence_id", "group")
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    prefix: PrefixSelector
+    sequence_id: str
+    group: int
+    def __init__(self, prefix: _Optional[_Union[PrefixSelector, _Mapping]] = ..., sequence_id: _Optional[str] = ..., group: _Optional[int] = ...) -> None: ...
+
+class Removal(_message.Message):
+    __slots__ = ("cause", "age", "for_sequence_id", "retention_priority")
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    AGE_FIELD_NUMBER: _ClassVar[int]
+    FOR_SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    RETENTION_PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    cause: RemovalCause
+    age: _duration_pb2.Duration
+    for_sequence_id: str
+    retention_priority: int
+    def __init__(self, cause: _Optional[_Union[RemovalCause, str]] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., for_sequence_id: _Optional[str] = ..., retention_priority: _Optional[int] = ...) -> None: ...
+
+class ExplainedBlock(_message.Message):
+    __slots__ = ("block", "leases", "last_hit_age")
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    LAST_HIT_AGE_FIELD_NUMBER: _ClassVar[int]
+    block: Block
+    leases: _containers.RepeatedCompositeFieldContainer[Lease]
+    last_hit_age: _duration_pb2.Duration
+    def __init__(self, block: _Optional[_Union[Block, _Mapping]] = ..., leases: _Optional[_Iterable[_Union[Lease, _Mapping]]] = ..., last_hit_age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class Explanation(_message.Message):
+    __slots__ = ("executor_id", "cached_tokens", "blocks", "miss_reason", "removal")
+    EXECUTOR_ID_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MISS_REASON_FIELD_NUMBER: _ClassVar[int]
+    REMOVAL_FIELD_NUMBER: _ClassVar[int]
+    executor_id: str
+    cached_tokens: int
+    blocks: _containers.RepeatedCompositeFieldContainer[ExplainedBlock]
+    miss_reason: MissReason
+    removal: Removal
+    def __init__(self, executor_id: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[ExplainedBlock, _Mapping]]] = ..., miss_reason: _Optional[_Union[MissReason, str]] = ..., removal: _Optional[_Union[Removal, _Mapping]] = ...) -> None: ...
+
+class ExplainPrefixResponse(_message.Message):
+    __slots__ = ("explanations",)
+    EXPLANATIONS_FIELD_NUMBER: _ClassVar[int]
+    explanations: _containers.RepeatedCompositeFieldContainer[Explanation]
+    def __init__(self, explanations: _Optional[_Iterable[_Union[Explanation, _Mapping]]] = ...) -> None: ...
+
+class DumpStateRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DumpStateResponse(_message.Message):
+    __slots__ = ("lines", "state_hash")
+    LINES_FIELD_NUMBER: _ClassVar[int]
+    STATE_HASH_FIELD_NUMBER: _ClassVar[int]
+    lines: _containers.RepeatedScalarFieldContainer[str]
+    state_hash: str
+    def __init__(self, lines: _Optional[_Iterable[str]] = ..., state_hash: _Optional[str] = ...) -> None: ...
+
+class LoggedOperation(_message.Message):
+    __slots__ = ("time", "method", "request", "remembered")
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    REMEMBERED_FIELD_NUMBER: _ClassVar[int]
+    time: float
+    method: str
+    request: bytes
+    remembered: _containers.RepeatedCompositeFieldContainer[RememberedBlock]
+    def __init__(self, time: _Optional[float] = ..., method: _Optional[str] = ..., request: _Optional[bytes] = ..., remembered: _Optional[_Iterable[_Union[RememberedBlock, _Mapping]]] = ...) -> None: ...
+
+class LoggedStart(_message.Message):
+    __slots__ = ("manager_epoch", "settings")
+    MANAGER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    manager_epoch: int
+    settings: _struct_pb2.Struct
+    def __init__(self, manager_epoch: _Optional[int] = ..., settings: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ...) -> None: ...
+
+class RememberedBlock(_message.Message):
+    __slots__ = ("place", "record")
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    place: bytes
+    record: bytes
+    def __init__(self, place: _Optional[bytes] = ..., record: _Optional[bytes] = ...) -> None: ...
+
 class WatchEventsRequest(_message.Message):
-    __slots__ = ("after_event_number",)
+    __slots__ = ("after_event_number", "pool_id", "salt", "include_token_ids")
     AFTER_EVENT_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    POOL_ID_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    INCLUDE_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     after_event_number: int
-    def __init__(self, after_event_number: _Optional[int] = ...) -> None: ...
+    pool_id: str
+    salt: str
+    include_token_ids: bool
+    def __init__(self, after_event_number: _Optional[int] = ..., pool_id: _Optional[str] = ..., salt: _Optional[str] = ..., include_token_ids: _Optional[bool] = ...) -> None: ...
 
 class Lease(_message.Message):
     __slots__ = ("holder", "retention_priority", "remaining_duration")
@@ -596,17 +1433,19 @@ class Lease(_message.Message):
     def __init__(self, holder: _Optional[str] = ..., retention_priority: _Optional[int] = ..., remaining_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class WatchEventsResponse(_message.Message):
-    __slots__ = ("event_number", "snapshot", "kind", "block", "removal_cause", "lease")
+    __slots__ = ("event_number", "snapshot", "kind", "block", "removal_cause", "lease", "for_sequence_id")
     EVENT_NUMBER_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     BLOCK_FIELD_NUMBER: _ClassVar[int]
     REMOVAL_CAUSE_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
+    FOR_SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     event_number: int
     snapshot: bool
     kind: EventKind
     block: Block
     removal_cause: RemovalCause
     lease: Lease
-    def __init__(self, event_number: _Optional[int] = ..., snapshot: _Optional[bool] = ..., kind: _Optional[_Union[EventKind, str]] = ..., block: _Optional[_Union[Block, _Mapping]] = ..., removal_cause: _Optional[_Union[RemovalCause, str]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ...) -> None: ...
+    for_sequence_id: str
+    def __init__(self, event_number: _Optional[int] = ..., snapshot: _Optional[bool] = ..., kind: _Optional[_Union[EventKind, str]] = ..., block: _Optional[_Union[Block, _Mapping]] = ..., removal_cause: _Optional[_Union[RemovalCause, str]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., for_sequence_id: _Optional[str] = ...) -> None: ...

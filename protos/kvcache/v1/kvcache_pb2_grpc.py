@@ -90,6 +90,21 @@ class CacheManagerServiceStub:
                 request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ConfirmTransfersRequest.SerializeToString,
                 response_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ConfirmTransfersResponse.FromString,
                 _registered_method=True)
+        self.PreviewAdmission = channel.unary_unary(
+                '/kvcache.v1.CacheManagerService/PreviewAdmission',
+                request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.PreviewAdmissionRequest.SerializeToString,
+                response_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.PreviewAdmissionResponse.FromString,
+                _registered_method=True)
+        self.EstimateSequence = channel.unary_unary(
+                '/kvcache.v1.CacheManagerService/EstimateSequence',
+                request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.EstimateSequenceRequest.SerializeToString,
+                response_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.EstimateSequenceResponse.FromString,
+                _registered_method=True)
+        self.SendHints = channel.unary_unary(
+                '/kvcache.v1.CacheManagerService/SendHints',
+                request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.SendHintsRequest.SerializeToString,
+                response_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.SendHintsResponse.FromString,
+                _registered_method=True)
 
 
 class CacheManagerServiceServicer:
@@ -174,6 +189,27 @@ class CacheManagerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PreviewAdmission(self, request, context):
+        """Says what an admission would find, take and evict, and changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EstimateSequence(self, request, context):
+        """Says how many blocks a live sequence will take.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SendHints(self, request, context):
+        """Carries out hints about cached blocks and answers each.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CacheManagerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -231,6 +267,21 @@ def add_CacheManagerServiceServicer_to_server(servicer, server):
                     servicer.ConfirmTransfers,
                     request_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ConfirmTransfersRequest.FromString,
                     response_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ConfirmTransfersResponse.SerializeToString,
+            ),
+            'PreviewAdmission': grpc.unary_unary_rpc_method_handler(
+                    servicer.PreviewAdmission,
+                    request_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.PreviewAdmissionRequest.FromString,
+                    response_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.PreviewAdmissionResponse.SerializeToString,
+            ),
+            'EstimateSequence': grpc.unary_unary_rpc_method_handler(
+                    servicer.EstimateSequence,
+                    request_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.EstimateSequenceRequest.FromString,
+                    response_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.EstimateSequenceResponse.SerializeToString,
+            ),
+            'SendHints': grpc.unary_unary_rpc_method_handler(
+                    servicer.SendHints,
+                    request_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.SendHintsRequest.FromString,
+                    response_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.SendHintsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -541,6 +592,87 @@ class CacheManagerService:
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def PreviewAdmission(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcache.v1.CacheManagerService/PreviewAdmission',
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.PreviewAdmissionRequest.SerializeToString,
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.PreviewAdmissionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EstimateSequence(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcache.v1.CacheManagerService/EstimateSequence',
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.EstimateSequenceRequest.SerializeToString,
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.EstimateSequenceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SendHints(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcache.v1.CacheManagerService/SendHints',
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.SendHintsRequest.SerializeToString,
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.SendHintsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class CacheAdminServiceStub:
     """The operator's view and hand. Served on an address of its own.
@@ -567,6 +699,16 @@ class CacheAdminServiceStub:
                 request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.GetPoolRequest.SerializeToString,
                 response_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.GetPoolResponse.FromString,
                 _registered_method=True)
+        self.UpdatePool = channel.unary_unary(
+                '/kvcache.v1.CacheAdminService/UpdatePool',
+                request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.UpdatePoolRequest.SerializeToString,
+                response_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.UpdatePoolResponse.FromString,
+                _registered_method=True)
+        self.GetStats = channel.unary_unary(
+                '/kvcache.v1.CacheAdminService/GetStats',
+                request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.GetStatsRequest.SerializeToString,
+                response_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.GetStatsResponse.FromString,
+                _registered_method=True)
         self.ListBlocks = channel.unary_unary(
                 '/kvcache.v1.CacheAdminService/ListBlocks',
                 request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ListBlocksRequest.SerializeToString,
@@ -577,10 +719,90 @@ class CacheAdminServiceStub:
                 request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ListSequencesRequest.SerializeToString,
                 response_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ListSequencesResponse.FromString,
                 _registered_method=True)
+        self.ListPrefixes = channel.unary_unary(
+                '/kvcache.v1.CacheAdminService/ListPrefixes',
+                request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ListPrefixesRequest.SerializeToString,
+                response_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ListPrefixesResponse.FromString,
+                _registered_method=True)
+        self.ListLeases = channel.unary_unary(
+                '/kvcache.v1.CacheAdminService/ListLeases',
+                request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ListLeasesRequest.SerializeToString,
+                response_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ListLeasesResponse.FromString,
+                _registered_method=True)
+        self.ListHolds = channel.unary_unary(
+                '/kvcache.v1.CacheAdminService/ListHolds',
+                request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ListHoldsRequest.SerializeToString,
+                response_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ListHoldsResponse.FromString,
+                _registered_method=True)
+        self.ReleaseHold = channel.unary_unary(
+                '/kvcache.v1.CacheAdminService/ReleaseHold',
+                request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ReleaseHoldRequest.SerializeToString,
+                response_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ReleaseHoldResponse.FromString,
+                _registered_method=True)
+        self.PinPrefix = channel.unary_unary(
+                '/kvcache.v1.CacheAdminService/PinPrefix',
+                request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.PinPrefixRequest.SerializeToString,
+                response_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.PinPrefixResponse.FromString,
+                _registered_method=True)
+        self.ExplainPrefix = channel.unary_unary(
+                '/kvcache.v1.CacheAdminService/ExplainPrefix',
+                request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ExplainPrefixRequest.SerializeToString,
+                response_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ExplainPrefixResponse.FromString,
+                _registered_method=True)
         self.PurgeBlocks = channel.unary_unary(
                 '/kvcache.v1.CacheAdminService/PurgeBlocks',
                 request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.PurgeBlocksRequest.SerializeToString,
                 response_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.PurgeBlocksResponse.FromString,
+                _registered_method=True)
+        self.ForgetBlocks = channel.unary_unary(
+                '/kvcache.v1.CacheAdminService/ForgetBlocks',
+                request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ForgetBlocksRequest.SerializeToString,
+                response_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ForgetBlocksResponse.FromString,
+                _registered_method=True)
+        self.CreateRetentionRule = channel.unary_unary(
+                '/kvcache.v1.CacheAdminService/CreateRetentionRule',
+                request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.CreateRetentionRuleRequest.SerializeToString,
+                response_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.CreateRetentionRuleResponse.FromString,
+                _registered_method=True)
+        self.GetRetentionRule = channel.unary_unary(
+                '/kvcache.v1.CacheAdminService/GetRetentionRule',
+                request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.GetRetentionRuleRequest.SerializeToString,
+                response_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.GetRetentionRuleResponse.FromString,
+                _registered_method=True)
+        self.ListRetentionRules = channel.unary_unary(
+                '/kvcache.v1.CacheAdminService/ListRetentionRules',
+                request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ListRetentionRulesRequest.SerializeToString,
+                response_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ListRetentionRulesResponse.FromString,
+                _registered_method=True)
+        self.UpdateRetentionRule = channel.unary_unary(
+                '/kvcache.v1.CacheAdminService/UpdateRetentionRule',
+                request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.UpdateRetentionRuleRequest.SerializeToString,
+                response_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.UpdateRetentionRuleResponse.FromString,
+                _registered_method=True)
+        self.DeleteRetentionRule = channel.unary_unary(
+                '/kvcache.v1.CacheAdminService/DeleteRetentionRule',
+                request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.DeleteRetentionRuleRequest.SerializeToString,
+                response_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.DeleteRetentionRuleResponse.FromString,
+                _registered_method=True)
+        self.SetQuota = channel.unary_unary(
+                '/kvcache.v1.CacheAdminService/SetQuota',
+                request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.SetQuotaRequest.SerializeToString,
+                response_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.SetQuotaResponse.FromString,
+                _registered_method=True)
+        self.ListQuotas = channel.unary_unary(
+                '/kvcache.v1.CacheAdminService/ListQuotas',
+                request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ListQuotasRequest.SerializeToString,
+                response_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ListQuotasResponse.FromString,
+                _registered_method=True)
+        self.DeleteQuota = channel.unary_unary(
+                '/kvcache.v1.CacheAdminService/DeleteQuota',
+                request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.DeleteQuotaRequest.SerializeToString,
+                response_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.DeleteQuotaResponse.FromString,
+                _registered_method=True)
+        self.DumpState = channel.unary_stream(
+                '/kvcache.v1.CacheAdminService/DumpState',
+                request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.DumpStateRequest.SerializeToString,
+                response_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.DumpStateResponse.FromString,
                 _registered_method=True)
 
 
@@ -609,6 +831,20 @@ class CacheAdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UpdatePool(self, request, context):
+        """Changes a pool's share of the memory: only free blocks move.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetStats(self, request, context):
+        """What happened in a pool, per tier, over time and per salt.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListBlocks(self, request, context):
         """Lists blocks that are in use or cached.
         """
@@ -623,8 +859,120 @@ class CacheAdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListPrefixes(self, request, context):
+        """Lists the cached chains of blocks by their last block.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListLeases(self, request, context):
+        """Lists wishes that count now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListHolds(self, request, context):
+        """Lists what keeps blocks in place: holds of ended sequences, and pins.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReleaseHold(self, request, context):
+        """Ends a hold or a pin.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PinPrefix(self, request, context):
+        """Keeps a cached prefix in place for an owner and a time, within the budget for pins.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExplainPrefix(self, request, context):
+        """Says for every block of a prompt where it is, and at the first that is missing why.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def PurgeBlocks(self, request, context):
         """Drops cached blocks that no sequence uses.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ForgetBlocks(self, request, context):
+        """Takes blocks out of every tier and of Redis and has their bytes overwritten with zeros.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CreateRetentionRule(self, request, context):
+        """Makes a rule for requests that bring no wish of their own.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetRetentionRule(self, request, context):
+        """One rule.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListRetentionRules(self, request, context):
+        """Lists rules in the order in which they are asked.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateRetentionRule(self, request, context):
+        """Changes a rule; leases that it gave change with it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteRetentionRule(self, request, context):
+        """Deletes a rule; leases that it gave end.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetQuota(self, request, context):
+        """Sets what a tenant or a salt may have and keeps.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListQuotas(self, request, context):
+        """Lists quotas.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteQuota(self, request, context):
+        """Deletes a quota.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DumpState(self, request, context):
+        """Sends the whole state as lines of JSON, without token ids, and its hash.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -648,6 +996,16 @@ def add_CacheAdminServiceServicer_to_server(servicer, server):
                     request_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.GetPoolRequest.FromString,
                     response_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.GetPoolResponse.SerializeToString,
             ),
+            'UpdatePool': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdatePool,
+                    request_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.UpdatePoolRequest.FromString,
+                    response_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.UpdatePoolResponse.SerializeToString,
+            ),
+            'GetStats': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStats,
+                    request_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.GetStatsRequest.FromString,
+                    response_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.GetStatsResponse.SerializeToString,
+            ),
             'ListBlocks': grpc.unary_unary_rpc_method_handler(
                     servicer.ListBlocks,
                     request_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ListBlocksRequest.FromString,
@@ -658,10 +1016,90 @@ def add_CacheAdminServiceServicer_to_server(servicer, server):
                     request_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ListSequencesRequest.FromString,
                     response_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ListSequencesResponse.SerializeToString,
             ),
+            'ListPrefixes': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPrefixes,
+                    request_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ListPrefixesRequest.FromString,
+                    response_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ListPrefixesResponse.SerializeToString,
+            ),
+            'ListLeases': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListLeases,
+                    request_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ListLeasesRequest.FromString,
+                    response_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ListLeasesResponse.SerializeToString,
+            ),
+            'ListHolds': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListHolds,
+                    request_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ListHoldsRequest.FromString,
+                    response_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ListHoldsResponse.SerializeToString,
+            ),
+            'ReleaseHold': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseHold,
+                    request_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ReleaseHoldRequest.FromString,
+                    response_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ReleaseHoldResponse.SerializeToString,
+            ),
+            'PinPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.PinPrefix,
+                    request_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.PinPrefixRequest.FromString,
+                    response_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.PinPrefixResponse.SerializeToString,
+            ),
+            'ExplainPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExplainPrefix,
+                    request_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ExplainPrefixRequest.FromString,
+                    response_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ExplainPrefixResponse.SerializeToString,
+            ),
             'PurgeBlocks': grpc.unary_unary_rpc_method_handler(
                     servicer.PurgeBlocks,
                     request_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.PurgeBlocksRequest.FromString,
                     response_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.PurgeBlocksResponse.SerializeToString,
+            ),
+            'ForgetBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForgetBlocks,
+                    request_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ForgetBlocksRequest.FromString,
+                    response_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ForgetBlocksResponse.SerializeToString,
+            ),
+            'CreateRetentionRule': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateRetentionRule,
+                    request_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.CreateRetentionRuleRequest.FromString,
+                    response_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.CreateRetentionRuleResponse.SerializeToString,
+            ),
+            'GetRetentionRule': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRetentionRule,
+                    request_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.GetRetentionRuleRequest.FromString,
+                    response_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.GetRetentionRuleResponse.SerializeToString,
+            ),
+            'ListRetentionRules': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRetentionRules,
+                    request_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ListRetentionRulesRequest.FromString,
+                    response_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ListRetentionRulesResponse.SerializeToString,
+            ),
+            'UpdateRetentionRule': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateRetentionRule,
+                    request_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.UpdateRetentionRuleRequest.FromString,
+                    response_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.UpdateRetentionRuleResponse.SerializeToString,
+            ),
+            'DeleteRetentionRule': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteRetentionRule,
+                    request_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.DeleteRetentionRuleRequest.FromString,
+                    response_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.DeleteRetentionRuleResponse.SerializeToString,
+            ),
+            'SetQuota': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetQuota,
+                    request_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.SetQuotaRequest.FromString,
+                    response_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.SetQuotaResponse.SerializeToString,
+            ),
+            'ListQuotas': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListQuotas,
+                    request_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ListQuotasRequest.FromString,
+                    response_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ListQuotasResponse.SerializeToString,
+            ),
+            'DeleteQuota': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteQuota,
+                    request_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.DeleteQuotaRequest.FromString,
+                    response_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.DeleteQuotaResponse.SerializeToString,
+            ),
+            'DumpState': grpc.unary_stream_rpc_method_handler(
+                    servicer.DumpState,
+                    request_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.DumpStateRequest.FromString,
+                    response_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.DumpStateResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -757,6 +1195,60 @@ class CacheAdminService:
             _registered_method=True)
 
     @staticmethod
+    def UpdatePool(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcache.v1.CacheAdminService/UpdatePool',
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.UpdatePoolRequest.SerializeToString,
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.UpdatePoolResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetStats(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcache.v1.CacheAdminService/GetStats',
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.GetStatsRequest.SerializeToString,
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.GetStatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def ListBlocks(request,
             target,
             options=(),
@@ -811,6 +1303,168 @@ class CacheAdminService:
             _registered_method=True)
 
     @staticmethod
+    def ListPrefixes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcache.v1.CacheAdminService/ListPrefixes',
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ListPrefixesRequest.SerializeToString,
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ListPrefixesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListLeases(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcache.v1.CacheAdminService/ListLeases',
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ListLeasesRequest.SerializeToString,
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ListLeasesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListHolds(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcache.v1.CacheAdminService/ListHolds',
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ListHoldsRequest.SerializeToString,
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ListHoldsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseHold(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcache.v1.CacheAdminService/ReleaseHold',
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ReleaseHoldRequest.SerializeToString,
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ReleaseHoldResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PinPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcache.v1.CacheAdminService/PinPrefix',
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.PinPrefixRequest.SerializeToString,
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.PinPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExplainPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcache.v1.CacheAdminService/ExplainPrefix',
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ExplainPrefixRequest.SerializeToString,
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ExplainPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def PurgeBlocks(request,
             target,
             options=(),
@@ -827,6 +1481,276 @@ class CacheAdminService:
             '/kvcache.v1.CacheAdminService/PurgeBlocks',
             protos_dot_kvcache_dot_v1_dot_kvcache__pb2.PurgeBlocksRequest.SerializeToString,
             protos_dot_kvcache_dot_v1_dot_kvcache__pb2.PurgeBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForgetBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcache.v1.CacheAdminService/ForgetBlocks',
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ForgetBlocksRequest.SerializeToString,
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ForgetBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateRetentionRule(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcache.v1.CacheAdminService/CreateRetentionRule',
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.CreateRetentionRuleRequest.SerializeToString,
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.CreateRetentionRuleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetRetentionRule(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcache.v1.CacheAdminService/GetRetentionRule',
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.GetRetentionRuleRequest.SerializeToString,
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.GetRetentionRuleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRetentionRules(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcache.v1.CacheAdminService/ListRetentionRules',
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ListRetentionRulesRequest.SerializeToString,
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ListRetentionRulesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateRetentionRule(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcache.v1.CacheAdminService/UpdateRetentionRule',
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.UpdateRetentionRuleRequest.SerializeToString,
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.UpdateRetentionRuleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteRetentionRule(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcache.v1.CacheAdminService/DeleteRetentionRule',
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.DeleteRetentionRuleRequest.SerializeToString,
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.DeleteRetentionRuleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetQuota(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcache.v1.CacheAdminService/SetQuota',
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.SetQuotaRequest.SerializeToString,
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.SetQuotaResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListQuotas(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcache.v1.CacheAdminService/ListQuotas',
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ListQuotasRequest.SerializeToString,
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ListQuotasResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteQuota(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcache.v1.CacheAdminService/DeleteQuota',
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.DeleteQuotaRequest.SerializeToString,
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.DeleteQuotaResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DumpState(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvcache.v1.CacheAdminService/DumpState',
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.DumpStateRequest.SerializeToString,
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.DumpStateResponse.FromString,
             options,
             channel_credentials,
             insecure,

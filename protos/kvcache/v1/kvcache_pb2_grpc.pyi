@@ -57,6 +57,12 @@ class CacheManagerServiceStub:
     """Gives a sequence's blocks back; full ones stay cached."""
     ConfirmTransfers: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.ConfirmTransfersRequest, _kvcache_pb2.ConfirmTransfersResponse]
     """Reports copies that an executor has finished or failed; frees what the tickets reserved."""
+    PreviewAdmission: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.PreviewAdmissionRequest, _kvcache_pb2.PreviewAdmissionResponse]
+    """Says what an admission would find, take and evict, and changes nothing."""
+    EstimateSequence: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.EstimateSequenceRequest, _kvcache_pb2.EstimateSequenceResponse]
+    """Says how many blocks a live sequence will take."""
+    SendHints: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.SendHintsRequest, _kvcache_pb2.SendHintsResponse]
+    """Carries out hints about cached blocks and answers each."""
 
 @_typing.type_check_only
 class CacheManagerServiceAsyncStub(CacheManagerServiceStub):
@@ -87,6 +93,12 @@ class CacheManagerServiceAsyncStub(CacheManagerServiceStub):
     """Gives a sequence's blocks back; full ones stay cached."""
     ConfirmTransfers: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.ConfirmTransfersRequest, _kvcache_pb2.ConfirmTransfersResponse]  # type: ignore[assignment]
     """Reports copies that an executor has finished or failed; frees what the tickets reserved."""
+    PreviewAdmission: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.PreviewAdmissionRequest, _kvcache_pb2.PreviewAdmissionResponse]  # type: ignore[assignment]
+    """Says what an admission would find, take and evict, and changes nothing."""
+    EstimateSequence: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.EstimateSequenceRequest, _kvcache_pb2.EstimateSequenceResponse]  # type: ignore[assignment]
+    """Says how many blocks a live sequence will take."""
+    SendHints: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.SendHintsRequest, _kvcache_pb2.SendHintsResponse]  # type: ignore[assignment]
+    """Carries out hints about cached blocks and answers each."""
 
 class CacheManagerServiceServicer(metaclass=_abc_1.ABCMeta):
     """The data plane. Schedulers admit and sync sequences; executors announce their pools and confirm copies."""
@@ -181,6 +193,30 @@ class CacheManagerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_kvcache_pb2.ConfirmTransfersResponse, _abc.Awaitable[_kvcache_pb2.ConfirmTransfersResponse]]:
         """Reports copies that an executor has finished or failed; frees what the tickets reserved."""
 
+    @_abc_1.abstractmethod
+    def PreviewAdmission(
+        self,
+        request: _kvcache_pb2.PreviewAdmissionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvcache_pb2.PreviewAdmissionResponse, _abc.Awaitable[_kvcache_pb2.PreviewAdmissionResponse]]:
+        """Says what an admission would find, take and evict, and changes nothing."""
+
+    @_abc_1.abstractmethod
+    def EstimateSequence(
+        self,
+        request: _kvcache_pb2.EstimateSequenceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvcache_pb2.EstimateSequenceResponse, _abc.Awaitable[_kvcache_pb2.EstimateSequenceResponse]]:
+        """Says how many blocks a live sequence will take."""
+
+    @_abc_1.abstractmethod
+    def SendHints(
+        self,
+        request: _kvcache_pb2.SendHintsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvcache_pb2.SendHintsResponse, _abc.Awaitable[_kvcache_pb2.SendHintsResponse]]:
+        """Carries out hints about cached blocks and answers each."""
+
 def add_CacheManagerServiceServicer_to_server(servicer: CacheManagerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class CacheAdminServiceStub:
@@ -196,12 +232,48 @@ class CacheAdminServiceStub:
     """Lists pools with their counters."""
     GetPool: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.GetPoolRequest, _kvcache_pb2.GetPoolResponse]
     """One pool with its counters."""
+    UpdatePool: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.UpdatePoolRequest, _kvcache_pb2.UpdatePoolResponse]
+    """Changes a pool's share of the memory: only free blocks move."""
+    GetStats: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.GetStatsRequest, _kvcache_pb2.GetStatsResponse]
+    """What happened in a pool, per tier, over time and per salt."""
     ListBlocks: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.ListBlocksRequest, _kvcache_pb2.ListBlocksResponse]
     """Lists blocks that are in use or cached."""
     ListSequences: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.ListSequencesRequest, _kvcache_pb2.ListSequencesResponse]
     """Lists live sequences."""
+    ListPrefixes: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.ListPrefixesRequest, _kvcache_pb2.ListPrefixesResponse]
+    """Lists the cached chains of blocks by their last block."""
+    ListLeases: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.ListLeasesRequest, _kvcache_pb2.ListLeasesResponse]
+    """Lists wishes that count now."""
+    ListHolds: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.ListHoldsRequest, _kvcache_pb2.ListHoldsResponse]
+    """Lists what keeps blocks in place: holds of ended sequences, and pins."""
+    ReleaseHold: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.ReleaseHoldRequest, _kvcache_pb2.ReleaseHoldResponse]
+    """Ends a hold or a pin."""
+    PinPrefix: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.PinPrefixRequest, _kvcache_pb2.PinPrefixResponse]
+    """Keeps a cached prefix in place for an owner and a time, within the budget for pins."""
+    ExplainPrefix: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.ExplainPrefixRequest, _kvcache_pb2.ExplainPrefixResponse]
+    """Says for every block of a prompt where it is, and at the first that is missing why."""
     PurgeBlocks: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.PurgeBlocksRequest, _kvcache_pb2.PurgeBlocksResponse]
     """Drops cached blocks that no sequence uses."""
+    ForgetBlocks: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.ForgetBlocksRequest, _kvcache_pb2.ForgetBlocksResponse]
+    """Takes blocks out of every tier and of Redis and has their bytes overwritten with zeros."""
+    CreateRetentionRule: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.CreateRetentionRuleRequest, _kvcache_pb2.CreateRetentionRuleResponse]
+    """Makes a rule for requests that bring no wish of their own."""
+    GetRetentionRule: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.GetRetentionRuleRequest, _kvcache_pb2.GetRetentionRuleResponse]
+    """One rule."""
+    ListRetentionRules: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.ListRetentionRulesRequest, _kvcache_pb2.ListRetentionRulesResponse]
+    """Lists rules in the order in which they are asked."""
+    UpdateRetentionRule: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.UpdateRetentionRuleRequest, _kvcache_pb2.UpdateRetentionRuleResponse]
+    """Changes a rule; leases that it gave change with it."""
+    DeleteRetentionRule: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.DeleteRetentionRuleRequest, _kvcache_pb2.DeleteRetentionRuleResponse]
+    """Deletes a rule; leases that it gave end."""
+    SetQuota: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.SetQuotaRequest, _kvcache_pb2.SetQuotaResponse]
+    """Sets what a tenant or a salt may have and keeps."""
+    ListQuotas: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.ListQuotasRequest, _kvcache_pb2.ListQuotasResponse]
+    """Lists quotas."""
+    DeleteQuota: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.DeleteQuotaRequest, _kvcache_pb2.DeleteQuotaResponse]
+    """Deletes a quota."""
+    DumpState: _grpc.UnaryStreamMultiCallable[_kvcache_pb2.DumpStateRequest, _kvcache_pb2.DumpStateResponse]
+    """Sends the whole state as lines of JSON, without token ids, and its hash."""
 
 @_typing.type_check_only
 class CacheAdminServiceAsyncStub(CacheAdminServiceStub):
@@ -214,12 +286,48 @@ class CacheAdminServiceAsyncStub(CacheAdminServiceStub):
     """Lists pools with their counters."""
     GetPool: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.GetPoolRequest, _kvcache_pb2.GetPoolResponse]  # type: ignore[assignment]
     """One pool with its counters."""
+    UpdatePool: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.UpdatePoolRequest, _kvcache_pb2.UpdatePoolResponse]  # type: ignore[assignment]
+    """Changes a pool's share of the memory: only free blocks move."""
+    GetStats: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.GetStatsRequest, _kvcache_pb2.GetStatsResponse]  # type: ignore[assignment]
+    """What happened in a pool, per tier, over time and per salt."""
     ListBlocks: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.ListBlocksRequest, _kvcache_pb2.ListBlocksResponse]  # type: ignore[assignment]
     """Lists blocks that are in use or cached."""
     ListSequences: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.ListSequencesRequest, _kvcache_pb2.ListSequencesResponse]  # type: ignore[assignment]
     """Lists live sequences."""
+    ListPrefixes: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.ListPrefixesRequest, _kvcache_pb2.ListPrefixesResponse]  # type: ignore[assignment]
+    """Lists the cached chains of blocks by their last block."""
+    ListLeases: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.ListLeasesRequest, _kvcache_pb2.ListLeasesResponse]  # type: ignore[assignment]
+    """Lists wishes that count now."""
+    ListHolds: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.ListHoldsRequest, _kvcache_pb2.ListHoldsResponse]  # type: ignore[assignment]
+    """Lists what keeps blocks in place: holds of ended sequences, and pins."""
+    ReleaseHold: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.ReleaseHoldRequest, _kvcache_pb2.ReleaseHoldResponse]  # type: ignore[assignment]
+    """Ends a hold or a pin."""
+    PinPrefix: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.PinPrefixRequest, _kvcache_pb2.PinPrefixResponse]  # type: ignore[assignment]
+    """Keeps a cached prefix in place for an owner and a time, within the budget for pins."""
+    ExplainPrefix: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.ExplainPrefixRequest, _kvcache_pb2.ExplainPrefixResponse]  # type: ignore[assignment]
+    """Says for every block of a prompt where it is, and at the first that is missing why."""
     PurgeBlocks: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.PurgeBlocksRequest, _kvcache_pb2.PurgeBlocksResponse]  # type: ignore[assignment]
     """Drops cached blocks that no sequence uses."""
+    ForgetBlocks: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.ForgetBlocksRequest, _kvcache_pb2.ForgetBlocksResponse]  # type: ignore[assignment]
+    """Takes blocks out of every tier and of Redis and has their bytes overwritten with zeros."""
+    CreateRetentionRule: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.CreateRetentionRuleRequest, _kvcache_pb2.CreateRetentionRuleResponse]  # type: ignore[assignment]
+    """Makes a rule for requests that bring no wish of their own."""
+    GetRetentionRule: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.GetRetentionRuleRequest, _kvcache_pb2.GetRetentionRuleResponse]  # type: ignore[assignment]
+    """One rule."""
+    ListRetentionRules: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.ListRetentionRulesRequest, _kvcache_pb2.ListRetentionRulesResponse]  # type: ignore[assignment]
+    """Lists rules in the order in which they are asked."""
+    UpdateRetentionRule: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.UpdateRetentionRuleRequest, _kvcache_pb2.UpdateRetentionRuleResponse]  # type: ignore[assignment]
+    """Changes a rule; leases that it gave change with it."""
+    DeleteRetentionRule: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.DeleteRetentionRuleRequest, _kvcache_pb2.DeleteRetentionRuleResponse]  # type: ignore[assignment]
+    """Deletes a rule; leases that it gave end."""
+    SetQuota: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.SetQuotaRequest, _kvcache_pb2.SetQuotaResponse]  # type: ignore[assignment]
+    """Sets what a tenant or a salt may have and keeps."""
+    ListQuotas: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.ListQuotasRequest, _kvcache_pb2.ListQuotasResponse]  # type: ignore[assignment]
+    """Lists quotas."""
+    DeleteQuota: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.DeleteQuotaRequest, _kvcache_pb2.DeleteQuotaResponse]  # type: ignore[assignment]
+    """Deletes a quota."""
+    DumpState: _aio.UnaryStreamMultiCallable[_kvcache_pb2.DumpStateRequest, _kvcache_pb2.DumpStateResponse]  # type: ignore[assignment]
+    """Sends the whole state as lines of JSON, without token ids, and its hash."""
 
 class CacheAdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """The operator's view and hand. Served on an address of its own."""
@@ -249,6 +357,22 @@ class CacheAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         """One pool with its counters."""
 
     @_abc_1.abstractmethod
+    def UpdatePool(
+        self,
+        request: _kvcache_pb2.UpdatePoolRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvcache_pb2.UpdatePoolResponse, _abc.Awaitable[_kvcache_pb2.UpdatePoolResponse]]:
+        """Changes a pool's share of the memory: only free blocks move."""
+
+    @_abc_1.abstractmethod
+    def GetStats(
+        self,
+        request: _kvcache_pb2.GetStatsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvcache_pb2.GetStatsResponse, _abc.Awaitable[_kvcache_pb2.GetStatsResponse]]:
+        """What happened in a pool, per tier, over time and per salt."""
+
+    @_abc_1.abstractmethod
     def ListBlocks(
         self,
         request: _kvcache_pb2.ListBlocksRequest,
@@ -265,12 +389,140 @@ class CacheAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         """Lists live sequences."""
 
     @_abc_1.abstractmethod
+    def ListPrefixes(
+        self,
+        request: _kvcache_pb2.ListPrefixesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvcache_pb2.ListPrefixesResponse, _abc.Awaitable[_kvcache_pb2.ListPrefixesResponse]]:
+        """Lists the cached chains of blocks by their last block."""
+
+    @_abc_1.abstractmethod
+    def ListLeases(
+        self,
+        request: _kvcache_pb2.ListLeasesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvcache_pb2.ListLeasesResponse, _abc.Awaitable[_kvcache_pb2.ListLeasesResponse]]:
+        """Lists wishes that count now."""
+
+    @_abc_1.abstractmethod
+    def ListHolds(
+        self,
+        request: _kvcache_pb2.ListHoldsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvcache_pb2.ListHoldsResponse, _abc.Awaitable[_kvcache_pb2.ListHoldsResponse]]:
+        """Lists what keeps blocks in place: holds of ended sequences, and pins."""
+
+    @_abc_1.abstractmethod
+    def ReleaseHold(
+        self,
+        request: _kvcache_pb2.ReleaseHoldRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvcache_pb2.ReleaseHoldResponse, _abc.Awaitable[_kvcache_pb2.ReleaseHoldResponse]]:
+        """Ends a hold or a pin."""
+
+    @_abc_1.abstractmethod
+    def PinPrefix(
+        self,
+        request: _kvcache_pb2.PinPrefixRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvcache_pb2.PinPrefixResponse, _abc.Awaitable[_kvcache_pb2.PinPrefixResponse]]:
+        """Keeps a cached prefix in place for an owner and a time, within the budget for pins."""
+
+    @_abc_1.abstractmethod
+    def ExplainPrefix(
+        self,
+        request: _kvcache_pb2.ExplainPrefixRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvcache_pb2.ExplainPrefixResponse, _abc.Awaitable[_kvcache_pb2.ExplainPrefixResponse]]:
+        """Says for every block of a prompt where it is, and at the first that is missing why."""
+
+    @_abc_1.abstractmethod
     def PurgeBlocks(
         self,
         request: _kvcache_pb2.PurgeBlocksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvcache_pb2.PurgeBlocksResponse, _abc.Awaitable[_kvcache_pb2.PurgeBlocksResponse]]:
         """Drops cached blocks that no sequence uses."""
+
+    @_abc_1.abstractmethod
+    def ForgetBlocks(
+        self,
+        request: _kvcache_pb2.ForgetBlocksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvcache_pb2.ForgetBlocksResponse, _abc.Awaitable[_kvcache_pb2.ForgetBlocksResponse]]:
+        """Takes blocks out of every tier and of Redis and has their bytes overwritten with zeros."""
+
+    @_abc_1.abstractmethod
+    def CreateRetentionRule(
+        self,
+        request: _kvcache_pb2.CreateRetentionRuleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvcache_pb2.CreateRetentionRuleResponse, _abc.Awaitable[_kvcache_pb2.CreateRetentionRuleResponse]]:
+        """Makes a rule for requests that bring no wish of their own."""
+
+    @_abc_1.abstractmethod
+    def GetRetentionRule(
+        self,
+        request: _kvcache_pb2.GetRetentionRuleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvcache_pb2.GetRetentionRuleResponse, _abc.Awaitable[_kvcache_pb2.GetRetentionRuleResponse]]:
+        """One rule."""
+
+    @_abc_1.abstractmethod
+    def ListRetentionRules(
+        self,
+        request: _kvcache_pb2.ListRetentionRulesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvcache_pb2.ListRetentionRulesResponse, _abc.Awaitable[_kvcache_pb2.ListRetentionRulesResponse]]:
+        """Lists rules in the order in which they are asked."""
+
+    @_abc_1.abstractmethod
+    def UpdateRetentionRule(
+        self,
+        request: _kvcache_pb2.UpdateRetentionRuleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvcache_pb2.UpdateRetentionRuleResponse, _abc.Awaitable[_kvcache_pb2.UpdateRetentionRuleResponse]]:
+        """Changes a rule; leases that it gave change with it."""
+
+    @_abc_1.abstractmethod
+    def DeleteRetentionRule(
+        self,
+        request: _kvcache_pb2.DeleteRetentionRuleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvcache_pb2.DeleteRetentionRuleResponse, _abc.Awaitable[_kvcache_pb2.DeleteRetentionRuleResponse]]:
+        """Deletes a rule; leases that it gave end."""
+
+    @_abc_1.abstractmethod
+    def SetQuota(
+        self,
+        request: _kvcache_pb2.SetQuotaRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvcache_pb2.SetQuotaResponse, _abc.Awaitable[_kvcache_pb2.SetQuotaResponse]]:
+        """Sets what a tenant or a salt may have and keeps."""
+
+    @_abc_1.abstractmethod
+    def ListQuotas(
+        self,
+        request: _kvcache_pb2.ListQuotasRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvcache_pb2.ListQuotasResponse, _abc.Awaitable[_kvcache_pb2.ListQuotasResponse]]:
+        """Lists quotas."""
+
+    @_abc_1.abstractmethod
+    def DeleteQuota(
+        self,
+        request: _kvcache_pb2.DeleteQuotaRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvcache_pb2.DeleteQuotaResponse, _abc.Awaitable[_kvcache_pb2.DeleteQuotaResponse]]:
+        """Deletes a quota."""
+
+    @_abc_1.abstractmethod
+    def DumpState(
+        self,
+        request: _kvcache_pb2.DumpStateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_kvcache_pb2.DumpStateResponse], _abc.AsyncIterator[_kvcache_pb2.DumpStateResponse]]:
+        """Sends the whole state as lines of JSON, without token ids, and its hash."""
 
 def add_CacheAdminServiceServicer_to_server(servicer: CacheAdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from cachemgr.api import BlockFilter, Purged
+from cachemgr.admin_api import BlockFilter, Purged
 from cachemgr.block import Block
-from cachemgr.errors import InvalidField, UnknownPoolError
+from cachemgr.errors import BlocksInUseError, InvalidField, UnknownPoolError
 from tests.unit.cachemgr.world import World, wish
 
 
@@ -15,9 +15,12 @@ def test_a_purge_drops_what_nobody_uses_and_says_so_before():
     world.finish("a")
     world.run([*range(4), 60], "b")
     said = world.manager.purge(BlockFilter(), validate_only=True)
-    assert world.manager.purge(BlockFilter(), validate_only=False) == said == Purged(3, 1)
+    with pytest.raises(BlocksInUseError):
+        world.manager.purge(BlockFilter(), validate_only=False)
+    assert world.manager.purge(BlockFilter(), validate_only=True) == said == Purged(3, 1)
+    assert world.manager.purge(BlockFilter(), validate_only=False, skip_used=True) == said
     world.check()
-    assert world.manager.purge(BlockFilter(), validate_only=False) == Purged(0, 1)
+    assert world.manager.purge(BlockFilter(), validate_only=False, skip_used=True) == Purged(0, 1)
     assert world.cached_tokens(list(range(9))) == 4
 
 
@@ -70,13 +73,13 @@ def test_listings_show_what_is_there():
     world = World(8)
     world.cache(list(range(6)))
     world.run([*range(4), 50], "a", salt=None)
-    blocks = list(world.manager.blocks("e/0"))
+    blocks = [view for _, view in world.manager.blocks("e/0")]
     assert [(view.slot, view.num_tokens, view.references, view.depth) for view in blocks] == [
         (1, 4, 1, 0),
         (2, 2, 0, 1),
         (3, 0, 1, 0),
     ]
-    assert [view.slot for view in world.manager.blocks("e/0", after_slot=1)] == [2, 3]
+    assert [view.slot for _, view in world.manager.blocks("e/0", after_place=1)] == [2, 3]
     (sequence,) = world.manager.sequences()
     assert (sequence.sequence_id, sequence.num_tokens, sequence.computed_tokens, sequence.cached_tokens) == (
         "a",
@@ -102,19 +105,19 @@ def lose_a_reference(pool, world):
 
 
 def forget_a_slot(pool, world):
-    pool.empty.pop()
+    pool.device.empty.pop()
 
 
 def double_a_slot(pool, world):
-    pool.empty.append(1)
+    pool.device.empty.append(1)
 
 
 def miscount(pool, world):
-    pool.used += 1
+    pool.device.used += 1
 
 
 def leave_the_order(pool, world):
-    pool.order.remove(pool.order.first())
+    pool.device.order.remove(pool.device.order.first())
 
 
 def change_tokens(pool, world):
@@ -140,7 +143,7 @@ def promise_nothing(pool, world):
 
 
 def disown_a_hold(pool, world):
-    world.manager._executors["e"].holds[0].owners.clear()
+    next(iter(world.manager._executors["e"].holds)).owners.clear()
 
 
 @pytest.mark.parametrize(

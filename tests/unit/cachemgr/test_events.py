@@ -2,7 +2,8 @@
 
 import pytest
 
-from cachemgr.api import BlockFilter, EventKind, ManagerConfig, RemovalCause
+from cachemgr.admin_api import BlockFilter
+from cachemgr.api import EventKind, ManagerConfig, RemovalCause
 from cachemgr.errors import EventsGoneError
 from tests.unit.cachemgr.world import World, wish
 

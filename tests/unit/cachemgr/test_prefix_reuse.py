@@ -115,11 +115,24 @@ def test_a_shorter_block_that_a_sibling_covers_is_not_stored():
     assert [block.token_ids for block in world.journal.blocks.values()] == [(1, 2, 3, 5)]
 
 
-def test_without_a_block_to_copy_into_the_partial_match_is_left_out():
+def test_without_a_block_to_copy_into_a_partly_matching_one_is_taken_over():
     world = World(3)
     world.cache(list(range(12)))
-    admission = world.admit([*range(10), 90, 91], "b")
-    assert (admission.cached_tokens, admission.transfers) == (8, ())
+    admission = world.run([*range(10), 90, 91], "b")
+    assert (admission.cached_tokens, admission.transfers) == (10, ())
+    world.check()
+    world.finish("b")
+    assert admit(world, list(range(12)), "c") == 10
+
+
+def test_without_copies_an_idle_leaf_is_taken_over_and_any_other_is_left():
+    world = World(12, config=ManagerConfig(capacity_ahead_tokens=0, free_watermark=0, copy_on_partial_reuse=False))
+    world.cache(list(range(9)))
+    world.cache([*range(4), 80, 81])
+    assert admit(world, [*range(4), 80, 90], "takes the leaf") == 5
+    assert admit(world, [*range(4), 80, 81, 82], "finds it gone") == 4
+    # The block behind the first four tokens is used by nobody, and another stands on it.
+    assert admit(world, [*range(6), 90], "leaves the inner block") == 4
     world.check()
 
 

@@ -5,8 +5,9 @@ from hypothesis import strategies as st
 
 from cachemgr import siblings
 from cachemgr.block import Block, Node
-from cachemgr.keys import pack, packed_bytes
+from cachemgr.keys import Domain, pack, packed_bytes
 
+DOMAIN = Domain(b"model")
 TOKENS = st.lists(st.sampled_from([0, 1, 256, 257]), min_size=1, max_size=5)
 
 
@@ -14,6 +15,7 @@ def build(lists):
     node, blocks = Node(b""), []
     for slot, tokens in enumerate(lists):
         block = Block(slot)
+        block.domain = DOMAIN
         block.tokens = packed_bytes(pack(tokens))
         siblings.add(node, block)
         blocks.append(block)

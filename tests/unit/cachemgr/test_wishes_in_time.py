@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from cachemgr.api import BlockFilter, EventKind, RemovalCause, Retention, RetentionRange
+from cachemgr.admin_api import BlockFilter
+from cachemgr.api import EventKind, RemovalCause, Retention, RetentionRange
 from cachemgr.errors import InvalidField
 from cachemgr.manager import CacheManager
 from tests.unit.cachemgr.world import CONFIG, World, wish
@@ -15,7 +16,7 @@ LEASES = (EventKind.LEASE_GRANTED, EventKind.LEASE_EXPIRED, EventKind.LEASE_BROK
 
 def priorities(world):
     world.manager.expire()
-    return {view.slot: view.priority for view in world.manager.blocks("e/0")}
+    return {view.slot: view.priority for _, view in world.manager.blocks("e/0")}
 
 
 def first(world):

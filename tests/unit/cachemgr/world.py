@@ -5,7 +5,7 @@ checks what it attends to, so that a block which holds anything but what the man
 """
 
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 from cachemgr.api import (
     Admission,
@@ -17,14 +17,17 @@ from cachemgr.api import (
     RetentionRange,
     SyncAnswer,
     SyncRequest,
+    TierKind,
     Transfer,
 )
 from cachemgr.manager import CacheManager
 from cachemgr.records import BlockRecord
+from tests.unit.cachemgr.journal import Journal, timeless
 
 BLOCK = 4
 FINGERPRINT = b"f" * 32
 GARBAGE = ("garbage",)
+Slot = int | tuple[TierKind, int]
 CONFIG = ManagerConfig(capacity_ahead_tokens=0, free_watermark=0.0)
 
 
@@ -54,24 +57,6 @@ class Live:
         return (self.request.salt, self.request.adapter_id, *self.tokens[: position + 1])
 
 
-@dataclass
-class Journal:
-    """Keeps what a store would: the indexed blocks by place."""
-
-    epoch: int = 0
-    blocks: dict[tuple[int, int], BlockRecord] = field(default_factory=dict)
-
-    def cleared(self, executor_id: str, epoch: int) -> None:
-        self.epoch = epoch
-        self.blocks.clear()
-
-    def stored(self, executor_id: str, block: BlockRecord) -> None:
-        self.blocks[block.group, block.slot] = block
-
-    def removed(self, executor_id: str, group: int, slot: int) -> None:
-        del self.blocks[group, slot]
-
-
 class World:
     """One executor "e", one scheduler "s", one manager of epoch 1."""
 
@@ -80,6 +65,8 @@ class World:
         num_blocks: int = 8,
         *,
         windows: tuple[int | None, ...] = (None,),
+        host_blocks: int = 0,
+        disk_blocks: int = 0,
         config: ManagerConfig = CONFIG,
         seed: int = 0,
     ) -> None:
@@ -88,6 +75,7 @@ class World:
         self.manager = CacheManager(1, lambda: self.now, config, self.journal)
         self.windows = windows
         self.num_blocks = num_blocks
+        self.host_blocks, self.disk_blocks = host_blocks, disk_blocks
         self.random = random.Random(seed)
         self.now = 0.0
         self.step_number = 0
@@ -99,6 +87,7 @@ class World:
         self.leaving: list[Live] = []
         self.released: list[int] = []
         self.cancelled: list[int] = []
+        self.fail_moves = False
         self.trimmed: dict[int, int] = {}
         # Computed tokens of sequences that are gone, by handle.
         self.ended: dict[int, int] = {}
@@ -109,14 +98,20 @@ class World:
         self.start_scheduler()
 
     def spec(self) -> ExecutorSpec:
-        pools = [PoolSpec(group, self.num_blocks, window) for group, window in enumerate(self.windows)]
+        pools = [
+            PoolSpec(group, self.num_blocks, window, host_blocks=self.host_blocks, disk_blocks=self.disk_blocks)
+            for group, window in enumerate(self.windows)
+        ]
         steps = [[self.written.get((pool.group, slot + 1), 0) for slot in range(self.num_blocks)] for pool in pools]
         return ExecutorSpec("e", self.executor_epoch, "m", FINGERPRINT, BLOCK, pools, steps if self.written else ())
 
     def start_executor(self) -> None:
         """A newer epoch with empty memory; the scheduler gives all its sequences up."""
         self.executor_epoch += 1
-        self.memory: dict[tuple[int, int, int], tuple[object, ...]] = {}
+        # By group, slot and offset; slots of lower tiers are pairs of tier and slot.
+        self.memory: dict[tuple[int, Slot, int], tuple[object, ...]] = {}
+        # Copies that make room for a sequence that has not started.
+        self.waiting_moves: dict[int, list[Transfer]] = {}
         self.written: dict[tuple[int, int], int] = {}
         self.done.clear()
         self.manager.register_executor(self.spec())
@@ -212,15 +207,24 @@ class World:
 
     def start(self, live: Live, fail: bool) -> None:
         live.started = True
-        live.tainted = live.tainted or live.wait_for in self.tainted or (fail and bool(live.copies))
+        live.tainted = (
+            live.tainted
+            or live.wait_for in self.tainted
+            or (fail and any(copy.target_tier is TierKind.DEVICE for copy in live.copies))
+        )
         if live.tainted:
             self.tainted.add(live.handle)
         for copy in live.copies:
-            self.done[copy.ticket] = not fail
+            self.copy(copy, fail)
+
+    def copy(self, copy: Transfer, fail: bool) -> None:
+        self.done[copy.ticket] = not fail
+        source, target = place(copy.source_tier, copy.source_slot), place(copy.target_tier, copy.target_slot)
+        if copy.target_tier is TierKind.DEVICE:
             self.written[copy.group, copy.target_slot] = self.step_number
-            for offset in range(BLOCK):
-                content = self.memory.get((copy.group, copy.source_slot, offset), GARBAGE)
-                self.memory[copy.group, copy.target_slot, offset] = GARBAGE if fail else content
+        for offset in range(BLOCK):
+            content = self.memory.get((copy.group, source, offset), GARBAGE)
+            self.memory[copy.group, target, offset] = GARBAGE if fail or not copy.source_slot else content
 
     def write(self, live: Live, count: int) -> None:
         for group, table in enumerate(live.tables):
@@ -281,6 +285,8 @@ class World:
 
     def take(self, answer: SyncAnswer) -> None:
         by_handle = {live.handle: live for live in self.live.values()}
+        for copy in answer.transfers:
+            self.copy(copy, self.fail_moves)
         at = 0
         columns = zip(answer.extended_handles, answer.extended_groups, answer.extended_counts, strict=True)
         for handle, group, count in columns:
@@ -383,10 +389,9 @@ class World:
             assert held[-1] == token
 
 
-def timeless(block: BlockRecord) -> BlockRecord:
-    """The journal does not hear of every second: only whether a clock runs."""
-    leases = (replace(lease, remaining=None if lease.remaining is None else 0.0) for lease in block.leases)
-    return replace(block, leases=tuple(leases))
+def place(tier: TierKind, slot: int) -> Slot:
+    """Where in the simulated memory a slot is."""
+    return slot if tier is TierKind.DEVICE else (tier, slot)
 
 
 def wish(priority: int, duration: float | None = None) -> Retention:

@@ -51,5 +51,5 @@ def test_any_bytes_are_a_record_or_refused(value: bytes, place: bytes) -> None:
 
 
 def test_a_record_of_another_version_is_refused() -> None:
-    with pytest.raises(RecordError, match="version 9"):
+    with pytest.raises(RecordError, match="another version"):
         decode(encode_place(0, 1), b"\x09" + bytes(60))

@@ -1,0 +1,250 @@
+"""What operators do to a manager: rules, quotas, pins, shares, purging and forgetting."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cachemgr.admin_api import (
+    BlockFilter,
+    ForgetTarget,
+    Forgotten,
+    HintAnswer,
+    Hints,
+    Prefix,
+    Purged,
+    Quota,
+    RetentionRule,
+)
+from cachemgr.api import RemovalCause, Transfer
+from cachemgr.chains import chain
+from cachemgr.errors import (
+    InvalidField,
+    PoolInUseError,
+    QuotaTooLargeError,
+    StalePoolError,
+    UnknownHoldError,
+    UnknownQuotaError,
+)
+from cachemgr.forgetting import forget
+from cachemgr.hints import HintRunner
+from cachemgr.hints import check as check_hints
+from cachemgr.holds import Pinned
+from cachemgr.purging import purge
+from cachemgr.retention import HINT, SESSION, check_duration
+from cachemgr.rules import Rule
+from cachemgr.tiers import Account
+from cachemgr.validation import check_id
+from cachemgr.views import ManagerViews
+
+if TYPE_CHECKING:
+    from cachemgr.api import PoolView
+    from cachemgr.block import Block
+    from cachemgr.pool import Pool
+
+
+class ManagerAdmin(ManagerViews):
+    """The steering half of the cache manager."""
+
+    def _now(self) -> float:
+        raise NotImplementedError
+
+    # Blocks
+
+    def purge(self, selected: BlockFilter, *, validate_only: bool, skip_used: bool = False) -> Purged:
+        """Drops cached blocks with the blocks behind them.
+
+        Raises InvalidField, UnknownPoolError, UnknownExecutorError, BlocksInUseError.
+        """
+        self._now()
+        self.check_filter(selected)
+        pools = self.filtered(selected)
+        return purge(pools, selected, validate_only=validate_only, skip_used=skip_used)
+
+    def forget(self, target: ForgetTarget, *, validate_only: bool) -> Forgotten:
+        """Takes blocks out of every tier and has their bytes overwritten. Raises InvalidField, UnknownExecutorError."""
+        self._now()
+        if target == ForgetTarget():
+            raise InvalidField("target", "must name a salt, a session or a prefix")
+        for field in ("salt", "session_id"):
+            if getattr(target, field) == "":
+                raise InvalidField(field, "must not be empty")
+        executors = list(self._executors.values())
+        if target.prefix is not None:
+            executors = self.check_prefix("prefix", target.prefix)
+        return forget(executors, target, self._events, validate_only=validate_only)
+
+    # Pools
+
+    def update_pool(self, pool_id: str, total_blocks: int, etag: str, *, validate_only: bool) -> PoolView:
+        """Changes how many device blocks a pool may use; only free ones come and go.
+
+        Raises InvalidField, UnknownPoolError, StalePoolError, PoolInUseError.
+        """
+        self._now()
+        pool = self._pool(pool_id)
+        executor = self._executors[pool.executor_id]
+        if etag and etag != str(pool.share_number):
+            raise StalePoolError("the pool has changed since", fields={"pool.etag": "is not the current one"})
+        if not 1 <= total_blocks <= pool.spec.num_blocks:
+            raise InvalidField("pool.total_blocks", f"must be from 1 to the {pool.spec.num_blocks} slots of the pool")
+        memory = executor.spec.memory_bytes
+        if memory is not None:
+            others = sum(other.device.total * other.spec.block_bytes for other in executor.pools if other is not pool)
+            if others + total_blocks * pool.spec.block_bytes > memory:
+                most = (memory - others) // max(1, pool.spec.block_bytes)
+                raise InvalidField("pool.total_blocks", f"must be at most {most}: make another pool smaller first")
+        shrink = pool.device.total - total_blocks
+        if shrink > pool.device.free_for(None):
+            raise PoolInUseError(
+                f"{shrink} blocks should go and {pool.device.free_for(None)} are free",
+                fields={"pool.total_blocks": "would take blocks that are in use or protected"},
+            )
+        if not validate_only:
+            pool.resize(total_blocks)
+        return pool.pool_view()
+
+    # Rules
+
+    def create_rule(self, spec: RetentionRule, *, validate_only: bool) -> tuple[RetentionRule, int]:
+        """Makes a rule; returns it and the cached blocks that it is about. Raises InvalidField, RuleExistsError."""
+        self._now()
+        rule = self._rules.new(spec)
+        if not validate_only:
+            self._rules.add(rule)
+        return rule.spec, self._count_matching(rule)
+
+    def update_rule(
+        self, spec: RetentionRule, mask: tuple[str, ...], *, validate_only: bool
+    ) -> tuple[RetentionRule, int, int]:
+        """Changes a rule and its leases; returns it, how many leases changed, and the cached blocks it is about.
+
+        Raises InvalidField, UnknownRuleError, StaleRuleError.
+        """
+        self._now()
+        changed = self._rules.changed(spec, mask)
+        leased = self._leased(self._rules.get(spec.name).holder)
+        if validate_only:
+            return changed, len(leased), self._count_matching(Rule(changed))
+        self._rules.update(changed)
+        rule = self._rules.get(spec.name)
+        wish = rule.wish()
+        for pool, block in leased:
+            if wish is None:
+                self._leases.revoke(pool, block, rule.holder, RemovalCause.RULE_CHANGED)
+            else:
+                pool.grant(block, wish)
+        return rule.spec, len(leased), self._count_matching(rule)
+
+    def delete_rule(self, name: str, etag: str, *, validate_only: bool) -> int:
+        """Deletes a rule; returns how many leases end with it. Raises UnknownRuleError, StaleRuleError."""
+        self._now()
+        rule = self._rules.doomed(name, etag)
+        leased = self._leased(rule.holder)
+        if not validate_only:
+            self._rules.remove(rule)
+            for pool, block in leased:
+                self._leases.revoke(pool, block, rule.holder, RemovalCause.RULE_CHANGED)
+        return len(leased)
+
+    def _leased(self, holder: str) -> list[tuple[Pool, Block]]:
+        return [(pool, block) for pool in self._selected("") for block in pool.leased_to(holder)]
+
+    def _count_matching(self, rule: Rule) -> int:
+        match, count = rule.spec.match, 0
+        for executor in self._executors.values():
+            for pool in executor.pools:
+                chains = None
+                if match.prefix_token_ids:
+                    prefix = Prefix(match.prefix_token_ids, salt=match.salt, adapter_id=match.adapter_id)
+                    chains = set(chain(executor, pool, prefix))
+                count += sum(
+                    (chains is None or block in chains)
+                    and block.domain is not None
+                    and match.salt in (None, block.domain.salt)
+                    and match.tenant_id in (None, block.domain.tenant_id)
+                    and match.adapter_id in (None, block.domain.adapter_id)
+                    and rule.covers(block.depth * pool.block_size)
+                    for block in pool.index.values()
+                )
+        return count
+
+    # Quotas
+
+    def set_quota(self, quota: Quota, *, validate_only: bool) -> Quota:
+        """Sets what an account keeps and may have. Raises InvalidField, QuotaTooLargeError."""
+        self._now()
+        key = _account_key(quota)
+        for tier in ("device", "host"):
+            floor, ceiling = getattr(quota, f"{tier}_floor"), getattr(quota, f"{tier}_ceiling")
+            if ceiling is not None and ceiling < floor:
+                raise InvalidField(f"quota.{tier}_ceiling_blocks", "must not be less than the floor")
+        quotas = {**{key: account.quota for key, account in self._accounts.items()}, key: quota}
+        for pool in self._selected(""):
+            for field, total in (("device_floor", pool.device.total), ("host_floor", pool.tiers[1].total)):
+                floors = sum(getattr(one, field) for one in quotas.values())
+                if floors > total and getattr(quota, field):
+                    raise QuotaTooLargeError(
+                        f"floors of {floors} blocks together do not fit into the {total} of {pool.pool_id}",
+                        fields={f"quota.{field}_blocks": f"must be at most {total - floors + getattr(quota, field)}"},
+                    )
+        if not validate_only:
+            self._change_accounts({**self._accounts, key: Account(quota)})
+        return quota
+
+    def delete_quota(self, quota: Quota) -> None:
+        """Deletes an account's quota. Raises InvalidField, UnknownQuotaError."""
+        self._now()
+        key = _account_key(quota)
+        if key not in self._accounts:
+            raise UnknownQuotaError("there is no quota of this account", fields={key[0]: "has no quota"})
+        self._change_accounts({one: account for one, account in self._accounts.items() if one != key})
+
+    def _change_accounts(self, accounts: dict[tuple[str, str], Account]) -> None:
+        self._accounts.clear()
+        self._accounts.update(accounts)
+        for executor in self._executors.values():
+            executor.change_accounts()
+
+    def hint(self, prefix: Prefix, hints: Hints, session_id: str | None) -> tuple[list[HintAnswer], list[Transfer]]:
+        """Carries out hints about a cached prefix. Raises InvalidField, UnknownExecutorError."""
+        now = self._now()
+        check_hints("hints", hints)
+        executors = self.check_prefix("prefix", prefix)
+        if session_id is not None:
+            check_id("session_id", session_id)
+        who = HINT + hints.message_id if session_id is None else SESSION + session_id
+        runner = HintRunner(executors, prefix, who, self.config, now)
+        return runner.run(hints), runner.transfers
+
+    # Pins and holds
+
+    def pin_prefix(self, prefix: Prefix, owner: str, duration: float, *, validate_only: bool) -> list[Pinned]:
+        """Pins a cached prefix in each executor that has it. Raises InvalidField, UnknownExecutorError."""
+        now = self._now()
+        executors = self.check_prefix("prefix", prefix)
+        check_id("owner", owner)
+        check_duration("duration", duration)
+        pinned = []
+        for executor in executors:
+            blocks = [(pool, block) for pool in executor.pools for block in chain(executor, pool, prefix)]
+            blocks = [(pool, block) for pool, block in blocks if block not in pool.moving]
+            pinned.append(executor.holds.pin(blocks, owner, now, duration, validate_only=validate_only))
+        return pinned
+
+    def release_hold(self, name: str) -> int:
+        """Ends a hold or pin; returns the blocks that may be taken now. Raises UnknownHoldError."""
+        self._now()
+        for executor in self._executors.values():
+            hold = executor.holds.get(name)
+            if hold is not None:
+                return executor.holds.release(hold)
+        raise UnknownHoldError(f"no hold {name}", fields={"name": "is not known"})
+
+
+def _account_key(quota: Quota) -> tuple[str, str]:
+    if (quota.tenant_id is None) == (quota.salt is None):
+        raise InvalidField("quota.account", "must name a tenant or a salt")
+    field, name = ("tenant_id", quota.tenant_id) if quota.tenant_id is not None else ("salt", quota.salt)
+    if not name:
+        raise InvalidField(f"quota.{field}", "must not be empty")
+    return field, name

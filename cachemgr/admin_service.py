@@ -1,0 +1,231 @@
+"""The operators' gRPC service: parse, call the manager, convert. What a manager's method raises reaches the caller."""
+
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import replace
+from itertools import islice
+from typing import Any, TypeVar
+
+from cachemgr import convert, convert_admin, paging
+from cachemgr.admin_api import BlockFilter
+from cachemgr.api import BlockView
+from cachemgr.dump import state_hash
+from cachemgr.meters import MAX_WINDOW_SECONDS
+from cachemgr.service import Domain
+from protos.kvcache.v1 import kvcache_pb2 as pb
+from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
+from protos.rpc.errors import InvalidField
+
+# gRPC hands every method its context, of which nothing is needed here.
+# ruff: noqa: N802, ARG002
+
+_DUMP_LINES = 1000
+
+T = TypeVar("T")
+
+
+class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
+    """The operator's view and hand."""
+
+    def __init__(self, domain: Domain) -> None:
+        self._manager = domain.manager
+        self._store = domain.store
+        self._run = domain.run
+
+    async def CheckPool(self, request: pb.CheckPoolRequest, context: Any) -> pb.CheckPoolResponse:
+        """Recounts."""
+        found = self._manager.check_pool(request.pool_id)
+        pools = [self._manager.pool(request.pool_id)] if request.pool_id else self._manager.pools()
+        return pb.CheckPoolResponse(
+            violations=[pb.PoolViolation(pool_id=one.pool_id, slot=one.slot, message=one.message) for one in found],
+            pools=[convert.pool(view) for view in pools],
+        )
+
+    async def ListPools(self, request: pb.ListPoolsRequest, context: Any) -> pb.ListPoolsResponse:
+        """Pools by name."""
+        limit = paging.page_limit(request.page_size)
+        after = paging.decode_token("pools", request.page_token)
+        rest = (view for view in self._manager.pools() if view.pool_id > after)
+        page, token = paging.cut(rest, limit, "pools", lambda view: view.pool_id)
+        return pb.ListPoolsResponse(pools=[convert.pool(view) for view in page], next_page_token=token)
+
+    async def GetPool(self, request: pb.GetPoolRequest, context: Any) -> pb.GetPoolResponse:
+        """One pool."""
+        return pb.GetPoolResponse(pool=convert.pool(self._manager.pool(_required_pool(request.pool_id))))
+
+    async def ListBlocks(self, request: pb.ListBlocksRequest, context: Any) -> pb.ListBlocksResponse:
+        """Blocks of a pool by place."""
+        limit = paging.page_limit(request.page_size)
+        after = paging.decode_number("blocks", request.page_token)
+        pool_id = _required_pool(request.pool_id)
+        if request.HasField("filter"):
+            rest = self._manager.filtered_blocks(_in_pool(request.filter, pool_id), after)
+        else:
+            rest = self._manager.blocks(pool_id, after)
+        page, token = paging.cut(rest, limit, "blocks", _place)
+        blocks = [convert.block(view, token_ids=request.include_token_ids) for _, view in page]
+        return pb.ListBlocksResponse(blocks=blocks, next_page_token=token)
+
+    async def ListPrefixes(self, request: pb.ListPrefixesRequest, context: Any) -> pb.ListPrefixesResponse:
+        """Chains by the place of their last block."""
+        limit = paging.page_limit(request.page_size)
+        after = paging.decode_number("prefixes", request.page_token)
+        rest = self._manager.prefixes(_in_pool(request.filter, _required_pool(request.pool_id)), after)
+        page, token = paging.cut(rest, limit, "prefixes", lambda view: view.place)
+        return pb.ListPrefixesResponse(
+            prefixes=[convert_admin.cached_prefix(view) for view in page], next_page_token=token
+        )
+
+    async def ListLeases(self, request: pb.ListLeasesRequest, context: Any) -> pb.ListLeasesResponse:
+        """Leases by the place of their block; a page ends with all leases of its last block."""
+        limit = paging.page_limit(request.page_size)
+        after = paging.decode_number("leases", request.page_token)
+        found: list[pb.BlockLease] = []
+        last, more = after, False
+        for place, view, lease in self._manager.leases(_required_pool(request.pool_id), request.holder, after):
+            if len(found) >= limit and place != last:
+                more = True
+                break
+            last = place
+            found.append(convert_admin.block_lease(view, lease))
+        token = paging.encode_token("leases", str(last)) if more else ""
+        return pb.ListLeasesResponse(leases=found, next_page_token=token)
+
+    async def ListHolds(self, request: pb.ListHoldsRequest, context: Any) -> pb.ListHoldsResponse:
+        """Holds and pins."""
+        page, token = _numbered(self._manager.holds(request.owner), request, "holds")
+        return pb.ListHoldsResponse(holds=[convert_admin.hold(view) for view in page], next_page_token=token)
+
+    async def ListRetentionRules(
+        self, request: pb.ListRetentionRulesRequest, context: Any
+    ) -> pb.ListRetentionRulesResponse:
+        """Rules in the order in which they are asked."""
+        page, token = _numbered(self._manager.rules(), request, "rules")
+        rules = [convert_admin.rule_message(rule) for rule in page]
+        return pb.ListRetentionRulesResponse(rules=rules, next_page_token=token)
+
+    async def GetRetentionRule(self, request: pb.GetRetentionRuleRequest, context: Any) -> pb.GetRetentionRuleResponse:
+        """One rule."""
+        return pb.GetRetentionRuleResponse(rule=convert_admin.rule_message(self._manager.rule(request.name)))
+
+    async def ListQuotas(self, request: pb.ListQuotasRequest, context: Any) -> pb.ListQuotasResponse:
+        """Quotas by account and pool."""
+        page, token = _numbered(self._manager.quotas(), request, "quotas")
+        quotas = [
+            pb.QuotaUsage(
+                quota=convert_admin.quota_message(quota), pool_id=pool_id, device_blocks=device, host_blocks=host
+            )
+            for quota, pool_id, device, host in page
+        ]
+        return pb.ListQuotasResponse(quotas=quotas, next_page_token=token)
+
+    async def ExplainPrefix(self, request: pb.ExplainPrefixRequest, context: Any) -> pb.ExplainPrefixResponse:
+        """Why a prompt is found or not."""
+        match request.WhichOneof("subject"):
+            case "prefix":
+                found = self._manager.explain(convert_admin.prefix(request.prefix), request.group)
+            case "sequence_id":
+                found = self._manager.explain_sequence(request.sequence_id, request.group)
+            case _:
+                raise InvalidField("subject", "must be a prefix or a sequence_id")
+        return pb.ExplainPrefixResponse(explanations=[convert_admin.explanation(one) for one in found])
+
+    async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
+        """What happened in a pool."""
+        pool_id = _required_pool(request.pool_id)
+        meter = self._manager.meter(pool_id)
+        tokens = meter.total
+        if request.HasField("window"):
+            window = convert.seconds(request.window)
+            if not 0 < window <= MAX_WINDOW_SECONDS:
+                raise InvalidField("window", "must be greater than zero, and at most an hour")
+            tokens = meter.since(self._manager.now - window)
+        return convert_admin.stats(self._manager.tiers(pool_id), meter, tokens, self._manager.lease_counts(pool_id))
+
+    async def DumpState(self, request: pb.DumpStateRequest, context: Any) -> AsyncIterator[pb.DumpStateResponse]:
+        """The state in pieces; all of it at one moment."""
+        lines = list(self._manager.state())
+        for start in range(0, len(lines), _DUMP_LINES):
+            yield pb.DumpStateResponse(lines=lines[start : start + _DUMP_LINES])
+        yield pb.DumpStateResponse(state_hash=state_hash(lines))
+
+    async def ForgetBlocks(self, request: pb.ForgetBlocksRequest, context: Any) -> pb.ForgetBlocksResponse:
+        """The only call that waits for Redis beside a registration: the receipt must be true."""
+        receipt: pb.ForgetBlocksResponse = self._run("ForgetBlocks", request)
+        if not request.validate_only:
+            receipt.store_updated = await self._store.flush()
+        return receipt
+
+    async def ListSequences(self, request: pb.ListSequencesRequest, context: Any) -> pb.ListSequencesResponse:
+        """Sequences by handle."""
+        limit = paging.page_limit(request.page_size)
+        after = paging.decode_number("sequences", request.page_token)
+        rest = (
+            view
+            for view in self._manager.sequences(after)
+            if request.executor_id in ("", view.executor_id)
+            and request.scheduler_id in ("", view.scheduler_id)
+            and (not request.HasField("salt") or (view.domain is not None and view.domain.salt == request.salt))
+        )
+        page, token = paging.cut(rest, limit, "sequences", lambda view: view.sequence_handle)
+        return pb.ListSequencesResponse(sequences=[convert.sequence(view) for view in page], next_page_token=token)
+
+    async def PurgeBlocks(self, request: pb.PurgeBlocksRequest, context: Any) -> Any:
+        """Drops cached blocks."""
+        return self._run("PurgeBlocks", request)
+
+    async def UpdatePool(self, request: pb.UpdatePoolRequest, context: Any) -> Any:
+        """Changes a share."""
+        return self._run("UpdatePool", request)
+
+    async def CreateRetentionRule(self, request: pb.CreateRetentionRuleRequest, context: Any) -> Any:
+        """Makes a rule."""
+        return self._run("CreateRetentionRule", request)
+
+    async def UpdateRetentionRule(self, request: pb.UpdateRetentionRuleRequest, context: Any) -> Any:
+        """Changes a rule."""
+        return self._run("UpdateRetentionRule", request)
+
+    async def DeleteRetentionRule(self, request: pb.DeleteRetentionRuleRequest, context: Any) -> Any:
+        """Deletes a rule."""
+        return self._run("DeleteRetentionRule", request)
+
+    async def SetQuota(self, request: pb.SetQuotaRequest, context: Any) -> Any:
+        """Sets a quota."""
+        return self._run("SetQuota", request)
+
+    async def DeleteQuota(self, request: pb.DeleteQuotaRequest, context: Any) -> Any:
+        """Deletes a quota."""
+        return self._run("DeleteQuota", request)
+
+    async def PinPrefix(self, request: pb.PinPrefixRequest, context: Any) -> Any:
+        """Pins a prefix."""
+        return self._run("PinPrefix", request)
+
+    async def ReleaseHold(self, request: pb.ReleaseHoldRequest, context: Any) -> Any:
+        """Ends a hold."""
+        return self._run("ReleaseHold", request)
+
+
+def _required_pool(pool_id: str) -> str:
+    if not pool_id:
+        raise InvalidField("pool_id", "must name a pool as ListPools gives it")
+    return pool_id
+
+
+def _in_pool(selected: pb.BlockFilter, pool_id: str) -> BlockFilter:
+    if selected.pool_id not in ("", pool_id):
+        raise InvalidField("filter.pool_id", "must be empty or the pool_id of the request")
+    return replace(convert_admin.block_filter(selected), pool_id=pool_id)
+
+
+def _place(item: tuple[int, BlockView]) -> int:
+    return item[0]
+
+
+def _numbered(items: Iterable[T], request: Any, listing: str) -> tuple[list[T], str]:
+    """A page of a short listing, by how many items come before it."""
+    limit = paging.page_limit(request.page_size)
+    after = paging.decode_number(listing, request.page_token)
+    rest = enumerate(islice(items, after, None), start=after + 1)
+    page, token = paging.cut(rest, limit, listing, lambda item: item[0])
+    return [item for _, item in page], token

@@ -1,0 +1,31 @@
+"""From a prompt to the blocks of a pool that hold it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cachemgr.admin_api import Prefix
+from cachemgr.keys import pack, packed_bytes, prefix_keys, root_key
+
+if TYPE_CHECKING:
+    from cachemgr.block import Block
+    from cachemgr.pool import Pool
+    from cachemgr.registry import Executor
+
+
+def keys_of(executor: Executor, prefix: Prefix) -> list[bytes]:
+    """Keys of a prompt's full blocks."""
+    root = root_key(executor.spec.model_fingerprint, prefix.salt, prefix.adapter_id)
+    return prefix_keys(root, packed_bytes(pack(prefix.token_ids)), executor.block_size, prefix.extra_keys)
+
+
+def chain(executor: Executor, pool: Pool, prefix: Prefix) -> list[Block]:
+    """A prompt's full blocks that are cached: with full attention up to the first that is not."""
+    found = []
+    for key in keys_of(executor, prefix):
+        block = pool.index.get(key)
+        if block is not None:
+            found.append(block)
+        elif pool.window is None:
+            break
+    return found

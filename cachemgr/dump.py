@@ -1,0 +1,162 @@
+"""The whole state of a manager as lines of JSON, the same for the same history. No token ids in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
+
+from cachemgr.leases import leases_of
+
+if TYPE_CHECKING:
+    from cachemgr.block import Block
+    from cachemgr.pool import Pool
+    from cachemgr.registry import Executor, Scheduler
+    from cachemgr.sequence import GroupTable, Sequence
+    from cachemgr.transfers import Ticket
+
+
+def state_hash(lines: Iterable[str]) -> str:
+    """SHA-256 over a state."""
+    digest = sha256()
+    for line in lines:
+        digest.update(line.encode() + b"\n")
+    return digest.hexdigest()
+
+
+def line(kind: str, **facts: Any) -> str:
+    """One fact with its kind."""
+    return json.dumps({"kind": kind, **facts}, separators=(",", ":"), ensure_ascii=False)
+
+
+def scheduler_state(scheduler: Scheduler) -> str:
+    """A registered scheduler."""
+    return line(
+        "scheduler",
+        id=scheduler.scheduler_id,
+        epoch=scheduler.epoch,
+        deadline=scheduler.deadline,
+        sync_number=scheduler.sync_number,
+        executors=sorted(scheduler.executors),
+        void=sorted(scheduler.void),
+    )
+
+
+def executor_state(executor: Executor) -> Iterator[str]:
+    """A registered executor with its pools, sequences, copies and holds."""
+    yield line(
+        "executor",
+        id=executor.executor_id,
+        epoch=executor.epoch,
+        deadline=executor.deadline,
+        model_fingerprint=executor.spec.model_fingerprint.hex(),
+        block_size=executor.block_size,
+    )
+    for pool in executor.pools:
+        yield from _pool(pool)
+    for sequence in executor.sequences.values():
+        yield _sequence(sequence)
+    for ticket in sorted(executor.tickets.values(), key=lambda ticket: ticket.number):
+        yield _ticket(ticket)
+    for hold in executor.holds:
+        blocks = [[pool.spec.group, block.slot] for pool, block in hold.blocks]
+        yield line("hold", blocks=blocks, owners=hold.owners)
+
+
+def _pool(pool: Pool) -> Iterator[str]:
+    yield line(
+        "pool",
+        id=pool.pool_id,
+        tokens=pool.tokens.total,
+        uses=pool.uses,
+        moving=sorted(block.slot for block in pool.moving),
+        doomed=sorted(block.slot for block in pool.doomed),
+        gaps=sorted(key.hex() for key in pool.bare),
+        promised=sorted([key.hex(), block.slot] for key, block in pool.pending.items()),
+    )
+    for tier in pool.tiers:
+        counters = {name: value for name, value in asdict(tier.counters).items() if not name.startswith("_")}
+        shares = [[asdict(account.quota), share.count, share.used] for account, share in tier.shares.items()]
+        yield line(
+            "tier",
+            pool=pool.pool_id,
+            tier=tier.kind.name,
+            used=tier.used,
+            cached=tier.cached,
+            empty=list(tier.empty),
+            withheld=tier.withheld,
+            shares=shares,
+            **counters,
+        )
+    for block in pool.blocks:
+        if block is not None:
+            yield _block(pool, block)
+
+
+def _block(pool: Pool, block: Block) -> str:
+    domain = block.domain
+    return line(
+        "block",
+        pool=pool.pool_id,
+        slot=block.slot,
+        key=block.key.hex(),
+        parent=None if block.parent is None else block.parent.key.hex(),
+        depth=block.depth,
+        salt=None if domain is None else domain.salt,
+        adapter_id=None if domain is None else domain.adapter_id,
+        tenant_id=None if domain is None else domain.tenant_id,
+        session_id=None if domain is None else domain.session_id,
+        extra="" if domain is None else domain.extra.hex(),
+        tokens=len(block.tokens) // 4,
+        references=block.refs,
+        priority=block.priority,
+        recency=block.recency,
+        evictable=block.older is not None,
+        stored_step=block.stored_step,
+        writer=None if block.writer is None else block.writer.handle,
+        leases=[[*lease.wish, lease.deadline] for lease in leases_of(block)],
+    )
+
+
+def _sequence(sequence: Sequence) -> str:
+    return line(
+        "sequence",
+        id=sequence.sequence_id,
+        handle=sequence.handle,
+        scheduler=sequence.scheduler.scheduler_id,
+        tokens=len(sequence.tokens),
+        content=sha256(sequence.packed(0, len(sequence.tokens))).hexdigest(),
+        computed=sequence.computed,
+        cached=sequence.cached_tokens,
+        step=sequence.step,
+        void=sequence.void,
+        no_store=sequence.no_store,
+        tables=[_table(table) for table in sequence.tables],
+        waits_on=sorted(writer.handle for writer in sequence.waits_on),
+        holds=sequence.holds,
+    )
+
+
+def _table(table: GroupTable) -> dict[str, Any]:
+    return {
+        "slots": table.slots().slots,
+        "settled": table.settled,
+        "first": table.first,
+        "anchors": {place: block.slot for place, block in sorted(table.anchors.items())},
+    }
+
+
+def _ticket(ticket: Ticket) -> str:
+    return line(
+        "ticket",
+        number=ticket.number,
+        group=ticket.pool.spec.group,
+        purpose=ticket.purpose.value,
+        source=None if ticket.source is None else ticket.source.slot,
+        target=ticket.target.slot,
+        tokens=ticket.num_tokens,
+        sequence=None if ticket.sequence is None else ticket.sequence.handle,
+        anchors=[block.slot for block in ticket.anchors],
+    )

@@ -1,0 +1,85 @@
+"""How many blocks a sequence takes, exactly, and what it would evict."""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING
+
+from cachemgr import siblings
+from cachemgr.admin_api import BlockEstimate, PredictedEviction
+from cachemgr.block import Block
+from cachemgr.leases import offload_floor
+from cachemgr.sequence import blocks_for, first_needed
+
+if TYPE_CHECKING:
+    from cachemgr.matching import Match
+    from cachemgr.pool import Pool
+    from cachemgr.sequence import Sequence
+
+
+def before_admission(sequence: Sequence, match: Match, max_new_tokens: int) -> list[BlockEstimate]:
+    """For a sequence that is not admitted: its first step takes all blocks of its tokens.
+
+    What others hold costs nothing; what is cached and free is taken from those that are free.
+    """
+    size, tokens = sequence.block_size, len(sequence.tokens)
+    found = []
+    for group, table in enumerate(sequence.tables):
+        blocks = match.blocks[group]
+        held = sum(block is not None and block.refs > 0 and table.pool.is_on_device(block) for block in blocks)
+        absent = sum(block is None for block in blocks)
+        step = blocks_for(tokens, size) - held - absent
+        last = blocks_for(tokens + max_new_tokens, size) - held - absent
+        found.append(BlockEstimate(table.pool.spec.group, len(blocks) - absent, step, last))
+    return found
+
+
+def while_running(sequence: Sequence, step_tokens: int, max_new_tokens: int) -> list[BlockEstimate]:
+    """For a live sequence: what its next step and all its steps take beyond what it has."""
+    size = sequence.block_size
+    known = len(sequence.tokens)
+    found = []
+    for table in sequence.tables:
+        have = len(table.blocks)
+        step = max(0, blocks_for(sequence.computed + step_tokens, size) - have)
+        window = table.pool.window
+        last = max(0, blocks_for(known + max_new_tokens, size) - have)
+        if window is not None:
+            # Every block that it takes from now on pays for itself with one that leaves the window, up to these.
+            present = sum(block is not None for block in table.blocks)
+            need = blocks_for(known + max_new_tokens, size) - first_needed(known, window, size)
+            last = max(0, min(last, max(step, min(need, blocks_for(window, size) + 1) - present)))
+        found.append(BlockEstimate(table.pool.spec.group, 0, step, last))
+    return found
+
+
+def evictions(pool: Pool, claimed: set[Block], count: int) -> list[PredictedEviction]:
+    """What taking so many device blocks would evict, in the order of loss; quotas aside. Nothing is changed."""
+    missing = count - len(pool.device.empty)
+    if missing <= 0:
+        return []
+    # (priority, recency, slot, block): the listed ones, and parents that the loss of their children uncovers.
+    ready: list[tuple[int, int, int, Block]] = []
+    gone: dict[Block, int] = {}
+    found: dict[int, list[int]] = {}
+    for block in pool.device.listed():
+        if block not in claimed:
+            heappush(ready, (block.priority, block.recency, block.slot, block))
+    room = sum(tier.free for tier in pool.tiers[1:])
+    while missing and ready:
+        block = heappop(ready)[-1]
+        missing -= 1
+        entry = found.setdefault(block.priority, [0, 0])
+        entry[0] += 1
+        if room and block.priority >= offload_floor(block, pool.offload_min_priority):
+            room -= 1
+            entry[1] += 1
+        parent = block.parent
+        if pool.window is None and isinstance(parent, Block) and not parent.refs and parent not in claimed:
+            gone[parent] = gone.get(parent, 0) + 1
+            if gone[parent] == sum(pool.is_on_device(child) for child in siblings.each(parent)):
+                heappush(ready, (parent.priority, parent.recency, parent.slot, parent))
+    return [
+        PredictedEviction(pool.spec.group, priority, blocks, offloaded)
+        for priority, (blocks, offloaded) in sorted(found.items())
+    ]

@@ -1,0 +1,95 @@
+"""Forgetting on demand: out of the index and of Redis, and no byte outlives its last use."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cachemgr.admin_api import ForgetTarget, Forgotten
+from cachemgr.api import RemovalCause
+from cachemgr.chains import chain
+
+if TYPE_CHECKING:
+    from cachemgr.block import Block
+    from cachemgr.events import EventLog
+    from cachemgr.pool import Pool
+    from cachemgr.registry import Executor
+    from cachemgr.sequence import Sequence
+
+
+def forget(executors: list[Executor], target: ForgetTarget, events: EventLog, *, validate_only: bool) -> Forgotten:
+    """Takes blocks out of the index; free ones are overwritten now, used ones when they are given back."""
+    receipt = Forgotten({})
+    gone: set[bytes] = set()
+    for executor in executors:
+        for pool in executor.pools:
+            doomed, shared = _doomed(executor, pool, target)
+            receipt.shared_blocks += shared
+            for block in doomed:
+                kind = pool.tier_of(block).kind
+                receipt.removed[kind] = receipt.removed.get(kind, 0) + 1
+                receipt.used_blocks += bool(block.refs)
+                receipt.zeroing_blocks += not block.refs
+            if not validate_only:
+                gone.update(block.key for block in doomed)
+                for block in doomed:
+                    _take_out(pool, block)
+        if not validate_only:
+            for sequence in executor.sequences.values():
+                if _is_meant(sequence, target, gone):
+                    _leave_nothing(sequence)
+    if not validate_only:
+        events.scrub(gone)
+    return receipt
+
+
+def _doomed(executor: Executor, pool: Pool, target: ForgetTarget) -> tuple[list[Block], int]:
+    """The blocks to take out, deepest first, and how many stay for others' sake."""
+    shared = 0
+    if target.salt is not None:
+        found = {block for block in pool.index.values() if block.domain and block.domain.salt == target.salt}
+    elif target.prefix is not None:
+        found = set(chain(executor, pool, target.prefix))
+    else:
+        mine = [block for block in pool.index.values() if block.domain and block.domain.session_id == target.session_id]
+        found = {block for block in mine if not _has_others(executor, pool, block, target)}
+        shared = len(mine) - len(found)
+    if pool.window is None:
+        for block in list(found):
+            found.update(pool.descendants(block))
+    return sorted(found, key=lambda block: (-block.depth, block.slot)), shared
+
+
+def _has_others(executor: Executor, pool: Pool, block: Block, target: ForgetTarget) -> bool:
+    """Whether another session stands on a block of this one, or uses it."""
+    for other in pool.descendants(block):
+        if other.domain is None or other.domain.session_id != target.session_id:
+            return True
+    if not block.refs:
+        return False
+    group = executor.pools.index(pool)
+    return any(
+        block in sequence.tables[group].references() and sequence.domain.session_id != target.session_id
+        for sequence in executor.sequences.values()
+    )
+
+
+def _take_out(pool: Pool, block: Block) -> None:
+    pool.doomed.add(block)
+    pool.discard(block, RemovalCause.FORGOTTEN)
+
+
+def _is_meant(sequence: Sequence, target: ForgetTarget, gone: set[bytes]) -> bool:
+    """Whether what a live sequence holds, or will compute, comes from what is forgotten."""
+    if target.salt is not None:
+        return sequence.domain.salt == target.salt
+    if target.session_id is not None and sequence.domain.session_id == target.session_id:
+        return True
+    return any(key in gone for key in sequence.keys)
+
+
+def _leave_nothing(sequence: Sequence) -> None:
+    sequence.no_store = sequence.forgotten = True
+    for table in sequence.tables:
+        for place in range(table.settled, min(len(sequence.keys), len(table.blocks))):
+            if table.pool.pending.get(sequence.keys[place]) is table.blocks[place]:
+                del table.pool.pending[sequence.keys[place]]

@@ -1,0 +1,211 @@
+"""Hints of agent frameworks about cached blocks: an envelope of actions, each carried out and answered.
+
+The envelope is the one that vLLM and Dynamo use: protocol_version "0.1", message_id, and actions with action_id,
+action_type, action_version and a payload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from cachemgr.admin_api import HintAction, HintAnswer, HintOutcome, Hints, Prefix
+from cachemgr.api import Outcome, Retention, RetentionRange, Transfer
+from cachemgr.chains import chain
+from cachemgr.errors import InvalidField
+from cachemgr.retention import MAX_DURATION, MAX_PRIORITY, Wish, bounded
+
+if TYPE_CHECKING:
+    from cachemgr.api import ManagerConfig
+    from cachemgr.block import Block
+    from cachemgr.pool import Pool
+    from cachemgr.registry import Executor
+
+PROTOCOL_VERSION = ACTION_VERSION = "0.1"
+MAX_ACTIONS = 64
+
+
+def check(path: str, hints: Hints) -> None:
+    """Raises InvalidField for an envelope that cannot be read; what an action says is answered action by action."""
+    if hints.protocol_version != PROTOCOL_VERSION:
+        raise InvalidField(f"{path}.protocol_version", f'must be "{PROTOCOL_VERSION}"')
+    if not hints.actions:
+        raise InvalidField(f"{path}.actions", "must not be empty")
+    if len(hints.actions) > MAX_ACTIONS:
+        raise InvalidField(f"{path}.actions", f"must be at most {MAX_ACTIONS}")
+    for index, action in enumerate(hints.actions):
+        if not action.action_id:
+            raise InvalidField(f"{path}.actions[{index}].action_id", "must not be empty")
+
+
+def as_retention(hints: Hints) -> Retention:
+    """What the first Retain of a request wishes for its blocks, those that are still to be computed among them."""
+    for action in hints.actions:
+        if action.action_type == "Retain" and action.action_version == ACTION_VERSION:
+            try:
+                priority, seconds = (
+                    _priority(action.payload, "priority", None),
+                    _seconds(action.payload, required=False),
+                )
+            except PayloadError:
+                continue
+            if priority is not None:
+                return Retention((RetentionRange(0, None, priority, seconds),), priority, seconds)
+    return Retention()
+
+
+class PayloadError(ValueError):
+    """A payload does not say what its action needs."""
+
+
+class HintRunner:
+    """Carries out hints about one prefix. `transfers` are the copies that this began."""
+
+    def __init__(
+        self, executors: list[Executor], prefix: Prefix, holder: str, config: ManagerConfig, now: float
+    ) -> None:
+        self._executors = executors
+        self._prefix = prefix
+        self._holder = holder
+        self._config = config
+        self._now = now
+        self.transfers: list[Transfer] = []
+
+    def run(self, hints: Hints, *, later: bool = False) -> list[HintAnswer]:
+        """One answer per action, in order. `later`: what is retained and not there is about to be computed."""
+        answers = [self._answer(action) for action in hints.actions]
+        if not later:
+            return answers
+        retained = [action.action_type == "Retain" for action in hints.actions]
+        return [
+            answer._replace(outcome=HintOutcome.DEFERRED, detail="when the blocks are computed")
+            if is_retain and answer.outcome is HintOutcome.MISSING
+            else answer
+            for answer, is_retain in zip(answers, retained, strict=True)
+        ]
+
+    def _answer(self, action: HintAction) -> HintAnswer:
+        kinds: dict[str, Callable[[Mapping[str, Any], list[tuple[Pool, Block]]], tuple[HintOutcome, str, int]]] = {
+            "Retain": self._retain,
+            "Pin": self._pin,
+            "Demote": self._demote,
+            "Prefetch": self._prefetch,
+            "Share": self._share,
+        }
+        run = kinds.get(action.action_type)
+        if run is None:
+            detail = f"action_type must be one of {', '.join(kinds)}"
+            return HintAnswer(action.action_id, HintOutcome.REJECTED, detail)
+        if action.action_version != ACTION_VERSION:
+            return HintAnswer(action.action_id, HintOutcome.REJECTED, f'action_version must be "{ACTION_VERSION}"')
+        try:
+            outcome, detail, count = run(action.payload, self._blocks())
+        except PayloadError as error:
+            return HintAnswer(action.action_id, HintOutcome.REJECTED, f"payload.{error}")
+        return HintAnswer(action.action_id, outcome, detail, count)
+
+    def _blocks(self) -> list[tuple[Pool, Block]]:
+        return [
+            (pool, block)
+            for executor in self._executors
+            for pool in executor.pools
+            for block in chain(executor, pool, self._prefix)
+        ]
+
+    def _retain(self, payload: Mapping[str, Any], blocks: list[tuple[Pool, Block]]) -> tuple[HintOutcome, str, int]:
+        asked = _priority(payload, "priority", None), _seconds(payload, required=False)
+        if asked[0] is None:
+            raise PayloadError("priority must be given")
+        if not blocks:
+            return HintOutcome.MISSING, "", 0
+        granted = bounded(asked[0], asked[1], self._config)
+        for pool, block in blocks:
+            pool.grant(block, Wish(self._holder, *granted))
+        if granted != asked:
+            lasts = "without end" if granted[1] is None else f"for {granted[1]:g} s"
+            return HintOutcome.CLIPPED, f"priority {granted[0]} {lasts}", len(blocks)
+        return HintOutcome.ACCEPTED, "", len(blocks)
+
+    def _pin(self, payload: Mapping[str, Any], blocks: list[tuple[Pool, Block]]) -> tuple[HintOutcome, str, int]:
+        owner, seconds = payload.get("owner"), _seconds(payload, required=True)
+        if not isinstance(owner, str) or not owner:
+            raise PayloadError("owner must be a text")
+        assert seconds is not None
+        if not blocks:
+            return HintOutcome.MISSING, "", 0
+        count, clipped, names = 0, [], []
+        for executor in self._executors:
+            mine = [(pool, block) for pool, block in blocks if pool in executor.pools and block not in pool.moving]
+            pinned = executor.holds.pin(mine, owner, self._now, seconds)
+            count += pinned.receipt.num_blocks
+            names.append(pinned.name)
+            if pinned.receipt.outcome is not Outcome.GRANTED:
+                clipped.append(pinned.receipt.reason)
+        if not count:
+            return HintOutcome.REJECTED, clipped[0], 0
+        detail = "; ".join([*filter(None, names), *clipped])
+        return (HintOutcome.CLIPPED if clipped else HintOutcome.ACCEPTED), detail, count
+
+    def _demote(self, payload: Mapping[str, Any], blocks: list[tuple[Pool, Block]]) -> tuple[HintOutcome, str, int]:
+        priority = _priority(payload, "priority", 0)
+        assert priority is not None
+        tier = payload.get("tier")
+        if tier not in (None, "host"):
+            raise PayloadError('tier must be "host"')
+        if not blocks:
+            return HintOutcome.MISSING, "", 0
+        if tier is None:
+            for pool, block in blocks:
+                pool.grant(block, Wish(self._holder, priority))
+            kept = sum(block.priority > priority for _, block in blocks)
+            if kept:
+                return HintOutcome.CLIPPED, f"others keep {kept} of the blocks at a higher priority", len(blocks)
+            return HintOutcome.ACCEPTED, "", len(blocks)
+        # Leaves first: a block can only go down when nothing on the device stands on it.
+        movable = [(pool, block) for pool, block in reversed(blocks) if pool.is_on_device(block)]
+        count = sum(block.older is not None and pool.demote(block) for pool, block in movable)
+        if count < len(movable):
+            outcome = HintOutcome.CLIPPED if count else HintOutcome.REJECTED
+            return outcome, f"{len(movable) - count} blocks are in use or have no place to go", count
+        return HintOutcome.ACCEPTED, "", count
+
+    def _prefetch(self, _: Mapping[str, Any], blocks: list[tuple[Pool, Block]]) -> tuple[HintOutcome, str, int]:
+        if not blocks:
+            return HintOutcome.MISSING, "", 0
+        below = sum(not pool.is_on_device(block) for pool, block in blocks)
+        if not below:
+            return HintOutcome.ACCEPTED, "all of it is on the device", 0
+        begun: list[Transfer] = []
+        for executor in self._executors:
+            for pool in executor.pools:
+                begun += executor.copies.fetch(pool, [block for other, block in blocks if other is pool])
+        self.transfers += begun
+        if not begun:
+            return HintOutcome.REJECTED, "there is no room on the device, or copies of it are under way", 0
+        outcome = HintOutcome.DEFERRED if len(begun) == below else HintOutcome.CLIPPED
+        return outcome, f"copies of {len(begun)} blocks have begun", len(begun)
+
+    def _share(self, _: Mapping[str, Any], blocks: list[tuple[Pool, Block]]) -> tuple[HintOutcome, str, int]:
+        if not blocks:
+            return HintOutcome.MISSING, "", 0
+        return HintOutcome.ACCEPTED, "it is found by all who have its salt", len(blocks)
+
+
+def _priority(payload: Mapping[str, Any], field: str, default: int | None) -> int | None:
+    value = payload.get(field, default)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+        raise PayloadError(f"{field} must be a whole number")
+    if not 0 <= value <= MAX_PRIORITY:
+        raise PayloadError(f"{field} must be between 0 and {MAX_PRIORITY}")
+    return int(value)
+
+
+def _seconds(payload: Mapping[str, Any], *, required: bool) -> float | None:
+    value = payload.get("duration_seconds")
+    if value is None and not required:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_DURATION:
+        raise PayloadError("duration_seconds must be greater than zero")
+    return float(value)

@@ -1,0 +1,235 @@
+"""Every call that changes a manager, by its name: a message in, a message out.
+
+The services, the operation log and its replay all go through here, so that a log holds what happened and nothing else
+can happen.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.message import Message
+
+from cachemgr import convert, convert_admin
+from cachemgr.errors import InvalidField
+from cachemgr.manager import CacheManager
+from cachemgr.oplog import OperationLog
+from cachemgr.records import BlockRecord
+from protos.kvcache.v1 import kvcache_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """How a request of one type reaches the manager."""
+
+    request: type[Message]
+    run: Callable[[CacheManager, Any], Message]
+
+
+class ManagerClock:
+    """The manager's time. It stands still within an operation, so that the log can say what the operation saw."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.now = clock()
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self) -> float:
+        """Reads the clock behind it."""
+        self.now = self._clock()
+        return self.now
+
+
+class Operations:
+    """The one way to change a manager."""
+
+    def __init__(self, manager: CacheManager, clock: ManagerClock, log: OperationLog | None = None) -> None:
+        self.manager = manager
+        self._clock = clock
+        self._log = log
+
+    def run(self, method: str, request: Message) -> Any:
+        """Answers a request. Raises what the manager raises; the log has the attempt, too, as it moves the time."""
+        operation = OPERATIONS[method]
+        self._note(method, request)
+        return operation.run(self.manager, request)
+
+    def register_executor(
+        self, request: pb.RegisterExecutorRequest, remembered: Iterable[BlockRecord] = ()
+    ) -> pb.RegisterExecutorResponse:
+        """As RegisterExecutor, with what the store remembers of the epoch."""
+        remembered = list(remembered)
+        self._note("RegisterExecutor", request, remembered)
+        return _register_executor(self.manager, request, remembered)
+
+    def expire(self) -> None:
+        """Does what time alone does."""
+        self._note("Expire", None)
+        self.manager.expire()
+
+    def _note(self, method: str, request: Message | None, remembered: Iterable[BlockRecord] = ()) -> None:
+        now = self._clock.advance()
+        if self._log is not None:
+            self._log.write(now, method, request, remembered)
+
+
+def _register_executor(
+    manager: CacheManager, request: pb.RegisterExecutorRequest, remembered: Iterable[BlockRecord] = ()
+) -> pb.RegisterExecutorResponse:
+    restored = manager.register_executor(convert.executor_spec(request), remembered)
+    return pb.RegisterExecutorResponse(
+        manager_epoch=manager.epoch, lease_duration=_lease(manager), restored_blocks=restored
+    )
+
+
+def _lease(manager: CacheManager) -> Any:
+    return convert.duration(manager.config.lease_seconds)
+
+
+def _renew_executor(manager: CacheManager, request: pb.RenewExecutorRequest) -> pb.RenewExecutorResponse:
+    manager.renew_executor(request.executor_id, request.executor_epoch, request.manager_epoch)
+    return pb.RenewExecutorResponse(
+        manager_epoch=manager.epoch,
+        lease_duration=_lease(manager),
+        transfers=convert.transfers(manager.executor_transfers(request.executor_id)),
+    )
+
+
+def _register_scheduler(manager: CacheManager, request: pb.RegisterSchedulerRequest) -> pb.RegisterSchedulerResponse:
+    manager.register_scheduler(request.scheduler_id, request.scheduler_epoch)
+    return pb.RegisterSchedulerResponse(manager_epoch=manager.epoch, lease_duration=_lease(manager))
+
+
+def _admit(manager: CacheManager, request: pb.AdmitSequenceRequest) -> pb.AdmitSequenceResponse:
+    return convert.admit_response(manager.epoch, manager.admit(convert.admit_request(request)))
+
+
+def _sync(manager: CacheManager, request: pb.SyncSequencesRequest) -> pb.SyncSequencesResponse:
+    return convert.sync_response(manager.epoch, manager.sync(convert.sync_request(request)), _lease(manager))
+
+
+def _extend(manager: CacheManager, request: pb.ExtendSequenceRequest) -> pb.ExtendSequenceResponse:
+    return convert.extend_response(manager.extend(request.sequence_id, request.capacity_tokens))
+
+
+def _truncate(manager: CacheManager, request: pb.TruncateSequenceRequest) -> pb.TruncateSequenceResponse:
+    freed = manager.truncate(request.sequence_id, request.num_tokens)
+    return pb.TruncateSequenceResponse(found=freed.found, freed_blocks=freed.freed_blocks)
+
+
+def _fork(manager: CacheManager, request: pb.ForkSequenceRequest) -> pb.ForkSequenceResponse:
+    return convert.fork_response(manager.fork(request.parent_sequence_id, request.sequence_id))
+
+
+def _hold(manager: CacheManager, request: pb.HoldSequenceRequest) -> pb.HoldSequenceResponse:
+    held = manager.hold(request.sequence_id, request.owner, convert.seconds(request.duration))
+    return pb.HoldSequenceResponse(held_blocks=held)
+
+
+def _release(manager: CacheManager, request: pb.ReleaseSequenceRequest) -> pb.ReleaseSequenceResponse:
+    freed = manager.release(request.sequence_id)
+    return pb.ReleaseSequenceResponse(found=freed.found, freed_blocks=freed.freed_blocks)
+
+
+def _confirm(manager: CacheManager, request: pb.ConfirmTransfersRequest) -> pb.ConfirmTransfersResponse:
+    unknown = manager.confirm_transfers(
+        request.executor_id, request.executor_epoch, list(request.tickets), list(request.failed_tickets)
+    )
+    return pb.ConfirmTransfersResponse(unknown_tickets=unknown)
+
+
+def _purge(manager: CacheManager, request: pb.PurgeBlocksRequest) -> pb.PurgeBlocksResponse:
+    selected = convert_admin.block_filter(request.filter)
+    purged = manager.purge(selected, validate_only=request.validate_only, skip_used=request.skip_used)
+    return pb.PurgeBlocksResponse(purged_blocks=purged.purged_blocks, used_blocks=purged.used_blocks)
+
+
+def _forget(manager: CacheManager, request: pb.ForgetBlocksRequest) -> pb.ForgetBlocksResponse:
+    target = convert_admin.forget_target(request)
+    return convert_admin.forgotten(manager.forget(target, validate_only=request.validate_only))
+
+
+def _update_pool(manager: CacheManager, request: pb.UpdatePoolRequest) -> pb.UpdatePoolResponse:
+    for index, path in enumerate(request.update_mask.paths):
+        if path != "total_blocks":
+            raise InvalidField(f"update_mask.paths[{index}]", "must be total_blocks")
+    if not request.pool.pool_id:
+        raise InvalidField("pool.pool_id", "must name a pool as ListPools gives it")
+    given = request.pool
+    view = manager.update_pool(given.pool_id, given.total_blocks, given.etag, validate_only=request.validate_only)
+    return pb.UpdatePoolResponse(pool=convert.pool(view))
+
+
+def _create_rule(manager: CacheManager, request: pb.CreateRetentionRuleRequest) -> pb.CreateRetentionRuleResponse:
+    rule, matching = manager.create_rule(convert_admin.rule(request.rule), validate_only=request.validate_only)
+    return pb.CreateRetentionRuleResponse(rule=convert_admin.rule_message(rule), matching_blocks=matching)
+
+
+def _update_rule(manager: CacheManager, request: pb.UpdateRetentionRuleRequest) -> pb.UpdateRetentionRuleResponse:
+    rule, leases, matching = manager.update_rule(
+        convert_admin.rule(request.rule), tuple(request.update_mask.paths), validate_only=request.validate_only
+    )
+    return pb.UpdateRetentionRuleResponse(
+        rule=convert_admin.rule_message(rule), changed_leases=leases, matching_blocks=matching
+    )
+
+
+def _delete_rule(manager: CacheManager, request: pb.DeleteRetentionRuleRequest) -> pb.DeleteRetentionRuleResponse:
+    ended = manager.delete_rule(request.name, request.etag, validate_only=request.validate_only)
+    return pb.DeleteRetentionRuleResponse(ended_leases=ended)
+
+
+def _set_quota(manager: CacheManager, request: pb.SetQuotaRequest) -> pb.SetQuotaResponse:
+    quota = manager.set_quota(convert_admin.quota(request.quota), validate_only=request.validate_only)
+    return pb.SetQuotaResponse(quota=convert_admin.quota_message(quota))
+
+
+def _delete_quota(manager: CacheManager, request: pb.DeleteQuotaRequest) -> pb.DeleteQuotaResponse:
+    manager.delete_quota(convert_admin.account(request))
+    return pb.DeleteQuotaResponse()
+
+
+def _pin(manager: CacheManager, request: pb.PinPrefixRequest) -> pb.PinPrefixResponse:
+    seconds = convert.seconds(request.duration)
+    prefix = convert_admin.prefix(request.prefix)
+    return convert_admin.pinned(manager.pin_prefix(prefix, request.owner, seconds, validate_only=request.validate_only))
+
+
+def _release_hold(manager: CacheManager, request: pb.ReleaseHoldRequest) -> pb.ReleaseHoldResponse:
+    return pb.ReleaseHoldResponse(freed_blocks=manager.release_hold(request.name))
+
+
+def _hint(manager: CacheManager, request: pb.SendHintsRequest) -> pb.SendHintsResponse:
+    session_id = request.session_id if request.HasField("session_id") else None
+    answers, begun = manager.hint(convert_admin.prefix(request.prefix), convert.hints(request.hints), session_id)
+    return pb.SendHintsResponse(
+        answers=[convert.hint_answer(answer) for answer in answers], transfers=convert.transfers(begun)
+    )
+
+
+OPERATIONS: Mapping[str, Operation] = {
+    "RegisterExecutor": Operation(pb.RegisterExecutorRequest, _register_executor),
+    "RenewExecutor": Operation(pb.RenewExecutorRequest, _renew_executor),
+    "RegisterScheduler": Operation(pb.RegisterSchedulerRequest, _register_scheduler),
+    "AdmitSequence": Operation(pb.AdmitSequenceRequest, _admit),
+    "SyncSequences": Operation(pb.SyncSequencesRequest, _sync),
+    "ExtendSequence": Operation(pb.ExtendSequenceRequest, _extend),
+    "TruncateSequence": Operation(pb.TruncateSequenceRequest, _truncate),
+    "ForkSequence": Operation(pb.ForkSequenceRequest, _fork),
+    "HoldSequence": Operation(pb.HoldSequenceRequest, _hold),
+    "ReleaseSequence": Operation(pb.ReleaseSequenceRequest, _release),
+    "ConfirmTransfers": Operation(pb.ConfirmTransfersRequest, _confirm),
+    "SendHints": Operation(pb.SendHintsRequest, _hint),
+    "PurgeBlocks": Operation(pb.PurgeBlocksRequest, _purge),
+    "ForgetBlocks": Operation(pb.ForgetBlocksRequest, _forget),
+    "UpdatePool": Operation(pb.UpdatePoolRequest, _update_pool),
+    "CreateRetentionRule": Operation(pb.CreateRetentionRuleRequest, _create_rule),
+    "UpdateRetentionRule": Operation(pb.UpdateRetentionRuleRequest, _update_rule),
+    "DeleteRetentionRule": Operation(pb.DeleteRetentionRuleRequest, _delete_rule),
+    "SetQuota": Operation(pb.SetQuotaRequest, _set_quota),
+    "DeleteQuota": Operation(pb.DeleteQuotaRequest, _delete_quota),
+    "PinPrefix": Operation(pb.PinPrefixRequest, _pin),
+    "ReleaseHold": Operation(pb.ReleaseHoldRequest, _release_hold),
+}

@@ -1,0 +1,116 @@
+"""The operation log: every call that changes a manager, with its time, in a file that can be replayed.
+
+Each entry is a varint with its length and a LoggedOperation. The first tells the manager's epoch and settings. The
+file holds token ids, so only its owner may read it.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import BinaryIO
+
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import DecodeError, Message
+
+from cachemgr.api import ManagerConfig
+from cachemgr.records import BlockRecord, RecordError, decode, encode, encode_place
+from protos.kvcache.v1 import kvcache_pb2 as pb
+
+START, EXPIRE = "Start", "Expire"
+_MAX_ENTRY_BYTES = 1 << 30
+
+
+class OperationLogError(ValueError):
+    """A file that is no operation log, or one that another version wrote."""
+
+
+class OperationLog:
+    """Writes entries as they happen; `file` is flushed with every one, so that a crash loses none."""
+
+    def __init__(self, file: BinaryIO, now: float, epoch: int, config: ManagerConfig) -> None:
+        self._file = file
+        start = pb.LoggedStart(manager_epoch=epoch)
+        start.settings.update(asdict(config))
+        self.write(now, START, start)
+
+    @classmethod
+    def create(cls, path: Path, now: float, epoch: int, config: ManagerConfig) -> "OperationLog":
+        """A new file that only its owner can read. Raises OSError, also when the file exists."""
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        return cls(os.fdopen(descriptor, "wb"), now, epoch, config)
+
+    def write(self, now: float, method: str, request: Message | None, remembered: Iterable[BlockRecord] = ()) -> None:
+        """Appends an entry."""
+        entry = pb.LoggedOperation(
+            time=now,
+            method=method,
+            request=b"" if request is None else request.SerializeToString(),
+            remembered=[
+                pb.RememberedBlock(place=encode_place(block.group, block.slot), record=encode(block))
+                for block in remembered
+            ],
+        ).SerializeToString()
+        self._file.write(_varint(len(entry)) + entry)
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def read(file: BinaryIO) -> Iterator[pb.LoggedOperation]:
+    """All entries. Raises OperationLogError; an entry that a crash has cut short ends the log."""
+    while (length := _read_varint(file)) is not None:
+        data = file.read(length)
+        if len(data) < length:
+            return
+        try:
+            yield pb.LoggedOperation.FromString(data)
+        except DecodeError as error:
+            raise OperationLogError("this is no operation log") from error
+
+
+def settings_of(start: pb.LoggedOperation) -> tuple[int, ManagerConfig]:
+    """Epoch and settings of the manager that wrote the log. Raises OperationLogError."""
+    try:
+        if start.method != START:
+            raise OperationLogError("this is no operation log: it does not begin with a start")
+        begun = pb.LoggedStart.FromString(start.request)
+        values = MessageToDict(begun.settings)
+        fields = asdict(ManagerConfig())
+        given = {name: type(fields[name])(value) for name, value in values.items()}
+        return begun.manager_epoch, ManagerConfig(**given)
+    except (DecodeError, KeyError, TypeError) as error:
+        raise OperationLogError("another version of the cache manager wrote this operation log") from error
+
+
+def remembered_blocks(entry: pb.LoggedOperation) -> list[BlockRecord]:
+    """What the store remembered at a registration. Raises OperationLogError."""
+    try:
+        return [decode(block.place, block.record) for block in entry.remembered]
+    except RecordError as error:
+        raise OperationLogError("another version of the cache manager wrote this operation log") from error
+
+
+def _varint(number: int) -> bytes:
+    encoded = bytearray()
+    while number > 0x7F:
+        encoded.append(number & 0x7F | 0x80)
+        number >>= 7
+    encoded.append(number)
+    return bytes(encoded)
+
+
+def _read_varint(file: BinaryIO) -> int | None:
+    number = shift = 0
+    while byte := file.read(1):
+        number |= (byte[0] & 0x7F) << shift
+        shift += 7
+        if not byte[0] & 0x80:
+            if number > _MAX_ENTRY_BYTES:
+                raise OperationLogError("this is no operation log")
+            return number
+        if shift > 35:
+            raise OperationLogError("this is no operation log")
+    return None

@@ -1,0 +1,129 @@
+"""What is read of a pool. Nothing here changes anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from operator import attrgetter
+
+from cachemgr.api import BlockView, EventKind, LeaseView, PoolSpec, PoolView, TierUsage
+from cachemgr.block import Block
+from cachemgr.keys import unpack
+from cachemgr.leases import LeaseBook, leases_of
+from cachemgr.meters import TokenMeter
+from cachemgr.records import BlockRecord, LeaseRecord
+from cachemgr.tiers import Tier
+
+_DEPTH = attrgetter("depth")
+
+
+class PoolViews:
+    """The reading half of a pool; the other half owns the fields."""
+
+    pool_id: str
+    executor_id: str
+    spec: PoolSpec
+    block_size: int
+    device: Tier
+    tiers: tuple[Tier, Tier, Tier]
+    index: dict[bytes, Block]
+    tokens: TokenMeter
+    share_number: int
+    honoured_leases: int
+    broken_leases: int
+    _leases: LeaseBook
+
+    def tier_of(self, block: Block) -> Tier:
+        """The tier that a block lies in."""
+        device, host, disk = self.tiers
+        if block.slot <= device.size:
+            return device
+        return host if block.slot <= disk.offset else disk
+
+    def is_on_device(self, block: Block) -> bool:
+        """Whether a step can use it where it is."""
+        return block.slot <= self.device.size
+
+    def view(self, block: Block) -> BlockView:
+        """The block as seen from outside."""
+        indexed = block.parent is not None
+        tier = self.tier_of(block)
+        return BlockView(
+            self.pool_id,
+            block.slot - tier.offset,
+            block.key if indexed else b"",
+            block.parent.key if block.parent is not None and block.depth else b"",
+            block.tokens if indexed else b"",
+            block.refs,
+            block.priority,
+            block.depth,
+            tier.kind,
+            block.domain,
+        )
+
+    def record(self, block: Block) -> BlockRecord:
+        """An indexed device block as the store keeps it."""
+        assert block.parent is not None
+        domain = block.domain
+        assert domain is not None
+        return BlockRecord(
+            group=self.spec.group,
+            slot=block.slot,
+            key=block.key,
+            parent_key=block.parent.key if block.depth else None,
+            depth=block.depth,
+            token_ids=unpack(block.tokens),
+            salt=domain.salt,
+            adapter_id=domain.adapter_id,
+            tenant_id=domain.tenant_id,
+            session_id=domain.session_id,
+            extra=domain.extra,
+            stored_step=block.stored_step,
+            leases=tuple(
+                LeaseRecord(
+                    lease.wish.holder,
+                    lease.wish.priority,
+                    lease.wish.duration,
+                    None if lease.deadline is None else lease.remaining(self._leases.now),
+                    lease.wish.offload_min_priority,
+                )
+                for lease in leases_of(block)
+            ),
+        )
+
+    def records(self) -> Iterator[BlockRecord]:
+        """Every indexed device block, parents before children."""
+        for block in sorted(self.index.values(), key=_DEPTH):
+            if block.slot <= self.device.size:
+                yield self.record(block)
+
+    def state(self) -> Iterator[tuple[EventKind, BlockView, LeaseView | None]]:
+        """What has to happen to a new pool to become this one; parents before children."""
+        yield EventKind.CREATED, BlockView.of_pool(self.pool_id), None
+        for block in sorted(self.index.values(), key=_DEPTH):
+            view = self.view(block)
+            yield EventKind.STORED, view, None
+            for lease in leases_of(block):
+                yield EventKind.LEASE_GRANTED, view, self._leases.view(lease)
+
+    def pool_view(self) -> PoolView:
+        """The pool with its counters."""
+        device = self.device
+        return PoolView(
+            pool_id=self.pool_id,
+            executor_id=self.executor_id,
+            spec=self.spec,
+            block_size=self.block_size,
+            total_blocks=device.total,
+            free_blocks=device.free,
+            used_blocks=device.used,
+            cached_blocks=device.cached,
+            evicted_blocks=device.counters.evicted,
+            queried_tokens=self.tokens.total.queried,
+            hit_tokens=self.tokens.total.hit,
+            lower_tiers=tuple(
+                TierUsage(tier.kind, tier.total, tier.free, tier.used, tier.cached)
+                for tier in self.tiers[1:]
+                if tier.size
+            ),
+            etag=str(self.share_number),
+        )

@@ -1,0 +1,236 @@
+"""The prefix tree of one pool: what is cached, behind what, and how it enters and leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cachemgr import siblings
+from cachemgr.api import EventKind, IndexJournal, RemovalCause
+from cachemgr.block import Block, Node
+from cachemgr.events import EventLog
+from cachemgr.history import Lost, LostBlocks
+from cachemgr.keys import TOKEN_BYTES, Domain
+from cachemgr.leases import effective_priority
+from cachemgr.pool_views import PoolViews
+from cachemgr.retention import DEFAULT_PRIORITY, Wish
+from cachemgr.sequence import Sequence
+from cachemgr.tiers import Tier, account_of
+
+
+class PrefixIndex(PoolViews):
+    """Half of a pool; the other half hands out the slots.
+
+    With full attention a block is in the order of loss when no child lies in its own tier, and children never lie in a
+    higher tier than what they stand on. `near` counts the children in a block's own tier.
+    """
+
+    window: int | None
+    bare: dict[bytes, Node]
+    lost: LostBlocks
+    uses: int
+    blocks: list[Block | None]
+    _events: EventLog
+    _journal: IndexJournal
+
+    def _empty(self, tier: Tier, block: Block) -> None:
+        """Gives the slot of a block back that is neither used nor in the index."""
+        raise NotImplementedError
+
+    def node(self, key: bytes) -> Node | None:
+        """The place with this key, when something stands there or on it."""
+        return self.index.get(key) or self.bare.get(key)
+
+    def store(
+        self, block: Block, key: bytes, parent_key: bytes, tokens: bytes, depth: int, domain: Domain, step: int
+    ) -> None:
+        """Enters a used block into the index; its wish is set before. No other block may have the key."""
+        self._enter(block, key, parent_key, tokens, depth, domain, step)
+        self._write(block)
+
+    def adopt(
+        self, block: Block, key: bytes, parent_key: bytes, tokens: bytes, depth: int, domain: Domain, step: int
+    ) -> None:
+        """Enters a block that the journal knows as cached, used less recently than all others; its slot is unused."""
+        self.uses += 1
+        block.recency = -self.uses
+        self.blocks[block.slot] = block
+        self.device.cached += 1
+        self.device.count(domain.account, blocks=1)
+        self._enter(block, key, parent_key, tokens, depth, domain, step)
+        self.device.enlist(block, domain.account, newest=False)
+
+    def _enter(
+        self, block: Block, key: bytes, parent_key: bytes, tokens: bytes, depth: int, domain: Domain, step: int
+    ) -> None:
+        parent = self.node(parent_key)
+        if parent is None:
+            parent = self.bare[parent_key] = Node(parent_key)
+        block.key = key
+        block.tokens = tokens
+        block.depth = depth
+        block.domain = domain
+        block.stored_step = step
+        block.parent = parent
+        for shorter in siblings.covered(parent, tokens, domain.extra):
+            if not shorter.refs:
+                self._leases.move(shorter, block)
+                self.discard(shorter, RemovalCause.COVERED)
+                block.priority = effective_priority(block)
+        if not isinstance(parent, Block):
+            # Discarding its last child has taken it away.
+            self.bare[parent_key] = parent
+        elif self.window is None:
+            parent.near += 1
+            if parent.older is not None:
+                self.device.delist(parent, account_of(parent))
+        siblings.add(parent, block)
+        gap = self.bare.pop(key, None)
+        if gap is not None:
+            self._adopt_children(block, gap)
+        self.index[key] = block
+        self.lost.came_back(key)
+        self._events.add(EventKind.STORED, self.view(block))
+        if block.lease is not None:
+            self._leases.announce(self, block)
+
+    def promote(self, block: Block, old: Block, step: int) -> None:
+        """A used device block takes the place in the index of an equal one in a lower tier, with all it stands for."""
+        parent = old.parent
+        assert parent is not None
+        lower = self.tier_of(old)
+        siblings.remove(parent, old)
+        block.key, block.tokens, block.depth, block.domain = old.key, old.tokens, old.depth, old.domain
+        block.stored_step = step
+        block.parent = parent
+        siblings.add(parent, block)
+        self._adopt_children(block, old)
+        if self.window is None:
+            block.near = sum(self.tier_of(child) is self.device for child in siblings.each(block))
+            if isinstance(parent, Block):
+                parent.near += 1
+                if parent.older is not None:
+                    self.device.delist(parent, account_of(parent))
+        self.index[block.key] = block
+        self._leases.move(old, block)
+        block.priority = effective_priority(block)
+        old.parent = None
+        if not old.refs:
+            if old.older is not None:
+                lower.delist(old, account_of(old))
+            lower.cached -= 1
+            self._empty(lower, old)
+        old.priority = DEFAULT_PRIORITY
+        self._events.add(EventKind.UPDATED, self.view(block))
+        self._write(block)
+
+    @staticmethod
+    def _adopt_children(block: Block, old: Node) -> None:
+        block.children, old.children = old.children, None
+        for child in siblings.each(block):
+            child.parent = block
+
+    def discard(self, block: Block, cause: RemovalCause) -> None:
+        """Takes a block out of the index; an unreferenced one becomes empty. With full attention it has no child."""
+        tier = self.tier_of(block)
+        if block.older is not None:
+            tier.delist(block, account_of(block))
+        self._unlink(block, cause, None)
+        if not block.refs:
+            tier.cached -= 1
+            self._empty(tier, block)
+
+    def discard_subtree(self, block: Block, cause: RemovalCause) -> None:
+        """Takes a block out of the index, with full attention after all that stands on it."""
+        if self.window is None and block.children is not None:
+            self._lose_children(block)
+        self.discard(block, cause)
+
+    def _lose_children(self, block: Block) -> None:
+        for child in self.descendants(block):
+            self.discard(child, RemovalCause.PARENT_LOST)
+
+    def grant(self, block: Block, wish: Wish | None) -> None:
+        """Adds a wish to a block that is in the index or about to enter it."""
+        if wish is not None:
+            self._leases.grant(self, block, wish)
+
+    def reprioritise(self, block: Block) -> None:
+        """Gives an indexed block whose leases have changed the priority that these have now. Recency stays."""
+        priority = effective_priority(block)
+        if priority != block.priority:
+            listed = block.older is not None
+            if listed:
+                self.tier_of(block).delist(block, account_of(block))
+            block.priority = priority
+            if listed:
+                self.tier_of(block).enlist(block, account_of(block), newest=False)
+            self._events.add(EventKind.UPDATED, self.view(block))
+        self._write(block)
+
+    def descendants(self, block: Block) -> Iterator[Block]:
+        """Blocks that stand on this one, children before parents."""
+        found, at = list(siblings.each(block)), 0
+        while at < len(found):
+            found.extend(siblings.each(found[at]))
+            at += 1
+        return reversed(found)
+
+    def _longer(self, block: Block) -> Block | None:
+        """A sibling that holds all that a partly filled block does."""
+        if len(block.tokens) == self.block_size * TOKEN_BYTES or block.parent is None:
+            return None
+        return siblings.longer(block.parent, block)
+
+    def _pass_on(self, block: Block, longer: Block) -> None:
+        """Discards a cached block; a longer one takes over what is wished for it."""
+        had_leases = block.lease is not None
+        self._leases.move(block, longer)
+        self.discard(block, RemovalCause.COVERED)
+        if had_leases:
+            if not longer.refs:
+                self._leases.start(longer)
+            self.reprioritise(longer)
+            self._leases.announce(self, longer)
+
+    def _is_evictable(self, block: Block) -> bool:
+        return self.window is not None or not block.near
+
+    def _lose_near(self, parent: Block) -> None:
+        """A child of this block has left the block's own tier."""
+        parent.near -= 1
+        if not parent.near and not parent.refs and parent.older is None:
+            self.tier_of(parent).enlist(parent, account_of(parent), newest=False)
+
+    def _unlink(self, block: Block, cause: RemovalCause, writer: Sequence | None) -> None:
+        view = self.view(block)
+        tier = self.tier_of(block)
+        if block.lease is not None:
+            self._leases.break_all(block, view, cause)
+        parent = block.parent
+        assert parent is not None
+        siblings.remove(parent, block)
+        if not isinstance(parent, Block):
+            if parent.children is None:
+                del self.bare[parent.key]
+        elif self.window is None and self.tier_of(parent) is tier:
+            self._lose_near(parent)
+        del self.index[block.key]
+        if block.children is not None:
+            assert self.window is not None
+            gap = self.bare[block.key] = Node(block.key)
+            gap.children = block.children
+            for child in siblings.each(gap):
+                child.parent = gap
+            block.children = None
+        block.parent = None
+        for_sequence_id = "" if writer is None else writer.sequence_id
+        tier.counters.removed[cause] += 1
+        self.lost.add(block.key, Lost(cause, self._leases.now, for_sequence_id, view.priority))
+        self._events.add(EventKind.REMOVED, view, cause, for_sequence_id=for_sequence_id)
+        if tier is self.device:
+            self._journal.removed(self.executor_id, self.spec.group, block.slot)
+
+    def _write(self, block: Block) -> None:
+        """Tells the journal of a device block that it has changed; other tiers end with the manager."""
+        if block.slot <= self.device.size:
+            self._journal.stored(self.executor_id, self.record(block))

@@ -1,0 +1,206 @@
+"""One tier of a pool: which of its slots are empty, which blocks may be lost next, and whose they are."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from cachemgr.admin_api import Quota
+from cachemgr.api import RemovalCause, TierKind
+from cachemgr.block import Block, EvictionOrder
+
+
+class Account:
+    """A tenant or a salt with a quota: its blocks are counted, and lost in an order of their own."""
+
+    __slots__ = ("quota",)
+
+    def __init__(self, quota: Quota) -> None:
+        self.quota = quota
+
+    def floor(self, kind: TierKind) -> int:
+        """Blocks that others leave it."""
+        return {TierKind.DEVICE: self.quota.device_floor, TierKind.HOST: self.quota.host_floor}.get(kind, 0)
+
+    def ceiling(self, kind: TierKind) -> int | None:
+        """Blocks that it may have; None for no bound."""
+        return {TierKind.DEVICE: self.quota.device_ceiling, TierKind.HOST: self.quota.host_ceiling}.get(kind)
+
+
+class Share:
+    """What one account has of a tier."""
+
+    __slots__ = ("ceiling", "count", "floor", "order", "used")
+
+    def __init__(self, account: Account, kind: TierKind) -> None:
+        self.floor = account.floor(kind)
+        self.ceiling = account.ceiling(kind)
+        self.count = 0
+        self.used = 0
+        self.order = EvictionOrder()
+
+    @property
+    def protected(self) -> int:
+        """Cached blocks that only the account itself may evict."""
+        return max(0, min(self.count - self.used, self.floor - self.used))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether what comes next takes the place of something of its own."""
+        return self.ceiling is not None and self.count >= self.ceiling
+
+
+@dataclass(slots=True)
+class TierCounters:
+    """What happened in a tier since its pool was registered; `removed` by cause, the gap in seconds."""
+
+    allocated: int = 0
+    removed: list[int] = field(default_factory=lambda: [0] * len(RemovalCause))
+    offloaded: int = 0
+    onboarded: int = 0
+    copied_bytes: int = 0
+    failed_copies: int = 0
+    _gaps: int = 0
+    _gap_seconds: float = 0.0
+
+    @property
+    def evicted(self) -> int:
+        """Blocks lost to make room."""
+        return self.removed[RemovalCause.EVICTED]
+
+    @property
+    def mean_reuse_gap(self) -> float:
+        """Mean time between the last use of a block and the end of its stay."""
+        return self._gap_seconds / self._gaps if self._gaps else 0.0
+
+    def note_reuse_gap(self, seconds: float) -> None:
+        """A block goes that was used last so long ago."""
+        self._gaps += 1
+        self._gap_seconds += seconds
+
+
+class Tier:
+    """Slots 1..size of one kind of memory.
+
+    A pool numbers the slots of all its tiers in one row, its places; the first slot is at place `offset` + 1. `used`
+    counts blocks with references, `cached` those without. Slots that the pool may not use are `withheld`.
+    """
+
+    def __init__(self, kind: TierKind, offset: int, size: int) -> None:
+        self.kind = kind
+        self.offset = offset
+        self.size = size
+        self.used = 0
+        self.cached = 0
+        self.withheld: list[int] = []
+        self.counters = TierCounters()
+        # Places, those given back first to be taken first.
+        self.empty = deque(range(offset + 1, offset + size + 1))
+        # Evictable blocks of nobody with a quota.
+        self.order = EvictionOrder()
+        self.shares: dict[Account, Share] = {}
+
+    @property
+    def total(self) -> int:
+        """Slots that may be used."""
+        return self.size - len(self.withheld)
+
+    @property
+    def free(self) -> int:
+        """Slots that may be taken: empty ones and those of cached blocks."""
+        return self.size - len(self.withheld) - self.used
+
+    def free_for(self, account: Account | None, *, within_ceiling: bool = True) -> int:
+        """Slots that may be taken for an account: not what others' floors protect, and within its own ceiling."""
+        free = self.free
+        for owner, share in self.shares.items():
+            if owner is not account:
+                free -= share.protected
+            elif within_ceiling and share.ceiling is not None:
+                free = min(free, share.ceiling - share.used)
+        return free
+
+    def enlist(self, block: Block, account: Account | None, *, newest: bool) -> None:
+        """Puts a block into the order of loss, as the most recently used or where its recency belongs."""
+        share = self.shares.get(account) if account is not None else None
+        order = self.order if share is None else share.order
+        if newest:
+            order.append(block)
+        else:
+            order.insert(block)
+
+    def delist(self, block: Block, account: Account | None) -> None:
+        """Takes a block out of the order of loss."""
+        share = self.shares.get(account) if account is not None else None
+        (self.order if share is None else share.order).remove(block)
+
+    def victim(self, account: Account | None) -> Block | None:
+        """The block to lose next for the sake of an account."""
+        first = self.order.first()
+        if not self.shares:
+            return first
+        own = None if account is None else self.shares.get(account)
+        if own is not None and own.is_full and (block := own.order.first()) is not None:
+            return block
+        best = first
+        for share in self.shares.values():
+            block = share.order.first()
+            if block is not None and (share is own or share.count > share.floor) and _goes_before(block, best):
+                best = block
+        if best is None:
+            # What a floor protects stands on what is needed: the floor gives way.
+            for share in self.shares.values():
+                block = share.order.first()
+                if block is not None and _goes_before(block, best):
+                    best = block
+        return best
+
+    def wants_own(self, account: Account | None) -> bool:
+        """Whether an account is at its ceiling and has something to lose."""
+        share = self.shares.get(account) if self.shares and account is not None else None
+        return share is not None and share.is_full and share.order.first() is not None
+
+    def is_closed(self, account: Account | None) -> bool:
+        """Whether an account is at its ceiling."""
+        share = self.shares.get(account) if self.shares and account is not None else None
+        return share is not None and share.is_full
+
+    def count(self, account: Account | None, *, blocks: int = 0, used: int = 0) -> None:
+        """Books blocks, and blocks in use, of an account."""
+        share = self.shares.get(account) if account is not None else None
+        if share is not None:
+            share.count += blocks
+            share.used += used
+
+    def orders(self) -> Iterator[EvictionOrder]:
+        """All orders of loss."""
+        yield self.order
+        for share in self.shares.values():
+            yield share.order
+
+    def listed(self) -> list[Block]:
+        """All evictable blocks."""
+        return [block for order in self.orders() for _, _, ring in order.rings() for block in ring]
+
+    def in_order(self) -> Iterator[Block]:
+        """All evictable blocks in the order of their loss, quotas aside."""
+        yield from sorted(self.listed(), key=_loss)
+
+
+def _goes_before(block: Block, other: Block | None) -> bool:
+    return other is None or _loss(block) < _loss(other)
+
+
+def _loss(block: Block) -> tuple[int, int]:
+    return block.priority, block.recency
+
+
+def goes_before(block: Block, other: Block) -> bool:
+    """Whether a block is lost before another."""
+    return _loss(block) < _loss(other)
+
+
+def account_of(block: Block) -> Account | None:
+    """Whose quota a block counts against."""
+    return None if block.domain is None else block.domain.account

@@ -1,0 +1,30 @@
+"""Checks of what comes from outside that several calls share. All raise InvalidField."""
+
+from collections.abc import Iterable
+
+from cachemgr.api import ExtraKey
+from cachemgr.errors import InvalidField
+
+MAX_ID_BYTES = 256
+MAX_DIGEST_BYTES = 64
+
+
+def check_id(field: str, value: str) -> None:
+    """An id is not empty and not too long."""
+    if not value:
+        raise InvalidField(field, "must not be empty")
+    if len(value.encode()) > MAX_ID_BYTES:
+        raise InvalidField(field, f"must be at most {MAX_ID_BYTES} bytes")
+
+
+def check_extra_keys(path: str, extra_keys: Iterable[ExtraKey], num_tokens: int) -> None:
+    """Content lies within the tokens, in order and not overlapping."""
+    end = 0
+    for index, extra in enumerate(extra_keys):
+        if extra.start < end:
+            raise InvalidField(f"{path}[{index}].start", "must not be before the end of the one before")
+        end = extra.start + extra.length
+        if extra.length < 1 or end > num_tokens:
+            raise InvalidField(f"{path}[{index}].length", f"must be at least 1 and end within the {num_tokens} tokens")
+        if not 1 <= len(extra.digest) <= MAX_DIGEST_BYTES:
+            raise InvalidField(f"{path}[{index}].digest", f"must have 1 to {MAX_DIGEST_BYTES} bytes")
