@@ -90,6 +90,10 @@ bench-overhead: dev ## Where the time of a step goes
 bench-prefix: dev ## What the reuse of a common prefix gains
 	@$(PY) -m tests.bench.prefix $(ARGS)
 
+.PHONY: bench-manager
+bench-manager: dev ## What the cache manager's decisions cost
+	@$(PY) -m tests.bench.manager $(ARGS)
+
 ##@ Other
 
 .PHONY: clean

@@ -1,0 +1,76 @@
+"""A cache manager with one executor and one scheduler, driven without a device or a model."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Sequence
+
+from cachemgr.api import Admission, AdmitRequest, ExecutorSpec, ManagerConfig, PoolSpec, PoolView, SyncAnswer
+from cachemgr.api import SyncRequest as Request
+from cachemgr.manager import CacheManager
+
+# Nobody renews a lease here: neither the executor nor the scheduler is ever taken for gone.
+CONFIG = ManagerConfig(lease_seconds=math.inf)
+
+
+class Driver:
+    """One pool with full attention. `now` is the manager's clock in seconds."""
+
+    def __init__(self, num_blocks: int, *, block_size: int = 16, config: ManagerConfig = CONFIG) -> None:
+        self.now = 0.0
+        self.manager = CacheManager(1, lambda: self.now, config)
+        self.manager.register_scheduler("s", 1)
+        self.manager.register_executor(ExecutorSpec("e", 1, "m", bytes(32), block_size, [PoolSpec(0, num_blocks)]))
+        self._syncs = 0
+
+    @property
+    def pool(self) -> PoolView:
+        """The pool with its counters."""
+        return self.manager.pools()[0]
+
+    def admit(self, name: str, tokens: Sequence[int], **options: object) -> Admission:
+        """Asks for the blocks of a prompt."""
+        return self.manager.admit(AdmitRequest(name, "s", 1, "e", tokens, **options))  # type: ignore[arg-type]
+
+    def sync(
+        self,
+        computed: dict[int, int] | None = None,
+        new_tokens: Sequence[Sequence[int]] | None = None,
+        released: Iterable[int] = (),
+    ) -> SyncAnswer:
+        """Reports computed tokens by handle, the tokens that each of these generated, and who has ended."""
+        computed = computed or {}
+        new_tokens = new_tokens or [()] * len(computed)
+        self._syncs += 1
+        return self.manager.sync(
+            Request(
+                "s",
+                1,
+                self.manager.epoch,
+                self._syncs,
+                step=self._syncs,
+                handles=list(computed),
+                computed_tokens=list(computed.values()),
+                new_token_counts=[len(tokens) for tokens in new_tokens],
+                new_token_ids=[token for tokens in new_tokens for token in tokens],
+                released_handles=list(released),
+            )
+        )
+
+    def confirm(self, admission: Admission) -> None:
+        """The device has run the copies of an admission."""
+        self.manager.confirm_transfers("e", 1, [copy.ticket for copy in admission.transfers], [])
+
+    def cache(self, name: str, tokens: Sequence[int], **options: object) -> Admission:
+        """Admits a prompt, computes it and releases it."""
+        admission = self.admit(name, tokens, **options)
+        assert admission.admitted
+        self.confirm(admission)
+        self.sync({admission.sequence_handle: len(tokens)}, released=[admission.sequence_handle])
+        return admission
+
+
+def prompt(number: int, length: int) -> array[int]:
+    """Tokens that no prompt of another number has."""
+    return array("I", range(number * length, (number + 1) * length))
