@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from cachemgr.api import ExecutorSpec, IndexJournal
 from cachemgr.block import Block
 from cachemgr.errors import InvalidField
-from cachemgr.keys import TOKEN_BYTES, child_key, pack, packed_bytes
+from cachemgr.keys import TOKEN_BYTES, child_key
 from cachemgr.leases import LeaseBook
 from cachemgr.pool import Pool
 from cachemgr.records import BlockRecord
@@ -83,7 +83,7 @@ def _holds(executor: Executor, record: BlockRecord, used: list[set[int]]) -> boo
         return False
     if any(not 0 <= lease.priority <= MAX_PRIORITY for lease in record.leases):
         return False
-    if not 1 <= len(record.token_ids) <= pool.block_size or record.key in pool.index:
+    if not 1 <= len(record.tokens) // TOKEN_BYTES <= pool.block_size or record.key in pool.index:
         return False
     return _fits(executor, pool, record)
 
@@ -101,7 +101,7 @@ def _fits(executor: Executor, pool: Pool, record: BlockRecord) -> bool:
         full = pool.block_size * TOKEN_BYTES
         if parent is not None and (parent.depth != record.depth - 1 or len(parent.tokens) != full):
             return False
-    return child_key(parent_key, packed_bytes(pack(record.token_ids)), record.extra) == record.key
+    return child_key(parent_key, record.tokens, record.extra) == record.key
 
 
 def _adopt(executor: Executor, record: BlockRecord, leases: LeaseBook, journal: IndexJournal) -> None:
@@ -114,8 +114,7 @@ def _adopt(executor: Executor, record: BlockRecord, leases: LeaseBook, journal: 
             pool, block, Wish(lease.holder, lease.priority, lease.duration, lease.offload_min_priority), lease.remaining
         )
     parent_key = domain.key if record.parent_key is None else record.parent_key
-    tokens = packed_bytes(pack(record.token_ids))
-    pool.adopt(block, record.key, parent_key, tokens, record.depth, domain, record.stored_step)
+    pool.adopt(block, record.key, parent_key, record.tokens, record.depth, domain, record.stored_step)
     if any(lease.duration is not None and lease.remaining is None for lease in record.leases):
         # Its user is gone, and its clock runs from now on.
         journal.stored(executor.executor_id, pool.record(block))

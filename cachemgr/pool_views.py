@@ -7,7 +7,6 @@ from operator import attrgetter
 
 from cachemgr.api import BlockView, EventKind, LeaseView, PoolSpec, PoolView, TierUsage
 from cachemgr.block import Block
-from cachemgr.keys import unpack
 from cachemgr.leases import LeaseBook, leases_of
 from cachemgr.meters import TokenMeter
 from cachemgr.records import BlockRecord, LeaseRecord
@@ -71,23 +70,26 @@ class PoolViews:
             key=block.key,
             parent_key=block.parent.key if block.depth else None,
             depth=block.depth,
-            token_ids=unpack(block.tokens),
+            tokens=block.tokens,
             salt=domain.salt,
             adapter_id=domain.adapter_id,
             tenant_id=domain.tenant_id,
             session_id=domain.session_id,
             extra=domain.extra,
             stored_step=block.stored_step,
-            leases=tuple(
-                LeaseRecord(
-                    lease.wish.holder,
-                    lease.wish.priority,
-                    lease.wish.duration,
-                    None if lease.deadline is None else lease.remaining(self._leases.now),
-                    lease.wish.offload_min_priority,
-                )
-                for lease in leases_of(block)
-            ),
+            leases=() if block.lease is None else self._lease_records(block),
+        )
+
+    def _lease_records(self, block: Block) -> tuple[LeaseRecord, ...]:
+        return tuple(
+            LeaseRecord(
+                lease.wish.holder,
+                lease.wish.priority,
+                lease.wish.duration,
+                None if lease.deadline is None else lease.remaining(self._leases.now),
+                lease.wish.offload_min_priority,
+            )
+            for lease in leases_of(block)
         )
 
     def records(self) -> Iterator[BlockRecord]:

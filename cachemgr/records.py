@@ -3,6 +3,9 @@
 import math
 import struct
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from cachemgr.keys import TOKEN_BYTES, unpack
 
 _VERSION = 3
 # version, flags, depth, stored step, number of tokens, number of leases, extra bytes, bytes of tenant and session
@@ -29,12 +32,11 @@ class LeaseRecord:
     offload_min_priority: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class BlockRecord:
-    """Everything needed to put a block back into the index.
+class BlockRecord(NamedTuple):
+    """Everything needed to put a block back into the index. One is made whenever a block enters it.
 
     `key` and `parent_key` are 32-byte digests, `parent_key` is None at the root. `depth` counts the blocks before it,
-    `stored_step` is the last executor step that had written to it when it entered the index.
+    `stored_step` is the last executor step that had written to it when it entered the index. `tokens` are packed.
     """
 
     group: int
@@ -42,7 +44,7 @@ class BlockRecord:
     key: bytes
     parent_key: bytes | None
     depth: int
-    token_ids: tuple[int, ...]
+    tokens: bytes
     salt: str | None
     adapter_id: int | None
     stored_step: int
@@ -50,6 +52,11 @@ class BlockRecord:
     tenant_id: str | None = None
     session_id: str | None = None
     extra: bytes = b""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens as numbers."""
+        return unpack(self.tokens)
 
 
 def encode_place(group: int, slot: int) -> bytes:
@@ -67,14 +74,14 @@ def encode(record: BlockRecord) -> bytes:
         | _HAS_SESSION * (record.session_id is not None)
     )
     tenant, session = ((name or "").encode() for name in (record.tenant_id, record.session_id))
-    tokens = record.token_ids
+    num_tokens = len(record.tokens) // TOKEN_BYTES
     parts = [
         _HEAD.pack(
             _VERSION,
             flags,
             record.depth,
             record.stored_step,
-            len(tokens),
+            num_tokens,
             len(record.leases),
             len(record.extra),
             len(tenant),
@@ -83,7 +90,7 @@ def encode(record: BlockRecord) -> bytes:
         record.key,
         record.parent_key or b"",
         b"" if record.adapter_id is None else struct.pack("<Q", record.adapter_id),
-        struct.pack(f"<{len(tokens)}I", *tokens),
+        record.tokens,
         *(_encode_lease(lease) for lease in record.leases),
         record.extra,
         tenant,
@@ -104,7 +111,7 @@ def decode(place: bytes, value: bytes) -> BlockRecord:
         key = reader.take(_DIGEST_BYTES)
         parent_key = reader.take(_DIGEST_BYTES) if flags & _HAS_PARENT else None
         adapter_id = int.from_bytes(reader.take(8), "little") if flags & _HAS_ADAPTER else None
-        token_ids = struct.unpack(f"<{num_tokens}I", reader.take(4 * num_tokens))
+        tokens = reader.take(TOKEN_BYTES * num_tokens)
         leases = tuple([_decode_lease(reader) for _ in range(num_leases)])
         extra, tenant, session = (reader.take(length) for length in lengths)
         tenant_id = tenant.decode() if flags & _HAS_TENANT else None
@@ -118,7 +125,7 @@ def decode(place: bytes, value: bytes) -> BlockRecord:
         key,
         parent_key,
         depth,
-        token_ids,
+        tokens,
         salt,
         adapter_id,
         stored_step,

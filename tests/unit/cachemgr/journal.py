@@ -26,4 +26,4 @@ class Journal:
 def timeless(block: BlockRecord) -> BlockRecord:
     """The journal does not hear of every second: only whether a clock runs."""
     leases = (replace(lease, remaining=None if lease.remaining is None else 0.0) for lease in block.leases)
-    return replace(block, leases=tuple(leases))
+    return block._replace(leases=tuple(leases))

@@ -6,6 +6,7 @@ import pytest
 
 from cachemgr.api import ExecutorSpec
 from cachemgr.errors import SchedulerFirstError
+from cachemgr.keys import pack
 from cachemgr.manager import CacheManager
 from cachemgr.records import LeaseRecord
 from tests.unit.cachemgr.world import CONFIG, World
@@ -62,7 +63,7 @@ def drop_parent(blocks):
 
 def change(at, **values):
     def changed(blocks):
-        return [dataclasses.replace(block, **values) if block.depth == at else block for block in blocks]
+        return [block._replace(**values) if block.depth == at else block for block in blocks]
 
     return changed
 
@@ -71,8 +72,8 @@ def change(at, **values):
     ("damage", "kept"),
     [
         (drop_parent, 1),
-        (change(1, token_ids=(4, 5, 6, 8)), 1),
-        (change(1, token_ids=()), 1),
+        (change(1, tokens=pack([4, 5, 6, 8]).tobytes()), 1),
+        (change(1, tokens=b""), 1),
         (change(0, salt=None), 0),
         (change(0, slot=9), 0),
         (change(0, slot=0), 0),

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cachemgr.keys import pack
 from cachemgr.records import BlockRecord, LeaseRecord, RecordError, decode, encode, encode_place
 
 U32 = st.integers(0, 2**32 - 1)
@@ -20,7 +21,7 @@ RECORDS = st.builds(
     key=DIGEST,
     parent_key=st.none() | DIGEST,
     depth=U32,
-    token_ids=st.lists(U32, max_size=40).map(tuple),
+    tokens=st.lists(U32, max_size=40).map(lambda tokens: pack(tokens).tobytes()),
     salt=st.none() | st.text(),
     adapter_id=st.none() | U64,
     stored_step=U64,

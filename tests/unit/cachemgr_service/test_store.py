@@ -18,7 +18,7 @@ KEYS = "kvkeep:{gpu%2F0%20%7Bx%7D}:"
 
 def block(slot: int, depth: int = 0, group: int = 0, step: int = 3) -> BlockRecord:
     salt = None if slot % 2 else "salt\x00ü"
-    return BlockRecord(group, slot, bytes([slot % 256] * 32), None, depth, (1, 2, 70_000), salt, 0, step)
+    return BlockRecord(group, slot, bytes([slot % 256] * 32), None, depth, bytes(12), salt, 0, step)
 
 
 class Index(dict[tuple[int, int], BlockRecord]):

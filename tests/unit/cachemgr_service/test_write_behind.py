@@ -5,7 +5,7 @@ from cachemgr.write_behind import WriteBehind
 
 
 def block(slot: int, step: int = 0) -> BlockRecord:
-    return BlockRecord(0, slot, bytes(32), None, 0, (1, 2), None, None, step)
+    return BlockRecord(0, slot, bytes(32), None, 0, bytes(8), None, None, step)
 
 
 def test_changes_of_one_place_become_one() -> None:
