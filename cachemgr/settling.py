@@ -12,10 +12,13 @@ def promise(sequence: Sequence) -> None:
     full = len(sequence.tokens) // sequence.block_size
     for table in sequence.tables:
         pending, index = table.pool.pending, table.pool.index
-        for place in range(table.settled, min(full, len(table.blocks))):
+        end = min(full, len(table.blocks))
+        # Makes the keys before it too.
+        sequence.key(end - 1)
+        for place in range(table.settled, end):
             block = table.blocks[place]
             if block is not None and block.writer is sequence:
-                key = sequence.key(place)
+                key = sequence.keys[place]
                 if key not in index:
                     pending.setdefault(key, block)
 
