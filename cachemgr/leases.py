@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from cachemgr.prefix_index import PrefixIndex
 
 
+# Looked up once: very many may end at a time.
+_EXPIRED = EventKind.LEASE_EXPIRED
+
+
 class Lease:
     """One holder's wish for one block, in a list that begins at `block.lease`. `block` is None when it has ended.
 
@@ -51,7 +55,9 @@ def leases_of(block: Block) -> Iterator[Lease]:
 
 def effective_priority(block: Block) -> int:
     """The largest priority among a block's leases."""
-    return max((lease.wish.priority for lease in leases_of(block)), default=DEFAULT_PRIORITY)
+    if block.lease is None:
+        return DEFAULT_PRIORITY
+    return max(lease.wish.priority for lease in leases_of(block))
 
 
 def offload_floor(block: Block, default: int) -> int:
@@ -86,8 +92,7 @@ class LeaseBook:
         if not block.refs:
             self.start(block)
         if block.parent is not None:
-            pool.reprioritise(block)
-            self._events.add(EventKind.LEASE_GRANTED, pool.view(block), lease=self.view(lease))
+            self._events.add(EventKind.LEASE_GRANTED, pool.reprioritise(block), lease=self.view(lease))
         else:
             block.priority = effective_priority(block)
 
@@ -166,8 +171,8 @@ class LeaseBook:
     def _expire(self, lease: Lease, block: Block) -> None:
         _unlink(lease, block)
         lease.pool.honoured_leases += 1
-        lease.pool.reprioritise(block)
-        self._events.add(EventKind.LEASE_EXPIRED, lease.pool.view(block), lease=self.view(lease))
+        ended = LeaseView(lease.wish.holder, lease.wish.priority, 0.0)
+        self._events.add(_EXPIRED, lease.pool.reprioritise(block), lease=ended)
 
 
 def _link(lease: Lease, block: Block) -> bool:

@@ -19,6 +19,8 @@ from cachemgr.tiers import Account, Share, Tier, account_of, goes_before
 if TYPE_CHECKING:
     from cachemgr.transfers import Ticket
 
+# Looked up once, not for each block that goes.
+_EVICTED = RemovalCause.EVICTED
 TAKEABLE = "every block without references may be taken: what a referenced block stands on is referenced too"
 
 
@@ -203,7 +205,7 @@ class Pool(PrefixIndex):
         victim.refs = 0
         if self.window is None and victim.children is not None:
             self._lose_children(victim)
-        self._unlink(victim, RemovalCause.EVICTED, writer)
+        self._unlink(victim, _EVICTED, writer)
         return False
 
     def _move_down(self, tier: Tier, victim: Block, writer: Sequence | None) -> bool:
@@ -331,6 +333,8 @@ class Pool(PrefixIndex):
             if block.lease is not None:
                 self._leases.break_all(block, view, RemovalCause.EXECUTOR_LOST)
             self._events.add(EventKind.REMOVED, view, RemovalCause.EXECUTOR_LOST)
+            # Else they would hold each other until the next full garbage collection.
+            block.parent = block.children = block.older = block.newer = None
         for table in (self.index, self.bare, self.pending, self.moving, self.leaving, self.doomed):
             table.clear()
         self._make_tiers()

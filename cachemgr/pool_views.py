@@ -13,6 +13,8 @@ from cachemgr.records import BlockRecord, LeaseRecord
 from cachemgr.tiers import Tier
 
 _DEPTH = attrgetter("depth")
+# Key, parent key and tokens of a block that has none.
+_NOT_INDEXED = (b"", b"", b"")
 
 
 class PoolViews:
@@ -44,19 +46,22 @@ class PoolViews:
 
     def view(self, block: Block) -> BlockView:
         """The block as seen from outside."""
-        indexed = block.parent is not None
+        parent, depth = block.parent, block.depth
         tier = self.tier_of(block)
-        return BlockView(
-            self.pool_id,
-            block.slot - tier.offset,
-            block.key if indexed else b"",
-            block.parent.key if block.parent is not None and block.depth else b"",
-            block.tokens if indexed else b"",
-            block.refs,
-            block.priority,
-            block.depth,
-            tier.kind,
-            block.domain,
+        indexed = (block.key, b"" if not depth else parent.key, block.tokens) if parent is not None else _NOT_INDEXED
+        # Half the time of BlockView(...), for each block that comes or goes.
+        return tuple.__new__(
+            BlockView,
+            (
+                self.pool_id,
+                block.slot - tier.offset,
+                *indexed,
+                block.refs,
+                block.priority,
+                depth,
+                tier.kind,
+                block.domain,
+            ),
         )
 
     def record(self, block: Block) -> BlockRecord:

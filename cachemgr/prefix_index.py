@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cachemgr import siblings
-from cachemgr.api import EventKind, IndexJournal, RemovalCause
+from cachemgr.api import BlockView, EventKind, IndexJournal, RemovalCause
 from cachemgr.block import Block, Node
 from cachemgr.events import EventLog
 from cachemgr.history import Lost, LostBlocks
@@ -15,6 +15,9 @@ from cachemgr.pool_views import PoolViews
 from cachemgr.retention import DEFAULT_PRIORITY, Wish
 from cachemgr.sequence import Sequence
 from cachemgr.tiers import Tier, account_of
+
+# Looked up once, not for each block that comes or goes: that takes as long as putting it into the order of loss.
+_STORED, _REMOVED, _UPDATED = EventKind.STORED, EventKind.REMOVED, EventKind.UPDATED
 
 
 class PrefixIndex(PoolViews):
@@ -89,7 +92,7 @@ class PrefixIndex(PoolViews):
             self._adopt_children(block, gap)
         self.index[key] = block
         self.lost.came_back(key)
-        self._events.add(EventKind.STORED, self.view(block))
+        self._events.add(_STORED, self.view(block))
         if block.lease is not None:
             self._leases.announce(self, block)
 
@@ -120,7 +123,7 @@ class PrefixIndex(PoolViews):
             lower.cached -= 1
             self._empty(lower, old)
         old.priority = DEFAULT_PRIORITY
-        self._events.add(EventKind.UPDATED, self.view(block))
+        self._events.add(_UPDATED, self.view(block))
         self._write(block)
 
     @staticmethod
@@ -154,18 +157,25 @@ class PrefixIndex(PoolViews):
         if wish is not None:
             self._leases.grant(self, block, wish)
 
-    def reprioritise(self, block: Block) -> None:
-        """Gives an indexed block whose leases have changed the priority that these have now. Recency stays."""
+    def reprioritise(self, block: Block) -> BlockView:
+        """Gives an indexed block whose leases have changed the priority that these have now, and shows it.
+
+        Recency stays.
+        """
         priority = effective_priority(block)
-        if priority != block.priority:
+        changed = priority != block.priority
+        if changed:
             listed = block.older is not None
             if listed:
                 self.tier_of(block).delist(block, account_of(block))
             block.priority = priority
             if listed:
                 self.tier_of(block).enlist(block, account_of(block), newest=False)
-            self._events.add(EventKind.UPDATED, self.view(block))
+        view = self.view(block)
+        if changed:
+            self._events.add(_UPDATED, view)
         self._write(block)
+        return view
 
     def descendants(self, block: Block) -> Iterator[Block]:
         """Blocks that stand on this one, children before parents."""
@@ -226,7 +236,7 @@ class PrefixIndex(PoolViews):
         for_sequence_id = "" if writer is None else writer.sequence_id
         tier.counters.removed[cause] += 1
         self.lost.add(block.key, Lost(cause, self._leases.now, for_sequence_id, view.priority))
-        self._events.add(EventKind.REMOVED, view, cause, for_sequence_id=for_sequence_id)
+        self._events.add(_REMOVED, view, cause, for_sequence_id=for_sequence_id)
         if tier is self.device:
             self._journal.removed(self.executor_id, self.spec.group, block.slot)
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from cachemgr.__main__ import collect_rarely
 from cachemgr.api import Retention, RetentionRange
 from tests.bench import manager_rpc
 from tests.bench.driver import CONFIG, Driver, prompt
@@ -244,6 +245,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="blocks of the pools on the curve")
     parser.add_argument("--runs", type=int, default=30, help="times that each call is measured")
     arguments = parser.parse_args()
+    collect_rarely()
     print(f"Python {sys.version.split()[0]}, collector thresholds {gc.get_threshold()}, {gc.get_freeze_count()} frozen")
     # Brings the processor up to speed.
     FullPool(10_000)

@@ -1,10 +1,12 @@
 """Who is gone loses what it held; what was computed stays findable while its device lives."""
 
 import dataclasses
+import gc
 
 import pytest
 
 from cachemgr.api import PoolSpec
+from cachemgr.block import Block
 from cachemgr.errors import (
     ExecutorLeaseError,
     InvalidField,
@@ -92,6 +94,19 @@ def test_a_silent_executor_loses_its_pool_and_its_sequences_are_void():
     assert answer.free_blocks == 0
     world.sync()
     assert list(world.manager.sequences()) == []
+
+
+def test_a_lost_pool_leaves_nothing_to_the_garbage_collector():
+    world = World(8)
+    world.cache(list(range(13)))
+    world.cache([*range(8), 50, 51, 52, 53, 54])
+    gc.collect()
+    gc.disable()
+    try:
+        world.start_executor()
+        assert not [one for one in gc.get_objects() if isinstance(one, Block) and one.key]
+    finally:
+        gc.enable()
 
 
 def test_a_newer_executor_epoch_voids_everything_of_the_older_and_its_copies():
