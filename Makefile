@@ -82,17 +82,13 @@ proto: dev ## Generate the stubs
 exactness: dev ## Compare greedy output with transformers in every combination of settings
 	@$(PY) -m tests.bench.exactness $(ARGS)
 
-.PHONY: bench-overhead
+.PHONY: bench-overhead bench-prefix bench-manager bench-trace
 bench-overhead: dev ## Where the time of a step goes
-	@$(PY) -m tests.bench.overhead $(ARGS)
-
-.PHONY: bench-prefix
 bench-prefix: dev ## What the reuse of a common prefix gains
-	@$(PY) -m tests.bench.prefix $(ARGS)
-
-.PHONY: bench-manager
 bench-manager: dev ## What the cache manager's decisions cost
-	@$(PY) -m tests.bench.manager $(ARGS)
+bench-trace: dev ## What wishes gain on recorded requests: make bench-trace TRACE=file.jsonl
+bench-overhead bench-prefix bench-manager bench-trace:
+	@$(PY) -m tests.bench.$(@:bench-%=%) $(ARGS)
 
 ##@ Other
 

@@ -1,0 +1,217 @@
+"""A trace is read as it is meant, its conversations pause as agents do, and leases are counted right."""
+
+import itertools
+import json
+import random
+
+import pytest
+
+from cachemgr.api import Retention, RetentionRange
+from tests.bench.driver import Driver, prompt
+from tests.bench.replay import LeaseCount, PoolTooSmallError, Replay, demand, pause, upper_bound, with_pauses
+from tests.bench.trace import everybody_asks, no_wishes, those_who_return_ask, wishes_by_history
+from tests.bench.trace_file import TraceError, read
+
+VALID = {"timestamp": 1500, "input_length": 600, "output_length": 3, "hash_ids": [0, 7]}
+
+
+def write(tmp_path, *rows):
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def row(timestamp, hash_ids, tail=100, output=3):
+    length = 512 * (len(hash_ids) - 1) + tail
+    return {"timestamp": timestamp, "input_length": length, "output_length": output, "hash_ids": hash_ids}
+
+
+@pytest.fixture
+def requests(tmp_path):
+    """Two conversations with one block in common; the first comes back twice."""
+    rows = [
+        row(0, [0, 1, 2, 3]),
+        row(1000, [0, 10, 11, 12]),
+        row(2000, [0, 1, 2, 4, 5]),
+        row(9000, [0, 1, 2, 4, 6, 7]),
+    ]
+    return read(write(tmp_path, *rows))
+
+
+def test_a_request_has_the_tokens_of_its_ids(tmp_path):
+    (request,) = read(write(tmp_path, VALID))
+    assert (request.time, request.input_length, request.output_length) == (1.5, 600, 3)
+    assert request.tokens().tolist() == [*range(512), *range(7 * 512, 7 * 512 + 88)]
+
+
+def test_equal_ids_are_equal_tokens(requests):
+    first, _, second, _ = (request.tokens() for request in requests)
+    assert first[: 3 * 512] == second[: 3 * 512]
+    assert first[3 * 512] != second[3 * 512]
+
+
+def test_only_so_many_requests_are_read(tmp_path):
+    assert len(read(write(tmp_path, VALID, VALID, "no JSON"), 2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"timestamp": -1}, "timestamp"),
+        ({"timestamp": True}, "timestamp"),
+        ({"timestamp": 1}, "timestamp"),
+        ({"input_length": 0}, "input_length"),
+        ({"input_length": "600"}, "input_length"),
+        ({"output_length": 1.5}, "output_length"),
+        ({"hash_ids": [0]}, "hash_ids"),
+        ({"hash_ids": None}, "hash_ids"),
+        ({"hash_ids": [0, -1]}, r"hash_ids\[1\]"),
+        ({"hash_ids": [1 << 22, 1]}, r"hash_ids\[0\]"),
+    ],
+)
+def test_a_wrong_field_is_named_with_its_line(tmp_path, change, named):
+    with pytest.raises(TraceError, match=f"line 2: {named} must"):
+        read(write(tmp_path, VALID, VALID | change))
+
+
+@pytest.mark.parametrize("field", VALID)
+def test_a_missing_field_is_named_with_its_line(tmp_path, field):
+    wrong = {name: value for name, value in VALID.items() if name != field}
+    with pytest.raises(TraceError, match=f"line 1: {field} must"):
+        read(write(tmp_path, wrong))
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", ""])
+def test_a_line_that_is_no_object_is_refused(tmp_path, text):
+    with pytest.raises(TraceError, match="line 2: "):
+        read(write(tmp_path, VALID, text))
+
+
+def test_a_file_that_is_empty_or_not_there_is_refused(tmp_path):
+    with pytest.raises(TraceError, match="has no requests"):
+        read(write(tmp_path))
+    with pytest.raises(TraceError, match="cannot read"):
+        read(tmp_path / "nothing")
+
+
+def test_a_request_follows_the_one_whose_prompt_it_begins_with(requests):
+    assert [request.conversation for request in requests] == [1, 2, 1, 1]
+    assert [request.follows for request in requests] == [False, False, True, True]
+
+
+def test_pauses_are_as_long_as_an_agents():
+    rng = random.Random(1)
+    pauses = [pause(rng) for _ in range(20_000)]
+    assert min(pauses) >= 0
+    assert sum(value <= 1 for value in pauses) / len(pauses) == pytest.approx(0.86, abs=0.01)
+    assert sum(value <= 10 for value in pauses) / len(pauses) == pytest.approx(0.95, abs=0.01)
+
+
+def test_a_conversation_comes_back_after_its_end_and_the_same_way_for_a_seed(requests):
+    moved = with_pauses(requests, 3)
+    assert moved == with_pauses(requests, 3) != with_pauses(requests, 4)
+    assert [request.time for request in moved] == sorted(request.time for request in moved)
+    first, *following = (request for request in moved if request.conversation == 1)
+    assert first.time == 0
+    for before, after in itertools.pairwise([first, *following]):
+        assert after.time >= before.time + 0.2 + 0.01 * before.output_length
+
+
+def test_an_endless_pool_finds_what_the_bound_says(requests):
+    found = 512 + 3 * 512 + 4 * 512
+    assert upper_bound(requests) == found
+    for block_size in (16, 512):
+        outcome = Replay(64 * 512 // block_size, block_size).run(requests, no_wishes(requests))
+        assert outcome.found == found
+        assert outcome.found_following == 7 * 512
+        assert outcome.asked == sum(request.input_length for request in requests)
+        assert not outcome.waited
+
+
+def test_requests_wait_for_room_and_one_that_never_fits_is_refused(requests):
+    at_once = [type(requests[0])(0.0, 1000, 5, (number, number + 1)) for number in range(0, 10, 2)]
+    outcome = Replay(5, 512).run(at_once, no_wishes(at_once))
+    assert outcome.waited == 3
+    assert outcome.asked == 5000
+    with pytest.raises(PoolTooSmallError, match="does not fit"):
+        Replay(5, 512).run(requests, no_wishes(requests))
+
+
+def test_demand_counts_shared_blocks_once(tmp_path):
+    # Both run from 0 to 1 second, with one generated block each; then one second of which only they are kept.
+    requests = read(write(tmp_path, row(0, [0, 1], output=80), row(0, [0, 2], output=80)))
+    mean, most = demand(requests, 1.0)
+    assert most == 5 * 512
+    assert mean == pytest.approx(5 * 512)
+
+
+def test_wishes_are_for_what_is_shared_and_for_who_came_back(tmp_path):
+    rows = [row(number, [0, 10 * number + 1, 10 * number + 2]) for number in range(4)]
+    requests = read(write(tmp_path, *rows, row(5, [0, 1, 3])))
+    *_, shared, _ = wishes_by_history(requests)
+    assert shared == Retention((RetentionRange(0, 512, 80),))
+    requests = read(write(tmp_path, *rows, row(5, [0, 1, 2, 3]), row(6, [0, 1, 2, 3, 4])))
+    assert wishes_by_history(requests)[-1] == Retention((RetentionRange(512, None, 60, 600.0),))
+
+
+def test_who_does_not_come_back_asks_for_nothing(requests):
+    assert [wish is None for wish in those_who_return_ask(requests)] == [False, True, False, True]
+
+
+def test_leases_of_an_endless_pool_are_all_honoured(requests):
+    leases = Replay(64, 512).run(requests, everybody_asks(requests)).leases
+    assert leases.granted > 0
+    # Time stands still after the last request.
+    assert leases.broken == 0
+    assert leases.honoured < leases.granted
+
+
+class Counted:
+    """A pool of 4 blocks of 16 tokens, and what its leases came to."""
+
+    def __init__(self):
+        self.driver, self.count = Driver(4), LeaseCount()
+
+    def cache(self, number, length, session=None, duration=10.0):
+        wish = Retention((RetentionRange(0, None, 60, duration),)) if session else Retention()
+        self.driver.cache(f"{number} at {self.driver.now}", prompt(number, length), session_id=session, retention=wish)
+        return self.leases()
+
+    def leases(self):
+        self.count = LeaseCount()
+        for event in self.driver.manager.events_after(0, 1000):
+            self.count.see(event)
+        return self.count.granted, self.count.honoured, self.count.broken
+
+
+def test_a_lease_that_ends_by_itself_is_honoured():
+    pool = Counted()
+    assert pool.cache(0, 32, "a") == (2, 0, 0)
+    pool.driver.now = 11.0
+    pool.driver.manager.expire()
+    assert pool.leases() == (2, 2, 0)
+
+
+def test_a_lease_that_its_session_renews_is_honoured_and_that_of_another_one_stays():
+    pool = Counted()
+    pool.cache(0, 16, "a")
+    pool.driver.now = 5.0
+    assert pool.cache(0, 16, "a")[:2] == (2, 1)
+    assert pool.cache(0, 16, "b")[:2] == (3, 1)
+
+
+def test_a_lease_whose_block_is_lost_is_broken():
+    pool = Counted()
+    pool.cache(0, 32, "a")
+    assert pool.cache(1, 64) == (2, 0, 2)
+
+
+def test_a_lease_whose_block_gives_way_to_a_longer_one_is_honoured():
+    pool = Counted()
+    pool.driver.cache(
+        "short", prompt(0, 32)[:8], session_id="a", retention=Retention((RetentionRange(0, None, 60, 10.0),))
+    )
+    pool.driver.cache("long", prompt(0, 32)[:12], session_id="a")
+    granted, honoured, broken = pool.leases()
+    assert (honoured, broken) == (1, 0)
+    assert granted == 2
