@@ -63,6 +63,13 @@ class KvPools:
         pool = self.pools[group]
         return group, pool.k[index], pool.v[index]
 
+    def zero(self, group: int, slot: int, step: int) -> None:
+        """Overwrites a block with zeros, after this step."""
+        pool = self.pools[group]
+        pool.k[:, slot].zero_()
+        pool.v[:, slot].zero_()
+        self.mark_written(group, [slot], step)
+
     def mark_written(self, group: int, slots: Sequence[int] | Slots, step: int) -> None:
         """Notes that a step writes these slots."""
         self.pools[group].last_write_steps[np.asarray(slots, dtype=np.int64)] = step

@@ -1,7 +1,7 @@
 """The executor's side of its life with the cache manager: registration, lease, confirmed copies."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import grpc
@@ -63,12 +63,16 @@ class ManagerClient:
         channel: grpc.aio.Channel,
         announcement: Announcement,
         pools: KvPools,
+        zero: Callable[[tuple[tuple[int, int, int], ...]], None],
         on_registered: Callable[[], None] = lambda: None,
     ) -> None:
         self._stub: kv_rpc.CacheManagerServiceAsyncStub = kv_rpc.CacheManagerServiceStub(channel)
         self._announcement = announcement
         self._pools = pools
+        self._zero = zero
         self._on_registered = on_registered
+        # The newest ticket that came with a renewal; their numbers only grow, also from one manager to the next.
+        self._newest_ticket = 0
         self._registered = asyncio.Event()
         self._manager_epoch = 0
         self._renewal_seconds = MAX_RENEWAL_SECONDS
@@ -136,6 +140,19 @@ class ManagerClient:
             if answer.manager_epoch != self._manager_epoch:
                 return
             self._set_lease(answer.lease_duration.ToTimedelta().total_seconds())
+            self._take(answer.transfers)
+
+    def _take(self, transfers: Iterable[kv.Transfer]) -> None:
+        """Begins what the manager itself asks for, once: it repeats itself until it has the answer."""
+        fresh = [transfer for transfer in transfers if transfer.ticket > self._newest_ticket]
+        self._newest_ticket = max((transfer.ticket for transfer in fresh), default=self._newest_ticket)
+        slots = [transfer for transfer in fresh if not transfer.source_slot and transfer.target_tier == kv.TIER_DEVICE]
+        if slots:
+            self._zero(tuple((transfer.ticket, transfer.group, transfer.target_slot) for transfer in slots))
+        others = tuple(transfer.ticket for transfer in fresh if transfer not in slots)
+        if others:
+            # This executor has announced no lower tier.
+            self.confirm((), others)
 
     def _set_lease(self, seconds: float) -> None:
         self._renewal_seconds = min(seconds / 3, MAX_RENEWAL_SECONDS) if seconds > 0 else MAX_RENEWAL_SECONDS

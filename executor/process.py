@@ -75,7 +75,11 @@ async def _serve(settings: ExecutorSettings) -> int:
     )
     server = Server("executor", metrics_address=settings.metrics_address, insecure=settings.insecure)
     client = ManagerClient(
-        open_channel(settings.cachemgr_address), announcement, pools, lambda: server.set_serving(True)
+        open_channel(settings.cachemgr_address),
+        announcement,
+        pools,
+        lambda slots: worker.zero(slots),
+        lambda: server.set_serving(True),
     )
     loop, lost = asyncio.get_running_loop(), asyncio.Event()
 

@@ -50,6 +50,12 @@ class _Close:
     session: Session
 
 
+@dataclass(frozen=True)
+class _Zero:
+    # (ticket, group, slot)
+    slots: tuple[tuple[int, int, int], ...]
+
+
 class _Stop:
     pass
 
@@ -69,7 +75,7 @@ class Worker:
         self.runner = runner
         self._confirm = confirm
         self._device_lost = device_lost
-        self._queue: queue.SimpleQueue[_Open | _Run | _Close | _Stop] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Open | _Run | _Close | _Zero | _Stop] = queue.SimpleQueue()
         self._pending: tuple[Session, Pending] | None = None
         self._thread = threading.Thread(target=self._work, name="device", daemon=True)
 
@@ -94,6 +100,10 @@ class Worker:
         """Delivers None when all that was submitted before is answered."""
         self._queue.put(_Close(session))
 
+    def zero(self, slots: tuple[tuple[int, int, int], ...]) -> None:
+        """Overwrites slots, (ticket, group, slot) each, behind all steps submitted before, and confirms."""
+        self._queue.put(_Zero(slots))
+
     def give_up(self, tickets: tuple[int, ...]) -> None:
         """Reports copies that will not run. From any thread."""
         if tickets:
@@ -116,6 +126,11 @@ class Worker:
                 case _Close(session):
                     self._finish()
                     session.deliver(None)
+                case _Zero(slots):
+                    self._finish()
+                    for _, group, slot in slots:
+                        self.runner.pools.zero(group, slot, self.runner.last_step)
+                    self._confirm(tuple(ticket for ticket, _, _ in slots), ())
                 case _Stop():
                     self._finish()
                     return

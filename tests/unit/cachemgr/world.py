@@ -327,6 +327,12 @@ class World:
             [ticket for ticket, succeeded in reported.items() if not succeeded],
         )
 
+    def run_executor_copies(self) -> None:
+        """What an executor does with the copies that come with its renewals."""
+        for copy in self.manager.executor_transfers("e"):
+            self.copy(copy, False)
+        self.confirm()
+
     # Shorthands for tests
 
     def run(self, token_ids: list[int], name: str = "", *, generate: int = 0, **options: object) -> Admission:

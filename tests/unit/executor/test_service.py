@@ -167,6 +167,7 @@ async def stack(tiny: Model, tmp_path: Path) -> AsyncIterator[Stack]:
         open_channel(manager_address),
         Announcement("executor-0", EPOCH, "tiny", b"f" * 32),
         runner.pools,
+        lambda slots: worker.zero(slots),
         lambda: server.set_serving(True),
     )
     loop = asyncio.get_running_loop()

@@ -1,0 +1,194 @@
+"""Lower tiers: what is evicted moves down by ticket, what is matched comes back, and nothing is believed too early."""
+
+import pytest
+
+from cachemgr.admin_api import BlockFilter, Prefix
+from cachemgr.api import EventKind, RemovalCause, Retention, RetentionRange, TierKind
+from cachemgr.chains import chain
+from cachemgr.errors import BlocksInUseError
+from tests.unit.cachemgr.world import BLOCK, World, wish
+
+
+def places(world: World) -> list[tuple[str, int]]:
+    """Tier and slot of every indexed block."""
+    blocks = (view for _, view in world.manager.blocks("e/0"))
+    return [(view.tier.name.lower(), view.slot) for view in blocks if view.key]
+
+
+def fill(world: World, first: int, name: str = "", **options: object):
+    """A sequence that takes the whole device."""
+    return world.run(list(range(first, first + world.num_blocks * BLOCK)), name, **options)
+
+
+def test_what_is_evicted_moves_to_empty_host_slots_tail_first():
+    world = World(4, host_blocks=4)
+    world.cache(list(range(14)))
+    admission = fill(world, 100)
+    assert [(copy.source_slot, copy.target_slot) for copy in admission.transfers] == [(4, 1), (3, 2), (2, 3), (1, 4)]
+    assert {copy.target_tier for copy in admission.transfers} == {TierKind.HOST}
+    assert places(world)[-4:] == [("host", 1), ("host", 2), ("host", 3), ("host", 4)]
+    world.check()
+
+
+def test_a_match_in_a_lower_tier_is_copied_back_and_computed_no_more():
+    world = World(4, host_blocks=4)
+    world.cache(list(range(13)))
+    fill(world, 100, "b")
+    world.finish("b")
+    admission = world.run(list(range(13)), "c")
+    assert admission.cached_tokens == 12
+    assert [copy.source_tier for copy in admission.transfers if copy.target_tier is TierKind.DEVICE] == [
+        TierKind.HOST
+    ] * 3
+    world.check()
+    assert [place for place in places(world) if place[0] == "device"] == [("device", 1), ("device", 2), ("device", 3)]
+
+
+def test_what_is_on_its_way_is_not_matched_before_it_has_arrived():
+    world = World(4, host_blocks=4)
+    world.cache(list(range(9)))
+    world.admit([*range(100, 116)], "b")
+    assert world.manager.explain(Prefix(tuple(range(9))), 0)[0].cached_tokens == 0
+    world.step()
+    world.confirm()
+    assert world.manager.explain(Prefix(tuple(range(9))), 0)[0].cached_tokens == 9
+    world.check()
+
+
+@pytest.mark.parametrize(("priority", "moved"), [(34, 0), (35, 4), (90, 4)])
+def test_only_what_is_worth_it_moves(priority, moved):
+    world = World(4, host_blocks=4)
+    world.cache(list(range(13)), retention=wish(priority))
+    fill(world, 100)
+    assert sum(tier == "host" for tier, _ in places(world)) == moved
+    world.check()
+
+
+def test_a_host_block_gives_way_to_one_that_is_lost_later_and_to_no_other():
+    world = World(2, host_blocks=1)
+    world.cache(list(range(4)), retention=wish(50))
+    world.cache(list(range(50, 54)), retention=wish(40))
+    # The one at 40 goes first and finds the slot empty; the one at 50 would take it, were it not under copy.
+    fill(world, 100, "b", retention=wish(45))
+    world.finish("b")
+    assert world.manager.explain(Prefix((50, 51, 52, 53)), 0)[0].cached_tokens == 4
+    # Of two at 45 the first takes the slot of the one at 40; the other is used no less recently, and goes.
+    fill(world, 200, "c", retention=wish(30))
+    assert world.manager.explain(Prefix((50, 51, 52, 53)), 0)[0].cached_tokens == 0
+    world.finish("c")
+    # 30 displaces nobody.
+    assert fill(world, 300, "d").transfers == ()
+    world.check()
+
+
+def test_what_the_host_has_no_room_for_goes_on_to_the_disk():
+    world = World(2, host_blocks=2, disk_blocks=4)
+    for first in (0, 100, 200):
+        world.cache(list(range(first, first + 2 * BLOCK)))
+    assert sorted({tier for tier, _ in places(world)}) == ["device", "disk", "host"]
+    world.check()
+    assert world.run(list(range(2 * BLOCK)), "again").cached_tokens == 2 * BLOCK - 1
+    world.check()
+
+
+def test_a_parent_of_lower_blocks_moves_with_a_low_priority_and_is_not_lost():
+    world = World(3, host_blocks=3)
+    low = Retention((RetentionRange(0, 4, 5), RetentionRange(4, None, 90)))
+    world.cache(list(range(9)), retention=low)
+    fill(world, 100, "b")
+    # The head has priority 5 and would be dropped, but what stands on it is worth 90.
+    assert world.manager.explain(Prefix(tuple(range(8))), 0)[0].blocks[0][0].tier is TierKind.HOST
+    assert world.manager.explain(Prefix(tuple(range(8))), 0)[0].cached_tokens == 8
+    world.check()
+
+
+def test_a_failed_copy_down_loses_the_block_and_all_behind_it():
+    world = World(3, host_blocks=3)
+    world.cache(list(range(9)))
+    world.admit([*range(100, 112)], "b")
+    world.step(fail_copies=True)
+    before = world.manager.last_event
+    world.confirm()
+    removed = [event for event in world.manager.events_after(before) if event.kind is EventKind.REMOVED]
+    assert {event.cause for event in removed} <= {RemovalCause.COPY_FAILED, RemovalCause.PARENT_LOST}
+    assert world.manager.explain(Prefix(tuple(range(8))), 0)[0].cached_tokens == 0
+    world.check()
+    (device,) = (tier for tier in world.manager.tiers("e/0") if tier.kind is TierKind.DEVICE)
+    assert device.counters.failed_copies == 3
+
+
+def test_a_failed_copy_up_makes_the_match_shorter_the_next_time():
+    world = World(4, host_blocks=4)
+    world.cache(list(range(13)))
+    fill(world, 100, "b")
+    world.finish("b")
+    admission = world.admit(list(range(13)), "c")
+    assert admission.cached_tokens == 12
+    world.step(fail_copies=True)
+    world.confirm()
+    answer = world.sync()
+    assert answer.void_handles == [admission.sequence_handle]
+    world.sync()
+    assert world.admit(list(range(13)), "d").cached_tokens < 12
+    world.check()
+
+
+def test_cancelled_copies_down_are_lost_and_give_their_slots_back():
+    world = World(2, host_blocks=2)
+    world.cache(list(range(8)))
+    world.admit([*range(100, 108)], "b")
+    world.leave(world.live["b"])
+    world.sync()
+    world.check()
+    (view,) = world.manager.pools()
+    assert (view.free_blocks, view.cached_blocks, view.lower_tiers[0].cached_blocks) == (2, 0, 0)
+
+
+def test_a_slot_whose_bytes_have_yet_to_leave_is_given_to_nobody():
+    world = World(2, host_blocks=2)
+    world.cache(list(range(8)))
+    world.admit([*range(100, 108)], "b")
+    world.forget(world.live["b"])
+    world.manager.release("b")
+    assert world.manager.pools()[0].free_blocks == 0
+    world.check()
+
+
+def test_a_prefix_can_be_moved_down_and_fetched_before_anybody_asks():
+    world = World(4, host_blocks=4)
+    world.cache(list(range(12)))
+    manager = world.manager
+    prefix = Prefix(tuple(range(12)))
+    executor = manager._executors["e"]
+    (pool,) = executor.pools
+    for block in reversed(chain(executor, pool, prefix)):
+        assert block.older is None or pool.demote(block)
+    world.run_executor_copies()
+    assert {view.tier for view, _, _ in manager.explain(prefix, 0)[0].blocks} == {TierKind.HOST}
+    world.check()
+    begun = executor.copies.fetch(pool, chain(executor, pool, prefix))
+    assert len(begun) == 3
+    world.check()
+    world.run_executor_copies()
+    assert {view.tier for view, _, _ in manager.explain(prefix, 0)[0].blocks} == {TierKind.DEVICE}
+    world.check()
+    assert world.run(list(range(13)), "after").transfers == ()
+
+
+def test_a_purge_by_tier_takes_what_lies_there():
+    world = World(2, host_blocks=4)
+    world.cache(list(range(8)))
+    fill(world, 100, "b")
+    world.finish("b")
+    purged = world.manager.purge(BlockFilter(tier=TierKind.HOST), validate_only=False)
+    assert (purged.purged_blocks, [tier for tier, _ in places(world)]) == (2, ["device", "device"])
+    world.check()
+
+
+def test_a_purge_of_what_is_being_copied_is_refused_and_changes_nothing():
+    world = World(2, host_blocks=4)
+    world.cache(list(range(8)))
+    world.admit([*range(100, 108)], "b")
+    with pytest.raises(BlocksInUseError):
+        world.manager.purge(BlockFilter(), validate_only=False)
+    assert len(places(world)) == 2
