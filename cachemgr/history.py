@@ -22,38 +22,43 @@ class Lost(NamedTuple):
 
 
 class LostBlocks:
-    """The last `capacity` keys that left an index and have not come back."""
+    """The last keys that left an index and have not come back: at least `capacity` / 2 of them, at most `capacity`."""
 
-    __slots__ = ("_capacity", "_lost")
+    __slots__ = ("_half", "_newer", "_older")
 
     def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._lost: dict[bytes, Lost] = {}
+        self._half = capacity // 2
+        # The older half goes as a whole: to find the oldest entry of a dictionary again and again is slow.
+        self._older: dict[bytes, Lost] = {}
+        self._newer: dict[bytes, Lost] = {}
 
-    def add(self, key: bytes, lost: Lost) -> None:
+    def add(self, key: bytes, cause: RemovalCause, time: float, for_sequence_id: str, priority: int) -> None:
         """A block has left."""
-        if not self._capacity:
-            return
-        self._lost.pop(key, None)
-        if len(self._lost) >= self._capacity:
-            del self._lost[next(iter(self._lost))]
-        self._lost[key] = lost
+        newer = self._newer
+        if len(newer) >= self._half:
+            self._older = newer
+            newer = self._newer = {}
+        # A third of the time of Lost(...), for each block that goes.
+        newer[key] = tuple.__new__(Lost, (cause, time, for_sequence_id, priority))
 
     def came_back(self, key: bytes) -> None:
         """The block is in the index again."""
-        self._lost.pop(key, None)
+        self._newer.pop(key, None)
+        self._older.pop(key, None)
 
     def get(self, key: bytes) -> Lost | None:
         """How a block was lost, None when that is not known."""
-        return self._lost.get(key)
+        return self._newer.get(key) or self._older.get(key)
 
 
 class UseTimes:
     """From the number of a use to the time at which it was, in seconds."""
 
-    __slots__ = ("_numbers", "_times")
+    __slots__ = ("_begin", "_end", "_last", "_numbers", "_times")
 
     def __init__(self) -> None:
+        # The last answer, and for which numbers it holds: blocks go in the order of their uses.
+        self._begin, self._end, self._last = 0, 0, 0.0
         self._numbers: list[int] = []
         self._times: list[float] = []
 
@@ -68,6 +73,11 @@ class UseTimes:
 
     def at(self, number: int) -> float:
         """When the use was; for one too long ago the oldest time that is known."""
+        if self._begin <= number < self._end:
+            return self._last
         if not self._times:
             return 0.0
-        return self._times[max(0, bisect_right(self._numbers, number) - 1)]
+        place = bisect_right(self._numbers, number)
+        if 0 < place < len(self._numbers):
+            self._begin, self._end, self._last = self._numbers[place - 1], self._numbers[place], self._times[place - 1]
+        return self._times[max(0, place - 1)]

@@ -88,6 +88,7 @@ class Pool(PrefixIndex):
         host = Tier(TierKind.HOST, spec.num_blocks, spec.host_blocks)
         disk = Tier(TierKind.DISK, spec.num_blocks + spec.host_blocks, spec.disk_blocks)
         self.tiers = (self.device, host, disk)
+        self._has_lower = host.size + disk.size > 0
         # By place: the slots of all tiers in one row.
         self.blocks: list[Block | None] = [None] * (disk.offset + disk.size + 1)
 
@@ -110,7 +111,7 @@ class Pool(PrefixIndex):
         if device.empty and not device.wants_own(account):
             block = Block(device.empty.popleft(), writer)
         else:
-            victim = device.victim(account)
+            victim = device.victim(account) if device.shares else device.order.first()
             assert victim is not None, TAKEABLE
             block = Block(victim.slot, writer)
             if self._vacate(device, victim, writer):
@@ -120,7 +121,8 @@ class Pool(PrefixIndex):
         self.blocks[block.slot] = block
         device.used += 1
         device.counters.allocated += 1
-        device.count(account, blocks=1, used=1)
+        if account is not None:
+            device.count(account, blocks=1, used=1)
         if moved is not None:
             self._moved(moved, block, writer)
         return block
@@ -131,7 +133,8 @@ class Pool(PrefixIndex):
             tier, account = self.tier_of(block), account_of(block)
             tier.used += 1
             tier.cached -= 1
-            tier.count(account, used=1)
+            if account is not None:
+                tier.count(account, used=1)
             if block.older is not None:
                 tier.delist(block, account)
         block.refs += 1
@@ -143,7 +146,8 @@ class Pool(PrefixIndex):
             return
         tier, account = self.tier_of(block), account_of(block)
         tier.used -= 1
-        tier.count(account, used=-1)
+        if account is not None:
+            tier.count(account, used=-1)
         if block.parent is None:
             if block.lease is not None:
                 self._leases.forget(block)
@@ -167,7 +171,8 @@ class Pool(PrefixIndex):
 
     def _empty(self, tier: Tier, block: Block) -> None:
         """Gives the slot of a block back that is neither used nor in the index."""
-        tier.count(account_of(block), blocks=-1)
+        if tier.shares:
+            tier.count(account_of(block), blocks=-1)
         if self.leaving and block in self.leaving:
             # Not before the copy has run.
             self.leaving.pop(block).holds_source = True
@@ -193,16 +198,20 @@ class Pool(PrefixIndex):
 
     def _vacate(self, tier: Tier, victim: Block, writer: Sequence | None) -> bool:
         """Takes an evictable block from its place: down a tier, or out of the cache. Whether it moved."""
-        owner = account_of(victim)
-        tier.delist(victim, owner)
+        if tier.shares:
+            owner = account_of(victim)
+            tier.delist(victim, owner)
+            tier.count(owner, blocks=-1)
+        else:
+            tier.order.remove(victim)
         tier.cached -= 1
-        tier.count(owner, blocks=-1)
         tier.counters.note_reuse_gap(self._leases.now - self.use_times.at(victim.recency))
-        # Nothing may enter it into an order while its children move.
-        victim.refs = 1
-        if self._move_down(tier, victim, writer):
-            return True
-        victim.refs = 0
+        if self._has_lower:
+            # Nothing may enter it into an order while its children move.
+            victim.refs = 1
+            if self._move_down(tier, victim, writer):
+                return True
+            victim.refs = 0
         if self.window is None and victim.children is not None:
             self._lose_children(victim)
         self._unlink(victim, _EVICTED, writer)

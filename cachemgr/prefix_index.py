@@ -8,7 +8,7 @@ from cachemgr import siblings
 from cachemgr.api import BlockView, EventKind, IndexJournal, RemovalCause
 from cachemgr.block import Block, Node
 from cachemgr.events import EventLog
-from cachemgr.history import Lost, LostBlocks
+from cachemgr.history import LostBlocks
 from cachemgr.keys import TOKEN_BYTES, Domain
 from cachemgr.leases import effective_priority
 from cachemgr.pool_views import PoolViews
@@ -209,11 +209,17 @@ class PrefixIndex(PoolViews):
         """A child of this block has left the block's own tier."""
         parent.near -= 1
         if not parent.near and not parent.refs and parent.older is None:
-            self.tier_of(parent).enlist(parent, account_of(parent), newest=False)
+            tier = self.tier_of(parent)
+            if tier.shares:
+                tier.enlist(parent, account_of(parent), newest=False)
+            else:
+                tier.order.insert(parent)
 
     def _unlink(self, block: Block, cause: RemovalCause, writer: Sequence | None) -> None:
         view = self.view(block)
-        tier = self.tier_of(block)
+        device = self.device
+        # Most pools have no other tier.
+        tier = device if block.slot <= device.size else self.tier_of(block)
         if block.lease is not None:
             self._leases.break_all(block, view, cause)
         parent = block.parent
@@ -222,7 +228,7 @@ class PrefixIndex(PoolViews):
         if not isinstance(parent, Block):
             if parent.children is None:
                 del self.bare[parent.key]
-        elif self.window is None and self.tier_of(parent) is tier:
+        elif self.window is None and (parent.slot <= device.size if tier is device else self.tier_of(parent) is tier):
             self._lose_near(parent)
         del self.index[block.key]
         if block.children is not None:
@@ -235,7 +241,7 @@ class PrefixIndex(PoolViews):
         block.parent = None
         for_sequence_id = "" if writer is None else writer.sequence_id
         tier.counters.removed[cause] += 1
-        self.lost.add(block.key, Lost(cause, self._leases.now, for_sequence_id, view.priority))
+        self.lost.add(block.key, cause, self._leases.now, for_sequence_id, view.priority)
         self._events.add(_REMOVED, view, cause, for_sequence_id=for_sequence_id)
         if tier is self.device:
             self._journal.removed(self.executor_id, self.spec.group, block.slot)

@@ -137,9 +137,9 @@ class Tier:
 
     def victim(self, account: Account | None) -> Block | None:
         """The block to lose next for the sake of an account."""
-        first = self.order.first()
         if not self.shares:
-            return first
+            return self.order.first()
+        first = self.order.first()
         own = None if account is None else self.shares.get(account)
         if own is not None and own.is_full and (block := own.order.first()) is not None:
             return block
