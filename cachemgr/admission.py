@@ -10,14 +10,14 @@ from cachemgr import estimates, hints, matching, retention
 from cachemgr.admin_api import PredictedEviction, Preview
 from cachemgr.api import Admission, AdmitRequest, ManagerConfig, Receipt, Retention
 from cachemgr.block import Block
-from cachemgr.errors import InvalidField, SequenceTooLongError
+from cachemgr.errors import InvalidField, SequenceTooLongError, WindowPassedError
 from cachemgr.keys import pack, packed_bytes
 from cachemgr.matching import Match, Partial
 from cachemgr.pool import Pool
 from cachemgr.registry import Executor, Scheduler
 from cachemgr.retention import REQUEST, SESSION, Wishes
 from cachemgr.rules import RuleBook
-from cachemgr.sequence import GroupTable, Sequence, blocks_for
+from cachemgr.sequence import GroupTable, Sequence, blocks_for, first_needed
 from cachemgr.settling import promise
 from cachemgr.validation import check_extra_keys, check_id
 
@@ -248,12 +248,22 @@ class Admitter:
             take, blocks = table.pool.take, table.blocks
             blocks += [take(sequence) for _ in range(num_blocks - len(blocks))]
 
-    def fork(self, parent: Sequence, sequence_id: str) -> tuple[Sequence | None, int]:
-        """A sequence that shares the parent's computed blocks, or None and how many blocks are missing."""
+    def fork(self, parent: Sequence, sequence_id: str, num_tokens: int | None) -> tuple[Sequence | None, int]:
+        """A sequence that shares the parent's computed blocks, or None and how many blocks are missing.
+
+        It has the parent's first `num_tokens` tokens, or all. Raises InvalidField, WindowPassedError.
+        """
         executor = parent.executor
         size = executor.block_size
-        full, copied = divmod(parent.computed, size)
-        needed = blocks_for(len(parent.tokens), size)
+        tokens = parent.tokens[:num_tokens]
+        if num_tokens is not None and (num_tokens < 1 or num_tokens != len(tokens)):
+            raise InvalidField("num_tokens", f"must be from 1 to the first sequence's {len(parent.tokens)} tokens")
+        # The last token is the new one's own to compute, for what follows it.
+        computed = min(parent.computed, len(tokens) - 1)
+        if any(table.first > first_needed(computed, table.pool.window, size) for table in parent.tables):
+            raise WindowPassedError("the window before that length is given back already")
+        full, copied = divmod(computed, size)
+        needed = blocks_for(len(tokens), size)
         account = parent.domain.account
         short = sum(max(0, needed - full - table.pool.device.free_for(account)) for table in parent.tables)
         if short:
@@ -263,13 +273,14 @@ class Admitter:
             self._next_number(),
             parent.scheduler,
             executor,
-            array("I", parent.tokens),
+            tokens,
             parent.domain,
             parent.wishes,
             parent.no_store,
-            parent.extra_keys,
+            tuple(extra for extra in parent.extra_keys if extra.start < len(tokens)),
         )
-        child.content = ("fork", parent.sequence_id)
+        child.forgotten = parent.forgotten
+        child.content = ("fork", parent.sequence_id, num_tokens)
         child.step = parent.step
         child.keys = parent.keys[:full]
         sources = []
@@ -286,7 +297,7 @@ class Admitter:
                 sources.append(source)
         self._copy(child, sources, copied)
         self.grow(child, needed)
-        child.computed = child.cached_tokens = parent.computed
+        child.computed = child.cached_tokens = computed
         child.admission = self._answer(child, 0)
         return child, 0
 

@@ -126,6 +126,7 @@ def fork_response(admission: api.Admission) -> pb.ForkSequenceResponse:
         admitted=admission.admitted,
         blocks_short=admission.blocks_short,
         sequence_handle=admission.sequence_handle,
+        cached_tokens=admission.cached_tokens,
         block_tables=_tables(admission.block_tables),
         transfers=transfers(admission.transfers),
     )

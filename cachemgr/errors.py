@@ -144,7 +144,7 @@ class SharedBlockError(ServiceError):
 
 
 class WindowPassedError(ServiceError):
-    """A truncation to a length whose attention window is given back already."""
+    """A truncation or fork to a length whose attention window is given back already."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
     reason = "WINDOW_PASSED"

@@ -296,21 +296,22 @@ class CacheManager(ManagerAdmin):
         sequence = self._sequences.get(sequence_id)
         return Freed(False) if sequence is None else truncate(sequence, num_tokens)
 
-    def fork(self, parent_sequence_id: str, sequence_id: str) -> Admission:
-        """Starts a second sequence with the first one's tokens and blocks.
+    def fork(self, parent_sequence_id: str, sequence_id: str, num_tokens: int | None = None) -> Admission:
+        """Starts a second sequence with the first one's tokens, or so many of them, and blocks.
 
-        Raises InvalidField, UnknownSequenceError, SequenceExistsError, VoidSequenceError.
+        Raises InvalidField, UnknownSequenceError, SequenceExistsError, VoidSequenceError, SequenceUnsettledError,
+        WindowPassedError.
         """
         self._now()
         check_id("sequence_id", sequence_id)
         existing = self._sequences.get(sequence_id)
         if existing is not None:
-            return _repeated(existing, ("fork", parent_sequence_id))
+            return _repeated(existing, ("fork", parent_sequence_id, num_tokens))
         parent = self._live(parent_sequence_id, "parent_sequence_id")
         full = parent.computed // parent.block_size
         if parent.tickets or any(table.settled < full for table in parent.tables):
             raise SequenceUnsettledError(f"sequence {parent_sequence_id} waits for a copy or a shared prefix")
-        sequence, short = self._admitter.fork(parent, sequence_id)
+        sequence, short = self._admitter.fork(parent, sequence_id, num_tokens)
         return self._enter(sequence, short)
 
     def hold(self, sequence_id: str, owner: str, duration: float) -> int:

@@ -120,7 +120,8 @@ def _truncate(manager: CacheManager, request: pb.TruncateSequenceRequest) -> pb.
 
 
 def _fork(manager: CacheManager, request: pb.ForkSequenceRequest) -> pb.ForkSequenceResponse:
-    return convert.fork_response(manager.fork(request.parent_sequence_id, request.sequence_id))
+    num_tokens = request.num_tokens if request.HasField("num_tokens") else None
+    return convert.fork_response(manager.fork(request.parent_sequence_id, request.sequence_id, num_tokens))
 
 
 def _hold(manager: CacheManager, request: pb.HoldSequenceRequest) -> pb.HoldSequenceResponse:

@@ -433,26 +433,30 @@ class TruncateSequenceResponse(_message.Message):
     def __init__(self, found: _Optional[bool] = ..., freed_blocks: _Optional[int] = ...) -> None: ...
 
 class ForkSequenceRequest(_message.Message):
-    __slots__ = ("parent_sequence_id", "sequence_id")
+    __slots__ = ("parent_sequence_id", "sequence_id", "num_tokens")
     PARENT_SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     parent_sequence_id: str
     sequence_id: str
-    def __init__(self, parent_sequence_id: _Optional[str] = ..., sequence_id: _Optional[str] = ...) -> None: ...
+    num_tokens: int
+    def __init__(self, parent_sequence_id: _Optional[str] = ..., sequence_id: _Optional[str] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class ForkSequenceResponse(_message.Message):
-    __slots__ = ("admitted", "blocks_short", "sequence_handle", "block_tables", "transfers")
+    __slots__ = ("admitted", "blocks_short", "sequence_handle", "block_tables", "transfers", "cached_tokens")
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_SHORT_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_HANDLE_FIELD_NUMBER: _ClassVar[int]
     BLOCK_TABLES_FIELD_NUMBER: _ClassVar[int]
     TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     admitted: bool
     blocks_short: int
     sequence_handle: int
     block_tables: _containers.RepeatedCompositeFieldContainer[BlockTable]
     transfers: _containers.RepeatedCompositeFieldContainer[Transfer]
-    def __init__(self, admitted: _Optional[bool] = ..., blocks_short: _Optional[int] = ..., sequence_handle: _Optional[int] = ..., block_tables: _Optional[_Iterable[_Union[BlockTable, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ...) -> None: ...
+    cached_tokens: int
+    def __init__(self, admitted: _Optional[bool] = ..., blocks_short: _Optional[int] = ..., sequence_handle: _Optional[int] = ..., block_tables: _Optional[_Iterable[_Union[BlockTable, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class HoldSequenceRequest(_message.Message):
     __slots__ = ("sequence_id", "owner", "duration")

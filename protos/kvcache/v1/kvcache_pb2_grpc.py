@@ -162,7 +162,7 @@ class CacheManagerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ForkSequence(self, request, context):
-        """Starts a second sequence that shares every block with a first one; a partly filled last block is copied.
+        """Starts a second sequence that shares a first one's full blocks; a partly filled last block is copied.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

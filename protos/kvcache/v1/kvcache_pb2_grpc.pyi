@@ -50,7 +50,7 @@ class CacheManagerServiceStub:
     TruncateSequence: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.TruncateSequenceRequest, _kvcache_pb2.TruncateSequenceResponse]
     """Forgets the tokens of a sequence from a length on, as rejected speculation needs."""
     ForkSequence: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.ForkSequenceRequest, _kvcache_pb2.ForkSequenceResponse]
-    """Starts a second sequence that shares every block with a first one; a partly filled last block is copied."""
+    """Starts a second sequence that shares a first one's full blocks; a partly filled last block is copied."""
     HoldSequence: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.HoldSequenceRequest, _kvcache_pb2.HoldSequenceResponse]
     """Keeps a sequence's blocks in place after its release, for an owner and a time."""
     ReleaseSequence: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.ReleaseSequenceRequest, _kvcache_pb2.ReleaseSequenceResponse]
@@ -86,7 +86,7 @@ class CacheManagerServiceAsyncStub(CacheManagerServiceStub):
     TruncateSequence: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.TruncateSequenceRequest, _kvcache_pb2.TruncateSequenceResponse]  # type: ignore[assignment]
     """Forgets the tokens of a sequence from a length on, as rejected speculation needs."""
     ForkSequence: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.ForkSequenceRequest, _kvcache_pb2.ForkSequenceResponse]  # type: ignore[assignment]
-    """Starts a second sequence that shares every block with a first one; a partly filled last block is copied."""
+    """Starts a second sequence that shares a first one's full blocks; a partly filled last block is copied."""
     HoldSequence: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.HoldSequenceRequest, _kvcache_pb2.HoldSequenceResponse]  # type: ignore[assignment]
     """Keeps a sequence's blocks in place after its release, for an owner and a time."""
     ReleaseSequence: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.ReleaseSequenceRequest, _kvcache_pb2.ReleaseSequenceResponse]  # type: ignore[assignment]
@@ -167,7 +167,7 @@ class CacheManagerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kvcache_pb2.ForkSequenceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvcache_pb2.ForkSequenceResponse, _abc.Awaitable[_kvcache_pb2.ForkSequenceResponse]]:
-        """Starts a second sequence that shares every block with a first one; a partly filled last block is copied."""
+        """Starts a second sequence that shares a first one's full blocks; a partly filled last block is copied."""
 
     @_abc_1.abstractmethod
     def HoldSequence(

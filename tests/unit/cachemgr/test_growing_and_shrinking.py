@@ -192,6 +192,66 @@ def test_forks_at_the_end_of_a_block_copy_nothing():
     world.check()
 
 
+@pytest.mark.parametrize("prompt", [1, 4, 7, 8, 9])
+def test_a_fork_of_the_prompt_leaves_its_last_token_to_compute_however_far_the_first_sequence_is(prompt):
+    world = World(24)
+    tokens = list(range(prompt))
+    world.run(tokens, "a", generate=6)
+    parent = world.live["a"]
+    fork = world.manager.fork("a", "b", prompt)
+    assert fork.cached_tokens == prompt - 1
+    full, copied = divmod(prompt - 1, 4)
+    assert [slot for slot in fork.block_tables[0].slots if slot in parent.tables[0]] == parent.tables[0][:full]
+    assert len(fork.block_tables[0].slots) == full + 1
+    assert [(copy.source_slot, copy.num_tokens) for copy in fork.transfers] == (
+        [(parent.tables[0][full], copied)] if copied else []
+    )
+    world.enter(world.request(tokens, "b"), fork, tokens)
+    world.check()
+    for _ in range(6):
+        # Attending checks every token that the fork sees.
+        world.step()
+        world.confirm()
+        world.sync()
+        world.check()
+    assert len(world.live["b"].tokens) == prompt + 6
+
+
+def test_a_fork_outlives_a_first_sequence_that_ends_before_the_copy_has_run():
+    world = World(6)
+    tokens = list(range(8))
+    world.run(tokens, "a", generate=2)
+    world.enter(world.request(tokens, "b"), world.manager.fork("a", "b", 8), tokens)
+    world.finish("a")
+    world.check()
+    while world.manager.admit(world.request([77])).admitted:
+        # Whatever can be taken is taken, but not the source of the copy nor what it stands on.
+        world.check()
+    world.step(names={"b"})
+    world.confirm()
+    world.check()
+    assert len(world.live["b"].tokens) == 9
+
+
+@pytest.mark.parametrize("num_tokens", [0, 12])
+def test_a_fork_has_at_least_one_token_and_none_that_the_first_sequence_has_not(num_tokens):
+    world = World(12)
+    world.run(list(range(10)), "a")
+    with pytest.raises(InvalidField) as refused:
+        world.manager.fork("a", "b", num_tokens)
+    assert list(refused.value.fields) == ["num_tokens"]
+    assert [view.sequence_id for view in world.manager.sequences()] == ["a"]
+
+
+def test_a_fork_of_tokens_before_a_window_that_is_given_back_is_refused():
+    world = World(24, windows=(None, 3))
+    world.run(list(range(9)), "a", generate=4)
+    assert world.manager.fork("a", "b", 12).admitted
+    with pytest.raises(WindowPassedError):
+        world.manager.fork("a", "c", 9)
+    world.check()
+
+
 def test_a_fork_without_a_block_is_an_answer_that_takes_nothing():
     world = World(3)
     world.run(list(range(10)), "a")
@@ -206,6 +266,8 @@ def test_a_fork_is_idempotent_and_its_id_is_checked():
     world.run(list(range(10)), "a")
     first = world.manager.fork("a", "b")
     assert world.manager.fork("a", "b") == first
+    with pytest.raises(SequenceExistsError):
+        world.manager.fork("a", "b", 10)
     with pytest.raises(SequenceExistsError):
         world.manager.fork("b", "a")
     with pytest.raises(InvalidField):

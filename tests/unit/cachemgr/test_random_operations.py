@@ -184,22 +184,25 @@ class CacheWorld(RuleBasedStateMachine):
         world.give_up_on(live)
 
     @precondition(lambda self: self.world.live)
-    @rule(index=st.integers(0, 20))
-    def fork(self, index):
+    @rule(index=st.integers(0, 20), length=st.none() | st.integers(1, 24))
+    def fork(self, index, length):
         world, parent = self.world, self.pick(index)
         self.forks += 1
         name = f"fork{self.forks}"
         if parent.reported_tokens != len(parent.tokens):
             return
+        if length is not None:
+            length = min(length, len(parent.tokens))
         try:
-            admission = world.manager.fork(parent.request.sequence_id, name)
-        except (SequenceUnsettledError, VoidSequenceError):
+            admission = world.manager.fork(parent.request.sequence_id, name, length)
+        except (SequenceUnsettledError, VoidSequenceError, WindowPassedError):
             return
         if not admission.admitted:
             assert admission.blocks_short > 0
             return
-        request = world.request(parent.tokens, name, salt=parent.request.salt, adapter_id=parent.request.adapter_id)
-        child = world.enter(request, admission, parent.tokens)
+        tokens = parent.tokens[:length]
+        request = world.request(tokens, name, salt=parent.request.salt, adapter_id=parent.request.adapter_id)
+        child = world.enter(request, admission, tokens)
         child.tainted = parent.tainted
         # What the manager has not heard of is not shared.
         assert child.computed <= parent.computed
@@ -351,6 +354,7 @@ def arguments(name: str, random: Random) -> dict[str, object]:
     found |= {"index": random.randrange(20)} if name in OF_A_SEQUENCE else {}
     found |= {"truncate": {"drop": random.randrange(7)}, "extend": {"more": random.randrange(9)}}.get(name, {})
     found |= {"duration": random.choice([1.0, 6.0])} if name == "hold" else {}
+    found |= {"length": random.choice([None, random.randint(1, 24)])} if name == "fork" else {}
     return found | ({"chance": random.choice([0, 0, 0, 7])} if name.endswith(("again", "silent")) else {})
 
 

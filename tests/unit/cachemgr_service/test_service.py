@@ -33,6 +33,18 @@ async def test_computed_blocks_are_found_by_the_next_sequence(client: Client) ->
     await client.check()
 
 
+async def test_a_fork_says_what_it_need_not_compute_and_may_be_shorter_than_its_first_sequence(client: Client) -> None:
+    await client.register()
+    first = await client.admit("a", 10)
+    await client.sync(1, handles=[first.sequence_handle], computed_tokens=[10], new_token_counts=[0])
+    request = pb.ForkSequenceRequest(parent_sequence_id="a", sequence_id="b", num_tokens=7)
+    fork = await client.manager.ForkSequence(request, timeout=5)
+    assert (fork.admitted, fork.cached_tokens) == (True, 6)
+    whole = pb.ForkSequenceRequest(parent_sequence_id="a", sequence_id="c")
+    assert (await client.manager.ForkSequence(whole, timeout=5)).cached_tokens == 9
+    await client.check()
+
+
 async def test_salts_keep_sequences_apart(client: Client) -> None:
     await client.register()
     await client.compute(await client.admit("a", 10, salt="x"), 10)
