@@ -84,7 +84,8 @@ class CacheClient:
         self._sync_number = 0
         self._batch = SyncBatch()
         self._session = 0
-        self._live = 0
+        # Sequences that hold blocks: their ids by handle.
+        self._live: dict[int, str] = {}
         self._lost = False
         self._given_up = asyncio.Event()
         self._wake = asyncio.Event()
@@ -101,7 +102,7 @@ class CacheClient:
     @property
     def live(self) -> int:
         """Sequences that hold blocks."""
-        return self._live
+        return len(self._live)
 
     def receive(self, report: Report) -> None:
         """Takes what a step brought, for the next sync."""
@@ -112,7 +113,8 @@ class CacheClient:
                 self._given_up.set()
         else:
             self._batch.merge(report)
-            self._live -= len(report.released)
+            for handle in report.released:
+                self._live.pop(handle, None)
         self.wake()
 
     def wake(self) -> None:
@@ -128,7 +130,7 @@ class CacheClient:
                 while True:
                     await self._turn()
             except ManagerLostError as error:
-                log.warning("cache manager lost", cause=str(error), sequences=self._live)
+                log.warning("cache manager lost", cause=str(error), sequences=self.live)
             await self._give_up()
 
     async def _register(self) -> None:
@@ -150,7 +152,7 @@ class CacheClient:
         await self._given_up.wait()
         self._lost = False
         self._batch = SyncBatch()
-        self._live = 0
+        self._live.clear()
         self._short = 0
         self._refused = None
 
@@ -176,7 +178,7 @@ class CacheClient:
     def _next_candidate(self) -> Candidate | None:
         """Whom to ask blocks for now. Those who run and want blocks come first."""
         head = self._queue.head
-        if head is None or self._session <= 0 or self._live >= self._max_running or self._short:
+        if head is None or self._session <= 0 or self.live >= self._max_running or self._short:
             return None
         if head is self._refused:
             waited = time.monotonic() - self._refused_at
@@ -210,7 +212,9 @@ class CacheClient:
     async def _admit(self, candidate: Candidate) -> None:
         session = self._session
         try:
-            answer = await self._call(self._stub.AdmitSequence, self._admission(candidate))
+            answer = await self._fork(candidate)
+            if answer is None:
+                answer = await self._call(self._stub.AdmitSequence, self._admission(candidate))
         except RemoteError as error:
             if error.code in _FINAL:
                 self._queue.remove(candidate.request.arrival)
@@ -226,12 +230,39 @@ class CacheClient:
         if not answer.admitted:
             self._refuse(candidate)
             return
-        self._live += 1
+        self._live[answer.sequence_handle] = candidate.sequence_id
         if not self._queue.remove(candidate.request.arrival):
             self._forget(answer)
             return
         self._admissions.admitted(candidate, answer.cached_tokens)
         self._mailbox.put(Admitted(_sequence(candidate, answer, self._block_size), session))
+
+    async def _fork(self, candidate: Candidate) -> pb.AdmitSequenceResponse | None:
+        """Shares the parent's prompt. None when that cannot be done: then the candidate is one like any other."""
+        if candidate.parent in self._batch.progress:
+            # What the parent has computed is shared as far as the manager knows of it.
+            await self._sync()
+        if candidate.parent not in self._live:
+            return None
+        message = pb.ForkSequenceRequest(
+            parent_sequence_id=self._live[candidate.parent],
+            sequence_id=candidate.sequence_id,
+            num_tokens=len(candidate.token_ids),
+        )
+        try:
+            answer = await self._call(self._stub.ForkSequence, message)
+        except RemoteError as error:
+            log.info("a sample is not forked", cause=str(error))
+            return None
+        return pb.AdmitSequenceResponse(
+            # Only the manager that admitted the parent knows it.
+            manager_epoch=self._manager_epoch,
+            admitted=answer.admitted,
+            sequence_handle=answer.sequence_handle,
+            cached_tokens=answer.cached_tokens,
+            block_tables=answer.block_tables,
+            transfers=answer.transfers,
+        )
 
     def _refuse(self, candidate: Candidate) -> None:
         self._refused = candidate
@@ -270,7 +301,7 @@ class CacheClient:
             except grpc.aio.AioRpcError as failure:
                 error = from_rpc_error(failure)
             if error.code not in _AWAY:
-                if isinstance(message, pb.AdmitSequenceRequest):
+                if isinstance(message, pb.AdmitSequenceRequest | pb.ForkSequenceRequest):
                     raise error
                 await asyncio.sleep(backoff)
                 raise ManagerLostError(str(error))

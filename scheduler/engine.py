@@ -3,11 +3,12 @@
 import asyncio
 import contextlib
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 
 from protos.rpc.errors import ServiceError
 from scheduler.cache_client import CacheClient
 from scheduler.errors import DrainingError, QueueFullError, RequestExistsError, StepLoopError
-from scheduler.generation import Generation
+from scheduler.generation import Generation, Stream
 from scheduler.mailbox import Cancel, Mailbox, Output, Report
 from scheduler.metrics import RequestMetrics
 from scheduler.request import Candidate, Request
@@ -45,12 +46,12 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        """Requests that hold blocks."""
+        """Samples that hold blocks."""
         return self._cache.live if self._cache else 0
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for blocks, or are not tokenized yet."""
+        """Samples that wait for blocks, and requests that are not tokenized yet."""
         return len(self._queue) + self._arriving
 
     @contextlib.contextmanager
@@ -76,18 +77,20 @@ class Engine:
             )
 
     @contextlib.contextmanager
-    def submit(self, request: Request) -> Iterator[Generation]:
+    def submit(self, samples: Seq[Request]) -> Iterator[Stream]:
         """Queues a request that was counted as arriving. Leaving the block frees all that it held, however it ended."""
-        self._check_id(request.request_id)
-        generation = self._live[request.arrival] = Generation(request, self.model)
-        self._request_ids.add(request.request_id)
+        first = samples[0]
+        self._check_id(first.request_id)
+        stream = Stream(samples, self.model)
+        self._live.update((generation.request.arrival, generation) for generation in stream.generations)
+        self._request_ids.add(first.request_id)
         self._idle.clear()
-        self._queue.push(Candidate(request, request.prompt_ids))
+        self._queue.push(Candidate(first, first.prompt_ids))
         self._touch()
         try:
-            yield generation
+            yield stream
         finally:
-            self._drop(generation)
+            self._drop(samples)
 
     def receive(self, report: Report) -> None:
         """Takes what a step brought: one call per step for all requests."""
@@ -101,9 +104,13 @@ class Engine:
             self._metrics.preemptions.inc()
             if generation := self._live.get(arrival):
                 generation.preemptions += 1
-        for output in report.outputs.values():
+        for handle, output in report.outputs.items():
             if (generation := self._live.get(output.arrival)) and not generation.finished:
                 self._publish(generation, output, report.at)
+                # A token says that the prompt is computed.
+                for request in generation.followers:
+                    self._queue.push(Candidate(request, request.prompt_ids, parent=handle))
+                generation.followers = ()
         for candidate in report.again:
             if (generation := self._live.get(candidate.request.arrival)) and not generation.finished:
                 self._queue.push(candidate)
@@ -125,7 +132,7 @@ class Engine:
     def admitted(self, candidate: Candidate, cached_tokens: int) -> None:
         """A candidate has its blocks."""
         generation = self._live[candidate.request.arrival]
-        if generation.cached_tokens is None:
+        if generation.cached_tokens is None and not candidate.request.sample_index:
             generation.cached_tokens = cached_tokens
             self._metrics.prompt_tokens.inc(len(candidate.request.prompt_ids))
             self._metrics.cached_tokens.inc(cached_tokens)
@@ -144,14 +151,14 @@ class Engine:
             # A stop string: the step loop does not know of it.
             self._mailbox.put(Cancel(output.arrival))
 
-    def _drop(self, generation: Generation) -> None:
-        request = generation.request
-        del self._live[request.arrival]
-        self._request_ids.remove(request.request_id)
+    def _drop(self, samples: Seq[Request]) -> None:
+        self._request_ids.remove(samples[0].request_id)
+        for request in samples:
+            del self._live[request.arrival]
+            if not self._queue.remove(request.arrival):
+                self._mailbox.put(Cancel(request.arrival))
         if not self._live:
             self._idle.set()
-        if not self._queue.remove(request.arrival):
-            self._mailbox.put(Cancel(request.arrival))
         self._touch()
 
     def _touch(self) -> None:

@@ -1,4 +1,4 @@
-"""`python -m scheduler.generate "prompt"`: a client that streams one answer to the terminal."""
+"""`python -m scheduler.generate "prompt"`: a client that streams the answer to the terminal, or shows several."""
 
 import os
 import sys
@@ -32,6 +32,7 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Only the most likely tokens with this total probability.")] = 1.0,
     seed: Annotated[int | None, typer.Option(min=0, help="Same seed, same answer.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
+    n: Annotated[int, typer.Option("--n", min=1, help="Answers to the one prompt; differ at a temperature only.")] = 1,
     timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait at most.")] = 600.0,
 ) -> None:
     """Streams the model's answer to standard output and prints what it took to standard error."""
@@ -39,6 +40,7 @@ def generate(
         max_tokens=max_tokens,
         sampling=pb.SamplingParams(temperature=temperature, top_p=top_p, seed=seed),
         stop=stop or [],
+        n=n,
     )
     text = sys.stdin.read() if prompt == "-" else prompt
     if raw:
@@ -51,9 +53,10 @@ def generate(
 
 
 def run(address: str, request: pb.StreamGenerateRequest, timeout: float) -> int:
-    """Streams one answer; returns the exit status."""
+    """Streams one answer, or shows each of several when it is whole; returns the exit status."""
     started = time.monotonic()
-    first, received = None, 0
+    first, received, usage = None, 0, pb.Usage()
+    texts = [""] * request.n
     with open_sync_channel(address) as channel:
         stub: rpc.GenerationServiceStub = rpc.GenerationServiceStub(channel)
         call = stub.StreamGenerate(request, timeout=timeout)
@@ -62,16 +65,25 @@ def run(address: str, request: pb.StreamGenerateRequest, timeout: float) -> int:
                 if response.token_ids and first is None:
                     first = time.monotonic()
                 received += len(response.token_ids)
-                typer.echo(response.text, nl=False)
-                if response.finish_reason:
-                    typer.echo()
-                    typer.echo(summary(response.usage, started, first or started, time.monotonic()), err=True)
+                if request.n == 1:
+                    typer.echo(response.text, nl=False)
+                texts[response.sample_index] += response.text
+                if not response.finish_reason:
+                    continue
+                if request.n > 1:
+                    typer.echo(f"--- {response.sample_index + 1} of {request.n}")
+                    typer.echo(texts[response.sample_index], nl=False)
+                typer.echo()
+                usage.prompt_tokens += response.usage.prompt_tokens
+                usage.cached_tokens += response.usage.cached_tokens
+                usage.output_tokens += response.usage.output_tokens
+            typer.echo(summary(usage, started, first or started, time.monotonic()), err=True)
         except KeyboardInterrupt:
             call.cancel()
             typer.echo("\ncancelled", err=True)
             return INTERRUPTED
         except grpc.RpcError as error:
-            if received:
+            if received and request.n == 1:
                 typer.echo()
             typer.echo(explain(from_rpc_error(error), address, received), err=True)
             return 1
@@ -79,7 +91,7 @@ def run(address: str, request: pb.StreamGenerateRequest, timeout: float) -> int:
 
 
 def summary(usage: pb.Usage, started: float, first: float, ended: float) -> str:
-    """One line: tokens, time to first token and speed, as seen by the client."""
+    """One line: tokens, time to first token and speed of all answers together, as seen by the client."""
     behind = usage.output_tokens - 1
     speed = f"{behind / (ended - first):.1f}" if behind > 0 and ended > first else "-"
     return (

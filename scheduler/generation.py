@@ -1,6 +1,7 @@
-"""The output of one request: text, stop strings, usage, and the stream to its caller. On the asyncio loop."""
+"""The output of a request: text, stop strings, usage, and the stream to its caller. On the asyncio loop."""
 
 import asyncio
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from protos.execution.v1 import execution_pb2
@@ -24,10 +25,13 @@ class Chunk:
 
 
 class Generation:
-    """Times are in seconds of one monotonic clock; None while the thing has not happened."""
+    """One sample's output. Times are in seconds of one monotonic clock; None while the thing has not happened."""
 
-    def __init__(self, request: Request, model: Model) -> None:
+    def __init__(self, request: Request, model: Model, news: asyncio.Event) -> None:
+        """news: set whenever there is something to take."""
         self.request = request
+        # Samples that share the prompt once this one has computed it.
+        self.followers: Seq[Request] = ()
         self.finished = False
         self.output_tokens = 0
         self.preemptions = 0
@@ -39,7 +43,7 @@ class Generation:
         self._stops = StopStrings(request.stop)
         self._chunk = Chunk()
         self._error: ServiceError | None = None
-        self._news = asyncio.Event()
+        self._news = news
 
     def feed(self, output: Output, now: float) -> None:
         """Takes new tokens. Afterwards `finished` says whether the output has ended, here or by a stop string."""
@@ -65,19 +69,19 @@ class Generation:
         self.finished = True
         self._news.set()
 
-    async def next(self) -> Chunk:
-        """Waits for output; the last chunk has `finish` set. Raises the error that `fail` was given."""
-        await self._news.wait()
-        self._news.clear()
-        chunk, self._chunk = self._chunk, Chunk()
+    def take(self) -> Chunk | None:
+        """New output, if there is any; the last chunk has `finish` set. Raises the error that `fail` was given."""
         if self._error is not None:
             raise self._error
+        if not self._chunk.token_ids:
+            return None
+        chunk, self._chunk = self._chunk, Chunk()
         return chunk
 
     def usage(self) -> pb.Usage:
-        """What the request used."""
+        """What the sample used; the prompt is the first one's."""
         usage = pb.Usage(
-            prompt_tokens=len(self.request.prompt_ids),
+            prompt_tokens=0 if self.request.sample_index else len(self.request.prompt_ids),
             cached_tokens=self.cached_tokens or 0,
             output_tokens=self.output_tokens,
             preemptions=self.preemptions,
@@ -109,3 +113,24 @@ class Generation:
     def _finish(self, reason: pb.FinishReason) -> None:
         self._chunk.finish = reason
         self.finished = True
+
+
+class Stream:
+    """The outputs of all samples of one request, in the order in which they come."""
+
+    def __init__(self, samples: Seq[Request], model: Model) -> None:
+        self._news = asyncio.Event()
+        self.generations = [Generation(request, model, self._news) for request in samples]
+        self.generations[0].followers = samples[1:]
+
+    @property
+    def finished(self) -> bool:
+        """Whether all outputs have ended; the last pieces may still have to be taken."""
+        return all(generation.finished for generation in self.generations)
+
+    async def next(self) -> list[tuple[Generation, Chunk]]:
+        """Waits for output. Raises the error of a sample that failed."""
+        await self._news.wait()
+        self._news.clear()
+        taken = [(generation, generation.take()) for generation in self.generations]
+        return [(generation, chunk) for generation, chunk in taken if chunk is not None]

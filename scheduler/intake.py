@@ -1,9 +1,11 @@
 """Checks a request and turns it into a Request. Everything a caller can get wrong is said here, and nowhere else."""
 
+import hashlib
 import itertools
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 from google.protobuf.duration_pb2 import Duration
@@ -25,6 +27,7 @@ MAX_STOP_IDS = 256
 MAX_LOGPROBS = 20
 MAX_RANGES = 64
 MAX_PRIORITY = 100
+MAX_SAMPLES = 64
 # What google.protobuf.Duration holds.
 MAX_SECONDS = 315_576_000_000
 
@@ -37,8 +40,8 @@ class Intake:
         self._max_prompt_bytes = max_prompt_bytes
         self._arrivals = itertools.count(1)
 
-    async def accept(self, message: pb.StreamGenerateRequest) -> Request:
-        """Checks everything, cheap things first; text is tokenized in a thread."""
+    async def accept(self, message: pb.StreamGenerateRequest) -> list[Request]:
+        """Checks everything, cheap things first; text is tokenized in a thread. Returns one request per sample."""
         arrived_at = time.monotonic()
         self._check_names(message)
         sampling = _sampling(message.sampling, self._stop_token_ids(message))
@@ -46,8 +49,11 @@ class Intake:
         wishes = _wishes(message.cache)
         if message.HasField("max_tokens") and message.max_tokens < 1:
             raise InvalidField("max_tokens", "must be at least 1")
+        samples = message.n if message.HasField("n") else 1
+        if not 1 <= samples <= MAX_SAMPLES:
+            raise InvalidField("n", f"must be from 1 to {MAX_SAMPLES}")
         prompt_ids = tuple(await self._prompt_ids(message))
-        return Request(
+        first = Request(
             request_id=message.request_id or secrets.token_hex(8),
             prompt_ids=prompt_ids,
             max_tokens=self._max_tokens(message, len(prompt_ids)),
@@ -58,6 +64,13 @@ class Intake:
             priority=message.priority,
             wishes=wishes,
         )
+        return [first, *(self._sample(first, index) for index in range(1, samples))]
+
+    def _sample(self, first: Request, index: int) -> Request:
+        sampling = execution_pb2.SamplingParams()
+        sampling.CopyFrom(first.sampling)
+        sampling.seed = sample_seed(first.sampling.seed, index)
+        return replace(first, sample_index=index, arrival=next(self._arrivals), sampling=sampling)
 
     def _check_names(self, message: pb.StreamGenerateRequest) -> None:
         if len(message.request_id.encode()) > MAX_REQUEST_ID_BYTES:
@@ -128,6 +141,12 @@ class Intake:
         if message.max_tokens > fits:
             raise InvalidField("max_tokens", f"is more than fits behind {prompt_tokens} prompt tokens, which is {fits}")
         return message.max_tokens
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """The seed of a sample other than the first."""
+    # A hash: neighbouring seeds are what callers choose for requests that shall differ.
+    return int.from_bytes(hashlib.sha256(f"{seed} {index}".encode()).digest()[:8], "big")
 
 
 def _sampling(sampling: pb.SamplingParams, stop_token_ids: list[int]) -> execution_pb2.SamplingParams:

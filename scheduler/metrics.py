@@ -54,9 +54,9 @@ class RequestMetrics:
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         prefix = "kvkeep_scheduler"
-        self.running = Gauge(f"{prefix}_running_requests", "Requests that hold blocks.", registry=registry)
-        self.waiting = Gauge(f"{prefix}_waiting_requests", "Requests that wait for blocks.", registry=registry)
-        self.preemptions = Counter(f"{prefix}_preemptions", "Requests that gave their blocks back.", registry=registry)
+        self.running = Gauge(f"{prefix}_running_requests", "Samples that hold blocks.", registry=registry)
+        self.waiting = Gauge(f"{prefix}_waiting_requests", "Samples that wait for blocks.", registry=registry)
+        self.preemptions = Counter(f"{prefix}_preemptions", "Samples that gave their blocks back.", registry=registry)
         self.prompt_tokens = Counter(f"{prefix}_prompt_tokens", "Prompt tokens admitted.", registry=registry)
         self.cached_tokens = Counter(f"{prefix}_cached_tokens", "Of these, tokens from the cache.", registry=registry)
         self.output_tokens = Counter(f"{prefix}_output_tokens", "Tokens generated.", registry=registry)

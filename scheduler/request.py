@@ -19,7 +19,10 @@ class CacheWishes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """One accepted generation. `arrival` orders requests, `arrived_at` is in seconds of the monotonic clock."""
+    """One sample of an accepted generation; most have only one. Samples share a request_id and nothing that changes.
+
+    `arrival` names and orders requests, `arrived_at` is in seconds of the monotonic clock.
+    """
 
     request_id: str
     prompt_ids: tuple[int, ...]
@@ -30,6 +33,7 @@ class Request:
     stop: tuple[str, ...] = ()
     priority: int = 0
     wishes: CacheWishes = CacheWishes()
+    sample_index: int = 0
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -44,6 +48,8 @@ class Candidate:
     request: Request
     token_ids: tuple[int, ...]
     attempt: int = 0
+    # Handle of the sequence to share the prompt with while that one is live; 0 for none.
+    parent: int = 0
 
     @property
     def sequence_id(self) -> str:

@@ -13,7 +13,7 @@ from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
 from scheduler.engine import Engine
 from scheduler.errors import DeadlineError, NotReadyError
-from scheduler.generation import Chunk, Generation
+from scheduler.generation import Chunk, Generation, Stream
 from scheduler.intake import Intake
 
 SERVICE = "generation.v1.GenerationService"
@@ -46,11 +46,15 @@ class GenerationService(rpc.GenerationServiceServicer):
         try:
             async with asyncio.timeout(context.time_remaining()):
                 with engine.arriving(request.request_id):
-                    accepted = await intake.accept(request)
-                with engine.submit(accepted) as generation, _told(generation):
-                    while not (chunk := await generation.next()).finish:
-                        await context.write(_response(generation, chunk))
-                await context.write(_response(generation, chunk))
+                    samples = await intake.accept(request)
+                with engine.submit(samples) as stream, _told(stream):
+                    news = await stream.next()
+                    while not stream.finished:
+                        for generation, chunk in news:
+                            await context.write(_response(generation, chunk))
+                        news = await stream.next()
+                for generation, chunk in news:
+                    await context.write(_response(generation, chunk))
         except TimeoutError:
             raise DeadlineError("the call's deadline passed before the output ended") from None
 
@@ -83,27 +87,30 @@ class GenerationService(rpc.GenerationServiceServicer):
 
 
 @contextlib.contextmanager
-def _told(generation: Generation) -> Iterator[None]:
+def _told(stream: Stream) -> Iterator[None]:
     """A line in the log for a request that has ended, however it did; nothing of what was said."""
     try:
         yield
     finally:
-        usage = generation.usage()
+        request = stream.generations[0].request
+        usages = [generation.usage() for generation in stream.generations]
         log.info(
             "request ended",
-            generation=generation.request.request_id,
-            finished=generation.finished,
-            prompt_tokens=usage.prompt_tokens,
-            cached_tokens=usage.cached_tokens,
-            output_tokens=usage.output_tokens,
-            preemptions=usage.preemptions,
-            seconds=round(time.monotonic() - generation.request.arrived_at, 3),
+            generation=request.request_id,
+            samples=len(usages),
+            finished=stream.finished,
+            prompt_tokens=sum(usage.prompt_tokens for usage in usages),
+            cached_tokens=sum(usage.cached_tokens for usage in usages),
+            output_tokens=sum(usage.output_tokens for usage in usages),
+            preemptions=sum(usage.preemptions for usage in usages),
+            seconds=round(time.monotonic() - request.arrived_at, 3),
         )
 
 
 def _response(generation: Generation, chunk: Chunk) -> pb.StreamGenerateResponse:
     response = pb.StreamGenerateResponse(
         request_id=generation.request.request_id,
+        sample_index=generation.request.sample_index,
         text=chunk.text,
         token_ids=chunk.token_ids,
         finish_reason=chunk.finish,

@@ -23,7 +23,7 @@ class SchedulerSettings(ProcessSettings):
     max_batched_tokens: int = Field(
         512, ge=1, le=65536, description="Tokens per step at most: fewer make decoding smoother and prompts slower."
     )
-    max_running: int = Field(64, ge=1, le=4096, description="Requests that hold blocks at a time.")
-    max_waiting: int = Field(256, ge=1, description="Requests that may wait for blocks before more are refused.")
+    max_running: int = Field(64, ge=1, le=4096, description="Samples that hold blocks at a time.")
+    max_waiting: int = Field(256, ge=1, description="Samples that may wait for blocks before requests are refused.")
     max_prompt_bytes: int = Field(4 << 20, ge=1, description="Longest prompt text in bytes of UTF-8.")
     drain_seconds: float = Field(30.0, ge=0, description="How long running requests may go on after SIGTERM.")

@@ -15,7 +15,7 @@ from protos.generation.v1 import generation_pb2_grpc as rpc
 
 @dataclass
 class Output:
-    """What came back for one request; times in seconds of one monotonic clock."""
+    """What came back for one sample; times in seconds of one monotonic clock."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -41,16 +41,27 @@ def greedy_request(
 async def generate(
     stub: rpc.GenerationServiceAsyncStub, request: pb.StreamGenerateRequest, seconds: float = 600
 ) -> Output:
-    """Runs one request to its end."""
-    output = Output(started=time.monotonic())
+    """Runs a request of one sample to its end."""
+    [output] = await generate_samples(stub, request, seconds)
+    return output
+
+
+async def generate_samples(
+    stub: rpc.GenerationServiceAsyncStub, request: pb.StreamGenerateRequest, seconds: float = 600
+) -> list[Output]:
+    """Runs one request to its end; returns the outputs of its samples."""
+    started = time.monotonic()
+    outputs = [Output(started=started) for _ in range(request.n or 1)]
     async for message in stub.StreamGenerate(request, timeout=seconds):
+        output = outputs[message.sample_index]
+        assert not output.finish_reason, "output behind a sample's end"
         output.token_times += [time.monotonic()] * len(message.token_ids)
         output.token_ids += message.token_ids
         output.text += message.text
         if message.finish_reason:
             output.finish_reason = message.finish_reason
             output.usage = message.usage
-    return output
+    return outputs
 
 
 async def generate_all(

@@ -50,6 +50,7 @@ def run_stack(tmp_path: Path) -> StackFactory:
     ) -> AsyncIterator[Stack]:
         executor = executor or FakeExecutor()
         manager = manager or FakeManager(num_blocks=executor.max_tokens // executor.block_size)
+        executor.confirm = manager.confirm
         addresses = {name: f"unix:{tmp_path}/{name}" for name in ("scheduler", "cachemgr", "executor")}
         async with AsyncExitStack() as exits:
             add_manager = kvcache_pb2_grpc.add_CacheManagerServiceServicer_to_server

@@ -2,7 +2,7 @@
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from protos.execution.v1 import execution_pb2 as pb
@@ -71,6 +71,8 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
         self.sessions = 0
         self.running: dict[int, Running] = {}
         self.copied_tickets: list[int] = []
+        # Hears of every copy, as the cache manager does.
+        self.confirm: Callable[[int], None] = lambda ticket: None
         self._memory: dict[tuple[int, int, int], int] = {}
         self._break = asyncio.Event()
         self._last_step = 0
@@ -189,6 +191,7 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
         copies = zip(step.copy_tickets, step.copy_groups, step.copy_source_slots, step.copy_target_slots, strict=True)
         for ticket, group, source, target in copies:
             self.copied_tickets.append(ticket)
+            self.confirm(ticket)
             for offset in range(self.block_size):
                 if (held := self._memory.get((group, source, offset))) is not None:
                     self._memory[group, target, offset] = held
@@ -212,7 +215,8 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
                 assert self._memory.get(place) == right, f"{handle} reads another sequence's token at {position}"
         if sequence.computed < len(sequence.token_ids):
             return
-        token = next_token(sequence.token_ids, self.vocab_size, sequence.sampling.seed)
+        seed = sequence.sampling.seed if sequence.sampling.temperature else 0
+        token = next_token(sequence.token_ids, self.vocab_size, seed)
         sequence.token_ids.append(token)
         sequence.stopped = token in sequence.sampling.stop_token_ids
         result.sequences.append(handle)

@@ -14,6 +14,13 @@ from protos.rpc.errors import ServiceError
 AHEAD = 8
 
 
+class NoParentError(ServiceError):
+    """A fork of a sequence that is not there, or not as it should be."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "NO_PARENT"
+
+
 class LostError(ServiceError):
     """The manager does not know the caller's epoch."""
 
@@ -43,6 +50,7 @@ class Live:
     cached: int
     wait_for: int
     store: bool
+    void: bool = False
     blocks: list[Block] = field(default_factory=list)
 
 
@@ -60,6 +68,9 @@ class FakeManager(rpc.CacheManagerServiceServicer):
         self.trims = 0
         self.refusals = 0
         self.admitted_ids: list[str] = []
+        self.forked_ids: list[str] = []
+        # Forks to come that are refused, as when the parent is not settled.
+        self.unsettled = 0
         self.void_next: set[str] = set()
         self.gate = asyncio.Event()
         self.gate.set()
@@ -75,6 +86,8 @@ class FakeManager(rpc.CacheManagerServiceServicer):
         self._index: dict[tuple[int, ...], Block] = {}
         self._free = [Block(slot) for slot in range(self.num_blocks, 0, -1)]
         self._cached: dict[int, Block] = {}
+        # Source and target of open copies, by ticket.
+        self._tickets: dict[int, tuple[Block, Block]] = {}
         self._scheduler_epoch = 0
 
     def restart(self) -> None:
@@ -85,7 +98,7 @@ class FakeManager(rpc.CacheManagerServiceServicer):
     def executor_lost(self) -> None:
         """Voids what every block holds and all live sequences, as when the executor announces a newer epoch."""
         for live in self.live.values():
-            live.store = False
+            live.store, live.void = False, True
             self.void_next.add(live.sequence_id)
         for block in self._index.values():
             block.key, block.writer = None, 0
@@ -121,6 +134,8 @@ class FakeManager(rpc.CacheManagerServiceServicer):
         assert request.scheduler_epoch > self._scheduler_epoch
         for live in list(self.live.values()):
             self._release(live)
+        for ticket in list(self._tickets):
+            self.confirm(ticket)
         self._scheduler_epoch = request.scheduler_epoch
         self._sync_number = 0
         return pb.RegisterSchedulerResponse(manager_epoch=self.epoch, lease_duration=duration_pb2.Duration(seconds=3))
@@ -161,6 +176,49 @@ class FakeManager(rpc.CacheManagerServiceServicer):
             block_tables=[pb.BlockTable(group=0, slots=[block.slot for block in live.blocks])],
         )
 
+    async def ForkSequence(self, request: pb.ForkSequenceRequest, context: object) -> pb.ForkSequenceResponse:
+        await self.gate.wait()
+        parent = next((live for live in self.live.values() if live.sequence_id == request.parent_sequence_id), None)
+        self.unsettled -= 1
+        if parent is None or parent.void or self.unsettled >= 0:
+            raise NoParentError("there is nothing to share")
+        token_ids = parent.token_ids[: request.num_tokens]
+        if parent.computed < request.num_tokens:
+            self.faults.append(f"{request.sequence_id} comes before its parent's prompt is computed")
+        computed = min(parent.computed, len(token_ids) - 1)
+        full, copied = divmod(computed, self.block_size)
+        needed = -(-len(token_ids) // self.block_size) - full
+        if needed > self.free:
+            self.refusals += 1
+            return pb.ForkSequenceResponse(blocks_short=needed - self.free)
+        live = Live(request.sequence_id, self._next_handle, token_ids, computed, computed, 0, store=parent.store)
+        self._next_handle += 1
+        live.blocks = parent.blocks[:full]
+        for block in live.blocks:
+            self._claim(block)
+        live.blocks += [self._take() for _ in range(needed)]
+        answer = pb.ForkSequenceResponse(
+            admitted=True,
+            sequence_handle=live.handle,
+            cached_tokens=computed,
+            block_tables=[pb.BlockTable(group=0, slots=[block.slot for block in live.blocks])],
+        )
+        if copied:
+            source, target = parent.blocks[full], live.blocks[full]
+            for block in (source, target):
+                self._claim(block)
+            self._tickets[live.handle] = source, target
+            answer.transfers.add(ticket=live.handle, source_slot=source.slot, target_slot=target.slot)
+        self.live[live.handle] = live
+        self.forked_ids.append(live.sequence_id)
+        await self._notify()
+        return answer
+
+    def confirm(self, ticket: int) -> None:
+        """A copy has run, or never will."""
+        for block in self._tickets.pop(ticket, ()):
+            self._drop(block)
+
     async def SyncSequences(self, request: pb.SyncSequencesRequest, context: object) -> pb.SyncSequencesResponse:
         await self.gate.wait()
         self._check(request.scheduler_epoch, request.manager_epoch)
@@ -178,12 +236,15 @@ class FakeManager(rpc.CacheManagerServiceServicer):
                 answer.unknown_handles.append(handle)
         for handle, keep in zip(request.trimmed_handles, request.trimmed_capacity_tokens, strict=True):
             self._trim(self.live[handle], keep)
+        for ticket in request.cancelled_tickets:
+            self.confirm(ticket)
         for handle in request.handles:
             if handle in self.live:
                 self._extend(self.live[handle], answer)
         for live in list(self.live.values()):
             if live.sequence_id in self.void_next:
                 self.void_next.discard(live.sequence_id)
+                live.void = True
                 answer.void_handles.append(live.handle)
         answer.free_blocks = self.free
         self._answer = answer

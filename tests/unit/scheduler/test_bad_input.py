@@ -1,7 +1,9 @@
 """Every wrong request gets a status that names its field, and changes nothing."""
 
+import asyncio
 import subprocess
 import sys
+from asyncio.subprocess import PIPE
 
 import grpc
 import pytest
@@ -44,6 +46,8 @@ BAD = {
     "token_ids.token_ids": ids(),
     "token_ids.token_ids ": ids(*[1] * 400),
     "token_ids.token_ids[1]": ids(1, 1_000_000),
+    "n": ids(1, n=0),
+    "n ": ids(1, n=65),
     "max_tokens": ids(1, max_tokens=0),
     "max_tokens ": ids(1, max_tokens=400),
     "request_id": ids(1, request_id="é" * 65),
@@ -114,10 +118,7 @@ async def test_the_model_is_described(run_stack: StackFactory) -> None:
 
 async def test_the_command_line_client_streams_and_sums_up(run_stack: StackFactory) -> None:
     async with run_stack() as stack:
-        from asyncio import create_subprocess_exec
-        from asyncio.subprocess import PIPE
-
-        process = await create_subprocess_exec(
+        process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "scheduler.generate", "the cat", "--raw", "--max-tokens", "5", "--seed", "0",
             "--address", stack.address, stdout=PIPE, stderr=PIPE,
         )  # fmt: skip
@@ -125,6 +126,22 @@ async def test_the_command_line_client_streams_and_sums_up(run_stack: StackFacto
         assert process.returncode == 0, err
         assert out.strip()
         assert b"output 5 tokens" in err
+
+
+async def test_the_command_line_client_shows_each_sample_whole(run_stack: StackFactory) -> None:
+    async with run_stack() as stack:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "scheduler.generate", "the cat", "--raw", "--max-tokens", "30", "--n", "3",
+            "--address", stack.address, stdout=PIPE, stderr=PIPE,
+        )  # fmt: skip
+        out, err = (text.decode() for text in await process.communicate())
+        assert process.returncode == 0, err
+        parts = [part.partition("\n") for part in out.split("--- ")[1:]]
+        assert {heading for heading, _, _ in parts} == {"1 of 3", "2 of 3", "3 of 3"}
+        [answer] = {text for _, _, text in parts}
+        assert answer.strip()
+        assert "prompt 2 " in err
+        assert "output 90 tokens" in err
 
 
 def test_the_client_says_in_one_line_that_nothing_listens() -> None:

@@ -15,10 +15,8 @@ SEED = pb.SamplingParams(seed=0)
 
 
 def request(prompt: list[int], max_tokens: int, **fields: object) -> pb.StreamGenerateRequest:
-    """Greedy, with the seed that `FakeExecutor.expected` assumes."""
-    message = greedy_request(prompt, max_tokens, **fields)
-    message.sampling.seed = 0
-    return message
+    """Greedy, as `FakeExecutor.expected` assumes."""
+    return greedy_request(prompt, max_tokens, **fields)
 
 
 def prompt_of(length: int, seed: int = 1) -> list[int]:

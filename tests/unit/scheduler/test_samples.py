@@ -1,0 +1,281 @@
+"""Several samples of one prompt: computed once, shared by forks, each with a life of its own."""
+
+import asyncio
+
+import pytest
+
+from protos.generation.v1 import generation_pb2 as pb
+from protos.kvcache.v1 import kvcache_pb2
+from scheduler.intake import sample_seed
+from tests.support.generation import generate_samples
+from tests.unit.scheduler.conftest import Stack, StackFactory
+from tests.unit.scheduler.fake_executor import FakeExecutor
+from tests.unit.scheduler.fake_manager import FakeManager
+from tests.unit.scheduler.test_endings import waiting
+from tests.unit.scheduler.test_generation import prompt_of, request
+
+SEED = 77
+# Output tokens, so many that nobody has ended when the last one is forked.
+LONG = 60
+
+
+def drawn(prompt: list[int], max_tokens: int, n: int, **fields: object) -> pb.StreamGenerateRequest:
+    """Samples with a seed."""
+    sampling = pb.SamplingParams(temperature=1, seed=SEED)
+    return request(prompt, max_tokens, n=n, sampling=sampling, **fields)
+
+
+def expected(stack: Stack, prompt: list[int], count: int, n: int) -> list[list[int]]:
+    """What `drawn` must answer."""
+    seeds = [SEED, *(sample_seed(SEED, index) for index in range(1, n))]
+    return [stack.executor.expected(prompt, count, seed) for seed in seeds]
+
+
+async def run(stack: Stack, message: pb.StreamGenerateRequest) -> list[list[int]]:
+    """The tokens of each sample."""
+    return [output.token_ids for output in await generate_samples(stack.stub, message, 30)]
+
+
+@pytest.mark.parametrize("length", [1, 4, 5, 21, 24])
+async def test_the_prompt_is_computed_once_and_each_sample_draws_its_own_first_token(
+    run_stack: StackFactory, length: int
+) -> None:
+    async with run_stack() as stack:
+        prompt = prompt_of(length)
+        outputs = await run(stack, drawn(prompt, LONG, n=4))
+        assert outputs == expected(stack, prompt, LONG, n=4)
+        assert len({output[0] for output in outputs}) > 1
+        assert len({tuple(output) for output in outputs}) == 4
+        assert len(stack.manager.admitted_ids) == 1
+        assert len(stack.manager.forked_ids) == 3
+        # The last token of the prompt is computed by each.
+        assert sum(step.tokens for step in stack.executor.steps) == length + 3 + 4 * (LONG - 1)
+        assert await run(stack, drawn(prompt, LONG, n=4)) == outputs
+        assert await run(stack, drawn(prompt, LONG, n=1)) == outputs[:1]
+
+
+async def test_samples_share_the_prompts_full_blocks_and_only_those(run_stack: StackFactory) -> None:
+    async with run_stack() as stack:
+        call = stack.stub.StreamGenerate(drawn(prompt_of(22), 300, n=3), timeout=30)
+        await call.read()
+        await stack.manager.admitted(3)
+        stack.executor.gate.clear()
+        first, *others = [[block.slot for block in live.blocks] for live in stack.manager.live.values()]
+        for other in others:
+            assert other[:5] == first[:5]
+        assert not set.intersection(*(set(slots[5:]) for slots in (first, *others)))
+        call.cancel()
+        stack.executor.gate.set()
+
+
+async def test_greedy_samples_are_equal(run_stack: StackFactory) -> None:
+    async with run_stack() as stack:
+        outputs = await run(stack, request(prompt_of(20), 9, n=3))
+        assert outputs == [stack.executor.expected(prompt_of(20), 9)] * 3
+
+
+async def test_usage_is_told_per_sample_and_the_prompt_in_the_first(run_stack: StackFactory) -> None:
+    async with run_stack() as stack:
+        await run(stack, drawn(prompt_of(21), 2, n=1))
+        outputs = await generate_samples(stack.stub, drawn(prompt_of(21), 7, n=3), 30)
+        assert [output.usage.prompt_tokens for output in outputs] == [21, 0, 0]
+        assert [output.usage.cached_tokens for output in outputs] == [20, 0, 0]
+        assert [output.usage.output_tokens for output in outputs] == [7, 7, 7]
+        assert all(output.usage.time_to_first_token.ToNanoseconds() > 0 for output in outputs)
+        assert all(output.finish_reason == pb.FINISH_REASON_LENGTH for output in outputs)
+
+
+async def test_each_sample_ends_at_its_own_stop_id(run_stack: StackFactory) -> None:
+    async with run_stack() as stack:
+        prompt = prompt_of(10)
+        whole = expected(stack, prompt, 20, n=3)
+        stop = next(token for token in whole[1] if token not in whole[0] + whole[2])
+        outputs = await generate_samples(stack.stub, drawn(prompt, 20, n=3, stop_token_ids=[stop]), 30)
+        assert [output.token_ids for output in outputs] == [
+            whole[0],
+            whole[1][: whole[1].index(stop) + 1],
+            whole[2],
+        ]
+        assert [output.finish_reason for output in outputs] == [
+            pb.FINISH_REASON_LENGTH,
+            pb.FINISH_REASON_STOP,
+            pb.FINISH_REASON_LENGTH,
+        ]
+
+
+async def test_each_sample_ends_at_its_own_stop_text(run_stack: StackFactory) -> None:
+    async with run_stack() as stack:
+        prompt = prompt_of(10)
+        first, second = await generate_samples(stack.stub, drawn(prompt, 60, n=2), 30)
+        stop = next(first.text[at : at + 3] for at in range(57) if first.text[at : at + 3] not in second.text)
+        ended = await generate_samples(stack.stub, drawn(prompt, 60, n=2, stop=[stop]), 30)
+        assert [output.finish_reason for output in ended] == [pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH]
+        assert ended[0].text == first.text[: first.text.index(stop)]
+        assert ended[1].text == second.text
+
+
+async def test_a_sample_that_has_ended_holds_no_blocks_while_the_others_go_on(run_stack: StackFactory) -> None:
+    async with run_stack() as stack:
+        prompt = prompt_of(10)
+        whole = expected(stack, prompt, 300, n=2)
+        at = next(at for at in range(LONG, 300) if whole[0][at] not in whole[1] + whole[0][:at])
+        call = stack.stub.StreamGenerate(drawn(prompt, 300, n=2, stop_token_ids=[whole[0][at]]), timeout=30)
+        while not (part := await call.read()).finish_reason:
+            pass
+        assert part.sample_index == 0
+        async with asyncio.timeout(20):
+            while [live.sequence_id.rpartition("#")[2] for live in stack.manager.live.values()] != ["2.0"]:
+                await asyncio.sleep(0.001)
+        call.cancel()
+
+
+async def test_a_first_sample_that_ends_with_its_first_token_leaves_the_others_what_is_cached(
+    run_stack: StackFactory,
+) -> None:
+    async with run_stack() as stack:
+        prompt = prompt_of(21)
+        assert await run(stack, drawn(prompt, 1, n=4)) == expected(stack, prompt, 1, n=4)
+        assert stack.manager.forked_ids == []
+        assert sum(step.tokens for step in stack.executor.steps) == 21 + 3
+
+
+@pytest.mark.parametrize(("no_read", "no_store"), [(False, False), (True, False), (False, True), (True, True)])
+async def test_a_prompt_that_cannot_be_shared_now_is_admitted_again(
+    run_stack: StackFactory, no_read: bool, no_store: bool
+) -> None:
+    async with run_stack() as stack:
+        stack.manager.unsettled = 2
+        prompt = prompt_of(21)
+        message = drawn(prompt, 40, n=4)
+        message.cache.no_read, message.cache.no_store = no_read, no_store
+        assert await run(stack, message) == expected(stack, prompt, 40, n=4)
+        assert (len(stack.manager.admitted_ids), len(stack.manager.forked_ids)) == (3, 1)
+
+
+async def test_samples_share_what_the_cache_must_not_know(run_stack: StackFactory) -> None:
+    async with run_stack() as stack:
+        prompt = prompt_of(21)
+        message = drawn(prompt, LONG, n=4)
+        message.cache.no_read = message.cache.no_store = True
+        assert await run(stack, message) == expected(stack, prompt, LONG, n=4)
+        assert sum(step.tokens for step in stack.executor.steps) == 21 + 3 + 4 * (LONG - 1)
+
+
+async def test_samples_that_find_no_block_wait_and_preemption_does_not_change_them(run_stack: StackFactory) -> None:
+    executor = FakeExecutor(max_tokens=120)
+    async with run_stack(executor=executor, manager=FakeManager(num_blocks=30)) as stack:
+        prompt = prompt_of(23)
+        outputs = await generate_samples(stack.stub, drawn(prompt, 60, n=16), 30)
+        assert [output.token_ids for output in outputs] == expected(stack, prompt, 60, n=16)
+        assert sum(output.usage.preemptions for output in outputs) > 0
+        assert stack.manager.refusals > 0
+        assert any(name.endswith(".1") for name in stack.manager.admitted_ids)
+
+
+async def test_more_samples_than_may_run_take_turns(run_stack: StackFactory) -> None:
+    async with run_stack(max_running=2) as stack:
+        prompt = prompt_of(9)
+        assert await run(stack, drawn(prompt, 6, n=7)) == expected(stack, prompt, 6, n=7)
+
+
+async def test_cancelling_frees_everything_of_all_samples(run_stack: StackFactory) -> None:
+    async with run_stack() as stack:
+        call = stack.stub.StreamGenerate(drawn(prompt_of(21), 300, n=5), timeout=30)
+        await call.read()
+        await stack.manager.admitted(5)
+        call.cancel()
+        await stack.manager.settled()
+        await waiting(stack, 0)
+
+
+async def test_cancelling_before_the_prompt_is_computed_forks_nothing(run_stack: StackFactory) -> None:
+    async with run_stack() as stack:
+        stack.executor.gate.clear()
+        call = stack.stub.StreamGenerate(drawn(prompt_of(21), 300, n=5), timeout=30)
+        await stack.manager.admitted(1)
+        call.cancel()
+        stack.executor.gate.set()
+        await stack.manager.settled()
+        assert stack.manager.forked_ids == []
+
+
+class SlowForks(FakeManager):
+    """Answers forks when told so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = asyncio.Event()
+        self.may_answer = asyncio.Event()
+
+    async def ForkSequence(
+        self, request: kvcache_pb2.ForkSequenceRequest, context: object
+    ) -> kvcache_pb2.ForkSequenceResponse:
+        self.asked.set()
+        answer = await super().ForkSequence(request, context)
+        await self.may_answer.wait()
+        return answer
+
+
+async def test_cancelling_while_a_fork_is_answered_frees_it_and_its_copy(run_stack: StackFactory) -> None:
+    manager = SlowForks()
+    async with run_stack(manager=manager) as stack:
+        call = stack.stub.StreamGenerate(drawn(prompt_of(22), 300, n=3), timeout=30)
+        await manager.asked.wait()
+        call.cancel()
+        await waiting(stack, 0)
+        manager.may_answer.set()
+        await manager.settled()
+        assert len(manager.forked_ids) == 1
+        assert stack.executor.copied_tickets == []
+
+
+async def test_the_loop_steps_on_while_a_fork_is_answered(run_stack: StackFactory) -> None:
+    manager = SlowForks()
+    async with run_stack(manager=manager) as stack:
+        running = asyncio.create_task(run(stack, drawn(prompt_of(21), 30, n=2)))
+        await manager.asked.wait()
+        # As far as the capacity that the first sample has already.
+        await stack.executor.stepped(len(stack.executor.steps) + 2)
+        manager.may_answer.set()
+        assert await running == expected(stack, prompt_of(21), 30, n=2)
+
+
+async def test_a_manager_that_starts_again_costs_no_sample(run_stack: StackFactory) -> None:
+    async with run_stack() as stack:
+        task = asyncio.create_task(run(stack, drawn(prompt_of(15), 70, n=4)))
+        await stack.manager.admitted(3)
+        stack.manager.restart()
+        assert await task == expected(stack, prompt_of(15), 70, n=4)
+        assert stack.manager.epoch == 2
+
+
+@pytest.mark.parametrize("forked", [1, 4])
+async def test_an_executor_that_starts_again_costs_no_sample(run_stack: StackFactory, forked: int) -> None:
+    async with run_stack() as stack:
+        task = asyncio.create_task(run(stack, drawn(prompt_of(15), 70, n=4)))
+        await stack.manager.admitted(forked)
+        stack.manager.executor_lost()
+        stack.executor.restart()
+        assert await task == expected(stack, prompt_of(15), 70, n=4)
+        assert stack.executor.sessions == 2
+
+
+async def test_random_traffic_with_samples_leaves_nothing_behind(run_stack: StackFactory) -> None:
+    async with run_stack(executor=FakeExecutor(max_tokens=160), max_running=12, max_batched_tokens=24) as stack:
+
+        async def one(seed: int) -> None:
+            prompt, n = prompt_of(5 + seed % 30, seed=seed % 7), 1 + seed % 5
+            message = drawn(prompt, 1 + seed % 40, n=n, priority=seed % 3)
+            message.cache.no_read, message.cache.no_store = seed % 6 == 1, seed % 6 == 2
+            if seed % 4 == 0:
+                message.max_tokens = 90
+                call = stack.stub.StreamGenerate(message, timeout=30)
+                for _ in range(seed % 19):
+                    await call.read()
+                call.cancel()
+                return
+            assert await run(stack, message) == expected(stack, prompt, 1 + seed % 40, n=n)
+
+        await asyncio.gather(*[one(seed) for seed in range(60)])
+        await stack.manager.settled()
+        assert stack.manager.forked_ids
