@@ -172,8 +172,8 @@ class Admitter:
             match = matching.nothing(sequence)
             return match, self._missing(sequence, match, needed)
         ways = [Partial.TAKE_OVER, Partial.NONE] if self._config.partial_reuse else [Partial.NONE]
-        if self._config.partial_reuse and self._config.copy_on_partial_reuse:
-            ways.insert(0, Partial.COPY)
+        if self._config.copy_on_partial_reuse:
+            ways.insert(0, Partial.COPY if self._config.partial_reuse else Partial.EXACT)
         for way in ways:
             # The source of a copy is kept besides the block that it is copied to: without room it is taken over.
             match = matching.find(sequence, way)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from cachemgr import siblings
 from cachemgr.block import Block, Node
+from cachemgr.keys import child_key
 from cachemgr.pool import Pool
 from cachemgr.sequence import Sequence, first_needed
 
@@ -13,6 +14,8 @@ class Partial(enum.Enum):
     """What is done with a block that only begins as the prompt goes on."""
 
     NONE = "nothing"
+    # It is copied when it ends where the prompt does: its key is an exact one.
+    EXACT = "exact key"
     # Its beginning is copied.
     COPY = "copy"
     # It is taken from the cache, when nobody uses it and nothing stands on it.
@@ -71,7 +74,7 @@ class _Finder:
         for place in range(self._top, -1, -1):
             start = place * self._size
             if self._partly is not Partial.NONE:
-                sources, copied = self._partial(place)
+                sources, copied = self._exact(place) if self._partly is Partial.EXACT else self._partial(place)
                 if copied and self._is_covered(place, start + copied):
                     return self._match(place, start + copied, sources)
             if self._is_covered(place, start):
@@ -138,6 +141,21 @@ class _Finder:
             if len(sources) == len(parents) and common > best[1]:
                 best = sources, common
         return best
+
+    def _exact(self, place: int) -> tuple[list[Block], int]:
+        """The block of every group that holds just the rest of the prompt, and how many tokens that is."""
+        start, end = place * self._size, self._limit
+        if not 0 < end - start < self._size:
+            return [], 0
+        tokens, extra = self._sequence.packed(start, end), self._sequence.extra_of(start, end)
+        key = child_key(self._sequence.key(place - 1), tokens, extra)
+        sources: list[Block] = []
+        for pool in self._pools:
+            block = pool.index.get(key)
+            if block is None or block in pool.moving:
+                return [], 0
+            sources.append(block)
+        return sources, end - start
 
     def _closest(self, pool: Pool, node: Node, wanted: bytes, extra: bytes) -> tuple[Block | None, int]:
         if self._partly is Partial.COPY and not pool.moving:

@@ -140,6 +140,15 @@ def test_partial_reuse_can_be_switched_off():
     world = World(config=ManagerConfig(capacity_ahead_tokens=0, free_watermark=0, partial_reuse=False))
     world.cache(list(range(9)))
     assert admit(world, list(range(8)), "b") == 4
+    world.check()
+
+
+def test_without_partial_reuse_a_partly_filled_block_is_found_by_its_exact_key():
+    world = World(12, config=ManagerConfig(capacity_ahead_tokens=0, free_watermark=0, partial_reuse=False))
+    world.cache(list(range(10)))
+    assert admit(world, list(range(11)), "ends where the block does") == 10
+    assert admit(world, list(range(12)), "ends behind it") == 8
+    assert admit(world, list(range(10)), "ends before it") == 8
 
 
 def test_two_equal_prompts_that_compute_the_same_store_it_once():
