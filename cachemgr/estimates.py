@@ -30,6 +30,9 @@ def before_admission(sequence: Sequence, match: Match, max_new_tokens: int) -> l
         absent = sum(block is None for block in blocks)
         step = blocks_for(tokens, size) - held - absent
         last = blocks_for(tokens + max_new_tokens, size) - held - absent
+        if table.pool.window is not None:
+            # It has all blocks of its tokens at once; behind them those that leave the window pay for the next.
+            last = min(last, max(step, _blocks_in_window(table.pool.window, tokens, tokens + max_new_tokens, size)))
         found.append(BlockEstimate(table.pool.spec.group, len(blocks) - absent, step, last))
     return found
 
@@ -47,10 +50,15 @@ def while_running(sequence: Sequence, step_tokens: int, max_new_tokens: int) -> 
         if window is not None:
             # Every block that it takes from now on pays for itself with one that leaves the window, up to these.
             present = sum(block is not None for block in table.blocks)
-            need = blocks_for(known + max_new_tokens, size) - first_needed(known, window, size)
-            last = max(0, min(last, max(step, min(need, blocks_for(window, size) + 1) - present)))
+            need = _blocks_in_window(window, known, known + max_new_tokens, size)
+            last = max(0, min(last, max(step, need - present)))
         found.append(BlockEstimate(table.pool.spec.group, 0, step, last))
     return found
+
+
+def _blocks_in_window(window: int, start: int, end: int, size: int) -> int:
+    """The most blocks that a sequence holds at once while it grows from one length to another."""
+    return min(blocks_for(end, size) - first_needed(start, window, size), blocks_for(window, size) + 1)
 
 
 def evictions(pool: Pool, claimed: set[Block], count: int) -> list[PredictedEviction]:
