@@ -33,7 +33,8 @@ class Pool(PrefixIndex):
     device can be taken, leaf by leaf.
 
     `on_moved` hears of a block that has moved down, of the block that has its old place now, and for whom; the moved
-    block's reference is the copy's. `on_doomed` hears of a block whose slot must be overwritten, with a reference.
+    block's reference is the copy's. `on_recalled` hears of one whose copy is called off before anybody was told of it.
+    `on_doomed` hears of a block whose slot must be overwritten, with a reference.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Pool(PrefixIndex):
         self.uses = 0
         self.use_times = UseTimes()
         self.on_moved: Callable[[Block, Block, Sequence | None], None] | None = None
+        self.on_recalled: Callable[[Block, Sequence], None] | None = None
         self.on_doomed: Callable[[Block], None] | None = None
         self._unlisted: list[Block] = []
         self.offload_min_priority = offload_min_priority
@@ -231,11 +233,13 @@ class Pool(PrefixIndex):
         if lower.empty and not lower.is_closed(account):
             place = lower.empty.popleft()
         else:
-            other = lower.victim(account)
+            other = self._least(lower, account, writer)
             if other is None or not (carries or goes_before(other, victim)):
                 return False
             place = other.slot
-            if self._vacate(lower, other, writer):
+            if other in self.moving:
+                self._recall(lower, other, writer)
+            elif self._vacate(lower, other, writer):
                 moved = other
         tier.counters.offloaded += 1
         tier.counters.copied_bytes += self.spec.block_bytes
@@ -247,6 +251,27 @@ class Pool(PrefixIndex):
         if moved is not None:
             self._moved(moved, victim, writer)
         return True
+
+    def _least(self, lower: Tier, account: Account | None, writer: Sequence | None) -> Block | None:
+        """What a lower tier loses next: a cached block, or one whose copy down nobody has been told of yet."""
+        least = lower.victim(account)
+        for ticket in () if writer is None else writer.opened:
+            block = ticket.target
+            if block in self.moving and self.tier_of(block) is lower and not block.near:
+                least = block if least is None or goes_before(block, least) else least
+        return least
+
+    def _recall(self, lower: Tier, block: Block, writer: Sequence | None) -> None:
+        """Loses a block whose copy down is called off."""
+        assert self.on_recalled is not None
+        assert writer is not None
+        self.on_recalled(block, writer)
+        block.refs = 0
+        lower.used -= 1
+        lower.count(account_of(block), blocks=-1, used=-1)
+        if self.window is None and block.children is not None:
+            self._lose_children(block)
+        self._unlink(block, _EVICTED, writer)
 
     def _change_place(self, tier: Tier, block: Block, place: int) -> None:
         """A block moves down; its old slot is the caller's to fill."""

@@ -196,6 +196,7 @@ class Copies:
         self._next_number = next_number
         for pool in executor.pools:
             pool.on_moved = partial(self._move, pool)
+            pool.on_recalled = partial(self._recall, pool)
             pool.on_doomed = partial(self._zero, pool)
 
     def _add(self, ticket: Ticket) -> Ticket:
@@ -209,6 +210,13 @@ class Copies:
         pool.leaving[occupant] = ticket
         if writer is not None:
             writer.opened.append(ticket)
+
+    def _recall(self, pool: Pool, block: Block, writer: Sequence) -> None:
+        ticket = next(ticket for ticket in writer.opened if ticket.target is block)
+        writer.opened.remove(ticket)
+        del self._tickets[ticket.number]
+        del pool.leaving[ticket.source]
+        pool.moving.discard(block)
 
     def _zero(self, pool: Pool, block: Block) -> None:
         self._add(Ticket(self._next_number(), Purpose.ZERO, pool, None, block))
