@@ -136,6 +136,8 @@ class LeaseBook:
         """Ends all leases of a block that never entered the index; nobody has heard of them."""
         for lease in leases_of(block):
             _unlink(lease, block)
+        # Its slot may have to wait for a copy.
+        block.priority = DEFAULT_PRIORITY
 
     def break_all(self, block: Block, view: BlockView, cause: RemovalCause) -> None:
         """Ends all leases of a block that leaves the index, `view` being how it was seen last."""

@@ -257,7 +257,7 @@ class Pool(PrefixIndex):
         least = lower.victim(account)
         for ticket in () if writer is None else writer.opened:
             block = ticket.target
-            if block in self.moving and self.tier_of(block) is lower and not block.near:
+            if block in self.moving and block.parent is not None and self.tier_of(block) is lower and not block.near:
                 least = block if least is None or goes_before(block, least) else least
         return least
 
