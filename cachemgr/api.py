@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -19,8 +19,11 @@ class IndexJournal(Protocol):
     def cleared(self, executor_id: str, epoch: int) -> None:
         """The executor starts an epoch with an empty index."""
 
-    def stored(self, executor_id: str, block: BlockRecord) -> None:
-        """A block entered the index, or one in it changed."""
+    def stored(self, executor_id: str, group: int, slot: int, current: Callable[[], BlockRecord | None]) -> None:
+        """A block entered the index at this place, or the one there changed.
+
+        `current` tells what is there when it is called; None when the block is gone by then.
+        """
 
     def removed(self, executor_id: str, group: int, slot: int) -> None:
         """The block at this place left the index."""
@@ -32,7 +35,7 @@ class NoJournal:
     def cleared(self, executor_id: str, epoch: int) -> None:
         """Forgets it."""
 
-    def stored(self, executor_id: str, block: BlockRecord) -> None:
+    def stored(self, executor_id: str, group: int, slot: int, current: Callable[[], BlockRecord | None]) -> None:
         """Forgets it."""
 
     def removed(self, executor_id: str, group: int, slot: int) -> None:

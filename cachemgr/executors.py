@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable
+from functools import partial
 
 from cachemgr.api import ExecutorSpec, IndexJournal
 from cachemgr.block import Block
@@ -117,4 +118,4 @@ def _adopt(executor: Executor, record: BlockRecord, leases: LeaseBook, journal: 
     pool.adopt(block, record.key, parent_key, record.tokens, record.depth, domain, record.stored_step)
     if any(lease.duration is not None and lease.remaining is None for lease in record.leases):
         # Its user is gone, and its clock runs from now on.
-        journal.stored(executor.executor_id, pool.record(block))
+        journal.stored(executor.executor_id, pool.spec.group, block.slot, partial(pool.current_record, block))

@@ -64,6 +64,10 @@ class PoolViews:
             ),
         )
 
+    def current_record(self, block: Block) -> BlockRecord | None:
+        """A block as the store keeps it; None when it has left the index or the device."""
+        return self.record(block) if block.parent is not None and self.is_on_device(block) else None
+
     def record(self, block: Block) -> BlockRecord:
         """An indexed device block as the store keeps it."""
         assert block.parent is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from cachemgr import siblings
 from cachemgr.api import BlockView, EventKind, IndexJournal, RemovalCause
@@ -249,4 +250,5 @@ class PrefixIndex(PoolViews):
     def _write(self, block: Block) -> None:
         """Tells the journal of a device block that it has changed; other tiers end with the manager."""
         if block.slot <= self.device.size:
-            self._journal.stored(self.executor_id, self.record(block))
+            # Not the record itself: most blocks change again before it is wanted.
+            self._journal.stored(self.executor_id, self.spec.group, block.slot, partial(self.current_record, block))

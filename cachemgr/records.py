@@ -2,7 +2,6 @@
 
 import math
 import struct
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from cachemgr.keys import TOKEN_BYTES, unpack
@@ -21,8 +20,7 @@ class RecordError(ValueError):
     """Bytes in Redis are no record of this version; whoever reads them leaves them out."""
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseRecord:
+class LeaseRecord(NamedTuple):
     """A lease; `remaining` seconds, None when its clock has not started or there is none."""
 
     holder: str

@@ -20,7 +20,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from cachemgr.records import BlockRecord, RecordError, decode, encode, encode_place
-from cachemgr.write_behind import Changes, Place, WriteBehind
+from cachemgr.write_behind import Changes, Current, Place, WriteBehind
 
 UP = Gauge("kvkeep_redis_up", "Whether the last exchange with Redis succeeded.")
 PENDING = Gauge("kvkeep_redis_pending_blocks", "Blocks whose change is not in Redis yet.")
@@ -86,16 +86,16 @@ class IndexStore:
         self._queue.clear(executor_id, epoch)
         self._note()
 
-    def stored(self, executor_id: str, block: BlockRecord) -> None:
-        """A block entered the index, or one in it changed."""
-        self._put(executor_id, (block.group, block.slot), block)
+    def stored(self, executor_id: str, group: int, slot: int, current: Current) -> None:
+        """A block entered the index, or one in it changed; what it is then is asked for when it is written."""
+        self._put(executor_id, (group, slot), current)
 
     def removed(self, executor_id: str, group: int, slot: int) -> None:
         """The block at this place left the index."""
         self._put(executor_id, (group, slot), None)
 
-    def _put(self, executor_id: str, place: Place, block: BlockRecord | None) -> None:
-        self._queue.put(executor_id, self._epochs.get(executor_id, 0), place, block)
+    def _put(self, executor_id: str, place: Place, current: Current | None) -> None:
+        self._queue.put(executor_id, self._epochs.get(executor_id, 0), place, current)
         self._note()
 
     def _note(self) -> None:
@@ -153,7 +153,10 @@ class IndexStore:
         return self._is_up(True)
 
     async def _write(self, executor_id: str, changes: Changes) -> None:
-        blocks: Iterable[tuple[Place, BlockRecord | None]] = changes.blocks.items()
+        # Asked for chunk by chunk: whatever changes meanwhile is noted again, and wins.
+        blocks: Iterable[tuple[Place, BlockRecord | None]] = (
+            (place, None if current is None else current()) for place, current in changes.blocks.items()
+        )
         if changes.resync:
             RESYNCS.inc()
             blocks = [((block.group, block.slot), block) for block in self._snapshot(executor_id)]

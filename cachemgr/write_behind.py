@@ -1,24 +1,27 @@
 """Changes of the index that Redis has not seen yet: coalesced per block, bounded, synchronous."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from cachemgr.records import BlockRecord
 
 Place = tuple[int, int]
+# Tells what is at a place when it is called; None when nothing is.
+Current = Callable[[], BlockRecord | None]
 
 
 @dataclass(slots=True)
 class Changes:
     """What one executor's hash in Redis lacks.
 
-    `blocks` maps (group, slot) to the block that is there, None for one that left the index. With `cleared` the hash
+    `blocks` maps (group, slot) to who tells what is there, None where a block left the index. With `cleared` the hash
     is emptied first and takes `epoch`. With `resync` the changes are incomplete: everything must be written again.
     """
 
     epoch: int
     cleared: bool = False
     resync: bool = False
-    blocks: dict[Place, BlockRecord | None] = field(default_factory=dict)
+    blocks: dict[Place, Current | None] = field(default_factory=dict)
 
 
 class WriteBehind:
@@ -39,14 +42,14 @@ class WriteBehind:
         self._drop(executor_id)
         self._changes[executor_id] = Changes(epoch, cleared=True)
 
-    def put(self, executor_id: str, epoch: int, place: Place, block: BlockRecord | None) -> None:
+    def put(self, executor_id: str, epoch: int, place: Place, current: Current | None) -> None:
         """A block entered the index at a place, or left it (None)."""
         changes = self._changes.setdefault(executor_id, Changes(epoch))
         if changes.resync:
             return
         if place not in changes.blocks:
             self._pending += 1
-        changes.blocks[place] = block
+        changes.blocks[place] = current
         if self._pending > self._bound:
             self.resync(executor_id, epoch)
 

@@ -1,6 +1,7 @@
 """A store that is a dictionary."""
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from cachemgr.records import BlockRecord
 
@@ -16,8 +17,11 @@ class Journal:
         self.epoch = epoch
         self.blocks.clear()
 
-    def stored(self, executor_id: str, block: BlockRecord) -> None:
-        self.blocks[block.group, block.slot] = block
+    def stored(self, executor_id: str, group: int, slot: int, current: Callable[[], BlockRecord | None]) -> None:
+        block = current()
+        assert block is not None
+        assert (block.group, block.slot) == (group, slot)
+        self.blocks[group, slot] = block
 
     def removed(self, executor_id: str, group: int, slot: int) -> None:
         del self.blocks[group, slot]
@@ -25,5 +29,5 @@ class Journal:
 
 def timeless(block: BlockRecord) -> BlockRecord:
     """The journal does not hear of every second: only whether a clock runs."""
-    leases = (replace(lease, remaining=None if lease.remaining is None else 0.0) for lease in block.leases)
+    leases = (lease._replace(remaining=None if lease.remaining is None else 0.0) for lease in block.leases)
     return block._replace(leases=tuple(leases))

@@ -66,18 +66,19 @@ def test_only_what_is_worth_it_moves(priority, moved):
 
 def test_a_host_block_gives_way_to_one_that_is_lost_later_and_to_no_other():
     world = World(2, host_blocks=1)
-    world.cache(list(range(4)), retention=wish(50))
-    world.cache(list(range(50, 54)), retention=wish(40))
-    # The one at 40 goes first and finds the slot empty; the one at 50 would take it, were it not under copy.
-    fill(world, 100, "b", retention=wish(45))
+    world.cache(list(range(4)), retention=wish(40))
+    world.cache(list(range(50, 54)), retention=wish(50))
+    # The one at 40 goes first; its copy is called off for the one at 50.
+    assert len(fill(world, 100, "b", retention=wish(45)).transfers) == 1
     world.finish("b")
+    assert world.manager.explain(Prefix((0, 1, 2, 3)), 0)[0].cached_tokens == 0
     assert world.manager.explain(Prefix((50, 51, 52, 53)), 0)[0].cached_tokens == 4
-    # Of two at 45 the first takes the slot of the one at 40; the other is used no less recently, and goes.
-    fill(world, 200, "c", retention=wish(30))
-    assert world.manager.explain(Prefix((50, 51, 52, 53)), 0)[0].cached_tokens == 0
+    # 45 does not displace 50.
+    assert fill(world, 200, "c", retention=wish(60)).transfers == ()
     world.finish("c")
-    # 30 displaces nobody.
-    assert fill(world, 300, "d").transfers == ()
+    # 60 does.
+    assert len(fill(world, 300, "d").transfers) == 1
+    assert world.manager.explain(Prefix((50, 51, 52, 53)), 0)[0].cached_tokens == 0
     world.check()
 
 

@@ -243,8 +243,7 @@ def test_a_remembered_lease_that_nobody_could_have_is_not_believed():
     world = patient()
     world.cache(PROMPT, retention=wish(80, 10.0))
     records = [
-        record._replace(leases=(dataclasses.replace(record.leases[0], priority=101),))
-        for record in world.manager.records("e")
+        record._replace(leases=(record.leases[0]._replace(priority=101),)) for record in world.manager.records("e")
     ]
     world.manager = CacheManager(2, lambda: world.now, CONFIG, world.journal)
     world.manager.register_scheduler("s", 2)

@@ -12,7 +12,12 @@ U64 = st.integers(0, 2**64 - 1)
 DIGEST = st.binary(min_size=32, max_size=32)
 SECONDS = st.none() | st.floats(0, 1e9)
 LEASES = st.builds(
-    LeaseRecord, holder=st.text(max_size=300), priority=st.integers(0, 100), duration=SECONDS, remaining=SECONDS
+    LeaseRecord,
+    holder=st.text(max_size=300),
+    priority=st.integers(0, 100),
+    duration=SECONDS,
+    remaining=SECONDS,
+    offload_min_priority=st.none() | st.integers(0, 100),
 )
 RECORDS = st.builds(
     BlockRecord,
@@ -26,6 +31,9 @@ RECORDS = st.builds(
     adapter_id=st.none() | U64,
     stored_step=U64,
     leases=st.lists(LEASES, max_size=3).map(tuple),
+    tenant_id=st.none() | st.text(max_size=64),
+    session_id=st.none() | st.text(max_size=64),
+    extra=st.binary(max_size=200),
 )
 
 
@@ -46,7 +54,7 @@ def test_a_record_cut_short_is_refused(record: BlockRecord, data: st.DataObject)
 @given(st.binary(max_size=80), st.binary(max_size=10))
 def test_any_bytes_are_a_record_or_refused(value: bytes, place: bytes) -> None:
     try:
-        decode(place, b"\x02" + value)
+        decode(place, b"\x03" + value)
     except RecordError:
         return
 

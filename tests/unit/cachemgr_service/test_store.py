@@ -28,6 +28,11 @@ class Index(dict[tuple[int, int], BlockRecord]):
         return list(self.values())
 
 
+def note(store: IndexStore, record: BlockRecord) -> None:
+    """A block entered the index."""
+    store.stored(EXECUTOR, record.group, record.slot, lambda: record)
+
+
 @pytest.fixture(params=servers.FAMILIES)
 def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[EmbeddedRedis]:
     servers.use(request.param, monkeypatch)
@@ -57,7 +62,7 @@ async def test_stored_blocks_are_read_back_parents_first_by_a_new_manager(store:
     store.cleared(EXECUTOR, 7)
     blocks = [block(slot, depth=9 - slot, group=slot % 2) for slot in range(1, 9)]
     for one in blocks:
-        store.stored(EXECUTOR, one)
+        note(store, one)
     store.removed(EXECUTOR, blocks[0].group, blocks[0].slot)
     assert await store.flush()
     assert sorted(await redis.keys()) == [f"{KEYS}blocks".encode(), f"{KEYS}epoch".encode()]
@@ -67,7 +72,7 @@ async def test_stored_blocks_are_read_back_parents_first_by_a_new_manager(store:
 
 async def test_another_epoch_voids_what_redis_remembers(store: IndexStore, redis: Redis) -> None:
     store.cleared(EXECUTOR, 7)
-    store.stored(EXECUTOR, block(1))
+    note(store, block(1))
     await store.flush()
     restarted = IndexStore(redis, lambda _: [])
     assert await restarted.load(EXECUTOR, 8) is None
@@ -81,15 +86,15 @@ async def test_another_epoch_voids_what_redis_remembers(store: IndexStore, redis
 
 async def test_a_new_block_in_a_slot_replaces_the_old_one(store: IndexStore) -> None:
     store.cleared(EXECUTOR, 7)
-    store.stored(EXECUTOR, block(1, step=3))
+    note(store, block(1, step=3))
     await store.flush()
-    store.stored(EXECUTOR, block(1, step=9))
+    note(store, block(1, step=9))
     assert await store.load(EXECUTOR, 7) == [block(1, step=9)]
 
 
 async def test_blocks_of_an_unknown_version_are_left_out(store: IndexStore, redis: Redis) -> None:
     store.cleared(EXECUTOR, 7)
-    store.stored(EXECUTOR, block(1))
+    note(store, block(1))
     await store.flush()
     await redis.hset(f"{KEYS}blocks", b"12345678", b"\xff future")
     assert await store.load(EXECUTOR, 7) == [block(1)]
@@ -99,10 +104,10 @@ async def test_changes_made_while_redis_is_away_arrive_when_it_is_back(
     store: IndexStore, server: EmbeddedRedis, tmp_path: Path
 ) -> None:
     store.cleared(EXECUTOR, 7)
-    store.stored(EXECUTOR, block(1))
+    note(store, block(1))
     assert await store.flush()
     server.stop()
-    store.stored(EXECUTOR, block(2))
+    note(store, block(2))
     store.removed(EXECUTOR, 0, 1)
     assert not await store.flush()
     assert not store.up
@@ -118,12 +123,12 @@ async def test_too_many_changes_become_a_copy_of_everything(
     store: IndexStore, index: Index, redis: Redis, server: EmbeddedRedis, tmp_path: Path
 ) -> None:
     store.cleared(EXECUTOR, 7)
-    store.stored(EXECUTOR, block(999))
+    note(store, block(999))
     assert await store.flush()
     server.stop()
     for slot in range(1, 701):
         index[0, slot] = block(slot)
-        store.stored(EXECUTOR, index[0, slot])
+        note(store, index[0, slot])
         assert store.pending <= 50
         if slot % 100 == 0:
             assert not await store.flush()
@@ -137,7 +142,7 @@ async def test_a_registration_while_redis_is_away_replaces_what_it_holds_later(
     store: IndexStore, redis: Redis, server: EmbeddedRedis, tmp_path: Path
 ) -> None:
     store.cleared(EXECUTOR, 7)
-    store.stored(EXECUTOR, block(1))
+    note(store, block(1))
     await store.flush()
     server.stop()
     restarted = IndexStore(redis, lambda _: [block(5)])
@@ -152,7 +157,7 @@ async def test_a_registration_while_redis_is_away_replaces_what_it_holds_later(
 async def test_the_background_task_writes_without_being_asked(store: IndexStore, redis: Redis) -> None:
     task = asyncio.create_task(store.run())
     store.cleared(EXECUTOR, 7)
-    store.stored(EXECUTOR, block(1))
+    note(store, block(1))
     async with asyncio.timeout(10):
         while not await redis.exists(f"{KEYS}blocks"):
             await asyncio.sleep(0.01)
