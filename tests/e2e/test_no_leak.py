@@ -44,6 +44,8 @@ def random_request(rng: random.Random) -> pb.StreamGenerateRequest:
     if rng.random() < 0.5:
         request.sampling.temperature = 1.0
         request.sampling.seed = rng.randrange(1000)
+    if rng.random() < 0.1:
+        request.n = rng.randrange(2, 5)
     return request
 
 
