@@ -51,6 +51,10 @@ generate: base ## Ask the running stack: make generate PROMPT="What is the capit
 test: dev ## Run all tests; ARGS="-k name" chooses
 	@$(PY) -m pytest $(ARGS)
 
+.PHONY: fuzz-manager
+fuzz-manager: dev ## Check the cache manager after each of 200,000 random operations
+	@FUZZ=1 $(PY) -m pytest -q -p no:cacheprovider --timeout=0 tests/unit/cachemgr/test_random_operations.py $(ARGS)
+
 .PHONY: lint
 lint: dev ## Check style, formatting and the settings table; `make fix` repairs
 	@$(PY) -m ruff check .
