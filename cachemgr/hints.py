@@ -136,7 +136,8 @@ class HintRunner:
         count, clipped, names = 0, [], []
         for executor in self._executors:
             mine = [(pool, block) for pool, block in blocks if pool in executor.pools and block not in pool.moving]
-            pinned = executor.holds.pin(mine, owner, self._now, seconds)
+            # Whoever may send a hint may not push aside what an operator has pinned.
+            pinned = executor.holds.pin(mine, owner, self._now, seconds, displace=False)
             count += pinned.receipt.num_blocks
             names.append(pinned.name)
             if pinned.receipt.outcome is not Outcome.GRANTED:

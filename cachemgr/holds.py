@@ -55,9 +55,21 @@ class Holds:
         """Holds blocks for owners, each until a time."""
         self._add(Hold(f"hold-{self._next_number()}", blocks, owners, pin=False))
 
-    def pin(self, blocks: Kept, owner: str, now: float, duration: float, *, validate_only: bool = False) -> Pinned:
-        """Pins blocks, those nearest to the root when not all fit; older pins become leases where room is needed."""
-        fitting = self._fitting(blocks)
+    def pin(
+        self,
+        blocks: Kept,
+        owner: str,
+        now: float,
+        duration: float,
+        *,
+        displace: bool = True,
+        validate_only: bool = False,
+    ) -> Pinned:
+        """Pins blocks, those nearest to the root when not all fit.
+
+        With `displace` older pins become leases where room is needed, else they leave so much less of the budget.
+        """
+        fitting = self._fitting(blocks, displace=displace)
         if not blocks or not fitting:
             reason = "nothing of it is cached" if not blocks else "the budget for pins is too small for a block"
             return Pinned("", Receipt("pin", Outcome.REJECTED, reason))
@@ -110,11 +122,14 @@ class Holds:
     def _budget(self, pool: Pool) -> int:
         return int(pool.device.total * self._pin_budget)
 
-    def _fitting(self, blocks: Kept) -> Kept:
-        left: dict[Pool, int] = {}
+    def _fitting(self, blocks: Kept, *, displace: bool) -> Kept:
+        left = {pool: self._budget(pool) for pool, _ in blocks}
+        for hold in () if displace else self:
+            for pool, _ in hold.blocks if hold.pin else ():
+                left[pool] = left.get(pool, 0) - 1
         fitting = []
         for pool, block in blocks:
-            room = left.setdefault(pool, self._budget(pool))
+            room = max(0, left[pool])
             if room:
                 left[pool] = room - 1
                 fitting.append((pool, block))

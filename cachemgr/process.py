@@ -47,6 +47,12 @@ class CacheManagerProcess:
             lease_seconds=settings.lease_seconds,
             capacity_ahead_tokens=settings.capacity_ahead_tokens,
             free_watermark=settings.free_watermark,
+            partial_reuse=settings.partial_reuse,
+            copy_on_partial_reuse=settings.copy_on_partial_reuse,
+            secondary_offload_min_priority=settings.secondary_offload_min_priority,
+            max_retention_priority=settings.max_retention_priority,
+            max_retention_seconds=settings.max_retention_seconds,
+            pin_budget=settings.pin_budget,
         )
         managed = ManagerClock(clock)
         # Nanoseconds since 1970 are newer at every start.

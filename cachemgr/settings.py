@@ -19,6 +19,16 @@ class CachemgrSettings(ProcessSettings):
     free_watermark: float = Field(
         0.01, ge=0, lt=1, description="Share of a pool that capacity ahead and admissions leave free."
     )
+    partial_reuse: bool = Field(True, description="Reuse blocks that only begin as a prompt goes on.")
+    copy_on_partial_reuse: bool = Field(
+        True, description="Copy the beginning of such a block; else take it over when nobody uses it."
+    )
+    secondary_offload_min_priority: int = Field(
+        35, ge=0, le=100, description="Blocks of a lower priority are dropped, not moved to a lower tier."
+    )
+    max_retention_priority: int = Field(100, ge=0, le=100, description="Highest priority that a wish is granted.")
+    max_retention_seconds: float = Field(0.0, ge=0, description="Longest time that a wish is granted; 0 is no bound.")
+    pin_budget: float = Field(0.1, ge=0, le=1, description="Share of a pool that pins may keep.")
     redis_flush_seconds: float = Field(0.05, gt=0, description="How long changes of the index gather before a write.")
     redis_max_pending: int = Field(
         200_000, gt=0, description="Changed blocks that wait for Redis; beyond it the index is copied later."

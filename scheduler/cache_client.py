@@ -46,7 +46,7 @@ A = TypeVar("A")
 class Admissions(Protocol):
     """Who wants to hear what became of candidates."""
 
-    def admitted(self, candidate: Candidate, cached_tokens: int) -> None:
+    def admitted(self, candidate: Candidate, answer: pb.AdmitSequenceResponse) -> None:
         """It has its blocks."""
 
     def refused(self, candidate: Candidate, error: ServiceError) -> None:
@@ -234,7 +234,7 @@ class CacheClient:
         if not self._queue.remove(candidate.request.arrival):
             self._forget(answer)
             return
-        self._admissions.admitted(candidate, answer.cached_tokens)
+        self._admissions.admitted(candidate, answer)
         self._mailbox.put(Admitted(_sequence(candidate, answer, self._block_size), session))
 
     async def _fork(self, candidate: Candidate) -> pb.AdmitSequenceResponse | None:
@@ -287,7 +287,9 @@ class CacheClient:
             session_id=wishes.session_id,
             request_id=candidate.request.request_id,
             num_prompt_tokens=len(candidate.request.prompt_ids),
+            tenant_id=wishes.tenant_id,
             retention=wishes.retention,
+            hints=wishes.hints,
             no_read=wishes.no_read,
             no_store=wishes.no_store,
         )

@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
+from protos.kvcache.v1 import kvcache_pb2
 from protos.rpc.errors import ServiceError
 from scheduler.cache_client import CacheClient
 from scheduler.errors import DrainingError, QueueFullError, RequestExistsError, StepLoopError
@@ -129,13 +130,15 @@ class Engine:
         for generation in self._live.values():
             generation.fail(DrainingError("the scheduler is stopping and the request did not end in time"))
 
-    def admitted(self, candidate: Candidate, cached_tokens: int) -> None:
+    def admitted(self, candidate: Candidate, answer: kvcache_pb2.AdmitSequenceResponse) -> None:
         """A candidate has its blocks."""
         generation = self._live[candidate.request.arrival]
         if generation.cached_tokens is None and not candidate.request.sample_index:
-            generation.cached_tokens = cached_tokens
+            generation.cached_tokens = answer.cached_tokens
+            generation.receipts = tuple(answer.receipts)
+            generation.hint_answers = tuple(answer.hint_answers)
             self._metrics.prompt_tokens.inc(len(candidate.request.prompt_ids))
-            self._metrics.cached_tokens.inc(cached_tokens)
+            self._metrics.cached_tokens.inc(answer.cached_tokens)
 
     def refused(self, candidate: Candidate, error: ServiceError) -> None:
         """A candidate will never have blocks."""

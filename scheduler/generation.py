@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from protos.execution.v1 import execution_pb2
 from protos.generation.v1 import generation_pb2 as pb
+from protos.kvcache.v1 import kvcache_pb2
 from protos.rpc.errors import ServiceError
 from scheduler.detokenizer import Detokenizer
 from scheduler.mailbox import Output
@@ -36,6 +37,9 @@ class Generation:
         self.output_tokens = 0
         self.preemptions = 0
         self.cached_tokens: int | None = None
+        # What the cache manager said to the wishes and hints when it admitted the request first.
+        self.receipts: tuple[kvcache_pb2.RetentionReceipt, ...] = ()
+        self.hint_answers: tuple[kvcache_pb2.HintAnswer, ...] = ()
         self.started_at: float | None = None
         self.first_token_at: float | None = None
         self.last_token_at = request.arrived_at
@@ -85,6 +89,9 @@ class Generation:
             cached_tokens=self.cached_tokens or 0,
             output_tokens=self.output_tokens,
             preemptions=self.preemptions,
+            # The same messages in the terms of callers.
+            retention_receipts=[pb.RetentionReceipt.FromString(one.SerializeToString()) for one in self.receipts],
+            hint_answers=[pb.HintAnswer.FromString(one.SerializeToString()) for one in self.hint_answers],
         )
         arrived = self.request.arrived_at
         times = (

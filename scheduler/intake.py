@@ -197,13 +197,15 @@ def _wishes(cache: pb.CacheOptions) -> CacheWishes:
     return CacheWishes(
         salt=_name(cache, "salt"),
         session_id=_name(cache, "session_id"),
+        tenant_id=_name(cache, "tenant_id"),
         retention=_retention(cache),
+        hints=_hints(cache),
         no_read=cache.no_read,
         no_store=cache.no_store,
     )
 
 
-def _name(cache: pb.CacheOptions, field: Literal["salt", "session_id"]) -> str | None:
+def _name(cache: pb.CacheOptions, field: Literal["salt", "session_id", "tenant_id"]) -> str | None:
     if not cache.HasField(field):
         return None
     value: str = getattr(cache, field)
@@ -212,6 +214,13 @@ def _name(cache: pb.CacheOptions, field: Literal["salt", "session_id"]) -> str |
     if len(value.encode()) > MAX_NAME_BYTES:
         raise InvalidField(f"cache.{field}", f"has more than {MAX_NAME_BYTES} bytes")
     return value
+
+
+def _hints(cache: pb.CacheOptions) -> kvcache_pb2.KvHints | None:
+    """The same message in the terms of the cache manager, which checks it."""
+    if not cache.HasField("kv_hints"):
+        return None
+    return kvcache_pb2.KvHints.FromString(cache.kv_hints.SerializeToString())
 
 
 def _duration(field: str, duration: Duration) -> Duration:

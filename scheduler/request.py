@@ -12,9 +12,11 @@ class CacheWishes:
 
     salt: str | None = None
     session_id: str | None = None
+    tenant_id: str | None = None
     retention: kvcache_pb2.RetentionConfig | None = None
     no_read: bool = False
     no_store: bool = False
+    hints: kvcache_pb2.KvHints | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -177,11 +177,11 @@ class ServiceBackend:
 
     def call(self, method: str, request: Message) -> Any:
         stub = next(stub for stub in self._stubs if hasattr(stub, method))
-        return self._run(self._answer(getattr(stub, method)(request, timeout=10)))
+        return self._run(self._answer(getattr(stub, method), request))
 
-    async def _answer(self, call: Any) -> Any:
+    async def _answer(self, method: Any, request: Message) -> Any:
         try:
-            return await call
+            return await method(request, timeout=10)
         except grpc.aio.AioRpcError as error:
             raise _refusal(error) from error
 

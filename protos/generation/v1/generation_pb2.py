@@ -23,47 +23,60 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%protos/generation/v1/generation.proto\x12\rgeneration.v1\x1a\x1egoogle/protobuf/duration.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"9\n\tChatInput\x12,\n\x08messages\x18\x01 \x03(\x0b\x32\x1a.generation.v1.ChatMessage\"\x1d\n\x08TokenIds\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xfe\x02\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x07\x88\x01\x01\x12\x19\n\x0cnum_logprobs\x18\t \x01(\rH\x08\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\x0f\n\r_num_logprobs\"\x8c\x01\n\x0eRetentionRange\x12\r\n\x05start\x18\x01 \x01(\r\x12\x10\n\x03\x65nd\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x1a\n\x12retention_priority\x18\x03 \x01(\r\x12\x35\n\x12retention_duration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.DurationB\x06\n\x04_end\"\xb2\x02\n\x0c\x43\x61\x63heOptions\x12\x11\n\x04salt\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x37\n\x10retention_ranges\x18\x02 \x03(\x0b\x32\x1d.generation.v1.RetentionRange\x12&\n\x19\x64\x65\x63ode_retention_priority\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x0f\n\x07no_read\x18\x04 \x01(\x08\x12\x10\n\x08no_store\x18\x05 \x01(\x08\x12<\n\x19\x64\x65\x63ode_retention_duration\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x17\n\nsession_id\x18\x07 \x01(\tH\x02\x88\x01\x01\x42\x07\n\x05_saltB\x1c\n\x1a_decode_retention_priorityB\r\n\x0b_session_id\"\x92\x03\n\x15StreamGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12(\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x18.generation.v1.ChatInputH\x00\x12,\n\ttoken_ids\x18\x05 \x01(\x0b\x32\x17.generation.v1.TokenIdsH\x00\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x01\x88\x01\x01\x12/\n\x08sampling\x18\x07 \x01(\x0b\x32\x1d.generation.v1.SamplingParams\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x12\n\nignore_eos\x18\n \x01(\x08\x12\x10\n\x08priority\x18\x0b \x01(\x11\x12*\n\x05\x63\x61\x63he\x18\x0c \x01(\x0b\x32\x1b.generation.v1.CacheOptions\x12\x0e\n\x01n\x18\r \x01(\rH\x02\x88\x01\x01\x42\x07\n\x05inputB\r\n\x0b_max_tokensB\x04\n\x02_n\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"J\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12(\n\x03top\x18\x02 \x03(\x0b\x32\x1b.generation.v1.TokenLogprob\"\xf7\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x15\n\routput_tokens\x18\x03 \x01(\r\x12\x13\n\x0bpreemptions\x18\x04 \x01(\r\x12-\n\nqueue_time\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x36\n\x13time_to_first_token\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\ntotal_time\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xec\x01\n\x16StreamGenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1c.generation.v1.TokenLogprobs\x12\x32\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1b.generation.v1.FinishReason\x12#\n\x05usage\x18\x06 \x01(\x0b\x32\x14.generation.v1.Usage\x12\x14\n\x0csample_index\x18\x07 \x01(\r\"\x11\n\x0fGetModelRequest\"^\n\x10GetModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x18\n\x10max_model_tokens\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\"\x11\n\x0fGetLoadsRequest\"\x88\x01\n\x10GetLoadsResponse\x12\x18\n\x10running_requests\x18\x01 \x01(\r\x12\x18\n\x10waiting_requests\x18\x02 \x01(\r\x12\x1c\n\x14max_waiting_requests\x18\x03 \x01(\r\x12\r\n\x05steps\x18\x04 \x01(\x04\x12\x13\n\x0bpreemptions\x18\x05 \x01(\x04*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\x8e\x02\n\x11GenerationService\x12_\n\x0eStreamGenerate\x12$.generation.v1.StreamGenerateRequest\x1a%.generation.v1.StreamGenerateResponse0\x01\x12K\n\x08GetModel\x12\x1e.generation.v1.GetModelRequest\x1a\x1f.generation.v1.GetModelResponse\x12K\n\x08GetLoads\x12\x1e.generation.v1.GetLoadsRequest\x1a\x1f.generation.v1.GetLoadsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%protos/generation/v1/generation.proto\x12\rgeneration.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"9\n\tChatInput\x12,\n\x08messages\x18\x01 \x03(\x0b\x32\x1a.generation.v1.ChatMessage\"\x1d\n\x08TokenIds\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xfe\x02\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x07\x88\x01\x01\x12\x19\n\x0cnum_logprobs\x18\t \x01(\rH\x08\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\x0f\n\r_num_logprobs\"\x8c\x01\n\x0eRetentionRange\x12\r\n\x05start\x18\x01 \x01(\r\x12\x10\n\x03\x65nd\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x1a\n\x12retention_priority\x18\x03 \x01(\r\x12\x35\n\x12retention_duration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.DurationB\x06\n\x04_end\"\x82\x03\n\x0c\x43\x61\x63heOptions\x12\x11\n\x04salt\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x37\n\x10retention_ranges\x18\x02 \x03(\x0b\x32\x1d.generation.v1.RetentionRange\x12&\n\x19\x64\x65\x63ode_retention_priority\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x0f\n\x07no_read\x18\x04 \x01(\x08\x12\x10\n\x08no_store\x18\x05 \x01(\x08\x12<\n\x19\x64\x65\x63ode_retention_duration\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x17\n\nsession_id\x18\x07 \x01(\tH\x02\x88\x01\x01\x12\x16\n\ttenant_id\x18\x08 \x01(\tH\x03\x88\x01\x01\x12(\n\x08kv_hints\x18\t \x01(\x0b\x32\x16.generation.v1.KvHintsB\x07\n\x05_saltB\x1c\n\x1a_decode_retention_priorityB\r\n\x0b_session_idB\x0c\n\n_tenant_id\"c\n\x07KvHints\x12\x18\n\x10protocol_version\x18\x01 \x01(\t\x12\x12\n\nmessage_id\x18\x02 \x01(\t\x12*\n\x07\x61\x63tions\x18\x03 \x03(\x0b\x32\x19.generation.v1.HintAction\"v\n\nHintAction\x12\x11\n\taction_id\x18\x01 \x01(\t\x12\x13\n\x0b\x61\x63tion_type\x18\x02 \x01(\t\x12\x16\n\x0e\x61\x63tion_version\x18\x03 \x01(\t\x12(\n\x07payload\x18\x04 \x01(\x0b\x32\x17.google.protobuf.Struct\"p\n\nHintAnswer\x12\x11\n\taction_id\x18\x01 \x01(\t\x12+\n\x07outcome\x18\x02 \x01(\x0e\x32\x1a.generation.v1.HintOutcome\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\"\xc0\x01\n\x10RetentionReceipt\x12\x0c\n\x04wish\x18\x01 \x01(\t\x12\'\n\x07outcome\x18\x02 \x01(\x0e\x32\x16.generation.v1.Outcome\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x1a\n\x12retention_priority\x18\x04 \x01(\r\x12\x35\n\x12retention_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\"\x92\x03\n\x15StreamGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12(\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x18.generation.v1.ChatInputH\x00\x12,\n\ttoken_ids\x18\x05 \x01(\x0b\x32\x17.generation.v1.TokenIdsH\x00\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x01\x88\x01\x01\x12/\n\x08sampling\x18\x07 \x01(\x0b\x32\x1d.generation.v1.SamplingParams\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x12\n\nignore_eos\x18\n \x01(\x08\x12\x10\n\x08priority\x18\x0b \x01(\x11\x12*\n\x05\x63\x61\x63he\x18\x0c \x01(\x0b\x32\x1b.generation.v1.CacheOptions\x12\x0e\n\x01n\x18\r \x01(\rH\x02\x88\x01\x01\x42\x07\n\x05inputB\r\n\x0b_max_tokensB\x04\n\x02_n\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"J\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12(\n\x03top\x18\x02 \x03(\x0b\x32\x1b.generation.v1.TokenLogprob\"\xe5\x02\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x15\n\routput_tokens\x18\x03 \x01(\r\x12\x13\n\x0bpreemptions\x18\x04 \x01(\r\x12-\n\nqueue_time\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x36\n\x13time_to_first_token\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\ntotal_time\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12;\n\x12retention_receipts\x18\x08 \x03(\x0b\x32\x1f.generation.v1.RetentionReceipt\x12/\n\x0chint_answers\x18\t \x03(\x0b\x32\x19.generation.v1.HintAnswer\"\xec\x01\n\x16StreamGenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1c.generation.v1.TokenLogprobs\x12\x32\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1b.generation.v1.FinishReason\x12#\n\x05usage\x18\x06 \x01(\x0b\x32\x14.generation.v1.Usage\x12\x14\n\x0csample_index\x18\x07 \x01(\r\"\x11\n\x0fGetModelRequest\"^\n\x10GetModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x18\n\x10max_model_tokens\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\"\x11\n\x0fGetLoadsRequest\"\x88\x01\n\x10GetLoadsResponse\x12\x18\n\x10running_requests\x18\x01 \x01(\r\x12\x18\n\x10waiting_requests\x18\x02 \x01(\r\x12\x1c\n\x14max_waiting_requests\x18\x03 \x01(\r\x12\r\n\x05steps\x18\x04 \x01(\x04\x12\x13\n\x0bpreemptions\x18\x05 \x01(\x04*\xb0\x01\n\x0bHintOutcome\x12\x1c\n\x18HINT_OUTCOME_UNSPECIFIED\x10\x00\x12\x19\n\x15HINT_OUTCOME_ACCEPTED\x10\x01\x12\x18\n\x14HINT_OUTCOME_CLIPPED\x10\x02\x12\x19\n\x15HINT_OUTCOME_DEFERRED\x10\x03\x12\x19\n\x15HINT_OUTCOME_REJECTED\x10\x04\x12\x18\n\x14HINT_OUTCOME_MISSING\x10\x05*b\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x13\n\x0fOUTCOME_GRANTED\x10\x01\x12\x13\n\x0fOUTCOME_CLIPPED\x10\x02\x12\x14\n\x10OUTCOME_REJECTED\x10\x03*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\x8e\x02\n\x11GenerationService\x12_\n\x0eStreamGenerate\x12$.generation.v1.StreamGenerateRequest\x1a%.generation.v1.StreamGenerateResponse0\x01\x12K\n\x08GetModel\x12\x1e.generation.v1.GetModelRequest\x1a\x1f.generation.v1.GetModelResponse\x12K\n\x08GetLoads\x12\x1e.generation.v1.GetLoadsRequest\x1a\x1f.generation.v1.GetLoadsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.generation.v1.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=2355
-  _globals['_FINISHREASON']._serialized_end=2450
-  _globals['_CHATMESSAGE']._serialized_start=88
-  _globals['_CHATMESSAGE']._serialized_end=132
-  _globals['_CHATINPUT']._serialized_start=134
-  _globals['_CHATINPUT']._serialized_end=191
-  _globals['_TOKENIDS']._serialized_start=193
-  _globals['_TOKENIDS']._serialized_end=222
-  _globals['_SAMPLINGPARAMS']._serialized_start=225
-  _globals['_SAMPLINGPARAMS']._serialized_end=607
-  _globals['_RETENTIONRANGE']._serialized_start=610
-  _globals['_RETENTIONRANGE']._serialized_end=750
-  _globals['_CACHEOPTIONS']._serialized_start=753
-  _globals['_CACHEOPTIONS']._serialized_end=1059
-  _globals['_STREAMGENERATEREQUEST']._serialized_start=1062
-  _globals['_STREAMGENERATEREQUEST']._serialized_end=1464
-  _globals['_TOKENLOGPROB']._serialized_start=1466
-  _globals['_TOKENLOGPROB']._serialized_end=1515
-  _globals['_TOKENLOGPROBS']._serialized_start=1517
-  _globals['_TOKENLOGPROBS']._serialized_end=1591
-  _globals['_USAGE']._serialized_start=1594
-  _globals['_USAGE']._serialized_end=1841
-  _globals['_STREAMGENERATERESPONSE']._serialized_start=1844
-  _globals['_STREAMGENERATERESPONSE']._serialized_end=2080
-  _globals['_GETMODELREQUEST']._serialized_start=2082
-  _globals['_GETMODELREQUEST']._serialized_end=2099
-  _globals['_GETMODELRESPONSE']._serialized_start=2101
-  _globals['_GETMODELRESPONSE']._serialized_end=2195
-  _globals['_GETLOADSREQUEST']._serialized_start=2197
-  _globals['_GETLOADSREQUEST']._serialized_end=2214
-  _globals['_GETLOADSRESPONSE']._serialized_start=2217
-  _globals['_GETLOADSRESPONSE']._serialized_end=2353
-  _globals['_GENERATIONSERVICE']._serialized_start=2453
-  _globals['_GENERATIONSERVICE']._serialized_end=2723
+  _globals['_HINTOUTCOME']._serialized_start=3106
+  _globals['_HINTOUTCOME']._serialized_end=3282
+  _globals['_OUTCOME']._serialized_start=3284
+  _globals['_OUTCOME']._serialized_end=3382
+  _globals['_FINISHREASON']._serialized_start=3384
+  _globals['_FINISHREASON']._serialized_end=3479
+  _globals['_CHATMESSAGE']._serialized_start=118
+  _globals['_CHATMESSAGE']._serialized_end=162
+  _globals['_CHATINPUT']._serialized_start=164
+  _globals['_CHATINPUT']._serialized_end=221
+  _globals['_TOKENIDS']._serialized_start=223
+  _globals['_TOKENIDS']._serialized_end=252
+  _globals['_SAMPLINGPARAMS']._serialized_start=255
+  _globals['_SAMPLINGPARAMS']._serialized_end=637
+  _globals['_RETENTIONRANGE']._serialized_start=640
+  _globals['_RETENTIONRANGE']._serialized_end=780
+  _globals['_CACHEOPTIONS']._serialized_start=783
+  _globals['_CACHEOPTIONS']._serialized_end=1169
+  _globals['_KVHINTS']._serialized_start=1171
+  _globals['_KVHINTS']._serialized_end=1270
+  _globals['_HINTACTION']._serialized_start=1272
+  _globals['_HINTACTION']._serialized_end=1390
+  _globals['_HINTANSWER']._serialized_start=1392
+  _globals['_HINTANSWER']._serialized_end=1504
+  _globals['_RETENTIONRECEIPT']._serialized_start=1507
+  _globals['_RETENTIONRECEIPT']._serialized_end=1699
+  _globals['_STREAMGENERATEREQUEST']._serialized_start=1702
+  _globals['_STREAMGENERATEREQUEST']._serialized_end=2104
+  _globals['_TOKENLOGPROB']._serialized_start=2106
+  _globals['_TOKENLOGPROB']._serialized_end=2155
+  _globals['_TOKENLOGPROBS']._serialized_start=2157
+  _globals['_TOKENLOGPROBS']._serialized_end=2231
+  _globals['_USAGE']._serialized_start=2234
+  _globals['_USAGE']._serialized_end=2591
+  _globals['_STREAMGENERATERESPONSE']._serialized_start=2594
+  _globals['_STREAMGENERATERESPONSE']._serialized_end=2830
+  _globals['_GETMODELREQUEST']._serialized_start=2832
+  _globals['_GETMODELREQUEST']._serialized_end=2849
+  _globals['_GETMODELRESPONSE']._serialized_start=2851
+  _globals['_GETMODELRESPONSE']._serialized_end=2945
+  _globals['_GETLOADSREQUEST']._serialized_start=2947
+  _globals['_GETLOADSREQUEST']._serialized_end=2964
+  _globals['_GETLOADSRESPONSE']._serialized_start=2967
+  _globals['_GETLOADSRESPONSE']._serialized_end=3103
+  _globals['_GENERATIONSERVICE']._serialized_start=3482
+  _globals['_GENERATIONSERVICE']._serialized_end=3752
 # @@protoc_insertion_point(module_scope)

@@ -1,6 +1,7 @@
 import datetime
 
 from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf import struct_pb2 as _struct_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -10,11 +11,37 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class HintOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    HINT_OUTCOME_UNSPECIFIED: _ClassVar[HintOutcome]
+    HINT_OUTCOME_ACCEPTED: _ClassVar[HintOutcome]
+    HINT_OUTCOME_CLIPPED: _ClassVar[HintOutcome]
+    HINT_OUTCOME_DEFERRED: _ClassVar[HintOutcome]
+    HINT_OUTCOME_REJECTED: _ClassVar[HintOutcome]
+    HINT_OUTCOME_MISSING: _ClassVar[HintOutcome]
+
+class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    OUTCOME_UNSPECIFIED: _ClassVar[Outcome]
+    OUTCOME_GRANTED: _ClassVar[Outcome]
+    OUTCOME_CLIPPED: _ClassVar[Outcome]
+    OUTCOME_REJECTED: _ClassVar[Outcome]
+
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
     FINISH_REASON_STOP: _ClassVar[FinishReason]
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
+HINT_OUTCOME_UNSPECIFIED: HintOutcome
+HINT_OUTCOME_ACCEPTED: HintOutcome
+HINT_OUTCOME_CLIPPED: HintOutcome
+HINT_OUTCOME_DEFERRED: HintOutcome
+HINT_OUTCOME_REJECTED: HintOutcome
+HINT_OUTCOME_MISSING: HintOutcome
+OUTCOME_UNSPECIFIED: Outcome
+OUTCOME_GRANTED: Outcome
+OUTCOME_CLIPPED: Outcome
+OUTCOME_REJECTED: Outcome
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -74,7 +101,7 @@ class RetentionRange(_message.Message):
     def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ..., retention_priority: _Optional[int] = ..., retention_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class CacheOptions(_message.Message):
-    __slots__ = ("salt", "retention_ranges", "decode_retention_priority", "no_read", "no_store", "decode_retention_duration", "session_id")
+    __slots__ = ("salt", "retention_ranges", "decode_retention_priority", "no_read", "no_store", "decode_retention_duration", "session_id", "tenant_id", "kv_hints")
     SALT_FIELD_NUMBER: _ClassVar[int]
     RETENTION_RANGES_FIELD_NUMBER: _ClassVar[int]
     DECODE_RETENTION_PRIORITY_FIELD_NUMBER: _ClassVar[int]
@@ -82,6 +109,8 @@ class CacheOptions(_message.Message):
     NO_STORE_FIELD_NUMBER: _ClassVar[int]
     DECODE_RETENTION_DURATION_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    KV_HINTS_FIELD_NUMBER: _ClassVar[int]
     salt: str
     retention_ranges: _containers.RepeatedCompositeFieldContainer[RetentionRange]
     decode_retention_priority: int
@@ -89,7 +118,59 @@ class CacheOptions(_message.Message):
     no_store: bool
     decode_retention_duration: _duration_pb2.Duration
     session_id: str
-    def __init__(self, salt: _Optional[str] = ..., retention_ranges: _Optional[_Iterable[_Union[RetentionRange, _Mapping]]] = ..., decode_retention_priority: _Optional[int] = ..., no_read: _Optional[bool] = ..., no_store: _Optional[bool] = ..., decode_retention_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., session_id: _Optional[str] = ...) -> None: ...
+    tenant_id: str
+    kv_hints: KvHints
+    def __init__(self, salt: _Optional[str] = ..., retention_ranges: _Optional[_Iterable[_Union[RetentionRange, _Mapping]]] = ..., decode_retention_priority: _Optional[int] = ..., no_read: _Optional[bool] = ..., no_store: _Optional[bool] = ..., decode_retention_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., session_id: _Optional[str] = ..., tenant_id: _Optional[str] = ..., kv_hints: _Optional[_Union[KvHints, _Mapping]] = ...) -> None: ...
+
+class KvHints(_message.Message):
+    __slots__ = ("protocol_version", "message_id", "actions")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_ID_FIELD_NUMBER: _ClassVar[int]
+    ACTIONS_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: str
+    message_id: str
+    actions: _containers.RepeatedCompositeFieldContainer[HintAction]
+    def __init__(self, protocol_version: _Optional[str] = ..., message_id: _Optional[str] = ..., actions: _Optional[_Iterable[_Union[HintAction, _Mapping]]] = ...) -> None: ...
+
+class HintAction(_message.Message):
+    __slots__ = ("action_id", "action_type", "action_version", "payload")
+    ACTION_ID_FIELD_NUMBER: _ClassVar[int]
+    ACTION_TYPE_FIELD_NUMBER: _ClassVar[int]
+    ACTION_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    action_id: str
+    action_type: str
+    action_version: str
+    payload: _struct_pb2.Struct
+    def __init__(self, action_id: _Optional[str] = ..., action_type: _Optional[str] = ..., action_version: _Optional[str] = ..., payload: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ...) -> None: ...
+
+class HintAnswer(_message.Message):
+    __slots__ = ("action_id", "outcome", "detail", "num_blocks")
+    ACTION_ID_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    action_id: str
+    outcome: HintOutcome
+    detail: str
+    num_blocks: int
+    def __init__(self, action_id: _Optional[str] = ..., outcome: _Optional[_Union[HintOutcome, str]] = ..., detail: _Optional[str] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
+class RetentionReceipt(_message.Message):
+    __slots__ = ("wish", "outcome", "reason", "retention_priority", "retention_duration", "num_blocks")
+    WISH_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    RETENTION_PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    RETENTION_DURATION_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    wish: str
+    outcome: Outcome
+    reason: str
+    retention_priority: int
+    retention_duration: _duration_pb2.Duration
+    num_blocks: int
+    def __init__(self, wish: _Optional[str] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., reason: _Optional[str] = ..., retention_priority: _Optional[int] = ..., retention_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., num_blocks: _Optional[int] = ...) -> None: ...
 
 class StreamGenerateRequest(_message.Message):
     __slots__ = ("request_id", "model", "text", "chat", "token_ids", "max_tokens", "sampling", "stop", "stop_token_ids", "ignore_eos", "priority", "cache", "n")
@@ -138,7 +219,7 @@ class TokenLogprobs(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "cached_tokens", "output_tokens", "preemptions", "queue_time", "time_to_first_token", "total_time")
+    __slots__ = ("prompt_tokens", "cached_tokens", "output_tokens", "preemptions", "queue_time", "time_to_first_token", "total_time", "retention_receipts", "hint_answers")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -146,6 +227,8 @@ class Usage(_message.Message):
     QUEUE_TIME_FIELD_NUMBER: _ClassVar[int]
     TIME_TO_FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     TOTAL_TIME_FIELD_NUMBER: _ClassVar[int]
+    RETENTION_RECEIPTS_FIELD_NUMBER: _ClassVar[int]
+    HINT_ANSWERS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
@@ -153,7 +236,9 @@ class Usage(_message.Message):
     queue_time: _duration_pb2.Duration
     time_to_first_token: _duration_pb2.Duration
     total_time: _duration_pb2.Duration
-    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., queue_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., time_to_first_token: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., total_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    retention_receipts: _containers.RepeatedCompositeFieldContainer[RetentionReceipt]
+    hint_answers: _containers.RepeatedCompositeFieldContainer[HintAnswer]
+    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., queue_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., time_to_first_token: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., total_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., retention_receipts: _Optional[_Iterable[_Union[RetentionReceipt, _Mapping]]] = ..., hint_answers: _Optional[_Iterable[_Union[HintAnswer, _Mapping]]] = ...) -> None: ...
 
 class StreamGenerateResponse(_message.Message):
     __slots__ = ("request_id", "text", "token_ids", "logprobs", "finish_reason", "usage", "sample_index")
