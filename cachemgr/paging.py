@@ -2,6 +2,7 @@
 
 import base64
 import binascii
+import sys
 from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import TypeVar
@@ -42,7 +43,8 @@ def decode_token(listing: str, token: str) -> str:
 def decode_number(listing: str, token: str) -> int:
     """As `decode_token`, for listings in the order of a number; 0 for an empty token."""
     cursor = decode_token(listing, token) or "0"
-    if not cursor.isdecimal():
+    # Longer ones are not even read: Python refuses to.
+    if not cursor.isdecimal() or len(cursor) > len(str(sys.maxsize)) or int(cursor) > sys.maxsize:
         raise InvalidField("page_token", "is not one that this method gave")
     return int(cursor)
 
