@@ -15,6 +15,11 @@ from cachemgr.registry import Executor
 from cachemgr.retention import MAX_PRIORITY, Wish
 from cachemgr.validation import check_id
 
+# Each slot costs memory of this process from the start.
+MAX_SLOTS = 1 << 24
+# Positions and capacities are 32-bit numbers in messages.
+MAX_POOL_TOKENS = (1 << 32) - 1
+
 
 def check_spec(spec: ExecutorSpec) -> None:
     """Raises InvalidField."""
@@ -29,12 +34,20 @@ def check_spec(spec: ExecutorSpec) -> None:
         raise InvalidField("pools", "must not be empty")
     if spec.last_write_steps and len(spec.last_write_steps) != len(spec.pools):
         raise InvalidField("pools", "must all tell their last_write_steps, or none")
+    if spec.memory_bytes is not None and spec.memory_bytes < sum(pool.block_bytes for pool in spec.pools):
+        raise InvalidField("memory_bytes", "must hold a block of each pool")
+    _check_pools(spec)
+
+
+def _check_pools(spec: ExecutorSpec) -> None:
     for number, pool in enumerate(spec.pools):
         path = f"pools[{number}]"
         if pool.group != number:
             raise InvalidField(f"{path}.group", f"must be {number}: groups are numbered in order")
         if pool.num_blocks < 1:
             raise InvalidField(f"{path}.num_blocks", "must be at least 1")
+        if pool.num_blocks * spec.block_size > MAX_POOL_TOKENS:
+            raise InvalidField(f"{path}.num_blocks", f"must hold at most {MAX_POOL_TOKENS} tokens")
         if pool.attention_window is not None and pool.attention_window < 1:
             raise InvalidField(f"{path}.attention_window", "must be at least 1; leave it out for full attention")
         if spec.memory_bytes is not None and not pool.block_bytes:
@@ -42,6 +55,12 @@ def check_spec(spec: ExecutorSpec) -> None:
         steps = spec.last_write_steps[number] if spec.last_write_steps else ()
         if steps and len(steps) != pool.num_blocks:
             raise InvalidField(f"{path}.last_write_steps", "must have one entry per block")
+    slots = 0
+    for number, pool in enumerate(spec.pools):
+        for field in ("num_blocks", "host_blocks", "disk_blocks"):
+            slots += getattr(pool, field)
+            if slots > MAX_SLOTS:
+                raise InvalidField(f"pools[{number}].{field}", f"must leave at most {MAX_SLOTS} slots in all together")
 
 
 def share_memory(executor: Executor) -> None:
