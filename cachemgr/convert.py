@@ -8,6 +8,7 @@ from google.protobuf.json_format import MessageToDict
 
 from cachemgr import admin_api as admin
 from cachemgr import api
+from cachemgr.errors import InvalidField
 from cachemgr.keys import unpack
 from protos.kvcache.v1 import kvcache_pb2 as pb
 
@@ -313,15 +314,20 @@ def receipt(given: api.Receipt) -> pb.RetentionReceipt:
 
 
 def hints(message: pb.KvHints) -> admin.Hints:
-    """The envelope."""
+    """The envelope. Raises InvalidField for a payload that is no JSON."""
     return admin.Hints(
         message.protocol_version,
         message.message_id,
-        tuple(
-            admin.HintAction(action.action_id, action.action_type, action.action_version, MessageToDict(action.payload))
-            for action in message.actions
-        ),
+        tuple(_action(action, f"hints.actions[{index}]") for index, action in enumerate(message.actions)),
     )
+
+
+def _action(message: pb.HintAction, path: str) -> admin.HintAction:
+    try:
+        payload = MessageToDict(message.payload)
+    except ValueError as error:
+        raise InvalidField(f"{path}.payload", "must not have numbers that JSON does not have") from error
+    return admin.HintAction(message.action_id, message.action_type, message.action_version, payload)
 
 
 def hint_answer(answer: admin.HintAnswer) -> pb.HintAnswer:

@@ -14,6 +14,7 @@ from cachemgr.api import Outcome, Retention, RetentionRange, Transfer
 from cachemgr.chains import chain
 from cachemgr.errors import InvalidField
 from cachemgr.retention import MAX_DURATION, MAX_PRIORITY, Wish, bounded
+from cachemgr.validation import MAX_ID_BYTES, check_id
 
 if TYPE_CHECKING:
     from cachemgr.api import ManagerConfig
@@ -34,8 +35,7 @@ def check(path: str, hints: Hints) -> None:
     if len(hints.actions) > MAX_ACTIONS:
         raise InvalidField(f"{path}.actions", f"must be at most {MAX_ACTIONS}")
     for index, action in enumerate(hints.actions):
-        if not action.action_id:
-            raise InvalidField(f"{path}.actions[{index}].action_id", "must not be empty")
+        check_id(f"{path}.actions[{index}].action_id", action.action_id)
 
 
 def as_retention(hints: Hints) -> Retention:
@@ -128,8 +128,8 @@ class HintRunner:
 
     def _pin(self, payload: Mapping[str, Any], blocks: list[tuple[Pool, Block]]) -> tuple[HintOutcome, str, int]:
         owner, seconds = payload.get("owner"), _seconds(payload, required=True)
-        if not isinstance(owner, str) or not owner:
-            raise PayloadError("owner must be a text")
+        if not isinstance(owner, str) or not 1 <= len(owner.encode()) <= MAX_ID_BYTES:
+            raise PayloadError(f"owner must be a text of 1 to {MAX_ID_BYTES} bytes")
         assert seconds is not None
         if not blocks:
             return HintOutcome.MISSING, "", 0
