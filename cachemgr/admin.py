@@ -57,7 +57,7 @@ class ManagerAdmin(ManagerViews):
         """
         self._now()
         self.check_filter(selected)
-        pools = self.filtered(selected)
+        pools = self.filtered(selected, "filter.pool_id")
         return purge(pools, selected, validate_only=validate_only, skip_used=skip_used)
 
     def forget(self, target: ForgetTarget, *, validate_only: bool) -> Forgotten:
@@ -81,7 +81,7 @@ class ManagerAdmin(ManagerViews):
         Raises InvalidField, UnknownPoolError, StalePoolError, PoolInUseError.
         """
         self._now()
-        pool = self._pool(pool_id)
+        pool = self._pool(pool_id, "pool.pool_id")
         executor = self._executors[pool.executor_id]
         if etag and etag != str(pool.share_number):
             raise StalePoolError("the pool has changed since", fields={"pool.etag": "is not the current one"})
@@ -173,7 +173,7 @@ class ManagerAdmin(ManagerViews):
     def set_quota(self, quota: Quota, *, validate_only: bool) -> Quota:
         """Sets what an account keeps and may have. Raises InvalidField, QuotaTooLargeError."""
         self._now()
-        key = _account_key(quota)
+        key = _account_key(quota, "quota.")
         for tier in ("device", "host"):
             floor, ceiling = getattr(quota, f"{tier}_floor"), getattr(quota, f"{tier}_ceiling")
             if ceiling is not None and ceiling < floor:
@@ -182,10 +182,11 @@ class ManagerAdmin(ManagerViews):
         for pool in self._selected(""):
             for field, total in (("device_floor", pool.device.total), ("host_floor", pool.tiers[1].total)):
                 floors = sum(getattr(one, field) for one in quotas.values())
-                if floors > total and getattr(quota, field):
+                own = getattr(quota, field)
+                if floors > total and own:
                     raise QuotaTooLargeError(
                         f"floors of {floors} blocks together do not fit into the {total} of {pool.pool_id}",
-                        fields={f"quota.{field}_blocks": f"must be at most {total - floors + getattr(quota, field)}"},
+                        fields={f"quota.{field}_blocks": f"must be at most {max(0, total - floors + own)}"},
                     )
         if not validate_only:
             self._change_accounts({**self._accounts, key: Account(quota)})
@@ -210,7 +211,10 @@ class ManagerAdmin(ManagerViews):
         now = self._now()
         check_hints("hints", hints)
         executors = self.check_prefix("prefix", prefix)
-        if session_id is not None:
+        if session_id is None:
+            # It holds the leases: senders without one would end each other's.
+            check_id("hints.message_id", hints.message_id)
+        else:
             check_id("session_id", session_id)
         who = HINT + hints.message_id if session_id is None else SESSION + session_id
         runner = HintRunner(executors, prefix, who, self.config, now)
@@ -241,10 +245,12 @@ class ManagerAdmin(ManagerViews):
         raise UnknownHoldError(f"no hold {name}", fields={"name": "is not known"})
 
 
-def _account_key(quota: Quota) -> tuple[str, str]:
+def _account_key(quota: Quota, path: str = "") -> tuple[str, str]:
     if (quota.tenant_id is None) == (quota.salt is None):
-        raise InvalidField("quota.account", "must name a tenant or a salt")
+        raise InvalidField(f"{path}account", "must name a tenant or a salt")
     field, name = ("tenant_id", quota.tenant_id) if quota.tenant_id is not None else ("salt", quota.salt)
-    if not name:
-        raise InvalidField(f"quota.{field}", "must not be empty")
+    if field == "tenant_id":
+        check_id(f"{path}{field}", name)
+    elif not name:
+        raise InvalidField(f"{path}{field}", "must not be empty")
     return field, name

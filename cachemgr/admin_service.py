@@ -159,6 +159,8 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         """Sequences by handle."""
         limit = paging.page_limit(request.page_size)
         after = paging.decode_number("sequences", request.page_token)
+        if request.HasField("salt") and not request.salt:
+            raise InvalidField("salt", "must not be empty; leave it out for all")
         rest = (
             view
             for view in self._manager.sequences(after)

@@ -140,6 +140,7 @@ class Admitter:
         self, request: AdmitRequest, tokens: array[int], scheduler: Scheduler, executor: Executor, max_new_tokens: int
     ) -> Preview:
         """What `admit` would do now."""
+        check_length(executor, len(tokens), "token_ids")
         check_length(executor, len(tokens) + max_new_tokens, "max_new_tokens")
         domain = executor.domain(request.salt, request.adapter_id, request.tenant_id, request.session_id)
         wishes = Wishes(request.retention, request.num_prompt_tokens or len(tokens), holder(request))

@@ -8,9 +8,11 @@ from dataclasses import asdict
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
+from cachemgr.keys import pack, packed_bytes
 from cachemgr.leases import leases_of
 
 if TYPE_CHECKING:
+    from cachemgr.admin_api import RetentionRule
     from cachemgr.block import Block
     from cachemgr.pool import Pool
     from cachemgr.registry import Executor, Scheduler
@@ -42,6 +44,13 @@ def scheduler_state(scheduler: Scheduler) -> str:
         executors=sorted(scheduler.executors),
         void=sorted(scheduler.void),
     )
+
+
+def rule_state(spec: RetentionRule) -> str:
+    """A rule; of its tokens only what tells them from others."""
+    facts = asdict(spec)
+    prefix = facts["match"].pop("prefix_token_ids")
+    return line("rule", prefix=sha256(packed_bytes(pack(prefix))).hexdigest(), **facts)
 
 
 def executor_state(executor: Executor) -> Iterator[str]:

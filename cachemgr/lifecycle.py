@@ -100,7 +100,10 @@ def truncate(sequence: Sequence, num_tokens: int) -> Freed:
     if num_tokens > len(sequence.tokens):
         raise InvalidField("num_tokens", f"must be at most the sequence's {len(sequence.tokens)} tokens")
     if sequence.void:
-        raise VoidSequenceError(f"sequence {sequence.sequence_id} can only be released")
+        raise VoidSequenceError(
+            f"sequence {sequence.sequence_id} can only be released",
+            fields={"sequence_id": "names one that can only be released"},
+        )
     size = sequence.block_size
     # The newest token's K and V do not count: the next step writes them, to `cut`.
     computed = min(sequence.computed, num_tokens - 1)

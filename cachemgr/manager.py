@@ -320,8 +320,7 @@ class CacheManager(ManagerAdmin):
         Raises InvalidField, UnknownSequenceError.
         """
         self._now()
-        if not owner:
-            raise InvalidField("owner", "must not be empty")
+        check_id("owner", owner)
         check_duration("duration", duration)
         sequence = self._live(sequence_id)
         sequence.holds[owner] = duration

@@ -11,6 +11,7 @@ from cachemgr.admin_api import RetentionRule, RuleAction
 from cachemgr.errors import InvalidField, RuleExistsError, StaleRuleError, UnknownRuleError
 from cachemgr.keys import pack
 from cachemgr.retention import DEFAULT_PRIORITY, RULE, Wish, check_duration, check_priority
+from cachemgr.validation import check_id
 
 if TYPE_CHECKING:
     from cachemgr.api import AdmitRequest
@@ -75,11 +76,11 @@ class RuleBook:
     def __len__(self) -> int:
         return len(self._rules)
 
-    def get(self, name: str) -> Rule:
+    def get(self, name: str, field: str = "name") -> Rule:
         """One rule. Raises UnknownRuleError."""
         rule = self._rules.get(name)
         if rule is None:
-            raise UnknownRuleError(f"no rule {name}", fields={"name": "is not known"})
+            raise UnknownRuleError(f"no rule {name}", fields={field: "is not known"})
         return rule
 
     def for_request(self, request: AdmitRequest) -> list[Rule]:
@@ -101,7 +102,7 @@ class RuleBook:
 
     def changed(self, spec: RetentionRule, mask: tuple[str, ...]) -> RetentionRule:
         """A rule as it would be after a change of the fields in the mask. Raises what `get` and a check raise."""
-        known = self.get(spec.name).spec
+        known = self.get(spec.name, "rule.name").spec
         _check_etag("rule.etag", spec.etag, known.etag)
         result = known
         for index, path in enumerate(mask or FIELDS):
@@ -141,7 +142,7 @@ def _check_etag(field: str, given: str, current: str) -> None:
 
 def _with_field(known: RetentionRule, given: RetentionRule, path: str, index: int) -> RetentionRule:
     whole, _, part = path.partition(".")
-    if whole not in FIELDS or (part and part not in _PARTS.get(whole, {})):
+    if path not in ALL_PATHS:
         raise InvalidField(f"update_mask.paths[{index}]", f"must be one of {', '.join(ALL_PATHS)}")
     if not part:
         return replace(known, **{whole: getattr(given, whole)})
@@ -174,9 +175,10 @@ def _check(spec: RetentionRule) -> None:
     if not _NAME.fullmatch(spec.name):
         raise InvalidField("rule.name", "must be 1 to 64 letters, digits, '-', '_' or '.'")
     match, action = spec.match, spec.action
-    for field in ("salt", "tenant_id"):
-        if getattr(match, field) == "":
-            raise InvalidField(f"rule.match.{field}", "must not be empty; leave it out for all")
+    if match.salt == "":
+        raise InvalidField("rule.match.salt", "must not be empty; leave it out for all")
+    if match.tenant_id is not None:
+        check_id("rule.match.tenant_id", match.tenant_id)
     try:
         pack(match.prefix_token_ids)
     except (OverflowError, TypeError) as error:

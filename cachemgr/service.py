@@ -13,6 +13,7 @@ from cachemgr.operations import Operations
 from cachemgr.store import IndexStore
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
+from protos.rpc.errors import ServiceError
 
 # gRPC hands every method its context, of which nothing is needed here.
 # ruff: noqa: N802, ARG002
@@ -109,8 +110,16 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
 
     async def PreviewAdmission(self, request: pb.PreviewAdmissionRequest, context: Any) -> pb.PreviewAdmissionResponse:
         """Looks without touching."""
-        admission = convert.admit_request(request.admission)
-        return convert_admin.preview(self._manager.preview(admission, request.max_new_tokens))
+        try:
+            admission = convert.admit_request(request.admission)
+            found = self._manager.preview(admission, request.max_new_tokens)
+        except ServiceError as error:
+            error.fields = {
+                field if field == "max_new_tokens" else f"admission.{field}": text
+                for field, text in error.fields.items()
+            }
+            raise
+        return convert_admin.preview(found)
 
     async def EstimateSequence(self, request: pb.EstimateSequenceRequest, context: Any) -> pb.EstimateSequenceResponse:
         """Counts without touching."""

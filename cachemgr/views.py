@@ -1,6 +1,7 @@
 """What operators, watchers and the store read of a manager. Nothing here changes anything."""
 
 from collections.abc import Iterator
+from dataclasses import asdict
 
 from cachemgr import matching
 from cachemgr.admin_api import (
@@ -31,7 +32,7 @@ from cachemgr.api import (
 from cachemgr.block import Block, Node
 from cachemgr.chains import chain
 from cachemgr.check import check
-from cachemgr.dump import executor_state, line, scheduler_state
+from cachemgr.dump import executor_state, line, rule_state, scheduler_state
 from cachemgr.errors import (
     InvalidField,
     StaleSchedulerError,
@@ -178,6 +179,8 @@ class ManagerViews:
             sequence = Sequence.probe(executor, prefix)
             cached = matching.find(sequence, matching.Partial.COPY).tokens
             found.append(explain(executor, executor.pools[group], prefix, cached, self._leases))
+        if group and not found:
+            raise InvalidField("group", "is in no executor")
         return found
 
     def explain_sequence(self, sequence_id: str, group: int) -> list[Explanation]:
@@ -226,11 +229,11 @@ class ManagerViews:
         if selected.prefix is not None:
             self.check_prefix("filter.prefix", selected.prefix)
 
-    def filtered(self, selected: BlockFilter) -> list[tuple[Pool, set[Block] | None]]:
+    def filtered(self, selected: BlockFilter, field: str = "pool_id") -> list[tuple[Pool, set[Block] | None]]:
         """Pools that a filter is about, each with the only blocks that its prefix leaves."""
         found: list[tuple[Pool, set[Block] | None]] = []
         self.check_filter(selected)
-        pools = self._selected(selected.pool_id)
+        pools = self._selected(selected.pool_id, field)
         for executor in self._executors.values():
             for pool in executor.pools:
                 if pool not in pools:
@@ -275,6 +278,10 @@ class ManagerViews:
             last_event=self._events.last,
             scheduler_came=self._scheduler_came,
         )
+        for rule in self._rules:
+            yield rule_state(rule.spec)
+        for _, account in sorted(self._accounts.items()):
+            yield line("quota", **asdict(account.quota))
         for _, scheduler in sorted(self._schedulers.items()):
             yield scheduler_state(scheduler)
         for _, executor in sorted(self._executors.items()):
@@ -293,19 +300,19 @@ class ManagerViews:
         """Events number+1, number+2, … as many as there are. Raises EventsGoneError."""
         return self._events.after(number, limit)
 
-    def _selected(self, pool_id: str) -> list[Pool]:
+    def _selected(self, pool_id: str, field: str = "pool_id") -> list[Pool]:
         if pool_id:
-            return [self._pool(pool_id)]
+            return [self._pool(pool_id, field)]
         return sorted(
             (pool for executor in self._executors.values() for pool in executor.pools), key=lambda pool: pool.pool_id
         )
 
-    def _pool(self, pool_id: str) -> Pool:
+    def _pool(self, pool_id: str, field: str = "pool_id") -> Pool:
         for executor in self._executors.values():
             for pool in executor.pools:
                 if pool.pool_id == pool_id:
                     return pool
-        raise UnknownPoolError(f"no pool {pool_id}", fields={"pool_id": "is not known"})
+        raise UnknownPoolError(f"no pool {pool_id}", fields={field: "is not known"})
 
     def _scheduler(self, scheduler_id: str, scheduler_epoch: int) -> Scheduler:
         scheduler = self._schedulers.get(scheduler_id)
@@ -325,7 +332,9 @@ class ManagerViews:
         if sequence is None:
             raise UnknownSequenceError(f"no sequence {sequence_id}", fields={field: "is not known"})
         if sequence.void:
-            raise VoidSequenceError(f"sequence {sequence_id} can only be released")
+            raise VoidSequenceError(
+                f"sequence {sequence_id} can only be released", fields={field: "names one that can only be released"}
+            )
         return sequence
 
 

@@ -55,7 +55,7 @@ def test_a_purge_in_a_windowed_pool_drops_only_what_matches():
 @pytest.mark.parametrize(
     ("selected", "error", "field"),
     [
-        (BlockFilter(pool_id="e/7"), UnknownPoolError, "pool_id"),
+        (BlockFilter(pool_id="e/7"), UnknownPoolError, "filter.pool_id"),
         (BlockFilter(salt=""), InvalidField, "filter.salt"),
         (BlockFilter(max_priority=101), InvalidField, "filter.max_retention_priority"),
     ],
