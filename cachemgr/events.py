@@ -36,6 +36,7 @@ class EventLog:
         if number > self.last or number < self.last - len(self._ring):
             raise EventsGoneError(
                 f"events behind {number} are not kept",
+                fields={"after_event_number": "is not that of an event that is kept, nor of the newest"},
                 metadata={"oldest": str(self.last - len(self._ring) + 1), "newest": str(self.last)},
             )
         end = min(self.last, number + limit)

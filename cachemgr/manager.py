@@ -166,7 +166,7 @@ class CacheManager(ManagerAdmin):
         if executor is None or executor.epoch != executor_epoch:
             raise ExecutorLeaseError(
                 f"executor {executor_id} is not registered with this epoch",
-                fields={"executor_epoch": "is not registered"},
+                fields={"executor_id" if executor is None else "executor_epoch": "is not registered"},
             )
         executor.deadline = now + self.config.lease_seconds
 
