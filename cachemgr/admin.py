@@ -249,8 +249,8 @@ def _account_key(quota: Quota, path: str = "") -> tuple[str, str]:
     if (quota.tenant_id is None) == (quota.salt is None):
         raise InvalidField(f"{path}account", "must name a tenant or a salt")
     field, name = ("tenant_id", quota.tenant_id) if quota.tenant_id is not None else ("salt", quota.salt)
+    if not name:
+        raise InvalidField(f"{path}{field}", "must not be empty")
     if field == "tenant_id":
         check_id(f"{path}{field}", name)
-    elif not name:
-        raise InvalidField(f"{path}{field}", "must not be empty")
     return field, name
