@@ -5,7 +5,6 @@ checks what it attends to, so that a block which holds anything but what the man
 """
 
 import random
-from dataclasses import dataclass
 
 from cachemgr.api import (
     Admission,
@@ -23,38 +22,10 @@ from cachemgr.api import (
 from cachemgr.manager import CacheManager
 from cachemgr.records import BlockRecord
 from tests.unit.cachemgr.journal import Journal, timeless
+from tests.unit.cachemgr.live import BLOCK, GARBAGE, Live, Slot, place
 
-BLOCK = 4
 FINGERPRINT = b"f" * 32
-GARBAGE = ("garbage",)
-Slot = int | tuple[TierKind, int]
 CONFIG = ManagerConfig(capacity_ahead_tokens=0, free_watermark=0.0)
-
-
-@dataclass(eq=False)
-class Live:
-    """A sequence as its scheduler sees it."""
-
-    request: AdmitRequest
-    handle: int
-    tokens: list[int]
-    computed: int
-    tables: list[list[int]]
-    copies: list[Transfer]
-    wait_for: int = 0
-    promised: int = 0
-    started: bool = False
-    reported_tokens: int = 0
-    reported_computed: int = 0
-    # What it computes is wrong because a copy failed; the manager must not let anybody find it.
-    tainted: bool = False
-
-    @property
-    def capacity(self) -> int:
-        return min(len(table) for table in self.tables) * BLOCK
-
-    def expected(self, position: int) -> tuple[object, ...]:
-        return (self.request.salt, self.request.adapter_id, *self.tokens[: position + 1])
 
 
 class World:
@@ -392,12 +363,7 @@ class World:
             held = self.memory.get((block.group, block.slot, offset), GARBAGE)
             assert len(held) == 2 + block.depth * BLOCK + offset + 1, f"slot {block.slot} holds {held}"
             assert held[:2] == (block.salt, block.adapter_id)
-            assert held[-1] == token
-
-
-def place(tier: TierKind, slot: int) -> Slot:
-    """Where in the simulated memory a slot is."""
-    return slot if tier is TierKind.DEVICE else (tier, slot)
+            assert (held[-1][0] if isinstance(held[-1], tuple) else held[-1]) == token
 
 
 def wish(priority: int, duration: float | None = None) -> Retention:
