@@ -5,16 +5,15 @@ from random import Random
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from cachemgr.admin_api import BlockFilter
 from cachemgr.api import ManagerConfig, Retention
 from cachemgr.errors import SequenceUnsettledError, SharedBlockError, VoidSequenceError, WindowPassedError
-from cachemgr.records import BlockRecord
-from tests.unit.cachemgr.world import BLOCK, World, wish
+from tests.unit.cachemgr.live import BLOCK
+from tests.unit.cachemgr.lookup import naive_match
+from tests.unit.cachemgr.operators import BASES, OPERATIONS, TENANTS, Operators, operator_arguments
+from tests.unit.cachemgr.world import World, wish
 
-# Prompts that share beginnings of every length.
-BASES = [[0] * 20, [0, 0, 0, 0, 1] + [0] * 15, [1, 2] * 10]
 TOKENS = st.builds(
     lambda base, cut, tail: BASES[base][:cut] + tail,
     st.integers(0, 2),
@@ -27,7 +26,7 @@ SESSION = st.sampled_from([None, None, "x", "y"])
 PRIORITY = st.one_of(st.none(), st.sampled_from([0, 10, 35, 90]))
 
 
-class CacheWorld(RuleBasedStateMachine):
+class CacheWorld(Operators):
     """Everything that schedulers, executors, operators and time can do to one executor's blocks."""
 
     @initialize(
@@ -39,14 +38,16 @@ class CacheWorld(RuleBasedStateMachine):
         host=st.sampled_from([0, 0, 2, 6]),
         disk=st.sampled_from([0, 0, 3]),
         copy=st.sampled_from([True, True, True, False]),
+        pins=st.sampled_from([0.1, 0.3, 0.7]),
     )
-    def build(self, windows, num_blocks, seed, ahead, low, host, disk, copy):
+    def build(self, windows, num_blocks, seed, ahead, low, host, disk, copy, pins):
         config = ManagerConfig(
             capacity_ahead_tokens=ahead,
             free_watermark=low,
             lease_seconds=10,
             event_history=50,
             copy_on_partial_reuse=copy,
+            pin_budget=pins,
         )
         self.world = World(num_blocks, windows=windows, host_blocks=host, disk_blocks=disk, seed=seed, config=config)
         self.forks = 0
@@ -62,12 +63,13 @@ class CacheWorld(RuleBasedStateMachine):
         priority=PRIORITY,
         duration=DURATION,
         session_id=SESSION,
+        tenant_id=st.sampled_from(TENANTS),
         no_store=st.sampled_from([False, False, False, False, False, True]),
         no_read=st.sampled_from([False, False, False, False, False, True]),
     )
-    def admit(self, tokens, salt, adapter_id, priority, duration, session_id, no_store, no_read):
+    def admit(self, tokens, salt, adapter_id, priority, duration, session_id, tenant_id, no_store, no_read):
         world = self.world
-        if len(tokens) > world.num_blocks * BLOCK:
+        if len(tokens) > world.longest:
             return
         retention = Retention() if priority is None else wish(priority, duration)
         full = world.windows == (None,)
@@ -78,6 +80,7 @@ class CacheWorld(RuleBasedStateMachine):
             salt=salt,
             adapter_id=adapter_id,
             session_id=session_id,
+            tenant_id=tenant_id,
             retention=retention,
             no_store=no_store,
             no_read=no_read,
@@ -89,10 +92,11 @@ class CacheWorld(RuleBasedStateMachine):
         assert admission.capacity_tokens >= len(tokens)
         live = world.live[f"q{world.names}"]
         assert world.manager.admit(live.request) == admission
-        exact = not world.host_blocks and not world.disk_blocks and world.manager.config.copy_on_partial_reuse
+        lower = world.host_blocks or world.disk_blocks
+        exact = not lower and not any(world.manager.quotas()) and world.manager.config.copy_on_partial_reuse
         if full and exact and not admission.wait_for_handle:
             # Without a block to spare for the source of a copy the copy is left out.
-            reserve = int(world.num_blocks * world.manager.config.free_watermark)
+            reserve = int(world.longest // BLOCK * world.manager.config.free_watermark)
             tight = before - (len(tokens) // BLOCK + 2) < reserve
             assert admission.cached_tokens in (set(range(stored - stored % BLOCK, stored + 1)) if tight else {stored})
 
@@ -149,7 +153,7 @@ class CacheWorld(RuleBasedStateMachine):
     @rule(index=st.integers(0, 20), more=st.integers(0, 9))
     def extend(self, index, more):
         world, live = self.world, self.pick(index)
-        wanted = min(live.capacity + more, world.num_blocks * BLOCK)
+        wanted = min(live.capacity + more, world.longest)
         try:
             extension = world.manager.extend(live.request.sequence_id, wanted)
         except VoidSequenceError:
@@ -223,17 +227,6 @@ class CacheWorld(RuleBasedStateMachine):
         world.renew()
         world.manager.expire()
 
-    @rule(salt=st.sampled_from([None, "a"]), priority=st.sampled_from([None, 0, 10, 35]), chance=st.integers(0, 3))
-    def purge(self, salt, priority, chance):
-        world = self.world
-        if chance != 3:
-            return
-        selected = BlockFilter(salt=salt, max_priority=priority)
-        said = world.manager.purge(selected, validate_only=True)
-        before = cached_blocks(world)
-        assert world.manager.purge(selected, validate_only=False, skip_used=True) == said
-        assert before - said.purged_blocks == cached_blocks(world)
-
     @rule(chance=st.integers(0, 9))
     def scheduler_starts_again(self, chance):
         if chance == 7:
@@ -266,40 +259,13 @@ class CacheWorld(RuleBasedStateMachine):
         world.cancelled = [copy.ticket for live in world.live.values() if not live.started for copy in live.copies]
         world.sync()
         world.start_scheduler()
-        world.confirm()
+        world.run_executor_copies()
         world.now += 100
         world.renew()
         world.manager.expire()
+        world.run_executor_copies()
         world.check()
         assert all(pool.used_blocks == 0 for pool in world.manager.pools())
-
-
-def cached_blocks(world: World) -> int:
-    """Cached blocks of all pools and tiers."""
-    pools = world.manager.pools()
-    return sum(pool.cached_blocks + sum(tier.cached_blocks for tier in pool.lower_tiers) for pool in pools)
-
-
-def naive_match(world: World, tokens: list[int], salt: str | None, adapter_id: int | None) -> int:
-    """The longest beginning of the tokens, all but the last, that the indexed blocks of group 0 hold."""
-    blocks = [one for one in world.manager.records("e") if one.group == 0]
-    known = {one.key: one for one in blocks if (one.salt, one.adapter_id) == (salt, adapter_id)}
-    best = 0
-    for block in known.values():
-        best = max(best, common(path(block, known), tokens[:-1]))
-    return best
-
-
-def path(block: BlockRecord, known: dict[bytes, BlockRecord]) -> list[int]:
-    before = path(known[block.parent_key], known) if block.parent_key else []
-    return [*before, *block.token_ids]
-
-
-def common(one: list[int], other: list[int]) -> int:
-    count = 0
-    while count < min(len(one), len(other)) and one[count] == other[count]:
-        count += 1
-    return count
 
 
 TestCacheWorld = CacheWorld.TestCase
@@ -320,11 +286,11 @@ WEIGHTS = {
     "extend": 3,
     "hold": 2,
     "wait": 2,
-    "purge": 1,
     "scheduler_starts_again": 1,
     "executor_starts_again": 1,
     "manager_starts_again": 1,
     "executor_is_silent": 1,
+    **OPERATIONS,
 }
 OF_A_SEQUENCE = {"leave", "release", "truncate", "fork", "trim", "extend", "hold"}
 
@@ -340,11 +306,12 @@ def arguments(name: str, random: Random) -> dict[str, object]:
             "priority": random.choice([None, None, 0, 10, 35, 90]),
             "duration": random.choice([None, 1.0, 4.0, 30.0]),
             "session_id": random.choice([None, None, "x", "y"]),
+            "tenant_id": random.choice(TENANTS),
             "no_store": random.random() < 0.08,
             "no_read": random.random() < 0.08,
         }
-    if name == "purge":
-        return {"salt": random.choice([None, "a"]), "priority": random.choice([None, 0, 10, 35]), "chance": 3}
+    if name in OPERATIONS:
+        return operator_arguments(name, random)
     found = {
         "step": {"most": random.randint(1, 9), "fail": random.random() < 0.1},
         "work": {"rounds": random.randint(1, 5)},
@@ -371,6 +338,7 @@ def live_long(seed: int, operations: int) -> None:
         host=random.choice([0, 2, 6]),
         disk=random.choice([0, 3]),
         copy=random.random() < 0.8,
+        pins=random.choice([0.1, 0.3, 0.7]),
     )
     for _ in range(operations):
         (name,) = random.choices(list(WEIGHTS), list(WEIGHTS.values()))

@@ -38,6 +38,8 @@ class World:
         windows: tuple[int | None, ...] = (None,),
         host_blocks: int = 0,
         disk_blocks: int = 0,
+        block_bytes: tuple[int, ...] = (),
+        memory_bytes: int | None = None,
         config: ManagerConfig = CONFIG,
         seed: int = 0,
     ) -> None:
@@ -47,6 +49,7 @@ class World:
         self.windows = windows
         self.num_blocks = num_blocks
         self.host_blocks, self.disk_blocks = host_blocks, disk_blocks
+        self.block_bytes, self.memory_bytes = block_bytes or (0,) * len(windows), memory_bytes
         self.random = random.Random(seed)
         self.now = 0.0
         self.step_number = 0
@@ -70,11 +73,19 @@ class World:
 
     def spec(self) -> ExecutorSpec:
         pools = [
-            PoolSpec(group, self.num_blocks, window, host_blocks=self.host_blocks, disk_blocks=self.disk_blocks)
+            PoolSpec(
+                group,
+                self.num_blocks,
+                window,
+                block_bytes=self.block_bytes[group],
+                host_blocks=self.host_blocks,
+                disk_blocks=self.disk_blocks,
+            )
             for group, window in enumerate(self.windows)
         ]
         steps = [[self.written.get((pool.group, slot + 1), 0) for slot in range(self.num_blocks)] for pool in pools]
-        return ExecutorSpec("e", self.executor_epoch, "m", FINGERPRINT, BLOCK, pools, steps if self.written else ())
+        written = steps if self.written else ()
+        return ExecutorSpec("e", self.executor_epoch, "m", FINGERPRINT, BLOCK, pools, written, self.memory_bytes)
 
     def start_executor(self) -> None:
         """A newer epoch with empty memory; the scheduler gives all its sequences up."""
@@ -345,6 +356,11 @@ class World:
         assert admission.admitted
         self.sync()
         return admission.cached_tokens
+
+    @property
+    def longest(self) -> int:
+        """Tokens that fit into the smallest pool."""
+        return min(pool.total_blocks for pool in self.manager.pools()) * BLOCK
 
     @property
     def free(self) -> int:

@@ -1,0 +1,207 @@
+"""What operators and agents do at random to a simulated world."""
+
+from random import Random
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+
+from cachemgr.admin_api import (
+    BlockFilter,
+    ForgetTarget,
+    HintAction,
+    Hints,
+    Prefix,
+    Quota,
+    RetentionRule,
+    RuleAction,
+    RuleMatch,
+)
+from cachemgr.errors import InvalidField, PoolInUseError, QuotaTooLargeError
+from tests.unit.cachemgr.live import BLOCK
+from tests.unit.cachemgr.lookup import cached_blocks
+from tests.unit.cachemgr.world import World
+
+# Prompts that share beginnings of every length.
+BASES = [[0] * 20, [0, 0, 0, 0, 1] + [0] * 15, [1, 2] * 10]
+SALTS = [None, None, None, "a"]
+TENANTS = [None, None, "t", "u"]
+ACTIONS = [
+    RuleAction(priority=80),
+    RuleAction(priority=10, duration=4.0),
+    RuleAction(offload_min_priority=60),
+    RuleAction(pin_duration=5.0),
+    RuleAction(no_store=True),
+]
+HINTS = [
+    ("Retain", {"priority": 70, "duration_seconds": 3}),
+    ("Pin", {"owner": "agent", "duration_seconds": 4}),
+    ("Demote", {}),
+    ("Demote", {"tier": "host"}),
+    ("Demote", {"tier": "host"}),
+    ("Prefetch", {}),
+    ("Prefetch", {}),
+    ("Share", {}),
+]
+
+
+class Operators(RuleBasedStateMachine):
+    """Operations on the cache as a whole; the machine that inherits them makes the world."""
+
+    world: World
+
+    def prefix(self, base, cut, salt=None):
+        return Prefix(tuple(BASES[base % len(BASES)][:cut]), salt=salt)
+
+    @rule(salt=st.sampled_from([None, "a"]), priority=st.sampled_from([None, 0, 10, 35]), chance=st.integers(0, 3))
+    def purge(self, salt, priority, chance):
+        world = self.world
+        if chance != 3:
+            return
+        selected = BlockFilter(salt=salt, max_priority=priority)
+        said = world.manager.purge(selected, validate_only=True)
+        before = cached_blocks(world)
+        assert world.manager.purge(selected, validate_only=False, skip_used=True) == said
+        assert before - said.purged_blocks == cached_blocks(world)
+
+    @rule(kind=st.integers(0, 2), base=st.integers(0, 2), cut=st.integers(1, 18), chance=st.integers(0, 3))
+    def forget(self, kind, base, cut, chance):
+        manager = self.world.manager
+        if chance != 3:
+            return
+        target = [ForgetTarget(salt="a"), ForgetTarget(session_id="x"), ForgetTarget(prefix=self.prefix(base, cut))]
+        said = manager.forget(target[kind], validate_only=True)
+        assert manager.forget(target[kind], validate_only=False) == said
+        again = manager.forget(target[kind], validate_only=True)
+        assert again.removed == {}
+        assert again.shared_blocks == said.shared_blocks
+
+    @rule()
+    def executor_copies(self):
+        self.world.run_executor_copies()
+
+    @rule(
+        account=st.sampled_from([("tenant_id", "t"), ("tenant_id", "u"), ("salt", "a")]),
+        floor=st.integers(0, 4),
+        room=st.sampled_from([None, 0, 1, 4]),
+        host_floor=st.integers(0, 2),
+        host_room=st.sampled_from([None, 0, 2]),
+    )
+    def set_quota(self, account, floor, room, host_floor, host_room):
+        quota = Quota(
+            **dict([account]),
+            device_floor=floor,
+            device_ceiling=None if room is None else floor + room,
+            host_floor=host_floor,
+            host_ceiling=None if host_room is None else host_floor + host_room,
+        )
+        before = list(self.world.manager.quotas())
+        try:
+            assert self.world.manager.set_quota(quota, validate_only=False) == quota
+        except QuotaTooLargeError:
+            assert list(self.world.manager.quotas()) == before
+
+    @precondition(lambda self: any(True for _ in self.world.manager.quotas()))
+    @rule(index=st.integers(0, 5))
+    def delete_quota(self, index):
+        quotas = [quota for quota, *_ in self.world.manager.quotas()]
+        if quotas:
+            self.world.manager.delete_quota(quotas[index % len(quotas)])
+
+    @rule(base=st.integers(0, 2), cut=st.integers(1, 18), salt=st.sampled_from(SALTS))
+    def pin(self, base, cut, salt):
+        prefix = self.prefix(base, cut, salt)
+        (said,) = self.world.manager.pin_prefix(prefix, "ops", 6.0, validate_only=True)
+        (pinned,) = self.world.manager.pin_prefix(prefix, "ops", 6.0, validate_only=False)
+        assert (pinned.receipt, pinned.degraded) == (said.receipt, said.degraded)
+
+    @rule(index=st.integers(0, 20))
+    def release_hold(self, index):
+        names = [hold.name for hold in self.world.manager.holds()]
+        if names:
+            before = sum(pool.free_blocks for pool in self.world.manager.pools())
+            freed = self.world.manager.release_hold(names[index % len(names)])
+            assert freed >= 0
+            assert sum(pool.free_blocks for pool in self.world.manager.pools()) <= before + freed
+
+    @rule(name=st.sampled_from(["r", "s"]), salt=st.sampled_from(SALTS), index=st.integers(0, 4), end=st.integers(0, 2))
+    def make_rule(self, name, salt, index, end):
+        manager = self.world.manager
+        match = RuleMatch(salt=salt, end=end * BLOCK or None)
+        spec = RetentionRule(name, match=match, action=ACTIONS[index])
+        if name in {one.name for one in manager.rules()}:
+            said = manager.update_rule(spec, (), validate_only=True)
+            assert manager.update_rule(spec, (), validate_only=False)[1:] == said[1:]
+        else:
+            manager.create_rule(spec, validate_only=False)
+
+    @rule(index=st.integers(0, 1))
+    def delete_rule(self, index):
+        rules = self.world.manager.rules()
+        if rules:
+            name = rules[index % len(rules)].name
+            self.world.manager.delete_rule(name, "", validate_only=False)
+            leases = [lease for pool in self.world.manager.pools() for lease in self.leases_of(pool, f"rule/{name}")]
+            assert leases == []
+
+    def leases_of(self, pool, holder):
+        return list(self.world.manager.leases(pool.pool_id, holder))
+
+    @rule(index=st.integers(0, 7), base=st.integers(0, 2), cut=st.integers(4, 18), salt=st.sampled_from(SALTS))
+    def hint(self, index, base, cut, salt):
+        kind, payload = HINTS[index]
+        hints = Hints("0.1", "m", (HintAction("one", kind, "0.1", payload),))
+        (answer,), begun = self.world.manager.hint(self.prefix(base, cut, salt), hints, None)
+        assert answer.action_id == "one"
+        assert not begun or kind == "Prefetch"
+
+    @rule(group=st.integers(0, 2), total=st.integers(3, 20))
+    def update_pool(self, group, total):
+        pools = self.world.manager.pools()
+        pool = pools[group % len(pools)]
+        try:
+            view = self.world.manager.update_pool(pool.pool_id, total, pool.etag, validate_only=False)
+        except (InvalidField, PoolInUseError):
+            assert self.world.manager.pool(pool.pool_id) == pool
+        else:
+            assert view.total_blocks == total
+            assert view.used_blocks == pool.used_blocks
+
+
+OPERATIONS = {
+    "purge": 1,
+    "forget": 1,
+    "executor_copies": 6,
+    "set_quota": 1,
+    "delete_quota": 1,
+    "pin": 2,
+    "release_hold": 1,
+    "make_rule": 1,
+    "delete_rule": 1,
+    "hint": 4,
+    "update_pool": 1,
+}
+
+
+def operator_arguments(name: str, random: Random) -> dict[str, object]:
+    """What one of the operations is called with."""
+    prefix = {"base": random.randrange(3), "cut": random.randint(4, 18)}
+    salt = {"salt": random.choice(SALTS)}
+    return {
+        "purge": {"salt": random.choice([None, "a"]), "priority": random.choice([None, 0, 10, 35]), "chance": 3},
+        "forget": {"kind": random.randrange(3), **prefix, "chance": 3},
+        "executor_copies": {},
+        "set_quota": {
+            "account": random.choice([("tenant_id", "t"), ("tenant_id", "u"), ("salt", "a")]),
+            "floor": random.randrange(5),
+            "room": random.choice([None, 0, 1, 4]),
+            "host_floor": random.randrange(3),
+            "host_room": random.choice([None, 0, 2]),
+        },
+        "delete_quota": {"index": random.randrange(5)},
+        "pin": prefix | salt,
+        "release_hold": {"index": random.randrange(20)},
+        "make_rule": {"name": random.choice("rs"), "index": random.randrange(5), "end": random.randrange(3), **salt},
+        "delete_rule": {"index": random.randrange(2)},
+        "hint": {"index": random.randrange(len(HINTS)), **prefix, **salt},
+        "update_pool": {"group": random.randrange(3), "total": random.randint(3, 20)},
+    }[name]
