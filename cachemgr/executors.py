@@ -63,7 +63,7 @@ def _check_pools(spec: ExecutorSpec) -> None:
                 raise InvalidField(f"pools[{number}].{field}", f"must leave at most {MAX_SLOTS} slots in all together")
 
 
-def share_memory(executor: Executor) -> None:
+def _share_memory(executor: Executor) -> None:
     """Gives every pool its first share of the memory that they have together.
 
     A sequence takes equally many blocks in every group, as its prompt is computed before a window gives any back: in
@@ -79,7 +79,7 @@ def share_memory(executor: Executor) -> None:
 
 
 def restore(executor: Executor, remembered: Iterable[BlockRecord], journal: IndexJournal, leases: LeaseBook) -> int:
-    """Puts remembered blocks back that the device still holds; the journal hears of all others."""
+    """Puts remembered blocks back that the device still holds and has memory for; the journal hears of all others."""
     used: list[set[int]] = [set() for _ in executor.pools]
     for record in sorted(remembered, key=lambda block: block.depth):
         if _holds(executor, record, used):
@@ -89,6 +89,7 @@ def restore(executor: Executor, remembered: Iterable[BlockRecord], journal: Inde
             journal.removed(executor.executor_id, record.group, record.slot)
     for pool in executor.pools:
         pool.device.empty = deque(slot for slot in range(1, pool.device.size + 1) if pool.blocks[slot] is None)
+    _share_memory(executor)
     return sum(len(pool.index) for pool in executor.pools)
 
 

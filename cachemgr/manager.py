@@ -31,7 +31,7 @@ from cachemgr.errors import (
     SyncNumberError,
 )
 from cachemgr.events import EventLog
-from cachemgr.executors import check_spec, restore, share_memory
+from cachemgr.executors import check_spec, restore
 from cachemgr.hints import HintRunner
 from cachemgr.leases import LeaseBook
 from cachemgr.lifecycle import end_copy, end_tickets, lose, release, truncate
@@ -148,7 +148,6 @@ class CacheManager(ManagerAdmin):
         executor = Executor(spec, pools, deadline, self._next_number, self.config.pin_budget, self._accounts)
         for pool in pools:
             pool.open_accounts(list(self._accounts.values()))
-        share_memory(executor)
         self._executors[spec.executor_id] = executor
         self._epochs[spec.executor_id] = spec.executor_epoch
         restored = restore(executor, remembered, self._journal, self._leases)

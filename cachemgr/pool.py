@@ -348,6 +348,8 @@ class Pool(PrefixIndex):
             if not device.empty:
                 victim = device.victim(None)
                 assert victim is not None, TAKEABLE
+                # It is computed: what lay there before has left, whether that is confirmed or not.
+                self.leaving.pop(victim, None)
                 self.discard_subtree(victim, RemovalCause.POOL_SHRUNK)
             device.withheld.append(device.empty.pop())
         self.share_number += 1
