@@ -192,7 +192,7 @@ class Admitter:
             claimed = {block for block in here if not block.refs}
             keep = watermark(pool, self._config) if executor.sequences else 0
             fresh = self._fresh(pool, match, group, needed)
-            short += max(0, fresh + keep - (pool.device.free_for(account) - len(claimed)))
+            short += max(0, fresh + keep - pool.device.free_for(account, claimed=claimed))
         return short
 
     def _claim(self, sequence: Sequence, match: Match, needed: int) -> None:

@@ -280,7 +280,9 @@ class CacheManager(ManagerAdmin):
         start = sequence.num_blocks
         wanted = max(start, blocks_for(capacity_tokens, executor.block_size))
         account = sequence.domain.account
-        short = sum(max(0, wanted - start - pool.device.free_for(account)) for pool in executor.pools)
+        # What runs goes on beyond its ceiling, at the cost of its own cached blocks first.
+        free = [pool.device.free_for(account, within_ceiling=False) for pool in executor.pools]
+        short = sum(max(0, wanted - start - one) for one in free)
         if short:
             return Extension(False, short, (), sequence.capacity)
         self._admitter.grow(sequence, wanted)

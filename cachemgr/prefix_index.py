@@ -103,7 +103,10 @@ class PrefixIndex(PoolViews):
         assert parent is not None
         lower = self.tier_of(old)
         siblings.remove(parent, old)
+        # Whoever took it, from now on it counts against the quota of whose it was.
+        self.device.count(account_of(block), blocks=-1, used=-1)
         block.key, block.tokens, block.depth, block.domain = old.key, old.tokens, old.depth, old.domain
+        self.device.count(account_of(block), blocks=1, used=1)
         block.stored_step = step
         block.parent = parent
         siblings.add(parent, block)

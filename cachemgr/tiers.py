@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from cachemgr.admin_api import Quota
@@ -40,10 +40,9 @@ class Share:
         self.used = 0
         self.order = EvictionOrder()
 
-    @property
-    def protected(self) -> int:
-        """Cached blocks that only the account itself may evict."""
-        return max(0, min(self.count - self.used, self.floor - self.used))
+    def protected(self, claimed: int = 0) -> int:
+        """Cached blocks that only the account itself may evict, once so many of its cached ones are in use."""
+        return max(0, min(self.count, self.floor) - self.used - claimed)
 
     @property
     def is_full(self) -> bool:
@@ -111,14 +110,20 @@ class Tier:
         """Slots that may be taken: empty ones and those of cached blocks."""
         return self.size - len(self.withheld) - self.used
 
-    def free_for(self, account: Account | None, *, within_ceiling: bool = True) -> int:
-        """Slots that may be taken for an account: not what others' floors protect, and within its own ceiling."""
-        free = self.free
+    def free_for(
+        self, account: Account | None, *, claimed: Collection[Block] = (), within_ceiling: bool = True
+    ) -> int:
+        """Slots that may be taken for an account: not what others' floors protect, and within its own ceiling.
+
+        `claimed` are cached blocks that somebody is about to use. Negative for who is beyond its ceiling.
+        """
+        free = self.free - len(claimed)
         for owner, share in self.shares.items():
+            theirs = sum(account_of(block) is owner for block in claimed)
             if owner is not account:
-                free -= share.protected
+                free -= share.protected(theirs)
             elif within_ceiling and share.ceiling is not None:
-                free = min(free, share.ceiling - share.used)
+                free = min(free, share.ceiling - share.used - theirs)
         return free
 
     def enlist(self, block: Block, account: Account | None, *, newest: bool) -> None:

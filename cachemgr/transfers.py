@@ -238,7 +238,7 @@ class Copies:
         """Brings blocks of a chain, parents first, to the device, as far as there is room."""
         here = [block for block in chain if pool.is_on_device(block)]
         below = [block for block in chain if not pool.is_on_device(block)]
-        room = pool.device.free_for(None) - sum(not block.refs for block in here)
+        room = pool.device.free_for(None, claimed=[block for block in here if not block.refs])
         sources: list[Block] = []
         for source in below[: max(0, room)]:
             if source in pool.moving:
