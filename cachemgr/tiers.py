@@ -153,8 +153,8 @@ class Tier:
             block = share.order.first()
             if block is not None and (share is own or share.count > share.floor) and _goes_before(block, best):
                 best = block
-        if best is None:
-            # What a floor protects stands on what is needed: the floor gives way.
+        if best is None and self.kind is TierKind.DEVICE:
+            # What a floor protects stands on what is needed: the floor gives way. Nobody needs a lower tier.
             for share in self.shares.values():
                 block = share.order.first()
                 if block is not None and _goes_before(block, best):

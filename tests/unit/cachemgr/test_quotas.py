@@ -1,0 +1,211 @@
+"""Quotas of tenants and salts: floors, ceilings, and changing them while blocks are there."""
+
+import pytest
+
+from cachemgr.admin_api import Quota
+from cachemgr.errors import InvalidField, QuotaTooLargeError, UnknownQuotaError
+from tests.unit.cachemgr.world import World
+
+
+def quota(world: World, **fields: object) -> None:
+    world.manager.set_quota(Quota(**fields), validate_only=False)
+    world.check()
+
+
+def counts(world: World) -> dict[str, int]:
+    """Device blocks by account."""
+    return {one.tenant_id or one.salt: device for one, _, device, _ in world.manager.quotas()}
+
+
+def cached(world: World) -> dict[str | None, int]:
+    """Indexed device blocks by tenant."""
+    found: dict[str | None, int] = {}
+    for block in world.manager.records("e"):
+        found[block.tenant_id] = found.get(block.tenant_id, 0) + 1
+    return found
+
+
+def test_others_never_evict_below_a_floor():
+    world = World(8)
+    quota(world, tenant_id="t", device_floor=2)
+    world.cache(list(range(16)), tenant_id="t")
+    world.cache(list(range(100, 124)), tenant_id="u")
+    world.check()
+    assert cached(world) == {"t": 2, "u": 6}
+    assert not world.admit(list(range(200, 228)), tenant_id="u").admitted
+    assert world.admit(list(range(200, 224)), tenant_id="u").admitted
+    world.check()
+    assert cached(world) == {"t": 2}
+
+
+def test_the_owner_of_a_floor_evicts_its_own_as_anybody():
+    world = World(4)
+    quota(world, tenant_id="t", device_floor=4)
+    world.cache(list(range(16)), tenant_id="t")
+    world.cache(list(range(100, 116)), tenant_id="t")
+    world.check()
+    assert cached(world) == {"t": 4}
+    assert not world.admit([1], tenant_id="u").admitted
+    assert not world.admit([1]).admitted
+
+
+def test_who_is_at_its_ceiling_loses_its_own_first_though_others_are_older_and_slots_are_empty():
+    world = World(8)
+    world.cache([50, 51, 52, 53])
+    quota(world, tenant_id="t", device_ceiling=2)
+    world.cache(list(range(8)), tenant_id="t")
+    world.cache(list(range(100, 108)), tenant_id="t")
+    world.check()
+    assert cached(world) == {None: 1, "t": 2}
+    assert counts(world) == {"t": 2}
+
+
+def test_a_ceiling_limits_admissions_and_lets_what_runs_go_on():
+    world = World(8)
+    quota(world, tenant_id="t", device_ceiling=2)
+    assert not world.admit(list(range(9)), tenant_id="t").admitted
+    world.check()
+    admission = world.run(list(range(8)), "a", generate=8, tenant_id="t")
+    assert admission.admitted
+    world.check()
+    assert counts(world)["t"] >= 4
+    assert not world.admit([1], tenant_id="t").admitted
+    assert world.manager.extend("a", 24).extended
+    assert world.manager.extend("a", 4).extended
+    world.check()
+    world.live["a"].tables = [[*range(1, 9)]]
+    world.manager.release("a")
+    world.check()
+    assert world.admit([1], tenant_id="t").admitted
+
+
+def test_the_quota_of_a_tenant_goes_before_that_of_the_salt():
+    world = World(8)
+    quota(world, salt="a", device_ceiling=1)
+    quota(world, tenant_id="t", device_ceiling=3)
+    world.cache(list(range(12)), salt="a", tenant_id="t")
+    world.check()
+    assert counts(world) == {"a": 0, "t": 3}
+    assert not world.admit(list(range(100, 105)), salt="a").admitted
+    world.cache(list(range(100, 103)), salt="a")
+    assert counts(world) == {"a": 1, "t": 3}
+    world.check()
+
+
+def test_what_others_cached_costs_neither_ceiling_nor_floor():
+    world = World(8)
+    world.cache(list(range(16)), tenant_id="t")
+    quota(world, tenant_id="t", device_floor=4)
+    quota(world, tenant_id="u", device_ceiling=2)
+    admission = world.admit(list(range(20)), tenant_id="u")
+    assert (admission.admitted, admission.cached_tokens) == (True, 16)
+    world.check()
+    assert counts(world)["t"] == 4
+
+
+def test_a_block_that_comes_back_from_below_counts_for_whose_it_was():
+    world = World(4, host_blocks=4)
+    quota(world, tenant_id="t", device_ceiling=4)
+    quota(world, tenant_id="u", device_ceiling=4)
+    world.cache(list(range(12)), tenant_id="t")
+    world.cache(list(range(100, 116)), tenant_id="u")
+    world.check()
+    world.cache(list(range(13)), tenant_id="u")
+    world.check()
+    assert counts(world)["t"] == 3
+
+
+def test_a_ceiling_of_the_host_keeps_one_tenant_from_filling_it():
+    world = World(4, host_blocks=4)
+    quota(world, tenant_id="t", host_ceiling=1)
+    world.cache(list(range(16)), tenant_id="t")
+    world.cache(list(range(100, 116)))
+    world.check()
+    ((_, _, device, host),) = world.manager.quotas()
+    assert (device, host) == (0, 1)
+
+
+def test_a_floor_of_the_host_is_kept_for_its_owner():
+    world = World(4, host_blocks=4)
+    quota(world, tenant_id="t", host_floor=2)
+    world.cache(list(range(16)), tenant_id="t")
+    for first in (100, 200, 300):
+        world.cache(list(range(first, first + 16)))
+        world.check()
+    ((_, _, _, host),) = world.manager.quotas()
+    assert host == 2
+
+
+def test_floors_that_do_not_fit_together_are_refused_and_nothing_changes():
+    world = World(8, host_blocks=2)
+    quota(world, tenant_id="t", device_floor=5)
+    before = list(world.manager.quotas())
+    with pytest.raises(QuotaTooLargeError) as refused:
+        quota(world, salt="a", device_floor=4)
+    assert list(refused.value.fields) == ["quota.device_floor_blocks"]
+    assert "at most 3" in str(refused.value.fields)
+    with pytest.raises(QuotaTooLargeError):
+        quota(world, salt="a", host_floor=3)
+    assert list(world.manager.quotas()) == before
+    quota(world, salt="a", device_floor=3)
+    quota(world, tenant_id="t", device_floor=4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({}, "quota.account"),
+        ({"tenant_id": "t", "salt": "a"}, "quota.account"),
+        ({"tenant_id": ""}, "quota.tenant_id"),
+        ({"salt": ""}, "quota.salt"),
+        ({"salt": "a", "device_floor": 3, "device_ceiling": 2}, "quota.device_ceiling_blocks"),
+        ({"salt": "a", "host_floor": 1, "host_ceiling": 0}, "quota.host_ceiling_blocks"),
+    ],
+)
+def test_a_quota_that_means_nothing_is_refused_and_nothing_changes(fields, field):
+    world = World(8, host_blocks=2)
+    with pytest.raises(InvalidField) as refused:
+        quota(world, **fields)
+    assert list(refused.value.fields) == [field]
+    assert list(world.manager.quotas()) == []
+    world.check()
+
+
+def test_a_dry_run_changes_nothing():
+    world = World(8)
+    world.manager.set_quota(Quota(tenant_id="t", device_ceiling=1), validate_only=True)
+    assert list(world.manager.quotas()) == []
+    assert world.admit(list(range(9)), tenant_id="t").admitted
+
+
+def test_quotas_change_and_go_while_blocks_are_cached_and_used():
+    world = World(12)
+    world.cache(list(range(8)), tenant_id="t")
+    world.run(list(range(100, 108)), "a", tenant_id="t")
+    world.cache(list(range(200, 208)), tenant_id="u")
+    quota(world, tenant_id="t", device_floor=2, device_ceiling=6)
+    assert counts(world)["t"] == world.manager.pools()[0].used_blocks + 2
+    quota(world, tenant_id="t", device_ceiling=2)
+    quota(world, tenant_id="u", device_floor=1)
+    world.manager.delete_quota(Quota(tenant_id="t"))
+    world.check()
+    assert list(counts(world)) == ["u"]
+    world.finish("a")
+    world.check()
+    with pytest.raises(UnknownQuotaError) as refused:
+        world.manager.delete_quota(Quota(tenant_id="t"))
+    assert list(refused.value.fields) == ["tenant_id"]
+    assert list(counts(world)) == ["u"]
+    world.manager.delete_quota(Quota(tenant_id="u"))
+    world.check()
+    assert world.admit([9] * 48).admitted
+
+
+def test_a_quota_that_is_older_than_the_executor_counts_there_too():
+    world = World(8)
+    quota(world, tenant_id="t", device_ceiling=2)
+    world.start_executor()
+    assert not world.admit(list(range(9)), tenant_id="t").admitted
+    world.cache(list(range(8)), tenant_id="t")
+    assert counts(world) == {"t": 2}
+    world.check()
