@@ -1,6 +1,6 @@
 """The last events, numbered without a gap."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from cachemgr.api import BlockView, Event, EventKind, LeaseView, RemovalCause, Snapshot
 from cachemgr.errors import EventsGoneError
@@ -42,11 +42,16 @@ class EventLog:
         end = min(self.last, number + limit)
         return [self._ring[index % self._capacity] for index in range(number, end)]
 
-    def scrub(self, keys: set[bytes]) -> None:
-        """Takes the token ids of these blocks out of all events that are kept."""
-        for index, event in enumerate(self._ring):
-            if event.block.key in keys:
-                self._ring[index] = event._replace(block=event.block._replace(tokens=b""))
+    def scrub(self, keys: set[bytes], is_meant: Callable[[BlockView], bool]) -> None:
+        """Takes the token ids of blocks out of all events that are kept: those meant, these, and what stood on them."""
+        gone = set(keys)
+        # In the order of time, in which what a block stands on comes first.
+        for number in range(self.last - len(self._ring), self.last):
+            event = self._ring[number % self._capacity]
+            block = event.block
+            if block.tokens and (block.key in gone or block.parent_key in gone or is_meant(block)):
+                gone.add(block.key)
+                self._ring[number % self._capacity] = event._replace(block=block._replace(tokens=b""))
 
     def snapshot(self, state: Iterable[tuple[EventKind, BlockView, LeaseView | None]]) -> Snapshot:
         """The cache as events that carry the last number."""

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 
 from cachemgr.admin_api import ForgetTarget, Forgotten
 from cachemgr.api import RemovalCause
-from cachemgr.chains import chain
+from cachemgr.chains import chain, keys_of
 
 if TYPE_CHECKING:
     from cachemgr.block import Block
     from cachemgr.events import EventLog
+    from cachemgr.keys import Domain
     from cachemgr.pool import Pool
     from cachemgr.registry import Executor
     from cachemgr.sequence import Sequence
@@ -33,24 +34,37 @@ def forget(executors: list[Executor], target: ForgetTarget, events: EventLog, *,
                 gone.update(block.key for block in doomed)
                 for block in doomed:
                     _take_out(pool, block)
+        if target.prefix is not None:
+            # Of blocks that were lost before there may be events.
+            gone.update(keys_of(executor, target.prefix))
         if not validate_only:
             for sequence in executor.sequences.values():
                 if _is_meant(sequence, target, gone):
                     _leave_nothing(sequence)
     if not validate_only:
-        events.scrub(gone)
+        staying = {key for executor in executors for pool in executor.pools for key in pool.index}
+        events.scrub(gone - staying, lambda block: block.key not in staying and _stored(block.domain, target))
     return receipt
+
+
+def _stored(domain: Domain | None, target: ForgetTarget) -> bool:
+    """Whether the salt or session that is meant stored what lies under a domain."""
+    if domain is None:
+        return False
+    if target.salt is not None:
+        return domain.salt == target.salt
+    return target.session_id is not None and domain.session_id == target.session_id
 
 
 def _doomed(executor: Executor, pool: Pool, target: ForgetTarget) -> tuple[list[Block], int]:
     """The blocks to take out, deepest first, and how many stay for others' sake."""
     shared = 0
     if target.salt is not None:
-        found = {block for block in pool.index.values() if block.domain and block.domain.salt == target.salt}
+        found = {block for block in pool.index.values() if _stored(block.domain, target)}
     elif target.prefix is not None:
         found = set(chain(executor, pool, target.prefix))
     else:
-        mine = [block for block in pool.index.values() if block.domain and block.domain.session_id == target.session_id]
+        mine = [block for block in pool.index.values() if _stored(block.domain, target)]
         found = {block for block in mine if not _has_others(executor, pool, block, target)}
         shared = len(mine) - len(found)
     if pool.window is None:

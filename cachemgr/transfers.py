@@ -127,6 +127,9 @@ class Ticket:
             self.pool.leaving.pop(self.source, None)
             if outcome is not Outcome.DONE:
                 self._lose(self.target)
+        elif self.purpose is Purpose.ZERO and outcome is not Outcome.DONE:
+            # It is asked for again.
+            self.pool.doomed.add(self.target)
         elif self.purpose is Purpose.FILL and outcome is Outcome.FAILED and self._is_below(self.source):
             self._lose(self.source)
         if self.fetch is not None:

@@ -1,0 +1,314 @@
+"""Forgetting: out of every tier at once, and no byte outlives its last use."""
+
+import pytest
+
+from cachemgr.admin_api import ForgetTarget, Prefix
+from cachemgr.api import EventKind, RemovalCause, TierKind
+from cachemgr.dump import state_hash
+from cachemgr.errors import InvalidField, UnknownExecutorError
+from tests.unit.cachemgr.live import GARBAGE
+from tests.unit.cachemgr.world import World
+
+PROMPT = list(range(10, 19))
+
+
+def forget(world: World, *, validate_only: bool = False, **target: object):
+    receipt = world.manager.forget(ForgetTarget(**target), validate_only=validate_only)
+    world.check()
+    return receipt
+
+
+def left(world: World, salt: str | None = None, tokens: object = PROMPT) -> int:
+    """Places of the device's memory, in any tier, that hold something that comes from these tokens."""
+    return sum(held != GARBAGE and held[0] == salt and held[2] == tokens[0] for held in world.memory.values())
+
+
+def found(world: World, tokens: list[int] = PROMPT, salt: str | None = None) -> int:
+    return world.manager.explain(Prefix(tuple(tokens), salt=salt), 0)[0].cached_tokens
+
+
+def test_a_salt_is_forgotten_and_overwritten_and_other_salts_stay():
+    world = World(12)
+    world.cache(PROMPT, salt="a")
+    world.cache(PROMPT, salt="b")
+    world.cache(PROMPT)
+    receipt = forget(world, salt="a")
+    assert receipt.removed == {TierKind.DEVICE: 3}
+    assert (receipt.used_blocks, receipt.shared_blocks, receipt.zeroing_blocks) == (0, 0, 3)
+    assert [found(world, salt=salt) for salt in ("a", "b", None)] == [0, 9, 9]
+    assert left(world, "a") == 9
+    world.run_executor_copies()
+    world.check()
+    assert (left(world, "a"), left(world, "b"), left(world)) == (0, 9, 9)
+
+
+def test_slots_are_given_to_nobody_before_they_are_overwritten():
+    world = World(4)
+    world.cache(PROMPT, salt="a")
+    forget(world, salt="a")
+    zeros = world.manager.executor_transfers("e")
+    assert [(copy.source_slot, copy.num_tokens) for copy in zeros] == [(0, 4)] * 3
+    assert world.free == 1
+    assert not world.admit([1] * 8).admitted
+    assert world.manager.executor_transfers("e") == zeros
+    world.run_executor_copies()
+    assert world.manager.executor_transfers("e") == []
+    assert world.free == 4
+    world.check()
+    assert world.admit([1] * 16).admitted
+
+
+def test_a_failed_overwrite_is_not_taken_for_done():
+    world = World(4)
+    world.cache(PROMPT, salt="a")
+    forget(world, salt="a")
+    tickets = [copy.ticket for copy in world.manager.executor_transfers("e")]
+    world.manager.confirm_transfers("e", world.executor_epoch, [], tickets)
+    world.check()
+    assert world.free == 1
+    world.run_executor_copies()
+    assert (world.free, left(world, "a")) == (4, 0)
+    world.check()
+
+
+def test_used_blocks_are_overwritten_when_their_last_user_ends():
+    world = World(12)
+    world.cache(PROMPT, salt="a")
+    world.run(PROMPT, "live", salt="a")
+    receipt = forget(world, salt="a")
+    assert (receipt.removed[TierKind.DEVICE], receipt.used_blocks, receipt.zeroing_blocks) == (3, 2, 1)
+    assert found(world, salt="a") == 0
+    world.run_executor_copies()
+    world.step()
+    world.finish("live")
+    world.check()
+    assert left(world, "a") > 0
+    world.run_executor_copies()
+    world.check()
+    assert left(world, "a") == 0
+    assert world.free == 12
+
+
+def test_a_sequence_that_runs_on_stores_nothing_and_its_later_blocks_are_overwritten_too():
+    world = World(12)
+    world.run(PROMPT, "live", salt="a")
+    forget(world, salt="a")
+    world.compute(world.live["live"], 16)
+    world.finish("live")
+    world.check()
+    assert found(world, PROMPT, "a") == 0
+    assert world.journal.blocks == {}
+    world.run_executor_copies()
+    assert left(world, "a") == 0
+    world.check()
+
+
+def test_a_new_sequence_of_the_salt_caches_again():
+    world = World(12)
+    world.cache(PROMPT, salt="a")
+    forget(world, salt="a")
+    world.cache(PROMPT, salt="a")
+    assert found(world, salt="a") == 9
+    world.check()
+
+
+def test_promises_of_a_forgotten_sequence_are_matched_by_nobody_any_more():
+    world = World(12)
+    world.admit(PROMPT, "live", salt="a")
+    forget(world, salt="a")
+    admission = world.admit(PROMPT, "later", salt="a")
+    assert (admission.cached_tokens, admission.wait_for_handle) == (0, 0)
+    world.check()
+
+
+def test_a_fork_of_a_forgotten_sequence_stores_nothing_either():
+    world = World(16)
+    world.run(PROMPT, "live", salt="a")
+    forget(world, salt="a")
+    admission = world.manager.fork("live", "child")
+    live = world.live["live"]
+    child = world.enter(world.request(live.tokens, "child", salt="a"), admission, live.tokens)
+    world.compute(child, 14)
+    world.finish("child")
+    world.finish("live")
+    world.check()
+    assert world.journal.blocks == {}
+    world.run_executor_copies()
+    assert left(world, "a") == 0
+
+
+def test_a_copy_that_is_under_way_does_not_save_its_source():
+    world = World(12)
+    world.cache(PROMPT, salt="a")
+    admission = world.admit([*PROMPT[:6], 99, 98], "part", salt="a")
+    assert admission.transfers
+    forget(world, salt="a")
+    world.compute(world.live["part"], 8)
+    world.finish("part")
+    world.check()
+    world.run_executor_copies()
+    world.check()
+    assert left(world, "a") == 0
+    assert world.free == 12
+
+
+def test_a_prefix_goes_with_all_that_stands_on_it_and_what_is_before_it_too():
+    world = World(16)
+    world.cache([*PROMPT[:8], 50, 51])
+    world.cache([*PROMPT[:4], 60, 61, 62, 63])
+    world.cache([70, 71, 72, 73])
+    receipt = forget(world, prefix=Prefix(tuple(PROMPT[:8])))
+    assert receipt.removed == {TierKind.DEVICE: 4}
+    assert found(world, [70, 71, 72, 73]) == 4
+    world.run_executor_copies()
+    assert left(world) == 0
+
+
+def test_a_prefix_of_one_salt_is_forgotten_in_that_salt_only():
+    world = World(16)
+    world.cache(PROMPT, salt="a")
+    world.cache(PROMPT)
+    assert forget(world, prefix=Prefix(tuple(PROMPT), salt="a")).removed == {TierKind.DEVICE: 3}
+    assert found(world) == 9
+
+
+def test_a_live_sequence_with_the_prefix_stores_nothing_any_more():
+    world = World(16)
+    world.run(PROMPT, "live")
+    world.run([70, 71, 72, 73], "other")
+    forget(world, prefix=Prefix(tuple(PROMPT[:4])))
+    world.finish("live")
+    world.finish("other")
+    assert found(world) == 0
+    assert found(world, [70, 71, 72, 73]) == 4
+    world.check()
+
+
+def test_blocks_that_another_session_stands_on_stay():
+    world = World(16)
+    world.cache(PROMPT, session_id="x")
+    world.cache([*PROMPT[:4], 50, 51, 52, 53], session_id="y")
+    receipt = forget(world, session_id="x")
+    assert (receipt.removed, receipt.shared_blocks) == ({TierKind.DEVICE: 2}, 1)
+    assert found(world) == 4
+    assert found(world, [*PROMPT[:4], 50, 51, 52, 53]) == 8
+
+
+def test_blocks_that_another_session_uses_stay_and_unused_ones_go():
+    world = World(16)
+    world.cache(PROMPT, session_id="x")
+    world.run([*PROMPT[:4], 50], "live", session_id="y")
+    receipt = forget(world, session_id="x")
+    assert (receipt.removed, receipt.shared_blocks) == ({TierKind.DEVICE: 2}, 1)
+    world.finish("live")
+    assert found(world, [*PROMPT[:4], 50]) == 5
+    world.check()
+
+
+def test_what_lies_on_the_host_and_the_disk_goes_too():
+    world = World(3, host_blocks=3, disk_blocks=3)
+    world.cache(PROMPT, salt="a")
+    for first in (100, 200):
+        world.cache(list(range(first, first + 12)))
+        world.check()
+    said = forget(world, salt="a", validate_only=True)
+    receipt = forget(world, salt="a")
+    assert said == receipt
+    assert sum(receipt.removed.values()) >= 2
+    assert TierKind.DEVICE not in receipt.removed
+    world.run_executor_copies()
+    world.check()
+    assert left(world, "a") == 0
+    assert all(tier.used_blocks == 0 for tier in world.manager.pools()[0].lower_tiers)
+
+
+def test_what_is_on_its_way_down_is_overwritten_once_it_has_arrived():
+    world = World(3, host_blocks=3)
+    world.cache(PROMPT, salt="a")
+    world.admit(list(range(100, 112)), "b")
+    receipt = forget(world, salt="a")
+    assert receipt.removed == {TierKind.HOST: 3}
+    world.compute(world.live["b"], 12)
+    world.check()
+    world.run_executor_copies()
+    world.check()
+    assert left(world, "a") == 0
+
+
+def test_windowed_groups_lose_what_the_salt_stored_wherever_it_stands():
+    world = World(16, windows=(None, 3))
+    world.cache(PROMPT, salt="a")
+    world.cache(PROMPT)
+    receipt = forget(world, salt="a")
+    assert receipt.removed == {TierKind.DEVICE: 6}
+    world.run_executor_copies()
+    world.check()
+    assert (left(world, "a"), left(world)) == (0, 18)
+
+
+def test_events_that_are_kept_have_no_tokens_of_it_any_more():
+    world = World(12)
+    world.cache(PROMPT, salt="a")
+    world.cache(PROMPT)
+    before = world.manager.last_event
+    forget(world, salt="a")
+    events = world.manager.events_after(0)
+    mine = [event for event in events if event.block.domain and event.block.domain.salt == "a"]
+    assert mine
+    assert all(event.block.tokens == b"" for event in mine)
+    removed = [event for event in world.manager.events_after(before) if event.kind is EventKind.REMOVED]
+    assert [event.cause for event in removed] == [RemovalCause.FORGOTTEN] * 3
+    others = [event for event in events if event.kind is EventKind.STORED and event.block.domain.salt is None]
+    assert all(event.block.tokens for event in others)
+
+
+def test_a_shorter_block_that_a_longer_one_replaced_leaves_no_tokens_in_events():
+    world = World(12)
+    world.cache(PROMPT[:6], salt="a")
+    world.cache(PROMPT[:7], salt="a")
+    forget(world, salt="a")
+    mine = [event.block for event in world.manager.events_after(0) if event.block.domain]
+    assert all(block.tokens == b"" for block in mine)
+
+
+def test_what_was_evicted_before_leaves_no_tokens_in_events():
+    world = World(3)
+    world.cache(PROMPT, salt="a")
+    world.cache(list(range(100, 112)))
+    forget(world, salt="a")
+    mine = [event.block for event in world.manager.events_after(0) if event.block.domain]
+    assert all(block.tokens == b"" for block in mine if block.domain.salt == "a")
+
+
+def test_a_dry_run_tells_the_same_and_changes_nothing():
+    world = World(12)
+    world.cache(PROMPT, salt="a", session_id="x")
+    world.run(PROMPT, "live", salt="a", session_id="y")
+    for target in ({"salt": "a"}, {"session_id": "x"}, {"prefix": Prefix(tuple(PROMPT), salt="a")}):
+        before = state_hash(world.manager.state())
+        said = forget(world, validate_only=True, **target)
+        assert state_hash(world.manager.state()) == before
+        assert sum(said.removed.values()) > 0
+        assert said.used_blocks + said.zeroing_blocks == sum(said.removed.values())
+    assert said == forget(world, **target)
+
+
+@pytest.mark.parametrize(
+    ("target", "error", "field"),
+    [
+        ({}, InvalidField, "target"),
+        ({"salt": ""}, InvalidField, "salt"),
+        ({"session_id": ""}, InvalidField, "session_id"),
+        ({"prefix": Prefix(())}, InvalidField, "prefix.token_ids"),
+        ({"prefix": Prefix((1,), salt="")}, InvalidField, "prefix.salt"),
+        ({"prefix": Prefix((1,), "nobody")}, UnknownExecutorError, "prefix.executor_id"),
+    ],
+)
+def test_a_target_that_means_nothing_is_refused_and_nothing_changes(target, error, field):
+    world = World(12)
+    world.cache(PROMPT)
+    before = state_hash(world.manager.state())
+    with pytest.raises(error) as refused:
+        forget(world, **target)
+    assert list(refused.value.fields) == [field]
+    assert state_hash(world.manager.state()) == before
