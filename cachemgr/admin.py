@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from cachemgr.admin_api import (
@@ -125,11 +126,13 @@ class ManagerAdmin(ManagerViews):
         leased = self._leased(self._rules.get(spec.name).holder)
         if validate_only:
             return changed, len(leased), self._count_matching(Rule(changed))
-        self._rules.update(changed)
         rule = self._rules.get(spec.name)
+        moved = rule.spec.match != changed.match
+        self._rules.update(changed)
         wish = rule.wish()
+        meant = {block for _, block in self._matching(rule)} if moved else set()
         for pool, block in leased:
-            if wish is None:
+            if wish is None or (moved and block not in meant):
                 self._leases.revoke(pool, block, rule.holder, RemovalCause.RULE_CHANGED)
             else:
                 pool.grant(block, wish)
@@ -150,23 +153,27 @@ class ManagerAdmin(ManagerViews):
         return [(pool, block) for pool in self._selected("") for block in pool.leased_to(holder)]
 
     def _count_matching(self, rule: Rule) -> int:
-        match, count = rule.spec.match, 0
+        return sum(1 for _ in self._matching(rule))
+
+    def _matching(self, rule: Rule) -> Iterator[tuple[Pool, Block]]:
+        """Cached blocks that a rule is about."""
+        match = rule.spec.match
         for executor in self._executors.values():
             for pool in executor.pools:
                 chains = None
                 if match.prefix_token_ids:
                     prefix = Prefix(match.prefix_token_ids, salt=match.salt, adapter_id=match.adapter_id)
                     chains = set(chain(executor, pool, prefix))
-                count += sum(
-                    (chains is None or block in chains)
-                    and block.domain is not None
-                    and match.salt in (None, block.domain.salt)
-                    and match.tenant_id in (None, block.domain.tenant_id)
-                    and match.adapter_id in (None, block.domain.adapter_id)
-                    and rule.covers(block.depth * pool.block_size)
-                    for block in pool.index.values()
-                )
-        return count
+                for block in pool.index.values() if chains is None else chains:
+                    domain = block.domain
+                    if (
+                        domain is not None
+                        and match.salt in (None, domain.salt)
+                        and match.tenant_id in (None, domain.tenant_id)
+                        and match.adapter_id in (None, domain.adapter_id)
+                        and rule.covers(block.depth * pool.block_size)
+                    ):
+                        yield pool, block
 
     # Quotas
 

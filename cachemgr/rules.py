@@ -183,6 +183,8 @@ def _check(spec: RetentionRule) -> None:
         pack(match.prefix_token_ids)
     except (OverflowError, TypeError) as error:
         raise InvalidField("rule.match.prefix_token_ids", "must be numbers from 0 to 4294967295") from error
+    if match.start < 0:
+        raise InvalidField("rule.match.start", "must not be negative")
     if match.end is not None and match.end <= match.start:
         raise InvalidField("rule.match.end", "must be greater than start")
     check_priority("rule.action.retention_priority", action.priority)

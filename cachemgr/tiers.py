@@ -110,9 +110,7 @@ class Tier:
         """Slots that may be taken: empty ones and those of cached blocks."""
         return self.size - len(self.withheld) - self.used
 
-    def free_for(
-        self, account: Account | None, *, claimed: Collection[Block] = (), within_ceiling: bool = True
-    ) -> int:
+    def free_for(self, account: Account | None, *, claimed: Collection[Block] = (), within_ceiling: bool = True) -> int:
         """Slots that may be taken for an account: not what others' floors protect, and within its own ceiling.
 
         `claimed` are cached blocks that somebody is about to use. Negative for who is beyond its ceiling.

@@ -1,0 +1,324 @@
+"""Operators' rules: what they are about, what they do, and how they change while everything runs."""
+
+import pytest
+
+from cachemgr.admin_api import Prefix, RetentionRule, RuleAction, RuleMatch
+from cachemgr.api import EventKind, Outcome, RemovalCause, Retention, RetentionRange, TierKind
+from cachemgr.dump import state_hash
+from cachemgr.errors import InvalidField, RuleExistsError, StaleRuleError, UnknownRuleError
+from cachemgr.keys import unpack
+from tests.unit.cachemgr.world import World, wish
+
+PROMPT = list(range(10, 19))
+
+
+def make(world: World, name: str, match: RuleMatch = RuleMatch(), order: int = 0, **action: object):
+    spec = RetentionRule(name, order, match, RuleAction(**action))
+    return world.manager.create_rule(spec, validate_only=False)
+
+
+def priorities(world: World) -> dict[int, int]:
+    """Priority of the block with each first token."""
+    world.manager.expire()
+    return {unpack(view.tokens)[0]: view.priority for _, view in world.manager.blocks("e/0") if view.key}
+
+
+def holders(world: World) -> set[str]:
+    return {lease.holder for _, _, lease in world.manager.leases("e/0", "")}
+
+
+@pytest.mark.parametrize(
+    ("match", "options", "applies"),
+    [
+        (RuleMatch(), {}, True),
+        (RuleMatch(salt="a"), {"salt": "a"}, True),
+        (RuleMatch(salt="a"), {"salt": "b"}, False),
+        (RuleMatch(salt="a"), {}, False),
+        (RuleMatch(tenant_id="t"), {"tenant_id": "t"}, True),
+        (RuleMatch(tenant_id="t"), {}, False),
+        (RuleMatch(adapter_id=0), {"adapter_id": 0}, True),
+        (RuleMatch(adapter_id=0), {}, False),
+        (RuleMatch(salt="a", tenant_id="t"), {"salt": "a"}, False),
+        (RuleMatch(prefix_token_ids=(10, 11)), {}, True),
+        (RuleMatch(prefix_token_ids=(10, 12)), {}, False),
+        (RuleMatch(prefix_token_ids=tuple(PROMPT)), {}, True),
+        (RuleMatch(prefix_token_ids=(*PROMPT, 1)), {}, False),
+    ],
+)
+def test_a_rule_is_about_requests_that_match_in_all_that_is_set(match, options, applies):
+    world = World(12)
+    make(world, "r", match, priority=80)
+    world.cache(PROMPT, **options)
+    assert (80 in priorities(world).values()) == applies
+    world.check()
+
+
+def test_blocks_count_by_their_first_token():
+    world = World(12)
+    make(world, "r", RuleMatch(start=1, end=8), priority=80)
+    world.cache(PROMPT)
+    assert priorities(world) == {10: 35, 14: 80, 18: 35}
+
+
+def test_a_rule_about_a_prompts_beginning_is_about_the_blocks_that_begin_in_it():
+    world = World(12)
+    make(world, "r", RuleMatch(prefix_token_ids=(10, 11, 12, 13, 14)), priority=80)
+    world.cache(PROMPT)
+    assert priorities(world) == {10: 80, 14: 80, 18: 35}
+
+
+def test_the_first_rule_in_order_speaks_and_names_decide_among_equals():
+    world = World(12)
+    make(world, "z", RuleMatch(end=4), order=1, priority=90)
+    make(world, "b", RuleMatch(start=4), order=2, priority=60)
+    make(world, "a", RuleMatch(start=4), order=2, priority=50)
+    make(world, "y", order=3, priority=10)
+    assert [rule.name for rule in world.manager.rules()] == ["z", "a", "b", "y"]
+    world.cache(PROMPT)
+    assert priorities(world) == {10: 90, 14: 50, 18: 50}
+
+
+def test_rules_about_different_places_speak_each_for_its_own():
+    world = World(12)
+    make(world, "head", RuleMatch(end=4), priority=90)
+    make(world, "tail", RuleMatch(start=8), priority=5)
+    world.cache(PROMPT)
+    assert priorities(world) == {10: 90, 14: 35, 18: 5}
+
+
+def test_what_the_request_says_itself_goes_before_any_rule():
+    world = World(12)
+    make(world, "r", priority=90)
+    world.cache(PROMPT, retention=Retention((RetentionRange(0, 4, 20),)))
+    assert priorities(world) == {10: 20, 14: 35, 18: 35}
+    assert "rule/r" not in holders(world)
+
+
+def test_a_rules_lease_ends_with_its_time():
+    world = World(12)
+    make(world, "r", priority=90, duration=5.0)
+    world.cache(PROMPT)
+    assert set(priorities(world).values()) == {90}
+    world.now = 5.0
+    assert set(priorities(world).values()) == {35}
+    world.check()
+
+
+def test_generated_blocks_are_covered_too():
+    world = World(12)
+    make(world, "r", priority=90)
+    world.cache(PROMPT[:4], generate=4)
+    assert [view.priority for _, view in world.manager.blocks("e/0") if view.key] == [90, 90]
+
+
+def test_receipts_tell_what_rules_grant():
+    world = World(12)
+    make(world, "r", RuleMatch(end=8), priority=90, duration=5.0)
+    (receipt,) = world.run(PROMPT, "a").receipts
+    assert receipt == ("rule/r", Outcome.GRANTED, "", 90, 5.0, 2)
+
+
+def test_nothing_is_stored_where_a_rule_forbids_it_though_the_request_has_wishes():
+    world = World(12)
+    make(world, "r", RuleMatch(salt="a"), no_store=True)
+    world.cache(PROMPT, salt="a", retention=wish(90))
+    assert priorities(world) == {}
+    world.cache(PROMPT)
+    assert len(priorities(world)) == 3
+    world.check()
+
+
+def test_a_floor_for_offload_decides_what_moves_down_also_for_requests_with_wishes():
+    world = World(4, host_blocks=8)
+    make(world, "r", RuleMatch(salt="a"), offload_min_priority=60)
+    world.cache(PROMPT, salt="a")
+    world.cache(list(range(100, 116)), no_store=True)
+    assert world.manager.explain(Prefix(tuple(PROMPT), salt="a"), 0)[0].blocks == []
+    world.cache(PROMPT, salt="a", retention=wish(70))
+    world.cache(list(range(100, 116)), no_store=True)
+    below = world.manager.explain(Prefix(tuple(PROMPT), salt="a"), 0)[0].blocks
+    assert {view.tier for view, _, _ in below} == {TierKind.HOST}
+    world.check()
+
+
+def test_a_change_reaches_cached_blocks_at_once_and_is_told():
+    world = World(12)
+    make(world, "r", priority=80)
+    world.cache(PROMPT)
+    before = world.manager.last_event
+    spec = RetentionRule("r", action=RuleAction(priority=60))
+    _, leases, matching = world.manager.update_rule(spec, ("action.retention_priority",), validate_only=False)
+    assert (leases, matching) == (3, 3)
+    assert set(priorities(world).values()) == {60}
+    told = {(event.kind, event.lease and event.lease.priority) for event in world.manager.events_after(before)}
+    assert (EventKind.LEASE_GRANTED, 60) in told
+    world.check()
+
+
+def test_a_change_reaches_what_running_sequences_store_later():
+    world = World(12)
+    make(world, "r", priority=80)
+    world.admit(PROMPT, "a")
+    world.manager.update_rule(RetentionRule("r", action=RuleAction(priority=60)), ("action",), validate_only=False)
+    world.compute(world.live["a"], 9)
+    world.finish("a")
+    assert set(priorities(world).values()) == {60}
+
+
+def test_a_change_of_what_it_is_about_ends_the_leases_that_it_no_longer_gives():
+    world = World(12)
+    make(world, "r", priority=80)
+    world.cache(PROMPT)
+    spec = RetentionRule("r", match=RuleMatch(end=4))
+    world.manager.update_rule(spec, ("match.end",), validate_only=False)
+    assert priorities(world) == {10: 80, 14: 35, 18: 35}
+    world.check()
+
+
+def test_a_rule_that_no_longer_wishes_breaks_its_leases():
+    world = World(12)
+    make(world, "r", priority=80)
+    world.cache(PROMPT)
+    before = world.manager.last_event
+    spec = RetentionRule("r", action=RuleAction(no_store=True))
+    world.manager.update_rule(spec, ("action",), validate_only=False)
+    assert set(priorities(world).values()) == {35}
+    broken = [event for event in world.manager.events_after(before) if event.kind is EventKind.LEASE_BROKEN]
+    assert [(event.cause, event.lease.holder) for event in broken] == [(RemovalCause.RULE_CHANGED, "rule/r")] * 3
+
+
+def test_a_deleted_rule_ends_its_leases_with_events_and_others_stay():
+    world = World(12)
+    make(world, "r", priority=80)
+    make(world, "s", RuleMatch(salt="a"), order=-1, priority=70)
+    world.cache(PROMPT)
+    world.cache(PROMPT, session_id="x", retention=wish(50))
+    world.run(PROMPT, "live", salt="a")
+    before = world.manager.last_event
+    assert world.manager.delete_rule("r", "", validate_only=True) == 3
+    assert world.manager.delete_rule("r", "", validate_only=False) == 3
+    assert holders(world) == {"session/x", "rule/s"}
+    broken = [event for event in world.manager.events_after(before) if event.kind is EventKind.LEASE_BROKEN]
+    assert [(event.cause, event.lease.holder) for event in broken] == [(RemovalCause.RULE_CHANGED, "rule/r")] * 3
+    assert [rule.name for rule in world.manager.rules()] == ["s"]
+    world.check()
+    world.cache([1, 2, 3, 4])
+    assert holders(world) == {"session/x", "rule/s"}
+
+
+def test_etags_change_with_every_change_and_stale_ones_are_refused():
+    world = World(12)
+    first, _ = make(world, "r", priority=80)
+    changed = RetentionRule("r", action=RuleAction(priority=60), etag=first.etag)
+    second, _, _ = world.manager.update_rule(changed, (), validate_only=False)
+    assert second.etag != first.etag
+    before = world.manager.rules()
+    with pytest.raises(StaleRuleError) as refused:
+        world.manager.update_rule(changed, (), validate_only=False)
+    assert list(refused.value.fields) == ["rule.etag"]
+    with pytest.raises(StaleRuleError):
+        world.manager.delete_rule("r", first.etag, validate_only=False)
+    assert world.manager.rules() == before
+    world.manager.delete_rule("r", second.etag, validate_only=False)
+
+
+def test_a_mask_changes_only_what_it_names():
+    world = World(12)
+    make(world, "r", RuleMatch(salt="a", start=4), order=3, priority=80, duration=5.0)
+    spec = RetentionRule("r", 9, RuleMatch(salt="b"), RuleAction(priority=60))
+    rule, _, _ = world.manager.update_rule(spec, ("action.retention_priority", "match.salt"), validate_only=False)
+    assert (rule.order, rule.match, rule.action) == (3, RuleMatch(salt="b", start=4), RuleAction(60, 5.0))
+    rule, _, _ = world.manager.update_rule(spec, ("order",), validate_only=False)
+    assert (rule.order, rule.match.start) == (9, 4)
+    rule, _, _ = world.manager.update_rule(spec, (), validate_only=False)
+    assert (rule.match, rule.action) == (spec.match, spec.action)
+
+
+def test_a_dry_run_tells_what_would_change_and_changes_nothing():
+    world = World(12)
+    make(world, "r", priority=80)
+    world.cache(PROMPT)
+    before, rules = state_hash(world.manager.state()), world.manager.rules()
+    spec = RetentionRule("r", match=RuleMatch(end=8), action=RuleAction(priority=60))
+    assert world.manager.update_rule(spec, (), validate_only=True)[1:] == (3, 2)
+    assert world.manager.delete_rule("r", "", validate_only=True) == 3
+    new = RetentionRule("s", match=RuleMatch(prefix_token_ids=tuple(PROMPT[:4])), action=RuleAction(priority=1))
+    assert world.manager.create_rule(new, validate_only=True)[1] == 1
+    assert world.manager.rules() == rules
+    assert state_hash(world.manager.state()) == before
+
+
+def test_a_rule_pins_what_a_request_leaves():
+    world = World(20)
+    make(world, "r", RuleMatch(end=8), pin_duration=5.0)
+    world.cache(PROMPT)
+    (hold,) = world.manager.holds()
+    assert (hold.pin, hold.owner, hold.num_blocks, hold.remaining) == (True, "rule/r", 2, 5.0)
+    world.check()
+    assert world.free == 18
+    world.cache(list(range(100, 172)))
+    assert {10, 14} <= set(priorities(world))
+    world.now = 5.0
+    world.manager.expire()
+    assert (list(world.manager.holds()), world.free) == ([], 20)
+    world.check()
+
+
+def test_a_rule_does_not_pin_for_requests_with_wishes_nor_when_it_is_deleted():
+    world = World(20)
+    make(world, "r", pin_duration=5.0)
+    world.cache(PROMPT, retention=wish(10))
+    world.run(PROMPT, "a")
+    world.manager.delete_rule("r", "", validate_only=False)
+    world.finish("a")
+    assert list(world.manager.holds()) == []
+    world.check()
+
+
+ACTION = RuleAction(priority=1)
+
+
+@pytest.mark.parametrize(
+    ("spec", "field"),
+    [
+        (RetentionRule("", action=ACTION), "rule.name"),
+        (RetentionRule("a b", action=ACTION), "rule.name"),
+        (RetentionRule("r" * 65, action=ACTION), "rule.name"),
+        (RetentionRule("r"), "rule.action"),
+        (RetentionRule("r", match=RuleMatch(salt=""), action=ACTION), "rule.match.salt"),
+        (RetentionRule("r", match=RuleMatch(tenant_id=""), action=ACTION), "rule.match.tenant_id"),
+        (RetentionRule("r", match=RuleMatch(start=4, end=4), action=ACTION), "rule.match.end"),
+        (RetentionRule("r", match=RuleMatch(start=-1), action=ACTION), "rule.match.start"),
+        (RetentionRule("r", match=RuleMatch(prefix_token_ids=(-1,)), action=ACTION), "rule.match.prefix_token_ids"),
+        (RetentionRule("r", action=RuleAction(priority=101)), "rule.action.retention_priority"),
+        (RetentionRule("r", action=RuleAction(offload_min_priority=-1)), "rule.action.offload_min_priority"),
+        (RetentionRule("r", action=RuleAction(priority=1, duration=0.0)), "rule.action.retention_duration"),
+        (RetentionRule("r", action=RuleAction(duration=1.0)), "rule.action.retention_duration"),
+        (RetentionRule("r", action=RuleAction(pin_duration=0.0)), "rule.action.pin_duration"),
+    ],
+)
+def test_a_rule_that_means_nothing_is_refused_and_not_made(spec, field):
+    world = World(12)
+    with pytest.raises(InvalidField) as refused:
+        world.manager.create_rule(spec, validate_only=False)
+    assert list(refused.value.fields) == [field]
+    assert world.manager.rules() == []
+
+
+def test_names_are_unique_and_unknown_ones_and_paths_are_refused():
+    world = World(12)
+    make(world, "r", priority=80)
+    before = world.manager.rules()
+    spec = RetentionRule("r", action=ACTION)
+    with pytest.raises(RuleExistsError):
+        world.manager.create_rule(spec, validate_only=False)
+    with pytest.raises(InvalidField) as refused:
+        world.manager.update_rule(spec, ("order", "action.colour"), validate_only=False)
+    assert list(refused.value.fields) == ["update_mask.paths[1]"]
+    with pytest.raises(InvalidField):
+        world.manager.update_rule(RetentionRule("r"), (), validate_only=False)
+    with pytest.raises(UnknownRuleError):
+        world.manager.update_rule(RetentionRule("s", action=ACTION), (), validate_only=False)
+    with pytest.raises(UnknownRuleError):
+        world.manager.delete_rule("s", "", validate_only=False)
+    assert world.manager.rules() == before
