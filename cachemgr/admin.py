@@ -17,6 +17,7 @@ from cachemgr.admin_api import (
     RetentionRule,
 )
 from cachemgr.api import RemovalCause, Transfer
+from cachemgr.block import Block
 from cachemgr.chains import chain
 from cachemgr.errors import (
     InvalidField,
@@ -30,6 +31,7 @@ from cachemgr.forgetting import forget
 from cachemgr.hints import HintRunner
 from cachemgr.hints import check as check_hints
 from cachemgr.holds import Pinned
+from cachemgr.keys import TOKEN_BYTES, pack, packed_bytes
 from cachemgr.purging import purge
 from cachemgr.retention import HINT, SESSION, check_duration
 from cachemgr.rules import Rule
@@ -39,7 +41,7 @@ from cachemgr.views import ManagerViews
 
 if TYPE_CHECKING:
     from cachemgr.api import PoolView
-    from cachemgr.block import Block
+    from cachemgr.block import Node
     from cachemgr.pool import Pool
 
 
@@ -158,13 +160,10 @@ class ManagerAdmin(ManagerViews):
     def _matching(self, rule: Rule) -> Iterator[tuple[Pool, Block]]:
         """Cached blocks that a rule is about."""
         match = rule.spec.match
+        packed = packed_bytes(pack(match.prefix_token_ids))
         for executor in self._executors.values():
             for pool in executor.pools:
-                chains = None
-                if match.prefix_token_ids:
-                    prefix = Prefix(match.prefix_token_ids, salt=match.salt, adapter_id=match.adapter_id)
-                    chains = set(chain(executor, pool, prefix))
-                for block in pool.index.values() if chains is None else chains:
+                for block in pool.index.values():
                     domain = block.domain
                     if (
                         domain is not None
@@ -172,6 +171,7 @@ class ManagerAdmin(ManagerViews):
                         and match.tenant_id in (None, domain.tenant_id)
                         and match.adapter_id in (None, domain.adapter_id)
                         and rule.covers(block.depth * pool.block_size)
+                        and _begins(packed, block, pool.block_size)
                     ):
                         yield pool, block
 
@@ -250,6 +250,17 @@ class ManagerAdmin(ManagerViews):
             if hold is not None:
                 return executor.holds.release(hold)
         raise UnknownHoldError(f"no hold {name}", fields={"name": "is not known"})
+
+
+def _begins(packed: bytes, block: Block, block_size: int) -> bool:
+    """Whether what leads to a block, and its own part of them, are these tokens."""
+    node: Node | None = block
+    while packed and isinstance(node, Block):
+        start = node.depth * block_size * TOKEN_BYTES
+        if not node.tokens.startswith(packed[start : start + len(node.tokens)]):
+            return False
+        node = node.parent
+    return True
 
 
 def _account_key(quota: Quota, path: str = "") -> tuple[str, str]:

@@ -12,7 +12,10 @@ from tests.unit.cachemgr.world import World, wish
 PROMPT = list(range(10, 19))
 
 
-def make(world: World, name: str, match: RuleMatch = RuleMatch(), order: int = 0, **action: object):
+ALL = RuleMatch()
+
+
+def make(world: World, name: str, match: RuleMatch = ALL, order: int = 0, **action: object):
     spec = RetentionRule(name, order, match, RuleAction(**action))
     return world.manager.create_rule(spec, validate_only=False)
 
@@ -173,6 +176,16 @@ def test_a_change_of_what_it_is_about_ends_the_leases_that_it_no_longer_gives():
     world.manager.update_rule(spec, ("match.end",), validate_only=False)
     assert priorities(world) == {10: 80, 14: 35, 18: 35}
     world.check()
+
+
+def test_a_rule_about_a_beginning_counts_it_under_every_salt_and_its_last_part_too():
+    world = World(20)
+    world.cache(PROMPT)
+    world.cache(PROMPT, salt="a")
+    world.cache([*PROMPT[:5], 90, 91, 92], adapter_id=0)
+    world.cache([1, *PROMPT[1:]])
+    match = RuleMatch(prefix_token_ids=tuple(PROMPT[:6]))
+    assert make(world, "r", match, priority=80)[1] == 5
 
 
 def test_a_rule_that_no_longer_wishes_breaks_its_leases():
