@@ -1,5 +1,6 @@
 """Random operations against a device that knows what is in its memory, and a check of everything after each."""
 
+import os
 from random import Random
 
 import pytest
@@ -269,7 +270,11 @@ class CacheWorld(Operators):
 
 
 TestCacheWorld = CacheWorld.TestCase
-TestCacheWorld.settings = settings(max_examples=60, stateful_step_count=50, suppress_health_check=list(HealthCheck))
+# `make fuzz-manager` looks longer.
+EXAMPLES, STEPS = (1000, 200) if os.environ.get("FUZZ") else (60, 50)
+TestCacheWorld.settings = settings(
+    max_examples=EXAMPLES, stateful_step_count=STEPS, suppress_health_check=list(HealthCheck)
+)
 
 WEIGHTS = {
     "admit": 30,

@@ -93,7 +93,7 @@ def test_what_a_quota_protects_does_not_go():
 @pytest.mark.parametrize(
     ("pool_id", "total", "etag", "error", "field"),
     [
-        ("e/7", 4, "", UnknownPoolError, "pool_id"),
+        ("e/7", 4, "", UnknownPoolError, "pool.pool_id"),
         ("e/0", 0, "", InvalidField, "pool.total_blocks"),
         ("e/0", 9, "", InvalidField, "pool.total_blocks"),
         ("e/0", 4, "7", StalePoolError, "pool.etag"),
