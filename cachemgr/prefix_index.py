@@ -243,6 +243,8 @@ class PrefixIndex(PoolViews):
                 child.parent = gap
             block.children = None
         block.parent = None
+        # Its leases may have passed to another, and its slot may stay reserved for a copy.
+        block.priority = DEFAULT_PRIORITY
         for_sequence_id = "" if writer is None else writer.sequence_id
         tier.counters.removed[cause] += 1
         self.lost.add(block.key, cause, self._leases.now, for_sequence_id, view.priority)
