@@ -1,0 +1,213 @@
+"""Pins: within a budget, for an owner and a time, and the oldest give way to leases first."""
+
+import dataclasses
+
+import pytest
+
+from cachemgr.admin_api import Prefix
+from cachemgr.api import Outcome
+from cachemgr.dump import state_hash
+from cachemgr.errors import InvalidField, UnknownExecutorError, UnknownHoldError
+from tests.unit.cachemgr.world import CONFIG, World
+
+PROMPT = list(range(10, 18))
+OTHER = list(range(50, 58))
+
+
+def roomy(num_blocks: int = 10, budget: float = 0.3, **options: object) -> World:
+    """A world in which nobody is lost for being silent."""
+    return World(num_blocks, config=dataclasses.replace(CONFIG, lease_seconds=1e9, pin_budget=budget), **options)
+
+
+def pin(world: World, tokens: list[int] = PROMPT, owner: str = "ops", seconds: float = 10.0, **options: object):
+    (pinned,) = world.manager.pin_prefix(Prefix(tuple(tokens), **options), owner, seconds, validate_only=False)
+    world.check()
+    return pinned
+
+
+def cached(world: World, tokens: list[int] = PROMPT) -> int:
+    return world.manager.explain(Prefix(tuple(tokens)), 0)[0].cached_tokens
+
+
+def flood(world: World, blocks: int, **options: object) -> bool:
+    """Whether so many blocks can be taken at once; gives them back."""
+    admission = world.admit([99] * (blocks * 4), "flood", no_store=True, **options)
+    if admission.admitted:
+        world.forget(world.live["flood"])
+        world.manager.release("flood")
+    world.check()
+    return admission.admitted
+
+
+def test_pinned_blocks_are_never_evicted_and_count_as_used():
+    world = roomy()
+    world.cache(PROMPT)
+    pinned = pin(world)
+    assert pinned.receipt == ("pin", Outcome.GRANTED, "", 100, 10.0, 2)
+    assert world.free == 8
+    assert not flood(world, 9)
+    assert flood(world, 8)
+    assert cached(world) == 8
+
+
+def test_a_pin_has_an_owner_and_ends_with_its_time():
+    world = roomy()
+    world.cache(PROMPT)
+    pinned = pin(world)
+    world.now = 4.0
+    world.manager.expire()
+    (hold,) = world.manager.holds("ops")
+    assert (hold.name, hold.pin, hold.remaining, hold.num_blocks) == (pinned.name, True, 6.0, 2)
+    assert list(world.manager.holds("nobody")) == []
+    world.now = 10.0
+    world.manager.expire()
+    assert list(world.manager.holds()) == []
+    assert world.free == 10
+    assert cached(world) == 8
+    world.check()
+    assert flood(world, 10)
+
+
+def test_a_released_pin_leaves_its_blocks_cached():
+    world = roomy()
+    world.cache(PROMPT)
+    pinned = pin(world)
+    assert world.manager.release_hold(pinned.name) == 2
+    world.check()
+    assert (world.free, cached(world)) == (10, 8)
+    with pytest.raises(UnknownHoldError) as refused:
+        world.manager.release_hold(pinned.name)
+    assert list(refused.value.fields) == ["name"]
+
+
+def test_a_released_pin_of_blocks_in_use_frees_none():
+    world = roomy()
+    world.run([*PROMPT, 1], "live")
+    pinned = pin(world)
+    assert world.manager.release_hold(pinned.name) == 0
+    world.check()
+
+
+def test_what_exceeds_the_budget_is_clipped_from_the_tail():
+    world = roomy(budget=0.1)
+    world.cache(PROMPT)
+    pinned = pin(world)
+    assert (pinned.receipt.outcome, pinned.receipt.num_blocks) == (Outcome.CLIPPED, 1)
+    assert "1 of the 2" in pinned.receipt.reason
+    flood(world, 9)
+    assert cached(world) == 4
+
+
+@pytest.mark.parametrize(("tokens", "budget"), [(PROMPT, 0.05), (OTHER, 0.3)])
+def test_a_pin_without_budget_or_blocks_is_rejected_and_changes_nothing(tokens, budget):
+    world = roomy(budget=budget)
+    world.cache(PROMPT)
+    before = state_hash(world.manager.state())
+    pinned = pin(world, tokens)
+    assert (pinned.name, pinned.receipt.outcome, bool(pinned.receipt.reason)) == ("", Outcome.REJECTED, True)
+    assert list(world.manager.holds()) == []
+    assert state_hash(world.manager.state()) == before
+
+
+def test_the_oldest_pin_becomes_a_lease_when_a_newer_one_needs_the_budget():
+    world = roomy(budget=0.3)
+    world.cache(PROMPT)
+    world.cache(OTHER)
+    old = pin(world, owner="old", seconds=20.0)
+    world.now = 5.0
+    (said,) = world.manager.pin_prefix(Prefix(tuple(OTHER)), "new", 10.0, validate_only=True)
+    new = pin(world, OTHER, owner="new")
+    assert said.degraded == new.degraded == (old.name,)
+    assert [hold.owner for hold in world.manager.holds()] == ["new"]
+    leases = [(view.slot, lease.priority, lease.remaining) for _, view, lease in world.manager.leases("e/0", "")]
+    assert leases == [(1, 100, 15.0), (2, 100, 15.0)]
+    world.now = 20.0
+    world.manager.expire()
+    assert list(world.manager.leases("e/0", "")) == []
+    world.check()
+
+
+def test_only_as_many_pins_give_way_as_are_needed_oldest_first():
+    world = roomy(budget=0.3)
+    prompts = [[first] * 4 for first in range(4)]
+    for prompt in prompts:
+        world.cache(prompt)
+    names = [pin(world, prompt).name for prompt in prompts[:3]]
+    assert pin(world, prompts[3]).degraded == (names[0],)
+    assert [hold.name for hold in world.manager.holds()][:2] == names[1:]
+
+
+def test_two_pins_of_one_block_keep_it_until_both_are_gone():
+    world = roomy(budget=0.5)
+    world.cache(PROMPT)
+    first, second = pin(world, owner="a"), pin(world, owner="b")
+    world.manager.release_hold(first.name)
+    world.check()
+    assert world.free == 8
+    assert world.manager.release_hold(second.name) == 2
+    assert world.free == 10
+
+
+def test_only_the_prefix_of_the_named_salt_is_pinned():
+    world = roomy()
+    world.cache(PROMPT, salt="a")
+    assert pin(world).receipt.outcome is Outcome.REJECTED
+    assert pin(world, salt="a").receipt.outcome is Outcome.GRANTED
+
+
+def test_every_group_has_a_budget_of_its_own():
+    world = roomy(budget=0.2, windows=(None, 5))
+    world.cache([*PROMPT, 1])
+    assert pin(world).receipt.num_blocks == 4
+    assert world.free == 8
+
+
+def test_a_pin_of_what_lies_on_the_host_keeps_it_there():
+    world = roomy(4, budget=0.5, host_blocks=4)
+    world.cache(PROMPT)
+    world.cache([99] * 16, no_store=True)
+    assert pin(world).receipt.outcome is Outcome.GRANTED
+    for first in (100, 200, 300):
+        world.cache(list(range(first, first + 16)))
+        world.check()
+    assert cached(world) == 8
+
+
+def test_a_pin_does_not_outlive_its_executor():
+    world = roomy()
+    world.cache(PROMPT)
+    pin(world)
+    world.start_executor()
+    assert list(world.manager.holds()) == []
+    world.check()
+    assert world.free == 10
+
+
+def test_a_dry_run_tells_the_receipt_and_changes_nothing():
+    world = roomy()
+    world.cache(PROMPT)
+    before = state_hash(world.manager.state())
+    (said,) = world.manager.pin_prefix(Prefix(tuple(PROMPT)), "ops", 10.0, validate_only=True)
+    assert (said.name, said.receipt.num_blocks) == ("", 2)
+    assert state_hash(world.manager.state()) == before
+    assert pin(world).receipt == said.receipt
+
+
+@pytest.mark.parametrize(
+    ("prefix", "owner", "seconds", "error", "field"),
+    [
+        (Prefix(()), "ops", 1.0, InvalidField, "prefix.token_ids"),
+        (Prefix((-1,)), "ops", 1.0, InvalidField, "prefix.token_ids"),
+        (Prefix((1,), "nobody"), "ops", 1.0, UnknownExecutorError, "prefix.executor_id"),
+        (Prefix((1,)), "", 1.0, InvalidField, "owner"),
+        (Prefix((1,)), "ops", 0.0, InvalidField, "duration"),
+    ],
+)
+def test_a_pin_that_means_nothing_is_refused_and_nothing_changes(prefix, owner, seconds, error, field):
+    world = roomy()
+    world.cache(PROMPT)
+    before = state_hash(world.manager.state())
+    with pytest.raises(error) as refused:
+        world.manager.pin_prefix(prefix, owner, seconds, validate_only=False)
+    assert list(refused.value.fields) == [field]
+    assert state_hash(world.manager.state()) == before
