@@ -196,7 +196,7 @@ def _priority(payload: Mapping[str, Any], field: str, default: int | None) -> in
     value = payload.get(field, default)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not float(value).is_integer():
         raise PayloadError(f"{field} must be a whole number")
     if not 0 <= value <= MAX_PRIORITY:
         raise PayloadError(f"{field} must be between 0 and {MAX_PRIORITY}")

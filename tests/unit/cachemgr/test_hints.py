@@ -1,0 +1,241 @@
+"""Hints of agents: each action answered, with a request and by itself."""
+
+import dataclasses
+
+import pytest
+
+from cachemgr.admin_api import HintAction, HintOutcome, Hints, Prefix
+from cachemgr.api import TierKind
+from cachemgr.dump import state_hash
+from cachemgr.errors import InvalidField
+from tests.unit.cachemgr.world import CONFIG, World, wish
+
+PROMPT = list(range(10, 18))
+ACCEPTED, CLIPPED, DEFERRED = HintOutcome.ACCEPTED, HintOutcome.CLIPPED, HintOutcome.DEFERRED
+REJECTED, MISSING = HintOutcome.REJECTED, HintOutcome.MISSING
+
+
+def hints(kind: str, version: str = "0.1", **payload: object) -> Hints:
+    return Hints("0.1", "m", (HintAction("one", kind, version, payload),))
+
+
+def send(world: World, kind: str, tokens: list[int] = PROMPT, session_id: str | None = None, **payload: object):
+    """Outcome and number of blocks of one hint."""
+    (answer,), _ = world.manager.hint(Prefix(tuple(tokens)), hints(kind, **payload), session_id)
+    assert answer.action_id == "one"
+    world.check()
+    return answer.outcome, answer.num_blocks
+
+
+def blocks(world: World):
+    return [(view.tier, view.priority) for view, _, _ in world.manager.explain(Prefix(tuple(PROMPT)), 0)[0].blocks]
+
+
+def with_prompt(num_blocks: int = 10, **options: object) -> World:
+    world = World(num_blocks, **options)
+    world.cache(PROMPT)
+    return world
+
+
+@pytest.mark.parametrize(
+    ("kind", "payload"),
+    [
+        ("Retain", {"priority": 80}),
+        ("Pin", {"owner": "a", "duration_seconds": 5}),
+        ("Demote", {}),
+        ("Demote", {"tier": "host"}),
+        ("Prefetch", {}),
+        ("Share", {}),
+    ],
+)
+def test_what_is_not_cached_is_missing_and_nothing_changes(kind, payload):
+    world = with_prompt()
+    before = state_hash(world.manager.state())
+    assert send(world, kind, [1, 2, 3, 4], **payload) == (MISSING, 0)
+    assert state_hash(world.manager.state()) == before
+
+
+def test_what_is_retained_has_the_priority_for_the_time():
+    world = with_prompt()
+    assert send(world, "Retain", priority=80, duration_seconds=5) == (ACCEPTED, 2)
+    assert [priority for _, priority in blocks(world)] == [80, 80]
+    assert {lease.holder for _, _, lease in world.manager.leases("e/0", "")} == {"hint/m"}
+    world.now = 5.0
+    world.manager.expire()
+    assert [priority for _, priority in blocks(world)] == [35, 35]
+
+
+def test_the_session_holds_what_is_retained_in_its_name():
+    world = with_prompt()
+    send(world, "Retain", session_id="x", priority=80)
+    send(world, "Retain", session_id="x", priority=50)
+    assert [priority for _, priority in blocks(world)] == [50, 50]
+
+
+def test_what_is_retained_beyond_the_bounds_is_clipped():
+    config = dataclasses.replace(CONFIG, max_retention_priority=60, max_retention_seconds=5.0)
+    world = with_prompt(config=config)
+    assert send(world, "Retain", priority=80) == (CLIPPED, 2)
+    leases = {(lease.priority, lease.remaining) for _, _, lease in world.manager.leases("e/0", "")}
+    assert leases == {(60, 5.0)}
+
+
+def test_pins_are_accepted_clipped_or_rejected_by_their_budget():
+    for budget, answer in ((0.3, (ACCEPTED, 2)), (0.1, (CLIPPED, 1)), (0.01, (REJECTED, 0))):
+        world = with_prompt(config=dataclasses.replace(CONFIG, pin_budget=budget))
+        assert send(world, "Pin", owner="agent", duration_seconds=5) == answer
+        assert [hold.num_blocks for hold in world.manager.holds("agent")] == [answer[1]] * (answer[1] > 0)
+
+
+def test_what_is_demoted_goes_first():
+    world = with_prompt(4)
+    world.cache([50, 51, 52, 53])
+    assert send(world, "Retain", [50, 51, 52, 53], priority=80)[0] is ACCEPTED
+    assert send(world, "Demote", priority=1) == (ACCEPTED, 2)
+    world.cache([99] * 12, no_store=True)
+    assert blocks(world) == []
+    assert len(list(world.manager.records("e"))) == 1
+
+
+def test_others_wishes_outlive_a_demotion_which_is_told():
+    world = World(8)
+    world.cache(PROMPT, retention=wish(70))
+    assert send(world, "Demote") == (CLIPPED, 2)
+    assert [priority for _, priority in blocks(world)] == [70, 70]
+
+
+def test_a_demotion_to_the_host_begins_copies_that_the_executor_runs():
+    world = with_prompt(4, host_blocks=4)
+    assert send(world, "Demote", tier="host") == (ACCEPTED, 2)
+    assert world.free == 2
+    world.run_executor_copies()
+    world.check()
+    assert world.free == 4
+    assert [tier for tier, _ in blocks(world)] == [TierKind.HOST] * 2
+
+
+def test_what_is_used_or_has_no_place_to_go_stays():
+    world = with_prompt(8)
+    assert send(world, "Demote", tier="host") == (REJECTED, 0)
+    world = World(8, host_blocks=1)
+    world.cache(PROMPT)
+    assert send(world, "Demote", tier="host") == (CLIPPED, 1)
+    world = World(8, host_blocks=4)
+    world.run([*PROMPT, 1], "live")
+    assert send(world, "Demote", tier="host") == (REJECTED, 0)
+
+
+def test_a_prefetch_brings_back_what_lies_below():
+    world = with_prompt(4, host_blocks=4)
+    assert send(world, "Prefetch") == (ACCEPTED, 0)
+    send(world, "Demote", tier="host")
+    world.run_executor_copies()
+    (answer,), begun = world.manager.hint(Prefix(tuple(PROMPT)), hints("Prefetch"), None)
+    assert (answer.outcome, answer.num_blocks, len(begun)) == (DEFERRED, 2, 2)
+    world.check()
+    world.run_executor_copies()
+    world.check()
+    assert [tier for tier, _ in blocks(world)] == [TierKind.DEVICE] * 2
+
+
+def test_a_prefetch_takes_what_room_there_is():
+    world = with_prompt(4, host_blocks=4)
+    send(world, "Demote", tier="host")
+    world.run_executor_copies()
+    world.run([99] * 12, "live", no_store=True)
+    assert send(world, "Prefetch")[0] is (CLIPPED if world.free else REJECTED)
+    world.run_executor_copies()
+    world.check()
+
+
+def test_sharing_is_what_happens_anyway():
+    assert send(with_prompt(), "Share") == (ACCEPTED, 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "version", "payload", "detail"),
+    [
+        ("Fly", "0.1", {}, "action_type"),
+        ("Retain", "0.2", {"priority": 1}, "action_version"),
+        ("Retain", "0.1", {}, "payload.priority"),
+        ("Retain", "0.1", {"priority": 101}, "payload.priority"),
+        ("Retain", "0.1", {"priority": 1.5}, "payload.priority"),
+        ("Retain", "0.1", {"priority": True}, "payload.priority"),
+        ("Retain", "0.1", {"priority": "high"}, "payload.priority"),
+        ("Retain", "0.1", {"priority": float("nan")}, "payload.priority"),
+        ("Retain", "0.1", {"priority": float("inf")}, "payload.priority"),
+        ("Retain", "0.1", {"priority": 1, "duration_seconds": 0}, "payload.duration_seconds"),
+        ("Pin", "0.1", {"duration_seconds": 1}, "payload.owner"),
+        ("Pin", "0.1", {"owner": "a"}, "payload.duration_seconds"),
+        ("Pin", "0.1", {"owner": 7, "duration_seconds": 1}, "payload.owner"),
+        ("Demote", "0.1", {"priority": -1}, "payload.priority"),
+        ("Demote", "0.1", {"tier": "tape"}, "payload.tier"),
+    ],
+)
+def test_an_action_that_means_nothing_is_rejected_by_itself(kind, version, payload, detail):
+    world = with_prompt()
+    before = state_hash(world.manager.state())
+    (answer,), begun = world.manager.hint(Prefix(tuple(PROMPT)), hints(kind, version, **payload), None)
+    assert (answer.outcome, answer.num_blocks, begun) == (REJECTED, 0, [])
+    assert answer.detail.startswith(detail)
+    assert state_hash(world.manager.state()) == before
+
+
+@pytest.mark.parametrize(
+    ("envelope", "field"),
+    [
+        (Hints("0.2", "m", hints("Share").actions), "hints.protocol_version"),
+        (Hints("0.1", "m", ()), "hints.actions"),
+        (Hints("0.1", "m", hints("Share").actions * 65), "hints.actions"),
+        (Hints("0.1", "m", (HintAction("", "Share", "0.1", {}),)), "hints.actions[0].action_id"),
+    ],
+)
+def test_an_envelope_that_cannot_be_read_is_refused_with_and_without_a_request(envelope, field):
+    world = with_prompt()
+    before = state_hash(world.manager.state())
+    with pytest.raises(InvalidField) as refused:
+        world.manager.hint(Prefix(tuple(PROMPT)), envelope, None)
+    assert list(refused.value.fields) == [field]
+    with pytest.raises(InvalidField) as refused:
+        world.admit(PROMPT, hints=envelope)
+    assert list(refused.value.fields) == [field]
+    assert state_hash(world.manager.state()) == before
+
+
+def test_what_a_request_retains_is_deferred_until_it_is_computed():
+    world = World(8)
+    admission = world.run(PROMPT, "a", session_id="x", hints=hints("Retain", priority=80, duration_seconds=5))
+    (answer,) = admission.hint_answers
+    assert answer.outcome is DEFERRED
+    world.finish("a")
+    assert [priority for _, priority in blocks(world)] == [80, 80]
+    world.check()
+
+
+def test_what_a_request_retains_and_finds_is_accepted():
+    world = with_prompt()
+    admission = world.run([*PROMPT, 1], "a", hints=hints("Retain", priority=80))
+    assert [answer.outcome for answer in admission.hint_answers] == [ACCEPTED]
+    assert [priority for _, priority in blocks(world)] == [80, 80]
+
+
+def test_other_hints_of_a_request_are_carried_out_at_once():
+    world = with_prompt(config=dataclasses.replace(CONFIG, pin_budget=0.5))
+    actions = tuple(
+        HintAction(name, kind, "0.1", payload)
+        for name, kind, payload in (
+            ("1", "Pin", {"owner": "a", "duration_seconds": 5}),
+            ("2", "Fly", {}),
+            ("3", "Share", {}),
+        )
+    )
+    admission = world.run([*PROMPT, 1], "a", hints=Hints("0.1", "m", actions))
+    answers = [(answer.action_id, answer.outcome) for answer in admission.hint_answers]
+    assert answers == [("1", ACCEPTED), ("2", REJECTED), ("3", ACCEPTED)]
+    world.check()
+
+
+def test_what_the_request_says_in_fields_goes_before_its_hints():
+    world = World(8)
+    world.cache(PROMPT, retention=wish(60), hints=hints("Retain", priority=80))
+    assert [priority for _, priority in blocks(world)] == [60, 60]
