@@ -1,0 +1,155 @@
+"""Why a prompt is found or not."""
+
+import pytest
+
+from cachemgr.admin_api import BlockFilter, ForgetTarget, MissReason, Prefix
+from cachemgr.api import RemovalCause, TierKind
+from cachemgr.dump import state_hash
+from cachemgr.errors import InvalidField, UnknownExecutorError, UnknownSequenceError
+from tests.unit.cachemgr.world import World, wish
+
+PROMPT = list(range(10, 18))
+
+
+def explain(world: World, tokens: list[int] = PROMPT, group: int = 0, **options: object):
+    before = state_hash(world.manager.state())
+    (found,) = world.manager.explain(Prefix(tuple(tokens), **options), group)
+    assert state_hash(world.manager.state()) == before
+    return found
+
+
+def test_what_is_there_is_shown_block_by_block():
+    world = World(8)
+    world.cache(PROMPT, session_id="x", retention=wish(80, 5.0))
+    world.now = 2.0
+    world.manager.expire()
+    found = explain(world)
+    assert (found.executor_id, found.cached_tokens, found.miss_reason) == ("e", 8, MissReason.NONE)
+    assert [(view.slot, view.tier, view.priority, view.references) for view, _, _ in found.blocks] == [
+        (1, TierKind.DEVICE, 80, 0),
+        (2, TierKind.DEVICE, 80, 0),
+    ]
+    assert [tuple(lease) for _, leases, _ in found.blocks for lease in leases] == [("session/x", 80, 3.0)] * 2
+    assert [age for _, _, age in found.blocks] == [2.0, 2.0]
+
+
+def test_what_is_in_use_was_used_just_now():
+    world = World(8)
+    world.run([*PROMPT, 1], "a")
+    world.now = 5.0
+    world.manager.renew_executor("e", 1, 1)
+    assert [(view.references, age) for view, _, age in explain(world).blocks] == [(1, 0.0)] * 2
+
+
+def test_what_was_never_stored():
+    world = World(8)
+    world.cache(PROMPT[:4])
+    found = explain(world)
+    assert (len(found.blocks), found.cached_tokens, found.miss_reason) == (1, 4, MissReason.NEVER_STORED)
+    assert found.removal is None
+
+
+def test_what_was_evicted_when_and_for_whom():
+    world = World(4)
+    world.cache(PROMPT, retention=wish(20))
+    world.now = 3.0
+    world.admit([99] * 12, "guilty", no_store=True)
+    world.now = 5.0
+    world.sync()
+    found = explain(world)
+    assert (len(found.blocks), found.miss_reason) == (1, MissReason.REMOVED)
+    assert found.removal == (RemovalCause.EVICTED, 3.0, "guilty", 20)
+    assert found.removal_age == 2.0
+
+
+def test_what_was_purged_or_forgotten():
+    world = World(8)
+    world.cache(PROMPT)
+    world.manager.purge(BlockFilter(), validate_only=False)
+    assert explain(world).removal.cause is RemovalCause.PURGED
+    world.cache(PROMPT, salt="a")
+    world.manager.forget(ForgetTarget(salt="a"), validate_only=False)
+    assert explain(world, salt="a").removal.cause is RemovalCause.FORGOTTEN
+
+
+def test_what_came_back_is_no_longer_lost():
+    world = World(8)
+    world.cache(PROMPT)
+    world.manager.purge(BlockFilter(), validate_only=False)
+    world.cache(PROMPT)
+    assert explain(world).miss_reason is MissReason.NONE
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "reason"),
+    [
+        ({"salt": "a"}, {}, MissReason.OTHER_SALT),
+        ({}, {"salt": "a"}, MissReason.OTHER_SALT),
+        ({"salt": "a"}, {"salt": "b"}, MissReason.OTHER_SALT),
+        ({"adapter_id": 0}, {}, MissReason.OTHER_ADAPTER),
+        ({"salt": "a", "adapter_id": 1}, {"salt": "a", "adapter_id": 2}, MissReason.OTHER_ADAPTER),
+        ({"salt": "a", "adapter_id": 1}, {"adapter_id": 2}, MissReason.OTHER_SALT),
+    ],
+)
+def test_what_lies_elsewhere(stored, asked, reason):
+    world = World(8)
+    world.cache(PROMPT, **stored)
+    assert explain(world, **asked).miss_reason is reason
+
+
+def test_what_is_being_computed():
+    world = World(8)
+    world.admit(PROMPT, "a")
+    assert explain(world).miss_reason is MissReason.BEING_COMPUTED
+
+
+def test_the_reason_is_that_of_the_first_block_that_is_missing():
+    world = World(12)
+    world.cache(PROMPT)
+    world.cache(PROMPT, salt="a")
+    world.manager.purge(BlockFilter(prefix=Prefix(tuple(PROMPT))), validate_only=False)
+    world.cache(PROMPT[:4])
+    assert explain(world).removal.cause is RemovalCause.PURGED
+    assert len(explain(world).blocks) == 1
+
+
+def test_blocks_in_lower_tiers_say_so():
+    world = World(4, host_blocks=4)
+    world.cache(PROMPT)
+    world.cache([99] * 16, no_store=True)
+    assert [view.tier for view, _, _ in explain(world).blocks] == [TierKind.HOST] * 2
+
+
+def test_each_group_is_explained_by_itself():
+    world = World(8, windows=(None, 3))
+    world.cache([*PROMPT, 1])
+    world.manager.purge(BlockFilter(pool_id="e/1"), validate_only=False)
+    assert explain(world, group=0).miss_reason is MissReason.NONE
+    assert explain(world, group=1).removal.cause is RemovalCause.PURGED
+    assert explain(world, group=0).cached_tokens == 0
+
+
+def test_a_sequence_is_explained_by_its_tokens():
+    world = World(8)
+    world.run([*PROMPT, 1], "a", salt="a", adapter_id=3)
+    (found,) = world.manager.explain_sequence("a", 0)
+    assert [view.references for view, _, _ in found.blocks] == [1, 1]
+    with pytest.raises(UnknownSequenceError) as refused:
+        world.manager.explain_sequence("b", 0)
+    assert list(refused.value.fields) == ["sequence_id"]
+
+
+@pytest.mark.parametrize(
+    ("prefix", "group", "error", "field"),
+    [
+        (Prefix(()), 0, InvalidField, "prefix.token_ids"),
+        (Prefix((1,), salt=""), 0, InvalidField, "prefix.salt"),
+        (Prefix((1,), "nobody"), 0, UnknownExecutorError, "prefix.executor_id"),
+        (Prefix((1,), "e"), 1, InvalidField, "group"),
+    ],
+)
+def test_a_question_that_means_nothing_is_refused(prefix, group, error, field):
+    world = World(8)
+    with pytest.raises(error) as refused:
+        world.manager.explain(prefix, group)
+    assert list(refused.value.fields) == [field]

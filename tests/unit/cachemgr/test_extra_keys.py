@@ -1,0 +1,151 @@
+"""Images in prompts: the same image hits, another misses, and nothing before it is lost by that."""
+
+import struct
+from hashlib import sha256
+
+import pytest
+
+from cachemgr.admin_api import MissReason, Prefix
+from cachemgr.api import ExtraKey
+from cachemgr.dump import state_hash
+from cachemgr.errors import InvalidField
+from cachemgr.keys import child_key, extra_bytes, root_key
+from tests.unit.cachemgr.world import FINGERPRINT, World
+
+# Two blocks of text, then placeholders of an image, then text.
+PROMPT = [1, 2, 3, 4, 5, 6, 9, 9, 9, 9, 7, 8, 1]
+CAT, DOG = b"cat" * 8, b"dog" * 8
+
+
+def image(digest: bytes = CAT, start: int = 6, length: int = 4) -> tuple[ExtraKey, ...]:
+    return (ExtraKey(start, length, digest),)
+
+
+def hits(world: World, tokens: list[int] = PROMPT, extra_keys: tuple[ExtraKey, ...] = ()) -> int:
+    """What an admission finds, computed to the end to see that it is right."""
+    admission = world.run(tokens, extra_keys=extra_keys)
+    world.check()
+    world.finish(f"q{world.names}")
+    world.check()
+    return admission.cached_tokens
+
+
+def test_the_same_image_hits():
+    world = World(16)
+    world.cache(PROMPT, extra_keys=image())
+    assert hits(world, extra_keys=image()) == 12
+
+
+@pytest.mark.parametrize(
+    "other",
+    [image(DOG), (), image(CAT, 7, 3), image(CAT, 6, 3), image(CAT, 6, 5), (*image(CAT, 6, 2), *image(DOG, 8, 2))],
+)
+def test_another_image_place_or_length_matches_up_to_where_they_differ_at_most(other):
+    world = World(16)
+    world.cache(PROMPT, extra_keys=image())
+    assert 4 <= hits(world, extra_keys=other) <= 6
+
+
+def test_what_comes_before_an_image_is_matched_to_its_first_token():
+    world = World(16)
+    world.cache(PROMPT[:6], extra_keys=())
+    assert hits(world, extra_keys=image(DOG)) == 6
+
+
+def test_blocks_before_and_behind_an_image_have_no_part_of_it():
+    assert extra_bytes(image(), 0, 4) == b""
+    assert extra_bytes(image(), 10, 14) == b""
+    assert extra_bytes(image(), 4, 8) == struct.pack("<iII", 2, 4, len(CAT)) + CAT
+    assert extra_bytes(image(), 8, 12) == struct.pack("<iII", -2, 4, len(CAT)) + CAT
+
+
+def test_a_block_behind_the_image_is_found_only_behind_the_same_image():
+    world = World(16)
+    world.cache(PROMPT, extra_keys=image())
+    assert hits(world, [*PROMPT[:12], 1], image()) == 12
+    assert hits(world, PROMPT, image(DOG)) == 4
+
+
+def test_two_images_in_one_block_count_in_order():
+    world = World(16)
+    both = (ExtraKey(0, 2, CAT), ExtraKey(2, 2, DOG))
+    world.cache([9, 9, 9, 9, 1], extra_keys=both)
+    assert hits(world, [9, 9, 9, 9, 1], both) == 4
+    assert hits(world, [9, 9, 9, 9, 1], (ExtraKey(0, 2, DOG), ExtraKey(2, 2, CAT))) == 0
+
+
+def test_the_key_of_a_block_with_an_image_is_the_published_one():
+    root = root_key(FINGERPRINT, None, None)
+    tokens = struct.pack("<4I", 5, 6, 9, 9)
+    extra = struct.pack("<iII", 2, 4, len(CAT)) + CAT
+    expected = sha256(b"kvkeep/block/1\0" + root + struct.pack("<I", 4) + tokens + extra).digest()
+    assert child_key(root, tokens, extra_bytes(image(), 4, 8)) == expected
+
+
+def test_indexed_blocks_have_the_keys_that_a_router_computes():
+    world = World(16)
+    world.cache(PROMPT[:12], extra_keys=image())
+    key, keys = root_key(FINGERPRINT, None, None), []
+    for start in (0, 4, 8):
+        tokens = struct.pack("<4I", *PROMPT[start : start + 4])
+        key = child_key(key, tokens, extra_bytes(image(), start, start + 4))
+        keys.append(key)
+    assert [block.key for block in sorted(world.manager.records("e"), key=lambda block: block.depth)] == keys
+
+
+def test_admissions_with_the_same_image_compute_it_once_and_others_do_not_wait():
+    world = World(24)
+    world.admit(PROMPT, "a", extra_keys=image())
+    same = world.admit(PROMPT, "b", extra_keys=image())
+    other = world.admit(PROMPT, "c", extra_keys=image(DOG))
+    assert (same.cached_tokens, other.cached_tokens) == (12, 4)
+    for _ in range(6):
+        world.step()
+        world.confirm()
+        world.sync()
+        world.check()
+
+
+def test_images_come_back_from_the_host():
+    world = World(4, host_blocks=4)
+    world.cache(PROMPT, extra_keys=image())
+    world.cache([99] * 16, no_store=True)
+    assert hits(world, extra_keys=image()) == 12
+
+
+def test_images_outlast_a_restart_of_the_manager():
+    world = World(8)
+    world.cache(PROMPT, extra_keys=image())
+    world.restart_manager()
+    world.check()
+    assert hits(world, extra_keys=image()) == 12
+    assert hits(world, extra_keys=image(DOG)) == 4
+
+
+def test_a_prompt_with_an_image_is_explained():
+    world = World(16)
+    world.cache(PROMPT, extra_keys=image())
+    (found,) = world.manager.explain(Prefix(tuple(PROMPT), extra_keys=image()), 0)
+    assert (len(found.blocks), found.miss_reason) == (3, MissReason.NONE)
+    (found,) = world.manager.explain(Prefix(tuple(PROMPT), extra_keys=image(DOG)), 0)
+    assert (len(found.blocks), found.miss_reason) == (1, MissReason.NEVER_STORED)
+
+
+@pytest.mark.parametrize(
+    ("extra_keys", "field"),
+    [
+        ((ExtraKey(-1, 2, CAT),), "extra_keys[0].start"),
+        ((ExtraKey(0, 0, CAT),), "extra_keys[0].length"),
+        ((ExtraKey(12, 2, CAT),), "extra_keys[0].length"),
+        ((ExtraKey(0, 2, b""),), "extra_keys[0].digest"),
+        ((ExtraKey(0, 2, b"x" * 65),), "extra_keys[0].digest"),
+        ((ExtraKey(0, 3, CAT), ExtraKey(2, 2, DOG)), "extra_keys[1].start"),
+    ],
+)
+def test_images_that_cannot_be_are_refused_and_nothing_changes(extra_keys, field):
+    world = World(16)
+    before = state_hash(world.manager.state())
+    with pytest.raises(InvalidField) as refused:
+        world.admit(PROMPT, extra_keys=extra_keys)
+    assert list(refused.value.fields) == [field]
+    assert state_hash(world.manager.state()) == before
