@@ -2,7 +2,10 @@
 
 import pytest
 
-from tests.unit.cachemgr.world import BLOCK, World
+from cachemgr.api import EventKind, Retention, RetentionRange, TierKind
+from cachemgr.dump import state_hash
+from cachemgr.errors import InvalidField, UnknownSequenceError
+from tests.unit.cachemgr.world import BLOCK, World, wish
 
 NUM_BLOCKS = 40
 
@@ -25,3 +28,111 @@ def test_blocks_to_completion_are_the_most_that_are_held_at_once(window, prompt,
         needed = max(needed, -(-len(live.tokens) // BLOCK) - passed)
         given = max(given, NUM_BLOCKS - world.free)
     assert needed <= estimate.completion <= given
+
+
+def evicted(world: World, before: int) -> list[tuple[int, int, int, int]]:
+    """Group, priority, blocks and how many of them moved down, of what left the device since an event."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for event in world.manager.events_after(before):
+        group = int(event.block.pool_id.split("/")[1])
+        lost = event.kind is EventKind.REMOVED and event.block.tier is TierKind.DEVICE
+        moved = event.kind is EventKind.UPDATED and event.block.tier is TierKind.HOST
+        if lost or moved:
+            entry = found.setdefault((group, event.block.priority), [0, 0])
+            entry[0] += 1
+            entry[1] += moved
+    return [(*key, *counts) for key, counts in sorted(found.items())]
+
+
+def previewed(world: World, tokens: list[int], **options: object):
+    """A preview that changes nothing, and the admission that it is about."""
+    request = world.request(tokens, **options)
+    before = state_hash(world.manager.state())
+    preview = world.manager.preview(request, 0)
+    assert state_hash(world.manager.state()) == before
+    number, used = world.manager.last_event, [pool.used_blocks for pool in world.manager.pools()]
+    admission = world.manager.admit(request)
+    assert (preview.admitted, preview.blocks_short) == (admission.admitted, admission.blocks_short)
+    assert preview.cached_tokens == admission.cached_tokens
+    assert [tuple(one) for one in preview.evictions] == evicted(world, number)
+    assert world.manager.check_pool() == []
+    return preview, [now.used_blocks - then for now, then in zip(world.manager.pools(), used, strict=True)]
+
+
+@pytest.mark.parametrize("windows", [(None,), (5,), (None, 5)])
+@pytest.mark.parametrize("length", [1, 4, 9, 20, 33])
+def test_an_admission_takes_what_its_preview_says(windows, length):
+    world = World(12, windows=windows)
+    world.cache(list(range(100, 112)), retention=wish(20))
+    world.cache(list(range(200, 212)), retention=wish(80))
+    world.cache(list(range(300, 309)))
+    preview, taken = previewed(world, list(range(length)))
+    assert [estimate.next_step for estimate in preview.estimates] == taken
+
+
+def test_what_others_hold_costs_nothing_and_what_is_only_cached_costs_its_place():
+    world = World(12)
+    world.run(list(range(9)), "live")
+    world.cache([*range(8), 50, 51, 52, 53])
+    preview, taken = previewed(world, [*range(8), 50, 51, 52, 53, 60])
+    assert tuple(preview.estimates[0]) == (0, 3, 2, 2)
+    assert taken == [2]
+
+
+def test_leaves_go_before_what_they_stand_on_whatever_the_priorities():
+    world = World(4)
+    low_head = Retention((RetentionRange(0, 4, 5), RetentionRange(4, None, 90)))
+    world.cache(list(range(8)), retention=low_head)
+    world.cache([50, 51, 52, 53], retention=wish(95))
+    preview, _ = previewed(world, list(range(100, 112)))
+    assert [tuple(one) for one in preview.evictions] == [(0, 5, 1, 0), (0, 90, 1, 0)]
+
+
+@pytest.mark.parametrize("host_blocks", [0, 1, 2, 8])
+def test_what_moves_to_the_host_and_what_is_lost_are_told_apart(host_blocks):
+    world = World(6, host_blocks=host_blocks)
+    world.cache([50, 51, 52, 53], retention=wish(10))
+    world.cache([60, 61, 62, 63], retention=wish(40))
+    world.cache([70, 71, 72, 73], retention=wish(60))
+    previewed(world, list(range(20)))
+
+
+def test_a_preview_of_what_does_not_fit_says_what_is_missing():
+    world = World(4)
+    world.run(list(range(8)), "live")
+    preview, taken = previewed(world, list(range(100, 116)))
+    assert (preview.admitted, preview.blocks_short) == (False, 4 - world.free)
+    assert (preview.evictions, taken) == ([], [0])
+
+
+def test_a_preview_of_a_partial_match_keeps_what_is_copied():
+    world = World(4)
+    world.cache(list(range(8)))
+    world.cache([50, 51, 52, 53])
+    preview, taken = previewed(world, [0, 1, 2, 3, 4, 5, 90])
+    assert preview.cached_tokens == 6
+    assert taken == [3]
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_the_next_step_takes_what_the_estimate_says(window):
+    world = World(20, windows=(window,))
+    world.run(list(range(7)), "a", no_store=True)
+    for _ in range(20):
+        live = world.live["a"]
+        (estimate,) = world.manager.estimate("a", 1, 0)
+        assert estimate.next_step == max(0, -(-(live.computed + 1) // BLOCK) - len(live.tables[0]))
+        world.step()
+        world.sync()
+        world.check()
+
+
+@pytest.mark.parametrize(("steps", "error"), [(0, InvalidField), (-1, InvalidField)])
+def test_an_estimate_of_no_step_is_refused(steps, error):
+    world = World(8)
+    world.run([1, 2], "a")
+    with pytest.raises(error) as refused:
+        world.manager.estimate("a", steps, 0)
+    assert list(refused.value.fields) == ["step_tokens"]
+    with pytest.raises(UnknownSequenceError):
+        world.manager.estimate("b", 1, 0)
