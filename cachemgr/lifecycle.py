@@ -135,7 +135,8 @@ def _check_truncation(sequence: Sequence, table: GroupTable, computed: int, cut:
     if not rewritten:
         return []
     if table.first > first_needed(computed, table.pool.window, sequence.block_size):
-        raise WindowPassedError("the window before that length is given back already")
+        text = "the window before that length is given back already"
+        raise WindowPassedError(text, fields={"num_tokens": "is too small"})
     own_from = sequence.cached_tokens // sequence.block_size
     discarded: list[Block] = []
     for place in range(len(table.blocks) - 1, max(cut, own_from) - 1, -1):
@@ -145,7 +146,8 @@ def _check_truncation(sequence: Sequence, table: GroupTable, computed: int, cut:
     block = table.blocks[cut]
     assert block is not None
     if cut < own_from or (block.writer is not sequence and block.refs > 1) or (block.parent and block not in discarded):
-        raise SharedBlockError("the sequence would write into a block that others can read; release it instead")
+        text = "the sequence would write into a block that others can read; release it instead"
+        raise SharedBlockError(text, fields={"num_tokens": "ends in a shared block"})
     return discarded
 
 

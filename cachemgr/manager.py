@@ -311,7 +311,10 @@ class CacheManager(ManagerAdmin):
         parent = self._live(parent_sequence_id, "parent_sequence_id")
         full = parent.computed // parent.block_size
         if parent.tickets or any(table.settled < full for table in parent.tables):
-            raise SequenceUnsettledError(f"sequence {parent_sequence_id} waits for a copy or a shared prefix")
+            raise SequenceUnsettledError(
+                f"sequence {parent_sequence_id} waits for a copy or a shared prefix",
+                fields={"parent_sequence_id": "names one that waits"},
+            )
         sequence, short = self._admitter.fork(parent, sequence_id, num_tokens)
         return self._enter(sequence, short)
 

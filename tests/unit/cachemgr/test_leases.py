@@ -104,7 +104,7 @@ def test_a_lost_pool_leaves_nothing_to_the_garbage_collector():
     gc.disable()
     try:
         world.start_executor()
-        assert not [one for one in gc.get_objects() if isinstance(one, Block) and one.key]
+        assert not [one for one in gc.get_objects() if type(one) is Block and one.key]
     finally:
         gc.enable()
 

@@ -39,8 +39,10 @@ STATUSES = {
     "QUOTA_TOO_LARGE": grpc.StatusCode.FAILED_PRECONDITION,
     "STALE_EXECUTOR": grpc.StatusCode.FAILED_PRECONDITION,
     "STALE_SCHEDULER": grpc.StatusCode.FAILED_PRECONDITION,
+    "SHARED_BLOCK": grpc.StatusCode.FAILED_PRECONDITION,
     "SYNC_NUMBER": grpc.StatusCode.FAILED_PRECONDITION,
     "UNKNOWN_SCHEDULER": grpc.StatusCode.FAILED_PRECONDITION,
+    "VOID_SEQUENCE": grpc.StatusCode.FAILED_PRECONDITION,
 }
 
 # Changes of a good request's fields, the reason of the refusal, and the field that it names: empty when it names none.

@@ -154,6 +154,27 @@ async def test_what_is_gone_already_is_no_error(target: Target, method: str, fie
     assert await target.state() == before
 
 
+@pytest.mark.parametrize(
+    ("method", "field"),
+    [
+        ("ExtendSequence", "sequence_id"),
+        ("TruncateSequence", "sequence_id"),
+        ("ForkSequence", "parent_sequence_id"),
+        ("HoldSequence", "sequence_id"),
+        ("EstimateSequence", "sequence_id"),
+    ],
+)
+async def test_a_sequence_that_lost_its_blocks_is_named(target: Target, method: str, field: str) -> None:
+    await target.call("RegisterExecutor", REGISTRATION | {"executor_epoch": REGISTRATION["executor_epoch"] + 1})
+    assert await wrong(target, method, METHODS[method][0], ({}, "VOID_SEQUENCE", field)) == ""
+
+
+async def test_a_truncation_into_a_block_of_others_is_named(target: Target) -> None:
+    await target.call("ForkSequence", {"parent_sequence_id": "live", "sequence_id": "new"})
+    case = {"sequence_id": "new", "num_tokens": 2}, "SHARED_BLOCK", "num_tokens"
+    assert await wrong(target, "TruncateSequence", {}, case) == ""
+
+
 async def test_what_is_bad_in_a_hint_is_its_answer(target: Target) -> None:
     actions = [
         {"action_type": "Retain", "payload": {"priority": 101}},
