@@ -34,6 +34,6 @@ class CachemgrSettings(ProcessSettings):
         200_000, gt=0, description="Changed blocks that wait for Redis; beyond it the index is copied later."
     )
     operation_log: Path | None = Field(
-        None, description="New file for every call with its token ids, to be replayed; empty is off."
+        None, description="New file that keeps every call, token ids too, for `python -m cachemgr replay FILE`."
     )
     drain_seconds: float = Field(10.0, ge=0, description="Time that running calls get when the process stops.")
