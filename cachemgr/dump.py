@@ -71,7 +71,7 @@ def executor_state(executor: Executor) -> Iterator[str]:
         yield _ticket(ticket)
     for hold in executor.holds:
         blocks = [[pool.spec.group, block.slot] for pool, block in hold.blocks]
-        yield line("hold", blocks=blocks, owners=hold.owners)
+        yield line("hold", name=hold.name, pin=hold.pin, blocks=blocks, owners=hold.owners)
 
 
 def _pool(pool: Pool) -> Iterator[str]:
@@ -81,7 +81,10 @@ def _pool(pool: Pool) -> Iterator[str]:
         tokens=pool.tokens.total,
         uses=pool.uses,
         moving=sorted(block.slot for block in pool.moving),
+        leaving=sorted([block.slot, ticket.number] for block, ticket in pool.leaving.items() if block is not None),
         doomed=sorted(block.slot for block in pool.doomed),
+        share_number=pool.share_number,
+        leases=[pool.honoured_leases, pool.broken_leases],
         gaps=sorted(key.hex() for key in pool.bare),
         promised=sorted([key.hex(), block.slot] for key, block in pool.pending.items()),
     )
@@ -142,6 +145,8 @@ def _sequence(sequence: Sequence) -> str:
         step=sequence.step,
         void=sequence.void,
         no_store=sequence.no_store,
+        forgotten=sequence.forgotten,
+        opened=[ticket.number for ticket in sequence.opened],
         tables=[_table(table) for table in sequence.tables],
         waits_on=sorted(writer.handle for writer in sequence.waits_on),
         holds=sequence.holds,

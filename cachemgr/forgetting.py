@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from cachemgr.admin_api import ForgetTarget, Forgotten
@@ -22,15 +23,23 @@ def forget(executors: list[Executor], target: ForgetTarget, events: EventLog, *,
     receipt = Forgotten({})
     gone: set[bytes] = set()
     for executor in executors:
-        for pool in executor.pools:
-            doomed, shared = _doomed(executor, pool, target)
+        found = [(pool, *_doomed(executor, pool, target)) for pool in executor.pools]
+        everything = {block for _, doomed, _ in found for block in doomed}
+        # What keeps blocks in place ends with them: forgetting is not put off by a pin.
+        holds = [hold for hold in executor.holds if any(block in everything for _, block in hold.blocks)]
+        held = Counter(block for hold in holds for _, block in hold.blocks)
+        for pool, doomed, shared in found:
             receipt.shared_blocks += shared
             for block in doomed:
                 kind = pool.tier_of(block).kind
+                used = block.refs > held[block]
                 receipt.removed[kind] = receipt.removed.get(kind, 0) + 1
-                receipt.used_blocks += bool(block.refs)
-                receipt.zeroing_blocks += not block.refs
-            if not validate_only:
+                receipt.used_blocks += used
+                receipt.zeroing_blocks += not used
+        if not validate_only:
+            for hold in holds:
+                executor.holds.release(hold)
+            for pool, doomed, _ in found:
                 gone.update(block.key for block in doomed)
                 for block in doomed:
                     _take_out(pool, block)

@@ -1,5 +1,7 @@
 """Forgetting: out of every tier at once, and no byte outlives its last use."""
 
+from dataclasses import replace
+
 import pytest
 
 from cachemgr.admin_api import ForgetTarget, Prefix
@@ -7,7 +9,7 @@ from cachemgr.api import EventKind, RemovalCause, TierKind
 from cachemgr.dump import state_hash
 from cachemgr.errors import InvalidField, UnknownExecutorError
 from tests.unit.cachemgr.live import GARBAGE
-from tests.unit.cachemgr.world import World
+from tests.unit.cachemgr.world import CONFIG, World
 
 PROMPT = list(range(10, 19))
 
@@ -312,3 +314,20 @@ def test_a_target_that_means_nothing_is_refused_and_nothing_changes(target, erro
         forget(world, **target)
     assert list(refused.value.fields) == [field]
     assert state_hash(world.manager.state()) == before
+
+
+def test_a_pin_does_not_put_forgetting_off():
+    world = World(40, config=replace(CONFIG, pin_budget=0.5))
+    world.cache(list(range(9)), salt="s")
+    world.manager.pin_prefix(Prefix(tuple(range(8)), salt="s"), "ops", 60.0, validate_only=False)
+    target = ForgetTarget(salt="s")
+    said = world.manager.forget(target, validate_only=True)
+    assert len(list(world.manager.holds())) == 1
+    receipt = world.manager.forget(target, validate_only=False)
+    assert receipt == said
+    assert (receipt.used_blocks, receipt.zeroing_blocks) == (0, 3)
+    assert list(world.manager.holds()) == []
+    world.check()
+    world.run_executor_copies()
+    assert world.free == 40
+    world.check()
