@@ -30,12 +30,7 @@ def forget(executors: list[Executor], target: ForgetTarget, events: EventLog, *,
         held = Counter(block for hold in holds for _, block in hold.blocks)
         for pool, doomed, shared in found:
             receipt.shared_blocks += shared
-            for block in doomed:
-                kind = pool.tier_of(block).kind
-                used = block.refs > held[block]
-                receipt.removed[kind] = receipt.removed.get(kind, 0) + 1
-                receipt.used_blocks += used
-                receipt.zeroing_blocks += not used
+            _count(receipt, pool, doomed, held)
         if not validate_only:
             for hold in holds:
                 executor.holds.release(hold)
@@ -54,6 +49,15 @@ def forget(executors: list[Executor], target: ForgetTarget, events: EventLog, *,
         staying = {key for executor in executors for pool in executor.pools for key in pool.index}
         events.scrub(gone - staying, lambda block: block.key not in staying and _stored(block.domain, target))
     return receipt
+
+
+def _count(receipt: Forgotten, pool: Pool, doomed: list[Block], held: Counter[Block]) -> None:
+    for block in doomed:
+        kind = pool.tier_of(block).kind
+        used = block.refs > held[block]
+        receipt.removed[kind] = receipt.removed.get(kind, 0) + 1
+        receipt.used_blocks += used
+        receipt.zeroing_blocks += not used
 
 
 def _stored(domain: Domain | None, target: ForgetTarget) -> bool:
