@@ -7,10 +7,10 @@ be taken for the first time, and runs on from then, whether the block is used ag
 from __future__ import annotations
 
 from collections.abc import Iterator
-from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 from cachemgr.api import BlockView, EventKind, LeaseView, RemovalCause
+from cachemgr.deadlines import Deadlines
 from cachemgr.retention import DEFAULT_PRIORITY, Wish
 
 if TYPE_CHECKING:
@@ -72,15 +72,12 @@ class LeaseBook:
     def __init__(self, events: EventLog) -> None:
         self.now = 0.0
         self._events = events
-        # (deadline, number of the start, lease); those that have ended in between are passed over.
-        self._running: list[tuple[float, int, Lease]] = []
-        self._starts = 0
+        self._deadlines = Deadlines()
 
     def advance(self, now: float) -> None:
         """Ends every lease whose time is over."""
         self.now = max(now, self.now)
-        while self._running and self._running[0][0] <= self.now:
-            lease = heappop(self._running)[2]
+        for lease in self._deadlines.due(self.now):
             if lease.block is not None:
                 self._expire(lease, lease.block)
 
@@ -166,14 +163,13 @@ class LeaseBook:
         return LeaseView(wish.holder, wish.priority, lease.remaining(self.now))
 
     def _run(self, lease: Lease, seconds: float) -> None:
-        lease.deadline = self.now + seconds
-        self._starts += 1
-        heappush(self._running, (lease.deadline, self._starts, lease))
+        self._deadlines.add(lease, self.now, seconds)
 
     def _expire(self, lease: Lease, block: Block) -> None:
         _unlink(lease, block)
         lease.pool.honoured_leases += 1
-        ended = LeaseView(lease.wish.holder, lease.wish.priority, 0.0)
+        wish = lease.wish
+        ended = tuple.__new__(LeaseView, (wish.holder, wish.priority, 0.0))
         self._events.add(_EXPIRED, lease.pool.reprioritise(block), lease=ended)
 
 
@@ -188,6 +184,8 @@ def _link(lease: Lease, block: Block) -> bool:
         if both_endless and other.wish.priority >= lease.wish.priority:
             return False
         if both_endless or other.wish.holder == lease.wish.holder:
+            # It lasted until its holder wished something else.
+            other.pool.honoured_leases += not both_endless
             _unlink(other, block)
     lease.block = block
     lease.next, block.lease = block.lease, lease

@@ -13,8 +13,7 @@ from cachemgr.records import BlockRecord, LeaseRecord
 from cachemgr.tiers import Tier
 
 _DEPTH = attrgetter("depth")
-# Key, parent key and tokens of a block that has none.
-_NOT_INDEXED = (b"", b"", b"")
+_new = tuple.__new__
 
 
 class PoolViews:
@@ -46,16 +45,22 @@ class PoolViews:
 
     def view(self, block: Block) -> BlockView:
         """The block as seen from outside."""
-        parent, depth = block.parent, block.depth
-        tier = self.tier_of(block)
-        indexed = (block.key, b"" if not depth else parent.key, block.tokens) if parent is not None else _NOT_INDEXED
+        parent, depth, device = block.parent, block.depth, self.device
+        tier = device if block.slot <= device.size else self.tier_of(block)
+        key = parent_key = tokens = b""
+        if parent is not None:
+            key, tokens = block.key, block.tokens
+            if depth:
+                parent_key = parent.key
         # Half the time of BlockView(...), for each block that comes or goes.
-        return tuple.__new__(
+        return _new(
             BlockView,
             (
                 self.pool_id,
                 block.slot - tier.offset,
-                *indexed,
+                key,
+                parent_key,
+                tokens,
                 block.refs,
                 block.priority,
                 depth,

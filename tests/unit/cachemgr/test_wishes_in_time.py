@@ -1,13 +1,18 @@
 """Wishes as leases: when their clock starts, what is left when they end, and who hears of it."""
 
 import dataclasses
+from random import Random
 
 import pytest
 
 from cachemgr.admin_api import BlockFilter
 from cachemgr.api import EventKind, RemovalCause, Retention, RetentionRange
+from cachemgr.block import Block
+from cachemgr.deadlines import Deadlines
 from cachemgr.errors import InvalidField
+from cachemgr.leases import Lease
 from cachemgr.manager import CacheManager
+from cachemgr.retention import Wish
 from tests.unit.cachemgr.world import CONFIG, World, wish
 
 PROMPT = [1, 2, 3, 4, 5]
@@ -267,3 +272,29 @@ def test_wishes_for_the_output_have_a_time_of_their_own():
     assert sorted(priorities(world).values()) == [35, 60]
     world.now = 20.0
     assert sorted(priorities(world).values()) == [35, 35]
+
+
+def test_leases_end_in_the_order_of_their_deadlines_whatever_their_durations():
+    book, ended = Deadlines(), []
+    random = Random(1)
+    now, expected = 0.0, []
+    for number in range(2000):
+        now += random.random()
+        lease = Lease(None, Block(number), Wish("session/x", 1, None))
+        book.add(lease, now, random.choice([1.0, 5.0, 30.0]))
+        expected.append((lease.deadline, number))
+        ended += [(one.deadline, one.block.slot) for one in book.due(now)]
+    ended += [(one.deadline, one.block.slot) for one in book.due(now + 100)]
+    assert ended == sorted(expected)
+    assert len(book) == 0
+
+
+def test_wishes_that_a_session_replaces_again_and_again_do_not_pile_up():
+    book, before = Deadlines(), None
+    for number in range(50_000):
+        lease = Lease(None, Block(number), Wish("session/x", 1, 1e9))
+        book.add(lease, float(number), 1e9)
+        if before is not None:
+            before.block = None
+        before = lease
+    assert len(book) <= 10_001
