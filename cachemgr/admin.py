@@ -96,6 +96,12 @@ class ManagerAdmin(ManagerViews):
             if others + total_blocks * pool.spec.block_bytes > memory:
                 most = (memory - others) // max(1, pool.spec.block_bytes)
                 raise InvalidField("pool.total_blocks", f"must be at most {most}: make another pool smaller first")
+        floors = sum(account.quota.device_floor for account in self._accounts.values())
+        if total_blocks < min(floors, pool.device.total):
+            raise PoolInUseError(
+                f"the floors of quotas are {floors} blocks together",
+                fields={"pool.total_blocks": f"must be at least {floors}"},
+            )
         shrink = pool.device.total - total_blocks
         if shrink > pool.device.free_for(None):
             raise PoolInUseError(

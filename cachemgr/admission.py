@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Callable
+from dataclasses import asdict
 from hashlib import sha256
 
 from cachemgr import estimates, hints, matching, retention
@@ -11,7 +13,7 @@ from cachemgr.admin_api import PredictedEviction, Preview
 from cachemgr.api import Admission, AdmitRequest, ManagerConfig, Receipt, Retention
 from cachemgr.block import Block
 from cachemgr.errors import InvalidField, SequenceTooLongError, WindowPassedError
-from cachemgr.keys import pack, packed_bytes
+from cachemgr.keys import cut_extra_keys, pack, packed_bytes
 from cachemgr.matching import Match, Partial
 from cachemgr.pool import Pool
 from cachemgr.registry import Executor, Scheduler
@@ -61,7 +63,7 @@ def content(request: AdmitRequest, tokens: array[int]) -> object:
         request.retention,
         request.tenant_id,
         request.extra_keys,
-        repr(request.hints),
+        None if request.hints is None else json.dumps(asdict(request.hints), sort_keys=True),
         request.no_read,
         request.no_store,
     )
@@ -147,11 +149,13 @@ class Admitter:
         sequence = Sequence("", 0, scheduler, executor, tokens, domain, wishes, True, request.extra_keys)
         needed = blocks_for(len(tokens), executor.block_size)
         match, short = self._match(sequence, needed, no_read=request.no_read)
+        ahead = self._ahead(sequence, match, needed)
         evicted: list[PredictedEviction] = []
         for group, pool in enumerate(executor.pools):
             blocks, sources = match.blocks[group], match.sources[group : group + 1]
             claimed = {block for block in (*blocks, *sources) if block is not None}
-            evicted += estimates.evictions(pool, claimed, self._fresh(pool, match, group, needed))
+            fresh = self._fresh(pool, match, group, needed) + ahead
+            evicted += estimates.evictions(pool, claimed, fresh)
         return Preview(
             not short,
             short,
@@ -159,6 +163,17 @@ class Admitter:
             estimates.before_admission(sequence, match, max_new_tokens),
             [] if short else evicted,
         )
+
+    def _ahead(self, sequence: Sequence, match: Match, needed: int) -> int:
+        """Blocks that an admission takes beyond those of the known tokens."""
+        size = sequence.block_size
+        wanted = blocks_for(len(sequence.tokens) + min(size, self._config.capacity_ahead_tokens), size) - needed
+        for group, pool in enumerate(sequence.executor.pools):
+            blocks, sources = match.blocks[group], match.sources[group : group + 1]
+            idle = {one for one in (*blocks, *sources) if one is not None and pool.is_on_device(one) and not one.refs}
+            left = pool.device.free_for(sequence.domain.account) - len(idle) - self._fresh(pool, match, group, needed)
+            wanted = min(wanted, left - watermark(pool, self._config))
+        return max(0, wanted)
 
     @staticmethod
     def _fresh(pool: Pool, match: Match, group: int, needed: int) -> int:
@@ -278,7 +293,7 @@ class Admitter:
             parent.domain,
             parent.wishes,
             parent.no_store,
-            tuple(extra for extra in parent.extra_keys if extra.start < len(tokens)),
+            cut_extra_keys(parent.extra_keys, len(tokens)),
         )
         child.forgotten = parent.forgotten
         child.content = ("fork", parent.sequence_id, num_tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cachemgr import siblings
 from cachemgr.admin_api import Prefix
 from cachemgr.keys import pack, packed_bytes, prefix_keys, root_key
 
@@ -29,3 +30,14 @@ def chain(executor: Executor, pool: Pool, prefix: Prefix) -> list[Block]:
         elif pool.window is None:
             break
     return found
+
+
+def last_parts(executor: Executor, pool: Pool, prefix: Prefix) -> list[Block]:
+    """Blocks behind a prompt's full ones that hold its last tokens, or the first of them, or these and more."""
+    keys = keys_of(executor, prefix)
+    rest = packed_bytes(pack(prefix.token_ids[len(keys) * executor.block_size :]))
+    root = root_key(executor.spec.model_fingerprint, prefix.salt, prefix.adapter_id)
+    node = pool.node(keys[-1] if keys else root)
+    if node is None or not rest:
+        return []
+    return [block for block in siblings.each(node) if block.tokens.startswith(rest) or rest.startswith(block.tokens)]

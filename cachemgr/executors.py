@@ -12,7 +12,7 @@ from cachemgr.leases import LeaseBook
 from cachemgr.pool import Pool
 from cachemgr.records import BlockRecord
 from cachemgr.registry import Executor
-from cachemgr.retention import MAX_PRIORITY, Wish
+from cachemgr.retention import MAX_PRIORITY, NO_PRIORITY, Wish
 from cachemgr.validation import check_id
 
 # Each slot costs memory of this process from the start.
@@ -102,7 +102,7 @@ def _holds(executor: Executor, record: BlockRecord, used: list[set[int]]) -> boo
         return False
     if steps[record.slot - 1] > record.stored_step:
         return False
-    if any(not 0 <= lease.priority <= MAX_PRIORITY for lease in record.leases):
+    if any(not NO_PRIORITY <= lease.priority <= MAX_PRIORITY for lease in record.leases):
         return False
     if not 1 <= len(record.tokens) // TOKEN_BYTES <= pool.block_size or record.key in pool.index:
         return False

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from cachemgr.admin_api import ForgetTarget, Forgotten
 from cachemgr.api import RemovalCause
-from cachemgr.chains import chain, keys_of
+from cachemgr.chains import chain, keys_of, last_parts
 
 if TYPE_CHECKING:
     from cachemgr.block import Block
@@ -32,12 +32,13 @@ def forget(executors: list[Executor], target: ForgetTarget, events: EventLog, *,
             receipt.shared_blocks += shared
             _count(receipt, pool, doomed, held)
         if not validate_only:
-            for hold in holds:
-                executor.holds.release(hold)
             for pool, doomed, _ in found:
                 gone.update(block.key for block in doomed)
                 for block in doomed:
                     _take_out(pool, block)
+            # Behind it: what is in the index may give way to a longer block when it is let go.
+            for hold in holds:
+                executor.holds.release(hold)
         if target.prefix is not None:
             # Of blocks that were lost before there may be events.
             gone.update(keys_of(executor, target.prefix))
@@ -75,14 +76,13 @@ def _doomed(executor: Executor, pool: Pool, target: ForgetTarget) -> tuple[list[
     if target.salt is not None:
         found = {block for block in pool.index.values() if _stored(block.domain, target)}
     elif target.prefix is not None:
-        found = set(chain(executor, pool, target.prefix))
+        found = {*chain(executor, pool, target.prefix), *last_parts(executor, pool, target.prefix)}
     else:
         mine = [block for block in pool.index.values() if _stored(block.domain, target)]
         found = {block for block in mine if not _has_others(executor, pool, block, target)}
         shared = len(mine) - len(found)
-    if pool.window is None:
-        for block in list(found):
-            found.update(pool.descendants(block))
+    for block in list(found):
+        found.update(pool.descendants(block))
     return sorted(found, key=lambda block: (-block.depth, block.slot)), shared
 
 
@@ -93,6 +93,9 @@ def _has_others(executor: Executor, pool: Pool, block: Block, target: ForgetTarg
             return True
     if not block.refs:
         return False
+    for hold in executor.holds:
+        if not hold.pin and hold.session_id != target.session_id and any(block is one for _, one in hold.blocks):
+            return True
     group = executor.pools.index(pool)
     return any(
         block in sequence.tables[group].references() and sequence.domain.session_id != target.session_id

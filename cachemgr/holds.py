@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from cachemgr.api import Outcome, Receipt
 from cachemgr.retention import MAX_PRIORITY, PIN, Wish
+from cachemgr.tiers import account_of
 
 if TYPE_CHECKING:
     from cachemgr.block import Block
@@ -18,14 +20,17 @@ if TYPE_CHECKING:
 class Hold:
     """Referenced blocks, root first, and until when who wants them. A pin has one owner."""
 
-    __slots__ = ("blocks", "name", "owners", "pin")
+    __slots__ = ("blocks", "name", "owners", "pin", "session_id")
 
-    def __init__(self, name: str, blocks: Kept, owners: dict[str, float], *, pin: bool) -> None:
+    def __init__(
+        self, name: str, blocks: Kept, owners: dict[str, float], *, pin: bool, session_id: str | None = None
+    ) -> None:
         self.name = name
         self.blocks = blocks
         # Owner to the time at which its hold ends.
         self.owners = owners
         self.pin = pin
+        self.session_id = session_id
 
 
 class Pinned(NamedTuple):
@@ -51,9 +56,23 @@ class Holds:
         """A hold by its name."""
         return self._holds.get(name)
 
-    def keep(self, blocks: Kept, owners: dict[str, float]) -> None:
-        """Holds blocks for owners, each until a time."""
-        self._add(Hold(f"hold-{self._next_number()}", blocks, owners, pin=False))
+    def keep(self, blocks: Kept, owners: dict[str, float], session_id: str | None) -> None:
+        """Holds blocks of a session's sequence for owners, each until a time."""
+        self._add(Hold(f"hold-{self._next_number()}", blocks, owners, pin=False, session_id=session_id))
+
+    def replace(self, pool: Pool, old: Block, block: Block) -> None:
+        """A block has taken the place of another in the index: what holds the one holds the other."""
+        for hold in self:
+            for index, (_, held) in enumerate(hold.blocks):
+                if held is old:
+                    hold.blocks[index] = (pool, block)
+                    pool.retain(block)
+                    old.refs -= 1
+                    if not old.refs:
+                        tier = pool.tier_of(old)
+                        tier.used -= 1
+                        tier.cached += 1
+                        tier.count(account_of(old), used=-1)
 
     def pin(
         self,
@@ -73,7 +92,8 @@ class Holds:
         if not blocks or not fitting:
             reason = "nothing of it is cached" if not blocks else "the budget for pins is too small for a block"
             return Pinned("", Receipt("pin", Outcome.REJECTED, reason))
-        degraded = self._to_degrade(fitting)
+        same = self._same(fitting, owner)
+        degraded = [] if same is not None else self._to_degrade(fitting)
         clipped = len(fitting) < len(blocks)
         receipt = Receipt(
             "pin",
@@ -86,6 +106,9 @@ class Holds:
         names = tuple(hold.name for hold in degraded)
         if validate_only:
             return Pinned("", receipt, names)
+        if same is not None:
+            same.owners[owner] = max(same.owners[owner], now + duration)
+            return Pinned(same.name, receipt)
         name = f"pin-{self._next_number()}"
         # Referenced before older pins let go of what they may have in common.
         self._add(Hold(name, fitting, {owner: now + duration}, pin=True))
@@ -135,23 +158,29 @@ class Holds:
                 fitting.append((pool, block))
         return fitting
 
+    def _same(self, blocks: Kept, owner: str) -> Hold | None:
+        """A pin of these blocks that the owner has already."""
+        wanted = {block for _, block in blocks}
+        for hold in self:
+            if hold.pin and owner in hold.owners and {block for _, block in hold.blocks} == wanted:
+                return hold
+        return None
+
     def _to_degrade(self, fresh: Kept) -> list[Hold]:
-        counts: dict[Pool, int] = {}
-        for pool, _ in fresh:
-            counts[pool] = counts.get(pool, 0) + 1
+        """Older pins that must give way, oldest first; a block that several pin counts once."""
+        wanted = Counter((pool, block) for pool, block in fresh)
         pins = [hold for hold in self if hold.pin]
         for hold in pins:
-            for pool, _ in hold.blocks:
-                counts[pool] = counts.get(pool, 0) + 1
+            wanted.update(hold.blocks)
         degraded = []
         for hold in pins:
+            counts = Counter(pool for pool, _ in +wanted)
             over = {pool for pool, count in counts.items() if count > self._budget(pool)}
             if not over:
                 break
             if any(pool in over for pool, _ in hold.blocks):
                 degraded.append(hold)
-                for pool, _ in hold.blocks:
-                    counts[pool] -= 1
+                wanted.subtract(hold.blocks)
         return degraded
 
     def _degrade(self, hold: Hold, now: float) -> None:

@@ -79,6 +79,15 @@ def child_key(parent: bytes, tokens: bytes, extra: bytes = b"") -> bytes:
     return sha256(_CHILD + parent + struct.pack("<I", len(tokens) // TOKEN_BYTES) + tokens + extra).digest()
 
 
+def cut_extra_keys(extra_keys: Sequence[ExtraKey], num_tokens: int) -> tuple[ExtraKey, ...]:
+    """What lies within so many tokens; of a piece that reaches beyond them, the part that does."""
+    return tuple(
+        extra._replace(length=min(extra.length, num_tokens - extra.start))
+        for extra in extra_keys
+        if extra.start < num_tokens
+    )
+
+
 def extra_bytes(extra_keys: Sequence[ExtraKey], start: int, end: int) -> bytes:
     """What the tokens in [start, end) stand for besides themselves, as it enters the key of their block."""
     parts = [

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from cachemgr.api import BlockView, EventKind, LeaseView, RemovalCause
 from cachemgr.deadlines import Deadlines
-from cachemgr.retention import DEFAULT_PRIORITY, Wish
+from cachemgr.retention import DEFAULT_PRIORITY, NO_PRIORITY, Wish
 
 if TYPE_CHECKING:
     from cachemgr.block import Block
@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 
 # Looked up once: very many may end at a time.
 _EXPIRED = EventKind.LEASE_EXPIRED
+
+
+def shown_priority(wish: Wish) -> int:
+    """What a wish comes to by itself."""
+    return DEFAULT_PRIORITY if wish.priority == NO_PRIORITY else wish.priority
 
 
 class Lease:
@@ -57,7 +62,8 @@ def effective_priority(block: Block) -> int:
     """The largest priority among a block's leases."""
     if block.lease is None:
         return DEFAULT_PRIORITY
-    return max(lease.wish.priority for lease in leases_of(block))
+    largest = max(lease.wish.priority for lease in leases_of(block))
+    return DEFAULT_PRIORITY if largest == NO_PRIORITY else largest
 
 
 def offload_floor(block: Block, default: int) -> int:
@@ -160,7 +166,7 @@ class LeaseBook:
     def view(self, lease: Lease) -> LeaseView:
         """The lease as seen from outside."""
         wish = lease.wish
-        return LeaseView(wish.holder, wish.priority, lease.remaining(self.now))
+        return LeaseView(wish.holder, shown_priority(wish), lease.remaining(self.now))
 
     def _run(self, lease: Lease, seconds: float) -> None:
         self._deadlines.add(lease, self.now, seconds)
@@ -169,7 +175,7 @@ class LeaseBook:
         _unlink(lease, block)
         lease.pool.honoured_leases += 1
         wish = lease.wish
-        ended = tuple.__new__(LeaseView, (wish.holder, wish.priority, 0.0))
+        ended = tuple.__new__(LeaseView, (wish.holder, shown_priority(wish), 0.0))
         self._events.add(_EXPIRED, lease.pool.reprioritise(block), lease=ended)
 
 
@@ -180,10 +186,11 @@ def _link(lease: Lease, block: Block) -> bool:
     a prefix that every request asks for does not collect a lease from each.
     """
     for other in leases_of(block):
-        both_endless = other.wish.endless and lease.wish.endless
+        mine = other.wish.holder == lease.wish.holder
+        both_endless = other.wish.endless and lease.wish.endless and not mine
         if both_endless and other.wish.priority >= lease.wish.priority:
             return False
-        if both_endless or other.wish.holder == lease.wish.holder:
+        if both_endless or mine:
             # It lasted until its holder wished something else.
             other.pool.honoured_leases += not both_endless
             _unlink(other, block)

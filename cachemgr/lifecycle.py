@@ -3,6 +3,7 @@
 from cachemgr.api import Freed, RemovalCause
 from cachemgr.block import Block
 from cachemgr.errors import InvalidField, SharedBlockError, VoidSequenceError, WindowPassedError
+from cachemgr.keys import cut_extra_keys
 from cachemgr.registry import Executor, Scheduler
 from cachemgr.sequence import GroupTable, Sequence, blocks_for, first_needed
 from cachemgr.settling import settle, settle_last, void, withdraw
@@ -28,7 +29,12 @@ def release(sequence: Sequence, now: float) -> Freed:
         _keep(sequence, now)
     if sequence.forgotten:
         for table in sequence.tables:
-            table.pool.doomed.update(block for block in table.references() if block.parent is None)
+            # What another has yet to fill is that one's.
+            table.pool.doomed.update(
+                block
+                for block in table.references()
+                if block.parent is None and (block.writer is None or block.writer is sequence)
+            )
     for table in sequence.tables:
         table.cut(0)
     for writer in sequence.waits_on:
@@ -67,7 +73,8 @@ def _keep(sequence: Sequence, now: float) -> None:
     executor = sequence.executor
     kept = [(table.pool, block) for table in sequence.tables for block in reversed(list(table.references()))]
     if sequence.holds:
-        executor.holds.keep(kept, {owner: now + duration for owner, duration in sequence.holds.items()})
+        owners = {owner: now + duration for owner, duration in sequence.holds.items()}
+        executor.holds.keep(kept, owners, sequence.domain.session_id)
     found = sequence.wishes.pin()
     if found is not None:
         rule, duration = found
@@ -125,6 +132,7 @@ def truncate(sequence: Sequence, num_tokens: int) -> Freed:
             _own(sequence, table, cut)
         table.cut(keep)
     del sequence.tokens[num_tokens:]
+    sequence.extra_keys = cut_extra_keys(sequence.extra_keys, num_tokens)
     del sequence.keys[num_tokens // size :]
     sequence.computed = computed
     return Freed(True, free_blocks(sequence.executor) - before)

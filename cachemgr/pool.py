@@ -76,6 +76,8 @@ class Pool(PrefixIndex):
         self.use_times = UseTimes()
         self.on_moved: Callable[[Block, Block, Sequence | None], None] | None = None
         self.on_recalled: Callable[[Block, Sequence], None] | None = None
+        # Called with a block in a lower tier and the device block that takes its place in the index.
+        self.on_promoted: Callable[[Block, Block], None] | None = None
         self.on_doomed: Callable[[Block], None] | None = None
         self._unlisted: list[Block] = []
         self.offload_min_priority = offload_min_priority
@@ -212,7 +214,7 @@ class Pool(PrefixIndex):
             tier.order.remove(victim)
         tier.cached -= 1
         # A mean needs no more than every eighth slot.
-        if not victim.slot & 7:
+        if victim.slot & 7 == 1:
             tier.counters.note_reuse_gap(self._leases.now - self.use_times.at(victim.recency))
         if self._has_lower:
             # Nothing may enter it into an order while its children move.
@@ -260,9 +262,13 @@ class Pool(PrefixIndex):
 
     def _least(self, lower: Tier, account: Account | None, writer: Sequence | None) -> Block | None:
         """What a lower tier loses next: a cached block, or one whose copy down nobody has been told of yet."""
-        least = lower.victim(account)
+        # At its ceiling an account takes the place of its own blocks only.
+        shut = lower.is_closed(account) and not lower.wants_own(account)
+        least = None if shut else lower.victim(account)
         for ticket in () if writer is None else writer.opened:
             block = ticket.target
+            if shut and account_of(block) is not account:
+                continue
             if block in self.moving and block.parent is not None and self.tier_of(block) is lower and not block.near:
                 least = block if least is None or goes_before(block, least) else least
         return least

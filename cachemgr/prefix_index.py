@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from cachemgr import siblings
@@ -30,6 +30,8 @@ class PrefixIndex(PoolViews):
 
     window: int | None
     bare: dict[bytes, Node]
+    doomed: set[Block]
+    on_promoted: Callable[[Block, Block], None] | None
     lost: LostBlocks
     uses: int
     blocks: list[Block | None]
@@ -69,6 +71,7 @@ class PrefixIndex(PoolViews):
         parent = self.node(parent_key)
         if parent is None:
             parent = self.bare[parent_key] = Node(parent_key)
+        self.doomed.discard(block)
         block.key = key
         block.tokens = tokens
         block.depth = depth
@@ -121,6 +124,8 @@ class PrefixIndex(PoolViews):
         self._leases.move(old, block)
         block.priority = effective_priority(block)
         old.parent = None
+        if old.refs and self.on_promoted is not None:
+            self.on_promoted(old, block)
         if not old.refs:
             if old.older is not None:
                 lower.delist(old, account_of(old))

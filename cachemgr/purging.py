@@ -53,9 +53,12 @@ def _select(pool: Pool, among: set[Block] | None, selected: BlockFilter) -> tupl
     for block in pool.index.values():
         if block in doomed or (among is not None and block not in among) or not matches(pool, block, selected):
             continue
+        if block.refs:
+            used += 1
+            continue
         behind = list(pool.descendants(block)) if pool.window is None else []
         # What is copied to or from a lower tier is in use, and nothing that it stands on goes without it.
-        if block.refs or any(other.refs for other in behind):
+        if any(other.refs for other in behind):
             used += 1
             continue
         doomed.update(dict.fromkeys(behind))

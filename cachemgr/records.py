@@ -10,7 +10,7 @@ _VERSION = 3
 # version, flags, depth, stored step, number of tokens, number of leases, extra bytes, bytes of tenant and session
 _HEAD = struct.Struct("<BBIQIHIHH")
 # priority, duration, remaining time (each NaN for none), least priority to be moved (-1), bytes of the holder's name
-_LEASE = struct.Struct("<BddbH")
+_LEASE = struct.Struct("<bddbH")
 _SLOT = struct.Struct("<II")
 _HAS_PARENT, _HAS_SALT, _HAS_ADAPTER, _HAS_TENANT, _HAS_SESSION = 1, 2, 4, 8, 16
 _DIGEST_BYTES = 32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
@@ -40,6 +41,8 @@ class Executor:
         self.tickets: dict[int, Ticket] = {}
         self.copies = Copies(self, next_number)
         self.holds = Holds(next_number, pin_budget)
+        for pool in pools:
+            pool.on_promoted = partial(self.holds.replace, pool)
         self._accounts = accounts
         self._domains: WeakValueDictionary[tuple[object, ...], Domain] = WeakValueDictionary()
 

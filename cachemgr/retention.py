@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 MAX_PRIORITY = 100
 DEFAULT_PRIORITY = 35
+# Of a wish that says something else than how long.
+NO_PRIORITY = -1
 # What google.protobuf.Duration holds, in seconds.
 MAX_DURATION = 315_576_000_000.0
 
@@ -62,7 +64,8 @@ class Wishes:
         )
         self._prompt_tokens = prompt_tokens
         self._has_own = bool(retention.ranges) or retention.decode_priority is not None
-        self.rules = tuple(rules)
+        # With what each was about when the request came: one that is about others since says nothing more of it.
+        self.rules = tuple((rule, rule.spec.match) for rule in rules)
 
     def at(self, position: int) -> Wish | None:
         """The wish for a block that begins at this position."""
@@ -79,8 +82,8 @@ class Wishes:
 
     def _ruled(self, position: int, own: Wish | None) -> Wish | None:
         """Rules say how long blocks stay only where a request says nothing at all; what is moved they always say."""
-        for rule in self.rules:
-            said = rule.wish() if rule.covers(position) else None
+        for rule, match in self.rules:
+            said = rule.wish() if rule.spec.match == match and rule.covers(position) else None
             if said is None:
                 continue
             if not self._has_own:
@@ -88,10 +91,20 @@ class Wishes:
             return None if own is None else own._replace(offload_min_priority=said.offload_min_priority)
         return own
 
+    def state(self) -> list[object]:
+        """What it will say, for a dump of the state."""
+        rules = [rule.spec.name for rule, _ in self.rules]
+        return [
+            list(zip(self._starts, self._ends, self._wishes, strict=True)),
+            self._decode,
+            self._prompt_tokens,
+            rules,
+        ]
+
     def pin(self) -> tuple[Rule, float] | None:
         """The first rule that pins, and for how long, when the request says nothing itself."""
-        for rule in self.rules:
-            duration = rule.spec.action.pin_duration
+        for rule, match in self.rules:
+            duration = rule.spec.action.pin_duration if rule.spec.match == match else None
             if duration is not None and not rule.deleted and not self._has_own:
                 return rule, duration
         return None
@@ -129,6 +142,7 @@ class Wishes:
         return [
             _receipt(wish.holder, (wish.priority, wish.duration), count, [], no_store=no_store, config=config)
             for wish, count in counts.items()
+            if wish.priority != NO_PRIORITY
         ]
 
 

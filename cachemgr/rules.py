@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from cachemgr.admin_api import RetentionRule, RuleAction
 from cachemgr.errors import InvalidField, RuleExistsError, StaleRuleError, UnknownRuleError
 from cachemgr.keys import pack
-from cachemgr.retention import DEFAULT_PRIORITY, RULE, Wish, check_duration, check_priority
+from cachemgr.retention import NO_PRIORITY, RULE, Wish, check_duration, check_priority
 from cachemgr.validation import check_id
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Rule:
         action = self.spec.action
         if action.priority is None and action.offload_min_priority is None:
             return None
-        priority = DEFAULT_PRIORITY if action.priority is None else action.priority
+        priority = NO_PRIORITY if action.priority is None else action.priority
         return Wish(self.holder, priority, action.duration, action.offload_min_priority)
 
 

@@ -153,7 +153,9 @@ class CacheEventService(pb_grpc.CacheEventServiceServicer):
         while True:
             for event in self._manager.events_after(number):
                 if _is_wanted(request, event):
-                    yield convert.event(event, snapshot=False, token_ids=request.include_token_ids)
+                    # Who the slot was for may be of another salt.
+                    shown = event._replace(for_sequence_id="") if request.HasField("salt") else event
+                    yield convert.event(shown, snapshot=False, token_ids=request.include_token_ids)
                 number = event.number
             await self._feed.wait_for_events(number)
 
