@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable
 from cachemgr.api import BlockView, Event, EventKind, LeaseView, RemovalCause, Snapshot
 from cachemgr.errors import EventsGoneError
 
+_new = tuple.__new__
+
 
 class EventLog:
     """A ring of the last `capacity` events."""
@@ -24,12 +26,13 @@ class EventLog:
     ) -> None:
         """Numbers an event and keeps it."""
         # A third of the time of Event(...), for each block that comes or goes.
-        event = tuple.__new__(Event, (self.last + 1, kind, block, cause, lease, for_sequence_id))
-        if len(self._ring) < self._capacity:
-            self._ring.append(event)
+        last, ring = self.last, self._ring
+        event = _new(Event, (last + 1, kind, block, cause, lease, for_sequence_id))
+        if len(ring) < self._capacity:
+            ring.append(event)
         else:
-            self._ring[self.last % self._capacity] = event
-        self.last += 1
+            ring[last % self._capacity] = event
+        self.last = last + 1
 
     def after(self, number: int, limit: int) -> list[Event]:
         """Up to `limit` events behind a number. Raises EventsGoneError when the first of them is not kept."""

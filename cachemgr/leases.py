@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 # Looked up once: very many may end at a time.
-_EXPIRED = EventKind.LEASE_EXPIRED
+_EXPIRED, _NONE = EventKind.LEASE_EXPIRED, RemovalCause.NONE
 
 
 def shown_priority(wish: Wish) -> int:
@@ -176,7 +176,7 @@ class LeaseBook:
         lease.pool.honoured_leases += 1
         wish = lease.wish
         ended = tuple.__new__(LeaseView, (wish.holder, shown_priority(wish), 0.0))
-        self._events.add(_EXPIRED, lease.pool.reprioritise(block), lease=ended)
+        self._events.add(_EXPIRED, lease.pool.reprioritise(block), _NONE, ended)
 
 
 def _link(lease: Lease, block: Block) -> bool:

@@ -174,12 +174,13 @@ class PrefixIndex(PoolViews):
         priority = effective_priority(block)
         changed = priority != block.priority
         if changed:
-            listed = block.older is not None
-            if listed:
-                self.tier_of(block).delist(block, account_of(block))
-            block.priority = priority
-            if listed:
-                self.tier_of(block).enlist(block, account_of(block), newest=False)
+            if block.older is None:
+                block.priority = priority
+            else:
+                tier, account = self.tier_of(block), account_of(block)
+                tier.delist(block, account)
+                block.priority = priority
+                tier.enlist(block, account, newest=False)
         view = self.view(block)
         if changed:
             self._events.add(_UPDATED, view)
@@ -218,7 +219,8 @@ class PrefixIndex(PoolViews):
         """A child of this block has left the block's own tier."""
         parent.near -= 1
         if not parent.near and not parent.refs and parent.older is None:
-            tier = self.tier_of(parent)
+            device = self.device
+            tier = device if parent.slot <= device.size else self.tier_of(parent)
             if tier.shares:
                 tier.enlist(parent, account_of(parent), newest=False)
             else:
@@ -233,7 +235,10 @@ class PrefixIndex(PoolViews):
             self._leases.break_all(block, view, cause)
         parent = block.parent
         assert parent is not None
-        siblings.remove(parent, block)
+        if parent.children is block:
+            parent.children = None
+        else:
+            siblings.remove(parent, block)
         if not isinstance(parent, Block):
             if parent.children is None:
                 del self.bare[parent.key]
@@ -253,8 +258,8 @@ class PrefixIndex(PoolViews):
         for_sequence_id = "" if writer is None else writer.sequence_id
         tier.counters.removed[cause] += 1
         self.lost.add(block.key, cause, self._leases.now, for_sequence_id, view.priority)
-        self._events.add(_REMOVED, view, cause, for_sequence_id=for_sequence_id)
-        if tier is self.device:
+        self._events.add(_REMOVED, view, cause, None, for_sequence_id)
+        if tier is device:
             self._journal.removed(self.executor_id, self.spec.group, block.slot)
 
     def _write(self, block: Block) -> None:
