@@ -32,10 +32,8 @@ def forget(executors: list[Executor], target: ForgetTarget, events: EventLog, *,
             receipt.shared_blocks += shared
             _count(receipt, pool, doomed, held)
         if not validate_only:
-            for pool, doomed, _ in found:
-                gone.update(block.key for block in doomed)
-                for block in doomed:
-                    _take_out(pool, block)
+            gone.update(block.key for block in everything)
+            _take_out([(pool, doomed) for pool, doomed, _ in found])
             # Behind it: what is in the index may give way to a longer block when it is let go.
             for hold in holds:
                 executor.holds.release(hold)
@@ -103,9 +101,14 @@ def _has_others(executor: Executor, pool: Pool, block: Block, target: ForgetTarg
     )
 
 
-def _take_out(pool: Pool, block: Block) -> None:
-    pool.doomed.add(block)
-    pool.discard(block, RemovalCause.FORGOTTEN)
+def _take_out(found: list[tuple[Pool, list[Block]]]) -> None:
+    for pool, doomed in found:
+        pool.doomed.update(doomed)
+    for pool, doomed in found:
+        for block in doomed:
+            # With a block of full attention those of windows may have gone already.
+            if block.parent is not None:
+                pool.discard(block, RemovalCause.FORGOTTEN)
 
 
 def _is_meant(sequence: Sequence, target: ForgetTarget, gone: set[bytes]) -> bool:

@@ -78,6 +78,8 @@ class Pool(PrefixIndex):
         self.on_recalled: Callable[[Block, Sequence], None] | None = None
         # Called with a block in a lower tier and the device block that takes its place in the index.
         self.on_promoted: Callable[[Block, Block], None] | None = None
+        # Called with the key of a block that is lost.
+        self.on_gone: Callable[[bytes], None] | None = None
         self.on_doomed: Callable[[Block], None] | None = None
         self._unlisted: list[Block] = []
         self.offload_min_priority = offload_min_priority
@@ -301,6 +303,12 @@ class Pool(PrefixIndex):
     def _moved(self, moved: Block, occupant: Block, writer: Sequence | None) -> None:
         assert self.on_moved is not None
         self.on_moved(moved, occupant, writer)
+
+    def discard_useless(self, key: bytes) -> None:
+        """The groups with full attention have lost this block: a window's own of the same key can never match."""
+        block = self.index.get(key)
+        if block is not None and not block.refs:
+            self.discard(block, RemovalCause.PARENT_LOST)
 
     def demote(self, block: Block) -> bool:
         """Moves an evictable device block down now; its slot stays reserved for the copy. False when it may not."""

@@ -20,6 +20,9 @@ from cachemgr.tiers import Tier, account_of
 # Looked up once, not for each block that comes or goes: that takes as long as putting it into the order of loss.
 _STORED, _REMOVED, _UPDATED = EventKind.STORED, EventKind.REMOVED, EventKind.UPDATED
 
+# What is lost in these ways is there in another block.
+_REPLACED = (RemovalCause.COVERED, RemovalCause.TAKEN_OVER, RemovalCause.TRUNCATED)
+
 
 class PrefixIndex(PoolViews):
     """Half of a pool; the other half hands out the slots.
@@ -32,6 +35,7 @@ class PrefixIndex(PoolViews):
     bare: dict[bytes, Node]
     doomed: set[Block]
     on_promoted: Callable[[Block, Block], None] | None
+    on_gone: Callable[[bytes], None] | None
     lost: LostBlocks
     uses: int
     blocks: list[Block | None]
@@ -261,6 +265,8 @@ class PrefixIndex(PoolViews):
         self._events.add(_REMOVED, view, cause, None, for_sequence_id)
         if tier is device:
             self._journal.removed(self.executor_id, self.spec.group, block.slot)
+        if self.on_gone is not None and cause not in _REPLACED:
+            self.on_gone(block.key)
 
     def _write(self, block: Block) -> None:
         """Tells the journal of a device block that it has changed; other tiers end with the manager."""

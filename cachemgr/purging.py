@@ -43,7 +43,9 @@ def purge(
         for pool, doomed, _ in found:
             # Deepest first: a block stands on shallower ones only.
             for block in sorted(doomed, key=lambda block: -block.depth):
-                pool.discard(block, RemovalCause.PURGED)
+                # With a block of full attention those of windows may have gone already.
+                if block.parent is not None:
+                    pool.discard(block, RemovalCause.PURGED)
     return Purged(purged, used)
 
 

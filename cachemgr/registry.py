@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from cachemgr.transfers import Ticket
 
 
+def _discard_useless(windowed: list[Pool], key: bytes) -> None:
+    for pool in windowed:
+        pool.discard_useless(key)
+
+
 class Executor:
     """One epoch of an executor."""
 
@@ -41,8 +46,11 @@ class Executor:
         self.tickets: dict[int, Ticket] = {}
         self.copies = Copies(self, next_number)
         self.holds = Holds(next_number, pin_budget)
+        windowed = [pool for pool in pools if pool.window is not None]
         for pool in pools:
             pool.on_promoted = partial(self.holds.replace, pool)
+            if windowed and pool.window is None:
+                pool.on_gone = partial(_discard_useless, windowed)
         self._accounts = accounts
         self._domains: WeakValueDictionary[tuple[object, ...], Domain] = WeakValueDictionary()
 

@@ -4,7 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from cachemgr.admin_api import ForgetTarget, HintAction, Hints, Prefix, Quota, RetentionRule, RuleAction, RuleMatch
+from cachemgr.admin_api import (
+    BlockFilter,
+    ForgetTarget,
+    HintAction,
+    Hints,
+    Prefix,
+    Quota,
+    RetentionRule,
+    RuleAction,
+    RuleMatch,
+)
 from cachemgr.api import ExtraKey, ManagerConfig, TierKind
 from cachemgr.errors import PoolInUseError
 from tests.unit.cachemgr.world import CONFIG, World, wish
@@ -186,3 +196,15 @@ def test_a_preview_counts_the_capacity_ahead():
     before = world.manager.pools()[0].evicted_blocks
     world.manager.admit(request)
     assert world.manager.pools()[0].evicted_blocks - before == said.num_blocks == 3
+
+
+def test_what_can_never_match_again_goes_before_what_can():
+    world = World(12, windows=(None, 4))
+    world.cache(list(range(8)), retention=wish(90))
+    world.cache(list(range(50, 58)))
+    selected = BlockFilter(pool_id="e/0", prefix=Prefix(tuple(range(8))))
+    world.manager.purge(selected, validate_only=False)
+    # The blocks of the window behind the lost ones are worth nothing, whatever was wished for them.
+    assert all(block.token_ids[0] >= 50 for block in world.manager.records("e"))
+    assert {block.group for block in world.manager.records("e")} == {0, 1}
+    world.check()
