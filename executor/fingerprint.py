@@ -20,7 +20,7 @@ def fingerprint(model: Model, files: ModelFiles, block_size: int) -> bytes:
     digest.update(json.dumps(parts).encode())
     folder = Path(files.source)
     if not folder.is_dir():
-        digest.update(f"{files.source} {getattr(model.module.config, '_commit_hash', None)}".encode())
+        digest.update(f"{files.source} {getattr(model.config, '_commit_hash', None)}".encode())
         return digest.digest()
     for path in sorted(folder.glob("*.safetensors")) + sorted(folder.glob("*.bin")):
         digest.update(f"{path.name} {path.stat().st_size}".encode())

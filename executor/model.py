@@ -1,18 +1,18 @@
 """A transformers decoder, unchanged, over packed tokens and paged attention."""
 
-import inspect
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from executor import attention
-from executor.attention import Layers
+from executor.cpu_decoder import compiled
 from executor.errors import ModelError
+from executor.forward import Forward, TorchForward
 from executor.layers import LayerGroup, Recorder, check_layers, group_layers
 from executor.model_files import ModelFiles
 
@@ -24,7 +24,7 @@ class Model:
     """A loaded decoder with what the executor has to know of it."""
 
     name: str
-    module: Any
+    forward: Forward
     config: Any
     device: torch.device
     dtype: torch.dtype
@@ -32,23 +32,6 @@ class Model:
     max_positions: int
     eos_token_ids: tuple[int, ...]
     groups: tuple[LayerGroup, ...]
-    _slices_logits: bool
-
-    @torch.inference_mode()
-    def logits(self, token_ids: Tensor, positions: Tensor, layers: Layers, rows: Tensor) -> Tensor:
-        """token_ids, positions: [T] int64, packed; rows: [R] int64, the tokens whose logits are wanted.
-
-        Returns [R, V] in float32.
-        """
-        output = self.module(
-            input_ids=token_ids[None],
-            position_ids=positions[None],
-            use_cache=False,
-            kvkeep_layers=layers,
-            **({"logits_to_keep": rows} if self._slices_logits else {}),
-        ).logits[0]
-        logits: Tensor = (output if self._slices_logits else output[rows]).float()
-        return logits
 
 
 def choose_device(name: str) -> torch.device:
@@ -66,23 +49,31 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
-def load_model(files: ModelFiles, device: torch.device, dtype: str = "auto") -> Model:
-    """Loads and probes a model. Raises ModelError with one sentence when it cannot run here."""
+def load_model(
+    files: ModelFiles, device: torch.device, dtype: str = "auto", *, compiled_folder: Path | None = None
+) -> Model:
+    """Loads and probes a model. Raises ModelError with one sentence when it cannot run here.
+
+    On a CPU, compiled code kept in `compiled_folder` takes the place of torch where it can; None leaves it at torch.
+    """
     refuse_other_kernels()
     # Its bars are no log lines.
     transformers_logging.disable_progress_bar()
-    chosen: Any = "auto" if dtype == "auto" and device.type == "cuda" else DTYPES.get(dtype, torch.float32)
     try:
-        config = AutoConfig.from_pretrained(files.source).get_text_config(decoder=True)
-        module = AutoModelForCausalLM.from_pretrained(files.source, dtype=chosen, attn_implementation=attention.NAME)
+        module = AutoModelForCausalLM.from_pretrained(
+            files.source, dtype=_choose_dtype(dtype, device), attn_implementation=attention.NAME
+        )
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"cannot load the model {files.source}: {error}") from error
     module.to(device).eval().requires_grad_(False)
     config = module.config.get_text_config(decoder=True)
     groups = _probe(module, config, device)
+    forward: Forward = TorchForward(module)
+    if device.type == "cpu" and compiled_folder is not None:
+        forward = compiled(forward, module, groups, compiled_folder)
     return Model(
         name=files.name,
-        module=module,
+        forward=forward,
         config=config,
         device=device,
         dtype=module.dtype,
@@ -90,8 +81,22 @@ def load_model(files: ModelFiles, device: torch.device, dtype: str = "auto") -> 
         max_positions=_max_positions(config),
         eos_token_ids=_eos_token_ids(module.generation_config, config),
         groups=groups,
-        _slices_logits="logits_to_keep" in inspect.signature(module.forward).parameters,
     )
+
+
+def _choose_dtype(name: str, device: torch.device) -> Any:
+    if name != "auto":
+        return DTYPES[name]
+    if device.type == "cuda":
+        return "auto"
+    return torch.bfloat16 if multiplies_bfloat16() else torch.float32
+
+
+def multiplies_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether the processor has instructions for it; elsewhere bfloat16 is slower than float32."""
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "").split()
+    return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(flags))
 
 
 def refuse_other_kernels() -> None:

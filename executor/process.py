@@ -33,6 +33,7 @@ async def _serve(settings: ExecutorSettings) -> int:
     # Imported late, so that a wrong setting is told at once and not after seconds.
     import torch
 
+    from executor.cpu_decoder import release_unused_memory
     from executor.fingerprint import fingerprint
     from executor.kv_pool import KvPools, count_blocks, free_memory
     from executor.manager_client import Announcement, ManagerClient
@@ -50,7 +51,8 @@ async def _serve(settings: ExecutorSettings) -> int:
     device = choose_device(settings.device)
     files = find(settings.model, settings.cache_dir, lambda line: log.info(line))
     log.info("loading", model=files.name, device=str(device))
-    model = load_model(files, device, settings.dtype)
+    model = load_model(files, device, settings.dtype, compiled_folder=settings.cache_dir / "compiled")
+    release_unused_memory()
     tokenizer = load_tokenizer(files)
     blocks = count_blocks(
         model.groups,

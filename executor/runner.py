@@ -7,7 +7,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from executor.batch import Batch, PagedLayers, pack
+from executor.batch import Batch, pack
 from executor.kv_pool import KvPools
 from executor.model import Model
 from executor.running import Running, RunningSet, tokens_due
@@ -130,8 +130,7 @@ class Runner:
                 self.pools.mark_written(group, [copy.target for copy in chosen], step)
 
     def _compute(self, batch: Batch) -> Choice | None:
-        layers = PagedLayers(self.pools, batch)
-        logits = self.model.logits(batch.token_ids, batch.positions, layers, batch.rows)
+        logits = self.model.forward.logits(batch, self.pools)
         if not batch.sampling:
             return None
         rows = [

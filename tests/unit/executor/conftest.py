@@ -13,7 +13,8 @@ from executor.model import Model, load_model
 from executor.model_files import find
 from executor.runner import Runner
 from executor.step import Joining, Outcome, Sampled, Sampling, Step
-from tests.unit.executor.tiny_models import CONFIGS
+from tests.stack import model_cache
+from tests.unit.executor.tiny_models import COMPILED_CONFIGS, CONFIGS
 
 BLOCK_SIZE = 4
 GREEDY = Sampling()
@@ -45,7 +46,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 
     def folder(name: str) -> Path:
         if name not in folders:
-            folders[name] = save_model(CONFIGS[name](), tmp_path_factory.mktemp("models") / name)
+            folders[name] = save_model((CONFIGS | COMPILED_CONFIGS)[name](), tmp_path_factory.mktemp("models") / name)
         return folders[name]
 
     return folder
@@ -53,7 +54,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 
 def load(folder: Path) -> Model:
     """The model as the executor loads it."""
-    return load_model(find(str(folder), folder), torch.device("cpu"))
+    files = find(str(folder), folder)
+    return load_model(files, torch.device("cpu"), "float32", compiled_folder=model_cache() / "compiled")
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.reference import first_mismatch, greedy
 from tests.unit.executor.conftest import Driver, load
-from tests.unit.executor.tiny_models import CONFIGS, VOCAB
+from tests.unit.executor.tiny_models import COMPILED_CONFIGS, CONFIGS, VOCAB
 
 LENGTHS = (1, 3, 8, 17, 30, 41)
 OUTPUT = 24
@@ -43,7 +43,7 @@ def _run_all(driver: Driver, prompts: list[list[int]], chunk: int) -> list[list[
     return outputs
 
 
-@pytest.mark.parametrize("name", sorted(CONFIGS))
+@pytest.mark.parametrize("name", sorted(CONFIGS | COMPILED_CONFIGS))
 def test_greedy_output_equals_generate(name: str, model_folder: Callable[[str], Path]) -> None:
     folder, prompts = model_folder(name), _prompts()
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")

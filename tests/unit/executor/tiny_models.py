@@ -48,3 +48,29 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         **_SIZES, sliding_window=WINDOW, head_dim=8, num_local_experts=4, num_experts_per_tok=2
     ),
 }
+
+_COMPILED_SIZES = {**_SIZES, "hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+
+# Large enough for the compiled decoder, each with something of its own.
+COMPILED_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
+    "llama, compiled": lambda: LlamaConfig(**_COMPILED_SIZES, tie_word_embeddings=True),
+    "llama 3 rope, compiled": lambda: LlamaConfig(
+        **_COMPILED_SIZES,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 1e4,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "mistral, compiled": lambda: MistralConfig(**_COMPILED_SIZES, sliding_window=WINDOW),
+    "qwen2, compiled": lambda: Qwen2Config(
+        **{**_COMPILED_SIZES, "hidden_size": 128},
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        max_window_layers=2,
+    ),
+    "qwen3, compiled": lambda: Qwen3Config(**_COMPILED_SIZES),
+}

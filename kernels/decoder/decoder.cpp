@@ -1,0 +1,237 @@
+// A decoder of the Llama kind on a CPU: a whole step in one call, on threads that stay together from layer to layer.
+//
+// Hidden states, sums, norms, rotary embedding and attention are in float; what is multiplied with weights, and the
+// caches, are in the model's type.
+
+#include <cstddef>
+#include <new>
+#include <sys/mman.h>
+
+#include "attention.h"
+
+struct Layer {
+  const float *input_norm, *post_norm;  // [H]
+  const float *q_norm, *k_norm;         // [D] or null
+  Linear qkv, out, gate_up, down;
+  void *k_cache, *v_cache;  // [N][B][Hkv][D]
+  int64_t group;
+};
+
+struct Model {
+  int64_t layers, hidden, intermediate, vocabulary;
+  Shape shape;
+  float epsilon, scale, rotary_scale;
+  const float *frequencies;  // [D / 2]
+  const float *final_norm;   // [H]
+  const void *embedding;     // [V][H], or null when it is the output matrix
+  Linear head;
+  const Layer *layer;
+};
+
+struct Batch {
+  int64_t tokens, sequences, groups, outputs;
+  const int64_t *ids, *positions;  // [T]
+  const int32_t *query_start;      // [S + 1]
+  const Group *group;
+  const int64_t *rows;  // [outputs], tokens whose logits are wanted
+};
+
+// out [n] = x / rms(x) * weight (Zhang and Sennrich 2019, equation 4).
+template <class Out>
+static inline void normalise(const float *x, const float *weight, int64_t n, float epsilon, Out *out) {
+  Vec squares = {};
+  for (int64_t i = 0; i < n; i += WIDTH) squares += load(x + i) * load(x + i);
+  float scale = 1 / std::sqrt(sum(squares) / n + epsilon);
+  for (int64_t i = 0; i < n; i += WIDTH) store(out + i, load(x + i) * scale * load(weight + i));
+}
+
+template <class T>
+class Step {
+ public:
+  Step(const Model &model, const Batch &batch, float *logits, Team &team)
+      : model(model), batch(batch), shape(model.shape), logits(logits), team(team), hidden(batch.tokens * model.hidden),
+        qkv(batch.tokens * width()), cosines(batch.tokens * shape.head_dim / 2), sines(cosines.size()),
+        normal(std::max(batch.tokens, batch.outputs) * model.hidden), attended(batch.tokens * model.layer[0].out.k),
+        activated(batch.tokens * model.intermediate) {
+    bool any = false;
+    for (int64_t g = 0; g < batch.groups; g++) {
+      plans.push_back(plan_units(shape, batch.group[g], batch.sequences, batch.query_start, batch.positions));
+      any |= !plans[g].shared.empty();
+    }
+    if (any) {
+      state.largest.resize(batch.tokens * shape.q_heads);
+      state.total.resize(state.largest.size());
+      state.out.resize(state.largest.size() * shape.head_dim);
+    }
+  }
+
+  // What every thread of the team runs.
+  void work() {
+    Scratch scratch(shape);
+    each_row(batch.tokens, [&](int64_t row) { begin(row); });
+    for (int64_t number = 0; number < model.layers; number++) {
+      const Layer &layer = model.layer[number];
+      each_row(batch.tokens, [&](int64_t row) {
+        normalise(&hidden[row * model.hidden], layer.input_norm, model.hidden, model.epsilon, &normal[row * model.hidden]);
+      });
+      matmul(team, normal.data(), batch.tokens, layer.qkv, write_to(qkv.data(), width(), width()));
+      each_row(batch.tokens, [&](int64_t row) { rotate_and_store(layer, row); });
+      attend_all(layer, scratch);
+      matmul(team, attended.data(), batch.tokens, layer.out, add_to_hidden());
+      each_row(batch.tokens, [&](int64_t row) {
+        normalise(&hidden[row * model.hidden], layer.post_norm, model.hidden, model.epsilon, &normal[row * model.hidden]);
+      });
+      matmul(team, normal.data(), batch.tokens, layer.gate_up, activate());
+      matmul(team, activated.data(), batch.tokens, layer.down, add_to_hidden());
+    }
+    each_row(batch.outputs, [&](int64_t row) {
+      const float *last = &hidden[batch.rows[row] * model.hidden];
+      normalise(last, model.final_norm, model.hidden, model.epsilon, &normal[row * model.hidden]);
+    });
+    matmul(team, normal.data(), batch.outputs, model.head, write_to(logits, model.vocabulary, model.vocabulary));
+  }
+
+ private:
+  int64_t width() const { return (shape.q_heads + 2 * shape.kv_heads) * shape.head_dim; }
+
+  template <class Row>
+  void each_row(int64_t rows, const Row &row) {
+    constexpr int64_t together = 4;
+    team.each((rows + together - 1) / together, [&](int part) {
+      for (int64_t i = part * together; i < std::min<int64_t>(rows, (part + 1) * together); i++) row(i);
+    });
+  }
+
+  void begin(int64_t row) {
+    int64_t id = batch.ids[row], half = shape.head_dim / 2;
+    float *into = &hidden[row * model.hidden];
+    for (int64_t i = 0; i < model.hidden; i++)
+      into[i] = model.embedding ? widen(((const T *)model.embedding)[id * model.hidden + i]) : widen(model.head.at<T>(id, i));
+    for (int64_t i = 0; i < half; i++) {
+      float angle = float(batch.positions[row]) * model.frequencies[i];
+      cosines[row * half + i] = std::cos(angle) * model.rotary_scale;
+      sines[row * half + i] = std::sin(angle) * model.rotary_scale;
+    }
+  }
+
+  // Rotary position embedding, first half of a head against its second (Su et al. 2021, section 3.4.2).
+  void rotate(float *head, int64_t row) const {
+    int64_t half = shape.head_dim / 2;
+    const float *cosine = &cosines[row * half], *sine = &sines[row * half];
+    for (int64_t i = 0; i < half; i += WIDTH) {
+      Vec a = load(head + i), b = load(head + half + i);
+      store(head + i, a * load(cosine + i) - b * load(sine + i));
+      store(head + half + i, b * load(cosine + i) + a * load(sine + i));
+    }
+  }
+
+  void rotate_and_store(const Layer &layer, int64_t row) {
+    const int64_t dim = shape.head_dim;
+    float *query = &qkv[row * width()], *key = query + shape.q_heads * dim, *value = key + shape.kv_heads * dim;
+    for (int64_t head = 0; head < shape.q_heads + shape.kv_heads; head++) {
+      const float *norm = head < shape.q_heads ? layer.q_norm : layer.k_norm;
+      if (norm) normalise(query + head * dim, norm, dim, model.epsilon, query + head * dim);
+      rotate(query + head * dim, row);
+    }
+    for (int64_t i = 0; i < shape.q_heads * dim; i += WIDTH) store(query + i, load(query + i) * model.scale);
+    int64_t slot = batch.group[layer.group].slots[row], size = shape.kv_heads * dim;
+    if (slot < 0) return;
+    for (int64_t i = 0; i < size; i += WIDTH) {
+      store((T *)layer.k_cache + slot * size + i, load(key + i));
+      store((T *)layer.v_cache + slot * size + i, load(value + i));
+    }
+  }
+
+  void attend_all(const Layer &layer, Scratch &scratch) {
+    const Plan &plan = plans[layer.group];
+    for (const auto *units : {&plan.shared, &plan.own}) {
+      if (units->empty()) continue;
+      team.each(units->size() * shape.kv_heads, [&](int number) {
+        attend<T>(shape, batch.group[layer.group], plan, (*units)[number / shape.kv_heads], number % shape.kv_heads,
+                  batch.positions, qkv.data(), width(), (const T *)layer.k_cache, (const T *)layer.v_cache, state,
+                  attended.data(), scratch);
+      });
+    }
+  }
+
+  auto write_to(float *to, int64_t stride, int64_t columns) {
+    return [=](int64_t row, int64_t count, int64_t tile, const float *sums) {
+      int64_t some = std::min<int64_t>(TILE, columns - tile * TILE);
+      for (int64_t i = 0; i < count; i++) memcpy(to + (row + i) * stride + tile * TILE, sums + i * TILE, some * 4);
+    };
+  }
+
+  auto add_to_hidden() {
+    return [this](int64_t row, int64_t count, int64_t tile, const float *sums) {
+      for (int64_t i = 0; i < count; i++)
+        for (int64_t c = 0; c < TILE; c += WIDTH) {
+          float *into = &hidden[(row + i) * model.hidden + tile * TILE + c];
+          store(into, load(into) + load(sums + i * TILE + c));
+        }
+    };
+  }
+
+  // A tile holds the gate of as many columns as it then holds of the up projection: silu(gate) * up.
+  auto activate() {
+    return [this](int64_t row, int64_t count, int64_t tile, const float *sums) {
+      constexpr int half = TILE / 2;
+      for (int64_t i = 0; i < count; i++)
+        for (int64_t c = 0; c < half; c += WIDTH) {
+          Vec gate = load(sums + i * TILE + c), up = load(sums + i * TILE + half + c);
+          store(&activated[(row + i) * model.intermediate + tile * half + c], gate / (1.0f + exponential(-gate)) * up);
+        }
+    };
+  }
+
+  const Model &model;
+  const Batch &batch;
+  const Shape &shape;
+  float *logits;
+  Team &team;
+  std::vector<float> hidden, qkv, cosines, sines;
+  std::vector<T> normal, attended, activated;
+  std::vector<Plan> plans;
+  Softmax state;
+};
+
+extern "C" {
+
+int64_t decoder_tile() { return TILE; }
+int64_t decoder_width() { return WIDTH; }
+
+int decoder_has_bfloat16() {
+#if defined(__AVX512BF16__)
+  return 1;
+#else
+  return 0;
+#endif
+}
+
+// Memory in large pages where the system gives them; null when there is none.
+void *decoder_allocate(int64_t bytes) {
+  void *memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) return nullptr;
+  madvise(memory, bytes, MADV_HUGEPAGE);
+  return memory;
+}
+
+void decoder_free(void *memory, int64_t bytes) { munmap(memory, bytes); }
+
+void decoder_pack(void *to, const void *from, int64_t n, int64_t k, int is_bfloat16) {
+  if (is_bfloat16)
+    pack((Bfloat16 *)to, (const Bfloat16 *)from, n, k);
+  else
+    pack((float *)to, (const float *)from, n, k);
+}
+
+Team *decoder_team(int size) { return new Team(size); }
+void decoder_disband(Team *team) { delete team; }
+
+void decoder_step(const Model *model, const Batch *batch, float *logits, Team *team, int is_bfloat16) {
+  auto run = [&](auto step) { team->run([&] { step.work(); }); };
+#if defined(__AVX512BF16__)
+  if (is_bfloat16) return run(Step<Bfloat16>(*model, *batch, logits, *team));
+#endif
+  run(Step<float>(*model, *batch, logits, *team));
+}
+}

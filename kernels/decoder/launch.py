@@ -1,0 +1,274 @@
+"""A decoder of the Llama kind on a CPU: packs its weights once and computes whole steps in compiled code."""
+
+import ctypes
+import weakref
+from collections.abc import Callable, Sequence
+from ctypes import POINTER, c_float, c_int64, c_void_p
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.arguments import check_caches, check_contiguous, check_dtype, check_shape
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer: RMSNorm, attention, RMSNorm, gated SiLU, each half added to what came in.
+
+    input_norm, post_norm: [H]. q_norm, k_norm: [D], per head, before the rotation. qkv: [(Hq + 2 Hkv) D, H], with its
+    bias; out: [H, Hq D]; gate, up: [I, H]; down: [H, I]. group: whose block tables it uses.
+    """
+
+    input_norm: Tensor
+    post_norm: Tensor
+    qkv: Tensor
+    out: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    group: int = 0
+    qkv_bias: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A model. embedding: [V, H], None when it is the output matrix `head` [V, H]. final_norm: [H].
+
+    frequencies: [D / 2], radians per position; cosine and sine are multiplied with rotary_scale, logits of the
+    attention with attention_scale.
+    """
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    epsilon: float
+    attention_scale: float
+    rotary_scale: float
+    frequencies: Tensor
+    embedding: Tensor | None
+    head: Tensor
+    final_norm: Tensor
+    layers: Sequence[LayerWeights]
+
+
+@dataclass(frozen=True)
+class TokenGroup:
+    """What layers with one kind of window need. slots: [T] int64, -1 for nowhere; tables: [S, M] int32."""
+
+    slots: Tensor
+    tables: Tensor
+    window: int | None = None
+
+
+class _Linear(ctypes.Structure):
+    _fields_ = (("packed", c_void_p), ("bias", c_void_p), ("n", c_int64), ("k", c_int64))
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
+        *((name, _Linear) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, c_void_p) for name in ("k_cache", "v_cache")),
+        ("group", c_int64),
+    )
+
+
+class _Model(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("layers", "hidden", "intermediate", "vocabulary")),
+        *((name, c_int64) for name in ("q_heads", "kv_heads", "head_dim", "block_size")),
+        *((name, c_float) for name in ("epsilon", "attention_scale", "rotary_scale")),
+        *((name, c_void_p) for name in ("frequencies", "final_norm", "embedding")),
+        ("head", _Linear),
+        ("layer", POINTER(_Layer)),
+    )
+
+
+class _Group(ctypes.Structure):
+    _fields_ = (("slots", c_void_p), ("tables", c_void_p), ("width", c_int64), ("window", c_int64))
+
+
+class _Batch(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("tokens", "sequences", "groups", "outputs")),
+        *((name, c_void_p) for name in ("ids", "positions", "query_start")),
+        ("group", POINTER(_Group)),
+        ("rows", c_void_p),
+    )
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    library.decoder_tile.restype = c_int64
+    library.decoder_width.restype = c_int64
+    library.decoder_allocate.restype = c_void_p
+    library.decoder_allocate.argtypes = [c_int64]
+    library.decoder_free.argtypes = [c_void_p, c_int64]
+    library.decoder_free.restype = None
+    library.decoder_pack.argtypes = [c_void_p, c_void_p, c_int64, c_int64, ctypes.c_int]
+    library.decoder_pack.restype = None
+    library.decoder_team.restype = c_void_p
+    library.decoder_team.argtypes = [ctypes.c_int]
+    library.decoder_disband.argtypes = [c_void_p]
+    library.decoder_disband.restype = None
+    library.decoder_step.argtypes = [c_void_p, c_void_p, c_void_p, c_void_p, ctypes.c_int]
+    library.decoder_step.restype = None
+
+
+def obstacle(library: ctypes.CDLL, weights: Weights, dtype: torch.dtype) -> str:
+    """Why this decoder cannot compute a model; empty when it can."""
+    _declare(library)
+    tile, width = library.decoder_tile(), library.decoder_width()
+    hidden = weights.final_norm.shape[0]
+    if dtype not in DTYPES:
+        return f"{dtype} is neither float32 nor bfloat16"
+    if dtype == torch.bfloat16 and not library.decoder_has_bfloat16():
+        return "the processor does not multiply bfloat16"
+    if weights.head_dim % tile or weights.head_dim // 2 % width:
+        return f"the head size {weights.head_dim} is no multiple of {max(tile, 2 * width)}"
+    if weights.q_heads % weights.kv_heads:
+        return "query heads are not shared evenly"
+    if hidden % tile or any(layer.gate.shape[0] % (tile // 2) for layer in weights.layers):
+        return f"its widths are no multiples of {tile}"
+    return ""
+
+
+class Decoder:
+    """Owns packed copies of the weights and the threads that compute with them. One step at a time."""
+
+    def __init__(self, library: ctypes.CDLL, weights: Weights, dtype: torch.dtype, threads: int) -> None:
+        """Raises ValueError when `obstacle` finds one."""
+        reason = obstacle(library, weights, dtype)
+        if reason:
+            raise ValueError(f"weights: {reason}")
+        self._library = library
+        self._dtype = dtype
+        self._vocabulary, self._hidden = weights.head.shape
+        self._cache_shape = [weights.kv_heads, weights.head_dim]
+        # What the structures below point into.
+        self._kept: list[Tensor] = []
+        self._layers = (_Layer * len(weights.layers))(*map(self._layer, weights.layers))
+        self._model = _Model(
+            layers=len(weights.layers),
+            hidden=self._hidden,
+            intermediate=weights.layers[0].gate.shape[0],
+            vocabulary=self._vocabulary,
+            q_heads=weights.q_heads,
+            kv_heads=weights.kv_heads,
+            head_dim=weights.head_dim,
+            block_size=0,
+            epsilon=weights.epsilon,
+            attention_scale=weights.attention_scale,
+            rotary_scale=weights.rotary_scale,
+            frequencies=self._floats(weights.frequencies),
+            final_norm=self._floats(weights.final_norm),
+            embedding=None if weights.embedding is None else self._keep(weights.embedding.to(dtype)),
+            head=self._linear(weights.head),
+            layer=self._layers,
+        )
+        self._team = library.decoder_team(threads)
+        self._at_end(library.decoder_disband, self._team)
+
+    def bind(self, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Names each layer's keys and values, [N, B, Hkv, D] each, which later steps read and write."""
+        for layer, (k_cache, v_cache) in zip(self._layers, caches, strict=True):
+            check_caches(k_cache, v_cache, "[N, B, Hkv, D]")
+            check_shape("k_cache", k_cache, [None, None, *self._cache_shape], "[N, B, Hkv, D]")
+            check_dtype("k_cache", k_cache, self._dtype)
+            layer.k_cache, layer.v_cache = k_cache.data_ptr(), v_cache.data_ptr()
+            self._model.block_size = k_cache.shape[1]
+
+    def step(
+        self, token_ids: Tensor, positions: Tensor, query_start: Tensor, groups: Sequence[TokenGroup], rows: Tensor
+    ) -> Tensor:
+        """Computes packed tokens, stores their keys and values, and returns the logits of some: [R, V] float32.
+
+        token_ids, positions: [T] int64; a sequence's tokens stand in a row, one position apart.
+        query_start: [S + 1] int32; sequence s has the tokens query_start[s] to query_start[s + 1], at least one.
+        groups: per group of layers. rows: [R] int64.
+        Raises ValueError naming the argument whose shape or dtype is wrong. Ids, slots and tables are not checked.
+        """
+        num_tokens, num_sequences = token_ids.shape[0], query_start.shape[0] - 1
+        for name, tensor, size, dtype in (
+            ("token_ids", token_ids, None, torch.int64),
+            ("positions", positions, num_tokens, torch.int64),
+            ("query_start", query_start, None, torch.int32),
+            ("rows", rows, None, torch.int64),
+        ):
+            check_shape(name, tensor, [size], "one dimension")
+            check_dtype(name, tensor, dtype)
+            check_contiguous(name, tensor)
+        for group in groups:
+            check_shape("slots", group.slots, [num_tokens], "[T]")
+            check_dtype("slots", group.slots, torch.int64)
+            check_shape("tables", group.tables, [num_sequences, None], "[S, M]")
+            check_dtype("tables", group.tables, torch.int32)
+            check_contiguous("tables", group.tables)
+        if not self._model.block_size:
+            raise ValueError("no caches are bound")
+        logits = torch.empty(rows.shape[0], self._vocabulary)
+        if num_tokens:
+            entries = [
+                _Group(group.slots.data_ptr(), group.tables.data_ptr(), group.tables.shape[1], group.window or 0)
+                for group in groups
+            ]
+            batch = _Batch(
+                num_tokens,
+                num_sequences,
+                len(groups),
+                rows.shape[0],
+                token_ids.data_ptr(),
+                positions.data_ptr(),
+                query_start.data_ptr(),
+                (_Group * len(groups))(*entries),
+                rows.data_ptr(),
+            )
+            is_bfloat16 = int(self._dtype == torch.bfloat16)
+            self._library.decoder_step(
+                ctypes.byref(self._model), ctypes.byref(batch), logits.data_ptr(), self._team, is_bfloat16
+            )
+        return logits
+
+    def _layer(self, weights: LayerWeights) -> _Layer:
+        half = self._library.decoder_tile() // 2
+        hidden = weights.gate.shape[1]
+        # Columns of the gate and of the up projection that meet stand in one tile.
+        gate_up = torch.stack([weights.gate.view(-1, half, hidden), weights.up.view(-1, half, hidden)], 1)
+        return _Layer(
+            input_norm=self._floats(weights.input_norm),
+            post_norm=self._floats(weights.post_norm),
+            q_norm=None if weights.q_norm is None else self._floats(weights.q_norm),
+            k_norm=None if weights.k_norm is None else self._floats(weights.k_norm),
+            qkv=self._linear(weights.qkv, weights.qkv_bias),
+            out=self._linear(weights.out),
+            gate_up=self._linear(gate_up.view(-1, hidden)),
+            down=self._linear(weights.down),
+            group=weights.group,
+        )
+
+    def _linear(self, weight: Tensor, bias: Tensor | None = None) -> _Linear:
+        weight = weight.detach().to(self._dtype).contiguous()
+        (n, k), tile = weight.shape, self._library.decoder_tile()
+        size = -(-n // tile) * tile * k * weight.element_size()
+        packed = self._library.decoder_allocate(size)
+        if not packed:
+            raise MemoryError(f"no {size} bytes for packed weights")
+        self._at_end(self._library.decoder_free, packed, size)
+        self._library.decoder_pack(packed, weight.data_ptr(), n, k, int(self._dtype == torch.bfloat16))
+        return _Linear(packed, None if bias is None else self._floats(bias), n, k)
+
+    def _at_end(self, release: Callable[..., None], *arguments: int) -> None:
+        # Not at the interpreter's exit: a thread may still be computing, and the system takes all back.
+        weakref.finalize(self, release, *arguments).atexit = False
+
+    def _floats(self, tensor: Tensor) -> int:
+        return self._keep(tensor.float())
+
+    def _keep(self, tensor: Tensor) -> int:
+        # A copy, as what it was taken from may go.
+        self._kept.append(tensor.detach().clone().contiguous())
+        return self._kept[-1].data_ptr()

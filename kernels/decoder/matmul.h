@@ -1,0 +1,122 @@
+// Rows times a weight matrix that was laid out for it once.
+#pragma once
+
+#include <algorithm>
+
+#include "team.h"
+#include "vector.h"
+
+// A tile is TILE output columns. ROWS times TILE sums fill the vector registers.
+constexpr int VECTORS = 2;
+constexpr int TILE = VECTORS * WIDTH;
+#if defined(__AVX512F__)
+constexpr int ROWS = 12;
+#else
+constexpr int ROWS = 6;
+#endif
+
+// A linear layer: packed [ceil(n / TILE)][k][TILE] in float, [..][k / 2][TILE][2] in bfloat16; bias [n] or null.
+struct Linear {
+  const void *packed;
+  const float *bias;
+  int64_t n, k;
+
+  int64_t tiles() const { return (n + TILE - 1) / TILE; }
+  // The smallest part of a row that multiplications take at once, and its place in a tile.
+  template <class T>
+  const T *tile(int64_t number) const { return (const T *)packed + number * TILE * k; }
+  template <class T>
+  T at(int64_t row, int64_t column) const;
+};
+
+template <>
+inline float Linear::at<float>(int64_t row, int64_t column) const {
+  return tile<float>(row / TILE)[column * TILE + row % TILE];
+}
+
+template <>
+inline Bfloat16 Linear::at<Bfloat16>(int64_t row, int64_t column) const {
+  return tile<Bfloat16>(row / TILE)[column / 2 * 2 * TILE + row % TILE * 2 + column % 2];
+}
+
+static inline void pack(float *to, const float *from, int64_t n, int64_t k) {
+  for (int64_t row = 0; row < (n + TILE - 1) / TILE * TILE; row++)
+    for (int64_t column = 0; column < k; column++)
+      to[row / TILE * TILE * k + column * TILE + row % TILE] = row < n ? from[row * k + column] : 0;
+}
+
+static inline void pack(Bfloat16 *to, const Bfloat16 *from, int64_t n, int64_t k) {
+  for (int64_t row = 0; row < (n + TILE - 1) / TILE * TILE; row++)
+    for (int64_t column = 0; column < k; column++)
+      to[row / TILE * TILE * k + column / 2 * 2 * TILE + row % TILE * 2 + column % 2] =
+          row < n ? from[row * k + column] : Bfloat16{};
+}
+
+// out [M][TILE] = a [M][k], rows `stride` apart, times one tile.
+template <int M>
+static inline void multiply(const float *a, int64_t stride, const float *b, int64_t k, float *out) {
+  Vec sums[M][VECTORS] = {};
+  for (int64_t i = 0; i < k; i++, b += TILE) {
+    Vec weights[VECTORS];
+#pragma GCC unroll 8
+    for (int v = 0; v < VECTORS; v++) weights[v] = load(b + v * WIDTH);
+#pragma GCC unroll 16
+    for (int row = 0; row < M; row++)
+#pragma GCC unroll 8
+      for (int v = 0; v < VECTORS; v++) sums[row][v] += a[row * stride + i] * weights[v];
+  }
+#pragma GCC unroll 16
+  for (int row = 0; row < M; row++)
+#pragma GCC unroll 8
+    for (int v = 0; v < VECTORS; v++) store(out + row * TILE + v * WIDTH, sums[row][v]);
+}
+
+#if defined(__AVX512BF16__)
+template <int M>
+static inline void multiply(const Bfloat16 *a, int64_t stride, const Bfloat16 *b, int64_t k, float *out) {
+  __m512 sums[M][VECTORS] = {};
+  for (int64_t i = 0; i < k; i += 2, b += 2 * TILE) {
+    __m512bh weights[VECTORS];
+#pragma GCC unroll 8
+    for (int v = 0; v < VECTORS; v++) weights[v] = (__m512bh)_mm512_loadu_si512(b + v * 2 * WIDTH);
+#pragma GCC unroll 16
+    for (int row = 0; row < M; row++) {
+      int32_t pair;
+      memcpy(&pair, a + row * stride + i, 4);
+      __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+#pragma GCC unroll 8
+      for (int v = 0; v < VECTORS; v++) sums[row][v] = _mm512_dpbf16_ps(sums[row][v], both, weights[v]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int row = 0; row < M; row++)
+#pragma GCC unroll 8
+    for (int v = 0; v < VECTORS; v++) store(out + row * TILE + v * WIDTH, (Vec)sums[row][v]);
+}
+#endif
+
+template <class T, int M = ROWS>
+static inline void multiply_rows(int rows, const T *a, int64_t stride, const T *b, int64_t k, float *out) {
+  if (rows == M) return multiply<M>(a, stride, b, k, out);
+  if constexpr (M > 1) multiply_rows<T, M - 1>(rows, a, stride, b, k, out);
+}
+
+// For every tile of columns and every few rows of a [rows][k]: `finish(row, rows, tile, sums [rows][TILE])`.
+// The weights of a tile stay in the cache while all rows pass; rows are cut into even parts.
+template <class T, class Finish>
+static void matmul(Team &team, const T *a, int64_t rows, const Linear &linear, const Finish &finish) {
+  int64_t parts = (rows + ROWS - 1) / ROWS;
+  team.each(linear.tiles(), [&](int tile) {
+    alignas(64) float sums[ROWS * TILE];
+    const T *weights = linear.tile<T>(tile);
+    for (int64_t part = 0; part < parts; part++) {
+      int64_t row = part * rows / parts, count = (part + 1) * rows / parts - row;
+      multiply_rows<T>(count, a + row * linear.k, linear.k, weights, linear.k, sums);
+      if (linear.bias)
+        for (int i = 0; i < count; i++)
+          for (int64_t c = 0; c < std::min<int64_t>(TILE, linear.n - tile * TILE); c++)
+            sums[i * TILE + c] += linear.bias[tile * TILE + c];
+      finish(row, count, tile, sums);
+    }
+  });
+}

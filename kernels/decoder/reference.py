@@ -1,0 +1,65 @@
+"""What a decoder step means, operation by operation; in float64 it is what the tests measure against."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.decoder.launch import TokenGroup, Weights
+from kernels.paged_attention.reference import paged_attention
+
+
+def step(
+    weights: Weights,
+    token_ids: Tensor,
+    positions: Tensor,
+    query_start: Tensor,
+    groups: Sequence[TokenGroup],
+    rows: Tensor,
+    caches: Sequence[tuple[Tensor, Tensor]],
+) -> Tensor:
+    """As `launch.Decoder.step`, in the dtype of the weights and of the caches [N, B, Hkv, D]; returns [R, V]."""
+    query_lens = query_start.diff().tolist()
+    seq_lens = (positions[query_start[1:].long() - 1] + 1).tolist()
+    table = weights.head if weights.embedding is None else weights.embedding
+    hidden = table[token_ids]
+    angles = positions[:, None].to(table.dtype) * weights.frequencies.to(table.dtype)
+    cosine, sine = (f(torch.cat([angles, angles], -1))[:, None] * weights.rotary_scale for f in (torch.cos, torch.sin))
+    heads = [weights.q_heads, weights.kv_heads, weights.kv_heads]
+    for layer, (k_cache, v_cache) in zip(weights.layers, caches, strict=True):
+        normal = _norm(hidden, layer.input_norm, weights.epsilon)
+        qkv = F.linear(normal, layer.qkv, layer.qkv_bias).unflatten(-1, (-1, weights.head_dim))
+        query, key, value = qkv.split(heads, 1)
+        if layer.q_norm is not None:
+            query = _norm(query, layer.q_norm, weights.epsilon)
+        if layer.k_norm is not None:
+            key = _norm(key, layer.k_norm, weights.epsilon)
+        query, key = (one * cosine + _turned(one) * sine for one in (query, key))
+        group = groups[layer.group]
+        kept = group.slots >= 0
+        for cache, new in ((k_cache, key), (v_cache, value)):
+            cache.view(-1, *cache.shape[2:])[group.slots[kept]] = new[kept]
+        attended = paged_attention(
+            query,
+            k_cache,
+            v_cache,
+            query_lens,
+            seq_lens,
+            group.tables.tolist(),
+            scale=weights.attention_scale,
+            window=group.window,
+        )
+        hidden = hidden + F.linear(attended.flatten(1), layer.out)
+        normal = _norm(hidden, layer.post_norm, weights.epsilon)
+        hidden = hidden + F.linear(F.silu(F.linear(normal, layer.gate)) * F.linear(normal, layer.up), layer.down)
+    return F.linear(_norm(hidden[rows], weights.final_norm, weights.epsilon), weights.head)
+
+
+def _norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * weight
+
+
+def _turned(x: Tensor) -> Tensor:
+    one, other = x.chunk(2, -1)
+    return torch.cat([-other, one], -1)

@@ -1,0 +1,90 @@
+// Vectors of floats as the machine has them, and the few functions on them that compilers do not bring along.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+constexpr int WIDTH = 16;
+#else
+constexpr int WIDTH = 8;
+#endif
+
+typedef float Vec __attribute__((vector_size(WIDTH * 4), aligned(4)));
+typedef int32_t IntVec __attribute__((vector_size(WIDTH * 4), aligned(4)));
+typedef uint16_t HalfVec __attribute__((vector_size(WIDTH * 2), aligned(2)));
+
+// Upper half of a float. A type of its own, so that no function takes one for the other.
+enum class Bfloat16 : uint16_t {};
+
+static inline Vec load(const float *from) { return *(const Vec *)from; }
+
+static inline Vec load(const Bfloat16 *from) {
+  return (Vec)(__builtin_convertvector(*(const HalfVec *)from, IntVec) << 16);
+}
+
+static inline void store(float *to, Vec value) { *(Vec *)to = value; }
+
+static inline void store(Bfloat16 *to, Vec value) {
+#if defined(__AVX512BF16__)
+  _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh((__m512)value));
+#else
+  // To nearest, ties to even. What is no number stays none as long as one of its upper bits is set.
+  IntVec bits = (IntVec)value;
+  bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  *(HalfVec *)to = __builtin_convertvector(bits, HalfVec);
+#endif
+}
+
+static inline float widen(float value) { return value; }
+
+static inline float widen(Bfloat16 value) {
+  uint32_t bits = uint32_t(value) << 16;
+  float result;
+  memcpy(&result, &bits, 4);
+  return result;
+}
+
+static inline float sum(Vec value) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)value);
+#else
+  float total = 0;
+  for (int i = 0; i < WIDTH; i++) total += value[i];
+  return total;
+#endif
+}
+
+static inline float largest(Vec value) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)value);
+#else
+  float most = value[0];
+  for (int i = 1; i < WIDTH; i++) most = value[i] > most ? value[i] : most;
+  return most;
+#endif
+}
+
+// e^x within 2 units in the last place; 0 below -87, also for minus infinity.
+// Cody and Waite's reduction, then a polynomial of degree 6 (Cephes, expf).
+static inline Vec exponential(Vec x) {
+  const Vec least = Vec{} - 87.0f, most = Vec{} + 88.0f;
+  IntVec tiny = x < least;
+  x = x < least ? least : x;
+  x = x > most ? most : x;
+  // Adding and taking away 1.5 * 2^23 rounds to a whole number.
+  Vec n = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f;
+  x -= n * 0.693359375f;
+  x -= n * -2.12194440e-4f;
+  Vec y = x * 1.9875691500e-4f + 1.3981999507e-3f;
+  y = y * x + 8.3334519073e-3f;
+  y = y * x + 4.1665795894e-2f;
+  y = y * x + 1.6666665459e-1f;
+  y = y * x + 5.0000001201e-1f;
+  y = y * x * x + x + 1.0f;
+  Vec scale = (Vec)((__builtin_convertvector(n, IntVec) + 127) << 23);
+  y = y * scale;
+  return tiny ? Vec{} : y;
+}

@@ -1,0 +1,116 @@
+"""When compiled code takes the place of torch, and when it must not."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+from transformers import LlamaConfig
+
+from executor.cpu_decoder import CpuDecoder, probe
+from executor.forward import TorchForward
+from executor.model import Model, load_model, multiplies_bfloat16
+from executor.model_files import find
+from kernels.decoder import build
+from tests.stack import model_cache
+from tests.unit.executor.conftest import Driver, load, save_model
+from tests.unit.executor.tiny_models import COMPILED_CONFIGS, CONFIGS
+
+FOLDER = model_cache() / "compiled"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiler() -> None:
+    try:
+        build.load(FOLDER)
+    except build.BuildError as error:
+        pytest.skip(str(error))
+
+
+def _on_torch(folder: Path) -> Model:
+    return load_model(find(str(folder), folder), torch.device("cpu"), "float32")
+
+
+@pytest.mark.parametrize("name", sorted(COMPILED_CONFIGS))
+def test_a_family_that_it_knows_is_compiled(name: str, model_folder: Callable[[str], Path]) -> None:
+    assert isinstance(load(model_folder(name)).forward, CpuDecoder)
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_others_run_on_torch_and_the_log_says_why(name: str, model_folder: Callable[[str], Path]) -> None:
+    with capture_logs() as logs:
+        model = load(model_folder(name))
+    assert isinstance(model.forward, TorchForward)
+    assert [bool(entry["cause"]) for entry in logs if entry["event"].startswith("running on torch")] == [True]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "changes with the length"),
+        ({"hidden_act": "gelu"}, "not SiLU"),
+        ({"mlp_bias": True}, "mlp.gate_proj.bias"),
+        ({"attention_bias": True}, "self_attn.o_proj.bias"),
+    ],
+)
+def test_what_a_configuration_adds_keeps_it_on_torch(changes: dict[str, object], words: str, tmp_path: Path) -> None:
+    base = COMPILED_CONFIGS["llama, compiled"]().to_dict()
+    with capture_logs() as logs:
+        model = load(save_model(LlamaConfig(**(base | changes)), tmp_path / "model"))
+    assert isinstance(model.forward, TorchForward)
+    assert [words in entry["cause"] for entry in logs if "slower" in entry["event"]] == [True]
+
+
+def test_a_decoder_that_computes_something_else_is_not_used(
+    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaRMSNorm.forward", lambda self, x: 2 * x)
+    with capture_logs() as logs:
+        model = load(model_folder("llama, compiled"))
+    assert isinstance(model.forward, TorchForward)
+    assert any("is off by" in entry.get("cause", "") for entry in logs)
+
+
+def test_without_a_compiler_it_runs_on_torch(
+    model_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with capture_logs() as logs:
+        model = load(model_folder("llama, compiled"))
+    assert isinstance(model.forward, TorchForward)
+    assert any("C++ compiler" in entry.get("cause", "") for entry in logs)
+
+
+def test_bfloat16_is_close_to_float32(model_folder: Callable[[str], Path]) -> None:
+    if not multiplies_bfloat16():
+        pytest.skip("the processor does not multiply bfloat16")
+    folder = model_folder("llama, compiled")
+    exact = load(folder)
+    model = load_model(find(str(folder), folder), torch.device("cpu"), "auto", compiled_folder=FOLDER)
+    assert (model.dtype, type(model.forward)) == (torch.bfloat16, CpuDecoder)
+    logits, expected = (probe(one.forward, one.groups, one.vocab_size, one.dtype) for one in (model, exact))
+    assert (logits - expected).square().mean().sqrt() < 0.03 * expected.square().mean().sqrt()
+
+
+def test_a_second_runner_gets_pools_of_its_own(model_folder: Callable[[str], Path]) -> None:
+    model = load(model_folder("llama, compiled"))
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8]]
+    first, second = Driver(model), Driver(model)
+    alone = [
+        [one.token_id for one in Driver(_on_torch(model_folder("llama, compiled"))).generate(1, prompt, 6)]
+        for prompt in prompts
+    ]
+    assert [one.token_id for one in first.generate(1, prompts[0], 6)] == alone[0]
+    assert [one.token_id for one in second.generate(1, prompts[1], 6)] == alone[1]
+    assert [one.token_id for one in first.generate(2, prompts[1], 6)] == alone[1]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [("flags : fpu avx512_bf16 sse", True), ("Features : fp bf16 asimd", True), ("flags : fpu avx512f", False)],
+)
+def test_a_processor_says_what_it_multiplies(line: str, expected: bool, tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text(f"processor : 0\n{line}\n")
+    assert multiplies_bfloat16(tmp_path / "cpuinfo") is expected
+    assert not multiplies_bfloat16(tmp_path / "none")
