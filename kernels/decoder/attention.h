@@ -31,6 +31,8 @@ struct Group {
 struct Shape {
   int64_t q_heads, kv_heads, head_dim, block_size;
   int64_t per_kv() const { return q_heads / kv_heads; }
+  // The block size is a power of two.
+  int block_bits() const { return __builtin_ctzll(block_size); }
 };
 
 // Rows of `tokens`, a run in `order`, against the keys at [begin, end) of a sequence's table.
@@ -113,10 +115,13 @@ struct Softmax {
   std::vector<float> largest, total, out;
 };
 
+template <class T>
 struct Scratch {
+  std::vector<T> narrow;
   std::vector<float> query, keys, values, logits, largest, total, out;
   explicit Scratch(const Shape &shape) {
     int64_t rows = std::max<int64_t>(UNIT_ROWS, shape.per_kv()), dim = shape.head_dim;
+    narrow.resize(FEW_ROWS * dim);
     query.resize(rows * dim);
     out.resize(rows * dim);
     keys.resize(KEYS * dim);
@@ -153,11 +158,120 @@ static inline void weigh(float *logits, int64_t from, int64_t to, float *largest
   *total += sum(weights);
 }
 
+// Sums of `WIDTH` vectors, one next to the other.
+static inline Vec sums_of(const Vec *rows) {
+#if defined(__AVX512F__)
+  __m512 some[16];
+  for (int i = 0; i < 8; i++) {
+    __m512 a = (__m512)rows[2 * i], b = (__m512)rows[2 * i + 1];
+    some[i] = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  }
+  for (int i = 0; i < 4; i++) {
+    __m512d a = (__m512d)some[2 * i], b = (__m512d)some[2 * i + 1];
+    some[i] = _mm512_add_ps((__m512)_mm512_unpacklo_pd(a, b), (__m512)_mm512_unpackhi_pd(a, b));
+  }
+  for (int i = 0; i < 2; i++) {
+    __m512 a = some[2 * i], b = some[2 * i + 1];
+    some[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  }
+  return (Vec)_mm512_add_ps(_mm512_shuffle_f32x4(some[0], some[1], 0x88), _mm512_shuffle_f32x4(some[0], some[1], 0xdd));
+#else
+  Vec result;
+  for (int i = 0; i < WIDTH; i++) result[i] = sum(rows[i]);
+  return result;
+#endif
+}
+
+// Query rows that are multiplied with keys, and weights that are with values, while these are in registers.
+constexpr int TOGETHER = 4;
+
+template <int R = TOGETHER, class Call>
+static inline void in_groups(int64_t rows, const Call &call) {
+  if (rows == R) return call(std::integral_constant<int, R>());
+  if constexpr (R > 1) in_groups<R - 1>(rows, call);
+}
+
+// Asks for what is needed soon: heads lie too far apart for the processor to guess it.
+template <class T>
+static inline void fetch(const T *from, int64_t dim) {
+  for (int64_t d = 0; d < dim; d += 64 / int64_t(sizeof(T))) __builtin_prefetch(from + d);
+}
+
+// logits [R][KEYS] = query [R][dim] times each of the keys; `ahead` [KEYS] are fetched meanwhile.
+template <int R>
+static inline void dots(const float *query, const float *const *keys, const float *const *ahead, int64_t count,
+                        int64_t dim, float *logits) {
+  for (int64_t begin = 0; begin < count; begin += WIDTH) {
+    Vec sums[R][WIDTH];
+    for (int64_t i = 0; i < WIDTH; i++) {
+      const float *key = keys[std::min(begin + i, count - 1)];
+      fetch(ahead[begin + i], dim);
+      Vec some[R] = {};
+      for (int64_t d = 0; d < dim; d += WIDTH) {
+        Vec part = load(key + d);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) some[r] += load(query + r * dim + d) * part;
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++) sums[r][i] = some[r];
+    }
+    for (int r = 0; r < R; r++) store(logits + r * KEYS + begin, sums_of(sums[r]));
+  }
+}
+
+#if defined(__AVX512BF16__)
+template <int R>
+static inline void dots(const Bfloat16 *query, const Bfloat16 *const *keys, const Bfloat16 *const *ahead,
+                        int64_t count, int64_t dim, float *logits) {
+  for (int64_t begin = 0; begin < count; begin += WIDTH) {
+    Vec sums[R][WIDTH];
+    for (int64_t i = 0; i < WIDTH; i++) {
+      const Bfloat16 *key = keys[std::min(begin + i, count - 1)];
+      fetch(ahead[begin + i], dim);
+      __m512 some[R] = {};
+      for (int64_t d = 0; d < dim; d += 2 * WIDTH) {
+        __m512bh part = (__m512bh)_mm512_loadu_si512(key + d);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++)
+          some[r] = _mm512_dpbf16_ps(some[r], (__m512bh)_mm512_loadu_si512(query + r * dim + d), part);
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++) sums[r][i] = (Vec)some[r];
+    }
+    for (int r = 0; r < R; r++) store(logits + r * KEYS + begin, sums_of(sums[r]));
+  }
+}
+#endif
+
+// out [R][dim] += weights [R][KEYS] times the values at [from, to); `ahead` [KEYS] are fetched meanwhile.
+template <int R, class T>
+static inline void add_values(const float *weights, const T *const *values, const T *const *ahead, int64_t from,
+                              int64_t to, int64_t dim, float *out) {
+  for (int64_t d = 0; d < dim; d += 2 * WIDTH) {
+    Vec sums[R][2];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++)
+      for (int v = 0; v < 2; v++) sums[r][v] = load(out + r * dim + d + v * WIDTH);
+    for (int64_t i = from; i < to; i++) {
+      Vec low = load(values[i] + d), high = load(values[i] + d + WIDTH);
+      fetch(ahead[i] + d, 2 * WIDTH);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++) {
+        sums[r][0] += weights[r * KEYS + i] * low;
+        sums[r][1] += weights[r * KEYS + i] * high;
+      }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++)
+      for (int v = 0; v < 2; v++) store(out + r * dim + d + v * WIDTH, sums[r][v]);
+  }
+}
+
 // One unit of one KV head. query [T][heads..] with `stride` floats per token, already scaled; out [T][Hq][D].
 template <class T>
 static void attend(const Shape &shape, const Group &group, const Plan &plan, const Unit &unit, int64_t head,
                    const int64_t *positions, const float *query, int64_t stride, const T *k_cache, const T *v_cache,
-                   Softmax &state, T *out, Scratch &scratch) {
+                   Softmax &state, T *out, Scratch<T> &scratch) {
   const int64_t dim = shape.head_dim, per_kv = shape.per_kv(), rows = unit.count * per_kv;
   const int32_t *table = group.tables + unit.sequence * group.width;
   auto token_of = [&](int64_t row) { return plan.order[unit.first + row / per_kv]; };
@@ -172,41 +286,47 @@ static void attend(const Shape &shape, const Group &group, const Plan &plan, con
     else
       memset(&scratch.out[row * dim], 0, dim * 4);
   }
-  const T *keys[KEYS], *values[KEYS];
-  for (int64_t begin = unit.begin; begin < unit.end; begin += KEYS) {
-    int64_t count = std::min<int64_t>(KEYS, unit.end - begin);
-    for (int64_t i = 0; i < count; i++) {
-      int64_t at = begin + i;
-      int64_t slot = table[at / shape.block_size] * shape.block_size + at % shape.block_size;
-      keys[i] = k_cache + (slot * shape.kv_heads + head) * dim;
-      values[i] = v_cache + (slot * shape.kv_heads + head) * dim;
+  if (rows <= FEW_ROWS)
+    for (int64_t i = 0; i < rows * dim; i += WIDTH) store(&scratch.narrow[i], load(&scratch.query[i]));
+  // Where the keys and values of a run are, and those of the next.
+  const T *places[2][2][KEYS];
+  auto locate = [&](int64_t begin, const T *(&run)[2][KEYS]) {
+    for (int64_t i = 0; i < KEYS; i++) {
+      int64_t at = std::min(begin + i, unit.end - 1);
+      int64_t slot = int64_t(table[at >> shape.block_bits()]) << shape.block_bits() | (at & (shape.block_size - 1));
+      run[0][i] = k_cache + (slot * shape.kv_heads + head) * dim;
+      run[1][i] = v_cache + (slot * shape.kv_heads + head) * dim;
     }
+  };
+  locate(unit.begin, places[0]);
+  for (int64_t begin = unit.begin, turn = 0; begin < unit.end; begin += KEYS, turn ^= 1) {
+    int64_t count = std::min<int64_t>(KEYS, unit.end - begin);
+    const auto &[keys, values] = places[turn];
+    const auto &[keys_ahead, values_ahead] = places[turn ^ 1];
+    locate(begin + KEYS, places[turn ^ 1]);
     auto visible = [&](int64_t row) {
       int64_t position = positions[token_of(row)];
       int64_t from = group.window ? std::max<int64_t>(0, position - group.window + 1 - begin) : 0;
       return std::pair(std::min(from, count), std::clamp<int64_t>(position + 1 - begin, 0, count));
     };
     if (rows <= FEW_ROWS) {
-      for (int64_t row = 0; row < rows; row++) {
-        auto [from, to] = visible(row);
-        if (from >= to) continue;
-        const float *q = &scratch.query[row * dim];
-        float *logits = &scratch.logits[0], *sums = &scratch.out[row * dim];
-        for (int64_t i = from; i < to; i++) {
-          Vec dot = {};
-          for (int64_t d = 0; d < dim; d += WIDTH) dot += load(q + d) * load(keys[i] + d);
-          logits[i] = sum(dot);
-        }
-        weigh(logits, from, to, &scratch.largest[row], &scratch.total[row], sums, dim);
-        for (int64_t d = 0; d < dim; d += 4 * WIDTH) {
-          Vec part[4];
-          int64_t vectors = std::min<int64_t>(4, (dim - d) / WIDTH);
-          for (int64_t v = 0; v < vectors; v++) part[v] = load(sums + d + v * WIDTH);
-          for (int64_t i = from; i < to; i++)
-            for (int64_t v = 0; v < vectors; v++) part[v] += logits[i] * load(values[i] + d + v * WIDTH);
-          for (int64_t v = 0; v < vectors; v++) store(sums + d + v * WIDTH, part[v]);
-        }
-      }
+      for (int64_t row = 0; row < rows; row += TOGETHER)
+        in_groups(std::min<int64_t>(TOGETHER, rows - row), [&](auto group_size) {
+          constexpr int R = decltype(group_size)::value;
+          float *logits = scratch.logits.data(), *sums = &scratch.out[row * dim];
+          dots<R>(&scratch.narrow[row * dim], keys, keys_ahead, count, dim, logits);
+          int64_t least = count, most = 0;
+          for (int r = 0; r < R; r++) {
+            auto [from, to] = visible(row + r);
+            if (from < to)
+              weigh(logits + r * KEYS, from, to, &scratch.largest[row + r], &scratch.total[row + r], sums + r * dim, dim);
+            else
+              memset(logits + r * KEYS, 0, KEYS * 4);
+            least = std::min(least, from);
+            most = std::max(most, to);
+          }
+          add_values<R>(logits, values, values_ahead, least, most, dim, sums);
+        });
       continue;
     }
     // [KEYS / TILE][D][TILE] and [D / TILE][KEYS][TILE], as matrices to multiply with. What nobody may see is 0: weights

@@ -67,7 +67,7 @@ class Step {
 
   // What every thread of the team runs.
   void work() {
-    Scratch scratch(shape);
+    Scratch<T> scratch(shape);
     each_row(batch.tokens, [&](int64_t row) { begin(row); });
     for (int64_t number = 0; number < model.layers; number++) {
       const Layer &layer = model.layer[number];
@@ -142,7 +142,7 @@ class Step {
     }
   }
 
-  void attend_all(const Layer &layer, Scratch &scratch) {
+  void attend_all(const Layer &layer, Scratch<T> &scratch) {
     const Plan &plan = plans[layer.group];
     for (const auto *units : {&plan.shared, &plan.own}) {
       if (units->empty()) continue;

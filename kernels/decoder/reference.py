@@ -30,7 +30,7 @@ def step(
     for layer, (k_cache, v_cache) in zip(weights.layers, caches, strict=True):
         normal = _norm(hidden, layer.input_norm, weights.epsilon)
         qkv = F.linear(normal, layer.qkv, layer.qkv_bias).view(len(hidden), -1, weights.head_dim)
-        query, key, value = qkv.split(heads, 1)
+        query, key, value = torch.split(qkv, heads, 1)
         if layer.q_norm is not None:
             query = _norm(query, layer.q_norm, weights.epsilon)
         if layer.k_norm is not None:
