@@ -82,16 +82,15 @@ proto: dev ## Generate the stubs
 
 ##@ Measure
 
-.PHONY: exactness
+MEASUREMENTS := exactness bench-serving bench-overhead bench-prefix bench-manager bench-trace
+.PHONY: $(MEASUREMENTS)
 exactness: dev ## Compare greedy output with transformers in every combination of settings
-	@$(PY) -m tests.bench.exactness $(ARGS)
-
-.PHONY: bench-overhead bench-prefix bench-manager bench-trace
+bench-serving: dev ## How fast the stack serves, beside what the machine can do at most
 bench-overhead: dev ## Where the time of a step goes
 bench-prefix: dev ## What the reuse of a common prefix gains
 bench-manager: dev ## What the cache manager's decisions cost
 bench-trace: dev ## What wishes gain on recorded requests: make bench-trace TRACE=file.jsonl
-bench-overhead bench-prefix bench-manager bench-trace:
+$(MEASUREMENTS):
 	@$(PY) -m tests.bench.$(@:bench-%=%) $(ARGS)
 
 ##@ Other

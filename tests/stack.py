@@ -71,7 +71,7 @@ class Stack:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
+        if error is not None and not isinstance(error, KeyboardInterrupt):
             print(self.logs(), file=sys.stderr)
         self.stop()
 

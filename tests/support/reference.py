@@ -1,4 +1,9 @@
-"""The truth for greedy decoding: transformers' own generate(), with the margin between its two best logits."""
+"""The truth for greedy decoding: transformers' own generate(), with the margin between its two best logits.
+
+Only what computes references imports torch: a program that measures may compare without it.
+"""
+
+from __future__ import annotations
 
 import hashlib
 import json
@@ -6,12 +11,10 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-# Before torch is imported: spinning threads would slow down whatever else runs on a small machine.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
-import torch
-from transformers import AutoModelForCausalLM
+if TYPE_CHECKING:
+    import torch
 
 # Two logits closer than this may change places by rounding alone.
 TIE = 1e-4
@@ -53,6 +56,14 @@ def references(
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[Reference]:
     """Float32 greedy references, end-of-sequence ignored; kept in `cache_folder`: they depend on the inputs alone."""
+    # Before torch is imported: spinning threads would slow down whatever else runs on a small machine.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
     digest = hashlib.sha256(json.dumps([model_path.name, torch.__version__, prompts, max_tokens]).encode()).hexdigest()
     cached = cache_folder / f"references-{digest[:16]}.json"
     if cached.exists():
@@ -69,6 +80,8 @@ def references(
 
 def greedy(model: torch.nn.Module, prompt: Sequence[int], max_tokens: int) -> Reference:
     """Exactly `max_tokens` greedy tokens behind one prompt."""
+    import torch
+
     answer = model.generate(  # type: ignore[operator]
         torch.tensor([list(prompt)]),
         max_new_tokens=max_tokens,

@@ -1,0 +1,269 @@
+"""How fast the stack serves the workloads of tests.bench.workloads, through all processes, beside the machine's limits.
+
+Run it with `make bench-serving`, for example ARGS="--workloads W1 W4 --dtypes bfloat16 --repeats 1". Each data type has
+a stack of its own; its greedy output is checked first, which also warms it up, and a red check ends the run without a
+speed. Each repeat measures the machine and then each case once, with text that no cache has seen. Tables show medians;
+"of limit" compares with the least time that tests.bench.limits computes from the best rates of the same run. Every
+run is kept in a JSON file, with a picture of the same name beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from executor.model_files import resolve
+from tests.bench import gate, limits
+from tests.bench.runs import Run, WrongCountError, run
+from tests.bench.tables import table
+from tests.bench.workloads import Case, Corpus, chosen
+from tests.stack import Stack, model_cache
+from tests.support.reference import TIE, Reference, references
+
+RESULTS = Path(__file__).parent / "results"
+RED, INTERRUPTED = 1, 130
+
+
+def note(line: str) -> None:
+    """Progress, which is no result."""
+    print(line, file=sys.stderr, flush=True)
+
+
+@dataclass
+class Bench:
+    """What a run needs and what it has found."""
+
+    model: Path
+    cases: list[Case]
+    repeats: int
+    settings: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.shape = limits.ModelShape.read(self.model)
+        encode = Tokenizer.from_file(str(self.model / "tokenizer.json")).encode
+        self.corpus = Corpus(lambda text: encode(text, add_special_tokens=False).ids)
+
+    def stack(self, dtype: str) -> Stack:
+        """A stack that runs the model in `dtype`."""
+        return Stack(**{"executor_dtype": dtype, "executor_model": self.model, **self.settings})
+
+    def references(self, dtype: str) -> tuple[dict[str, list[Reference]], float]:
+        """Expected output of each case's sample, and the margin below which another token is no error."""
+        note(f"{dtype}: expected output")
+        found, margin = {}, TIE
+        for case in self.cases:
+            prompts = self.corpus.prompts(case, 0)
+            inputs = (self.model, [prompts[index] for index in gate.sample(case)], gate.tokens_compared(case))
+            found[case.name] = gate.apart(references, *inputs, model_cache())
+            if dtype != "float32":
+                margin = max(margin, gate.apart(gate.allowed_margin, *inputs, model_cache()))
+        return found, margin
+
+    async def check(self, stack: Stack, dtype: str, expected: dict[str, list[Reference]], margin: float) -> list[str]:
+        """Runs variant 0 of every case; what is wrong with the output. Ready for measuring afterwards."""
+        wrong: list[str] = []
+        for case in self.cases:
+            note(f"{dtype} {case.name}: checking the output")
+            prompts, picked = self.corpus.prompts(case, 0), gate.sample(case)
+            if not case.reuse:
+                # The whole batch ran or will run with reuse; without, it takes long and shows nothing else.
+                prompts, picked = [prompts[index] for index in picked], list(range(len(picked)))
+            outputs = (await run(stack, case, prompts, gate.tokens_compared(case))).outputs
+            found, near = gate.differences(
+                f"{dtype} {case.name}", expected[case.name], [outputs[index] for index in picked], margin
+            )
+            wrong += found
+            note(f"  {len(picked) - near - len(found)} of {len(picked)} equal, {near} differ below {margin:.2g}")
+        return wrong
+
+    async def measure(self, stack: Stack, dtype: str, repeat: int) -> list[tuple[Case, Run]]:
+        """Each case once."""
+        done = []
+        for case in self.cases:
+            result = await run(stack, case, self.corpus.prompts(case, repeat))
+            rate = result.times.output_rate
+            note(f"{dtype} {case.name}, repeat {repeat}: {rate:.1f} output tokens/s, {result.times.seconds:.1f} s")
+            done.append((case, result))
+        return done
+
+    def machine(self, dtype: str) -> limits.Limits:
+        """What the machine can do at this moment."""
+        note(f"{dtype}: the machine's limits")
+        return gate.apart(limits.measure, self.shape, dtype)
+
+
+@dataclass
+class Report:
+    """Everything about one data type."""
+
+    dtype: str
+    limits: list[limits.Limits] = field(default_factory=list)
+    runs: list[tuple[Case, int, Run]] = field(default_factory=list)
+
+    @property
+    def best_limits(self) -> limits.Limits:
+        """The best rates that the machine showed meanwhile."""
+        return reduce(limits.Limits.best, self.limits)
+
+    def median(self, case: Case, figure: Callable[[Run], float]) -> float:
+        """Of all repeats."""
+        return statistics.median(figure(result) for other, _, result in self.runs if other is case)
+
+    def cases(self) -> list[Case]:
+        """Those that were run."""
+        return list({case.name: case for case, _, _ in self.runs}.values())
+
+    def records(self, shape: limits.ModelShape) -> list[dict[str, Any]]:
+        """Every run, for JSON."""
+        return [
+            {
+                "dtype": self.dtype,
+                "case": case.name,
+                "repeat": repeat,
+                **{name: round(value, 5) for name, value in result.times.summary().items()},
+                **result.usage.summary(),
+                "cached_tokens": result.cached_tokens,
+                "limit_s": round(self.best_limits.seconds(limits.work(shape, case, self.dtype)), 5),
+                "limit_step_ms": round(self.best_limits.step_seconds(limits.work(shape, case, self.dtype)) * 1e3, 5),
+            }
+            for case, repeat, result in self.runs
+        ]
+
+
+def show(records: Sequence[dict[str, Any]], lines: Sequence[str]) -> str:
+    """The tables of one data type: speed and limits, then what each process took."""
+    names = list(dict.fromkeys(record["case"] for record in records))
+    speed, cost = [], []
+    processes = list(records[0]["cpu_s"])
+    for name in names:
+        runs = [record for record in records if record["case"] == name]
+
+        def middle(key: str, runs: Sequence[dict[str, Any]] = runs) -> float:
+            return statistics.median(record[key] for record in runs)
+
+        speed.append(
+            [
+                name,
+                f"{middle('output_tokens_per_s'):.1f}",
+                f"{middle('total_tokens_per_s'):.0f}",
+                f"{middle('limit_s') / middle('seconds'):.0%}",
+                *(f"{middle(f'first_token_{kind}_s'):.2f}" for kind in ("mean", "p99")),
+                *(f"{middle(f'inter_token_{kind}_ms'):.1f}" for kind in ("mean", "p50", "p99")),
+                f"{middle('inter_token_mean_ms') / middle('limit_step_ms'):.2f}",
+                f"{middle('kv_blocks'):.0f}",
+                f"{middle('cached_tokens'):.0f}",
+            ]
+        )
+        cells = [name]
+        for process in processes:
+            seconds, resident = (
+                statistics.median(run[key][process] for run in runs) for key in ("cpu_s", "resident_mb")
+            )
+            cells.append(f"{seconds:.2f} s {resident:5.0f} MB")
+        cost.append(cells)
+    head = (
+        "",
+        "output\ntokens/s",
+        "total\ntokens/s",
+        "of\nlimit",
+        "first token\nmean s",
+        "\np99 s",
+        "inter-token\nmean ms",
+        "\np50 ms",
+        "\np99 ms",
+        "mean by\nlimit",
+        "KV\nblocks",
+        "cached\ntokens",
+    )
+    repeats = len(records) // len(names)
+    title = f"{records[0]['dtype']}, medians of {repeats}"
+    return "\n".join(
+        [f"\n{title}", *lines, "", table(head, speed), "", table(("CPU time and resident memory", *processes), cost)]
+    )
+
+
+def machine_facts() -> dict[str, Any]:
+    """Where the figures come from."""
+    found = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return {
+        "processor": found[0].partition(": ")[2] if found else platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+    }
+
+
+def one_dtype(bench: Bench, dtype: str) -> tuple[Report, list[str]]:
+    """Checks and measures one data type; the report has no runs when something is wrong."""
+    report = Report(dtype)
+    expected, margin = bench.references(dtype)
+    with bench.stack(dtype) as stack:
+        if wrong := asyncio.run(bench.check(stack, dtype, expected, margin)):
+            return report, wrong
+        for repeat in range(1, bench.repeats + 1):
+            report.limits.append(bench.machine(dtype))
+            done = asyncio.run(bench.measure(stack, dtype, repeat))
+            report.runs += [(case, repeat, result) for case, result in done]
+        report.limits.append(bench.machine(dtype))
+    return report, []
+
+
+def arguments() -> argparse.Namespace:
+    """Of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads", nargs="+", default=["W1", "W2", "W3", "W4"], help="W1 W2 W2-on W2-off W3 W4")
+    parser.add_argument("--dtypes", nargs="+", choices=limits.ELEMENT_BYTES, default=[*limits.ELEMENT_BYTES])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--model", default="", help="as KVKEEP_EXECUTOR_MODEL")
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings without KVKEEP_, lower case"
+    )
+    parser.add_argument("--json", type=Path, default=RESULTS / "serving.json", help="where every run is kept")
+    given = parser.parse_args()
+    try:
+        given.cases = chosen(given.workloads)
+        given.settings = dict(pair.split("=", 1) for pair in given.set)
+    except ValueError as error:
+        parser.error(str(error))
+    return given
+
+
+def main() -> int:
+    """Measures and reports."""
+    given = arguments()
+    bench = Bench(resolve(given.model), given.cases, given.repeats, given.settings)
+    kept: dict[str, Any] = {"machine": machine_facts(), "settings": given.settings, "limits": {}, "runs": []}
+    for dtype in given.dtypes:
+        try:
+            report, wrong = one_dtype(bench, dtype)
+        except WrongCountError as error:
+            wrong = [str(error)]
+        except KeyboardInterrupt:
+            note("interrupted")
+            return INTERRUPTED
+        if wrong:
+            print("\n".join([f"{dtype}: the output is wrong, so no speed is shown", *wrong]))
+            return RED
+        records = report.records(bench.shape)
+        kept["limits"][dtype] = [asdict(one) for one in report.limits]
+        kept["runs"] += records
+        print(show(records, report.best_limits.lines()), flush=True)
+    given.json.parent.mkdir(parents=True, exist_ok=True)
+    given.json.write_text(json.dumps(kept, indent=1) + "\n")
+    note(f"every run is in {given.json}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
