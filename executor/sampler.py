@@ -78,7 +78,7 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> Choice:
     penalised = [index for index, row in enumerate(rows) if row.counts is not None]
     if penalised:
         logits[penalised] = _penalise(logits[penalised], [rows[index] for index in penalised])
-    ids = logits.argmax(-1)
+    ids = _best(logits)
     random = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]
     if random:
         ids[random] = _draw(logits[random], [rows[index] for index in random])
@@ -89,6 +89,11 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> Choice:
     top = logprobs.topk(max(rows[index].sampling.num_logprobs or 0 for index in asked), -1)
     chosen = logprobs.gather(1, ids[list(asked)][:, None])[:, 0]
     return Choice(ids, asked, chosen, top.indices, top.values)
+
+
+def _best(logits: Tensor) -> Tensor:
+    """Ids of the largest logits, [R] int64. On a CPU numpy compares many at a time, which torch does not."""
+    return logits.argmax(-1) if logits.is_cuda else torch.from_numpy(logits.numpy().argmax(-1))
 
 
 def _penalise(logits: Tensor, rows: Sequence[Row]) -> Tensor:
