@@ -3,8 +3,7 @@
 // Hidden states, sums, norms, rotary embedding and attention are in float; what is multiplied with weights, and the
 // caches, are in the model's type.
 
-#include <cstddef>
-#include <new>
+#include <cstdlib>
 #include <sys/mman.h>
 
 #include "attention.h"
@@ -36,6 +35,18 @@ struct Batch {
   const int64_t *rows;  // [outputs], tokens whose logits are wanted
 };
 
+// A group's numbers, kept.
+struct OwnGroup : Group {
+  std::vector<int64_t> own_slots;
+  std::vector<int32_t> own_tables;
+
+  OwnGroup(const Group &group, int64_t tokens, int64_t sequences)
+      : Group(group), own_slots(slots, slots + tokens), own_tables(tables, tables + sequences * width) {
+    slots = own_slots.data();
+    tables = own_tables.data();
+  }
+};
+
 // out [n] = x / rms(x) * weight (Zhang and Sennrich 2019, equation 4).
 template <class Out>
 static inline void normalise(const float *x, const float *weight, int64_t n, float epsilon, Out *out) {
@@ -45,21 +56,25 @@ static inline void normalise(const float *x, const float *weight, int64_t n, flo
   for (int64_t i = 0; i < n; i += WIDTH) store(out + i, load(x + i) * scale * load(weight + i));
 }
 
+// Owns what it needs of the batch: a thread that lost its core may still be in it when the step is over.
 template <class T>
 class Step {
  public:
   Step(const Model &model, const Batch &batch, float *logits, Team &team)
-      : model(model), batch(batch), shape(model.shape), logits(logits), team(team), hidden(batch.tokens * model.hidden),
-        qkv(batch.tokens * width()), cosines(batch.tokens * shape.head_dim / 2), sines(cosines.size()),
-        normal(std::max(batch.tokens, batch.outputs) * model.hidden), attended(batch.tokens * model.layer[0].out.k),
-        activated(batch.tokens * model.intermediate) {
+      : model(model), shape(model.shape), logits(logits), team(team), tokens(batch.tokens),
+        ids(batch.ids, batch.ids + tokens), positions(batch.positions, batch.positions + tokens),
+        rows(batch.rows, batch.rows + batch.outputs), hidden(tokens * model.hidden), qkv(tokens * width()),
+        cosines(tokens * shape.head_dim / 2), sines(cosines.size()),
+        normal(std::max<int64_t>(tokens, rows.size()) * model.hidden), attended(tokens * model.layer[0].out.k),
+        activated(tokens * model.intermediate) {
     bool any = false;
     for (int64_t g = 0; g < batch.groups; g++) {
-      plans.push_back(plan_units(shape, batch.group[g], batch.sequences, batch.query_start, batch.positions));
+      groups.emplace_back(batch.group[g], tokens, batch.sequences);
+      plans.push_back(plan_units(shape, groups[g], batch.sequences, batch.query_start, positions.data()));
       any |= !plans[g].shared.empty();
     }
     if (any) {
-      state.largest.resize(batch.tokens * shape.q_heads);
+      state.largest.resize(tokens * shape.q_heads);
       state.total.resize(state.largest.size());
       state.out.resize(state.largest.size() * shape.head_dim);
     }
@@ -68,47 +83,47 @@ class Step {
   // What every thread of the team runs.
   void work() {
     Scratch<T> scratch(shape);
-    each_row(batch.tokens, [&](int64_t row) { begin(row); });
+    each_row(tokens, [&](int64_t row) { begin(row); });
     for (int64_t number = 0; number < model.layers; number++) {
       const Layer &layer = model.layer[number];
-      each_row(batch.tokens, [&](int64_t row) {
+      each_row(tokens, [&](int64_t row) {
         normalise(&hidden[row * model.hidden], layer.input_norm, model.hidden, model.epsilon, &normal[row * model.hidden]);
       });
-      matmul(team, normal.data(), batch.tokens, layer.qkv, write_to(qkv.data(), width(), width()));
-      each_row(batch.tokens, [&](int64_t row) { rotate_and_store(layer, row); });
+      matmul(team, normal.data(), tokens, layer.qkv, write_to(qkv.data(), width(), width()));
+      each_row(tokens, [&](int64_t row) { rotate_and_store(layer, row); });
       attend_all(layer, scratch);
-      matmul(team, attended.data(), batch.tokens, layer.out, add_to_hidden());
-      each_row(batch.tokens, [&](int64_t row) {
+      matmul(team, attended.data(), tokens, layer.out, add_to_hidden());
+      each_row(tokens, [&](int64_t row) {
         normalise(&hidden[row * model.hidden], layer.post_norm, model.hidden, model.epsilon, &normal[row * model.hidden]);
       });
-      matmul(team, normal.data(), batch.tokens, layer.gate_up, activate());
-      matmul(team, activated.data(), batch.tokens, layer.down, add_to_hidden());
+      matmul(team, normal.data(), tokens, layer.gate_up, activate());
+      matmul(team, activated.data(), tokens, layer.down, add_to_hidden());
     }
-    each_row(batch.outputs, [&](int64_t row) {
-      const float *last = &hidden[batch.rows[row] * model.hidden];
+    each_row(int64_t(rows.size()), [&](int64_t row) {
+      const float *last = &hidden[rows[row] * model.hidden];
       normalise(last, model.final_norm, model.hidden, model.epsilon, &normal[row * model.hidden]);
     });
-    matmul(team, normal.data(), batch.outputs, model.head, write_to(logits, model.vocabulary, model.vocabulary));
+    matmul(team, normal.data(), int64_t(rows.size()), model.head, write_to(logits, model.vocabulary, model.vocabulary));
   }
 
  private:
   int64_t width() const { return (shape.q_heads + 2 * shape.kv_heads) * shape.head_dim; }
 
   template <class Row>
-  void each_row(int64_t rows, const Row &row) {
+  void each_row(int64_t count, const Row &row) {
     constexpr int64_t together = 4;
-    team.each((rows + together - 1) / together, [&](int part) {
-      for (int64_t i = part * together; i < std::min<int64_t>(rows, (part + 1) * together); i++) row(i);
+    team.each((count + together - 1) / together, [&](int64_t part) {
+      for (int64_t i = part * together; i < std::min(count, (part + 1) * together); i++) row(i);
     });
   }
 
   void begin(int64_t row) {
-    int64_t id = batch.ids[row], half = shape.head_dim / 2;
+    int64_t id = ids[row], half = shape.head_dim / 2;
     float *into = &hidden[row * model.hidden];
     for (int64_t i = 0; i < model.hidden; i++)
       into[i] = model.embedding ? widen(((const T *)model.embedding)[id * model.hidden + i]) : widen(model.head.at<T>(id, i));
     for (int64_t i = 0; i < half; i++) {
-      float angle = float(batch.positions[row]) * model.frequencies[i];
+      float angle = float(positions[row]) * model.frequencies[i];
       cosines[row * half + i] = std::cos(angle) * model.rotary_scale;
       sines[row * half + i] = std::sin(angle) * model.rotary_scale;
     }
@@ -134,7 +149,7 @@ class Step {
       rotate(query + head * dim, row);
     }
     for (int64_t i = 0; i < shape.q_heads * dim; i += WIDTH) store(query + i, load(query + i) * model.scale);
-    int64_t slot = batch.group[layer.group].slots[row], size = shape.kv_heads * dim;
+    int64_t slot = groups[layer.group].slots[row], size = shape.kv_heads * dim;
     if (slot < 0) return;
     for (int64_t i = 0; i < size; i += WIDTH) {
       store((T *)layer.k_cache + slot * size + i, load(key + i));
@@ -147,8 +162,8 @@ class Step {
     for (const auto *units : {&plan.shared, &plan.own}) {
       if (units->empty()) continue;
       team.each(units->size() * shape.kv_heads, [&](int number) {
-        attend<T>(shape, batch.group[layer.group], plan, (*units)[number / shape.kv_heads], number % shape.kv_heads,
-                  batch.positions, qkv.data(), width(), (const T *)layer.k_cache, (const T *)layer.v_cache, state,
+        attend<T>(shape, groups[layer.group], plan, (*units)[number / shape.kv_heads], number % shape.kv_heads,
+                  positions.data(), qkv.data(), width(), (const T *)layer.k_cache, (const T *)layer.v_cache, state,
                   attended.data(), scratch);
       });
     }
@@ -184,10 +199,12 @@ class Step {
   }
 
   const Model &model;
-  const Batch &batch;
   const Shape &shape;
   float *logits;
   Team &team;
+  int64_t tokens;
+  std::vector<int64_t> ids, positions, rows;
+  std::vector<OwnGroup> groups;
   std::vector<float> hidden, qkv, cosines, sines;
   std::vector<T> normal, attended, activated;
   std::vector<Plan> plans;
@@ -207,15 +224,19 @@ int decoder_has_bfloat16() {
 #endif
 }
 
-// Memory in large pages where the system gives them; null when there is none.
+// Memory in large pages where the system gives them, as a walk through all weights meets each page once; null when
+// there is none.
 void *decoder_allocate(int64_t bytes) {
-  void *memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (memory == MAP_FAILED) return nullptr;
-  madvise(memory, bytes, MADV_HUGEPAGE);
+  constexpr int64_t page = 2 << 20;
+  bytes = (bytes + page - 1) / page * page;
+  void *memory = std::aligned_alloc(page, bytes);
+#if defined(MADV_HUGEPAGE)
+  if (memory) madvise(memory, bytes, MADV_HUGEPAGE);
+#endif
   return memory;
 }
 
-void decoder_free(void *memory, int64_t bytes) { munmap(memory, bytes); }
+void decoder_free(void *memory) { std::free(memory); }
 
 void decoder_pack(void *to, const void *from, int64_t n, int64_t k, int is_bfloat16) {
   if (is_bfloat16)
@@ -224,14 +245,23 @@ void decoder_pack(void *to, const void *from, int64_t n, int64_t k, int is_bfloa
     pack((float *)to, (const float *)from, n, k);
 }
 
-Team *decoder_team(int size) { return new Team(size); }
+Team *decoder_team(const Model *model, int size) {
+  int64_t most = model->head.tiles();
+  for (int64_t i = 0; i < model->layers; i++) {
+    const Layer &layer = model->layer[i];
+    for (const Linear *linear : {&layer.qkv, &layer.out, &layer.gate_up, &layer.down})
+      most = std::max(most, linear->tiles());
+  }
+  return new Team(size, most);
+}
+
 void decoder_disband(Team *team) { delete team; }
 
 void decoder_step(const Model *model, const Batch *batch, float *logits, Team *team, int is_bfloat16) {
-  auto run = [&](auto step) { team->run([&] { step.work(); }); };
+  auto run = [&](auto step) { team->run(std::make_shared<std::function<void()>>([step] { step->work(); })); };
 #if defined(__AVX512BF16__)
-  if (is_bfloat16) return run(Step<Bfloat16>(*model, *batch, logits, *team));
+  if (is_bfloat16) return run(std::make_shared<Step<Bfloat16>>(*model, *batch, logits, *team));
 #endif
-  run(Step<float>(*model, *batch, logits, *team));
+  run(std::make_shared<Step<float>>(*model, *batch, logits, *team));
 }
 }

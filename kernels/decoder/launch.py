@@ -107,12 +107,12 @@ def _declare(library: ctypes.CDLL) -> None:
     library.decoder_width.restype = c_int64
     library.decoder_allocate.restype = c_void_p
     library.decoder_allocate.argtypes = [c_int64]
-    library.decoder_free.argtypes = [c_void_p, c_int64]
+    library.decoder_free.argtypes = [c_void_p]
     library.decoder_free.restype = None
     library.decoder_pack.argtypes = [c_void_p, c_void_p, c_int64, c_int64, ctypes.c_int]
     library.decoder_pack.restype = None
     library.decoder_team.restype = c_void_p
-    library.decoder_team.argtypes = [ctypes.c_int]
+    library.decoder_team.argtypes = [c_void_p, ctypes.c_int]
     library.decoder_disband.argtypes = [c_void_p]
     library.decoder_disband.restype = None
     library.decoder_step.argtypes = [c_void_p, c_void_p, c_void_p, c_void_p, ctypes.c_int]
@@ -149,8 +149,17 @@ class Decoder:
         self._dtype = dtype
         self._vocabulary, self._hidden = weights.head.shape
         self._cache_shape = [weights.kv_heads, weights.head_dim]
-        # What the structures below point into.
+        # What the structures below point into; packed weights in one piece, for the large pages.
         self._kept: list[Tensor] = []
+        matrices = [
+            weights.head,
+            *(m for one in weights.layers for m in (one.qkv, one.out, one.gate, one.up, one.down)),
+        ]
+        self._room = sum(map(self._packed_bytes, matrices))
+        self._packed = library.decoder_allocate(self._room)
+        if not self._packed:
+            raise MemoryError(f"no {self._room} bytes for packed weights")
+        self._at_end(library.decoder_free, self._packed)
         self._layers = (_Layer * len(weights.layers))(*map(self._layer, weights.layers))
         self._model = _Model(
             layers=len(weights.layers),
@@ -170,7 +179,7 @@ class Decoder:
             head=self._linear(weights.head),
             layer=self._layers,
         )
-        self._team = library.decoder_team(threads)
+        self._team = library.decoder_team(ctypes.byref(self._model), threads)
         self._at_end(library.decoder_disband, self._team)
 
     def bind(self, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -252,14 +261,16 @@ class Decoder:
 
     def _linear(self, weight: Tensor, bias: Tensor | None = None) -> _Linear:
         weight = weight.detach().to(self._dtype).contiguous()
-        (n, k), tile = weight.shape, self._library.decoder_tile()
-        size = -(-n // tile) * tile * k * weight.element_size()
-        packed = self._library.decoder_allocate(size)
-        if not packed:
-            raise MemoryError(f"no {size} bytes for packed weights")
-        self._at_end(self._library.decoder_free, packed, size)
+        n, k = weight.shape
+        self._room -= self._packed_bytes(weight)
+        assert self._room >= 0
+        packed = self._packed + self._room
         self._library.decoder_pack(packed, weight.data_ptr(), n, k, int(self._dtype == torch.bfloat16))
         return _Linear(packed, None if bias is None else self._floats(bias), n, k)
+
+    def _packed_bytes(self, weight: Tensor) -> int:
+        (n, k), tile = weight.shape, int(self._library.decoder_tile())
+        return -(-n // tile) * tile * k * self._dtype.itemsize
 
     def _at_end(self, release: Callable[..., None], *arguments: int) -> None:
         # Not at the interpreter's exit: a thread may still be computing, and the system takes all back.

@@ -101,22 +101,38 @@ static inline void multiply_rows(int rows, const T *a, int64_t stride, const T *
   if constexpr (M > 1) multiply_rows<T, M - 1>(rows, a, stride, b, k, out);
 }
 
+// Rows whose sums a thread keeps to itself until they are complete.
+constexpr int64_t KEPT_ROWS = 64;
+
 // For every tile of columns and every few rows of a [rows][k]: `finish(row, rows, tile, sums [rows][TILE])`.
 // The weights of a tile stay in the cache while all rows pass; rows are cut into even parts.
 template <class T, class Finish>
 static void matmul(Team &team, const T *a, int64_t rows, const Linear &linear, const Finish &finish) {
-  int64_t parts = (rows + ROWS - 1) / ROWS;
-  team.each(linear.tiles(), [&](int tile) {
-    alignas(64) float sums[ROWS * TILE];
-    const T *weights = linear.tile<T>(tile);
-    for (int64_t part = 0; part < parts; part++) {
-      int64_t row = part * rows / parts, count = (part + 1) * rows / parts - row;
-      multiply_rows<T>(count, a + row * linear.k, linear.k, weights, linear.k, sums);
-      if (linear.bias)
-        for (int i = 0; i < count; i++)
-          for (int64_t c = 0; c < std::min<int64_t>(TILE, linear.n - tile * TILE); c++)
-            sums[i * TILE + c] += linear.bias[tile * TILE + c];
-      finish(row, count, tile, sums);
-    }
-  });
+  const int64_t parts = (rows + ROWS - 1) / ROWS;
+  alignas(64) float kept[KEPT_ROWS * TILE];
+  auto first = [=](int64_t part) { return part * rows / parts; };
+  auto compute = [&](int64_t tile, int64_t part, float *sums) {
+    int64_t row = first(part), count = first(part + 1) - row;
+    multiply_rows<T>(count, a + row * linear.k, linear.k, linear.tile<T>(tile), linear.k, sums);
+    if (linear.bias)
+      for (int i = 0; i < count; i++)
+        for (int64_t c = 0; c < std::min<int64_t>(TILE, linear.n - tile * TILE); c++)
+          sums[i * TILE + c] += linear.bias[tile * TILE + c];
+  };
+  if (rows <= KEPT_ROWS)
+    team.each_repeatable(
+        linear.tiles(),
+        [&](int64_t tile) {
+          for (int64_t part = 0; part < parts; part++) compute(tile, part, kept + first(part) * TILE);
+        },
+        [&](int64_t tile) {
+          if (rows) finish(0, rows, tile, kept);
+        });
+  else
+    team.each(linear.tiles(), [&](int64_t tile) {
+      for (int64_t part = 0; part < parts; part++) {
+        compute(tile, part, kept);
+        finish(first(part), first(part + 1) - first(part), tile, kept);
+      }
+    });
 }
