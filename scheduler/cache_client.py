@@ -24,8 +24,6 @@ FIRST_BACKOFF = 0.05
 LONGEST_BACKOFF = 1.0
 # Blocks can become free without our doing (copies end, other schedulers release): while somebody wants some, ask.
 POLL_SECONDS = 0.05
-# How long progress that nobody waits for may gather.
-PROGRESS_SECONDS = 0.1
 RETRY_REFUSED_SECONDS = 0.25
 
 _AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
@@ -108,19 +106,16 @@ class CacheClient:
 
     def receive(self, report: Report) -> None:
         """Takes what a step brought, for the next sync."""
+        if report.session is not None:
+            self._session = report.session
         if self._lost:
             if report.all_given_up:
                 self._given_up.set()
         else:
-            planned = self._next_sync
             self._batch.merge(report)
             for handle in report.released:
                 self._live.pop(handle, None)
-            if self._batch.urgent or self._next_sync < planned:
-                self.wake()
-        if report.session is not None:
-            self._session = report.session
-            self.wake()
+        self.wake()
 
     def wake(self) -> None:
         """There is something to do."""
@@ -177,12 +172,8 @@ class CacheClient:
 
     @property
     def _next_sync(self) -> float:
-        waits = [self._lease / 3]
-        if self._batch.starving or self._short or self._refused is not None:
-            waits.append(POLL_SECONDS)
-        if self._batch.progress:
-            waits.append(PROGRESS_SECONDS)
-        return self._synced_at + min(waits)
+        wanting = self._batch.starving or self._short or self._refused is not None
+        return self._synced_at + (min(POLL_SECONDS, self._lease / 3) if wanting else self._lease / 3)
 
     def _next_candidate(self) -> Candidate | None:
         """Whom to ask blocks for now. Those who run and want blocks come first."""

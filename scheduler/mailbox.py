@@ -92,11 +92,10 @@ class Output:
 
 @dataclass(slots=True)
 class Progress:
-    """What one sequence has computed and generated since the last report; room: for so many tokens more."""
+    """What one sequence has computed and generated since the last report."""
 
     computed: int
     token_ids: list[int] = field(default_factory=list)
-    room: int = 0
 
 
 @dataclass(slots=True)

@@ -175,7 +175,6 @@ class RunningSet:
     def _progress(self, sequence: Sequence) -> Progress:
         progress = self.report.progress.setdefault(sequence.handle, Progress(sequence.computed))
         progress.computed = sequence.computed
-        progress.room = sequence.capacity - sequence.computed
         return progress
 
     def _detach_leaving(self) -> None:

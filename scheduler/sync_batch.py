@@ -3,9 +3,6 @@
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from scheduler.mailbox import Progress, Report
 
-# Whoever has room for no more tokens than these needs more soon.
-LOW_ROOM = 16
-
 
 class SyncBatch:
     """Reports of any number of steps, merged."""
@@ -18,15 +15,11 @@ class SyncBatch:
         self.cancelled_tickets: list[int] = []
         # Sequences that did not move but want blocks.
         self.starving: dict[int, int] = {}
-        self._low = False
 
     @property
     def urgent(self) -> bool:
-        """Whether it should not wait: blocks come back, or a sequence that goes on needs some soon.
-
-        Progress alone may gather: a message for every step would cost more than all else that is done for a token.
-        """
-        return bool(self._low or self.released or self.trimmed or self.cancelled_tickets)
+        """Whether there is news; a wish for blocks alone is none."""
+        return bool(self.progress or self.released or self.trimmed or self.cancelled_tickets)
 
     def merge(self, report: Report) -> None:
         """Adds what a step brought."""
@@ -35,7 +28,6 @@ class SyncBatch:
             mine = self.progress.setdefault(handle, Progress(0))
             mine.computed = progress.computed
             mine.token_ids += progress.token_ids
-            self._low |= progress.room <= LOW_ROOM
         self.released += report.released
         self.cancelled_tickets += report.cancelled_tickets
         self.trimmed.update(report.trimmed)

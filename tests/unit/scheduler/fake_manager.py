@@ -57,11 +57,10 @@ class Live:
 class FakeManager(rpc.CacheManagerServiceServicer):
     """Keeps `faults` about what a scheduler did wrong. `settled()` waits until no sequence is live."""
 
-    def __init__(self, *, num_blocks: int = 100, block_size: int = 4, reuse: bool = True, ahead: int = AHEAD) -> None:
+    def __init__(self, *, num_blocks: int = 100, block_size: int = 4, reuse: bool = True) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.reuse = reuse
-        self.ahead = ahead
         self.epoch = 1
         self.faults: list[str] = []
         self.live: dict[int, Live] = {}
@@ -338,7 +337,7 @@ class FakeManager(rpc.CacheManagerServiceServicer):
 
     def _extend(self, live: Live, answer: pb.SyncSequencesResponse) -> None:
         slots = []
-        while len(live.blocks) * self.block_size < live.computed + self.ahead:
+        while len(live.blocks) * self.block_size < live.computed + AHEAD:
             needed = len(live.blocks) * self.block_size < live.computed + 2
             if self.free < (1 if needed else 1 + self.num_blocks // 10):
                 answer.blocks_short += needed

@@ -42,16 +42,6 @@ async def test_a_request_gets_the_models_tokens_and_its_usage(run_stack: StackFa
         assert output.usage.total_time.ToNanoseconds() >= output.usage.time_to_first_token.ToNanoseconds()
 
 
-async def test_the_manager_hears_of_many_steps_at_once(run_stack: StackFactory) -> None:
-    manager = FakeManager(num_blocks=1000, ahead=64)
-    async with run_stack(executor=FakeExecutor(max_tokens=4000), manager=manager) as stack:
-        prompts = [prompt_of(30, seed) for seed in range(3)]
-        outputs = await run(stack, *[request(prompt, 200) for prompt in prompts])
-        assert [len(output.token_ids) for output in outputs] == [200] * 3
-        # Every 48 tokens somebody has room for no more than 16.
-        assert 200 // 64 <= manager.syncs <= 50
-
-
 async def test_the_text_is_that_of_the_tokens(run_stack: StackFactory) -> None:
     async with run_stack() as stack:
         [output] = await run(stack, request(prompt_of(5), 60))
