@@ -72,26 +72,28 @@ types: dev ## Check types
 	@$(PY) -m mypy
 	@MYPYPATH=ops $(PY) -m mypy ops/*.py
 
-.PHONY: verify-protos
+.PHONY: verify-protos proto
 verify-protos: dev ## Check the .proto files and that the stubs belong to them; `make proto` repairs
 	@$(PY) ops/stubs.py verify
 
-.PHONY: proto
 proto: dev ## Generate the stubs
 	@$(PY) ops/stubs.py generate
 
 ##@ Measure
 
-MEASUREMENTS := exactness bench-serving bench-overhead bench-prefix bench-manager bench-trace
-.PHONY: $(MEASUREMENTS)
+MEASUREMENTS := exactness bench-serving bench-peers bench-overhead bench-prefix bench-manager bench-trace
+.PHONY: $(MEASUREMENTS) peers
 exactness: dev ## Compare greedy output with transformers in every combination of settings
 bench-serving: dev ## How fast the stack serves, beside what the machine can do at most
+bench-peers: dev ## The same beside other engines, which `make peers` installs
 bench-overhead: dev ## Where the time of a step goes
 bench-prefix: dev ## What the reuse of a common prefix gains
 bench-manager: dev ## What the cache manager's decisions cost
 bench-trace: dev ## What wishes gain on recorded requests: make bench-trace TRACE=file.jsonl
 $(MEASUREMENTS):
 	@$(PY) -m tests.bench.$(@:bench-%=%) $(ARGS)
+peers: dev ## Install other engines to compare with, each in an environment of its own
+	@$(PY) -m tests.bench.peers.set_up $(ARGS)
 
 ##@ Other
 

@@ -24,8 +24,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from executor.errors import ModelError
 from executor.model_files import resolve
-from tests.bench import gate, limits
+from tests.bench import gate, limits, plots
 from tests.bench.runs import Run, WrongCountError, run
 from tests.bench.tables import table
 from tests.bench.workloads import Case, Corpus, chosen
@@ -34,6 +35,13 @@ from tests.support.reference import TIE, Reference, references
 
 RESULTS = Path(__file__).parent / "results"
 RED, INTERRUPTED = 1, 130
+
+# Runs requests of a case to their number of output tokens.
+Runs = Callable[[Case, Sequence[Sequence[int]], int], Run]
+
+
+class WrongOutputError(Exception):
+    """Greedy output that is not what it must be."""
 
 
 def note(line: str) -> None:
@@ -71,32 +79,22 @@ class Bench:
                 margin = max(margin, gate.apart(gate.allowed_margin, *inputs, model_cache()))
         return found, margin
 
-    async def check(self, stack: Stack, dtype: str, expected: dict[str, list[Reference]], margin: float) -> list[str]:
-        """Runs variant 0 of every case; what is wrong with the output. Ready for measuring afterwards."""
+    def check(self, name: str, runs: Runs, expected: dict[str, list[Reference]], margin: float, *, whole: bool) -> None:
+        """Runs variant 0 of every case, or of its sample alone; raises WrongOutputError. Ready for measuring then."""
         wrong: list[str] = []
         for case in self.cases:
-            note(f"{dtype} {case.name}: checking the output")
             prompts, picked = self.corpus.prompts(case, 0), gate.sample(case)
-            if not case.reuse:
-                # The whole batch ran or will run with reuse; without, it takes long and shows nothing else.
+            if not (whole and case.reuse):
+                # Without reuse the whole batch takes long, and shows nothing that the sample does not.
                 prompts, picked = [prompts[index] for index in picked], list(range(len(picked)))
-            outputs = (await run(stack, case, prompts, gate.tokens_compared(case))).outputs
-            found, near = gate.differences(
-                f"{dtype} {case.name}", expected[case.name], [outputs[index] for index in picked], margin
-            )
+            outputs = runs(case, prompts, gate.tokens_compared(case)).outputs
+            label = f"{name} {case.name}"
+            found, near = gate.differences(label, expected[case.name], [outputs[index] for index in picked], margin)
             wrong += found
-            note(f"  {len(picked) - near - len(found)} of {len(picked)} equal, {near} differ below {margin:.2g}")
-        return wrong
-
-    async def measure(self, stack: Stack, dtype: str, repeat: int) -> list[tuple[Case, Run]]:
-        """Each case once."""
-        done = []
-        for case in self.cases:
-            result = await run(stack, case, self.corpus.prompts(case, repeat))
-            rate = result.times.output_rate
-            note(f"{dtype} {case.name}, repeat {repeat}: {rate:.1f} output tokens/s, {result.times.seconds:.1f} s")
-            done.append((case, result))
-        return done
+            differing = f"; margins where others differ: {', '.join(map('{:.2g}'.format, near))}" if near else ""
+            note(f"{label}: {len(picked) - len(near) - len(found)} of {len(picked)} as expected{differing}")
+        if wrong:
+            raise WrongOutputError("\n".join(wrong))
 
     def machine(self, dtype: str) -> limits.Limits:
         """What the machine can do at this moment."""
@@ -116,14 +114,6 @@ class Report:
     def best_limits(self) -> limits.Limits:
         """The best rates that the machine showed meanwhile."""
         return reduce(limits.Limits.best, self.limits)
-
-    def median(self, case: Case, figure: Callable[[Run], float]) -> float:
-        """Of all repeats."""
-        return statistics.median(figure(result) for other, _, result in self.runs if other is case)
-
-    def cases(self) -> list[Case]:
-        """Those that were run."""
-        return list({case.name: case for case, _, _ in self.runs}.values())
 
     def records(self, shape: limits.ModelShape) -> list[dict[str, Any]]:
         """Every run, for JSON."""
@@ -204,65 +194,91 @@ def machine_facts() -> dict[str, Any]:
     }
 
 
-def one_dtype(bench: Bench, dtype: str) -> tuple[Report, list[str]]:
-    """Checks and measures one data type; the report has no runs when something is wrong."""
+def kvkeep(stack: Stack) -> Runs:
+    """Runs cases on a stack."""
+    return lambda case, prompts, count: asyncio.run(run(stack, case, prompts, count))
+
+
+def one_dtype(bench: Bench, dtype: str) -> Report:
+    """Checks and measures one data type."""
     report = Report(dtype)
     expected, margin = bench.references(dtype)
     with bench.stack(dtype) as stack:
-        if wrong := asyncio.run(bench.check(stack, dtype, expected, margin)):
-            return report, wrong
+        runs = kvkeep(stack)
+        bench.check(f"kvkeep {dtype}", runs, expected, margin, whole=True)
         for repeat in range(1, bench.repeats + 1):
             report.limits.append(bench.machine(dtype))
-            done = asyncio.run(bench.measure(stack, dtype, repeat))
-            report.runs += [(case, repeat, result) for case, result in done]
+            for case in bench.cases:
+                result = runs(case, bench.corpus.prompts(case, repeat), case.output_tokens)
+                report.runs.append((case, repeat, result))
+                note(f"{dtype} {case.name}, repeat {repeat}: {result.times.output_rate:.1f} output tokens/s")
         report.limits.append(bench.machine(dtype))
-    return report, []
+    return report
 
 
-def arguments() -> argparse.Namespace:
-    """Of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workloads", nargs="+", default=["W1", "W2", "W3", "W4"], help="W1 W2 W2-on W2-off W3 W4")
-    parser.add_argument("--dtypes", nargs="+", choices=limits.ELEMENT_BYTES, default=[*limits.ELEMENT_BYTES])
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--model", default="", help="as KVKEEP_EXECUTOR_MODEL")
-    parser.add_argument(
-        "--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings without KVKEEP_, lower case"
-    )
-    parser.add_argument("--json", type=Path, default=RESULTS / "serving.json", help="where every run is kept")
-    given = parser.parse_args()
+def parser(description: str | None, results: str) -> argparse.ArgumentParser:
+    """Arguments that the benchmarks of speed have in common."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--workloads", nargs="+", default=["W1", "W2", "W3", "W4"], help="W1 W2 W2-on W2-off W3 W4")
+    made.add_argument("--dtypes", nargs="+", choices=limits.ELEMENT_BYTES, default=[*limits.ELEMENT_BYTES])
+    made.add_argument("--repeats", type=int, default=3)
+    made.add_argument("--model", default="", help="as KVKEEP_EXECUTOR_MODEL")
+    made.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings: executor_threads=1")
+    made.add_argument("--json", type=Path, default=RESULTS / results, help="where every run is kept")
+    return made
+
+
+def parse(made: argparse.ArgumentParser) -> tuple[argparse.Namespace, Bench]:
+    """The command line, and the benchmark it asks for."""
+    given = made.parse_args()
     try:
-        given.cases = chosen(given.workloads)
-        given.settings = dict(pair.split("=", 1) for pair in given.set)
-    except ValueError as error:
-        parser.error(str(error))
-    return given
+        cases = chosen(given.workloads)
+        settings = dict(pair.split("=", 1) for pair in given.set)
+        model = resolve(given.model)
+    except (ValueError, ModelError) as error:
+        made.error(str(error))
+    if given.repeats < 1:
+        made.error("--repeats must be at least 1")
+    return given, Bench(model, cases, given.repeats, settings)
+
+
+def keep(kept: dict[str, Any], target: Path, plot: Callable[[dict[str, Any], Path], bool]) -> None:
+    """Writes what was measured, and its picture."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(kept, indent=1) + "\n")
+    note(f"every run is in {target}")
+    picture = target.with_suffix(".png")
+    note(f"drawn in {picture}" if plot(kept, picture) else "not drawn: there is no matplotlib")
+
+
+def red_or_interrupted(measure: Callable[[], None]) -> int:
+    """Runs a benchmark to its end; the exit status."""
+    try:
+        measure()
+    except (WrongOutputError, WrongCountError) as error:
+        print(f"The output is wrong, so no speed is shown:\n{error}")
+        return RED
+    except KeyboardInterrupt:
+        note("interrupted")
+        return INTERRUPTED
+    return 0
 
 
 def main() -> int:
     """Measures and reports."""
-    given = arguments()
-    bench = Bench(resolve(given.model), given.cases, given.repeats, given.settings)
-    kept: dict[str, Any] = {"machine": machine_facts(), "settings": given.settings, "limits": {}, "runs": []}
-    for dtype in given.dtypes:
-        try:
-            report, wrong = one_dtype(bench, dtype)
-        except WrongCountError as error:
-            wrong = [str(error)]
-        except KeyboardInterrupt:
-            note("interrupted")
-            return INTERRUPTED
-        if wrong:
-            print("\n".join([f"{dtype}: the output is wrong, so no speed is shown", *wrong]))
-            return RED
-        records = report.records(bench.shape)
-        kept["limits"][dtype] = [asdict(one) for one in report.limits]
-        kept["runs"] += records
-        print(show(records, report.best_limits.lines()), flush=True)
-    given.json.parent.mkdir(parents=True, exist_ok=True)
-    given.json.write_text(json.dumps(kept, indent=1) + "\n")
-    note(f"every run is in {given.json}")
-    return 0
+    given, bench = parse(parser(__doc__, "serving.json"))
+    kept: dict[str, Any] = {"machine": machine_facts(), "settings": bench.settings, "limits": {}, "runs": []}
+
+    def measure() -> None:
+        for dtype in given.dtypes:
+            report = one_dtype(bench, dtype)
+            records = report.records(bench.shape)
+            kept["limits"][dtype] = [asdict(one) for one in report.limits]
+            kept["runs"] += records
+            print(show(records, report.best_limits.lines()), flush=True)
+        keep(kept, given.json, plots.serving)
+
+    return red_or_interrupted(measure)
 
 
 if __name__ == "__main__":

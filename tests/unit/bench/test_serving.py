@@ -144,7 +144,7 @@ def test_the_gate_lets_through_only_what_rounding_explains(
     output: list[int], margin: float, wrong: int, near: int
 ) -> None:
     found, close = gate.differences("x", [REFERENCE], [output], margin)
-    assert (len(found), close) == (wrong, near)
+    assert (len(found), len(close)) == (wrong, near)
 
 
 def test_the_sample_is_of_requests_over_the_whole_range() -> None:

@@ -1,0 +1,112 @@
+"""Pictures of what the speed benchmarks kept. Without matplotlib there are none, and nothing else is missing."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+COLOURS = ("#1b6ca8", "#e08a1e", "#5a9e4b", "#8a8a8a", "#a3486b")
+
+
+def _figure(panels: int, title: str) -> Any:
+    """A figure with panels below each other, or None."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    # Without pyplot: no window system is asked for, and nothing has to be closed.
+    figure = Figure(figsize=(10, 1 + 3.4 * panels), dpi=110, layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    figure.subplots(panels, 1)
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#dddddd")
+        axes.set_axisbelow(True)
+    return figure
+
+
+def _bars(axes: Any, names: Sequence[str], series: Mapping[str, Sequence[tuple[float, str]]]) -> None:
+    """Groups of bars, one for each name; a bar is its height and the words above it."""
+    width = 0.8 / max(1, len(series))
+    for number, (label, bars) in enumerate(series.items()):
+        places = [place + (number - (len(series) - 1) / 2) * width for place in range(len(names))]
+        heights = [height for height, _ in bars]
+        drawn = axes.bar(places, heights, width * 0.92, label=label, color=COLOURS[number % len(COLOURS)])
+        axes.bar_label(drawn, [words for _, words in bars], fontsize=8, padding=2)
+    axes.set_xticks(range(len(names)), names)
+    axes.margins(y=0.15)
+    axes.legend(frameon=False, fontsize=9, ncols=len(series))
+
+
+def _median(records: Sequence[Mapping[str, Any]], key: str) -> float:
+    return statistics.median(record[key] for record in records)
+
+
+def serving(kept: Mapping[str, Any], target: Path) -> bool:
+    """How near each case comes to its limit, and whose CPU time an output token takes. False without matplotlib."""
+    figure = _figure(2, f"kvkeep on {kept['machine']['cores']} cores, {kept['machine']['processor']}")
+    if figure is None:
+        return False
+    near, cost = figure.axes
+    runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for record in kept["runs"]:
+        runs.setdefault((record["dtype"], record["case"]), []).append(record)
+    cases = list(dict.fromkeys(case for _, case in runs))
+    dtypes = list(dict.fromkeys(dtype for dtype, _ in runs))
+    series = {}
+    for dtype in dtypes:
+        series[dtype] = [
+            (
+                100 * _median(runs[dtype, case], "limit_s") / _median(runs[dtype, case], "seconds"),
+                f"{_median(runs[dtype, case], 'output_tokens_per_s'):.0f} tok/s",
+            )
+            for case in cases
+        ]
+    _bars(near, cases, series)
+    near.set_ylabel("% of the machine's limit")
+    near.set_title("speed (above the bars: output tokens per second)", fontsize=10, loc="left")
+    bottoms = [0.0] * len(runs)
+    for number, process in enumerate(kept["runs"][0]["cpu_s"]):
+        heights = [
+            1e3
+            * statistics.median(run["cpu_s"][process] / (run["output_tokens_per_s"] * run["seconds"]) for run in group)
+            for group in runs.values()
+        ]
+        cost.bar(range(len(runs)), heights, 0.7, bottom=bottoms, label=process, color=COLOURS[number % len(COLOURS)])
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    cost.set_xticks(range(len(runs)), [f"{case}\n{dtype}" for dtype, case in runs])
+    cost.set_ylabel("CPU ms per output token")
+    cost.set_title("whose CPU time an output token takes, prompts included", fontsize=10, loc="left")
+    cost.legend(frameon=False, fontsize=9, ncols=5)
+    figure.savefig(target)
+    return True
+
+
+def peers(kept: Mapping[str, Any], target: Path) -> bool:
+    """Every engine as a share of the machine's limit, a panel for each data type. False without matplotlib."""
+    dtypes = list(dict.fromkeys(record["dtype"] for record in kept["runs"]))
+    figure = _figure(len(dtypes), f"{kept['machine']['cores']} cores, {kept['machine']['processor']}")
+    if figure is None:
+        return False
+    cases = sorted({record["case"] for record in kept["runs"]})
+    engines = list(dict.fromkeys(record["engine"] for record in kept["runs"]))
+    for axes, dtype in zip(figure.axes, dtypes, strict=True):
+        series = {}
+        for engine in engines:
+            series[engine] = [_share(kept["runs"], dtype, case, engine) for case in cases]
+        _bars(axes, cases, series)
+        axes.set_ylabel("% of the machine's limit")
+        axes.set_title(f"{dtype} (above the bars: output tokens per second)", fontsize=10, loc="left")
+    figure.savefig(target)
+    return True
+
+
+def _share(runs: Sequence[Mapping[str, Any]], dtype: str, case: str, engine: str) -> tuple[float, str]:
+    """Height and words of a bar; none where nothing was measured."""
+    group = [run for run in runs if (run["dtype"], run["case"], run["engine"]) == (dtype, case, engine)]
+    if not group:
+        return 0.0, ""
+    share = 100 * _median(group, "limit_s") / _median(group, "seconds")
+    return share, f"{_median(group, 'output_tokens_per_s'):.0f}"
