@@ -39,6 +39,7 @@ class PeerProcess:
         threads = len(os.sched_getaffinity(0))
         self._command = [str(python), str(ADAPTERS / peer.adapter), str(model), dtype, str(threads), str(cache)]
         self._unread = b""
+        self._busy = True
 
     def __enter__(self) -> Self:
         kept = {name: value for name, value in os.environ.items() if name not in HIDDEN and name[:7] != "KVKEEP_"}
@@ -54,7 +55,7 @@ class PeerProcess:
             )
         try:
             self.version = self._answer(START_SECONDS)["ready"]
-            self._signal(signal.SIGSTOP)
+            self._sleep()
         except BaseException:
             self.close()
             raise
@@ -81,8 +82,8 @@ class PeerProcess:
         return Run(Times(times, sum(map(len, prompts))), Usage(), outputs, 0)
 
     def close(self) -> None:
-        """Ends the process and what it started."""
-        self._signal(signal.SIGCONT)
+        """Ends the process and what it started: at once when it is at work, which nobody waits for any more."""
+        self._signal(signal.SIGKILL if self._busy else signal.SIGCONT)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
@@ -95,9 +96,19 @@ class PeerProcess:
 
     @contextlib.contextmanager
     def _awake(self) -> Iterator[None]:
+        self._busy = True
         self._signal(signal.SIGCONT)
-        yield
-        # Some engines poll while they have nothing to do.
+        try:
+            yield
+        except BaseException:
+            # It would go on with what nobody waits for, beside those that are measured next.
+            self._signal(signal.SIGKILL)
+            raise
+        self._sleep()
+
+    def _sleep(self) -> None:
+        """Some engines poll while they have nothing to do."""
+        self._busy = False
         self._signal(signal.SIGSTOP)
 
     def _signal(self, number: int) -> None:

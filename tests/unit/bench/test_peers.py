@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.bench.peers import processes
 from tests.bench.peers.__main__ import report, still_of_interest
 from tests.bench.peers.processes import PeerError, PeerProcess
 from tests.bench.peers.set_up import ADAPTERS, PEERS, STAMP, Peer
@@ -58,6 +59,15 @@ def test_a_peer_gets_the_prompts_and_gives_times_and_tokens(tmp_path: Path) -> N
 def test_a_peer_that_fails_says_why(tmp_path: Path, body: str, reason: str) -> None:
     with peer(tmp_path, body) as process, pytest.raises(PeerError, match=reason):
         process.run(CASE, PROMPTS, 2)
+
+
+def test_a_peer_that_takes_too_long_is_ended_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "JOB_SECONDS", 0.2)
+    with peer(tmp_path, "import time; time.sleep(600)") as process:
+        with pytest.raises(PeerError, match="no answer within 0 s"):
+            process.run(CASE, PROMPTS, 2)
+        with pytest.raises(PeerError):
+            process.run(CASE, PROMPTS, 2)
 
 
 def test_a_peer_that_does_not_start_says_why(tmp_path: Path) -> None:
