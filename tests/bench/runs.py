@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import statistics
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,6 +74,8 @@ class Times:
 class Usage:
     """What the stack took while a case ran: CPU seconds and most resident bytes by process, most KV blocks."""
 
+    # What ran beside it, as a share of all cores: above a few percent the run says little.
+    others: float = 0.0
     cpu_seconds: dict[str, float] = field(default_factory=dict)
     resident_bytes: dict[str, int] = field(default_factory=dict)
     kv_blocks: int = 0
@@ -82,6 +84,7 @@ class Usage:
     def summary(self) -> dict[str, Any]:
         """For JSON."""
         return {
+            "others_cpu": round(self.others, 4),
             "kv_blocks": self.kv_blocks,
             "total_blocks": self.total_blocks,
             "cpu_s": {name: round(value, 3) for name, value in self.cpu_seconds.items()},
@@ -95,6 +98,25 @@ def processes(stack: Stack) -> dict[str, psutil.Process]:
     for child in found["cachemgr"].children(recursive=True):
         found["redis"] = child
     return {**found, "client": psutil.Process()}
+
+
+class Others:
+    """What processes other than `own` take of all cores, since it was made."""
+
+    def __init__(self, own: Iterable[psutil.Process]) -> None:
+        self._own = list(own)
+        self._begin = self._times()
+
+    def share(self) -> float:
+        """0 is nothing, 1 is all cores."""
+        seconds, busy, own = (after - before for after, before in zip(self._times(), self._begin, strict=True))
+        return max(0.0, busy - own) / max(seconds, 1e-9)
+
+    def _times(self) -> tuple[float, float, float]:
+        """Seconds of all cores together, those in which one was busy, and those of our own processes."""
+        times = psutil.cpu_times()
+        total, own = sum(times), sum(sum(process.cpu_times()[:2]) for process in self._own)
+        return total, total - times.idle - times.iowait, own
 
 
 @contextlib.asynccontextmanager
@@ -117,7 +139,7 @@ async def watched(stack: Stack) -> AsyncIterator[Usage]:
                 await look()
                 await asyncio.sleep(SAMPLE_SECONDS)
 
-        before = cpu_seconds(running)
+        before, others = cpu_seconds(running), Others(running.values())
         watching = asyncio.create_task(look_again())
         try:
             yield usage
@@ -125,6 +147,7 @@ async def watched(stack: Stack) -> AsyncIterator[Usage]:
             watching.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watching
+        usage.others = others.share()
         usage.cpu_seconds = {name: after - before[name] for name, after in cpu_seconds(running).items()}
         await look()
 

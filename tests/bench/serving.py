@@ -154,6 +154,7 @@ def show(records: Sequence[dict[str, Any]], lines: Sequence[str]) -> str:
                 f"{middle('inter_token_mean_ms') / middle('limit_step_ms'):.2f}",
                 f"{middle('kv_blocks'):.0f}",
                 f"{middle('cached_tokens'):.0f}",
+                f"{middle('others_cpu'):.0%}",
             ]
         )
         cells = [name]
@@ -176,6 +177,7 @@ def show(records: Sequence[dict[str, Any]], lines: Sequence[str]) -> str:
         "mean by\nlimit",
         "KV\nblocks",
         "cached\ntokens",
+        "others\nof CPU",
     )
     repeats = len(records) // len(names)
     title = f"{records[0]['dtype']}, medians of {repeats}"

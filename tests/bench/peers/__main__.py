@@ -100,7 +100,10 @@ def report(records: Sequence[Record], absent: Mapping[str, str]) -> str:
     head = ["", "", *engines, "best peer", "kvkeep by\nbest peer", "limit", "kvkeep\nof limit"]
     rows = [row(dtype, case, engines, group) for (dtype, case), group in groups.items()]
     repeats = max(record["repeat"] for record in records)
+    others = statistics.median(record["others_cpu"] for record in records)
+    most = max(record["others_cpu"] for record in records)
     lines = [f"\nmedians of {repeats}, engines in turns", "", table(head, rows), ""]
+    lines += [f"other processes took {others:.0%} of the cores during a run, {most:.0%} at most"]
     return "\n".join([*lines, *(f"not measured: {name}: {reason}" for name, reason in absent.items())])
 
 
@@ -180,6 +183,7 @@ def one_case(
             del engines[name]
             continue
         summary = {key: round(figure, 5) for key, figure in result.times.summary().items()}
+        summary["others_cpu"] = round(result.usage.others, 4)
         done.append({"dtype": dtype, "case": case.name, "repeat": repeat, "engine": name, **summary})
         note(f"{dtype} {case.name}, repeat {repeat}, {name}: {value(case.name, summary):.1f}")
     return done

@@ -13,8 +13,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import psutil
+
 from tests.bench.peers.set_up import ADAPTERS, Peer
-from tests.bench.runs import Run, Times, Usage
+from tests.bench.runs import Others, Run, Times, Usage
 from tests.bench.workloads import Case
 
 START_SECONDS = 900.0
@@ -70,16 +72,19 @@ class PeerProcess:
         with self._awake():
             assert self._process.stdin is not None
             try:
+                ours = psutil.Process(self._process.pid)
+                others = Others([ours, *ours.children(recursive=True), psutil.Process()])
                 self._process.stdin.write(json.dumps(job).encode() + b"\n")
                 self._process.stdin.flush()
-            except BrokenPipeError:
+                answer = self._answer(JOB_SECONDS)
+                usage = Usage(others=others.share())
+            except (BrokenPipeError, psutil.NoSuchProcess):
                 raise PeerError(self._last_words()) from None
-            answer = self._answer(JOB_SECONDS)
         times, outputs = answer["token_times"], answer["token_ids"]
         counts = {len(one) for one in (*times, *outputs)}
         if len(times) != len(prompts) or counts != {output_tokens}:
             raise PeerError(f"{case.name}: gave {sorted(counts)} tokens for {output_tokens}")
-        return Run(Times(times, sum(map(len, prompts))), Usage(), outputs, 0)
+        return Run(Times(times, sum(map(len, prompts))), usage, outputs, 0)
 
     def close(self) -> None:
         """Ends the process and what it started: at once when it is at work, which nobody waits for any more."""

@@ -173,6 +173,7 @@ def test_speed_is_shown_as_medians_of_the_repeats() -> None:
         "inter_token_p99_ms": 41.0,
         "kv_blocks": 7,
         "cached_tokens": 0,
+        "others_cpu": 0.02,
         "cpu_s": {"executor": 3.0},
         "resident_mb": {"executor": 900.0},
         "limit_s": 0.5,
@@ -181,6 +182,6 @@ def test_speed_is_shown_as_medians_of_the_repeats() -> None:
     records = [{"dtype": "float32", "case": "W1", "output_tokens_per_s": rate, **figures} for rate in (10, 90, 20)]
     shown = show(records, ["2 threads"])
     [row] = [line.split() for line in shown.splitlines() if line.startswith("W1") and "MB" not in line]
-    assert row == ["W1", "20.0", "30", "25%", "0.50", "0.90", "30.0", "29.0", "41.0", "3.00", "7", "0"]
+    assert row == ["W1", "20.0", "30", "25%", "0.50", "0.90", "30.0", "29.0", "41.0", "3.00", "7", "0", "2%"]
     assert "float32, medians of 3" in shown
     assert "3.00 s   900 MB" in shown
