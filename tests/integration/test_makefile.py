@@ -41,7 +41,8 @@ def make(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
 def test_help_comes_first_and_names_every_target() -> None:
     shown = make().stdout
     assert shown == make("help").stdout
-    for target in ("setup", "run-stack", "generate", "test", "lint", "fix", "types", "proto", "verify-protos", "clean"):
+    targets = "setup run-stack generate test lint fix types proto verify-protos bench-serving bench-peers peers clean"
+    for target in targets.split():
         assert f"  {target} " in shown
 
 
