@@ -81,13 +81,14 @@ proto: dev ## Generate the stubs
 
 ##@ Measure
 
-MEASUREMENTS := exactness bench-serving bench-peers bench-overhead bench-prefix bench-manager bench-trace
+MEASUREMENTS := exactness $(addprefix bench-,serving peers overhead prefix fairness manager trace)
 .PHONY: $(MEASUREMENTS) peers
 exactness: dev ## Compare greedy output with transformers in every combination of settings
 bench-serving: dev ## How fast the stack serves, beside what the machine can do at most
 bench-peers: dev ## The same beside other engines, which `make peers` installs
-bench-overhead: dev ## Where the time of a step goes
+bench-overhead: dev ## What the cache manager costs in a process of its own
 bench-prefix: dev ## What the reuse of a common prefix gains
+bench-fairness: dev ## What a long prompt does to those that stream
 bench-manager: dev ## What the cache manager's decisions cost
 bench-trace: dev ## What wishes gain on recorded requests: make bench-trace TRACE=file.jsonl
 $(MEASUREMENTS):

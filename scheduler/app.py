@@ -22,6 +22,7 @@ from scheduler.intake import Intake
 from scheduler.loop import StepLoop
 from scheduler.mailbox import Mailbox, Report, Stop
 from scheduler.metrics import RequestMetrics, StepTimes
+from scheduler.pace import Pace
 from scheduler.service import GenerationService
 from scheduler.settings import SchedulerSettings
 from scheduler.tokenizer import Model
@@ -118,7 +119,14 @@ class Scheduler:
                 loop.call_soon_threadsafe(fail)
 
         client = ExecutorClient(settings.executor_address, settings.scheduler_id, epoch, model=model, executor=executor)
-        steps = StepLoop(client, self._mailbox, publish, self.times, max_batched_tokens=settings.max_batched_tokens)
+        steps = StepLoop(
+            client,
+            self._mailbox,
+            publish,
+            self.times,
+            max_batched_tokens=settings.max_batched_tokens,
+            pace=Pace(settings.target_inter_token_seconds),
+        )
         # A daemon: an executor that never answers must not keep the process from ending.
         self._thread = threading.Thread(target=run, name="step-loop", daemon=True)
         self._thread.start()

@@ -11,6 +11,7 @@ from scheduler.errors import ExecutorLostError
 from scheduler.executor_client import ExecutorClient
 from scheduler.mailbox import Admitted, Cancel, Mail, Mailbox, ManagerLost, Report, Stop, SyncAnswer
 from scheduler.metrics import StepTimes, Timing
+from scheduler.pace import Pace
 from scheduler.running import RunningSet
 from scheduler.step_message import Flight, build_step
 
@@ -31,12 +32,14 @@ class StepLoop:
         times: StepTimes,
         *,
         max_batched_tokens: int,
+        pace: Pace,
     ) -> None:
         self._executor = executor
         self._mailbox = mailbox
         self._publish = publish
         self._times = times
         self._budget = max_batched_tokens
+        self._pace = pace
         self._running = RunningSet()
         self._in_flight: deque[Flight] = deque()
         self._next_step = 0
@@ -73,7 +76,7 @@ class StepLoop:
         if self._giving_up:
             return False
         started = time.perf_counter()
-        plan = self._running.plan(self._budget)
+        plan = self._running.plan(self._budget, self._pace)
         planned = time.perf_counter()
         if not plan.compute:
             return False
@@ -92,7 +95,9 @@ class StepLoop:
         result = self._executor.receive()
         self._timing.waiting_for_executor = time.perf_counter() - started
         self._timing.executor_idle = result.idle_time.ToTimedelta().total_seconds()
-        self._running.commit(self._in_flight.popleft(), result)
+        flight = self._in_flight.popleft()
+        self._running.commit(flight, result, time.monotonic())
+        self._pace.observe(flight.decoding, flight.prompt_tokens, result.compute_time.ToNanoseconds() / 1e9)
         self._times.add(self._timing)
         self._timing = Timing()
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from scheduler.pace import Pace
 from scheduler.sequence import Sequence
 
 
@@ -22,11 +23,12 @@ class Plan:
         return sum(count for _, count in self.compute)
 
 
-def plan_step(sequences: Seq[Sequence], budget: int) -> Plan:
+def plan_step(sequences: Seq[Sequence], budget: int, pace: Pace | None = None) -> Plan:
     """Plans one step of at most `budget` tokens over live sequences, given in order of rank.
 
-    Decoding sequences first, then known tokens in chunks, each in the given order. A sequence that waits for another
-    one's blocks starts once the planned tokens of that one, this step's included, reach them.
+    Decoding sequences first, then known tokens in chunks, each in the given order; `pace` bounds these beside sequences
+    that decode. A sequence that waits for another one's blocks starts once the planned tokens of that one, this step's
+    included, reach them.
     """
     plan = Plan()
     planned = {sequence.handle: sequence.planned for sequence in sequences}
@@ -59,6 +61,7 @@ def plan_step(sequences: Seq[Sequence], budget: int) -> Plan:
         if not grant(sequence):
             plan.idle.append(sequence)
 
+    budget = min(budget, _bound(plan, computing, pace, budget))
     blocked = computing
     progress = True
     while blocked and progress:
@@ -70,6 +73,16 @@ def plan_step(sequences: Seq[Sequence], budget: int) -> Plan:
                 progress |= grant(sequence)
         blocked = later
     return plan
+
+
+def _bound(plan: Plan, computing: Seq[Sequence], pace: Pace | None, budget: int) -> int:
+    """Prompt tokens that the pace allows beside those who decode in the plan."""
+    if pace is None or not plan.compute or not computing:
+        return budget
+    arrived = computing[0].request.arrived_at
+    older = sum(sequence.streams_since < arrived for sequence, _ in plan.compute)
+    bound = pace.tokens(len(plan.compute), older, len(computing))
+    return budget if bound is None else bound
 
 
 def trimmable(sequences: Seq[Sequence], stalled: Seq[Sequence]) -> list[Sequence]:

@@ -5,6 +5,7 @@ import bisect
 from protos.execution.v1 import execution_pb2
 from scheduler.errors import ExecutorLostError
 from scheduler.mailbox import Output, Progress, Report, SyncAnswer
+from scheduler.pace import Pace
 from scheduler.planner import Plan, choose_victim, plan_step, trimmable
 from scheduler.sequence import Exit, Sequence
 from scheduler.step_message import Flight
@@ -78,12 +79,12 @@ class RunningSet:
                 self.leave(self._by_handle[handle], Exit.RESTARTED)
         self.blocks_short = answer.blocks_short
 
-    def plan(self, budget: int) -> Plan:
+    def plan(self, budget: int, pace: Pace | None = None) -> Plan:
         """The next step, of at most `budget` tokens; makes room for sequences that cannot go on."""
-        plan = plan_step(self._ranked, budget)
+        plan = plan_step(self._ranked, budget, pace)
         if self._relieve(plan):
             # The victim must not compute, nor anybody start on blocks that it was about to fill.
-            plan = plan_step(self._ranked, budget)
+            plan = plan_step(self._ranked, budget, pace)
         return plan
 
     def _relieve(self, plan: Plan) -> bool:
@@ -107,8 +108,11 @@ class RunningSet:
         self.leave(victim, Exit.PREEMPTED)
         return True
 
-    def commit(self, flight: Flight, result: execution_pb2.StepResult) -> None:
-        """Takes the answer to a step. Raises ExecutorLostError when it is not the answer to what was asked."""
+    def commit(self, flight: Flight, result: execution_pb2.StepResult, now: float = 0.0) -> None:
+        """Takes the answer to a step, at `now` on the monotonic clock.
+
+        Raises ExecutorLostError when it is not the answer to what was asked.
+        """
         self._answered = self.report.step = flight.step
         waiting = {}
         for sequence, count, samples in flight.compute:
@@ -122,7 +126,9 @@ class RunningSet:
         if result.step != flight.step or set(result.sequences) != waiting.keys():
             raise ExecutorLostError(f"step {flight.step} was answered with other sequences than it sampled")
         for handle, token_id, stopped in zip(result.sequences, result.token_ids, result.stopped, strict=True):
-            self._sampled(waiting[handle], token_id, stopped)
+            sequence = waiting[handle]
+            sequence.streams_since = min(sequence.streams_since, now)
+            self._sampled(sequence, token_id, stopped)
         for logprobs in result.logprobs:
             output = self.report.outputs.get(result.sequences[logprobs.index])
             if output is not None:

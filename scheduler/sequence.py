@@ -1,6 +1,7 @@
 """One attempt to run a request: its tokens, blocks and how far the planned steps take it."""
 
 import enum
+import math
 from dataclasses import dataclass
 
 from scheduler.request import Candidate, Request
@@ -65,6 +66,8 @@ class Sequence:
         self.stopped = False
         self.exit: Exit | None = None
         self.last_step = 0
+        # When this attempt had its first token, on the monotonic clock.
+        self.streams_since = math.inf
         # Blocks per table that the executor has; only those behind them can be given back.
         self.sent_blocks = 0
         self.trim_unanswered = False

@@ -20,8 +20,11 @@ class SchedulerSettings(ProcessSettings):
         description="Stable name at the cache manager and the executor.",
     )
     metrics_address: MetricsAddress = Field("", description="Where Prometheus reads metrics; empty is off.")
-    max_batched_tokens: int = Field(
-        512, ge=1, le=65536, description="Tokens per step at most: fewer make decoding smoother and prompts slower."
+    max_batched_tokens: int = Field(512, ge=1, le=65536, description="Tokens per step at most.")
+    target_inter_token_seconds: float = Field(
+        0.0,
+        ge=0,
+        description="Time between tokens that prompts may cause; 0 is 1.4 times that of decoding alone.",
     )
     max_running: int = Field(64, ge=1, le=4096, description="Samples that hold blocks at a time.")
     max_waiting: int = Field(256, ge=1, description="Samples that may wait for blocks before requests are refused.")

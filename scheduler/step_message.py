@@ -14,6 +14,9 @@ class Flight:
     step: int
     # Each computing sequence with its token count and whether it samples.
     compute: list[tuple[Sequence, int, bool]] = field(default_factory=list)
+    # Of them, sequences that compute their last known token; and the tokens of the others.
+    decoding: int = 0
+    prompt_tokens: int = 0
 
 
 def build_step(number: int, plan: Plan, removed: list[int]) -> tuple[pb.Step, Flight]:
@@ -25,6 +28,9 @@ def build_step(number: int, plan: Plan, removed: list[int]) -> tuple[pb.Step, Fl
         if sequence.remaining > 1:
             message.chunk_sequences.append(sequence.handle)
             message.chunk_tokens.append(count)
+            flight.prompt_tokens += count
+        else:
+            flight.decoding += 1
         if sequence.started:
             _grow(message, sequence, sequence.planned + count)
         else:

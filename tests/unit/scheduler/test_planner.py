@@ -21,11 +21,12 @@ def sequence(
     max_tokens: int = 5,
     priority: int = 0,
     blocks: int | None = None,
+    arrived_at: float = 0.0,
     **fields: object,
 ) -> Sequence:
     """Admitted, with blocks for its prompt and one more unless said otherwise."""
     request = Request(
-        f"r{handle}", tuple(range(prompt)), max_tokens, pb.SamplingParams(), handle, 0.0, priority=priority
+        f"r{handle}", tuple(range(prompt)), max_tokens, pb.SamplingParams(), handle, arrived_at, priority=priority
     )
     count = -(-prompt // BLOCK) + 1 if blocks is None else blocks
     fields.setdefault("cached_tokens", 0)

@@ -1,0 +1,70 @@
+"""How many prompt tokens a step may compute beside sequences that decode. Pure: no clock, told what steps took."""
+
+from collections import deque
+from statistics import median
+
+# Of the time of a step that only decodes: how much more a single prompt may take.
+DEFAULT_SHARE = 0.4
+# Tokens that a prompt gets even when that is too slow, so that it always comes to its end.
+MIN_TOKENS = 4
+# Steps with prompts after which one without is due: what decoding alone takes changes with who decodes, and nothing
+# but such a step shows it.
+REFRESH_STEPS = 32
+# A median over these many steps: a single slow one, as another process causes it, moves nothing.
+_KEPT_DECODING, _KEPT_PROMPTS = 3, 5
+
+
+class Pace:
+    """Bounds prompt tokens so that streams keep their time between tokens.
+
+    The bound is a time: `target_seconds` between tokens, or with 0 a share of what decoding alone takes. What a prompt
+    token costs is learned from the last steps, so nothing here depends on the speed of the machine.
+    """
+
+    def __init__(self, target_seconds: float = 0.0) -> None:
+        self._target = target_seconds
+        # Seconds of steps that only decoded, and how many sequences the last of them had.
+        self._alone: deque[float] = deque(maxlen=_KEPT_DECODING)
+        self._sequences = 0
+        # Of steps with prompts: their prompt tokens, and the seconds that each of these took beyond decoding.
+        self._prompts: deque[tuple[int, float]] = deque(maxlen=_KEPT_PROMPTS)
+        self._since_alone = 0
+
+    def observe(self, decoding: int, prompt_tokens: int, seconds: float) -> None:
+        """A step has been answered: how many sequences decoded in it, its other tokens, and its time on the device."""
+        if prompt_tokens:
+            self._since_alone += 1
+            alone = median(self._alone) if decoding and self._alone else 0.0
+            self._prompts.append((prompt_tokens, max(0.0, seconds - alone) / prompt_tokens))
+        elif decoding:
+            self._since_alone = 0
+            self._sequences = decoding
+            self._alone.append(seconds)
+
+    def tokens(self, decoding: int, older: int, waiting: int) -> int | None:
+        """Prompt tokens that the next step may compute; None is no bound, 0 is a step that shows what decoding takes.
+
+        decoding: sequences that decode in the step. older: of these, who had their first token when the first of the
+        waiting prompts arrived. waiting: sequences with a prompt to compute.
+        """
+        disturbed = decoding if self._target else older
+        if not disturbed:
+            # Prompts that came before every stream's first token owe nobody anything: a burst runs at full speed.
+            return None
+        if not self._alone or self._since_alone >= REFRESH_STEPS or not self._resembles(decoding):
+            return 0
+        alone = median(self._alone)
+        if alone <= 0:
+            # An executor that tells no times cannot be paced.
+            return None
+        # Each prompt behind the first claims what one stream has: many may slow a few streams down.
+        extra = self._target - alone if self._target else alone * (DEFAULT_SHARE + (waiting - 1) / older)
+        if not self._prompts or extra <= 0:
+            return MIN_TOKENS
+        each = median(seconds for _, seconds in self._prompts)
+        # Never far beyond what has been measured: few tokens say little about the cost of many.
+        most = 2 * max(tokens for tokens, _ in self._prompts)
+        return max(MIN_TOKENS, most if each * most <= extra else int(extra / each))
+
+    def _resembles(self, decoding: int) -> bool:
+        return self._sequences <= 2 * decoding and decoding <= 2 * self._sequences

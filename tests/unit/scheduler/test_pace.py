@@ -1,0 +1,199 @@
+"""The pace of prompts beside decoding sequences: any machine, any noise."""
+
+import itertools
+from collections import deque
+from statistics import median
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler.mailbox import Report
+from scheduler.pace import DEFAULT_SHARE, MIN_TOKENS, REFRESH_STEPS, Pace
+from scheduler.planner import plan_step
+from scheduler.running import RunningSet
+from scheduler.sequence import Sequence
+from scheduler.step_message import Flight, build_step
+from tests.unit.scheduler.test_planner import answer, sequence
+
+BUDGET = 512
+
+
+class Machine:
+    """A device whose steps take a time for itself, one for each decoding sequence and one for each prompt token."""
+
+    def __init__(self, fixed: float, row: float, token: float) -> None:
+        self.fixed, self.row, self.token = fixed, row, token
+
+    def seconds(self, decoding: int, prompt_tokens: int) -> float:
+        return self.fixed + self.row * decoding + self.token * prompt_tokens
+
+
+machines = st.builds(
+    Machine, fixed=st.floats(1e-4, 0.1), row=st.floats(0, 1e-2), token=st.floats(1e-6, 1e-2, allow_subnormal=False)
+)
+
+
+def steps(pace: Pace, machine: Machine, count: int, *, decoding: int = 4, noise: object = ()) -> list[int]:
+    """Prompt tokens of each of `count` steps with an endless prompt, one step ahead of what was answered."""
+    noises = itertools.cycle(noise or [1.0])  # type: ignore[call-overload]
+    in_flight: deque[int] = deque()
+    given: list[int] = []
+    for _ in range(count):
+        bound = pace.tokens(decoding, decoding, 1)
+        given.append(BUDGET - decoding if bound is None else min(BUDGET - decoding, bound))
+        in_flight.append(given[-1])
+        if len(in_flight) == 2:
+            tokens = in_flight.popleft()
+            pace.observe(decoding, tokens, machine.seconds(decoding, tokens) * next(noises))
+    return given
+
+
+def ideal(machine: Machine, decoding: int, share: float = DEFAULT_SHARE) -> float:
+    """Prompt tokens that take this share of decoding alone."""
+    return machine.seconds(decoding, 0) * share / machine.token
+
+
+@given(machines, st.integers(1, 64))
+def test_it_converges_to_the_share_on_any_machine(machine: Machine, decoding: int) -> None:
+    given_tokens = steps(Pace(), machine, 200, decoding=decoding)[100:]
+    wanted = max(MIN_TOKENS, min(BUDGET - decoding, ideal(machine, decoding)))
+    assert all(tokens == 0 or abs(tokens - wanted) < 1.5 for tokens in given_tokens)
+
+
+@given(machines, st.lists(st.floats(0.9, 1.1), min_size=5, max_size=50))
+def test_noise_does_not_carry_it_away(machine: Machine, noise: list[float]) -> None:
+    given_tokens = [tokens for tokens in steps(Pace(), machine, 400, noise=noise)[200:] if tokens]
+    wanted = min(BUDGET - 4, ideal(machine, 4))
+    assert median(given_tokens) <= max(MIN_TOKENS, 3 * wanted)
+    assert median(given_tokens) >= min(MIN_TOKENS, wanted / 3)
+
+
+@given(machines, st.sampled_from([0.25, 4.0]))
+def test_it_follows_a_machine_that_becomes_faster_or_slower(machine: Machine, factor: float) -> None:
+    pace = Pace()
+    steps(pace, machine, 100)
+    changed = Machine(machine.fixed, machine.row, machine.token * factor)
+    wanted = max(MIN_TOKENS, min(BUDGET - 4, ideal(changed, 4)))
+    assert all(tokens == 0 or abs(tokens - wanted) < 1.5 for tokens in steps(pace, changed, 200)[100:])
+
+
+@given(st.lists(st.floats(-1, 100), min_size=1, max_size=30), st.floats(0, 1), st.integers(1, 64))
+def test_whatever_it_is_told_a_prompt_is_held_up_for_a_few_steps_only(
+    told: list[float], target: float, decoding: int
+) -> None:
+    pace, seconds = Pace(target), itertools.cycle(told)
+    held = 0
+    for _ in range(4 * REFRESH_STEPS):
+        tokens = pace.tokens(decoding, decoding, 1)
+        held = held + 1 if tokens == 0 else 0
+        assert held <= 1
+        assert tokens is None or tokens == 0 or tokens >= MIN_TOKENS
+        pace.observe(decoding, BUDGET if tokens is None else tokens, next(seconds))
+
+
+@given(
+    st.lists(st.floats(0, 10), min_size=1, max_size=20),
+    st.lists(st.tuples(st.integers(1, 60), st.integers(1, 30)), min_size=1, max_size=12),
+    st.sampled_from([0.0, 0.01, 5.0]),
+    st.integers(1, 64),
+)
+def test_everybody_ends_within_the_budget_however_long_the_steps_take(
+    told: list[float], requests: list[tuple[int, int]], target: float, budget: int
+) -> None:
+    running, pace, seconds = RunningSet(), Pace(target), itertools.cycle(told)
+    waiting = [
+        sequence(handle, prompt, max_tokens=output, blocks=(prompt + output) // 4 + 1)
+        for handle, (prompt, output) in enumerate(requests, 1)
+    ]
+    total, work = len(waiting), sum(prompt + output for prompt, output in requests)
+    in_flight: list[Flight] = []
+    released, number = Report().released, 0
+    while waiting or len(running):
+        # Somebody arrives while the others run.
+        if waiting and number % 3 == 0:
+            running.admit(waiting.pop(0))
+        plan = running.plan(budget, pace)
+        assert plan.num_tokens <= budget
+        if plan.compute:
+            in_flight.append(build_step(number + 1, plan, running.removed)[1])
+            running.removed = []
+        number += 1
+        assert in_flight or waiting
+        if in_flight and (len(in_flight) == 2 or not plan.compute):
+            flight = in_flight.pop(0)
+            answer(running, flight)
+            pace.observe(flight.decoding, flight.prompt_tokens, next(seconds))
+        released += running.take_report().released
+        assert number <= 3 * total + 6 * work + REFRESH_STEPS
+    assert len(released) == total
+
+
+def streaming(handle: int, since: float) -> Sequence:
+    """A sequence that decodes and had its first token at a time."""
+    item = sequence(handle, 8, max_tokens=50, blocks=20)
+    running = RunningSet()
+    running.admit(item)
+    answer(running, build_step(1, plan_step([item], 64), [])[1])
+    item.streams_since = since
+    return item
+
+
+def test_a_prompt_owes_consideration_only_to_streams_that_were_there_before_it() -> None:
+    def planned(since: float, arrived_at: float) -> int:
+        pace = Pace()
+        pace.observe(1, 0, 0.02)
+        pace.observe(1, 100, 0.12)
+        prompt = sequence(2, 400, blocks=110, arrived_at=arrived_at)
+        plan = plan_step([streaming(1, since), prompt], 200, pace)
+        return {item.handle: count for item, count in plan.compute}[2]
+
+    # 40 % of 20 ms, at 1 ms for each token.
+    assert planned(since=1.0, arrived_at=2.0) == 8
+    assert planned(since=2.0, arrived_at=1.0) == 199
+
+
+def test_many_prompts_may_slow_few_streams_down() -> None:
+    pace = Pace()
+    pace.observe(2, 0, 0.02)
+    pace.observe(2, 100, 0.12)
+    assert [pace.tokens(2, 2, waiting) for waiting in (1, 2, 4)] == [8, 18, 38]
+
+
+def test_nobody_is_held_up_where_nobody_decodes() -> None:
+    assert Pace().tokens(0, 0, 3) is None
+    assert Pace(0.001).tokens(0, 0, 3) is None
+
+
+def test_a_target_is_kept_whoever_was_there_first() -> None:
+    pace = Pace(0.03)
+    pace.observe(2, 0, 0.02)
+    pace.observe(2, 100, 0.12)
+    assert pace.tokens(2, 0, 9) == 9
+    pace.observe(2, 0, 0.05)
+    pace.observe(2, 0, 0.05)
+    assert pace.tokens(2, 0, 9) == MIN_TOKENS
+
+
+def test_what_decoding_takes_is_looked_up_again_after_many_steps_and_when_twice_as_many_decode() -> None:
+    pace = Pace()
+    pace.observe(2, 0, 0.02)
+    for _ in range(REFRESH_STEPS):
+        assert pace.tokens(2, 2, 1) != 0
+        pace.observe(2, 8, 0.03)
+    assert pace.tokens(2, 2, 1) == 0
+    pace.observe(2, 0, 0.02)
+    assert pace.tokens(2, 2, 1) != 0
+    assert pace.tokens(5, 5, 1) == 0
+
+
+def test_few_tokens_say_little_about_many() -> None:
+    pace = Pace()
+    pace.observe(4, 0, 0.02)
+    pace.observe(4, 8, 0.02)
+    assert pace.tokens(4, 4, 1) == 16
+
+
+def test_an_executor_that_tells_no_times_is_not_paced() -> None:
+    pace = Pace()
+    pace.observe(4, 0, 0.0)
+    assert pace.tokens(4, 4, 1) is None
