@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -18,7 +18,8 @@ from supervisor import is_serving
 ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 120.0
 STOP_SECONDS = 15.0
-PROCESSES = ("cachemgr", "executor", "scheduler")
+# What runs as each process, in the order in which they start.
+MODULES = {"cachemgr": "cachemgr", "executor": "executor", "scheduler": "scheduler"}
 
 
 def model_cache() -> Path:
@@ -30,15 +31,17 @@ class Stack:
     """cachemgr (with an embedded Redis), executor and scheduler as processes. Use it in a with statement.
 
     `settings` are environment variables without their KVKEEP_ prefix, in lower case: executor_max_tokens=2048.
+    Benchmarks put `modules` of their own in the place of processes, or leave some out.
     """
 
-    def __init__(self, **settings: object) -> None:
+    def __init__(self, *, modules: Mapping[str, str] = MODULES, **settings: object) -> None:
         # Unix socket paths are short: the usual temporary folders of tests are not.
         self.folder = Path(tempfile.mkdtemp(prefix="kvk-", dir="/tmp"))
         self.scheduler = f"unix:{self.folder}/scheduler.sock"
         self.cachemgr = f"unix:{self.folder}/cachemgr.sock"
         self.admin = f"unix:{self.folder}/admin.sock"
         self.executor = f"unix:{self.folder}/executor.sock"
+        self.modules = modules
         self._children: dict[str, Child] = {}
         self._environment = {name: value for name, value in os.environ.items() if not name.startswith("KVKEEP_")}
         defaults: dict[str, object] = {
@@ -59,9 +62,9 @@ class Stack:
 
     def __enter__(self) -> Self:
         try:
-            for name in PROCESSES:
+            for name in self.modules:
                 self.start(name)
-            for name in PROCESSES:
+            for name in self.modules:
                 self.wait_until_serving(name)
         except BaseException:
             self.stop()
@@ -77,7 +80,9 @@ class Stack:
 
     def start(self, name: str) -> None:
         """Starts one process; it never outlives this one."""
-        child = Child(name, self._environment, folder=ROOT, log=self.log_path(name), stop_seconds=STOP_SECONDS)
+        child = Child(
+            self.modules[name], self._environment, folder=ROOT, log=self.log_path(name), stop_seconds=STOP_SECONDS
+        )
         self._children[name] = child
         child.start()
 

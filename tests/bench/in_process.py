@@ -1,0 +1,90 @@
+"""The scheduler with an allocator in its own process, `python -m tests.bench.in_process`: what kvkeep is compared with.
+
+The same classes decide about the same blocks; what is missing is the process between them: no call leaves the process,
+nothing is copied to Redis. Only executors come over gRPC, to register.
+"""
+
+import asyncio
+import os
+import sys
+import time
+from typing import Any
+from unittest import mock
+
+from prometheus_client import Counter
+
+from cachemgr.__main__ import collect_rarely
+from cachemgr.api import ManagerConfig
+from cachemgr.feed import EventFeed
+from cachemgr.manager import CacheManager
+from cachemgr.operations import ManagerClock, Operations
+from cachemgr.process import DATA_SERVICE
+from cachemgr.service import CacheManagerService, Domain
+from protos.kvcache.v1 import kvcache_pb2_grpc
+from protos.rpc import logs
+from protos.rpc.server import Server
+from protos.rpc.settings import load
+from scheduler import __main__ as scheduler
+from scheduler.settings import SchedulerSettings
+
+SYNC_BYTES = Counter("kvkeep_bench_sync_bytes", "Bytes that syncs would have on the wire.", ["direction"])
+# Nobody renews a lease here.
+LEASE_SECONDS = 36_000.0
+
+
+class NoStore:
+    """Remembers nothing."""
+
+    async def load(self, executor_id: str, epoch: int) -> None:
+        """Nothing."""
+
+    def replace(self, executor_id: str, epoch: int) -> None:
+        """Does nothing."""
+
+
+class LocalStub:
+    """The calls of the scheduler's cache client, answered where they are made."""
+
+    def __init__(self, operations: Operations) -> None:
+        self._operations = operations
+
+    def __getattr__(self, method: str) -> Any:
+        async def call(request: Any, **_: object) -> Any:
+            # Others on the loop get their turn, as they do while a call is on its way.
+            await asyncio.sleep(0)
+            answer = self._operations.run(method, request)
+            if method == "SyncSequences":
+                SYNC_BYTES.labels("request").inc(request.ByteSize())
+                SYNC_BYTES.labels("answer").inc(answer.ByteSize())
+            return answer
+
+        return call
+
+
+async def serve(settings: SchedulerSettings) -> int:
+    """Serves until a signal; returns the exit status."""
+    clock = ManagerClock(time.monotonic)
+    manager = CacheManager(time.time_ns(), clock, ManagerConfig(lease_seconds=LEASE_SECONDS))
+    operations = Operations(manager, clock)
+    domain = Domain(operations, NoStore(), EventFeed(lambda: manager.last_event))  # type: ignore[arg-type]
+    server = Server("cachemgr")
+    server.listen(
+        settings.cachemgr_address,
+        {
+            DATA_SERVICE: lambda to: kvcache_pb2_grpc.add_CacheManagerServiceServicer_to_server(
+                CacheManagerService(domain), to
+            )
+        },
+    )
+    await server.start()
+    server.set_serving(True)
+    collect_rarely()
+    with mock.patch.object(kvcache_pb2_grpc, "CacheManagerServiceStub", return_value=LocalStub(operations)):
+        status = await scheduler.serve(settings)
+    await server.stop()
+    return status
+
+
+if __name__ == "__main__":
+    logs.configure("scheduler", "info")
+    sys.exit(asyncio.run(serve(load(SchedulerSettings, os.environ))))
