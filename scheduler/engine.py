@@ -96,7 +96,7 @@ class Engine:
     def receive(self, report: Report) -> None:
         """Takes what a step brought: one call per step for all requests."""
         assert self._cache is not None
-        self.steps += report.step > 0
+        self.steps += report.steps
         for arrival in report.started:
             if (generation := self._live.get(arrival)) and generation.started_at is None:
                 generation.started_at = report.at
@@ -105,13 +105,12 @@ class Engine:
             self._metrics.preemptions.inc()
             if generation := self._live.get(arrival):
                 generation.preemptions += 1
-        for handle, output in report.outputs.items():
+        for output in report.outputs:
             if (generation := self._live.get(output.arrival)) and not generation.finished:
                 self._publish(generation, output, report.at)
-                # A token says that the prompt is computed.
-                for request in generation.followers:
-                    self._queue.push(Candidate(request, request.prompt_ids, parent=handle))
-                generation.followers = ()
+        self._metrics.output_tokens.inc(len(report.outputs))
+        if report.only_outputs:
+            return
         for candidate in report.again:
             if (generation := self._live.get(candidate.request.arrival)) and not generation.finished:
                 self._queue.push(candidate)
@@ -148,11 +147,14 @@ class Engine:
     def _publish(self, generation: Generation, output: Output, now: float) -> None:
         previous, first = generation.last_token_at, generation.first_token_at is None
         generation.feed(output, now)
-        self._metrics.output_tokens.inc(len(output.token_ids))
         (self._metrics.first_token if first else self._metrics.inter_token).observe(now - previous)
         if generation.finished and not output.finished:
             # A stop string: the step loop does not know of it.
             self._mailbox.put(Cancel(output.arrival))
+        # A token says that the prompt is computed.
+        for request in generation.followers:
+            self._queue.push(Candidate(request, request.prompt_ids, parent=output.sequence))
+        generation.followers = ()
 
     def _drop(self, samples: Seq[Request]) -> None:
         self._request_ids.remove(samples[0].request_id)

@@ -50,19 +50,16 @@ class Generation:
         self._news = news
 
     def feed(self, output: Output, now: float) -> None:
-        """Takes new tokens. Afterwards `finished` says whether the output has ended, here or by a stop string."""
+        """Takes a new token. Afterwards `finished` says whether the output has ended, here or by a stop string."""
         chunk = self._chunk
-        for index, token_id in enumerate(output.token_ids):
-            is_last = index == len(output.token_ids) - 1
-            chunk.token_ids.append(token_id)
-            chunk.logprobs.extend(output.logprobs[index : index + 1])
-            self.output_tokens += 1
-            if is_last and output.stopped:
-                self._end(pb.FINISH_REASON_STOP)
-            elif self._push(self._detokenizer.push(token_id)):
-                break
-            elif is_last and output.finished:
-                self._end(pb.FINISH_REASON_LENGTH)
+        chunk.token_ids.append(output.token_id)
+        if output.logprobs is not None:
+            chunk.logprobs.append(output.logprobs)
+        self.output_tokens += 1
+        if output.stopped:
+            self._end(pb.FINISH_REASON_STOP)
+        elif not self._push(self._detokenizer.push(output.token_id)) and output.finished:
+            self._end(pb.FINISH_REASON_LENGTH)
         self.first_token_at = self.first_token_at or now
         self.last_token_at = now
         self._news.set()

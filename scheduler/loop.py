@@ -78,9 +78,9 @@ class StepLoop:
         started = time.perf_counter()
         plan = self._running.plan(self._budget, self._pace)
         planned = time.perf_counter()
-        if not plan.compute:
+        if not plan.decoding and not plan.prompts:
             return False
-        self._running.report.started.extend(s.request.arrival for s, _ in plan.compute if not s.started)
+        self._running.report.started.extend(s.request.arrival for s, _ in plan.prompts if not s.started)
         message, flight = build_step(self._next_step, plan, self._running.removed)
         self._running.removed = []
         self._next_step += 1
@@ -97,13 +97,13 @@ class StepLoop:
         self._timing.executor_idle = result.idle_time.ToTimedelta().total_seconds()
         flight = self._in_flight.popleft()
         self._running.commit(flight, result, time.monotonic())
-        self._pace.observe(flight.decoding, flight.prompt_tokens, result.compute_time.ToNanoseconds() / 1e9)
+        self._pace.observe(len(flight.decoding), flight.prompt_tokens, result.compute_time.ToNanoseconds() / 1e9)
         self._times.add(self._timing)
         self._timing = Timing()
 
     def _wait(self) -> None:
         """Nothing can be planned and nothing is in flight: sleep until there is mail."""
-        self._tell()
+        self._tell(everything=True)
         started, live = time.perf_counter(), len(self._running)
         mails = self._mailbox.wait()
         if live:
@@ -136,9 +136,9 @@ class StepLoop:
             self._running.report.all_given_up = True
             self._giving_up = False
 
-    def _tell(self) -> None:
-        if not self._running.report.empty:
-            report = self._running.take_report()
+    def _tell(self, *, everything: bool = False) -> None:
+        report = self._running.take_report(everything=everything)
+        if not report.empty:
             report.at = time.monotonic()
             self._publish(report)
 

@@ -3,10 +3,11 @@
 import queue
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from protos.execution.v1 import execution_pb2
 from scheduler.request import Candidate
-from scheduler.sequence import Sequence
+from scheduler.sequence import Progress, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,33 +79,27 @@ class Mailbox:
         return [first, *self.take()]
 
 
-@dataclass(slots=True)
-class Output:
-    """New tokens of one request."""
+class Output(NamedTuple):
+    """A new token of one request."""
 
     arrival: int
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[execution_pb2.TokenLogprobs] = field(default_factory=list)
-    # Whether the last token is a stop id.
+    # Handle of its sequence.
+    sequence: int
+    token_id: int
+    # Whether the token is a stop id.
     stopped: bool = False
     finished: bool = False
-
-
-@dataclass(slots=True)
-class Progress:
-    """What one sequence has computed and generated since the last report."""
-
-    computed: int
-    token_ids: list[int] = field(default_factory=list)
+    logprobs: execution_pb2.TokenLogprobs | None = None
 
 
 @dataclass(slots=True)
 class Report:
     """What the step loop publishes, once per step for all requests. Requests are named by their arrival."""
 
+    # Number of the last answered step, and steps answered since the last report.
     step: int = 0
-    # By handle.
-    outputs: dict[int, Output] = field(default_factory=dict)
+    steps: int = 0
+    outputs: list[Output] = field(default_factory=list)
     started: list[int] = field(default_factory=list)
     # By handle.
     progress: dict[int, Progress] = field(default_factory=dict)
@@ -126,9 +121,13 @@ class Report:
     @property
     def empty(self) -> bool:
         """Whether there is nothing to tell."""
+        return not self.outputs and self.only_outputs
+
+    @property
+    def only_outputs(self) -> bool:
+        """Whether it concerns nobody but those who get tokens."""
         return not (
-            self.outputs
-            or self.started
+            self.started
             or self.progress
             or self.released
             or self.cancelled_tickets

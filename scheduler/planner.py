@@ -6,21 +6,34 @@ from dataclasses import dataclass, field
 from scheduler.pace import Pace
 from scheduler.sequence import Sequence
 
+# Tokens of room with which a decoding sequence is said to run out of it soon: a few steps more than a sync takes.
+SOON = 8
+
 
 @dataclass(slots=True)
 class Plan:
-    """One step. `compute` holds each computing sequence with its token count, joining ones included."""
+    """One step."""
 
-    compute: list[tuple[Sequence, int]] = field(default_factory=list)
+    # Sequences that compute one token and sample the next, as they do by silence.
+    decoding: list[Sequence] = field(default_factory=list)
+    # The others that compute, with their token counts; joining ones are among them.
+    prompts: list[tuple[Sequence, int]] = field(default_factory=list)
     # Running sequences that would decode by silence and must not.
     idle: list[Sequence] = field(default_factory=list)
     # Sequences that have no room for a single token more.
     stalled: list[Sequence] = field(default_factory=list)
+    # Whether a decoding sequence has room for less than SOON tokens.
+    tight: bool = False
+
+    @property
+    def compute(self) -> list[tuple[Sequence, int]]:
+        """All sequences that compute, with their token counts."""
+        return [*((sequence, 1) for sequence in self.decoding), *self.prompts]
 
     @property
     def num_tokens(self) -> int:
         """Tokens that the step computes."""
-        return sum(count for _, count in self.compute)
+        return len(self.decoding) + sum(count for _, count in self.prompts)
 
 
 def plan_step(sequences: Seq[Sequence], budget: int, pace: Pace | None = None) -> Plan:
@@ -31,17 +44,32 @@ def plan_step(sequences: Seq[Sequence], budget: int, pace: Pace | None = None) -
     included, reach them.
     """
     plan = Plan()
-    planned = {sequence.handle: sequence.planned for sequence in sequences}
-    decoding: list[Sequence] = []
     computing: list[Sequence] = []
     for sequence in sequences:
         if sequence.exit is not None:
             continue
-        if sequence.exhausted:
+        if sequence.known >= sequence.limit:
             # Its last token is on its way; silence would make another one.
             plan.idle.append(sequence)
-            continue
-        (decoding if sequence.started and sequence.remaining == 1 else computing).append(sequence)
+        elif not sequence.started or sequence.known - sequence.planned > 1:
+            computing.append(sequence)
+        elif len(plan.decoding) < budget and sequence.planned < sequence.capacity:
+            plan.decoding.append(sequence)
+            plan.tight |= sequence.planned + SOON > sequence.capacity
+        else:
+            plan.idle.append(sequence)
+            if sequence.planned >= sequence.capacity:
+                plan.stalled.append(sequence)
+    if computing:
+        left = budget - len(plan.decoding)
+        _add_prompts(plan, sequences, computing, min(left, _bound(plan, computing, pace, left)))
+    return plan
+
+
+def _add_prompts(plan: Plan, sequences: Seq[Sequence], computing: list[Sequence], budget: int) -> None:
+    planned = {sequence.handle: sequence.planned for sequence in sequences}
+    for sequence in plan.decoding:
+        planned[sequence.handle] += 1
 
     def grant(sequence: Sequence) -> bool:
         nonlocal budget
@@ -52,16 +80,11 @@ def plan_step(sequences: Seq[Sequence], budget: int, pace: Pace | None = None) -
         count = min(sequence.remaining, room, budget)
         if count < 1:
             return False
-        plan.compute.append((sequence, count))
+        plan.prompts.append((sequence, count))
         planned[sequence.handle] += count
         budget -= count
         return True
 
-    for sequence in decoding:
-        if not grant(sequence):
-            plan.idle.append(sequence)
-
-    budget = min(budget, _bound(plan, computing, pace, budget))
     blocked = computing
     progress = True
     while blocked and progress:
@@ -72,16 +95,15 @@ def plan_step(sequences: Seq[Sequence], budget: int, pace: Pace | None = None) -
             else:
                 progress |= grant(sequence)
         blocked = later
-    return plan
 
 
 def _bound(plan: Plan, computing: Seq[Sequence], pace: Pace | None, budget: int) -> int:
     """Prompt tokens that the pace allows beside those who decode in the plan."""
-    if pace is None or not plan.compute or not computing:
+    if pace is None or not plan.decoding:
         return budget
     arrived = computing[0].request.arrived_at
-    older = sum(sequence.streams_since < arrived for sequence, _ in plan.compute)
-    bound = pace.tokens(len(plan.compute), older, len(computing))
+    older = sum(sequence.streams_since < arrived for sequence in plan.decoding)
+    bound = pace.tokens(len(plan.decoding), older, len(computing))
     return budget if bound is None else bound
 
 

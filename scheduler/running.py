@@ -4,11 +4,15 @@ import bisect
 
 from protos.execution.v1 import execution_pb2
 from scheduler.errors import ExecutorLostError
-from scheduler.mailbox import Output, Progress, Report, SyncAnswer
+from scheduler.mailbox import Output, Report, SyncAnswer
 from scheduler.pace import Pace
 from scheduler.planner import Plan, choose_victim, plan_step, trimmable
 from scheduler.sequence import Exit, Sequence
 from scheduler.step_message import Flight
+
+# Progress that nobody waits for is told once in so many steps: the cache manager gives capacity ahead, and a call
+# per step would cost more than all else that it does.
+GATHER_STEPS = 8
 
 
 class RunningSet:
@@ -31,6 +35,13 @@ class RunningSet:
         # Handles that made room and whose release or trim is not answered: wait before asking for more.
         self._relief: set[int] = set()
         self._trimmed_last = False
+        # Sequences on their way out that a step in flight may touch.
+        self._leaving: list[Sequence] = []
+        # By the handle whose blocks they wait for.
+        self._followers: dict[int, list[Sequence]] = {}
+        # The step up to which everybody's progress was told, and whether it is wanted before its time.
+        self._told_step = 0
+        self._pressing = False
 
     def __len__(self) -> int:
         return len(self._ranked)
@@ -40,10 +51,21 @@ class RunningSet:
         """Live sequences in order of rank."""
         return self._ranked
 
-    def take_report(self) -> Report:
-        """The report since the last call."""
-        report, self.report = self.report, Report()
+    def take_report(self, *, everything: bool = True) -> Report:
+        """The report since the last call, with everybody's progress or, where that may wait, without it."""
+        report = self.report
+        report.step = self._answered
+        pressing = everything or self._pressing or report.released or report.trimmed or report.starving
+        if pressing or self._answered >= self._told_step + GATHER_STEPS:
+            self._told_step, self._pressing = self._answered, False
+            for sequence in self._ranked:
+                self._tell(sequence)
+        self.report = Report()
         return report
+
+    def _tell(self, sequence: Sequence) -> None:
+        if sequence.computed > sequence.told:
+            self.report.progress[sequence.handle] = sequence.progress()
 
     def admit(self, sequence: Sequence, *, valid: bool = True) -> None:
         """Takes over an admitted sequence; one that is not valid goes back to be admitted again."""
@@ -52,6 +74,8 @@ class RunningSet:
         bisect.insort(self._ranked, sequence, key=lambda item: item.request.rank)
         promised = sequence.cached_tokens
         writer = sequence.wait_for
+        if writer in self._by_handle:
+            self._followers.setdefault(writer, []).append(sequence)
         if not valid or (writer not in self._by_handle and self._released.get(writer, promised) < promised):
             self.leave(sequence, Exit.RESTARTED)
 
@@ -73,7 +97,7 @@ class RunningSet:
             sequence = self._by_handle.get(handle)
             # A trim on its way cuts off what was given before it.
             if sequence is not None and not sequence.trim_unanswered:
-                sequence.tables[group].extend(slots)
+                sequence.extend(group, slots)
         for handle in answer.void_handles:
             if handle in self._by_handle:
                 self.leave(self._by_handle[handle], Exit.RESTARTED)
@@ -85,6 +109,7 @@ class RunningSet:
         if self._relieve(plan):
             # The victim must not compute, nor anybody start on blocks that it was about to fill.
             plan = plan_step(self._ranked, budget, pace)
+        self._pressing |= plan.tight
         return plan
 
     def _relieve(self, plan: Plan) -> bool:
@@ -113,26 +138,36 @@ class RunningSet:
 
         Raises ExecutorLostError when it is not the answer to what was asked.
         """
-        self._answered = self.report.step = flight.step
+        self._answered = flight.step
+        self.report.steps += 1
         waiting = {}
-        for sequence, count, samples in flight.compute:
-            if sequence.stopped:
-                # The executor kept silent: the step was sent before the stop was seen.
-                continue
+        for sequence in flight.decoding:
+            # One that has stopped stays silent: the step was sent before the stop was seen.
+            if not sequence.stopped:
+                sequence.computed += 1
+                waiting[sequence.handle] = sequence
+        for sequence, count, samples in flight.prompts:
             sequence.computed += count
-            self._progress(sequence)
             if samples:
                 waiting[sequence.handle] = sequence
         if result.step != flight.step or set(result.sequences) != waiting.keys():
             raise ExecutorLostError(f"step {flight.step} was answered with other sequences than it sampled")
-        for handle, token_id, stopped in zip(result.sequences, result.token_ids, result.stopped, strict=True):
+        logprobs = {one.index: one for one in result.logprobs}
+        columns = zip(result.sequences, result.token_ids, result.stopped, strict=True)
+        for index, (handle, token_id, stopped) in enumerate(columns):
             sequence = waiting[handle]
-            sequence.streams_since = min(sequence.streams_since, now)
-            self._sampled(sequence, token_id, stopped)
-        for logprobs in result.logprobs:
-            output = self.report.outputs.get(result.sequences[logprobs.index])
-            if output is not None:
-                output.logprobs.append(logprobs)
+            sequence.token_ids.append(token_id)
+            finished = stopped or len(sequence.token_ids) >= sequence.limit
+            if sequence.exit is not Exit.CANCELLED:
+                arrival = sequence.request.arrival
+                self.report.outputs.append(Output(arrival, handle, token_id, stopped, finished, logprobs.get(index)))
+            if sequence.streams_since > now:
+                sequence.streams_since = now
+                # Its prompt can be shared from now on.
+                self._pressing = True
+            if finished:
+                sequence.stopped = stopped
+                self.leave(sequence, Exit.FINISHED)
         self._detach_leaving()
 
     def leave(self, sequence: Sequence, reason: Exit) -> None:
@@ -146,6 +181,8 @@ class RunningSet:
             self.removed.append(sequence.handle)
         if sequence.last_step <= self._answered:
             self._detach(sequence)
+        else:
+            self._leaving.append(sequence)
 
     def restart_all(self, *, executor_lost: bool) -> None:
         """Gives every sequence up, to be admitted again from its ids; nothing may be in flight any more."""
@@ -159,34 +196,19 @@ class RunningSet:
         assert not self._ranked
         if executor_lost:
             self.removed.clear()
-            self._answered = 0
+            self._answered = self._told_step = 0
         else:
             self._released.clear()
         self._relief.clear()
         self.blocks_short = 0
 
-    def _sampled(self, sequence: Sequence, token_id: int, stopped: bool) -> None:
-        sequence.token_ids.append(token_id)
-        sequence.sampled_ahead -= 1
-        sequence.stopped = stopped
-        self._progress(sequence).token_ids.append(token_id)
-        finished = stopped or len(sequence.token_ids) - len(sequence.request.prompt_ids) >= sequence.request.max_tokens
-        if sequence.exit is not Exit.CANCELLED:
-            output = self.report.outputs.setdefault(sequence.handle, Output(sequence.request.arrival))
-            output.token_ids.append(token_id)
-            output.stopped, output.finished = stopped, finished
-        if finished:
-            self.leave(sequence, Exit.FINISHED)
-
-    def _progress(self, sequence: Sequence) -> Progress:
-        progress = self.report.progress.setdefault(sequence.handle, Progress(sequence.computed))
-        progress.computed = sequence.computed
-        return progress
-
     def _detach_leaving(self) -> None:
-        for sequence in list(self._ranked):
-            if sequence.exit is not None and sequence.last_step <= self._answered:
+        leaving, self._leaving = self._leaving, []
+        for sequence in leaving:
+            if sequence.last_step <= self._answered:
                 self._detach(sequence)
+            else:
+                self._leaving.append(sequence)
 
     def _detach(self, sequence: Sequence) -> None:
         assert sequence.exit is not None
@@ -196,11 +218,12 @@ class RunningSet:
         del self._by_arrival[sequence.request.arrival]
         self._ranked.remove(sequence)
         self._released[sequence.handle] = sequence.computed
+        self._tell(sequence)
         self.report.released.append(sequence.handle)
         if not sequence.started:
             self.report.cancelled_tickets.extend(copy.ticket for copy in sequence.copies)
         if sequence.exit.comes_back:
             self.report.again.append(sequence.again())
-        for other in list(self._ranked):
-            if other.wait_for == sequence.handle and not other.started and other.cached_tokens > sequence.computed:
+        for other in self._followers.pop(sequence.handle, ()):
+            if not other.started and other.cached_tokens > sequence.computed:
                 self.leave(other, Exit.RESTARTED)

@@ -2,7 +2,7 @@
 
 import enum
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from scheduler.request import Candidate, Request
 
@@ -22,6 +22,14 @@ class Exit(enum.Enum):
         return self in (Exit.PREEMPTED, Exit.RESTARTED)
 
 
+@dataclass(slots=True)
+class Progress:
+    """What one sequence has computed and generated since the last report."""
+
+    computed: int
+    token_ids: list[int] = field(default_factory=list)
+
+
 @dataclass(frozen=True, slots=True)
 class Copy:
     """A transfer that must run before the sequence's first step."""
@@ -33,11 +41,38 @@ class Copy:
 
 
 class Sequence:
-    """Lengths, in tokens: computed (answered steps) <= planned (sent steps) <= capacity; planned < known.
+    """Lengths, in tokens: computed (answered steps) <= planned (sent steps) <= capacity; planned < known <= limit.
 
     `known` counts sampled tokens in flight too; `token_ids` holds only those that came back. The step loop's thread
-    owns every sequence from its admission on.
+    owns every sequence from its admission on. What it looks at in every step is kept, not computed.
     """
+
+    __slots__ = (
+        "attempt",
+        "block_size",
+        "cached_tokens",
+        "capacity",
+        "computed",
+        "copies",
+        "exit",
+        "handle",
+        "known",
+        "last_step",
+        "limit",
+        "planned",
+        "request",
+        "sent_blocks",
+        "sent_tokens",
+        "started",
+        "stopped",
+        "streams_since",
+        "tables",
+        "token_ids",
+        "told",
+        "told_tokens",
+        "trim_unanswered",
+        "wait_for",
+    )
 
     def __init__(
         self,
@@ -57,30 +92,29 @@ class Sequence:
         self.cached_tokens = cached_tokens
         self.computed = cached_tokens
         self.planned = cached_tokens
-        self.sampled_ahead = 0
+        self.known = len(self.token_ids)
+        # With so many known tokens, the sent steps bring all the output that it may have.
+        self.limit = len(self.request.prompt_ids) + self.request.max_tokens
         self.tables = tables
         self.block_size = block_size
+        self.capacity = 0
+        self._measure()
         self.wait_for = wait_for
         self.copies = copies
         self.started = False
         self.stopped = False
+        # What the cache manager has been told: computed tokens, and how many of the ids.
+        self.told = cached_tokens
+        self.told_tokens = len(self.token_ids)
         self.exit: Exit | None = None
         self.last_step = 0
         # When this attempt had its first token, on the monotonic clock.
         self.streams_since = math.inf
-        # Blocks per table that the executor has; only those behind them can be given back.
+        # Blocks per table that the executor has, and the tokens that fit into them; only what lies behind them can be
+        # given back.
         self.sent_blocks = 0
+        self.sent_tokens = 0
         self.trim_unanswered = False
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that fit into the tables."""
-        return min(len(table) for table in self.tables) * self.block_size
-
-    @property
-    def known(self) -> int:
-        """Tokens known once all sent steps are answered."""
-        return len(self.token_ids) + self.sampled_ahead
 
     @property
     def remaining(self) -> int:
@@ -92,20 +126,25 @@ class Sequence:
         """Output tokens once all sent steps are answered."""
         return self.known - len(self.request.prompt_ids)
 
-    @property
-    def exhausted(self) -> bool:
-        """Whether the sent steps already bring all the tokens it may have."""
-        return self.output_planned >= self.request.max_tokens
-
     def advance(self, count: int, step: int) -> bool:
         """Plans `count` more tokens in a step; returns whether that step samples."""
         assert 0 < count <= self.remaining
         assert self.planned + count <= self.capacity
         samples = count == self.remaining
         self.planned += count
-        self.sampled_ahead += samples
+        self.known += samples
         self.last_step = step
         return samples
+
+    def send(self, blocks: int) -> None:
+        """The executor has so many blocks of every table."""
+        self.sent_blocks = blocks
+        self.sent_tokens = blocks * self.block_size
+
+    def extend(self, group: int, slots: list[int]) -> None:
+        """Appends blocks to a table."""
+        self.tables[group] += slots
+        self._measure()
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold that many tokens."""
@@ -120,9 +159,18 @@ class Sequence:
         keep = self.spare_blocks_from()
         for table in self.tables:
             del table[keep:]
+        self._measure()
         self.trim_unanswered = True
         return keep * self.block_size
+
+    def progress(self) -> Progress:
+        """What is new since the last call."""
+        told, self.told, self.told_tokens = self.told_tokens, self.computed, len(self.token_ids)
+        return Progress(self.computed, self.token_ids[told:])
 
     def again(self) -> Candidate:
         """The request with all it has, as a fresh attempt."""
         return Candidate(self.request, tuple(self.token_ids), self.attempt + 1)
+
+    def _measure(self) -> None:
+        self.capacity = min(map(len, self.tables)) * self.block_size

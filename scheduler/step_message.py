@@ -12,36 +12,49 @@ class Flight:
     """A step that was sent and not answered."""
 
     step: int
-    # Each computing sequence with its token count and whether it samples.
-    compute: list[tuple[Sequence, int, bool]] = field(default_factory=list)
-    # Of them, sequences that compute their last known token; and the tokens of the others.
-    decoding: int = 0
-    prompt_tokens: int = 0
+    # Sequences that compute one token and sample the next.
+    decoding: list[Sequence] = field(default_factory=list)
+    # The other computing sequences with their token counts and whether they sample.
+    prompts: list[tuple[Sequence, int, bool]] = field(default_factory=list)
+
+    @property
+    def compute(self) -> list[tuple[Sequence, int, bool]]:
+        """All computing sequences with their token counts and whether they sample."""
+        return [*((sequence, 1, True) for sequence in self.decoding), *self.prompts]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of chunks; one of a single token takes what decoding does."""
+        return sum(count for _, count, _ in self.prompts if count > 1)
 
 
 def build_step(number: int, plan: Plan, removed: list[int]) -> tuple[pb.Step, Flight]:
     """The message of a step; moves the planned lengths of its sequences."""
     message = pb.Step(step=number, removed_sequences=removed)
     message.idle_sequences.extend(sequence.handle for sequence in plan.idle)
-    flight = Flight(number)
-    for sequence, count in plan.compute:
+    flight = Flight(number, plan.decoding)
+    for sequence in plan.decoding:
+        if sequence.planned >= sequence.sent_tokens:
+            _grow(message, sequence, sequence.planned + 1)
+        # As `advance`, of which this is every sequence's share in every step.
+        sequence.planned += 1
+        sequence.known += 1
+        sequence.last_step = number
+    for sequence, count in plan.prompts:
         if sequence.remaining > 1:
             message.chunk_sequences.append(sequence.handle)
             message.chunk_tokens.append(count)
-            flight.prompt_tokens += count
-        else:
-            flight.decoding += 1
         if sequence.started:
             _grow(message, sequence, sequence.planned + count)
         else:
             _join(message, sequence)
-        flight.compute.append((sequence, count, sequence.advance(count, number)))
+        flight.prompts.append((sequence, count, sequence.advance(count, number)))
     return message, flight
 
 
 def _join(message: pb.Step, sequence: Sequence) -> None:
     sequence.started = True
-    sequence.sent_blocks = min(sequence.blocks_for(len(sequence.token_ids)), len(sequence.tables[0]))
+    sequence.send(min(sequence.blocks_for(len(sequence.token_ids)), len(sequence.tables[0])))
     message.new_sequences.add(
         sequence=sequence.handle,
         token_ids=sequence.token_ids,
@@ -71,4 +84,4 @@ def _grow(message: pb.Step, sequence: Sequence, tokens: int) -> None:
         message.table_groups.append(group)
         message.table_counts.append(len(slots))
         message.table_slots.extend(slots)
-    sequence.sent_blocks = blocks
+    sequence.send(blocks)

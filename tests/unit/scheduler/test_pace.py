@@ -122,7 +122,7 @@ def test_everybody_ends_within_the_budget_however_long_the_steps_take(
         if in_flight and (len(in_flight) == 2 or not plan.compute):
             flight = in_flight.pop(0)
             answer(running, flight)
-            pace.observe(flight.decoding, flight.prompt_tokens, next(seconds))
+            pace.observe(len(flight.decoding), flight.prompt_tokens, next(seconds))
         released += running.take_report().released
         assert number <= 3 * total + 6 * work + REFRESH_STEPS
     assert len(released) == total
