@@ -4,7 +4,6 @@ Its settings are KVKEEP_ variables.
 """
 
 import asyncio
-import gc
 import os
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from cachemgr.process import CacheManagerProcess
 from cachemgr.settings import CachemgrSettings
 from protos.rpc import logs
 from protos.rpc.addresses import AddressError
+from protos.rpc.garbage import collect_rarely
 from protos.rpc.settings import load
 
 
@@ -46,17 +46,6 @@ def _serve() -> None:
     finally:
         if embedded is not None:
             embedded.stop()
-
-
-def collect_rarely() -> None:
-    """Makes full garbage collections a hundred times rarer.
-
-    They stop the process for a third of a second per million blocks, and find nothing there: a block that goes leaves
-    no cycle behind. What a call leaves is young and found by the other collections.
-    """
-    gc.freeze()
-    young, middle, _ = gc.get_threshold()
-    gc.set_threshold(young, middle, 1_000)
 
 
 async def _run(settings: CachemgrSettings, embedded: EmbeddedRedis | None) -> None:

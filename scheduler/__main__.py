@@ -9,17 +9,23 @@ import structlog
 
 from protos.rpc import logs
 from protos.rpc.addresses import AddressError
+from protos.rpc.garbage import collect_rarely
 from protos.rpc.server import Server
 from protos.rpc.settings import load
 from scheduler.app import Scheduler
 from scheduler.service import SERVICE
 from scheduler.settings import SchedulerSettings
 
+# Longest time that one thread keeps others from running, in seconds: a tenth of what Python sets. The step loop has
+# little to do in each step, and must not wait for a whole turn of what writes to the callers.
+SWITCH_SECONDS = 0.0005
+
 log = structlog.get_logger()
 
 
 async def serve(settings: SchedulerSettings) -> int:
     """Serves until a signal; returns the exit status."""
+    sys.setswitchinterval(SWITCH_SECONDS)
     scheduler = Scheduler(settings)
     server = Server("scheduler", metrics_address=settings.metrics_address, insecure=settings.insecure)
     server.listen(settings.scheduler_address, {SERVICE: scheduler.service.add_to}, setting="KVKEEP_SCHEDULER_ADDRESS")
@@ -31,6 +37,7 @@ async def serve(settings: SchedulerSettings) -> int:
 
     async def become_ready() -> None:
         await scheduler.start()
+        collect_rarely()
         server.set_serving(True)
         await scheduler.failed.wait()
         # Nothing can be repaired from here: end as on SIGTERM, with another status.

@@ -13,7 +13,6 @@ from unittest import mock
 
 from prometheus_client import Counter
 
-from cachemgr.__main__ import collect_rarely
 from cachemgr.api import ManagerConfig
 from cachemgr.feed import EventFeed
 from cachemgr.manager import CacheManager
@@ -78,7 +77,6 @@ async def serve(settings: SchedulerSettings) -> int:
     )
     await server.start()
     server.set_serving(True)
-    collect_rarely()
     with mock.patch.object(kvcache_pb2_grpc, "CacheManagerServiceStub", return_value=LocalStub(operations)):
         status = await scheduler.serve(settings)
     await server.stop()

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cachemgr.__main__ import collect_rarely
 from cachemgr.api import Retention, RetentionRange
+from protos.rpc.garbage import collect_rarely
 from tests.bench import manager_rpc
 from tests.bench.driver import CONFIG, Driver, prompt
 
