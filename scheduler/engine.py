@@ -17,6 +17,9 @@ from scheduler.tokenizer import Model
 from scheduler.waiting_queue import WaitingQueue
 
 RETRY_SECONDS = 1.0
+# Every stream gets a message as often as one such time for each stream has passed: with few streams that is for every
+# token, with very many for several at once, or writing would leave no time for anything else.
+MESSAGE_SECONDS = 1e-4
 
 
 class Engine:
@@ -40,6 +43,10 @@ class Engine:
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
+        # Who has tokens that are not announced, when all were told last, and what will tell them.
+        self._unannounced: set[Generation] = set()
+        self._announced_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
 
     def attach(self, cache: CacheClient) -> None:
         """Names the cache client, which is built around this object."""
@@ -109,6 +116,7 @@ class Engine:
             if (generation := self._live.get(output.arrival)) and not generation.finished:
                 self._publish(generation, output, report.at)
         self._metrics.output_tokens.inc(len(report.outputs))
+        self._announce()
         if report.only_outputs:
             return
         for candidate in report.again:
@@ -151,10 +159,32 @@ class Engine:
         if generation.finished and not output.finished:
             # A stop string: the step loop does not know of it.
             self._mailbox.put(Cancel(output.arrival))
+        if first or generation.finished:
+            generation.announce()
+        else:
+            self._unannounced.add(generation)
         # A token says that the prompt is computed.
         for request in generation.followers:
             self._queue.push(Candidate(request, request.prompt_ids, parent=output.sequence))
         generation.followers = ()
+
+    def _announce(self) -> None:
+        """Announces what is not announced, or sees to it that it will be."""
+        if not self._unannounced or self._timer is not None:
+            return
+        loop = asyncio.get_running_loop()
+        left = self._announced_at + MESSAGE_SECONDS * len(self._live) - loop.time()
+        if left > 0:
+            self._timer = loop.call_later(left, self._announce_all)
+        else:
+            self._announce_all()
+
+    def _announce_all(self) -> None:
+        self._timer = None
+        self._announced_at = asyncio.get_running_loop().time()
+        for generation in self._unannounced:
+            generation.announce()
+        self._unannounced.clear()
 
     def _drop(self, samples: Seq[Request]) -> None:
         self._request_ids.remove(samples[0].request_id)

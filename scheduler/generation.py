@@ -50,7 +50,10 @@ class Generation:
         self._news = news
 
     def feed(self, output: Output, now: float) -> None:
-        """Takes a new token. Afterwards `finished` says whether the output has ended, here or by a stop string."""
+        """Takes a new token; `announce` tells the caller's side of it.
+
+        Afterwards `finished` says whether the output has ended, here or by a stop string.
+        """
         chunk = self._chunk
         chunk.token_ids.append(output.token_id)
         if output.logprobs is not None:
@@ -62,6 +65,9 @@ class Generation:
             self._end(pb.FINISH_REASON_LENGTH)
         self.first_token_at = self.first_token_at or now
         self.last_token_at = now
+
+    def announce(self) -> None:
+        """There is something to take."""
         self._news.set()
 
     def fail(self, error: ServiceError) -> None:
