@@ -19,6 +19,10 @@ from protos.rpc.errors import ServiceError
 # ruff: noqa: N802, ARG002
 
 
+# Others wait for so many at most.
+MAX_ADMISSIONS = 256
+
+
 @dataclass(frozen=True)
 class Domain:
     """What all services share."""
@@ -75,6 +79,23 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
     async def AdmitSequence(self, request: pb.AdmitSequenceRequest, context: Any) -> Any:
         """Matches, claims and allocates."""
         return self._run("AdmitSequence", request)
+
+    async def AdmitSequences(self, request: pb.AdmitSequencesRequest, context: Any) -> pb.AdmitSequencesResponse:
+        """Admits as many as it can; the first one's error is the call's."""
+        if not 1 <= len(request.admissions) <= MAX_ADMISSIONS:
+            raise InvalidField("admissions", f"must have 1 to {MAX_ADMISSIONS} entries")
+        answers: list[pb.AdmitSequenceResponse] = []
+        for admission in request.admissions:
+            try:
+                answers.append(self._run("AdmitSequence", admission))
+            except ServiceError as error:
+                if answers:
+                    break
+                error.fields = {f"admissions[0].{field}": text for field, text in error.fields.items()}
+                raise
+            if not answers[-1].admitted:
+                break
+        return pb.AdmitSequencesResponse(answers=answers)
 
     async def SyncSequences(self, request: pb.SyncSequencesRequest, context: Any) -> Any:
         """Takes progress, gives capacity."""

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from collections.abc import Sequence as Seq
 from typing import Protocol, TypeVar
 
 import grpc
@@ -25,6 +26,9 @@ LONGEST_BACKOFF = 1.0
 # Blocks can become free without our doing (copies end, other schedulers release): while somebody wants some, ask.
 POLL_SECONDS = 0.05
 RETRY_REFUSED_SECONDS = 0.25
+# Admissions in one call, and tokens in all of them: what the manager does within a few milliseconds.
+MAX_ADMISSIONS = 32
+MAX_ADMITTED_TOKENS = 32_768
 
 _AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 # Statuses that are about this one request and will not change.
@@ -159,9 +163,9 @@ class CacheClient:
     async def _turn(self) -> None:
         if self._batch.urgent or time.monotonic() >= self._next_sync:
             await self._sync()
-        candidate = self._next_candidate()
-        if candidate is not None:
-            await self._admit(candidate)
+        candidates = self._next_candidates()
+        if candidates:
+            await self._admit(candidates)
         elif not self._batch.urgent:
             self._wake.clear()
             try:
@@ -175,16 +179,22 @@ class CacheClient:
         wanting = self._batch.starving or self._short or self._refused is not None
         return self._synced_at + (min(POLL_SECONDS, self._lease / 3) if wanting else self._lease / 3)
 
-    def _next_candidate(self) -> Candidate | None:
-        """Whom to ask blocks for now. Those who run and want blocks come first."""
+    def _next_candidates(self) -> list[Candidate]:
+        """Whom to ask blocks for now, in one call. Those who run and want blocks come first."""
         head = self._queue.head
         if head is None or self._session <= 0 or self.live >= self._max_running or self._short:
-            return None
+            return []
         if head is self._refused:
             waited = time.monotonic() - self._refused_at
             if self._free_blocks <= self._free_at_refusal and waited < RETRY_REFUSED_SECONDS:
-                return None
-        return head
+                return []
+        chosen, tokens = [head], len(head.token_ids)
+        for candidate in self._queue.first(min(MAX_ADMISSIONS, self._max_running - self.live))[1:]:
+            tokens += len(candidate.token_ids)
+            if head.parent or candidate.parent or tokens > MAX_ADMITTED_TOKENS:
+                break
+            chosen.append(candidate)
+        return chosen
 
     async def _sync(self) -> None:
         batch, self._batch = self._batch, SyncBatch()
@@ -209,24 +219,30 @@ class CacheClient:
             SyncAnswer(_extensions(answer), void, answer.blocks_short, batch.released, list(batch.trimmed))
         )
 
-    async def _admit(self, candidate: Candidate) -> None:
-        session = self._session
+    async def _admit(self, candidates: Seq[Candidate]) -> None:
+        session, first = self._session, candidates[0]
         try:
-            answer = await self._fork(candidate)
-            if answer is None:
-                answer = await self._call(self._stub.AdmitSequence, self._admission(candidate))
+            answers = await self._fork(first)
+            if not answers:
+                message = pb.AdmitSequencesRequest(admissions=map(self._admission, candidates))
+                answers = (await self._call(self._stub.AdmitSequences, message)).answers
         except RemoteError as error:
             if error.code in _FINAL:
-                self._queue.remove(candidate.request.arrival)
-                self._admissions.refused(candidate, AdmissionError(error))
+                self._queue.remove(first.request.arrival)
+                self._admissions.refused(first, AdmissionError(error))
             elif _NO_EXECUTOR in error.reason:
                 log.info("the cache manager waits for the executor", cause=str(error))
-                self._refuse(candidate)
+                self._refuse(first)
             else:
                 raise ManagerLostError(str(error)) from error
             return
-        if answer.manager_epoch != self._manager_epoch:
+        if any(answer.manager_epoch != self._manager_epoch for answer in answers):
             raise ManagerLostError("it started again")
+        # Those without an answer are still in the queue.
+        for candidate, answer in zip(candidates, answers, strict=False):
+            self._answered(candidate, answer, session)
+
+    def _answered(self, candidate: Candidate, answer: pb.AdmitSequenceResponse, session: int) -> None:
         if not answer.admitted:
             self._refuse(candidate)
             return
@@ -237,13 +253,13 @@ class CacheClient:
         self._admissions.admitted(candidate, answer)
         self._mailbox.put(Admitted(_sequence(candidate, answer, self._block_size), session))
 
-    async def _fork(self, candidate: Candidate) -> pb.AdmitSequenceResponse | None:
-        """Shares the parent's prompt. None when that cannot be done: then the candidate is one like any other."""
+    async def _fork(self, candidate: Candidate) -> Seq[pb.AdmitSequenceResponse]:
+        """Shares the parent's prompt. Empty when that cannot be done: then the candidate is one like any other."""
         if candidate.parent in self._batch.progress:
             # What the parent has computed is shared as far as the manager knows of it.
             await self._sync()
         if candidate.parent not in self._live:
-            return None
+            return ()
         message = pb.ForkSequenceRequest(
             parent_sequence_id=self._live[candidate.parent],
             sequence_id=candidate.sequence_id,
@@ -253,8 +269,8 @@ class CacheClient:
             answer = await self._call(self._stub.ForkSequence, message)
         except RemoteError as error:
             log.info("a sample is not forked", cause=str(error))
-            return None
-        return pb.AdmitSequenceResponse(
+            return ()
+        forked = pb.AdmitSequenceResponse(
             # Only the manager that admitted the parent knows it.
             manager_epoch=self._manager_epoch,
             admitted=answer.admitted,
@@ -263,6 +279,7 @@ class CacheClient:
             block_tables=answer.block_tables,
             transfers=answer.transfers,
         )
+        return (forked,)
 
     def _refuse(self, candidate: Candidate) -> None:
         self._refused = candidate
@@ -303,7 +320,7 @@ class CacheClient:
             except grpc.aio.AioRpcError as failure:
                 error = from_rpc_error(failure)
             if error.code not in _AWAY:
-                if isinstance(message, pb.AdmitSequenceRequest | pb.ForkSequenceRequest):
+                if isinstance(message, pb.AdmitSequencesRequest | pb.ForkSequenceRequest):
                     raise error
                 await asyncio.sleep(backoff)
                 raise ManagerLostError(str(error))

@@ -19,6 +19,10 @@ class WaitingQueue:
         """Who is next."""
         return self._candidates[0] if self._candidates else None
 
+    def first(self, count: int) -> list[Candidate]:
+        """Those who are next, in their order."""
+        return self._candidates[:count]
+
     def push(self, candidate: Candidate) -> None:
         """Puts a candidate at its place."""
         bisect.insort(self._candidates, candidate, key=lambda item: item.request.rank)

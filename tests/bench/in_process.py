@@ -44,14 +44,14 @@ class NoStore:
 class LocalStub:
     """The calls of the scheduler's cache client, answered where they are made."""
 
-    def __init__(self, operations: Operations) -> None:
-        self._operations = operations
+    def __init__(self, service: CacheManagerService) -> None:
+        self._service = service
 
     def __getattr__(self, method: str) -> Any:
         async def call(request: Any, **_: object) -> Any:
             # Others on the loop get their turn, as they do while a call is on its way.
             await asyncio.sleep(0)
-            answer = self._operations.run(method, request)
+            answer = await getattr(self._service, method)(request, None)
             if method == "SyncSequences":
                 SYNC_BYTES.labels("request").inc(request.ByteSize())
                 SYNC_BYTES.labels("answer").inc(answer.ByteSize())
@@ -65,19 +65,17 @@ async def serve(settings: SchedulerSettings) -> int:
     clock = ManagerClock(time.monotonic)
     manager = CacheManager(time.time_ns(), clock, ManagerConfig(lease_seconds=LEASE_SECONDS))
     operations = Operations(manager, clock)
-    domain = Domain(operations, NoStore(), EventFeed(lambda: manager.last_event))  # type: ignore[arg-type]
+    service = CacheManagerService(
+        Domain(operations, NoStore(), EventFeed(lambda: manager.last_event))  # type: ignore[arg-type]
+    )
     server = Server("cachemgr")
     server.listen(
         settings.cachemgr_address,
-        {
-            DATA_SERVICE: lambda to: kvcache_pb2_grpc.add_CacheManagerServiceServicer_to_server(
-                CacheManagerService(domain), to
-            )
-        },
+        {DATA_SERVICE: lambda to: kvcache_pb2_grpc.add_CacheManagerServiceServicer_to_server(service, to)},
     )
     await server.start()
     server.set_serving(True)
-    with mock.patch.object(kvcache_pb2_grpc, "CacheManagerServiceStub", return_value=LocalStub(operations)):
+    with mock.patch.object(kvcache_pb2_grpc, "CacheManagerServiceStub", return_value=LocalStub(service)):
         status = await scheduler.serve(settings)
     await server.stop()
     return status

@@ -228,3 +228,6 @@ def test_every_method_of_the_data_plane(client: Grpcurl) -> None:
     assert client.call(f"{DATA}/ReleaseSequence", sequence_id="a")["found"]
     assert client.call(f"{DATA}/ReleaseSequence", sequence_id="b")["found"]
     assert not client.call(f"{DATA}/ReleaseSequence", sequence_id="a")["found"]
+    both = [admission | {"sequence_id": name} for name in ("c", "d")]
+    answers = client.call(f"{DATA}/AdmitSequences", admissions=both)["answers"]
+    assert [answer["admitted"] for answer in answers] == [True, True]

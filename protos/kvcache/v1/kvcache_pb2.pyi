@@ -338,6 +338,18 @@ class AdmitSequenceResponse(_message.Message):
     hint_answers: _containers.RepeatedCompositeFieldContainer[HintAnswer]
     def __init__(self, manager_epoch: _Optional[int] = ..., admitted: _Optional[bool] = ..., blocks_short: _Optional[int] = ..., sequence_handle: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., wait_for_handle: _Optional[int] = ..., capacity_tokens: _Optional[int] = ..., block_tables: _Optional[_Iterable[_Union[BlockTable, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., receipts: _Optional[_Iterable[_Union[RetentionReceipt, _Mapping]]] = ..., hint_answers: _Optional[_Iterable[_Union[HintAnswer, _Mapping]]] = ...) -> None: ...
 
+class AdmitSequencesRequest(_message.Message):
+    __slots__ = ("admissions",)
+    ADMISSIONS_FIELD_NUMBER: _ClassVar[int]
+    admissions: _containers.RepeatedCompositeFieldContainer[AdmitSequenceRequest]
+    def __init__(self, admissions: _Optional[_Iterable[_Union[AdmitSequenceRequest, _Mapping]]] = ...) -> None: ...
+
+class AdmitSequencesResponse(_message.Message):
+    __slots__ = ("answers",)
+    ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    answers: _containers.RepeatedCompositeFieldContainer[AdmitSequenceResponse]
+    def __init__(self, answers: _Optional[_Iterable[_Union[AdmitSequenceResponse, _Mapping]]] = ...) -> None: ...
+
 class SyncSequencesRequest(_message.Message):
     __slots__ = ("scheduler_id", "scheduler_epoch", "manager_epoch", "sync_number", "step", "handles", "computed_tokens", "new_token_counts", "new_token_ids", "released_handles", "trimmed_handles", "trimmed_capacity_tokens", "cancelled_tickets")
     SCHEDULER_ID_FIELD_NUMBER: _ClassVar[int]

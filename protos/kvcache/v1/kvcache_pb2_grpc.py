@@ -55,6 +55,11 @@ class CacheManagerServiceStub:
                 request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.AdmitSequenceRequest.SerializeToString,
                 response_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.AdmitSequenceResponse.FromString,
                 _registered_method=True)
+        self.AdmitSequences = channel.unary_unary(
+                '/kvcache.v1.CacheManagerService/AdmitSequences',
+                request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.AdmitSequencesRequest.SerializeToString,
+                response_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.AdmitSequencesResponse.FromString,
+                _registered_method=True)
         self.SyncSequences = channel.unary_unary(
                 '/kvcache.v1.CacheManagerService/SyncSequences',
                 request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.SyncSequencesRequest.SerializeToString,
@@ -135,6 +140,13 @@ class CacheManagerServiceServicer:
 
     def AdmitSequence(self, request, context):
         """Matches, claims and allocates for one sequence: all or nothing, and the same answer when repeated.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AdmitSequences(self, request, context):
+        """Admits several sequences one after the other, up to the first that cannot be admitted now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -232,6 +244,11 @@ def add_CacheManagerServiceServicer_to_server(servicer, server):
                     servicer.AdmitSequence,
                     request_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.AdmitSequenceRequest.FromString,
                     response_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.AdmitSequenceResponse.SerializeToString,
+            ),
+            'AdmitSequences': grpc.unary_unary_rpc_method_handler(
+                    servicer.AdmitSequences,
+                    request_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.AdmitSequencesRequest.FromString,
+                    response_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.AdmitSequencesResponse.SerializeToString,
             ),
             'SyncSequences': grpc.unary_unary_rpc_method_handler(
                     servicer.SyncSequences,
@@ -393,6 +410,33 @@ class CacheManagerService:
             '/kvcache.v1.CacheManagerService/AdmitSequence',
             protos_dot_kvcache_dot_v1_dot_kvcache__pb2.AdmitSequenceRequest.SerializeToString,
             protos_dot_kvcache_dot_v1_dot_kvcache__pb2.AdmitSequenceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AdmitSequences(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcache.v1.CacheManagerService/AdmitSequences',
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.AdmitSequencesRequest.SerializeToString,
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.AdmitSequencesResponse.FromString,
             options,
             channel_credentials,
             insecure,

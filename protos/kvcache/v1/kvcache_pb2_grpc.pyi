@@ -43,6 +43,8 @@ class CacheManagerServiceStub:
     """Announces a scheduler. A newer epoch of the same scheduler frees what the older one held."""
     AdmitSequence: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.AdmitSequenceRequest, _kvcache_pb2.AdmitSequenceResponse]
     """Matches, claims and allocates for one sequence: all or nothing, and the same answer when repeated."""
+    AdmitSequences: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.AdmitSequencesRequest, _kvcache_pb2.AdmitSequencesResponse]
+    """Admits several sequences one after the other, up to the first that cannot be admitted now."""
     SyncSequences: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.SyncSequencesRequest, _kvcache_pb2.SyncSequencesResponse]
     """Reports progress of all running sequences in columns and brings back capacity; renews the scheduler's lease."""
     ExtendSequence: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.ExtendSequenceRequest, _kvcache_pb2.ExtendSequenceResponse]
@@ -79,6 +81,8 @@ class CacheManagerServiceAsyncStub(CacheManagerServiceStub):
     """Announces a scheduler. A newer epoch of the same scheduler frees what the older one held."""
     AdmitSequence: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.AdmitSequenceRequest, _kvcache_pb2.AdmitSequenceResponse]  # type: ignore[assignment]
     """Matches, claims and allocates for one sequence: all or nothing, and the same answer when repeated."""
+    AdmitSequences: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.AdmitSequencesRequest, _kvcache_pb2.AdmitSequencesResponse]  # type: ignore[assignment]
+    """Admits several sequences one after the other, up to the first that cannot be admitted now."""
     SyncSequences: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.SyncSequencesRequest, _kvcache_pb2.SyncSequencesResponse]  # type: ignore[assignment]
     """Reports progress of all running sequences in columns and brings back capacity; renews the scheduler's lease."""
     ExtendSequence: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.ExtendSequenceRequest, _kvcache_pb2.ExtendSequenceResponse]  # type: ignore[assignment]
@@ -136,6 +140,14 @@ class CacheManagerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_kvcache_pb2.AdmitSequenceResponse, _abc.Awaitable[_kvcache_pb2.AdmitSequenceResponse]]:
         """Matches, claims and allocates for one sequence: all or nothing, and the same answer when repeated."""
+
+    @_abc_1.abstractmethod
+    def AdmitSequences(
+        self,
+        request: _kvcache_pb2.AdmitSequencesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvcache_pb2.AdmitSequencesResponse, _abc.Awaitable[_kvcache_pb2.AdmitSequencesResponse]]:
+        """Admits several sequences one after the other, up to the first that cannot be admitted now."""
 
     @_abc_1.abstractmethod
     def SyncSequences(

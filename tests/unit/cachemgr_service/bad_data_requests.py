@@ -138,6 +138,16 @@ DATA_METHODS: dict[str, tuple[dict[str, Any], list[Case]]] = {
         ADMISSION,
         [*ADMISSIONS, ({"sequence_id": "live", "token_ids": [9]}, "SEQUENCE_EXISTS", "sequence_id")],
     ),
+    "AdmitSequences": (
+        {"admissions": [ADMISSION]},
+        [
+            *invalid("admissions", [], [ADMISSION] * 257),
+            *(
+                ({"admissions": [ADMISSION | changes]}, reason, f"admissions[0].{field}" if field else "")
+                for changes, reason, field in ADMISSIONS
+            ),
+        ],
+    ),
     "SyncSequences": (
         SYNC,
         [

@@ -22,6 +22,23 @@ async def test_an_admission_gets_its_blocks_and_says_so_again_when_repeated(clie
     await client.check()
 
 
+async def test_several_admissions_end_with_the_first_that_must_wait(client: Client) -> None:
+    await client.register()
+
+    async def admit(*lengths: int) -> list[bool]:
+        prompts = ([1_000 * number + token for token in range(length)] for number, length in enumerate(lengths))
+        admissions = [client.admission(f"{prompt[0]}/{len(prompt)}", prompt) for prompt in prompts]
+        request = pb.AdmitSequencesRequest(admissions=admissions)
+        return [answer.admitted for answer in (await client.manager.AdmitSequences(request, timeout=5)).answers]
+
+    huge = NUM_BLOCKS * 4 - 8
+    assert await admit(10, huge, 10) == [True, False]
+    # One that is wrong is not answered, and takes back nothing of those before it.
+    assert await admit(10, 12, NUM_BLOCKS * 400, 10) == [True, True]
+    assert len((await client.admin.ListSequences(pb.ListSequencesRequest(), timeout=5)).sequences) == 2
+    await client.check()
+
+
 async def test_computed_blocks_are_found_by_the_next_sequence(client: Client) -> None:
     await client.register()
     await client.compute(await client.admit("a", 10), 10)

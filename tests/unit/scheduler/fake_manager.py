@@ -140,6 +140,14 @@ class FakeManager(rpc.CacheManagerServiceServicer):
         self._sync_number = 0
         return pb.RegisterSchedulerResponse(manager_epoch=self.epoch, lease_duration=duration_pb2.Duration(seconds=3))
 
+    async def AdmitSequences(self, request: pb.AdmitSequencesRequest, context: object) -> pb.AdmitSequencesResponse:
+        answers: list[pb.AdmitSequenceResponse] = []
+        for admission in request.admissions:
+            answers.append(await self.AdmitSequence(admission, context))
+            if not answers[-1].admitted:
+                break
+        return pb.AdmitSequencesResponse(answers=answers)
+
     async def AdmitSequence(self, request: pb.AdmitSequenceRequest, context: object) -> pb.AdmitSequenceResponse:
         await self.gate.wait()
         self._check(request.scheduler_epoch, self.epoch)
