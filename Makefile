@@ -55,13 +55,12 @@ test: dev ## Run all tests; ARGS="-k name" chooses
 fuzz-manager: dev ## Check the cache manager after each of 200,000 random operations
 	@FUZZ=1 $(PY) -m pytest -q -p no:cacheprovider --timeout=0 tests/unit/cachemgr/test_random_operations.py $(ARGS)
 
-.PHONY: lint
+.PHONY: lint fix
 lint: dev ## Check style, formatting and the settings table; `make fix` repairs
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) ops/settings_table.py
 
-.PHONY: fix
 fix: dev ## Repair what lint finds
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .

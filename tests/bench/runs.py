@@ -16,7 +16,7 @@ import psutil
 from protos.kvcache.v1 import kvcache_pb2 as kv
 from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
 from tests.bench.workloads import Case
-from tests.stack import PROCESSES, Stack
+from tests.stack import MODULES, Stack
 from tests.support.generation import generate_all, greedy_request
 
 SAMPLE_SECONDS = 0.25
@@ -94,7 +94,7 @@ class Usage:
 
 def processes(stack: Stack) -> dict[str, psutil.Process]:
     """Every process of a stack, Redis among them, and this one, the client."""
-    found = {name: psutil.Process(stack.pid(name)) for name in PROCESSES}
+    found = {name: psutil.Process(stack.pid(name)) for name in MODULES}
     for child in found["cachemgr"].children(recursive=True):
         found["redis"] = child
     return {**found, "client": psutil.Process()}
