@@ -1,7 +1,4 @@
-"""Where a model's files are. The default model is converted once from the GGUF that a Python package carries.
-
-`python -m executor.model_files` prepares the configured model and prints its folder.
-"""
+"""Where a model's files are. The default model is converted once from the GGUF that a Python package carries."""
 
 import hashlib
 import importlib.util
@@ -121,14 +118,3 @@ def _load_all(model: Any, tensors: dict[str, Any]) -> None:
     tied = set(model.all_tied_weights_keys)
     if unexpected or set(missing) - tied:
         raise ModelError(f"the GGUF file does not fit its model: missing {sorted(missing)}, unknown {unexpected}")
-
-
-if __name__ == "__main__":
-    import os
-
-    from executor.launch import settings_from
-    from protos.rpc import logs
-
-    settings = settings_from(os.environ)
-    logs.configure("executor", settings.log_level)
-    print(find(settings.model, settings.cache_dir, lambda line: print(line, flush=True)).source)  # noqa: T201

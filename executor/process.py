@@ -51,7 +51,7 @@ async def _serve(settings: ExecutorSettings) -> int:
     device = choose_device(settings.device)
     files = find(settings.model, settings.cache_dir, lambda line: log.info(line))
     log.info("loading", model=files.name, device=str(device))
-    model = load_model(files, device, settings.dtype, compiled_folder=settings.cache_dir / "compiled")
+    model = load_model(files, device, settings.dtype, compiled_folder=settings.compiled_dir)
     release_unused_memory()
     tokenizer = load_tokenizer(files)
     blocks = count_blocks(

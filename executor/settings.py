@@ -26,8 +26,14 @@ class ExecutorSettings(ProcessSettings):
     threads: int = Field(0, ge=0, description="Threads for CPU work; 0 is one per core.")
     metrics_address: MetricsAddress = Field("", description="Where Prometheus reads metrics; empty is off.")
     cache_dir: Path = Field(
-        default_factory=lambda: Path("~/.cache/kvkeep").expanduser(), description="Folder for converted models."
+        default_factory=lambda: Path("~/.cache/kvkeep").expanduser(),
+        description="Folder for converted models and compiled code.",
     )
+
+    @property
+    def compiled_dir(self) -> Path:
+        """Where code compiled for this machine is kept."""
+        return self.cache_dir / "compiled"
 
     @field_validator("block_size")
     @classmethod

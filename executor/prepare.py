@@ -1,0 +1,26 @@
+"""Makes ahead of the first start what it would make: the configured model's files, and code compiled for this machine.
+
+`python -m executor.prepare` prints the model's folder.
+"""
+
+import os
+
+from executor.launch import settings_from
+from executor.model_files import find
+from kernels.decoder import build
+from protos.rpc import logs
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    settings = settings_from(os.environ)
+    logs.configure("executor", settings.log_level)
+    try:
+        _say("compiling the decoder for this machine")
+        build.load(settings.compiled_dir)
+    except build.BuildError as error:
+        _say(f"using torch alone, which is slower on a CPU: {error}")
+    _say(find(settings.model, settings.cache_dir, _say).source)
