@@ -278,7 +278,7 @@ def main() -> int:
             kept["limits"][dtype] = [asdict(one) for one in report.limits]
             kept["runs"] += records
             print(show(records, report.best_limits.lines()), flush=True)
-        keep(kept, given.json, plots.serving)
+            keep(kept, given.json, plots.serving)
 
     return red_or_interrupted(measure)
 

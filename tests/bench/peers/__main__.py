@@ -204,12 +204,11 @@ def main() -> int:
             records, measured = one_dtype(bench, dtype, given.folder, given.peers, absent)
             kept["runs"] += records
             kept["limits"][dtype] = [asdict(one) for one in measured]
-        kept["absent"] = absent
-        # Beside each other, whatever the order they were measured in.
-        engines = [OURS, *names]
-        kept["runs"].sort(key=lambda record: engines.index(record["engine"]))
+            # Beside each other, whatever the order they were measured in.
+            kept["runs"].sort(key=lambda record: [OURS, *names].index(record["engine"]))
+            kept["absent"] = absent
+            keep(kept, given.json, plots.peers)
         print(report(kept["runs"], absent), flush=True)
-        keep(kept, given.json, plots.peers)
 
     return red_or_interrupted(measure)
 
