@@ -249,8 +249,10 @@ async def measure(wirings: Sequence[Wiring], arguments: argparse.Namespace) -> l
                 for wiring in wirings[:: -1 if repeat % 2 else 1]:
                     if not arguments.model:
                         wiring.new_records()
-                    work = messages(sequences, step, arguments.output_tokens)
-                    result = await run(wiring, channels[wiring.name], work, arguments.output_tokens)
+                    # Long enough that all run together for the most part, however long they take to arrive.
+                    tokens = arguments.output_tokens or max(256, 2 * sequences)
+                    work = messages(sequences, step, tokens)
+                    result = await run(wiring, channels[wiring.name], work, tokens)
                     results[wiring.name].append(result | {"step_ms": step})
             title = f"{sequences} sequences, " + (f"steps of {step:g} ms" if step else "the real model")
             lines.append(report(title, results))
@@ -267,12 +269,13 @@ def start(exits: ExitStack, name: str, arguments: argparse.Namespace) -> Wiring:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     modules = WIRINGS[name] | ({"executor": MODULES["executor"]} if arguments.model else {})
-    tokens = sum(arguments.sequences) * (PROMPT_TOKENS + arguments.output_tokens)
+    most = max(arguments.sequences)
+    tokens = most * (PROMPT_TOKENS + (arguments.output_tokens or max(256, 2 * most)))
     stack = Stack(
         modules=modules,
         scheduler_metrics_address=address,
-        scheduler_max_running=max(arguments.sequences),
-        scheduler_max_waiting=max(arguments.sequences),
+        scheduler_max_running=most,
+        scheduler_max_waiting=most,
         cachemgr_lease_seconds=36_000,
         executor_max_tokens=max(65_536, 2 * tokens),
     )
@@ -284,7 +287,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sequences", type=int, nargs="+")
     parser.add_argument("--step-ms", type=float, nargs="+", default=[2, 5, 20])
-    parser.add_argument("--output-tokens", type=int, default=256)
+    parser.add_argument("--output-tokens", type=int, help="at least 256 and twice the sequences unless given")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--model", action="store_true", help="the real executor instead of the stub")
     parser.add_argument("--json", type=Path, help="file for all results")
