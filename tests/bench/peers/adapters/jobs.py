@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +22,8 @@ Run = Callable[[Prompts, int, bool], tuple[list[list[float]], list[list[int]]]]
 
 def arguments() -> tuple[str, str, int, str]:
     """Model folder, element type, threads, and a folder for what is converted once."""
+    # A stopped process whose parent is gone gets this signal: it ends the engine unless nohup made it nothing.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     model, dtype, threads, cache = sys.argv[1:]
     return model, dtype, int(threads), cache
 
