@@ -14,6 +14,9 @@ constexpr int ROWS = 12;
 #else
 constexpr int ROWS = 6;
 #endif
+// How far ahead weights are asked for, in bytes: what the processor foresees by itself ends with its pages, and a
+// multiplication of several rows leaves it too little time.
+constexpr int AHEAD = 16384;
 
 // A linear layer: packed [ceil(n / TILE)][k][TILE] in float, [..][k / 2][TILE][2] in bfloat16; bias [n] or null.
 struct Linear {
@@ -59,7 +62,10 @@ static inline void multiply(const float *a, int64_t stride, const float *b, int6
   for (int64_t i = 0; i < k; i++, b += TILE) {
     Vec weights[VECTORS];
 #pragma GCC unroll 8
-    for (int v = 0; v < VECTORS; v++) weights[v] = load(b + v * WIDTH);
+    for (int v = 0; v < VECTORS; v++) {
+      weights[v] = load(b + v * WIDTH);
+      __builtin_prefetch((const char *)(b + v * WIDTH) + AHEAD);
+    }
 #pragma GCC unroll 16
     for (int row = 0; row < M; row++)
 #pragma GCC unroll 8
@@ -78,7 +84,10 @@ static inline void multiply(const Bfloat16 *a, int64_t stride, const Bfloat16 *b
   for (int64_t i = 0; i < k; i += 2, b += 2 * TILE) {
     __m512bh weights[VECTORS];
 #pragma GCC unroll 8
-    for (int v = 0; v < VECTORS; v++) weights[v] = (__m512bh)_mm512_loadu_si512(b + v * 2 * WIDTH);
+    for (int v = 0; v < VECTORS; v++) {
+      weights[v] = (__m512bh)_mm512_loadu_si512(b + v * 2 * WIDTH);
+      __builtin_prefetch((const char *)(b + v * 2 * WIDTH) + AHEAD);
+    }
 #pragma GCC unroll 16
     for (int row = 0; row < M; row++) {
       int32_t pair;
