@@ -13,7 +13,7 @@ from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as rpc
 from protos.rpc.errors import RemoteError, ServiceError, from_rpc_error
 from scheduler.errors import AdmissionError, ManagerLostError
-from scheduler.mailbox import Admitted, Mailbox, ManagerLost, Report, SyncAnswer
+from scheduler.mailbox import Admitted, Cancel, Mailbox, ManagerLost, Report, SyncAnswer
 from scheduler.metrics import RequestMetrics
 from scheduler.request import Candidate
 from scheduler.sequence import Copy, Sequence
@@ -247,11 +247,12 @@ class CacheClient:
             self._refuse(candidate)
             return
         self._live[answer.sequence_handle] = candidate.sequence_id
-        if not self._queue.remove(candidate.request.arrival):
-            self._forget(answer)
-            return
-        self._admissions.admitted(candidate, answer)
         self._mailbox.put(Admitted(_sequence(candidate, answer, self._block_size), session))
+        if self._queue.remove(candidate.request.arrival):
+            self._admissions.admitted(candidate, answer)
+        else:
+            # Its caller left while the manager answered; who shares its blocks must hear of both.
+            self._mailbox.put(Cancel(candidate.request.arrival))
 
     async def _fork(self, candidate: Candidate) -> Seq[pb.AdmitSequenceResponse]:
         """Shares the parent's prompt. Empty when that cannot be done: then the candidate is one like any other."""
@@ -285,12 +286,6 @@ class CacheClient:
         self._refused = candidate
         self._refused_at = time.monotonic()
         self._free_at_refusal = self._free_blocks
-
-    def _forget(self, answer: pb.AdmitSequenceResponse) -> None:
-        """Its caller left while the manager answered."""
-        report = Report(released=[answer.sequence_handle])
-        report.cancelled_tickets = [transfer.ticket for transfer in answer.transfers]
-        self.receive(report)
 
     def _admission(self, candidate: Candidate) -> pb.AdmitSequenceRequest:
         wishes = candidate.request.wishes

@@ -67,6 +67,7 @@ class FakeManager(rpc.CacheManagerServiceServicer):
         self.syncs = 0
         self.trims = 0
         self.refusals = 0
+        self.admissions = 0
         self.admitted_ids: list[str] = []
         self.forked_ids: list[str] = []
         # Forks to come that are refused, as when the parent is not settled.
@@ -120,6 +121,10 @@ class FakeManager(rpc.CacheManagerServiceServicer):
         """Waits until so many sequences are live."""
         await self._until(lambda: len(self.live) >= count)
 
+    async def asked(self, count: int) -> None:
+        """Waits until there were so many calls for admission, answered or not."""
+        await self._until(lambda: self.admissions >= count)
+
     async def _until(self, condition: Callable[[], bool]) -> None:
         async with self._changed, asyncio.timeout(20):
             await self._changed.wait_for(condition)
@@ -141,6 +146,8 @@ class FakeManager(rpc.CacheManagerServiceServicer):
         return pb.RegisterSchedulerResponse(manager_epoch=self.epoch, lease_duration=duration_pb2.Duration(seconds=3))
 
     async def AdmitSequences(self, request: pb.AdmitSequencesRequest, context: object) -> pb.AdmitSequencesResponse:
+        self.admissions += 1
+        await self._notify()
         answers: list[pb.AdmitSequenceResponse] = []
         for admission in request.admissions:
             answers.append(await self.AdmitSequence(admission, context))

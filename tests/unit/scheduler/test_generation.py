@@ -101,6 +101,38 @@ async def test_a_follower_whose_writer_is_cancelled_computes_the_prefix_itself(r
         assert (await follower).token_ids == stack.executor.expected(prompt, 3)
 
 
+async def waiting(stack: Stack, count: int) -> None:
+    """Until so many requests wait for blocks."""
+    async with asyncio.timeout(20):
+        while (await stack.stub.GetLoads(pb.GetLoadsRequest())).waiting_requests != count:
+            pass
+
+
+async def test_a_follower_whose_writer_leaves_while_both_are_admitted_computes_the_prefix_itself(
+    run_stack: StackFactory,
+) -> None:
+    async with run_stack() as stack:
+        stack.executor.gate.clear()
+        stack.manager.gate.clear()
+        first = asyncio.create_task(generate(stack.stub, request([1], 2), 30))
+        await stack.manager.asked(1)
+        prompt = prompt_of(80)
+        writer = stack.stub.StreamGenerate(request(prompt, 3), timeout=30)
+        await waiting(stack, 2)
+        follower = asyncio.create_task(generate(stack.stub, request(prompt, 3), 30))
+        await waiting(stack, 3)
+        stack.manager.gate.set()
+        await stack.manager.admitted(1)
+        stack.manager.gate.clear()
+        await stack.manager.asked(2)
+        writer.cancel()
+        await waiting(stack, 1)
+        stack.manager.gate.set()
+        stack.executor.gate.set()
+        assert (await follower).token_ids == stack.executor.expected(prompt, 3)
+        await first
+
+
 async def test_a_sequence_that_the_manager_voids_starts_again(run_stack: StackFactory) -> None:
     async with run_stack() as stack:
         task = asyncio.create_task(generate(stack.stub, request(prompt_of(20), 50), 30))
@@ -136,11 +168,9 @@ async def test_a_higher_priority_is_admitted_first(run_stack: StackFactory) -> N
         first = asyncio.create_task(generate(stack.stub, request([1], 2, request_id="first"), 30))
         await stack.manager.admitted(1)
         low = asyncio.create_task(generate(stack.stub, request([2], 2, request_id="low"), 30))
-        while (await stack.stub.GetLoads(pb.GetLoadsRequest())).waiting_requests < 1:
-            pass
+        await waiting(stack, 1)
         high = asyncio.create_task(generate(stack.stub, request([3], 2, request_id="high", priority=1), 30))
-        while (await stack.stub.GetLoads(pb.GetLoadsRequest())).waiting_requests < 2:
-            pass
+        await waiting(stack, 2)
         stack.executor.gate.set()
         await asyncio.gather(first, low, high)
         names = [admitted.partition("#")[0] for admitted in stack.manager.admitted_ids]
