@@ -7,108 +7,13 @@
 #pragma once
 
 #include <cfloat>
-#include <numeric>
-#include <vector>
 
-#include "matmul.h"
+#include "units.h"
 
-// Keys taken at a time, and query rows (tokens times the heads that share a KV head) in a unit.
+// Keys taken at a time.
 constexpr int KEYS = 64;
-constexpr int UNIT_ROWS = 96;
 // With fewer rows it is cheaper to read keys where they are than to lay them out for a multiplication.
 constexpr int FEW_ROWS = 8;
-// Tokens that sequences must share for a unit of their own.
-constexpr int SHARED_TOKENS = 64;
-
-// One group of layers: where this step's tokens are stored [T], and block tables [S][width].
-struct Group {
-  const int64_t *slots;
-  const int32_t *tables;
-  int64_t width;
-  int64_t window;  // 0 for full attention
-};
-
-struct Shape {
-  int64_t q_heads, kv_heads, head_dim, block_size;
-  int64_t per_kv() const { return q_heads / kv_heads; }
-  // The block size is a power of two.
-  int block_bits() const { return __builtin_ctzll(block_size); }
-};
-
-// Rows of `tokens`, a run in `order`, against the keys at [begin, end) of a sequence's table.
-struct Unit {
-  int64_t first, count;
-  int64_t sequence;
-  int64_t begin, end;
-  bool resumes, ends;
-};
-
-// The units of a step for one group, in two rounds: shared keys, then own ones.
-struct Plan {
-  std::vector<int64_t> order;  // token rows
-  std::vector<Unit> shared, own;
-};
-
-static Plan plan_units(const Shape &shape, const Group &group, int64_t sequences, const int32_t *query_start,
-                       const int64_t *positions) {
-  Plan plan;
-  auto table = [&](int64_t s) { return group.tables + s * group.width; };
-  auto length = [&](int64_t s) { return positions[query_start[s + 1] - 1] + 1; };
-  std::vector<int64_t> sorted(sequences);
-  std::iota(sorted.begin(), sorted.end(), 0);
-  auto common = [&](int64_t a, int64_t b) {
-    int64_t most = std::min(length(a), length(b)) / shape.block_size, i = 0;
-    while (i < most && table(a)[i] == table(b)[i]) i++;
-    return i * shape.block_size;
-  };
-  if (!group.window)
-    std::sort(sorted.begin(), sorted.end(), [&](int64_t a, int64_t b) {
-      return std::lexicographical_compare(table(a), table(a) + (length(a) + shape.block_size - 1) / shape.block_size,
-                                          table(b), table(b) + (length(b) + shape.block_size - 1) / shape.block_size);
-    });
-  int64_t limit = std::max<int64_t>(1, UNIT_ROWS / shape.per_kv());
-  auto cut = [&](std::vector<Unit> &units, Unit whole) {
-    // Even parts: a thread that has none left waits for the longest.
-    int64_t parts = (whole.count + limit - 1) / limit;
-    for (int64_t part = 0; part < parts; part++) {
-      Unit unit = whole;
-      int64_t from = part * whole.count / parts, to = (part + 1) * whole.count / parts;
-      unit.first = whole.first + from;
-      unit.count = to - from;
-      int64_t least = INT64_MAX, most = 0;
-      for (int64_t i = unit.first; i < unit.first + unit.count; i++) {
-        least = std::min(least, positions[plan.order[i]]);
-        most = std::max(most, positions[plan.order[i]]);
-      }
-      unit.end = std::min(unit.end, most + 1);
-      if (group.window) unit.begin = std::max(unit.begin, least - group.window + 1);
-      units.push_back(unit);
-    }
-  };
-  for (int64_t i = 0; i < sequences;) {
-    int64_t together = 1, shared = 0;
-    while (!group.window && i + together < sequences) {
-      int64_t with_next = common(sorted[i], sorted[i + together]);
-      if (together > 1) with_next = std::min(with_next, shared);
-      if (with_next < SHARED_TOKENS || (together > 1 && with_next < shared / 2)) break;
-      shared = with_next;
-      together++;
-    }
-    int64_t first = plan.order.size();
-    for (int64_t j = i; j < i + together; j++) {
-      int64_t s = sorted[j], start = plan.order.size();
-      for (int64_t row = query_start[s]; row < query_start[s + 1]; row++) plan.order.push_back(row);
-      cut(plan.own, {start, int64_t(plan.order.size()) - start, s, shared, length(s), shared > 0, true});
-    }
-    if (shared) cut(plan.shared, {first, int64_t(plan.order.size()) - first, sorted[i], 0, shared, false, false});
-    i += together;
-  }
-  for (auto *units : {&plan.shared, &plan.own})
-    std::stable_sort(units->begin(), units->end(), [](const Unit &a, const Unit &b) {
-      return a.count * (a.end - a.begin) > b.count * (b.end - b.begin);
-    });
-  return plan;
-}
 
 // Running softmax of every token's heads: largest logit, sum, and the weighted values in `out` [T][Hq][D].
 struct Softmax {
@@ -117,24 +22,31 @@ struct Softmax {
 
 template <class T>
 struct Scratch {
-  std::vector<T> narrow;
-  std::vector<float> query, keys, values, logits, largest, total, out;
+  std::vector<T> query, keys, values, weights;
+  std::vector<float> logits, largest, total, out;
   explicit Scratch(const Shape &shape) {
     int64_t rows = std::max<int64_t>(UNIT_ROWS, shape.per_kv()), dim = shape.head_dim;
-    narrow.resize(FEW_ROWS * dim);
     query.resize(rows * dim);
     out.resize(rows * dim);
     keys.resize(KEYS * dim);
     values.resize(KEYS * dim);
-    logits.resize(rows * KEYS);
+    logits.resize(ROWS * KEYS);
+    weights.resize(ROWS * KEYS);
     largest.resize(rows);
     total.resize(rows);
   }
 };
 
+// A unit of one KV head.
+struct Piece {
+  const Unit *unit;
+  int64_t head;
+};
+
 // logits [KEYS], of which those in [from, to) count: makes weights of them and scales what was summed before.
+template <class W>
 static inline void weigh(float *logits, int64_t from, int64_t to, float *largest_before, float *total, float *out,
-                         int64_t head_dim) {
+                         int64_t head_dim, W *weights) {
   for (int64_t k = 0; k < from; k++) logits[k] = -INFINITY;
   for (int64_t k = to; k < KEYS; k++) logits[k] = -INFINITY;
   Vec most = load(logits);
@@ -149,14 +61,88 @@ static inline void weigh(float *logits, int64_t from, int64_t to, float *largest
     for (int64_t d = 0; d < head_dim; d += WIDTH) store(out + d, load(out + d) * keep);
     *largest_before = now;
   }
-  Vec weights = {};
+  Vec all = {};
   for (int k = 0; k < KEYS; k += WIDTH) {
     Vec weight = exponential(load(logits + k) - now);
-    store(logits + k, weight);
-    weights += weight;
+    store(weights + k, weight);
+    all += weight;
   }
-  *total += sum(weights);
+  *total += sum(all);
 }
+
+// Rows become columns.
+static inline void transpose(Vec *rows) {
+#if defined(__AVX512F__)
+  __m512 a[16], b[16];
+  for (int i = 0; i < 16; i += 2) {
+    a[i] = _mm512_unpacklo_ps((__m512)rows[i], (__m512)rows[i + 1]);
+    a[i + 1] = _mm512_unpackhi_ps((__m512)rows[i], (__m512)rows[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4)
+    for (int j = 0; j < 2; j++) {
+      b[i + 2 * j] = (__m512)_mm512_unpacklo_pd((__m512d)a[i + j], (__m512d)a[i + j + 2]);
+      b[i + 2 * j + 1] = (__m512)_mm512_unpackhi_pd((__m512d)a[i + j], (__m512d)a[i + j + 2]);
+    }
+  for (int i = 0; i < 4; i++)
+    for (int j = 0; j < 2; j++) {
+      a[i + 8 * j] = _mm512_shuffle_f32x4(b[i + 8 * j], b[i + 8 * j + 4], 0x88);
+      a[i + 8 * j + 4] = _mm512_shuffle_f32x4(b[i + 8 * j], b[i + 8 * j + 4], 0xdd);
+    }
+  for (int i = 0; i < 8; i++) {
+    rows[i] = (Vec)_mm512_shuffle_f32x4(a[i], a[i + 8], 0x88);
+    rows[i + 8] = (Vec)_mm512_shuffle_f32x4(a[i], a[i + 8], 0xdd);
+  }
+#else
+  for (int i = 0; i < WIDTH; i++)
+    for (int j = 0; j < i; j++) {
+      float other = rows[i][j];
+      rows[i][j] = rows[j][i];
+      rows[j][i] = other;
+    }
+#endif
+}
+
+// A run's keys and values as matrices to multiply with, in the order of a Linear's tiles: [KEYS / TILE][D][TILE] and
+// [D / TILE][KEYS][TILE]. What lies behind `count` is 0, as weights of 0 times what is no number would be none either.
+template <class T>
+static inline void lay_out_keys(const T *const *keys, int64_t count, int64_t dim, T *to) {
+  // Pairs of bfloat16 stay together as one word.
+  const int64_t words = dim * int64_t(sizeof(T)) / 4;
+  for (int64_t begin = 0; begin < KEYS; begin += WIDTH)
+    for (int64_t word = 0; word < words; word += WIDTH) {
+      Vec some[WIDTH];
+      for (int64_t i = 0; i < WIDTH; i++)
+        some[i] = begin + i < count ? load((const float *)keys[begin + i] + word) : Vec{};
+      transpose(some);
+      float *column = (float *)to + (begin / TILE * words + word) * TILE + begin % TILE;
+      for (int64_t i = 0; i < WIDTH; i++) store(column + i * TILE, some[i]);
+    }
+}
+
+static inline void lay_out_values(const float *const *values, int64_t count, int64_t dim, float *to) {
+  for (int64_t i = 0; i < KEYS; i++)
+    for (int64_t d = 0; d < dim; d += WIDTH)
+      store(to + (d / TILE * KEYS + i) * TILE + d % TILE, i < count ? load(values[i] + d) : Vec{});
+}
+
+#if defined(__AVX512BF16__)
+static inline void lay_out_values(const Bfloat16 *const *values, int64_t count, int64_t dim, Bfloat16 *to) {
+  alignas(64) uint16_t low[32], high[32];
+  for (int i = 0; i < 32; i++) {
+    low[i] = i / 2 + i % 2 * 32;
+    high[i] = low[i] + 16;
+  }
+  const __m512i first = _mm512_load_si512(low), second = _mm512_load_si512(high);
+  for (int64_t i = 0; i < KEYS; i += 2)
+    for (int64_t d = 0; d < dim; d += TILE) {
+      __m512i even = i < count ? _mm512_loadu_si512(values[i] + d) : _mm512_setzero_si512();
+      __m512i odd = i + 1 < count ? _mm512_loadu_si512(values[i + 1] + d) : _mm512_setzero_si512();
+      Bfloat16 *pairs = to + (d / TILE * KEYS + i) * TILE;
+      _mm512_storeu_si512(pairs, _mm512_permutex2var_epi16(even, first, odd));
+      _mm512_storeu_si512(pairs + TILE, _mm512_permutex2var_epi16(even, second, odd));
+    }
+}
+#endif
 
 // Sums of `WIDTH` vectors, one next to the other.
 static inline Vec sums_of(const Vec *rows) {
@@ -267,18 +253,20 @@ static inline void add_values(const float *weights, const T *const *values, cons
   }
 }
 
-// One unit of one KV head. query [T][heads..] with `stride` floats per token, already scaled; out [T][Hq][D].
+// One piece. query [T][heads..] with `stride` floats per token, already scaled; out [T][Hq][D]. The keys of `next`, if
+// there is one, are fetched at the end.
 template <class T>
-static void attend(const Shape &shape, const Group &group, const Plan &plan, const Unit &unit, int64_t head,
+static void attend(const Shape &shape, const Group &group, const Plan &plan, const Piece &piece, const Piece *next,
                    const int64_t *positions, const float *query, int64_t stride, const T *k_cache, const T *v_cache,
                    Softmax &state, T *out, Scratch<T> &scratch) {
+  const Unit &unit = *piece.unit;
   const int64_t dim = shape.head_dim, per_kv = shape.per_kv(), rows = unit.count * per_kv;
-  const int32_t *table = group.tables + unit.sequence * group.width;
   auto token_of = [&](int64_t row) { return plan.order[unit.first + row / per_kv]; };
-  auto place_of = [&](int64_t row) { return token_of(row) * shape.q_heads + head * per_kv + row % per_kv; };
+  auto place_of = [&](int64_t row) { return token_of(row) * shape.q_heads + piece.head * per_kv + row % per_kv; };
   for (int64_t row = 0; row < rows; row++) {
-    memcpy(&scratch.query[row * dim], query + token_of(row) * stride + (head * per_kv + row % per_kv) * dim, dim * 4);
     int64_t place = place_of(row);
+    const float *from = query + token_of(row) * stride + (piece.head * per_kv + row % per_kv) * dim;
+    for (int64_t d = 0; d < dim; d += WIDTH) store(&scratch.query[row * dim + d], load(from + d));
     scratch.largest[row] = unit.resumes ? state.largest[place] : -FLT_MAX;
     scratch.total[row] = unit.resumes ? state.total[place] : 0;
     if (unit.resumes)
@@ -286,81 +274,71 @@ static void attend(const Shape &shape, const Group &group, const Plan &plan, con
     else
       memset(&scratch.out[row * dim], 0, dim * 4);
   }
-  if (rows <= FEW_ROWS)
-    for (int64_t i = 0; i < rows * dim; i += WIDTH) store(&scratch.narrow[i], load(&scratch.query[i]));
-  // Where the keys and values of a run are, and those of the next.
+  // Where the keys and values of a run are, and those of the next one; what lies behind the end is there again.
   const T *places[2][2][KEYS];
-  auto locate = [&](int64_t begin, const T *(&run)[2][KEYS]) {
+  auto locate = [&](const Piece &of, int64_t begin, auto &run) {
+    const int32_t *table = group.tables + of.unit->sequence * group.width;
     for (int64_t i = 0; i < KEYS; i++) {
-      int64_t at = std::min(begin + i, unit.end - 1);
+      int64_t at = std::min(begin + i, of.unit->end - 1);
       int64_t slot = int64_t(table[at >> shape.block_bits()]) << shape.block_bits() | (at & (shape.block_size - 1));
-      run[0][i] = k_cache + (slot * shape.kv_heads + head) * dim;
-      run[1][i] = v_cache + (slot * shape.kv_heads + head) * dim;
+      run[0][i] = k_cache + (slot * shape.kv_heads + of.head) * dim;
+      run[1][i] = v_cache + (slot * shape.kv_heads + of.head) * dim;
     }
   };
-  locate(unit.begin, places[0]);
+  locate(piece, unit.begin, places[0]);
   for (int64_t begin = unit.begin, turn = 0; begin < unit.end; begin += KEYS, turn ^= 1) {
     int64_t count = std::min<int64_t>(KEYS, unit.end - begin);
     const auto &[keys, values] = places[turn];
     const auto &[keys_ahead, values_ahead] = places[turn ^ 1];
-    locate(begin + KEYS, places[turn ^ 1]);
+    if (begin + KEYS >= unit.end && next)
+      locate(*next, next->unit->begin, places[turn ^ 1]);
+    else
+      locate(piece, begin + KEYS, places[turn ^ 1]);
     auto visible = [&](int64_t row) {
       int64_t position = positions[token_of(row)];
       int64_t from = group.window ? std::max<int64_t>(0, position - group.window + 1 - begin) : 0;
       return std::pair(std::min(from, count), std::clamp<int64_t>(position + 1 - begin, 0, count));
     };
+    // Makes weights of the logits of rows; returns which keys any of them sees.
+    auto weigh_rows = [&](int64_t row, int64_t some, auto *weights) {
+      int64_t least = count, most = 0;
+      for (int64_t i = 0; i < some; i++) {
+        auto [from, to] = visible(row + i);
+        if (from < to)
+          weigh(&scratch.logits[i * KEYS], from, to, &scratch.largest[row + i], &scratch.total[row + i],
+                &scratch.out[(row + i) * dim], dim, weights + i * KEYS);
+        else
+          memset((void *)(weights + i * KEYS), 0, KEYS * sizeof(*weights));
+        least = std::min(least, from);
+        most = std::max(most, to);
+      }
+      return std::pair(least, most);
+    };
     if (rows <= FEW_ROWS) {
       for (int64_t row = 0; row < rows; row += TOGETHER)
         in_groups(std::min<int64_t>(TOGETHER, rows - row), [&](auto group_size) {
           constexpr int R = decltype(group_size)::value;
-          float *logits = scratch.logits.data(), *sums = &scratch.out[row * dim];
-          dots<R>(&scratch.narrow[row * dim], keys, keys_ahead, count, dim, logits);
-          int64_t least = count, most = 0;
-          for (int r = 0; r < R; r++) {
-            auto [from, to] = visible(row + r);
-            if (from < to)
-              weigh(logits + r * KEYS, from, to, &scratch.largest[row + r], &scratch.total[row + r], sums + r * dim, dim);
-            else
-              memset(logits + r * KEYS, 0, KEYS * 4);
-            least = std::min(least, from);
-            most = std::max(most, to);
-          }
-          add_values<R>(logits, values, values_ahead, least, most, dim, sums);
+          float *weights = scratch.logits.data();
+          dots<R>(&scratch.query[row * dim], keys, keys_ahead, count, dim, weights);
+          auto [least, most] = weigh_rows(row, R, weights);
+          add_values<R>(weights, values, values_ahead, least, most, dim, &scratch.out[row * dim]);
         });
       continue;
     }
-    // [KEYS / TILE][D][TILE] and [D / TILE][KEYS][TILE], as matrices to multiply with. What nobody may see is 0: weights
-    // of 0 times what is no number would be none either.
-    for (int64_t i = 0; i < KEYS; i++) {
-      float *column = &scratch.keys[i / TILE * TILE * dim + i % TILE];
-      for (int64_t d = 0; d < dim; d++) column[d * TILE] = i < count ? widen(keys[i][d]) : 0;
-      for (int64_t d = 0; d < dim; d += WIDTH)
-        store(&scratch.values[d / TILE * TILE * KEYS + i * TILE + d % TILE], i < count ? load(values[i] + d) : Vec{});
-    }
-    for (int64_t row = 0; row < rows; row += ROWS) {
-      int64_t some = std::min<int64_t>(ROWS, rows - row);
-      alignas(64) float sums[ROWS * TILE];
-      for (int64_t tile = 0; tile < KEYS / TILE; tile++) {
-        multiply_rows<float>(some, &scratch.query[row * dim], dim, &scratch.keys[tile * TILE * dim], dim, sums);
-        for (int64_t i = 0; i < some; i++)
-          memcpy(&scratch.logits[(row + i) * KEYS + tile * TILE], sums + i * TILE, TILE * 4);
-      }
-      for (int64_t i = row; i < row + some; i++) {
-        auto [from, to] = visible(i);
-        float *logits = &scratch.logits[i * KEYS];
-        if (from >= to)
-          memset(logits, 0, KEYS * 4);
-        else
-          weigh(logits, from, to, &scratch.largest[i], &scratch.total[i], &scratch.out[i * dim], dim);
-      }
-      for (int64_t tile = 0; tile < dim / TILE; tile++) {
-        multiply_rows<float>(some, &scratch.logits[row * KEYS], KEYS, &scratch.values[tile * TILE * KEYS], KEYS, sums);
-        for (int64_t i = 0; i < some; i++)
-          for (int64_t d = 0; d < TILE; d += WIDTH) {
-            float *into = &scratch.out[(row + i) * dim + tile * TILE + d];
-            store(into, load(into) + load(sums + i * TILE + d));
-          }
-      }
+    lay_out_keys(keys, count, dim, scratch.keys.data());
+    lay_out_values(values, count, dim, scratch.values.data());
+    for (int64_t i = 0; i < KEYS; i++)
+      for (const T *ahead : {keys_ahead[i], values_ahead[i]}) fetch(ahead, dim);
+    const int64_t parts = (rows + ROWS - 1) / ROWS;
+    for (int64_t part = 0; part < parts; part++) {
+      int64_t row = part * rows / parts, some = (part + 1) * rows / parts - row;
+      for (int64_t tile = 0; tile < KEYS / TILE; tile++)
+        multiply_rows<T>(some, &scratch.query[row * dim], dim, &scratch.keys[tile * TILE * dim], dim,
+                         &scratch.logits[tile * TILE], KEYS);
+      weigh_rows(row, some, scratch.weights.data());
+      for (int64_t tile = 0; tile < dim / TILE; tile++)
+        multiply_rows<T, true>(some, scratch.weights.data(), KEYS, &scratch.values[tile * TILE * KEYS], KEYS,
+                               &scratch.out[row * dim + tile * TILE], dim);
     }
   }
   for (int64_t row = 0; row < rows; row++) {

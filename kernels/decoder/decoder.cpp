@@ -70,7 +70,7 @@ class Step {
     bool any = false;
     for (int64_t g = 0; g < batch.groups; g++) {
       groups.emplace_back(batch.group[g], tokens, batch.sequences);
-      plans.push_back(plan_units(shape, groups[g], batch.sequences, batch.query_start, positions.data()));
+      plans.push_back(plan_units(shape, groups[g], batch.sequences, batch.query_start, positions.data(), team.size));
       any |= !plans[g].shared.empty();
     }
     if (any) {
@@ -161,10 +161,14 @@ class Step {
     const Plan &plan = plans[layer.group];
     for (const auto *units : {&plan.shared, &plan.own}) {
       if (units->empty()) continue;
-      team.each(units->size() * shape.kv_heads, [&](int number) {
-        attend<T>(shape, groups[layer.group], plan, (*units)[number / shape.kv_heads], number % shape.kv_heads,
-                  positions.data(), qkv.data(), width(), (const T *)layer.k_cache, (const T *)layer.v_cache, state,
-                  attended.data(), scratch);
+      const int64_t count = units->size() * shape.kv_heads;
+      auto piece = [&](int64_t number) { return Piece{&(*units)[number / shape.kv_heads], number % shape.kv_heads}; };
+      team.each(count, [&](int64_t number) {
+        // The one that this thread will most likely take next.
+        int64_t later = number + team.size;
+        Piece next = later < count ? piece(later) : Piece{};
+        attend<T>(shape, groups[layer.group], plan, piece(number), next.unit ? &next : nullptr, positions.data(),
+                  qkv.data(), width(), (const T *)layer.k_cache, (const T *)layer.v_cache, state, attended.data(), scratch);
       });
     }
   }

@@ -55,10 +55,28 @@ static inline void pack(Bfloat16 *to, const Bfloat16 *from, int64_t n, int64_t k
           row < n ? from[row * k + column] : Bfloat16{};
 }
 
-// out [M][TILE] = a [M][k], rows `stride` apart, times one tile.
+// The sums of a tile begin at 0 or with what is there.
+template <int M, bool ADD>
+static inline void begin_sums(Vec (&sums)[M][VECTORS], const float *out, int64_t out_stride) {
+#pragma GCC unroll 16
+  for (int row = 0; row < M; row++)
+#pragma GCC unroll 8
+    for (int v = 0; v < VECTORS; v++) sums[row][v] = ADD ? load(out + row * out_stride + v * WIDTH) : Vec{};
+}
+
 template <int M>
-static inline void multiply(const float *a, int64_t stride, const float *b, int64_t k, float *out) {
-  Vec sums[M][VECTORS] = {};
+static inline void end_sums(const Vec (&sums)[M][VECTORS], float *out, int64_t out_stride) {
+#pragma GCC unroll 16
+  for (int row = 0; row < M; row++)
+#pragma GCC unroll 8
+    for (int v = 0; v < VECTORS; v++) store(out + row * out_stride + v * WIDTH, sums[row][v]);
+}
+
+// out [M][TILE] = a [M][k] times one tile, or added to what is there; rows of a and out lie their strides apart.
+template <int M, bool ADD>
+static inline void multiply(const float *a, int64_t stride, const float *b, int64_t k, float *out, int64_t out_stride) {
+  Vec sums[M][VECTORS];
+  begin_sums<M, ADD>(sums, out, out_stride);
   for (int64_t i = 0; i < k; i++, b += TILE) {
     Vec weights[VECTORS];
 #pragma GCC unroll 8
@@ -71,16 +89,15 @@ static inline void multiply(const float *a, int64_t stride, const float *b, int6
 #pragma GCC unroll 8
       for (int v = 0; v < VECTORS; v++) sums[row][v] += a[row * stride + i] * weights[v];
   }
-#pragma GCC unroll 16
-  for (int row = 0; row < M; row++)
-#pragma GCC unroll 8
-    for (int v = 0; v < VECTORS; v++) store(out + row * TILE + v * WIDTH, sums[row][v]);
+  end_sums<M>(sums, out, out_stride);
 }
 
 #if defined(__AVX512BF16__)
-template <int M>
-static inline void multiply(const Bfloat16 *a, int64_t stride, const Bfloat16 *b, int64_t k, float *out) {
-  __m512 sums[M][VECTORS] = {};
+template <int M, bool ADD>
+static inline void multiply(const Bfloat16 *a, int64_t stride, const Bfloat16 *b, int64_t k, float *out,
+                            int64_t out_stride) {
+  Vec sums[M][VECTORS];
+  begin_sums<M, ADD>(sums, out, out_stride);
   for (int64_t i = 0; i < k; i += 2, b += 2 * TILE) {
     __m512bh weights[VECTORS];
 #pragma GCC unroll 8
@@ -94,20 +111,18 @@ static inline void multiply(const Bfloat16 *a, int64_t stride, const Bfloat16 *b
       memcpy(&pair, a + row * stride + i, 4);
       __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
 #pragma GCC unroll 8
-      for (int v = 0; v < VECTORS; v++) sums[row][v] = _mm512_dpbf16_ps(sums[row][v], both, weights[v]);
+      for (int v = 0; v < VECTORS; v++) sums[row][v] = (Vec)_mm512_dpbf16_ps((__m512)sums[row][v], both, weights[v]);
     }
   }
-#pragma GCC unroll 16
-  for (int row = 0; row < M; row++)
-#pragma GCC unroll 8
-    for (int v = 0; v < VECTORS; v++) store(out + row * TILE + v * WIDTH, (Vec)sums[row][v]);
+  end_sums<M>(sums, out, out_stride);
 }
 #endif
 
-template <class T, int M = ROWS>
-static inline void multiply_rows(int rows, const T *a, int64_t stride, const T *b, int64_t k, float *out) {
-  if (rows == M) return multiply<M>(a, stride, b, k, out);
-  if constexpr (M > 1) multiply_rows<T, M - 1>(rows, a, stride, b, k, out);
+template <class T, bool ADD = false, int M = ROWS>
+static inline void multiply_rows(int rows, const T *a, int64_t stride, const T *b, int64_t k, float *out,
+                                 int64_t out_stride = TILE) {
+  if (rows == M) return multiply<M, ADD>(a, stride, b, k, out, out_stride);
+  if constexpr (M > 1) multiply_rows<T, ADD, M - 1>(rows, a, stride, b, k, out, out_stride);
 }
 
 // Rows whose sums a thread keeps to itself until they are complete.

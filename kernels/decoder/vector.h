@@ -70,12 +70,17 @@ static inline float largest(Vec value) {
 // e^x within 2 units in the last place; 0 below -87, also for minus infinity.
 // Cody and Waite's reduction, then a polynomial of degree 6 (Cephes, expf).
 static inline Vec exponential(Vec x) {
-  const Vec least = Vec{} - 87.0f, most = Vec{} + 88.0f;
+  const Vec least = Vec{} - 87.0f;
+#if defined(__AVX512F__)
+  __mmask16 tiny = _mm512_cmp_ps_mask((__m512)x, (__m512)least, _CMP_LT_OQ);
+  Vec n = (Vec)_mm512_roundscale_ps((__m512)(x * 1.44269504088896341f), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
   IntVec tiny = x < least;
   x = x < least ? least : x;
-  x = x > most ? most : x;
+  x = x > 88.0f ? Vec{} + 88.0f : x;
   // Adding and taking away 1.5 * 2^23 rounds to a whole number.
   Vec n = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f;
+#endif
   x -= n * 0.693359375f;
   x -= n * -2.12194440e-4f;
   Vec y = x * 1.9875691500e-4f + 1.3981999507e-3f;
@@ -84,7 +89,11 @@ static inline Vec exponential(Vec x) {
   y = y * x + 1.6666665459e-1f;
   y = y * x + 5.0000001201e-1f;
   y = y * x * x + x + 1.0f;
+#if defined(__AVX512F__)
+  return (Vec)_mm512_maskz_scalef_ps(~tiny, (__m512)y, (__m512)n);
+#else
   Vec scale = (Vec)((__builtin_convertvector(n, IntVec) + 127) << 23);
   y = y * scale;
   return tiny ? Vec{} : y;
+#endif
 }

@@ -16,7 +16,7 @@ from kernels.decoder.launch import Decoder, LayerWeights, TokenGroup, Weights, o
 from kernels.decoder.reference import step
 from tests.stack import model_cache
 
-BARS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+BARS = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 DTYPES = pytest.mark.parametrize("dtype", BARS, ids=["float32", "bfloat16"])
 
 

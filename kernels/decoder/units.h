@@ -1,0 +1,106 @@
+// What of a step's attention is computed together: which rows against which keys.
+#pragma once
+
+#include <numeric>
+#include <vector>
+
+#include "matmul.h"
+
+// Query rows (tokens times the heads that share a KV head) in a unit.
+constexpr int UNIT_ROWS = 192;
+// Tokens that sequences must share for a unit of their own.
+constexpr int SHARED_TOKENS = 64;
+// Units that a thread should find at least, so that none waits long for another one's last.
+constexpr int UNITS_PER_THREAD = 4;
+
+// One group of layers: where this step's tokens are stored [T], and block tables [S][width].
+struct Group {
+  const int64_t *slots;
+  const int32_t *tables;
+  int64_t width;
+  int64_t window;  // 0 for full attention
+};
+
+struct Shape {
+  int64_t q_heads, kv_heads, head_dim, block_size;
+  int64_t per_kv() const { return q_heads / kv_heads; }
+  // The block size is a power of two.
+  int block_bits() const { return __builtin_ctzll(block_size); }
+};
+
+// Rows of `tokens`, a run in `order`, against the keys at [begin, end) of a sequence's table.
+struct Unit {
+  int64_t first, count;
+  int64_t sequence;
+  int64_t begin, end;
+  bool resumes, ends;
+};
+
+// The units of a step for one group, in two rounds: shared keys, then own ones.
+struct Plan {
+  std::vector<int64_t> order;  // token rows
+  std::vector<Unit> shared, own;
+};
+
+static Plan plan_units(const Shape &shape, const Group &group, int64_t sequences, const int32_t *query_start,
+                       const int64_t *positions, int threads) {
+  Plan plan;
+  auto table = [&](int64_t s) { return group.tables + s * group.width; };
+  auto length = [&](int64_t s) { return positions[query_start[s + 1] - 1] + 1; };
+  std::vector<int64_t> sorted(sequences);
+  std::iota(sorted.begin(), sorted.end(), 0);
+  auto common = [&](int64_t a, int64_t b) {
+    int64_t most = std::min(length(a), length(b)) / shape.block_size, i = 0;
+    while (i < most && table(a)[i] == table(b)[i]) i++;
+    return i * shape.block_size;
+  };
+  if (!group.window)
+    std::sort(sorted.begin(), sorted.end(), [&](int64_t a, int64_t b) {
+      return std::lexicographical_compare(table(a), table(a) + (length(a) + shape.block_size - 1) / shape.block_size,
+                                          table(b), table(b) + (length(b) + shape.block_size - 1) / shape.block_size);
+    });
+  // Rows that are multiplied at once should be full, also where there are too few for everybody.
+  int64_t even = query_start[sequences] * shape.q_heads / (threads * UNITS_PER_THREAD);
+  int64_t limit = std::max<int64_t>(1, std::clamp<int64_t>(even, 2 * ROWS, UNIT_ROWS) / shape.per_kv());
+  auto cut = [&](std::vector<Unit> &units, Unit whole) {
+    // Even parts: a thread that has none left waits for the longest.
+    int64_t parts = (whole.count + limit - 1) / limit;
+    for (int64_t part = 0; part < parts; part++) {
+      Unit unit = whole;
+      int64_t from = part * whole.count / parts, to = (part + 1) * whole.count / parts;
+      unit.first = whole.first + from;
+      unit.count = to - from;
+      int64_t least = INT64_MAX, most = 0;
+      for (int64_t i = unit.first; i < unit.first + unit.count; i++) {
+        least = std::min(least, positions[plan.order[i]]);
+        most = std::max(most, positions[plan.order[i]]);
+      }
+      unit.end = std::min(unit.end, most + 1);
+      if (group.window) unit.begin = std::max(unit.begin, least - group.window + 1);
+      units.push_back(unit);
+    }
+  };
+  for (int64_t i = 0; i < sequences;) {
+    int64_t together = 1, shared = 0;
+    while (!group.window && i + together < sequences) {
+      int64_t with_next = common(sorted[i], sorted[i + together]);
+      if (together > 1) with_next = std::min(with_next, shared);
+      if (with_next < SHARED_TOKENS || (together > 1 && with_next < shared / 2)) break;
+      shared = with_next;
+      together++;
+    }
+    int64_t first = plan.order.size();
+    for (int64_t j = i; j < i + together; j++) {
+      int64_t s = sorted[j], start = plan.order.size();
+      for (int64_t row = query_start[s]; row < query_start[s + 1]; row++) plan.order.push_back(row);
+      cut(plan.own, {start, int64_t(plan.order.size()) - start, s, shared, length(s), shared > 0, true});
+    }
+    if (shared) cut(plan.shared, {first, int64_t(plan.order.size()) - first, sorted[i], 0, shared, false, false});
+    i += together;
+  }
+  for (auto *units : {&plan.shared, &plan.own})
+    std::stable_sort(units->begin(), units->end(), [](const Unit &a, const Unit &b) {
+      return a.count * (a.end - a.begin) > b.count * (b.end - b.begin);
+    });
+  return plan;
+}
