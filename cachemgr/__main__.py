@@ -3,10 +3,11 @@
 Its settings are KVKEEP_ variables.
 """
 
-import asyncio
 import os
 import sys
 from pathlib import Path
+
+import uvloop
 
 from cachemgr import replay
 from cachemgr.embedded_redis import EmbeddedRedis, EmbeddedRedisError
@@ -40,7 +41,7 @@ def _serve() -> None:
     try:
         if not settings.redis_url:
             embedded = EmbeddedRedis.start(settings.state_dir)
-        asyncio.run(_run(settings, embedded))
+        uvloop.run(_run(settings, embedded))
     except (AddressError, EmbeddedRedisError, FileExistsError) as error:
         sys.exit(f"cachemgr: {error}")
     finally:

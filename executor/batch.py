@@ -19,6 +19,7 @@ class Batch:
 
     token_ids, positions: [T] int64, on the device. slot_mappings: per group [T] int64. paged: per group.
     sampling: sequences whose last known token is computed now, with the packed index of that token in `rows` [R].
+    written: per group each token's slot, [T].
     """
 
     token_ids: Tensor
@@ -41,11 +42,12 @@ def pack(
     """The batch that computes counts[i] >= 1 tokens of sequences[i]. last_tokens: [rows] int64, on the device."""
     device = last_tokens.device
     query_lens = np.asarray(counts, dtype=np.int64)
-    query_start = np.concatenate([[0], np.cumsum(query_lens)])
+    query_start = np.zeros(len(counts) + 1, dtype=np.int64)
+    query_lens.cumsum(out=query_start[1:])
     first = np.asarray([sequence.computed for sequence in sequences], dtype=np.int64)
     seq_lens = first + query_lens
     total = int(query_start[-1])
-    owner = np.repeat(np.arange(len(sequences)), query_lens)
+    owner = np.arange(len(sequences)).repeat(query_lens)
     positions = first[owner] + np.arange(total) - query_start[owner]
 
     ids = np.zeros(total, dtype=np.int64)
@@ -61,16 +63,17 @@ def pack(
         places = _to(device, query_start[from_device])
         token_ids[places] = last_tokens[_to(device, np.asarray([sequences[i].row for i in from_device]))]
 
+    starts, lengths = _to(device, query_start.astype(np.int32)), _to(device, seq_lens.astype(np.int32))
     mappings, paged, written = [], [], []
     for group in range(num_groups):
         tables = _tables([sequence.tables[group] for sequence in sequences], seq_lens, block_size)
         slots = tables[owner, positions // block_size].astype(np.int64)
-        written.append(np.unique(slots))
+        written.append(slots)
         mappings.append(_to(device, slots * block_size + positions % block_size))
         paged.append(
             PagedBatch(
-                query_start=_to(device, query_start.astype(np.int32)),
-                seq_lens=_to(device, seq_lens.astype(np.int32)),
+                query_start=starts,
+                seq_lens=lengths,
                 block_tables=_to(device, tables),
                 max_query_len=int(query_lens.max(initial=0)),
                 max_seq_len=int(seq_lens.max(initial=0)),

@@ -8,6 +8,7 @@ import sys
 import time
 
 import structlog
+import uvloop
 
 from executor.errors import ModelError
 from executor.settings import ExecutorSettings
@@ -21,7 +22,7 @@ def main(settings: ExecutorSettings) -> int:
     """Runs until SIGTERM or SIGINT; returns the exit status."""
     logs.configure("executor", settings.log_level)
     try:
-        return asyncio.run(_serve(settings))
+        return uvloop.run(_serve(settings))
     except (ModelError, AddressError) as error:
         print(f"executor: {error}", file=sys.stderr)  # noqa: T201
         return 1

@@ -1,6 +1,6 @@
 """One step in, one outcome out. Owns the running set, the pools and the device."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -71,8 +71,11 @@ class Runner:
         self._counts.clear()
 
     @torch.inference_mode()
-    def launch(self, step: Step) -> Pending:
-        """Applies a step and starts its work. Raises ExecutorError, with nothing changed, when it is not valid."""
+    def launch(self, step: Step, prepared: Callable[[], None] = lambda: None) -> Pending:
+        """Applies a step and starts its work. Raises ExecutorError, with nothing changed, when it is not valid.
+
+        prepared: called when only the device has something to do.
+        """
         check_step(step, self.last_step, self._running, self._limits)
         self._apply(step)
         span = self._clock.start()
@@ -92,6 +95,7 @@ class Runner:
         batch = pack(sequences, counts, self._last_tokens, self.pools.block_size, len(self._limits.windows))
         for group, slots in enumerate(batch.written):
             self.pools.mark_written(group, slots, step.number)
+        prepared()
         choice = self._compute(batch) if sequences else None
         for sequence, count in zip(sequences, counts, strict=True):
             sequence.computed += count

@@ -63,6 +63,9 @@ class _Stop:
 class Worker:
     """Runs steps strictly in order; on a device that runs ahead, step n+1 is launched before n is waited for.
 
+    On others the outcome of step n is told when step n+1 begins to compute, as telling it takes the interpreter that
+    prepares the next step; at once if there is no next step.
+
     `confirm(done, failed)` takes the copy tickets of steps; `device_lost` is called when nothing can run any more.
     """
 
@@ -76,7 +79,9 @@ class Worker:
         self._confirm = confirm
         self._device_lost = device_lost
         self._queue: queue.SimpleQueue[_Open | _Run | _Close | _Zero | _Stop] = queue.SimpleQueue()
+        # Launched and not waited for; computed and not told.
         self._pending: tuple[Session, Pending] | None = None
+        self._outcome: tuple[Session, Outcome] | None = None
         self._thread = threading.Thread(target=self._work, name="device", daemon=True)
 
     def start(self) -> None:
@@ -112,7 +117,7 @@ class Worker:
     def _work(self) -> None:
         while True:
             try:
-                job = self._queue.get_nowait() if self._pending else self._queue.get()
+                job = self._queue.get_nowait() if self._pending or self._outcome else self._queue.get()
             except queue.Empty:
                 self._finish()
                 continue
@@ -140,7 +145,7 @@ class Worker:
             self.give_up(step.tickets)
             return
         try:
-            launched = self.runner.launch(step)
+            launched = self.runner.launch(step, self._tell)
         except ExecutorError as error:
             self._finish()
             session.end(error)
@@ -154,9 +159,14 @@ class Worker:
         self._finish()
         self._pending = (session, launched)
         if not self.runner.overlaps:
-            self._finish()
+            self._collect()
 
     def _finish(self) -> None:
+        """Waits for what was launched and tells it."""
+        self._collect()
+        self._tell()
+
+    def _collect(self) -> None:
         if self._pending is None:
             return
         (session, launched), self._pending = self._pending, None
@@ -166,6 +176,12 @@ class Worker:
             self._fail(session, launched.number, error)
             self.give_up(launched.tickets)
             return
+        self._outcome = (session, outcome)
+
+    def _tell(self) -> None:
+        if self._outcome is None:
+            return
+        (session, outcome), self._outcome = self._outcome, None
         metrics.STEP_SECONDS.observe(outcome.compute_time)
         metrics.IDLE_SECONDS.inc(max(outcome.idle_time, 0))
         metrics.TOKENS.inc(outcome.num_tokens)

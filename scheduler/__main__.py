@@ -6,6 +6,7 @@ import signal
 import sys
 
 import structlog
+import uvloop
 
 from protos.rpc import logs
 from protos.rpc.addresses import AddressError
@@ -57,7 +58,7 @@ def main() -> int:
     """Reads the settings and serves."""
     settings = load(SchedulerSettings, os.environ)
     logs.configure("scheduler", settings.log_level)
-    return asyncio.run(serve(settings))
+    return uvloop.run(serve(settings))
 
 
 if __name__ == "__main__":
