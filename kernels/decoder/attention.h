@@ -13,7 +13,8 @@
 // Keys taken at a time.
 constexpr int KEYS = 64;
 // With fewer rows it is cheaper to read keys where they are than to lay them out for a multiplication.
-constexpr int FEW_ROWS = 8;
+template <class T>
+constexpr int FEW_ROWS = sizeof(T) == 4 ? 12 : 8;
 
 // Running softmax of every token's heads: largest logit, sum, and the weighted values in `out` [T][Hq][D].
 struct Softmax {
@@ -104,29 +105,36 @@ static inline void transpose(Vec *rows) {
 
 // A run's keys and values as matrices to multiply with, in the order of a Linear's tiles: [KEYS / TILE][D][TILE] and
 // [D / TILE][KEYS][TILE]. What lies behind `count` is 0, as weights of 0 times what is no number would be none either.
+// `ahead` [KEYS] are fetched line by line: all at once they would hold up everything else.
 template <class T>
-static inline void lay_out_keys(const T *const *keys, int64_t count, int64_t dim, T *to) {
+static inline void lay_out_keys(const T *const *keys, const T *const *ahead, int64_t count, int64_t dim, T *to) {
   // Pairs of bfloat16 stay together as one word.
   const int64_t words = dim * int64_t(sizeof(T)) / 4;
   for (int64_t begin = 0; begin < KEYS; begin += WIDTH)
     for (int64_t word = 0; word < words; word += WIDTH) {
       Vec some[WIDTH];
-      for (int64_t i = 0; i < WIDTH; i++)
+      for (int64_t i = 0; i < WIDTH; i++) {
         some[i] = begin + i < count ? load((const float *)keys[begin + i] + word) : Vec{};
+        __builtin_prefetch((const float *)ahead[begin + i] + word);
+      }
       transpose(some);
       float *column = (float *)to + (begin / TILE * words + word) * TILE + begin % TILE;
       for (int64_t i = 0; i < WIDTH; i++) store(column + i * TILE, some[i]);
     }
 }
 
-static inline void lay_out_values(const float *const *values, int64_t count, int64_t dim, float *to) {
+static inline void lay_out_values(const float *const *values, const float *const *ahead, int64_t count, int64_t dim,
+                                  float *to) {
   for (int64_t i = 0; i < KEYS; i++)
-    for (int64_t d = 0; d < dim; d += WIDTH)
+    for (int64_t d = 0; d < dim; d += WIDTH) {
       store(to + (d / TILE * KEYS + i) * TILE + d % TILE, i < count ? load(values[i] + d) : Vec{});
+      __builtin_prefetch(ahead[i] + d);
+    }
 }
 
 #if defined(__AVX512BF16__)
-static inline void lay_out_values(const Bfloat16 *const *values, int64_t count, int64_t dim, Bfloat16 *to) {
+static inline void lay_out_values(const Bfloat16 *const *values, const Bfloat16 *const *ahead, int64_t count,
+                                  int64_t dim, Bfloat16 *to) {
   alignas(64) uint16_t low[32], high[32];
   for (int i = 0; i < 32; i++) {
     low[i] = i / 2 + i % 2 * 32;
@@ -137,6 +145,8 @@ static inline void lay_out_values(const Bfloat16 *const *values, int64_t count, 
     for (int64_t d = 0; d < dim; d += TILE) {
       __m512i even = i < count ? _mm512_loadu_si512(values[i] + d) : _mm512_setzero_si512();
       __m512i odd = i + 1 < count ? _mm512_loadu_si512(values[i + 1] + d) : _mm512_setzero_si512();
+      __builtin_prefetch(ahead[i] + d);
+      __builtin_prefetch(ahead[i + 1] + d);
       Bfloat16 *pairs = to + (d / TILE * KEYS + i) * TILE;
       _mm512_storeu_si512(pairs, _mm512_permutex2var_epi16(even, first, odd));
       _mm512_storeu_si512(pairs + TILE, _mm512_permutex2var_epi16(even, second, odd));
@@ -314,7 +324,7 @@ static void attend(const Shape &shape, const Group &group, const Plan &plan, con
       }
       return std::pair(least, most);
     };
-    if (rows <= FEW_ROWS) {
+    if (rows <= FEW_ROWS<T>) {
       for (int64_t row = 0; row < rows; row += TOGETHER)
         in_groups(std::min<int64_t>(TOGETHER, rows - row), [&](auto group_size) {
           constexpr int R = decltype(group_size)::value;
@@ -325,20 +335,18 @@ static void attend(const Shape &shape, const Group &group, const Plan &plan, con
         });
       continue;
     }
-    lay_out_keys(keys, count, dim, scratch.keys.data());
-    lay_out_values(values, count, dim, scratch.values.data());
-    for (int64_t i = 0; i < KEYS; i++)
-      for (const T *ahead : {keys_ahead[i], values_ahead[i]}) fetch(ahead, dim);
+    lay_out_keys(keys, keys_ahead, count, dim, scratch.keys.data());
+    lay_out_values(values, values_ahead, count, dim, scratch.values.data());
     const int64_t parts = (rows + ROWS - 1) / ROWS;
     for (int64_t part = 0; part < parts; part++) {
       int64_t row = part * rows / parts, some = (part + 1) * rows / parts - row;
       for (int64_t tile = 0; tile < KEYS / TILE; tile++)
-        multiply_rows<T>(some, &scratch.query[row * dim], dim, &scratch.keys[tile * TILE * dim], dim,
-                         &scratch.logits[tile * TILE], KEYS);
+        multiply_rows<T, false, 0>(some, &scratch.query[row * dim], dim, &scratch.keys[tile * TILE * dim], dim,
+                                   &scratch.logits[tile * TILE], KEYS);
       weigh_rows(row, some, scratch.weights.data());
       for (int64_t tile = 0; tile < dim / TILE; tile++)
-        multiply_rows<T, true>(some, scratch.weights.data(), KEYS, &scratch.values[tile * TILE * KEYS], KEYS,
-                               &scratch.out[row * dim + tile * TILE], dim);
+        multiply_rows<T, true, 0>(some, scratch.weights.data(), KEYS, &scratch.values[tile * TILE * KEYS], KEYS,
+                                  &scratch.out[row * dim + tile * TILE], dim);
     }
   }
   for (int64_t row = 0; row < rows; row++) {

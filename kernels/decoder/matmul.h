@@ -16,7 +16,7 @@ constexpr int ROWS = 6;
 #endif
 // How far ahead weights are asked for, in bytes: what the processor foresees by itself ends with its pages, and a
 // multiplication of several rows leaves it too little time.
-constexpr int AHEAD = 16384;
+constexpr int WEIGHTS_AHEAD = 16384;
 
 // A linear layer: packed [ceil(n / TILE)][k][TILE] in float, [..][k / 2][TILE][2] in bfloat16; bias [n] or null.
 struct Linear {
@@ -72,8 +72,9 @@ static inline void end_sums(const Vec (&sums)[M][VECTORS], float *out, int64_t o
     for (int v = 0; v < VECTORS; v++) store(out + row * out_stride + v * WIDTH, sums[row][v]);
 }
 
-// out [M][TILE] = a [M][k] times one tile, or added to what is there; rows of a and out lie their strides apart.
-template <int M, bool ADD>
+// out [M][TILE] = a [M][k] times one tile, or added to what is there; rows of a and out lie their strides apart. What
+// lies AHEAD bytes further than the tile is asked for meanwhile, unless that is 0.
+template <int M, bool ADD, int AHEAD>
 static inline void multiply(const float *a, int64_t stride, const float *b, int64_t k, float *out, int64_t out_stride) {
   Vec sums[M][VECTORS];
   begin_sums<M, ADD>(sums, out, out_stride);
@@ -82,7 +83,7 @@ static inline void multiply(const float *a, int64_t stride, const float *b, int6
 #pragma GCC unroll 8
     for (int v = 0; v < VECTORS; v++) {
       weights[v] = load(b + v * WIDTH);
-      __builtin_prefetch((const char *)(b + v * WIDTH) + AHEAD);
+      if constexpr (AHEAD) __builtin_prefetch((const char *)(b + v * WIDTH) + AHEAD);
     }
 #pragma GCC unroll 16
     for (int row = 0; row < M; row++)
@@ -93,7 +94,7 @@ static inline void multiply(const float *a, int64_t stride, const float *b, int6
 }
 
 #if defined(__AVX512BF16__)
-template <int M, bool ADD>
+template <int M, bool ADD, int AHEAD>
 static inline void multiply(const Bfloat16 *a, int64_t stride, const Bfloat16 *b, int64_t k, float *out,
                             int64_t out_stride) {
   Vec sums[M][VECTORS];
@@ -103,7 +104,7 @@ static inline void multiply(const Bfloat16 *a, int64_t stride, const Bfloat16 *b
 #pragma GCC unroll 8
     for (int v = 0; v < VECTORS; v++) {
       weights[v] = (__m512bh)_mm512_loadu_si512(b + v * 2 * WIDTH);
-      __builtin_prefetch((const char *)(b + v * 2 * WIDTH) + AHEAD);
+      if constexpr (AHEAD) __builtin_prefetch((const char *)(b + v * 2 * WIDTH) + AHEAD);
     }
 #pragma GCC unroll 16
     for (int row = 0; row < M; row++) {
@@ -118,11 +119,11 @@ static inline void multiply(const Bfloat16 *a, int64_t stride, const Bfloat16 *b
 }
 #endif
 
-template <class T, bool ADD = false, int M = ROWS>
+template <class T, bool ADD, int AHEAD, int M = ROWS>
 static inline void multiply_rows(int rows, const T *a, int64_t stride, const T *b, int64_t k, float *out,
-                                 int64_t out_stride = TILE) {
-  if (rows == M) return multiply<M, ADD>(a, stride, b, k, out, out_stride);
-  if constexpr (M > 1) multiply_rows<T, ADD, M - 1>(rows, a, stride, b, k, out, out_stride);
+                                 int64_t out_stride) {
+  if (rows == M) return multiply<M, ADD, AHEAD>(a, stride, b, k, out, out_stride);
+  if constexpr (M > 1) multiply_rows<T, ADD, AHEAD, M - 1>(rows, a, stride, b, k, out, out_stride);
 }
 
 // Rows whose sums a thread keeps to itself until they are complete.
@@ -137,7 +138,8 @@ static void matmul(Team &team, const T *a, int64_t rows, const Linear &linear, c
   auto first = [=](int64_t part) { return part * rows / parts; };
   auto compute = [&](int64_t tile, int64_t part, float *sums) {
     int64_t row = first(part), count = first(part + 1) - row;
-    multiply_rows<T>(count, a + row * linear.k, linear.k, linear.tile<T>(tile), linear.k, sums);
+    multiply_rows<T, false, WEIGHTS_AHEAD>(count, a + row * linear.k, linear.k, linear.tile<T>(tile), linear.k, sums,
+                                           TILE);
     if (linear.bias)
       for (int i = 0; i < count; i++)
         for (int64_t c = 0; c < std::min<int64_t>(TILE, linear.n - tile * TILE); c++)
