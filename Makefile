@@ -4,6 +4,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
+.PHONY: help setup run-stack generate test fuzz-manager lint fix types verify-protos proto clean base dev python
 
 VENV ?= .venv
 PY := $(VENV)/bin/python
@@ -21,7 +22,6 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 ##@ Use
 
-.PHONY: help
 help: ## Show this help
 	@awk 'BEGIN { FS = ":.*## "; print "make TARGET" } \
 	  /^##@/ { printf "\n%s\n", substr($$0, 5) } \
@@ -33,29 +33,23 @@ help: ## Show this help
 	  'VENV=...' 'an environment of yours, used as it is; nothing is installed' \
 	  'ARGS="..."' 'more arguments for the program behind a target'
 
-.PHONY: setup
 setup: base ## Make the environment and the default model; does nothing when they are there
 
-.PHONY: run-stack
 run-stack: base ## Start Redis, cachemgr, executor and scheduler; Ctrl-C stops them
 	@exec $(PY) ops/run_stack.py $(ARGS)
 
-.PHONY: generate
 generate: base ## Ask the running stack: make generate PROMPT="What is the capital of France?"
 	@[ -n "$${PROMPT:-}" ] || { echo 'say what to ask: make generate PROMPT="What is the capital of France?"' >&2; exit 2; }
 	@printf %s "$$PROMPT" | $(PY) -m scheduler.generate $(ARGS) -
 
 ##@ Check
 
-.PHONY: test
 test: dev ## Run all tests; ARGS="-k name" chooses
 	@$(PY) -m pytest $(ARGS)
 
-.PHONY: fuzz-manager
 fuzz-manager: dev ## Check the cache manager after each of 200,000 random operations
 	@FUZZ=1 $(PY) -m pytest -q -p no:cacheprovider --timeout=0 tests/unit/cachemgr/test_random_operations.py $(ARGS)
 
-.PHONY: lint fix
 lint: dev ## Check style, formatting and the settings table; `make fix` repairs
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
@@ -66,12 +60,10 @@ fix: dev ## Repair what lint finds
 	@$(PY) -m ruff format .
 	@$(PY) ops/settings_table.py --write
 
-.PHONY: types
 types: dev ## Check types
 	@$(PY) -m mypy
 	@MYPYPATH=ops $(PY) -m mypy ops/*.py
 
-.PHONY: verify-protos proto
 verify-protos: dev ## Check the .proto files and that the stubs belong to them; `make proto` repairs
 	@$(PY) ops/stubs.py verify
 
@@ -80,7 +72,7 @@ proto: dev ## Generate the stubs
 
 ##@ Measure
 
-MEASUREMENTS := exactness $(addprefix bench-,serving peers overhead prefix fairness manager trace)
+MEASUREMENTS := exactness $(addprefix bench-,serving peers overhead prefix fairness memory manager trace)
 .PHONY: $(MEASUREMENTS) peers
 exactness: dev ## Compare greedy output with transformers in every combination of settings
 bench-serving: dev ## How fast the stack serves, beside what the machine can do at most
@@ -88,6 +80,7 @@ bench-peers: dev ## The same beside other engines, which `make peers` installs
 bench-overhead: dev ## What the cache manager costs in a process of its own
 bench-prefix: dev ## What the reuse of a common prefix gains
 bench-fairness: dev ## What a long prompt does to those that stream
+bench-memory: dev ## What every process holds, and that none grows with the requests
 bench-manager: dev ## What the cache manager's decisions cost
 bench-trace: dev ## What wishes gain on recorded requests: make bench-trace TRACE=file.jsonl
 $(MEASUREMENTS):
@@ -97,12 +90,10 @@ peers: dev ## Install other engines to compare with, each in an environment of i
 
 ##@ Other
 
-.PHONY: clean
 clean: ## Remove the environment and what the tools left; keeps models and state
 	@rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: base dev python
 ifeq ($(VENV),.venv)
 base: python
 	@$(SET_UP)

@@ -24,7 +24,7 @@ def default(field: FieldInfo) -> str:
         return "host name"
     if isinstance(value, bool):
         return f"`{int(value)}`"
-    return f"`{value}`" if value != "" else "empty"
+    return "empty" if value is None or value == "" else f"`{value}`"
 
 
 def rows(cls: type[ProcessSettings], *, shared: bool) -> list[str]:

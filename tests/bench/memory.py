@@ -1,0 +1,94 @@
+"""Resident memory of every process: at the start, with a full KV pool, and while requests come and go.
+
+Run it with `make bench-memory`. Requests with text of their own fill the pool and evict from it; a process that keeps
+something of each would grow with them. It ends with status 1 when the executor holds more beside its weights and its
+pool, the cache manager begins with more, or any process grows more than the bounds below say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+
+import grpc
+import psutil
+
+from executor.model_files import resolve
+from protos.execution.v1 import execution_pb2 as execution
+from protos.execution.v1 import execution_pb2_grpc as execution_rpc
+from tests.bench.limits import ELEMENT_BYTES, ModelShape
+from tests.bench.runs import processes
+from tests.bench.tables import table
+from tests.stack import Stack
+from tests.support.generation import generate_all, greedy_request
+
+MB = 1e6
+EXECUTOR_BESIDE_MB = 600
+CACHEMGR_START_MB = 120
+# From the end of the first batch, when pool and caches are full, to the end of the last.
+GROWTH_SHARE, GROWTH_MB = 0.02, 4
+BATCHES = 10
+CONCURRENCY = 64
+PROMPT_TOKENS, OUTPUT_TOKENS = (8, 64), 4
+
+
+async def pool_tokens(stack: Stack) -> int:
+    """Tokens that the executor's pool holds."""
+    async with grpc.aio.insecure_channel(stack.executor) as channel:
+        stub: execution_rpc.ExecutorServiceAsyncStub = execution_rpc.ExecutorServiceStub(channel)
+        return (await stub.GetExecutor(execution.GetExecutorRequest(), timeout=10)).max_tokens
+
+
+def batch(rng: random.Random, vocabulary: int, count: int) -> list[list[int]]:
+    """Prompts that no other one begins like."""
+    return [[rng.randrange(vocabulary) for _ in range(rng.randint(*PROMPT_TOKENS))] for _ in range(count)]
+
+
+def resident(running: dict[str, psutil.Process]) -> dict[str, float]:
+    """Megabytes of each process, the client left out."""
+    return {name: process.memory_info().rss / MB for name, process in running.items() if name != "client"}
+
+
+def main() -> int:
+    """Measures and judges."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--dtype", choices=ELEMENT_BYTES, default="bfloat16")
+    parser.add_argument("--pool-tokens", type=int, default=8_192)
+    given = parser.parse_args()
+    shape = ModelShape.read(resolve(""))
+    weights = shape.weights * ELEMENT_BYTES[given.dtype] / MB
+    rng = random.Random(3)
+    with Stack(executor_dtype=given.dtype, executor_max_tokens=given.pool_tokens) as stack:
+        running = processes(stack)
+        pool = asyncio.run(pool_tokens(stack)) * shape.kv_elements * ELEMENT_BYTES[given.dtype] / MB
+        seen = [resident(running)]
+        print(f"{given.dtype}: weights {weights:.0f} MB, KV pool {pool:.0f} MB; resident MB", flush=True)
+        for number in range(BATCHES):
+            prompts = batch(rng, shape.vocabulary, given.requests // BATCHES)
+            requests = [greedy_request(prompt, OUTPUT_TOKENS) for prompt in prompts]
+            asyncio.run(generate_all(stack.scheduler, requests, concurrency=CONCURRENCY))
+            seen.append(resident(running))
+            print(f"{(number + 1) * len(prompts)} requests", file=sys.stderr, flush=True)
+    rows = [
+        [f"{number * (given.requests // BATCHES)} requests", *(f"{one[name]:.1f}" for name in seen[0])]
+        for number, one in enumerate(seen)
+    ]
+    print(table(("after", *seen[0]), rows))
+    verdicts = [
+        ("executor beside weights and pool", seen[-1]["executor"] - weights - pool, EXECUTOR_BESIDE_MB),
+        ("cachemgr at the start", seen[0]["cachemgr"], CACHEMGR_START_MB),
+        *(
+            (f"growth of {name}", seen[-1][name] - seen[1][name], GROWTH_MB + GROWTH_SHARE * seen[1][name])
+            for name in seen[0]
+        ),
+    ]
+    for what, found, bound in verdicts:
+        print(f"{what:<34}{found:8.1f} MB, {'less' if found < bound else 'NOT less'} than {bound:.1f}")
+    return 0 if all(found < bound for _, found, bound in verdicts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
