@@ -124,3 +124,9 @@ def error_ratio(backend: str, case: Case) -> float:
         return NAN
     truth = exact(case, problem)
     return float((out[:rows].double() - truth).norm() / truth.norm())
+
+
+def spread(shape: tuple[int, ...], seed: int) -> Tensor:
+    """float32 numbers of many magnitudes, up to some hundreds."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).mul(2).exp()

@@ -6,6 +6,7 @@ processes of their own, and this one is left as it was found.
 
 import importlib.util
 import multiprocessing
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
@@ -24,8 +25,34 @@ def _worker(environment: dict[str, str]) -> Iterator[Submit]:
             for name, value in environment.items():
                 patch.setenv(name, value)
             # The process starts, with this environment, on its first piece of work.
-            pool.submit(torch.set_num_threads, 1).result()
+            pool.submit(_prepare).result()
         yield lambda function, *args: pool.submit(function, *args).result()
+
+
+def _prepare() -> None:
+    torch.set_num_threads(1)
+    if os.environ["TRITON_INTERPRET"] == "1":
+        round_to_nearest()
+
+
+def round_to_nearest() -> None:
+    """Lets torch convert floats for the interpreter, which cuts off the bits that a device rounds."""
+    import triton.language as tl
+    from triton.runtime import interpreter as triton_interpreter
+
+    types = {
+        tl.float32: torch.float32,
+        tl.float16: torch.float16,
+        tl.bfloat16: torch.bfloat16,
+        tl.float8e4nv: torch.float8_e4m3fn,
+    }
+    integers = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
+
+    def convert(data: Any, source: Any, target: Any, _rounding: Any) -> Any:
+        bits = torch.from_numpy(data.copy()).view(integers[source.primitive_bitwidth // 8])
+        return bits.view(types[source]).to(types[target]).view(integers[target.primitive_bitwidth // 8]).numpy()
+
+    triton_interpreter._convert_float = convert
 
 
 @pytest.fixture(scope="session")
