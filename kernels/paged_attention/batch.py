@@ -4,7 +4,10 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
+import torch
 from torch import Tensor
+
+from kernels.arguments import check_device, check_dtype, check_shape
 
 T = TypeVar("T")
 
@@ -34,3 +37,36 @@ class PagedBatch:
         if key not in self._derived:
             self._derived[key] = build()
         return cast(T, self._derived[key])
+
+    def check(self, name: str, rows: Tensor, block_size: int) -> None:
+        """Raise ValueError unless the batch fits the packed tensor `rows` [T, ...] of that name; looks once per step.
+
+        Lengths that only the device has are not checked.
+        """
+        self.once(("checked", rows.shape[0], rows.device, block_size), lambda: self._check(name, rows, block_size))
+
+    def _check(self, name: str, rows: Tensor, block_size: int) -> None:
+        sequences = self.seq_lens.shape[0]
+        check_shape("batch.seq_lens", self.seq_lens, [None], "[S]")
+        check_shape("batch.query_start", self.query_start, [sequences + 1], "[S + 1]")
+        check_shape("batch.block_tables", self.block_tables, [sequences, None], "[S, M]")
+        for own in ("query_start", "seq_lens", "block_tables"):
+            check_dtype(f"batch.{own}", getattr(self, own), torch.int32)
+            check_device(f"batch.{own}", getattr(self, own), name, rows)
+        if self.query_start.stride(0) != 1 or self.seq_lens.stride(0) != 1:
+            raise ValueError("batch.query_start, batch.seq_lens: expected contiguous tensors")
+        if self.block_tables.stride(1) != 1:
+            raise ValueError("batch.block_tables: expected the blocks of a sequence side by side")
+        if not self.query_lens and not self.host_seq_lens:
+            return
+        if len(self.query_lens) != sequences or len(self.host_seq_lens) != sequences:
+            raise ValueError(f"batch.query_lens, batch.host_seq_lens: expected {sequences} lengths each")
+        if sum(self.query_lens) > rows.shape[0]:
+            raise ValueError(f"batch.query_lens: {sum(self.query_lens)} rows wanted, {name} has {rows.shape[0]}")
+        for query_len, seq_len in zip(self.query_lens, self.host_seq_lens, strict=True):
+            if query_len > seq_len:
+                raise ValueError(f"batch.query_lens: {query_len} queries in a sequence of {seq_len} tokens")
+            if query_len and seq_len > self.block_tables.shape[1] * block_size:
+                raise ValueError(f"batch.block_tables: too narrow for a sequence of {seq_len} tokens")
+            if query_len > self.max_query_len or seq_len > self.max_seq_len:
+                raise ValueError("batch.max_query_len, batch.max_seq_len: smaller than a sequence's own length")

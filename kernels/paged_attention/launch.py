@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.arguments import check_caches, check_contiguous, check_device, check_dtype, check_like, check_shape
+from kernels.arguments import check_caches, check_contiguous, check_device, check_like, check_shape
 from kernels.paged_attention import host
 from kernels.paged_attention.batch import PagedBatch
 
@@ -56,37 +56,12 @@ def paged_attention(
     check_shape("out", out, query.shape, "[T, Hq, D]")
     check_like("out", out, "query", query)
     check_contiguous("out", out)
-    batch.once(("checked", query.shape[0], k_cache.shape[1]), lambda: _check_batch(batch, query, k_cache.shape[1]))
+    batch.check("query", query, k_cache.shape[1])
     if query.shape[0] == 0 or batch.seq_lens.shape[0] == 0:
         return out
     attend = attend_with_triton if query.is_cuda else host.attend
     attend(query, k_cache, v_cache, batch, out, scale=scale, window=window, softcap=softcap, sinks=sinks)
     return out
-
-
-def _check_batch(batch: PagedBatch, query: Tensor, block_size: int) -> None:
-    sequences = batch.seq_lens.shape[0]
-    check_shape("batch.seq_lens", batch.seq_lens, [None], "[S]")
-    check_shape("batch.query_start", batch.query_start, [sequences + 1], "[S + 1]")
-    check_shape("batch.block_tables", batch.block_tables, [sequences, None], "[S, M]")
-    for name in ("query_start", "seq_lens", "block_tables"):
-        check_dtype(f"batch.{name}", getattr(batch, name), torch.int32)
-        check_device(f"batch.{name}", getattr(batch, name), "query", query)
-    if batch.block_tables.stride(1) != 1:
-        raise ValueError("batch.block_tables: expected the blocks of a sequence side by side")
-    if not batch.query_lens and not batch.host_seq_lens:
-        return
-    if len(batch.query_lens) != sequences or len(batch.host_seq_lens) != sequences:
-        raise ValueError(f"batch.query_lens, batch.host_seq_lens: expected {sequences} lengths each")
-    if sum(batch.query_lens) > query.shape[0]:
-        raise ValueError(f"batch.query_lens: {sum(batch.query_lens)} rows wanted, query has {query.shape[0]}")
-    for query_len, seq_len in zip(batch.query_lens, batch.host_seq_lens, strict=True):
-        if query_len > seq_len:
-            raise ValueError(f"batch.query_lens: {query_len} queries in a sequence of {seq_len} tokens")
-        if query_len and seq_len > batch.block_tables.shape[1] * block_size:
-            raise ValueError(f"batch.block_tables: too narrow for a sequence of {seq_len} tokens")
-        if query_len > batch.max_query_len or seq_len > batch.max_seq_len:
-            raise ValueError("batch.max_query_len, batch.max_seq_len: smaller than a sequence's own length")
 
 
 @dataclass(frozen=True)

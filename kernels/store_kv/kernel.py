@@ -1,10 +1,12 @@
 """One program per token: both rows are contiguous in the cache, so a store is one masked vector."""
 
 # Triton reads the signature by its own rules.
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, misc"
 
 import triton
 import triton.language as tl
+
+from kernels.device_functions import quantized, sequence_of_row, slot_of_token
 
 
 @triton.jit
@@ -14,6 +16,8 @@ def store_kv_kernel(
     k_cache_ptr,
     v_cache_ptr,
     slot_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     key_token_stride,
     key_head_stride,
     key_dim_stride,
@@ -23,6 +27,7 @@ def store_kv_kernel(
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,  # HEADS * HEAD_DIM rounded up to a power of two
+    QUANTIZED: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token)
@@ -32,8 +37,27 @@ def store_kv_kernel(
     inside = at < HEADS * HEAD_DIM
     head = at // HEAD_DIM
     dim = at % HEAD_DIM
-    key = key_ptr + token * key_token_stride + head * key_head_stride + dim * key_dim_stride
-    value = value_ptr + token * value_token_stride + head * value_head_stride + dim * value_dim_stride
+    key = tl.load(key_ptr + token * key_token_stride + head * key_head_stride + dim * key_dim_stride, mask=inside)
+    value = tl.load(
+        value_ptr + token * value_token_stride + head * value_head_stride + dim * value_dim_stride, mask=inside
+    )
+    if QUANTIZED:
+        key = quantized(key, tl.load(k_scale_ptr + head, mask=inside, other=1.0), k_cache_ptr.dtype.element_ty)
+        value = quantized(value, tl.load(v_scale_ptr + head, mask=inside, other=1.0), v_cache_ptr.dtype.element_ty)
     to = slot * HEADS * HEAD_DIM + at
-    tl.store(k_cache_ptr + to, tl.load(key, mask=inside), mask=inside)
-    tl.store(v_cache_ptr + to, tl.load(value, mask=inside), mask=inside)
+    tl.store(k_cache_ptr + to, key, mask=inside)
+    tl.store(v_cache_ptr + to, value, mask=inside)
+
+
+# How many there are changes from step to step; variants for 1 or multiples of 16 would gain nothing.
+@triton.jit(do_not_specialize=["sequences", "table_stride"])
+def slot_mapping_kernel(
+    positions_ptr, query_start_ptr, block_tables_ptr, slot_ptr, sequences, table_stride, BLOCK_SIZE: tl.constexpr
+):
+    row = tl.program_id(0)
+    sequence = sequence_of_row(query_start_ptr, row, sequences)
+    if sequence < sequences:
+        position = tl.load(positions_ptr + row)
+        tl.store(slot_ptr + row, slot_of_token(block_tables_ptr, table_stride, sequence, position, BLOCK_SIZE))
+    else:
+        tl.store(slot_ptr + row, -1)

@@ -3,42 +3,88 @@
 import torch
 from torch import Tensor
 
-from kernels.arguments import check_caches, check_device, check_dtype, check_like, check_shape
+from kernels.arguments import check_caches, check_device, check_dtype, check_shape
+from kernels.paged_attention.batch import PagedBatch
+from kernels.quantization import check_quantization, quantize
 
 
-def store_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def store_kv(
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
     """Write each token's key and value to its slot; no other slot is touched.
 
-    key, value: [T, Hkv, D], any strides, the caches' dtype.
+    key, value: [T, Hkv, D], any strides, the caches' dtype; of quantized caches any float dtype.
     k_cache, v_cache: [N, B, Hkv, D] contiguous, one layer of the pool.
     slot_mapping: [T] int64, block * B + place in the block, no slot twice; -1 skips the token.
+    k_scale, v_scale: [Hkv] float32 of int8 or float8_e4m3fn caches, which hold what is divided by them.
     Raises ValueError naming the argument whose shape, dtype or device is wrong. Slots are not checked on CUDA.
     """
     check_caches(k_cache, v_cache, "[N, B, Hkv, D]")
     check_shape("key", key, [None, *k_cache.shape[2:]], "[T, Hkv, D]")
     check_shape("value", value, key.shape, "[T, Hkv, D]")
     check_shape("slot_mapping", slot_mapping, key.shape[:1], "[T]")
-    check_like("key", key, "k_cache", k_cache)
-    check_like("value", value, "k_cache", k_cache)
+    check_quantization("key", key, k_cache, k_scale, v_scale)
+    check_quantization("value", value, k_cache, k_scale, v_scale)
     check_dtype("slot_mapping", slot_mapping, torch.int64)
     check_device("slot_mapping", slot_mapping, "k_cache", k_cache)
     if key.shape[0] == 0:
         return
-    if key.is_cuda:
-        store_with_triton(key, value, k_cache, v_cache, slot_mapping)
-    else:
-        store_with_torch(key, value, k_cache, v_cache, slot_mapping)
+    store = store_with_triton if key.is_cuda else store_with_torch
+    store(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
 
 
-def store_with_torch(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def slot_mapping(positions: Tensor, batch: PagedBatch, block_size: int) -> Tensor:
+    """[T] int64, the slot of each row's token, found on the device; -1 for rows that belong to no sequence.
+
+    positions: [T] int64, a token's place in its sequence. Shapes alone decide what is launched, as CUDA graphs need.
+    Raises ValueError naming the argument whose shape, dtype or device is wrong.
+    """
+    check_shape("positions", positions, [None], "[T]")
+    check_dtype("positions", positions, torch.int64)
+    batch.check("positions", positions, block_size)
+    slots = torch.empty_like(positions)
+    if positions.shape[0]:
+        (map_with_triton if positions.is_cuda else map_with_torch)(positions, batch, slots, block_size)
+    return slots
+
+
+def store_with_torch(
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
     if bool((slot_mapping < 0).any()):
         kept = (slot_mapping >= 0).nonzero().flatten()
         key, value, slot_mapping = key[kept], value[kept], slot_mapping[kept]
-    k_cache.view(-1, *k_cache.shape[2:]).index_copy_(0, slot_mapping, key)
-    v_cache.view(-1, *v_cache.shape[2:]).index_copy_(0, slot_mapping, value)
+    for x, cache, scale in ((key, k_cache, k_scale), (value, v_cache, v_scale)):
+        if scale is None:
+            cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_mapping, x)
+        else:
+            # As bytes: torch copies no float8 by index on a CPU.
+            bytes_ = quantize(x, scale, cache.dtype).view(torch.int8)
+            cache.view(torch.int8).view(-1, *cache.shape[2:]).index_copy_(0, slot_mapping, bytes_)
 
 
-def store_with_triton(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def store_with_triton(
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
     # Imported here because a CPU machine may have no triton.
     import triton
 
@@ -51,10 +97,39 @@ def store_with_triton(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tens
         k_cache,
         v_cache,
         slot_mapping.contiguous(),
+        k_cache if k_scale is None else k_scale.contiguous(),
+        v_cache if v_scale is None else v_scale.contiguous(),
         *key.stride(),
         *value.stride(),
         HEADS=heads,
         HEAD_DIM=head_dim,
         WIDTH=triton.next_power_of_2(heads * head_dim),
-        enable_fp_fusion=True,
+        QUANTIZED=k_scale is not None,
+        # Products and sums stay apart: fused ones would round differently.
+        enable_fp_fusion=False,
+    )
+
+
+def map_with_torch(positions: Tensor, batch: PagedBatch, slots: Tensor, block_size: int) -> None:
+    sequences = batch.seq_lens.shape[0]
+    slots.fill_(-1)
+    rows = torch.arange(int(batch.query_start[0]), int(batch.query_start[sequences]))
+    owner = torch.repeat_interleave(torch.arange(sequences), batch.query_start.diff())
+    blocks = batch.block_tables[owner, positions[rows] // block_size].to(torch.int64)
+    slots[rows] = blocks * block_size + positions[rows] % block_size
+
+
+def map_with_triton(positions: Tensor, batch: PagedBatch, slots: Tensor, block_size: int) -> None:
+    from kernels.store_kv.kernel import slot_mapping_kernel
+
+    slot_mapping_kernel[positions.shape](
+        positions.contiguous(),
+        batch.query_start,
+        batch.block_tables,
+        slots,
+        batch.seq_lens.shape[0],
+        batch.block_tables.stride(0),
+        BLOCK_SIZE=block_size,
+        num_warps=1,
+        enable_fp_fusion=False,
     )

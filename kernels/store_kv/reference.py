@@ -2,11 +2,32 @@
 
 from torch import Tensor
 
+from kernels.quantization import quantize
 
-def store_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+
+def store_kv(
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
     """Write row t of key and value [T, Hkv, D] to place slot_mapping[t] of the caches [N, B, Hkv, D]; -1 skips it."""
     block_size = k_cache.shape[1]
     for token, slot in enumerate(slot_mapping.tolist()):
         if slot >= 0:
-            k_cache[slot // block_size, slot % block_size] = key[token]
-            v_cache[slot // block_size, slot % block_size] = value[token]
+            for x, cache, scale in ((key, k_cache, k_scale), (value, v_cache, v_scale)):
+                row = x[token] if scale is None else quantize(x[token], scale, cache.dtype)
+                cache[slot // block_size, slot % block_size] = row
+
+
+def slot_mapping(positions: list[int], query_lens: list[int], tables: list[list[int]], block_size: int) -> list[int]:
+    """Where each of the positions [T] is stored, of which each sequence in turn has query_lens[s]; -1 for the rest."""
+    owners = [sequence for sequence, count in enumerate(query_lens) for _ in range(count)]
+    slots = [
+        tables[owner][position // block_size] * block_size + position % block_size
+        for owner, position in zip(owners, positions, strict=False)
+    ]
+    return slots + [-1] * (len(positions) - len(slots))

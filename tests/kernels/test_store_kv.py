@@ -6,8 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.paged_attention.batch import PagedBatch
+from kernels.quantization import LARGEST
 from kernels.store_kv import reference
-from kernels.store_kv.launch import store_kv, store_with_triton
+from kernels.store_kv.launch import map_with_triton, slot_mapping, store_kv, store_with_triton
+from tests.kernels.attention_cases import spread
 
 SHAPES = {
     "one token, one head": (1, 1, 16, 4),
@@ -49,6 +52,84 @@ def test_slot_minus_one_writes_nothing(run_on: Callable[..., tuple[Tensor, Tenso
     got, expected = run_on(store, (5, 2, 16, 4), [-1, 6, -1, 2, -1], torch.float32)
     torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
     assert int((~got[0].isnan()).sum()) == 2 * 2 * 16
+
+
+def store_quantized(backend: str, dtype: torch.dtype, activations: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The caches' bytes after the op and after its reference."""
+    device = "cuda" if backend == "cuda" else "cpu"
+    key, value = (spread((64, 2, 16), seed).to(activations) for seed in (0, 1))
+    k_scale, v_scale = torch.tensor([0.5, 0.013]), torch.tensor([2.0, 0.3])
+    caches = torch.full((2, 20, 4, 2, 16), 99, dtype=torch.int8, device=device).view(dtype)
+    expected = caches.cpu().clone()
+    slots = torch.randperm(80, generator=torch.Generator().manual_seed(0))[:64]
+    slots[5] = -1
+    op = store_with_triton if backend == "interpreter" else store_kv
+    scales = {"k_scale": k_scale.to(device), "v_scale": v_scale.to(device)}
+    op(key.to(device), value.to(device), caches[0], caches[1], slots.to(device), **scales)
+    reference.store_kv(key, value, expected[0], expected[1], slots, k_scale, v_scale)
+    return caches.view(torch.int8).cpu(), expected.view(torch.int8)
+
+
+@pytest.mark.parametrize("activations", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", LARGEST, ids=str)
+def test_what_8_bits_hold_is_rounded_and_saturated(
+    run_on: Callable[..., tuple[Tensor, Tensor]], dtype: torch.dtype, activations: torch.dtype
+) -> None:
+    got, expected = run_on(store_quantized, dtype, activations)
+    assert torch.equal(got, expected)
+
+
+def test_the_even_value_is_taken_of_two_as_near(run_on: Callable[..., Tensor]) -> None:
+    assert run_on(halves).tolist() == [0, 2, 2, -2, 127, -128, 127, -128]
+
+
+def halves(backend: str) -> Tensor:
+    device = "cuda" if backend == "cuda" else "cpu"
+    key = torch.tensor([0.5, 1.5, 2.5, -1.5, 126.6, -127.6, 1e9, -1e9], device=device)[None, None]
+    caches = torch.zeros(2, 1, 2, 1, 8, dtype=torch.int8, device=device)
+    one = torch.ones(1, device=device)
+    op = store_with_triton if backend == "interpreter" else store_kv
+    op(key, key, caches[0], caches[1], torch.zeros(1, dtype=torch.int64, device=device), k_scale=one, v_scale=one)
+    return caches[0, 0, 0, 0].cpu()
+
+
+TABLES = [[3, 1, 4], [9], [5, 2, 6]]
+
+
+def find_slots(backend: str, query_lens: list[int], positions: list[int], block_size: int) -> list[int]:
+    device = "cuda" if backend == "cuda" else "cpu"
+    starts = [sum(query_lens[:sequence]) for sequence in range(len(query_lens) + 1)]
+    tables = torch.zeros(len(query_lens), 5, dtype=torch.int32)
+    for into, table in zip(tables, TABLES, strict=False):
+        into[: len(table)] = torch.tensor(table)
+    lens = torch.zeros(len(query_lens), dtype=torch.int32)
+    batch = PagedBatch(torch.tensor(starts, dtype=torch.int32, device=device), lens.to(device), tables.to(device), 9, 9)
+    slots = torch.full((len(positions),), 12345, device=device)
+    if backend == "interpreter":
+        map_with_triton(torch.tensor(positions), batch, slots, block_size)
+    else:
+        slots = slot_mapping(torch.tensor(positions, device=device), batch, block_size)
+    return slots.tolist()
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "positions"),
+    [
+        ([2, 0, 3], [4, 5, 0, 7, 11]),
+        ([0, 1, 0], [3, 0, 0]),
+        ([1, 1, 1], [11, 0, 4, 9, 9, 9]),
+        ([0, 0, 0], [1, 2]),
+        ([], [0, 0]),
+        ([0] * 150 + [2] + [0] * 149, [1, 2, 3]),
+    ],
+    ids=["chunks around an absent sequence", "one row of three", "padding rows", "absent only", "no sequences", "300"],
+)
+def test_slots_are_found_from_positions_and_tables(
+    run_on: Callable[..., list[int]], query_lens: list[int], positions: list[int]
+) -> None:
+    tables = TABLES + [[0]] * max(0, len(query_lens) - len(TABLES))
+    expected = reference.slot_mapping(positions, query_lens, tables, 4)
+    assert run_on(find_slots, query_lens, positions, 4) == expected
 
 
 def test_no_tokens_are_no_work() -> None:

@@ -1,0 +1,51 @@
+"""Caches of 8 bits: each KV head has one fixed scale for its keys and one for its values.
+
+What is stored is x / scale, rounded to the nearest value of the type (of two, the even one) and at most its largest.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.arguments import check_device, check_dtype, check_like, check_shape
+
+LARGEST = {torch.int8: (-128.0, 127.0), torch.float8_e4m3fn: (-448.0, 448.0)}
+# Of devices that convert float8_e4m3fn; Triton does not compile it for older ones.
+FLOAT8_CAPABILITY = (8, 9)
+
+
+def check_quantization(
+    name: str, activations: Tensor, k_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
+) -> None:
+    """Raise ValueError unless the activations' dtype and the scales [Hkv] float32 fit caches [..., Hkv, D]."""
+    if k_cache.dtype not in LARGEST:
+        check_like(name, activations, "k_cache", k_cache)
+        for scale_name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+            if scale is not None:
+                raise ValueError(f"{scale_name}: only int8 and float8_e4m3fn caches have scales, not {k_cache.dtype}")
+        return
+    check_dtype(name, activations, torch.float32, torch.bfloat16, torch.float16)
+    check_device(name, activations, "k_cache", k_cache)
+    for scale_name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is None:
+            raise ValueError(f"{scale_name}: expected one scale per KV head of a {k_cache.dtype} cache")
+        check_shape(scale_name, scale, k_cache.shape[-2:-1], "[Hkv]")
+        check_dtype(scale_name, scale, torch.float32)
+        check_device(scale_name, scale, "k_cache", k_cache)
+    if k_cache.is_cuda and k_cache.dtype == torch.float8_e4m3fn:
+        capability = torch.cuda.get_device_capability(k_cache.device)
+        if capability < FLOAT8_CAPABILITY:
+            raise ValueError(
+                f"k_cache: a device of compute capability {capability[0]}.{capability[1]} does not convert "
+                "float8_e4m3fn, which 8.9 and later do; int8 works"
+            )
+
+
+def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """x [..., Hkv, D] over its head's scale [Hkv], as `dtype` holds it."""
+    scaled = (x.float() / scale[:, None]).clamp(*LARGEST[dtype])
+    return (scaled.round() if dtype == torch.int8 else scaled).to(dtype)
+
+
+def dequantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """What quantize was given, as far as 8 bits kept it: x [..., Hkv, D] times its head's scale, in `dtype`."""
+    return x.to(dtype) * scale[:, None].to(dtype)

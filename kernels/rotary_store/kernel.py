@@ -1,0 +1,97 @@
+"""One program per row and KV head: rotates the query heads that share it and its key, stores key and value."""
+
+# Triton reads the signature by its own rules.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, misc"
+
+import triton
+import triton.language as tl
+
+from kernels.device_functions import quantized, sequence_of_row, slot_of_token
+
+
+@triton.jit
+def _rotated(first, second, cos, sin):
+    """first * cos + second * sin, each product rounded as it is where operations are not fused."""
+    dtype = first.dtype
+    straight = (first.to(tl.float32) * cos).to(dtype)
+    across = (second.to(tl.float32) * sin).to(dtype)
+    return (straight.to(tl.float32) + across.to(tl.float32)).to(dtype)
+
+
+# How many there are changes from step to step; variants for 1 or multiples of 16 would gain nothing.
+@triton.jit(do_not_specialize=["sequences", "table_stride"])
+def rotary_store_kernel(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    cos_ptr,
+    sin_ptr,
+    positions_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    query_start_ptr,
+    block_tables_ptr,
+    sequences,
+    table_stride,
+    query_token_stride,
+    query_head_stride,
+    key_token_stride,
+    key_head_stride,
+    value_token_stride,
+    value_head_stride,
+    cos_stride,
+    sin_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads per KV head
+    GROUP_PADDED: tl.constexpr,
+    HALF: tl.constexpr,  # of the head size
+    HALF_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+):
+    row = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    sequence = sequence_of_row(query_start_ptr, row, sequences)
+    if sequence >= sequences:
+        return
+    position = tl.load(positions_ptr + row)
+    row = row.to(tl.int64)
+    dim = tl.arange(0, HALF_PADDED)
+    inside = dim < HALF
+    # Both halves of a table row are the same.
+    dtype = query_ptr.dtype.element_ty
+    cos = tl.load(cos_ptr + position * cos_stride + dim, mask=inside, other=0.0).to(dtype).to(tl.float32)
+    sin = tl.load(sin_ptr + position * sin_stride + dim, mask=inside, other=0.0).to(dtype).to(tl.float32)
+
+    in_group = tl.arange(0, GROUP_PADDED)
+    query = query_ptr + row * query_token_stride + (kv_head * GROUP + in_group)[:, None] * query_head_stride
+    query += dim[None, :]
+    used = (in_group < GROUP)[:, None] & inside[None, :]
+    first = tl.load(query, mask=used, other=0.0)
+    second = tl.load(query + HALF, mask=used, other=0.0)
+    tl.store(query, _rotated(first, second, cos[None, :], -sin[None, :]), mask=used)
+    tl.store(query + HALF, _rotated(second, first, cos[None, :], sin[None, :]), mask=used)
+
+    key = key_ptr + row * key_token_stride + kv_head * key_head_stride + dim
+    first = tl.load(key, mask=inside, other=0.0)
+    second = tl.load(key + HALF, mask=inside, other=0.0)
+    first_key = _rotated(first, second, cos, -sin)
+    second_key = _rotated(second, first, cos, sin)
+    value = value_ptr + row * value_token_stride + kv_head * value_head_stride + dim
+    first_value = tl.load(value, mask=inside, other=0.0)
+    second_value = tl.load(value + HALF, mask=inside, other=0.0)
+    if QUANTIZED:
+        k_scale = tl.load(k_scale_ptr + kv_head)
+        v_scale = tl.load(v_scale_ptr + kv_head)
+        first_key = quantized(first_key, k_scale, k_cache_ptr.dtype.element_ty)
+        second_key = quantized(second_key, k_scale, k_cache_ptr.dtype.element_ty)
+        first_value = quantized(first_value, v_scale, v_cache_ptr.dtype.element_ty)
+        second_value = quantized(second_value, v_scale, v_cache_ptr.dtype.element_ty)
+    slot = slot_of_token(block_tables_ptr, table_stride, sequence, position, BLOCK_SIZE)
+    to = (slot * KV_HEADS + kv_head) * (2 * HALF) + dim
+    tl.store(k_cache_ptr + to, first_key, mask=inside)
+    tl.store(k_cache_ptr + to + HALF, second_key, mask=inside)
+    tl.store(v_cache_ptr + to, first_value, mask=inside)
+    tl.store(v_cache_ptr + to + HALF, second_value, mask=inside)

@@ -1,0 +1,113 @@
+"""rotary_store against its reference and transformers' own rotation, on every backend of this machine."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from kernels.paged_attention.batch import PagedBatch
+from kernels.quantization import LARGEST
+from kernels.rotary_store import reference
+from kernels.rotary_store.launch import rotary_store, rotate_with_triton
+
+PADDED_ROWS = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    queries: tuple[int, ...] = (1, 6, 0, 3)
+    computed: tuple[int, ...] = (9, 0, 5, 17)
+    query_heads: int = 6
+    kv_heads: int = 2
+    head_dim: int = 16
+    block_size: int = 4
+    dtype: torch.dtype = torch.float32
+    cache: torch.dtype | None = None
+    tables_of: torch.dtype = torch.float32
+
+
+def build(case: Case) -> tuple[dict[str, Tensor], list[int], list[list[int]]]:
+    """The op's tensors, its positions and block tables. Query, key and value are views of one product."""
+    generator = torch.Generator().manual_seed(0)
+    heads = case.query_heads + 2 * case.kv_heads
+    rows = sum(case.queries) + PADDED_ROWS
+    product = torch.randn(rows, heads * case.head_dim, generator=generator).to(case.dtype)
+    parts = product.unflatten(1, (heads, case.head_dim)).split([case.query_heads, case.kv_heads, case.kv_heads], 1)
+    ends = [first + count for first, count in zip(case.computed, case.queries, strict=True)]
+    positions = [at for end, count in zip(ends, case.queries, strict=True) for at in range(end - count, end)]
+    positions += [0] * PADDED_ROWS
+    width = -(-max(ends) // case.block_size)
+    order = torch.randperm(len(ends) * width, generator=generator).view(len(ends), width)
+    frequencies = 1.0 / (100.0 ** (torch.arange(0, case.head_dim, 2, dtype=torch.float32) / case.head_dim))
+    angles = torch.arange(max(ends) + 1)[:, None].float() * frequencies
+    angles = torch.cat([angles, angles], 1)
+    shape = (2, order.numel(), case.block_size, case.kv_heads, case.head_dim)
+    caches = torch.full(shape, 77, dtype=torch.int8).to(case.cache or case.dtype)
+    tensors = dict(zip(("query", "key", "value"), parts, strict=True))
+    tensors |= {"cos": angles.cos().to(case.tables_of), "sin": angles.sin().to(case.tables_of)}
+    tensors |= {"k_cache": caches[0], "v_cache": caches[1]}
+    if case.cache:
+        scales = torch.rand(2, case.kv_heads, generator=generator) / 20 + 0.005
+        tensors |= {"k_scale": scales[0], "v_scale": scales[1]}
+    return tensors, positions, order.tolist()
+
+
+def run(backend: str, case: Case) -> dict[str, Tensor]:
+    device = "cuda" if backend == "cuda" else "cpu"
+    built, positions, tables = build(case)
+    tensors = {name: tensor.to(device) for name, tensor in built.items()}
+    if device == "cpu":
+        # Copies would not be views of one product.
+        tensors = built
+    starts = torch.tensor([0, *case.queries]).cumsum(0).to(device, torch.int32)
+    lens = torch.zeros(len(tables), dtype=torch.int32, device=device)
+    batch = PagedBatch(starts, lens, torch.tensor(tables, dtype=torch.int32, device=device), 6, 20)
+    scales = {name: tensors.pop(name, None) for name in ("k_scale", "v_scale")}
+    op = rotate_with_triton if backend == "interpreter" else rotary_store
+    op(**tensors, positions=torch.tensor(positions, device=device), batch=batch, **scales)
+    return {name: tensor.cpu() for name, tensor in tensors.items()}
+
+
+CASES = {
+    "mixed": Case(),
+    "9 query heads over 3, head size 64": Case(query_heads=9, kv_heads=3, head_dim=64),
+    "no groups, head size 80": Case(query_heads=3, kv_heads=3, head_dim=80),
+    "one KV head, group of 8": Case(query_heads=8, kv_heads=1, head_dim=128, block_size=16),
+    "head size 256, blocks of 32": Case(query_heads=2, kv_heads=1, head_dim=256, block_size=32),
+    "padding rows only": Case(queries=(0, 0), computed=(3, 4)),
+    "bfloat16": Case(dtype=torch.bfloat16),
+    "float16": Case(dtype=torch.float16),
+    "bfloat16 tables": Case(dtype=torch.bfloat16, tables_of=torch.bfloat16),
+    **{f"{cache} cache": Case(dtype=torch.bfloat16, cache=cache) for cache in LARGEST},
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_it_does_what_its_reference_does(run_on: Callable[..., dict[str, Tensor]], case: Case) -> None:
+    expected, positions, tables = build(case)
+    scales = {name: expected.pop(name, None) for name in ("k_scale", "v_scale")}
+    reference.rotary_store(**expected, positions=positions, query_lens=list(case.queries), tables=tables, **scales)
+    for name, tensor in run_on(run, case).items():
+        assert torch.equal(tensor.float(), expected[name].float()), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_queries_and_keys_are_rotated_as_llama_rotates_them(
+    run_on: Callable[..., dict[str, Tensor]], dtype: torch.dtype
+) -> None:
+    case = replace(CASES["9 query heads over 3, head size 64"], dtype=dtype)
+    built, positions, tables = build(case)
+    rope = {"rope_type": "default", "rope_theta": 100.0}
+    config = LlamaConfig(hidden_size=9 * 64, num_attention_heads=9, rope_parameters=rope)
+    cos, sin = LlamaRotaryEmbedding(config)(built["query"], torch.tensor(positions)[None])
+    query, key = (built[name].transpose(0, 1)[None] for name in ("query", "key"))
+    query, key = (one[0].transpose(0, 1) for one in apply_rotary_pos_emb(query, key, cos, sin))
+    got = run_on(run, case)
+    rows = sum(case.queries)
+    assert torch.equal(got["query"][:rows], query[:rows])
+    block = tables[3][positions[rows - 1] // case.block_size]
+    assert torch.equal(got["k_cache"][block, positions[rows - 1] % case.block_size], key[rows - 1])
