@@ -1,4 +1,4 @@
-"""Packs a step's work into tensors: ids, positions, slot mappings, and one PagedBatch per layer group."""
+"""Packs a step's work and sends it to the device at once: ids, positions, slots, one PagedBatch per layer group."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,38 +9,129 @@ from torch import Tensor
 
 from executor.kv_pool import KvPools
 from executor.running import Running
+from executor.transfer import ALIGNMENT, send
 from kernels.paged_attention.launch import PagedBatch, paged_attention
 from kernels.store_kv.launch import store_kv
+
+Int32s = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
+Int64s = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's packed tokens, in the order of its sequences.
+    """One step's packed tokens on the device, in the order of its sequences.
 
-    token_ids, positions: [T] int64, on the device. slot_mappings: per group [T] int64. paged: per group.
-    sampling: sequences whose last known token is computed now, with the packed index of that token in `rows` [R].
-    written: per group each token's slot, [T].
+    token_ids, positions: [T] int64. sources: [T] int64, where `last_tokens` has a token's id, -1 when token_ids has it.
+    slot_mappings: per group [T] int64. paged: per group.
+    rows: [R] int64, packed indices of the tokens whose logits are wanted. targets: [R] int64, where `last_tokens` takes
+    what is sampled from them. last_tokens: [rows of the running set] int64.
     """
 
     token_ids: Tensor
+    sources: Tensor
     positions: Tensor
     slot_mappings: tuple[Tensor, ...]
     paged: tuple[PagedBatch, ...]
-    sampling: tuple[Running, ...]
     rows: Tensor
-    written: tuple[np.ndarray[tuple[int], np.dtype[np.int64]], ...]
+    targets: Tensor
+    last_tokens: Tensor
+
+    def ids(self) -> Tensor:
+        """[T] int64, those included that only the device knows."""
+        return torch.where(self.sources < 0, self.token_ids, self.last_tokens[self.sources.clamp(min=0)])
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step computes, on the host; its arrays as in Batch.
+
+    query_start: [S + 1] int32. seq_lens: [S] int32. tables: per group [S, M] int32.
+    sampling: sequences whose last known token is computed now, in the order of `rows`.
+    written: per group, the blocks that get new tokens. last_tokens: on the device.
+    """
+
+    token_ids: Int64s
+    sources: Int64s
+    positions: Int64s
+    query_start: Int32s
+    seq_lens: Int32s
+    rows: Int64s
+    targets: Int64s
+    slot_mappings: tuple[Int64s, ...]
+    tables: tuple[Int32s, ...]
+    sampling: tuple[Running, ...]
+    written: tuple[Int64s, ...]
+    last_tokens: Tensor
 
     @property
     def num_tokens(self) -> int:
         """Packed tokens."""
-        return self.token_ids.shape[0]
+        return len(self.token_ids)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that compute something."""
+        return len(self.seq_lens)
+
+    def place(self, *, padded: int = 0, into: Tensor | None = None) -> Batch:
+        """Sends all of it to the device in one copy, to the bytes `into` or to new memory.
+
+        padded: adds tokens that belong to no sequence, and sequences without tokens, until there are so many. For work
+        of one token per sequence, the places in `into` of token_ids, sources, positions, query_start and seq_lens
+        depend on nothing else.
+        """
+        extra = max(0, padded - self.num_sequences)
+        query_start, seq_lens = np.pad(self.query_start, (0, extra), "edge"), np.pad(self.seq_lens, (0, extra))
+        token_ids, sources, positions, starts, lengths, rows, targets, *rest = send(
+            [
+                np.pad(self.token_ids, (0, extra)),
+                np.pad(self.sources, (0, extra), constant_values=-1),
+                np.pad(self.positions, (0, extra)),
+                query_start,
+                seq_lens,
+                self.rows,
+                self.targets,
+                *(np.pad(slots, (0, extra), constant_values=-1) for slots in self.slot_mappings),
+                *(np.pad(table, ((0, extra), (0, 0))) for table in self.tables),
+            ],
+            self.last_tokens.device,
+            into,
+        )
+        query_lens = np.diff(query_start)
+        paged = [
+            PagedBatch(
+                query_start=starts,
+                seq_lens=lengths,
+                block_tables=tables,
+                max_query_len=int(query_lens.max(initial=1)),
+                max_seq_len=int(seq_lens.max(initial=1)),
+                query_lens=tuple(query_lens.tolist()),
+                host_seq_lens=tuple(seq_lens.tolist()),
+            )
+            for tables in rest[len(self.tables) :]
+        ]
+        return Batch(
+            token_ids=token_ids,
+            sources=sources,
+            positions=positions,
+            slot_mappings=tuple(rest[: len(self.tables)]),
+            paged=tuple(paged),
+            rows=rows,
+            targets=targets,
+            last_tokens=self.last_tokens,
+        )
+
+
+def sent_bytes(sequences: int, blocks: int, groups: int) -> int:
+    """What `Work.place` sends at most, for sequences of one token and that many blocks."""
+    parts = 7 + 2 * groups
+    return ALIGNMENT * parts + 8 * (5 + groups) * sequences + 4 * (2 * sequences + 1 + groups * sequences * blocks)
 
 
 def pack(
     sequences: Sequence[Running], counts: Sequence[int], last_tokens: Tensor, block_size: int, num_groups: int
-) -> Batch:
-    """The batch that computes counts[i] >= 1 tokens of sequences[i]. last_tokens: [rows] int64, on the device."""
-    device = last_tokens.device
+) -> Work:
+    """The work of computing counts[i] >= 1 tokens of sequences[i]. last_tokens: [rows] int64, on the device."""
     query_lens = np.asarray(counts, dtype=np.int64)
     query_start = np.zeros(len(counts) + 1, dtype=np.int64)
     query_lens.cumsum(out=query_start[1:])
@@ -50,64 +141,45 @@ def pack(
     owner = np.arange(len(sequences)).repeat(query_lens)
     positions = first[owner] + np.arange(total) - query_start[owner]
 
-    ids = np.zeros(total, dtype=np.int64)
-    from_device: list[int] = []
+    ids, sources = np.zeros(total, dtype=np.int64), np.full(total, -1, dtype=np.int64)
     for index, sequence in enumerate(sequences):
         start, end = int(first[index]), int(seq_lens[index])
         if start < len(sequence.tokens):
             ids[query_start[index] : query_start[index + 1]] = sequence.tokens[start:end]
         else:
-            from_device.append(index)
-    token_ids = _to(device, ids)
-    if from_device:
-        places = _to(device, query_start[from_device])
-        token_ids[places] = last_tokens[_to(device, np.asarray([sequences[i].row for i in from_device]))]
+            sources[query_start[index]] = sequence.row
 
-    starts, lengths = _to(device, query_start.astype(np.int32)), _to(device, seq_lens.astype(np.int32))
-    mappings, paged, written = [], [], []
+    mappings, tables, written = [], [], []
     for group in range(num_groups):
-        tables = _tables([sequence.tables[group] for sequence in sequences], seq_lens, block_size)
-        slots = tables[owner, positions // block_size].astype(np.int64)
-        written.append(slots)
-        mappings.append(_to(device, slots * block_size + positions % block_size))
-        paged.append(
-            PagedBatch(
-                query_start=starts,
-                seq_lens=lengths,
-                block_tables=_to(device, tables),
-                max_query_len=int(query_lens.max(initial=0)),
-                max_seq_len=int(seq_lens.max(initial=0)),
-                query_lens=tuple(query_lens.tolist()),
-                host_seq_lens=tuple(seq_lens.tolist()),
-            )
-        )
+        table = _table([sequence.tables[group] for sequence in sequences], seq_lens, block_size)
+        blocks = table[owner, positions // block_size].astype(np.int64)
+        tables.append(table)
+        written.append(blocks)
+        mappings.append(blocks * block_size + positions % block_size)
     samples = [i for i, sequence in enumerate(sequences) if seq_lens[i] == sequence.known]
-    return Batch(
-        token_ids=token_ids,
-        positions=_to(device, positions),
+    return Work(
+        token_ids=ids,
+        sources=sources,
+        positions=positions,
+        query_start=query_start.astype(np.int32),
+        seq_lens=seq_lens.astype(np.int32),
+        rows=query_start[1:][samples] - 1,
+        targets=np.asarray([sequences[i].row for i in samples], dtype=np.int64),
         slot_mappings=tuple(mappings),
-        paged=tuple(paged),
+        tables=tuple(tables),
         sampling=tuple(sequences[i] for i in samples),
-        rows=_to(device, query_start[1:][samples] - 1),
         written=tuple(written),
+        last_tokens=last_tokens,
     )
 
 
-def _tables(
-    tables: Sequence[np.ndarray[tuple[int], np.dtype[np.int32]]], seq_lens: np.ndarray, block_size: int
-) -> np.ndarray:
+def _table(tables: Sequence[Int32s], seq_lens: Int64s, block_size: int) -> Int32s:
     """[S, M] int32, as wide as the longest sequence needs."""
     blocks = -(-seq_lens // block_size)
     result = np.zeros((len(tables), int(blocks.max(initial=0))), dtype=np.int32)
     for into, table, count in zip(result, tables, blocks.tolist(), strict=True):
         into[:count] = table[:count]
     return result
-
-
-def _to(device: torch.device, array: np.ndarray) -> Tensor:
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    # Pinned, so that the copy need not wait for the device.
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 class PagedLayers:

@@ -1,20 +1,37 @@
 """One forward pass over packed tokens: the interface, and transformers' unchanged modules behind it."""
 
 import inspect
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from executor.batch import Batch, PagedLayers
+from executor.batch import Batch, PagedLayers, Work
 from executor.kv_pool import KvPools
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a pass computed. logits: [R, V] of any float dtype, one row per sampling sequence, good until the next pass.
+
+    best: [R] int64, the ids of the largest logits, or None when nobody looked for them. batch: where the work was put.
+    """
+
+    logits: Tensor
+    best: Tensor | None
+    batch: Batch
 
 
 class Forward(Protocol):
     """Computes a model's logits over the pools."""
 
-    def logits(self, batch: Batch, pools: KvPools) -> Tensor:
-        """Stores the batch's keys and values; returns the logits of its rows, [R, V] float32."""
+    def prepare(self, pools: KvPools, last_tokens: Tensor) -> None:
+        """Does beforehand what else the first steps over these pools would wait for."""
+        ...
+
+    def scores(self, work: Work, pools: KvPools) -> Scores:
+        """Stores the keys and values of a step's tokens; returns the logits of its rows."""
         ...
 
 
@@ -25,15 +42,18 @@ class TorchForward:
         self._module = module
         self._slices_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
 
+    def prepare(self, pools: KvPools, last_tokens: Tensor) -> None:
+        """Nothing."""
+
     @torch.inference_mode()
-    def logits(self, batch: Batch, pools: KvPools) -> Tensor:
+    def scores(self, work: Work, pools: KvPools) -> Scores:
         """As in Forward."""
+        batch = work.place()
         output = self._module(
-            input_ids=batch.token_ids[None],
+            input_ids=batch.ids()[None],
             position_ids=batch.positions[None],
             use_cache=False,
             kvkeep_layers=PagedLayers(pools, batch),
             **({"logits_to_keep": batch.rows} if self._slices_logits else {}),
         ).logits[0]
-        logits: Tensor = (output if self._slices_logits else output[batch.rows]).float()
-        return logits
+        return Scores(output if self._slices_logits else output[batch.rows], None, batch)

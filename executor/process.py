@@ -34,11 +34,10 @@ async def _serve(settings: ExecutorSettings) -> int:
     # Imported late, so that a wrong setting is told at once and not after seconds.
     import torch
 
-    from executor.cpu_decoder import release_unused_memory
     from executor.fingerprint import fingerprint
     from executor.kv_pool import KvPools, count_blocks, free_memory
     from executor.manager_client import Announcement, ManagerClient
-    from executor.model import choose_device, load_model
+    from executor.model import choose_device, load_model, release_unused_memory
     from executor.model_files import find
     from executor.runner import Runner
     from executor.service import SERVICE, ExecutorServicer, Identity
@@ -93,11 +92,9 @@ async def _serve(settings: ExecutorSettings) -> int:
         loop.call_soon_threadsafe(lost.set)
         signal.raise_signal(signal.SIGTERM)
 
-    worker = Worker(
-        Runner(model, pools),
-        confirm,
-        device_lost,
-    )
+    runner = Runner(model, pools)
+    runner.prepare()
+    worker = Worker(runner, confirm, device_lost)
     servicer = ExecutorServicer(identity, worker.runner, worker, tokenizer)
 
     async def drain() -> None:

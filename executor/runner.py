@@ -7,13 +7,14 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from executor.batch import Batch, pack
+from executor.batch import Work, pack
 from executor.kv_pool import KvPools
 from executor.model import Model
 from executor.running import Running, RunningSet, tokens_due
 from executor.sampler import Choice, Row, TokenCounts, sample
 from executor.step import Copy, Logprobs, Outcome, Sampled, Step
 from executor.timing import Clock, Span
+from executor.transfer import to_device
 from executor.validation import Limits, check_step
 from kernels.copy_blocks.launch import copy_blocks
 
@@ -45,7 +46,8 @@ class Runner:
         self.last_step = 0
         self._running = RunningSet()
         self._counts: dict[int, TokenCounts] = {}
-        self._last_tokens = torch.zeros(64, dtype=torch.int64, device=model.device)
+        # Room for more than most ever run: a decoder that has taken notes of the place begins anew when it moves.
+        self._last_tokens = torch.zeros(1024, dtype=torch.int64, device=model.device)
         self._clock = Clock(model.device)
         self._limits = Limits(
             vocab_size=model.vocab_size,
@@ -65,6 +67,10 @@ class Runner:
         """Sequences in the running set."""
         return len(self._running)
 
+    def prepare(self) -> None:
+        """Does beforehand what else the first steps would wait for."""
+        self.model.forward.prepare(self.pools, self._last_tokens)
+
     def clear(self) -> None:
         """Empties the running set; the pools keep what they hold."""
         self._running.clear()
@@ -78,8 +84,6 @@ class Runner:
         """
         check_step(step, self.last_step, self._running, self._limits)
         self._apply(step)
-        span = self._clock.start()
-        self._copy(step.copies, step.number)
         sequences, counts = [], []
         for sequence in self._running:
             count = tokens_due(
@@ -92,17 +96,19 @@ class Runner:
             if count:
                 sequences.append(sequence)
                 counts.append(count)
-        batch = pack(sequences, counts, self._last_tokens, self.pools.block_size, len(self._limits.windows))
-        for group, slots in enumerate(batch.written):
+        work = pack(sequences, counts, self._last_tokens, self.pools.block_size, len(self._limits.windows))
+        for group, slots in enumerate(work.written):
             self.pools.mark_written(group, slots, step.number)
+        span = self._clock.start()
+        self._copy(step.copies, step.number)
         prepared()
-        choice = self._compute(batch) if sequences else None
+        choice = self._compute(work) if sequences else None
         for sequence, count in zip(sequences, counts, strict=True):
             sequence.computed += count
-        for sequence in batch.sampling:
+        for sequence in work.sampling:
             sequence.known += 1
         span.end()
-        return Pending(step.number, batch.num_tokens, step.tickets, batch.sampling, choice, span)
+        return Pending(step.number, work.num_tokens, step.tickets, work.sampling, choice, span)
 
     def _apply(self, step: Step) -> None:
         self.last_step = step.number
@@ -120,7 +126,7 @@ class Runner:
             self._last_tokens = torch.cat([self._last_tokens, torch.zeros_like(self._last_tokens)])
 
     def _count(self, sequence: Running) -> TokenCounts:
-        tokens = torch.from_numpy(sequence.tokens).to(self.model.device)
+        tokens = to_device(sequence.tokens, self.model.device)
         return TokenCounts.of(tokens[: sequence.num_prompt], tokens[sequence.num_prompt :], self.model.vocab_size)
 
     def _copy(self, copies: Sequence[Copy], step: int) -> None:
@@ -128,25 +134,27 @@ class Runner:
             for group, members in groupby(sorted(run, key=lambda copy: copy.group), key=lambda copy: copy.group):
                 chosen = list(members)
                 pool, device = self.pools.pools[group], self.model.device
-                sources = torch.tensor([copy.source for copy in chosen], device=device)
-                targets = torch.tensor([copy.target for copy in chosen], device=device)
+                sources = to_device([copy.source for copy in chosen], device)
+                targets = to_device([copy.target for copy in chosen], device)
                 copy_blocks(pool.k, pool.v, sources, targets)
                 self.pools.mark_written(group, [copy.target for copy in chosen], step)
 
-    def _compute(self, batch: Batch) -> Choice | None:
-        logits = self.model.forward.logits(batch, self.pools)
-        if not batch.sampling:
+    def _compute(self, work: Work) -> Choice | None:
+        """Runs the model and samples; what comes back can be read when the step is over."""
+        scores = self.model.forward.scores(work, self.pools)
+        if not work.sampling:
             return None
         rows = [
             Row(sequence.sampling, sequence.known - sequence.num_prompt, self._counts.get(sequence.handle))
-            for sequence in batch.sampling
+            for sequence in work.sampling
         ]
-        choice = sample(logits, rows)
-        self._last_tokens[torch.tensor([one.row for one in batch.sampling], device=choice.ids.device)] = choice.ids
+        choice = sample(scores.logits, rows, scores.best)
+        self._last_tokens.index_copy_(0, scores.batch.targets, choice.ids)
         for index, row in enumerate(rows):
             if row.counts is not None:
                 row.counts.add(choice.ids[index : index + 1])
-        return choice
+        # Asked for here: after the next step is launched, it would wait for that one too.
+        return choice.on_host()
 
 
 def disjoint_runs(copies: Sequence[Copy]) -> list[list[Copy]]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from executor.step import Sampling
+from executor.transfer import to_device, to_host
 
 _MASK = (1 << 64) - 1
 # Of a sorted distribution, top-p seldom looks further than this; a row that does is sorted in full.
@@ -64,6 +65,14 @@ class Choice:
     top_ids: Tensor | None = None
     top_logprobs: Tensor | None = None
 
+    def on_host(self) -> "Choice":
+        """The same, readable once the device has come this far."""
+        if self.logprobs is None or self.top_ids is None or self.top_logprobs is None:
+            return Choice(to_host(self.ids))
+        columns = map(to_host, (self.ids, self.logprobs, self.top_ids, self.top_logprobs))
+        ids, logprobs, top_ids, top_logprobs = columns
+        return Choice(ids, self.logprob_rows, logprobs, top_ids, top_logprobs)
+
 
 def uniform(seed: int, position: int) -> float:
     """A number in [0, 1) that depends on nothing but its arguments (splitmix64)."""
@@ -73,21 +82,30 @@ def uniform(seed: int, position: int) -> float:
     return float((z ^ (z >> 31)) >> 11) / float(1 << 53)
 
 
-def sample(logits: Tensor, rows: Sequence[Row]) -> Choice:
-    """logits: [R, V] float32, one row per entry of `rows`; overwritten."""
+def sample(logits: Tensor, rows: Sequence[Row], best: Tensor | None = None) -> Choice:
+    """logits: [R, V] of any float dtype, one row per entry of `rows`; overwritten.
+
+    best: [R] int64, the ids of the largest logits, for whoever has them.
+    """
     penalised = [index for index, row in enumerate(rows) if row.counts is not None]
-    if penalised:
-        logits[penalised] = _penalise(logits[penalised], [rows[index] for index in penalised])
-    ids = _best(logits)
     random = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]
-    if random:
-        ids[random] = _draw(logits[random], [rows[index] for index in random])
     asked = tuple(index for index, row in enumerate(rows) if row.sampling.num_logprobs is not None)
+    if best is not None and not (penalised or random or asked):
+        return Choice(best)
+    logits = logits.float()
+    if penalised:
+        places = to_device(penalised, logits.device)
+        logits[places] = _penalise(logits[places], [rows[index] for index in penalised])
+    ids = _best(logits)
+    if random:
+        places = to_device(random, logits.device)
+        ids[places] = _draw(logits[places], [rows[index] for index in random])
     if not asked:
         return Choice(ids)
-    logprobs = logits[list(asked)].log_softmax(-1)
+    places = to_device(asked, logits.device)
+    logprobs = logits[places].log_softmax(-1)
     top = logprobs.topk(max(rows[index].sampling.num_logprobs or 0 for index in asked), -1)
-    chosen = logprobs.gather(1, ids[list(asked)][:, None])[:, 0]
+    chosen = logprobs.gather(1, ids[places][:, None])[:, 0]
     return Choice(ids, asked, chosen, top.indices, top.values)
 
 
@@ -116,11 +134,13 @@ def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     least = torch.full_like(best, -torch.inf)
     with_min_p = [index for index, row in enumerate(rows) if row.sampling.min_p > 0]
     if with_min_p:
-        least[with_min_p] = best[with_min_p] + _column([rows[i].sampling.min_p for i in with_min_p], logits).log()
+        places = to_device(with_min_p, logits.device)
+        least[places] = best[places] + _column([rows[i].sampling.min_p for i in with_min_p], logits).log()
     filtered = [index for index, row in enumerate(rows) if row.sampling.top_k > 0 or row.sampling.top_p < 1]
     if filtered:
-        cut = _least_kept(logits[filtered], [rows[index].sampling for index in filtered])
-        least[filtered] = torch.maximum(least[filtered], cut)
+        places = to_device(filtered, logits.device)
+        cut = _least_kept(logits[places], [rows[index].sampling for index in filtered])
+        least[places] = torch.maximum(least[places], cut)
     weights = (logits - best).to(torch.float64).exp_().masked_fill_(logits < least, 0)
     cumulative = weights.cumsum_(-1)
     drawn = _column([uniform(row.sampling.seed, row.output_position) for row in rows], cumulative)
@@ -146,24 +166,22 @@ def _least_kept(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
 def _cut(ordered: Tensor, logits: Tensor, samplings: Sequence[Sampling]) -> tuple[Tensor, Tensor]:
     """ordered: [P, W], the W best logits, best first. Returns the smallest kept, [P, 1], and if W was enough, [P]."""
     width, vocab = ordered.shape[1], logits.shape[1]
-    top_k = [min(sampling.top_k or vocab, vocab) for sampling in samplings]
+    top_k = to_device([min(sampling.top_k or vocab, vocab) for sampling in samplings], ordered.device)[:, None]
     top_p = _column([sampling.top_p for sampling in samplings], ordered).double()
     ranks = torch.arange(width, device=ordered.device)
-    in_k = ranks < _column([float(k) for k in top_k], ordered)
+    in_k = ranks < top_k
     weights = (ordered - ordered[:, :1]).double().exp().masked_fill_(~in_k, 0)
-    limited = torch.tensor([k < vocab for k in top_k], device=ordered.device)
-    everything = (logits - ordered[:, :1]).double().exp_().sum(-1)
-    total = torch.where(limited, weights.sum(-1), everything)[:, None]
+    everything = (logits - ordered[:, :1]).double().exp_().sum(-1, keepdim=True)
+    total = torch.where(top_k < vocab, weights.sum(-1, keepdim=True), everything)
     before = weights.cumsum(-1) - weights
     kept = in_k & ((before < top_p * total) | (top_p >= 1))
     # The best one stays, whatever the parameters.
     kept[:, 0] = True
     last = kept.sum(-1, keepdim=True) - 1
-    complete = (last[:, 0] < width - 1) | (torch.tensor(top_k, device=ordered.device) <= width)
-    return ordered.gather(1, last), complete
+    complete = (last < width - 1) | (top_k <= width)
+    return ordered.gather(1, last), complete[:, 0]
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
     """[len(values), 1] on the device, in the dtype of `like`."""
-    column = torch.from_numpy(np.asarray(values, dtype=np.float64)[:, None]).to(like.dtype)
-    return column.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else column
+    return to_device(np.asarray(values, dtype=np.float64)[:, None], like.device).to(like.dtype)

@@ -58,6 +58,11 @@ def load(folder: Path) -> Model:
     return load_model(files, torch.device("cpu"), "float32", compiled_folder=model_cache() / "compiled")
 
 
+def on_torch(folder: Path) -> Model:
+    """The model as the executor runs it where nothing faster does."""
+    return load_model(find(str(folder), folder), torch.device("cpu"), "float32")
+
+
 @pytest.fixture(scope="session")
 def tiny(model_folder: Callable[[str], Path]) -> Model:
     """A tiny Llama."""

@@ -8,13 +8,14 @@ import torch
 from structlog.testing import capture_logs
 from transformers import LlamaConfig
 
-from executor.cpu_decoder import CpuDecoder, probe
+from executor.cpu_decoder import CpuDecoder
 from executor.forward import TorchForward
-from executor.model import Model, load_model, multiplies_bfloat16
+from executor.llama import probe
+from executor.model import load_model, multiplies_bfloat16
 from executor.model_files import find
 from kernels.decoder import build
 from tests.stack import model_cache
-from tests.unit.executor.conftest import Driver, load, save_model
+from tests.unit.executor.conftest import Driver, load, on_torch, save_model
 from tests.unit.executor.tiny_models import COMPILED_CONFIGS, CONFIGS
 
 FOLDER = model_cache() / "compiled"
@@ -26,10 +27,6 @@ def _compiler() -> None:
         build.load(FOLDER)
     except build.BuildError as error:
         pytest.skip(str(error))
-
-
-def _on_torch(folder: Path) -> Model:
-    return load_model(find(str(folder), folder), torch.device("cpu"), "float32")
 
 
 @pytest.mark.parametrize("name", sorted(COMPILED_CONFIGS))
@@ -54,7 +51,7 @@ def test_others_run_on_torch_and_the_log_says_why(name: str, model_folder: Calla
         ({"attention_bias": True}, "self_attn.o_proj.bias"),
     ],
 )
-def test_what_a_configuration_adds_keeps_it_on_torch(changes: dict[str, object], words: str, tmp_path: Path) -> None:
+def test_what_a_configuration_adds_keeps_iton_torch(changes: dict[str, object], words: str, tmp_path: Path) -> None:
     base = COMPILED_CONFIGS["llama, compiled"]().to_dict()
     with capture_logs() as logs:
         model = load(save_model(LlamaConfig(**(base | changes)), tmp_path / "model"))
@@ -72,7 +69,7 @@ def test_a_decoder_that_computes_something_else_is_not_used(
     assert any("is off by" in entry.get("cause", "") for entry in logs)
 
 
-def test_without_a_compiler_it_runs_on_torch(
+def test_without_a_compiler_it_runson_torch(
     model_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -89,7 +86,7 @@ def test_bfloat16_is_close_to_float32(model_folder: Callable[[str], Path]) -> No
     exact = load(folder)
     model = load_model(find(str(folder), folder), torch.device("cpu"), "auto", compiled_folder=FOLDER)
     assert (model.dtype, type(model.forward)) == (torch.bfloat16, CpuDecoder)
-    logits, expected = (probe(one.forward, one.groups, one.vocab_size, one.dtype) for one in (model, exact))
+    logits, expected = (probe(one.forward, one.groups, one.vocab_size, one.dtype, one.device) for one in (model, exact))
     assert (logits - expected).square().mean().sqrt() < 0.03 * expected.square().mean().sqrt()
 
 
@@ -98,7 +95,7 @@ def test_a_second_runner_gets_pools_of_its_own(model_folder: Callable[[str], Pat
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8]]
     first, second = Driver(model), Driver(model)
     alone = [
-        [one.token_id for one in Driver(_on_torch(model_folder("llama, compiled"))).generate(1, prompt, 6)]
+        [one.token_id for one in Driver(on_torch(model_folder("llama, compiled"))).generate(1, prompt, 6)]
         for prompt in prompts
     ]
     assert [one.token_id for one in first.generate(1, prompts[0], 6)] == alone[0]

@@ -1,0 +1,160 @@
+"""Decoders of the Llama kind: which models are, their weights, and the probe that a faster way computes the same."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+import torch
+from torch import Tensor
+
+from executor.batch import pack
+from executor.forward import Forward
+from executor.kv_pool import KvPools
+from executor.layers import LayerGroup, place_of_layers
+from executor.running import RunningSet
+from executor.step import Joining
+from kernels.decoder.launch import LayerWeights, Weights
+
+log = structlog.get_logger()
+
+# Families whose layers are those of kernels.decoder; a probe holds each model to it.
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+# Rotations that depend on nothing but the position.
+_FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
+# Largest root mean square error of the probe's logits, relative to theirs.
+_TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
+_PROBE_LENGTHS = (37, 3)
+
+
+class UnsuitableError(Exception):
+    """A faster way cannot compute a model; the message says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinedLayer(LayerWeights):
+    """gate_up: [2 I, H], of which gate and up are the halves."""
+
+    gate_up: Tensor
+
+
+def faster(
+    forward: Forward, module: Any, groups: Sequence[LayerGroup], build: Callable[[Weights], Forward], name: str
+) -> Forward:
+    """What `build` makes of the model if that computes the same as `forward`, which runs `module`; else `forward`.
+
+    name: of what it makes, for the log.
+    """
+    config = module.config.get_text_config(decoder=True)
+    if config.model_type not in FAMILIES:
+        log.info("running on torch", cause=f"no {name} for {config.model_type}")
+        return forward
+    try:
+        _check(module, config)
+        fast = build(_weights(module, config, groups))
+        expected, computed = (
+            probe(one, groups, config.vocab_size, module.dtype, module.device) for one in (forward, fast)
+        )
+        deviation = float((computed - expected).square().mean().sqrt() / expected.square().mean().sqrt())
+        if not deviation < _TOLERANCES[module.dtype]:
+            raise UnsuitableError(f"the {name} is off by {deviation:.2g}")
+    except UnsuitableError as error:
+        log.warning("running on torch, which is slower", cause=str(error))
+        return forward
+    except Exception as error:  # Whatever keeps the faster way from running here, torch still runs the model.
+        log.warning("running on torch, which is slower", cause=f"the {name} fails: {error}", exc_info=error)
+        return forward
+    return fast
+
+
+def _check(module: Any, config: Any) -> None:
+    """Raises UnsuitableError for what a configuration asks for beyond its family's usual layers."""
+    rotary = module.model.rotary_emb
+    if module.dtype not in _TOLERANCES:
+        raise UnsuitableError(f"{module.dtype} is not among the data types that it computes in")
+    if getattr(rotary, "rope_type", "default") not in _FIXED_ROTATIONS:
+        raise UnsuitableError(f"the rotary embedding {rotary.rope_type} changes with the length")
+    if 2 * rotary.inv_freq.shape[0] != module.model.layers[0].self_attn.head_dim:
+        raise UnsuitableError("only a part of each head is rotated")
+    if config.hidden_act != "silu":
+        raise UnsuitableError(f"the activation {config.hidden_act} is not SiLU")
+    with_bias = {f"self_attn.{name}_proj.bias" for name in "qkv"}
+    names = [name for name, _ in module.model.layers[0].named_parameters() if name.endswith("bias")]
+    if extra := [name for name in names if name not in with_bias]:
+        raise UnsuitableError(f"its layers have {', '.join(extra)}")
+
+
+def _weights(module: Any, config: Any, groups: Sequence[LayerGroup]) -> Weights:
+    model, places = module.model, place_of_layers(groups)
+    attention = model.layers[0].self_attn
+    output, embedding = module.get_output_embeddings().weight, model.embed_tokens.weight
+    return Weights(
+        q_heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=attention.head_dim,
+        epsilon=config.rms_norm_eps,
+        attention_scale=attention.scaling,
+        rotary_scale=getattr(model.rotary_emb, "attention_scaling", 1.0),
+        frequencies=model.rotary_emb.inv_freq,
+        embedding=None if output is embedding else embedding,
+        head=output,
+        final_norm=model.norm.weight,
+        layers=[_layer(layer, places[number][0]) for number, layer in enumerate(model.layers)],
+    )
+
+
+def _layer(layer: Any, group: int) -> JoinedLayer:
+    attention, mlp = layer.self_attn, layer.mlp
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+    biases = [projection.bias for projection in projections]
+    norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+    gate_up = _joined((mlp.gate_proj, mlp.up_proj))
+    gate, up = gate_up.chunk(2)
+    return JoinedLayer(
+        input_norm=layer.input_layernorm.weight,
+        post_norm=layer.post_attention_layernorm.weight,
+        qkv=_joined(projections),
+        out=attention.o_proj.weight,
+        gate=gate,
+        up=up,
+        gate_up=gate_up,
+        down=mlp.down_proj.weight,
+        group=group,
+        qkv_bias=None if biases[0] is None else torch.cat(biases),
+        q_norm=None if norms[0] is None else norms[0].weight,
+        k_norm=None if norms[1] is None else norms[1].weight,
+    )
+
+
+def _joined(linears: Sequence[Any]) -> Tensor:
+    """The matrices of several linear layers, one below the other; the layers keep theirs as views: no second copy."""
+    joined = torch.cat([linear.weight.detach() for linear in linears])
+    heights = [linear.out_features for linear in linears]
+    for linear, part in zip(linears, torch.split(joined, heights), strict=True):
+        linear.weight.data = part
+    return joined
+
+
+def probe(
+    forward: Forward, groups: Sequence[LayerGroup], vocab_size: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Logits of a few sequences' last tokens and of one token more each, over small pools of their own: float32."""
+    block_size = 16
+    blocks = [-(-(length + 1) // block_size) for length in _PROBE_LENGTHS]
+    pools = KvPools(groups, sum(blocks), block_size, dtype, device)
+    running, first = RunningSet(), 1
+    for number, (length, count) in enumerate(zip(_PROBE_LENGTHS, blocks, strict=True)):
+        tokens = tuple((number + 7 * place) % vocab_size for place in range(length + 1))
+        table = tuple(range(first, first + count))
+        running.add(Joining(number, tokens, length, 0, (table,) * len(groups)))
+        first += count
+    logits, last_tokens = [], torch.zeros(len(running), dtype=torch.int64, device=device)
+    for counts in (_PROBE_LENGTHS, (1,) * len(running)):
+        for sequence, count in zip(running, counts, strict=True):
+            # Else the logits of these tokens would not be asked for.
+            sequence.known = sequence.computed + count
+        scores = forward.scores(pack(list(running), counts, last_tokens, block_size, len(groups)), pools)
+        logits.append(scores.logits.float().clone())
+        for sequence, count in zip(running, counts, strict=True):
+            sequence.computed += count
+    return torch.cat(logits)

@@ -1,0 +1,41 @@
+"""Copies between host and device that wait for nothing: through pinned memory, in the order of the device's work."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# Of each array in a buffer, bytes.
+ALIGNMENT = 16
+_DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
+
+
+def to_device(values: Sequence[float] | np.ndarray, device: torch.device) -> Tensor:
+    """Numbers as a tensor of the device; the host's memory itself on a CPU."""
+    tensor = torch.from_numpy(np.ascontiguousarray(values))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy that can be read once the device has come this far; a CPU's tensor itself."""
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def send(arrays: Sequence[np.ndarray], device: torch.device, into: Tensor | None = None) -> list[Tensor]:
+    """All of them in one copy, int32 or int64 each; on a CPU they share memory that nobody else writes.
+
+    into: [bytes] uint8 on the device that takes them, at places that only their sizes decide; None for new memory.
+    """
+    starts = np.cumsum([0] + [-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays]).tolist()
+    host = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    image = host.numpy()
+    for start, array in zip(starts, arrays, strict=False):
+        image[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    buffer = host.to(device, non_blocking=True) if into is None else into[: len(host)].copy_(host, non_blocking=True)
+    return [
+        buffer[start : start + array.nbytes].view(_DTYPES[array.dtype]).view(array.shape)
+        for start, array in zip(starts, arrays, strict=False)
+    ]
