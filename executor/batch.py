@@ -81,18 +81,18 @@ class Work:
         depend on nothing else.
         """
         extra = max(0, padded - self.num_sequences)
-        query_start, seq_lens = np.pad(self.query_start, (0, extra), "edge"), np.pad(self.seq_lens, (0, extra))
+        query_start, seq_lens = _extended(self.query_start, extra, self.num_tokens), _extended(self.seq_lens, extra)
         token_ids, sources, positions, starts, lengths, rows, targets, *rest = send(
             [
-                np.pad(self.token_ids, (0, extra)),
-                np.pad(self.sources, (0, extra), constant_values=-1),
-                np.pad(self.positions, (0, extra)),
+                _extended(self.token_ids, extra),
+                _extended(self.sources, extra, -1),
+                _extended(self.positions, extra),
                 query_start,
                 seq_lens,
                 self.rows,
                 self.targets,
-                *(np.pad(slots, (0, extra), constant_values=-1) for slots in self.slot_mappings),
-                *(np.pad(table, ((0, extra), (0, 0))) for table in self.tables),
+                *(_extended(slots, extra, -1) for slots in self.slot_mappings),
+                *(_extended(table, extra) for table in self.tables),
             ],
             self.last_tokens.device,
             into,
@@ -180,6 +180,11 @@ def _table(tables: Sequence[Int32s], seq_lens: Int64s, block_size: int) -> Int32
     for into, table, count in zip(result, tables, blocks.tolist(), strict=True):
         into[:count] = table[:count]
     return result
+
+
+def _extended(array: np.ndarray, extra: int, value: int = 0) -> np.ndarray:
+    """The array with so many rows more, full of one value."""
+    return np.concatenate([array, np.full((extra, *array.shape[1:]), value, array.dtype)]) if extra else array
 
 
 class PagedLayers:

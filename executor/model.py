@@ -13,6 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 from executor import attention
 from executor.cpu_decoder import compiled
+from executor.cuda_decoder import fused
 from executor.errors import ModelError
 from executor.forward import Forward, TorchForward
 from executor.layers import LayerGroup, Recorder, check_layers, group_layers
@@ -56,7 +57,8 @@ def load_model(
 ) -> Model:
     """Loads and probes a model. Raises ModelError with one sentence when it cannot run here.
 
-    On a CPU, compiled code kept in `compiled_folder` takes the place of torch where it can; None leaves it at torch.
+    Something faster takes the place of torch where it can: fused kernels on a GPU, compiled code kept in
+    `compiled_folder` on a CPU; None leaves a CPU at torch.
     """
     refuse_other_kernels()
     # Its bars are no log lines.
@@ -71,7 +73,9 @@ def load_model(
     config = module.config.get_text_config(decoder=True)
     groups = _probe(module, config, device)
     forward: Forward = TorchForward(module)
-    if device.type == "cpu" and compiled_folder is not None:
+    if device.type == "cuda":
+        forward = fused(forward, module, groups, _max_positions(config))
+    elif compiled_folder is not None:
         forward = compiled(forward, module, groups, compiled_folder)
     return Model(
         name=files.name,

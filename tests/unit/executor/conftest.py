@@ -1,20 +1,26 @@
 """Tiny models with random weights, saved once per run, and a driver that plays the scheduler's part."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from executor.attention import NAME
+from executor.cuda_decoder import fused
+from executor.forward import TorchForward
 from executor.kv_pool import KvPools
 from executor.model import Model, load_model
 from executor.model_files import find
 from executor.runner import Runner
 from executor.step import Joining, Outcome, Sampled, Sampling, Step
+from tests.kernels.conftest import interpreter
 from tests.stack import model_cache
 from tests.unit.executor.tiny_models import COMPILED_CONFIGS, CONFIGS
+
+__all__ = ["interpreter"]
 
 BLOCK_SIZE = 4
 GREEDY = Sampling()
@@ -61,6 +67,13 @@ def load(folder: Path) -> Model:
 def on_torch(folder: Path) -> Model:
     """The model as the executor runs it where nothing faster does."""
     return load_model(find(str(folder), folder), torch.device("cpu"), "float32")
+
+
+def load_fused(folder: Path) -> Model:
+    """The model as the executor loads it on a CUDA device, but for the graphs."""
+    model = on_torch(folder)
+    module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=NAME)
+    return replace(model, forward=fused(TorchForward(module.eval()), module, model.groups, model.max_positions))
 
 
 @pytest.fixture(scope="session")

@@ -7,8 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from executor.cuda_decoder import CudaDecoder
+from executor.llama import FAMILIES
+from executor.model import Model
 from tests.support.reference import first_mismatch, greedy
-from tests.unit.executor.conftest import Driver, load
+from tests.unit.executor.conftest import Driver, load, load_fused
 from tests.unit.executor.tiny_models import COMPILED_CONFIGS, CONFIGS, VOCAB
 
 LENGTHS = (1, 3, 8, 17, 30, 41)
@@ -43,12 +46,26 @@ def _run_all(driver: Driver, prompts: list[list[int]], chunk: int) -> list[list[
     return outputs
 
 
-@pytest.mark.parametrize("name", sorted(CONFIGS | COMPILED_CONFIGS))
+NAMES = sorted(CONFIGS | COMPILED_CONFIGS)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_greedy_output_equals_generate(name: str, model_folder: Callable[[str], Path]) -> None:
-    folder, prompts = model_folder(name), _prompts()
+    _check(name, model_folder(name), load(model_folder(name)))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith(FAMILIES)])
+def test_greedy_output_of_fused_layers_equals_generate(name: str, model_folder: Callable[[str], Path]) -> None:
+    model = load_fused(model_folder(name))
+    assert isinstance(model.forward, CudaDecoder)
+    _check(name, model_folder(name), model)
+
+
+def _check(name: str, folder: Path, model: Model) -> None:
+    prompts = _prompts()
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     expected = [greedy(reference, prompt, OUTPUT) for prompt in prompts]
-    outputs = _run_all(Driver(load(folder)), prompts, chunk=5)
+    outputs = _run_all(Driver(model), prompts, chunk=5)
     mismatches = {i: first_mismatch(*pair) for i, pair in enumerate(zip(expected, outputs, strict=True))}
     found = {i: mismatch for i, mismatch in mismatches.items() if mismatch is not None}
     for i, mismatch in found.items():

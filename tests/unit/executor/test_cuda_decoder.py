@@ -1,0 +1,265 @@
+"""The fused layers, and decoding steps as a CUDA graph repeats them, on a CPU: nothing is captured there."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from executor import cuda_decoder
+from executor.attention import NAME
+from executor.batch import Batch, Work, pack
+from executor.cuda_decoder import SIZES, Buffers, CudaDecoder, fused
+from executor.forward import Scores, TorchForward
+from executor.kv_pool import KvPools
+from executor.llama import FAMILIES, faster
+from executor.model import Model
+from executor.running import RunningSet
+from executor.step import Growth, Joining
+from tests.support.reference import first_mismatch, greedy
+from tests.unit.executor.conftest import BLOCK_SIZE, Driver, load_fused, on_torch, save_model
+from tests.unit.executor.tiny_models import COMPILED_CONFIGS, CONFIGS, VOCAB
+
+KNOWN = [name for name in sorted(CONFIGS | COMPILED_CONFIGS) if name.startswith(FAMILIES)]
+
+
+class Both:
+    """Runs every step through two ways over the same pools, and keeps by how much their logits differ at most."""
+
+    def __init__(self, first: CudaDecoder, second: TorchForward) -> None:
+        self._first, self._second = first, second
+        self.worst = 0.0
+
+    def prepare(self, pools: KvPools, last_tokens: Tensor) -> None:
+        self._first.prepare(pools, last_tokens)
+
+    def scores(self, work: Work, pools: KvPools) -> Scores:
+        expected = self._second.scores(work, pools).logits.float().clone()
+        scores = self._first.scores(work, pools)
+        assert scores.best is not None
+        assert torch.equal(scores.best, scores.logits.argmax(-1))
+        assert len(scores.logits) == len(work.rows)
+        if len(expected):
+            self.worst = max(self.worst, float((scores.logits - expected).abs().max() / expected.abs().max()))
+        return scores
+
+
+def both(folder: Path) -> Model:
+    """A model with these two ways."""
+    model, other = load_fused(folder), on_torch(folder)
+    assert isinstance(model.forward, CudaDecoder)
+    assert isinstance(other.forward, TorchForward)
+    return replace(model, forward=Both(model.forward, other.forward))
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_logits_are_those_of_transformers(name: str, model_folder: Callable[[str], Path]) -> None:
+    model = both(model_folder(name))
+    driver = Driver(model, num_blocks=400)
+    # Prompts in chunks beside decoding, chunks of one token that is not the last one, sequences that sit out.
+    joining = tuple(driver.joining(i, [(7 * i + place) % VOCAB for place in range(3 + i)]) for i in range(7))
+    driver.step(joining=joining, chunks={0: 3, 1: 4, 2: 1, 3: 1})
+    driver.step(chunks={2: 1, 3: 1})
+    driver.step(chunks={2: 3, 3: 4, 4: 7, 5: 1, 6: 2})
+    driver.step(chunks={5: 1, 6: 1}, idle=frozenset({1}))
+    driver.step(chunks={5: 6, 6: 6}, removed=(0,))
+    for _ in range(3):
+        assert len(driver.step().sampled) == 6
+    assert isinstance(model.forward, Both)
+    assert 0 < model.forward.worst < 1e-4
+
+
+@pytest.mark.parametrize("count", [1, 3, 9, 33, 257])
+def test_padding_changes_nothing(count: int, model_folder: Callable[[str], Path]) -> None:
+    folder = model_folder("llama")
+    prompts = [[i % 90, 3 + i % 7] for i in range(count)]
+    outputs = []
+    for model in (load_fused(folder), on_torch(folder)):
+        driver = Driver(model, num_blocks=2 * count + 2)
+        joining = tuple(driver.joining(i, prompt, room=4) for i, prompt in enumerate(prompts))
+        outcomes = [driver.step(joining=joining, chunks=dict.fromkeys(range(count), 2))]
+        outcomes += [driver.step(), driver.step()]
+        outputs.append([[one.token_id for one in outcome.sampled] for outcome in outcomes])
+    assert outputs[0] == outputs[1]
+    assert [len(tokens) for tokens in outputs[0]] == [count] * 3
+
+
+def test_tables_grow_while_sequences_join_and_leave(model_folder: Callable[[str], Path]) -> None:
+    folder = model_folder("llama, compiled")
+    prompts = [[5, 60, 7, 80, 9], [11, 3, 44], [1, 2, 3, 4, 5, 6, 7, 8, 9], [90]]
+    expected = [[one.token_id for one in Driver(on_torch(folder)).generate(1, prompt, 20)] for prompt in prompts]
+    driver = Driver(load_fused(folder))
+    lengths: dict[int, int] = {}
+    outputs: dict[int, list[int]] = {i: [] for i in range(len(prompts))}
+    for clock in range(40):
+        ended = tuple(i for i in lengths if len(outputs[i]) == 20)
+        for i in ended:
+            del lengths[i]
+        growth = tuple(
+            Growth(i, group, slots)
+            for i, length in lengths.items()
+            if length % BLOCK_SIZE == 0
+            for group, slots in enumerate(driver.blocks(1))
+        )
+        joining: tuple[Joining, ...] = ()
+        if clock % 3 == 0 and clock // 3 < len(prompts):
+            # Not one block more than the prompt needs.
+            joining = (driver.joining(clock // 3, prompts[clock // 3], room=0),)
+        chunks = {one.sequence: len(one.token_ids) for one in joining}
+        outcome = driver.step(removed=ended, joining=joining, chunks=chunks, growth=growth)
+        lengths |= chunks
+        for sampled in outcome.sampled:
+            lengths[sampled.sequence] += sampled.sequence not in chunks
+            outputs[sampled.sequence].append(sampled.token_id)
+    assert [outputs[i] for i in range(len(prompts))] == expected
+
+
+class Replaying(CudaDecoder):
+    """Repeats each size's first step as a CUDA graph does: on the same tensors, and all else as it was then."""
+
+    def _run(self, buffers: Buffers, batch: Batch, size: int) -> None:
+        first: Any = self._graphs.setdefault(size, batch)  # type: ignore[arg-type]
+        self._launch(buffers, first, size)
+
+
+def replayed(folder: Path, prompts: list[list[int]], count: int) -> tuple[list[list[int]], list[int]]:
+    """In Triton's interpreter, every kernel launched as on CUDA: greedy outputs, and the sizes that were repeated."""
+    from executor import cuda_decoder
+    from executor.attention import NAME
+    from kernels.paged_attention import launch as attention
+    from kernels.rms_norm import launch as norms
+    from kernels.rotary_store import launch as rotary
+
+    def rms_norm(
+        x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        out = torch.empty_like(x) if out is None else out
+        rows = [None if one is None else norms.in_rows("x", one) for one in (x, residual, out)]
+        norms.norm_with_triton(rows[0], weight, eps, rows[1], rows[2])  # type: ignore[arg-type]
+        return out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention.host, "attend", attention.attend_with_triton)
+        patch.setattr(rotary, "rotate_with_torch", rotary.rotate_with_triton)
+        patch.setattr(cuda_decoder, "rms_norm", rms_norm)
+        module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=NAME).eval()
+        model = on_torch(folder)
+        forward = faster(
+            TorchForward(module),
+            module,
+            model.groups,
+            lambda weights: Replaying(weights, model.groups, model.max_positions),
+            "decoder that repeats itself",
+        )
+        assert isinstance(forward, Replaying)
+        driver = Driver(replace(model, forward=forward))
+        outputs: list[list[int]] = [[] for _ in prompts]
+        for clock in range(len(prompts) + count - 1):
+            ended = tuple(i for i, output in enumerate(outputs) if clock == i + count and len(output) == count)
+            joining = (driver.joining(clock, prompts[clock], room=count),) if clock < len(prompts) else ()
+            chunks = {one.sequence: len(one.token_ids) for one in joining}
+            for sampled in driver.step(removed=ended, joining=joining, chunks=chunks).sampled:
+                outputs[sampled.sequence].append(sampled.token_id)
+    return outputs, sorted(forward._graphs)
+
+
+@pytest.mark.parametrize("name", ["qwen2, compiled", "qwen3, compiled"])
+def test_a_repeated_step_computes_with_what_was_put_into_its_buffers(
+    name: str, model_folder: Callable[[str], Path], interpreter: Callable[..., Any]
+) -> None:
+    folder = model_folder(name)
+    prompts, count = [[5, 60, 7, 80, 9, 90, 2, 3, 17, 80, 41, 6], [11, 3, 44], [1]], 7
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    outputs, sizes = interpreter(replayed, folder, prompts, count)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        mismatch = first_mismatch(greedy(reference, prompt, count), output)
+        assert mismatch is None or mismatch.is_tie
+    assert sizes == [1, 2, 4]
+
+
+@pytest.mark.parametrize("name", sorted(set(CONFIGS) - set(KNOWN)))
+def test_other_families_run_on_torch_and_the_log_says_why(name: str, model_folder: Callable[[str], Path]) -> None:
+    with capture_logs() as logs:
+        model = load_fused(model_folder(name))
+    assert isinstance(model.forward, TorchForward)
+    assert [entry["cause"].startswith("no fused decoder") for entry in logs if "torch" in entry["event"]] == [True]
+
+
+def test_what_a_configuration_adds_keeps_it_on_torch(tmp_path: Path) -> None:
+    config = LlamaConfig(**(CONFIGS["llama"]().to_dict() | {"hidden_act": "gelu"}))
+    with capture_logs() as logs:
+        model = load_fused(save_model(config, tmp_path / "model"))
+    assert isinstance(model.forward, TorchForward)
+    assert ["not SiLU" in entry["cause"] for entry in logs if "slower" in entry["event"]] == [True]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"), [(lambda heads: heads.mul_(1.5), "is off by"), (lambda heads: heads[:, :, 1:], "fails: ")]
+)
+def test_layers_that_compute_something_else_or_fail_are_not_used(
+    change: Callable[[Tensor], Tensor], words: str, model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = cuda_decoder.rotary_store
+    monkeypatch.setattr(cuda_decoder, "rotary_store", lambda query, *rest: right(change(query), *rest))
+    with capture_logs() as logs:
+        model = load_fused(model_folder("llama"))
+    assert isinstance(model.forward, TorchForward)
+    assert [words in entry["cause"] for entry in logs if "slower" in entry["event"]] == [True]
+    monkeypatch.undo()
+    # The joined weights, of which the modules now have views, still serve them.
+    prompt = [3, 1, 4, 1, 5]
+    expected, outputs = (
+        [one.token_id for one in Driver(one).generate(1, prompt, 6)] for one in (on_torch(model_folder("llama")), model)
+    )
+    assert outputs == expected
+
+
+def test_joined_weights_take_no_second_place(model_folder: Callable[[str], Path]) -> None:
+    module = AutoModelForCausalLM.from_pretrained(model_folder("llama"), dtype=torch.float32, attn_implementation=NAME)
+    before = {name: one.clone() for name, one in module.named_parameters()}
+    model = on_torch(model_folder("llama"))
+    assert isinstance(fused(TorchForward(module), module, model.groups, 256), CudaDecoder)
+    for layer in module.model.layers:
+        places = [getattr(layer.self_attn, f"{name}_proj").weight.untyped_storage().data_ptr() for name in "qkv"]
+        assert len(set(places)) == 1
+    assert all(torch.equal(one, before[name]) for name, one in module.named_parameters())
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_size_has_one_place_whatever_the_work(size: int, model_folder: Callable[[str], Path]) -> None:
+    model = on_torch(model_folder("mistral"))
+    pools = KvPools(model.groups, 4, BLOCK_SIZE, torch.float32, torch.device("cpu"))
+    last_tokens = torch.zeros(300, dtype=torch.int64)
+    buffers = Buffers(pools, last_tokens, model.max_positions, torch.zeros(SIZES[-1], VOCAB))
+    seen = set()
+    for sequences, computed in ((0, 0), (1, 7), (size, model.max_positions - 1), (max(1, size // 2), 3)):
+        running = RunningSet()
+        blocks = (tuple(range(model.max_positions // BLOCK_SIZE)),)
+        for number in range(sequences):
+            running.add(Joining(number, (1,) * (computed + 1), 1, computed, blocks))
+        work = pack(list(running), [1] * sequences, last_tokens, BLOCK_SIZE, 1)
+        batch = buffers.place(work, size)
+        (paged,) = batch.paged
+        tensors = (batch.token_ids, batch.sources, batch.positions, paged.query_start, paged.seq_lens)
+        seen.add(tuple((one.data_ptr(), one.shape, one.stride()) for one in (*tensors, paged.block_tables)))
+        assert (paged.max_query_len, paged.max_seq_len) == (1, model.max_positions)
+        assert paged.query_start.tolist() == [min(row, sequences) for row in range(size + 1)]
+        assert paged.seq_lens.tolist() == [computed + 1] * sequences + [0] * (size - sequences)
+        for row in range(sequences):
+            assert paged.block_tables[row, : computed // BLOCK_SIZE + 1].tolist() == list(
+                range(computed // BLOCK_SIZE + 1)
+            )
+    assert len(seen) == 1
+
+
+def test_preparing_for_all_sizes_writes_nothing(model_folder: Callable[[str], Path]) -> None:
+    driver = Driver(load_fused(model_folder("llama")))
+    driver.runner.prepare()
+    pool = driver.runner.pools.pools[0]
+    assert bool(pool.k[:, 1:].isnan().all())
+    assert bool((pool.k[:, 0] == 0).all())
