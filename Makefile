@@ -66,17 +66,17 @@ types: dev ## Check types
 
 verify-protos: dev ## Check the .proto files and that the stubs belong to them; `make proto` repairs
 	@$(PY) ops/stubs.py verify
-
 proto: dev ## Generate the stubs
 	@$(PY) ops/stubs.py generate
 
 ##@ Measure
 
-MEASUREMENTS := exactness $(addprefix bench-,serving peers overhead prefix fairness memory manager trace)
+MEASUREMENTS := exactness $(addprefix bench-,serving peers gpu overhead prefix fairness memory manager trace)
 .PHONY: $(MEASUREMENTS) peers
 exactness: dev ## Compare greedy output with transformers in every combination of settings
 bench-serving: dev ## How fast the stack serves, beside what the machine can do at most
 bench-peers: dev ## The same beside other engines, which `make peers` installs
+bench-gpu: dev ## What the GPU path reaches, where there is a CUDA device
 bench-overhead: dev ## What the cache manager costs in a process of its own
 bench-prefix: dev ## What the reuse of a common prefix gains
 bench-fairness: dev ## What a long prompt does to those that stream

@@ -163,14 +163,19 @@ class CudaDecoder:
             self._launch(buffers, batch, size)
             return
         if size not in self._graphs:
-            # Once without: kernels are compiled and libraries take their memory, which a capture must not see.
-            self._launch(buffers, batch, size)
-            graph = torch.cuda.CUDAGraph()
-            # Other threads may call CUDA meanwhile.
-            with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-                self._launch(buffers, batch, size)
-            self._graphs[size] = graph
+            begin = time.perf_counter()
+            self._graphs[size] = self._captured(buffers, batch, size)
+            log.debug("captured a decoding step", sequences=size, seconds=round(time.perf_counter() - begin, 3))
         self._graphs[size].replay()
+
+    def _captured(self, buffers: Buffers, batch: Batch, size: int) -> torch.cuda.CUDAGraph:
+        # Once without: kernels are compiled and libraries take their memory, which a capture must not see.
+        self._launch(buffers, batch, size)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may call CUDA meanwhile.
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+            self._launch(buffers, batch, size)
+        return graph
 
     def _launch(self, buffers: Buffers, batch: Batch, size: int) -> None:
         logits = self._layers.logits(batch, buffers.caches, None, out=buffers.logits[:size])

@@ -55,11 +55,7 @@ def choose_device(name: str) -> torch.device:
 def load_model(
     files: ModelFiles, device: torch.device, dtype: str = "auto", *, compiled_folder: Path | None = None
 ) -> Model:
-    """Loads and probes a model. Raises ModelError with one sentence when it cannot run here.
-
-    Something faster takes the place of torch where it can: fused kernels on a GPU, compiled code kept in
-    `compiled_folder` on a CPU; None leaves a CPU at torch.
-    """
+    """Loads and probes a model; compiled_folder as in `model_of`. Raises ModelError when it cannot run here."""
     refuse_other_kernels()
     # Its bars are no log lines.
     transformers_logging.disable_progress_bar()
@@ -69,7 +65,20 @@ def load_model(
         )
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"cannot load the model {files.source}: {error}") from error
-    module.to(device).eval().requires_grad_(False)
+    return model_of(module.to(device), files.name, compiled_folder)
+
+
+def model_of(module: Any, name: str, compiled_folder: Path | None = None) -> Model:
+    """A transformers decoder, where it is, as the executor runs it. Raises ModelError with one sentence when it cannot.
+
+    Something faster takes the place of torch where it can: fused kernels on a GPU, compiled code kept in
+    `compiled_folder` on a CPU; None leaves a CPU at torch.
+    """
+    module.eval().requires_grad_(False)
+    device = module.device
+    if device.type == "cuda":
+        # Triton launches where this points.
+        torch.cuda.set_device(device)
     config = module.config.get_text_config(decoder=True)
     groups = _probe(module, config, device)
     forward: Forward = TorchForward(module)
@@ -78,7 +87,7 @@ def load_model(
     elif compiled_folder is not None:
         forward = compiled(forward, module, groups, compiled_folder)
     return Model(
-        name=files.name,
+        name=name,
         forward=forward,
         config=config,
         device=device,

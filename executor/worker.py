@@ -115,6 +115,9 @@ class Worker:
             self._confirm((), tickets)
 
     def _work(self) -> None:
+        if self.runner.overlaps:
+            # A thread's own choice; Triton launches where it points.
+            torch.cuda.set_device(self.runner.model.device)
         while True:
             try:
                 job = self._queue.get_nowait() if self._pending or self._outcome else self._queue.get()

@@ -82,8 +82,11 @@ def greedy(model: torch.nn.Module, prompt: Sequence[int], max_tokens: int) -> Re
     """Exactly `max_tokens` greedy tokens behind one prompt."""
     import torch
 
+    ids = torch.tensor([list(prompt)], device=model.device)  # type: ignore[arg-type]
     answer = model.generate(  # type: ignore[operator]
-        torch.tensor([list(prompt)]),
+        ids,
+        # Without one, tokens of a prompt that are the padding token are not seen.
+        attention_mask=torch.ones_like(ids),
         max_new_tokens=max_tokens,
         do_sample=False,
         eos_token_id=None,
