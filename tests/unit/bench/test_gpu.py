@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from executor.kv_pool import KvPools
 from executor.runner import Runner
 from tests.bench.gpu import __main__ as gpu
 from tests.bench.gpu import kernels, models
@@ -27,6 +28,15 @@ from tests.bench.gpu.parts import (
 )
 
 FAST = Figure("speed", 90, "%", at_least=85)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    # Tiny models lose more to waking threads than they win.
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def done(_: Bench) -> Sequence[Figure]:
@@ -204,3 +214,20 @@ def test_the_check_of_models_is_red_when_a_way_is_refused(monkeypatch: pytest.Mo
     monkeypatch.setattr("executor.cuda_decoder.rms_norm", lambda x, *args, **options: x)
     with pytest.raises(WrongError, match="the probe refuses CudaDecoder"):
         models.check_on("cpu", "tiny", TINY)
+
+
+def test_steps_are_measured_one_after_the_other() -> None:
+    module = models.build(LlamaConfig(**(TINY.to_dict() | {"max_position_embeddings": 2048})), torch.float32, "cpu")
+    model = models.model_of(module, "tiny")
+    blocks = -(-(models.CONTEXT + models.STEPS + models.WARM) // models.BLOCK)
+    runner = Runner(model, KvPools(model.groups, blocks, models.BLOCK, torch.float32, model.device))
+    large = models.Large(module, runner, 1)
+    bench = Bench({"copy bandwidth": Figure("copy bandwidth", 1)}, {"8B": large})
+    figures = {figure.name: figure for figure in models.decode_steps(bench)}
+    # Two layers of 128 x (512 + 2 x 128 + 512) + 3 x 128 x 1,024 weights, norms, and the output matrix of 257 rows.
+    assert large.weight_bytes == 4 * (2 * (128 * 1280 + 3 * 128 * 1024 + 2 * 128) + 128 + 257 * 128)
+    step, by_limit = (figures[f"8B decode, batch 1: {name}"] for name in ("step", "step by reading weights, K and V"))
+    # At 1 GB/s, with two layers' K and V of 2 heads of 64 for each token.
+    least = (large.weight_bytes + (1024 + 10 + 30) * 2 * 2 * 2 * 64 * 4) / 1e9
+    assert by_limit.value == pytest.approx(step.value / 1e3 / least)
+    assert "8B decode, batch 64: step" not in figures
