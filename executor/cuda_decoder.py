@@ -86,7 +86,7 @@ class FusedLayers:
 class Buffers:
     """Where decoding steps over some pools find their inputs and leave their results.
 
-    tables: per layer group [S, M] int32, M blocks of the longest sequence. logits: [S, V]. best: [S] int64.
+    caches: per layer K and V. logits: [S, V], S the largest size. best: [S] int64. positions: of the longest sequence.
     """
 
     def __init__(self, pools: KvPools, last_tokens: Tensor, positions: int, logits: Tensor) -> None:
@@ -97,6 +97,7 @@ class Buffers:
         sequences, device, groups = len(logits), logits.device, len(pools.pools)
         blocks = -(-positions // pools.block_size)
         self.best = torch.zeros(sequences, dtype=torch.int64, device=device)
+        # [S, M] int32 per layer group, as wide as the longest sequence that may come.
         self._tables = [torch.zeros(sequences, blocks, dtype=torch.int32, device=device) for _ in range(groups)]
         self._sent = torch.zeros(sent_bytes(sequences, blocks, groups), dtype=torch.uint8, device=device)
 
@@ -104,7 +105,7 @@ class Buffers:
         """Sends work of one token per sequence, padded to `size` of them; the same addresses for the same size."""
         batch, paged = work.place(padded=size, into=self._sent), []
         for fixed, one in zip(self._tables, batch.paged, strict=True):
-            # Sent as wide as they are, and spread out here: the longest sequence that may come is far longer.
+            # Sent no wider than they must be, and spread out here.
             fixed[:size, : one.block_tables.shape[1]].copy_(one.block_tables)
             longest = fixed.shape[1] * self.pools.block_size
             paged.append(replace(one, block_tables=fixed[:size], max_query_len=1, max_seq_len=longest))
