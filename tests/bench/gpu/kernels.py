@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -172,13 +173,14 @@ class Problem:
     length: int
 
     @classmethod
-    def make(cls, sequences: int, length: int, queries: int) -> Problem:
+    def make(cls, sequences: int, length: int, queries: int, device: str = "cuda") -> Problem:
         """Random numbers in bfloat16; blocks in no order."""
         blocks = length // BLOCK
-        free, needed = torch.cuda.mem_get_info()[0], 6 * sequences * length * KV_HEADS * HEAD_DIM * 2
-        if needed > free:
-            raise CannotRunError(f"it takes {needed / 1e9:.1f} GB of device memory, {free / 1e9:.1f} are free")
-        with torch.device("cuda"):
+        if device == "cuda":
+            free, needed = torch.cuda.mem_get_info()[0], 6 * sequences * length * KV_HEADS * HEAD_DIM * 2
+            if needed > free:
+                raise CannotRunError(f"it takes {needed / 1e9:.1f} GB of device memory, {free / 1e9:.1f} are free")
+        with torch.device(device):
             k_cache, v_cache = (
                 torch.randn(sequences * blocks + 1, BLOCK, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16) for _ in range(2)
             )
@@ -192,9 +194,9 @@ class Problem:
             )
         return cls(query, k_cache, v_cache, batch, sequences, length)
 
-    def paged(self, sizes: TileSizes | None = None) -> Tensor:
-        """[T, Hq, D]."""
-        return paged_attention(self.query, self.k_cache, self.v_cache, self.batch, scale=HEAD_DIM**-0.5, sizes=sizes)
+    def paged(self, **options: Any) -> Tensor:
+        """[T, Hq, D]; options of paged_attention."""
+        return paged_attention(self.query, self.k_cache, self.v_cache, self.batch, scale=HEAD_DIM**-0.5, **options)
 
     def in_one_piece(self) -> tuple[Tensor, Tensor, Tensor]:
         """Query [S, Hq, Q, D], keys and values [S, Hkv, L, D] as torch's attention takes them."""
@@ -222,9 +224,12 @@ class Problem:
                 note("  no time for more sizes")
                 break
             try:
-                best = min(best, (seconds_of(lambda sizes=sizes: self.paged(sizes), 10), sizes), key=lambda one: one[0])
+                seconds = seconds_of(lambda sizes=sizes: self.paged(sizes=sizes), 10)
             except Exception as error:  # Sizes that this device has no room for; Triton's errors have no one base.
                 note(f"  {sizes}: {type(error).__name__}")
+                continue
+            if seconds < best[0]:
+                best = seconds, sizes
         note(f"  best sizes: {best[1]}")
         return best
 

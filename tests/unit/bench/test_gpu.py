@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import LlamaConfig
 
 from executor.kv_pool import KvPools
@@ -186,6 +187,16 @@ def test_the_check_of_kernels_passes_and_can_be_red(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(kernels, "store_kv", lambda *args: None)
     with pytest.raises(WrongError, match=r"norm in torch.float32 is off by .*store in torch.float32 is off by inf"):
         kernels.check_on("cpu")
+
+
+@pytest.mark.parametrize(("sequences", "queries"), [(3, 1), (2, 64)])
+def test_both_layouts_hold_the_same_problem(sequences: int, queries: int) -> None:
+    problem = kernels.Problem.make(sequences, 64, queries, "cpu")
+    query, keys, values = problem.in_one_piece()
+    theirs = F.scaled_dot_product_attention(query, keys, values, is_causal=queries > 1, enable_gqa=True)
+    problem.hold_to(theirs)
+    with pytest.raises(WrongError, match="from torch's"):
+        problem.hold_to(theirs.roll(1, 1))
 
 
 SIZES = {"num_hidden_layers": 2, "hidden_size": 128, "vocab_size": 257}
