@@ -1,9 +1,10 @@
 """Runs decoders of the Llama kind on a CPU in compiled code, in place of transformers' modules."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,18 +28,21 @@ class CpuDecoder:
     def prepare(self, pools: KvPools, last_tokens: Tensor) -> None:
         """Nothing."""
 
-    def scores(self, work: Work, pools: KvPools) -> Scores:
+    def scores(self, work: Work, pools: KvPools, placed: Callable[[], None] = lambda: None) -> Scores:
         """As in Forward."""
         if pools is not self._pools:
             self._decoder.bind([pools.layer(layer)[1:] for layer in range(len(pools.places))])
             self._pools = pools
-        batch = work.place()
+        # As it is on the host: a copy to the device would be one to the same memory.
+        here = torch.from_numpy
+        ids = np.where(work.sources < 0, work.token_ids, work.last_tokens.numpy()[np.maximum(work.sources, 0)])
         groups = [
-            TokenGroup(slots, paged.block_tables, window)
-            for slots, paged, window in zip(batch.slot_mappings, batch.paged, self._windows, strict=True)
+            TokenGroup(here(slots), here(table), window)
+            for slots, table, window in zip(work.slot_mappings, work.tables, self._windows, strict=True)
         ]
-        logits = self._decoder.step(batch.ids(), batch.positions, batch.paged[0].query_start, groups, batch.rows)
-        return Scores(logits, None, batch)
+        inputs = here(ids), here(work.positions), here(work.query_start), groups, here(work.rows)
+        placed()
+        return Scores(self._decoder.step(*inputs), None, here(work.targets))
 
 
 def compiled(forward: Forward, module: Any, groups: Sequence[LayerGroup], folder: Path) -> Forward:

@@ -6,7 +6,7 @@ Without a CUDA device the same functions run over the same buffers, and nothing 
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -134,20 +134,22 @@ class CudaDecoder:
         log.info("ready to decode", graphs=len(self._graphs), seconds=round(time.perf_counter() - begin, 1))
 
     @torch.inference_mode()
-    def scores(self, work: Work, pools: KvPools) -> Scores:
+    def scores(self, work: Work, pools: KvPools, placed: Callable[[], None] = lambda: None) -> Scores:
         """As in Forward."""
         buffers, count = self._bound(pools, work.last_tokens), work.num_sequences
         if not work.num_tokens == count <= SIZES[-1]:
             batch = work.place()
+            placed()
             logits = self._layers.logits(batch, buffers.caches, batch.rows)
-            return Scores(logits, logits.argmax(-1), batch)
+            return Scores(logits, logits.argmax(-1), batch.targets)
         size = next(size for size in SIZES if size >= count)
         batch = buffers.place(work, size)
+        placed()
         self._run(buffers, batch, size)
         if len(work.rows) == count:
-            return Scores(buffers.logits[:count], buffers.best[:count], batch)
+            return Scores(buffers.logits[:count], buffers.best[:count], batch.targets)
         # Some compute a last token of a chunk that is not their last token.
-        return Scores(buffers.logits[batch.rows], buffers.best[batch.rows], batch)
+        return Scores(buffers.logits[batch.rows], buffers.best[batch.rows], batch.targets)
 
     def _bound(self, pools: KvPools, last_tokens: Tensor) -> Buffers:
         """Buffers over these tensors; what was captured over others goes."""

@@ -1,13 +1,14 @@
 """One forward pass over packed tokens: the interface, and transformers' unchanged modules behind it."""
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from executor.batch import Batch, PagedLayers, Work
+from executor.batch import PagedLayers, Work
 from executor.kv_pool import KvPools
 
 
@@ -15,12 +16,12 @@ from executor.kv_pool import KvPools
 class Scores:
     """What a pass computed. logits: [R, V] of any float dtype, one row per sampling sequence, good until the next pass.
 
-    best: [R] int64, the ids of the largest logits, or None when nobody looked for them. batch: where the work was put.
+    best: [R] int64, the ids of the largest logits, or None when nobody looked for them. targets: as in Batch.
     """
 
     logits: Tensor
     best: Tensor | None
-    batch: Batch
+    targets: Tensor
 
 
 class Forward(Protocol):
@@ -30,8 +31,11 @@ class Forward(Protocol):
         """Does beforehand what else the first steps over these pools would wait for."""
         ...
 
-    def scores(self, work: Work, pools: KvPools) -> Scores:
-        """Stores the keys and values of a step's tokens; returns the logits of its rows."""
+    def scores(self, work: Work, pools: KvPools, placed: Callable[[], None] = lambda: None) -> Scores:
+        """Stores the keys and values of a step's tokens; returns the logits of its rows.
+
+        placed: called when all is where the device looks for it, and from there on only the device is busy.
+        """
         ...
 
 
@@ -46,9 +50,10 @@ class TorchForward:
         """Nothing."""
 
     @torch.inference_mode()
-    def scores(self, work: Work, pools: KvPools) -> Scores:
+    def scores(self, work: Work, pools: KvPools, placed: Callable[[], None] = lambda: None) -> Scores:
         """As in Forward."""
         batch = work.place()
+        placed()
         output = self._module(
             input_ids=batch.ids()[None],
             position_ids=batch.positions[None],
@@ -56,4 +61,4 @@ class TorchForward:
             kvkeep_layers=PagedLayers(pools, batch),
             **({"logits_to_keep": batch.rows} if self._slices_logits else {}),
         ).logits[0]
-        return Scores(output if self._slices_logits else output[batch.rows], None, batch)
+        return Scores(output if self._slices_logits else output[batch.rows], None, batch.targets)

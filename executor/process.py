@@ -11,6 +11,7 @@ import structlog
 import uvloop
 
 from executor.errors import ModelError
+from executor.host_memory import release_unused, use_one_arena
 from executor.settings import ExecutorSettings
 from protos.rpc import logs
 from protos.rpc.addresses import AddressError
@@ -21,6 +22,7 @@ log = structlog.get_logger()
 def main(settings: ExecutorSettings) -> int:
     """Runs until SIGTERM or SIGINT; returns the exit status."""
     logs.configure("executor", settings.log_level)
+    use_one_arena()
     try:
         return uvloop.run(_serve(settings))
     except (ModelError, AddressError) as error:
@@ -37,7 +39,7 @@ async def _serve(settings: ExecutorSettings) -> int:
     from executor.fingerprint import fingerprint
     from executor.kv_pool import KvPools, count_blocks, free_memory
     from executor.manager_client import Announcement, ManagerClient
-    from executor.model import choose_device, load_model, release_unused_memory
+    from executor.model import choose_device, load_model
     from executor.model_files import find
     from executor.runner import Runner
     from executor.service import SERVICE, ExecutorServicer, Identity
@@ -52,7 +54,7 @@ async def _serve(settings: ExecutorSettings) -> int:
     files = find(settings.model, settings.cache_dir, lambda line: log.info(line))
     log.info("loading", model=files.name, device=str(device))
     model = load_model(files, device, settings.dtype, compiled_folder=settings.compiled_dir)
-    release_unused_memory()
+    release_unused()
     tokenizer = load_tokenizer(files)
     blocks = count_blocks(
         model.groups,

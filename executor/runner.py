@@ -80,7 +80,7 @@ class Runner:
     def launch(self, step: Step, prepared: Callable[[], None] = lambda: None) -> Pending:
         """Applies a step and starts its work. Raises ExecutorError, with nothing changed, when it is not valid.
 
-        prepared: called when only the device has something to do.
+        prepared: called when only the device has something to do, if the step computes anything.
         """
         check_step(step, self.last_step, self._running, self._limits)
         self._apply(step)
@@ -101,8 +101,7 @@ class Runner:
             self.pools.mark_written(group, slots, step.number)
         span = self._clock.start()
         self._copy(step.copies, step.number)
-        prepared()
-        choice = self._compute(work) if sequences else None
+        choice = self._compute(work, prepared) if sequences else None
         for sequence, count in zip(sequences, counts, strict=True):
             sequence.computed += count
         for sequence in work.sampling:
@@ -139,9 +138,9 @@ class Runner:
                 copy_blocks(pool.k, pool.v, sources, targets)
                 self.pools.mark_written(group, [copy.target for copy in chosen], step)
 
-    def _compute(self, work: Work) -> Choice | None:
+    def _compute(self, work: Work, placed: Callable[[], None]) -> Choice | None:
         """Runs the model and samples; what comes back can be read when the step is over."""
-        scores = self.model.forward.scores(work, self.pools)
+        scores = self.model.forward.scores(work, self.pools, placed)
         if not work.sampling:
             return None
         rows = [
@@ -149,7 +148,7 @@ class Runner:
             for sequence in work.sampling
         ]
         choice = sample(scores.logits, rows, scores.best)
-        self._last_tokens.index_copy_(0, scores.batch.targets, choice.ids)
+        self._last_tokens.index_copy_(0, scores.targets, choice.ids)
         for index, row in enumerate(rows):
             if row.counts is not None:
                 row.counts.add(choice.ids[index : index + 1])

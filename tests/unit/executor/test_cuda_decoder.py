@@ -38,9 +38,9 @@ class Both:
     def prepare(self, pools: KvPools, last_tokens: Tensor) -> None:
         self._first.prepare(pools, last_tokens)
 
-    def scores(self, work: Work, pools: KvPools) -> Scores:
+    def scores(self, work: Work, pools: KvPools, placed: Callable[[], None]) -> Scores:
         expected = self._second.scores(work, pools).logits.float().clone()
-        scores = self._first.scores(work, pools)
+        scores = self._first.scores(work, pools, placed)
         assert scores.best is not None
         assert torch.equal(scores.best, scores.logits.argmax(-1))
         assert len(scores.logits) == len(work.rows)
