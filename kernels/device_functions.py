@@ -1,4 +1,4 @@
-"""What several kernels need on the device: whose a packed row is, where its token is stored, and in which form."""
+"""What several kernels need on the device: whose a packed row is, where its token is stored, and some arithmetic."""
 
 import triton
 import triton.language as tl
@@ -6,20 +6,35 @@ import triton.language as tl
 # Triton reads the signature by its own rules.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, misc"
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
 
 @triton.jit
 def sequence_of_row(query_start_ptr, row, sequences):
-    """The sequence with query_start[s] <= row < query_start[s + 1]; `sequences` where the row is behind all of them.
+    """The sequence with query_start[s] <= row < query_start[s + 1]; `sequences` where the row is behind all of them."""
+    return _sequences_behind(query_start_ptr, row, sequences, 1, 0)
 
-    Counts the sequences that end at or before the row, 128 at once: halving would wait for memory once per half.
+
+@triton.jit
+def sequence_of_tile(query_start_ptr, tile, sequences, TILE_TOKENS: tl.constexpr):
+    """As sequence_of_row, where sequence s has the tiles from query_start[s] // TILE_TOKENS + s on.
+
+    These are as many as its rows need, or one more; their number in all is known without a look at the lengths.
     """
-    sequence = 0
-    for first in range(0, sequences, 128):
-        index = first + tl.arange(0, 128)
-        used = index < sequences
-        end = tl.load(query_start_ptr + 1 + index, mask=used, other=0)
-        sequence += tl.sum((used & (end <= row)).to(tl.int32), 0)
-    return sequence
+    return _sequences_behind(query_start_ptr, tile, sequences, TILE_TOKENS, 1)
+
+
+@triton.jit
+def _sequences_behind(query_start_ptr, place, sequences, TILE_TOKENS: tl.constexpr, SPARE: tl.constexpr):
+    """Counts the sequences that end at or before a place, 128 at once: halving would wait for memory once per half."""
+    count = 0
+    for first in range(1, sequences + 1, 128):
+        sequence = first + tl.arange(0, 128)
+        used = sequence <= sequences
+        start = tl.load(query_start_ptr + sequence, mask=used, other=0) // TILE_TOKENS + sequence * SPARE
+        count += tl.sum((used & (start <= place)).to(tl.int32), 0)
+    return count
 
 
 @triton.jit
@@ -38,3 +53,13 @@ def quantized(x, scale, DTYPE: tl.constexpr):
         # From 2**23 on floats are whole numbers, so that the sum rounds; 1.5 times that keeps negative ones there.
         return ((x + 12582912.0) - 12582912.0).to(tl.int8)
     return tl.minimum(tl.maximum(x, -448.0), 448.0).to(DTYPE)
+
+
+@triton.jit
+def tanh(x):
+    # The quotient loses its digits near zero, where the series has them.
+    e = tl.exp(-2.0 * tl.abs(x))
+    far = (1.0 - e) / (1.0 + e)
+    square = x * x
+    near = x * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0 - square * (17.0 / 315.0))))
+    return tl.where(tl.abs(x) < 0.1, near, tl.where(x < 0, -far, far))

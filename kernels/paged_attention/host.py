@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.paged_attention.batch import PagedBatch
+from kernels.quantization import dequantize
 
 # More keys per call spill out of the processor's cache, fewer make the calls themselves expensive.
 DECODE_KEYS = 4096
@@ -73,6 +74,9 @@ def attend(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    lse: Tensor | None,
 ) -> None:
     """Write the attention of every sequence's rows to `out`; arguments as in `launch.paged_attention`."""
     block_size, kv_heads, head_dim = k_cache.shape[1:]
@@ -82,9 +86,11 @@ def attend(
     scratch = batch.once(
         ("scratch", most, k_cache.dtype, k_cache.shape[1:]), lambda: k_cache.new_empty(2, most, *k_cache.shape[1:])
     )
+    explicitly = softcap is not None or sinks is not None or lse is not None or k_scale is not None
 
-    def compute(tile: Tile) -> Tensor:
-        keys, values = (_gather(cache, tile, into) for cache, into in zip((k_cache, v_cache), scratch, strict=True))
+    def compute(tile: Tile) -> tuple[Tensor, Tensor | None]:
+        keys = _gather(k_cache, tile, scratch[0], k_scale)
+        values = _gather(v_cache, tile, scratch[1], v_scale)
         queries = tile.mask.shape[2]
         rows = query.index_select(0, tile.rows).view(tile.sequences, queries, kv_heads, group, head_dim)
         if queries == 1:
@@ -97,37 +103,57 @@ def attend(
             packed = rows[0].permute(2, 1, 0, 3)
             keys, values = (one.expand(group, -1, -1, -1) for one in (keys, values))
             tile_sinks = None if sinks is None else sinks.view(kv_heads, group).t()[:, :, None]
-        if softcap is None and tile_sinks is None:
-            result = F.scaled_dot_product_attention(packed, keys, values, attn_mask=tile.mask, scale=scale)
+        if explicitly:
+            result, total = _attend_explicitly(packed, keys, values, tile.mask, scale, softcap, tile_sinks)
         else:
-            result = _attend_explicitly(packed, keys, values, tile.mask, scale, softcap, tile_sinks)
+            result, total = F.scaled_dot_product_attention(packed, keys, values, attn_mask=tile.mask, scale=scale), None
         if queries > 1:
             result = result.permute(2, 1, 0, 3)
-        return result.reshape(-1, *query.shape[1:])
+            total = None if total is None else total.permute(2, 1, 0)
+        return result.reshape(-1, *query.shape[1:]), None if total is None else total.reshape(-1, query.shape[1])
+
+    def write(tile: Tile, result: Tensor, total: Tensor | None) -> None:
+        out.index_copy_(0, tile.rows, result)
+        if lse is not None and total is not None:
+            lse.index_copy_(0, tile.rows, total)
 
     for tile in tiles:
-        result = compute(tile)
+        result, total = compute(tile)
         if tile.members and not bool(result.isfinite().all()):
             # One of them has computed what is no number; 0 times that is none either, so each goes alone.
             for span in tile.members:
                 alone = _tile([span], window, block_size, query.dtype)
-                out.index_copy_(0, alone.rows, compute(alone))
+                write(alone, *compute(alone))
         else:
-            out.index_copy_(0, tile.rows, result)
+            write(tile, result, total)
 
 
-def _gather(cache: Tensor, tile: Tile, into: Tensor) -> Tensor:
-    """The tile's keys or values as [sequences, Hkv, columns, D]; places nobody sees are zero, as 0 times NaN is NaN."""
-    flat = torch.index_select(cache, 0, tile.blocks, out=into[: tile.blocks.shape[0]]).view(-1, *cache.shape[2:])
+def _gather(cache: Tensor, tile: Tile, into: Tensor, scale: Tensor | None) -> Tensor:
+    """The tile's keys or values as [sequences, Hkv, columns, D], float32 if they have a scale.
+
+    Places nobody sees are zero, as 0 times NaN is NaN.
+    """
+    into = into[: tile.blocks.shape[0]]
+    if scale is None:
+        torch.index_select(cache, 0, tile.blocks, out=into)
+    else:
+        # As bytes: torch selects no float8 by index on a CPU, and all bits zero are zero.
+        torch.index_select(cache.view(torch.int8), 0, tile.blocks, out=into.view(torch.int8))
+    flat = into.view(-1, *cache.shape[2:])
     if tile.unseen.shape[0]:
-        flat.index_fill_(0, tile.unseen, 0)
+        (flat if scale is None else flat.view(torch.int8)).index_fill_(0, tile.unseen, 0)
+    if scale is not None:
+        flat = dequantize(flat, scale, torch.float32)
     return flat.view(tile.sequences, tile.columns, *cache.shape[2:]).transpose(1, 2)
 
 
 def _attend_explicitly(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
-) -> Tensor:
-    """Soft cap and sinks, which the dense call does not know, in float32. sinks fit [sequences, Hkv, queries]."""
+) -> tuple[Tensor, Tensor]:
+    """What the dense call does not know, in float32: attention, and the logarithm of each row's sum of exp(logits).
+
+    sinks fit [sequences, Hkv, queries].
+    """
     logits = (query.float() @ keys.float().transpose(-1, -2)) * scale
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
@@ -135,7 +161,7 @@ def _attend_explicitly(
     total = torch.logsumexp(logits, -1)
     if sinks is not None:
         total = torch.logaddexp(total, sinks.float())
-    return ((logits - total[..., None]).exp() @ values.float()).to(query.dtype)
+    return ((logits - total[..., None]).exp() @ values.float()).to(query.dtype), total
 
 
 def plan(batch: PagedBatch, window: int | None, block_size: int, dtype: torch.dtype) -> list[Tile]:

@@ -1,52 +1,129 @@
-"""Flash attention over a paged cache: one program per tile of one sequence's queries and per KV head.
+"""Flash attention over a paged cache: one program per tile of one sequence's queries, KV head and share of the keys.
 
 A tile's rows are (query token, query head of the group) pairs, so that the heads that share a KV head share its loads
 and a single new token still fills a matrix row per head. Keys come in tiles of any size: each looks up its own block.
+A long sequence's keys can be shared out among programs (Dao et al. 2023, "Flash-Decoding"); a second kernel merges
+what they found.
+
+Softmax is taken in powers of two, the factor log2(e) being part of the logits' scale, as the hardware has no other
+exponential (Dao 2023, "FlashAttention-2", section 3.1).
 """
 
 import triton
 import triton.language as tl
+
+from kernels.device_functions import LN_2, LOG2_E, sequence_of_tile, tanh
 
 # Triton reads the signature by its own rules.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, misc"
 
 
 @triton.jit
-def _sequence_of_tile(query_start_ptr, tile, sequences, TILE_TOKENS: tl.constexpr):
-    """Sequence s owns the tiles from query_start[s] // TILE_TOKENS + s on, as many as it needs or one more."""
-    low = 0
-    high = sequences
-    while high - low > 1:
-        middle = (low + high) // 2
-        if tl.load(query_start_ptr + middle) // TILE_TOKENS + middle <= tile:
-            low = middle
+def _attend_to_tiles(
+    softmax,  # running (largest logit [ROWS], sum [ROWS], weighted values [ROWS, HEAD_DIM_PADDED])
+    begin,
+    end,
+    first_key,
+    last_key,
+    query,
+    position,
+    k_cache_ptr,
+    v_cache_ptr,
+    table,
+    kv_head,
+    window,
+    scale,
+    softcap,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr,  # some row does not see some key, or some place holds no key
+    DTYPE: tl.constexpr,  # of the query, in which weights are rounded
+):
+    """The softmax after the keys [begin, end), begin a multiple of TILE_KEYS; the rows see none before first_key."""
+    largest, total, weighted = softmax
+    dim = tl.arange(0, HEAD_DIM_PADDED)
+    key = tl.arange(0, TILE_KEYS)
+    # Looked up one tile ahead: loads whose addresses are loaded in the same turn of the loop are not overlapped.
+    next_block = tl.load(table + tl.minimum(begin + key, last_key) // BLOCK_SIZE)
+    for tile_start in range(begin, end, TILE_KEYS):
+        block = next_block
+        next_block = tl.load(table + tl.minimum(tile_start + TILE_KEYS + key, last_key) // BLOCK_SIZE)
+        key_position = tile_start + key
+        if MASKED:
+            # Nothing else is read: those places may hold anything, and 0 times NaN is NaN.
+            key_used = (key_position >= first_key) & (key_position <= last_key)
+        at = block.to(tl.int64) * (BLOCK_SIZE * KV_HEADS * HEAD_DIM)
+        at += (key_position % BLOCK_SIZE) * (KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
+        cell = at[:, None] + dim[None, :]
+        if MASKED:
+            cell_used = key_used[:, None] & (dim < HEAD_DIM)[None, :]
+            keys = tl.load(k_cache_ptr + cell, mask=cell_used, other=0.0)
+        elif HEAD_DIM < HEAD_DIM_PADDED:
+            keys = tl.load(k_cache_ptr + cell, mask=(dim < HEAD_DIM)[None, :], other=0.0)
         else:
-            high = middle
-    return low
+            keys = tl.load(k_cache_ptr + cell)
+        logits = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision="ieee")
+        if HAS_SOFTCAP:
+            logits = tanh(logits * (scale / softcap))
+            factor = softcap * LOG2_E
+        else:
+            factor = scale * LOG2_E
+        if MASKED:
+            seen = key_used[None, :] & (key_position[None, :] <= position[:, None])
+            if HAS_WINDOW:
+                seen = seen & (key_position[None, :] > position[:, None] - window)
+            logits = tl.where(seen, logits, float("-inf"))
+        larger = tl.maximum(largest, tl.max(logits, 1) * factor)
+        base = larger
+        if MASKED:
+            # A row that has seen no key yet has no maximum to subtract.
+            base = tl.where(larger == float("-inf"), 0.0, larger)
+        weights = tl.exp2(logits * factor - base[:, None])
+        shrink = tl.exp2(largest - base)
+        if MASKED:
+            values = tl.load(v_cache_ptr + cell, mask=cell_used, other=0.0)
+        elif HEAD_DIM < HEAD_DIM_PADDED:
+            values = tl.load(v_cache_ptr + cell, mask=(dim < HEAD_DIM)[None, :], other=0.0)
+        else:
+            values = tl.load(v_cache_ptr + cell)
+        total = total * shrink + tl.sum(weights, 1)
+        weights = weights.to(DTYPE).to(query.dtype)
+        weighted = tl.dot(weights, values.to(query.dtype), weighted * shrink[:, None], input_precision="ieee")
+        largest = larger
+    return largest, total, weighted
 
 
 @triton.jit
-def _tanh(x):
-    # The quotient loses its digits near zero, where the series has them.
-    e = tl.exp(-2.0 * tl.abs(x))
-    far = (1.0 - e) / (1.0 + e)
-    square = x * x
-    near = x * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0 - square * (17.0 / 315.0))))
-    return tl.where(tl.abs(x) < 0.1, near, tl.where(x < 0, -far, far))
+def _seen_by_all(begin, end, first_position, last_position, window, TILE_KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """Of the tiles of [begin, end) the first and the end of those whose every key every row sees."""
+    full_begin = begin
+    if HAS_WINDOW:
+        seen_by_last = tl.maximum(last_position - window + 1, begin)
+        full_begin = tl.cdiv(tl.minimum(seen_by_last, end), TILE_KEYS) * TILE_KEYS
+    return full_begin, tl.maximum(tl.minimum(end, first_position + 1) // TILE_KEYS * TILE_KEYS, full_begin)
 
 
-# Variants of these two for 1 or multiples of 16 would compile in the middle of serving, and gain nothing.
-@triton.jit(do_not_specialize=["sequences", "table_stride"])
+# Variants of these for 1 or multiples of 16 would compile in the middle of serving, and gain nothing.
+@triton.jit(do_not_specialize=["sequences", "splits", "table_stride"])
 def paged_attention_kernel(
     query_ptr,
     k_cache_ptr,
     v_cache_ptr,
     out_ptr,
+    lse_ptr,
     sinks_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     query_start_ptr,
     seq_lens_ptr,
     block_tables_ptr,
     sequences,
+    splits,
     table_stride,
     query_token_stride,
     query_head_stride,
@@ -62,17 +139,24 @@ def paged_attention_kernel(
     ROWS: tl.constexpr,
     TILE_TOKENS: tl.constexpr,  # query tokens per tile, TILE_TOKENS * GROUP <= ROWS
     TILE_KEYS: tl.constexpr,
+    ONE_TILE: tl.constexpr,  # no sequence has more queries than fit a tile
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    STORE_LSE: tl.constexpr,
     WIDEN: tl.constexpr,  # multiply in float32, for the interpreter, which cannot multiply bfloat16 matrices
 ):
-    tile = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    sequence = _sequence_of_tile(query_start_ptr, tile, sequences, TILE_TOKENS)
+    # Heads of a sequence run at the same time, as their keys lie side by side in memory; a prompt's last tile, which
+    # has the most keys, comes first, so that no long one is left at the end.
+    kv_head = tl.program_id(0)
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    split = tl.program_id(2)
+    sequence = tile if ONE_TILE else sequence_of_tile(query_start_ptr, tile, sequences, TILE_TOKENS)
     row_start = tl.load(query_start_ptr + sequence)
-    query_len = tl.load(query_start_ptr + sequence + 1) - row_start
-    first_token = (tile - row_start // TILE_TOKENS - sequence) * TILE_TOKENS
+    # Behind the last sequence is one of no length.
+    query_len = tl.load(query_start_ptr + tl.minimum(sequence + 1, sequences)) - row_start
+    first_token = 0 if ONE_TILE else (tile - row_start // TILE_TOKENS - sequence) * TILE_TOKENS
     if first_token >= query_len:
         return
     first_position = tl.load(seq_lens_ptr + sequence) - query_len + first_token
@@ -83,71 +167,117 @@ def paged_attention_kernel(
     head = kv_head * GROUP + row % GROUP
     position = first_position + row // GROUP
     row_used = (row < TILE_TOKENS * GROUP) & (token < query_len)
-    dim = tl.arange(0, HEAD_DIM_PADDED)
-    dim_used = dim < HEAD_DIM
     packed_row = (row_start + token).to(tl.int64)
+    out_row = (packed_row * (KV_HEADS * GROUP) + head) * splits + split
+
+    first_key = 0
+    if HAS_WINDOW:
+        first_key = tl.maximum(first_position - window + 1, 0)
+    tiles_begin = first_key // TILE_KEYS
+    share = tl.cdiv(tl.cdiv(last_position + 1, TILE_KEYS) - tiles_begin, splits)
+    begin = (tiles_begin + split * share) * TILE_KEYS
+    end = tl.minimum(last_position + 1, begin + share * TILE_KEYS)
+    if begin >= end:
+        if STORE_LSE:
+            tl.store(lse_ptr + out_row, tl.full([ROWS], float("-inf"), tl.float32), mask=row_used)
+        return
+
+    dim = tl.arange(0, HEAD_DIM_PADDED)
     query = tl.load(
         query_ptr
         + packed_row[:, None] * query_token_stride
         + head[:, None] * query_head_stride
         + dim[None, :] * query_dim_stride,
-        mask=row_used[:, None] & dim_used[None, :],
+        mask=row_used[:, None] & (dim < HEAD_DIM)[None, :],
         other=0.0,
     )
-
+    DTYPE: tl.constexpr = query_ptr.dtype.element_ty
     if WIDEN:
         query = query.to(tl.float32)
+    if QUANTIZED:
+        scale = scale * tl.load(k_scale_ptr + kv_head)
 
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
     if HAS_SINKS:
-        # A sink is a key seen by every row whose value is zero.
-        largest = tl.load(sinks_ptr + head, mask=row_used, other=0.0).to(tl.float32)
-        total = tl.full([ROWS], 1.0, tl.float32)
-    else:
-        largest = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-    weighted = tl.zeros([ROWS, HEAD_DIM_PADDED], tl.float32)
+        # A sink is a key seen by every row whose value is zero; the first share has it.
+        sink = tl.load(sinks_ptr + head, mask=row_used, other=0.0).to(tl.float32) * LOG2_E
+        largest = tl.where(split == 0, sink, largest)
+        total = tl.where(split == 0, 1.0, total)
+    softmax = (largest, total, tl.zeros([ROWS, HEAD_DIM_PADDED], tl.float32))
 
-    first_key = 0
-    if HAS_WINDOW:
-        first_key = tl.maximum(first_position - window + 1, 0)
+    # Only at the ends of what the rows see are there keys that not all of them see.
     table = block_tables_ptr + sequence.to(tl.int64) * table_stride
-    for tile_start in range((first_key // TILE_KEYS) * TILE_KEYS, last_position + 1, TILE_KEYS):
-        key_position = tile_start + tl.arange(0, TILE_KEYS)
-        # Nothing else is read: those places may hold anything, and 0 times NaN is NaN.
-        key_used = (key_position >= first_key) & (key_position <= last_position)
-        block = tl.load(table + key_position // BLOCK_SIZE, mask=key_used, other=0).to(tl.int64)
-        at = ((block * BLOCK_SIZE + key_position % BLOCK_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
-        cell = at[:, None] + dim[None, :]
-        cell_used = key_used[:, None] & dim_used[None, :]
-        keys = tl.load(k_cache_ptr + cell, mask=cell_used, other=0.0)
-        if WIDEN:
-            keys = keys.to(tl.float32)
-        logits = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
-        if HAS_SOFTCAP:
-            logits = softcap * _tanh(logits / softcap)
-        seen = key_used[None, :] & (key_position[None, :] <= position[:, None])
-        if HAS_WINDOW:
-            seen = seen & (key_position[None, :] > position[:, None] - window)
-        logits = tl.where(seen, logits, float("-inf"))
-        larger = tl.maximum(largest, tl.max(logits, 1))
-        # A row that has seen no key yet has no maximum to subtract.
-        base = tl.where(larger == float("-inf"), 0.0, larger)
-        weights = tl.exp(logits - base[:, None])
-        shrink = tl.exp(largest - base)
-        values = tl.load(v_cache_ptr + cell, mask=cell_used, other=0.0)
-        weighted = weighted * shrink[:, None]
-        total = total * shrink + tl.sum(weights, 1)
-        weights = weights.to(values.dtype)
-        if WIDEN:
-            weights = weights.to(tl.float32)
-            values = values.to(tl.float32)
-        weighted = tl.dot(weights, values, weighted, input_precision="ieee")
-        largest = larger
+    full_begin, full_end = _seen_by_all(begin, end, first_position, last_position, window, TILE_KEYS, HAS_WINDOW)
+    edges = (begin, full_begin, full_end, end)
+    for part in tl.static_range(0 if HAS_WINDOW else 1, 3):
+        softmax = _attend_to_tiles(
+            softmax,
+            edges[part],
+            edges[part + 1],
+            first_key,
+            end - 1,
+            query,
+            position,
+            k_cache_ptr,
+            v_cache_ptr,
+            table,
+            kv_head,
+            window,
+            scale,
+            softcap,
+            KV_HEADS,
+            HEAD_DIM,
+            HEAD_DIM_PADDED,
+            BLOCK_SIZE,
+            TILE_KEYS,
+            HAS_WINDOW,
+            HAS_SOFTCAP,
+            part != 1,
+            DTYPE,
+        )
+    largest, total, weighted = softmax
 
     result = weighted / tl.where(total == 0.0, 1.0, total)[:, None]
-    out_row = (packed_row * (KV_HEADS * GROUP) + head) * HEAD_DIM
+    if QUANTIZED:
+        result *= tl.load(v_scale_ptr + kv_head)
     tl.store(
-        out_ptr + out_row[:, None] + dim[None, :],
+        out_ptr + out_row[:, None] * HEAD_DIM + dim[None, :],
         result.to(out_ptr.dtype.element_ty),
-        mask=row_used[:, None] & dim_used[None, :],
+        mask=row_used[:, None] & (dim < HEAD_DIM)[None, :],
     )
+    if STORE_LSE:
+        tl.store(lse_ptr + out_row, (largest + tl.log2(total)) * LN_2, mask=row_used)
+
+
+@triton.jit(do_not_specialize=["sequences"])
+def merge_splits_kernel(
+    parts_ptr,
+    parts_lse_ptr,
+    out_ptr,
+    lse_ptr,
+    query_start_ptr,
+    sequences,
+    SPLITS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    STORE_LSE: tl.constexpr,
+):
+    """One program per row and head merges all shares, also those that had no keys, so that the order never changes."""
+    row = tl.program_id(0)
+    if row >= tl.load(query_start_ptr + sequences):
+        return
+    out_row = row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    part = out_row * SPLITS + tl.arange(0, SPLITS)
+    dim = tl.arange(0, HEAD_DIM_PADDED)
+    lse = tl.load(parts_lse_ptr + part)
+    # A share without keys was never written. What is no number is one of the results.
+    used = (lse != float("-inf"))[:, None] & (dim < HEAD_DIM)[None, :]
+    parts = tl.load(parts_ptr + part[:, None] * HEAD_DIM + dim[None, :], mask=used, other=0.0)
+    largest = tl.max(lse, 0)
+    weights = tl.exp(lse - largest)
+    total = tl.sum(weights, 0)
+    result = tl.sum(parts * weights[:, None], 0) / total
+    tl.store(out_ptr + out_row * HEAD_DIM + dim, result.to(out_ptr.dtype.element_ty), mask=dim < HEAD_DIM)
+    if STORE_LSE:
+        tl.store(lse_ptr + out_row, largest + tl.log(total))

@@ -4,14 +4,17 @@ Prefill chunks and single new tokens go through one call; a sequence is nothing 
 number of cached tokens.
 """
 
-from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels.arguments import check_caches, check_contiguous, check_device, check_like, check_shape
+from kernels.arguments import check_caches, check_contiguous, check_device, check_dtype, check_like, check_shape
 from kernels.paged_attention import host
 from kernels.paged_attention.batch import PagedBatch
+from kernels.paged_attention.sizes import TileSizes, choose_sizes, power_of_two
+from kernels.quantization import check_quantization
 
 __all__ = ["PagedBatch", "paged_attention"]
 
@@ -27,23 +30,32 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     out: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    lse: Tensor | None = None,
+    sizes: TileSizes | None = None,
 ) -> Tensor:
     """Causal attention of every query over its own sequence's cached tokens, itself included; returns `out`.
 
-    query: [T, Hq, D] packed, any strides, the caches' dtype, Hq a multiple of Hkv;
+    query: [T, Hq, D] packed, any strides, Hq a multiple of Hkv, the caches' dtype unless these are quantized;
         query i of a sequence is its token seq_len - query_len + i.
     k_cache, v_cache: [N, B, Hkv, D] contiguous, one layer of the pool, this step's tokens stored.
-    scale: factor of the logits. window: a token sees itself and the window - 1 before it.
+    scale: factor of the logits, more than 0. window: a token sees itself and the window - 1 before it.
     softcap: logits become softcap * tanh(logits / softcap).
     sinks: [Hq] logits that join the softmax and carry no value.
     out: [T, Hq, D] contiguous, like query; rows that belong to no sequence are left as they are.
+    k_scale, v_scale: [Hkv] float32 of int8 or float8_e4m3fn caches; what these hold is multiplied by them.
+    lse: [T, Hq] float32 contiguous, gets the logarithm of each row's sum of exp(logits), the sink's among them.
+    sizes: how the Triton kernel cuts its work, for measurements; choose_sizes says when there are none.
     Raises ValueError naming the argument that is wrong. Block numbers are not checked on CUDA.
     """
     check_caches(k_cache, v_cache, "[N, B, Hkv, D]")
     check_shape("query", query, [None, None, k_cache.shape[3]], "[T, Hq, D]")
-    check_like("query", query, "k_cache", k_cache)
+    check_quantization("query", query, k_cache, k_scale, v_scale)
     if query.shape[1] % k_cache.shape[2]:
         raise ValueError(f"query: expected a multiple of {k_cache.shape[2]} heads, got {query.shape[1]}")
+    if scale <= 0:
+        raise ValueError(f"scale: expected more than 0, got {scale}")
     if window is not None and window < 1:
         raise ValueError(f"window: expected at least 1, got {window}")
     if softcap is not None and softcap <= 0:
@@ -56,42 +68,28 @@ def paged_attention(
     check_shape("out", out, query.shape, "[T, Hq, D]")
     check_like("out", out, "query", query)
     check_contiguous("out", out)
+    if lse is not None:
+        check_shape("lse", lse, query.shape[:2], "[T, Hq]")
+        check_dtype("lse", lse, torch.float32)
+        check_device("lse", lse, "query", query)
+        check_contiguous("lse", lse)
     batch.check("query", query, k_cache.shape[1])
     if query.shape[0] == 0 or batch.seq_lens.shape[0] == 0:
         return out
-    attend = attend_with_triton if query.is_cuda else host.attend
-    attend(query, k_cache, v_cache, batch, out, scale=scale, window=window, softcap=softcap, sinks=sinks)
+    options: dict[str, Any] = {
+        "scale": scale,
+        "window": window,
+        "softcap": softcap,
+        "sinks": sinks,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "lse": lse,
+    }
+    if query.is_cuda:
+        attend_with_triton(query, k_cache, v_cache, batch, out, sizes=sizes, **options)
+    else:
+        host.attend(query, k_cache, v_cache, batch, out, **options)
     return out
-
-
-@dataclass(frozen=True)
-class TileSizes:
-    """How the Triton kernel cuts its work (rows are pairs of a query token and a head), and how it is launched."""
-
-    rows: int
-    tokens: int
-    keys: int
-    num_warps: int
-    num_stages: int
-
-
-def tile_sizes(*, group: int, head_dim: int, element_size: int, max_query_len: int) -> TileSizes:
-    """Sizes by rule: no autotuning, which would need a driver even in the interpreter.
-
-    Wide heads and float32 get smaller tiles, so that registers hold them: ptxas reports few or no spills for these.
-    """
-    wide = element_size > 2
-    heavy = power_of_two(head_dim) * element_size > 256
-    rows = max(16, power_of_two(group))
-    if max_query_len * group > rows:
-        rows = max(rows, 32 if heavy else 64)
-    return TileSizes(
-        rows=rows,
-        tokens=rows // group,
-        keys=32 if heavy or wide else 64,
-        num_warps=8 if rows > 32 or (rows > 16 and wide) else 4,
-        num_stages=1 if wide else 2,
-    )
 
 
 def attend_with_triton(
@@ -102,30 +100,58 @@ def attend_with_triton(
     out: Tensor,
     *,
     scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    lse: Tensor | None = None,
+    sizes: TileSizes | None = None,
 ) -> None:
-    """Launch the Triton kernel on checked arguments; the grid depends on nothing but shapes, as CUDA graphs need."""
+    """Launch the Triton kernels on checked arguments; the grid depends on nothing but shapes, as CUDA graphs need."""
     # Imported here because a CPU machine may have no triton.
-    from kernels.paged_attention.kernel import paged_attention_kernel
+    from kernels.paged_attention.kernel import merge_splits_kernel, paged_attention_kernel
 
     _, block_size, kv_heads, head_dim = k_cache.shape
-    group = query.shape[1] // kv_heads
+    rows, query_heads, _ = query.shape
+    group = query_heads // kv_heads
     sequences = batch.seq_lens.shape[0]
-    sizes = tile_sizes(
-        group=group, head_dim=head_dim, element_size=query.element_size(), max_query_len=batch.max_query_len
-    )
-    paged_attention_kernel[(query.shape[0] // sizes.tokens + sequences, kv_heads)](
+    if sizes is None:
+        sizes = choose_sizes(
+            *device_of(query.device),
+            rows=rows,
+            sequences=sequences,
+            kv_heads=kv_heads,
+            group=group,
+            head_dim=head_dim,
+            element_size=query.element_size(),
+            cache_element_size=k_cache.element_size(),
+            max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_seq_len,
+            window=window,
+        )
+    one_tile = batch.max_query_len == 1
+    tiles = sequences if one_tile else rows // sizes.tokens + sequences
+    # What the kernel writes: the result, or a part per split.
+    parts, parts_lse = out, lse
+    if sizes.splits > 1:
+        parts = torch.empty(rows, query_heads, sizes.splits, head_dim, dtype=torch.float32, device=query.device)
+        parts_lse = torch.empty(rows, query_heads, sizes.splits, dtype=torch.float32, device=query.device)
+    head_dim_padded = max(16, power_of_two(head_dim))
+    paged_attention_kernel[(kv_heads, tiles, sizes.splits)](
         query,
         k_cache,
         v_cache,
-        out,
+        parts,
+        out if parts_lse is None else parts_lse,
         out if sinks is None else sinks.contiguous(),
-        batch.query_start.contiguous(),
-        batch.seq_lens.contiguous(),
+        out if k_scale is None else k_scale.contiguous(),
+        out if v_scale is None else v_scale.contiguous(),
+        batch.query_start,
+        batch.seq_lens,
         batch.block_tables,
         sequences,
+        sizes.splits,
         batch.block_tables.stride(0),
         *query.stride(),
         window or 0,
@@ -134,21 +160,43 @@ def attend_with_triton(
         KV_HEADS=kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
-        HEAD_DIM_PADDED=max(16, power_of_two(head_dim)),
+        HEAD_DIM_PADDED=head_dim_padded,
         BLOCK_SIZE=block_size,
         ROWS=sizes.rows,
         TILE_TOKENS=sizes.tokens,
         TILE_KEYS=sizes.keys,
+        ONE_TILE=one_tile,
         HAS_WINDOW=window is not None,
         HAS_SOFTCAP=softcap is not None,
         HAS_SINKS=sinks is not None,
+        QUANTIZED=k_scale is not None,
+        STORE_LSE=parts_lse is not None,
         WIDEN=query.is_cpu,
         num_warps=sizes.num_warps,
         num_stages=sizes.num_stages,
         enable_fp_fusion=True,
     )
+    if sizes.splits > 1:
+        merge_splits_kernel[(rows, query_heads)](
+            parts,
+            parts_lse,
+            out,
+            out if lse is None else lse,
+            batch.query_start,
+            sequences,
+            SPLITS=sizes.splits,
+            HEAD_DIM=head_dim,
+            HEAD_DIM_PADDED=head_dim_padded,
+            STORE_LSE=lse is not None,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
 
 
-def power_of_two(size: int) -> int:
-    """The least power of two that is not less than `size`."""
-    return 1 << (size - 1).bit_length()
+@cache
+def device_of(device: torch.device) -> tuple[tuple[int, int], int]:
+    """Compute capability and number of multiprocessors; the interpreter passes for the smallest large device."""
+    if device.type != "cuda":
+        return (9, 0), 1
+    properties = torch.cuda.get_device_properties(device)
+    return (properties.major, properties.minor), properties.multi_processor_count

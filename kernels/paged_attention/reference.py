@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from kernels.quantization import dequantize
+
 
 def paged_attention(
     query: Tensor,
@@ -16,13 +18,19 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> Tensor:
     """Attention of query [T, Hq, D] over the caches [N, B, Hkv, D], in the dtype of `query`; returns [T, Hq, D].
 
     Query i of a sequence is its token seq_len - query_len + i and sees itself and what came before it, of a window
     the window - 1 tokens before. Query head h reads KV head h // (Hq / Hkv). sinks: [Hq] logits that take part in
-    the softmax and carry no value. Rows of no sequence are zero.
+    the softmax and carry no value. k_scale, v_scale: [Hkv], what the caches hold is multiplied by them.
+    lse: [T, Hq], gets the logarithm of each row's sum of exp(logits). Rows of no sequence are zero.
     """
+    if k_scale is not None and v_scale is not None:
+        k_cache, v_cache = (dequantize(x, s, query.dtype) for x, s in ((k_cache, k_scale), (v_cache, v_scale)))
     block_size, kv_heads = k_cache.shape[1:3]
     out = torch.zeros_like(query)
     row = 0
@@ -39,6 +47,8 @@ def paged_attention(
                     logits = softcap * torch.tanh(logits / softcap)
                 if sinks is not None:
                     logits = torch.cat([logits, sinks[head : head + 1].to(query.dtype)])
+                if lse is not None:
+                    lse[row, head] = torch.logsumexp(logits, 0)
                 out[row, head] = torch.softmax(logits, 0)[: len(slots)] @ values
             row += 1
     return out

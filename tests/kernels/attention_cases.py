@@ -2,12 +2,15 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels.paged_attention import reference
 from kernels.paged_attention.launch import PagedBatch, attend_with_triton, paged_attention
+from kernels.paged_attention.sizes import TileSizes
+from kernels.quantization import quantize
 
 NAN = float("nan")
 PADDED_ROWS = 3
@@ -15,7 +18,10 @@ PADDED_ROWS = 3
 
 @dataclass(frozen=True)
 class Case:
-    """`queries` and `lengths` per sequence; `query_heads` over `kv_heads`; `shared` leading blocks are the same."""
+    """`queries` and `lengths` per sequence; `query_heads` over `kv_heads`; `shared` leading blocks are the same.
+
+    cache: of a quantized one. sizes: of the Triton kernel, its own choice if None.
+    """
 
     queries: tuple[int, ...] = (1, 9, 0, 21, 1)
     lengths: tuple[int, ...] = (1, 9, 5, 40, 35)
@@ -28,17 +34,24 @@ class Case:
     softcap: float | None = None
     sinks: bool = False
     dtype: torch.dtype = torch.float32
+    cache: torch.dtype | None = None
+    sizes: TileSizes | None = None
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A case's tensors. `tables`: the block numbers; where no query sees a block it is 0, a block full of NaN."""
+    """A case's tensors. `tables`: the block numbers; where no query sees a block it is 0, a block full of NaN.
+
+    int8 has no NaN; its unwritten places hold what would be seen to be wrong.
+    """
 
     query: Tensor
     k_cache: Tensor
     v_cache: Tensor
     tables: list[list[int]]
     sinks: Tensor | None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
     scale: float = 0.3
 
     def batch(self, case: Case, device: str) -> PagedBatch:
@@ -67,7 +80,7 @@ def build(case: Case, seed: int = 0) -> Problem:
     counts = [math.ceil(length / case.block_size) for length in case.lengths]
     order = (torch.randperm(sum(counts), generator=generator) + 1).tolist()
     shape = (sum(counts) + 1, case.block_size, case.kv_heads, case.head_dim)
-    k_cache, v_cache = torch.full((2, *shape), NAN, dtype=case.dtype)
+    caches = torch.full((2, *shape), NAN, dtype=case.dtype)
     tables = []
     for queries, length, count in zip(case.queries, case.lengths, counts, strict=True):
         common = tables[0][: case.shared] if tables else []
@@ -75,31 +88,47 @@ def build(case: Case, seed: int = 0) -> Problem:
         first_seen = 0 if case.window is None else max(0, length - queries - case.window + 1)
         for position in range(first_seen, length):
             place = table[position // case.block_size], position % case.block_size
-            k_cache[place] = random(case.kv_heads, case.head_dim)
-            v_cache[place] = random(case.kv_heads, case.head_dim)
+            caches[0][place] = random(case.kv_heads, case.head_dim)
+            caches[1][place] = random(case.kv_heads, case.head_dim)
         gone = first_seen // case.block_size
         tables.append([0] * gone + table[gone:])
     # Heads before tokens in memory, as a model's projections leave them.
     query = random(case.query_heads, sum(case.queries) + PADDED_ROWS, case.head_dim).transpose(0, 1)
-    return Problem(query, k_cache, v_cache, tables, random(case.query_heads) if case.sinks else None)
+    sinks = random(case.query_heads) if case.sinks else None
+    if case.cache is None:
+        return Problem(query, caches[0], caches[1], tables, sinks)
+    scales = torch.tensor([0.03, 0.011, 0.02]).repeat(case.kv_heads)[: 2 * case.kv_heads].view(2, -1)
+    stored = [quantize(cache, scale, case.cache) for cache, scale in zip(caches, scales, strict=True)]
+    if case.cache == torch.int8:
+        stored = [x.masked_fill(cache.isnan(), 127) for x, cache in zip(stored, caches, strict=True)]
+    return Problem(query, stored[0], stored[1], tables, sinks, scales[0], scales[1])
 
 
 def attend(backend: str, case: Case, problem: Problem) -> Tensor:
     """[T + PADDED_ROWS, Hq, D] on the host, NaN where nothing was written."""
+    return attend_and_keep(backend, case, problem)[0]
+
+
+def attend_and_keep(backend: str, case: Case, problem: Problem, lse: bool = False) -> tuple[Tensor, Tensor]:
+    """As attend, and [T + PADDED_ROWS, Hq], which gets the logarithm of the rows' sums when asked for."""
     device = "cuda" if backend == "cuda" else "cpu"
     query, k_cache, v_cache = (one.to(device) for one in (problem.query, problem.k_cache, problem.v_cache))
-    sinks = None if problem.sinks is None else problem.sinks.to(device)
     out = torch.full(query.shape, NAN, dtype=case.dtype, device=device)
+    kept = torch.full(query.shape[:2], NAN, device=device)
+    options: dict[str, Any] = {"window": case.window, "softcap": case.softcap, "scale": problem.scale}
+    options |= {"sizes": case.sizes, "lse": kept if lse else None}
+    for name in ("sinks", "k_scale", "v_scale"):
+        tensor = getattr(problem, name)
+        options[name] = None if tensor is None else tensor.to(device)
     batch = problem.batch(case, device)
-    options = {"scale": problem.scale, "window": case.window, "softcap": case.softcap, "sinks": sinks}
     if backend == "interpreter":
         attend_with_triton(query, k_cache, v_cache, batch, out, **options)
     else:
         paged_attention(query, k_cache, v_cache, batch, out=out, **options)
-    return out.cpu()
+    return out.cpu(), kept.cpu()
 
 
-def exact(case: Case, problem: Problem) -> Tensor:
+def exact(case: Case, problem: Problem, lse: Tensor | None = None) -> Tensor:
     """The reference in float64, [T, Hq, D]."""
     return reference.paged_attention(
         problem.query.double(),
@@ -112,6 +141,9 @@ def exact(case: Case, problem: Problem) -> Tensor:
         window=case.window,
         softcap=case.softcap,
         sinks=problem.sinks,
+        k_scale=problem.k_scale,
+        v_scale=problem.v_scale,
+        lse=lse,
     )[: sum(case.queries)]
 
 

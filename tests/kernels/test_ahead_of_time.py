@@ -2,17 +2,19 @@
 
 import importlib
 import re
-from collections.abc import Callable
-from contextlib import redirect_stdout
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, replace
 from io import StringIO
 from typing import Any
 
 import pytest
 import torch
 
+from kernels.attention_scores.launch import score_with_triton
 from kernels.copy_blocks.launch import copy_with_triton
 from kernels.paged_attention.launch import PagedBatch, attend_with_triton
+from kernels.paged_attention.sizes import choose_sizes
 from kernels.rms_norm.launch import norm_with_triton
 from kernels.rotary_store.launch import rotate_with_triton
 from kernels.store_kv.launch import map_with_triton, store_with_triton
@@ -28,15 +30,48 @@ TYPES = {
 }
 # The shared memory one program may have, bytes.
 SHARED = {80: 163 << 10, 90: 227 << 10}
-PLAIN: dict[str, Any] = {"window": None, "softcap": None, "sinks": None}
-# name: query heads, KV heads, head size, queries of the longest sequence, options
-ATTENTION: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
-    "decode": (9, 3, 64, 1, PLAIN),
-    "prefill": (9, 3, 64, 512, PLAIN),
-    "prefill, all options": (8, 8, 128, 512, {"window": 128, "softcap": 30.0, "sinks": True}),
-    "decode, head size 80, window": (8, 1, 80, 1, {**PLAIN, "window": 100}),
-    "prefill, head size 256": (8, 4, 256, 512, {**PLAIN, "softcap": 50.0}),
+FLOAT8 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A launch: heads, queries of the longest sequence, bounds and options. full: whether registers have to suffice."""
+
+    query_heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    sequences: int = 64
+    queries: int = 1
+    max_seq_len: int = 4096
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    lse: bool = False
+    cache: torch.dtype | None = None
+    full: bool = True
+
+
+PROMPT = Attention(sequences=2, queries=512)
+ATTENTION = {
+    "decode": Attention(),
+    "decode, splits, all options": Attention(sequences=4, window=2000, softcap=30.0, sinks=True, lse=True),
+    "decode, 9 heads over 3 of 64": Attention(query_heads=9, kv_heads=3, head_dim=64),
+    "decode, head size 80": Attention(query_heads=8, kv_heads=8, head_dim=80),
+    "decode, head size 256, window": Attention(query_heads=8, kv_heads=4, head_dim=256, window=100),
+    "decode, int8": Attention(cache=torch.int8),
+    "decode, float8": Attention(cache=FLOAT8),
+    "prompt": PROMPT,
+    "prompt, all options": replace(PROMPT, window=128, softcap=30.0, sinks=True, lse=True),
+    "prompt, head size 64": replace(PROMPT, query_heads=9, kv_heads=3, head_dim=64),
+    "prompt, head size 256, soft cap": replace(
+        PROMPT, query_heads=8, kv_heads=4, head_dim=256, softcap=50.0, full=False
+    ),
+    "prompt, int8": replace(PROMPT, cache=torch.int8),
+    "prompt, float8": replace(PROMPT, cache=FLOAT8),
 }
+WIDE_ATTENTION = ("decode", "prompt, all options")
+# Bytes that a program may put aside so that one more fits a multiprocessor: two or three values, outside of the loops.
+FEW_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -110,17 +145,56 @@ def compile_launch(
     return [resources for stand_in in stand_ins for resources in stand_in.resources]
 
 
-def attend_on_nothing(name: str, dtype: torch.dtype) -> None:
+def attend_on_nothing(case: Attention, dtype: torch.dtype, capability: int) -> None:
     """A launch on meta tensors: neither memory nor a device, but the arguments that CUDA tensors would give."""
-    query_heads, kv_heads, head_dim, queries, options = ATTENTION[name]
+    rows = case.sequences * case.queries
     with torch.device("meta"):
-        query = torch.empty(query_heads, queries, head_dim, dtype=dtype).transpose(0, 1)
-        cache = torch.empty(100, 16, kv_heads, head_dim, dtype=dtype)
-        sinks = torch.empty(query_heads, dtype=dtype) if options["sinks"] else None
-        ints = [torch.empty(shape, dtype=torch.int32) for shape in ((2,), (1,), (1, 64))]
-        batch = PagedBatch(*ints, max_query_len=queries, max_seq_len=1024)
-        out = torch.empty(query.shape, dtype=dtype)
-    attend_with_triton(query, cache, cache, batch, out, scale=0.125, **{**options, "sinks": sinks})
+        query = torch.empty(rows, case.query_heads, case.head_dim, dtype=dtype)
+        cache = torch.empty(100, 16, case.kv_heads, case.head_dim, dtype=case.cache or dtype)
+        scale = torch.empty(case.kv_heads) if case.cache else None
+        shapes = ((case.sequences + 1,), (case.sequences,), (case.sequences, case.max_seq_len // 16))
+        ints = [torch.empty(shape, dtype=torch.int32) for shape in shapes]
+        batch = PagedBatch(*ints, max_query_len=case.queries, max_seq_len=case.max_seq_len)
+        sinks = torch.empty(case.query_heads, dtype=dtype) if case.sinks else None
+        lse = torch.empty(query.shape[:2]) if case.lse else None
+    sizes = choose_sizes(
+        (capability // 10, capability % 10),
+        132 if capability == 90 else 108,
+        rows=rows,
+        sequences=case.sequences,
+        kv_heads=case.kv_heads,
+        group=case.query_heads // case.kv_heads,
+        head_dim=case.head_dim,
+        element_size=dtype.itemsize,
+        cache_element_size=cache.element_size(),
+        max_query_len=case.queries,
+        max_seq_len=case.max_seq_len,
+        window=case.window,
+    )
+    options = {"window": case.window, "softcap": case.softcap, "sinks": sinks, "lse": lse}
+    attend_with_triton(
+        query,
+        cache,
+        cache,
+        batch,
+        torch.empty_like(query),
+        scale=0.125,
+        k_scale=scale,
+        v_scale=scale,
+        sizes=sizes,
+        **options,
+    )
+
+
+def score_on_nothing(dtype: torch.dtype, queries: int, cache_dtype: torch.dtype) -> None:
+    with torch.device("meta"):
+        query = torch.empty(2 * queries, 32, 128, dtype=dtype)
+        cache = torch.empty(100, 16, 8, 128, dtype=cache_dtype)
+        ints = [torch.empty(shape, dtype=torch.int32) for shape in ((3,), (2,), (2, 64), (2,))]
+        batch = PagedBatch(*ints[:3], max_query_len=queries, max_seq_len=1024)
+        scale = torch.empty(8) if cache_dtype != dtype else None
+        lse, out = torch.empty(query.shape[:2]), torch.empty(2, 8, 1024)
+    score_with_triton(query, cache, batch, lse, ints[3], out, scale=0.1, window=99, softcap=30.0, k_scale=scale)
 
 
 def store_nothing(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
@@ -165,27 +239,57 @@ def copy_nothing(dtype: torch.dtype) -> None:
 
 
 Compile = Callable[..., list[Resources]]
-FLOAT8 = torch.float8_e4m3fn
+ATTENTION_KERNELS = ("paged_attention_kernel", "merge_splits_kernel")
+
+
+@contextmanager
+def refused_without_float8(cache: torch.dtype | None, capability: int) -> Iterator[None]:
+    """Expects what check_quantization refuses before a launch."""
+    if cache != FLOAT8 or capability >= 89:
+        yield
+        return
+    from triton.compiler import CompilationError
+
+    with pytest.raises(CompilationError, match="fp8e4nv not supported"):
+        yield
 
 
 @pytest.mark.parametrize("capability", SHARED, ids="sm_{}".format)
 class TestCompiles:
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-    @pytest.mark.parametrize("name", ATTENTION)
-    def test_paged_attention(self, compiler: Compile, name: str, dtype: torch.dtype, capability: int) -> None:
-        (used,) = compiler(
-            compile_launch,
-            "paged_attention",
-            ("paged_attention_kernel",),
-            capability,
-            attend_on_nothing,
-            name,
-            dtype,
-        )
-        assert 0 <= used.shared <= SHARED[capability]
+    @pytest.mark.parametrize("case", ATTENTION.values(), ids=ATTENTION.keys())
+    def test_paged_attention(self, compiler: Compile, case: Attention, capability: int) -> None:
+        arguments = (attend_on_nothing, case, torch.bfloat16, capability)
+        with refused_without_float8(case.cache, capability):
+            used, *merging = compiler(compile_launch, "paged_attention", ATTENTION_KERNELS, capability, *arguments)
+            assert used.shared <= SHARED[capability]
+            assert all(one.spilled == 0 for one in merging)
+            assert used.spilled <= FEW_BYTES or not case.full
+            # The copies that a tile does not wait for are those of later tiles.
+            assert max(int(number) for number in re.findall(r"cp\.async\.wait_group\s+(\d+)", used.ptx)) >= 2 * (
+                case.head_dim <= 128
+            )
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-    @pytest.mark.parametrize("quantized", [None, torch.int8, FLOAT8], ids=str)
+    @pytest.mark.parametrize("name", WIDE_ATTENTION)
+    def test_paged_attention_in_float32(self, compiler: Compile, name: str, capability: int) -> None:
+        arguments = (attend_on_nothing, ATTENTION[name], torch.float32, capability)
+        used, *_ = compiler(compile_launch, "paged_attention", ATTENTION_KERNELS, capability, *arguments)
+        assert used.shared <= SHARED[capability]
+
+    @pytest.mark.parametrize(
+        ("queries", "cache"), [(1, torch.bfloat16), (512, torch.bfloat16), (512, torch.int8), (512, FLOAT8)], ids=str
+    )
+    def test_attention_scores(self, compiler: Compile, queries: int, cache: torch.dtype, capability: int) -> None:
+        arguments = (score_on_nothing, torch.bfloat16, queries, cache)
+        with refused_without_float8(cache, capability):
+            (used,) = compiler(compile_launch, "attention_scores", ("attention_scores_kernel",), capability, *arguments)
+            assert used.spilled <= FEW_BYTES
+            assert used.shared <= SHARED[capability]
+
+    @pytest.mark.parametrize(
+        ("dtype", "quantized"),
+        [(torch.float32, None), *((torch.bfloat16, quantized) for quantized in (None, torch.int8, FLOAT8))],
+        ids=str,
+    )
     @pytest.mark.parametrize(("op", "launch"), [("store_kv", store_nothing), ("rotary_store", rotate_nothing)])
     def test_stores(
         self,
@@ -197,15 +301,9 @@ class TestCompiles:
         capability: int,
     ) -> None:
         arguments = (compile_launch, op, (f"{op}_kernel",), capability, launch, dtype, quantized or dtype)
-        if quantized == FLOAT8 and capability < 89:
-            # What check_quantization refuses before a launch.
-            from triton.compiler import CompilationError
-
-            with pytest.raises(CompilationError, match="fp8e4nv not supported"):
-                compiler(*arguments)
-            return
-        (used,) = compiler(*arguments)
-        assert used.spilled == 0
+        with refused_without_float8(quantized, capability):
+            (used,) = compiler(*arguments)
+            assert used.spilled == 0
 
     def test_slot_mapping(self, compiler: Compile, capability: int) -> None:
         (used,) = compiler(compile_launch, "store_kv", ("slot_mapping_kernel",), capability, map_nothing)

@@ -6,8 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.attention_scores.launch import attention_scores
 from kernels.copy_blocks.launch import copy_blocks
 from kernels.paged_attention.launch import paged_attention
+from kernels.rms_norm.launch import rms_norm
+from kernels.rotary_store.launch import rotary_store
 from kernels.store_kv.launch import store_kv
 from tests.kernels.attention_cases import Case, build
 
@@ -38,6 +41,41 @@ def test_store_kv_names_the_wrong_argument(wrong: dict[str, Any], message: str) 
     assert not CACHE.any()
 
 
+INT8 = torch.zeros(4, 8, 2, 16, dtype=torch.int8)
+SCALES = {"k_scale": torch.ones(2), "v_scale": torch.ones(2)}
+QUANTIZED: list[tuple[dict[str, Any], str]] = [
+    ({"k_scale": None}, "k_scale: expected one scale per KV head of a torch.int8 cache"),
+    ({"v_scale": torch.ones(3)}, r"v_scale: expected \[Hkv\] = \[2\], got \[3\]"),
+    ({"v_scale": torch.ones(2).half()}, "v_scale: expected torch.float32"),
+    ({"key": KEY.double()}, "key: expected torch.float32 or torch.bfloat16"),
+    ({"k_cache": CACHE, "v_cache": CACHE}, "k_scale: only int8 and float8_e4m3fn caches have scales"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), QUANTIZED, ids=[message for _, message in QUANTIZED])
+def test_store_kv_names_what_does_not_fit_a_quantized_cache(wrong: dict[str, Any], message: str) -> None:
+    right = {"key": KEY, "value": KEY, "k_cache": INT8, "v_cache": INT8.clone(), "slot_mapping": SLOTS, **SCALES}
+    with pytest.raises(ValueError, match=f"^{message}"):
+        store_kv(**{**right, **wrong})
+
+
+NORM: list[tuple[dict[str, Any], str]] = [
+    ({"x": torch.tensor(1.0)}, r"x: expected \[..., N\]"),
+    ({"x": torch.ones(16, 2).t()}, "x: expected rows at even distances"),
+    ({"x": torch.ones(2, 3, 4, 16).transpose(0, 1)}, "x: expected rows at even distances"),
+    ({"weight": torch.ones(8)}, r"weight: expected \[N\] = \[16\]"),
+    ({"weight": torch.ones(16).half()}, "weight: expected the dtype of x"),
+    ({"residual": torch.ones(3, 16)}, "residual: expected"),
+    ({"out": torch.ones(2, 16).half()}, "out: expected the dtype of x"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), NORM, ids=[message for _, message in NORM])
+def test_rms_norm_names_the_wrong_argument(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        rms_norm(**{"x": torch.ones(2, 16), "weight": torch.ones(16), "eps": 1e-6, **wrong})
+
+
 COPY: list[tuple[dict[str, Any], str]] = [
     ({"k_cache": CACHE}, r"k_cache: expected \[L, N, B, Hkv, D\]"),
     ({"sources": SLOTS[:2]}, "targets: expected"),
@@ -59,11 +97,14 @@ ATTENTION: list[tuple[dict[str, Any], str]] = [
     ({"query": PROBLEM.query[..., :8]}, "query: expected"),
     ({"query": PROBLEM.query.half()}, "query: expected the dtype of k_cache"),
     ({"query": PROBLEM.query[:, :5]}, "query: expected a multiple of 2 heads, got 5"),
+    ({"scale": 0.0}, "scale: expected more than 0"),
     ({"window": 0}, "window: expected at least 1"),
     ({"softcap": 0.0}, "softcap: expected more than 0"),
     ({"sinks": torch.ones(2)}, "sinks: expected"),
     ({"out": torch.empty(3, 6, 16)}, "out: expected"),
     ({"out": torch.empty(16, 6, 6).transpose(0, 2)}, "out: expected a contiguous tensor"),
+    ({"lse": torch.empty(6, 3)}, "lse: expected"),
+    ({"v_scale": torch.ones(2)}, "v_scale: only int8"),
 ]
 
 
@@ -72,6 +113,45 @@ def test_paged_attention_names_the_wrong_argument(wrong: dict[str, Any], message
     right = {"query": PROBLEM.query, "k_cache": PROBLEM.k_cache, "v_cache": PROBLEM.v_cache, "scale": 1.0}
     with pytest.raises(ValueError, match=f"^{message}"):
         paged_attention(batch=PROBLEM.batch(CASE, "cpu"), **{**right, **wrong})
+
+
+ROTATE: list[tuple[dict[str, Any], str]] = [
+    ({"query": torch.ones(3, 4, 8)}, "query: expected"),
+    ({"query": torch.ones(3, 3, 16)}, "query: expected a multiple of 2 heads, got 3"),
+    ({"query": torch.ones(3, 16, 4).transpose(1, 2)}, "query: expected its last dimension side by side"),
+    ({"key": torch.ones(3, 1, 16)}, "key: expected"),
+    ({"value": torch.ones(3, 2, 16).half()}, "value: expected the dtype of query"),
+    ({"cos": torch.ones(9, 8)}, r"cos: expected \[P, D\]"),
+    ({"sin": torch.ones(8, 16)}, r"sin: expected \[P, D\]"),
+    ({"positions": torch.zeros(3, dtype=torch.int32)}, "positions: expected torch.int64"),
+    ({"k_scale": torch.ones(2)}, "k_scale: only int8"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), ROTATE, ids=[message for _, message in ROTATE])
+def test_rotary_store_names_the_wrong_argument(wrong: dict[str, Any], message: str) -> None:
+    right = {"query": torch.ones(3, 4, 16), "key": KEY, "value": KEY, "cos": torch.ones(9, 16)}
+    right |= {"sin": torch.ones(9, 16), "positions": SLOTS, "k_cache": CACHE, "v_cache": CACHE.clone()}
+    with pytest.raises(ValueError, match=f"^{message}"):
+        rotary_store(batch=PROBLEM.batch(CASE, "cpu"), **{**right, **wrong})
+    assert not CACHE.any()
+
+
+SCORES: list[tuple[dict[str, Any], str]] = [
+    ({"lse": torch.zeros(6, 5)}, "lse: expected"),
+    ({"lse": torch.zeros(6, 6).double()}, "lse: expected torch.float32"),
+    ({"counted": torch.ones(2)}, "counted: expected torch.int32"),
+    ({"out": torch.zeros(2, 2, 8)}, "out: expected at least 9 columns, got 8"),
+    ({"query": PROBLEM.query[:, :5]}, "query: expected a multiple of 2 heads, got 5"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), SCORES, ids=[message for _, message in SCORES])
+def test_attention_scores_names_the_wrong_argument(wrong: dict[str, Any], message: str) -> None:
+    right = {"query": PROBLEM.query, "k_cache": PROBLEM.k_cache, "lse": torch.zeros(6, 6), "scale": 1.0}
+    right |= {"counted": torch.ones(2, dtype=torch.int32)}
+    with pytest.raises(ValueError, match=f"^{message}"):
+        attention_scores(batch=PROBLEM.batch(CASE, "cpu"), **{**right, **wrong})
 
 
 NARROW = torch.zeros(2, 2, dtype=torch.int32)

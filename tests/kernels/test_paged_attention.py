@@ -8,7 +8,9 @@ import torch
 
 from kernels.paged_attention import host
 from kernels.paged_attention.launch import PagedBatch, paged_attention
-from tests.kernels.attention_cases import Case, attend, build, error_ratio
+from kernels.paged_attention.sizes import TileSizes
+from kernels.quantization import LARGEST
+from tests.kernels.attention_cases import Case, attend, attend_and_keep, build, error_ratio, exact
 
 BARS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 MIXED = Case()
@@ -49,6 +51,93 @@ CASES = {
     "window, soft cap and sinks": replace(MIXED, window=11, softcap=1.5, sinks=True),
     "window, soft cap and sinks in a long prompt": replace(LONG, window=130, softcap=5.0, sinks=True),
 }
+# Cases of the Triton kernels alone: tiles so small that every way through them is taken, shares of the keys.
+FEW_KEYS = TileSizes(rows=16, tokens=4, keys=16, num_warps=4, num_stages=2)
+SHARED_OUT = replace(FEW_KEYS, splits=4)
+DECODE = Case((1, 1, 0, 1, 1), (3, 150, 20, 64, 65), query_heads=8)
+TRITON_CASES = {
+    "decode, no split": replace(DECODE, sizes=FEW_KEYS),
+    "decode, 4 splits": replace(DECODE, sizes=SHARED_OUT),
+    "decode, 4 splits, bfloat16": replace(DECODE, dtype=torch.bfloat16, sizes=SHARED_OUT),
+    "decode, 32 splits, most without keys": replace(
+        DECODE, queries=(1, 1), lengths=(3, 150), kv_heads=1, sizes=replace(SHARED_OUT, tokens=2, splits=32)
+    ),
+    "decode, 4 splits, window": replace(DECODE, window=50, sizes=SHARED_OUT),
+    "decode, 4 splits, window, soft cap and sinks": replace(
+        DECODE, window=37, softcap=1.5, sinks=True, sizes=SHARED_OUT
+    ),
+    "decode, 4 splits, group of 1": replace(DECODE, query_heads=2, sizes=replace(SHARED_OUT, tokens=16)),
+    "decode, 4 splits, group of 8, head size 128": replace(
+        DECODE, kv_heads=1, head_dim=128, block_size=16, sizes=replace(SHARED_OUT, tokens=2)
+    ),
+    "decode, 4 splits, head size 80, blocks of 32": replace(DECODE, head_dim=80, block_size=32, sizes=SHARED_OUT),
+    "decode, 2 splits, head size 256, blocks of 64": replace(
+        DECODE, head_dim=256, block_size=64, sizes=replace(SHARED_OUT, splits=2)
+    ),
+    "chunks, 4 splits": replace(MIXED, sizes=replace(SHARED_OUT, tokens=5)),
+    "prompts, one key tile less than the window": replace(
+        LONG, queries=(90, 1), window=33, sizes=replace(FEW_KEYS, tokens=5)
+    ),
+    "prompts, 4 splits, window, soft cap and sinks": replace(
+        LONG, queries=(90, 1), window=130, softcap=5.0, sinks=True, sizes=replace(SHARED_OUT, tokens=5)
+    ),
+    "prompts in large tiles, bfloat16": replace(
+        LONG,
+        queries=(50, 1),
+        query_heads=4,
+        dtype=torch.bfloat16,
+        sizes=TileSizes(rows=128, tokens=32, keys=64, num_warps=8, num_stages=3),
+    ),
+}
+QUANTIZED = {
+    "as it comes": MIXED,
+    "3 KV heads, bfloat16": replace(
+        MIXED, query_heads=9, kv_heads=3, head_dim=64, window=11, softcap=1.5, sinks=True, dtype=torch.bfloat16
+    ),
+    "one prefix for all": SHARED,
+    "4 splits, bfloat16": replace(DECODE, sizes=SHARED_OUT, dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("case", TRITON_CASES.values(), ids=TRITON_CASES.keys())
+@pytest.mark.parametrize("run_on", ["interpreter", "cuda"], indirect=True)
+def test_error_stays_below_the_bar_however_the_work_is_cut(run_on: Callable[..., float], case: Case) -> None:
+    assert run_on(error_ratio, case) < BARS[case.dtype]
+
+
+@pytest.mark.parametrize("cache", LARGEST, ids=str)
+@pytest.mark.parametrize("case", QUANTIZED.values(), ids=QUANTIZED.keys())
+def test_error_over_8_bits_stays_below_the_same_bar(
+    run_on: Callable[..., float], case: Case, cache: torch.dtype
+) -> None:
+    assert run_on(error_ratio, replace(case, cache=cache)) < BARS[case.dtype]
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 11, "softcap": 1.5, "sinks": True}, {"cache": torch.int8}], ids=["plain", "all", "int8"]
+)
+def test_the_sum_of_the_softmax_is_kept_when_asked_for(
+    run_on: Callable[..., tuple[torch.Tensor, torch.Tensor]], options: dict[str, object], splits: int
+) -> None:
+    case = replace(MIXED, sizes=replace(FEW_KEYS, tokens=5, splits=splits), **options)
+    problem = build(case)
+    out, lse = run_on(attend_and_keep, case, problem, True)
+    expected = torch.zeros(problem.query.shape[:2], dtype=torch.float64)
+    truth = exact(case, problem, expected)
+    rows = sum(case.queries)
+    torch.testing.assert_close(lse[:rows].double(), expected[:rows], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out[:rows].double(), truth, rtol=1e-4, atol=1e-5)
+    assert lse[rows:].isnan().all()
+
+
+@pytest.mark.parametrize("run_on", ["interpreter", "cuda"], indirect=True)
+def test_what_a_sequence_gets_does_not_depend_on_the_lengths_of_others(run_on: Callable[..., torch.Tensor]) -> None:
+    case = replace(DECODE, sizes=SHARED_OUT)
+    problem = build(case)
+    shorter = replace(case, lengths=(1, 150, 7, 30, 65))
+    both = [run_on(attend, one, problem) for one in (case, shorter)]
+    assert torch.equal(both[0][[1, 3]], both[1][[1, 3]])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

@@ -5,7 +5,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from kernels.rms_norm.launch import in_rows, norm_with_triton, rms_norm
 from tests.kernels.attention_cases import spread
@@ -47,12 +46,15 @@ def tensors(shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> tup
     return whole, x, spread((columns,), 1).to(device, dtype)
 
 
-@pytest.mark.parametrize("residual", [False, True], ids=["alone", "with a residual"])
+@pytest.mark.parametrize("residual", [False, True], ids=["in place", "with a residual"])
 @pytest.mark.parametrize("dtype", BARS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_it_is_llamas_norm(
     run_on: Callable[..., list[Tensor]], shape: tuple[int, int, int], dtype: torch.dtype, residual: bool
 ) -> None:
+    # Not for the processes of the kernels, which need long enough to start.
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
     whole, x, weight = tensors(shape, dtype, "cpu")
     module = LlamaRMSNorm(shape[2], 1e-5)
     module.weight.data = weight

@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from kernels.paged_attention.batch import PagedBatch
 from kernels.quantization import LARGEST
@@ -99,6 +97,10 @@ def test_it_does_what_its_reference_does(run_on: Callable[..., dict[str, Tensor]
 def test_queries_and_keys_are_rotated_as_llama_rotates_them(
     run_on: Callable[..., dict[str, Tensor]], dtype: torch.dtype
 ) -> None:
+    # Not for the processes of the kernels, which need long enough to start.
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
     case = replace(CASES["9 query heads over 3, head size 64"], dtype=dtype)
     built, positions, tables = build(case)
     rope = {"rope_type": "default", "rope_theta": 100.0}

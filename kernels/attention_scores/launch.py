@@ -1,0 +1,164 @@
+"""How much attention each cached key got, for policies that evict tokens: Triton on CUDA, torch on a CPU.
+
+It costs a pass over the keys and nothing where it is not called: paged_attention only has to keep `lse`.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.arguments import check_contiguous, check_device, check_dtype, check_shape
+from kernels.paged_attention.batch import PagedBatch
+from kernels.paged_attention.sizes import power_of_two
+from kernels.quantization import check_quantization, dequantize
+
+
+def attention_scores(
+    query: Tensor,
+    k_cache: Tensor,
+    batch: PagedBatch,
+    lse: Tensor,
+    counted: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    k_scale: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Softmax weights of every key, summed over queries and over the query heads that share the key's head.
+
+    query, k_cache, batch, scale, window, softcap, k_scale: as paged_attention got them; lse: [T, Hq] as it left it.
+    counted: [S] int32, how many of a sequence's last queries of this step count: 1 in decode, the queries inside the
+        observed window of a prompt, or at least all of them.
+    out: [S, Hkv, K] float32 contiguous, K at least batch.max_seq_len, which is K when none is given. Returned; by the
+        key's position in its sequence, 0 behind the sequence's end. Sums to counted * Hq / Hkv per head without sinks.
+    Raises ValueError naming the argument that is wrong.
+    """
+    check_shape("k_cache", k_cache, [None] * 4, "[N, B, Hkv, D]")
+    check_contiguous("k_cache", k_cache)
+    kv_heads, head_dim = k_cache.shape[2:]
+    check_shape("query", query, [None, None, head_dim], "[T, Hq, D]")
+    check_quantization("query", query, k_cache, k_scale, k_scale)
+    if query.shape[1] % kv_heads:
+        raise ValueError(f"query: expected a multiple of {kv_heads} heads, got {query.shape[1]}")
+    batch.check("query", query, k_cache.shape[1])
+    check_shape("lse", lse, query.shape[:2], "[T, Hq]")
+    check_dtype("lse", lse, torch.float32)
+    check_contiguous("lse", lse)
+    check_shape("counted", counted, batch.seq_lens.shape, "[S]")
+    check_dtype("counted", counted, torch.int32)
+    check_contiguous("counted", counted)
+    if out is None:
+        shape = (batch.seq_lens.shape[0], kv_heads, batch.max_seq_len)
+        out = torch.empty(shape, dtype=torch.float32, device=query.device)
+    check_shape("out", out, [batch.seq_lens.shape[0], kv_heads, None], "[S, Hkv, K]")
+    check_dtype("out", out, torch.float32)
+    check_contiguous("out", out)
+    if out.shape[2] < batch.max_seq_len:
+        raise ValueError(f"out: expected at least {batch.max_seq_len} columns, got {out.shape[2]}")
+    for name, tensor in (("lse", lse), ("counted", counted), ("out", out)):
+        check_device(name, tensor, "query", query)
+    if out.numel():
+        score = score_with_triton if query.is_cuda else score_with_torch
+        score(query, k_cache, batch, lse, counted, out, scale=scale, window=window, softcap=softcap, k_scale=k_scale)
+    return out
+
+
+def score_with_torch(
+    query: Tensor,
+    k_cache: Tensor,
+    batch: PagedBatch,
+    lse: Tensor,
+    counted: Tensor,
+    out: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    k_scale: Tensor | None = None,
+) -> None:
+    block_size, kv_heads = k_cache.shape[1:3]
+    group = query.shape[1] // kv_heads
+    out.zero_()
+    starts, seq_lens, counts = batch.query_start.tolist(), batch.seq_lens.tolist(), counted.tolist()
+    for sequence, (start, end, seq_len) in enumerate(zip(starts, starts[1:], seq_lens, strict=False)):
+        rows = min(end - start, counts[sequence])
+        if not rows:
+            continue
+        position = torch.arange(seq_len - rows, seq_len)[:, None]
+        first = 0 if window is None else max(0, seq_len - rows - window + 1)
+        first_block = first // block_size
+        key_position = torch.arange(first_block * block_size, seq_len)
+        blocks = batch.block_tables[sequence, first_block : -(-seq_len // block_size)]
+        # As bytes: torch selects no float8 by index on a CPU.
+        stored = k_cache.view(torch.int8)[blocks.long()].view(k_cache.dtype) if k_scale is not None else k_cache[blocks]
+        stored = stored.flatten(0, 1)[: len(key_position)]
+        keys = stored.float() if k_scale is None else dequantize(stored, k_scale, torch.float32)
+        queries = query[end - rows : end].float().reshape(rows, kv_heads, group, -1)
+        # [rows, Hkv, group, keys]
+        logits = torch.einsum("rhgd,khd->rhgk", queries, keys) * scale
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        seen = key_position <= position
+        if window is not None:
+            seen &= key_position > position - window
+        weights = (logits - lse[end - rows : end].view(rows, kv_heads, group, 1)).exp()
+        weights = weights.masked_fill(~seen[:, None, None], 0)
+        out[sequence, :, first_block * block_size : seq_len] = weights.sum((0, 2))
+
+
+def score_with_triton(
+    query: Tensor,
+    k_cache: Tensor,
+    batch: PagedBatch,
+    lse: Tensor,
+    counted: Tensor,
+    out: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    k_scale: Tensor | None = None,
+) -> None:
+    # Imported here because a CPU machine may have no triton.
+    import triton
+
+    from kernels.attention_scores.kernel import attention_scores_kernel
+
+    _, block_size, kv_heads, head_dim = k_cache.shape
+    group = query.shape[1] // kv_heads
+    sequences, _, columns = out.shape
+    few = max(16, power_of_two(group))
+    wide = query.element_size() > 2 or head_dim > 128
+    tile_keys = 32 if wide else 64
+    attention_scores_kernel[(triton.cdiv(columns, tile_keys), kv_heads, sequences)](
+        query,
+        k_cache,
+        lse,
+        out,
+        lse if k_scale is None else k_scale.contiguous(),
+        counted,
+        batch.query_start,
+        batch.seq_lens,
+        batch.block_tables,
+        columns,
+        batch.block_tables.stride(0),
+        *query.stride(),
+        window or 0,
+        scale,
+        softcap or 0.0,
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        HEAD_DIM_PADDED=max(16, power_of_two(head_dim)),
+        BLOCK_SIZE=block_size,
+        ROWS=few if batch.max_query_len == 1 or wide else max(few, 64),
+        TILE_KEYS=tile_keys,
+        HAS_WINDOW=window is not None,
+        HAS_SOFTCAP=softcap is not None,
+        QUANTIZED=k_scale is not None,
+        WIDEN=query.is_cpu,
+        num_warps=4,
+        num_stages=1 if query.element_size() > 2 else 2,
+        enable_fp_fusion=True,
+    )

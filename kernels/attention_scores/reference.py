@@ -1,0 +1,48 @@
+"""What attention_scores means, query by query."""
+
+import torch
+from torch import Tensor
+
+from kernels.quantization import dequantize
+
+
+def attention_scores(
+    query: Tensor,
+    k_cache: Tensor,
+    query_lens: list[int],
+    seq_lens: list[int],
+    block_tables: list[list[int]],
+    counted: list[int],
+    columns: int,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+) -> Tensor:
+    """[S, Hkv, columns], the softmax weight of each key summed over a sequence's last counted[s] queries and over the
+    query heads that share the key's head. The rest as in paged_attention's reference.
+    """
+    if k_scale is not None:
+        k_cache = dequantize(k_cache, k_scale, query.dtype)
+    block_size, kv_heads = k_cache.shape[1:3]
+    group = query.shape[1] // kv_heads
+    out = torch.zeros(len(seq_lens), kv_heads, columns, dtype=query.dtype)
+    end = 0
+    for sequence, (query_len, seq_len, table) in enumerate(zip(query_lens, seq_lens, block_tables, strict=True)):
+        end += query_len
+        for back in range(min(counted[sequence], query_len)):
+            position = seq_len - 1 - back
+            first = 0 if window is None else max(0, position - window + 1)
+            slots = [(table[at // block_size], at % block_size) for at in range(first, position + 1)]
+            for head in range(query.shape[1]):
+                keys = torch.stack([k_cache[block, place, head // group] for block, place in slots]).to(query.dtype)
+                logits = keys @ query[end - 1 - back, head] * scale
+                if softcap is not None:
+                    logits = softcap * torch.tanh(logits / softcap)
+                if sinks is not None:
+                    logits = torch.cat([logits, sinks[head : head + 1].to(query.dtype)])
+                weights = torch.softmax(logits, 0)[: len(slots)]
+                out[sequence, head // group, first : position + 1] += weights
+    return out
