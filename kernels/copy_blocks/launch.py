@@ -21,6 +21,9 @@ def copy_blocks(k_cache: Tensor, v_cache: Tensor, sources: Tensor, targets: Tens
         check_device(name, blocks, "k_cache", k_cache)
     if sources.shape[0] == 0:
         return
+    if k_cache.element_size() == 1:
+        # As bytes: neither torch on a CPU nor Triton on every device handles float8.
+        k_cache, v_cache = k_cache.view(torch.int8), v_cache.view(torch.int8)
     if k_cache.is_cuda:
         copy_with_triton(k_cache, v_cache, sources, targets)
     else:
