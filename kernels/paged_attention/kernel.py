@@ -200,10 +200,9 @@ def paged_attention_kernel(
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     if HAS_SINKS:
-        # A sink is a key seen by every row whose value is zero; the first share has it.
-        sink = tl.load(sinks_ptr + head, mask=row_used, other=0.0).to(tl.float32) * LOG2_E
-        largest = tl.where(split == 0, sink, largest)
-        total = tl.where(split == 0, 1.0, total)
+        # A sink is a key seen by every row whose value is zero; the first share counts it.
+        largest = tl.load(sinks_ptr + head, mask=row_used, other=0.0).to(tl.float32) * LOG2_E
+        total += tl.where(split == 0, 1.0, 0.0)
     softmax = (largest, total, tl.zeros([ROWS, HEAD_DIM_PADDED], tl.float32))
 
     # Only at the ends of what the rows see are there keys that not all of them see.
