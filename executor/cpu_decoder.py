@@ -25,6 +25,10 @@ class CpuDecoder:
         self._windows = [group.shape.window for group in groups]
         self._pools: KvPools | None = None
 
+    def seconds(self) -> dict[str, float]:
+        """What the time of all steps so far went to, by kind."""
+        return self._decoder.seconds
+
     def prepare(self, pools: KvPools, last_tokens: Tensor) -> None:
         """Nothing."""
 

@@ -36,9 +36,11 @@ async def _serve(settings: ExecutorSettings) -> int:
     # Imported late, so that a wrong setting is told at once and not after seconds.
     import torch
 
+    from executor.cpu_decoder import CpuDecoder
     from executor.fingerprint import fingerprint
     from executor.kv_pool import KvPools, count_blocks, free_memory
     from executor.manager_client import Announcement, ManagerClient
+    from executor.metrics import KindSeconds
     from executor.model import choose_device, load_model
     from executor.model_files import find
     from executor.runner import Runner
@@ -94,6 +96,8 @@ async def _serve(settings: ExecutorSettings) -> int:
         loop.call_soon_threadsafe(lost.set)
         signal.raise_signal(signal.SIGTERM)
 
+    if isinstance(model.forward, CpuDecoder):
+        KindSeconds(model.forward.seconds)
     runner = Runner(model, pools)
     runner.prepare()
     worker = Worker(runner, confirm, device_lost)

@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -27,6 +28,13 @@ def model_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvkeep"
 
 
+def free_address() -> str:
+    """host:port that nobody listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
 class Stack:
     """cachemgr (with an embedded Redis), executor and scheduler as processes. Use it in a with statement.
 
@@ -42,6 +50,7 @@ class Stack:
         self.admin = f"unix:{self.folder}/admin.sock"
         self.executor = f"unix:{self.folder}/executor.sock"
         self.modules = modules
+        self.executor_metrics = str(settings.get("executor_metrics_address", ""))
         self._children: dict[str, Child] = {}
         self._environment = {name: value for name, value in os.environ.items() if not name.startswith("KVKEEP_")}
         defaults: dict[str, object] = {

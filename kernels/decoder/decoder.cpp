@@ -3,6 +3,7 @@
 // Hidden states, sums, norms, rotary embedding and attention are in float; what is multiplied with weights, and the
 // caches, are in the model's type.
 
+#include <chrono>
 #include <cstdlib>
 #include <sys/mman.h>
 
@@ -56,12 +57,35 @@ static inline void normalise(const float *x, const float *weight, int64_t n, flo
   for (int64_t i = 0; i < n; i += WIDTH) store(out + i, load(x + i) * scale * load(weight + i));
 }
 
+// What the time of a step goes to.
+enum Kind { REST, QKV, ROTARY_AND_STORE, ATTENTION, ATTENTION_OUTPUT, GATE_UP, DOWN, LOGITS, KINDS };
+
+// Adds times to `seconds` [KINDS], unless that is null.
+class Watch {
+ public:
+  explicit Watch(double *seconds) : seconds(seconds), last(Clock::now()) {}
+
+  // All since the last lap was of this kind.
+  void lap(Kind kind) {
+    if (!seconds) return;
+    auto now = Clock::now();
+    seconds[kind] += std::chrono::duration<double>(now - last).count();
+    last = now;
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  double *seconds;
+  Clock::time_point last;
+};
+
 // Owns what it needs of the batch: a thread that lost its core may still be in it when the step is over.
 template <class T>
 class Step {
  public:
-  Step(const Model &model, const Batch &batch, float *logits, Team &team)
-      : model(model), shape(model.shape), logits(logits), team(team), tokens(batch.tokens),
+  // `seconds` [KINDS] takes the times that the thread sees which makes this object.
+  Step(const Model &model, const Batch &batch, float *logits, Team &team, double *seconds)
+      : model(model), shape(model.shape), logits(logits), team(team), seconds(seconds), tokens(batch.tokens),
         ids(batch.ids, batch.ids + tokens), positions(batch.positions, batch.positions + tokens),
         rows(batch.rows, batch.rows + batch.outputs), hidden(tokens * model.hidden), qkv(tokens * width()),
         cosines(tokens * shape.head_dim / 2), sines(cosines.size()),
@@ -82,6 +106,7 @@ class Step {
 
   // What every thread of the team runs.
   void work() {
+    Watch watch(std::this_thread::get_id() == first ? seconds : nullptr);
     Scratch<T> scratch(shape);
     each_row(tokens, [&](int64_t row) { begin(row); });
     for (int64_t number = 0; number < model.layers; number++) {
@@ -89,21 +114,30 @@ class Step {
       each_row(tokens, [&](int64_t row) {
         normalise(&hidden[row * model.hidden], layer.input_norm, model.hidden, model.epsilon, &normal[row * model.hidden]);
       });
+      watch.lap(REST);
       matmul(team, normal.data(), tokens, layer.qkv, write_to(qkv.data(), width(), width()));
+      watch.lap(QKV);
       each_row(tokens, [&](int64_t row) { rotate_and_store(layer, row); });
+      watch.lap(ROTARY_AND_STORE);
       attend_all(layer, scratch);
+      watch.lap(ATTENTION);
       matmul(team, attended.data(), tokens, layer.out, add_to_hidden());
+      watch.lap(ATTENTION_OUTPUT);
       each_row(tokens, [&](int64_t row) {
         normalise(&hidden[row * model.hidden], layer.post_norm, model.hidden, model.epsilon, &normal[row * model.hidden]);
       });
+      watch.lap(REST);
       matmul(team, normal.data(), tokens, layer.gate_up, activate());
+      watch.lap(GATE_UP);
       matmul(team, activated.data(), tokens, layer.down, add_to_hidden());
+      watch.lap(DOWN);
     }
     each_row(int64_t(rows.size()), [&](int64_t row) {
       const float *last = &hidden[rows[row] * model.hidden];
       normalise(last, model.final_norm, model.hidden, model.epsilon, &normal[row * model.hidden]);
     });
     matmul(team, normal.data(), int64_t(rows.size()), model.head, write_to(logits, model.vocabulary, model.vocabulary));
+    watch.lap(LOGITS);
   }
 
  private:
@@ -206,6 +240,8 @@ class Step {
   const Shape &shape;
   float *logits;
   Team &team;
+  double *seconds;
+  const std::thread::id first = std::this_thread::get_id();
   int64_t tokens;
   std::vector<int64_t> ids, positions, rows;
   std::vector<OwnGroup> groups;
@@ -219,6 +255,7 @@ extern "C" {
 
 int64_t decoder_tile() { return TILE; }
 int64_t decoder_width() { return WIDTH; }
+int64_t decoder_kinds() { return KINDS; }
 
 int decoder_has_bfloat16() {
 #if defined(__AVX512BF16__)
@@ -261,11 +298,11 @@ Team *decoder_team(const Model *model, int size) {
 
 void decoder_disband(Team *team) { delete team; }
 
-void decoder_step(const Model *model, const Batch *batch, float *logits, Team *team, int is_bfloat16) {
+void decoder_step(const Model *model, const Batch *batch, float *logits, Team *team, double *seconds, int is_bfloat16) {
   auto run = [&](auto step) { team->run(std::make_shared<std::function<void()>>([step] { step->work(); })); };
 #if defined(__AVX512BF16__)
-  if (is_bfloat16) return run(std::make_shared<Step<Bfloat16>>(*model, *batch, logits, *team));
+  if (is_bfloat16) return run(std::make_shared<Step<Bfloat16>>(*model, *batch, logits, *team, seconds));
 #endif
-  run(std::make_shared<Step<float>>(*model, *batch, logits, *team));
+  run(std::make_shared<Step<float>>(*model, *batch, logits, *team, seconds));
 }
 }

@@ -3,7 +3,7 @@
 import ctypes
 import weakref
 from collections.abc import Callable, Sequence
-from ctypes import POINTER, c_float, c_int64, c_void_p
+from ctypes import POINTER, c_double, c_float, c_int64, c_void_p
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor
 from kernels.arguments import check_caches, check_contiguous, check_dtype, check_shape
 
 DTYPES = (torch.float32, torch.bfloat16)
+# What the time of a step goes to, in the order of the compiled code's Kind.
+KINDS = ("rest", "qkv", "rotary and store", "attention", "attention output", "gate and up", "down", "logits")
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ def _declare(library: ctypes.CDLL) -> None:
     library.decoder_team.argtypes = [c_void_p, ctypes.c_int]
     library.decoder_disband.argtypes = [c_void_p]
     library.decoder_disband.restype = None
-    library.decoder_step.argtypes = [c_void_p, c_void_p, c_void_p, c_void_p, ctypes.c_int]
+    library.decoder_step.argtypes = [c_void_p, c_void_p, c_void_p, c_void_p, POINTER(c_double), ctypes.c_int]
     library.decoder_step.restype = None
 
 
@@ -147,6 +149,8 @@ class Decoder:
             raise ValueError(f"weights: {reason}")
         self._library = library
         self._dtype = dtype
+        assert library.decoder_kinds() == len(KINDS)
+        self._seconds = (c_double * len(KINDS))()
         self._vocabulary, self._hidden = weights.head.shape
         self._cache_shape = [weights.kv_heads, weights.head_dim]
         # What the structures below point into; packed weights in one piece, for the large pages.
@@ -181,6 +185,11 @@ class Decoder:
         )
         self._team = library.decoder_team(ctypes.byref(self._model), threads)
         self._at_end(library.decoder_disband, self._team)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """What the time of all steps so far went to, as one thread saw it; norms and the embedding are the rest."""
+        return dict(zip(KINDS, self._seconds, strict=True))
 
     def bind(self, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Names each layer's keys and values, [N, B, Hkv, D] each, which later steps read and write."""
@@ -237,9 +246,8 @@ class Decoder:
                 rows.data_ptr(),
             )
             is_bfloat16 = int(self._dtype == torch.bfloat16)
-            self._library.decoder_step(
-                ctypes.byref(self._model), ctypes.byref(batch), logits.data_ptr(), self._team, is_bfloat16
-            )
+            inputs = ctypes.byref(self._model), ctypes.byref(batch)
+            self._library.decoder_step(*inputs, logits.data_ptr(), self._team, self._seconds, is_bfloat16)
         return logits
 
     def _layer(self, weights: LayerWeights) -> _Layer:

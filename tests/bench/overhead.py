@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import itertools
 import json
-import socket
 import statistics
 import time
 from collections.abc import Iterable, Sequence
@@ -25,7 +24,7 @@ import psutil
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
 from tests.bench.stub_executor import Record, read_records
-from tests.stack import MODULES, Stack, metrics
+from tests.stack import MODULES, Stack, free_address, metrics
 
 GENERATE = "/generation.v1.GenerationService/StreamGenerate"
 PREFIX = "kvkeep_scheduler_"
@@ -265,9 +264,7 @@ async def measure(wirings: Sequence[Wiring], arguments: argparse.Namespace) -> l
 
 def start(exits: ExitStack, name: str, arguments: argparse.Namespace) -> Wiring:
     """Starts the processes of a wiring."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = free_address()
     modules = WIRINGS[name] | ({"executor": MODULES["executor"]} if arguments.model else {})
     most = max(arguments.sequences)
     tokens = most * (PROMPT_TOKENS + (arguments.output_tokens or max(256, 2 * most)))

@@ -16,7 +16,7 @@ import psutil
 from protos.kvcache.v1 import kvcache_pb2 as kv
 from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
 from tests.bench.workloads import Case
-from tests.stack import MODULES, Stack
+from tests.stack import MODULES, Stack, metrics
 from tests.support.generation import generate_all, greedy_request
 
 SAMPLE_SECONDS = 0.25
@@ -80,6 +80,8 @@ class Usage:
     resident_bytes: dict[str, int] = field(default_factory=dict)
     kv_blocks: int = 0
     total_blocks: int = 0
+    # What the executor's steps went to, where its compiled code tells.
+    kind_seconds: dict[str, float] = field(default_factory=dict)
 
     def summary(self) -> dict[str, Any]:
         """For JSON."""
@@ -88,6 +90,7 @@ class Usage:
             "kv_blocks": self.kv_blocks,
             "total_blocks": self.total_blocks,
             "cpu_s": {name: round(value, 3) for name, value in self.cpu_seconds.items()},
+            "kind_s": {name: round(value, 4) for name, value in self.kind_seconds.items()},
             "resident_mb": {name: round(value / 1e6, 1) for name, value in self.resident_bytes.items()},
         }
 
@@ -139,7 +142,7 @@ async def watched(stack: Stack) -> AsyncIterator[Usage]:
                 await look()
                 await asyncio.sleep(SAMPLE_SECONDS)
 
-        before, others = cpu_seconds(running), Others(running.values())
+        before, kinds, others = cpu_seconds(running), kind_seconds(stack), Others(running.values())
         watching = asyncio.create_task(look_again())
         try:
             yield usage
@@ -149,7 +152,17 @@ async def watched(stack: Stack) -> AsyncIterator[Usage]:
                 await watching
         usage.others = others.share()
         usage.cpu_seconds = {name: after - before[name] for name, after in cpu_seconds(running).items()}
+        usage.kind_seconds = {name: after - kinds[name] for name, after in kind_seconds(stack).items()}
         await look()
+
+
+def kind_seconds(stack: Stack) -> dict[str, float]:
+    """What the time of the executor's steps has gone to so far; empty where nobody told the stack to say it."""
+    if not stack.executor_metrics:
+        return {}
+    name = "kvkeep_executor_kind_seconds_total"
+    found = [sample for sample in metrics(stack.executor_metrics) if sample[0] == name]
+    return {labels.partition('"')[2].rstrip('"'): value for _, labels, value in found}
 
 
 def cpu_seconds(running: Mapping[str, psutil.Process]) -> dict[str, float]:

@@ -30,7 +30,7 @@ from tests.bench import gate, limits, plots
 from tests.bench.runs import Run, WrongCountError, run
 from tests.bench.tables import table
 from tests.bench.workloads import Case, Corpus, chosen
-from tests.stack import Stack, model_cache
+from tests.stack import Stack, free_address, model_cache
 from tests.support.reference import TIE, Reference, references
 
 RESULTS = Path(__file__).parent / "results"
@@ -65,7 +65,8 @@ class Bench:
 
     def stack(self, dtype: str) -> Stack:
         """A stack that runs the model in `dtype`."""
-        return Stack(**{"executor_dtype": dtype, "executor_model": self.model, **self.settings})
+        settings = {"executor_dtype": dtype, "executor_model": self.model, "executor_metrics_address": free_address()}
+        return Stack(**{**settings, **self.settings})
 
     def references(self, dtype: str) -> tuple[dict[str, list[Reference]], float]:
         """Expected output of each case's sample, and the margin below which another token is no error."""
@@ -133,10 +134,10 @@ class Report:
 
 
 def show(records: Sequence[dict[str, Any]], lines: Sequence[str]) -> str:
-    """The tables of one data type: speed and limits, then what each process took."""
+    """The tables of one data type: speed and limits, what each process took, what the executor's steps went to."""
     names = list(dict.fromkeys(record["case"] for record in records))
-    speed, cost = [], []
-    processes = list(records[0]["cpu_s"])
+    speed, cost, kinds = [], [], []
+    processes, names_of_kinds = list(records[0]["cpu_s"]), list(records[0]["kind_s"])
     for name in names:
         runs = [record for record in records if record["case"] == name]
 
@@ -164,6 +165,8 @@ def show(records: Sequence[dict[str, Any]], lines: Sequence[str]) -> str:
             )
             cells.append(f"{seconds:.2f} s {resident:5.0f} MB")
         cost.append(cells)
+        spent = [statistics.median(run["kind_s"][kind] for run in runs) for kind in names_of_kinds]
+        kinds.append([name, f"{sum(spent):.2f}", *(f"{seconds / sum(spent):.1%}" for seconds in spent)])
     head = (
         "",
         "output\ntokens/s",
@@ -181,9 +184,10 @@ def show(records: Sequence[dict[str, Any]], lines: Sequence[str]) -> str:
     )
     repeats = len(records) // len(names)
     title = f"{records[0]['dtype']}, medians of {repeats}"
-    return "\n".join(
-        [f"\n{title}", *lines, "", table(head, speed), "", table(("CPU time and resident memory", *processes), cost)]
-    )
+    tables = [table(head, speed), table(("CPU time and resident memory", *processes), cost)]
+    if names_of_kinds:
+        tables.append(table(("the executor's steps", "s", *names_of_kinds), kinds))
+    return "\n\n".join(["\n".join([f"\n{title}", *lines]), *tables])
 
 
 def machine_facts() -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import stat
+import time
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -255,6 +256,20 @@ def test_a_model_it_is_not_for_is_told(library: ctypes.CDLL, case: Case, dtype: 
     assert words in obstacle(library, weights, dtype)
     with pytest.raises(ValueError, match=words):
         Decoder(library, weights, dtype, 1)
+
+
+def test_it_tells_what_the_time_went_to(library: ctypes.CDLL) -> None:
+    world = build_world(Case(), torch.float32)
+    decoder = Decoder(library, world.weights, torch.float32, 2)
+    decoder.bind(world.caches)
+    assert set(decoder.seconds.values()) == {0.0}
+    begin = time.perf_counter()
+    decoder.step(*world.arguments)
+    once = decoder.seconds
+    assert min(once.values()) > 0
+    assert sum(once.values()) < time.perf_counter() - begin
+    decoder.step(*world.arguments)
+    assert all(decoder.seconds[kind] > seconds for kind, seconds in once.items())
 
 
 def test_without_a_compiler_the_reason_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,12 +176,14 @@ def test_speed_is_shown_as_medians_of_the_repeats() -> None:
         "others_cpu": 0.02,
         "cpu_s": {"executor": 3.0},
         "resident_mb": {"executor": 900.0},
+        "kind_s": {"qkv": 0.5, "attention": 1.5},
         "limit_s": 0.5,
         "limit_step_ms": 10.0,
     }
     records = [{"dtype": "float32", "case": "W1", "output_tokens_per_s": rate, **figures} for rate in (10, 90, 20)]
     shown = show(records, ["2 threads"])
-    [row] = [line.split() for line in shown.splitlines() if line.startswith("W1") and "MB" not in line]
-    assert row == ["W1", "20.0", "30", "25%", "0.50", "0.90", "30.0", "29.0", "41.0", "3.00", "7", "0", "2%"]
+    rows = [line.split() for line in shown.splitlines() if line.startswith("W1") and "MB" not in line]
+    assert rows[1] == ["W1", "2.00", "25.0%", "75.0%"]
+    assert rows[0] == ["W1", "20.0", "30", "25%", "0.50", "0.90", "30.0", "29.0", "41.0", "3.00", "7", "0", "2%"]
     assert "float32, medians of 3" in shown
     assert "3.00 s   900 MB" in shown
