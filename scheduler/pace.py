@@ -30,6 +30,11 @@ class Pace:
         self._prompts: deque[tuple[int, float]] = deque(maxlen=_KEPT_PROMPTS)
         self._since_alone = 0
 
+    @property
+    def has_target(self) -> bool:
+        """Whether the bound is a time between tokens, which holds for every stream and prompt."""
+        return self._target > 0
+
     def observe(self, decoding: int, prompt_tokens: int, seconds: float) -> None:
         """A step has been answered: how many sequences decoded in it, its other tokens, and its time on the device."""
         if prompt_tokens:

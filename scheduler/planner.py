@@ -61,28 +61,34 @@ def plan_step(sequences: Seq[Sequence], budget: int, pace: Pace | None = None) -
             if sequence.planned >= sequence.capacity:
                 plan.stalled.append(sequence)
     if computing:
-        left = budget - len(plan.decoding)
-        _add_prompts(plan, sequences, computing, min(left, _bound(plan, computing, pace, left)))
+        paced = _paced(plan, computing, pace)
+        _add_prompts(plan, sequences, computing, budget - len(plan.decoding), paced, _bound(plan, paced, pace, budget))
     return plan
 
 
-def _add_prompts(plan: Plan, sequences: Seq[Sequence], computing: list[Sequence], budget: int) -> None:
+def _add_prompts(
+    plan: Plan, sequences: Seq[Sequence], computing: list[Sequence], budget: int, paced: Seq[Sequence], bound: int
+) -> None:
+    """Adds prompts of at most `budget` tokens, of which `paced` ones have at most `bound`."""
+    paced_handles = {sequence.handle for sequence in paced}
     planned = {sequence.handle: sequence.planned for sequence in sequences}
     for sequence in plan.decoding:
         planned[sequence.handle] += 1
 
     def grant(sequence: Sequence) -> bool:
-        nonlocal budget
+        nonlocal budget, bound
+        is_paced = sequence.handle in paced_handles
         room = sequence.capacity - sequence.planned
         if room < 1:
             plan.stalled.append(sequence)
             return False
-        count = min(sequence.remaining, room, budget)
+        count = min(sequence.remaining, room, budget, bound if is_paced else budget)
         if count < 1:
             return False
         plan.prompts.append((sequence, count))
         planned[sequence.handle] += count
         budget -= count
+        bound -= count * is_paced
         return True
 
     blocked = computing
@@ -97,13 +103,21 @@ def _add_prompts(plan: Plan, sequences: Seq[Sequence], computing: list[Sequence]
         blocked = later
 
 
-def _bound(plan: Plan, computing: Seq[Sequence], pace: Pace | None, budget: int) -> int:
-    """Prompt tokens that the pace allows beside those who decode in the plan."""
+def _paced(plan: Plan, computing: Seq[Sequence], pace: Pace | None) -> list[Sequence]:
+    """Of those with a prompt, who came to streams that were there: all others owe nobody anything."""
     if pace is None or not plan.decoding:
+        return []
+    first = min(sequence.streams_since for sequence in plan.decoding)
+    return [sequence for sequence in computing if pace.has_target or sequence.request.arrived_at > first]
+
+
+def _bound(plan: Plan, paced: Seq[Sequence], pace: Pace | None, budget: int) -> int:
+    """Tokens that the pace allows those together, beside those who decode in the plan."""
+    if pace is None or not paced:
         return budget
-    arrived = computing[0].request.arrived_at
+    arrived = min(sequence.request.arrived_at for sequence in paced)
     older = sum(sequence.streams_since < arrived for sequence in plan.decoding)
-    bound = pace.tokens(len(plan.decoding), older, len(computing))
+    bound = pace.tokens(len(plan.decoding), older, len(paced))
     return budget if bound is None else bound
 
 

@@ -24,7 +24,7 @@ class SchedulerSettings(ProcessSettings):
     target_inter_token_seconds: float = Field(
         0.0,
         ge=0,
-        description="Time between tokens that prompts may cause; 0 is 1.4 times that of decoding alone.",
+        description="Time between tokens that prompts may cause; 0 is 1.4 times decoding alone for one prompt.",
     )
     max_running: int = Field(64, ge=1, le=4096, description="Samples that hold blocks at a time.")
     max_waiting: int = Field(256, ge=1, description="Samples that may wait for blocks before requests are refused.")

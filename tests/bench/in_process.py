@@ -11,6 +11,7 @@ import time
 from typing import Any
 from unittest import mock
 
+import uvloop
 from prometheus_client import Counter
 
 from cachemgr.api import ManagerConfig
@@ -83,4 +84,4 @@ async def serve(settings: SchedulerSettings) -> int:
 
 if __name__ == "__main__":
     logs.configure("scheduler", "info")
-    sys.exit(asyncio.run(serve(load(SchedulerSettings, os.environ))))
+    sys.exit(uvloop.run(serve(load(SchedulerSettings, os.environ))))

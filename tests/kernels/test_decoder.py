@@ -258,6 +258,16 @@ def test_a_model_it_is_not_for_is_told(library: ctypes.CDLL, case: Case, dtype: 
         Decoder(library, weights, dtype, 1)
 
 
+def test_threads_that_lose_their_cores_change_nothing(library: ctypes.CDLL) -> None:
+    # With more threads than cores some are always displaced, and others do their pieces, too.
+    shape = Case((1, 1), (40, 90), hidden=512, intermediate=1024, q_heads=8, kv_heads=2, vocabulary=2000, layers=8)
+    world = build_world(replace(shape, threads=5), torch.float32)
+    decoder = Decoder(library, world.weights, torch.float32, 5)
+    decoder.bind(world.caches)
+    first = decoder.step(*world.arguments)
+    assert all(torch.equal(decoder.step(*world.arguments), first) for _ in range(200))
+
+
 def test_it_tells_what_the_time_went_to(library: ctypes.CDLL) -> None:
     world = build_world(Case(), torch.float32)
     decoder = Decoder(library, world.weights, torch.float32, 2)

@@ -152,6 +152,16 @@ def test_a_prompt_owes_consideration_only_to_streams_that_were_there_before_it()
     assert planned(since=2.0, arrived_at=1.0) == 199
 
 
+def test_a_prompt_from_before_the_streams_does_not_free_those_that_came_later() -> None:
+    pace = Pace()
+    pace.observe(1, 0, 0.02)
+    pace.observe(1, 100, 0.12)
+    early = sequence(2, 30, blocks=110, arrived_at=1.0)
+    late = sequence(3, 400, blocks=110, arrived_at=3.0)
+    plan = plan_step([streaming(1, 2.0), early, late], 200, pace)
+    assert {item.handle: count for item, count in plan.prompts} == {2: 30, 3: 8}
+
+
 def test_many_prompts_may_slow_few_streams_down() -> None:
     pace = Pace()
     pace.observe(2, 0, 0.02)
