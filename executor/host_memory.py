@@ -3,16 +3,6 @@
 import ctypes
 import gc
 
-# From malloc.h.
-_M_ARENA_MAX = -8
-
-
-def use_one_arena() -> None:
-    """All threads allocate from one heap, as each of many keeps leftovers. To be called before there are threads."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_ARENA_MAX, 1)
-
 
 def release_unused() -> None:
     """Gives back what transformers' modules held, once nothing refers to them any more."""

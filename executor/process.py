@@ -11,7 +11,7 @@ import structlog
 import uvloop
 
 from executor.errors import ModelError
-from executor.host_memory import release_unused, use_one_arena
+from executor.host_memory import release_unused
 from executor.settings import ExecutorSettings
 from protos.rpc import logs
 from protos.rpc.addresses import AddressError
@@ -22,7 +22,6 @@ log = structlog.get_logger()
 def main(settings: ExecutorSettings) -> int:
     """Runs until SIGTERM or SIGINT; returns the exit status."""
     logs.configure("executor", settings.log_level)
-    use_one_arena()
     try:
         return uvloop.run(_serve(settings))
     except (ModelError, AddressError) as error:
