@@ -19,8 +19,8 @@ from executor.batch import Batch, Work, pack, sent_bytes
 from executor.forward import Forward, Scores
 from executor.kv_pool import KvPools
 from executor.layers import LayerGroup
-from executor.llama import JoinedLayer, faster
-from kernels.decoder.launch import Weights
+from executor.llama import faster
+from kernels.decoder.launch import LayerWeights, Weights
 from kernels.paged_attention.launch import paged_attention
 from kernels.rms_norm.launch import rms_norm
 from kernels.rotary_store.launch import rotary_store
@@ -60,7 +60,6 @@ class FusedLayers:
         total = F.embedding(batch.ids(), self._embedding)
         normal = rms_norm(total, layers[0].input_norm, epsilon)
         for layer, cache, next_norm in zip(layers, caches, next_norms, strict=True):
-            assert isinstance(layer, JoinedLayer)
             attended = self._attend(layer, normal, batch, cache)
             if rows is not None and layer is layers[-1]:
                 # From here on nobody asks for the others.
@@ -70,7 +69,7 @@ class FusedLayers:
             normal = rms_norm(F.silu(gate).mul_(up) @ layer.down.t(), next_norm, epsilon, residual=total)
         return torch.mm(normal, self._weights.head.t(), out=out)
 
-    def _attend(self, layer: JoinedLayer, normal: Tensor, batch: Batch, cache: tuple[Tensor, Tensor]) -> Tensor:
+    def _attend(self, layer: LayerWeights, normal: Tensor, batch: Batch, cache: tuple[Tensor, Tensor]) -> Tensor:
         """[T, Hq D]."""
         weights, paged = self._weights, batch.paged[layer.group]
         qkv = normal @ layer.qkv.t() if layer.qkv_bias is None else torch.addmm(layer.qkv_bias, normal, layer.qkv.t())

@@ -1,7 +1,6 @@
 """Decoders of the Llama kind: which models are, their weights, and the probe that a faster way computes the same."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -29,13 +28,6 @@ _PROBE_LENGTHS = (37, 3)
 
 class UnsuitableError(Exception):
     """A faster way cannot compute a model; the message says why."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class JoinedLayer(LayerWeights):
-    """gate_up: [2 I, H], of which gate and up are the halves."""
-
-    gate_up: Tensor
 
 
 def faster(
@@ -103,21 +95,17 @@ def _weights(module: Any, config: Any, groups: Sequence[LayerGroup]) -> Weights:
     )
 
 
-def _layer(layer: Any, group: int) -> JoinedLayer:
+def _layer(layer: Any, group: int) -> LayerWeights:
     attention, mlp = layer.self_attn, layer.mlp
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
     biases = [projection.bias for projection in projections]
     norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-    gate_up = _joined((mlp.gate_proj, mlp.up_proj))
-    gate, up = gate_up.chunk(2)
-    return JoinedLayer(
+    return LayerWeights(
         input_norm=layer.input_layernorm.weight,
         post_norm=layer.post_attention_layernorm.weight,
         qkv=_joined(projections),
         out=attention.o_proj.weight,
-        gate=gate,
-        up=up,
-        gate_up=gate_up,
+        gate_up=_joined((mlp.gate_proj, mlp.up_proj)),
         down=mlp.down_proj.weight,
         group=group,
         qkv_bias=None if biases[0] is None else torch.cat(biases),

@@ -21,15 +21,14 @@ class LayerWeights:
     """One layer: RMSNorm, attention, RMSNorm, gated SiLU, each half added to what came in.
 
     input_norm, post_norm: [H]. q_norm, k_norm: [D], per head, before the rotation. qkv: [(Hq + 2 Hkv) D, H], with its
-    bias; out: [H, Hq D]; gate, up: [I, H]; down: [H, I]. group: whose block tables it uses.
+    bias; out: [H, Hq D]; gate_up: [2 I, H], the gate above; down: [H, I]. group: whose block tables it uses.
     """
 
     input_norm: Tensor
     post_norm: Tensor
     qkv: Tensor
     out: Tensor
-    gate: Tensor
-    up: Tensor
+    gate_up: Tensor
     down: Tensor
     group: int = 0
     qkv_bias: Tensor | None = None
@@ -134,7 +133,7 @@ def obstacle(library: ctypes.CDLL, weights: Weights, dtype: torch.dtype) -> str:
         return f"the head size {weights.head_dim} is no multiple of {max(tile, 2 * width)}"
     if weights.q_heads % weights.kv_heads:
         return "query heads are not shared evenly"
-    if hidden % tile or any(layer.gate.shape[0] % (tile // 2) for layer in weights.layers):
+    if hidden % tile or any(layer.gate_up.shape[0] % tile for layer in weights.layers):
         return f"its widths are no multiples of {tile}"
     return ""
 
@@ -157,7 +156,7 @@ class Decoder:
         self._kept: list[Tensor] = []
         matrices = [
             weights.head,
-            *(m for one in weights.layers for m in (one.qkv, one.out, one.gate, one.up, one.down)),
+            *(m for one in weights.layers for m in (one.qkv, one.out, one.gate_up, one.down)),
         ]
         self._room = sum(map(self._packed_bytes, matrices))
         self._packed = library.decoder_allocate(self._room)
@@ -168,7 +167,7 @@ class Decoder:
         self._model = _Model(
             layers=len(weights.layers),
             hidden=self._hidden,
-            intermediate=weights.layers[0].gate.shape[0],
+            intermediate=weights.layers[0].gate_up.shape[0] // 2,
             vocabulary=self._vocabulary,
             q_heads=weights.q_heads,
             kv_heads=weights.kv_heads,
@@ -252,9 +251,9 @@ class Decoder:
 
     def _layer(self, weights: LayerWeights) -> _Layer:
         half = self._library.decoder_tile() // 2
-        hidden = weights.gate.shape[1]
+        hidden = weights.gate_up.shape[1]
         # Columns of the gate and of the up projection that meet stand in one tile.
-        gate_up = torch.stack([weights.gate.view(-1, half, hidden), weights.up.view(-1, half, hidden)], 1)
+        gate_up = weights.gate_up.view(2, -1, half, hidden).transpose(0, 1).reshape(-1, hidden)
         return _Layer(
             input_norm=self._floats(weights.input_norm),
             post_norm=self._floats(weights.post_norm),
@@ -262,7 +261,7 @@ class Decoder:
             k_norm=None if weights.k_norm is None else self._floats(weights.k_norm),
             qkv=self._linear(weights.qkv, weights.qkv_bias),
             out=self._linear(weights.out),
-            gate_up=self._linear(gate_up.view(-1, hidden)),
+            gate_up=self._linear(gate_up),
             down=self._linear(weights.down),
             group=weights.group,
         )

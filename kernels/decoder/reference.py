@@ -52,7 +52,8 @@ def step(
         )
         hidden = hidden + F.linear(attended.flatten(1), layer.out)
         normal = _norm(hidden, layer.post_norm, weights.epsilon)
-        hidden = hidden + F.linear(F.silu(F.linear(normal, layer.gate)) * F.linear(normal, layer.up), layer.down)
+        gate, up = F.linear(normal, layer.gate_up).chunk(2, -1)
+        hidden = hidden + F.linear(F.silu(gate) * up, layer.down)
     return F.linear(_norm(hidden[rows], weights.final_norm, weights.epsilon), weights.head)
 
 
