@@ -1,5 +1,7 @@
 """A transformers decoder, unchanged, over packed tokens and paged attention."""
 
+import ctypes
+import gc
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -95,6 +97,16 @@ def model_of(module: Any, name: str, compiled_folder: Path | None = None) -> Mod
         eos_token_ids=_eos_token_ids(module.generation_config, config),
         groups=groups,
     )
+
+
+def release_unused_memory() -> None:
+    """Gives back what transformers' modules held, once nothing refers to them any more."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _choose_dtype(name: str, device: torch.device) -> Any:

@@ -11,7 +11,6 @@ import structlog
 import uvloop
 
 from executor.errors import ModelError
-from executor.host_memory import release_unused
 from executor.settings import ExecutorSettings
 from protos.rpc import logs
 from protos.rpc.addresses import AddressError
@@ -40,7 +39,7 @@ async def _serve(settings: ExecutorSettings) -> int:
     from executor.kv_pool import KvPools, count_blocks, free_memory
     from executor.manager_client import Announcement, ManagerClient
     from executor.metrics import KindSeconds
-    from executor.model import choose_device, load_model
+    from executor.model import choose_device, load_model, release_unused_memory
     from executor.model_files import find
     from executor.runner import Runner
     from executor.service import SERVICE, ExecutorServicer, Identity
@@ -55,7 +54,7 @@ async def _serve(settings: ExecutorSettings) -> int:
     files = find(settings.model, settings.cache_dir, lambda line: log.info(line))
     log.info("loading", model=files.name, device=str(device))
     model = load_model(files, device, settings.dtype, compiled_folder=settings.compiled_dir)
-    release_unused()
+    release_unused_memory()
     tokenizer = load_tokenizer(files)
     blocks = count_blocks(
         model.groups,
