@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from torch import Tensor, dtype
+from torch import Tensor, dtype, float32
 
 
 def check_shape(name: str, tensor: Tensor, expected: Sequence[int | None], layout: str) -> None:
@@ -52,3 +52,18 @@ def check_caches(k_cache: Tensor, v_cache: Tensor, layout: str) -> None:
     block_size = k_cache.shape[-3]
     if block_size < 2 or block_size & (block_size - 1):
         raise ValueError(f"k_cache: expected a block size that is a power of two and at least 2, got {block_size}")
+
+
+def check_query(query: Tensor, kv_heads: int, head_dim: int) -> None:
+    """Raise ValueError unless `query` is [T, Hq, D] with as many heads for each KV head."""
+    check_shape("query", query, [None, None, head_dim], "[T, Hq, D]")
+    if query.shape[1] % kv_heads:
+        raise ValueError(f"query: expected a multiple of {kv_heads} heads, got {query.shape[1]}")
+
+
+def check_lse(lse: Tensor, query: Tensor) -> None:
+    """Raise ValueError unless `lse` can hold a float32 number for each row and head of query [T, Hq, D]."""
+    check_shape("lse", lse, query.shape[:2], "[T, Hq]")
+    check_dtype("lse", lse, float32)
+    check_device("lse", lse, "query", query)
+    check_contiguous("lse", lse)

@@ -6,7 +6,7 @@ It costs a pass over the keys and nothing where it is not called: paged_attentio
 import torch
 from torch import Tensor
 
-from kernels.arguments import check_contiguous, check_device, check_dtype, check_shape
+from kernels.arguments import check_contiguous, check_device, check_dtype, check_lse, check_query, check_shape
 from kernels.paged_attention.batch import PagedBatch
 from kernels.paged_attention.sizes import power_of_two
 from kernels.quantization import check_quantization, dequantize
@@ -37,14 +37,10 @@ def attention_scores(
     check_shape("k_cache", k_cache, [None] * 4, "[N, B, Hkv, D]")
     check_contiguous("k_cache", k_cache)
     kv_heads, head_dim = k_cache.shape[2:]
-    check_shape("query", query, [None, None, head_dim], "[T, Hq, D]")
+    check_query(query, kv_heads, head_dim)
     check_quantization("query", query, k_cache, k_scale, k_scale)
-    if query.shape[1] % kv_heads:
-        raise ValueError(f"query: expected a multiple of {kv_heads} heads, got {query.shape[1]}")
     batch.check("query", query, k_cache.shape[1])
-    check_shape("lse", lse, query.shape[:2], "[T, Hq]")
-    check_dtype("lse", lse, torch.float32)
-    check_contiguous("lse", lse)
+    check_lse(lse, query)
     check_shape("counted", counted, batch.seq_lens.shape, "[S]")
     check_dtype("counted", counted, torch.int32)
     check_contiguous("counted", counted)
@@ -56,7 +52,7 @@ def attention_scores(
     check_contiguous("out", out)
     if out.shape[2] < batch.max_seq_len:
         raise ValueError(f"out: expected at least {batch.max_seq_len} columns, got {out.shape[2]}")
-    for name, tensor in (("lse", lse), ("counted", counted), ("out", out)):
+    for name, tensor in (("counted", counted), ("out", out)):
         check_device(name, tensor, "query", query)
     if out.numel():
         score = score_with_triton if query.is_cuda else score_with_torch

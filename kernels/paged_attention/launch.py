@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.arguments import check_caches, check_contiguous, check_device, check_dtype, check_like, check_shape
+from kernels.arguments import (
+    check_caches,
+    check_contiguous,
+    check_device,
+    check_like,
+    check_lse,
+    check_query,
+    check_shape,
+)
 from kernels.paged_attention import host
 from kernels.paged_attention.batch import PagedBatch
 from kernels.paged_attention.sizes import TileSizes, choose_sizes, power_of_two
@@ -50,10 +58,8 @@ def paged_attention(
     Raises ValueError naming the argument that is wrong. Block numbers are not checked on CUDA.
     """
     check_caches(k_cache, v_cache, "[N, B, Hkv, D]")
-    check_shape("query", query, [None, None, k_cache.shape[3]], "[T, Hq, D]")
+    check_query(query, *k_cache.shape[2:])
     check_quantization("query", query, k_cache, k_scale, v_scale)
-    if query.shape[1] % k_cache.shape[2]:
-        raise ValueError(f"query: expected a multiple of {k_cache.shape[2]} heads, got {query.shape[1]}")
     if scale <= 0:
         raise ValueError(f"scale: expected more than 0, got {scale}")
     if window is not None and window < 1:
@@ -69,10 +75,7 @@ def paged_attention(
     check_like("out", out, "query", query)
     check_contiguous("out", out)
     if lse is not None:
-        check_shape("lse", lse, query.shape[:2], "[T, Hq]")
-        check_dtype("lse", lse, torch.float32)
-        check_device("lse", lse, "query", query)
-        check_contiguous("lse", lse)
+        check_lse(lse, query)
     batch.check("query", query, k_cache.shape[1])
     if query.shape[0] == 0 or batch.seq_lens.shape[0] == 0:
         return out

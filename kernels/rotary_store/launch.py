@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.arguments import check_caches, check_device, check_dtype, check_like, check_shape
+from kernels.arguments import check_caches, check_device, check_dtype, check_like, check_query, check_shape
 from kernels.paged_attention.batch import PagedBatch
 from kernels.quantization import check_quantization
 from kernels.rotary_store import reference
@@ -39,9 +39,7 @@ def rotary_store(
     """
     check_caches(k_cache, v_cache, "[N, B, Hkv, D]")
     kv_heads, head_dim = k_cache.shape[2:]
-    check_shape("query", query, [None, None, head_dim], "[T, Hq, D]")
-    if query.shape[1] % kv_heads:
-        raise ValueError(f"query: expected a multiple of {kv_heads} heads, got {query.shape[1]}")
+    check_query(query, kv_heads, head_dim)
     if head_dim % 2:
         raise ValueError(f"query: expected an even head size, got {head_dim}")
     check_quantization("query", query, k_cache, k_scale, v_scale)
