@@ -1,7 +1,6 @@
 """The same calls at a real cache manager: a process of its own with its Redis, reached over a unix socket."""
 
 import itertools
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -11,7 +10,7 @@ from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as rpc
 from protos.rpc.channel import open_sync_channel
 from tests.bench.driver import prompt
-from tests.stack import Stack, metrics
+from tests.stack import Stack, free_address, metrics
 
 BLOCK = 16
 PROMPT_TOKENS = 8_192
@@ -151,9 +150,7 @@ def _measure(client: Client, server: Server, runs: int) -> Iterator[Measured]:
 
 def measure(runs: int) -> Iterator[Measured]:
     """Starts a cache manager; yields name, unit, values and target of each measurement."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = free_address()
     stack = Stack(cachemgr_metrics_address=address, cachemgr_lease_seconds=600)
     try:
         stack.start("cachemgr")

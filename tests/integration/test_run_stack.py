@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.stack import ROOT
+from tests.stack import ROOT, free_address
 
 PROCESSES = ("SCHEDULER", "CACHEMGR", "CACHEMGR_ADMIN", "EXECUTOR")
 READY_SECONDS = 90
@@ -25,19 +25,13 @@ STOP_SECONDS = 40
 pytestmark = pytest.mark.model
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class RunningStack:
     """ops/run_stack.py as a process, with a state folder and ports of its own."""
 
     def __init__(self, folder: Path, **settings: str) -> None:
-        self.address = f"127.0.0.1:{free_port()}"
+        self.address = free_address()
         environment = {name: value for name, value in os.environ.items() if not name.startswith("KVKEEP_")}
-        environment |= {f"KVKEEP_{name}_ADDRESS": f"127.0.0.1:{free_port()}" for name in PROCESSES}
+        environment |= {f"KVKEEP_{name}_ADDRESS": free_address() for name in PROCESSES}
         environment |= {f"KVKEEP_{name}_METRICS_ADDRESS": "" for name in PROCESSES if "_" not in name}
         environment |= {
             "KVKEEP_SCHEDULER_ADDRESS": self.address,
@@ -216,7 +210,7 @@ def test_process_that_cannot_start_shows_why(run_stack: Callable[..., RunningSta
 
 
 def test_a_redis_that_does_not_answer_is_told_and_its_password_is_not(run_stack: Callable[..., RunningStack]) -> None:
-    stack = run_stack(KVKEEP_REDIS_URL=f"redis://me:secret@127.0.0.1:{free_port()}/0?password=secret")
+    stack = run_stack(KVKEEP_REDIS_URL=f"redis://me:secret@{free_address()}/0?password=secret")
     stack.wait_for("warning: redis does not answer")
     stack.process.send_signal(signal.SIGINT)
     assert stack.wait_for_end() == 0, stack.output

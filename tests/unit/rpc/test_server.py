@@ -19,6 +19,7 @@ from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
 from protos.rpc.addresses import AddressError
 from protos.rpc.channel import open_channel
 from protos.rpc.server import Server
+from tests.stack import free_address
 from tests.unit.rpc.conftest import ADMIN, EVENTS, Admin, Endless, Served
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -167,9 +168,7 @@ async def test_a_second_signal_does_not_wait_for_the_drain(tmp_path: Path) -> No
 
 
 async def test_metrics_count_calls_by_method_and_code(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        metrics_address = f"127.0.0.1:{free.getsockname()[1]}"
+    metrics_address = free_address()
     server = Server("test", drain_seconds=0, metrics_address=metrics_address)
     server.listen(f"unix:{tmp_path}/s", {ADMIN: lambda s: pb_grpc.add_CacheAdminServiceServicer_to_server(Admin(), s)})
     await server.start()
