@@ -47,6 +47,8 @@ class Intake:
         sampling = _sampling(message.sampling, self._stop_token_ids(message))
         stop = _stop(message.stop)
         wishes = _wishes(message.cache)
+        if message.HasField("eviction_policy"):
+            raise InvalidField("eviction_policy", "is not supported by this scheduler")
         if message.HasField("max_tokens") and message.max_tokens < 1:
             raise InvalidField("max_tokens", "must be at least 1")
         samples = message.n if message.HasField("n") else 1

@@ -2,12 +2,70 @@ import datetime
 
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class EvictionKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    EVICTION_KIND_UNSPECIFIED: _ClassVar[EvictionKind]
+    EVICTION_KIND_NONE: _ClassVar[EvictionKind]
+    EVICTION_KIND_SLIDING_WINDOW: _ClassVar[EvictionKind]
+    EVICTION_KIND_SUM: _ClassVar[EvictionKind]
+    EVICTION_KIND_NORM_SUM: _ClassVar[EvictionKind]
+    EVICTION_KIND_ADAPTIVE_RKV: _ClassVar[EvictionKind]
+    EVICTION_KIND_SNAPKV: _ClassVar[EvictionKind]
+    EVICTION_KIND_H2O: _ClassVar[EvictionKind]
+    EVICTION_KIND_TOVA: _ClassVar[EvictionKind]
+    EVICTION_KIND_ROCO: _ClassVar[EvictionKind]
+    EVICTION_KIND_AVERAGE: _ClassVar[EvictionKind]
+    EVICTION_KIND_KEYDIFF: _ClassVar[EvictionKind]
+    EVICTION_KIND_KNORM: _ClassVar[EvictionKind]
+    EVICTION_KIND_LAST: _ClassVar[EvictionKind]
+    EVICTION_KIND_RANDOM: _ClassVar[EvictionKind]
+
+class EvictionPositions(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    EVICTION_POSITIONS_UNSPECIFIED: _ClassVar[EvictionPositions]
+    EVICTION_POSITIONS_ABSOLUTE: _ClassVar[EvictionPositions]
+    EVICTION_POSITIONS_COMPACTED: _ClassVar[EvictionPositions]
+
+class KvCrushAnchor(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    KV_CRUSH_ANCHOR_UNSPECIFIED: _ClassVar[KvCrushAnchor]
+    KV_CRUSH_ANCHOR_RANDOM: _ClassVar[KvCrushAnchor]
+    KV_CRUSH_ANCHOR_ZEROS: _ClassVar[KvCrushAnchor]
+    KV_CRUSH_ANCHOR_ONES: _ClassVar[KvCrushAnchor]
+    KV_CRUSH_ANCHOR_ALTERNATING: _ClassVar[KvCrushAnchor]
+    KV_CRUSH_ANCHOR_MEAN: _ClassVar[KvCrushAnchor]
+EVICTION_KIND_UNSPECIFIED: EvictionKind
+EVICTION_KIND_NONE: EvictionKind
+EVICTION_KIND_SLIDING_WINDOW: EvictionKind
+EVICTION_KIND_SUM: EvictionKind
+EVICTION_KIND_NORM_SUM: EvictionKind
+EVICTION_KIND_ADAPTIVE_RKV: EvictionKind
+EVICTION_KIND_SNAPKV: EvictionKind
+EVICTION_KIND_H2O: EvictionKind
+EVICTION_KIND_TOVA: EvictionKind
+EVICTION_KIND_ROCO: EvictionKind
+EVICTION_KIND_AVERAGE: EvictionKind
+EVICTION_KIND_KEYDIFF: EvictionKind
+EVICTION_KIND_KNORM: EvictionKind
+EVICTION_KIND_LAST: EvictionKind
+EVICTION_KIND_RANDOM: EvictionKind
+EVICTION_POSITIONS_UNSPECIFIED: EvictionPositions
+EVICTION_POSITIONS_ABSOLUTE: EvictionPositions
+EVICTION_POSITIONS_COMPACTED: EvictionPositions
+KV_CRUSH_ANCHOR_UNSPECIFIED: KvCrushAnchor
+KV_CRUSH_ANCHOR_RANDOM: KvCrushAnchor
+KV_CRUSH_ANCHOR_ZEROS: KvCrushAnchor
+KV_CRUSH_ANCHOR_ONES: KvCrushAnchor
+KV_CRUSH_ANCHOR_ALTERNATING: KvCrushAnchor
+KV_CRUSH_ANCHOR_MEAN: KvCrushAnchor
 
 class GetModelRequest(_message.Message):
     __slots__ = ()
@@ -120,6 +178,48 @@ class SamplingParams(_message.Message):
     num_logprobs: int
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., num_logprobs: _Optional[int] = ...) -> None: ...
 
+class KvCrush(_message.Message):
+    __slots__ = ("budget_blocks", "anchor")
+    BUDGET_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ANCHOR_FIELD_NUMBER: _ClassVar[int]
+    budget_blocks: int
+    anchor: KvCrushAnchor
+    def __init__(self, budget_blocks: _Optional[int] = ..., anchor: _Optional[_Union[KvCrushAnchor, str]] = ...) -> None: ...
+
+class AdaptiveRkv(_message.Message):
+    __slots__ = ("attention_mass", "window_steps")
+    ATTENTION_MASS_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_STEPS_FIELD_NUMBER: _ClassVar[int]
+    attention_mass: float
+    window_steps: int
+    def __init__(self, attention_mass: _Optional[float] = ..., window_steps: _Optional[int] = ...) -> None: ...
+
+class EvictionPolicy(_message.Message):
+    __slots__ = ("kind", "start_tokens", "recent_tokens", "max_cache_tokens", "period_tokens", "during_prefill", "positions", "score_window_tokens", "kvcrush", "adaptive_rkv", "seed")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    START_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RECENT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_CACHE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PERIOD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DURING_PREFILL_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    SCORE_WINDOW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KVCRUSH_FIELD_NUMBER: _ClassVar[int]
+    ADAPTIVE_RKV_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    kind: EvictionKind
+    start_tokens: int
+    recent_tokens: int
+    max_cache_tokens: int
+    period_tokens: int
+    during_prefill: bool
+    positions: EvictionPositions
+    score_window_tokens: int
+    kvcrush: KvCrush
+    adaptive_rkv: AdaptiveRkv
+    seed: int
+    def __init__(self, kind: _Optional[_Union[EvictionKind, str]] = ..., start_tokens: _Optional[int] = ..., recent_tokens: _Optional[int] = ..., max_cache_tokens: _Optional[int] = ..., period_tokens: _Optional[int] = ..., during_prefill: _Optional[bool] = ..., positions: _Optional[_Union[EvictionPositions, str]] = ..., score_window_tokens: _Optional[int] = ..., kvcrush: _Optional[_Union[KvCrush, _Mapping]] = ..., adaptive_rkv: _Optional[_Union[AdaptiveRkv, _Mapping]] = ..., seed: _Optional[int] = ...) -> None: ...
+
 class StepBlockTable(_message.Message):
     __slots__ = ("group", "slots")
     GROUP_FIELD_NUMBER: _ClassVar[int]
@@ -129,23 +229,25 @@ class StepBlockTable(_message.Message):
     def __init__(self, group: _Optional[int] = ..., slots: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class NewSequence(_message.Message):
-    __slots__ = ("sequence", "token_ids", "num_prompt_tokens", "num_computed_tokens", "block_tables", "sampling")
+    __slots__ = ("sequence", "token_ids", "num_prompt_tokens", "num_computed_tokens", "block_tables", "sampling", "eviction_policy")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_TABLES_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    EVICTION_POLICY_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_prompt_tokens: int
     num_computed_tokens: int
     block_tables: _containers.RepeatedCompositeFieldContainer[StepBlockTable]
     sampling: SamplingParams
-    def __init__(self, sequence: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., block_tables: _Optional[_Iterable[_Union[StepBlockTable, _Mapping]]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ...) -> None: ...
+    eviction_policy: EvictionPolicy
+    def __init__(self, sequence: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., block_tables: _Optional[_Iterable[_Union[StepBlockTable, _Mapping]]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., eviction_policy: _Optional[_Union[EvictionPolicy, _Mapping]] = ...) -> None: ...
 
 class Step(_message.Message):
-    __slots__ = ("step", "removed_sequences", "new_sequences", "chunk_sequences", "chunk_tokens", "idle_sequences", "table_sequences", "table_groups", "table_counts", "table_slots", "copy_tickets", "copy_groups", "copy_source_slots", "copy_target_slots")
+    __slots__ = ("step", "removed_sequences", "new_sequences", "chunk_sequences", "chunk_tokens", "idle_sequences", "table_sequences", "table_groups", "table_counts", "table_slots", "copy_tickets", "copy_groups", "copy_source_slots", "copy_target_slots", "evicting_sequences", "evicting_counts", "evicting_slots")
     STEP_FIELD_NUMBER: _ClassVar[int]
     REMOVED_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     NEW_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
@@ -160,6 +262,9 @@ class Step(_message.Message):
     COPY_GROUPS_FIELD_NUMBER: _ClassVar[int]
     COPY_SOURCE_SLOTS_FIELD_NUMBER: _ClassVar[int]
     COPY_TARGET_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    EVICTING_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    EVICTING_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    EVICTING_SLOTS_FIELD_NUMBER: _ClassVar[int]
     step: int
     removed_sequences: _containers.RepeatedScalarFieldContainer[int]
     new_sequences: _containers.RepeatedCompositeFieldContainer[NewSequence]
@@ -174,7 +279,10 @@ class Step(_message.Message):
     copy_groups: _containers.RepeatedScalarFieldContainer[int]
     copy_source_slots: _containers.RepeatedScalarFieldContainer[int]
     copy_target_slots: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, step: _Optional[int] = ..., removed_sequences: _Optional[_Iterable[int]] = ..., new_sequences: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., chunk_sequences: _Optional[_Iterable[int]] = ..., chunk_tokens: _Optional[_Iterable[int]] = ..., idle_sequences: _Optional[_Iterable[int]] = ..., table_sequences: _Optional[_Iterable[int]] = ..., table_groups: _Optional[_Iterable[int]] = ..., table_counts: _Optional[_Iterable[int]] = ..., table_slots: _Optional[_Iterable[int]] = ..., copy_tickets: _Optional[_Iterable[int]] = ..., copy_groups: _Optional[_Iterable[int]] = ..., copy_source_slots: _Optional[_Iterable[int]] = ..., copy_target_slots: _Optional[_Iterable[int]] = ...) -> None: ...
+    evicting_sequences: _containers.RepeatedScalarFieldContainer[int]
+    evicting_counts: _containers.RepeatedScalarFieldContainer[int]
+    evicting_slots: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, step: _Optional[int] = ..., removed_sequences: _Optional[_Iterable[int]] = ..., new_sequences: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., chunk_sequences: _Optional[_Iterable[int]] = ..., chunk_tokens: _Optional[_Iterable[int]] = ..., idle_sequences: _Optional[_Iterable[int]] = ..., table_sequences: _Optional[_Iterable[int]] = ..., table_groups: _Optional[_Iterable[int]] = ..., table_counts: _Optional[_Iterable[int]] = ..., table_slots: _Optional[_Iterable[int]] = ..., copy_tickets: _Optional[_Iterable[int]] = ..., copy_groups: _Optional[_Iterable[int]] = ..., copy_source_slots: _Optional[_Iterable[int]] = ..., copy_target_slots: _Optional[_Iterable[int]] = ..., evicting_sequences: _Optional[_Iterable[int]] = ..., evicting_counts: _Optional[_Iterable[int]] = ..., evicting_slots: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("index", "logprob", "top_token_ids", "top_logprobs")
@@ -189,7 +297,7 @@ class TokenLogprobs(_message.Message):
     def __init__(self, index: _Optional[int] = ..., logprob: _Optional[float] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class StepResult(_message.Message):
-    __slots__ = ("step", "sequences", "token_ids", "stopped", "logprobs", "compute_time", "idle_time", "num_tokens")
+    __slots__ = ("step", "sequences", "token_ids", "stopped", "logprobs", "compute_time", "idle_time", "num_tokens", "evicted_sequences", "evicted_tokens", "kept_masses")
     STEP_FIELD_NUMBER: _ClassVar[int]
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -198,6 +306,9 @@ class StepResult(_message.Message):
     COMPUTE_TIME_FIELD_NUMBER: _ClassVar[int]
     IDLE_TIME_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_MASSES_FIELD_NUMBER: _ClassVar[int]
     step: int
     sequences: _containers.RepeatedScalarFieldContainer[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -206,4 +317,7 @@ class StepResult(_message.Message):
     compute_time: _duration_pb2.Duration
     idle_time: _duration_pb2.Duration
     num_tokens: int
-    def __init__(self, step: _Optional[int] = ..., sequences: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., stopped: _Optional[_Iterable[bool]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., compute_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., idle_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+    evicted_sequences: _containers.RepeatedScalarFieldContainer[int]
+    evicted_tokens: _containers.RepeatedScalarFieldContainer[int]
+    kept_masses: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, step: _Optional[int] = ..., sequences: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., stopped: _Optional[_Iterable[bool]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., compute_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., idle_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., num_tokens: _Optional[int] = ..., evicted_sequences: _Optional[_Iterable[int]] = ..., evicted_tokens: _Optional[_Iterable[int]] = ..., kept_masses: _Optional[_Iterable[float]] = ...) -> None: ...

@@ -27,6 +27,39 @@ class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OUTCOME_CLIPPED: _ClassVar[Outcome]
     OUTCOME_REJECTED: _ClassVar[Outcome]
 
+class EvictionKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    EVICTION_KIND_UNSPECIFIED: _ClassVar[EvictionKind]
+    EVICTION_KIND_NONE: _ClassVar[EvictionKind]
+    EVICTION_KIND_SLIDING_WINDOW: _ClassVar[EvictionKind]
+    EVICTION_KIND_SUM: _ClassVar[EvictionKind]
+    EVICTION_KIND_NORM_SUM: _ClassVar[EvictionKind]
+    EVICTION_KIND_ADAPTIVE_RKV: _ClassVar[EvictionKind]
+    EVICTION_KIND_SNAPKV: _ClassVar[EvictionKind]
+    EVICTION_KIND_H2O: _ClassVar[EvictionKind]
+    EVICTION_KIND_TOVA: _ClassVar[EvictionKind]
+    EVICTION_KIND_ROCO: _ClassVar[EvictionKind]
+    EVICTION_KIND_AVERAGE: _ClassVar[EvictionKind]
+    EVICTION_KIND_KEYDIFF: _ClassVar[EvictionKind]
+    EVICTION_KIND_KNORM: _ClassVar[EvictionKind]
+    EVICTION_KIND_LAST: _ClassVar[EvictionKind]
+    EVICTION_KIND_RANDOM: _ClassVar[EvictionKind]
+
+class EvictionPositions(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    EVICTION_POSITIONS_UNSPECIFIED: _ClassVar[EvictionPositions]
+    EVICTION_POSITIONS_ABSOLUTE: _ClassVar[EvictionPositions]
+    EVICTION_POSITIONS_COMPACTED: _ClassVar[EvictionPositions]
+
+class KvCrushAnchor(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    KV_CRUSH_ANCHOR_UNSPECIFIED: _ClassVar[KvCrushAnchor]
+    KV_CRUSH_ANCHOR_RANDOM: _ClassVar[KvCrushAnchor]
+    KV_CRUSH_ANCHOR_ZEROS: _ClassVar[KvCrushAnchor]
+    KV_CRUSH_ANCHOR_ONES: _ClassVar[KvCrushAnchor]
+    KV_CRUSH_ANCHOR_ALTERNATING: _ClassVar[KvCrushAnchor]
+    KV_CRUSH_ANCHOR_MEAN: _ClassVar[KvCrushAnchor]
+
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
@@ -42,6 +75,30 @@ OUTCOME_UNSPECIFIED: Outcome
 OUTCOME_GRANTED: Outcome
 OUTCOME_CLIPPED: Outcome
 OUTCOME_REJECTED: Outcome
+EVICTION_KIND_UNSPECIFIED: EvictionKind
+EVICTION_KIND_NONE: EvictionKind
+EVICTION_KIND_SLIDING_WINDOW: EvictionKind
+EVICTION_KIND_SUM: EvictionKind
+EVICTION_KIND_NORM_SUM: EvictionKind
+EVICTION_KIND_ADAPTIVE_RKV: EvictionKind
+EVICTION_KIND_SNAPKV: EvictionKind
+EVICTION_KIND_H2O: EvictionKind
+EVICTION_KIND_TOVA: EvictionKind
+EVICTION_KIND_ROCO: EvictionKind
+EVICTION_KIND_AVERAGE: EvictionKind
+EVICTION_KIND_KEYDIFF: EvictionKind
+EVICTION_KIND_KNORM: EvictionKind
+EVICTION_KIND_LAST: EvictionKind
+EVICTION_KIND_RANDOM: EvictionKind
+EVICTION_POSITIONS_UNSPECIFIED: EvictionPositions
+EVICTION_POSITIONS_ABSOLUTE: EvictionPositions
+EVICTION_POSITIONS_COMPACTED: EvictionPositions
+KV_CRUSH_ANCHOR_UNSPECIFIED: KvCrushAnchor
+KV_CRUSH_ANCHOR_RANDOM: KvCrushAnchor
+KV_CRUSH_ANCHOR_ZEROS: KvCrushAnchor
+KV_CRUSH_ANCHOR_ONES: KvCrushAnchor
+KV_CRUSH_ANCHOR_ALTERNATING: KvCrushAnchor
+KV_CRUSH_ANCHOR_MEAN: KvCrushAnchor
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -172,8 +229,62 @@ class RetentionReceipt(_message.Message):
     num_blocks: int
     def __init__(self, wish: _Optional[str] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., reason: _Optional[str] = ..., retention_priority: _Optional[int] = ..., retention_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., num_blocks: _Optional[int] = ...) -> None: ...
 
+class KvCrush(_message.Message):
+    __slots__ = ("budget_blocks", "anchor")
+    BUDGET_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ANCHOR_FIELD_NUMBER: _ClassVar[int]
+    budget_blocks: int
+    anchor: KvCrushAnchor
+    def __init__(self, budget_blocks: _Optional[int] = ..., anchor: _Optional[_Union[KvCrushAnchor, str]] = ...) -> None: ...
+
+class AdaptiveRkv(_message.Message):
+    __slots__ = ("attention_mass", "window_steps")
+    ATTENTION_MASS_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_STEPS_FIELD_NUMBER: _ClassVar[int]
+    attention_mass: float
+    window_steps: int
+    def __init__(self, attention_mass: _Optional[float] = ..., window_steps: _Optional[int] = ...) -> None: ...
+
+class EvictionPolicy(_message.Message):
+    __slots__ = ("kind", "start_tokens", "recent_tokens", "max_cache_tokens", "period_tokens", "during_prefill", "positions", "score_window_tokens", "kvcrush", "adaptive_rkv", "seed")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    START_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RECENT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_CACHE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PERIOD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DURING_PREFILL_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    SCORE_WINDOW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KVCRUSH_FIELD_NUMBER: _ClassVar[int]
+    ADAPTIVE_RKV_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    kind: EvictionKind
+    start_tokens: int
+    recent_tokens: int
+    max_cache_tokens: int
+    period_tokens: int
+    during_prefill: bool
+    positions: EvictionPositions
+    score_window_tokens: int
+    kvcrush: KvCrush
+    adaptive_rkv: AdaptiveRkv
+    seed: int
+    def __init__(self, kind: _Optional[_Union[EvictionKind, str]] = ..., start_tokens: _Optional[int] = ..., recent_tokens: _Optional[int] = ..., max_cache_tokens: _Optional[int] = ..., period_tokens: _Optional[int] = ..., during_prefill: _Optional[bool] = ..., positions: _Optional[_Union[EvictionPositions, str]] = ..., score_window_tokens: _Optional[int] = ..., kvcrush: _Optional[_Union[KvCrush, _Mapping]] = ..., adaptive_rkv: _Optional[_Union[AdaptiveRkv, _Mapping]] = ..., seed: _Optional[int] = ...) -> None: ...
+
+class EvictionReport(_message.Message):
+    __slots__ = ("policy", "evicted_tokens", "kept_mass", "tainted")
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_MASS_FIELD_NUMBER: _ClassVar[int]
+    TAINTED_FIELD_NUMBER: _ClassVar[int]
+    policy: EvictionPolicy
+    evicted_tokens: int
+    kept_mass: float
+    tainted: bool
+    def __init__(self, policy: _Optional[_Union[EvictionPolicy, _Mapping]] = ..., evicted_tokens: _Optional[int] = ..., kept_mass: _Optional[float] = ..., tainted: _Optional[bool] = ...) -> None: ...
+
 class StreamGenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "text", "chat", "token_ids", "max_tokens", "sampling", "stop", "stop_token_ids", "ignore_eos", "priority", "cache", "n")
+    __slots__ = ("request_id", "model", "text", "chat", "token_ids", "max_tokens", "sampling", "stop", "stop_token_ids", "ignore_eos", "priority", "cache", "n", "eviction_policy")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -187,6 +298,7 @@ class StreamGenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CACHE_FIELD_NUMBER: _ClassVar[int]
     N_FIELD_NUMBER: _ClassVar[int]
+    EVICTION_POLICY_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     text: str
@@ -200,7 +312,8 @@ class StreamGenerateRequest(_message.Message):
     priority: int
     cache: CacheOptions
     n: int
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., priority: _Optional[int] = ..., cache: _Optional[_Union[CacheOptions, _Mapping]] = ..., n: _Optional[int] = ...) -> None: ...
+    eviction_policy: EvictionPolicy
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., priority: _Optional[int] = ..., cache: _Optional[_Union[CacheOptions, _Mapping]] = ..., n: _Optional[int] = ..., eviction_policy: _Optional[_Union[EvictionPolicy, _Mapping]] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
     __slots__ = ("token_id", "logprob")
@@ -219,7 +332,7 @@ class TokenLogprobs(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "cached_tokens", "output_tokens", "preemptions", "queue_time", "time_to_first_token", "total_time", "retention_receipts", "hint_answers")
+    __slots__ = ("prompt_tokens", "cached_tokens", "output_tokens", "preemptions", "queue_time", "time_to_first_token", "total_time", "retention_receipts", "hint_answers", "eviction")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -229,6 +342,7 @@ class Usage(_message.Message):
     TOTAL_TIME_FIELD_NUMBER: _ClassVar[int]
     RETENTION_RECEIPTS_FIELD_NUMBER: _ClassVar[int]
     HINT_ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    EVICTION_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
@@ -238,7 +352,8 @@ class Usage(_message.Message):
     total_time: _duration_pb2.Duration
     retention_receipts: _containers.RepeatedCompositeFieldContainer[RetentionReceipt]
     hint_answers: _containers.RepeatedCompositeFieldContainer[HintAnswer]
-    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., queue_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., time_to_first_token: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., total_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., retention_receipts: _Optional[_Iterable[_Union[RetentionReceipt, _Mapping]]] = ..., hint_answers: _Optional[_Iterable[_Union[HintAnswer, _Mapping]]] = ...) -> None: ...
+    eviction: EvictionReport
+    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., queue_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., time_to_first_token: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., total_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., retention_receipts: _Optional[_Iterable[_Union[RetentionReceipt, _Mapping]]] = ..., hint_answers: _Optional[_Iterable[_Union[HintAnswer, _Mapping]]] = ..., eviction: _Optional[_Union[EvictionReport, _Mapping]] = ...) -> None: ...
 
 class StreamGenerateResponse(_message.Message):
     __slots__ = ("request_id", "text", "token_ids", "logprobs", "finish_reason", "usage", "sample_index")

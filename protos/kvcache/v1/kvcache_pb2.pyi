@@ -19,6 +19,39 @@ class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TIER_HOST: _ClassVar[Tier]
     TIER_DISK: _ClassVar[Tier]
 
+class EvictionKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    EVICTION_KIND_UNSPECIFIED: _ClassVar[EvictionKind]
+    EVICTION_KIND_NONE: _ClassVar[EvictionKind]
+    EVICTION_KIND_SLIDING_WINDOW: _ClassVar[EvictionKind]
+    EVICTION_KIND_SUM: _ClassVar[EvictionKind]
+    EVICTION_KIND_NORM_SUM: _ClassVar[EvictionKind]
+    EVICTION_KIND_ADAPTIVE_RKV: _ClassVar[EvictionKind]
+    EVICTION_KIND_SNAPKV: _ClassVar[EvictionKind]
+    EVICTION_KIND_H2O: _ClassVar[EvictionKind]
+    EVICTION_KIND_TOVA: _ClassVar[EvictionKind]
+    EVICTION_KIND_ROCO: _ClassVar[EvictionKind]
+    EVICTION_KIND_AVERAGE: _ClassVar[EvictionKind]
+    EVICTION_KIND_KEYDIFF: _ClassVar[EvictionKind]
+    EVICTION_KIND_KNORM: _ClassVar[EvictionKind]
+    EVICTION_KIND_LAST: _ClassVar[EvictionKind]
+    EVICTION_KIND_RANDOM: _ClassVar[EvictionKind]
+
+class EvictionPositions(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    EVICTION_POSITIONS_UNSPECIFIED: _ClassVar[EvictionPositions]
+    EVICTION_POSITIONS_ABSOLUTE: _ClassVar[EvictionPositions]
+    EVICTION_POSITIONS_COMPACTED: _ClassVar[EvictionPositions]
+
+class KvCrushAnchor(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    KV_CRUSH_ANCHOR_UNSPECIFIED: _ClassVar[KvCrushAnchor]
+    KV_CRUSH_ANCHOR_RANDOM: _ClassVar[KvCrushAnchor]
+    KV_CRUSH_ANCHOR_ZEROS: _ClassVar[KvCrushAnchor]
+    KV_CRUSH_ANCHOR_ONES: _ClassVar[KvCrushAnchor]
+    KV_CRUSH_ANCHOR_ALTERNATING: _ClassVar[KvCrushAnchor]
+    KV_CRUSH_ANCHOR_MEAN: _ClassVar[KvCrushAnchor]
+
 class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     OUTCOME_UNSPECIFIED: _ClassVar[Outcome]
@@ -73,6 +106,30 @@ TIER_UNSPECIFIED: Tier
 TIER_DEVICE: Tier
 TIER_HOST: Tier
 TIER_DISK: Tier
+EVICTION_KIND_UNSPECIFIED: EvictionKind
+EVICTION_KIND_NONE: EvictionKind
+EVICTION_KIND_SLIDING_WINDOW: EvictionKind
+EVICTION_KIND_SUM: EvictionKind
+EVICTION_KIND_NORM_SUM: EvictionKind
+EVICTION_KIND_ADAPTIVE_RKV: EvictionKind
+EVICTION_KIND_SNAPKV: EvictionKind
+EVICTION_KIND_H2O: EvictionKind
+EVICTION_KIND_TOVA: EvictionKind
+EVICTION_KIND_ROCO: EvictionKind
+EVICTION_KIND_AVERAGE: EvictionKind
+EVICTION_KIND_KEYDIFF: EvictionKind
+EVICTION_KIND_KNORM: EvictionKind
+EVICTION_KIND_LAST: EvictionKind
+EVICTION_KIND_RANDOM: EvictionKind
+EVICTION_POSITIONS_UNSPECIFIED: EvictionPositions
+EVICTION_POSITIONS_ABSOLUTE: EvictionPositions
+EVICTION_POSITIONS_COMPACTED: EvictionPositions
+KV_CRUSH_ANCHOR_UNSPECIFIED: KvCrushAnchor
+KV_CRUSH_ANCHOR_RANDOM: KvCrushAnchor
+KV_CRUSH_ANCHOR_ZEROS: KvCrushAnchor
+KV_CRUSH_ANCHOR_ONES: KvCrushAnchor
+KV_CRUSH_ANCHOR_ALTERNATING: KvCrushAnchor
+KV_CRUSH_ANCHOR_MEAN: KvCrushAnchor
 OUTCOME_UNSPECIFIED: Outcome
 OUTCOME_GRANTED: Outcome
 OUTCOME_CLIPPED: Outcome
@@ -137,7 +194,7 @@ class PoolSpec(_message.Message):
     def __init__(self, group: _Optional[int] = ..., num_blocks: _Optional[int] = ..., attention_window: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., block_bytes: _Optional[int] = ..., last_write_steps: _Optional[_Iterable[int]] = ..., host_blocks: _Optional[int] = ..., disk_blocks: _Optional[int] = ...) -> None: ...
 
 class RegisterExecutorRequest(_message.Message):
-    __slots__ = ("executor_id", "executor_epoch", "model", "model_fingerprint", "block_size", "pools", "memory_bytes")
+    __slots__ = ("executor_id", "executor_epoch", "model", "model_fingerprint", "block_size", "pools", "memory_bytes", "plain_rotary")
     EXECUTOR_ID_FIELD_NUMBER: _ClassVar[int]
     EXECUTOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -145,6 +202,7 @@ class RegisterExecutorRequest(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     POOLS_FIELD_NUMBER: _ClassVar[int]
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PLAIN_ROTARY_FIELD_NUMBER: _ClassVar[int]
     executor_id: str
     executor_epoch: int
     model: str
@@ -152,7 +210,8 @@ class RegisterExecutorRequest(_message.Message):
     block_size: int
     pools: _containers.RepeatedCompositeFieldContainer[PoolSpec]
     memory_bytes: int
-    def __init__(self, executor_id: _Optional[str] = ..., executor_epoch: _Optional[int] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[bytes] = ..., block_size: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolSpec, _Mapping]]] = ..., memory_bytes: _Optional[int] = ...) -> None: ...
+    plain_rotary: bool
+    def __init__(self, executor_id: _Optional[str] = ..., executor_epoch: _Optional[int] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[bytes] = ..., block_size: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolSpec, _Mapping]]] = ..., memory_bytes: _Optional[int] = ..., plain_rotary: _Optional[bool] = ...) -> None: ...
 
 class RegisterExecutorResponse(_message.Message):
     __slots__ = ("manager_epoch", "lease_duration", "restored_blocks")
@@ -223,7 +282,7 @@ class RetentionConfig(_message.Message):
     def __init__(self, ranges: _Optional[_Iterable[_Union[RetentionRange, _Mapping]]] = ..., decode_retention_priority: _Optional[int] = ..., decode_retention_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class AdmitSequenceRequest(_message.Message):
-    __slots__ = ("sequence_id", "scheduler_id", "scheduler_epoch", "executor_id", "token_ids", "salt", "adapter_id", "retention", "no_read", "no_store", "session_id", "request_id", "num_prompt_tokens", "tenant_id", "extra_keys", "hints")
+    __slots__ = ("sequence_id", "scheduler_id", "scheduler_epoch", "executor_id", "token_ids", "salt", "adapter_id", "retention", "no_read", "no_store", "session_id", "request_id", "num_prompt_tokens", "tenant_id", "extra_keys", "hints", "eviction_policy")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     SCHEDULER_ID_FIELD_NUMBER: _ClassVar[int]
     SCHEDULER_EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -240,6 +299,7 @@ class AdmitSequenceRequest(_message.Message):
     TENANT_ID_FIELD_NUMBER: _ClassVar[int]
     EXTRA_KEYS_FIELD_NUMBER: _ClassVar[int]
     HINTS_FIELD_NUMBER: _ClassVar[int]
+    EVICTION_POLICY_FIELD_NUMBER: _ClassVar[int]
     sequence_id: str
     scheduler_id: str
     scheduler_epoch: int
@@ -256,7 +316,50 @@ class AdmitSequenceRequest(_message.Message):
     tenant_id: str
     extra_keys: _containers.RepeatedCompositeFieldContainer[ExtraKey]
     hints: KvHints
-    def __init__(self, sequence_id: _Optional[str] = ..., scheduler_id: _Optional[str] = ..., scheduler_epoch: _Optional[int] = ..., executor_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., salt: _Optional[str] = ..., adapter_id: _Optional[int] = ..., retention: _Optional[_Union[RetentionConfig, _Mapping]] = ..., no_read: _Optional[bool] = ..., no_store: _Optional[bool] = ..., session_id: _Optional[str] = ..., request_id: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., tenant_id: _Optional[str] = ..., extra_keys: _Optional[_Iterable[_Union[ExtraKey, _Mapping]]] = ..., hints: _Optional[_Union[KvHints, _Mapping]] = ...) -> None: ...
+    eviction_policy: EvictionPolicy
+    def __init__(self, sequence_id: _Optional[str] = ..., scheduler_id: _Optional[str] = ..., scheduler_epoch: _Optional[int] = ..., executor_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., salt: _Optional[str] = ..., adapter_id: _Optional[int] = ..., retention: _Optional[_Union[RetentionConfig, _Mapping]] = ..., no_read: _Optional[bool] = ..., no_store: _Optional[bool] = ..., session_id: _Optional[str] = ..., request_id: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., tenant_id: _Optional[str] = ..., extra_keys: _Optional[_Iterable[_Union[ExtraKey, _Mapping]]] = ..., hints: _Optional[_Union[KvHints, _Mapping]] = ..., eviction_policy: _Optional[_Union[EvictionPolicy, _Mapping]] = ...) -> None: ...
+
+class KvCrush(_message.Message):
+    __slots__ = ("budget_blocks", "anchor")
+    BUDGET_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ANCHOR_FIELD_NUMBER: _ClassVar[int]
+    budget_blocks: int
+    anchor: KvCrushAnchor
+    def __init__(self, budget_blocks: _Optional[int] = ..., anchor: _Optional[_Union[KvCrushAnchor, str]] = ...) -> None: ...
+
+class AdaptiveRkv(_message.Message):
+    __slots__ = ("attention_mass", "window_steps")
+    ATTENTION_MASS_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_STEPS_FIELD_NUMBER: _ClassVar[int]
+    attention_mass: float
+    window_steps: int
+    def __init__(self, attention_mass: _Optional[float] = ..., window_steps: _Optional[int] = ...) -> None: ...
+
+class EvictionPolicy(_message.Message):
+    __slots__ = ("kind", "start_tokens", "recent_tokens", "max_cache_tokens", "period_tokens", "during_prefill", "positions", "score_window_tokens", "kvcrush", "adaptive_rkv", "seed")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    START_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RECENT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_CACHE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PERIOD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DURING_PREFILL_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    SCORE_WINDOW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KVCRUSH_FIELD_NUMBER: _ClassVar[int]
+    ADAPTIVE_RKV_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    kind: EvictionKind
+    start_tokens: int
+    recent_tokens: int
+    max_cache_tokens: int
+    period_tokens: int
+    during_prefill: bool
+    positions: EvictionPositions
+    score_window_tokens: int
+    kvcrush: KvCrush
+    adaptive_rkv: AdaptiveRkv
+    seed: int
+    def __init__(self, kind: _Optional[_Union[EvictionKind, str]] = ..., start_tokens: _Optional[int] = ..., recent_tokens: _Optional[int] = ..., max_cache_tokens: _Optional[int] = ..., period_tokens: _Optional[int] = ..., during_prefill: _Optional[bool] = ..., positions: _Optional[_Union[EvictionPositions, str]] = ..., score_window_tokens: _Optional[int] = ..., kvcrush: _Optional[_Union[KvCrush, _Mapping]] = ..., adaptive_rkv: _Optional[_Union[AdaptiveRkv, _Mapping]] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class ExtraKey(_message.Message):
     __slots__ = ("start", "length", "digest")
@@ -313,7 +416,7 @@ class Transfer(_message.Message):
     def __init__(self, ticket: _Optional[int] = ..., group: _Optional[int] = ..., source_tier: _Optional[_Union[Tier, str]] = ..., source_slot: _Optional[int] = ..., target_tier: _Optional[_Union[Tier, str]] = ..., target_slot: _Optional[int] = ..., num_tokens: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class AdmitSequenceResponse(_message.Message):
-    __slots__ = ("manager_epoch", "admitted", "blocks_short", "sequence_handle", "cached_tokens", "wait_for_handle", "capacity_tokens", "block_tables", "transfers", "receipts", "hint_answers")
+    __slots__ = ("manager_epoch", "admitted", "blocks_short", "sequence_handle", "cached_tokens", "wait_for_handle", "capacity_tokens", "block_tables", "transfers", "receipts", "hint_answers", "eviction_policy")
     MANAGER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_SHORT_FIELD_NUMBER: _ClassVar[int]
@@ -325,6 +428,7 @@ class AdmitSequenceResponse(_message.Message):
     TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     RECEIPTS_FIELD_NUMBER: _ClassVar[int]
     HINT_ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    EVICTION_POLICY_FIELD_NUMBER: _ClassVar[int]
     manager_epoch: int
     admitted: bool
     blocks_short: int
@@ -336,7 +440,8 @@ class AdmitSequenceResponse(_message.Message):
     transfers: _containers.RepeatedCompositeFieldContainer[Transfer]
     receipts: _containers.RepeatedCompositeFieldContainer[RetentionReceipt]
     hint_answers: _containers.RepeatedCompositeFieldContainer[HintAnswer]
-    def __init__(self, manager_epoch: _Optional[int] = ..., admitted: _Optional[bool] = ..., blocks_short: _Optional[int] = ..., sequence_handle: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., wait_for_handle: _Optional[int] = ..., capacity_tokens: _Optional[int] = ..., block_tables: _Optional[_Iterable[_Union[BlockTable, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., receipts: _Optional[_Iterable[_Union[RetentionReceipt, _Mapping]]] = ..., hint_answers: _Optional[_Iterable[_Union[HintAnswer, _Mapping]]] = ...) -> None: ...
+    eviction_policy: EvictionPolicy
+    def __init__(self, manager_epoch: _Optional[int] = ..., admitted: _Optional[bool] = ..., blocks_short: _Optional[int] = ..., sequence_handle: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., wait_for_handle: _Optional[int] = ..., capacity_tokens: _Optional[int] = ..., block_tables: _Optional[_Iterable[_Union[BlockTable, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., receipts: _Optional[_Iterable[_Union[RetentionReceipt, _Mapping]]] = ..., hint_answers: _Optional[_Iterable[_Union[HintAnswer, _Mapping]]] = ..., eviction_policy: _Optional[_Union[EvictionPolicy, _Mapping]] = ...) -> None: ...
 
 class AdmitSequencesRequest(_message.Message):
     __slots__ = ("admissions",)
@@ -351,7 +456,7 @@ class AdmitSequencesResponse(_message.Message):
     def __init__(self, answers: _Optional[_Iterable[_Union[AdmitSequenceResponse, _Mapping]]] = ...) -> None: ...
 
 class SyncSequencesRequest(_message.Message):
-    __slots__ = ("scheduler_id", "scheduler_epoch", "manager_epoch", "sync_number", "step", "handles", "computed_tokens", "new_token_counts", "new_token_ids", "released_handles", "trimmed_handles", "trimmed_capacity_tokens", "cancelled_tickets")
+    __slots__ = ("scheduler_id", "scheduler_epoch", "manager_epoch", "sync_number", "step", "handles", "computed_tokens", "new_token_counts", "new_token_ids", "released_handles", "trimmed_handles", "trimmed_capacity_tokens", "cancelled_tickets", "evicting_handles", "moved_handles", "moved_computed_tokens")
     SCHEDULER_ID_FIELD_NUMBER: _ClassVar[int]
     SCHEDULER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     MANAGER_EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -365,6 +470,9 @@ class SyncSequencesRequest(_message.Message):
     TRIMMED_HANDLES_FIELD_NUMBER: _ClassVar[int]
     TRIMMED_CAPACITY_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CANCELLED_TICKETS_FIELD_NUMBER: _ClassVar[int]
+    EVICTING_HANDLES_FIELD_NUMBER: _ClassVar[int]
+    MOVED_HANDLES_FIELD_NUMBER: _ClassVar[int]
+    MOVED_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     scheduler_id: str
     scheduler_epoch: int
     manager_epoch: int
@@ -378,10 +486,13 @@ class SyncSequencesRequest(_message.Message):
     trimmed_handles: _containers.RepeatedScalarFieldContainer[int]
     trimmed_capacity_tokens: _containers.RepeatedScalarFieldContainer[int]
     cancelled_tickets: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, scheduler_id: _Optional[str] = ..., scheduler_epoch: _Optional[int] = ..., manager_epoch: _Optional[int] = ..., sync_number: _Optional[int] = ..., step: _Optional[int] = ..., handles: _Optional[_Iterable[int]] = ..., computed_tokens: _Optional[_Iterable[int]] = ..., new_token_counts: _Optional[_Iterable[int]] = ..., new_token_ids: _Optional[_Iterable[int]] = ..., released_handles: _Optional[_Iterable[int]] = ..., trimmed_handles: _Optional[_Iterable[int]] = ..., trimmed_capacity_tokens: _Optional[_Iterable[int]] = ..., cancelled_tickets: _Optional[_Iterable[int]] = ...) -> None: ...
+    evicting_handles: _containers.RepeatedScalarFieldContainer[int]
+    moved_handles: _containers.RepeatedScalarFieldContainer[int]
+    moved_computed_tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, scheduler_id: _Optional[str] = ..., scheduler_epoch: _Optional[int] = ..., manager_epoch: _Optional[int] = ..., sync_number: _Optional[int] = ..., step: _Optional[int] = ..., handles: _Optional[_Iterable[int]] = ..., computed_tokens: _Optional[_Iterable[int]] = ..., new_token_counts: _Optional[_Iterable[int]] = ..., new_token_ids: _Optional[_Iterable[int]] = ..., released_handles: _Optional[_Iterable[int]] = ..., trimmed_handles: _Optional[_Iterable[int]] = ..., trimmed_capacity_tokens: _Optional[_Iterable[int]] = ..., cancelled_tickets: _Optional[_Iterable[int]] = ..., evicting_handles: _Optional[_Iterable[int]] = ..., moved_handles: _Optional[_Iterable[int]] = ..., moved_computed_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SyncSequencesResponse(_message.Message):
-    __slots__ = ("manager_epoch", "extended_handles", "extended_groups", "extended_counts", "extended_slots", "void_handles", "unknown_handles", "blocks_short", "free_blocks", "lease_duration", "transfers")
+    __slots__ = ("manager_epoch", "extended_handles", "extended_groups", "extended_counts", "extended_slots", "void_handles", "unknown_handles", "blocks_short", "free_blocks", "lease_duration", "transfers", "evicting_handles", "evicting_counts", "evicting_slots")
     MANAGER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     EXTENDED_HANDLES_FIELD_NUMBER: _ClassVar[int]
     EXTENDED_GROUPS_FIELD_NUMBER: _ClassVar[int]
@@ -393,6 +504,9 @@ class SyncSequencesResponse(_message.Message):
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LEASE_DURATION_FIELD_NUMBER: _ClassVar[int]
     TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    EVICTING_HANDLES_FIELD_NUMBER: _ClassVar[int]
+    EVICTING_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    EVICTING_SLOTS_FIELD_NUMBER: _ClassVar[int]
     manager_epoch: int
     extended_handles: _containers.RepeatedScalarFieldContainer[int]
     extended_groups: _containers.RepeatedScalarFieldContainer[int]
@@ -404,7 +518,10 @@ class SyncSequencesResponse(_message.Message):
     free_blocks: int
     lease_duration: _duration_pb2.Duration
     transfers: _containers.RepeatedCompositeFieldContainer[Transfer]
-    def __init__(self, manager_epoch: _Optional[int] = ..., extended_handles: _Optional[_Iterable[int]] = ..., extended_groups: _Optional[_Iterable[int]] = ..., extended_counts: _Optional[_Iterable[int]] = ..., extended_slots: _Optional[_Iterable[int]] = ..., void_handles: _Optional[_Iterable[int]] = ..., unknown_handles: _Optional[_Iterable[int]] = ..., blocks_short: _Optional[int] = ..., free_blocks: _Optional[int] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ...) -> None: ...
+    evicting_handles: _containers.RepeatedScalarFieldContainer[int]
+    evicting_counts: _containers.RepeatedScalarFieldContainer[int]
+    evicting_slots: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, manager_epoch: _Optional[int] = ..., extended_handles: _Optional[_Iterable[int]] = ..., extended_groups: _Optional[_Iterable[int]] = ..., extended_counts: _Optional[_Iterable[int]] = ..., extended_slots: _Optional[_Iterable[int]] = ..., void_handles: _Optional[_Iterable[int]] = ..., unknown_handles: _Optional[_Iterable[int]] = ..., blocks_short: _Optional[int] = ..., free_blocks: _Optional[int] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., evicting_handles: _Optional[_Iterable[int]] = ..., evicting_counts: _Optional[_Iterable[int]] = ..., evicting_slots: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ExtendSequenceRequest(_message.Message):
     __slots__ = ("sequence_id", "capacity_tokens")
@@ -889,7 +1006,7 @@ class ListBlocksResponse(_message.Message):
     def __init__(self, blocks: _Optional[_Iterable[_Union[Block, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class Sequence(_message.Message):
-    __slots__ = ("sequence_id", "sequence_handle", "scheduler_id", "executor_id", "num_tokens", "computed_tokens", "cached_tokens", "capacity_tokens", "num_blocks", "salt", "tenant_id", "session_id")
+    __slots__ = ("sequence_id", "sequence_handle", "scheduler_id", "executor_id", "num_tokens", "computed_tokens", "cached_tokens", "capacity_tokens", "num_blocks", "salt", "tenant_id", "session_id", "eviction_policy", "evicting")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_HANDLE_FIELD_NUMBER: _ClassVar[int]
     SCHEDULER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -902,6 +1019,8 @@ class Sequence(_message.Message):
     SALT_FIELD_NUMBER: _ClassVar[int]
     TENANT_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    EVICTION_POLICY_FIELD_NUMBER: _ClassVar[int]
+    EVICTING_FIELD_NUMBER: _ClassVar[int]
     sequence_id: str
     sequence_handle: int
     scheduler_id: str
@@ -914,7 +1033,9 @@ class Sequence(_message.Message):
     salt: str
     tenant_id: str
     session_id: str
-    def __init__(self, sequence_id: _Optional[str] = ..., sequence_handle: _Optional[int] = ..., scheduler_id: _Optional[str] = ..., executor_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., capacity_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., salt: _Optional[str] = ..., tenant_id: _Optional[str] = ..., session_id: _Optional[str] = ...) -> None: ...
+    eviction_policy: EvictionPolicy
+    evicting: bool
+    def __init__(self, sequence_id: _Optional[str] = ..., sequence_handle: _Optional[int] = ..., scheduler_id: _Optional[str] = ..., executor_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., capacity_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., salt: _Optional[str] = ..., tenant_id: _Optional[str] = ..., session_id: _Optional[str] = ..., eviction_policy: _Optional[_Union[EvictionPolicy, _Mapping]] = ..., evicting: _Optional[bool] = ...) -> None: ...
 
 class ListSequencesRequest(_message.Message):
     __slots__ = ("page_size", "page_token", "executor_id", "scheduler_id", "salt")
@@ -1041,18 +1162,20 @@ class RuleMatch(_message.Message):
     def __init__(self, salt: _Optional[str] = ..., tenant_id: _Optional[str] = ..., adapter_id: _Optional[int] = ..., prefix_token_ids: _Optional[_Iterable[int]] = ..., start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
 
 class RuleAction(_message.Message):
-    __slots__ = ("retention_priority", "retention_duration", "pin_duration", "no_store", "offload_min_priority")
+    __slots__ = ("retention_priority", "retention_duration", "pin_duration", "no_store", "offload_min_priority", "eviction_policy")
     RETENTION_PRIORITY_FIELD_NUMBER: _ClassVar[int]
     RETENTION_DURATION_FIELD_NUMBER: _ClassVar[int]
     PIN_DURATION_FIELD_NUMBER: _ClassVar[int]
     NO_STORE_FIELD_NUMBER: _ClassVar[int]
     OFFLOAD_MIN_PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    EVICTION_POLICY_FIELD_NUMBER: _ClassVar[int]
     retention_priority: int
     retention_duration: _duration_pb2.Duration
     pin_duration: _duration_pb2.Duration
     no_store: bool
     offload_min_priority: int
-    def __init__(self, retention_priority: _Optional[int] = ..., retention_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., pin_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., no_store: _Optional[bool] = ..., offload_min_priority: _Optional[int] = ...) -> None: ...
+    eviction_policy: EvictionPolicy
+    def __init__(self, retention_priority: _Optional[int] = ..., retention_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., pin_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., no_store: _Optional[bool] = ..., offload_min_priority: _Optional[int] = ..., eviction_policy: _Optional[_Union[EvictionPolicy, _Mapping]] = ...) -> None: ...
 
 class CreateRetentionRuleRequest(_message.Message):
     __slots__ = ("rule", "validate_only")

@@ -1,0 +1,367 @@
+"""What a policy of token eviction makes of lengths: the one place for all who admit, plan and evict by it.
+
+A sequence has three lengths that are never mixed: computed tokens, those of them that were evicted, and those that are
+kept, which is how many slots it uses.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from protos.rpc.errors import InvalidField
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class Kind(enum.IntEnum):
+    """As EvictionKind of the messages."""
+
+    NONE = 1
+    SLIDING_WINDOW = 2
+    SUM = 3
+    NORM_SUM = 4
+    ADAPTIVE_RKV = 5
+    SNAPKV = 6
+    H2O = 7
+    TOVA = 8
+    ROCO = 9
+    AVERAGE = 10
+    KEYDIFF = 11
+    KNORM = 12
+    LAST = 13
+    RANDOM = 14
+
+
+class Anchor(enum.IntEnum):
+    """As KvCrushAnchor of the messages."""
+
+    RANDOM = 1
+    ZEROS = 2
+    ONES = 3
+    ALTERNATING = 4
+    MEAN = 5
+
+
+# Evict whole blocks between a start and a recent area; each layer its own.
+AREAS = (Kind.SUM, Kind.NORM_SUM, Kind.ADAPTIVE_RKV)
+# Never look at attention.
+SCORELESS = (Kind.SLIDING_WINDOW, Kind.KEYDIFF, Kind.KNORM, Kind.LAST, Kind.RANDOM)
+# (start, recent, maximum, period); a period of None is a block. A window of 512 tokens has no maximum of its own.
+_DEFAULTS: dict[Kind, tuple[int, int, int, int | None]] = {
+    Kind.SLIDING_WINDOW: (0, 512, 512, 1),
+    **dict.fromkeys(AREAS, (32, 128, 672, None)),
+    Kind.SNAPKV: (0, 8, 672, 1),
+    Kind.H2O: (0, 336, 672, 16),
+    **dict.fromkeys((Kind.TOVA, Kind.ROCO, Kind.KEYDIFF, Kind.KNORM, Kind.RANDOM), (4, 32, 672, 16)),
+    Kind.AVERAGE: (0, 0, 672, 64),
+    Kind.LAST: (0, 1, 64, 63),
+}
+_MAX_TOKENS = 1 << 24
+_MAX_STEPS = 1024
+MIN_LAST = 2
+# Of EvictionPositions.
+_COMPACTED = 2
+
+
+@dataclass(frozen=True)
+class KvCrush:
+    """Blocks kept for their difference."""
+
+    budget: int
+    anchor: Anchor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What an executor's model can carry. windows: one per layer group, None for full attention."""
+
+    block_size: int
+    windows: Sequence[int | None]
+    plain_rotary: bool
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A policy with nothing left open. All but mass are numbers of tokens, steps or blocks."""
+
+    kind: Kind
+    block_size: int
+    start: int
+    recent: int
+    maximum: int
+    period: int
+    during_prefill: bool
+    compacted: bool
+    score_window: int
+    mass: float
+    mass_steps: int
+    crush: KvCrush | None
+    seed: int
+
+    @property
+    def uses_scores(self) -> bool:
+        """Whether it looks at attention."""
+        return self.kind not in SCORELESS
+
+    @property
+    def by_block(self) -> bool:
+        """Whether whole blocks go."""
+        return self.kind in AREAS
+
+    @property
+    def most_kept(self) -> int | None:
+        """Slots that a sequence uses at most once it evicts, a step's own included; None for no bound."""
+        if self.kind is Kind.SNAPKV:
+            return None
+        if self.by_block:
+            return self._floor + self.block_size
+        return self.maximum + self.period if self.kind is Kind.SLIDING_WINDOW else self.maximum
+
+    @property
+    def _floor(self) -> int:
+        """With areas: tokens left behind by an eviction, but for those of the last block."""
+        return self.maximum + (self.crush.budget * self.block_size if self.crush else 0)
+
+    def effective_tokens(self, total: int) -> int:
+        """Tokens that a sequence of this length really keeps at most, once its prompt is behind it."""
+        most = self.most_kept
+        if most is None:
+            return total
+        if self.by_block:
+            return min(total, most - 1)
+        return min(total, self.maximum)
+
+    def kept_after(self, kept: int, computed: int, prompt: int) -> int:
+        """Tokens that stay when `kept` are there and the sequence is about to compute more.
+
+        computed: tokens computed so far. prompt: tokens known when the sequence was admitted.
+        """
+        if computed < prompt and not self.during_prefill:
+            return kept
+        if self.by_block:
+            return kept if kept < self._floor + self.block_size else self._floor + kept % self.block_size
+        match self.kind:
+            case Kind.SLIDING_WINDOW:
+                return self.maximum if kept >= self.maximum + self.period else kept
+            case Kind.SNAPKV:
+                return min(kept, self.maximum) if computed == prompt else kept
+            case Kind.LAST:
+                return min(kept, 1) if computed == prompt or kept >= self.maximum else kept
+            case _:
+                return self.maximum - self.period if kept >= self.maximum else kept
+
+    def room(self, kept: int, computed: int, prompt: int) -> int | None:
+        """Tokens that may be computed before it has to evict; None when as many as there are slots for."""
+        if computed < prompt and not self.during_prefill:
+            return None
+        return None if self.most_kept is None else self.most_kept - kept
+
+    def clean_tokens(self, prompt: int) -> int:
+        """Tokens of a prompt that are computed before any is evicted, at least."""
+        return min(prompt, self.most_kept or prompt) if self.during_prefill else prompt
+
+    def slots_before(self, prompt: int, total: int) -> int:
+        """Slots that a sequence uses at most before it first evicts. total: tokens when it ends."""
+        if self.during_prefill:
+            return min(total, self.most_kept or total)
+        return min(total, max(prompt, self.most_kept or total))
+
+    def reusable(self, known: int) -> int:
+        """Of the known tokens, how many may come from the cache: the queries that count must be computed."""
+        if self.kind in SCORELESS:
+            return self.clean_tokens(known)
+        return min(max(0, known - self.counted_rows(known)), self.clean_tokens(known))
+
+    def counted_rows(self, prompt: int) -> int:
+        """Of a prompt's queries, how many last ones count."""
+        if self.kind is Kind.TOVA:
+            return 1
+        return min(prompt, self.score_window) if self.score_window else prompt
+
+
+def parse(message: Any, layout: Layout, field: str = "eviction_policy") -> Policy | None:
+    """A policy from any of the three EvictionPolicy messages; None for a message that says to keep everything.
+
+    Raises InvalidField with the path of the field that is wrong.
+    """
+    return None if message.kind == Kind.NONE else _Reader(message, layout, field).policy()
+
+
+class _Reader:
+    """One message, from which a policy is made or which is refused."""
+
+    def __init__(self, message: Any, layout: Layout, field: str) -> None:
+        self._message = message
+        self._layout = layout
+        self._field = field
+        if message.kind == 0 or message.kind not in list(Kind):
+            raise self._invalid("kind", "must be one of the EvictionKinds")
+        self._kind = Kind(message.kind)
+        start, recent, maximum, period = _DEFAULTS[self._kind]
+        self._maximum = self._given("max_cache_tokens", maximum)
+        if self._kind is Kind.H2O:
+            recent = self._maximum // 2
+        elif self._kind is Kind.SNAPKV and message.score_window_tokens:
+            recent = message.score_window_tokens
+        elif self._kind is Kind.LAST:
+            period = self._maximum - 1
+        self._start = self._given("start_tokens", start)
+        self._recent = self._given("recent_tokens", recent)
+        if self._kind is Kind.SLIDING_WINDOW:
+            self._maximum = self._given("max_cache_tokens", self._start + self._recent)
+        self._period = self._given("period_tokens", layout.block_size if period is None else period)
+
+    def policy(self) -> Policy:
+        """The policy. Raises InvalidField."""
+        if len(self._layout.windows) > 1 or self._layout.windows[0] is not None:
+            raise self._invalid("kind", "cannot be used: the model has layers that attend to a window of tokens only")
+        self._check_sizes()
+        if self._kind in AREAS:
+            self._check_areas()
+        elif self._kind is Kind.SLIDING_WINDOW:
+            self._check_window()
+        elif self._kind is Kind.LAST:
+            self._check_last()
+        else:
+            self._check_tokens()
+        self._check_uses()
+        return Policy(
+            kind=self._kind,
+            block_size=self._layout.block_size,
+            start=self._start,
+            recent=self._recent,
+            maximum=self._maximum,
+            period=self._period,
+            during_prefill=self._message.during_prefill,
+            compacted=self._message.positions == _COMPACTED,
+            score_window=self._score_window(),
+            mass=self._mass(),
+            mass_steps=self._mass_steps(),
+            crush=self._crush(),
+            seed=self._message.seed,
+        )
+
+    def _given(self, name: str, otherwise: int) -> int:
+        value: int = getattr(self._message, name)
+        return value if self._message.HasField(name) else otherwise
+
+    def _invalid(self, name: str, text: str) -> InvalidField:
+        return InvalidField(f"{self._field}.{name}", text)
+
+    def _check_sizes(self) -> None:
+        for name in ("start_tokens", "recent_tokens", "max_cache_tokens", "period_tokens"):
+            if getattr(self._message, name) > _MAX_TOKENS:
+                raise self._invalid(name, f"must be at most {_MAX_TOKENS}")
+
+    def _check_areas(self) -> None:
+        size = self._layout.block_size
+        for name, value in (
+            ("start_tokens", self._start),
+            ("recent_tokens", self._recent),
+            ("max_cache_tokens", self._maximum),
+        ):
+            if not value or value % size:
+                raise self._invalid(name, f"must be a multiple of the block size, {size}, and not 0")
+        if self._maximum <= self._start + self._recent:
+            raise self._invalid(
+                "max_cache_tokens", f"must be more than start_tokens and recent_tokens, {self._start + self._recent}"
+            )
+
+    def _check_window(self) -> None:
+        if not self._recent:
+            raise self._invalid("recent_tokens", "must not be 0: it is the window")
+        if self._maximum != self._start + self._recent:
+            kept = self._start + self._recent
+            raise self._invalid("max_cache_tokens", f"must be absent, or start_tokens and recent_tokens, {kept}")
+        if not self._period:
+            raise self._invalid("period_tokens", "must be at least 1")
+
+    def _check_last(self) -> None:
+        if self._maximum < MIN_LAST:
+            raise self._invalid("max_cache_tokens", f"must be at least {MIN_LAST}")
+        if (self._start, self._recent, self._period) != (0, 1, self._maximum - 1):
+            text = "takes neither start_tokens, recent_tokens nor period_tokens: it keeps one token"
+            raise self._invalid("kind", text)
+
+    def _check_tokens(self) -> None:
+        if not 1 <= self._period < self._maximum:
+            raise self._invalid("period_tokens", f"must be at least 1 and less than max_cache_tokens, {self._maximum}")
+        kept = self._maximum if self._kind is Kind.SNAPKV else self._maximum - self._period
+        if kept < self._start + self._recent:
+            text = f"leaves {kept} tokens, less than start_tokens and recent_tokens together"
+            raise self._invalid("max_cache_tokens", text)
+
+    def _check_uses(self) -> None:
+        """Fields that the kind has no use for."""
+        waits = (*AREAS, Kind.SNAPKV, Kind.LAST)
+        if self._message.during_prefill and self._kind in waits:
+            raise self._invalid("during_prefill", "cannot be used with this kind, which waits for the prompt")
+        if self._kind in AREAS and self._message.HasField("period_tokens"):
+            raise self._invalid("period_tokens", "cannot be used with this kind, which evicts whole blocks")
+        for name, kinds in (
+            ("score_window_tokens", (*AREAS, Kind.SNAPKV)),
+            ("adaptive_rkv", (Kind.ADAPTIVE_RKV,)),
+            ("kvcrush", (Kind.SUM, Kind.NORM_SUM)),
+        ):
+            if self._message.HasField(name) and self._kind not in kinds:
+                raise self._invalid(name, "cannot be used with this kind")
+        if self._message.positions not in (0, 1, _COMPACTED):
+            raise self._invalid("positions", "must be one of the EvictionPositions")
+        if self._message.positions == _COMPACTED and not self._layout.plain_rotary:
+            raise self._invalid("positions", "cannot be compacted: the model has no plain rotary embedding")
+
+    def _score_window(self) -> int:
+        if self._kind not in (*AREAS, Kind.SNAPKV):
+            return 0
+        window = self._given("score_window_tokens", 8)
+        if self._kind is Kind.SNAPKV and not 1 <= window <= self._recent:
+            raise self._invalid("score_window_tokens", f"must be from 1 to recent_tokens, {self._recent}")
+        return window
+
+    def _mass(self) -> float:
+        settings = self._message.adaptive_rkv
+        mass: float = settings.attention_mass if settings.HasField("attention_mass") else 0.9
+        if not 0 < mass <= 1:
+            raise self._invalid("adaptive_rkv.attention_mass", "must be greater than 0 and at most 1")
+        return mass
+
+    def _mass_steps(self) -> int:
+        settings = self._message.adaptive_rkv
+        steps: int = settings.window_steps if settings.HasField("window_steps") else 8
+        if not 1 <= steps <= _MAX_STEPS:
+            raise self._invalid("adaptive_rkv.window_steps", f"must be from 1 to {_MAX_STEPS}")
+        return steps
+
+    def _crush(self) -> KvCrush | None:
+        if not self._message.HasField("kvcrush"):
+            return None
+        settings = self._message.kvcrush
+        if not 1 <= settings.budget_blocks <= _MAX_TOKENS:
+            raise self._invalid("kvcrush.budget_blocks", f"must be from 1 to {_MAX_TOKENS}")
+        if settings.anchor not in (0, *Anchor):
+            raise self._invalid("kvcrush.anchor", "must be one of the KvCrushAnchors")
+        return KvCrush(settings.budget_blocks, Anchor(settings.anchor or Anchor.RANDOM))
+
+
+def write(policy: Policy, message: Any) -> None:
+    """Fills any of the three messages with a policy: what its kind uses, and nothing else."""
+    message.kind = policy.kind.value
+    message.start_tokens = policy.start
+    message.recent_tokens = policy.recent
+    message.max_cache_tokens = policy.maximum
+    if not policy.by_block and policy.kind is not Kind.LAST:
+        message.period_tokens = policy.period
+    message.during_prefill = policy.during_prefill
+    message.positions = 2 if policy.compacted else 1
+    if policy.kind in (*AREAS, Kind.SNAPKV):
+        message.score_window_tokens = policy.score_window
+    if policy.kind is Kind.ADAPTIVE_RKV:
+        message.adaptive_rkv.attention_mass = policy.mass
+        message.adaptive_rkv.window_steps = policy.mass_steps
+    if policy.crush is not None:
+        message.kvcrush.budget_blocks = policy.crush.budget
+        message.kvcrush.anchor = policy.crush.anchor.value
+    message.seed = policy.seed

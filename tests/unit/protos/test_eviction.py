@@ -1,0 +1,177 @@
+"""What policies make of lengths, and what is wrong with a policy, said with the field's name."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protos.execution.v1 import execution_pb2
+from protos.generation.v1 import generation_pb2
+from protos.kvcache.eviction import AREAS, Kind, Layout, Policy, parse, write
+from protos.kvcache.v1 import kvcache_pb2 as pb
+from protos.rpc.errors import InvalidField
+
+PLAIN = Layout(block_size=16, windows=(None,), plain_rotary=True)
+KINDS = [kind for kind in Kind if kind is not Kind.NONE]
+
+
+def policy(kind: Kind, layout: Layout = PLAIN, **fields: Any) -> Policy:
+    parsed = parse(pb.EvictionPolicy(kind=kind.value, **fields), layout)
+    assert parsed is not None
+    return parsed
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_has_defaults_that_survive_a_message(kind: Kind) -> None:
+    parsed = policy(kind)
+    for message in (pb.EvictionPolicy(), generation_pb2.EvictionPolicy(), execution_pb2.EvictionPolicy()):
+        write(parsed, message)
+        again = parse(message, PLAIN)
+        assert again is not None
+        assert again.mass == pytest.approx(parsed.mass)
+        assert (again.kind, again.start, again.recent, again.maximum, again.period, again.score_window) == (
+            (parsed.kind, parsed.start, parsed.recent, parsed.maximum, parsed.period, parsed.score_window)
+        )
+
+
+def test_none_keeps_everything() -> None:
+    assert parse(pb.EvictionPolicy(kind="EVICTION_KIND_NONE"), PLAIN) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({}, "kind"),
+        ({"kind": 99}, "kind"),
+        ({"kind": "EVICTION_KIND_SUM", "start_tokens": 0}, "start_tokens"),
+        ({"kind": "EVICTION_KIND_SUM", "recent_tokens": 13}, "recent_tokens"),
+        ({"kind": "EVICTION_KIND_NORM_SUM", "max_cache_tokens": 100}, "max_cache_tokens"),
+        ({"kind": "EVICTION_KIND_NORM_SUM", "max_cache_tokens": 160}, "max_cache_tokens"),
+        ({"kind": "EVICTION_KIND_NORM_SUM", "period_tokens": 16}, "period_tokens"),
+        ({"kind": "EVICTION_KIND_NORM_SUM", "during_prefill": True}, "during_prefill"),
+        ({"kind": "EVICTION_KIND_SUM", "start_tokens": 1 << 25}, "start_tokens"),
+        ({"kind": "EVICTION_KIND_SLIDING_WINDOW", "recent_tokens": 0}, "recent_tokens"),
+        ({"kind": "EVICTION_KIND_SLIDING_WINDOW", "recent_tokens": 8, "max_cache_tokens": 9}, "max_cache_tokens"),
+        ({"kind": "EVICTION_KIND_SLIDING_WINDOW", "period_tokens": 0}, "period_tokens"),
+        ({"kind": "EVICTION_KIND_SLIDING_WINDOW", "score_window_tokens": 8}, "score_window_tokens"),
+        ({"kind": "EVICTION_KIND_AVERAGE", "max_cache_tokens": 64}, "period_tokens"),
+        ({"kind": "EVICTION_KIND_AVERAGE", "period_tokens": 0}, "period_tokens"),
+        ({"kind": "EVICTION_KIND_KEYDIFF", "max_cache_tokens": 48}, "max_cache_tokens"),
+        ({"kind": "EVICTION_KIND_LAST", "recent_tokens": 2}, "kind"),
+        ({"kind": "EVICTION_KIND_LAST", "max_cache_tokens": 1}, "max_cache_tokens"),
+        ({"kind": "EVICTION_KIND_LAST", "during_prefill": True}, "during_prefill"),
+        ({"kind": "EVICTION_KIND_SNAPKV", "score_window_tokens": 0}, "score_window_tokens"),
+        ({"kind": "EVICTION_KIND_SUM", "positions": 7}, "positions"),
+        ({"kind": "EVICTION_KIND_ADAPTIVE_RKV", "kvcrush": pb.KvCrush(budget_blocks=1)}, "kvcrush"),
+        ({"kind": "EVICTION_KIND_SUM", "kvcrush": pb.KvCrush()}, "kvcrush.budget_blocks"),
+        ({"kind": "EVICTION_KIND_SUM", "kvcrush": pb.KvCrush(budget_blocks=1, anchor=9)}, "kvcrush.anchor"),
+        ({"kind": "EVICTION_KIND_SUM", "adaptive_rkv": pb.AdaptiveRkv()}, "adaptive_rkv"),
+        (
+            {"kind": "EVICTION_KIND_ADAPTIVE_RKV", "adaptive_rkv": pb.AdaptiveRkv(attention_mass=float("nan"))},
+            "adaptive_rkv.attention_mass",
+        ),
+        (
+            {"kind": "EVICTION_KIND_ADAPTIVE_RKV", "adaptive_rkv": pb.AdaptiveRkv(window_steps=0)},
+            "adaptive_rkv.window_steps",
+        ),
+    ],
+)
+def test_bad_policies_are_refused_with_the_fields_name(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidField) as caught:
+        parse(pb.EvictionPolicy(**fields), PLAIN, "here")
+    assert list(caught.value.fields) == [f"here.{field}"]
+
+
+@pytest.mark.parametrize("windows", [(512,), (None, 512), (None, None)])
+def test_windows_of_the_model_are_not_mixed_with_eviction(windows: tuple[int | None, ...]) -> None:
+    with pytest.raises(InvalidField, match="kind"):
+        policy(Kind.SUM, Layout(16, windows, True))
+
+
+def test_positions_are_compacted_with_plain_rotary_embeddings_only() -> None:
+    assert policy(Kind.SUM, positions="EVICTION_POSITIONS_COMPACTED").compacted
+    with pytest.raises(InvalidField, match="positions"):
+        policy(Kind.SUM, Layout(16, (None,), False), positions="EVICTION_POSITIONS_COMPACTED")
+
+
+def run(chosen: Policy, prompt: int, output: int) -> list[int]:
+    """Slots in use after each step: the prompt in chunks of at most 64, then token by token."""
+    kept, computed, used = 0, 0, []
+    while computed < prompt + output:
+        kept = chosen.kept_after(kept, computed, prompt)
+        room = chosen.room(kept, computed, prompt)
+        count = min(64, max(1, prompt - computed)) if room is None else min(64, room, max(1, prompt - computed))
+        assert count >= 1
+        kept, computed = kept + count, computed + count
+        used.append(kept)
+    return used
+
+
+@given(
+    kind=st.sampled_from(KINDS),
+    prompt=st.integers(1, 700),
+    output=st.integers(1, 300),
+    during_prefill=st.booleans(),
+    crush=st.integers(0, 3),
+)
+def test_a_sequence_never_uses_more_slots_than_its_policy_says(
+    kind: Kind, prompt: int, output: int, during_prefill: bool, crush: int
+) -> None:
+    fields: dict[str, Any] = {"recent_tokens": 48} if kind is not Kind.LAST else {}
+    if kind is not Kind.SLIDING_WINDOW:
+        fields["max_cache_tokens"] = 128
+    if kind in AREAS:
+        fields["start_tokens"] = 16
+    if crush and kind in (Kind.SUM, Kind.NORM_SUM):
+        fields["kvcrush"] = pb.KvCrush(budget_blocks=crush)
+    if during_prefill and kind not in (*AREAS, Kind.SNAPKV, Kind.LAST):
+        fields["during_prefill"] = True
+    chosen = policy(kind, **fields)
+    used = run(chosen, prompt, output)
+    assert max(used) <= max(chosen.slots_before(prompt, prompt + output), chosen.most_kept or prompt + output)
+    if chosen.during_prefill:
+        assert max(used) <= (chosen.most_kept or 0)
+    if chosen.most_kept is not None:
+        assert used[-1] <= max(chosen.most_kept, prompt)
+        assert output < 2 or used[-1] <= chosen.most_kept
+    assert chosen.reusable(prompt) <= min(prompt, chosen.clean_tokens(prompt))
+
+
+def test_areas_keep_between_the_maximum_and_a_block_more() -> None:
+    chosen = policy(Kind.NORM_SUM, start_tokens=32, recent_tokens=32, max_cache_tokens=192)
+    assert [chosen.kept_after(kept, 500, 100) for kept in (192, 207, 208, 209, 400)] == [192, 207, 192, 193, 192]
+    assert chosen.effective_tokens(10_000) == 192 + 15
+    crushing = policy(
+        Kind.SUM, start_tokens=32, recent_tokens=32, max_cache_tokens=192, kvcrush=pb.KvCrush(budget_blocks=2)
+    )
+    assert crushing.effective_tokens(10_000) == 192 + 32 + 15
+    assert crushing.kept_after(239, 500, 100) == 239
+    assert crushing.kept_after(240, 500, 100) == 224
+
+
+def test_a_window_is_trimmed_behind_the_step_that_saw_one_more() -> None:
+    chosen = policy(Kind.SLIDING_WINDOW, recent_tokens=20)
+    assert run(chosen, 8, 30)[-3:] == [21, 21, 21]
+    assert chosen.effective_tokens(38) == 20
+    assert run(chosen, 100, 3) == [64, 100, 21, 21, 21]
+
+
+def test_eviction_in_a_prompt_swings_between_the_budget_and_a_period_less() -> None:
+    chosen = policy(Kind.AVERAGE, max_cache_tokens=128, during_prefill=True)
+    assert run(chosen, 300, 2) == [64, 128, 128, 128, 108, 109, 110]
+    assert policy(Kind.AVERAGE, max_cache_tokens=128).slots_before(300, 400) == 300
+
+
+def test_the_last_token_alone_is_kept() -> None:
+    assert run(policy(Kind.LAST, max_cache_tokens=2), 40, 4) == [40, 2, 2, 2, 2]
+    assert run(policy(Kind.LAST, max_cache_tokens=65), 40, 4) == [40, 2, 3, 4, 5]
+
+
+def test_what_is_scored_in_the_prompt_is_not_taken_from_the_cache() -> None:
+    assert policy(Kind.NORM_SUM).reusable(1000) == 992
+    assert policy(Kind.NORM_SUM, score_window_tokens=0).reusable(1000) == 0
+    assert policy(Kind.TOVA).reusable(1000) == 999
+    assert policy(Kind.AVERAGE).reusable(1000) == 0
+    assert policy(Kind.KNORM).reusable(1000) == 1000
+    assert policy(Kind.KNORM, max_cache_tokens=256, during_prefill=True).reusable(1000) == 256
