@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from protos.kvcache.eviction import Policy
+from protos.kvcache.eviction import Kind, Policy
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,19 @@ class Contents:
     positions: Tensor
     computed: int
     keys: Callable[[], Tensor]
+
+
+def counted_rows(policy: Policy, prompt: int, computed: int, new: int) -> int:
+    """Of the `new` queries behind `computed` ones, how many last ones a policy looks at; 0 for those without scores.
+
+    prompt: tokens known when the sequence was admitted.
+    """
+    if not policy.uses_scores or (policy.kind is Kind.SNAPKV and computed >= prompt):
+        return 0
+    # It knows a chunk's last query only, and may evict behind every chunk.
+    if policy.kind is Kind.TOVA and policy.during_prefill:
+        return min(new, 1)
+    return min(new, max(0, computed + new - prompt + policy.counted_rows(prompt)))
 
 
 class Evictor(ABC):

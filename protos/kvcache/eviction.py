@@ -216,7 +216,7 @@ class _Reader:
 
     def policy(self) -> Policy:
         """The policy. Raises InvalidField."""
-        if len(self._layout.windows) > 1 or self._layout.windows[0] is not None:
+        if tuple(self._layout.windows) != (None,):
             raise self._invalid("kind", "cannot be used: the model has layers that attend to a window of tokens only")
         self._check_sizes()
         if self._kind in AREAS:
