@@ -1,0 +1,121 @@
+"""A sequence under a policy, without a model: attention is made up token by token, and slots may be shuffled."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from executor.eviction.policy import Attention, Contents, Evictor, Space, counted_rows
+from executor.eviction.registry import evictor
+from protos.kvcache.eviction import Kind, Layout, Policy, parse
+from protos.kvcache.v1 import kvcache_pb2 as pb
+
+CPU = torch.device("cpu")
+# Small areas, so that a few dozen tokens go through several evictions.
+_AREAS = {"start_tokens": 4, "recent_tokens": 8, "max_cache_tokens": 24}
+_TOKENS = {"start_tokens": 2, "recent_tokens": 3, "max_cache_tokens": 16, "period_tokens": 3}
+SMALL: dict[Kind, dict[str, Any]] = {
+    Kind.SLIDING_WINDOW: {"start_tokens": 2, "recent_tokens": 10},
+    Kind.SUM: _AREAS,
+    Kind.NORM_SUM: _AREAS,
+    Kind.ADAPTIVE_RKV: {
+        **_AREAS,
+        "recent_tokens": 4,
+        "adaptive_rkv": pb.AdaptiveRkv(attention_mass=0.5, window_steps=3),
+    },
+    Kind.SNAPKV: {"start_tokens": 1, "score_window_tokens": 4, "max_cache_tokens": 12},
+    Kind.H2O: {"max_cache_tokens": 12, "period_tokens": 3},
+    Kind.TOVA: _TOKENS,
+    Kind.ROCO: _TOKENS,
+    Kind.AVERAGE: {"max_cache_tokens": 14, "period_tokens": 4},
+    Kind.KEYDIFF: _TOKENS,
+    Kind.KNORM: _TOKENS,
+    Kind.LAST: {"max_cache_tokens": 6},
+    Kind.RANDOM: _TOKENS,
+}
+KINDS = [kind for kind in Kind if kind is not Kind.NONE]
+
+
+def policy(kind: Kind, block_size: int = 4, **fields: Any) -> Policy:
+    """What is not given is small."""
+    parsed = parse(pb.EvictionPolicy(kind=kind.value, **{**SMALL[kind], **fields}), Layout(block_size, (None,), True))
+    assert parsed is not None
+    return parsed
+
+
+class World:
+    """Attention and keys of a sequence of n tokens: every query's weights over all tokens before it.
+
+    weights: [L, Hq, n, n], rows sum to 1; keys: [L, Hkv, n, D].
+    """
+
+    def __init__(self, length: int, layers: int = 2, kv_heads: int = 2, group: int = 3, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.length, self.space, self.group = length, Space(layers, kv_heads, CPU), group
+        logits = 3 * torch.randn(layers, kv_heads * group, length, length, generator=generator)
+        mask = torch.ones(length, length).triu(1).bool()
+        # Multiples of a power of two: their sums are exact in any order.
+        self.weights = (logits.masked_fill(mask, -torch.inf).softmax(-1) * 65536).round() / 65536
+        self.keys = torch.randn(layers, kv_heads, length, 8, generator=generator)
+
+    def attention(self, first: int, last: int, positions: Tensor) -> Attention:
+        """Of the queries from first to last - 1, over the tokens at positions [L, Hkv, T]."""
+        rows = self.weights[:, :, first:last].unflatten(1, (-1, self.group))
+        sums, squares = rows.sum((2, 3)), rows.square().sum((2, 3))
+        return Attention(sums.gather(-1, positions), squares.gather(-1, positions), last - first)
+
+
+class Driven:
+    """A sequence of such a world under a policy. positions: [L, Hkv, T], what its slots hold now.
+
+    shuffle: puts what stays of an eviction into slots in random order, the same wherever the choice is.
+    """
+
+    def __init__(self, chosen: Policy, world: World, prompt: int, *, shuffle: bool = False) -> None:
+        self.policy, self.world, self.prompt = chosen, world, prompt
+        self.evictor: Evictor = evictor(chosen, world.space)
+        self.positions = torch.empty(world.space.layers, world.space.kv_heads, 0, dtype=torch.int64)
+        self.computed = 0
+        # What each eviction kept, token numbers in ascending order, [L, Hkv, n].
+        self.kept: list[Tensor] = []
+        self._shuffle = torch.Generator().manual_seed(7) if shuffle else None
+
+    def contents(self) -> Contents:
+        """What the slots hold."""
+        size = self.world.keys.shape[-1]
+        index = self.positions[..., None].expand(*self.positions.shape, size)
+        return Contents(self.positions, self.computed, lambda: self.world.keys.gather(2, index))
+
+    def evict(self) -> Tensor | None:
+        """What `keep` answers, if anything is to go."""
+        slots = self.positions.shape[-1]
+        count = self.policy.kept_after(slots, self.computed, self.prompt)
+        if count == slots:
+            return None
+        kept = self.evictor.keep(self.contents(), count)
+        index = kept
+        if self._shuffle is not None and not self.evictor.ordered:
+            index = index.gather(-1, torch.rand(index.shape, generator=self._shuffle).argsort(-1))
+        index = index.expand(*self.positions.shape[:-1], -1)
+        self.evictor.follow(index)
+        self.positions = self.positions.gather(-1, index)
+        self.kept.append(self.positions.sort(-1).values)
+        return kept
+
+    def compute(self, count: int) -> None:
+        """The next `count` tokens."""
+        first, last = self.computed, self.computed + count
+        more = torch.arange(first, last).expand(*self.positions.shape[:-1], -1)
+        self.positions = torch.cat([self.positions, more], -1)
+        rows = counted_rows(self.policy, self.prompt, first, count)
+        self.evictor.observe(self.world.attention(last - rows, last, self.positions) if rows else None, count)
+        self.computed = last
+
+    def run(self, chunk: int) -> None:
+        """To the end of the world: the prompt in chunks, then token by token."""
+        while self.computed < self.world.length:
+            self.evict()
+            slots = self.positions.shape[-1]
+            wanted = min(chunk, self.prompt - self.computed) if self.computed < self.prompt else 1
+            room = self.policy.room(slots, self.computed, self.prompt)
+            self.compute(wanted if room is None else min(wanted, room))

@@ -1,0 +1,38 @@
+"""Keys that turn to the place they have among those kept."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from executor.eviction.rotation import frequencies, turns
+
+
+@given(st.lists(st.integers(0, 500), unique=True, max_size=60))
+def test_places_are_counted_in_the_order_of_the_tokens(angles: list[int]) -> None:
+    after, places = turns(torch.tensor(angles, dtype=torch.int64))
+    assert after.tolist() == [sorted(angles).index(angle) for angle in angles]
+    assert (after + places).tolist() == angles
+
+
+def test_layers_and_heads_turn_by_themselves() -> None:
+    after, places = turns(torch.tensor([[[0, 3, 5], [4, 1, 2]]]))
+    assert after.tolist() == [[[0, 1, 2], [2, 0, 1]]]
+    assert places.tolist() == [[[0, 2, 3], [2, 1, 1]]]
+
+
+def test_frequencies_are_those_of_the_model() -> None:
+    assert frequencies(4, 100.0).tolist() == pytest.approx([1.0, 0.1])
+    assert frequencies(64, 1e5).dtype == torch.float32
+
+
+@pytest.mark.parametrize("size", [0, 3, -2])
+def test_heads_have_pairs(size: int) -> None:
+    with pytest.raises(ValueError, match="head_dim"):
+        frequencies(size, 10.0)
+
+
+@pytest.mark.parametrize("theta", [0.0, -1.0, float("nan")])
+def test_theta_is_positive(theta: float) -> None:
+    with pytest.raises(ValueError, match="theta"):
+        frequencies(4, theta)

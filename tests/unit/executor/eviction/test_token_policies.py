@@ -1,0 +1,233 @@
+"""What policies that choose single tokens keep, against slow and plain readings of their papers."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+
+from executor.eviction.policy import Attention, Contents, Space
+from executor.eviction.random_choice import source
+from executor.eviction.registry import evictor
+from protos.kvcache.eviction import Kind, Policy
+from tests.unit.executor.eviction.driving import CPU, Driven, World, policy
+
+PROMPT, LENGTH = 30, 60
+
+
+class Slow:
+    """One KV head of one layer of a world, token by token."""
+
+    def __init__(self, world: World, layer: int, head: int) -> None:
+        self.world, self.layer, self.head = world, layer, head
+        # Of every query head of the layer, the group's own ones first; [heads, n, n].
+        weights = world.weights[layer].double()
+        first = head * world.group
+        self.group = weights[first : first + world.group]
+        self.all = weights
+        self.keys = world.keys[layer, head].double()
+        self.computed = 0
+
+    def seen(self, token: int, first: int = 0) -> torch.Tensor:
+        """Weights that computed queries of the group had for a token, the queries from `first` on."""
+        return self.group[:, max(first, token) : self.computed, token].flatten()
+
+
+Score = Callable[[Slow, int, list[int], Policy], Any]
+
+
+def h2o(slow: Slow, token: int, tokens: list[int], chosen: Policy) -> float:
+    return round(float(slow.seen(token).sum()), 9)
+
+
+def average(slow: Slow, token: int, tokens: list[int], chosen: Policy) -> float:
+    return float(slow.seen(token).sum()) / (slow.computed - 1 + 1 - token)
+
+
+def tova(slow: Slow, token: int, tokens: list[int], chosen: Policy) -> float:
+    return float(slow.all[:, slow.computed - 1, token].mean())
+
+
+def keydiff(slow: Slow, token: int, tokens: list[int], chosen: Policy) -> float:
+    normal = [slow.keys[other] / slow.keys[other].norm() for other in tokens]
+    mean = sum(normal, torch.zeros(())) / len(normal)
+    return -float(torch.cosine_similarity(slow.keys[token], mean, dim=0))
+
+
+def knorm(slow: Slow, token: int, tokens: list[int], chosen: Policy) -> float:
+    return -float(slow.keys[token].norm())
+
+
+def snapkv(slow: Slow, token: int, tokens: list[int], chosen: Policy) -> float:
+    window = PROMPT - chosen.score_window
+    near = [other for other in range(token - 3, token + 4) if 0 <= other < window]
+    return max((float(slow.seen(other, window).sum()) for other in near), default=0.0)
+
+
+def newest(slow: Slow, token: int, tokens: list[int], chosen: Policy) -> int:
+    return token
+
+
+SCORES: dict[Kind, Score] = {
+    Kind.SLIDING_WINDOW: newest,
+    Kind.LAST: newest,
+    Kind.H2O: h2o,
+    Kind.AVERAGE: average,
+    Kind.TOVA: tova,
+    Kind.KEYDIFF: keydiff,
+    Kind.KNORM: knorm,
+    Kind.SNAPKV: snapkv,
+}
+
+
+def free(chosen: Policy, computed: int, tokens: Iterable[int]) -> list[int]:
+    """Tokens in neither the start nor the recent area."""
+    return [token for token in tokens if chosen.start <= token < computed - chosen.recent]
+
+
+def reduced(chosen: Policy, slow: Slow, tokens: list[int], count: int) -> list[int]:
+    """The tokens that stay by the policy's score alone."""
+    score = SCORES[chosen.kind]
+    going = sorted(free(chosen, slow.computed, tokens), key=lambda token: (score(slow, token, tokens, chosen), token))
+    return sorted(set(tokens) - set(going[: len(tokens) - count]))
+
+
+def reduced_by_variation(chosen: Policy, slow: Slow, tokens: list[int], count: int) -> list[int]:
+    """RoCo: as many of the tokens that vary most as are recent are left alone, then the lowest means go."""
+    statistics = {token: slow.seen(token) for token in free(chosen, slow.computed, tokens)}
+    steady = sorted(statistics, key=lambda token: (float(statistics[token].std(correction=0)), token))
+    steady = steady[: max(len(tokens) - count, len(steady) - chosen.recent)]
+    going = sorted(steady, key=lambda token: (float(statistics[token].mean()), token))
+    return sorted(set(tokens) - set(going[: len(tokens) - count]))
+
+
+def check(chosen: Policy, chunk: int, seed: int = 0) -> None:
+    """Every eviction keeps what the slow reading keeps."""
+    world = World(LENGTH, seed=seed)
+    driven = Driven(chosen, world, PROMPT, shuffle=True)
+    slow = {(layer, head): Slow(world, layer, head) for layer in range(2) for head in range(2)}
+    tokens: dict[tuple[int, int], list[int]] = {place: [] for place in slow}
+    keep = reduced_by_variation if chosen.kind is Kind.ROCO else reduced
+    while driven.computed < LENGTH:
+        slots = driven.positions.shape[-1]
+        count = chosen.kept_after(slots, driven.computed, PROMPT)
+        driven.evict()
+        for place, one in slow.items():
+            one.computed = driven.computed
+            if count < slots:
+                tokens[place] = keep(chosen, one, tokens[place], count)
+                assert sorted(driven.positions[place].tolist()) == tokens[place], f"{place} at {driven.computed}"
+        room = chosen.room(count, driven.computed, PROMPT)
+        wanted = min(chunk, PROMPT - driven.computed) if driven.computed < PROMPT else 1
+        first = driven.computed
+        driven.compute(wanted if room is None else min(wanted, room))
+        for place in slow:
+            tokens[place] += range(first, driven.computed)
+    assert driven.kept
+
+
+@pytest.mark.parametrize("kind", [*SCORES, Kind.ROCO])
+@pytest.mark.parametrize("chunk", [7, PROMPT])
+def test_policies_keep_what_their_papers_say(kind: Kind, chunk: int) -> None:
+    check(policy(kind), chunk)
+
+
+@pytest.mark.parametrize("kind", [Kind.AVERAGE, Kind.H2O, Kind.TOVA, Kind.ROCO, Kind.KEYDIFF, Kind.SLIDING_WINDOW])
+def test_policies_evict_while_the_prompt_is_computed(kind: Kind) -> None:
+    check(policy(kind, during_prefill=True), 5)
+
+
+def test_a_window_needs_no_sinks() -> None:
+    driven = Driven(policy(Kind.SLIDING_WINDOW, start_tokens=0, recent_tokens=5), World(20), 8)
+    driven.run(8)
+    driven.evict()
+    assert driven.positions[0, 0].tolist() == [15, 16, 17, 18, 19]
+
+
+def test_an_extreme_policy_keeps_one_token_behind_the_prompt_and_whenever_it_is_full() -> None:
+    driven = Driven(policy(Kind.LAST, max_cache_tokens=4), World(12), 8)
+    driven.run(8)
+    assert [kept.tolist()[0][0] for kept in driven.kept] == [[7], [10]]
+
+
+def observed(kind: Kind, weights: list[float], **fields: Any) -> tuple[Any, Contents]:
+    """An evictor of one head that saw these weights in one step."""
+    made = evictor(policy(kind, **fields), Space(1, 1, CPU))
+    values, slots = torch.tensor([[weights]]), len(weights)
+    made.observe(Attention(values, values.square(), 1), slots)
+    return made, Contents(torch.arange(slots)[None, None], slots, lambda: torch.ones(1, 1, slots, 2))
+
+
+def test_of_equal_scores_the_earlier_goes() -> None:
+    made, contents = observed(Kind.H2O, [0.1, 0.2, 0.1, 0.1, 0.2, 0.3], recent_tokens=1)
+    assert made.keep(contents, 4).tolist() == [[[1, 3, 4, 5]]]
+    made, contents = observed(Kind.KNORM, [0.0] * 6, start_tokens=1, recent_tokens=1)
+    assert made.keep(contents, 4).tolist() == [[[0, 3, 4, 5]]]
+
+
+def test_zeros_of_either_sign_are_equal() -> None:
+    made, contents = observed(Kind.H2O, [0.0, -0.0, 0.0, 1.0], recent_tokens=1)
+    assert made.keep(contents, 3).tolist() == [[[1, 2, 3]]]
+
+
+def test_what_negative_scores_keep() -> None:
+    """Minus a cosine goes from -1 to 1."""
+    keys = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [1.0, 0.1], [0.0, 1.0], [1.0, 0.0]])[None, None]
+    made = evictor(policy(Kind.KEYDIFF, start_tokens=0, recent_tokens=0), Space(1, 1, CPU))
+    contents = Contents(torch.arange(5)[None, None], 5, lambda: keys)
+    assert made.keep(contents, 2).tolist() == [[[1, 3]]]
+
+
+def test_neighbours_of_a_strong_token_stay_with_it() -> None:
+    weights = [0.1] * 30
+    weights[12] = 5.0
+    made, contents = observed(Kind.SNAPKV, weights, start_tokens=0)
+    assert made.keep(contents, 11).tolist() == [[[*range(9, 16), 26, 27, 28, 29]]]
+
+
+def test_weights_of_the_window_do_not_lift_the_tokens_before_it() -> None:
+    weights = [0.1] * 26 + [9.0] * 4
+    weights[5] = 0.2
+    made, contents = observed(Kind.SNAPKV, weights, start_tokens=0)
+    assert made.keep(contents, 11).tolist() == [[[*range(2, 9), 26, 27, 28, 29]]]
+
+
+def test_only_the_last_query_counts() -> None:
+    made, contents = observed(Kind.TOVA, [9.0, 9.0, 0.0, 0.0, 0.0, 0.0], start_tokens=0, recent_tokens=0)
+    made.observe(Attention(torch.tensor([[[0.1, 0.2, 0.9, 0.8, 0.7, 0.6]]]), None, 1), 0)
+    assert made.keep(contents, 4).tolist() == [[[2, 3, 4, 5]]]
+
+
+def test_what_varies_most_stays_where_a_mean_lets_it_go() -> None:
+    """Token 1 was attended to once, and strongly: its mean is the lowest, its deviation the highest."""
+    sums = torch.tensor([[[1.2, 0.9, 1.3, 1.1, 1.4, 1.25]]])
+    squares = torch.tensor([[[0.1, 0.81, 0.1, 0.1, 0.3, 0.1]]])
+    contents = Contents(torch.arange(100, 106)[None, None], 1000, lambda: torch.ones(1, 1, 6, 2))
+    kept = {}
+    for kind in (Kind.ROCO, Kind.AVERAGE):
+        made = evictor(policy(kind, start_tokens=0, recent_tokens=1), Space(1, 1, CPU))
+        made.observe(Attention(sums, squares, 7), 6)
+        kept[kind] = made.keep(contents, 4).flatten().tolist()
+    assert kept == {Kind.ROCO: [1, 2, 4, 5], Kind.AVERAGE: [0, 2, 4, 5]}
+
+
+def test_squares_are_asked_for() -> None:
+    made = evictor(policy(Kind.ROCO), Space(1, 1, CPU))
+    with pytest.raises(ValueError, match="squares"):
+        made.observe(Attention(torch.ones(1, 1, 3), None, 1), 3)
+
+
+def test_chance_depends_on_the_seed_and_the_length_and_on_nothing_else() -> None:
+    kept = []
+    for seed, length in ((1, 60), (1, 60), (1 << 40, 60), (2, 60), (1, 61)):
+        made = evictor(policy(Kind.RANDOM, seed=seed), Space(2, 2, CPU))
+        contents = Contents(torch.arange(60).expand(2, 2, -1), length, lambda: torch.ones(2, 2, 60, 2))
+        kept.append(made.keep(contents, 30))
+    assert torch.equal(kept[0], kept[1])
+    assert not any(torch.equal(kept[0], other) for other in kept[2:])
+    assert not torch.equal(kept[0][0, 0], kept[0][0, 1])
+
+
+def test_draws_are_spread_evenly() -> None:
+    drawn = torch.cat([torch.rand(64, generator=source(policy(Kind.RANDOM), computed)) for computed in range(64)])
+    assert float(drawn.mean()) == pytest.approx(0.5, abs=0.03)
