@@ -20,6 +20,7 @@ def attention_scores_kernel(
     k_cache_ptr,
     lse_ptr,
     out_ptr,
+    squares_ptr,
     k_scale_ptr,
     counted_ptr,
     query_start_ptr,
@@ -43,6 +44,7 @@ def attention_scores_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     QUANTIZED: tl.constexpr,
+    SQUARES: tl.constexpr,
     WIDEN: tl.constexpr,  # multiply in float32, for the interpreter, which cannot multiply bfloat16 matrices
 ):
     first_key = tl.program_id(0) * TILE_KEYS
@@ -61,6 +63,7 @@ def attention_scores_kernel(
         key_used = key_used & (key_position > first_position + token_begin - window)
         token_end = tl.minimum(token_end, first_key + TILE_KEYS - 1 + window - first_position)
     score = tl.zeros([TILE_KEYS], tl.float32)
+    square = tl.zeros([TILE_KEYS], tl.float32)
     if token_begin < token_end:
         dim = tl.arange(0, HEAD_DIM_PADDED)
         block = tl.load(
@@ -94,6 +97,11 @@ def attention_scores_kernel(
             seen = row_used[:, None] & key_used[None, :] & (key_position[None, :] <= position[:, None])
             if HAS_WINDOW:
                 seen = seen & (key_position[None, :] > position[:, None] - window)
-            score += tl.sum(tl.where(seen, tl.exp2((logits - lse[:, None]) * LOG2_E), 0.0), 0)
-    out = out_ptr + (sequence * KV_HEADS + kv_head) * columns + key_position
-    tl.store(out, score, mask=key_position < columns)
+            weight = tl.where(seen, tl.exp2((logits - lse[:, None]) * LOG2_E), 0.0)
+            score += tl.sum(weight, 0)
+            if SQUARES:
+                square += tl.sum(weight * weight, 0)
+    at = (sequence * KV_HEADS + kv_head) * columns + key_position
+    tl.store(out_ptr + at, score, mask=key_position < columns)
+    if SQUARES:
+        tl.store(squares_ptr + at, square, mask=key_position < columns)

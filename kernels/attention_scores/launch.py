@@ -3,10 +3,20 @@
 It costs a pass over the keys and nothing where it is not called: paged_attention only has to keep `lse`.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from kernels.arguments import check_contiguous, check_device, check_dtype, check_lse, check_query, check_shape
+from kernels.arguments import (
+    check_contiguous,
+    check_device,
+    check_dtype,
+    check_like,
+    check_lse,
+    check_query,
+    check_shape,
+)
 from kernels.paged_attention.batch import PagedBatch
 from kernels.paged_attention.sizes import power_of_two
 from kernels.quantization import check_quantization, dequantize
@@ -24,6 +34,7 @@ def attention_scores(
     softcap: float | None = None,
     k_scale: Tensor | None = None,
     out: Tensor | None = None,
+    squares: Tensor | None = None,
 ) -> Tensor:
     """Softmax weights of every key, summed over queries and over the query heads that share the key's head.
 
@@ -31,7 +42,8 @@ def attention_scores(
     counted: [S] int32, how many of a sequence's last queries of this step count: 1 in decode, the queries inside the
         observed window of a prompt, or at least all of them.
     out: [S, Hkv, K] float32 contiguous, K at least batch.max_seq_len, which is K when none is given. Returned; by the
-        key's position in its sequence, 0 behind the sequence's end. Sums to counted * Hq / Hkv per head without sinks.
+        key's slot in its sequence, 0 behind the sequence's end. Sums to counted * Hq / Hkv per head without sinks.
+    squares: like out, gets the sums of the squares of the same weights.
     Raises ValueError naming the argument that is wrong.
     """
     check_shape("k_cache", k_cache, [None] * 4, "[N, B, Hkv, D]")
@@ -52,11 +64,16 @@ def attention_scores(
     check_contiguous("out", out)
     if out.shape[2] < batch.max_seq_len:
         raise ValueError(f"out: expected at least {batch.max_seq_len} columns, got {out.shape[2]}")
+    if squares is not None:
+        check_shape("squares", squares, out.shape, "[S, Hkv, K]")
+        check_like("squares", squares, "out", out)
+        check_contiguous("squares", squares)
     for name, tensor in (("counted", counted), ("out", out)):
         check_device(name, tensor, "query", query)
     if out.numel():
+        options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "k_scale": k_scale}
         score = score_with_triton if query.is_cuda else score_with_torch
-        score(query, k_cache, batch, lse, counted, out, scale=scale, window=window, softcap=softcap, k_scale=k_scale)
+        score(query, k_cache, batch, lse, counted, out, squares=squares, **options)
     return out
 
 
@@ -72,10 +89,12 @@ def score_with_torch(
     window: int | None = None,
     softcap: float | None = None,
     k_scale: Tensor | None = None,
+    squares: Tensor | None = None,
 ) -> None:
     block_size, kv_heads = k_cache.shape[1:3]
     group = query.shape[1] // kv_heads
-    out.zero_()
+    for tensor in (out,) if squares is None else (out, squares):
+        tensor.zero_()
     starts, seq_lens, counts = batch.query_start.tolist(), batch.seq_lens.tolist(), counted.tolist()
     for sequence, (start, end, seq_len) in enumerate(zip(starts, starts[1:], seq_lens, strict=False)):
         rows = min(end - start, counts[sequence])
@@ -101,6 +120,8 @@ def score_with_torch(
         weights = (logits - lse[end - rows : end].view(rows, kv_heads, group, 1)).exp()
         weights = weights.masked_fill(~seen[:, None, None], 0)
         out[sequence, :, first_block * block_size : seq_len] = weights.sum((0, 2))
+        if squares is not None:
+            squares[sequence, :, first_block * block_size : seq_len] = weights.square().sum((0, 2))
 
 
 def score_with_triton(
@@ -115,6 +136,7 @@ def score_with_triton(
     window: int | None = None,
     softcap: float | None = None,
     k_scale: Tensor | None = None,
+    squares: Tensor | None = None,
 ) -> None:
     # Imported here because a CPU machine may have no triton.
     import triton
@@ -132,6 +154,7 @@ def score_with_triton(
         k_cache,
         lse,
         out,
+        out if squares is None else squares,
         lse if k_scale is None else k_scale.contiguous(),
         counted,
         batch.query_start,
@@ -153,6 +176,7 @@ def score_with_triton(
         HAS_WINDOW=window is not None,
         HAS_SOFTCAP=softcap is not None,
         QUANTIZED=k_scale is not None,
+        SQUARES=squares is not None,
         WIDEN=query.is_cpu,
         num_warps=4,
         num_stages=1 if query.element_size() > 2 else 2,

@@ -20,15 +20,16 @@ def attention_scores(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """[S, Hkv, columns], the softmax weight of each key summed over a sequence's last counted[s] queries and over the
-    query heads that share the key's head. The rest as in paged_attention's reference.
+    query heads that share the key's head; and the sums of the squares of the same weights. The rest as in
+    paged_attention's reference.
     """
     if k_scale is not None:
         k_cache = dequantize(k_cache, k_scale, query.dtype)
     block_size, kv_heads = k_cache.shape[1:3]
     group = query.shape[1] // kv_heads
-    out = torch.zeros(len(seq_lens), kv_heads, columns, dtype=query.dtype)
+    out, squares = torch.zeros(2, len(seq_lens), kv_heads, columns, dtype=query.dtype)
     end = 0
     for sequence, (query_len, seq_len, table) in enumerate(zip(query_lens, seq_lens, block_tables, strict=True)):
         end += query_len
@@ -45,4 +46,5 @@ def attention_scores(
                     logits = torch.cat([logits, sinks[head : head + 1].to(query.dtype)])
                 weights = torch.softmax(logits, 0)[: len(slots)]
                 out[sequence, head // group, first : position + 1] += weights
-    return out
+                squares[sequence, head // group, first : position + 1] += weights.square()
+    return out, squares

@@ -186,7 +186,7 @@ def attend_on_nothing(case: Attention, dtype: torch.dtype, capability: int) -> N
     )
 
 
-def score_on_nothing(dtype: torch.dtype, queries: int, cache_dtype: torch.dtype) -> None:
+def score_on_nothing(dtype: torch.dtype, queries: int, cache_dtype: torch.dtype, with_squares: bool) -> None:
     with torch.device("meta"):
         query = torch.empty(2 * queries, 32, 128, dtype=dtype)
         cache = torch.empty(100, 16, 8, 128, dtype=cache_dtype)
@@ -194,7 +194,8 @@ def score_on_nothing(dtype: torch.dtype, queries: int, cache_dtype: torch.dtype)
         batch = PagedBatch(*ints[:3], max_query_len=queries, max_seq_len=1024)
         scale = torch.empty(8) if cache_dtype != dtype else None
         lse, out = torch.empty(query.shape[:2]), torch.empty(2, 8, 1024)
-    score_with_triton(query, cache, batch, lse, ints[3], out, scale=0.1, window=99, softcap=30.0, k_scale=scale)
+    options = {"scale": 0.1, "window": 99, "softcap": 30.0, "k_scale": scale}
+    score_with_triton(query, cache, batch, lse, ints[3], out, squares=out if with_squares else None, **options)
 
 
 def store_nothing(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
@@ -278,8 +279,11 @@ class TestCompiles:
     @pytest.mark.parametrize(
         ("queries", "cache"), [(1, torch.bfloat16), (512, torch.bfloat16), (512, torch.int8), (512, FLOAT8)], ids=str
     )
-    def test_attention_scores(self, compiler: Compile, queries: int, cache: torch.dtype, capability: int) -> None:
-        arguments = (score_on_nothing, torch.bfloat16, queries, cache)
+    @pytest.mark.parametrize("squares", [False, True], ids=["sums", "squares too"])
+    def test_attention_scores(
+        self, compiler: Compile, queries: int, cache: torch.dtype, squares: bool, capability: int
+    ) -> None:
+        arguments = (score_on_nothing, torch.bfloat16, queries, cache, squares)
         with refused_without_float8(cache, capability):
             (used,) = compiler(compile_launch, "attention_scores", ("attention_scores_kernel",), capability, *arguments)
             assert used.spilled <= FEW_BYTES

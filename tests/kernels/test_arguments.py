@@ -142,6 +142,7 @@ SCORES: list[tuple[dict[str, Any], str]] = [
     ({"lse": torch.zeros(6, 6).double()}, "lse: expected torch.float32"),
     ({"counted": torch.ones(2)}, "counted: expected torch.int32"),
     ({"out": torch.zeros(2, 2, 8)}, "out: expected at least 9 columns, got 8"),
+    ({"squares": torch.zeros(2, 2, 8)}, "squares: expected"),
     ({"query": PROBLEM.query[:, :5]}, "query: expected a multiple of 2 heads, got 5"),
 ]
 

@@ -30,13 +30,13 @@ CASES: dict[str, tuple[Case, tuple[int, ...]]] = {
 BARS = {torch.float32: 1e-5, torch.bfloat16: 2e-3}
 
 
-def score(backend: str, case: Case, counted: tuple[int, ...], problem: Problem) -> Tensor:
+def score(backend: str, case: Case, counted: tuple[int, ...], problem: Problem) -> tuple[Tensor, Tensor]:
     device = "cuda" if backend == "cuda" else "cpu"
     lse = torch.zeros(problem.query.shape[:2], dtype=torch.float64)
     exact(case, problem, lse)
     lse[sum(case.queries) :] = NAN
     counts = torch.tensor(counted[: len(case.lengths)], dtype=torch.int32, device=device)
-    out = torch.full((len(case.lengths), case.kv_heads, columns(case)), NAN, device=device)
+    out, squares = torch.full((2, len(case.lengths), case.kv_heads, columns(case)), NAN, device=device)
     op = score_with_triton if backend == "interpreter" else attention_scores
     op(
         problem.query.to(device),
@@ -45,12 +45,13 @@ def score(backend: str, case: Case, counted: tuple[int, ...], problem: Problem) 
         lse.float().to(device),
         counts,
         out=out,
+        squares=squares,
         scale=problem.scale,
         window=case.window,
         softcap=case.softcap,
         k_scale=None if problem.k_scale is None else problem.k_scale.to(device),
     )
-    return out.cpu()
+    return out.cpu(), squares.cpu()
 
 
 def columns(case: Case) -> int:
@@ -60,11 +61,11 @@ def columns(case: Case) -> int:
 @pytest.mark.parametrize("dtype", BARS, ids=str)
 @pytest.mark.parametrize(("case", "counted"), CASES.values(), ids=CASES.keys())
 def test_weights_of_the_counted_queries_are_summed(
-    run_on: Callable[..., Tensor], case: Case, counted: tuple[int, ...], dtype: torch.dtype
+    run_on: Callable[..., tuple[Tensor, Tensor]], case: Case, counted: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     case = replace(case, dtype=dtype)
     problem = build(case)
-    truth = reference.attention_scores(
+    truths = reference.attention_scores(
         problem.query.double(),
         problem.k_cache,
         list(case.queries),
@@ -78,8 +79,9 @@ def test_weights_of_the_counted_queries_are_summed(
         sinks=problem.sinks,
         k_scale=problem.k_scale,
     )
-    got = run_on(score, case, counted, problem)
-    assert float((got.double() - truth).norm() / truth.norm()) < BARS[dtype]
+    got, squares = run_on(score, case, counted, problem)
+    for values, truth in zip((got, squares), truths, strict=True):
+        assert float((values.double() - truth).norm() / truth.norm()) < BARS[dtype]
     if not case.sinks:
         rows = [min(count, queries) for count, queries in zip(counted, case.queries, strict=False)]
         expected = torch.tensor(rows)[:, None].expand(-1, case.kv_heads) * (case.query_heads / case.kv_heads)
