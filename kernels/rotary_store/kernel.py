@@ -32,6 +32,7 @@ def rotary_store_kernel(
     k_scale_ptr,
     v_scale_ptr,
     query_start_ptr,
+    seq_lens_ptr,
     block_tables_ptr,
     sequences,
     table_stride,
@@ -57,6 +58,8 @@ def rotary_store_kernel(
     if sequence >= sequences:
         return
     position = tl.load(positions_ptr + row)
+    # A sequence's rows have its last slots.
+    place = tl.load(seq_lens_ptr + sequence) - tl.load(query_start_ptr + sequence + 1) + row
     row = row.to(tl.int64)
     dim = tl.arange(0, HALF_PADDED)
     inside = dim < HALF
@@ -89,7 +92,7 @@ def rotary_store_kernel(
         second_key = quantized(second_key, k_scale, k_cache_ptr.dtype.element_ty)
         first_value = quantized(first_value, v_scale, v_cache_ptr.dtype.element_ty)
         second_value = quantized(second_value, v_scale, v_cache_ptr.dtype.element_ty)
-    slot = slot_of_token(block_tables_ptr, table_stride, sequence, position, BLOCK_SIZE)
+    slot = slot_of_token(block_tables_ptr, table_stride, sequence, place, BLOCK_SIZE)
     to = (slot * KV_HEADS + kv_head) * (2 * HALF) + dim
     tl.store(k_cache_ptr + to, first_key, mask=inside)
     tl.store(k_cache_ptr + to + HALF, second_key, mask=inside)

@@ -30,7 +30,7 @@ def rotary_store(
         elements side by side, tokens and heads at any distance, as in one merged product.
     cos, sin: [P, D] by position, both halves of a row the same; they are rounded to the dtype of query, and so is each
         product, as transformers' llama does with its halves split ("rotate_half").
-    positions: [T] int64, a token's place in its sequence, at most P - 1.
+    positions: [T] int64, at most P - 1, by which tokens are rotated; a token's slot follows from the batch's lengths.
     k_cache, v_cache: [N, B, Hkv, D] contiguous, one layer of the pool.
     batch: whose the rows are; nothing is written for those from query_start[S] on. The launch depends on shapes alone,
         as CUDA graphs need. No two rows have one slot.
@@ -76,7 +76,12 @@ def rotate_with_torch(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> None:
-    slots = slot_mapping(positions, batch, k_cache.shape[1])
+    # A sequence's rows have its last slots.
+    starts = batch.query_start
+    rows = torch.arange(int(starts[0]), int(starts[-1]))
+    places = torch.zeros_like(positions)
+    places[rows] = rows + (batch.seq_lens - starts[1:]).repeat_interleave(starts.diff())
+    slots = slot_mapping(places, batch, k_cache.shape[1])
     rows = (slots >= 0).nonzero().flatten()
     cos, sin = (table[positions[rows], None] for table in (cos, sin))
     query[rows] = reference.rotate(query[rows], cos, sin)
@@ -118,6 +123,7 @@ def rotate_with_triton(
         k_cache if k_scale is None else k_scale.contiguous(),
         v_cache if v_scale is None else v_scale.contiguous(),
         batch.query_start,
+        batch.seq_lens,
         batch.block_tables,
         batch.seq_lens.shape[0],
         batch.block_tables.stride(0),

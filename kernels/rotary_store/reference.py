@@ -25,13 +25,19 @@ def rotary_store(
     k_cache: Tensor,
     v_cache: Tensor,
     query_lens: list[int],
+    seq_lens: list[int],
     tables: list[list[int]],
     *,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """Rotate query [T, Hq, D] in place; store the rotated key and the value [T, Hkv, D]. Padding rows are left."""
-    slots = store_kv.slot_mapping(positions, query_lens, tables, k_cache.shape[1])
+    """Rotate query [T, Hq, D] in place; store the rotated key and the value [T, Hkv, D]. Padding rows are left.
+
+    A sequence's rows have the last slots along its table; positions only say how far to rotate.
+    """
+    places = [at for count, end in zip(query_lens, seq_lens, strict=True) for at in range(end - count, end)]
+    places += [0] * (len(positions) - len(places))
+    slots = store_kv.slot_mapping(places, query_lens, tables, k_cache.shape[1])
     for row, (position, slot) in enumerate(zip(positions, slots, strict=True)):
         if slot >= 0:
             query[row] = rotate(query[row], cos[position], sin[position])

@@ -19,6 +19,7 @@ PADDED_ROWS = 2
 class Case:
     queries: tuple[int, ...] = (1, 6, 0, 3)
     computed: tuple[int, ...] = (9, 0, 5, 17)
+    evicted: tuple[int, ...] = (3, 0, 0, 5)
     query_heads: int = 6
     kv_heads: int = 2
     head_dim: int = 16
@@ -26,6 +27,12 @@ class Case:
     dtype: torch.dtype = torch.float32
     cache: torch.dtype | None = None
     tables_of: torch.dtype = torch.float32
+
+    @property
+    def lengths(self) -> list[int]:
+        """Slots in use, per sequence."""
+        each = zip(self.computed, self.evicted, self.queries, strict=False)
+        return [computed - evicted + count for computed, evicted, count in each]
 
 
 def build(case: Case) -> tuple[dict[str, Tensor], list[int], list[list[int]]]:
@@ -62,7 +69,7 @@ def run(backend: str, case: Case) -> dict[str, Tensor]:
         # Copies would not be views of one product.
         tensors = built
     starts = torch.tensor([0, *case.queries]).cumsum(0).to(device, torch.int32)
-    lens = torch.zeros(len(tables), dtype=torch.int32, device=device)
+    lens = torch.tensor(case.lengths, dtype=torch.int32, device=device)
     batch = PagedBatch(starts, lens, torch.tensor(tables, dtype=torch.int32, device=device), 6, 20)
     scales = {name: tensors.pop(name, None) for name in ("k_scale", "v_scale")}
     op = rotate_with_triton if backend == "interpreter" else rotary_store
@@ -88,7 +95,8 @@ CASES = {
 def test_it_does_what_its_reference_does(run_on: Callable[..., dict[str, Tensor]], case: Case) -> None:
     expected, positions, tables = build(case)
     scales = {name: expected.pop(name, None) for name in ("k_scale", "v_scale")}
-    reference.rotary_store(**expected, positions=positions, query_lens=list(case.queries), tables=tables, **scales)
+    lengths = {"query_lens": list(case.queries), "seq_lens": case.lengths}
+    reference.rotary_store(**expected, positions=positions, **lengths, tables=tables, **scales)
     for name, tensor in run_on(run, case).items():
         assert torch.equal(tensor.float(), expected[name].float()), name
 
@@ -111,5 +119,6 @@ def test_queries_and_keys_are_rotated_as_llama_rotates_them(
     got = run_on(run, case)
     rows = sum(case.queries)
     assert torch.equal(got["query"][:rows], query[:rows])
-    block = tables[3][positions[rows - 1] // case.block_size]
-    assert torch.equal(got["k_cache"][block, positions[rows - 1] % case.block_size], key[rows - 1])
+    place = case.lengths[3] - 1
+    block = tables[3][place // case.block_size]
+    assert torch.equal(got["k_cache"][block, place % case.block_size], key[rows - 1])
