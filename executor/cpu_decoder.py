@@ -44,9 +44,10 @@ class CpuDecoder:
             TokenGroup(here(slots), here(table), window)
             for slots, table, window in zip(work.slot_mappings, work.tables, self._windows, strict=True)
         ]
-        inputs = here(ids), here(work.positions), here(work.query_start), groups, here(work.rows)
+        positions = here(work.positions)
         placed()
-        return Scores(self._decoder.step(*inputs), None, here(work.targets))
+        logits = self._decoder.step(here(ids), positions, positions, here(work.query_start), groups, here(work.rows))
+        return Scores(logits, None, here(work.targets))
 
 
 def compiled(forward: Forward, module: Any, groups: Sequence[LayerGroup], folder: Path) -> Forward:

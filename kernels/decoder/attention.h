@@ -8,10 +8,8 @@
 
 #include <cfloat>
 
-#include "units.h"
+#include "kept.h"
 
-// Keys taken at a time.
-constexpr int KEYS = 64;
 // With fewer rows it is cheaper to read keys where they are than to lay them out for a multiplication.
 template <class T>
 constexpr int FEW_ROWS = sizeof(T) == 4 ? 12 : 8;
@@ -25,6 +23,7 @@ template <class T>
 struct Scratch {
   std::vector<T> query, keys, values, weights;
   std::vector<float> logits, largest, total, out;
+  Kept kept;
   explicit Scratch(const Shape &shape) {
     int64_t rows = std::max<int64_t>(UNIT_ROWS, shape.per_kv()), dim = shape.head_dim;
     query.resize(rows * dim);
@@ -263,12 +262,12 @@ static inline void add_values(const float *weights, const T *const *values, cons
   }
 }
 
-// One piece. query [T][heads..] with `stride` floats per token, already scaled; out [T][Hq][D]. The keys of `next`, if
-// there is one, are fetched at the end.
+// One piece. query [T][heads..] with `stride` floats per token, already scaled; slot_numbers [T]; out [T][Hq][D]; `sums`
+// of what the unit counts. The keys of `next`, if there is one, are fetched at the end.
 template <class T>
 static void attend(const Shape &shape, const Group &group, const Plan &plan, const Piece &piece, const Piece *next,
-                   const int64_t *positions, const float *query, int64_t stride, const T *k_cache, const T *v_cache,
-                   Softmax &state, T *out, Scratch<T> &scratch) {
+                   const int64_t *slot_numbers, const float *query, int64_t stride, const T *k_cache, const T *v_cache,
+                   Softmax &state, T *out, const Sums &sums, Scratch<T> &scratch) {
   const Unit &unit = *piece.unit;
   const int64_t dim = shape.head_dim, per_kv = shape.per_kv(), rows = unit.count * per_kv;
   auto token_of = [&](int64_t row) { return plan.order[unit.first + row / per_kv]; };
@@ -284,6 +283,9 @@ static void attend(const Shape &shape, const Group &group, const Plan &plan, con
     else
       memset(&scratch.out[row * dim], 0, dim * 4);
   }
+  // Few rows are all kept: their weights are computed there, and need not be copied.
+  const int64_t counted = unit.counted * per_kv, first_kept = counted && rows <= FEW_ROWS<T> ? 0 : rows - counted;
+  if (counted) scratch.kept.begin(unit.end, rows - first_kept);
   // Where the keys and values of a run are, and those of the next one; what lies behind the end is there again.
   const T *places[2][2][KEYS];
   auto locate = [&](const Piece &of, int64_t begin, auto &run) {
@@ -305,20 +307,23 @@ static void attend(const Shape &shape, const Group &group, const Plan &plan, con
     else
       locate(piece, begin + KEYS, places[turn ^ 1]);
     auto visible = [&](int64_t row) {
-      int64_t position = positions[token_of(row)];
-      int64_t from = group.window ? std::max<int64_t>(0, position - group.window + 1 - begin) : 0;
-      return std::pair(std::min(from, count), std::clamp<int64_t>(position + 1 - begin, 0, count));
+      int64_t number = slot_numbers[token_of(row)];
+      int64_t from = group.window ? std::max<int64_t>(0, number - group.window + 1 - begin) : 0;
+      return std::pair(std::min(from, count), std::clamp<int64_t>(number + 1 - begin, 0, count));
+    };
+    auto weigh_row = [&](int64_t row, float *logits, auto *weights) {
+      auto [from, to] = visible(row);
+      if (from < to)
+        weigh(logits, from, to, &scratch.largest[row], &scratch.total[row], &scratch.out[row * dim], dim, weights);
+      else
+        memset((void *)weights, 0, KEYS * sizeof(*weights));
+      return std::pair(from, to);
     };
     // Makes weights of the logits of rows; returns which keys any of them sees.
-    auto weigh_rows = [&](int64_t row, int64_t some, auto *weights) {
+    auto weigh_rows = [&](int64_t row, int64_t some, float *logits, auto *weights) {
       int64_t least = count, most = 0;
       for (int64_t i = 0; i < some; i++) {
-        auto [from, to] = visible(row + i);
-        if (from < to)
-          weigh(&scratch.logits[i * KEYS], from, to, &scratch.largest[row + i], &scratch.total[row + i],
-                &scratch.out[(row + i) * dim], dim, weights + i * KEYS);
-        else
-          memset((void *)(weights + i * KEYS), 0, KEYS * sizeof(*weights));
+        auto [from, to] = weigh_row(row + i, logits + i * KEYS, weights + i * KEYS);
         least = std::min(least, from);
         most = std::max(most, to);
       }
@@ -328,9 +333,10 @@ static void attend(const Shape &shape, const Group &group, const Plan &plan, con
       for (int64_t row = 0; row < rows; row += TOGETHER)
         in_groups(std::min<int64_t>(TOGETHER, rows - row), [&](auto group_size) {
           constexpr int R = decltype(group_size)::value;
-          float *weights = scratch.logits.data();
+          float *weights = counted ? scratch.kept.weights(begin, row) : scratch.logits.data();
           dots<R>(&scratch.query[row * dim], keys, keys_ahead, count, dim, weights);
-          auto [least, most] = weigh_rows(row, R, weights);
+          auto [least, most] = weigh_rows(row, R, weights, weights);
+          if (counted) std::copy_n(&scratch.largest[row], R, scratch.kept.largest(begin, row));
           add_values<R>(weights, values, values_ahead, least, most, dim, &scratch.out[row * dim]);
         });
       continue;
@@ -343,22 +349,31 @@ static void attend(const Shape &shape, const Group &group, const Plan &plan, con
       for (int64_t tile = 0; tile < KEYS / TILE; tile++)
         multiply_rows<T, false, 0>(some, &scratch.query[row * dim], dim, &scratch.keys[tile * TILE * dim], dim,
                                    &scratch.logits[tile * TILE], KEYS);
-      weigh_rows(row, some, scratch.weights.data());
+      const int64_t plain = std::clamp<int64_t>(first_kept - row, 0, some);
+      weigh_rows(row, plain, scratch.logits.data(), scratch.weights.data());
+      for (int64_t i = plain; i < some; i++) {
+        float *weights = scratch.kept.weights(begin, row + i - first_kept);
+        weigh_row(row + i, &scratch.logits[i * KEYS], weights);
+        for (int k = 0; k < KEYS; k += WIDTH) store(&scratch.weights[i * KEYS + k], load(weights + k));
+        *scratch.kept.largest(begin, row + i - first_kept) = scratch.largest[row + i];
+      }
       for (int64_t tile = 0; tile < dim / TILE; tile++)
         multiply_rows<T, true, 0>(some, scratch.weights.data(), KEYS, &scratch.values[tile * TILE * KEYS], KEYS,
                                   &scratch.out[row * dim + tile * TILE], dim);
     }
   }
+  if (counted)
+    scratch.kept.sum(unit.end, counted, &scratch.largest[rows - counted], &scratch.total[rows - counted], sums);
   for (int64_t row = 0; row < rows; row++) {
     int64_t place = place_of(row);
-    const float *sums = &scratch.out[row * dim];
+    const float *part = &scratch.out[row * dim];
     if (unit.ends) {
       float scale = 1 / scratch.total[row];
-      for (int64_t d = 0; d < dim; d += WIDTH) store(out + place * dim + d, load(sums + d) * scale);
+      for (int64_t d = 0; d < dim; d += WIDTH) store(out + place * dim + d, load(part + d) * scale);
     } else {
       state.largest[place] = scratch.largest[row];
       state.total[place] = scratch.total[row];
-      memcpy(&state.out[place * dim], sums, dim * 4);
+      memcpy(&state.out[place * dim], part, dim * 4);
     }
   }
 }

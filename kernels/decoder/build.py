@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-SOURCES = ("vector.h", "team.h", "matmul.h", "units.h", "attention.h", "decoder.cpp")
+SOURCES = ("vector.h", "team.h", "matmul.h", "units.h", "kept.h", "attention.h", "decoder.cpp")
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-shared", "-pthread")
 _HERE = Path(__file__).parent

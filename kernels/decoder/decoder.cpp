@@ -33,7 +33,10 @@ struct Batch {
   const int64_t *ids, *positions;  // [T]
   const int32_t *query_start;      // [S + 1]
   const Group *group;
-  const int64_t *rows;  // [outputs], tokens whose logits are wanted
+  const int64_t *rows;          // [outputs], tokens whose logits are wanted
+  const int64_t *slot_numbers;  // [T]
+  int64_t entries;
+  const Counted *counted;  // [entries]
 };
 
 // A group's numbers, kept.
@@ -87,16 +90,21 @@ class Step {
   Step(const Model &model, const Batch &batch, float *logits, Team &team, double *seconds)
       : model(model), shape(model.shape), logits(logits), team(team), seconds(seconds), tokens(batch.tokens),
         ids(batch.ids, batch.ids + tokens), positions(batch.positions, batch.positions + tokens),
-        rows(batch.rows, batch.rows + batch.outputs), hidden(tokens * model.hidden), qkv(tokens * width()),
+        slot_numbers(batch.slot_numbers, batch.slot_numbers + tokens),
+        rows(batch.rows, batch.rows + batch.outputs), counted(batch.counted, batch.counted + batch.entries), hidden(tokens * model.hidden), qkv(tokens * width()),
         cosines(tokens * shape.head_dim / 2), sines(cosines.size()),
         normal(std::max<int64_t>(tokens, rows.size()) * model.hidden), attended(tokens * model.layer[0].out.k),
         activated(tokens * model.intermediate) {
     bool any = false;
+    int64_t most_sums = 0;
     for (int64_t g = 0; g < batch.groups; g++) {
       groups.emplace_back(batch.group[g], tokens, batch.sequences);
-      plans.push_back(plan_units(shape, groups[g], batch.sequences, batch.query_start, positions.data(), team.size));
+      plans.push_back(plan_units(shape, groups[g], batch.sequences, batch.query_start, slot_numbers.data(), counted,
+                                 team.size));
       any |= !plans[g].shared.empty();
+      most_sums = std::max(most_sums, plans[g].sums);
     }
+    sums.resize(most_sums);
     if (any) {
       state.largest.resize(tokens * shape.q_heads);
       state.total.resize(state.largest.size());
@@ -119,7 +127,8 @@ class Step {
       watch.lap(QKV);
       each_row(tokens, [&](int64_t row) { rotate_and_store(layer, row); });
       watch.lap(ROTARY_AND_STORE);
-      attend_all(layer, scratch);
+      attend_all(number, scratch);
+      add_sums(number);
       watch.lap(ATTENTION);
       matmul(team, attended.data(), tokens, layer.out, add_to_hidden());
       watch.lap(ATTENTION_OUTPUT);
@@ -191,18 +200,47 @@ class Step {
     }
   }
 
-  void attend_all(const Layer &layer, Scratch<T> &scratch) {
+  // Where a unit leaves its sums for a KV head.
+  Sums sums_of(const Unit &unit, int64_t number, int64_t head) {
+    if (!unit.counted) return {};
+    const Counted &entry = counted[unit.entry];
+    const int64_t at = (number * shape.kv_heads + head) * entry.keys;
+    if (unit.sums < 0) return {entry.weights + at, entry.squares ? entry.squares + at : nullptr};
+    float *part = &sums[unit.sums + head * unit.end];
+    return {part, entry.squares ? part + shape.kv_heads * unit.end : nullptr};
+  }
+
+  // Adds up what the units of one sequence have counted, always in the same order.
+  void add_sums(int64_t number) {
+    const Plan &plan = plans[model.layer[number].group];
+    if (!plan.sums) return;
+    team.each(int64_t(counted.size()) * shape.kv_heads, [&](int64_t piece) {
+      const int64_t entry = piece / shape.kv_heads, head = piece % shape.kv_heads;
+      for (const Unit &unit : plan.own) {
+        if (unit.sums < 0 || unit.entry != entry) continue;
+        Unit last = unit;
+        last.sums = -1;
+        const Sums part = sums_of(unit, number, head), all = sums_of(last, number, head);
+        for (int64_t i = 0; i < unit.end; i++) all.weights[i] += part.weights[i];
+        for (int64_t i = 0; all.squares && i < unit.end; i++) all.squares[i] += part.squares[i];
+      }
+    });
+  }
+
+  void attend_all(int64_t number, Scratch<T> &scratch) {
+    const Layer &layer = model.layer[number];
     const Plan &plan = plans[layer.group];
     for (const auto *units : {&plan.shared, &plan.own}) {
       if (units->empty()) continue;
       const int64_t count = units->size() * shape.kv_heads;
-      auto piece = [&](int64_t number) { return Piece{&(*units)[number / shape.kv_heads], number % shape.kv_heads}; };
-      team.each(count, [&](int64_t number) {
+      auto piece = [&](int64_t i) { return Piece{&(*units)[i / shape.kv_heads], i % shape.kv_heads}; };
+      team.each(count, [&](int64_t i) {
         // The one that this thread will most likely take next.
-        int64_t later = number + team.size;
-        Piece next = later < count ? piece(later) : Piece{};
-        attend<T>(shape, groups[layer.group], plan, piece(number), next.unit ? &next : nullptr, positions.data(),
-                  qkv.data(), width(), (const T *)layer.k_cache, (const T *)layer.v_cache, state, attended.data(), scratch);
+        int64_t later = i + team.size;
+        Piece now = piece(i), next = later < count ? piece(later) : Piece{};
+        attend<T>(shape, groups[layer.group], plan, now, next.unit ? &next : nullptr, slot_numbers.data(), qkv.data(),
+                  width(), (const T *)layer.k_cache, (const T *)layer.v_cache, state, attended.data(),
+                  sums_of(*now.unit, number, now.head), scratch);
       });
     }
   }
@@ -243,11 +281,13 @@ class Step {
   double *seconds;
   const std::thread::id first = std::this_thread::get_id();
   int64_t tokens;
-  std::vector<int64_t> ids, positions, rows;
+  std::vector<int64_t> ids, positions, slot_numbers, rows;
+  std::vector<Counted> counted;
   std::vector<OwnGroup> groups;
   std::vector<float> hidden, qkv, cosines, sines;
   std::vector<T> normal, attended, activated;
   std::vector<Plan> plans;
+  std::vector<float> sums;
   Softmax state;
 };
 

@@ -66,6 +66,20 @@ class TokenGroup:
     window: int | None = None
 
 
+@dataclass(frozen=True)
+class Sums:
+    """Where the softmax weights of a sequence's last `rows` tokens go, summed over them and each KV head's query heads.
+
+    A sequence has one at most. weights: [L, Hkv, T] float32, T the sequence's slots after the step. squares: like it,
+    for the squares of the weights.
+    """
+
+    sequence: int
+    rows: int
+    weights: Tensor
+    squares: Tensor | None = None
+
+
 class _Linear(ctypes.Structure):
     _fields_ = (("packed", c_void_p), ("bias", c_void_p), ("n", c_int64), ("k", c_int64))
 
@@ -94,12 +108,21 @@ class _Group(ctypes.Structure):
     _fields_ = (("slots", c_void_p), ("tables", c_void_p), ("width", c_int64), ("window", c_int64))
 
 
+class _Counted(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("sequence", "rows", "keys")),
+        *((name, c_void_p) for name in ("weights", "squares")),
+    )
+
+
 class _Batch(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("tokens", "sequences", "groups", "outputs")),
         *((name, c_void_p) for name in ("ids", "positions", "query_start")),
         ("group", POINTER(_Group)),
-        ("rows", c_void_p),
+        *((name, c_void_p) for name in ("rows", "slot_numbers")),
+        ("entries", c_int64),
+        ("counted", POINTER(_Counted)),
     )
 
 
@@ -200,19 +223,29 @@ class Decoder:
             self._model.block_size = k_cache.shape[1]
 
     def step(
-        self, token_ids: Tensor, positions: Tensor, query_start: Tensor, groups: Sequence[TokenGroup], rows: Tensor
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        slot_numbers: Tensor,
+        query_start: Tensor,
+        groups: Sequence[TokenGroup],
+        rows: Tensor,
+        sums: Sequence[Sums] = (),
     ) -> Tensor:
         """Computes packed tokens, stores their keys and values, and returns the logits of some: [R, V] float32.
 
-        token_ids, positions: [T] int64; a sequence's tokens stand in a row, one position apart.
-        query_start: [S + 1] int32; sequence s has the tokens query_start[s] to query_start[s + 1], at least one.
-        groups: per group of layers. rows: [R] int64.
+        token_ids: [T] int64. positions: [T] int64, by which queries and keys are rotated.
+        slot_numbers: [T] int64, where a token stands along its block tables; a sequence's are one apart, and its tokens
+        attend to all slots up to their own. query_start: [S + 1] int32; sequence s has the tokens query_start[s] to
+        query_start[s + 1], at least one. groups: per group of layers. rows: [R] int64.
+        sums: which sequences' attention is counted, and where; only of models whose layers attend to all tokens.
         Raises ValueError naming the argument whose shape or dtype is wrong. Ids, slots and tables are not checked.
         """
         num_tokens, num_sequences = token_ids.shape[0], query_start.shape[0] - 1
         for name, tensor, size, dtype in (
             ("token_ids", token_ids, None, torch.int64),
             ("positions", positions, num_tokens, torch.int64),
+            ("slot_numbers", slot_numbers, num_tokens, torch.int64),
             ("query_start", query_start, None, torch.int32),
             ("rows", rows, None, torch.int64),
         ):
@@ -227,6 +260,9 @@ class Decoder:
             check_contiguous("tables", group.tables)
         if not self._model.block_size:
             raise ValueError("no caches are bound")
+        if sums and any(group.window for group in groups):
+            raise ValueError("sums: attention is not counted where it has a window")
+        counted = [self._counted(one, slot_numbers, query_start) for one in sums]
         logits = torch.empty(rows.shape[0], self._vocabulary)
         if num_tokens:
             entries = [
@@ -243,11 +279,28 @@ class Decoder:
                 query_start.data_ptr(),
                 (_Group * len(groups))(*entries),
                 rows.data_ptr(),
+                slot_numbers.data_ptr(),
+                len(counted),
+                (_Counted * len(counted))(*counted),
             )
             is_bfloat16 = int(self._dtype == torch.bfloat16)
             inputs = ctypes.byref(self._model), ctypes.byref(batch)
             self._library.decoder_step(*inputs, logits.data_ptr(), self._team, self._seconds, is_bfloat16)
         return logits
+
+    def _counted(self, sums: Sums, slot_numbers: Tensor, query_start: Tensor) -> _Counted:
+        first, end = query_start[sums.sequence : sums.sequence + 2].tolist()
+        if not 1 <= sums.rows <= end - first:
+            raise ValueError(f"sums: expected 1 to {end - first} rows, got {sums.rows}")
+        keys = int(slot_numbers[end - 1]) + 1
+        for name, tensor in (("weights", sums.weights), ("squares", sums.squares)):
+            if tensor is not None:
+                shape = [len(self._layers), self._cache_shape[0], keys]
+                check_shape(f"sums.{name}", tensor, shape, "[L, Hkv, T]")
+                check_dtype(f"sums.{name}", tensor, torch.float32)
+                check_contiguous(f"sums.{name}", tensor)
+        squares = None if sums.squares is None else sums.squares.data_ptr()
+        return _Counted(sums.sequence, sums.rows, keys, sums.weights.data_ptr(), squares)
 
     def _layer(self, weights: LayerWeights) -> _Layer:
         half = self._library.decoder_tile() // 2

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.decoder.launch import TokenGroup, Weights
+from kernels.attention_scores.reference import attention_scores
+from kernels.decoder.launch import Sums, TokenGroup, Weights
 from kernels.paged_attention.reference import paged_attention
 
 
@@ -14,20 +15,25 @@ def step(
     weights: Weights,
     token_ids: Tensor,
     positions: Tensor,
+    slot_numbers: Tensor,
     query_start: Tensor,
     groups: Sequence[TokenGroup],
     rows: Tensor,
     caches: Sequence[tuple[Tensor, Tensor]],
+    sums: Sequence[Sums] = (),
 ) -> Tensor:
-    """As `launch.Decoder.step`, in the dtype of the weights and of the caches [N, B, Hkv, D]; returns [R, V]."""
+    """As `launch.Decoder.step`, in the dtype of the weights, caches [N, B, Hkv, D] and sums; returns [R, V]."""
     query_lens = query_start.diff().tolist()
-    seq_lens = (positions[query_start[1:].long() - 1] + 1).tolist()
+    seq_lens = (slot_numbers[query_start[1:].long() - 1] + 1).tolist()
     table = weights.head if weights.embedding is None else weights.embedding
     hidden = table[token_ids]
     angles = positions[:, None].to(table.dtype) * weights.frequencies.to(table.dtype)
     cosine, sine = (f(torch.cat([angles, angles], -1))[:, None] * weights.rotary_scale for f in (torch.cos, torch.sin))
     heads = [weights.q_heads, weights.kv_heads, weights.kv_heads]
-    for layer, (k_cache, v_cache) in zip(weights.layers, caches, strict=True):
+    counted = [0] * len(seq_lens)
+    for one in sums:
+        counted[one.sequence] = one.rows
+    for number, (layer, (k_cache, v_cache)) in enumerate(zip(weights.layers, caches, strict=True)):
         normal = _norm(hidden, layer.input_norm, weights.epsilon)
         qkv = F.linear(normal, layer.qkv, layer.qkv_bias).view(len(hidden), -1, weights.head_dim)
         query, key, value = torch.split(qkv, heads, 1)
@@ -50,6 +56,21 @@ def step(
             scale=weights.attention_scale,
             window=group.window,
         )
+        scores = attention_scores(
+            query,
+            k_cache,
+            query_lens,
+            seq_lens,
+            group.tables.tolist(),
+            counted,
+            max(seq_lens),
+            scale=weights.attention_scale,
+            window=group.window,
+        )
+        for one in sums:
+            for into, values in zip((one.weights, one.squares), scores, strict=True):
+                if into is not None:
+                    into[number] = values[one.sequence, :, : into.shape[2]]
         hidden = hidden + F.linear(attended.flatten(1), layer.out)
         normal = _norm(hidden, layer.post_norm, weights.epsilon)
         gate, up = F.linear(normal, layer.gate_up).chunk(2, -1)

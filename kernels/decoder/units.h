@@ -28,34 +28,52 @@ struct Shape {
   int block_bits() const { return __builtin_ctzll(block_size); }
 };
 
-// Rows of `tokens`, a run in `order`, against the keys at [begin, end) of a sequence's table.
+// A sequence whose attention is wanted: softmax weights of its last `rows` tokens for its `keys` keys, summed over these
+// tokens and over the query heads of a KV head, and the sums of their squares, or null; [layers][Hkv][keys] each.
+struct Counted {
+  int64_t sequence, rows, keys;
+  float *weights, *squares;
+};
+
+// Rows of `tokens`, a run in `order`, against the keys at [begin, end) of a sequence's table. Of the tokens the last
+// `counted` count for an entry of Counted. The last unit of a sequence sees all its keys and leaves the sums at the entry;
+// others leave their parts at `sums`: [2][Hkv][end], weights and squares.
 struct Unit {
   int64_t first, count;
   int64_t sequence;
   int64_t begin, end;
   bool resumes, ends;
+  int64_t counted = 0, entry = 0, sums = -1;
 };
 
 // The units of a step for one group, in two rounds: shared keys, then own ones.
 struct Plan {
   std::vector<int64_t> order;  // token rows
   std::vector<Unit> shared, own;
+  int64_t sums = 0;  // floats that the parts of sums take
 };
 
+// slot_numbers: [T], of the tokens along their tables.
 static Plan plan_units(const Shape &shape, const Group &group, int64_t sequences, const int32_t *query_start,
-                       const int64_t *positions, int threads) {
+                       const int64_t *slot_numbers, const std::vector<Counted> &counted, int threads) {
   Plan plan;
+  std::vector<int64_t> entry_of(sequences, -1);
+  for (size_t entry = 0; entry < counted.size(); entry++) entry_of[counted[entry].sequence] = entry;
   auto table = [&](int64_t s) { return group.tables + s * group.width; };
-  auto length = [&](int64_t s) { return positions[query_start[s + 1] - 1] + 1; };
+  auto length = [&](int64_t s) { return slot_numbers[query_start[s + 1] - 1] + 1; };
   std::vector<int64_t> sorted(sequences);
   std::iota(sorted.begin(), sorted.end(), 0);
   auto common = [&](int64_t a, int64_t b) {
+    // Who counts attends to all keys in one go.
+    if (entry_of[a] >= 0 || entry_of[b] >= 0) return int64_t(0);
     int64_t most = std::min(length(a), length(b)) / shape.block_size, i = 0;
     while (i < most && table(a)[i] == table(b)[i]) i++;
     return i * shape.block_size;
   };
   if (!group.window)
     std::sort(sorted.begin(), sorted.end(), [&](int64_t a, int64_t b) {
+      // Not between two that share.
+      if ((entry_of[a] >= 0) != (entry_of[b] >= 0)) return entry_of[a] >= 0;
       return std::lexicographical_compare(table(a), table(a) + (length(a) + shape.block_size - 1) / shape.block_size,
                                           table(b), table(b) + (length(b) + shape.block_size - 1) / shape.block_size);
     });
@@ -72,11 +90,16 @@ static Plan plan_units(const Shape &shape, const Group &group, int64_t sequences
       unit.count = to - from;
       int64_t least = INT64_MAX, most = 0;
       for (int64_t i = unit.first; i < unit.first + unit.count; i++) {
-        least = std::min(least, positions[plan.order[i]]);
-        most = std::max(most, positions[plan.order[i]]);
+        least = std::min(least, slot_numbers[plan.order[i]]);
+        most = std::max(most, slot_numbers[plan.order[i]]);
       }
       unit.end = std::min(unit.end, most + 1);
       if (group.window) unit.begin = std::max(unit.begin, least - group.window + 1);
+      unit.counted = std::clamp<int64_t>(to - (whole.count - whole.counted), 0, unit.count);
+      if (unit.counted && to < whole.count) {
+        unit.sums = plan.sums;
+        plan.sums += 2 * shape.kv_heads * unit.end;
+      }
       units.push_back(unit);
     }
   };
@@ -93,7 +116,10 @@ static Plan plan_units(const Shape &shape, const Group &group, int64_t sequences
     for (int64_t j = i; j < i + together; j++) {
       int64_t s = sorted[j], start = plan.order.size();
       for (int64_t row = query_start[s]; row < query_start[s + 1]; row++) plan.order.push_back(row);
-      cut(plan.own, {start, int64_t(plan.order.size()) - start, s, shared, length(s), shared > 0, true});
+      int64_t entry = entry_of[s];
+      Unit whole{start, int64_t(plan.order.size()) - start, s, shared, length(s), shared > 0, true};
+      if (entry >= 0) whole.counted = counted[entry].rows, whole.entry = entry;
+      cut(plan.own, whole);
     }
     if (shared) cut(plan.shared, {first, int64_t(plan.order.size()) - first, sorted[i], 0, shared, false, false});
     i += together;

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.decoder import build
-from kernels.decoder.launch import Decoder, LayerWeights, TokenGroup, Weights, obstacle
+from kernels.decoder.launch import Decoder, LayerWeights, Sums, TokenGroup, Weights, obstacle
 from kernels.decoder.reference import step
 from tests.stack import model_cache
 
@@ -33,7 +33,8 @@ def library() -> ctypes.CDLL:
 class Case:
     """queries: tokens computed per sequence; lengths: with those before. windows: per group, layers take turns.
 
-    shared: blocks at the beginning that all sequences have in common.
+    shared: blocks at the beginning that all sequences have in common. evicted: by how much each sequence's positions
+    are ahead of its slots. counted: how many of its last rows count.
     """
 
     queries: tuple[int, ...] = (1, 5, 1, 20)
@@ -52,6 +53,8 @@ class Case:
     bias: bool = False
     head_norms: bool = False
     threads: int = 2
+    evicted: tuple[int, ...] = (0,) * 12
+    counted: tuple[int, ...] = ()
 
 
 CASES = {
@@ -84,6 +87,23 @@ CASES = {
     "norms per head": Case(head_norms=True),
     "one thread": Case(threads=1),
     "more threads than cores": Case(threads=5),
+    "slots that are not positions": Case(evicted=(7, 0, 100, 1)),
+    "slots that are not positions, one prefix": Case((1, 1, 5, 1), (90, 81, 100, 95), shared=5, evicted=(0, 9, 64, 3)),
+    "slots that are not positions, several units": Case((150, 1), (200, 3), evicted=(33, 9)),
+}
+COUNTED = {
+    "single tokens": Case((1, 1, 1), (1, 64, 150), counted=(1, 1, 1)),
+    "chunks and single tokens, all rows": Case(counted=(1, 5, 1, 20)),
+    "the last rows": Case(counted=(0, 2, 1, 8)),
+    "some sequences": Case(counted=(0, 5, 0, 3)),
+    "several heads": Case(q_heads=9, kv_heads=3, counted=(1, 5, 0, 20)),
+    "more query heads than fit a unit": Case((5,), (70,), q_heads=100, kv_heads=1, head_dim=32, counted=(3,)),
+    "several units": Case((150, 1), (200, 3), q_heads=9, kv_heads=3, counted=(150, 1)),
+    "rows of two units of several": Case((190, 1), (190, 3), counted=(70, 0), threads=5),
+    "units with few rows": Case((3, 2), (130, 65), q_heads=2, kv_heads=1, counted=(2, 1)),
+    "a prefix shared beside": Case((1, 1, 5, 1, 1), (90, 81, 100, 95, 97), shared=5, counted=(0, 1, 2, 0, 0)),
+    "slots that are not positions": Case((1, 70, 2), (130, 90, 40), evicted=(500, 3, 8), counted=(1, 70, 2)),
+    "one thread": Case((150, 1), (200, 90), counted=(150, 1), threads=1),
 }
 
 
@@ -93,7 +113,7 @@ class World:
 
     weights: Weights
     caches: list[tuple[Tensor, Tensor]]
-    arguments: tuple[Tensor, Tensor, Tensor, list[TokenGroup], Tensor]
+    arguments: tuple[Tensor, Tensor, Tensor, Tensor, list[TokenGroup], Tensor]
 
 
 def _weights(case: Case) -> Weights:
@@ -147,9 +167,10 @@ def build_world(case: Case, dtype: torch.dtype) -> World:
         table[: len(own)] = own
         table[: case.shared] = numbers[0][: case.shared]
     firsts = [length - count for length, count in zip(case.lengths, case.queries, strict=True)]
-    positions = torch.cat([torch.arange(a, b) for a, b in zip(firsts, case.lengths, strict=True)])
+    slot_numbers = torch.cat([torch.arange(a, b) for a, b in zip(firsts, case.lengths, strict=True)])
     owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(case.queries))
-    slots = tables[owner, positions // size].long() * size + positions % size
+    slots = tables[owner, slot_numbers // size].long() * size + slot_numbers % size
+    positions = slot_numbers + torch.tensor(case.evicted)[owner]
     caches = []
     for _ in range(case.layers):
         pair = [torch.full((total, size, case.kv_heads, case.head_dim), torch.nan, dtype=torch.float64) for _ in "kv"]
@@ -159,10 +180,10 @@ def build_world(case: Case, dtype: torch.dtype) -> World:
                     cache[table[at // size], at % size] = torch.randn(case.kv_heads, case.head_dim)
         caches.append((pair[0].to(dtype), pair[1].to(dtype)))
     groups = [TokenGroup(slots, tables, window) for window in case.windows]
-    ids = torch.randint(case.vocabulary, (len(positions),))
+    ids = torch.randint(case.vocabulary, (len(slots),))
     starts = torch.tensor([0, *accumulate(case.queries)], dtype=torch.int32)
     rows = torch.cat([starts[1:].long() - 1, torch.tensor([0])])
-    return World(_weights(case), caches, (ids, positions, starts, groups, rows))
+    return World(_weights(case), caches, (ids, positions, slot_numbers, starts, groups, rows))
 
 
 def error_of(computed: Tensor, expected: Tensor) -> float:
@@ -189,15 +210,59 @@ def test_error_stays_below_the_bar(library: ctypes.CDLL, case: Case, dtype: torc
             assert error_of(cache.nan_to_num(), expected_cache.nan_to_num()) < BARS[dtype]
 
 
+def sums_of(case: Case, dtype: torch.dtype) -> list[Sums]:
+    """Places for what a case counts, full of what is no number."""
+    return [
+        Sums(number, rows, *torch.full((2, case.layers, case.kv_heads, case.lengths[number]), torch.nan, dtype=dtype))
+        for number, rows in enumerate(case.counted)
+        if rows
+    ]
+
+
+@DTYPES
+@pytest.mark.parametrize("case", COUNTED.values(), ids=COUNTED.keys())
+def test_attention_is_counted(library: ctypes.CDLL, case: Case, dtype: torch.dtype) -> None:
+    world = build_world(case, dtype)
+    if reason := obstacle(library, world.weights, dtype):
+        pytest.skip(reason)
+    expected, sums = sums_of(case, torch.float64), sums_of(case, torch.float32)
+    logits = step(world.weights, *world.arguments, [(k.double(), v.double()) for k, v in world.caches], expected)
+    decoder = Decoder(library, world.weights, dtype, case.threads)
+    decoder.bind(world.caches)
+    assert error_of(decoder.step(*world.arguments, sums), logits) < BARS[dtype]
+    for one, truth in zip(sums, expected, strict=True):
+        assert truth.squares is not None
+        assert one.squares is not None
+        assert error_of(one.weights, truth.weights) < BARS[dtype]
+        assert error_of(one.squares, truth.squares) < BARS[dtype]
+        group = case.q_heads / case.kv_heads
+        torch.testing.assert_close(one.weights.sum(2), torch.full((case.layers, case.kv_heads), group * one.rows))
+
+
+@pytest.mark.parametrize("case", COUNTED.values(), ids=COUNTED.keys())
+def test_counting_changes_nothing_else_and_is_the_same_every_time(library: ctypes.CDLL, case: Case) -> None:
+    case = replace(case, shared=0)
+    world, sums = build_world(case, torch.float32), sums_of(case, torch.float32)
+    decoder = Decoder(library, world.weights, torch.float32, case.threads)
+    decoder.bind(world.caches)
+    uncounted = decoder.step(*world.arguments)
+    assert torch.equal(decoder.step(*world.arguments, sums), uncounted)
+    for _ in range(20):
+        again = [replace(one, squares=None) for one in sums_of(case, torch.float32)]
+        decoder.step(*world.arguments, again)
+        assert all(torch.equal(one.weights, other.weights) for one, other in zip(again, sums, strict=True))
+
+
 def test_a_row_does_not_depend_on_the_others(library: ctypes.CDLL) -> None:
     whole = build_world(Case((1, 1, 30), (90, 81, 100), shared=5), torch.float32)
     decoder = Decoder(library, whole.weights, torch.float32, 2)
     decoder.bind(whole.caches)
-    ids, positions, _, groups, _ = whole.arguments
+    ids, positions, slot_numbers, _, groups, _ = whole.arguments
     together = decoder.step(*whole.arguments)
     alone = decoder.step(
         ids[:1],
         positions[:1],
+        slot_numbers[:1],
         torch.tensor([0, 1], dtype=torch.int32),
         [replace(group, slots=group.slots[:1], tables=group.tables[:1]) for group in groups],
         torch.tensor([0]),
@@ -207,10 +272,10 @@ def test_a_row_does_not_depend_on_the_others(library: ctypes.CDLL) -> None:
 
 def test_slot_minus_one_stores_nowhere(library: ctypes.CDLL) -> None:
     world = build_world(Case((2,), (2,)), torch.float32)
-    ids, positions, starts, groups, rows = world.arguments
+    *inputs, groups, rows = world.arguments
     decoder = Decoder(library, world.weights, torch.float32, 1)
     decoder.bind(world.caches)
-    decoder.step(ids, positions, starts, [replace(groups[0], slots=torch.tensor([-1, groups[0].slots[1]]))], rows)
+    decoder.step(*inputs, [replace(groups[0], slots=torch.tensor([-1, groups[0].slots[1]]))], rows)
     assert int(world.caches[0][0].isfinite().all(-1).sum()) == 1
 
 
@@ -220,26 +285,35 @@ def test_a_step_of_nothing_has_no_logits(library: ctypes.CDLL) -> None:
     decoder.bind(world.caches)
     none = torch.zeros(0, dtype=torch.int64)
     groups = [TokenGroup(none, torch.zeros(0, 0, dtype=torch.int32))]
-    assert decoder.step(none, none, torch.zeros(1, dtype=torch.int32), groups, none).shape == (0, 97)
+    assert decoder.step(none, none, none, torch.zeros(1, dtype=torch.int32), groups, none).shape == (0, 97)
 
 
 def test_wrong_arguments_are_named(library: ctypes.CDLL) -> None:
     world = build_world(Case(), torch.float32)
     decoder = Decoder(library, world.weights, torch.float32, 1)
-    ids, positions, starts, groups, rows = world.arguments
+    ids, positions, slot_numbers, starts, groups, rows = world.arguments
+    sums = sums_of(Case(counted=(1,)), torch.float32)[0]
     with pytest.raises(ValueError, match="no caches"):
         decoder.step(*world.arguments)
     with pytest.raises(ValueError, match=r"k_cache.*float32"):
         decoder.bind([(k.bfloat16(), v.bfloat16()) for k, v in world.caches])
     decoder.bind(world.caches)
     with pytest.raises(ValueError, match="positions"):
-        decoder.step(ids, positions[1:], starts, groups, rows)
+        decoder.step(ids, positions[1:], slot_numbers, starts, groups, rows)
+    with pytest.raises(ValueError, match="slot_numbers"):
+        decoder.step(ids, positions, slot_numbers.int(), starts, groups, rows)
     with pytest.raises(ValueError, match="token_ids"):
-        decoder.step(ids.int(), positions, starts, groups, rows)
+        decoder.step(ids.int(), positions, slot_numbers, starts, groups, rows)
     with pytest.raises(ValueError, match="slots"):
-        decoder.step(ids, positions, starts, [replace(groups[0], slots=positions[1:])], rows)
+        decoder.step(ids, positions, slot_numbers, starts, [replace(groups[0], slots=positions[1:])], rows)
     with pytest.raises(ValueError, match="tables"):
-        decoder.step(ids, positions, starts, [replace(groups[0], tables=groups[0].tables[1:])], rows)
+        decoder.step(ids, positions, slot_numbers, starts, [replace(groups[0], tables=groups[0].tables[1:])], rows)
+    with pytest.raises(ValueError, match=r"sums.weights: expected \[L, Hkv, T\]"):
+        decoder.step(*world.arguments, [replace(sums, weights=sums.weights[:, :, 1:])])
+    with pytest.raises(ValueError, match="sums: expected 1 to 1 rows, got 2"):
+        decoder.step(*world.arguments, [replace(sums, rows=2)])
+    with pytest.raises(ValueError, match="sums: attention is not counted"):
+        decoder.step(ids, positions, slot_numbers, starts, [replace(groups[0], window=9)], rows, [sums])
 
 
 @pytest.mark.parametrize(
