@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from executor.batch import Work
+from executor.counting import Counted
+from executor.eviction.policy import Attention
 from executor.forward import Forward, Scores
 from executor.kv_pool import KvPools
 from executor.layers import LayerGroup
 from executor.llama import UnsuitableError, faster
 from kernels.decoder import build
-from kernels.decoder.launch import Decoder, TokenGroup, Weights, obstacle
+from kernels.decoder.launch import Decoder, Sums, TokenGroup, Weights, obstacle
 
 
 class CpuDecoder:
@@ -23,6 +25,8 @@ class CpuDecoder:
     def __init__(self, decoder: Decoder, groups: Sequence[LayerGroup]) -> None:
         self._decoder = decoder
         self._windows = [group.shape.window for group in groups]
+        # Layers and KV heads of models whose attention is counted.
+        self._shape = sum(len(group.layers) for group in groups), groups[0].shape.kv_heads
         self._pools: KvPools | None = None
 
     def seconds(self) -> dict[str, float]:
@@ -44,10 +48,17 @@ class CpuDecoder:
             TokenGroup(here(slots), here(table), window)
             for slots, table, window in zip(work.slot_mappings, work.tables, self._windows, strict=True)
         ]
-        positions = here(work.positions)
+        places = here(work.positions), here(work.slot_numbers)
+        sums = [self._sums(one, int(work.seq_lens[one.sequence])) for one in work.counted]
         placed()
-        logits = self._decoder.step(here(ids), positions, positions, here(work.query_start), groups, here(work.rows))
-        return Scores(logits, None, here(work.targets))
+        logits = self._decoder.step(here(ids), *places, here(work.query_start), groups, here(work.rows), sums)
+        attention = tuple(Attention(one.weights, one.squares, one.rows) for one in sums)
+        return Scores(logits, None, here(work.targets), attention)
+
+    def _sums(self, counted: Counted, slots: int) -> Sums:
+        shape = (*self._shape, slots)
+        squares = torch.empty(shape) if counted.squares else None
+        return Sums(counted.sequence, counted.rows, torch.empty(shape), squares)
 
 
 def compiled(forward: Forward, module: Any, groups: Sequence[LayerGroup], folder: Path) -> Forward:

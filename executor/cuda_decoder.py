@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from executor.batch import Batch, Work, pack, sent_bytes
+from executor.counting import CountingAttention
+from executor.eviction.policy import Attention
 from executor.forward import Forward, Scores
 from executor.kv_pool import KvPools
 from executor.layers import LayerGroup
 from executor.llama import faster
-from kernels.decoder.launch import LayerWeights, Weights
-from kernels.paged_attention.launch import paged_attention
+from kernels.decoder.launch import Weights
 from kernels.rms_norm.launch import rms_norm
 from kernels.rotary_store.launch import rotary_store
 
@@ -49,9 +50,16 @@ class FusedLayers:
         )
 
     def logits(
-        self, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]], rows: Tensor | None, out: Tensor | None = None
+        self,
+        batch: Batch,
+        caches: Sequence[tuple[Tensor, Tensor]],
+        rows: Tensor | None,
+        counting: CountingAttention,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Stores keys and values in each layer's K and V; the logits of some rows, [R] int64, or of all: [R, V].
+
+        counting: attends, and keeps what the batch counts.
 
         The sum that runs through the layers is rounded where transformers rounds it.
         """
@@ -59,8 +67,8 @@ class FusedLayers:
         next_norms = [*(layer.input_norm for layer in layers[1:]), self._weights.final_norm]
         total = F.embedding(batch.ids(), self._embedding)
         normal = rms_norm(total, layers[0].input_norm, epsilon)
-        for layer, cache, next_norm in zip(layers, caches, next_norms, strict=True):
-            attended = self._attend(layer, normal, batch, cache)
+        for number, (layer, cache, next_norm) in enumerate(zip(layers, caches, next_norms, strict=True)):
+            attended = self._attend(number, normal, batch, cache, counting)
             if rows is not None and layer is layers[-1]:
                 # From here on nobody asks for the others.
                 attended, total = attended[rows], total[rows]
@@ -69,9 +77,12 @@ class FusedLayers:
             normal = rms_norm(F.silu(gate).mul_(up) @ layer.down.t(), next_norm, epsilon, residual=total)
         return torch.mm(normal, self._weights.head.t(), out=out)
 
-    def _attend(self, layer: LayerWeights, normal: Tensor, batch: Batch, cache: tuple[Tensor, Tensor]) -> Tensor:
+    def _attend(
+        self, number: int, normal: Tensor, batch: Batch, cache: tuple[Tensor, Tensor], counting: CountingAttention
+    ) -> Tensor:
         """[T, Hq D]."""
-        weights, paged = self._weights, batch.paged[layer.group]
+        weights, layer = self._weights, self._weights.layers[number]
+        paged = batch.paged[layer.group]
         qkv = normal @ layer.qkv.t() if layer.qkv_bias is None else torch.addmm(layer.qkv_bias, normal, layer.qkv.t())
         query, key, value = torch.split(qkv.view(len(normal), -1, weights.head_dim), self._heads, 1)
         for heads, norm in ((query, layer.q_norm), (key, layer.k_norm)):
@@ -79,7 +90,8 @@ class FusedLayers:
                 rms_norm(heads, norm, weights.epsilon, out=heads)
         rotary_store(query, key, value, self._cos, self._sin, batch.positions, *cache, paged)
         window = self._windows[layer.group]
-        return paged_attention(query, *cache, paged, scale=weights.attention_scale, window=window).flatten(1)
+        out = counting.attend(number, query, *cache, paged, scale=weights.attention_scale, window=window)
+        return out.flatten(1)
 
 
 class Buffers:
@@ -139,16 +151,22 @@ class CudaDecoder:
         if not work.num_tokens == count <= SIZES[-1]:
             batch = work.place()
             placed()
-            logits = self._layers.logits(batch, buffers.caches, batch.rows)
-            return Scores(logits, logits.argmax(-1), batch.targets)
+            counting = CountingAttention(batch.counted, len(buffers.caches))
+            logits = self._layers.logits(batch, buffers.caches, batch.rows, counting)
+            return Scores(logits, logits.argmax(-1), batch.targets, counting.result())
         size = next(size for size in SIZES if size >= count)
         batch = buffers.place(work, size)
         placed()
-        self._run(buffers, batch, size)
+        attention: tuple[Attention, ...] = ()
+        if work.counted:
+            # What is counted changes from step to step: no graph repeats it, but it computes the same as a graph.
+            attention = self._launch(buffers, batch, size)
+        else:
+            self._run(buffers, batch, size)
         if len(work.rows) == count:
-            return Scores(buffers.logits[:count], buffers.best[:count], batch.targets)
+            return Scores(buffers.logits[:count], buffers.best[:count], batch.targets, attention)
         # Some compute a last token of a chunk that is not their last token.
-        return Scores(buffers.logits[batch.rows], buffers.best[batch.rows], batch.targets)
+        return Scores(buffers.logits[batch.rows], buffers.best[batch.rows], batch.targets, attention)
 
     def _bound(self, pools: KvPools, last_tokens: Tensor) -> Buffers:
         """Buffers over these tensors; what was captured over others goes."""
@@ -179,9 +197,11 @@ class CudaDecoder:
             self._launch(buffers, batch, size)
         return graph
 
-    def _launch(self, buffers: Buffers, batch: Batch, size: int) -> None:
-        logits = self._layers.logits(batch, buffers.caches, None, out=buffers.logits[:size])
+    def _launch(self, buffers: Buffers, batch: Batch, size: int) -> tuple[Attention, ...]:
+        counting = CountingAttention(batch.counted, len(buffers.caches))
+        logits = self._layers.logits(batch, buffers.caches, None, counting, out=buffers.logits[:size])
         torch.argmax(logits, -1, out=buffers.best[:size])
+        return counting.result()
 
 
 def fused(forward: Forward, module: Any, groups: Sequence[LayerGroup], positions: int) -> Forward:

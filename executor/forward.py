@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from executor.batch import PagedLayers, Work
+from executor.eviction.policy import Attention
 from executor.kv_pool import KvPools
 
 
@@ -17,11 +18,13 @@ class Scores:
     """What a pass computed. logits: [R, V] of any float dtype, one row per sampling sequence, good until the next pass.
 
     best: [R] int64, the ids of the largest logits, or None when nobody looked for them. targets: as in Batch.
+    attention: of the sequences that the work counts, in its order.
     """
 
     logits: Tensor
     best: Tensor | None
     targets: Tensor
+    attention: tuple[Attention, ...] = ()
 
 
 class Forward(Protocol):
@@ -54,11 +57,13 @@ class TorchForward:
         """As in Forward."""
         batch = work.place()
         placed()
+        layers = PagedLayers(pools, batch)
         output = self._module(
             input_ids=batch.ids()[None],
             position_ids=batch.positions[None],
             use_cache=False,
-            kvkeep_layers=PagedLayers(pools, batch),
+            kvkeep_layers=layers,
             **({"logits_to_keep": batch.rows} if self._slices_logits else {}),
         ).logits[0]
-        return Scores(output if self._slices_logits else output[batch.rows], None, batch.targets)
+        logits = output if self._slices_logits else output[batch.rows]
+        return Scores(logits, None, batch.targets, layers.counted())

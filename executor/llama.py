@@ -145,4 +145,6 @@ def probe(
         logits.append(scores.logits.float().clone())
         for sequence, count in zip(running, counts, strict=True):
             sequence.computed += count
+            # As if one token had been evicted: what is computed next stands at a slot that is not its position.
+            sequence.kept += count - 1
     return torch.cat(logits)

@@ -104,6 +104,7 @@ class Runner:
         choice = self._compute(work, prepared) if sequences else None
         for sequence, count in zip(sequences, counts, strict=True):
             sequence.computed += count
+            sequence.kept += count
         for sequence in work.sampling:
             sequence.known += 1
         span.end()

@@ -12,10 +12,12 @@ Slots = np.ndarray[tuple[int], np.dtype[np.int32]]
 
 @dataclass(eq=False)
 class Running:
-    """One sequence. Three lengths: computed <= known, and what the tables have room for.
+    """One sequence. Four lengths: kept <= computed <= known, and what the tables have room for.
 
     tokens: the ids it joined with, [joined] int64; later ones are on the device only.
-    known: tokens that exist, sampled ones included. computed: leading tokens whose K and V are in the blocks.
+    known: tokens that exist, sampled ones included. computed: leading tokens whose K and V were computed.
+    kept: those of them that were not evicted, which is the number of slots in use.
+    compacted: whether new tokens are numbered by what is kept.
     row: where the device keeps its last token. tables: slots per layer group.
     """
 
@@ -27,6 +29,8 @@ class Running:
     row: int
     tables: list[Slots]
     sampling: Sampling
+    kept: int
+    compacted: bool = False
     stopped: bool = False
 
 
@@ -81,6 +85,7 @@ class RunningSet:
             row=row,
             tables=[np.asarray(slots, dtype=np.int32) for slots in joining.tables],
             sampling=joining.sampling,
+            kept=joining.num_computed_tokens,
         )
         self._sequences[joining.sequence] = sequence
         return sequence
