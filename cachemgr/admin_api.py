@@ -11,6 +11,7 @@ from cachemgr.api import BlockView, ExtraKey, LeaseView, TierKind
 
 if TYPE_CHECKING:
     from cachemgr.history import Lost
+    from cachemgr.policies import PolicyWish
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class RuleAction:
     pin_duration: float | None = None
     no_store: bool = False
     offload_min_priority: int | None = None
+    eviction_policy: PolicyWish | None = None
 
 
 @dataclass(frozen=True, slots=True)

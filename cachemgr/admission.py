@@ -15,6 +15,7 @@ from cachemgr.block import Block
 from cachemgr.errors import InvalidField, SequenceTooLongError, WindowPassedError
 from cachemgr.keys import cut_extra_keys, pack, packed_bytes
 from cachemgr.matching import Match, Partial
+from cachemgr.policies import Eviction, resolve
 from cachemgr.pool import Pool
 from cachemgr.registry import Executor, Scheduler
 from cachemgr.retention import REQUEST, SESSION, Wishes
@@ -22,6 +23,7 @@ from cachemgr.rules import RuleBook
 from cachemgr.sequence import GroupTable, Sequence, blocks_for, first_needed
 from cachemgr.settling import promise
 from cachemgr.validation import check_extra_keys, check_id
+from protos.kvcache.eviction import Policy
 
 
 def check_request(request: AdmitRequest) -> array[int]:
@@ -64,6 +66,7 @@ def content(request: AdmitRequest, tokens: array[int]) -> object:
         request.tenant_id,
         request.extra_keys,
         None if request.hints is None else json.dumps(asdict(request.hints), sort_keys=True),
+        request.eviction_policy,
         request.no_read,
         request.no_store,
     )
@@ -83,10 +86,39 @@ def watermark(pool: Pool, config: ManagerConfig) -> int:
 
 def check_length(executor: Executor, tokens: int, field: str) -> None:
     """Raises SequenceTooLongError when so many tokens can never fit."""
-    blocks = min(pool.device.total for pool in executor.pools)
+    blocks = _least_blocks(executor)
     if blocks_for(tokens, executor.block_size) > blocks:
         text = f"{tokens} tokens do not fit into {blocks} blocks of {executor.block_size}"
         raise SequenceTooLongError(text, fields={field: f"must be at most {blocks * executor.block_size} tokens"})
+
+
+def _least_blocks(executor: Executor) -> int:
+    return min(pool.device.total for pool in executor.pools)
+
+
+def _check_size(sequence: Sequence, max_new_tokens: int = 0) -> None:
+    """Raises SequenceTooLongError when a new sequence can never have the blocks that it needs at once."""
+    executor, known, eviction = sequence.executor, len(sequence.tokens), sequence.eviction
+    if eviction is None:
+        check_length(executor, known, "token_ids")
+        check_length(executor, known + max_new_tokens, "max_new_tokens")
+        return
+    check_length(executor, eviction.usable(known), "token_ids")
+    blocks = _least_blocks(executor)
+    for tokens, field in ((eviction.past_first(known), "eviction_policy"), (known + max_new_tokens, "max_new_tokens")):
+        peak = sequence.peak_blocks(tokens)
+        if peak > blocks:
+            text = f"to evict tokens it needs {peak} blocks at once, there are {blocks}"
+            raise SequenceTooLongError(text, fields={field: f"takes {peak} blocks, at most {blocks} can be had"})
+
+
+def _may_read(request: AdmitRequest, sequence: Sequence) -> bool:
+    """Whether it uses what is cached. Not where only a table of its own blocks leaves room to evict."""
+    eviction = sequence.eviction
+    if request.no_read or eviction is None:
+        return not request.no_read
+    past = eviction.past_first(len(sequence.tokens))
+    return eviction.peak_blocks(past, sequence.block_size, no_store=False) <= _least_blocks(sequence.executor)
 
 
 class Admitter:
@@ -101,10 +133,10 @@ class Admitter:
         self, request: AdmitRequest, tokens: array[int], scheduler: Scheduler, executor: Executor, now: float
     ) -> tuple[Sequence | None, int]:
         """The sequence with its blocks, or None and how many blocks are missing, with nothing changed."""
-        check_length(executor, len(tokens), "token_ids")
         domain = executor.domain(request.salt, request.adapter_id, request.tenant_id, request.session_id)
         rules = self._rules.for_request(request)
         no_store = request.no_store or any(rule.spec.action.no_store for rule in rules)
+        policy = resolve(request, rules, executor)
         prompt = request.num_prompt_tokens or len(tokens)
         wished = request.retention
         if request.hints is not None and wished == Retention():
@@ -121,8 +153,10 @@ class Admitter:
             no_store,
             request.extra_keys,
         )
-        needed = blocks_for(len(tokens), executor.block_size)
-        match, short = self._match(sequence, needed, no_read=request.no_read)
+        sequence.eviction = self._eviction(policy, tokens)
+        _check_size(sequence)
+        needed = blocks_for(sequence.slots_for(len(tokens)), executor.block_size)
+        match, short = self._match(sequence, needed, no_read=not _may_read(request, sequence))
         if short:
             return None, short
         sequence.handle = self._next_number()
@@ -142,13 +176,15 @@ class Admitter:
         self, request: AdmitRequest, tokens: array[int], scheduler: Scheduler, executor: Executor, max_new_tokens: int
     ) -> Preview:
         """What `admit` would do now."""
-        check_length(executor, len(tokens), "token_ids")
-        check_length(executor, len(tokens) + max_new_tokens, "max_new_tokens")
         domain = executor.domain(request.salt, request.adapter_id, request.tenant_id, request.session_id)
+        rules = self._rules.for_request(request)
+        no_store = request.no_store or any(rule.spec.action.no_store for rule in rules)
         wishes = Wishes(request.retention, request.num_prompt_tokens or len(tokens), holder(request))
-        sequence = Sequence("", 0, scheduler, executor, tokens, domain, wishes, True, request.extra_keys)
-        needed = blocks_for(len(tokens), executor.block_size)
-        match, short = self._match(sequence, needed, no_read=request.no_read)
+        sequence = Sequence("", 0, scheduler, executor, tokens, domain, wishes, no_store, request.extra_keys)
+        sequence.eviction = self._eviction(resolve(request, rules, executor), tokens)
+        _check_size(sequence, max_new_tokens)
+        needed = blocks_for(sequence.slots_for(len(tokens)), executor.block_size)
+        match, short = self._match(sequence, needed, no_read=not _may_read(request, sequence))
         ahead = self._ahead(sequence, match, needed)
         evicted: list[PredictedEviction] = []
         for group, pool in enumerate(executor.pools):
@@ -164,10 +200,18 @@ class Admitter:
             [] if short else evicted,
         )
 
+    def _eviction(self, policy: Policy | None, tokens: array[int]) -> Eviction | None:
+        return None if policy is None else Eviction(policy, len(tokens), ahead=self._config.capacity_ahead_tokens)
+
+    def _blocks_ahead(self, sequence: Sequence) -> int:
+        """A block's worth more than what is known, to carry it to its first sync."""
+        size = sequence.block_size
+        ahead = min(size, self._config.capacity_ahead_tokens)
+        return blocks_for(sequence.slots_for(len(sequence.tokens) + ahead), size)
+
     def _ahead(self, sequence: Sequence, match: Match, needed: int) -> int:
         """Blocks that an admission takes beyond those of the known tokens."""
-        size = sequence.block_size
-        wanted = blocks_for(len(sequence.tokens) + min(size, self._config.capacity_ahead_tokens), size) - needed
+        wanted = self._blocks_ahead(sequence) - needed
         for group, pool in enumerate(sequence.executor.pools):
             blocks, sources = match.blocks[group], match.sources[group : group + 1]
             idle = {one for one in (*blocks, *sources) if one is not None and pool.is_on_device(one) and not one.refs}
@@ -212,8 +256,8 @@ class Admitter:
 
     def _claim(self, sequence: Sequence, match: Match, needed: int) -> None:
         size = sequence.block_size
-        # A block's worth carries it to its first sync; whole runways for all who come would leave none to admit.
-        ahead = blocks_for(len(sequence.tokens) + min(size, self._config.capacity_ahead_tokens), size)
+        # No more than carries it to its first sync: whole runways for all who come would leave none to admit.
+        ahead = self._blocks_ahead(sequence)
         for table, blocks in zip(sequence.tables, match.blocks, strict=True):
             for place, block in enumerate(blocks):
                 if block is not None:
@@ -279,7 +323,8 @@ class Admitter:
         if any(table.first > first_needed(computed, table.pool.window, size) for table in parent.tables):
             raise WindowPassedError("the window before that length is given back already")
         full, copied = divmod(computed, size)
-        needed = blocks_for(len(tokens), size)
+        eviction = self._eviction(None if parent.eviction is None else parent.eviction.policy, tokens)
+        needed = blocks_for(len(tokens) if eviction is None else eviction.slots_for(len(tokens)), size)
         account = parent.domain.account
         short = sum(max(0, needed - full - table.pool.device.free_for(account)) for table in parent.tables)
         if short:
@@ -295,6 +340,7 @@ class Admitter:
             parent.no_store,
             cut_extra_keys(parent.extra_keys, len(tokens)),
         )
+        child.eviction = eviction
         child.forgotten = parent.forgotten
         child.content = ("fork", parent.sequence_id, num_tokens)
         child.step = parent.step
@@ -328,4 +374,5 @@ class Admitter:
             block_tables=sequence.slots(),
             transfers=sequence.take_transfers(),
             receipts=receipts,
+            eviction_policy=None if sequence.eviction is None else sequence.eviction.policy,
         )

@@ -3,43 +3,15 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from cachemgr.admin_api import HintAnswer, Hints
     from cachemgr.keys import Domain
-    from cachemgr.records import BlockRecord
-
-
-class IndexJournal(Protocol):
-    """Hears of every change of the prefix index, at once and in order. Must not fail or block."""
-
-    def cleared(self, executor_id: str, epoch: int) -> None:
-        """The executor starts an epoch with an empty index."""
-
-    def stored(self, executor_id: str, group: int, slot: int, current: Callable[[], BlockRecord | None]) -> None:
-        """A block entered the index at this place, or the one there changed.
-
-        `current` tells what is there when it is called; None when the block is gone by then.
-        """
-
-    def removed(self, executor_id: str, group: int, slot: int) -> None:
-        """The block at this place left the index."""
-
-
-class NoJournal:
-    """Keeps nothing."""
-
-    def cleared(self, executor_id: str, epoch: int) -> None:
-        """Forgets it."""
-
-    def stored(self, executor_id: str, group: int, slot: int, current: Callable[[], BlockRecord | None]) -> None:
-        """Forgets it."""
-
-    def removed(self, executor_id: str, group: int, slot: int) -> None:
-        """Forgets it."""
+    from cachemgr.policies import PolicyWish
+    from protos.kvcache.eviction import Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +74,7 @@ class ExecutorSpec:
     pools: Sequence[PoolSpec]
     last_write_steps: Sequence[Sequence[int]] = ()
     memory_bytes: int | None = None
+    plain_rotary: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +141,7 @@ class AdmitRequest:
     extra_keys: tuple[ExtraKey, ...] = ()
     retention: Retention = field(default_factory=Retention)
     hints: Hints | None = None
+    eviction_policy: PolicyWish | None = None
     no_read: bool = False
     no_store: bool = False
 
@@ -208,6 +182,7 @@ class Admission:
     transfers: tuple[Transfer, ...] = ()
     receipts: tuple[Receipt, ...] = ()
     hint_answers: tuple[HintAnswer, ...] = ()
+    eviction_policy: Policy | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +202,9 @@ class SyncRequest:
     trimmed_handles: Sequence[int] = ()
     trimmed_capacity_tokens: Sequence[int] = ()
     cancelled_tickets: Sequence[int] = ()
+    evicting_handles: Sequence[int] = ()
+    moved_handles: Sequence[int] = ()
+    moved_computed_tokens: Sequence[int] = ()
 
 
 @dataclass(slots=True)
@@ -242,6 +220,9 @@ class SyncAnswer:
     blocks_short: int = 0
     free_blocks: int = 0
     transfers: list[Transfer] = field(default_factory=list)
+    evicting_handles: list[int] = field(default_factory=list)
+    evicting_counts: list[int] = field(default_factory=list)
+    evicting_slots: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,6 +312,8 @@ class SequenceView:
     capacity_tokens: int
     num_blocks: int
     domain: Domain | None = None
+    eviction_policy: Policy | None = None
+    evicting: bool = False
 
 
 class EventKind(enum.IntEnum):

@@ -59,6 +59,7 @@ class _Check:
             for table in sequence.tables:
                 if table.pool is self._pool:
                     yield from table.references()
+                    yield from sequence.private
         for hold in self._executor.holds:
             yield from (block for pool, block in hold.blocks if pool is self._pool)
         for ticket in self._executor.tickets.values():
@@ -196,7 +197,8 @@ class _Check:
             for table in sequence.tables:
                 if table.pool is not self._pool:
                     continue
-                for block in table.blocks[sequence.computed // sequence.block_size :]:
+                first = 0 if sequence.has_moved else sequence.computed // sequence.block_size
+                for block in (*table.blocks[first:], *sequence.private):
                     if block is not None:
                         self._report(block not in owners, block.slot, "is written by two sequences")
                         self._report(block.writer is sequence, block.slot, "is written by one that does not own it")

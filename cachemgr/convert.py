@@ -10,6 +10,8 @@ from cachemgr import admin_api as admin
 from cachemgr import api
 from cachemgr.errors import InvalidField
 from cachemgr.keys import unpack
+from cachemgr.policies import PolicyWish
+from protos.kvcache.eviction import Policy, write
 from protos.kvcache.v1 import kvcache_pb2 as pb
 
 # Enum values are given by name, which the generated types take as they take numbers.
@@ -41,6 +43,7 @@ def executor_spec(request: pb.RegisterExecutorRequest) -> api.ExecutorSpec:
         pools=[_pool_spec(pool) for pool in request.pools],
         last_write_steps=[list(pool.last_write_steps) for pool in request.pools],
         memory_bytes=request.memory_bytes if request.HasField("memory_bytes") else None,
+        plain_rotary=request.plain_rotary,
     )
 
 
@@ -76,6 +79,7 @@ def admit_request(request: pb.AdmitSequenceRequest) -> api.AdmitRequest:
         extra_keys=extra_keys(request.extra_keys),
         retention=_retention(request.retention),
         hints=hints(request.hints) if request.HasField("hints") else None,
+        eviction_policy=PolicyWish.of(request.eviction_policy) if request.HasField("eviction_policy") else None,
         no_read=request.no_read,
         no_store=request.no_store,
     )
@@ -118,7 +122,16 @@ def admit_response(manager_epoch: int, admission: api.Admission) -> pb.AdmitSequ
         transfers=transfers(admission.transfers),
         receipts=[receipt(given) for given in admission.receipts],
         hint_answers=[hint_answer(answer) for answer in admission.hint_answers],
+        eviction_policy=_eviction_policy(admission.eviction_policy),
     )
+
+
+def _eviction_policy(policy: Policy | None) -> pb.EvictionPolicy | None:
+    if policy is None:
+        return None
+    message = pb.EvictionPolicy()
+    write(policy, message)
+    return message
 
 
 def fork_response(admission: api.Admission) -> pb.ForkSequenceResponse:
@@ -181,6 +194,9 @@ def sync_request(request: pb.SyncSequencesRequest) -> api.SyncRequest:
         trimmed_handles=list(request.trimmed_handles),
         trimmed_capacity_tokens=list(request.trimmed_capacity_tokens),
         cancelled_tickets=list(request.cancelled_tickets),
+        evicting_handles=list(request.evicting_handles),
+        moved_handles=list(request.moved_handles),
+        moved_computed_tokens=list(request.moved_computed_tokens),
     )
 
 
@@ -198,6 +214,9 @@ def sync_response(manager_epoch: int, answer: api.SyncAnswer, lease: Duration) -
         free_blocks=answer.free_blocks,
         transfers=transfers(answer.transfers),
         lease_duration=lease,
+        evicting_handles=answer.evicting_handles,
+        evicting_counts=answer.evicting_counts,
+        evicting_slots=answer.evicting_slots,
     )
 
 
@@ -275,6 +294,8 @@ def sequence(view: api.SequenceView) -> pb.Sequence:
         salt=None if view.domain is None else view.domain.salt,
         tenant_id=None if view.domain is None else view.domain.tenant_id,
         session_id=None if view.domain is None else view.domain.session_id,
+        eviction_policy=_eviction_policy(view.eviction_policy),
+        evicting=view.evicting,
     )
 
 

@@ -6,6 +6,7 @@ from cachemgr.convert import TIERS, block, duration, extra_keys, lease, receipt,
 from cachemgr.errors import InvalidField
 from cachemgr.holds import Pinned
 from cachemgr.meters import TokenCount, TokenMeter
+from cachemgr.policies import PolicyWish
 from cachemgr.tiers import Tier
 from protos.kvcache.v1 import kvcache_pb2 as pb
 
@@ -87,6 +88,7 @@ def rule(message: pb.RetentionRule) -> admin.RetentionRule:
             pin_duration=seconds(action.pin_duration) if action.HasField("pin_duration") else None,
             no_store=action.no_store,
             offload_min_priority=floor,
+            eviction_policy=PolicyWish.of(action.eviction_policy) if action.HasField("eviction_policy") else None,
         ),
         etag=message.etag,
     )
@@ -113,6 +115,7 @@ def rule_message(spec: admin.RetentionRule) -> pb.RetentionRule:
             pin_duration=None if action.pin_duration is None else duration(action.pin_duration),
             no_store=action.no_store,
             offload_min_priority=action.offload_min_priority,
+            eviction_policy=None if action.eviction_policy is None else action.eviction_policy.message(),
         ),
     )
 

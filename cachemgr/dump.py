@@ -14,6 +14,7 @@ from cachemgr.leases import leases_of
 if TYPE_CHECKING:
     from cachemgr.admin_api import RetentionRule
     from cachemgr.block import Block
+    from cachemgr.policies import Eviction
     from cachemgr.pool import Pool
     from cachemgr.registry import Executor, Scheduler
     from cachemgr.sequence import GroupTable, Sequence
@@ -50,6 +51,8 @@ def rule_state(spec: RetentionRule) -> str:
     """A rule; of its tokens only what tells them from others."""
     facts = asdict(spec)
     prefix = facts["match"].pop("prefix_token_ids")
+    wish = spec.action.eviction_policy
+    facts["action"]["eviction_policy"] = None if wish is None else wish.encoded.hex()
     return line("rule", prefix=sha256(packed_bytes(pack(prefix))).hexdigest(), **facts)
 
 
@@ -62,6 +65,7 @@ def executor_state(executor: Executor) -> Iterator[str]:
         deadline=executor.deadline,
         model_fingerprint=executor.spec.model_fingerprint.hex(),
         block_size=executor.block_size,
+        plain_rotary=executor.spec.plain_rotary,
     )
     for pool in executor.pools:
         yield from _pool(pool)
@@ -156,7 +160,20 @@ def _sequence(sequence: Sequence) -> str:
         tables=[_table(table) for table in sequence.tables],
         waits_on=sorted(writer.handle for writer in sequence.waits_on),
         holds=sequence.holds,
+        eviction=None if sequence.eviction is None else _eviction(sequence.eviction),
     )
+
+
+def _eviction(eviction: Eviction) -> dict[str, Any]:
+    return {
+        "policy": asdict(eviction.policy),
+        "prompt": eviction.prompt,
+        "granted": eviction.granted,
+        "private": [block.slot for block in eviction.private],
+        "moved": eviction.moved,
+        "settled": eviction.settled,
+        "evicted": eviction.evicted,
+    }
 
 
 def _table(table: GroupTable) -> dict[str, Any]:

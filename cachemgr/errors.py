@@ -14,6 +14,8 @@ __all__ = [
     "PoolSpecError",
     "QuotaTooLargeError",
     "RuleExistsError",
+    "RulePolicyError",
+    "SequenceEvictsError",
     "SequenceExistsError",
     "SequenceTooLongError",
     "SequenceUnsettledError",
@@ -129,6 +131,13 @@ class SequenceUnsettledError(ServiceError):
     reason = "SEQUENCE_UNSETTLED"
 
 
+class SequenceEvictsError(ServiceError):
+    """A fork or truncation of a sequence that is no longer its leading tokens, or a fork that would know no scores."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "SEQUENCE_EVICTS"
+
+
 class SequenceTooLongError(ServiceError):
     """More blocks than the pool has: no waiting helps."""
 
@@ -169,6 +178,13 @@ class UnknownRuleError(ServiceError):
 
     code = grpc.StatusCode.NOT_FOUND
     reason = "UNKNOWN_RULE"
+
+
+class RulePolicyError(ServiceError):
+    """A rule gives the request an eviction policy that the executor's model cannot carry."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "RULE_POLICY"
 
 
 class StaleRuleError(ServiceError):

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 def before_admission(sequence: Sequence, match: Match, max_new_tokens: int) -> list[BlockEstimate]:
     """For a sequence that is not admitted: its first step takes all blocks of its tokens.
 
-    What others hold costs nothing; what is cached and free is taken from those that are free.
+    What others hold costs nothing; what is cached and free is taken from those that are free. Who evicts tokens has all
+    that it had and all that it moves to at once.
     """
     size, tokens = sequence.block_size, len(sequence.tokens)
     found = []
@@ -28,8 +29,8 @@ def before_admission(sequence: Sequence, match: Match, max_new_tokens: int) -> l
         blocks = match.blocks[group]
         held = sum(block is not None and block.refs > 0 and table.pool.is_on_device(block) for block in blocks)
         absent = sum(block is None for block in blocks)
-        step = blocks_for(tokens, size) - held - absent
-        last = blocks_for(tokens + max_new_tokens, size) - held - absent
+        step = blocks_for(sequence.slots_for(tokens), size) - held - absent
+        last = sequence.peak_blocks(tokens + max_new_tokens) - held - absent
         if table.pool.window is not None:
             # It has all blocks of its tokens at once; behind them those that leave the window pay for the next.
             last = min(last, max(step, _blocks_in_window(table.pool.window, tokens, tokens + max_new_tokens, size)))
@@ -43,10 +44,10 @@ def while_running(sequence: Sequence, step_tokens: int, max_new_tokens: int) -> 
     known = len(sequence.tokens)
     found = []
     for table in sequence.tables:
-        have = len(table.blocks)
-        step = max(0, blocks_for(sequence.computed + step_tokens, size) - have)
+        have = len(table.blocks) + len(sequence.private)
+        step = max(0, sequence.peak_blocks(sequence.computed + step_tokens) - have)
         window = table.pool.window
-        last = max(0, blocks_for(known + max_new_tokens, size) - have)
+        last = max(0, sequence.peak_blocks(known + max_new_tokens) - have)
         if window is not None:
             # Every block that it takes from now on pays for itself with one that leaves the window, up to these.
             present = sum(block is not None for block in table.blocks)

@@ -4,9 +4,10 @@ from collections import deque
 from collections.abc import Iterable
 from functools import partial
 
-from cachemgr.api import ExecutorSpec, IndexJournal
+from cachemgr.api import ExecutorSpec
 from cachemgr.block import Block
 from cachemgr.errors import InvalidField
+from cachemgr.journal import IndexJournal
 from cachemgr.keys import TOKEN_BYTES, child_key
 from cachemgr.leases import LeaseBook
 from cachemgr.pool import Pool

@@ -3,6 +3,7 @@
 from cachemgr.api import Freed, RemovalCause
 from cachemgr.block import Block
 from cachemgr.errors import InvalidField, SharedBlockError, VoidSequenceError, WindowPassedError
+from cachemgr.evicting import check_in_place, doom, left_behind
 from cachemgr.keys import cut_extra_keys
 from cachemgr.registry import Executor, Scheduler
 from cachemgr.sequence import GroupTable, Sequence, blocks_for, first_needed
@@ -28,13 +29,9 @@ def release(sequence: Sequence, now: float) -> Freed:
     if not sequence.void:
         _keep(sequence, now)
     if sequence.forgotten:
-        for table in sequence.tables:
-            # What another has yet to fill is that one's.
-            table.pool.doomed.update(
-                block
-                for block in table.references()
-                if block.parent is None and (block.writer is None or block.writer is sequence)
-            )
+        doom(sequence)
+    for block in reversed(sequence.private):
+        sequence.tables[0].pool.drop(block)
     for table in sequence.tables:
         table.cut(0)
     for writer in sequence.waits_on:
@@ -71,7 +68,10 @@ def end_copy(ticket: Ticket, outcome: Outcome) -> None:
 def _keep(sequence: Sequence, now: float) -> None:
     """Gives the blocks to those who hold them, and pins those that a rule pins."""
     executor = sequence.executor
-    kept = [(table.pool, block) for table in sequence.tables for block in reversed(list(table.references()))]
+    if sequence.has_moved:
+        kept = list(left_behind(sequence))
+    else:
+        kept = [(table.pool, block) for table in sequence.tables for block in reversed(list(table.references()))]
     if sequence.holds:
         owners = {owner: now + duration for owner, duration in sequence.holds.items()}
         executor.holds.keep(kept, owners, sequence.domain.session_id)
@@ -94,6 +94,7 @@ def lose(executor: Executor) -> None:
         for table in sequence.tables:
             table.blocks, table.anchors = [], {}
             table.settled = table.first = 0
+        sequence.private.clear()
     executor.tickets.clear()
     executor.holds.clear()
     for pool in executor.pools:
@@ -111,6 +112,7 @@ def truncate(sequence: Sequence, num_tokens: int) -> Freed:
             f"sequence {sequence.sequence_id} can only be released",
             fields={"sequence_id": "names one that can only be released"},
         )
+    check_in_place(sequence, "sequence_id")
     size = sequence.block_size
     # The newest token's K and V do not count: the next step writes them, to `cut`.
     computed = min(sequence.computed, num_tokens - 1)

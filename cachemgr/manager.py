@@ -1,5 +1,6 @@
 """The cache manager: decides about every block of every executor. Synchronous, single-threaded, no clock of its own."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -12,9 +13,7 @@ from cachemgr.api import (
     ExecutorSpec,
     Extension,
     Freed,
-    IndexJournal,
     ManagerConfig,
-    NoJournal,
     SyncAnswer,
     SyncRequest,
 )
@@ -31,8 +30,10 @@ from cachemgr.errors import (
     SyncNumberError,
 )
 from cachemgr.events import EventLog
+from cachemgr.evicting import check_fork, left_behind
 from cachemgr.executors import check_spec, restore
 from cachemgr.hints import HintRunner
+from cachemgr.journal import IndexJournal, NoJournal
 from cachemgr.leases import LeaseBook
 from cachemgr.lifecycle import end_copy, end_tickets, lose, release, truncate
 from cachemgr.pool import Pool
@@ -47,6 +48,7 @@ from cachemgr.tiers import Account
 from cachemgr.transfers import Outcome
 from cachemgr.validation import check_id
 from cachemgr.views import unknown_executor
+from protos.kvcache.eviction import Kind
 
 
 class CacheManager(ManagerAdmin):
@@ -80,6 +82,8 @@ class CacheManager(ManagerAdmin):
         self._schedulers: dict[str, Scheduler] = {}
         # A scheduler registers once none of its steps can write into blocks that an earlier manager gave it.
         self._scheduler_came = False
+        # Sequences that have begun to evict tokens.
+        self._evicted: Counter[Kind] = Counter()
         # Live sequences by id, in the order of their handles.
         self._sequences: dict[str, LiveSequence] = {}
 
@@ -267,18 +271,23 @@ class CacheManager(ManagerAdmin):
         scheduler.deadline = now + self.config.lease_seconds
         scheduler.sync_number = request.sync_number
         scheduler.sync_answer = sync.apply(now)
+        self._evicted.update(sync.evicted)
         for sequence in sync.released:
             del self._sequences[sequence.sequence_id]
         return scheduler.sync_answer
 
     def extend(self, sequence_id: str, capacity_tokens: int) -> Extension:
-        """Grows one sequence. Raises UnknownSequenceError, VoidSequenceError, SequenceTooLongError."""
+        """Grows one sequence, by no more than its eviction policy lets it use.
+
+        Raises UnknownSequenceError, VoidSequenceError, SequenceTooLongError.
+        """
         self._now()
         sequence = self._live(sequence_id)
         executor = sequence.executor
-        check_length(executor, capacity_tokens, "capacity_tokens")
+        usable = capacity_tokens if sequence.eviction is None else sequence.eviction.usable(capacity_tokens)
+        check_length(executor, usable, "capacity_tokens")
         start = sequence.num_blocks
-        wanted = max(start, blocks_for(capacity_tokens, executor.block_size))
+        wanted = max(start, blocks_for(usable, executor.block_size))
         account = sequence.domain.account
         # What runs goes on beyond its ceiling, at the cost of its own cached blocks first.
         free = [pool.device.free_for(account, within_ceiling=False) for pool in executor.pools]
@@ -291,7 +300,7 @@ class CacheManager(ManagerAdmin):
     def truncate(self, sequence_id: str, num_tokens: int) -> Freed:
         """Forgets tokens from a length on. All that was computed must have been reported before.
 
-        Raises InvalidField, SharedBlockError, WindowPassedError, VoidSequenceError.
+        Raises InvalidField, SharedBlockError, WindowPassedError, VoidSequenceError, SequenceEvictsError.
         """
         self._now()
         sequence = self._sequences.get(sequence_id)
@@ -301,7 +310,7 @@ class CacheManager(ManagerAdmin):
         """Starts a second sequence with the first one's tokens, or so many of them, and blocks.
 
         Raises InvalidField, UnknownSequenceError, SequenceExistsError, VoidSequenceError, SequenceUnsettledError,
-        WindowPassedError.
+        WindowPassedError, SequenceEvictsError.
         """
         self._now()
         check_id("sequence_id", sequence_id)
@@ -309,6 +318,7 @@ class CacheManager(ManagerAdmin):
         if existing is not None:
             return _repeated(existing, ("fork", parent_sequence_id, num_tokens))
         parent = self._live(parent_sequence_id, "parent_sequence_id")
+        check_fork(parent)
         full = parent.computed // parent.block_size
         if parent.tickets or any(table.settled < full for table in parent.tables):
             raise SequenceUnsettledError(
@@ -321,6 +331,7 @@ class CacheManager(ManagerAdmin):
     def hold(self, sequence_id: str, owner: str, duration: float) -> int:
         """Keeps a sequence's blocks for `duration` seconds from its release on; returns how many.
 
+        Of one that has evicted tokens it keeps what it computed before, as far as that is cached.
         Raises InvalidField, UnknownSequenceError.
         """
         self._now()
@@ -328,6 +339,8 @@ class CacheManager(ManagerAdmin):
         check_duration("duration", duration)
         sequence = self._live(sequence_id)
         sequence.holds[owner] = duration
+        if sequence.has_moved:
+            return sum(1 for _ in left_behind(sequence))
         return sum(block is not None for table in sequence.tables for block in table.blocks)
 
     def release(self, sequence_id: str) -> Freed:

@@ -39,7 +39,7 @@ class Match:
 
 
 def find(sequence: Sequence, partial: Partial) -> Match:
-    """The longest match that leaves at least the last token to compute."""
+    """The longest match that leaves at least the last token to compute, and all whose attention counts."""
     match = _Finder(sequence, partial, pending=True).find()
     if match.writer is not None and not _one_wait_is_enough(match):
         match = _Finder(sequence, partial, pending=False).find()
@@ -59,6 +59,8 @@ class _Finder:
         self._pending = pending
         self._size = sequence.block_size
         self._limit = len(sequence.tokens) - 1
+        if sequence.eviction is not None:
+            self._limit = min(self._limit, sequence.eviction.policy.reusable(len(sequence.tokens)))
         self._pools = [table.pool for table in sequence.tables]
         # Per group: the indexed or promised block at each place, up to the first that full attention misses.
         self._found: list[list[Block | None]] = []

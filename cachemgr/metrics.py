@@ -1,10 +1,11 @@
 """Metrics of the pools, brought up to date by the process's housekeeping."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from prometheus_client import Counter, Gauge
 
 from cachemgr.api import PoolView
+from protos.kvcache.eviction import Kind
 
 _POOL = ["pool"]
 TOTAL = Gauge("kvkeep_pool_blocks", "Usable blocks.", _POOL)
@@ -14,6 +15,7 @@ CACHED = Gauge("kvkeep_pool_cached_blocks", "Free blocks that can still be match
 EVICTED = Counter("kvkeep_pool_evicted_blocks", "Cached blocks lost to make room.", _POOL)
 QUERIED = Counter("kvkeep_pool_queried_tokens", "Prompt tokens that were looked up.", _POOL)
 HIT = Counter("kvkeep_pool_hit_tokens", "Prompt tokens that were found.", _POOL)
+EVICTING = Counter("kvkeep_cachemgr_evicting_sequences", "Sequences that began to evict tokens.", ["kind"])
 
 
 class PoolMetrics:
@@ -44,3 +46,16 @@ class PoolMetrics:
             del self._counted[gone]
             for metric in (TOTAL, FREE, USED, CACHED, EVICTED, QUERIED, HIT):
                 metric.remove(gone)
+
+
+class EvictionMetrics:
+    """The same for sequences that evict tokens."""
+
+    def __init__(self) -> None:
+        self._counted: dict[Kind, int] = {}
+
+    def update(self, sequences: Mapping[Kind, int]) -> None:
+        """Counts those that have come since."""
+        for kind, count in sequences.items():
+            EVICTING.labels(kind.name.lower()).inc(count - self._counted.get(kind, 0))
+        self._counted = dict(sequences)

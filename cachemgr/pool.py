@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from cachemgr import siblings
-from cachemgr.api import BlockView, EventKind, IndexJournal, PoolSpec, RemovalCause, TierKind
+from cachemgr.api import BlockView, EventKind, PoolSpec, RemovalCause, TierKind
 from cachemgr.block import Block, Node
 from cachemgr.events import EventLog
 from cachemgr.history import LostBlocks, UseTimes
+from cachemgr.journal import IndexJournal
 from cachemgr.leases import LeaseBook, leases_of, offload_floor
 from cachemgr.meters import TokenMeter
 from cachemgr.prefix_index import PrefixIndex

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from cachemgr import siblings
-from cachemgr.api import BlockView, EventKind, IndexJournal, RemovalCause
+from cachemgr.api import BlockView, EventKind, RemovalCause
 from cachemgr.block import Block, Node
 from cachemgr.events import EventLog
 from cachemgr.history import LostBlocks
+from cachemgr.journal import IndexJournal
 from cachemgr.keys import TOKEN_BYTES, Domain
 from cachemgr.leases import effective_priority
 from cachemgr.pool_views import PoolViews

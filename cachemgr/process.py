@@ -8,7 +8,7 @@ from cachemgr.admin_service import CacheAdminService
 from cachemgr.api import ManagerConfig
 from cachemgr.feed import EventFeed
 from cachemgr.manager import CacheManager
-from cachemgr.metrics import PoolMetrics
+from cachemgr.metrics import EvictionMetrics, PoolMetrics
 from cachemgr.operations import ManagerClock, Operations
 from cachemgr.oplog import OperationLog
 from cachemgr.service import CacheEventService, CacheManagerService, Domain
@@ -63,6 +63,7 @@ class CacheManagerProcess:
         self._operations = Operations(self._manager, managed, self._log)
         self._feed = EventFeed(lambda: self._manager.last_event)
         self._metrics = PoolMetrics()
+        self._eviction_metrics = EvictionMetrics()
         self._server = self._build_server(settings)
         self._background: list[asyncio.Task[None]] = []
 
@@ -136,6 +137,7 @@ class CacheManagerProcess:
             self._operations.expire()
             self._feed.ring()
             self._metrics.update(self._manager.pools())
+            self._eviction_metrics.update(self._manager.evicted_sequences())
             if self._revive_redis is not None:
                 self._revive_redis()
             await asyncio.sleep(_HOUSEKEEPING_SECONDS)

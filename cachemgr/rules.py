@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from cachemgr.admin_api import RetentionRule, RuleAction
 from cachemgr.errors import InvalidField, RuleExistsError, StaleRuleError, UnknownRuleError
 from cachemgr.keys import pack
+from cachemgr.policies import check_rule
 from cachemgr.retention import NO_PRIORITY, RULE, Wish, check_duration, check_priority
 from cachemgr.validation import check_id
 
@@ -166,6 +167,7 @@ _PARTS = {
         "pin_duration": "pin_duration",
         "no_store": "no_store",
         "offload_min_priority": "offload_min_priority",
+        "eviction_policy": "eviction_policy",
     },
 }
 ALL_PATHS = (*FIELDS, *(f"{whole}.{part}" for whole, parts in _PARTS.items() for part in parts))
@@ -194,5 +196,6 @@ def _check(spec: RetentionRule) -> None:
             check_duration(f"rule.action.{field}", duration)
     if action.duration is not None and action.priority is None:
         raise InvalidField("rule.action.retention_duration", "needs retention_priority")
+    check_rule(action.eviction_policy, "rule.action.eviction_policy")
     if action == RuleAction():
         raise InvalidField("rule.action", "must say what to do")

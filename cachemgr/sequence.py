@@ -13,6 +13,7 @@ from cachemgr.retention import Wishes
 
 if TYPE_CHECKING:
     from cachemgr.block import Block
+    from cachemgr.policies import Eviction
     from cachemgr.pool import Pool
     from cachemgr.registry import Executor, Scheduler
     from cachemgr.transfers import Ticket
@@ -60,7 +61,10 @@ class GroupTable:
 
 
 class Sequence:
-    """Lengths in tokens: computed <= known, and both <= capacity once the sequence is admitted or extended."""
+    """Lengths in tokens: computed <= known, and both <= capacity once the sequence is admitted or extended.
+
+    With an eviction policy the capacity is for what is kept.
+    """
 
     __slots__ = (
         "admission",
@@ -69,6 +73,7 @@ class Sequence:
         "content",
         "dependents",
         "domain",
+        "eviction",
         "executor",
         "extra_keys",
         "forgotten",
@@ -120,6 +125,8 @@ class Sequence:
         # Nothing that it wrote may outlive it.
         self.forgotten = False
         self.tables = [GroupTable(pool) for pool in executor.pools]
+        # None for one that keeps all its tokens.
+        self.eviction: Eviction | None = None
         # Open copies into its blocks.
         self.tickets: set[Ticket] = set()
         # Copies that its blocks made necessary and that nobody has been told of.
@@ -153,6 +160,34 @@ class Sequence:
     def capacity(self) -> int:
         """Tokens that fit into its tables."""
         return self.num_blocks * self.executor.block_size
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether it has evicted tokens: its slots are not those of its leading tokens any more."""
+        return self.eviction is not None and self.eviction.moved
+
+    @property
+    def private(self) -> list[Block]:
+        """Blocks that wait for its first eviction, besides those in its table."""
+        return [] if self.eviction is None else self.eviction.private
+
+    @property
+    def most_computed(self) -> int:
+        """Tokens that can be computed into its table; once it has moved its slots tell nothing of them."""
+        eviction = self.eviction
+        if eviction is None:
+            return self.capacity
+        return len(self.tokens) if eviction.moved else eviction.usable(self.capacity)
+
+    def slots_for(self, tokens: int) -> int:
+        """Slots that it uses at most in its present table with so many known tokens."""
+        return tokens if self.eviction is None else self.eviction.slots_for(tokens)
+
+    def peak_blocks(self, tokens: int) -> int:
+        """Blocks that it has at once in each pool, at most, until it has so many tokens."""
+        if self.eviction is None:
+            return blocks_for(tokens, self.block_size)
+        return self.eviction.peak_blocks(tokens, self.block_size, no_store=self.no_store)
 
     def packed(self, start: int, end: int) -> bytes:
         """Bytes of the tokens in [start, end)."""
@@ -195,8 +230,10 @@ class Sequence:
             computed_tokens=self.computed,
             cached_tokens=self.cached_tokens,
             capacity_tokens=self.capacity,
-            num_blocks=sum(block is not None for table in self.tables for block in table.blocks),
+            num_blocks=sum(block is not None for table in self.tables for block in table.blocks) + len(self.private),
             domain=self.domain,
+            eviction_policy=None if self.eviction is None else self.eviction.policy,
+            evicting=self.has_moved,
         )
 
     def depend_on_writers(self) -> None:

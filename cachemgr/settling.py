@@ -9,7 +9,10 @@ def promise(sequence: Sequence) -> None:
     """Makes the full blocks of the known tokens findable before they are computed."""
     if sequence.no_store:
         return
-    full = len(sequence.tokens) // sequence.block_size
+    known = len(sequence.tokens)
+    if sequence.eviction is not None:
+        known = sequence.eviction.policy.clean_tokens(known)
+    full = known // sequence.block_size
     for table in sequence.tables:
         pending, index = table.pool.pending, table.pool.index
         end = min(full, len(table.blocks))
@@ -27,9 +30,10 @@ def settle(sequence: Sequence) -> None:
     """Enters what is computed into the index and gives back what left the window.
 
     Nothing is settled while a copy into the sequence is open: until the executor has confirmed it, neither the
-    copied tokens nor what was computed behind them are known to be right.
+    copied tokens nor what was computed behind them are known to be right. Nor once tokens were evicted: what comes
+    behind them is not what its key would say.
     """
-    if sequence.void or sequence.tickets:
+    if sequence.void or sequence.tickets or sequence.has_moved:
         return
     full = sequence.computed // sequence.block_size
     for table in sequence.tables:
@@ -87,7 +91,7 @@ def settle_last(sequence: Sequence) -> None:
     """
     size = sequence.block_size
     place, count = divmod(sequence.computed, size)
-    if sequence.void or sequence.no_store or sequence.tickets or not count:
+    if sequence.void or sequence.no_store or sequence.tickets or sequence.has_moved or not count:
         return
     tokens = sequence.packed(place * size, sequence.computed)
     parent_key = sequence.key(place - 1)

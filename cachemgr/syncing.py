@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence as Seq
 
+from cachemgr import evicting
 from cachemgr.admission import Admitter, watermark
 from cachemgr.api import ManagerConfig, SyncAnswer, SyncRequest
 from cachemgr.errors import InvalidField
@@ -10,6 +11,7 @@ from cachemgr.registry import Executor, Scheduler
 from cachemgr.sequence import Sequence, blocks_for
 from cachemgr.settling import settle, withdraw
 from cachemgr.transfers import Outcome
+from protos.kvcache.eviction import Kind
 
 
 class Sync:
@@ -28,9 +30,11 @@ class Sync:
         self._executors = executors
         self._config = config
         self._admitter = admitter
-        self._moved: list[Sequence] = []
+        self._running: list[Sequence] = []
         self.answer = SyncAnswer()
         self.released: list[Sequence] = []
+        # Policies of those that have begun to evict.
+        self.evicted: list[Kind] = []
 
     def check(self) -> None:
         """Raises InvalidField for columns that do not fit together or to what is known."""
@@ -38,34 +42,41 @@ class Sync:
         _same_length("computed_tokens", request.computed_tokens, request.handles)
         _same_length("new_token_counts", request.new_token_counts, request.handles)
         _same_length("trimmed_capacity_tokens", request.trimmed_capacity_tokens, request.trimmed_handles)
-        for field in ("handles", "released_handles", "trimmed_handles"):
+        _same_length("moved_computed_tokens", request.moved_computed_tokens, request.moved_handles)
+        for field in ("handles", "released_handles", "trimmed_handles", "evicting_handles", "moved_handles"):
             column = getattr(request, field)
             if len(set(column)) != len(column):
                 raise InvalidField(field, "must not name a sequence twice")
         if sum(request.new_token_counts) != len(request.new_token_ids):
             raise InvalidField("new_token_ids", "must have as many entries as new_token_counts says")
-        known = {}
-        columns = zip(request.handles, request.computed_tokens, request.new_token_counts, strict=True)
-        for row, (handle, computed, count) in enumerate(columns):
-            sequence = self._scheduler.sequences.get(handle)
-            if sequence is None or sequence.void:
-                continue
-            known[handle] = len(sequence.tokens) + count
-            if not sequence.computed <= computed <= min(known[handle], sequence.capacity):
-                raise InvalidField(
-                    f"computed_tokens[{row}]",
-                    f"must be from {sequence.computed} to {min(known[handle], sequence.capacity)}",
-                )
+        known = self._check_progress()
+        evicting.check_columns(request, self._scheduler.sequences)
         trims = zip(request.trimmed_handles, request.trimmed_capacity_tokens, strict=True)
         for row, (handle, capacity) in enumerate(trims):
             sequence = self._scheduler.sequences.get(handle)
             if sequence is None or sequence.void:
                 continue
-            if capacity < known.get(handle, len(sequence.tokens)):
+            if capacity < sequence.slots_for(known.get(handle, len(sequence.tokens))):
                 raise InvalidField(f"trimmed_capacity_tokens[{row}]", "must not be less than the known tokens")
 
+    def _check_progress(self) -> dict[int, int]:
+        """Known tokens by handle. Raises InvalidField."""
+        request, moved = self._request, set(self._request.moved_handles)
+        known: dict[int, int] = {}
+        columns = zip(request.handles, request.computed_tokens, request.new_token_counts, strict=True)
+        for row, (handle, computed, count) in enumerate(columns):
+            sequence = self._scheduler.sequences.get(handle)
+            if sequence is None or sequence.void:
+                continue
+            most = known[handle] = len(sequence.tokens) + count
+            if handle not in moved and not sequence.has_moved:
+                most = min(most, sequence.most_computed)
+            if not sequence.computed <= computed <= most:
+                raise InvalidField(f"computed_tokens[{row}]", f"must be from {sequence.computed} to {most}")
+        return known
+
     def apply(self, now: float) -> SyncAnswer:
-        """Progress, then releases, trims and cancellations, and what that leaves for those who run on."""
+        """Progress, then moves, releases, trims and cancellations, and what that leaves for those who run on."""
         self._progress()
         for handle in self._request.released_handles:
             sequence = self._find(handle)
@@ -88,6 +99,8 @@ class Sync:
 
     def _progress(self) -> None:
         request, at = self._request, 0
+        clean = dict(zip(request.moved_handles, request.moved_computed_tokens, strict=True))
+        moved: list[tuple[Sequence, int]] = []
         columns = zip(request.handles, request.computed_tokens, request.new_token_counts, strict=True)
         for handle, computed, count in columns:
             start, at = at, at + count
@@ -96,13 +109,31 @@ class Sync:
                 continue
             if count:
                 sequence.tokens.extend(request.new_token_ids[start:at])
-            sequence.computed = computed
-            sequence.step = max(sequence.step, request.step)
-            self._moved.append(sequence)
+            if handle in clean:
+                moved.append((sequence, computed))
+            self._advance(sequence, clean.pop(handle, computed))
+        for handle, computed in clean.items():
+            sequence = self._find(handle)
+            if sequence is not None and not sequence.void:
+                moved.append((sequence, computed))
+                self._advance(sequence, computed)
         # Older sequences fill the blocks that younger ones share: they go first.
-        self._moved.sort(key=_handle)
-        for sequence in self._moved:
+        self._running.sort(key=_handle)
+        for sequence in self._running:
             settle(sequence)
+        for sequence, computed in moved:
+            self._move(sequence, computed)
+
+    def _advance(self, sequence: Sequence, computed: int) -> None:
+        sequence.computed = computed
+        sequence.step = max(sequence.step, self._request.step)
+        self._running.append(sequence)
+
+    def _move(self, sequence: Sequence, computed: int) -> None:
+        evicting.move(sequence)
+        assert sequence.eviction is not None
+        self.evicted.append(sequence.eviction.policy.kind)
+        sequence.computed = computed
 
     def _trim(self) -> None:
         request = self._request
@@ -125,11 +156,12 @@ class Sync:
     def _extend(self) -> None:
         """What the next two steps need comes before what is only ahead of need."""
         trimmed = set(self._request.trimmed_handles)
-        running = [sequence for sequence in self._moved if not sequence.void and self._is_live(sequence)]
+        running = [sequence for sequence in self._running if not sequence.void and self._is_live(sequence)]
         before = [sequence.num_blocks for sequence in running]
         for sequence in running:
             tokens = max(len(sequence.tokens), sequence.computed + 2)
             self.answer.blocks_short += self._grow(sequence, tokens, above_watermark=False)
+        self._grant()
         if not self.answer.blocks_short:
             for sequence in running:
                 if sequence.handle not in trimmed:
@@ -139,12 +171,26 @@ class Sync:
             if sequence.num_blocks > start:
                 self._report(sequence, start)
 
+    def _grant(self) -> None:
+        """Blocks for those that are about to evict: each gets all that it needs for that, or none."""
+        for handle in sorted(self._request.evicting_handles):
+            sequence = self._find(handle)
+            if sequence is None or sequence.void or sequence.has_moved or not evicting.may_evict(sequence):
+                continue
+            short = evicting.grant(sequence)
+            self.answer.blocks_short += short
+            if not short:
+                self.answer.transfers.extend(sequence.take_transfers())
+                self.answer.evicting_handles.append(handle)
+                self.answer.evicting_counts.append(len(sequence.private))
+                self.answer.evicting_slots.extend(block.slot for block in sequence.private)
+
     def _is_live(self, sequence: Sequence) -> bool:
         return sequence.handle in self._scheduler.sequences
 
     def _grow(self, sequence: Sequence, tokens: int, *, above_watermark: bool) -> int:
         """Gives blocks for so many tokens as far as they are there; returns how many are not."""
-        wanted = blocks_for(tokens, sequence.block_size)
+        wanted = blocks_for(sequence.slots_for(tokens), sequence.block_size)
         have = sequence.num_blocks
         if wanted <= have:
             return 0

@@ -1,5 +1,6 @@
 """What operators, watchers and the store read of a manager. Nothing here changes anything."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
 
@@ -57,6 +58,7 @@ from cachemgr.rules import RuleBook
 from cachemgr.sequence import Sequence
 from cachemgr.tiers import Account, Tier
 from cachemgr.validation import check_extra_keys
+from protos.kvcache.eviction import Kind
 
 
 class ManagerViews:
@@ -74,6 +76,7 @@ class ManagerViews:
     _accounts: dict[tuple[str, str], Account]
     _executors: dict[str, Executor]
     _sequences: dict[str, Sequence]
+    _evicted: Counter[Kind]
 
     def check_pool(self, pool_id: str = "") -> list[PoolViolation]:
         """Recounts a pool, or all of them, from scratch. Raises UnknownPoolError."""
@@ -197,6 +200,10 @@ class ManagerViews:
         for sequence in list(self._sequences.values()):
             if sequence.handle > after_handle:
                 yield sequence.view()
+
+    def evicted_sequences(self) -> dict[Kind, int]:
+        """Sequences that have begun to evict tokens, by the kind of their policy."""
+        return dict(self._evicted)
 
     def preview(self, request: AdmitRequest, max_new_tokens: int) -> Preview:
         """What an admission would do; changes nothing. Raises as `admit`, but for sequences that exist."""
