@@ -31,6 +31,11 @@ def check_quantization(
         check_shape(scale_name, scale, k_cache.shape[-2:-1], "[Hkv]")
         check_dtype(scale_name, scale, torch.float32)
         check_device(scale_name, scale, "k_cache", k_cache)
+    check_float8(k_cache)
+
+
+def check_float8(k_cache: Tensor) -> None:
+    """Raise ValueError if `k_cache` is float8_e4m3fn on a device that does not convert that."""
     if k_cache.is_cuda and k_cache.dtype == torch.float8_e4m3fn:
         capability = torch.cuda.get_device_capability(k_cache.device)
         if capability < FLOAT8_CAPABILITY:

@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from kernels.attention_scores.launch import score_with_triton
+from kernels.compact_kv.launch import compact_with_triton
 from kernels.copy_blocks.launch import copy_with_triton
 from kernels.paged_attention.launch import PagedBatch, attend_with_triton
 from kernels.paged_attention.sizes import choose_sizes
 from kernels.rms_norm.launch import norm_with_triton
 from kernels.rotary_store.launch import rotate_with_triton
+from kernels.rotate_keys.launch import rotate_with_triton as turn_with_triton
 from kernels.store_kv.launch import map_with_triton, store_with_triton
 
 TYPES = {
@@ -239,6 +241,18 @@ def copy_nothing(dtype: torch.dtype) -> None:
         copy_with_triton(cache, cache, blocks, blocks)
 
 
+def compact_nothing(dtype: torch.dtype) -> None:
+    with torch.device("meta"):
+        cache = torch.empty(2, 1 << 20, 16, 3, 64, dtype=dtype)
+        compact_with_triton(cache, cache, *torch.empty(2, 2, 3, 5, dtype=torch.int64))
+
+
+def turn_nothing(dtype: torch.dtype) -> None:
+    with torch.device("meta"):
+        cache = torch.empty(2, 1 << 20, 16, 3, 64, dtype=dtype)
+        turn_with_triton(cache, *torch.empty(2, 2, 3, 5, dtype=torch.int64), torch.empty(32))
+
+
 Compile = Callable[..., list[Resources]]
 ATTENTION_KERNELS = ("paged_attention_kernel", "merge_splits_kernel")
 
@@ -324,3 +338,16 @@ class TestCompiles:
     def test_copy_blocks(self, compiler: Compile, dtype: torch.dtype, capability: int) -> None:
         (used,) = compiler(compile_launch, "copy_blocks", ("copy_blocks_kernel",), capability, copy_nothing, dtype)
         assert used.spilled == 0
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, FLOAT8], ids=str)
+    def test_compact_kv(self, compiler: Compile, dtype: torch.dtype, capability: int) -> None:
+        arguments = ("compact_kv", ("copy_slots_kernel",), capability, compact_nothing, dtype)
+        for used in compiler(compile_launch, *arguments):
+            assert used.spilled == 0
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, FLOAT8], ids=str)
+    def test_rotate_keys(self, compiler: Compile, dtype: torch.dtype, capability: int) -> None:
+        arguments = ("rotate_keys", ("rotate_keys_kernel",), capability, turn_nothing, dtype)
+        with refused_without_float8(dtype, capability):
+            (used,) = compiler(compile_launch, *arguments)
+            assert used.spilled == 0

@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from kernels.attention_scores.launch import attention_scores
+from kernels.compact_kv.launch import compact_kv
 from kernels.copy_blocks.launch import copy_blocks
 from kernels.paged_attention.launch import paged_attention
 from kernels.rms_norm.launch import rms_norm
 from kernels.rotary_store.launch import rotary_store
+from kernels.rotate_keys.launch import rotate_keys
 from kernels.store_kv.launch import store_kv
 from tests.kernels.attention_cases import Case, build
 
@@ -89,6 +91,48 @@ def test_copy_blocks_names_the_wrong_argument(wrong: dict[str, Any], message: st
     right = {"k_cache": CACHE[None], "v_cache": CACHE[None], "sources": SLOTS, "targets": SLOTS + 3}
     with pytest.raises(ValueError, match=f"^{message}"):
         copy_blocks(**{**right, **wrong})
+
+
+OWN_SLOTS = torch.tensor([[[0, 1, 2], [3, 4, 5]]])
+COMPACT: list[tuple[dict[str, Any], str]] = [
+    ({"k_cache": CACHE}, r"k_cache: expected \[L, N, B, Hkv, D\]"),
+    ({"v_cache": CACHE[None].half()}, "v_cache: expected the dtype of k_cache"),
+    ({"v_cache": SCATTERED[None]}, "v_cache: expected a contiguous tensor"),
+    ({"sources": SLOTS}, r"sources: expected \[1 or L, 1 or Hkv, n\] = \[1 or 1, 1 or 2, any\], got \[3\]"),
+    ({"sources": OWN_SLOTS[:0]}, "sources: expected"),
+    ({"targets": OWN_SLOTS.expand(2, -1, -1)}, "targets: expected"),
+    ({"targets": OWN_SLOTS.mT}, "targets: expected"),
+    ({"targets": OWN_SLOTS.int()}, "targets: expected torch.int64"),
+    ({"sources": OWN_SLOTS.to("meta")}, "sources: expected the device of k_cache"),
+    ({"targets": OWN_SLOTS[..., :2]}, "targets: expected as many slots as sources, 3, got 2"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), COMPACT, ids=[message for _, message in COMPACT])
+def test_compact_kv_names_the_wrong_argument(wrong: dict[str, Any], message: str) -> None:
+    right = {"k_cache": CACHE[None], "v_cache": CACHE[None], "sources": OWN_SLOTS, "targets": OWN_SLOTS + 3}
+    with pytest.raises(ValueError, match=f"^{message}"):
+        compact_kv(**{**right, **wrong})
+
+
+TURN: list[tuple[dict[str, Any], str]] = [
+    ({"k_cache": CACHE}, r"k_cache: expected \[L, N, B, Hkv, D\]"),
+    ({"k_cache": SCATTERED[None]}, "k_cache: expected a contiguous tensor"),
+    ({"k_cache": torch.zeros(1, 4, 8, 2, 15)}, "k_cache: expected an even head size, got 15"),
+    ({"slots": SLOTS}, "slots: expected"),
+    ({"deltas": OWN_SLOTS.int()}, "deltas: expected torch.int64"),
+    ({"deltas": OWN_SLOTS[:, :1]}, r"deltas: expected \[1 or L, 1 or Hkv, n\] = \[1, 2, 3\], got \[1, 1, 3\]"),
+    ({"frequencies": torch.ones(16)}, r"frequencies: expected \[D / 2\] = \[8\]"),
+    ({"frequencies": torch.ones(8).double()}, "frequencies: expected torch.float32"),
+    ({"frequencies": torch.ones(8, device="meta")}, "frequencies: expected the device of k_cache"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), TURN, ids=[message for _, message in TURN])
+def test_rotate_keys_names_the_wrong_argument(wrong: dict[str, Any], message: str) -> None:
+    right = {"k_cache": CACHE[None], "slots": OWN_SLOTS, "deltas": OWN_SLOTS, "frequencies": torch.ones(8)}
+    with pytest.raises(ValueError, match=f"^{message}"):
+        rotate_keys(**{**right, **wrong})
 
 
 CASE = Case((2, 1), (6, 9))

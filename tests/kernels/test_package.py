@@ -30,15 +30,20 @@ def test_ops_run_on_a_cpu_without_triton() -> None:
 import sys
 sys.modules["triton"] = None
 import torch
+from kernels.compact_kv.launch import compact_kv
 from kernels.copy_blocks.launch import copy_blocks
 from kernels.paged_attention.launch import PagedBatch, paged_attention
 from kernels.attention_scores.launch import attention_scores
 from kernels.rms_norm.launch import rms_norm
 from kernels.rotary_store.launch import rotary_store
+from kernels.rotate_keys.launch import rotate_keys
 from kernels.store_kv.launch import slot_mapping, store_kv
 cache = torch.zeros(2, 2, 4, 1, 8)
 store_kv(torch.ones(1, 1, 8), torch.ones(1, 1, 8), *cache, torch.tensor([0]))
 copy_blocks(cache[:1], cache[1:], torch.tensor([0]), torch.tensor([1]))
+slots = torch.tensor([[[1, 2]]])
+compact_kv(cache[:1], cache[1:], slots, slots - 1)
+rotate_keys(cache[1:], slots, slots, torch.zeros(4))
 one = torch.tensor([1], dtype=torch.int32)
 batch = PagedBatch(torch.tensor([0, 1], dtype=torch.int32), one, one[:, None], 1, 1, (1,), (1,))
 lse = torch.zeros(1, 2)

@@ -1,0 +1,94 @@
+"""Give cached keys smaller positions, where evicted tokens left a gap: Triton on CUDA, torch on a CPU."""
+
+import torch
+from torch import Tensor
+
+from kernels.arguments import check_contiguous, check_device, check_dtype, check_shape
+from kernels.quantization import LARGEST, check_float8
+from kernels.rotate_keys import reference
+from kernels.slots import as_rows, check_slots, row_numbers
+
+
+def rotate_keys(k_cache: Tensor, slots: Tensor, deltas: Tensor, frequencies: Tensor) -> None:
+    """Turn each named key back by its delta, in place: a key of position p becomes one of p - delta.
+
+    k_cache: [L, N, B, Hkv, D] contiguous, the whole pool; halves of a head are pairs, as in rotary_store.
+        Quantized keys need no scale, which a rotation leaves as it is.
+    slots: [1 or L, 1 or Hkv, n] int64, block * B + place in the block; with a 1 all layers or heads alike. Of one layer
+        and head no slot is named twice.
+    deltas: as slots, in positions. Where it is 0 the key keeps its bytes.
+    frequencies: [D / 2] float32, radians per position of the model's plain rotary embedding.
+    Angles and products are float32, rounded once to the cache's dtype; keys of 8 bits stay within its range.
+    Raises ValueError naming the argument whose shape, dtype or device is wrong. Slots are not checked.
+    """
+    check_shape("k_cache", k_cache, [None] * 5, "[L, N, B, Hkv, D]")
+    check_contiguous("k_cache", k_cache)
+    check_float8(k_cache)
+    head_dim = k_cache.shape[4]
+    if head_dim % 2:
+        raise ValueError(f"k_cache: expected an even head size, got {head_dim}")
+    check_slots("slots", slots, k_cache)
+    check_slots("deltas", deltas, k_cache)
+    check_shape("deltas", deltas, slots.shape, "[1 or L, 1 or Hkv, n]")
+    check_shape("frequencies", frequencies, [head_dim // 2], "[D / 2]")
+    check_dtype("frequencies", frequencies, torch.float32)
+    check_device("frequencies", frequencies, "k_cache", k_cache)
+    if slots.shape[2]:
+        (rotate_with_triton if k_cache.is_cuda else rotate_with_torch)(k_cache, slots, deltas, frequencies)
+
+
+# Elements that are rotated at once on a CPU: the intermediate results of more leave its caches.
+ELEMENTS = 1 << 18
+
+
+def rotate_with_torch(k_cache: Tensor, slots: Tensor, deltas: Tensor, frequencies: Tensor) -> None:
+    at_once = max(1, ELEMENTS // k_cache[:, 0, 0].numel())
+    for first in range(0, slots.shape[2], at_once):
+        some = slice(first, first + at_once)
+        rotate_at_once(k_cache, slots[..., some], deltas[..., some], frequencies)
+
+
+def rotate_at_once(k_cache: Tensor, slots: Tensor, deltas: Tensor, frequencies: Tensor) -> None:
+    layers, _, _, kv_heads, head_dim = k_cache.shape
+    heads = slots.shape[1]
+    rows, numbers = as_rows(k_cache, heads), row_numbers(k_cache, slots, heads)
+    stored = rows.index_select(0, numbers)
+    keys = stored.view(k_cache.dtype).view(layers, heads, -1, kv_heads // heads, head_dim)
+    # [1 or L, heads, n, 1, D / 2]
+    angles = deltas[..., None, None].float() * frequencies
+    turned = reference.turn_back(keys, angles).view(len(numbers), -1).view(rows.dtype)
+    stays = (deltas == 0).expand(layers, -1, -1).reshape(-1, 1)
+    rows.index_copy_(0, numbers, torch.where(stays, stored, turned))
+
+
+# Pairs of elements that one program rotates.
+PAIRS = 1024
+
+
+def rotate_with_triton(k_cache: Tensor, slots: Tensor, deltas: Tensor, frequencies: Tensor) -> None:
+    # Imported here because a CPU machine may have no triton.
+    import triton
+
+    from kernels.rotate_keys.kernel import rotate_keys_kernel
+
+    layers, _, _, kv_heads, head_dim = k_cache.shape
+    count = slots.shape[2]
+    padded = triton.next_power_of_2(head_dim // 2)
+    at_once = max(1, PAIRS // padded)
+    slots, deltas = (one.contiguous().expand(layers, kv_heads, count) for one in (slots, deltas))
+    rotate_keys_kernel[(triton.cdiv(count, at_once), kv_heads, layers)](
+        k_cache,
+        slots,
+        deltas,
+        frequencies.contiguous(),
+        count,
+        k_cache.stride(0),
+        *slots.stride()[:2],
+        KV_HEADS=kv_heads,
+        HALF=head_dim // 2,
+        HALF_PADDED=padded,
+        SLOTS=at_once,
+        QUANTIZED=k_cache.dtype in LARGEST,
+        # Products and sums stay apart: fused ones would round differently.
+        enable_fp_fusion=False,
+    )

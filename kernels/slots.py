@@ -1,0 +1,32 @@
+"""Slots that each layer and KV head has for itself: their checks, and a cache as rows that torch copies by index."""
+
+import torch
+from torch import Tensor
+
+from kernels.arguments import check_device, check_dtype
+
+
+def check_slots(name: str, slots: Tensor, k_cache: Tensor) -> None:
+    """Raise ValueError unless `slots` is [1 or L, 1 or Hkv, n] int64 beside k_cache [L, N, B, Hkv, D]."""
+    layers, kv_heads = k_cache.shape[0], k_cache.shape[3]
+    if slots.dim() != 3 or slots.shape[0] not in (1, layers) or slots.shape[1] not in (1, kv_heads):
+        wanted = f"[1 or {layers}, 1 or {kv_heads}, any]"
+        raise ValueError(f"{name}: expected [1 or L, 1 or Hkv, n] = {wanted}, got {list(slots.shape)}")
+    check_dtype(name, slots, torch.int64)
+    check_device(name, slots, "k_cache", k_cache)
+
+
+def as_rows(cache: Tensor, heads: int) -> Tensor:
+    """cache [L, N, B, Hkv, D] as [L * N * B * heads, W] integers, a row for `heads`-th part of a slot.
+
+    Of 64 bits where a row can be cut so: torch selects no float8 on a CPU, and copies few wide elements faster.
+    """
+    rows = cache.view(-1, cache.shape[3] // heads * cache.shape[4])
+    return rows.view(torch.int64 if rows.shape[1] * rows.element_size() % 8 == 0 else torch.int8)
+
+
+def row_numbers(cache: Tensor, slots: Tensor, heads: int) -> Tensor:
+    """[L * heads * n]: which of as_rows the slots [1 or L, 1 or heads, n] are, layer by layer and head by head."""
+    layers, blocks, block_size = cache.shape[:3]
+    first = torch.arange(layers)[:, None, None] * (blocks * block_size)
+    return ((first + slots) * heads + torch.arange(heads)[:, None]).flatten()
