@@ -188,6 +188,11 @@ def pack(
     owner = np.arange(len(sequences)).repeat(query_lens)
     steps = np.arange(total) - query_start[owner]
     slot_numbers = kept[owner] + steps
+    # A token alone may fill the gap that another left: it is stored there, and sees what stands at the last slot.
+    stored = slot_numbers.copy()
+    for index, sequence in enumerate(sequences):
+        if sequence.hole is not None:
+            stored[query_start[index]] = sequence.hole
     compacted = np.asarray([sequence.compacted for sequence in sequences], dtype=bool)
     positions = np.where(compacted, kept, first)[owner] + steps
 
@@ -202,10 +207,10 @@ def pack(
     mappings, tables, written = [], [], []
     for group in range(num_groups):
         table = _table([sequence.tables[group] for sequence in sequences], seq_lens, block_size)
-        blocks = table[owner, slot_numbers // block_size].astype(np.int64)
+        blocks = table[owner, stored // block_size].astype(np.int64)
         tables.append(table)
         written.append(blocks)
-        mappings.append(blocks * block_size + slot_numbers % block_size)
+        mappings.append(blocks * block_size + stored % block_size)
     samples = [i for i, sequence in enumerate(sequences) if first[i] + query_lens[i] == sequence.known]
     return Work(
         token_ids=ids,

@@ -21,6 +21,8 @@ log = structlog.get_logger()
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 # Rotations that depend on nothing but the position.
 _FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
+# Those of them that rotate and do nothing else.
+_PLAIN_ROTATIONS = ("default", "linear", "llama3")
 # Largest root mean square error of the probe's logits, relative to theirs.
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 _PROBE_LENGTHS = (37, 3)
@@ -28,6 +30,16 @@ _PROBE_LENGTHS = (37, 3)
 
 class UnsuitableError(Exception):
     """A faster way cannot compute a model; the message says why."""
+
+
+def plain_rotary(module: Any, config: Any) -> Tensor | None:
+    """Radians per position, [D / 2] float32, where a key's place is nothing but its rotation by halves; else None."""
+    if config.model_type not in FAMILIES:
+        return None
+    rotary, attention = module.model.rotary_emb, module.model.layers[0].self_attn
+    plain = getattr(rotary, "rope_type", "default") in _PLAIN_ROTATIONS
+    whole = 2 * rotary.inv_freq.shape[0] == attention.head_dim
+    return rotary.inv_freq.float() if plain and whole else None
 
 
 def faster(

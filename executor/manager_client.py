@@ -29,6 +29,7 @@ class Announcement:
     epoch: int
     model: str
     fingerprint: bytes
+    plain_rotary: bool
 
     def request(self, pools: KvPools, *, again: bool) -> kv.RegisterExecutorRequest:
         """`again`: with the last write of every slot, so that the manager can tell what is still there."""
@@ -38,6 +39,7 @@ class Announcement:
             model=self.model,
             model_fingerprint=self.fingerprint,
             block_size=pools.block_size,
+            plain_rotary=self.plain_rotary,
             pools=[
                 kv.PoolSpec(
                     group=number,

@@ -4,13 +4,17 @@ import math
 from collections.abc import Sequence
 from datetime import timedelta
 
+import numpy as np
+
 from executor.errors import InvalidStepError
 from executor.step import Copy, Growth, Joining, Outcome, Sampling, Step
 from protos.execution.v1 import execution_pb2 as pb
+from protos.kvcache.eviction import Layout, Policy, parse
+from protos.rpc.errors import InvalidField
 
 
-def parse_step(message: pb.Step) -> Step:
-    """Raises InvalidStepError when columns do not fit together or a sampling parameter is out of range."""
+def parse_step(message: pb.Step, layout: Layout) -> Step:
+    """Raises InvalidStepError when columns do not fit together, or a sampling parameter or a policy is out of range."""
     _check_columns("chunk_tokens", message.chunk_tokens, message.chunk_sequences)
     _check_columns("table_groups", message.table_groups, message.table_sequences)
     _check_columns("table_counts", message.table_counts, message.table_sequences)
@@ -18,13 +22,19 @@ def parse_step(message: pb.Step) -> Step:
         _check_columns(name, getattr(message, name), message.copy_tickets)
     if sum(message.table_counts) != len(message.table_slots):
         raise _invalid("table_slots", f"must be {sum(message.table_counts)}, as table_counts says")
+    _check_columns("evicting_counts", message.evicting_counts, message.evicting_sequences)
+    if sum(message.evicting_counts) != len(message.evicting_slots):
+        raise _invalid("evicting_slots", f"must be {sum(message.evicting_counts)}, as evicting_counts says")
     chunks = dict(zip(message.chunk_sequences, message.chunk_tokens, strict=True))
     if len(chunks) != len(message.chunk_sequences):
         raise _invalid("chunk_sequences", "must not name a sequence twice")
+    evicting = _parse_evicting(message)
+    if len(evicting) != len(message.evicting_sequences):
+        raise _invalid("evicting_sequences", "must not name a sequence twice")
     return Step(
         number=message.step,
         removed=tuple(message.removed_sequences),
-        joining=tuple(_parse_joining(one) for one in message.new_sequences),
+        joining=tuple(_parse_joining(one, layout) for one in message.new_sequences),
         chunks=chunks,
         idle=frozenset(message.idle_sequences),
         growth=tuple(_parse_growth(message)),
@@ -38,7 +48,15 @@ def parse_step(message: pb.Step) -> Step:
                 strict=True,
             )
         ),
+        evicting=evicting,
     )
+
+
+def _parse_evicting(message: pb.Step) -> dict[int, tuple[int, ...]]:
+    slots = tuple(message.evicting_slots)
+    ends = np.cumsum(message.evicting_counts, dtype=np.int64).tolist()
+    columns = zip(message.evicting_sequences, message.evicting_counts, ends, strict=True)
+    return {sequence: slots[end - count : end] for sequence, count, end in columns}
 
 
 def _parse_growth(message: pb.Step) -> list[Growth]:
@@ -50,7 +68,7 @@ def _parse_growth(message: pb.Step) -> list[Growth]:
     return growth
 
 
-def _parse_joining(message: pb.NewSequence) -> Joining:
+def _parse_joining(message: pb.NewSequence, layout: Layout) -> Joining:
     tables = {table.group: tuple(table.slots) for table in message.block_tables}
     if sorted(tables) != list(range(len(message.block_tables))):
         raise _invalid("new_sequences.block_tables.group", "must be 0, 1, … each once")
@@ -61,7 +79,16 @@ def _parse_joining(message: pb.NewSequence) -> Joining:
         num_computed_tokens=message.num_computed_tokens,
         tables=tuple(tables[group] for group in range(len(tables))),
         sampling=_parse_sampling(message.sampling) if message.HasField("sampling") else Sampling(),
+        policy=_parse_policy(message.eviction_policy, layout) if message.HasField("eviction_policy") else None,
     )
+
+
+def _parse_policy(message: pb.EvictionPolicy, layout: Layout) -> Policy | None:
+    field = "new_sequences.eviction_policy"
+    try:
+        return parse(message, layout, field)
+    except InvalidField as error:
+        raise InvalidStepError(error.message, fields=error.fields) from error
 
 
 def _parse_sampling(message: pb.SamplingParams) -> Sampling:
@@ -106,6 +133,9 @@ def build_result(outcome: Outcome) -> pb.StepResult:
         token_ids=[one.token_id for one in outcome.sampled],
         stopped=[one.stopped for one in outcome.sampled],
         num_tokens=outcome.num_tokens,
+        evicted_sequences=[one.sequence for one in outcome.evicted],
+        evicted_tokens=[one.tokens for one in outcome.evicted],
+        kept_masses=[-1 if one.mass is None else one.mass for one in outcome.evicted],
     )
     for index, one in enumerate(outcome.sampled):
         if one.logprobs is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -17,6 +18,7 @@ from executor.cuda_decoder import fused
 from executor.errors import ModelError
 from executor.forward import Forward, TorchForward
 from executor.layers import LayerGroup, Recorder, check_layers, group_layers
+from executor.llama import plain_rotary
 from executor.model_files import ModelFiles
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -24,7 +26,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class Model:
-    """A loaded decoder with what the executor has to know of it."""
+    """A loaded decoder with what the executor has to know of it.
+
+    rotary: radians per position, [D / 2], of plain rotary embeddings; None where keys cannot be rotated afterwards.
+    """
 
     name: str
     forward: Forward
@@ -35,6 +40,7 @@ class Model:
     max_positions: int
     eos_token_ids: tuple[int, ...]
     groups: tuple[LayerGroup, ...]
+    rotary: Tensor | None
 
 
 def choose_device(name: str) -> torch.device:
@@ -96,6 +102,7 @@ def model_of(module: Any, name: str, compiled_folder: Path | None = None) -> Mod
         max_positions=_max_positions(config),
         eos_token_ids=_eos_token_ids(module.generation_config, config),
         groups=groups,
+        rotary=plain_rotary(module, config),
     )
 
 

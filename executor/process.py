@@ -75,7 +75,11 @@ async def _serve(settings: ExecutorSettings) -> int:
 
     identity = Identity(settings.executor_id, time.time_ns())
     announcement = Announcement(
-        identity.executor_id, identity.epoch, model.name, fingerprint(model, files, settings.block_size)
+        identity.executor_id,
+        identity.epoch,
+        model.name,
+        fingerprint(model, files, settings.block_size),
+        plain_rotary=model.rotary is not None,
     )
     server = Server("executor", metrics_address=settings.metrics_address, insecure=settings.insecure)
     client = ManagerClient(

@@ -8,15 +8,17 @@ import torch
 from torch import Tensor
 
 from executor.batch import Work, pack
+from executor.eviction.engine import TokenEviction
 from executor.kv_pool import KvPools
 from executor.model import Model
 from executor.running import Running, RunningSet, tokens_due
 from executor.sampler import Choice, Row, TokenCounts, sample
-from executor.step import Copy, Logprobs, Outcome, Sampled, Step
+from executor.step import Copy, Evicted, Logprobs, Outcome, Sampled, Step
 from executor.timing import Clock, Span
 from executor.transfer import to_device
 from executor.validation import Limits, check_step
 from kernels.copy_blocks.launch import copy_blocks
+from protos.kvcache.eviction import Layout
 
 
 @dataclass(frozen=True)
@@ -28,13 +30,14 @@ class Pending:
     tickets: tuple[int, ...]
     sequences: tuple[Running, ...]
     choice: Choice | None
+    evicted: tuple[Evicted, ...]
     span: Span
 
     def result(self) -> Outcome:
         """The outcome; marks sequences that sampled a stop id."""
         compute, idle = self.span.seconds()
         sampled = () if self.choice is None else tuple(_collect(self.sequences, self.choice))
-        return Outcome(self.number, sampled, self.num_tokens, compute, idle, self.tickets)
+        return Outcome(self.number, sampled, self.num_tokens, compute, idle, self.tickets, self.evicted)
 
 
 class Runner:
@@ -46,6 +49,7 @@ class Runner:
         self.last_step = 0
         self._running = RunningSet()
         self._counts: dict[int, TokenCounts] = {}
+        self._eviction = TokenEviction(pools, model.rotary, model.device)
         # Room for more than most ever run: a decoder that has taken notes of the place begins anew when it moves.
         self._last_tokens = torch.zeros(1024, dtype=torch.int64, device=model.device)
         self._clock = Clock(model.device)
@@ -56,6 +60,11 @@ class Runner:
             block_size=pools.block_size,
             windows=tuple(group.shape.window for group in model.groups),
         )
+
+    @property
+    def layout(self) -> Layout:
+        """What the model can carry."""
+        return Layout(self.pools.block_size, self._limits.windows, self.model.rotary is not None)
 
     @property
     def overlaps(self) -> bool:
@@ -74,7 +83,14 @@ class Runner:
     def clear(self) -> None:
         """Empties the running set; the pools keep what they hold."""
         self._running.clear()
+        self._eviction.clear()
         self._counts.clear()
+
+    def kept_positions(self, handle: int) -> Tensor:
+        """[L, Hkv, T] int64: which tokens of a sequence with a policy its slots hold, by their place in all of it."""
+        sequence = self._running.get(handle)
+        assert sequence is not None
+        return self._eviction.positions(sequence)
 
     @torch.inference_mode()
     def launch(self, step: Step, prepared: Callable[[], None] = lambda: None) -> Pending:
@@ -96,27 +112,40 @@ class Runner:
             if count:
                 sequences.append(sequence)
                 counts.append(count)
-        work = pack(sequences, counts, self._last_tokens, self.pools.block_size, len(self._limits.windows))
-        for group, slots in enumerate(work.written):
-            self.pools.mark_written(group, slots, step.number)
         span = self._clock.start()
         self._copy(step.copies, step.number)
-        choice = self._compute(work, prepared) if sequences else None
+        evicted = [self._eviction.evict(one, step.evicting.get(one.handle), step.number) for one in sequences]
+        counted = self._eviction.counted(sequences, counts)
+        work = pack(sequences, counts, self._last_tokens, self.pools.block_size, len(self._limits.windows), counted)
+        for group, slots in enumerate(work.written):
+            self.pools.mark_written(group, slots, step.number)
+        choice = self._compute(sequences, counts, work, prepared) if sequences else None
         for sequence, count in zip(sequences, counts, strict=True):
             sequence.computed += count
             sequence.kept += count
+            sequence.hole = None
         for sequence in work.sampling:
             sequence.known += 1
         span.end()
-        return Pending(step.number, work.num_tokens, step.tickets, work.sampling, choice, span)
+        return Pending(
+            number=step.number,
+            num_tokens=work.num_tokens,
+            tickets=step.tickets,
+            sequences=work.sampling,
+            choice=choice,
+            evicted=tuple(filter(None, evicted)),
+            span=span,
+        )
 
     def _apply(self, step: Step) -> None:
         self.last_step = step.number
         for handle in step.removed:
             self._running.remove(handle)
             self._counts.pop(handle, None)
+            self._eviction.remove(handle)
         for joining in step.joining:
             sequence = self._running.add(joining)
+            self._eviction.add(sequence)
             if joining.sampling.penalises:
                 self._counts[joining.sequence] = self._count(sequence)
         for growth in step.growth:
@@ -139,9 +168,12 @@ class Runner:
                 copy_blocks(pool.k, pool.v, sources, targets)
                 self.pools.mark_written(group, [copy.target for copy in chosen], step)
 
-    def _compute(self, work: Work, placed: Callable[[], None]) -> Choice | None:
+    def _compute(
+        self, sequences: Sequence[Running], counts: Sequence[int], work: Work, placed: Callable[[], None]
+    ) -> Choice | None:
         """Runs the model and samples; what comes back can be read when the step is over."""
         scores = self.model.forward.scores(work, self.pools, placed)
+        self._eviction.observe(sequences, counts, work.counted, scores.attention)
         if not work.sampling:
             return None
         rows = [

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from executor.step import Joining, Sampling, Step
+from protos.kvcache.eviction import Policy
 
 Slots = np.ndarray[tuple[int], np.dtype[np.int32]]
 
@@ -16,9 +17,9 @@ class Running:
 
     tokens: the ids it joined with, [joined] int64; later ones are on the device only.
     known: tokens that exist, sampled ones included. computed: leading tokens whose K and V were computed.
-    kept: those of them that were not evicted, which is the number of slots in use.
-    compacted: whether new tokens are numbered by what is kept.
-    row: where the device keeps its last token. tables: slots per layer group.
+    kept: those of them that were not evicted: so many slots are in use, the first ones. hole: a gap among them that the
+    next token fills. row: where the device keeps its last token. tables: slots per layer group.
+    policy: how it evicts tokens; evicts: whether it may by now; compacted: whether new ones are numbered by what is kept.
     """
 
     handle: int
@@ -29,8 +30,11 @@ class Running:
     row: int
     tables: list[Slots]
     sampling: Sampling
-    kept: int
+    policy: Policy | None = None
+    kept: int = 0
+    evicts: bool = False
     compacted: bool = False
+    hole: int | None = None
     stopped: bool = False
 
 
@@ -85,6 +89,8 @@ class RunningSet:
             row=row,
             tables=[np.asarray(slots, dtype=np.int32) for slots in joining.tables],
             sampling=joining.sampling,
+            policy=joining.policy,
+            compacted=joining.policy is not None and joining.policy.compacted,
             kept=joining.num_computed_tokens,
         )
         self._sequences[joining.sequence] = sequence

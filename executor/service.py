@@ -36,6 +36,7 @@ class ExecutorServicer(rpc.ExecutorServiceServicer):
         self._worker = worker
         self._tokenizer = tokenizer
         self._sessions = Sessions(identity.epoch)
+        self._layout = runner.layout
 
     def stop(self) -> None:
         """Ends the session so that the server need not wait for it."""
@@ -67,6 +68,8 @@ class ExecutorServicer(rpc.ExecutorServiceServicer):
             last_step=self._runner.last_step,
             num_sequences=self._runner.num_sequences,
             num_groups=len(pools.pools),
+            attention_windows=[window or 0 for window in self._layout.windows],
+            plain_rotary=self._layout.plain_rotary,
         )
 
     async def StreamSteps(  # noqa: N802
@@ -109,7 +112,7 @@ class ExecutorServicer(rpc.ExecutorServiceServicer):
 
     def _parse(self, message: pb.Step) -> Step:
         try:
-            return parse_step(message)
+            return parse_step(message, self._layout)
         except InvalidStepError:
             # Its copies will not run: their blocks must not stay reserved.
             self._worker.give_up(tuple(message.copy_tickets))

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from protos.kvcache.eviction import Policy
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -27,7 +29,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Joining:
-    """A sequence that joins. tables: slots per layer group."""
+    """A sequence that joins. tables: slots per layer group. policy: how it evicts tokens, None for not at all."""
 
     sequence: int
     token_ids: tuple[int, ...]
@@ -35,6 +37,7 @@ class Joining:
     num_computed_tokens: int
     tables: tuple[tuple[int, ...], ...]
     sampling: Sampling = Sampling()
+    policy: Policy | None = None
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,10 @@ class Copy:
 
 @dataclass(frozen=True)
 class Step:
-    """A diff of the running set; chunks: sequence -> tokens to compute."""
+    """A diff of the running set; chunks: sequence -> tokens to compute.
+
+    evicting: sequences that evict tokens for the first time -> the table that what they keep moves to, () to stay.
+    """
 
     number: int
     removed: tuple[int, ...] = ()
@@ -67,6 +73,7 @@ class Step:
     idle: frozenset[int] = frozenset()
     growth: tuple[Growth, ...] = ()
     copies: tuple[Copy, ...] = ()
+    evicting: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def tickets(self) -> tuple[int, ...]:
@@ -94,6 +101,15 @@ class Sampled:
 
 
 @dataclass(frozen=True)
+class Evicted:
+    """What a sequence evicted before a step. mass: share of the scores that stayed, None without scores."""
+
+    sequence: int
+    tokens: int
+    mass: float | None
+
+
+@dataclass(frozen=True)
 class Outcome:
     """What a step did. Times in seconds."""
 
@@ -103,3 +119,4 @@ class Outcome:
     compute_time: float
     idle_time: float
     tickets: tuple[int, ...] = ()
+    evicted: tuple[Evicted, ...] = ()

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from executor.errors import CapacityExceededError, InvalidStepError, StepOutOfOrderError, UnknownSequenceError
 from executor.running import RunningSet, tokens_due
 from executor.step import Joining, Step
+from protos.kvcache.eviction import Policy
 
 
 @dataclass(frozen=True)
@@ -20,12 +21,26 @@ class Limits:
 
 @dataclass
 class _Future:
-    """One sequence as it will be after the step's diff. blocks: length of the table per layer group."""
+    """One sequence as it will be after the step's diff. blocks: length of the table per layer group.
+
+    kept: slots in use. prompt: tokens known when it joined. evicts: whether it has begun to.
+    """
 
     computed: int
     known: int
     blocks: list[int]
+    kept: int
+    prompt: int
+    policy: Policy | None = None
+    evicts: bool = False
     stopped: bool = False
+
+    @property
+    def slots(self) -> int:
+        """Slots in use when it computes more."""
+        if self.policy is None or not self.evicts:
+            return self.kept
+        return self.policy.kept_after(self.kept, self.computed, self.prompt)
 
 
 def check_step(step: Step, last_step: int, running: RunningSet, limits: Limits) -> None:
@@ -36,7 +51,14 @@ def check_step(step: Step, last_step: int, running: RunningSet, limits: Limits) 
         )
     future = {
         sequence.handle: _Future(
-            sequence.computed, sequence.known, [len(table) for table in sequence.tables], sequence.stopped
+            computed=sequence.computed,
+            known=sequence.known,
+            blocks=[len(table) for table in sequence.tables],
+            kept=sequence.kept,
+            prompt=len(sequence.tokens),
+            policy=sequence.policy,
+            evicts=sequence.evicts,
+            stopped=sequence.stopped,
         )
         for sequence in running
     }
@@ -48,9 +70,15 @@ def check_step(step: Step, last_step: int, running: RunningSet, limits: Limits) 
             raise _invalid("new_sequences.sequence", joining.sequence, "is already in the running set")
         _check_joining(joining, limits)
         future[joining.sequence] = _Future(
-            joining.num_computed_tokens, len(joining.token_ids), [len(table) for table in joining.tables]
+            computed=joining.num_computed_tokens,
+            known=len(joining.token_ids),
+            blocks=[len(table) for table in joining.tables],
+            kept=joining.num_computed_tokens,
+            prompt=len(joining.token_ids),
+            policy=joining.policy,
         )
     _check_growth(step, future, limits)
+    _check_evicting(step, future, limits)
     _check_copies(step, limits)
     _check_work(step, future, limits)
 
@@ -85,6 +113,21 @@ def _check_growth(step: Step, future: dict[int, _Future], limits: Limits) -> Non
             raise _invalid("table_groups", growth.sequence, f"must be below {len(limits.windows)}")
         _check_slots("table_slots", growth.sequence, growth.slots, limits)
         future[growth.sequence].blocks[growth.group] += len(growth.slots)
+
+
+def _check_evicting(step: Step, future: dict[int, _Future], limits: Limits) -> None:
+    for handle, table in step.evicting.items():
+        sequence = future.get(handle)
+        if sequence is None:
+            raise _unknown("evicting_sequences", handle)
+        if sequence.policy is None or sequence.evicts:
+            raise _invalid("evicting_sequences", handle, "must have a policy and not evict by it yet")
+        _check_slots("evicting_slots", handle, table, limits)
+        sequence.evicts = True
+        if table:
+            sequence.blocks = [len(table)]
+            if sequence.slots > len(table) * limits.block_size:
+                raise _invalid("evicting_slots", handle, f"do not hold the {sequence.slots} tokens that stay")
 
 
 def _check_slots(field: str, handle: int, slots: tuple[int, ...], limits: Limits, null_until: int = 0) -> None:
@@ -122,14 +165,14 @@ def _check_work(step: Step, future: dict[int, _Future], limits: Limits) -> None:
             raise _invalid("chunk_tokens", handle, f"must be from 1 to the {left} tokens not computed, is {count}")
     for handle, sequence in future.items():
         count = tokens_due(step, handle, computed=sequence.computed, known=sequence.known, stopped=sequence.stopped)
-        end = sequence.computed + count
+        end = sequence.slots + count
         if count and end > min(sequence.blocks) * limits.block_size:
             raise CapacityExceededError(
-                f"sequence {handle} would compute {end} tokens, its tables hold "
-                f"{min(sequence.blocks) * limits.block_size}",
+                f"sequence {handle} would use {end} slots, its tables hold {min(sequence.blocks) * limits.block_size}",
                 fields={"table_slots": "leave no room for the step's tokens"},
                 metadata={"sequence": str(handle)},
             )
+        end = sequence.slots + count if sequence.policy and sequence.policy.compacted else sequence.computed + count
         if count and end > limits.max_positions:
             raise CapacityExceededError(
                 f"sequence {handle} would compute {end} tokens, the model takes {limits.max_positions}",

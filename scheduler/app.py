@@ -54,9 +54,7 @@ class Scheduler:
         settings, epoch = self._settings, time.time_ns()
         model, executor = await _describe_executor(settings.executor_address)
         queue = WaitingQueue()
-        engine = Engine(
-            Model(model, executor.max_tokens), queue, self._mailbox, self._metrics, max_waiting=settings.max_waiting
-        )
+        engine = Engine(Model(model, executor), queue, self._mailbox, self._metrics, max_waiting=settings.max_waiting)
         self._channel = open_channel(settings.cachemgr_address)
         cache = CacheClient(
             kvcache_rpc.CacheManagerServiceStub(self._channel),

@@ -9,10 +9,12 @@ from typing import Protocol, TypeVar
 import grpc
 import structlog
 
+from protos.kvcache.eviction import Layout, parse
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as rpc
 from protos.rpc.errors import RemoteError, ServiceError, from_rpc_error
 from scheduler.errors import AdmissionError, ManagerLostError
+from scheduler.eviction import Eviction
 from scheduler.mailbox import Admitted, Cancel, Mailbox, ManagerLost, Report, SyncAnswer
 from scheduler.metrics import RequestMetrics
 from scheduler.request import Candidate
@@ -176,7 +178,7 @@ class CacheClient:
 
     @property
     def _next_sync(self) -> float:
-        wanting = self._batch.starving or self._short or self._refused is not None
+        wanting = self._batch.starving or self._batch.evicting or self._short or self._refused is not None
         return self._synced_at + (min(POLL_SECONDS, self._lease / 3) if wanting else self._lease / 3)
 
     def _next_candidates(self) -> list[Candidate]:
@@ -216,7 +218,15 @@ class CacheClient:
         # A live sequence that the manager does not know, as after its executor was lost, has no blocks either.
         void = [*answer.void_handles, *answer.unknown_handles]
         self._mailbox.put(
-            SyncAnswer(_extensions(answer), void, answer.blocks_short, batch.released, list(batch.trimmed))
+            SyncAnswer(
+                _extensions(answer),
+                void,
+                answer.blocks_short,
+                batch.released,
+                list(batch.trimmed),
+                list(batch.moved),
+                _own_blocks(answer),
+            )
         )
 
     async def _admit(self, candidates: Seq[Candidate]) -> None:
@@ -304,6 +314,7 @@ class CacheClient:
             hints=wishes.hints,
             no_read=wishes.no_read,
             no_store=wishes.no_store,
+            eviction_policy=wishes.eviction_policy,
         )
 
     async def _call(self, method: Callable[..., Awaitable[A]], message: M) -> A:
@@ -334,6 +345,22 @@ def _extensions(answer: pb.SyncSequencesResponse) -> list[tuple[int, int, list[i
     return extensions
 
 
+def _own_blocks(answer: pb.SyncSequencesResponse) -> list[tuple[int, list[int]]]:
+    given, start = [], 0
+    for handle, count in zip(answer.evicting_handles, answer.evicting_counts, strict=True):
+        given.append((handle, list(answer.evicting_slots[start : start + count])))
+        start += count
+    return given
+
+
+def _eviction(candidate: Candidate, answer: pb.AdmitSequenceResponse, block_size: int) -> Eviction | None:
+    if not answer.HasField("eviction_policy"):
+        return None
+    # The manager has checked what the model can carry.
+    policy = parse(answer.eviction_policy, Layout(block_size, (None,), plain_rotary=True))
+    return None if policy is None else Eviction(policy, len(candidate.token_ids))
+
+
 def _sequence(candidate: Candidate, answer: pb.AdmitSequenceResponse, block_size: int) -> Sequence:
     tables = sorted(answer.block_tables, key=lambda table: table.group)
     return Sequence(
@@ -344,4 +371,5 @@ def _sequence(candidate: Candidate, answer: pb.AdmitSequenceResponse, block_size
         block_size=block_size,
         wait_for=answer.wait_for_handle,
         copies=tuple(Copy(t.ticket, t.group, t.source_slot, t.target_slot) for t in answer.transfers),
+        eviction=_eviction(candidate, answer, block_size),
     )

@@ -104,14 +104,7 @@ class Engine:
         """Takes what a step brought: one call per step for all requests."""
         assert self._cache is not None
         self.steps += report.steps
-        for arrival in report.started:
-            if (generation := self._live.get(arrival)) and generation.started_at is None:
-                generation.started_at = report.at
-        for arrival in report.preempted:
-            self.preemptions += 1
-            self._metrics.preemptions.inc()
-            if generation := self._live.get(arrival):
-                generation.preemptions += 1
+        self._note(report)
         for output in report.outputs:
             if (generation := self._live.get(output.arrival)) and not generation.finished:
                 self._publish(generation, output, report.at)
@@ -128,6 +121,21 @@ class Engine:
         self._cache.receive(report)
         self._touch()
 
+    def _note(self, report: Report) -> None:
+        """What is only counted and told at the end."""
+        for arrival in report.started:
+            if (generation := self._live.get(arrival)) and generation.started_at is None:
+                generation.started_at = report.at
+        for arrival in report.preempted:
+            self.preemptions += 1
+            self._metrics.preemptions.inc()
+            if generation := self._live.get(arrival):
+                generation.preemptions += 1
+        for arrival, tokens, mass in report.evicted:
+            self._metrics.evicted_tokens.inc(tokens)
+            if generation := self._live.get(arrival):
+                generation.evict(tokens, mass)
+
     async def drain(self, seconds: float) -> None:
         """Takes no more requests and waits for the running ones, at most so long."""
         self._draining = True
@@ -140,6 +148,8 @@ class Engine:
     def admitted(self, candidate: Candidate, answer: kvcache_pb2.AdmitSequenceResponse) -> None:
         """A candidate has its blocks."""
         generation = self._live[candidate.request.arrival]
+        if answer.HasField("eviction_policy"):
+            generation.policy = answer.eviction_policy
         if generation.cached_tokens is None and not candidate.request.sample_index:
             generation.cached_tokens = answer.cached_tokens
             generation.receipts = tuple(answer.receipts)
@@ -164,8 +174,10 @@ class Engine:
         else:
             self._unannounced.add(generation)
         # A token says that the prompt is computed.
+        # One that evicts has blocks of its own, and scores that nobody else can know.
+        parent = 0 if generation.policy else output.sequence
         for request in generation.followers:
-            self._queue.push(Candidate(request, request.prompt_ids, parent=output.sequence))
+            self._queue.push(Candidate(request, request.prompt_ids, parent=parent))
         generation.followers = ()
 
     def _announce(self) -> None:

@@ -40,6 +40,11 @@ class Generation:
         # What the cache manager said to the wishes and hints when it admitted the request first.
         self.receipts: tuple[kvcache_pb2.RetentionReceipt, ...] = ()
         self.hint_answers: tuple[kvcache_pb2.HintAnswer, ...] = ()
+        # As the cache manager resolved it; None when nothing is evicted.
+        self.policy: kvcache_pb2.EvictionPolicy | None = None
+        self._evicted_tokens = 0
+        # Shares of the scores that stayed, one per eviction.
+        self._masses: list[float] = []
         self.started_at: float | None = None
         self.first_token_at: float | None = None
         self.last_token_at = request.arrived_at
@@ -65,6 +70,12 @@ class Generation:
             self._end(pb.FINISH_REASON_LENGTH)
         self.first_token_at = self.first_token_at or now
         self.last_token_at = now
+
+    def evict(self, tokens: int, mass: float) -> None:
+        """Notes an eviction. mass: share of the scores that stayed, negative without scores."""
+        self._evicted_tokens += tokens
+        if mass >= 0:
+            self._masses.append(mass)
 
     def announce(self) -> None:
         """There is something to take."""
@@ -96,6 +107,8 @@ class Generation:
             retention_receipts=[pb.RetentionReceipt.FromString(one.SerializeToString()) for one in self.receipts],
             hint_answers=[pb.HintAnswer.FromString(one.SerializeToString()) for one in self.hint_answers],
         )
+        if self.policy is not None:
+            usage.eviction.CopyFrom(self._eviction(self.policy))
         arrived = self.request.arrived_at
         times = (
             (usage.queue_time, self.started_at),
@@ -106,6 +119,16 @@ class Generation:
             if at is not None:
                 duration.FromNanoseconds(int((at - arrived) * 1e9))
         return usage
+
+    def _eviction(self, policy: kvcache_pb2.EvictionPolicy) -> pb.EvictionReport:
+        report = pb.EvictionReport(
+            policy=pb.EvictionPolicy.FromString(policy.SerializeToString()),
+            evicted_tokens=self._evicted_tokens,
+            tainted=self._evicted_tokens > 0,
+        )
+        if self._masses:
+            report.kept_mass = sum(self._masses) / len(self._masses)
+        return report
 
     def _push(self, text: str) -> bool:
         text, stopped = self._stops.push(text)

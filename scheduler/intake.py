@@ -12,6 +12,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from protos.execution.v1 import execution_pb2
 from protos.generation.v1 import generation_pb2 as pb
+from protos.kvcache.eviction import Policy, parse
 from protos.kvcache.v1 import kvcache_pb2
 from protos.rpc.errors import InvalidField
 from scheduler.chat import ChatTemplateError
@@ -46,9 +47,8 @@ class Intake:
         self._check_names(message)
         sampling = _sampling(message.sampling, self._stop_token_ids(message))
         stop = _stop(message.stop)
-        wishes = _wishes(message.cache)
-        if message.HasField("eviction_policy"):
-            raise InvalidField("eviction_policy", "is not supported by this scheduler")
+        policy = parse(message.eviction_policy, self._model.layout) if message.HasField("eviction_policy") else None
+        wishes = replace(_wishes(message.cache), eviction_policy=_policy(message))
         if message.HasField("max_tokens") and message.max_tokens < 1:
             raise InvalidField("max_tokens", "must be at least 1")
         samples = message.n if message.HasField("n") else 1
@@ -58,7 +58,7 @@ class Intake:
         first = Request(
             request_id=message.request_id or secrets.token_hex(8),
             prompt_ids=prompt_ids,
-            max_tokens=self._max_tokens(message, len(prompt_ids)),
+            max_tokens=self._max_tokens(message, len(prompt_ids), policy),
             sampling=sampling,
             arrival=next(self._arrivals),
             arrived_at=arrived_at,
@@ -136,8 +136,8 @@ class Intake:
         own = () if message.ignore_eos else self._model.eos_token_ids
         return sorted({*message.stop_token_ids, *own})
 
-    def _max_tokens(self, message: pb.StreamGenerateRequest, prompt_tokens: int) -> int:
-        fits = self._model.max_tokens - prompt_tokens
+    def _max_tokens(self, message: pb.StreamGenerateRequest, prompt_tokens: int, policy: Policy | None) -> int:
+        fits = self._model.longest(policy) - prompt_tokens
         if not message.HasField("max_tokens"):
             return fits
         if message.max_tokens > fits:
@@ -205,6 +205,13 @@ def _wishes(cache: pb.CacheOptions) -> CacheWishes:
         no_read=cache.no_read,
         no_store=cache.no_store,
     )
+
+
+def _policy(message: pb.StreamGenerateRequest) -> kvcache_pb2.EvictionPolicy | None:
+    """The same message in the terms of the cache manager, also where it says to keep everything."""
+    if not message.HasField("eviction_policy"):
+        return None
+    return kvcache_pb2.EvictionPolicy.FromString(message.eviction_policy.SerializeToString())
 
 
 def _name(cache: pb.CacheOptions, field: Literal["salt", "session_id", "tenant_id"]) -> str | None:

@@ -81,7 +81,7 @@ class StepLoop:
         if not plan.decoding and not plan.prompts:
             return False
         self._running.report.started.extend(s.request.arrival for s, _ in plan.prompts if not s.started)
-        message, flight = build_step(self._next_step, plan, self._running.removed)
+        message, flight = build_step(self._next_step, plan, self._running.removed, evicting=self._running.evicts)
         self._running.removed = []
         self._next_step += 1
         self._executor.send(message)

@@ -36,6 +36,9 @@ class SyncAnswer:
     blocks_short: int
     released: Seq[int]
     trimmed: Seq[int]
+    # Handles that moved into blocks of their own, and the blocks of those that may.
+    moved: Seq[int] = ()
+    own: Seq[tuple[int, list[int]]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,12 @@ class Report:
     trimmed: dict[int, int] = field(default_factory=dict)
     # Sequences that sit out for want of blocks, with their computed tokens.
     starving: dict[int, int] = field(default_factory=dict)
+    # Sequences that want blocks of their own to evict tokens; whether they ask for the first time.
+    evicting: dict[int, bool] = field(default_factory=dict)
+    # Sequences that have moved into theirs, with the tokens that were computed before.
+    moved: dict[int, int] = field(default_factory=dict)
+    # Arrival, tokens and the share of the scores that stayed, of each eviction.
+    evicted: list[tuple[int, int, float]] = field(default_factory=list)
     again: list[Candidate] = field(default_factory=list)
     preempted: list[int] = field(default_factory=list)
     # Session with the executor, not positive while there is none; None when it has not changed.
@@ -133,6 +142,9 @@ class Report:
             or self.cancelled_tickets
             or self.trimmed
             or self.starving
+            or self.evicting
+            or self.moved
+            or self.evicted
             or self.again
             or self.session is not None
             or self.all_given_up

@@ -60,6 +60,7 @@ class RequestMetrics:
         self.prompt_tokens = Counter(f"{prefix}_prompt_tokens", "Prompt tokens admitted.", registry=registry)
         self.cached_tokens = Counter(f"{prefix}_cached_tokens", "Of these, tokens from the cache.", registry=registry)
         self.output_tokens = Counter(f"{prefix}_output_tokens", "Tokens generated.", registry=registry)
+        self.evicted_tokens = Counter(f"{prefix}_evicted_tokens", "Tokens evicted by policies.", registry=registry)
         self.sync_seconds = Histogram(
             f"{prefix}_sync_seconds", "One background sync.", buckets=_STEP_BUCKETS, registry=registry
         )

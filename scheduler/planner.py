@@ -6,9 +6,6 @@ from dataclasses import dataclass, field
 from scheduler.pace import Pace
 from scheduler.sequence import Sequence
 
-# Tokens of room with which a decoding sequence is said to run out of it soon: a few steps more than a sync takes.
-SOON = 8
-
 
 @dataclass(slots=True)
 class Plan:
@@ -22,7 +19,7 @@ class Plan:
     idle: list[Sequence] = field(default_factory=list)
     # Sequences that have no room for a single token more.
     stalled: list[Sequence] = field(default_factory=list)
-    # Whether a decoding sequence has room for less than SOON tokens.
+    # Whether a decoding sequence needs more room soon.
     tight: bool = False
 
     @property
@@ -55,7 +52,7 @@ def plan_step(sequences: Seq[Sequence], budget: int, pace: Pace | None = None) -
             computing.append(sequence)
         elif len(plan.decoding) < budget and sequence.planned < sequence.capacity:
             plan.decoding.append(sequence)
-            plan.tight |= sequence.planned + SOON > sequence.capacity
+            plan.tight |= sequence.planned > sequence.tight_at
         else:
             plan.idle.append(sequence)
             if sequence.planned >= sequence.capacity:
@@ -129,6 +126,7 @@ def trimmable(sequences: Seq[Sequence], stalled: Seq[Sequence]) -> list[Sequence
         for sequence in sequences
         if sequence.exit is None
         and sequence.handle not in handles
+        and not (sequence.eviction and sequence.eviction.evicts)
         and min(len(table) for table in sequence.tables) > sequence.spare_blocks_from()
     ]
 

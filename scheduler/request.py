@@ -17,6 +17,7 @@ class CacheWishes:
     no_read: bool = False
     no_store: bool = False
     hints: kvcache_pb2.KvHints | None = None
+    eviction_policy: kvcache_pb2.EvictionPolicy | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

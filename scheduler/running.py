@@ -28,6 +28,8 @@ class RunningSet:
         self.blocks_short = 0
         self._by_handle: dict[int, Sequence] = {}
         self._by_arrival: dict[int, Sequence] = {}
+        # Those that have a policy.
+        self._evicting: dict[int, Sequence] = {}
         self._ranked: list[Sequence] = []
         self._answered = 0
         # Computed tokens of released sequences that the cache manager does not know to be released.
@@ -55,7 +57,9 @@ class RunningSet:
         """The report since the last call, with everybody's progress or, where that may wait, without it."""
         report = self.report
         report.step = self._answered
-        pressing = everything or self._pressing or report.released or report.trimmed or report.starving
+        pressing = everything or (
+            self._pressing or report.released or report.trimmed or report.starving or report.evicting or report.moved
+        )
         if pressing or self._answered >= self._told_step + GATHER_STEPS:
             self._told_step, self._pressing = self._answered, False
             for sequence in self._ranked:
@@ -71,6 +75,8 @@ class RunningSet:
         """Takes over an admitted sequence; one that is not valid goes back to be admitted again."""
         self._by_handle[sequence.handle] = sequence
         self._by_arrival[sequence.request.arrival] = sequence
+        if sequence.eviction is not None:
+            self._evicting[sequence.handle] = sequence
         bisect.insort(self._ranked, sequence, key=lambda item: item.request.rank)
         promised = sequence.cached_tokens
         writer = sequence.wait_for
@@ -93,6 +99,7 @@ class RunningSet:
             if handle in self._by_handle:
                 self._by_handle[handle].trim_unanswered = False
         self._relief.difference_update(answer.released, answer.trimmed)
+        self._apply_evictions(answer)
         for handle, group, slots in answer.extensions:
             sequence = self._by_handle.get(handle)
             # A trim on its way cuts off what was given before it.
@@ -103,8 +110,24 @@ class RunningSet:
                 self.leave(self._by_handle[handle], Exit.RESTARTED)
         self.blocks_short = answer.blocks_short
 
+    def _apply_evictions(self, answer: SyncAnswer) -> None:
+        for handle in answer.moved:
+            if handle in self._evicting:
+                self._evicting[handle].own_blocks_settled()
+        for handle, slots in answer.own:
+            if handle in self._evicting:
+                self._evicting[handle].own_blocks_given(slots)
+
+    @property
+    def evicts(self) -> bool:
+        """Whether any sequence has a policy of eviction."""
+        return bool(self._evicting)
+
     def plan(self, budget: int, pace: Pace | None = None) -> Plan:
         """The next step, of at most `budget` tokens; makes room for sequences that cannot go on."""
+        for sequence in self._evicting.values():
+            if sequence.exit is None and sequence.make_room():
+                self.report.evicting[sequence.handle] = sequence.asks_first()
         plan = plan_step(self._ranked, budget, pace)
         if self._relieve(plan):
             # The victim must not compute, nor anybody start on blocks that it was about to fill.
@@ -140,6 +163,7 @@ class RunningSet:
         """
         self._answered = flight.step
         self.report.steps += 1
+        self._commit_evictions(flight, result)
         waiting = {}
         for sequence in flight.decoding:
             # One that has stopped stays silent: the step was sent before the stop was seen.
@@ -169,6 +193,14 @@ class RunningSet:
                 sequence.stopped = stopped
                 self.leave(sequence, Exit.FINISHED)
         self._detach_leaving()
+
+    def _commit_evictions(self, flight: Flight, result: execution_pb2.StepResult) -> None:
+        for sequence, computed in flight.moved:
+            self.report.moved[sequence.handle] = computed
+        columns = zip(result.evicted_sequences, result.evicted_tokens, result.kept_masses, strict=True)
+        for handle, tokens, mass in columns:
+            if handle in self._evicting:
+                self.report.evicted.append((self._evicting[handle].request.arrival, tokens, mass))
 
     def leave(self, sequence: Sequence, reason: Exit) -> None:
         """Begins the exit of a sequence; it ends at once when no step in flight touches it."""
@@ -216,6 +248,7 @@ class RunningSet:
             return
         del self._by_handle[sequence.handle]
         del self._by_arrival[sequence.request.arrival]
+        self._evicting.pop(sequence.handle, None)
         self._ranked.remove(sequence)
         self._released[sequence.handle] = sequence.computed
         self._tell(sequence)

@@ -4,7 +4,11 @@ import enum
 import math
 from dataclasses import dataclass, field
 
+from scheduler.eviction import Eviction
 from scheduler.request import Candidate, Request
+
+# Tokens of room with which a decoding sequence is said to run out of it soon: a few steps more than a sync takes.
+SOON = 8
 
 
 class Exit(enum.Enum):
@@ -43,6 +47,9 @@ class Copy:
 class Sequence:
     """Lengths, in tokens: computed (answered steps) <= planned (sent steps) <= capacity; planned < known <= limit.
 
+    Of the planned tokens, `evicted` have no slots any more; the others fill as many slots of its tables. Capacity says
+    with how many planned tokens the tables are full, or the sequence has to evict.
+
     `known` counts sampled tokens in flight too; `token_ids` holds only those that came back. The step loop's thread
     owns every sequence from its admission on. What it looks at in every step is kept, not computed.
     """
@@ -54,6 +61,8 @@ class Sequence:
         "capacity",
         "computed",
         "copies",
+        "evicted",
+        "eviction",
         "exit",
         "handle",
         "known",
@@ -67,6 +76,7 @@ class Sequence:
         "stopped",
         "streams_since",
         "tables",
+        "tight_at",
         "token_ids",
         "told",
         "told_tokens",
@@ -84,6 +94,7 @@ class Sequence:
         block_size: int,
         wait_for: int = 0,
         copies: tuple[Copy, ...] = (),
+        eviction: Eviction | None = None,
     ) -> None:
         self.request: Request = candidate.request
         self.attempt = candidate.attempt
@@ -97,7 +108,11 @@ class Sequence:
         self.limit = len(self.request.prompt_ids) + self.request.max_tokens
         self.tables = tables
         self.block_size = block_size
+        self.eviction = eviction
+        self.evicted = 0
         self.capacity = 0
+        # With more planned tokens, it needs more capacity soon.
+        self.tight_at: float = 0
         self._measure()
         self.wait_for = wait_for
         self.copies = copies
@@ -139,16 +154,64 @@ class Sequence:
     def send(self, blocks: int) -> None:
         """The executor has so many blocks of every table."""
         self.sent_blocks = blocks
-        self.sent_tokens = blocks * self.block_size
+        self.sent_tokens = blocks * self.block_size + self.evicted
 
     def extend(self, group: int, slots: list[int]) -> None:
         """Appends blocks to a table."""
-        self.tables[group] += slots
+        # What was given before the manager knew of the move belongs to the table that is gone.
+        if self.eviction is None or self.eviction.settled == self.eviction.evicts:
+            self.tables[group] += slots
+            self._measure()
+
+    def make_room(self) -> bool:
+        """Evicts what the policy says before more is planned; whether that waits for blocks of its own.
+
+        The executor does the same by the same rule before it computes the sequence's next tokens.
+        """
+        eviction = self.eviction
+        assert eviction is not None
+        kept = self.planned - self.evicted
+        if eviction.needs_own(kept, self.planned):
+            return True
+        left = eviction.leaves(kept, self.planned)
+        if left < kept:
+            if not eviction.evicts:
+                self._move(eviction)
+            self.evicted += kept - left
+            self.send(self.sent_blocks)
         self._measure()
+        return False
+
+    def _move(self, eviction: Eviction) -> None:
+        """Into the blocks of its own, or into the first ones of those that it has, when these are."""
+        eviction.evicts = eviction.moving = True
+        most = eviction.policy.most_kept
+        if eviction.own:
+            self.tables = [list(eviction.own)]
+            self.sent_blocks = len(eviction.own)
+        elif most is not None:
+            del self.tables[0][-(-most // self.block_size) :]
+            self.sent_blocks = min(self.sent_blocks, len(self.tables[0]))
+
+    def asks_first(self) -> bool:
+        """Whether nobody has asked for blocks of its own yet; now somebody has."""
+        assert self.eviction is not None
+        asked, self.eviction.asked = self.eviction.asked, True
+        return not asked
+
+    def own_blocks_given(self, slots: list[int]) -> None:
+        """The blocks that it moves to when it first evicts."""
+        if self.eviction is not None and self.eviction.own is None:
+            self.eviction.own = slots
+
+    def own_blocks_settled(self) -> None:
+        """The cache manager has heard of the move."""
+        assert self.eviction is not None
+        self.eviction.settled = True
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that hold that many tokens."""
-        return -(-tokens // self.block_size)
+        """Blocks that hold that many tokens, but for those evicted."""
+        return -(-(tokens - self.evicted) // self.block_size)
 
     def spare_blocks_from(self) -> int:
         """First block that is neither at the executor nor needed within two tokens."""
@@ -173,4 +236,10 @@ class Sequence:
         return Candidate(self.request, tuple(self.token_ids), self.attempt + 1)
 
     def _measure(self) -> None:
-        self.capacity = min(map(len, self.tables)) * self.block_size
+        capacity = min(map(len, self.tables)) * self.block_size + self.evicted
+        self.tight_at = capacity - SOON
+        if self.eviction is not None:
+            bound = self.eviction.bound(self.planned - self.evicted, self.planned)
+            if bound <= capacity:
+                capacity, self.tight_at = int(bound), math.inf
+        self.capacity = capacity

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from protos.execution.v1 import execution_pb2 as pb
+from protos.kvcache.eviction import write
 from scheduler.planner import Plan
 from scheduler.sequence import Sequence
 
@@ -16,6 +17,8 @@ class Flight:
     decoding: list[Sequence] = field(default_factory=list)
     # The other computing sequences with their token counts and whether they sample.
     prompts: list[tuple[Sequence, int, bool]] = field(default_factory=list)
+    # Sequences that evict for the first time, with the tokens that are computed by then.
+    moved: list[tuple[Sequence, int]] = field(default_factory=list)
 
     @property
     def compute(self) -> list[tuple[Sequence, int, bool]]:
@@ -28,11 +31,14 @@ class Flight:
         return sum(count for _, count, _ in self.prompts if count > 1)
 
 
-def build_step(number: int, plan: Plan, removed: list[int]) -> tuple[pb.Step, Flight]:
-    """The message of a step; moves the planned lengths of its sequences."""
+def build_step(number: int, plan: Plan, removed: list[int], *, evicting: bool = False) -> tuple[pb.Step, Flight]:
+    """The message of a step; moves the planned lengths of its sequences. evicting: whether any of them has a policy."""
     message = pb.Step(step=number, removed_sequences=removed)
     message.idle_sequences.extend(sequence.handle for sequence in plan.idle)
     flight = Flight(number, plan.decoding)
+    for sequence, _ in plan.compute if evicting else ():
+        if sequence.eviction is not None and sequence.eviction.moving:
+            _move(message, sequence, flight)
     for sequence in plan.decoding:
         if sequence.planned >= sequence.sent_tokens:
             _grow(message, sequence, sequence.planned + 1)
@@ -52,10 +58,21 @@ def build_step(number: int, plan: Plan, removed: list[int]) -> tuple[pb.Step, Fl
     return message, flight
 
 
+def _move(message: pb.Step, sequence: Sequence, flight: Flight) -> None:
+    eviction = sequence.eviction
+    assert eviction is not None
+    assert eviction.own is not None
+    eviction.moving = False
+    message.evicting_sequences.append(sequence.handle)
+    message.evicting_counts.append(len(eviction.own))
+    message.evicting_slots.extend(eviction.own)
+    flight.moved.append((sequence, sequence.planned))
+
+
 def _join(message: pb.Step, sequence: Sequence) -> None:
     sequence.started = True
     sequence.send(min(sequence.blocks_for(len(sequence.token_ids)), len(sequence.tables[0])))
-    message.new_sequences.add(
+    joining = message.new_sequences.add(
         sequence=sequence.handle,
         token_ids=sequence.token_ids,
         num_prompt_tokens=len(sequence.request.prompt_ids),
@@ -66,6 +83,8 @@ def _join(message: pb.Step, sequence: Sequence) -> None:
         ],
         sampling=sequence.request.sampling,
     )
+    if sequence.eviction is not None:
+        write(sequence.eviction.policy, joining.eviction_policy)
     for copy in sequence.copies:
         message.copy_tickets.append(copy.ticket)
         message.copy_groups.append(copy.group)

@@ -16,11 +16,16 @@ class SyncBatch:
         self.cancelled_tickets: list[int] = []
         # Sequences that did not move but want blocks.
         self.starving: dict[int, int] = {}
+        # Sequences that want blocks of their own; whether any asks for the first time; those that moved into theirs.
+        self.evicting: set[int] = set()
+        self.moved: dict[int, int] = {}
+        self._asks = False
 
     @property
     def urgent(self) -> bool:
         """Whether there is news; a wish for blocks alone is none."""
-        return bool(self.progress or self.released or self.trimmed or self.cancelled_tickets)
+        news = self.progress or self.released or self.trimmed or self.cancelled_tickets or self.moved
+        return bool(news) or self._asks
 
     def merge(self, report: Report) -> None:
         """Adds what a step brought."""
@@ -33,9 +38,13 @@ class SyncBatch:
         self.cancelled_tickets += report.cancelled_tickets
         self.trimmed.update(report.trimmed)
         self.starving.update(report.starving)
+        self.evicting.update(report.evicting)
+        self._asks |= any(report.evicting.values())
+        self.moved.update(report.moved)
         for handle in report.released:
             self.trimmed.pop(handle, None)
             self.starving.pop(handle, None)
+            self.evicting.discard(handle)
 
     def message(
         self, scheduler_id: str, scheduler_epoch: int, manager_epoch: int, number: int
@@ -51,6 +60,9 @@ class SyncBatch:
             trimmed_handles=self.trimmed.keys(),
             trimmed_capacity_tokens=self.trimmed.values(),
             cancelled_tickets=self.cancelled_tickets,
+            evicting_handles=sorted(self.evicting),
+            moved_handles=self.moved.keys(),
+            moved_computed_tokens=self.moved.values(),
         )
         for handle, computed in self.starving.items():
             self.progress.setdefault(handle, Progress(computed))

@@ -7,20 +7,29 @@ from collections.abc import Mapping, Sequence
 from tokenizers import Tokenizer
 
 from protos.execution.v1 import execution_pb2
+from protos.kvcache.eviction import Layout, Policy
 from scheduler.chat import ChatTemplate
 
 # Tokenized one at a time beyond this many characters, so that short prompts find a free thread.
 LARGE_PROMPT = 65_536
+# Tokens of a sequence that is bounded by nothing else.
+ENDLESS = 1 << 24
 
 
 class Model:
     """The served model. `max_tokens` is the longest prompt plus output that model and pool can hold."""
 
-    def __init__(self, model: execution_pb2.GetModelResponse, pool_tokens: int) -> None:
+    def __init__(self, model: execution_pb2.GetModelResponse, executor: execution_pb2.GetExecutorResponse) -> None:
         self.name = model.model
         self.vocab_size = model.vocab_size
         self.dtype = model.dtype
-        self.max_tokens = min(model.max_positions, pool_tokens)
+        self.max_tokens = min(model.max_positions, executor.max_tokens)
+        self.layout = Layout(
+            executor.block_size,
+            tuple(window or None for window in executor.attention_windows),
+            executor.plain_rotary,
+        )
+        self._max_positions = model.max_positions
         self.eos_token_ids = tuple(model.eos_token_ids)
         self.tokenizer = Tokenizer.from_str(model.tokenizer_json.decode())
         # A prompt that is too long must be refused, never cut.
@@ -28,6 +37,12 @@ class Model:
         self.tokenizer.no_padding()
         self._large = asyncio.Semaphore(1)
         self._chat = ChatTemplate(model.chat_template, model.special_tokens) if model.chat_template else None
+
+    def longest(self, policy: Policy | None) -> int:
+        """Longest prompt plus output of a sequence that evicts by a policy: what the pool holds is no bound for it."""
+        if policy is None or policy.most_kept is None:
+            return self.max_tokens
+        return ENDLESS if policy.compacted else self._max_positions
 
     @property
     def has_chat_template(self) -> bool:

@@ -103,7 +103,7 @@ class GetExecutorRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetExecutorResponse(_message.Message):
-    __slots__ = ("executor_id", "executor_epoch", "device", "block_size", "max_tokens", "last_step", "num_sequences", "num_groups")
+    __slots__ = ("executor_id", "executor_epoch", "device", "block_size", "max_tokens", "last_step", "num_sequences", "num_groups", "attention_windows", "plain_rotary")
     EXECUTOR_ID_FIELD_NUMBER: _ClassVar[int]
     EXECUTOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
@@ -112,6 +112,8 @@ class GetExecutorResponse(_message.Message):
     LAST_STEP_FIELD_NUMBER: _ClassVar[int]
     NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     NUM_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    ATTENTION_WINDOWS_FIELD_NUMBER: _ClassVar[int]
+    PLAIN_ROTARY_FIELD_NUMBER: _ClassVar[int]
     executor_id: str
     executor_epoch: int
     device: str
@@ -120,7 +122,9 @@ class GetExecutorResponse(_message.Message):
     last_step: int
     num_sequences: int
     num_groups: int
-    def __init__(self, executor_id: _Optional[str] = ..., executor_epoch: _Optional[int] = ..., device: _Optional[str] = ..., block_size: _Optional[int] = ..., max_tokens: _Optional[int] = ..., last_step: _Optional[int] = ..., num_sequences: _Optional[int] = ..., num_groups: _Optional[int] = ...) -> None: ...
+    attention_windows: _containers.RepeatedScalarFieldContainer[int]
+    plain_rotary: bool
+    def __init__(self, executor_id: _Optional[str] = ..., executor_epoch: _Optional[int] = ..., device: _Optional[str] = ..., block_size: _Optional[int] = ..., max_tokens: _Optional[int] = ..., last_step: _Optional[int] = ..., num_sequences: _Optional[int] = ..., num_groups: _Optional[int] = ..., attention_windows: _Optional[_Iterable[int]] = ..., plain_rotary: _Optional[bool] = ...) -> None: ...
 
 class StreamStepsRequest(_message.Message):
     __slots__ = ("open", "step")

@@ -111,7 +111,7 @@ def _rotary(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
         if wide == dtype:
             rotary_store(*parts, *angles, torch.tensor(positions, device=where), *caches, batch)
         else:
-            rotary_reference.rotary_store(*parts, *angles, positions, *caches, lens, tables)
+            rotary_reference.rotary_store(*parts, *angles, positions, *caches, lens, [33, 8], tables)
         return torch.cat([parts[0][:4].flatten(), caches.flatten()])
 
     return result(device, dtype), result("cpu", torch.float64)

@@ -165,7 +165,7 @@ async def stack(tiny: Model, tmp_path: Path) -> AsyncIterator[Stack]:
     server = Server("executor", drain_seconds=0)
     client = ManagerClient(
         open_channel(manager_address),
-        Announcement("executor-0", EPOCH, "tiny", b"f" * 32),
+        Announcement("executor-0", EPOCH, "tiny", b"f" * 32, plain_rotary=True),
         runner.pools,
         lambda slots: worker.zero(slots),
         lambda: server.set_serving(True),

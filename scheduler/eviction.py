@@ -1,0 +1,52 @@
+"""What the step loop knows of a sequence that evicts tokens: when it does, and where to."""
+
+import math
+from dataclasses import dataclass
+
+from protos.kvcache.eviction import Policy
+
+# Tokens before its first eviction with which a decoding sequence asks for blocks of its own: more than a sync takes.
+ASK_AHEAD = 32
+
+
+@dataclass(slots=True)
+class Eviction:
+    """Of one sequence. All is as it will be when the sent steps are answered.
+
+    prompt: tokens known when it was admitted. own: the blocks that it moves to when it first evicts, none of them when
+    it stays where it is; None until the cache manager has given them.
+    """
+
+    policy: Policy
+    prompt: int
+    own: list[int] | None = None
+    asked: bool = False
+    evicts: bool = False
+    # From its first eviction until the step is sent in which that happens.
+    moving: bool = False
+    # Whether the cache manager knows that it has moved.
+    settled: bool = False
+
+    def bound(self, kept: int, planned: int) -> float:
+        """Planned tokens with which the policy has to be asked again."""
+        if self.leaves(kept, planned) < kept:
+            return planned
+        room = self.policy.room(kept, planned, self.prompt)
+        if room is not None:
+            return planned + room
+        return self.prompt if planned < self.prompt else math.inf
+
+    def leaves(self, kept: int, planned: int) -> int:
+        """Tokens that stay when the sequence computes more."""
+        return self.policy.kept_after(kept, planned, self.prompt)
+
+    def needs_own(self, kept: int, planned: int) -> bool:
+        """Whether it is time to ask for blocks of its own."""
+        if self.evicts or self.own is not None:
+            return False
+        if self.leaves(kept, planned) < kept:
+            return True
+        most = self.policy.most_kept
+        if most is None or (planned < self.prompt and not self.policy.during_prefill):
+            return False
+        return kept + ASK_AHEAD >= most

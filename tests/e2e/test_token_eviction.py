@@ -1,0 +1,164 @@
+"""Token eviction through the whole stack: with prefix reuse, by rule and by request, and what callers hear of it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import grpc
+import pytest
+
+from protos.generation.v1 import generation_pb2 as pb
+from protos.kvcache.v1 import kvcache_pb2 as kv
+from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
+from protos.rpc.errors import from_rpc_error
+from tests.e2e.test_no_leak import settle
+from tests.stack import Stack
+from tests.support.generation import Output, generate_all, greedy_request
+
+PROMPT, OUTPUT = 220, 40
+POLICIES: dict[str, dict[str, Any]] = {
+    "window": {"kind": "EVICTION_KIND_SLIDING_WINDOW", "start_tokens": 4, "recent_tokens": 92},
+    "norm sum": {"kind": "EVICTION_KIND_NORM_SUM", "start_tokens": 16, "recent_tokens": 32, "max_cache_tokens": 96},
+    "key difference": {"kind": "EVICTION_KIND_KEYDIFF", "max_cache_tokens": 96},
+    "snapkv": {"kind": "EVICTION_KIND_SNAPKV", "max_cache_tokens": 96},
+    "batch-max": {"kind": "EVICTION_KIND_AVERAGE", "max_cache_tokens": 96, "period_tokens": 32, "during_prefill": True},
+    "compacted": {
+        "kind": "EVICTION_KIND_SLIDING_WINDOW",
+        "recent_tokens": 96,
+        "period_tokens": 16,
+        "positions": "EVICTION_POSITIONS_COMPACTED",
+    },
+}
+# Prompt tokens whose queries a policy has to see; those of the others come from the cache.
+UNSEEN = {"norm sum": 8, "snapkv": 8, "batch-max": PROMPT}
+
+
+def prompt_of(name: str) -> list[int]:
+    """Random ids."""
+    rng = random.Random(name)
+    return [rng.randrange(1000, 40_000) for _ in range(PROMPT)]
+
+
+def request_of(name: str, fields: dict[str, Any] | None, salt: str = "", **options: Any) -> pb.StreamGenerateRequest:
+    """A greedy request by a policy, if any."""
+    request = greedy_request(prompt_of(name), OUTPUT, **options)
+    if salt:
+        request.cache.salt = salt
+    if fields is not None:
+        request.eviction_policy.CopyFrom(pb.EvictionPolicy(**fields))
+    return request
+
+
+async def run(stack: Stack, *requests: pb.StreamGenerateRequest) -> list[Output]:
+    """All at once."""
+    return await generate_all(stack.scheduler, requests, concurrency=len(requests), seconds=120)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("name", POLICIES)
+async def test_an_evicting_run_leaves_its_prompt_to_others_and_to_itself(stack: Stack, name: str) -> None:
+    plain, cold = await run(stack, request_of(name, None, reuse=False), request_of(name, POLICIES[name], reuse=False))
+    for _ in range(2):
+        (first,) = await run(stack, request_of(name, POLICIES[name]))
+        assert first.token_ids == cold.token_ids
+    # Whole blocks of what is computed before the first eviction; a cached block is taken in part, too.
+    reused = first.usage.cached_tokens
+    if name == "batch-max":
+        assert reused == 0
+    else:
+        assert reused >= PROMPT - UNSEEN.get(name, 1) - 16
+    (after,) = await run(stack, request_of(name, None))
+    assert after.token_ids == plain.token_ids
+    clean = 96 if name == "batch-max" else PROMPT - 1
+    assert clean - 16 < after.usage.cached_tokens <= clean
+    report = first.usage.eviction
+    assert report.evicted_tokens >= PROMPT - 96
+    assert report.tainted
+    assert report.policy.kind == pb.EvictionPolicy(**POLICIES[name]).kind
+    assert report.policy.HasField("recent_tokens")
+    assert report.HasField("kept_mass") == (name in ("norm sum", "snapkv", "batch-max"))
+    assert not after.usage.HasField("eviction")
+    assert not (await settle(stack.admin)).violations
+
+
+@pytest.mark.model
+async def test_a_budget_above_the_length_gives_the_same_output(stack: Stack) -> None:
+    wide = {"window": {"recent_tokens": 400}, "compacted": {"recent_tokens": 400}}
+    for name, fields in POLICIES.items():
+        roomy = fields | wide.get(name, {"max_cache_tokens": 512})
+        evicting, plain = await run(stack, request_of("roomy", roomy, salt=name), request_of("roomy", None))
+        assert evicting.token_ids == plain.token_ids
+        assert evicting.usage.eviction.evicted_tokens == 0
+        assert not evicting.usage.eviction.tainted
+
+
+@pytest.mark.model
+async def test_mixed_policies_run_together_as_alone_and_leave_nothing_behind(stack: Stack) -> None:
+    requests = [request_of(f"mixed {name}", fields, salt="mixed") for name, fields in POLICIES.items()]
+    requests.append(request_of("mixed plain", None, salt="mixed"))
+    together = await run(stack, *requests)
+    for request, output in zip(requests, together, strict=True):
+        request.cache.no_read = request.cache.no_store = True
+        (alone,) = await run(stack, request)
+        assert output.token_ids == alone.token_ids
+    assert not (await settle(stack.admin)).violations
+
+
+@pytest.mark.model
+async def test_samples_of_one_prompt_evict_each_on_its_own(stack: Stack) -> None:
+    async with grpc.aio.insecure_channel(stack.scheduler) as channel:
+        from protos.generation.v1 import generation_pb2_grpc as generation_rpc
+        from tests.support.generation import generate_samples
+
+        stub: generation_rpc.GenerationServiceAsyncStub = generation_rpc.GenerationServiceStub(channel)
+        request = request_of("samples", POLICIES["norm sum"], n=3)
+        request.sampling.temperature = 0
+        outputs = await generate_samples(stub, request, 120)
+    assert outputs[0].token_ids == outputs[1].token_ids == outputs[2].token_ids
+    assert all(output.usage.eviction.evicted_tokens > 0 for output in outputs)
+
+
+@pytest.mark.model
+async def test_a_rule_gives_a_salt_its_policy_unless_a_request_says_otherwise(stack: Stack) -> None:
+    async with grpc.aio.insecure_channel(stack.admin) as channel:
+        admin: kvcache_rpc.CacheAdminServiceAsyncStub = kvcache_rpc.CacheAdminServiceStub(channel)
+        rule = kv.RetentionRule(name="short-memory")
+        rule.match.salt = "bounded"
+        rule.action.eviction_policy.CopyFrom(kv.EvictionPolicy(**POLICIES["window"]))
+        await admin.CreateRetentionRule(kv.CreateRetentionRuleRequest(rule=rule), timeout=5)
+        try:
+            ruled, own, none, other = await run(
+                stack,
+                request_of("ruled", None, salt="bounded"),
+                request_of("ruled", POLICIES["key difference"], salt="bounded"),
+                request_of("ruled", {"kind": "EVICTION_KIND_NONE"}, salt="bounded"),
+                request_of("ruled", None, salt="free"),
+            )
+        finally:
+            await admin.DeleteRetentionRule(kv.DeleteRetentionRuleRequest(name="short-memory"), timeout=5)
+    assert ruled.usage.eviction.policy.kind == pb.EVICTION_KIND_SLIDING_WINDOW
+    assert own.usage.eviction.policy.kind == pb.EVICTION_KIND_KEYDIFF
+    assert not none.usage.HasField("eviction")
+    assert not other.usage.HasField("eviction")
+    assert none.token_ids == other.token_ids
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"kind": "EVICTION_KIND_NORM_SUM", "recent_tokens": 100}, "eviction_policy.recent_tokens"),
+        ({"kind": "EVICTION_KIND_H2O", "max_cache_tokens": 9, "recent_tokens": 9}, "eviction_policy.max_cache_tokens"),
+        (
+            {"kind": "EVICTION_KIND_ADAPTIVE_RKV", "kvcrush": pb.KvCrush(budget_blocks=1)},
+            "eviction_policy.kvcrush",
+        ),
+    ],
+)
+async def test_a_bad_policy_is_refused_with_the_fields_name(stack: Stack, fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await run(stack, request_of("bad", fields))
+    error = from_rpc_error(caught.value)
+    assert error.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert list(error.fields) == [field]

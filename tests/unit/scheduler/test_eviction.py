@@ -1,0 +1,197 @@
+"""Token eviction in the step loop: what is planned is what an executor finds when it follows the same policy."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protos.execution.v1 import execution_pb2 as pb
+from protos.kvcache.eviction import Layout, Policy, parse
+from scheduler.eviction import Eviction
+from scheduler.mailbox import SyncAnswer
+from scheduler.request import Candidate, Request
+from scheduler.running import RunningSet
+from scheduler.sequence import Sequence
+from scheduler.step_message import Flight, build_step
+
+BLOCK = 4
+LAYOUT = Layout(BLOCK, (None,), plain_rotary=True)
+HANDLE = 7
+
+POLICIES: list[dict[str, Any]] = [
+    {"kind": "EVICTION_KIND_SLIDING_WINDOW", "start_tokens": 2, "recent_tokens": 9},
+    {"kind": "EVICTION_KIND_SLIDING_WINDOW", "recent_tokens": 9, "period_tokens": 5, "during_prefill": True},
+    {"kind": "EVICTION_KIND_SUM", "start_tokens": 4, "recent_tokens": 4, "max_cache_tokens": 16},
+    {"kind": "EVICTION_KIND_AVERAGE", "max_cache_tokens": 16, "period_tokens": 6, "during_prefill": True},
+    {"kind": "EVICTION_KIND_KEYDIFF", "start_tokens": 1, "recent_tokens": 2, "max_cache_tokens": 9, "period_tokens": 3},
+    {"kind": "EVICTION_KIND_SNAPKV", "max_cache_tokens": 12, "score_window_tokens": 4},
+    {"kind": "EVICTION_KIND_LAST", "max_cache_tokens": 9},
+]
+
+
+def policy(fields: dict[str, Any]) -> Policy:
+    parsed = parse(pb.EvictionPolicy(**fields), LAYOUT)
+    assert parsed is not None
+    return parsed
+
+
+@dataclass
+class Executor:
+    """One sequence as an executor keeps it: by the messages and the policy, and nothing else."""
+
+    policy: Policy
+    prompt: int
+    table: list[int] = field(default_factory=list)
+    computed: int = 0
+    kept: int = 0
+    evicts: bool = False
+    most: int = 0
+    evictions: list[int] = field(default_factory=list)
+
+    def run(self, message: pb.Step, count: int) -> pb.StepResult:
+        for joining in message.new_sequences:
+            self.table = list(joining.block_tables[0].slots)
+        self.table += message.table_slots
+        if message.evicting_sequences:
+            assert not self.evicts
+            self.evicts = True
+            if message.evicting_slots:
+                self.table = list(message.evicting_slots)
+            elif self.policy.most_kept is not None:
+                del self.table[-(-self.policy.most_kept // BLOCK) :]
+        result = pb.StepResult(step=message.step)
+        if count and self.evicts:
+            left = self.policy.kept_after(self.kept, self.computed, self.prompt)
+            if left < self.kept:
+                self.evictions.append(self.kept - left)
+                result.evicted_sequences.append(HANDLE)
+                result.evicted_tokens.append(self.kept - left)
+                result.kept_masses.append(0.5)
+            self.kept = left
+        elif count:
+            assert self.policy.kept_after(self.kept, self.computed, self.prompt) == self.kept
+        self.kept += count
+        self.computed += count
+        self.most = max(self.most, self.kept)
+        assert self.kept <= len(self.table) * BLOCK
+        return result
+
+
+@given(
+    fields=st.sampled_from(POLICIES),
+    prompt=st.integers(1, 60),
+    output=st.integers(1, 60),
+    budget=st.integers(1, 30),
+    delay=st.integers(0, 5),
+    stays=st.booleans(),
+    ahead=st.integers(0, 12),
+)
+def test_an_executor_that_follows_the_policy_finds_room_for_all_that_is_planned(
+    fields: dict[str, Any], prompt: int, output: int, budget: int, delay: int, stays: bool, ahead: int
+) -> None:
+    chosen = policy(fields)
+    request = Request("r", tuple(range(prompt)), output, pb.SamplingParams(), 1, 0.0)
+    first = -(-chosen.slots_before(prompt, prompt) // BLOCK)
+    sequence = Sequence(
+        Candidate(request, request.prompt_ids),
+        HANDLE,
+        cached_tokens=0,
+        tables=[list(range(1, first + 1))],
+        block_size=BLOCK,
+        eviction=Eviction(chosen, prompt),
+    )
+    running, executor = RunningSet(), Executor(chosen, prompt)
+    running.admit(sequence)
+    flights: list[tuple[Flight, pb.StepResult]] = []
+    asked_at = settled_at = moved = None
+    given_own, moves, number, evicted = False, 0, 0, 0
+    for turn in range(1000):
+        plan = running.plan(budget)
+        if plan.compute:
+            number += 1
+            message, flight = build_step(number, plan, running.removed, evicting=running.evicts)
+            running.removed = []
+            count = sum(tokens for _, tokens in plan.compute)
+            result = executor.run(message, count)
+            assert executor.kept == sequence.planned - sequence.evicted
+            moves += len(message.evicting_sequences)
+            flights.append((flight, result))
+        if len(flights) == 2 or (flights and not plan.compute):
+            flight, result = flights.pop(0)
+            samples = [item.handle for item, _, sampled in flight.compute if sampled and not item.stopped]
+            result.sequences.extend(samples)
+            result.token_ids.extend([1] * len(samples))
+            result.stopped.extend([False] * len(samples))
+            running.commit(flight, result)
+        report = running.take_report()
+        evicted += sum(tokens for _, tokens, _ in report.evicted)
+        if report.evicting and asked_at is None:
+            assert report.evicting == {HANDLE: True}
+            asked_at = turn
+        if report.moved:
+            assert moved is None
+            moved, settled_at = report.moved[HANDLE], turn
+        own = []
+        if asked_at is not None and turn >= asked_at + delay and not given_own:
+            given_own = True
+            most = chosen.most_kept or chosen.maximum + 1 + ahead
+            own = [(HANDLE, [] if stays else list(range(501, 501 + -(-most // BLOCK))))]
+        # As much as the manager gives, and before it has heard of the move, to the table that it knows.
+        needed = executor.kept + 2 + ahead
+        if settled_at is None:
+            needed = min(needed, chosen.slots_before(prompt, prompt + output))
+        elif chosen.most_kept is not None:
+            needed = min(needed, chosen.most_kept)
+        have = len(sequence.tables[0])
+        more = list(range(900 + have, 900 + max(have, -(-needed // BLOCK))))
+        extensions = [(HANDLE, 0, more)] if more and not (sequence.eviction.evicts and settled_at is None) else []
+        running.apply(SyncAnswer(extensions, (), 0, (), (), (HANDLE,) if settled_at == turn else (), own))
+        if not len(running):
+            break
+    assert not len(running)
+    assert len(sequence.token_ids) == prompt + output
+    assert executor.computed == prompt + output - 1
+    assert moves == (1 if executor.evictions else 0)
+    assert evicted == sum(executor.evictions)
+    if executor.evictions:
+        assert moved is not None
+        assert moved <= executor.computed
+    if chosen.during_prefill:
+        assert executor.most <= chosen.most_kept
+
+
+def test_a_sequence_that_waits_for_blocks_of_its_own_sits_out_and_says_so() -> None:
+    chosen = policy(POLICIES[0])
+    request = Request("r", tuple(range(20)), 5, pb.SamplingParams(), 1, 0.0)
+    tables = [list(range(1, 8))]
+    sequence = Sequence(
+        Candidate(request, request.prompt_ids),
+        HANDLE,
+        cached_tokens=0,
+        tables=tables,
+        block_size=BLOCK,
+        eviction=Eviction(chosen, 20),
+    )
+    running = RunningSet()
+    running.admit(sequence)
+    plan = running.plan(100)
+    _, flight = build_step(1, plan, [], evicting=True)
+    assert running.take_report().evicting == {}
+    running.commit(flight, pb.StepResult(step=1, sequences=[HANDLE], token_ids=[1], stopped=[False]))
+    assert running.plan(100).compute == []
+    assert running.take_report().evicting == {HANDLE: True}
+    assert running.plan(100).stalled == [sequence]
+    assert running.take_report().evicting == {HANDLE: False}
+    running.apply(SyncAnswer((), (), 0, (), (), (), [(HANDLE, [11, 12, 13])]))
+    message, flight = build_step(2, running.plan(100), [], evicting=True)
+    assert list(message.evicting_sequences) == [HANDLE]
+    assert list(message.evicting_slots) == [11, 12, 13]
+    result = pb.StepResult(step=2, sequences=[HANDLE], token_ids=[1], stopped=[False])
+    result.evicted_sequences.append(HANDLE)
+    result.evicted_tokens.append(9)
+    result.kept_masses.append(-1)
+    running.commit(flight, result)
+    report = running.take_report()
+    assert report.moved == {HANDLE: 20}
+    assert report.evicted == [(1, 9, -1)]
