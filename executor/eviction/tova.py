@@ -11,7 +11,10 @@ from protos.kvcache.eviction import Policy
 
 
 class LastQuery(Ranked):
-    """Evicts what the last query attended to least, on average over all heads of a layer."""
+    """Evicts what the last query attended to least, on average over all heads of a layer.
+
+    Nothing has to follow an eviction: the next step's query takes the place of this one.
+    """
 
     def __init__(self, policy: Policy, space: Space) -> None:
         super().__init__(policy, space)
@@ -28,10 +31,6 @@ class LastQuery(Ranked):
     def scores(self, contents: Contents) -> Tensor:
         """[L, 1, T] float32."""
         return self._weights.values(contents.positions.shape[-1])
-
-    def follow(self, index: Tensor) -> None:
-        """Takes the weights along."""
-        self._weights.follow(index[:, :1])
 
     def mass(self, index: Tensor) -> float | None:
         """Share of the last query's weights."""
