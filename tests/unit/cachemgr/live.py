@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from cachemgr.api import AdmitRequest, TierKind, Transfer
+from protos.kvcache.eviction import Policy
 
 BLOCK = 4
 GARBAGE = ("garbage",)
@@ -26,6 +27,18 @@ class Live:
     reported_computed: int = 0
     # What it computes is wrong because a copy failed; the manager must not let anybody find it.
     tainted: bool = False
+    policy: Policy | None = None
+    prompt: int = 0
+    evicted: int = 0
+    # Slots to move to; empty when it stays in its own.
+    granted: list[int] | None = None
+    moved: bool = False
+    # Tokens computed before it moved, until that is reported.
+    clean: int | None = None
+
+    @property
+    def kept(self) -> int:
+        return self.computed - self.evicted
 
     @property
     def capacity(self) -> int:

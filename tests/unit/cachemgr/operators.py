@@ -17,6 +17,7 @@ from cachemgr.admin_api import (
     RuleMatch,
 )
 from cachemgr.errors import InvalidField, PoolInUseError, QuotaTooLargeError
+from tests.unit.cachemgr.evicting_world import asked
 from tests.unit.cachemgr.live import BLOCK
 from tests.unit.cachemgr.lookup import cached_blocks
 from tests.unit.cachemgr.world import World
@@ -31,6 +32,8 @@ ACTIONS = [
     RuleAction(offload_min_priority=60),
     RuleAction(pin_duration=5.0),
     RuleAction(no_store=True),
+    RuleAction(eviction_policy=asked("SLIDING_WINDOW", recent_tokens=6)),
+    RuleAction(eviction_policy=asked("NONE")),
 ]
 HINTS = [
     ("Retain", {"priority": 70, "duration_seconds": 3}),
@@ -123,7 +126,12 @@ class Operators(RuleBasedStateMachine):
             assert freed >= 0
             assert sum(pool.free_blocks for pool in self.world.manager.pools()) <= before + freed
 
-    @rule(name=st.sampled_from(["r", "s"]), salt=st.sampled_from(SALTS), index=st.integers(0, 4), end=st.integers(0, 2))
+    @rule(
+        name=st.sampled_from(["r", "s"]),
+        salt=st.sampled_from(SALTS),
+        index=st.integers(0, len(ACTIONS) - 1),
+        end=st.integers(0, 2),
+    )
     def make_rule(self, name, salt, index, end):
         manager = self.world.manager
         match = RuleMatch(salt=salt, end=end * BLOCK or None)
@@ -200,7 +208,12 @@ def operator_arguments(name: str, random: Random) -> dict[str, object]:
         "delete_quota": {"index": random.randrange(5)},
         "pin": prefix | salt,
         "release_hold": {"index": random.randrange(20)},
-        "make_rule": {"name": random.choice("rs"), "index": random.randrange(5), "end": random.randrange(3), **salt},
+        "make_rule": {
+            "name": random.choice("rs"),
+            "index": random.randrange(len(ACTIONS)),
+            "end": random.randrange(3),
+            **salt,
+        },
         "delete_rule": {"index": random.randrange(2)},
         "hint": {"index": random.randrange(len(HINTS)), **prefix, **salt},
         "update_pool": {"group": random.randrange(3), "total": random.randint(3, 20)},

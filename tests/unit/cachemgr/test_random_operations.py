@@ -9,11 +9,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from cachemgr.api import ManagerConfig, Retention
-from cachemgr.errors import SequenceUnsettledError, SharedBlockError, VoidSequenceError, WindowPassedError
+from cachemgr.errors import (
+    RulePolicyError,
+    SequenceEvictsError,
+    SequenceTooLongError,
+    SequenceUnsettledError,
+    SharedBlockError,
+    VoidSequenceError,
+    WindowPassedError,
+)
+from tests.unit.cachemgr.evicting_world import POLICIES, EvictingWorld
 from tests.unit.cachemgr.live import BLOCK
 from tests.unit.cachemgr.lookup import naive_match
 from tests.unit.cachemgr.operators import BASES, OPERATIONS, TENANTS, Operators, operator_arguments
-from tests.unit.cachemgr.world import World, wish
+from tests.unit.cachemgr.world import wish
 
 TOKENS = st.builds(
     lambda base, cut, tail: BASES[base][:cut] + tail,
@@ -50,7 +59,9 @@ class CacheWorld(Operators):
             copy_on_partial_reuse=copy,
             pin_budget=pins,
         )
-        self.world = World(num_blocks, windows=windows, host_blocks=host, disk_blocks=disk, seed=seed, config=config)
+        self.world = EvictingWorld(
+            num_blocks, windows=windows, host_blocks=host, disk_blocks=disk, seed=seed, config=config
+        )
         self.forks = 0
 
     def pick(self, index):
@@ -67,8 +78,9 @@ class CacheWorld(Operators):
         tenant_id=st.sampled_from(TENANTS),
         no_store=st.sampled_from([False, False, False, False, False, True]),
         no_read=st.sampled_from([False, False, False, False, False, True]),
+        policy=st.none() | st.sampled_from(POLICIES),
     )
-    def admit(self, tokens, salt, adapter_id, priority, duration, session_id, tenant_id, no_store, no_read):
+    def admit(self, tokens, salt, adapter_id, priority, duration, session_id, tenant_id, no_store, no_read, policy):
         world = self.world
         if len(tokens) > world.longest:
             return
@@ -76,23 +88,25 @@ class CacheWorld(Operators):
         full = world.windows == (None,)
         stored = naive_match(world, tokens, salt, adapter_id) if full and not no_read else 0
         before = world.free
-        admission = world.admit(
-            tokens,
-            salt=salt,
-            adapter_id=adapter_id,
-            session_id=session_id,
-            tenant_id=tenant_id,
-            retention=retention,
-            no_store=no_store,
-            no_read=no_read,
-        )
+        options = {"salt": salt, "adapter_id": adapter_id, "session_id": session_id, "tenant_id": tenant_id}
+        options |= {"retention": retention, "no_store": no_store, "no_read": no_read}
+        if world.windows == (None,):
+            options["eviction_policy"] = policy
+        try:
+            admission = world.admit(tokens, **options)
+        except (SequenceTooLongError, RulePolicyError):
+            return
         if not admission.admitted:
             assert admission.blocks_short > 0
             return
         assert admission.cached_tokens < len(tokens)
-        assert admission.capacity_tokens >= len(tokens)
         live = world.live[f"q{world.names}"]
         assert world.manager.admit(live.request) == admission
+        if live.policy is not None:
+            assert admission.capacity_tokens >= live.policy.clean_tokens(len(tokens))
+            assert admission.cached_tokens <= live.policy.reusable(len(tokens))
+            return
+        assert admission.capacity_tokens >= len(tokens)
         lower = world.host_blocks or world.disk_blocks
         exact = not lower and not any(world.manager.quotas()) and world.manager.config.copy_on_partial_reuse
         if full and exact and not admission.wait_for_handle:
@@ -144,6 +158,8 @@ class CacheWorld(Operators):
     @rule(index=st.integers(0, 20))
     def trim(self, index):
         live = self.pick(index)
+        if live.moved:
+            return
         capacity = -(-(len(live.tokens) + 2) // BLOCK) * BLOCK
         for table in live.tables:
             del table[capacity // BLOCK :]
@@ -154,6 +170,8 @@ class CacheWorld(Operators):
     @rule(index=st.integers(0, 20), more=st.integers(0, 9))
     def extend(self, index, more):
         world, live = self.world, self.pick(index)
+        if live.clean is not None:
+            return
         wanted = min(live.capacity + more, world.longest)
         try:
             extension = world.manager.extend(live.request.sequence_id, wanted)
@@ -164,7 +182,8 @@ class CacheWorld(Operators):
         for table in extension.new_blocks:
             live.tables[table.group].extend(table.slots)
         assert extension.capacity_tokens == live.capacity
-        assert extension.extended == (live.capacity >= wanted)
+        # With a policy it gets no more than it will ever use.
+        assert extension.extended == (live.capacity >= wanted) or live.policy is not None
 
     @precondition(lambda self: self.world.live)
     @rule(index=st.integers(0, 20), drop=st.integers(0, 6))
@@ -177,7 +196,7 @@ class CacheWorld(Operators):
         before = world.manager.snapshot().events
         try:
             world.manager.truncate(live.request.sequence_id, length)
-        except (SharedBlockError, WindowPassedError, VoidSequenceError):
+        except (SharedBlockError, WindowPassedError, VoidSequenceError, SequenceEvictsError):
             assert world.manager.snapshot().events == before
             return
         del live.tokens[length:]
@@ -200,7 +219,7 @@ class CacheWorld(Operators):
             length = min(length, len(parent.tokens))
         try:
             admission = world.manager.fork(parent.request.sequence_id, name, length)
-        except (SequenceUnsettledError, VoidSequenceError, WindowPassedError):
+        except (SequenceUnsettledError, VoidSequenceError, WindowPassedError, SequenceEvictsError):
             return
         if not admission.admitted:
             assert admission.blocks_short > 0
@@ -314,6 +333,7 @@ def arguments(name: str, random: Random) -> dict[str, object]:
             "tenant_id": random.choice(TENANTS),
             "no_store": random.random() < 0.08,
             "no_read": random.random() < 0.08,
+            "policy": random.choice([None, random.choice(POLICIES)]),
         }
     if name in OPERATIONS:
         return operator_arguments(name, random)
@@ -330,21 +350,22 @@ def arguments(name: str, random: Random) -> dict[str, object]:
     return found | ({"chance": random.choice([0, 0, 0, 7])} if name.endswith(("again", "silent")) else {})
 
 
-def live_long(seed: int, operations: int) -> None:
+def live_long(seed: int, operations: int, **fixed: object) -> None:
     """Operations weighted so that blocks are shared, copied, evicted and truncated often."""
     random = Random(seed)
     machine = CacheWorld()
-    machine.build(
-        windows=random.choice([(None,), (None,), (None, 5), (3,), (None, 2, 9)]),
-        num_blocks=random.choice([4, 6, 8, 12, 12, 20]),
-        seed=seed,
-        ahead=random.choice([0, 3, 8]),
-        low=random.choice([0.0, 0.2]),
-        host=random.choice([0, 2, 6]),
-        disk=random.choice([0, 3]),
-        copy=random.random() < 0.8,
-        pins=random.choice([0.1, 0.3, 0.7]),
-    )
+    drawn = {
+        "windows": random.choice([(None,), (None,), (None, 5), (3,), (None, 2, 9)]),
+        "num_blocks": random.choice([4, 6, 8, 12, 12, 20]),
+        "seed": seed,
+        "ahead": random.choice([0, 3, 8]),
+        "low": random.choice([0.0, 0.2]),
+        "host": random.choice([0, 2, 6]),
+        "disk": random.choice([0, 3]),
+        "copy": random.random() < 0.8,
+        "pins": random.choice([0.1, 0.3, 0.7]),
+    }
+    machine.build(**drawn | fixed)
     for _ in range(operations):
         (name,) = random.choices(list(WEIGHTS), list(WEIGHTS.values()))
         if name not in OF_A_SEQUENCE or machine.world.live:
@@ -356,3 +377,8 @@ def live_long(seed: int, operations: int) -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_a_long_random_life_ends_with_every_block_free_or_cached(seed):
     live_long(seed, 250)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_so_does_a_life_with_room_for_many_that_evict_tokens(seed):
+    live_long(seed, 250, windows=(None,), num_blocks=24)

@@ -151,6 +151,8 @@ class World:
             admission.wait_for_handle,
             admission.cached_tokens,
             reported_tokens=len(token_ids),
+            policy=admission.eviction_policy,
+            prompt=len(token_ids),
         )
         self.live[request.sequence_id] = live
         return live
@@ -172,7 +174,7 @@ class World:
         for name, live in self.live.items():
             if (names is not None and name not in names) or not self.may_start(live, planned):
                 continue
-            count = min(most, len(live.tokens) - live.computed, live.capacity - live.computed)
+            count = min(most, self.room(live))
             if count > 0:
                 work.append((live, count))
                 planned[live.handle] = live.computed + count
@@ -186,6 +188,10 @@ class World:
             live.computed += count
             if live.computed == len(live.tokens):
                 live.tokens.append(self.random.randrange(3))
+
+    def room(self, live: Live) -> int:
+        """Tokens that the next step may compute."""
+        return min(len(live.tokens), live.capacity) - live.computed
 
     def start(self, live: Live, fail: bool) -> None:
         live.started = True

@@ -149,6 +149,7 @@ ADMIN_METHODS: dict[str, tuple[dict[str, Any], list[Case]]] = {
                 (mask("order", path), INVALID, "update_mask.paths[1]")
                 for path in ("", "name", "etag", "action.", "action.priority", "match.salt.x", "*", "order.x")
             ),
+            (mask("action.eviction_policy.kind"), INVALID, "update_mask.paths[0]"),
             (
                 mask("action.retention_priority") | {"rule": {"name": "rule-a"}},
                 INVALID,

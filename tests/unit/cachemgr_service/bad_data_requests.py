@@ -11,6 +11,7 @@ from tests.unit.cachemgr_service.bad_requests import (
     HUGE,
     INVALID,
     LONG,
+    POLICIES,
     PREFIX,
     PREFIXES,
     RETENTION,
@@ -20,6 +21,7 @@ from tests.unit.cachemgr_service.bad_requests import (
     at,
     envelope,
     invalid,
+    policy,
 )
 from tests.unit.cachemgr_service.conftest import BLOCK_SIZE, EXECUTOR, NUM_BLOCKS, SCHEDULER
 
@@ -70,6 +72,11 @@ TOO_MANY = NUM_BLOCKS * BLOCK_SIZE + 1
 ADMISSIONS: list[Case] = [
     *invalid("sequence_id", "", LONG),
     *invalid("token_ids", []),
+    *POLICIES,
+    # The block size, and the model's rotary embeddings, are the executor's.
+    (policy("SUM", start_tokens=6), INVALID, "eviction_policy.start_tokens"),
+    (policy("KEYDIFF", positions=2), INVALID, "eviction_policy.positions"),
+    (policy("SLIDING_WINDOW", recent_tokens=TOO_MANY), "SEQUENCE_TOO_LONG", "eviction_policy"),
     ({"token_ids": [1] * TOO_MANY}, "SEQUENCE_TOO_LONG", "token_ids"),
     *invalid("salt", ""),
     *(case for field in ("session_id", "request_id", "tenant_id") for case in invalid(field, "", LONG)),
@@ -168,6 +175,12 @@ DATA_METHODS: dict[str, tuple[dict[str, Any], list[Case]]] = {
                 "handles",
             ),
             *invalid("released_handles", [1, 1]),
+            *invalid("evicting_handles", [1, 1]),
+            ({"evicting_handles": [1, Known.LIVE_HANDLE]}, INVALID, "evicting_handles[1]"),
+            ({"moved_handles": [1]}, INVALID, "moved_computed_tokens"),
+            ({"moved_computed_tokens": [1]}, INVALID, "moved_computed_tokens"),
+            ({"moved_handles": [1, 1], "moved_computed_tokens": [1, 1]}, INVALID, "moved_handles"),
+            ({"moved_handles": [Known.LIVE_HANDLE], "moved_computed_tokens": [10]}, INVALID, "moved_handles[0]"),
             ({"trimmed_handles": [1]}, INVALID, "trimmed_capacity_tokens"),
             ({"trimmed_capacity_tokens": [1]}, INVALID, "trimmed_capacity_tokens"),
             ({"trimmed_handles": [1, 1], "trimmed_capacity_tokens": [1, 1]}, INVALID, "trimmed_handles"),

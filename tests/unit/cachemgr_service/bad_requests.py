@@ -41,6 +41,8 @@ STATUSES = {
     "STALE_SCHEDULER": grpc.StatusCode.FAILED_PRECONDITION,
     "SHARED_BLOCK": grpc.StatusCode.FAILED_PRECONDITION,
     "SYNC_NUMBER": grpc.StatusCode.FAILED_PRECONDITION,
+    "RULE_POLICY": grpc.StatusCode.FAILED_PRECONDITION,
+    "SEQUENCE_EVICTS": grpc.StatusCode.FAILED_PRECONDITION,
     "UNKNOWN_SCHEDULER": grpc.StatusCode.FAILED_PRECONDITION,
     "VOID_SEQUENCE": grpc.StatusCode.FAILED_PRECONDITION,
 }
@@ -169,6 +171,37 @@ def unknown_pool(field: str = "pool_id") -> list[Case]:
 
 IN_POOL: list[Case] = [({"pool_id": ""}, INVALID, "pool_id"), *unknown_pool()]
 
+
+def policy(kind: str, **fields: object) -> dict[str, object]:
+    return {"eviction_policy": {"kind": f"EVICTION_KIND_{kind}", **fields}}
+
+
+POLICIES: list[Case] = [
+    (change, INVALID, f"eviction_policy.{field}")
+    for change, field in (
+        ({"eviction_policy": {}}, "kind"),
+        ({"eviction_policy": {"kind": 15}}, "kind"),
+        ({"eviction_policy": {"kind": -1}}, "kind"),
+        (policy("LAST", start_tokens=1), "kind"),
+        (policy("SUM", start_tokens=0), "start_tokens"),
+        (policy("KEYDIFF", start_tokens=HUGE), "start_tokens"),
+        (policy("SLIDING_WINDOW", recent_tokens=0), "recent_tokens"),
+        (policy("SLIDING_WINDOW", max_cache_tokens=3), "max_cache_tokens"),
+        (policy("H2O", period_tokens=0), "period_tokens"),
+        (policy("NORM_SUM", period_tokens=4), "period_tokens"),
+        (policy("SNAPKV", during_prefill=True), "during_prefill"),
+        (policy("KNORM", positions=3), "positions"),
+        (policy("SNAPKV", score_window_tokens=0), "score_window_tokens"),
+        (policy("TOVA", score_window_tokens=1), "score_window_tokens"),
+        (policy("SUM", kvcrush={}), "kvcrush.budget_blocks"),
+        (policy("SUM", kvcrush={"budget_blocks": 1, "anchor": 6}), "kvcrush.anchor"),
+        (policy("ADAPTIVE_RKV", kvcrush={"budget_blocks": 1}), "kvcrush"),
+        (policy("ADAPTIVE_RKV", adaptive_rkv={"attention_mass": 0}), "adaptive_rkv.attention_mass"),
+        (policy("ADAPTIVE_RKV", adaptive_rkv={"window_steps": 0}), "adaptive_rkv.window_steps"),
+        (policy("RANDOM", adaptive_rkv={}), "adaptive_rkv"),
+    )
+]
+
 MATCH = {"tenant_id": "acme"}
 RULE = {"name": "rule-b", "match": MATCH, "action": {"retention_priority": 60}}
 RULES: list[Case] = [
@@ -181,6 +214,7 @@ RULES: list[Case] = [
     ({"action": {"retention_priority": 101}}, INVALID, "action.retention_priority"),
     ({"action": {"offload_min_priority": 101}}, INVALID, "action.offload_min_priority"),
     ({"action": {"retention_duration": {"seconds": 1}}}, INVALID, "action.retention_duration"),
+    *at("action", {}, POLICIES),
     *(
         ({"action": {"retention_priority": 1, field: time}}, INVALID, f"action.{field}")
         for field in ("retention_duration", "pin_duration")

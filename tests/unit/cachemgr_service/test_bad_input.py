@@ -12,7 +12,7 @@ from cachemgr.process import CacheManagerProcess
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.rpc.errors import RemoteError, from_rpc_error
 from tests.unit.cachemgr_service.bad_admin_requests import ADMIN_METHODS
-from tests.unit.cachemgr_service.bad_data_requests import DATA_METHODS, REGISTRATION
+from tests.unit.cachemgr_service.bad_data_requests import ADMISSION, DATA_METHODS, REGISTRATION, SYNC
 from tests.unit.cachemgr_service.bad_requests import CACHED_TOKENS, HOST_BLOCKS, STATUSES, Case, Known
 from tests.unit.cachemgr_service.conftest import SCHEDULER, Client, settings_for
 
@@ -173,6 +173,33 @@ async def test_a_truncation_into_a_block_of_others_is_named(target: Target) -> N
     await target.call("ForkSequence", {"parent_sequence_id": "live", "sequence_id": "new"})
     case = {"sequence_id": "new", "num_tokens": 2}, "SHARED_BLOCK", "num_tokens"
     assert await wrong(target, "TruncateSequence", {}, case) == ""
+
+
+async def test_what_has_evicted_tokens_is_named_where_it_cannot_be_used(target: Target) -> None:
+    window = {"kind": "EVICTION_KIND_SLIDING_WINDOW", "recent_tokens": 4}
+    evicting = await target.call("AdmitSequence", ADMISSION | {"eviction_policy": window})
+    handle = evicting.sequence_handle
+    progress = {"handles": [handle], "computed_tokens": [10], "new_token_counts": [0], "new_token_ids": []}
+    await target.call("SyncSequences", SYNC | progress | {"evicting_handles": [handle]})
+    for low in (7, 11):
+        moved = {"sync_number": 5, "moved_handles": [handle], "moved_computed_tokens": [low]}
+        case = moved, "INVALID_FIELD", "moved_computed_tokens[0]"
+        assert await wrong(target, "SyncSequences", SYNC | progress, case) == ""
+    moved = {"sync_number": 5, "moved_handles": [handle], "moved_computed_tokens": [10]}
+    await target.call("SyncSequences", SYNC | progress | moved)
+    for method, fields, field in (
+        ("ForkSequence", {"parent_sequence_id": "new", "sequence_id": "fork"}, "parent_sequence_id"),
+        ("TruncateSequence", {"sequence_id": "new", "num_tokens": 2}, "sequence_id"),
+    ):
+        assert await wrong(target, method, fields, ({}, "SEQUENCE_EVICTS", field)) == ""
+    case = moved | {"sync_number": 6}, "INVALID_FIELD", "moved_handles[0]"
+    assert await wrong(target, "SyncSequences", SYNC | progress, case) == ""
+
+
+async def test_a_rule_that_the_executor_cannot_carry_is_no_fault_of_any_field(target: Target) -> None:
+    action = {"eviction_policy": {"kind": "EVICTION_KIND_SUM", "start_tokens": 6}}
+    await target.call("CreateRetentionRule", {"rule": {"name": "six", "action": action}})
+    assert await wrong(target, "AdmitSequence", ADMISSION, ({}, "RULE_POLICY", "")) == ""
 
 
 async def test_what_is_bad_in_a_hint_is_its_answer(target: Target) -> None:

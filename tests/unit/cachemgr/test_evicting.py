@@ -1,0 +1,386 @@
+"""The first eviction of a sequence: blocks of its own, and what it leaves for others. Later ones are not seen here."""
+
+import dataclasses
+
+import pytest
+
+from cachemgr.api import ManagerConfig
+from cachemgr.dump import state_hash
+from cachemgr.errors import InvalidField
+from tests.unit.cachemgr.evicting_world import POLICIES, EvictingWorld, asked
+from tests.unit.cachemgr.live import Live
+
+KEYDIFF = asked("KEYDIFF", start_tokens=1, recent_tokens=2, max_cache_tokens=8, period_tokens=3)
+AVERAGE = asked("AVERAGE", max_cache_tokens=8, period_tokens=2, during_prefill=True)
+H2O = asked("H2O", max_cache_tokens=8, period_tokens=2)
+SNAPKV = asked("SNAPKV", max_cache_tokens=5, recent_tokens=2, score_window_tokens=2)
+NAMES = [str(wish.message().kind) for wish in POLICIES]
+PROMPT = list(range(10, 29))
+
+
+def ready(num_blocks: int = 20, policy: object = KEYDIFF, **options: object) -> tuple[EvictingWorld, Live]:
+    """Sequence "a", whose prompt of 19 tokens is computed and reported, which evicts before it computes more."""
+    world = EvictingWorld(num_blocks)
+    world.admit(PROMPT, "a", eviction_policy=policy, **options)
+    live = world.live["a"]
+    world.step(19)
+    world.step(19)
+    assert world.must_move(live)
+    return world, live
+
+
+def used(world: EvictingWorld) -> int:
+    return world.num_blocks - world.free
+
+
+def test_it_gets_another_table_leaves_the_first_and_grows_no_more():
+    world, live = ready()
+    answer = world.sync()
+    assert (answer.evicting_handles, answer.evicting_counts) == ([live.handle], [2])
+    assert used(world) == 7
+    assert world.manager.pool("e/0").cached_blocks == 0
+    world.check()
+    world.step()
+    world.sync()
+    assert live.moved
+    assert used(world) == 2
+    assert world.manager.pool("e/0").cached_blocks == 5
+    (view,) = world.manager.sequences()
+    assert (view.evicting, view.num_blocks, view.capacity_tokens) == (True, 2, 8)
+    assert (view.num_tokens, view.computed_tokens) == (21, 20)
+    world.check()
+    world.compute(live, 60)
+    world.sync()
+    assert used(world) == 2
+    assert live.kept <= 8
+    world.check()
+
+
+@pytest.mark.parametrize("wish", POLICIES, ids=NAMES)
+@pytest.mark.parametrize("prompt", [3, 12, 31])
+def test_others_find_what_was_computed_before_and_nothing_of_what_came_later(wish, prompt):
+    world = EvictingWorld(40)
+    tokens = list(range(100, 100 + prompt))
+    world.admit(tokens, "a", eviction_policy=wish)
+    live = world.live["a"]
+    world.compute(live, 60)
+    clean = live.policy.clean_tokens(prompt)
+    known = list(live.tokens)
+    world.finish("a")
+    world.check()
+    found = world.cached_tokens(known)
+    assert clean <= found
+    if live.moved:
+        # An eviction may be later than the prompt's end, and then more was computed in full.
+        assert found <= max(prompt, live.policy.most_kept or prompt)
+    # The simulated device looks at every token that it attends to.
+    world.step(60)
+    world.finish(f"q{world.names}")
+    assert world.cached_tokens([*tokens, 7, 7]) == min(prompt, found)
+    world.check()
+
+
+def test_what_a_later_sequence_generates_from_the_same_prompt_reuses_it_while_the_first_still_runs():
+    world, live = ready()
+    world.sync()
+    world.step()
+    world.sync()
+    assert world.admit([*PROMPT, 1], "b").cached_tokens == 19
+    for _ in range(6):
+        world.step()
+        world.confirm()
+        world.sync()
+        world.check()
+    assert live.computed > 24
+
+
+def test_asking_again_gives_the_same_table_until_it_has_moved():
+    world, live = ready()
+    first = world.sync()
+    again = world.sync()
+    assert first.evicting_slots == again.evicting_slots
+    assert used(world) == 7
+    assert again.blocks_short == 0
+    world.step()
+    request = world.next_sync()
+    answer = world.manager.sync(dataclasses.replace(request, evicting_handles=[live.handle]))
+    assert answer.evicting_handles == []
+    world.check()
+
+
+def test_without_enough_blocks_it_gets_none_and_they_are_counted():
+    world, _ = ready(7)
+    world.admit([1], "b")
+    answer = world.sync()
+    assert (answer.evicting_handles, answer.blocks_short) == ([], 1)
+    assert used(world) == 6
+    world.leave(world.live["b"])
+    assert world.sync().evicting_counts == [2]
+    world.check()
+
+
+def test_blocks_to_move_to_come_before_those_ahead_of_need():
+    world = EvictingWorld(13, config=ManagerConfig(capacity_ahead_tokens=16, free_watermark=0))
+    for name in "ab":
+        world.admit([ord(name) * 100 + place for place in range(19)], name, eviction_policy=KEYDIFF)
+    world.step(19)
+    world.step(19)
+    world.step(19)
+    answer = world.sync()
+    # Ten blocks are the prompts'; nobody may have the last for more than its prompt.
+    assert (answer.evicting_handles, answer.blocks_short) == ([world.live["a"].handle], 1)
+    assert answer.extended_slots == []
+
+
+def test_room_is_made_in_the_cache_and_moves_down_before_it_is_used():
+    world = EvictingWorld(7, host_blocks=4)
+    world.cache([1] * 8)
+    world.admit(PROMPT, "a", eviction_policy=KEYDIFF)
+    world.step(19)
+    world.step(19)
+    answer = world.sync()
+    assert answer.evicting_counts == [2]
+    assert len(answer.transfers) == 2
+    world.compute(world.live["a"], 40)
+    world.finish("a")
+    world.check()
+
+
+def test_during_prefill_it_moves_before_its_prompt_is_computed():
+    world = EvictingWorld(40)
+    world.admit(list(range(100, 160)), "a", eviction_policy=AVERAGE)
+    live = world.live["a"]
+    world.compute(live, 60)
+    assert live.moved
+    world.sync()
+    assert used(world) == 2
+    world.finish("a")
+    assert world.cached_tokens(list(range(100, 160))) == 8
+    world.check()
+
+
+def test_what_is_not_stored_stays_in_its_own_blocks_and_gives_back_the_rest():
+    world, live = ready(5, no_store=True)
+    answer = world.sync()
+    assert (answer.evicting_handles, answer.evicting_counts, answer.evicting_slots) == ([live.handle], [0], [])
+    assert used(world) == 5
+    world.check()
+    own = live.tables[0][:2]
+    world.step()
+    world.sync()
+    assert live.tables == [own]
+    assert used(world) == 2
+    world.compute(live, 50)
+    world.finish("a")
+    assert used(world) == 0
+    assert world.manager.pool("e/0").cached_blocks == 0
+    world.check()
+
+
+def test_what_shares_blocks_does_not_stay_in_them():
+    world = EvictingWorld(20)
+    world.cache(PROMPT)
+    world.admit([*PROMPT, 1], "a", eviction_policy=KEYDIFF, no_store=True)
+    live = world.live["a"]
+    world.step(20)
+    world.confirm()
+    world.step(20)
+    assert world.sync().evicting_counts == [2]
+    world.compute(live, 30)
+    world.finish("a")
+    assert world.cached_tokens(PROMPT) == 18
+    world.check()
+
+
+def test_a_short_table_that_it_stays_in_still_grows_to_all_that_it_keeps():
+    world = EvictingWorld(20)
+    world.admit([1, 2, 3], "a", eviction_policy=asked("LAST", max_cache_tokens=12), no_store=True)
+    live = world.live["a"]
+    world.step()
+    assert world.sync().evicting_counts == [0]
+    world.compute(live, 40)
+    assert live.capacity == 12
+    world.check()
+
+
+@pytest.mark.parametrize("options", [{}, {"no_store": True}], ids=str)
+def test_with_a_policy_that_bounds_nothing_later_its_own_table_grows_with_what_it_keeps(options):
+    world, live = ready(policy=SNAPKV, **options)
+    assert world.sync().evicting_counts == [2]
+    for computed in range(20, 40):
+        world.compute(live, computed)
+        world.sync()
+        world.check()
+        # Fourteen tokens went.
+        assert live.evicted == 14
+        assert live.capacity == -(-max(computed + 2 - 14, 7) // 4) * 4
+    assert world.manager.extend("a", live.capacity + 4).capacity_tokens == live.capacity + 4
+
+
+def test_who_waits_for_a_copy_or_for_anothers_blocks_gets_no_table_yet():
+    world = EvictingWorld(30)
+    world.cache(PROMPT)
+    world.admit([*PROMPT, 1], "a", eviction_policy=KEYDIFF)
+    world.admit([*PROMPT, 1, 2], "b", eviction_policy=KEYDIFF)
+    for _ in range(3):
+        world.step(20)
+    asking = [world.live[name].handle for name in "ab"]
+    answer = world.sync()
+    assert (answer.evicting_handles, answer.blocks_short) == ([], 0)
+    world.confirm()
+    assert world.sync().evicting_handles == asking
+    world.check()
+
+
+@pytest.mark.parametrize(
+    ("columns", "field"),
+    [
+        ({"evicting_handles": ["plain"]}, "evicting_handles[0]"),
+        ({"evicting_handles": ["a", "never"]}, "evicting_handles[1]"),
+        ({"evicting_handles": ["a", "a"]}, "evicting_handles"),
+        ({"moved_handles": ["a"], "moved_computed_tokens": []}, "moved_computed_tokens"),
+        ({"moved_computed_tokens": [19]}, "moved_computed_tokens"),
+        ({"moved_handles": ["a", "a"], "moved_computed_tokens": [19, 19]}, "moved_handles"),
+        ({"moved_handles": ["a"], "moved_computed_tokens": [19]}, "moved_handles[0]"),
+        ({"moved_handles": ["plain"], "moved_computed_tokens": [3]}, "moved_handles[0]"),
+        ({"moved_handles": ["told"], "moved_computed_tokens": [18]}, "moved_computed_tokens[0]"),
+        ({"moved_handles": ["told"], "moved_computed_tokens": [20]}, "moved_computed_tokens[0]"),
+        (
+            {
+                "moved_handles": ["told"],
+                "moved_computed_tokens": [19],
+                "trimmed_handles": ["told"],
+                "trimmed_capacity_tokens": [20],
+            },
+            "trimmed_handles[0]",
+        ),
+        # It cannot compute more than it has room for, nor beyond its first eviction.
+        ({"handles": ["a"], "computed_tokens": [20], "new_token_counts": [0]}, "computed_tokens[0]"),
+        (
+            {
+                "handles": ["told"],
+                "computed_tokens": [21],
+                "new_token_counts": [0],
+                "moved_handles": ["told"],
+                "moved_computed_tokens": [19],
+            },
+            "computed_tokens[0]",
+        ),
+    ],
+    ids=str,
+)
+def test_columns_about_evictions_that_do_not_fit_are_refused_and_nothing_changes(columns, field):
+    world = EvictingWorld(40)
+    for name, wish in (("told", KEYDIFF), ("a", KEYDIFF), ("never", asked("SNAPKV")), ("plain", None)):
+        first = 100 * ord(name[0])
+        world.admit(list(range(first, first + 19)), name, eviction_policy=wish)
+    world.step(19)
+    world.step(19)
+    world.sync({"told"})
+    assert world.live["told"].granted
+    progress = world.next_sync({"a", "never", "plain"})
+    world.manager.sync(dataclasses.replace(progress, evicting_handles=[]))
+    request = dataclasses.replace(world.next_sync(set()), evicting_handles=[])
+    handles = {name: live.handle for name, live in world.live.items()}
+    named = {key: [handles.get(entry, entry) for entry in column] for key, column in columns.items()}
+    before = state_hash(world.manager.state())
+    with pytest.raises(InvalidField) as refused:
+        world.manager.sync(dataclasses.replace(request, **named))
+    assert list(refused.value.fields) == [field]
+    assert state_hash(world.manager.state()) == before
+    world.manager.sync(request)
+    world.check()
+
+
+def test_evictions_of_sequences_that_are_gone_are_reported_as_unknown():
+    world, _ = ready()
+    request = dataclasses.replace(
+        world.next_sync(set()), evicting_handles=[5], moved_handles=[6], moved_computed_tokens=[1]
+    )
+    assert sorted(world.manager.sync(request).unknown_handles) == [5, 6]
+    world.check()
+
+
+def test_moving_and_leaving_in_one_sync_leaves_what_was_clean():
+    world, live = ready()
+    world.sync()
+    world.step()
+    world.leave(live)
+    world.sync()
+    assert used(world) == 0
+    assert world.cached_tokens([*PROMPT, 1]) == 19
+    world.check()
+
+
+def test_a_move_may_come_without_progress():
+    world, live = ready()
+    world.sync()
+    request = dataclasses.replace(world.next_sync(set()), moved_handles=[live.handle], moved_computed_tokens=[19])
+    world.manager.sync(request)
+    (view,) = world.manager.sequences()
+    assert (view.evicting, view.computed_tokens) == (True, 19)
+    world.check()
+
+
+def test_the_first_tokens_of_what_has_moved_are_nobody_elses():
+    world = EvictingWorld(20)
+    world.admit([5, 6], "a", eviction_policy=asked("LAST", max_cache_tokens=4))
+    world.compute(world.live["a"], 3)
+    known = world.live["a"].tokens
+    assert world.live["a"].moved
+    world.finish("a")
+    assert world.cached_tokens([*known, 9]) == 2
+    world.check()
+
+
+def test_who_moves_before_all_that_was_promised_is_computed_takes_the_rest_back():
+    world = EvictingWorld(30)
+    world.admit(PROMPT, "a", eviction_policy=KEYDIFF)
+    live = world.live["a"]
+    assert world.admit(PROMPT, "b").wait_for_handle == live.handle
+    world.step(5, names={"a"})
+    world.manager.sync(dataclasses.replace(world.next_sync({"a"}), evicting_handles=[live.handle]))
+    request = dataclasses.replace(world.next_sync({"a"}), moved_handles=[live.handle], moved_computed_tokens=[5])
+    assert world.manager.sync(request).void_handles == [world.live["b"].handle]
+    assert world.manager.check_pool() == []
+
+
+def away(world: EvictingWorld, live: Live, how: str) -> None:
+    if how == "release":
+        world.forget(live)
+        world.manager.release("a")
+    elif how == "sync":
+        world.finish("a")
+    elif how == "scheduler":
+        world.start_scheduler()
+    elif how == "lease":
+        world.now += 5
+        world.renew()
+        world.now += 6
+        world.manager.expire()
+        world.start_scheduler()
+    elif how == "executor":
+        world.start_executor()
+        world.sync()
+    elif how == "executor's lease":
+        world.silence_executor()
+        assert world.sync().void_handles == [live.handle]
+        world.sync()
+
+
+@pytest.mark.parametrize("how", ["release", "sync", "scheduler", "lease", "executor", "executor's lease"])
+@pytest.mark.parametrize("state", ["asking", "told", "moved", "reported"])
+@pytest.mark.parametrize("options", [{}, {"no_store": True}], ids=str)
+def test_it_ends_in_every_state_and_everything_comes_back(how, state, options):
+    world, live = ready(**options)
+    if state != "asking":
+        world.sync()
+    if state in ("moved", "reported"):
+        world.step()
+    if state == "reported":
+        world.sync()
+    away(world, live, how)
+    assert used(world) == 0
+    world.check()
+    world.run(PROMPT, "b")
+    world.check()

@@ -1,0 +1,252 @@
+"""What else is done to sequences that evict tokens: forks, truncations, holds, pins, quotas, forgetting, metrics."""
+
+import dataclasses
+
+import pytest
+
+from cachemgr.admin_api import ForgetTarget, Prefix, Quota, RetentionRule, RuleAction
+from cachemgr.dump import state_hash
+from cachemgr.errors import SequenceEvictsError
+from cachemgr.metrics import EVICTING, EvictionMetrics
+from protos.kvcache.eviction import Kind
+from tests.unit.cachemgr.evicting_world import EvictingWorld
+from tests.unit.cachemgr.live import GARBAGE
+from tests.unit.cachemgr.test_evicting import H2O, KEYDIFF, PROMPT, ready, used
+
+
+@pytest.mark.parametrize("options", [{}, {"no_store": True}], ids=str)
+def test_what_has_evicted_tokens_is_neither_forked_nor_cut(options):
+    world, _ = ready(**options)
+    world.sync()
+    world.step()
+    world.sync()
+    before = state_hash(world.manager.state())
+    for call, field in (
+        (lambda: world.manager.fork("a", "b"), "parent_sequence_id"),
+        (lambda: world.manager.truncate("a", 15), "sequence_id"),
+    ):
+        with pytest.raises(SequenceEvictsError, match="has evicted tokens") as refused:
+            call()
+        assert list(refused.value.fields) == [field]
+    assert state_hash(world.manager.state()) == before
+
+
+def test_who_is_told_to_stay_may_be_moving_already():
+    world, _ = ready(no_store=True)
+    world.sync()
+    with pytest.raises(SequenceEvictsError):
+        world.manager.fork("a", "b")
+    with pytest.raises(SequenceEvictsError):
+        world.manager.truncate("a", 15)
+
+
+def test_what_has_another_table_waiting_can_still_be_forked_and_cut():
+    world, live = ready()
+    world.sync()
+    fork = world.manager.fork("a", "b", 19)
+    assert (fork.cached_tokens, fork.eviction_policy) == (18, live.policy)
+    world.enter(world.request(PROMPT, "b"), fork, PROMPT)
+    world.manager.truncate("a", 19)
+    del live.tokens[19:]
+    live.computed, live.reported_tokens = 18, 19
+    del live.tables[0][5:]
+    world.check()
+    for _ in range(20):
+        world.step()
+        world.confirm()
+        world.sync()
+        world.check()
+    assert live.moved
+    assert world.live["b"].moved
+
+
+def test_a_fork_would_not_know_the_scores():
+    world = EvictingWorld(20)
+    world.run(PROMPT[:5], "a", eviction_policy=H2O)
+    before = state_hash(world.manager.state())
+    with pytest.raises(SequenceEvictsError, match="scores") as refused:
+        world.manager.fork("a", "b")
+    assert list(refused.value.fields) == ["parent_sequence_id"]
+    assert state_hash(world.manager.state()) == before
+
+
+def test_a_fork_evicts_by_its_own_prompt():
+    world = EvictingWorld(20)
+    world.run(PROMPT[:5], "a", eviction_policy=KEYDIFF)
+    fork = world.manager.fork("a", "b")
+    world.enter(world.request(world.live["a"].tokens, "b"), fork, list(world.live["a"].tokens))
+    for name in "ab":
+        world.compute(world.live[name], 30)
+        assert world.live[name].moved
+    world.finish("a")
+    world.finish("b")
+    world.check()
+
+
+def test_a_hold_keeps_what_it_computed_before_and_nothing_of_its_own():
+    world, live = ready()
+    world.sync()
+    world.compute(live, 40)
+    world.sync()
+    assert world.manager.hold("a", "owner", 5.0) == 5
+    world.finish("a")
+    (hold,) = world.manager.holds()
+    assert hold.num_blocks == 5
+    assert used(world) == 5
+    world.cache([1] * 40)
+    assert world.cached_tokens([*PROMPT, 1]) == 19
+    world.check()
+
+
+def test_a_hold_of_what_is_not_stored_keeps_nothing():
+    world, live = ready(no_store=True)
+    world.sync()
+    world.compute(live, 40)
+    world.sync()
+    assert world.manager.hold("a", "owner", 5.0) == 0
+    world.finish("a")
+    assert used(world) == 0
+    world.check()
+
+
+def test_a_rule_pins_what_it_computed_before():
+    world = EvictingWorld(60)
+    spec = RetentionRule("r", action=RuleAction(pin_duration=5.0, eviction_policy=KEYDIFF))
+    world.manager.create_rule(spec, validate_only=False)
+    world.admit(PROMPT, "b")
+    live = world.live["b"]
+    world.compute(live, 40)
+    world.finish("b")
+    (pin,) = world.manager.holds()
+    assert pin.num_blocks == 5
+    world.check()
+
+
+def test_both_tables_count_for_the_quota_and_may_go_beyond_its_ceiling():
+    world = EvictingWorld(20)
+    world.manager.set_quota(Quota(tenant_id="t", device_ceiling=5), validate_only=False)
+    world.admit(PROMPT, "a", eviction_policy=KEYDIFF, tenant_id="t")
+    live = world.live["a"]
+    world.step(19)
+    world.step(19)
+    world.sync()
+    assert live.granted
+    assert [device for *_, device, _ in world.manager.quotas()] == [7]
+    assert not world.admit([1], tenant_id="t").admitted
+    world.check()
+    world.compute(live, 40)
+    world.finish("a")
+    world.check()
+    assert world.admit([1], tenant_id="t").admitted
+
+
+def test_others_floors_are_not_taken_to_move_to():
+    world = EvictingWorld(8)
+    world.manager.set_quota(Quota(tenant_id="u", device_floor=2), validate_only=False)
+    world.cache([1] * 8, tenant_id="u")
+    world.admit(PROMPT, "a", eviction_policy=KEYDIFF, tenant_id="t")
+    world.step(19)
+    world.step(19)
+    answer = world.sync()
+    assert (answer.evicting_handles, answer.blocks_short) == ([], 1)
+    world.check()
+
+
+@pytest.mark.parametrize(
+    ("state", "options"),
+    [
+        *((state, {}) for state in ("asking", "told", "moved", "reported")),
+        # What was given back before it is forgotten is nobody's any more.
+        *((state, {"no_store": True}) for state in ("asking", "told", "moved")),
+    ],
+    ids=str,
+)
+def test_no_byte_of_what_is_forgotten_outlives_its_use(state, options):
+    world, live = ready(salt="a", **options)
+    if state != "asking":
+        world.sync()
+    if state in ("moved", "reported"):
+        world.step()
+    if state == "reported":
+        world.sync()
+    world.manager.forget(ForgetTarget(salt="a"), validate_only=False)
+    world.check()
+    world.sync()
+    world.check()
+    world.compute(live, 30)
+    world.finish("a")
+    world.run_executor_copies()
+    world.check()
+    assert {held for held in world.memory.values() if held != GARBAGE} == set()
+    assert world.free == 20
+
+
+def test_nor_does_a_table_outlive_it_that_it_has_moved_to_untold():
+    world, live = ready(salt="a")
+    world.sync()
+    world.step()
+    world.manager.forget(ForgetTarget(salt="a"), validate_only=False)
+    world.forget(live)
+    world.manager.release("a")
+    world.run_executor_copies()
+    world.check()
+    assert {held for held in world.memory.values() if held != GARBAGE} == set()
+    assert world.free == 20
+
+
+def test_its_tokens_can_still_be_explained():
+    world, live = ready()
+    world.sync()
+    world.compute(live, 30)
+    world.sync()
+    (found,) = world.manager.explain(Prefix((*PROMPT, 1)), 0)
+    assert found.cached_tokens == 19
+    (found,) = world.manager.explain_sequence("a", 0)
+    assert found.cached_tokens == 19
+
+
+def test_trimming_leaves_what_it_keeps():
+    world, live = ready()
+    world.sync()
+    world.step()
+    world.sync()
+    request = dataclasses.replace(world.next_sync(set()), trimmed_handles=[live.handle], trimmed_capacity_tokens=[8])
+    world.manager.sync(request)
+    assert used(world) == 2
+    world.check()
+    world.compute(live, 30)
+
+
+def test_a_table_that_is_missing_or_shared_is_reported_by_a_check():
+    world, live = ready()
+    world.sync()
+    sequence = world.manager._sequences["a"]
+    table, eviction = sequence.tables[0], sequence.eviction
+    lost = eviction.private.pop()
+    assert [one.slot for one in world.manager.check_pool()] == [lost.slot]
+    eviction.private.append(lost)
+    eviction.private[0].writer = None
+    assert [one.slot for one in world.manager.check_pool()] == [eviction.private[0].slot]
+    eviction.private[0].writer = sequence
+    world.compute(live, 30)
+    world.sync()
+    assert world.manager.check_pool() == []
+    table.blocks[0].writer = None
+    assert [one.slot for one in world.manager.check_pool()] == [table.blocks[0].slot]
+
+
+def test_those_that_begin_to_evict_are_counted_by_kind_once():
+    def counted(kind: str) -> float:
+        return EVICTING.labels(kind)._value.get()
+
+    world, live = ready()
+    metrics, before = EvictionMetrics(), counted("keydiff")
+    world.sync()
+    metrics.update(world.manager.evicted_sequences())
+    assert counted("keydiff") == before
+    world.compute(live, 40)
+    world.sync()
+    for _ in range(2):
+        metrics.update(world.manager.evicted_sequences())
+    assert world.manager.evicted_sequences() == {Kind.KEYDIFF: 1}
+    assert counted("keydiff") == before + 1

@@ -1,0 +1,298 @@
+"""Policies of token eviction: who says them, what they must suit, and what they make of an admission."""
+
+import dataclasses
+
+import pytest
+
+from cachemgr.admin_api import RetentionRule, RuleAction, RuleMatch
+from cachemgr.api import ManagerConfig
+from cachemgr.dump import state_hash
+from cachemgr.errors import (
+    InvalidField,
+    PoolSpecError,
+    RulePolicyError,
+    SequenceExistsError,
+    SequenceTooLongError,
+)
+from protos.kvcache.eviction import Kind
+from tests.unit.cachemgr.evicting_world import POLICIES, EvictingWorld, asked
+from tests.unit.cachemgr.live import BLOCK
+
+WINDOW = asked("SLIDING_WINDOW", recent_tokens=6)
+KEYDIFF = asked("KEYDIFF", start_tokens=1, recent_tokens=2, max_cache_tokens=8, period_tokens=3)
+AVERAGE = asked("AVERAGE", max_cache_tokens=8, period_tokens=2, during_prefill=True)
+SUM = asked("SUM", start_tokens=4, recent_tokens=4, max_cache_tokens=12, score_window_tokens=3)
+PROMPT = list(range(10, 29))
+
+
+def make(world: EvictingWorld, name: str, policy: object, order: int = 0, **match: object) -> None:
+    spec = RetentionRule(name, order, RuleMatch(**match), RuleAction(eviction_policy=policy))
+    world.manager.create_rule(spec, validate_only=False)
+
+
+def test_the_answer_has_the_whole_policy_and_so_has_the_sequence():
+    world = EvictingWorld(20)
+    policy = world.admit(PROMPT, "a", eviction_policy=WINDOW).eviction_policy
+    assert policy is not None
+    assert (policy.kind, policy.start, policy.recent, policy.maximum) == (Kind.SLIDING_WINDOW, 0, 6, 6)
+    assert (policy.block_size, policy.period) == (BLOCK, 1)
+    (view,) = world.manager.sequences()
+    assert (view.eviction_policy, view.evicting) == (policy, False)
+    assert world.admit(PROMPT, "b").eviction_policy is None
+
+
+@pytest.mark.parametrize(
+    ("rules", "own", "kind"),
+    [
+        ([], None, None),
+        ([WINDOW], None, Kind.SLIDING_WINDOW),
+        ([None, WINDOW], None, Kind.SLIDING_WINDOW),
+        ([KEYDIFF, WINDOW], None, Kind.KEYDIFF),
+        ([asked("NONE"), WINDOW], None, None),
+        ([WINDOW], KEYDIFF, Kind.KEYDIFF),
+        ([WINDOW], asked("NONE"), None),
+    ],
+)
+def test_a_request_speaks_for_itself_and_else_the_first_rule_that_says_anything(rules, own, kind):
+    world = EvictingWorld(20)
+    for order, wish in enumerate(rules):
+        action = RuleAction(priority=50, eviction_policy=wish)
+        world.manager.create_rule(RetentionRule(f"r{order}", order, action=action), validate_only=False)
+    policy = world.admit(PROMPT, eviction_policy=own).eviction_policy
+    assert (None if policy is None else policy.kind) == kind
+
+
+def test_rules_of_others_say_nothing():
+    world = EvictingWorld(20)
+    make(world, "r", WINDOW, salt="a")
+    assert world.admit(PROMPT).eviction_policy is None
+    assert world.admit(PROMPT, salt="a").eviction_policy is not None
+
+
+@pytest.mark.parametrize(
+    ("wish", "windows", "field"),
+    [
+        (asked("UNSPECIFIED"), (None,), "kind"),
+        (asked("SLIDING_WINDOW", recent_tokens=0), (None,), "recent_tokens"),
+        (asked("SUM", start_tokens=6), (None,), "start_tokens"),
+        (asked("KEYDIFF", positions="EVICTION_POSITIONS_COMPACTED"), (None,), "positions"),
+        (WINDOW, (None, 5), "kind"),
+        (WINDOW, (5,), "kind"),
+    ],
+)
+def test_a_policy_that_does_not_suit_the_model_is_refused_by_its_field(wish, windows, field):
+    world = EvictingWorld(20, windows=windows)
+    before = state_hash(world.manager.state())
+    for call in (world.manager.admit, lambda request: world.manager.preview(request, 4)):
+        with pytest.raises(InvalidField) as refused:
+            call(world.request(PROMPT, eviction_policy=wish))
+        assert list(refused.value.fields) == [f"eviction_policy.{field}"]
+    assert state_hash(world.manager.state()) == before
+
+
+def test_positions_are_compacted_where_keys_can_be_rotated_and_that_does_not_change_within_an_epoch():
+    world = EvictingWorld(20)
+    wish = asked("KEYDIFF", max_cache_tokens=8, period_tokens=2, start_tokens=1, recent_tokens=2, positions=2)
+    spec = dataclasses.replace(world.spec(), plain_rotary=True)
+    with pytest.raises(PoolSpecError):
+        world.manager.register_executor(spec)
+    before = state_hash(world.manager.state())
+    world.manager.register_executor(dataclasses.replace(spec, executor_epoch=2))
+    assert state_hash(world.manager.state()) != before
+    policy = world.admit(PROMPT, eviction_policy=wish).eviction_policy
+    assert policy is not None
+    assert policy.compacted
+
+
+def test_a_rule_that_the_executor_cannot_carry_is_named():
+    world = EvictingWorld(20)
+    make(world, "six", asked("SUM", start_tokens=6))
+    before = state_hash(world.manager.state())
+    with pytest.raises(RulePolicyError, match=r"rule six.*start_tokens") as refused:
+        world.admit(PROMPT)
+    assert refused.value.metadata == {"rule": "six"}
+    assert state_hash(world.manager.state()) == before
+    assert world.admit(PROMPT, eviction_policy=asked("NONE")).admitted
+
+
+@pytest.mark.parametrize(
+    ("wish", "field"),
+    [
+        (asked("UNSPECIFIED"), "kind"),
+        (asked("SLIDING_WINDOW", recent_tokens=4, max_cache_tokens=9), "max_cache_tokens"),
+        (asked("LAST", period_tokens=3), "kind"),
+        (asked("H2O", adaptive_rkv={"window_steps": 3}), "adaptive_rkv"),
+    ],
+)
+def test_a_rule_whose_policy_suits_no_model_is_not_made(wish, field):
+    world = EvictingWorld(20)
+    with pytest.raises(InvalidField) as refused:
+        make(world, "r", wish)
+    assert list(refused.value.fields) == [f"rule.action.eviction_policy.{field}"]
+    make(world, "r", WINDOW)
+    spec = RetentionRule("r", action=RuleAction(eviction_policy=wish))
+    with pytest.raises(InvalidField) as refused:
+        world.manager.update_rule(spec, ("action.eviction_policy",), validate_only=False)
+    assert list(refused.value.fields) == [f"rule.action.eviction_policy.{field}"]
+    assert world.manager.rule("r").action.eviction_policy == WINDOW
+
+
+def test_a_change_of_a_rule_is_for_those_who_come_later():
+    world = EvictingWorld(40)
+    make(world, "r", WINDOW)
+    hashes = [state_hash(world.manager.state())]
+    first = world.admit(PROMPT, "a")
+    spec = RetentionRule("r", action=RuleAction(eviction_policy=KEYDIFF))
+    changed, _, _ = world.manager.update_rule(spec, ("action.eviction_policy",), validate_only=False)
+    assert changed.action == RuleAction(eviction_policy=KEYDIFF)
+    hashes.append(state_hash(world.manager.state()))
+    assert world.manager.admit(world.live["a"].request) == first
+    second = world.admit(PROMPT, "b").eviction_policy
+    assert second is not None
+    assert second.kind is Kind.KEYDIFF
+    world.manager.delete_rule("r", "", validate_only=False)
+    assert world.admit(PROMPT, "c").eviction_policy is None
+    assert len(set(hashes)) == 2
+
+
+@pytest.mark.parametrize("other", [None, KEYDIFF, asked("NONE"), asked("SLIDING_WINDOW", recent_tokens=7)])
+def test_the_same_id_with_another_policy_is_refused(other):
+    world = EvictingWorld(20)
+    first = world.admit(PROMPT, "a", eviction_policy=WINDOW)
+    request = world.live["a"].request
+    again = asked("SLIDING_WINDOW", recent_tokens=6)
+    assert world.manager.admit(dataclasses.replace(request, eviction_policy=again)) == first
+    with pytest.raises(SequenceExistsError):
+        world.manager.admit(dataclasses.replace(request, eviction_policy=other))
+
+
+@pytest.mark.parametrize(
+    ("wish", "cached"),
+    [
+        (None, 18),
+        (WINDOW, 18),
+        (KEYDIFF, 18),
+        (AVERAGE, 0),
+        # The queries that count are computed: 3 and 1 of 19.
+        (SUM, 16),
+        (asked("TOVA", max_cache_tokens=8, start_tokens=1, recent_tokens=2, period_tokens=2), 18),
+        (asked("SNAPKV", max_cache_tokens=8, recent_tokens=5, score_window_tokens=5), 14),
+        (asked("RANDOM", max_cache_tokens=8, start_tokens=1, recent_tokens=2, period_tokens=2), 18),
+        (
+            asked("RANDOM", max_cache_tokens=10, start_tokens=1, recent_tokens=2, period_tokens=2, during_prefill=True),
+            10,
+        ),
+    ],
+)
+def test_no_more_is_reused_than_leaves_the_queries_that_count(wish, cached):
+    world = EvictingWorld(30)
+    world.cache(PROMPT)
+    preview = world.manager.preview(world.request(PROMPT, eviction_policy=wish), 0)
+    assert world.admit(PROMPT, eviction_policy=wish).cached_tokens == preview.cached_tokens == cached
+    world.check()
+
+
+def test_during_prefill_it_gets_blocks_for_what_is_computed_before_it_evicts():
+    world = EvictingWorld(40, config=ManagerConfig(capacity_ahead_tokens=8, free_watermark=0))
+    long = list(range(100, 160))
+    assert world.admit(long, "a", eviction_policy=AVERAGE).capacity_tokens == 8
+    assert world.admit(list(range(200, 203)), "b", eviction_policy=AVERAGE).capacity_tokens == 8
+    waiting = asked("AVERAGE", max_cache_tokens=8, period_tokens=2)
+    assert world.admit(list(range(300, 319)), "c", eviction_policy=waiting).capacity_tokens == 20
+    world.check()
+
+
+def test_only_what_is_computed_before_it_evicts_is_promised():
+    world = EvictingWorld(40)
+    world.admit(PROMPT, "a", eviction_policy=AVERAGE)
+    later = world.admit(PROMPT, "b")
+    assert (later.cached_tokens, later.wait_for_handle) == (8, world.live["a"].handle)
+    for _ in range(12):
+        world.step(20)
+        world.sync()
+        world.check()
+    assert world.live["a"].moved
+    assert world.live["b"].computed > len(PROMPT)
+
+
+def test_capacity_ahead_stops_where_it_first_evicts():
+    world = EvictingWorld(40, config=ManagerConfig(capacity_ahead_tokens=16, free_watermark=0))
+    world.admit([1, 2], "a", eviction_policy=KEYDIFF)
+    world.step()
+    world.sync()
+    assert world.live["a"].capacity == 8
+    assert world.manager.extend("a", 30).capacity_tokens == 8
+    # It waits for the end of a prompt, and evicts there.
+    world.admit(PROMPT, "b", eviction_policy=asked("LAST", max_cache_tokens=30))
+    world.step(20, names={"b"})
+    world.sync()
+    assert world.live["b"].capacity == 20
+    world.check()
+
+
+@pytest.mark.parametrize(
+    ("wish", "tokens", "blocks", "options", "field"),
+    [
+        # 19 tokens, and another table for 8.
+        (KEYDIFF, 19, 7, {}, "eviction_policy"),
+        (KEYDIFF, 3, 4, {}, "eviction_policy"),
+        (AVERAGE, 19, 4, {}, "eviction_policy"),
+        # Without another table.
+        (KEYDIFF, 19, 5, {"no_store": True}, "token_ids"),
+        # Never more than 5 of a prompt and two steps' tokens.
+        (asked("SNAPKV", max_cache_tokens=5, recent_tokens=2, score_window_tokens=2), 19, 7, {}, "eviction_policy"),
+        (asked("SNAPKV", max_cache_tokens=30, recent_tokens=2, score_window_tokens=2), 19, 5, {}, "token_ids"),
+    ],
+)
+def test_what_it_has_at_once_must_fit_into_the_pool(wish, tokens, blocks, options, field):
+    tight = EvictingWorld(blocks - 1)
+    before = state_hash(tight.manager.state())
+    with pytest.raises(SequenceTooLongError) as refused:
+        tight.admit(PROMPT[:tokens], eviction_policy=wish, **options)
+    assert list(refused.value.fields) == [field]
+    assert state_hash(tight.manager.state()) == before
+    world = EvictingWorld(blocks)
+    generate = 1 if wish.message().kind == Kind.SNAPKV else 12
+    world.run(PROMPT[:tokens], "a", eviction_policy=wish, generate=generate, **options)
+    world.check()
+
+
+def test_a_sequence_without_room_for_a_second_table_reads_nothing_and_stays_in_its_own():
+    world = EvictingWorld(5)
+    world.cache(PROMPT[:8])
+    assert world.admit(PROMPT, "a", eviction_policy=KEYDIFF, no_store=True).cached_tokens == 0
+    world.compute(world.live["a"], 30)
+    world.finish("a")
+    world.check()
+
+
+@pytest.mark.parametrize("wish", POLICIES, ids=[Kind(wish.message().kind).name for wish in POLICIES])
+@pytest.mark.parametrize(("prompt", "new"), [(1, 1), (3, 30), (8, 1), (12, 20), (30, 3), (30, 40)])
+def test_a_preview_tells_the_blocks_to_completion(wish, prompt, new):
+    """They are what it has at once, but for what the manager gives a step ahead."""
+    tokens = list(range(100, 100 + prompt))
+    world = EvictingWorld(40)
+    (estimate,) = world.manager.preview(world.request(tokens, eviction_policy=wish), new).estimates
+    world.admit(tokens, "a", eviction_policy=wish)
+    live = world.live["a"]
+    (running,) = world.manager.estimate("a", None, new)
+    assert estimate.completion - (40 - world.free) == running.completion
+    most = 40 - world.free
+    assert estimate.next_step == most
+    while live.computed < prompt + new - 1:
+        world.compute(live, live.computed + 1)
+        most = max(most, 40 - world.free)
+        world.sync()
+        most = max(most, 40 - world.free)
+    assert estimate.completion in (most - 1, most)
+    world.check()
+
+
+def test_a_preview_asks_the_rules_as_an_admission_does():
+    world = EvictingWorld(40)
+    make(world, "r", AVERAGE)
+    preview = world.manager.preview(world.request(PROMPT), 10)
+    assert [one.next_step for one in preview.estimates] == [2]
+    with pytest.raises(SequenceTooLongError) as refused:
+        EvictingWorld(4).manager.preview(world.request(PROMPT[:3]), 20)
+    assert list(refused.value.fields) == ["max_new_tokens"]
