@@ -19,7 +19,7 @@ class Running:
     known: tokens that exist, sampled ones included. computed: leading tokens whose K and V were computed.
     kept: those of them that were not evicted: so many slots are in use, the first ones. hole: a gap among them that the
     next token fills. row: where the device keeps its last token. tables: slots per layer group.
-    policy: how it evicts tokens; evicts: whether it may by now; compacted: whether new ones are numbered by what is kept.
+    policy: how it evicts tokens; evicts: whether it may by now; compacted: whether what is kept numbers new ones.
     """
 
     handle: int

@@ -165,6 +165,8 @@ def _check_work(step: Step, future: dict[int, _Future], limits: Limits) -> None:
             raise _invalid("chunk_tokens", handle, f"must be from 1 to the {left} tokens not computed, is {count}")
     for handle, sequence in future.items():
         count = tokens_due(step, handle, computed=sequence.computed, known=sequence.known, stopped=sequence.stopped)
+        if handle in step.evicting and not count and not sequence.stopped:
+            raise _invalid("evicting_sequences", handle, "must compute in the step in which it moves")
         end = sequence.slots + count
         if count and end > min(sequence.blocks) * limits.block_size:
             raise CapacityExceededError(

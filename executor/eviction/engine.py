@@ -12,6 +12,7 @@ from torch import Tensor
 from executor.counting import Counted
 from executor.eviction.policy import Attention, Contents, Evictor, Space, counted_rows
 from executor.eviction.registry import evictor
+from executor.eviction.rotation import turns
 from executor.kv_pool import KvPools
 from executor.running import Running
 from executor.step import Evicted
@@ -163,13 +164,12 @@ class TokenEviction:
             self._pools.mark_written(0, written, step)
 
     def _rotate(self, sequence: Running, kept: Kept, index: Tensor) -> None:
-        """Turns keys to the place that their tokens have among those kept; `kept` has the new positions already."""
+        """Turns keys to the place that their tokens have among those kept."""
         assert self._frequencies is not None
-        before = _take(_longer(kept.angles, sequence.kept, 0), index)
-        after = kept.positions.argsort(dim=-1).argsort(dim=-1)
+        after, deltas = turns(_take(_longer(kept.angles, sequence.kept, 0), index))
         slots = torch.arange(index.shape[-1], device=self._device).expand_as(index)
         flat = self._flat(sequence.tables[0], slots)
-        rotate_keys(self._pools.pools[0].k, flat, before - after, self._frequencies)
+        rotate_keys(self._pools.pools[0].k, flat, deltas, self._frequencies)
         kept.angles = after
 
 

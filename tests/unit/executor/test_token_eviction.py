@@ -259,6 +259,8 @@ def test_steps_that_evict_wrongly_are_refused_and_change_nothing(tiny: Model) ->
         with pytest.raises(error) as caught:
             driver.step(evicting=evicting)
         assert list(caught.value.fields) == [field]
+    with pytest.raises(InvalidStepError, match="must compute"):
+        driver.step(evicting={1: blocks}, idle=frozenset({1}))
     assert driver.step(evicting={1: blocks}).evicted == (Evicted(1, 17, None),)
     with pytest.raises(InvalidStepError):
         driver.step(evicting={1: driver.blocks(24)[0]})
