@@ -71,7 +71,7 @@ proto: dev ## Generate the stubs
 
 ##@ Measure
 
-MEASUREMENTS := exactness $(addprefix bench-,serving peers gpu overhead prefix fairness memory manager trace)
+MEASUREMENTS := exactness $(addprefix bench-,serving peers gpu overhead prefix fairness memory manager trace eviction-cost)
 .PHONY: $(MEASUREMENTS) peers
 exactness: dev ## Compare greedy output with transformers in every combination of settings
 bench-serving: dev ## How fast the stack serves, beside what the machine can do at most
@@ -83,8 +83,9 @@ bench-fairness: dev ## What a long prompt does to those that stream
 bench-memory: dev ## What every process holds, and that none grows with the requests
 bench-manager: dev ## What the cache manager's decisions cost
 bench-trace: dev ## What wishes gain on recorded requests: make bench-trace TRACE=file.jsonl
+bench-eviction-cost: dev ## What token eviction costs and gains in speed, policy by policy
 $(MEASUREMENTS):
-	@$(PY) -m tests.bench.$(@:bench-%=%) $(ARGS)
+	@$(PY) -m tests.bench.$(subst -,_,$(@:bench-%=%)) $(ARGS)
 peers: dev ## Install other engines to compare with, each in an environment of its own
 	@$(PY) -m tests.bench.peers.set_up $(ARGS)
 

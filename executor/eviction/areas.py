@@ -14,6 +14,7 @@ from executor.eviction.policy import Attention, Contents, Evictor, Space
 from executor.eviction.random_choice import source
 from executor.eviction.ranked import rest
 from executor.eviction.scores import Sums, share
+from kernels.pooled_add.launch import pooled_add
 from protos.kvcache.eviction import Kind, KvCrush, Policy
 
 # Tokens over which the maximum of scores is taken.
@@ -92,7 +93,8 @@ class Areas(Blocks):
                 return
             # Nothing is evicted before, so slots are places.
             self._first = attention.weights.shape[-1] - attention.rows
-        self._sums.add(pool(self.tracked(attention), self.pooled), self.policy.start)
+        sums = self._sums.values(attention.weights.shape[-1])[:, 0]
+        pooled_add(attention.weights, sums, self.policy.start, max(1, self.pooled))
 
     def follow(self, index: Tensor) -> None:
         """Takes the sums along."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,6 +82,18 @@ class TokenEviction:
         attention: Sequence[Attention],
     ) -> None:
         """After that step: what was counted, in the order in which it was asked for."""
+        if not self._kept:
+            return
+        with one_thread(self._device):
+            self._observe(sequences, counts, counted, attention)
+
+    def _observe(
+        self,
+        sequences: Sequence[Running],
+        counts: Sequence[int],
+        counted: Sequence[Counted],
+        attention: Sequence[Attention],
+    ) -> None:
         seen = {entry.sequence: one for entry, one in zip(counted, attention, strict=True)}
         for index, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
             kept = self._kept.get(sequence.handle)
@@ -100,6 +113,13 @@ class TokenEviction:
         count = policy.kept_after(sequence.kept, sequence.computed, kept.prompt)
         if count == sequence.kept and not table:
             return None
+        with one_thread(self._device):
+            return self._evict(sequence, kept, count, table, step)
+
+    def _evict(
+        self, sequence: Running, kept: Kept, count: int, table: tuple[int, ...] | None, step: int
+    ) -> Evicted:
+        policy = kept.evictor.policy
         evicted = sequence.kept - count
         positions = self._positions(sequence)
         contents = Contents(self._everywhere(positions), sequence.computed, lambda: self._keys(sequence))
@@ -171,6 +191,18 @@ class TokenEviction:
         flat = self._flat(sequence.tables[0], slots)
         rotate_keys(self._pools.pools[0].k, flat, deltas, self._frequencies)
         kept.angles = after
+
+
+@contextlib.contextmanager
+def one_thread(device: torch.device) -> Iterator[None]:
+    """On a CPU, waking torch's other threads takes longer than what is computed here, and the decoder has the cores."""
+    threads = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _longer(known: Tensor, slots: int, offset: int) -> Tensor:

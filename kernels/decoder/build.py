@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-SOURCES = ("vector.h", "team.h", "matmul.h", "units.h", "kept.h", "attention.h", "decoder.cpp")
+SOURCES = ("vector.h", "team.h", "matmul.h", "units.h", "kept.h", "attention.h", "pooled.h", "decoder.cpp")
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-shared", "-pthread")
 _HERE = Path(__file__).parent
@@ -21,6 +21,14 @@ _HERE = Path(__file__).parent
 
 class BuildError(Exception):
     """The decoder cannot be compiled or loaded here; the message is one sentence for people."""
+
+
+_loaded: list[ctypes.CDLL] = []
+
+
+def loaded() -> ctypes.CDLL | None:
+    """What `load` gave this process last; None when it gave nothing."""
+    return _loaded[-1] if _loaded else None
 
 
 def load(folder: Path) -> ctypes.CDLL:
@@ -32,7 +40,8 @@ def load(folder: Path) -> ctypes.CDLL:
     if not library.exists():
         _compile(compiler, library)
     try:
-        return ctypes.CDLL(str(library))
+        _loaded[:] = [ctypes.CDLL(str(library))]
+        return _loaded[-1]
     except OSError as error:
         raise BuildError(f"the compiled decoder cannot be loaded: {error}") from error
 

@@ -8,6 +8,7 @@
 #include <sys/mman.h>
 
 #include "attention.h"
+#include "pooled.h"
 
 struct Layer {
   const float *input_norm, *post_norm;  // [H]
@@ -324,6 +325,12 @@ void decoder_pack(void *to, const void *from, int64_t n, int64_t k, int is_bfloa
     pack((Bfloat16 *)to, (const Bfloat16 *)from, n, k);
   else
     pack((float *)to, (const float *)from, n, k);
+}
+
+void decoder_pooled_add(const float *weights, int64_t layers, int64_t heads, int64_t slots, int64_t layer_stride,
+                        int64_t head_stride, float *sums, int64_t sums_stride, int64_t first, int64_t width) {
+  for (int64_t layer = 0; layer < layers; layer++)
+    pooled_add(weights + layer * layer_stride, heads, slots, head_stride, sums + layer * sums_stride, first, width);
 }
 
 Team *decoder_team(const Model *model, int size) {

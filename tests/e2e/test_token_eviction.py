@@ -149,7 +149,7 @@ async def test_a_rule_gives_a_salt_its_policy_unless_a_request_says_otherwise(st
     ("fields", "field"),
     [
         ({"kind": "EVICTION_KIND_NORM_SUM", "recent_tokens": 100}, "eviction_policy.recent_tokens"),
-        ({"kind": "EVICTION_KIND_H2O", "max_cache_tokens": 40, "recent_tokens": 40}, "eviction_policy.max_cache_tokens"),
+        ({"kind": "EVICTION_KIND_KNORM", "max_cache_tokens": 40}, "eviction_policy.max_cache_tokens"),
         (
             {"kind": "EVICTION_KIND_ADAPTIVE_RKV", "kvcrush": pb.KvCrush(budget_blocks=1)},
             "eviction_policy.kvcrush",
