@@ -116,9 +116,7 @@ class TokenEviction:
         with one_thread(self._device):
             return self._evict(sequence, kept, count, table, step)
 
-    def _evict(
-        self, sequence: Running, kept: Kept, count: int, table: tuple[int, ...] | None, step: int
-    ) -> Evicted:
+    def _evict(self, sequence: Running, kept: Kept, count: int, table: tuple[int, ...] | None, step: int) -> Evicted:
         policy = kept.evictor.policy
         evicted = sequence.kept - count
         positions = self._positions(sequence)
