@@ -8,6 +8,7 @@ from torch import Tensor
 
 from executor.eviction.policy import Attention
 from kernels.attention_scores.launch import attention_scores
+from kernels.decoder.launch import Totals
 from kernels.paged_attention.launch import PagedBatch, paged_attention
 
 
@@ -16,12 +17,13 @@ class Counted:
     """A sequence of a step whose attention is wanted.
 
     sequence: its index in the batch. rows: how many of its query rows of this step count, the last ones; at least one.
-    squares: whether the squares of the weights are wanted too.
+    squares: whether the squares of the weights are wanted too. totals: where a forward may add the weights up itself.
     """
 
     sequence: int
     rows: int
     squares: bool = False
+    totals: Totals | None = None
 
 
 @dataclass(frozen=True)

@@ -52,13 +52,13 @@ class CpuDecoder:
         sums = [self._sums(one, int(work.seq_lens[one.sequence])) for one in work.counted]
         placed()
         logits = self._decoder.step(here(ids), *places, here(work.query_start), groups, here(work.rows), sums)
-        attention = tuple(Attention(one.weights, one.squares, one.rows) for one in sums)
+        attention = tuple(Attention(one.weights, one.squares, one.rows, one.totals is not None) for one in sums)
         return Scores(logits, None, here(work.targets), attention)
 
     def _sums(self, counted: Counted, slots: int) -> Sums:
         shape = (*self._shape, slots)
         squares = torch.empty(shape) if counted.squares else None
-        return Sums(counted.sequence, counted.rows, torch.empty(shape), squares)
+        return Sums(counted.sequence, counted.rows, torch.empty(shape), squares, counted.totals)
 
 
 def compiled(forward: Forward, module: Any, groups: Sequence[LayerGroup], folder: Path) -> Forward:

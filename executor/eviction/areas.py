@@ -14,7 +14,7 @@ from executor.eviction.policy import Attention, Contents, Evictor, Space
 from executor.eviction.random_choice import source
 from executor.eviction.ranked import rest
 from executor.eviction.scores import Sums, share
-from kernels.pooled_add.launch import pooled_add
+from kernels.decoder.launch import Totals
 from protos.kvcache.eviction import Kind, KvCrush, Policy
 
 # Tokens over which the maximum of scores is taken.
@@ -83,6 +83,10 @@ class Areas(Blocks):
         # Place of the first query that counted; all later ones do.
         self._first: int | None = None
 
+    def totals(self, slots: int) -> Totals:
+        """The sums, which are pooled."""
+        return Totals(self._sums.room(slots), self.policy.start, max(1, self.pooled))
+
     def observe(self, attention: Attention | None, new: int) -> None:
         """Adds the step's scores, pooled."""
         del new
@@ -93,8 +97,8 @@ class Areas(Blocks):
                 return
             # Nothing is evicted before, so slots are places.
             self._first = attention.weights.shape[-1] - attention.rows
-        sums = self._sums.values(attention.weights.shape[-1])[:, 0]
-        pooled_add(attention.weights, sums, self.policy.start, max(1, self.pooled))
+        if not attention.added:
+            self._sums.add(pool(self.tracked(attention), self.pooled), self.policy.start)
 
     def follow(self, index: Tensor) -> None:
         """Takes the sums along."""

@@ -71,7 +71,8 @@ class TokenEviction:
             if kept is not None:
                 rows = counted_rows(kept.evictor.policy, kept.prompt, sequence.computed, count)
                 if rows:
-                    counted.append(Counted(index, rows, kept.evictor.uses_squares))
+                    totals = kept.evictor.totals(sequence.kept + count)
+                    counted.append(Counted(index, rows, kept.evictor.uses_squares, totals))
         return counted
 
     def observe(

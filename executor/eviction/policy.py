@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kernels.decoder.launch import Totals
 from protos.kvcache.eviction import Kind, Policy
 
 
@@ -28,11 +29,13 @@ class Attention:
 
     weights: [L, Hkv, T] float32, softmax weights summed over the counted queries and over the query heads of a KV head;
     squares: the same of their squares, only for who asks. rows: counted queries, the last ones of the step.
+    added: whether the weights were added to the totals that the policy named.
     """
 
     weights: Tensor
     squares: Tensor | None
     rows: int
+    added: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,11 @@ class Evictor(ABC):
     def __init__(self, policy: Policy, space: Space) -> None:
         self.policy = policy
         self.space = space
+
+    def totals(self, slots: int) -> Totals | None:
+        """Where a forward may add a step's weights itself, sparing `observe` that; slots: in use after the step."""
+        del slots
+        return None
 
     def observe(self, attention: Attention | None, new: int) -> None:
         """After every step of the sequence: `new` of its slots are new; attention is None where nothing was counted."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from executor.eviction.policy import Attention, Contents, Evictor, Space
 from executor.eviction.scores import Sums
+from kernels.decoder.launch import Totals
 from protos.kvcache.eviction import Policy
 
 
@@ -43,10 +44,14 @@ class Watching(Ranked):
         super().__init__(policy, space)
         self.sums = Sums(space, space.kv_heads)
 
+    def totals(self, slots: int) -> Totals | None:
+        """The sums."""
+        return Totals(self.sums.room(slots))
+
     def observe(self, attention: Attention | None, new: int) -> None:
         """Adds what was counted."""
         del new
-        if attention is not None:
+        if attention is not None and not attention.added:
             self.sums.add(attention.weights)
 
     def scores(self, contents: Contents) -> Tensor:

@@ -17,14 +17,18 @@ class Sums:
         # Longer than what is used, and 0 there: a step adds in place, and no slot has to be announced.
         self._held = torch.zeros(space.layers, heads, _LEAST_SLOTS, device=space.device)
 
-    def values(self, slots: int) -> Tensor:
-        """[L, H, slots]: a view, until more slots are asked for."""
+    def room(self, slots: int) -> Tensor:
+        """[L, H, at least slots] contiguous: the sums themselves, until more slots are asked for."""
         room = self._held.shape[-1]
         if slots > room:
             longer = self._held.new_zeros(*self._held.shape[:-1], max(slots, 2 * room))
             longer[..., :room] = self._held
             self._held = longer
-        return self._held[..., :slots]
+        return self._held
+
+    def values(self, slots: int) -> Tensor:
+        """[L, H, slots]: a view, until more slots are asked for."""
+        return self.room(slots)[..., :slots]
 
     def add(self, values: Tensor, first: int = 0) -> None:
         """values: [L, H, n] for the n slots from `first` on."""

@@ -23,14 +23,6 @@ class BuildError(Exception):
     """The decoder cannot be compiled or loaded here; the message is one sentence for people."""
 
 
-_loaded: list[ctypes.CDLL] = []
-
-
-def loaded() -> ctypes.CDLL | None:
-    """What `load` gave this process last; None when it gave nothing."""
-    return _loaded[-1] if _loaded else None
-
-
 def load(folder: Path) -> ctypes.CDLL:
     """The compiled decoder, kept in `folder`. Raises BuildError."""
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
@@ -40,8 +32,7 @@ def load(folder: Path) -> ctypes.CDLL:
     if not library.exists():
         _compile(compiler, library)
     try:
-        _loaded[:] = [ctypes.CDLL(str(library))]
-        return _loaded[-1]
+        return ctypes.CDLL(str(library))
     except OSError as error:
         raise BuildError(f"the compiled decoder cannot be loaded: {error}") from error
 

@@ -148,6 +148,8 @@ class Step {
     });
     matmul(team, normal.data(), int64_t(rows.size()), model.head, write_to(logits, model.vocabulary, model.vocabulary));
     watch.lap(LOGITS);
+    add_totals();
+    watch.lap(ATTENTION);
   }
 
  private:
@@ -246,6 +248,19 @@ class Step {
     }
   }
 
+  // Adds what was counted to the totals of those who keep some.
+  void add_totals() {
+    if (std::none_of(counted.begin(), counted.end(), [](const Counted &entry) { return entry.totals; })) return;
+    team.each(int64_t(counted.size()) * model.layers, [&](int64_t piece) {
+      const Counted &entry = counted[piece / model.layers];
+      if (!entry.totals) return;
+      const int64_t layer = piece % model.layers, together = shape.kv_heads / entry.heads;
+      for (int64_t head = 0; head < entry.heads; head++)
+        pooled_add(entry.weights + (layer * shape.kv_heads + head * together) * entry.keys, together, entry.keys,
+                   entry.totals + (layer * entry.heads + head) * entry.room, entry.first, entry.width);
+    });
+  }
+
   auto write_to(float *to, int64_t stride, int64_t columns) {
     return [=](int64_t row, int64_t count, int64_t tile, const float *sums) {
       int64_t some = std::min<int64_t>(TILE, columns - tile * TILE);
@@ -325,12 +340,6 @@ void decoder_pack(void *to, const void *from, int64_t n, int64_t k, int is_bfloa
     pack((Bfloat16 *)to, (const Bfloat16 *)from, n, k);
   else
     pack((float *)to, (const float *)from, n, k);
-}
-
-void decoder_pooled_add(const float *weights, int64_t layers, int64_t heads, int64_t slots, int64_t layer_stride,
-                        int64_t head_stride, float *sums, int64_t sums_stride, int64_t first, int64_t width) {
-  for (int64_t layer = 0; layer < layers; layer++)
-    pooled_add(weights + layer * layer_stride, heads, slots, head_stride, sums + layer * sums_stride, first, width);
 }
 
 Team *decoder_team(const Model *model, int size) {

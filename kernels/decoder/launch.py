@@ -67,17 +67,31 @@ class TokenGroup:
 
 
 @dataclass(frozen=True)
+class Totals:
+    """Where weights are added up: [L, 1 or Hkv, S] float32 contiguous, S at least the sequence's slots after the step.
+
+    To a slot from `first` on is added the largest of `width` neighbours, this one first; with one row per layer, of the
+    weights summed over KV heads.
+    """
+
+    sums: Tensor
+    first: int = 0
+    width: int = 1
+
+
+@dataclass(frozen=True)
 class Sums:
     """Where the softmax weights of a sequence's last `rows` tokens go, summed over them and each KV head's query heads.
 
     A sequence has one at most. weights: [L, Hkv, T] float32, T the sequence's slots after the step. squares: like it,
-    for the squares of the weights.
+    for the squares of the weights. totals: what the weights are added to.
     """
 
     sequence: int
     rows: int
     weights: Tensor
     squares: Tensor | None = None
+    totals: Totals | None = None
 
 
 class _Linear(ctypes.Structure):
@@ -111,7 +125,8 @@ class _Group(ctypes.Structure):
 class _Counted(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("sequence", "rows", "keys")),
-        *((name, c_void_p) for name in ("weights", "squares")),
+        *((name, c_void_p) for name in ("weights", "squares", "totals")),
+        *((name, c_int64) for name in ("heads", "room", "first", "width")),
     )
 
 
@@ -300,7 +315,20 @@ class Decoder:
                 check_dtype(f"sums.{name}", tensor, torch.float32)
                 check_contiguous(f"sums.{name}", tensor)
         squares = None if sums.squares is None else sums.squares.data_ptr()
-        return _Counted(sums.sequence, sums.rows, keys, sums.weights.data_ptr(), squares)
+        counted = _Counted(sums.sequence, sums.rows, keys, sums.weights.data_ptr(), squares)
+        if (totals := sums.totals) is not None:
+            heads = self._cache_shape[0]
+            check_shape("totals", totals.sums, [len(self._layers), None, None], "[L, 1 or Hkv, S]")
+            check_dtype("totals", totals.sums, torch.float32)
+            check_contiguous("totals", totals.sums)
+            if totals.sums.shape[1] not in (1, heads) or totals.sums.shape[2] < keys:
+                raise ValueError(f"totals: expected [L, 1 or {heads}, at least {keys}], got {list(totals.sums.shape)}")
+            if totals.first < 0 or totals.width < 1:
+                raise ValueError(f"totals: first and width cannot be {totals.first} and {totals.width}")
+            counted.totals = totals.sums.data_ptr()
+            counted.heads, counted.room = totals.sums.shape[1:]
+            counted.first, counted.width = totals.first, totals.width
+        return counted
 
     def _layer(self, weights: LayerWeights) -> _Layer:
         half = self._library.decoder_tile() // 2

@@ -1,0 +1,88 @@
+"""Attention that the compiled decoder counts, against its float64 reference, and what is added up of it."""
+
+import ctypes
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kernels.decoder.launch import Decoder, Totals, obstacle
+from kernels.decoder.reference import step
+from tests.kernels.decoder_cases import BARS, COUNTED, DTYPES, Case, build_world, error_of, library, sums_of
+
+__all__ = ["library"]
+
+
+@DTYPES
+@pytest.mark.parametrize("case", COUNTED.values(), ids=COUNTED.keys())
+def test_attention_is_counted(library: ctypes.CDLL, case: Case, dtype: torch.dtype) -> None:
+    world = build_world(case, dtype)
+    if reason := obstacle(library, world.weights, dtype):
+        pytest.skip(reason)
+    expected, sums = sums_of(case, torch.float64), sums_of(case, torch.float32)
+    logits = step(world.weights, *world.arguments, [(k.double(), v.double()) for k, v in world.caches], expected)
+    decoder = Decoder(library, world.weights, dtype, case.threads)
+    decoder.bind(world.caches)
+    assert error_of(decoder.step(*world.arguments, sums), logits) < BARS[dtype]
+    for one, truth in zip(sums, expected, strict=True):
+        assert truth.squares is not None
+        assert one.squares is not None
+        assert error_of(one.weights, truth.weights) < BARS[dtype]
+        assert error_of(one.squares, truth.squares) < BARS[dtype]
+        group = case.q_heads / case.kv_heads
+        torch.testing.assert_close(one.weights.sum(2), torch.full((case.layers, case.kv_heads), group * one.rows))
+
+
+@pytest.mark.parametrize("case", COUNTED.values(), ids=COUNTED.keys())
+def test_counting_changes_nothing_else_and_is_the_same_every_time(library: ctypes.CDLL, case: Case) -> None:
+    case = replace(case, shared=0)
+    world, sums = build_world(case, torch.float32), sums_of(case, torch.float32)
+    decoder = Decoder(library, world.weights, torch.float32, case.threads)
+    decoder.bind(world.caches)
+    uncounted = decoder.step(*world.arguments)
+    assert torch.equal(decoder.step(*world.arguments, sums), uncounted)
+    for _ in range(20):
+        again = [replace(one, squares=None) for one in sums_of(case, torch.float32)]
+        decoder.step(*world.arguments, again)
+        assert all(torch.equal(one.weights, other.weights) for one, other in zip(again, sums, strict=True))
+
+
+@pytest.mark.parametrize("alike", [True, False])
+@pytest.mark.parametrize(("first", "width"), [(0, 1), (3, 7), (0, 2), (1000, 7)])
+@pytest.mark.parametrize("case", COUNTED.values(), ids=COUNTED.keys())
+def test_what_is_counted_is_added_up_where_that_is_wanted(
+    library: ctypes.CDLL, case: Case, first: int, width: int, alike: bool
+) -> None:
+    world, sums = build_world(case, torch.float32), sums_of(case, torch.float32)
+    before = [torch.rand(case.layers, 1 if alike else case.kv_heads, one.weights.shape[2] + 5) for one in sums]
+    totals = [one.clone() for one in before]
+    # One of them only looks.
+    wanting = [Totals(one, first, width) if number else None for number, one in enumerate(totals)]
+    decoder = Decoder(library, world.weights, torch.float32, case.threads)
+    decoder.bind(world.caches)
+    decoder.step(*world.arguments, [replace(one, totals=to) for one, to in zip(sums, wanting, strict=True)])
+    for one, total, old, to in zip(sums, totals, before, wanting, strict=True):
+        expected = old.clone()
+        weights = one.weights.sum(1, keepdim=True) if alike else one.weights
+        for place in range(first, weights.shape[2] if to else 0):
+            expected[..., place] += weights[..., place : place + width].amax(-1)
+        torch.testing.assert_close(total, expected)
+
+
+def test_wrong_totals_are_named(library: ctypes.CDLL) -> None:
+    case = next(iter(COUNTED.values()))
+    world, (one, *_) = build_world(case, torch.float32), sums_of(case, torch.float32)
+    decoder = Decoder(library, world.weights, torch.float32, 1)
+    decoder.bind(world.caches)
+    slots = one.weights.shape[2]
+    for totals in (
+        Totals(torch.zeros(case.layers, 1, slots - 1)),
+        Totals(torch.zeros(case.layers, case.kv_heads + 1, slots)),
+        Totals(torch.zeros(case.layers + 1, 1, slots)),
+        Totals(torch.zeros(case.layers, 1, slots, dtype=torch.float64)),
+        Totals(torch.zeros(case.layers, 1, 2 * slots)[..., :slots]),
+        Totals(torch.zeros(case.layers, 1, slots), first=-1),
+        Totals(torch.zeros(case.layers, 1, slots), width=0),
+    ):
+        with pytest.raises(ValueError, match="totals"):
+            decoder.step(*world.arguments, [replace(one, totals=totals)])
