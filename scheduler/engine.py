@@ -135,6 +135,9 @@ class Engine:
             self._metrics.evicted_tokens.inc(tokens)
             if generation := self._live.get(arrival):
                 generation.evict(tokens, mass)
+        for arrival, tokens in report.most_kept.items():
+            if generation := self._live.get(arrival):
+                generation.most_kept = max(generation.most_kept, tokens)
 
     async def drain(self, seconds: float) -> None:
         """Takes no more requests and waits for the running ones, at most so long."""

@@ -11,7 +11,7 @@ ASK_AHEAD = 32
 
 @dataclass(slots=True)
 class Eviction:
-    """Of one sequence. All is as it will be when the sent steps are answered.
+    """Of one sequence, as it will be when the sent steps are answered, but for what says otherwise.
 
     prompt: tokens known when it was admitted. own: the blocks that it moves to when it first evicts, none of them when
     it stays where it is; None until the cache manager has given them.
@@ -26,6 +26,19 @@ class Eviction:
     moving: bool = False
     # Whether the cache manager knows that it has moved.
     settled: bool = False
+    # Of the answered steps only: tokens evicted, and the most that were kept at once.
+    gone: int = 0
+    most: int = 0
+
+    def evict(self, tokens: int, computed: int) -> None:
+        """An answered step evicted tokens before it computed more. computed: tokens computed until then."""
+        self.keep(computed)
+        self.gone += tokens
+
+    def keep(self, computed: int) -> int:
+        """Most tokens kept at once, now that so many are computed."""
+        self.most = max(self.most, computed - self.gone)
+        return self.most
 
     def bound(self, kept: int, planned: int) -> float:
         """Planned tokens with which the policy has to be asked again."""

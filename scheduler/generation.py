@@ -42,6 +42,8 @@ class Generation:
         self.hint_answers: tuple[kvcache_pb2.HintAnswer, ...] = ()
         # As the cache manager resolved it; None when nothing is evicted.
         self.policy: kvcache_pb2.EvictionPolicy | None = None
+        # Tokens, in whichever attempt there were most.
+        self.most_kept = 0
         self._evicted_tokens = 0
         # Shares of the scores that stayed, one per eviction.
         self._masses: list[float] = []
@@ -125,6 +127,7 @@ class Generation:
             policy=pb.EvictionPolicy.FromString(policy.SerializeToString()),
             evicted_tokens=self._evicted_tokens,
             tainted=self._evicted_tokens > 0,
+            most_tokens=self.most_kept,
         )
         if self._masses:
             report.kept_mass = sum(self._masses) / len(self._masses)

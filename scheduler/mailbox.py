@@ -118,6 +118,8 @@ class Report:
     moved: dict[int, int] = field(default_factory=dict)
     # Arrival, tokens and the share of the scores that stayed, of each eviction.
     evicted: list[tuple[int, int, float]] = field(default_factory=list)
+    # Most tokens that each arrival with a policy has kept at once.
+    most_kept: dict[int, int] = field(default_factory=dict)
     again: list[Candidate] = field(default_factory=list)
     preempted: list[int] = field(default_factory=list)
     # Session with the executor, not positive while there is none; None when it has not changed.

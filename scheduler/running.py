@@ -174,6 +174,7 @@ class RunningSet:
             sequence.computed += count
             if samples:
                 waiting[sequence.handle] = sequence
+        self._note_kept()
         if result.step != flight.step or set(result.sequences) != waiting.keys():
             raise ExecutorLostError(f"step {flight.step} was answered with other sequences than it sampled")
         logprobs = {one.index: one for one in result.logprobs}
@@ -195,12 +196,19 @@ class RunningSet:
         self._detach_leaving()
 
     def _commit_evictions(self, flight: Flight, result: execution_pb2.StepResult) -> None:
-        for sequence, computed in flight.moved:
-            self.report.moved[sequence.handle] = computed
+        for moved, computed in flight.moved:
+            self.report.moved[moved.handle] = computed
         columns = zip(result.evicted_sequences, result.evicted_tokens, result.kept_masses, strict=True)
         for handle, tokens, mass in columns:
-            if handle in self._evicting:
-                self.report.evicted.append((self._evicting[handle].request.arrival, tokens, mass))
+            sequence = self._evicting.get(handle)
+            if sequence is not None and sequence.eviction is not None:
+                sequence.eviction.evict(tokens, sequence.computed)
+                self.report.evicted.append((sequence.request.arrival, tokens, mass))
+
+    def _note_kept(self) -> None:
+        for sequence in self._evicting.values():
+            assert sequence.eviction is not None
+            self.report.most_kept[sequence.request.arrival] = sequence.eviction.keep(sequence.computed)
 
     def leave(self, sequence: Sequence, reason: Exit) -> None:
         """Begins the exit of a sequence; it ends at once when no step in flight touches it."""

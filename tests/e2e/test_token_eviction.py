@@ -75,6 +75,7 @@ async def test_an_evicting_run_leaves_its_prompt_to_others_and_to_itself(stack: 
     report = first.usage.eviction
     assert report.evicted_tokens >= PROMPT - 96
     assert report.tainted
+    assert report.most_tokens == (96 if name == "batch-max" else PROMPT)
     assert report.policy.kind == pb.EvictionPolicy(**POLICIES[name]).kind
     assert report.policy.HasField("recent_tokens")
     assert report.HasField("kept_mass") == (name in ("norm sum", "snapkv", "batch-max"))
@@ -90,6 +91,7 @@ async def test_a_budget_above_the_length_gives_the_same_output(stack: Stack) -> 
         evicting, plain = await run(stack, request_of("roomy", roomy, salt=name), request_of("roomy", None))
         assert evicting.token_ids == plain.token_ids
         assert evicting.usage.eviction.evicted_tokens == 0
+        assert evicting.usage.eviction.most_tokens == PROMPT + OUTPUT - 1
         assert not evicting.usage.eviction.tainted
 
 

@@ -272,16 +272,18 @@ class EvictionPolicy(_message.Message):
     def __init__(self, kind: _Optional[_Union[EvictionKind, str]] = ..., start_tokens: _Optional[int] = ..., recent_tokens: _Optional[int] = ..., max_cache_tokens: _Optional[int] = ..., period_tokens: _Optional[int] = ..., during_prefill: _Optional[bool] = ..., positions: _Optional[_Union[EvictionPositions, str]] = ..., score_window_tokens: _Optional[int] = ..., kvcrush: _Optional[_Union[KvCrush, _Mapping]] = ..., adaptive_rkv: _Optional[_Union[AdaptiveRkv, _Mapping]] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class EvictionReport(_message.Message):
-    __slots__ = ("policy", "evicted_tokens", "kept_mass", "tainted")
+    __slots__ = ("policy", "evicted_tokens", "kept_mass", "tainted", "most_tokens")
     POLICY_FIELD_NUMBER: _ClassVar[int]
     EVICTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     KEPT_MASS_FIELD_NUMBER: _ClassVar[int]
     TAINTED_FIELD_NUMBER: _ClassVar[int]
+    MOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     policy: EvictionPolicy
     evicted_tokens: int
     kept_mass: float
     tainted: bool
-    def __init__(self, policy: _Optional[_Union[EvictionPolicy, _Mapping]] = ..., evicted_tokens: _Optional[int] = ..., kept_mass: _Optional[float] = ..., tainted: _Optional[bool] = ...) -> None: ...
+    most_tokens: int
+    def __init__(self, policy: _Optional[_Union[EvictionPolicy, _Mapping]] = ..., evicted_tokens: _Optional[int] = ..., kept_mass: _Optional[float] = ..., tainted: _Optional[bool] = ..., most_tokens: _Optional[int] = ...) -> None: ...
 
 class StreamGenerateRequest(_message.Message):
     __slots__ = ("request_id", "model", "text", "chat", "token_ids", "max_tokens", "sampling", "stop", "stop_token_ids", "ignore_eos", "priority", "cache", "n", "eviction_policy")

@@ -105,7 +105,7 @@ def test_an_executor_that_follows_the_policy_finds_room_for_all_that_is_planned(
     running.admit(sequence)
     flights: list[tuple[Flight, pb.StepResult]] = []
     asked_at = settled_at = moved = None
-    given_own, moves, number, evicted = False, 0, 0, 0
+    given_own, moves, number, evicted, most_kept = False, 0, 0, 0, 0
     for turn in range(1000):
         plan = running.plan(budget)
         if plan.compute:
@@ -126,6 +126,7 @@ def test_an_executor_that_follows_the_policy_finds_room_for_all_that_is_planned(
             running.commit(flight, result)
         report = running.take_report()
         evicted += sum(tokens for _, tokens, _ in report.evicted)
+        most_kept = report.most_kept.get(request.arrival, most_kept)
         if report.evicting and asked_at is None:
             assert report.evicting == {HANDLE: True}
             asked_at = turn
@@ -154,6 +155,7 @@ def test_an_executor_that_follows_the_policy_finds_room_for_all_that_is_planned(
     assert executor.computed == prompt + output - 1
     assert moves == (1 if executor.evictions else 0)
     assert evicted == sum(executor.evictions)
+    assert most_kept == executor.most
     if executor.evictions:
         assert moved is not None
         assert moved <= executor.computed
