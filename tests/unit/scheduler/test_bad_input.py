@@ -155,7 +155,7 @@ def test_the_client_says_in_one_line_that_nothing_listens() -> None:
 
 def test_the_scheduler_imports_neither_torch_nor_transformers_nor_its_neighbours() -> None:
     code = (
-        "import sys, scheduler.__main__, scheduler.generate;"
+        "import sys, scheduler.__main__, scheduler.generate, scheduler.kvctl;"
         "print({'torch', 'transformers', 'cachemgr', 'executor', 'kernels'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,0 +1,123 @@
+"""`kvctl limits` on a real stack with a tiny pool: exhausted without eviction, out of time with it."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import signal
+import sys
+from asyncio.subprocess import PIPE
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.stack import Stack, free_address
+
+# 11 blocks.
+POOL = 176
+PROMPT = 32
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[Stack]:
+    with Stack(executor_max_tokens=POOL, executor_metrics_address=free_address()) as stack:
+        yield stack
+
+
+async def kvctl(stack: Stack, folder: Path, *options: str) -> tuple[int, str, list[dict[str, str]]]:
+    """Status, everything it printed, and the lines of its file."""
+    target = folder / "limits.csv"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "scheduler.kvctl", "limits", "--address", stack.scheduler, "--admin", stack.admin,
+        "--prompt-tokens", str(PROMPT), "--csv", str(target), *options, stdout=PIPE, stderr=PIPE,
+    )  # fmt: skip
+    out, err = await process.communicate()
+    assert process.returncode is not None
+    with target.open() as file:
+        return process.returncode, (out + err).decode(), list(csv.DictReader(file))
+
+
+@pytest.mark.model
+async def test_without_eviction_the_longest_output_is_what_the_cache_holds(tiny: Stack, tmp_path: Path) -> None:
+    status, said, rows = await kvctl(
+        tiny, tmp_path, "--mode", "gen_length", "--executor-metrics", tiny.executor_metrics
+    )
+    assert status == 0, said
+    assert [int(row["tokens"]) for row in rows] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    assert [row["ending"] for row in rows] == ["done"] * 8 + ["cache exhausted"]
+    assert "longest output: 128 tokens; 256: cache exhausted" in said
+    # The prompt and 127 tokens more, in whole blocks; capacity comes a little ahead.
+    assert (PROMPT + 127) / POOL <= float(rows[-2]["cache_most"]) <= 1
+    assert int(rows[-2]["executor_resident_bytes"]) > 100e6
+    assert "resident memory: executor" in said
+
+
+@pytest.mark.model
+async def test_with_eviction_it_ends_by_time(tiny: Stack, tmp_path: Path) -> None:
+    policy = ("--policy", "norm_sum", "--start", "16", "--recent", "32", "--budget", "96")
+    status, said, rows = await kvctl(tiny, tmp_path, "--mode", "gen_length", "--timeout", "10", *policy)
+    assert status == 0, said
+    assert [row["ending"] for row in rows] == ["done"] * (len(rows) - 1) + ["time-out"]
+    assert int(rows[-2]["tokens"]) > POOL - PROMPT
+    # 7 blocks of the 11.
+    assert max(float(row["cache_most"]) for row in rows) < 0.65
+
+
+@pytest.mark.model
+async def test_the_most_prompts_at_once_are_found_by_bisecting(tiny: Stack, tmp_path: Path) -> None:
+    status, said, rows = await kvctl(tiny, tmp_path, "--mode", "gen_throughput", "--output-tokens", "16")
+    assert status == 0, said
+    # 32 + 15 tokens take 3 blocks.
+    assert [(int(row["prompts"]), row["ending"]) for row in rows] == [
+        (1, "done"), (2, "done"), (4, "cache exhausted"), (3, "done"),
+    ]  # fmt: skip
+    assert "most prompts at once: 3 prompts; 4: cache exhausted" in said
+
+
+@pytest.mark.model
+async def test_ctrl_c_ends_it_and_keeps_the_rounds_so_far(tiny: Stack, tmp_path: Path) -> None:
+    target = tmp_path / "limits.csv"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "scheduler.kvctl", "limits", "--mode", "gen_length", "--address", tiny.scheduler,
+        "--admin", tiny.admin, "--prompt-tokens", str(PROMPT), "--csv", str(target),
+        "--policy", "sliding_window", "--recent", "64", "--compacted", stdout=PIPE, stderr=PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    for _ in range(3):
+        await process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    _, err = await process.communicate()
+    assert process.returncode == 130
+    assert err.decode().splitlines() == ["interrupted"]
+    assert len(target.read_text().splitlines()) >= 4
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--policy", "norm_sum", "--budget", "100"), "error: eviction_policy.max_cache_tokens must be a multiple"),
+        (("--prompt-tokens", "400"), "error: token_ids.token_ids has 400 tokens"),
+        (("--admin", "unix:/nowhere"), "error: no answer at "),
+        (("--executor-metrics", free_address()), "error: no metrics at "),
+    ],
+)
+async def test_what_is_wrong_is_said_in_one_line(
+    tiny: Stack, tmp_path: Path, options: tuple[str, ...], said: str
+) -> None:
+    status, printed, rows = await kvctl(tiny, tmp_path, "--mode", "gen_length", *options)
+    assert status == 1
+    assert printed.startswith(said)
+    assert printed.count("\n") == 1
+    assert rows == []
+
+
+@pytest.mark.parametrize("options", [("--policy", "best"), ("--budget", "64")])
+async def test_a_policy_that_does_not_exist_or_is_not_named_is_refused(options: tuple[str, ...]) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "scheduler.kvctl", "limits", "--mode", "gen_length", *options, stdout=PIPE, stderr=PIPE
+    )
+    _, err = await process.communicate()
+    assert process.returncode == 2
+    assert "--policy" in err.decode()
