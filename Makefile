@@ -71,7 +71,8 @@ proto: dev ## Generate the stubs
 
 ##@ Measure
 
-MEASUREMENTS := exactness $(addprefix bench-,serving peers gpu overhead prefix fairness memory manager trace eviction-cost)
+MEASUREMENTS := exactness $(addprefix bench-,serving peers gpu overhead prefix fairness memory manager trace)
+MEASUREMENTS += $(addprefix bench-,window eviction-cost)
 .PHONY: $(MEASUREMENTS) peers
 exactness: dev ## Compare greedy output with transformers in every combination of settings
 bench-serving: dev ## How fast the stack serves, beside what the machine can do at most
@@ -81,6 +82,7 @@ bench-overhead: dev ## What the cache manager costs in a process of its own
 bench-prefix: dev ## What the reuse of a common prefix gains
 bench-fairness: dev ## What a long prompt does to those that stream
 bench-memory: dev ## What every process holds, and that none grows with the requests
+bench-window: dev ## What a sliding window saves beside the full cache
 bench-manager: dev ## What the cache manager's decisions cost
 bench-trace: dev ## What wishes gain on recorded requests: make bench-trace TRACE=file.jsonl
 bench-eviction-cost: dev ## What token eviction costs and gains in speed, policy by policy

@@ -110,3 +110,33 @@ def _share(runs: Sequence[Mapping[str, Any]], dtype: str, case: str, engine: str
         return 0.0, ""
     share = 100 * _median(group, "limit_s") / _median(group, "seconds")
     return share, f"{_median(group, 'output_tokens_per_s'):.0f}"
+
+
+def window(kept: Mapping[str, Any], target: Path) -> bool:
+    """What all requests keep over time, and how much of the output a window leaves as it is. False if not drawn."""
+    figure = _figure(1 + len(kept["models"]), "A sliding window beside the full cache")
+    if figure is None:
+        return False
+    *courses, agreement = figure.axes
+    for number, (axes, (model, tables)) in enumerate(zip(courses, kept["models"].items(), strict=True)):
+        for place, (label, points) in enumerate(tables["curves"].items()):
+            axes.step(
+                [time for time, _ in points],
+                [total for _, total in points],
+                where="post",
+                label=label,
+                color=COLOURS[place],
+            )
+        axes.set_ylabel("tokens kept")
+        axes.set_xlabel("seconds")
+        axes.set_title(f"{model}: 3 requests, 30 tokens each", fontsize=10, loc="left")
+        axes.legend(frameon=False, fontsize=9)
+        rows = tables["agreement"]
+        names = ["full" if row["window"] is None else str(row["window"]) for row in rows]
+        agreement.plot(names, [100 * row["agreement"] for row in rows], "o-", label=model, color=COLOURS[number])
+    agreement.set_ylabel("% same tokens")
+    agreement.set_xlabel("window")
+    agreement.set_title("agreement with the full cache, 40 tokens", fontsize=10, loc="left")
+    agreement.legend(frameon=False, fontsize=9)
+    figure.savefig(target)
+    return True
