@@ -71,10 +71,11 @@ proto: dev ## Generate the stubs
 
 ##@ Measure
 
-MEASUREMENTS := exactness $(addprefix bench-,serving peers gpu overhead prefix fairness memory manager trace)
-MEASUREMENTS += $(addprefix bench-,window eviction-cost)
+MEASUREMENTS := exactness eval-eviction $(addprefix bench-,serving peers gpu overhead prefix fairness memory manager)
+MEASUREMENTS += $(addprefix bench-,trace window batchmax eviction-cost)
 .PHONY: $(MEASUREMENTS) peers
 exactness: dev ## Compare greedy output with transformers in every combination of settings
+eval-eviction: dev ## What each eviction policy costs in quality, on the default model
 bench-serving: dev ## How fast the stack serves, beside what the machine can do at most
 bench-peers: dev ## The same beside other engines, which `make peers` installs
 bench-gpu: dev ## What the GPU path reaches, where there is a CUDA device
@@ -83,6 +84,7 @@ bench-prefix: dev ## What the reuse of a common prefix gains
 bench-fairness: dev ## What a long prompt does to those that stream
 bench-memory: dev ## What every process holds, and that none grows with the requests
 bench-window: dev ## What a sliding window saves beside the full cache
+bench-batchmax: dev ## What eviction while prompts are computed gains in requests at once, beside the paper
 bench-manager: dev ## What the cache manager's decisions cost
 bench-trace: dev ## What wishes gain on recorded requests: make bench-trace TRACE=file.jsonl
 bench-eviction-cost: dev ## What token eviction costs and gains in speed, policy by policy

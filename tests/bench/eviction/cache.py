@@ -1,0 +1,124 @@
+"""A prompt that is computed once, and what any number of policies leave of it, by the executor's own engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from executor.batch import Work, pack
+from executor.counting import Counted
+from executor.eviction.engine import TokenEviction
+from executor.eviction.policy import Attention
+from executor.kv_pool import KvPools
+from executor.model import Model
+from executor.running import Running
+from executor.step import Sampling
+from protos.kvcache.eviction import Layout, Policy
+
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Computed:
+    """Of tokens computed together. logits: [n, V] float32, of each one's next. attention: of what was counted."""
+
+    logits: Tensor
+    attention: Attention | None
+
+
+class Cache:
+    """Pools with two tables: one for a whole prompt and what follows it, one for what a policy keeps and that."""
+
+    def __init__(self, model: Model, tokens: int) -> None:
+        """tokens: the most that either table has to hold."""
+        self.model = model
+        blocks = -(-tokens // BLOCK_SIZE)
+        self.pools = KvPools(model.groups, 2 * blocks, BLOCK_SIZE, model.dtype, model.device)
+        self.engine = TokenEviction(self.pools, model.rotary, model.device)
+        self.whole = tuple(range(1, blocks + 1))
+        self.private = tuple(range(blocks + 1, 2 * blocks + 1))
+        self._last_tokens = torch.zeros(1, dtype=torch.int64, device=model.device)
+        self._prompt: list[int] = []
+        self._attention: dict[int, Attention] = {}
+        self._step = 0
+
+    @property
+    def layout(self) -> Layout:
+        """What policies are parsed for."""
+        windows = tuple(group.shape.window for group in self.model.groups)
+        return Layout(BLOCK_SIZE, windows, self.model.rotary is not None)
+
+    def sequence(self, tokens: Sequence[int], policy: Policy | None = None) -> Running:
+        """A sequence in the table of the whole prompt, of which nothing is computed."""
+        tables = [np.asarray(self.whole, dtype=np.int32)]
+        ids = np.asarray(tokens, dtype=np.int64)
+        sequence = Running(0, ids, len(ids), 0, len(ids), 0, tables, Sampling(), policy)
+        sequence.compacted = policy is not None and policy.compacted
+        self.engine.clear()
+        self.engine.add(sequence)
+        return sequence
+
+    def work(self, sequence: Running, tokens: Sequence[int], counted: Sequence[Counted] = ()) -> Work:
+        """Of computing these tokens behind those computed, with the logits of all of them."""
+        sequence.tokens = np.concatenate([sequence.tokens[: sequence.computed], np.asarray(tokens, dtype=np.int64)])
+        work = pack([sequence], [len(tokens)], self._last_tokens, BLOCK_SIZE, 1, counted)
+        return replace(work, rows=np.arange(len(tokens)))
+
+    def compute(self, sequence: Running, tokens: Sequence[int], counted: Sequence[Counted] = ()) -> Computed:
+        """Computes these tokens behind those computed."""
+        scores = self.model.forward.scores(self.work(sequence, tokens, counted), self.pools)
+        sequence.computed += len(tokens)
+        sequence.kept += len(tokens)
+        return Computed(scores.logits.float(), scores.attention[0] if scores.attention else None)
+
+    def prefill(self, tokens: Sequence[int]) -> int:
+        """Computes a prompt, counting the attention of all its queries; returns the likeliest next token."""
+        self._prompt = list(tokens)
+        self._attention.clear()
+        sequence = self.sequence(self._prompt)
+        work = self.work(sequence, tokens, [Counted(0, len(tokens), squares=True)])
+        # All the logits of a long prompt would take long.
+        scores = self.model.forward.scores(replace(work, rows=work.rows[-1:]), self.pools)
+        self._attention[len(tokens)] = scores.attention[0]
+        return int(scores.logits[0].argmax())
+
+    def whole_prompt(self) -> Running:
+        """The prompt with nothing evicted, ready to compute more."""
+        sequence = self.sequence(self._prompt)
+        sequence.computed = sequence.kept = len(self._prompt)
+        return sequence
+
+    def evicted(self, policy: Policy) -> Running:
+        """What a policy that watched the prompt leaves of it, ready to compute more."""
+        prompt = len(self._prompt)
+        sequence = self.sequence(self._prompt, policy)
+        counted = self.engine.counted([sequence], [prompt])
+        attention = [self._last_rows(entry) for entry in counted]
+        # That may have been another sequence of the engine; this one starts anew.
+        self.engine.clear()
+        self.engine.add(sequence)
+        self.engine.observe([sequence], [prompt], counted, attention)
+        sequence.computed = sequence.kept = prompt
+        self.evict(sequence, self.private)
+        return sequence
+
+    def evict(self, sequence: Running, table: tuple[int, ...]) -> None:
+        """Evicts what its policy says now. table: what all that stays moves to, () to stay."""
+        self._step += 1
+        self.engine.evict(sequence, table, self._step)
+
+    def _last_rows(self, counted: Counted) -> Attention:
+        """Of the prompt's last queries, computed once more for that: keys and values stay, but for rounding."""
+        if counted.rows not in self._attention:
+            sequence = self.sequence(self._prompt)
+            sequence.computed = sequence.kept = len(self._prompt) - counted.rows
+            last = self._prompt[-counted.rows :]
+            attention = self.compute(sequence, last, [replace(counted, squares=True)]).attention
+            assert attention is not None
+            self._attention[counted.rows] = attention
+        attention = self._attention[counted.rows]
+        return attention if counted.squares else replace(attention, squares=None)

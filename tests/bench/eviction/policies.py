@@ -1,0 +1,103 @@
+"""The policies that are compared, each with sizes for a budget of tokens that stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from protos.execution.v1 import execution_pb2 as pb
+from protos.kvcache.eviction import Kind, Layout, Policy, parse
+
+FULL = "full cache"
+# Tokens of the first block, which always stay where a policy leaves that open.
+_START = 16
+# What single tokens are evicted by, in one go.
+_PERIOD = 16
+_SINKS = 4
+
+
+def _recent(budget: int) -> int:
+    """A quarter of the budget, in whole blocks."""
+    return max(16, budget // 4 // 16 * 16)
+
+
+def _random(budget: int) -> dict[str, Any]:
+    return _tokens(Kind.RANDOM, budget) | {"start_tokens": 0, "recent_tokens": 0}
+
+
+def _window(sinks: int) -> Callable[[int], dict[str, Any]]:
+    def fields(budget: int) -> dict[str, Any]:
+        return {"kind": Kind.SLIDING_WINDOW.value, "start_tokens": sinks, "recent_tokens": budget - sinks}
+
+    return fields
+
+
+def _blocks(kind: Kind) -> Callable[[int], dict[str, Any]]:
+    def fields(budget: int) -> dict[str, Any]:
+        areas = {"start_tokens": _START, "recent_tokens": _recent(budget)}
+        return {"kind": kind.value, "max_cache_tokens": budget, **areas}
+
+    return fields
+
+
+def _crushed(budget: int) -> dict[str, Any]:
+    """A quarter of the budget for blocks that KVCrush spares, which come on top of the policy's own maximum."""
+    spared = max(1, budget // 64)
+    return _blocks(Kind.NORM_SUM)(budget) | {
+        "max_cache_tokens": budget - 16 * spared,
+        "recent_tokens": max(16, _recent(budget) // 2 // 16 * 16),
+        "kvcrush": pb.KvCrush(budget_blocks=spared),
+    }
+
+
+def _snapkv(budget: int) -> dict[str, Any]:
+    return {"kind": Kind.SNAPKV.value, "max_cache_tokens": budget}
+
+
+def _tokens(kind: Kind, budget: int) -> dict[str, Any]:
+    """Single tokens: the budget stays when a period of tokens has gone."""
+    return {"kind": kind.value, "max_cache_tokens": budget + _PERIOD, "period_tokens": _PERIOD, "seed": 1}
+
+
+def _between(kind: Kind) -> Callable[[int], dict[str, Any]]:
+    def fields(budget: int) -> dict[str, Any]:
+        return _tokens(kind, budget) | {"start_tokens": _START, "recent_tokens": _recent(budget)}
+
+    return fields
+
+
+def _heavy(budget: int) -> dict[str, Any]:
+    """As the paper has it: half of the budget recent, no start area."""
+    return _tokens(Kind.H2O, budget) | {"start_tokens": 0, "recent_tokens": budget // 2}
+
+
+def _average(budget: int) -> dict[str, Any]:
+    """As the paper has it: nothing is exempt."""
+    return _tokens(Kind.AVERAGE, budget) | {"start_tokens": 0, "recent_tokens": 0}
+
+
+RANDOM, WINDOW, SINKS = "random", "window", "window, 4 sinks"
+POLICIES: dict[str, Callable[[int], dict[str, Any]]] = {
+    RANDOM: _random,
+    "random, areas": _between(Kind.RANDOM),
+    WINDOW: _window(0),
+    SINKS: _window(_SINKS),
+    "SUM": _blocks(Kind.SUM),
+    "NORM_SUM": _blocks(Kind.NORM_SUM),
+    "ADAPTIVE_RKV": _blocks(Kind.ADAPTIVE_RKV),
+    "KVCrush": _crushed,
+    "SNAPKV": _snapkv,
+    "H2O": _heavy,
+    "TOVA": _between(Kind.TOVA),
+    "ROCO": _between(Kind.ROCO),
+    "AVERAGE": _average,
+    "KEYDIFF": _between(Kind.KEYDIFF),
+    "KNORM": _between(Kind.KNORM),
+}
+
+
+def policy(name: str, budget: int, layout: Layout) -> Policy:
+    """One of POLICIES with so many tokens to keep."""
+    chosen = parse(pb.EvictionPolicy(**POLICIES[name](budget)), layout)
+    assert chosen is not None
+    return chosen

@@ -1,0 +1,37 @@
+"""Figures from windows, with intervals: windows differ far more than policies do, so all is compared in pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+RESAMPLES = 1000
+_SEED = 1
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A figure and where 95 % of its bootstrap resamples lie."""
+
+    value: float
+    low: float
+    high: float
+
+
+def mean(values: Sequence[float]) -> Interval:
+    """A mean over windows, drawn with repetition; the same draws for all lists of one length."""
+    known = np.asarray(values, dtype=np.float64)
+    drawn = np.random.default_rng(_SEED).integers(len(known), size=(RESAMPLES, len(known)))
+    low, high = np.percentile(known[drawn].mean(axis=1), (2.5, 97.5))
+    return Interval(float(known.mean()), float(low), float(high))
+
+
+def ratio(losses: Sequence[float], others: Sequence[float]) -> Interval:
+    """The ratio of two perplexities, from mean negative log likelihoods of the same windows.
+
+    Both are resampled together (paired bootstrap). Raises ValueError for different numbers of windows.
+    """
+    paired = mean([one - other for one, other in zip(losses, others, strict=True)])
+    return Interval(*(float(np.exp(value)) for value in (paired.value, paired.low, paired.high)))
