@@ -117,7 +117,7 @@ class Cache:
             sequence = self.sequence(self._prompt)
             sequence.computed = sequence.kept = len(self._prompt) - counted.rows
             last = self._prompt[-counted.rows :]
-            attention = self.compute(sequence, last, [replace(counted, squares=True)]).attention
+            attention = self.compute(sequence, last, [replace(counted, squares=True, totals=None)]).attention
             assert attention is not None
             self._attention[counted.rows] = attention
         attention = self._attention[counted.rows]
