@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from protos.generation.v1 import generation_pb2 as pb
+from protos.kvcache.eviction import Layout, parse
 from protos.kvcache.v1 import kvcache_pb2 as kv
 from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
 from protos.rpc.errors import from_rpc_error
@@ -30,8 +31,30 @@ POLICIES: dict[str, dict[str, Any]] = {
         "positions": "EVICTION_POSITIONS_COMPACTED",
     },
 }
-# Prompt tokens whose queries a policy has to see; those of the others come from the cache.
-UNSEEN = {"norm sum": 8, "snapkv": 8, "batch-max": PROMPT}
+# Every other kind.
+MORE: dict[str, dict[str, Any]] = {
+    "sum": {"kind": "EVICTION_KIND_SUM", "start_tokens": 16, "recent_tokens": 32, "max_cache_tokens": 96},
+    "adaptive rkv": {
+        "kind": "EVICTION_KIND_ADAPTIVE_RKV",
+        "start_tokens": 16,
+        "recent_tokens": 32,
+        "max_cache_tokens": 96,
+    },
+    "kvcrush": {
+        "kind": "EVICTION_KIND_SUM",
+        "start_tokens": 16,
+        "recent_tokens": 32,
+        "max_cache_tokens": 80,
+        "kvcrush": pb.KvCrush(budget_blocks=1),
+    },
+    "h2o": {"kind": "EVICTION_KIND_H2O", "max_cache_tokens": 96},
+    "tova": {"kind": "EVICTION_KIND_TOVA", "max_cache_tokens": 96},
+    "roco": {"kind": "EVICTION_KIND_ROCO", "max_cache_tokens": 96},
+    "key norm": {"kind": "EVICTION_KIND_KNORM", "max_cache_tokens": 96},
+    "last": {"kind": "EVICTION_KIND_LAST", "max_cache_tokens": 65},
+    "random": {"kind": "EVICTION_KIND_RANDOM", "max_cache_tokens": 96, "seed": 1},
+}
+LAYOUT = Layout(16, (None,), plain_rotary=True)
 
 
 def prompt_of(name: str) -> list[int]:
@@ -56,18 +79,18 @@ async def run(stack: Stack, *requests: pb.StreamGenerateRequest) -> list[Output]
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", POLICIES | MORE)
 async def test_an_evicting_run_leaves_its_prompt_to_others_and_to_itself(stack: Stack, name: str) -> None:
-    plain, cold = await run(stack, request_of(name, None, reuse=False), request_of(name, POLICIES[name], reuse=False))
+    fields = (POLICIES | MORE)[name]
+    chosen = parse(pb.EvictionPolicy(**fields), LAYOUT)
+    assert chosen is not None
+    plain, cold = await run(stack, request_of(name, None, reuse=False), request_of(name, fields, reuse=False))
     for _ in range(2):
-        (first,) = await run(stack, request_of(name, POLICIES[name]))
+        (first,) = await run(stack, request_of(name, fields))
         assert first.token_ids == cold.token_ids
-    # Whole blocks of what is computed before the first eviction; a cached block is taken in part, too.
-    reused = first.usage.cached_tokens
-    if name == "batch-max":
-        assert reused == 0
-    else:
-        assert reused >= PROMPT - UNSEEN.get(name, 1) - 16
+    # All but what the policy has to see and the last token, which is always computed.
+    reusable = min(chosen.reusable(PROMPT), PROMPT - 1)
+    assert max(0, reusable - 16) <= first.usage.cached_tokens <= reusable
     (after,) = await run(stack, request_of(name, None))
     assert after.token_ids == plain.token_ids
     clean = 96 if name == "batch-max" else PROMPT - 1
@@ -76,9 +99,9 @@ async def test_an_evicting_run_leaves_its_prompt_to_others_and_to_itself(stack: 
     assert report.evicted_tokens >= PROMPT - 96
     assert report.tainted
     assert report.most_tokens == (96 if name == "batch-max" else PROMPT)
-    assert report.policy.kind == pb.EvictionPolicy(**POLICIES[name]).kind
+    assert report.policy.kind == pb.EvictionPolicy(**fields).kind
     assert report.policy.HasField("recent_tokens")
-    assert report.HasField("kept_mass") == (name in ("norm sum", "snapkv", "batch-max"))
+    assert report.HasField("kept_mass") == chosen.uses_scores
     assert not after.usage.HasField("eviction")
     assert not (await settle(stack.admin)).violations
 

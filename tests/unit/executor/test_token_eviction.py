@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from executor.errors import CapacityExceededError, InvalidStepError, UnknownSequenceError
 from executor.model import Model
 from executor.step import Evicted, Step
 from protos.execution.v1 import execution_pb2 as pb
@@ -240,9 +241,29 @@ def kept_positions(driver: Driver, known: list[int], kept: int) -> list[int]:
     return positions[0, 0].sort().values.tolist()
 
 
-def test_steps_that_evict_wrongly_are_refused_and_change_nothing(tiny: Model) -> None:
-    from executor.errors import CapacityExceededError, InvalidStepError, UnknownSequenceError
+@pytest.mark.parametrize("compacted", [True, False])
+def test_only_compacted_positions_go_beyond_the_models_length(tiny: Model, compacted: bool) -> None:
+    fields = small(Kind.SLIDING_WINDOW) | {"period_tokens": 8, "positions": 2 if compacted else 1}
+    driver, client = Driver(tiny), Client(1, policy_of(tiny, fields), chunk=len(PROMPT))
+    length = tiny.max_positions
+    for step in range(1, length + 40 - len(PROMPT)):
+        changes = client.next(driver, PROMPT)
+        made = Step(
+            step,
+            joining=(changes["joining"],) if "joining" in changes else (),
+            chunks={1: changes["chunk"]} if "chunk" in changes else {},
+            evicting={1: changes["evicting"]} if "evicting" in changes else {},
+        )
+        if client.computed > length and not compacted:
+            with pytest.raises(CapacityExceededError, match=f"the model takes {length}"):
+                driver.runner.launch(made)
+            return
+        assert driver.runner.launch(made).result().sampled
+    assert compacted
+    assert client.computed > length
 
+
+def test_steps_that_evict_wrongly_are_refused_and_change_nothing(tiny: Model) -> None:
     driver = Driver(tiny)
     chosen = policy_of(tiny, small(Kind.SLIDING_WINDOW))
     with_policy = replace(driver.joining(1, PROMPT), policy=chosen)
