@@ -140,3 +140,31 @@ def window(kept: Mapping[str, Any], target: Path) -> bool:
     agreement.legend(frameon=False, fontsize=9)
     figure.savefig(target)
     return True
+
+
+def batchmax(kept: Mapping[str, Any], target: Path) -> bool:
+    """Speed by method in both schedules, and what output keeps. False without matplotlib."""
+    figure = _figure(3, "Eviction in the prompt (BM), behind it (ED) and none (FKV)")
+    if figure is None:
+        return False
+    decode, whole, quality = figure.axes
+    names = [row["method"] for row in kept["together"]]
+    for axes, key, title in (
+        (decode, "decode_tokens_per_s", "decode phase of the first batch (above the bars: its requests)"),
+        (whole, "tokens_per_s", "end to end (above the bars: requests of the first batch)"),
+    ):
+        series = {
+            schedule: [(row[key], str(row["batch"])) for row in kept[schedule]]
+            for schedule in ("together", "continuous")
+        }
+        _bars(axes, names, series)
+        axes.set_ylabel("output tokens/s")
+        axes.set_title(title, fontsize=10, loc="left")
+    rows = [row for row in kept["quality"] if row["method"].startswith("BM")]
+    for place, key in enumerate(("rouge_2", "agreement")):
+        quality.plot([row["budget"] for row in rows], [row[key] for row in rows], "o-", label=key, color=COLOURS[place])
+    quality.set_xlabel("budget in tokens")
+    quality.set_title("output beside FKV's", fontsize=10, loc="left")
+    quality.legend(frameon=False, fontsize=9)
+    figure.savefig(target)
+    return True

@@ -39,17 +39,23 @@ def greedy_request(
 
 
 async def generate(
-    stub: rpc.GenerationServiceAsyncStub, request: pb.StreamGenerateRequest, seconds: float = 600
+    stub: rpc.GenerationServiceAsyncStub,
+    request: pb.StreamGenerateRequest,
+    seconds: float = 600,
+    begun: asyncio.Event | None = None,
 ) -> Output:
-    """Runs a request of one sample to its end."""
-    [output] = await generate_samples(stub, request, seconds)
+    """Runs a request of one sample to its end. begun: set with its first token."""
+    [output] = await generate_samples(stub, request, seconds, begun)
     return output
 
 
 async def generate_samples(
-    stub: rpc.GenerationServiceAsyncStub, request: pb.StreamGenerateRequest, seconds: float = 600
+    stub: rpc.GenerationServiceAsyncStub,
+    request: pb.StreamGenerateRequest,
+    seconds: float = 600,
+    begun: asyncio.Event | None = None,
 ) -> list[Output]:
-    """Runs one request to its end; returns the outputs of its samples."""
+    """Runs one request to its end; returns the outputs of its samples. begun: set with the first token."""
     started = time.monotonic()
     outputs = [Output(started=started) for _ in range(request.n or 1)]
     async for message in stub.StreamGenerate(request, timeout=seconds):
@@ -57,6 +63,8 @@ async def generate_samples(
         assert not output.finish_reason, "output behind a sample's end"
         output.token_times += [time.monotonic()] * len(message.token_ids)
         output.token_ids += message.token_ids
+        if begun is not None and message.token_ids:
+            begun.set()
         output.text += message.text
         if message.finish_reason:
             output.finish_reason = message.finish_reason
