@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ RESULTS = Path(__file__).parent / "results"
 PROMPT, FOLLOWING = 1792, 256
 PASSKEY_BUDGETS = (256, 512)
 GENERATION_BUDGET = 512
+_STRIDE = 5
 
 
 class Evaluation:
@@ -47,7 +48,9 @@ class Evaluation:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(self._files.source)
         self._text = self._tokenizer(novel(), add_special_tokens=False, verbose=False)["input_ids"]
         # The last token is only predicted.
-        self._windows = spread(self._text, arguments.windows, PROMPT + FOLLOWING + 1)
+        ordered = spread(self._text, arguments.windows, PROMPT + FOLLOWING + 1)
+        # So that those measured before an interruption lie in all parts of the text.
+        self._windows = [ordered[at] for first in range(_STRIDE) for at in range(first, len(ordered), _STRIDE)]
         self.parts: dict[str, Callable[[], Iterable[Mapping[str, Any]]]] = {
             "windows": self._measure_windows,
             "passkeys": self._measure_passkeys,
@@ -86,40 +89,45 @@ class Evaluation:
         return passkey.measure(cache, self._tokenizer, arguments.policies, budgets, max(1, arguments.windows // 10))
 
     def _measure_rouge(self) -> Iterable[Mapping[str, Any]]:
-        prompts = [tokens[:PROMPT] for tokens in self._windows[1::2]]
         arguments = self._arguments
+        prompts = [tokens[:PROMPT] for tokens in self._windows[: -(-len(self._windows) // 2)]]
         return generation.measure(self._model, self._tokenizer, prompts, arguments.policies, GENERATION_BUDGET)
 
     def _measure_streams(self) -> Iterable[Mapping[str, Any]]:
-        length = min(16_000, 800 * self._arguments.windows)
+        length = min(16_000, 1600 * self._arguments.windows)
         return stream.measure(self._model, spread(self._text, self._arguments.streams, length + 1))
 
 
-def progress(part: str, records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """All records, with a line on standard error every few seconds."""
+def follow(part: str, records: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """The same records, with a line on standard error every few seconds."""
     begin = shown = time.monotonic()
-    known: list[Mapping[str, Any]] = []
-    for record in records:
-        known.append(record)
+    count = 0
+    for count, record in enumerate(records, start=1):
         if time.monotonic() - shown > 10:
             shown = time.monotonic()
-            print(f"{part}: {len(known)} figures after {shown - begin:.0f} s", file=sys.stderr, flush=True)
-    print(f"{part}: {len(known)} figures in {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
-    return known
+            print(f"{part}: {count} figures after {shown - begin:.0f} s", file=sys.stderr, flush=True)
+        yield record
+    print(f"{part}: {count} figures in {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
 
 
 def evaluate(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measures, and keeps what there is after each part; parts that are not asked for stay as they were kept."""
-    evaluation = Evaluation(arguments)
+    """Measures, and keeps what there is, also when it is interrupted; other parts stay where that is asked for."""
     results: dict[str, Any] = {}
     if arguments.add and arguments.json.exists():
         results = json.loads(arguments.json.read_text())
+    if not arguments.parts:
+        return results
+    evaluation = Evaluation(arguments)
     results["settings"] = evaluation.settings()
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
     for name in arguments.parts:
-        with torch.inference_mode():
-            results[name] = progress(name, evaluation.parts[name]())
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+        results[name] = []
+        try:
+            with torch.inference_mode():
+                for record in follow(name, evaluation.parts[name]()):
+                    results[name].append(record)
+        finally:
+            arguments.json.write_text(json.dumps(results) + "\n")
     return results
 
 
@@ -139,10 +147,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=[*POLICIES], metavar="NAME")
     parser.add_argument("--budgets", nargs="+", type=int, default=[64, 128, 256, 512, 1024], help="tokens that stay")
     parser.add_argument("--windows", type=int, default=20, help="pieces of text; the other parts shrink with them")
-    parser.add_argument("--outputs", type=int, default=4, help="windows in which outputs of attention are compared")
+    parser.add_argument("--outputs", type=int, default=2, help="windows in which outputs of attention are compared")
     parser.add_argument("--streams", type=int, default=2, help="long pieces of text")
     names = ["windows", "passkeys", "rouge", "streams"]
-    parser.add_argument("--parts", nargs="+", choices=names, default=names, help="what to measure")
+    parser.add_argument("--parts", nargs="*", choices=names, default=names, help="what to measure")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
     parser.add_argument("--json", type=Path, default=RESULTS / "eviction.json", help="results; pictures go beside it")
     parser.add_argument("--add", action="store_true", help="keep other parts that the results have")

@@ -32,10 +32,12 @@ def _window(sinks: int) -> Callable[[int], dict[str, Any]]:
     return fields
 
 
-def _blocks(kind: Kind) -> Callable[[int], dict[str, Any]]:
+def _blocks(kind: Kind, rows: int = 8) -> Callable[[int], dict[str, Any]]:
+    """rows: of the prompt's queries, how many last ones count; 0 for all."""
+
     def fields(budget: int) -> dict[str, Any]:
-        areas = {"start_tokens": _START, "recent_tokens": _recent(budget)}
-        return {"kind": kind.value, "max_cache_tokens": budget, **areas}
+        sizes = {"start_tokens": _START, "recent_tokens": _recent(budget), "max_cache_tokens": budget}
+        return {"kind": kind.value, **sizes, "score_window_tokens": rows}
 
     return fields
 
@@ -84,6 +86,8 @@ POLICIES: dict[str, Callable[[int], dict[str, Any]]] = {
     SINKS: _window(_SINKS),
     "SUM": _blocks(Kind.SUM),
     "NORM_SUM": _blocks(Kind.NORM_SUM),
+    "SUM, all queries": _blocks(Kind.SUM, 0),
+    "NORM_SUM, all queries": _blocks(Kind.NORM_SUM, 0),
     "ADAPTIVE_RKV": _blocks(Kind.ADAPTIVE_RKV),
     "KVCrush": _crushed,
     "SNAPKV": _snapkv,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +27,13 @@ class Windows:
 
     def __init__(self, records: Sequence[Record]) -> None:
         self._known: dict[tuple[str, int], list[Record]] = {}
+        sizes = Counter(record["window"] for record in records)
+        # One may have been interrupted.
+        whole = {window for window, size in sizes.items() if size == max(sizes.values())}
+        self.count = len(whole)
         for record in records:
+            if record["window"] not in whole:
+                continue
             self._known.setdefault((record["policy"], record["budget"]), []).append(record)
         self._full = next((self._known[key] for key in self._known if key[0] == FULL), [])
         self.policies = list(dict.fromkeys(name for name, _ in self._known if name != FULL))
@@ -61,7 +68,7 @@ def perplexities(windows: Windows) -> str:
         one = windows.ratio(name, budget)
         return f"{one.value:.3f} [{one.low:.3f}, {one.high:.3f}]"
 
-    title = f"perplexity beside the full cache's, {windows.full:.2f} (95 % intervals)"
+    title = f"perplexity beside the full cache's, {windows.full:.2f} ({windows.count} windows, 95 % intervals)"
     return _grid(title, windows, cell)
 
 

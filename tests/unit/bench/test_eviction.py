@@ -218,6 +218,8 @@ def test_the_report_says_what_is_met(loss: float, met: str) -> None:
         "NORM_SUM": lambda: loss,
     }
     records = [record(name, value(), number) for name, value in losses.items() for number in range(3)]
+    # Of a window that was interrupted.
+    records.append(record(FULL, 9.0, 3))
     assert Windows(records).full == pytest.approx(math.exp(3))
     lines = expectations({"windows": records})
     assert len(lines) == 2
