@@ -1,7 +1,7 @@
 """What token eviction costs and gains in speed: the same requests with policies and without, in turns.
 
 Run it with `make bench-eviction-cost`. "scores alone" counts attention in every step and never evicts: its budget is
-above every length. Prompts are read one after the other, for one token each.
+above every length. Prompts are computed one after the other, for one token each, by turns with a policy and without.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ POLICIES: dict[str, dict[str, Any] | None] = {
     "key norm 128": {"kind": "EVICTION_KIND_KNORM", "max_cache_tokens": 128},
 }
 DECODE = next(case for case in CASES if case.name == "W3")
-PROMPTS = Case("prompts", "prompts alone", (2048,) * 4, 1)
+PROMPTS = Case("prompts", "prompts alone", (2048,) * 6, 1)
 
 
 def _requests(
@@ -70,13 +70,18 @@ async def _decode(stack: Stack, requests: list[pb.StreamGenerateRequest]) -> dic
     }
 
 
-async def _prefill(stack: Stack, requests: list[pb.StreamGenerateRequest]) -> dict[str, float]:
-    """One after the other: prompt tokens per second."""
+async def _prefill(stack: Stack, corpus: Corpus, variant: int, fields: dict[str, Any] | None) -> dict[str, float]:
+    """Prompt tokens per second, and beside those of the same prompts without a policy, each right after the other."""
+    seconds = {True: 0.0, False: 0.0}
+    pairs = zip(_requests(PROMPTS, corpus, variant, fields), _requests(PROMPTS, corpus, variant, None), strict=True)
     async with grpc.aio.insecure_channel(stack.scheduler) as channel:
         stub: rpc.GenerationServiceAsyncStub = rpc.GenerationServiceStub(channel)
-        outputs = [await generate(stub, request) for request in requests]
-    seconds = sum(one.token_times[0] - one.started for one in outputs)
-    return {"tokens_per_s": sum(one.usage.prompt_tokens for one in outputs) / seconds}
+        for turn, pair in enumerate(pairs):
+            for with_policy in (True, False) if turn % 2 else (False, True):
+                output = await generate(stub, pair[0 if with_policy else 1])
+                seconds[with_policy] += output.token_times[0] - output.started
+    tokens = sum(PROMPTS.prompt_tokens)
+    return {"prompt_tokens_per_s": tokens / seconds[True], "prompt_ratio": seconds[False] / seconds[True]}
 
 
 async def measure(stack: Stack, corpus: Corpus, names: list[str], repeats: int) -> dict[str, dict[str, list[float]]]:
@@ -90,8 +95,7 @@ async def measure(stack: Stack, corpus: Corpus, names: list[str], repeats: int) 
         order = names[repeat % len(names) :] + names[: repeat % len(names)]
         for name in order:
             decode = await _decode(stack, _requests(DECODE, corpus, repeat, POLICIES[name]))
-            prefill = await _prefill(stack, _requests(PROMPTS, corpus, repeat, POLICIES[name]))
-            figures = decode | {"prompt_tokens_per_s": prefill["tokens_per_s"]}
+            figures = decode | await _prefill(stack, corpus, repeat, POLICIES[name])
             for key, value in figures.items():
                 found[name].setdefault(key, []).append(value)
             print(f"{name}, repeat {repeat}: {decode['tokens_per_s']:.1f} tokens/s", file=sys.stderr, flush=True)
@@ -105,7 +109,7 @@ def report(found: dict[str, dict[str, list[float]]]) -> str:
     for name, figures in found.items():
         ratios = {
             key: statistics.median(a / b for a, b in zip(figures[key], found["none"][key], strict=True))
-            for key in ("tokens_per_s", "prompt_tokens_per_s", "blocks")
+            for key in ("tokens_per_s", "blocks")
         }
         rows.append(
             [
@@ -113,7 +117,7 @@ def report(found: dict[str, dict[str, list[float]]]) -> str:
                 f"{statistics.median(figures['tokens_per_s']):.1f}",
                 f"{ratios['tokens_per_s']:.3f}",
                 f"{statistics.median(figures['prompt_tokens_per_s']):.0f}",
-                f"{ratios['prompt_tokens_per_s']:.3f}",
+                f"{statistics.median(figures['prompt_ratio']):.3f}",
                 f"{statistics.median(figures['blocks']):.0f}",
                 f"{ratios['blocks']:.2f}",
                 f"{statistics.median(figures['evicted']):.0f}",
