@@ -170,10 +170,12 @@ class Policy:
         return min(total, max(prompt, self.most_kept or total))
 
     def reusable(self, known: int) -> int:
-        """Of the known tokens, how many may come from the cache: the queries that count must be computed."""
-        if self.kind in SCORELESS:
-            return self.clean_tokens(known)
-        return min(max(0, known - self.counted_rows(known)), self.clean_tokens(known))
+        """Of the known tokens, how many may come from the cache: the queries that count must be computed.
+
+        So must the last one before an eviction: nobody evicts in the step in which it joins.
+        """
+        most = max(0, self.clean_tokens(known) - 1)
+        return most if self.kind in SCORELESS else min(max(0, known - self.counted_rows(known)), most)
 
     def counted_rows(self, prompt: int) -> int:
         """Of a prompt's queries, how many last ones count."""

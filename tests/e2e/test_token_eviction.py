@@ -107,6 +107,24 @@ async def test_an_evicting_run_leaves_its_prompt_to_others_and_to_itself(stack: 
 
 
 @pytest.mark.model
+@pytest.mark.parametrize("most", [48, 40])
+@pytest.mark.parametrize("kind", ["SLIDING_WINDOW", "KEYDIFF", "KNORM", "TOVA", "RANDOM"])
+async def test_all_that_may_be_kept_of_a_prompt_comes_from_the_cache_and_nothing_changes(
+    stack: Stack, kind: str, most: int
+) -> None:
+    fields = {"kind": f"EVICTION_KIND_{kind}", "start_tokens": 4, "period_tokens": 8, "during_prefill": True}
+    fields |= {"recent_tokens": most - 12} if kind == "SLIDING_WINDOW" else {"recent_tokens": 8}
+    fields |= {} if kind == "SLIDING_WINDOW" else {"max_cache_tokens": most}
+    name = f"prefix {kind} {most}"
+    (cold,) = await run(stack, request_of(name, fields, reuse=False))
+    await run(stack, request_of(name, None))
+    (warm,) = await run(stack, request_of(name, fields))
+    assert warm.token_ids == cold.token_ids
+    assert warm.usage.cached_tokens == most - 1
+    assert not (await settle(stack.admin)).violations
+
+
+@pytest.mark.model
 async def test_a_budget_above_the_length_gives_the_same_output(stack: Stack) -> None:
     wide = {"window": {"recent_tokens": 400}, "compacted": {"recent_tokens": 400}}
     for name, fields in POLICIES.items():

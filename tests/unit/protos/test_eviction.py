@@ -173,5 +173,5 @@ def test_what_is_scored_in_the_prompt_is_not_taken_from_the_cache() -> None:
     assert policy(Kind.NORM_SUM, score_window_tokens=0).reusable(1000) == 0
     assert policy(Kind.TOVA).reusable(1000) == 999
     assert policy(Kind.AVERAGE).reusable(1000) == 0
-    assert policy(Kind.KNORM).reusable(1000) == 1000
-    assert policy(Kind.KNORM, max_cache_tokens=256, during_prefill=True).reusable(1000) == 256
+    assert policy(Kind.KNORM).reusable(1000) == 999
+    assert policy(Kind.KNORM, max_cache_tokens=256, during_prefill=True).reusable(1000) == 255
