@@ -153,7 +153,7 @@ class Admitter:
             no_store,
             request.extra_keys,
         )
-        sequence.eviction = self._eviction(policy, tokens)
+        sequence.eviction = self._eviction(policy, prompt)
         _check_size(sequence)
         needed = blocks_for(sequence.slots_for(len(tokens)), executor.block_size)
         match, short = self._match(sequence, needed, no_read=not _may_read(request, sequence))
@@ -181,7 +181,8 @@ class Admitter:
         no_store = request.no_store or any(rule.spec.action.no_store for rule in rules)
         wishes = Wishes(request.retention, request.num_prompt_tokens or len(tokens), holder(request))
         sequence = Sequence("", 0, scheduler, executor, tokens, domain, wishes, no_store, request.extra_keys)
-        sequence.eviction = self._eviction(resolve(request, rules, executor), tokens)
+        prompt = request.num_prompt_tokens or len(tokens)
+        sequence.eviction = self._eviction(resolve(request, rules, executor), prompt)
         _check_size(sequence, max_new_tokens)
         needed = blocks_for(sequence.slots_for(len(tokens)), executor.block_size)
         match, short = self._match(sequence, needed, no_read=not _may_read(request, sequence))
@@ -200,8 +201,8 @@ class Admitter:
             [] if short else evicted,
         )
 
-    def _eviction(self, policy: Policy | None, tokens: array[int]) -> Eviction | None:
-        return None if policy is None else Eviction(policy, len(tokens), ahead=self._config.capacity_ahead_tokens)
+    def _eviction(self, policy: Policy | None, prompt: int) -> Eviction | None:
+        return None if policy is None else Eviction(policy, prompt, ahead=self._config.capacity_ahead_tokens)
 
     def _blocks_ahead(self, sequence: Sequence) -> int:
         """A block's worth more than what is known, to carry it to its first sync."""
@@ -323,7 +324,7 @@ class Admitter:
         if any(table.first > first_needed(computed, table.pool.window, size) for table in parent.tables):
             raise WindowPassedError("the window before that length is given back already")
         full, copied = divmod(computed, size)
-        eviction = self._eviction(None if parent.eviction is None else parent.eviction.policy, tokens)
+        eviction = self._eviction(None if parent.eviction is None else parent.eviction.policy, len(tokens))
         needed = blocks_for(len(tokens) if eviction is None else eviction.slots_for(len(tokens)), size)
         account = parent.domain.account
         short = sum(max(0, needed - full - table.pool.device.free_for(account)) for table in parent.tables)

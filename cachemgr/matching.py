@@ -60,7 +60,8 @@ class _Finder:
         self._size = sequence.block_size
         self._limit = len(sequence.tokens) - 1
         if sequence.eviction is not None:
-            self._limit = min(self._limit, sequence.eviction.policy.reusable(len(sequence.tokens)))
+            eviction = sequence.eviction
+            self._limit = min(self._limit, eviction.policy.reusable(len(sequence.tokens), eviction.prompt))
         self._pools = [table.pool for table in sequence.tables]
         # Per group: the indexed or promised block at each place, up to the first that full attention misses.
         self._found: list[list[Block | None]] = []

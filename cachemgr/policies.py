@@ -79,10 +79,10 @@ class Eviction:
     __slots__ = ("evicted", "first", "granted", "moved", "policy", "private", "prompt", "settled", "slots")
 
     def __init__(self, policy: Policy, prompt: int, *, ahead: int) -> None:
-        """`prompt`: tokens known at the admission. `ahead`: capacity ahead of need where a policy sets no bound."""
+        """`prompt`: tokens of the request's prompt. `ahead`: capacity ahead of need where a policy sets no bound."""
         self.policy = policy
         self.prompt = prompt
-        self.first = _first_eviction(policy, prompt)
+        self.first = policy.first_eviction(prompt)
         # Of the table that it moves to.
         self.slots = policy.most_kept or min(prompt, policy.maximum) + max(_STEPS_AHEAD, ahead)
         self.granted = False
@@ -122,10 +122,3 @@ class Eviction:
     def dropped(self, computed: int) -> int:
         """Tokens that go at the first eviction, with so many computed."""
         return computed - self.policy.kept_after(computed, computed, self.prompt)
-
-
-def _first_eviction(policy: Policy, prompt: int) -> int | None:
-    """Computed tokens at which a sequence first evicts; None when it never does."""
-    if not policy.during_prefill and policy.kept_after(prompt, prompt, prompt) < prompt:
-        return prompt
-    return policy.most_kept

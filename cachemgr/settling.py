@@ -11,7 +11,7 @@ def promise(sequence: Sequence) -> None:
         return
     known = len(sequence.tokens)
     if sequence.eviction is not None:
-        known = sequence.eviction.policy.clean_tokens(known)
+        known = sequence.eviction.policy.clean_tokens(known, sequence.eviction.prompt)
     full = known // sequence.block_size
     for table in sequence.tables:
         pending, index = table.pool.pending, table.pool.index

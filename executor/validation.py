@@ -23,7 +23,7 @@ class Limits:
 class _Future:
     """One sequence as it will be after the step's diff. blocks: length of the table per layer group.
 
-    kept: slots in use. prompt: tokens known when it joined. evicts: whether it has begun to.
+    kept: slots in use. prompt: tokens of the request's prompt. evicts: whether it has begun to.
     """
 
     computed: int
@@ -55,7 +55,7 @@ def check_step(step: Step, last_step: int, running: RunningSet, limits: Limits) 
             known=sequence.known,
             blocks=[len(table) for table in sequence.tables],
             kept=sequence.kept,
-            prompt=len(sequence.tokens),
+            prompt=sequence.num_prompt,
             policy=sequence.policy,
             evicts=sequence.evicts,
             stopped=sequence.stopped,
@@ -74,7 +74,7 @@ def check_step(step: Step, last_step: int, running: RunningSet, limits: Limits) 
             known=len(joining.token_ids),
             blocks=[len(table) for table in joining.tables],
             kept=joining.num_computed_tokens,
-            prompt=len(joining.token_ids),
+            prompt=joining.num_prompt_tokens,
             policy=joining.policy,
         )
     _check_growth(step, future, limits)
@@ -87,7 +87,8 @@ def _check_joining(joining: Joining, limits: Limits) -> None:
     handle, known = joining.sequence, len(joining.token_ids)
     if not known:
         raise _invalid("new_sequences.token_ids", handle, "must not be empty")
-    if known > limits.max_positions:
+    compacted = joining.policy is not None and joining.policy.compacted
+    if known > limits.max_positions and not compacted:
         raise _invalid("new_sequences.token_ids", handle, f"are {known}, the model takes {limits.max_positions}")
     if max(joining.token_ids) >= limits.vocab_size:
         raise _invalid("new_sequences.token_ids", handle, f"must be below {limits.vocab_size}")

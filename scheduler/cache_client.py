@@ -358,7 +358,7 @@ def _eviction(candidate: Candidate, answer: pb.AdmitSequenceResponse, block_size
         return None
     # The manager has checked what the model can carry.
     policy = parse(answer.eviction_policy, Layout(block_size, (None,), plain_rotary=True))
-    return None if policy is None else Eviction(policy, len(candidate.token_ids))
+    return None if policy is None else Eviction(policy, len(candidate.request.prompt_ids))
 
 
 def _sequence(candidate: Candidate, answer: pb.AdmitSequenceResponse, block_size: int) -> Sequence:

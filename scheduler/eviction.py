@@ -13,7 +13,7 @@ ASK_AHEAD = 32
 class Eviction:
     """Of one sequence, as it will be when the sent steps are answered, but for what says otherwise.
 
-    prompt: tokens known when it was admitted. own: the blocks that it moves to when it first evicts, none of them when
+    prompt: tokens of the request's prompt. own: the blocks that it moves to when it first evicts, none of them when
     it stays where it is; None until the cache manager has given them.
     """
 
@@ -45,21 +45,17 @@ class Eviction:
         if self.leaves(kept, planned) < kept:
             return planned
         room = self.policy.room(kept, planned, self.prompt)
-        if room is not None:
-            return planned + room
-        return self.prompt if planned < self.prompt else math.inf
+        return math.inf if room is None else planned + room
 
     def leaves(self, kept: int, planned: int) -> int:
         """Tokens that stay when the sequence computes more."""
         return self.policy.kept_after(kept, planned, self.prompt)
 
-    def needs_own(self, kept: int, planned: int) -> bool:
-        """Whether it is time to ask for blocks of its own."""
-        if self.evicts or self.own is not None:
+    def needs_own(self, planned: int, last: int) -> bool:
+        """Whether it is time to ask for blocks of its own. last: tokens that are computed when the request ends."""
+        first = self.policy.first_eviction(self.prompt)
+        if self.evicts or self.own is not None or first is None or first >= last:
             return False
-        if self.leaves(kept, planned) < kept:
-            return True
-        most = self.policy.most_kept
-        if most is None or (planned < self.prompt and not self.policy.during_prefill):
+        if planned < self.prompt and not self.policy.during_prefill:
             return False
-        return kept + ASK_AHEAD >= most
+        return planned + ASK_AHEAD >= first

@@ -82,6 +82,7 @@ def _add_prompts(
         count = min(sequence.remaining, room, budget, bound if is_paced else budget)
         if count < 1:
             return False
+        count = sequence.whole_window(count)
         plan.prompts.append((sequence, count))
         planned[sequence.handle] += count
         budget -= count

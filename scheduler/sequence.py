@@ -171,7 +171,9 @@ class Sequence:
         eviction = self.eviction
         assert eviction is not None
         kept = self.planned - self.evicted
-        if eviction.needs_own(kept, self.planned):
+        if self.known >= self.limit:
+            return False
+        if eviction.needs_own(self.planned, self.limit - 1):
             return True
         left = eviction.leaves(kept, self.planned)
         if left < kept:
@@ -192,6 +194,17 @@ class Sequence:
         elif most is not None:
             del self.tables[0][-(-most // self.block_size) :]
             self.sent_blocks = min(self.sent_blocks, len(self.tables[0]))
+
+    def whole_window(self, count: int) -> int:
+        """So many tokens, or fewer: the queries at a prompt's end that its policy counts are computed in one step.
+
+        Their attention is pooled together, and where others leave room must not decide what that makes of it.
+        """
+        if self.eviction is None or not self.eviction.policy.score_window:
+            return count
+        prompt = self.eviction.prompt
+        first = prompt - self.eviction.policy.counted_rows(prompt)
+        return first - self.planned if self.planned < first < self.planned + count < prompt else count
 
     def asks_first(self) -> bool:
         """Whether nobody has asked for blocks of its own yet; now somebody has."""

@@ -26,7 +26,7 @@ class Kept:
     """A policy's state, and which tokens a sequence kept when it last evicted; behind them are those from `since` on.
 
     positions: [1 or L, 1 or Hkv, T] int64, each slot's token by its place in the whole sequence. angles: likewise, what
-    its key is rotated to when positions are compacted. prompt: tokens known when the sequence joined.
+    its key is rotated to when positions are compacted. prompt: tokens of the request's prompt.
     """
 
     evictor: Evictor
@@ -61,7 +61,7 @@ class TokenEviction:
         layers, _, _, heads, _ = self._pools.pools[0].k.shape
         nothing = torch.zeros(1, 1, 0, dtype=torch.int64, device=self._device)
         state = evictor(sequence.policy, Space(layers, heads, self._device))
-        self._kept[sequence.handle] = Kept(state, len(sequence.tokens), nothing, nothing)
+        self._kept[sequence.handle] = Kept(state, sequence.num_prompt, nothing, nothing)
 
     def counted(self, sequences: Sequence[Running], counts: Sequence[int]) -> list[Counted]:
         """Whose attention policies want to see of a step that computes counts[i] tokens of sequences[i]."""

@@ -54,7 +54,7 @@ class Contents:
 def counted_rows(policy: Policy, prompt: int, computed: int, new: int) -> int:
     """Of the `new` queries behind `computed` ones, how many last ones a policy looks at; 0 for those without scores.
 
-    prompt: tokens known when the sequence was admitted.
+    prompt: tokens of the request's prompt.
     """
     if not policy.uses_scores or (policy.kind is Kind.SNAPKV and computed >= prompt):
         return 0

@@ -137,7 +137,8 @@ class Policy:
     def kept_after(self, kept: int, computed: int, prompt: int) -> int:
         """Tokens that stay when `kept` are there and the sequence is about to compute more.
 
-        computed: tokens computed so far. prompt: tokens known when the sequence was admitted.
+        computed: tokens computed so far. prompt: tokens of the request's prompt; what was generated before the sequence
+        was admitted again is computed again as the first time.
         """
         if computed < prompt and not self.during_prefill:
             return kept
@@ -154,28 +155,29 @@ class Policy:
                 return self.maximum - self.period if kept >= self.maximum else kept
 
     def room(self, kept: int, computed: int, prompt: int) -> int | None:
-        """Tokens that may be computed before it has to evict; None when as many as there are slots for."""
+        """Tokens that may be computed before the policy must be asked again; None for no bound."""
         if computed < prompt and not self.during_prefill:
-            return None
+            return prompt - computed
         return None if self.most_kept is None else self.most_kept - kept
 
-    def clean_tokens(self, prompt: int) -> int:
-        """Tokens of a prompt that are computed before any is evicted, at least."""
-        return min(prompt, self.most_kept or prompt) if self.during_prefill else prompt
+    def first_eviction(self, prompt: int) -> int | None:
+        """Computed tokens with which a sequence first evicts; None when it never does."""
+        if not self.during_prefill and self.kept_after(prompt, prompt, prompt) < prompt:
+            return prompt
+        return self.most_kept
 
-    def slots_before(self, prompt: int, total: int) -> int:
-        """Slots that a sequence uses at most before it first evicts. total: tokens when it ends."""
-        if self.during_prefill:
-            return min(total, self.most_kept or total)
-        return min(total, max(prompt, self.most_kept or total))
+    def clean_tokens(self, known: int, prompt: int) -> int:
+        """Of the known tokens, how many are computed before any is evicted. prompt: of them, those of the prompt."""
+        first = self.first_eviction(prompt)
+        return known if first is None else min(known, first)
 
-    def reusable(self, known: int) -> int:
+    def reusable(self, known: int, prompt: int) -> int:
         """Of the known tokens, how many may come from the cache: the queries that count must be computed.
 
         So must the last one before an eviction: nobody evicts in the step in which it joins.
         """
-        most = max(0, self.clean_tokens(known) - 1)
-        return most if self.kind in SCORELESS else min(max(0, known - self.counted_rows(known)), most)
+        most = max(0, self.clean_tokens(known, prompt) - 1)
+        return most if self.kind in SCORELESS else min(max(0, prompt - self.counted_rows(prompt)), most)
 
     def counted_rows(self, prompt: int) -> int:
         """Of a prompt's queries, how many last ones count."""

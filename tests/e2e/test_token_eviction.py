@@ -9,13 +9,14 @@ import grpc
 import pytest
 
 from protos.generation.v1 import generation_pb2 as pb
+from protos.generation.v1 import generation_pb2_grpc as generation_rpc
 from protos.kvcache.eviction import Layout, parse
 from protos.kvcache.v1 import kvcache_pb2 as kv
 from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
 from protos.rpc.errors import from_rpc_error
 from tests.e2e.test_no_leak import settle
 from tests.stack import Stack
-from tests.support.generation import Output, generate_all, greedy_request
+from tests.support.generation import Output, generate_all, generate_samples, greedy_request
 
 PROMPT, OUTPUT = 220, 40
 POLICIES: dict[str, dict[str, Any]] = {
@@ -89,7 +90,7 @@ async def test_an_evicting_run_leaves_its_prompt_to_others_and_to_itself(stack: 
         (first,) = await run(stack, request_of(name, fields))
         assert first.token_ids == cold.token_ids
     # All but what the policy has to see and the last token, which is always computed.
-    reusable = min(chosen.reusable(PROMPT), PROMPT - 1)
+    reusable = min(chosen.reusable(PROMPT, PROMPT), PROMPT - 1)
     assert max(0, reusable - 16) <= first.usage.cached_tokens <= reusable
     (after,) = await run(stack, request_of(name, None))
     assert after.token_ids == plain.token_ids
@@ -125,6 +126,27 @@ async def test_all_that_may_be_kept_of_a_prompt_comes_from_the_cache_and_nothing
 
 
 @pytest.mark.model
+async def test_an_executor_that_dies_costs_an_evicting_request_nothing_though_it_is_longer_than_the_pool() -> None:
+    with Stack(executor_max_tokens=256) as own:
+        request = request_of("long", POLICIES["window"], reuse=False)
+        request.max_tokens = 280
+        (expected,) = await run(own, request)
+        async with grpc.aio.insecure_channel(own.scheduler) as channel:
+            stub: generation_rpc.GenerationServiceAsyncStub = generation_rpc.GenerationServiceStub(channel)
+            tokens: list[int] = []
+            async for message in stub.StreamGenerate(request, timeout=120):
+                before = len(tokens)
+                tokens += message.token_ids
+                if before < 150 <= len(tokens):
+                    own.kill("executor")
+                    own.start("executor")
+                usage = message.usage
+        assert tokens == expected.token_ids
+        assert usage.eviction.most_tokens == expected.usage.eviction.most_tokens == PROMPT
+        assert not (await settle(own.admin)).violations
+
+
+@pytest.mark.model
 async def test_a_budget_above_the_length_gives_the_same_output(stack: Stack) -> None:
     wide = {"window": {"recent_tokens": 400}, "compacted": {"recent_tokens": 400}}
     for name, fields in POLICIES.items():
@@ -151,9 +173,6 @@ async def test_mixed_policies_run_together_as_alone_and_leave_nothing_behind(sta
 @pytest.mark.model
 async def test_samples_of_one_prompt_evict_each_on_its_own(stack: Stack) -> None:
     async with grpc.aio.insecure_channel(stack.scheduler) as channel:
-        from protos.generation.v1 import generation_pb2_grpc as generation_rpc
-        from tests.support.generation import generate_samples
-
         stub: generation_rpc.GenerationServiceAsyncStub = generation_rpc.GenerationServiceStub(channel)
         request = request_of("samples", POLICIES["norm sum"], n=3)
         request.sampling.temperature = 0

@@ -65,7 +65,7 @@ class Generation:
         for handle, name in enumerate(names):
             chosen = None if name == FULL else policy(name, budget, runner.layout)
             # What is computed again, so that its attention is counted, comes out the same.
-            known = 0 if chosen is None else chosen.reusable(prompt)
+            known = 0 if chosen is None else chosen.reusable(prompt, prompt)
             known = min(known, prompt - 1)
             joining = Joining(handle, self._prompt, prompt, known, (whole,), policy=chosen)
             made = Step(handle + 1, joining=(joining,), chunks={handle: prompt - known}, idle=frozenset(range(handle)))

@@ -180,7 +180,7 @@ def test_the_same_id_with_another_policy_is_refused(other):
         (asked("RANDOM", max_cache_tokens=8, start_tokens=1, recent_tokens=2, period_tokens=2), 18),
         (
             asked("RANDOM", max_cache_tokens=10, start_tokens=1, recent_tokens=2, period_tokens=2, during_prefill=True),
-            10,
+            9,
         ),
     ],
 )

@@ -103,8 +103,8 @@ class CacheWorld(Operators):
         live = world.live[f"q{world.names}"]
         assert world.manager.admit(live.request) == admission
         if live.policy is not None:
-            assert admission.capacity_tokens >= live.policy.clean_tokens(len(tokens))
-            assert admission.cached_tokens <= live.policy.reusable(len(tokens))
+            assert admission.capacity_tokens >= live.policy.clean_tokens(len(tokens), len(tokens))
+            assert admission.cached_tokens <= live.policy.reusable(len(tokens), len(tokens))
             return
         assert admission.capacity_tokens >= len(tokens)
         lower = world.host_blocks or world.disk_blocks

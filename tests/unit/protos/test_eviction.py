@@ -129,13 +129,13 @@ def test_a_sequence_never_uses_more_slots_than_its_policy_says(
         fields["during_prefill"] = True
     chosen = policy(kind, **fields)
     used = run(chosen, prompt, output)
-    assert max(used) <= max(chosen.slots_before(prompt, prompt + output), chosen.most_kept or prompt + output)
+    assert max(used) <= max(prompt, chosen.most_kept or prompt + output)
     if chosen.during_prefill:
         assert max(used) <= (chosen.most_kept or 0)
     if chosen.most_kept is not None:
         assert used[-1] <= max(chosen.most_kept, prompt)
         assert output < 2 or used[-1] <= chosen.most_kept
-    assert chosen.reusable(prompt) <= min(prompt, chosen.clean_tokens(prompt))
+    assert chosen.reusable(prompt, prompt) <= min(prompt, chosen.clean_tokens(prompt, prompt))
 
 
 def test_areas_keep_between_the_maximum_and_a_block_more() -> None:
@@ -160,7 +160,8 @@ def test_a_window_is_trimmed_behind_the_step_that_saw_one_more() -> None:
 def test_eviction_in_a_prompt_swings_between_the_budget_and_a_period_less() -> None:
     chosen = policy(Kind.AVERAGE, max_cache_tokens=128, during_prefill=True)
     assert run(chosen, 300, 2) == [64, 128, 128, 128, 108, 109, 110]
-    assert policy(Kind.AVERAGE, max_cache_tokens=128).slots_before(300, 400) == 300
+    assert policy(Kind.AVERAGE, max_cache_tokens=128).first_eviction(300) == 300
+    assert policy(Kind.AVERAGE, max_cache_tokens=128).first_eviction(100) == 128
 
 
 def test_the_last_token_alone_is_kept() -> None:
@@ -169,9 +170,9 @@ def test_the_last_token_alone_is_kept() -> None:
 
 
 def test_what_is_scored_in_the_prompt_is_not_taken_from_the_cache() -> None:
-    assert policy(Kind.NORM_SUM).reusable(1000) == 992
-    assert policy(Kind.NORM_SUM, score_window_tokens=0).reusable(1000) == 0
-    assert policy(Kind.TOVA).reusable(1000) == 999
-    assert policy(Kind.AVERAGE).reusable(1000) == 0
-    assert policy(Kind.KNORM).reusable(1000) == 999
-    assert policy(Kind.KNORM, max_cache_tokens=256, during_prefill=True).reusable(1000) == 255
+    assert policy(Kind.NORM_SUM).reusable(1000, 1000) == 992
+    assert policy(Kind.NORM_SUM, score_window_tokens=0).reusable(1000, 1000) == 0
+    assert policy(Kind.TOVA).reusable(1000, 1000) == 999
+    assert policy(Kind.AVERAGE).reusable(1000, 1000) == 0
+    assert policy(Kind.KNORM).reusable(1000, 1000) == 999
+    assert policy(Kind.KNORM, max_cache_tokens=256, during_prefill=True).reusable(1000, 1000) == 255

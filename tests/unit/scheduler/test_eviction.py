@@ -1,6 +1,6 @@
 """Token eviction in the step loop: what is planned is what an executor finds when it follows the same policy."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hypothesis import given
@@ -86,15 +86,19 @@ class Executor:
     delay=st.integers(0, 5),
     stays=st.booleans(),
     ahead=st.integers(0, 12),
+    before=st.integers(0, 40),
 )
 def test_an_executor_that_follows_the_policy_finds_room_for_all_that_is_planned(
-    fields: dict[str, Any], prompt: int, output: int, budget: int, delay: int, stays: bool, ahead: int
+    fields: dict[str, Any], prompt: int, output: int, budget: int, delay: int, stays: bool, ahead: int, before: int
 ) -> None:
     chosen = policy(fields)
     request = Request("r", tuple(range(prompt)), output, pb.SamplingParams(), 1, 0.0)
-    first = -(-chosen.slots_before(prompt, prompt) // BLOCK)
+    # What an earlier attempt generated is computed again, and evicts as it did.
+    known = prompt + min(before, output - 1)
+    most = chosen.first_eviction(prompt) or prompt + output
+    first = -(-min(most, known) // BLOCK)
     sequence = Sequence(
-        Candidate(request, request.prompt_ids),
+        Candidate(request, tuple(range(known))),
         HANDLE,
         cached_tokens=0,
         tables=[list(range(1, first + 1))],
@@ -136,12 +140,12 @@ def test_an_executor_that_follows_the_policy_finds_room_for_all_that_is_planned(
         own = []
         if asked_at is not None and turn >= asked_at + delay and not given_own:
             given_own = True
-            most = chosen.most_kept or chosen.maximum + 1 + ahead
-            own = [(HANDLE, [] if stays else list(range(501, 501 + -(-most // BLOCK))))]
+            room = chosen.most_kept or chosen.maximum + 1 + ahead
+            own = [(HANDLE, [] if stays else list(range(501, 501 + -(-room // BLOCK))))]
         # As much as the manager gives, and before it has heard of the move, to the table that it knows.
         needed = executor.kept + 2 + ahead
         if settled_at is None:
-            needed = min(needed, chosen.slots_before(prompt, prompt + output))
+            needed = min(needed, most)
         elif chosen.most_kept is not None:
             needed = min(needed, chosen.most_kept)
         have = len(sequence.tables[0])
@@ -161,6 +165,23 @@ def test_an_executor_that_follows_the_policy_finds_room_for_all_that_is_planned(
         assert moved <= executor.computed
     if chosen.during_prefill:
         assert executor.most <= chosen.most_kept
+
+
+def test_the_queries_that_count_are_not_cut() -> None:
+    chosen = policy({"kind": "EVICTION_KIND_SNAPKV", "max_cache_tokens": 12, "score_window_tokens": 4})
+    request = Request("r", tuple(range(20)), 5, pb.SamplingParams(), 1, 0.0)
+    running = RunningSet()
+    for handle, eviction in ((HANDLE, Eviction(chosen, 20)), (HANDLE + 1, None)):
+        candidate = Candidate(replace(request, arrival=handle), request.prompt_ids)
+        tables = [list(range(1, 8))]
+        running.admit(Sequence(candidate, handle, cached_tokens=0, tables=tables, block_size=BLOCK, eviction=eviction))
+    counts = []
+    for step in range(1, 4):
+        plan = running.plan(18)
+        counts.append([(sequence.handle - HANDLE, count) for sequence, count in plan.compute])
+        build_step(step, plan, [], evicting=True)
+    # Of 18 tokens the first takes the 16 before the window, the second what is left; then the window at once.
+    assert counts == [[(0, 16), (1, 2)], [(0, 4), (1, 14)], [(1, 4)]]
 
 
 def test_a_sequence_that_waits_for_blocks_of_its_own_sits_out_and_says_so() -> None:
