@@ -53,7 +53,8 @@ def budgets(records: Sequence[Mapping[str, Any]], target: Path) -> bool:
         axes.set_xticks(windows.budgets, [str(budget) for budget in windows.budgets])
         axes.set_xlabel("tokens kept")
         axes.set_title(title, fontsize=10, loc="left")
-    perplexity.set_yscale("log")
+    # What lies above is in the table; here it would hide how the others differ.
+    perplexity.set_ylim(0.99, 1.3)
     divergence.set_yscale("log")
     handles, labels = perplexity.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=8, frameon=False, fontsize=8)
@@ -74,7 +75,8 @@ def streams(records: Sequence[Mapping[str, Any]], size: int, target: Path) -> bo
     for name, values in stream_bins(records).items():
         axes.plot([size * (place + 1) for place in range(len(values))], values, marker="o", markersize=4, label=name)
     axes.set_xlabel("tokens")
-    axes.set_ylim(bottom=0)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_title("perplexity, window of 1,020 tokens and 4 sinks", fontsize=10, loc="left")
     axes.legend(frameon=False, fontsize=9)
     figure.savefig(target)

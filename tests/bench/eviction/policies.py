@@ -58,7 +58,7 @@ def _snapkv(budget: int) -> dict[str, Any]:
 
 def _tokens(kind: Kind, budget: int) -> dict[str, Any]:
     """Single tokens: the budget stays when a period of tokens has gone."""
-    return {"kind": kind.value, "max_cache_tokens": budget + _PERIOD, "period_tokens": _PERIOD, "seed": 1}
+    return {"kind": kind.value, "max_cache_tokens": budget + _PERIOD, "period_tokens": _PERIOD}
 
 
 def _between(kind: Kind) -> Callable[[int], dict[str, Any]]:
@@ -100,8 +100,8 @@ POLICIES: dict[str, Callable[[int], dict[str, Any]]] = {
 }
 
 
-def policy(name: str, budget: int, layout: Layout) -> Policy:
-    """One of POLICIES with so many tokens to keep."""
-    chosen = parse(pb.EvictionPolicy(**POLICIES[name](budget)), layout)
+def policy(name: str, budget: int, layout: Layout, seed: int = 1) -> Policy:
+    """One of POLICIES with so many tokens to keep. seed: of what is drawn."""
+    chosen = parse(pb.EvictionPolicy(**POLICIES[name](budget) | {"seed": seed}), layout)
     assert chosen is not None
     return chosen

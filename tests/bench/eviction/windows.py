@@ -40,10 +40,10 @@ class Window:
         """The figures of the full cache."""
         return {"nll": self._nll(self._log_probs), "kl": 0.0, "top1": 1.0, "mass": 1.0}
 
-    def evicted(self, name: str, budget: int) -> dict[str, float]:
+    def evicted(self, name: str, budget: int, seed: int) -> dict[str, float]:
         """The figures of a policy: nll and kl in nats per token; top1, mass and error as shares."""
         cache = self._cache
-        sequence = cache.evicted(policy(name, budget, cache.layout))
+        sequence = cache.evicted(policy(name, budget, cache.layout, seed))
         mass = self._mass(sequence)
         error = {}
         if self._recording is not None:
@@ -81,4 +81,4 @@ def measure(
         window = Window(cache, tokens, prompt, outputs.get(number))
         yield {"window": number, "policy": FULL, "budget": prompt, **window.full()}
         for name, budget in itertools.product(policies, budgets):
-            yield {"window": number, "policy": name, "budget": budget, **window.evicted(name, budget)}
+            yield {"window": number, "policy": name, "budget": budget, **window.evicted(name, budget, seed=number)}

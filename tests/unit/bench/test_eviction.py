@@ -109,13 +109,15 @@ def test_the_text_is_fetched_once_and_says_why_it_cannot(tmp_path: Path, monkeyp
 def test_every_policy_keeps_exactly_the_budget(model: Model, name: str, budget: int) -> None:
     chosen = policy(name, budget, Cache(model, 16).layout)
     assert chosen.kept_after(1792, 1792, 1792) == budget
+    assert chosen.seed == 1
+    assert policy(name, budget, Cache(model, 16).layout, seed=7).seed == 7
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_nothing_is_lost_where_nothing_is_evicted(model: Model, folder: Path, name: str) -> None:
     cache = Cache(model, 80)
     window = windows.Window(cache, TEXT[:65], 48, Outputs(ModelFiles("tiny", str(folder)), model.dtype))
-    figures = window.evicted(name, 64)
+    figures = window.evicted(name, 64, seed=3)
     assert figures["kl"] == pytest.approx(0, abs=1e-5)
     assert figures["nll"] == pytest.approx(window.full()["nll"], abs=1e-6)
     assert figures["top1"] == 1
