@@ -72,28 +72,12 @@ def grant(sequence: Sequence) -> int:
     if eviction.policy.most_kept is None or not _all_its_own(sequence):
         count = blocks_for(eviction.slots, sequence.block_size)
         # What runs goes on beyond its ceiling, at the cost of its own cached blocks first.
-        if count > _free(sequence):
-            _drop_anchors(sequence)
-        if count > _free(sequence):
-            return count - _free(sequence)
+        short = count - table.pool.device.free_for(sequence.domain.account, within_ceiling=False)
+        if short > 0:
+            return short
         eviction.private = [table.pool.take(sequence) for _ in range(count)]
     eviction.granted = True
     return 0
-
-
-def _drop_anchors(sequence: Sequence) -> None:
-    """Gives up blocks that equal its own, as far as nothing that it has put into the index stands on them."""
-    (table,) = sequence.tables
-    for place in range(len(table.blocks) - 1, -1, -1):
-        block = table.blocks[place]
-        if place in table.anchors:
-            table.pool.drop(table.anchors.pop(place))
-        elif block is not None and block.parent is not None:
-            return
-
-
-def _free(sequence: Sequence) -> int:
-    return sequence.tables[0].pool.device.free_for(sequence.domain.account, within_ceiling=False)
 
 
 def _all_its_own(sequence: Sequence) -> bool:

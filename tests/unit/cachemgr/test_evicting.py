@@ -384,21 +384,3 @@ def test_it_ends_in_every_state_and_everything_comes_back(how, state, options):
     world.check()
     world.run(PROMPT, "b")
     world.check()
-
-
-def test_a_second_run_of_a_prompt_that_is_computed_again_finds_room_in_a_tight_pool():
-    # 5 blocks of its own, the 5 equal ones that the first run left, and 2 to evict into.
-    world, _ = ready(10, H2O)
-    for _ in range(2):
-        world.sync()
-        world.step()
-        world.sync()
-        world.finish("a")
-        world.admit(PROMPT, "a", eviction_policy=H2O)
-        world.step(19)
-        world.step(19)
-        assert world.must_move(world.live["a"])
-    answer = world.sync()
-    assert answer.blocks_short == 0
-    assert answer.evicting_counts == [2]
-    world.check()
