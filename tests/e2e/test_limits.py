@@ -82,6 +82,8 @@ async def test_ctrl_c_ends_it_and_keeps_the_rounds_so_far(tiny: Stack, tmp_path:
         sys.executable, "-m", "scheduler.kvctl", "limits", "--mode", "gen_length", "--address", tiny.scheduler,
         "--admin", tiny.admin, "--prompt-tokens", str(PROMPT), "--csv", str(target),
         "--policy", "sliding_window", "--recent", "64", "--compacted", stdout=PIPE, stderr=PIPE,
+        # Where the tests run in the background, a child would not hear of it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     assert process.stdout is not None
     for _ in range(3):
