@@ -4,7 +4,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
-.PHONY: help setup run-stack generate test fuzz-manager lint fix types verify-protos proto clean base dev python
+.PHONY: help setup run-stack generate test fuzz-manager chaos lint fix types verify-protos proto clean base dev python
 
 VENV ?= .venv
 PY := $(VENV)/bin/python
@@ -50,6 +50,9 @@ test: dev ## Run all tests; ARGS="-k name" chooses
 fuzz-manager: dev ## Check the cache manager after each of 200,000 random operations
 	@FUZZ=1 $(PY) -m pytest -q -p no:cacheprovider --timeout=0 tests/unit/cachemgr/test_random_operations.py $(ARGS)
 
+chaos: dev ## Kill, pause and disturb a stack under load for ten minutes; ARGS="--seconds 90 --seed 2"
+	@$(PY) -m tests.chaos $(ARGS)
+
 lint: dev ## Check style, formatting and the settings table; `make fix` repairs
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
@@ -72,7 +75,7 @@ proto: dev ## Generate the stubs
 ##@ Measure
 
 MEASUREMENTS := exactness eval-eviction $(addprefix bench-,serving peers gpu overhead prefix fairness memory manager)
-MEASUREMENTS += $(addprefix bench-,trace window batchmax eviction-cost)
+MEASUREMENTS += $(addprefix bench-,trace window batchmax eviction-cost tiers)
 .PHONY: $(MEASUREMENTS) peers
 exactness: dev ## Compare greedy output with transformers in every combination of settings
 eval-eviction: dev ## What each eviction policy costs in quality, on the default model
@@ -87,6 +90,7 @@ bench-window: dev ## What a sliding window saves beside the full cache
 bench-batchmax: dev ## What eviction while prompts are computed gains in requests at once, beside the paper
 bench-manager: dev ## What the cache manager's decisions cost
 bench-trace: dev ## What wishes gain on recorded requests: make bench-trace TRACE=file.jsonl
+bench-tiers: dev ## What host memory and a disk gain where the device has no room
 bench-eviction-cost: dev ## What token eviction costs and gains in speed, policy by policy
 $(MEASUREMENTS):
 	@$(PY) -m tests.bench.$(subst -,_,$(@:bench-%=%)) $(ARGS)

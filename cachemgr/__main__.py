@@ -14,7 +14,7 @@ from cachemgr.embedded_redis import EmbeddedRedis, EmbeddedRedisError
 from cachemgr.oplog import OperationLogError
 from cachemgr.process import CacheManagerProcess
 from cachemgr.settings import CachemgrSettings
-from protos.rpc import logs
+from protos.rpc import logs, tracing
 from protos.rpc.addresses import AddressError
 from protos.rpc.garbage import collect_rarely
 from protos.rpc.settings import load
@@ -37,6 +37,7 @@ def main() -> None:
 def _serve() -> None:
     settings = load(CachemgrSettings, os.environ)
     logs.configure("cachemgr", settings.log_level)
+    tracing.start("cachemgr", os.environ)
     embedded: EmbeddedRedis | None = None
     try:
         if not settings.redis_url:
@@ -45,6 +46,7 @@ def _serve() -> None:
     except (AddressError, EmbeddedRedisError, FileExistsError) as error:
         sys.exit(f"cachemgr: {error}")
     finally:
+        tracing.stop()
         if embedded is not None:
             embedded.stop()
 

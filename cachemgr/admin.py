@@ -11,6 +11,7 @@ from cachemgr.admin_api import (
     Forgotten,
     HintAnswer,
     Hints,
+    PoolShare,
     Prefix,
     Purged,
     Quota,
@@ -33,11 +34,11 @@ from cachemgr.hints import check as check_hints
 from cachemgr.holds import Pinned
 from cachemgr.keys import TOKEN_BYTES, pack, packed_bytes
 from cachemgr.purging import purge
+from cachemgr.remembering import ManagerMemory
 from cachemgr.retention import HINT, SESSION, check_duration
 from cachemgr.rules import Rule
 from cachemgr.tiers import Account
 from cachemgr.validation import check_id
-from cachemgr.views import ManagerViews
 
 if TYPE_CHECKING:
     from cachemgr.api import PoolView
@@ -45,11 +46,8 @@ if TYPE_CHECKING:
     from cachemgr.pool import Pool
 
 
-class ManagerAdmin(ManagerViews):
+class ManagerAdmin(ManagerMemory):
     """The steering half of the cache manager."""
-
-    def _now(self) -> float:
-        raise NotImplementedError
 
     # Blocks
 
@@ -110,6 +108,8 @@ class ManagerAdmin(ManagerViews):
             )
         if not validate_only:
             pool.resize(total_blocks)
+            self._shares[pool_id] = PoolShare(pool_id, total_blocks, pool.spec.num_blocks, pool.share_number)
+            self._tell(self._shares[pool_id])
         return pool.pool_view()
 
     # Rules
@@ -120,6 +120,7 @@ class ManagerAdmin(ManagerViews):
         rule = self._rules.new(spec)
         if not validate_only:
             self._rules.add(rule)
+            self._tell(rule.spec)
         return rule.spec, self._count_matching(rule)
 
     def update_rule(
@@ -137,6 +138,7 @@ class ManagerAdmin(ManagerViews):
         rule = self._rules.get(spec.name)
         moved = rule.spec.match != changed.match
         self._rules.update(changed)
+        self._tell(rule.spec)
         wish = rule.wish()
         meant = {block for _, block in self._matching(rule)} if moved else set()
         for pool, block in leased:
@@ -153,6 +155,7 @@ class ManagerAdmin(ManagerViews):
         leased = self._leased(rule.holder)
         if not validate_only:
             self._rules.remove(rule)
+            self._tell(rule.spec)
             for pool, block in leased:
                 self._leases.revoke(pool, block, rule.holder, RemovalCause.RULE_CHANGED)
         return len(leased)
@@ -203,6 +206,7 @@ class ManagerAdmin(ManagerViews):
                     )
         if not validate_only:
             self._change_accounts({**self._accounts, key: Account(quota)})
+            self._tell(quota)
         return quota
 
     def delete_quota(self, quota: Quota) -> None:
@@ -212,12 +216,7 @@ class ManagerAdmin(ManagerViews):
         if key not in self._accounts:
             raise UnknownQuotaError("there is no quota of this account", fields={key[0]: "has no quota"})
         self._change_accounts({one: account for one, account in self._accounts.items() if one != key})
-
-    def _change_accounts(self, accounts: dict[tuple[str, str], Account]) -> None:
-        self._accounts.clear()
-        self._accounts.update(accounts)
-        for executor in self._executors.values():
-            executor.change_accounts()
+        self._tell(quota)
 
     def hint(self, prefix: Prefix, hints: Hints, session_id: str | None) -> tuple[list[HintAnswer], list[Transfer]]:
         """Carries out hints about a cached prefix. Raises InvalidField, UnknownExecutorError."""
@@ -244,7 +243,6 @@ class ManagerAdmin(ManagerViews):
         pinned = []
         for executor in executors:
             blocks = [(pool, block) for pool in executor.pools for block in chain(executor, pool, prefix)]
-            blocks = [(pool, block) for pool, block in blocks if block not in pool.moving]
             pinned.append(executor.holds.pin(blocks, owner, now, duration, validate_only=validate_only))
         return pinned
 

@@ -26,6 +26,18 @@ class Quota:
     host_ceiling: int | None = None
 
 
+class PoolShare(NamedTuple):
+    """How many device blocks an operator lets a pool use. `number` is the pool's etag.
+
+    It holds for a pool of `num_blocks` slots: with another number the executor was set up anew.
+    """
+
+    pool_id: str
+    total_blocks: int
+    num_blocks: int
+    number: int
+
+
 @dataclass(frozen=True, slots=True)
 class RuleMatch:
     """What a rule is about; what is set must all match. Blocks count by the position of their first token."""
@@ -124,7 +136,7 @@ class Forgotten:
 
 @dataclass(frozen=True, slots=True)
 class HoldView:
-    """A hold or pin as seen from outside; `remaining` seconds."""
+    """A hold or pin as seen from outside; `remaining` seconds. All its blocks are under one salt."""
 
     name: str
     pin: bool
@@ -132,6 +144,7 @@ class HoldView:
     remaining: float
     executor_id: str
     num_blocks: int
+    salt: str | None = None
 
 
 class BlockEstimate(NamedTuple):

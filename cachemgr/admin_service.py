@@ -5,8 +5,8 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, TypeVar
 
-from cachemgr import convert, convert_admin, paging
-from cachemgr.admin_api import BlockFilter
+from cachemgr import convert, convert_admin, paging, tenancy
+from cachemgr.admin_api import BlockFilter, PoolViolation
 from cachemgr.api import BlockView
 from cachemgr.dump import state_hash
 from cachemgr.meters import MAX_WINDOW_SECONDS
@@ -32,12 +32,20 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         self._run = domain.run
 
     async def CheckPool(self, request: pb.CheckPoolRequest, context: Any) -> pb.CheckPoolResponse:
-        """Recounts."""
+        """Recounts; what Redis holds is read only for who asks for it."""
         found = self._manager.check_pool(request.pool_id)
         pools = [self._manager.pool(request.pool_id)] if request.pool_id else self._manager.pools()
+        differences = None
+        if request.compare_with_store:
+            differences = await self._store.compare(dict.fromkeys(pool.executor_id for pool in pools))
+        for one in differences or ():
+            pool_id = f"{one.executor_id}/{one.group}" if one.executor_id else ""
+            if request.pool_id in ("", pool_id) or not pool_id:
+                found.append(PoolViolation(pool_id, one.slot, one.message))
         return pb.CheckPoolResponse(
             violations=[pb.PoolViolation(pool_id=one.pool_id, slot=one.slot, message=one.message) for one in found],
             pools=[convert.pool(view) for view in pools],
+            store_compared=differences is not None,
         )
 
     async def ListPools(self, request: pb.ListPoolsRequest, context: Any) -> pb.ListPoolsResponse:
@@ -46,11 +54,14 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         after = paging.decode_token("pools", request.page_token)
         rest = (view for view in self._manager.pools() if view.pool_id > after)
         page, token = paging.cut(rest, limit, "pools", lambda view: view.pool_id)
-        return pb.ListPoolsResponse(pools=[convert.pool(view) for view in page], next_page_token=token)
+        return pb.ListPoolsResponse(
+            pools=[tenancy.pool_seen(convert.pool(view)) for view in page], next_page_token=token
+        )
 
     async def GetPool(self, request: pb.GetPoolRequest, context: Any) -> pb.GetPoolResponse:
         """One pool."""
-        return pb.GetPoolResponse(pool=convert.pool(self._manager.pool(_required_pool(request.pool_id))))
+        found = convert.pool(self._manager.pool(_required_pool(request.pool_id)))
+        return pb.GetPoolResponse(pool=tenancy.pool_seen(found))
 
     async def ListBlocks(self, request: pb.ListBlocksRequest, context: Any) -> pb.ListBlocksResponse:
         """Blocks of a pool by place."""
@@ -61,7 +72,8 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
             rest = self._manager.filtered_blocks(_in_pool(request.filter, pool_id), after)
         else:
             rest = self._manager.blocks(pool_id, after)
-        page, token = paging.cut(rest, limit, "blocks", _place)
+        seen = (item for item in rest if tenancy.sees(item[1].domain))
+        page, token = paging.cut(seen, limit, "blocks", _place)
         blocks = [convert.block(view, token_ids=request.include_token_ids) for _, view in page]
         return pb.ListBlocksResponse(blocks=blocks, next_page_token=token)
 
@@ -70,7 +82,8 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         limit = paging.page_limit(request.page_size)
         after = paging.decode_number("prefixes", request.page_token)
         rest = self._manager.prefixes(_in_pool(request.filter, _required_pool(request.pool_id)), after)
-        page, token = paging.cut(rest, limit, "prefixes", lambda view: view.place)
+        seen = (view for view in rest if tenancy.sees(view.last_block.domain))
+        page, token = paging.cut(seen, limit, "prefixes", lambda view: view.place)
         return pb.ListPrefixesResponse(
             prefixes=[convert_admin.cached_prefix(view) for view in page], next_page_token=token
         )
@@ -82,6 +95,8 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         found: list[pb.BlockLease] = []
         last, more = after, False
         for place, view, lease in self._manager.leases(_required_pool(request.pool_id), request.holder, after):
+            if not tenancy.sees(view.domain):
+                continue
             if len(found) >= limit and place != last:
                 more = True
                 break
@@ -92,24 +107,27 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
 
     async def ListHolds(self, request: pb.ListHoldsRequest, context: Any) -> pb.ListHoldsResponse:
         """Holds and pins."""
-        page, token = _numbered(self._manager.holds(request.owner), request, "holds")
+        page, token = _numbered(filter(tenancy.sees_hold, self._manager.holds(request.owner)), request, "holds")
         return pb.ListHoldsResponse(holds=[convert_admin.hold(view) for view in page], next_page_token=token)
 
     async def ListRetentionRules(
         self, request: pb.ListRetentionRulesRequest, context: Any
     ) -> pb.ListRetentionRulesResponse:
         """Rules in the order in which they are asked."""
-        page, token = _numbered(self._manager.rules(), request, "rules")
+        page, token = _numbered(filter(tenancy.sees_rule, self._manager.rules()), request, "rules")
         rules = [convert_admin.rule_message(rule) for rule in page]
         return pb.ListRetentionRulesResponse(rules=rules, next_page_token=token)
 
     async def GetRetentionRule(self, request: pb.GetRetentionRuleRequest, context: Any) -> pb.GetRetentionRuleResponse:
         """One rule."""
-        return pb.GetRetentionRuleResponse(rule=convert_admin.rule_message(self._manager.rule(request.name)))
+        rule = tenancy.rule_seen(self._manager.rule(request.name))
+        return pb.GetRetentionRuleResponse(rule=convert_admin.rule_message(rule))
 
     async def ListQuotas(self, request: pb.ListQuotasRequest, context: Any) -> pb.ListQuotasResponse:
         """Quotas by account and pool."""
-        page, token = _numbered(self._manager.quotas(), request, "quotas")
+        page, token = _numbered(
+            (usage for usage in self._manager.quotas() if tenancy.sees_account(usage[0])), request, "quotas"
+        )
         quotas = [
             pb.QuotaUsage(
                 quota=convert_admin.quota_message(quota), pool_id=pool_id, device_blocks=device, host_blocks=host
@@ -124,22 +142,32 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
             case "prefix":
                 found = self._manager.explain(convert_admin.prefix(request.prefix), request.group)
             case "sequence_id":
+                for view in self._manager.sequences():
+                    if view.sequence_id == request.sequence_id:
+                        tenancy.check_sequence(view.sequence_id, view.domain)
                 found = self._manager.explain_sequence(request.sequence_id, request.group)
             case _:
                 raise InvalidField("subject", "must be a prefix or a sequence_id")
-        return pb.ExplainPrefixResponse(explanations=[convert_admin.explanation(one) for one in found])
+        return pb.ExplainPrefixResponse(
+            explanations=[convert_admin.explanation(tenancy.explanation_seen(one)) for one in found]
+        )
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
         """What happened in a pool."""
         pool_id = _required_pool(request.pool_id)
-        meter = self._manager.meter(pool_id)
-        tokens = meter.total
-        if request.HasField("window"):
-            window = convert.seconds(request.window)
-            if not 0 < window <= MAX_WINDOW_SECONDS:
-                raise InvalidField("window", "must be greater than zero, and at most an hour")
-            tokens = meter.since(self._manager.now - window)
+        meter = tenancy.meter_seen(self._manager.meter(pool_id))
+        since = _begin(request, self._manager.now)
+        tokens = meter.total if since is None else meter.since(since)
+        if not tenancy.sees_all():
+            return convert_admin.stats([], meter, tokens, (0, 0))
         return convert_admin.stats(self._manager.tiers(pool_id), meter, tokens, self._manager.lease_counts(pool_id))
+
+    async def GetGhostCaches(self, request: pb.GetGhostCachesRequest, context: Any) -> pb.GetGhostCachesResponse:
+        """What other caches would find."""
+        if not request.executor_id:
+            raise InvalidField("executor_id", "must name a registered executor")
+        since = _begin(request, self._manager.now)
+        return convert_admin.ghost_caches(self._manager.ghosts(request.executor_id, since))
 
     async def DumpState(self, request: pb.DumpStateRequest, context: Any) -> AsyncIterator[pb.DumpStateResponse]:
         """The state in pieces; all of it at one moment."""
@@ -148,11 +176,17 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
             yield pb.DumpStateResponse(lines=lines[start : start + _DUMP_LINES])
         yield pb.DumpStateResponse(state_hash=state_hash(lines))
 
+    async def _run_and_keep(self, method: str, request: Any) -> Any:
+        """What an operator says is in Redis with the answer, if that can be reached: a death must not take it back."""
+        answer = self._run(method, request)
+        await self._store.flush_soon()
+        return answer
+
     async def ForgetBlocks(self, request: pb.ForgetBlocksRequest, context: Any) -> pb.ForgetBlocksResponse:
-        """The only call that waits for Redis beside a registration: the receipt must be true."""
+        """Waits for Redis, for a while: the receipt must be true."""
         receipt: pb.ForgetBlocksResponse = self._run("ForgetBlocks", request)
         if not request.validate_only:
-            receipt.store_updated = await self._store.flush()
+            receipt.store_updated = await self._store.flush_soon()
         return receipt
 
     async def ListSequences(self, request: pb.ListSequencesRequest, context: Any) -> pb.ListSequencesResponse:
@@ -164,7 +198,8 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         rest = (
             view
             for view in self._manager.sequences(after)
-            if request.executor_id in ("", view.executor_id)
+            if tenancy.sees(view.domain)
+            and request.executor_id in ("", view.executor_id)
             and request.scheduler_id in ("", view.scheduler_id)
             and (not request.HasField("salt") or (view.domain is not None and view.domain.salt == request.salt))
         )
@@ -177,41 +212,62 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
 
     async def UpdatePool(self, request: pb.UpdatePoolRequest, context: Any) -> Any:
         """Changes a share."""
-        return self._run("UpdatePool", request)
+        return await self._run_and_keep("UpdatePool", request)
 
     async def CreateRetentionRule(self, request: pb.CreateRetentionRuleRequest, context: Any) -> Any:
         """Makes a rule."""
-        return self._run("CreateRetentionRule", request)
+        return await self._run_and_keep("CreateRetentionRule", request)
 
     async def UpdateRetentionRule(self, request: pb.UpdateRetentionRuleRequest, context: Any) -> Any:
         """Changes a rule."""
-        return self._run("UpdateRetentionRule", request)
+        return await self._run_and_keep("UpdateRetentionRule", request)
 
     async def DeleteRetentionRule(self, request: pb.DeleteRetentionRuleRequest, context: Any) -> Any:
         """Deletes a rule."""
-        return self._run("DeleteRetentionRule", request)
+        return await self._run_and_keep("DeleteRetentionRule", request)
 
     async def SetQuota(self, request: pb.SetQuotaRequest, context: Any) -> Any:
         """Sets a quota."""
-        return self._run("SetQuota", request)
+        return await self._run_and_keep("SetQuota", request)
 
     async def DeleteQuota(self, request: pb.DeleteQuotaRequest, context: Any) -> Any:
         """Deletes a quota."""
-        return self._run("DeleteQuota", request)
+        return await self._run_and_keep("DeleteQuota", request)
 
     async def PinPrefix(self, request: pb.PinPrefixRequest, context: Any) -> Any:
-        """Pins a prefix."""
-        return self._run("PinPrefix", request)
+        """Pins a prefix. Where a tenant asks for it, pins of others do not give way."""
+        if not tenancy.sees_all():
+            trial = pb.PinPrefixRequest()
+            trial.CopyFrom(request)
+            trial.validate_only = True
+            own = {view.name for view in filter(tenancy.sees_hold, self._manager.holds())}
+            if not own.issuperset(self._run("PinPrefix", trial).degraded_hold_names):
+                receipt = pb.RetentionReceipt(
+                    wish="pin", outcome="OUTCOME_REJECTED", reason="the budget for pins is used up"
+                )
+                return pb.PinPrefixResponse(receipt=receipt)
+        return await self._run_and_keep("PinPrefix", request)
 
     async def ReleaseHold(self, request: pb.ReleaseHoldRequest, context: Any) -> Any:
         """Ends a hold."""
-        return self._run("ReleaseHold", request)
+        tenancy.check_hold(request.name, self._manager.holds())
+        return await self._run_and_keep("ReleaseHold", request)
 
 
 def _required_pool(pool_id: str) -> str:
     if not pool_id:
         raise InvalidField("pool_id", "must name a pool as ListPools gives it")
     return pool_id
+
+
+def _begin(request: pb.GetStatsRequest | pb.GetGhostCachesRequest, now: float) -> float | None:
+    """When a request's window begins; None without one."""
+    if not request.HasField("window"):
+        return None
+    window = convert.seconds(request.window)
+    if not 0 < window <= MAX_WINDOW_SECONDS:
+        raise InvalidField("window", "must be greater than zero, and at most an hour")
+    return now - window
 
 
 def _in_pool(selected: pb.BlockFilter, pool_id: str) -> BlockFilter:

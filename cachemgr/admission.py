@@ -10,7 +10,7 @@ from hashlib import sha256
 
 from cachemgr import estimates, hints, matching, retention
 from cachemgr.admin_api import PredictedEviction, Preview
-from cachemgr.api import Admission, AdmitRequest, ManagerConfig, Receipt, Retention
+from cachemgr.api import Admission, AdmitRequest, ManagerConfig, Receipt, Retention, TierKind
 from cachemgr.block import Block
 from cachemgr.errors import InvalidField, SequenceTooLongError, WindowPassedError
 from cachemgr.keys import cut_extra_keys, pack, packed_bytes
@@ -69,6 +69,7 @@ def content(request: AdmitRequest, tokens: array[int]) -> object:
         request.eviction_policy,
         request.no_read,
         request.no_store,
+        request.lowest_tier,
     )
 
 
@@ -112,13 +113,19 @@ def _check_size(sequence: Sequence, max_new_tokens: int = 0) -> None:
             raise SequenceTooLongError(text, fields={field: f"takes {peak} blocks, at most {blocks} can be had"})
 
 
-def _may_read(request: AdmitRequest, sequence: Sequence) -> bool:
-    """Whether it uses what is cached. Not where only a table of its own blocks leaves room to evict."""
+def _lowest_tier(request: AdmitRequest, sequence: Sequence) -> TierKind | None:
+    """Down to where it uses what is cached; None when it uses nothing.
+
+    That is so where only a table of its own blocks leaves room to evict.
+    """
     eviction = sequence.eviction
-    if request.no_read or eviction is None:
-        return not request.no_read
-    past = eviction.past_first(len(sequence.tokens))
-    return eviction.peak_blocks(past, sequence.block_size, no_store=False) <= _least_blocks(sequence.executor)
+    if request.no_read:
+        return None
+    if eviction is not None:
+        past = eviction.past_first(len(sequence.tokens))
+        if eviction.peak_blocks(past, sequence.block_size, no_store=False) > _least_blocks(sequence.executor):
+            return None
+    return request.lowest_tier
 
 
 class Admitter:
@@ -156,7 +163,7 @@ class Admitter:
         sequence.eviction = self._eviction(policy, prompt)
         _check_size(sequence)
         needed = blocks_for(sequence.slots_for(len(tokens)), executor.block_size)
-        match, short = self._match(sequence, needed, no_read=not _may_read(request, sequence))
+        match, short = self._match(sequence, needed, _lowest_tier(request, sequence))
         if short:
             return None, short
         sequence.handle = self._next_number()
@@ -166,6 +173,8 @@ class Admitter:
             if not request.no_read:
                 pool.tokens.add(now, request.salt, len(tokens), match.tokens)
         promise(sequence)
+        if executor.ghosts is not None:
+            executor.ghosts.admitted(sequence, now, is_read=not request.no_read)
         scheduler.executors.add(executor.executor_id)
         wait_for = 0 if match.writer is None else match.writer.handle
         receipts = wishes.receipts(wished, executor.block_size, no_store=no_store, config=self._config)
@@ -185,7 +194,7 @@ class Admitter:
         sequence.eviction = self._eviction(resolve(request, rules, executor), prompt)
         _check_size(sequence, max_new_tokens)
         needed = blocks_for(sequence.slots_for(len(tokens)), executor.block_size)
-        match, short = self._match(sequence, needed, no_read=not _may_read(request, sequence))
+        match, short = self._match(sequence, needed, _lowest_tier(request, sequence))
         ahead = self._ahead(sequence, match, needed)
         evicted: list[PredictedEviction] = []
         for group, pool in enumerate(executor.pools):
@@ -227,9 +236,9 @@ class Admitter:
         fetched = sum(block is not None and not pool.is_on_device(block) for block in blocks)
         return needed - len(blocks) + fetched - (match.in_place and bool(sources))
 
-    def _match(self, sequence: Sequence, needed: int, *, no_read: bool) -> tuple[Match, int]:
-        """What the sequence uses of what is there, and how many blocks are missing for it."""
-        if no_read:
+    def _match(self, sequence: Sequence, needed: int, lowest: TierKind | None) -> tuple[Match, int]:
+        """What the sequence uses of what is in a tier or above, and how many blocks are missing for it."""
+        if lowest is None:
             match = matching.nothing(sequence)
             return match, self._missing(sequence, match, needed)
         ways = [Partial.TAKE_OVER, Partial.NONE] if self._config.partial_reuse else [Partial.NONE]
@@ -237,7 +246,7 @@ class Admitter:
             ways.insert(0, Partial.COPY if self._config.partial_reuse else Partial.EXACT)
         for way in ways:
             # The source of a copy is kept besides the block that it is copied to: without room it is taken over.
-            match = matching.find(sequence, way)
+            match = matching.find(sequence, way, lowest)
             short = self._missing(sequence, match, needed)
             if not short or (way is Partial.COPY and not match.num_copied):
                 break
@@ -262,6 +271,7 @@ class Admitter:
         for table, blocks in zip(sequence.tables, match.blocks, strict=True):
             for place, block in enumerate(blocks):
                 if block is not None:
+                    block.hits += 1
                     table.pool.retain(block)
                     table.pool.grant(block, sequence.wishes.at(place * size))
         for source, table in zip(match.sources, sequence.tables, strict=False):

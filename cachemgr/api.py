@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ class ManagerConfig:
     partial_reuse: bool = True
     # Blocks of a lower priority are dropped rather than moved to a lower tier.
     secondary_offload_min_priority: int = 35
+    # Whether blocks of the device are copied to empty host slots before they must go.
+    write_through: bool = True
     # Blocks lost that are remembered, to say why they are missing.
     lost_blocks: int = 20_000
     # Whether the beginning of a longer block is copied; else such a block is taken over when nobody uses it.
@@ -36,6 +38,8 @@ class ManagerConfig:
     pin_budget: float = 0.1
     # Events that a consumer may be behind.
     event_history: int = 100_000
+    # Blocks that ghost caches follow of as many as the device has; 0 for no ghost caches.
+    ghost_sample: int = 0
 
 
 class TierKind(enum.IntEnum):
@@ -64,7 +68,11 @@ class PoolSpec:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorSpec:
-    """What an executor announces. `last_write_steps[group]` has an entry per slot 1..num_blocks, or is empty."""
+    """What an executor announces: settings, and what its memory holds.
+
+    `last_write_steps[group]` has an entry per slot 1..num_blocks, or is empty; `generations` of a lower tier the same
+    for its slots: the ticket of the copy that filled each.
+    """
 
     executor_id: str
     executor_epoch: int
@@ -75,6 +83,24 @@ class ExecutorSpec:
     last_write_steps: Sequence[Sequence[int]] = ()
     memory_bytes: int | None = None
     plain_rotary: bool = False
+    host_generations: Sequence[Sequence[int]] = ()
+    disk_generations: Sequence[Sequence[int]] = ()
+
+    def without_contents(self) -> ExecutorSpec:
+        """The settings alone."""
+        return replace(self, last_write_steps=(), host_generations=(), disk_generations=())
+
+    def generations(self, tier: TierKind, group: int) -> Sequence[int]:
+        """Of the slots 1, 2, … of a lower tier of a pool; empty when they are not known."""
+        known = self.host_generations if tier is TierKind.HOST else self.disk_generations
+        return known[group] if known else ()
+
+
+class Restored(NamedTuple):
+    """Cached blocks of an executor that count after a registration: on its device, and in its lower tiers."""
+
+    device_blocks: int
+    lower_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +170,8 @@ class AdmitRequest:
     eviction_policy: PolicyWish | None = None
     no_read: bool = False
     no_store: bool = False
+    # Of tiers below it nothing is used.
+    lowest_tier: TierKind = TierKind.DISK
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +247,7 @@ class SyncAnswer:
     unknown_handles: list[int] = field(default_factory=list)
     blocks_short: int = 0
     free_blocks: int = 0
+    total_blocks: int = 0
     transfers: list[Transfer] = field(default_factory=list)
     evicting_handles: list[int] = field(default_factory=list)
     evicting_counts: list[int] = field(default_factory=list)
@@ -354,10 +383,7 @@ class LeaseView(NamedTuple):
 
 
 class Event(NamedTuple):
-    """What happened to a block; for CREATED only the block's pool is set.
-
-    Events about leases say which; a broken one has the cause that its block was lost for.
-    """
+    """What happened to a block; for CREATED only its pool is set. A broken lease has the cause of its block's loss."""
 
     number: int
     kind: EventKind

@@ -37,6 +37,7 @@ class Block(Node):
     __slots__ = (
         "depth",
         "domain",
+        "hits",
         "lease",
         "near",
         "newer",
@@ -69,6 +70,8 @@ class Block(Node):
         # Children in its own tier, with full attention.
         self.near = 0
         self.recency = 0
+        # Prompts that have found it since it entered the index.
+        self.hits = 0
         self.older: Block | None = None
         self.newer: Block | None = None
 
@@ -84,7 +87,9 @@ class EvictionOrder:
 
     def __init__(self) -> None:
         self._bits = 0
-        self._rings = [_Ring(priority) for priority in range(MAX_PRIORITY + 1)]
+        # Neighbour of blocks that are in a heap of this order, and of no other's.
+        late = Block(0)
+        self._rings = [_Ring(priority, late) for priority in range(MAX_PRIORITY + 1)]
 
     def append(self, block: Block) -> None:
         """Adds a block that was used more recently than all others."""
@@ -124,10 +129,11 @@ class EvictionOrder:
 class _Ring:
     """The evictable blocks of one priority."""
 
-    __slots__ = ("_end", "_late", "_priority", "_pushes", "size")
+    __slots__ = ("_end", "_late", "_mark", "_priority", "_pushes", "size")
 
-    def __init__(self, priority: int) -> None:
+    def __init__(self, priority: int, mark: Block) -> None:
         self._priority = priority
+        self._mark = mark
         end = Block(0)
         end.older = end.newer = end
         self._end = end
@@ -158,13 +164,13 @@ class _Ring:
                 heapify(self._late)
             self._pushes += 1
             heappush(self._late, (recency, self._pushes, block))
-            block.older = block.newer = LATE
+            block.older = block.newer = self._mark
 
     def remove(self, block: Block) -> None:
         older, newer = block.older, block.newer
         assert older is not None
         assert newer is not None
-        if older is not LATE:
+        if older is not self._mark:
             older.newer = newer
             newer.older = older
         block.older = block.newer = None
@@ -189,7 +195,7 @@ class _Ring:
 
     def _is_current(self, entry: tuple[int, int, Block]) -> bool:
         recency, _, block = entry
-        return block.older is LATE and block.recency == recency and block.priority == self._priority
+        return block.older is self._mark and block.recency == recency and block.priority == self._priority
 
     @staticmethod
     def _link(older: Block, block: Block, newer: Block) -> None:
@@ -199,6 +205,4 @@ class _Ring:
         newer.older = block
 
 
-# Neighbour of blocks that are in a heap.
-LATE = Block(0)
 _RECENCY = attrgetter("recency")

@@ -21,7 +21,7 @@ def keys_of(executor: Executor, prefix: Prefix) -> list[bytes]:
 
 
 def chain(executor: Executor, pool: Pool, prefix: Prefix) -> list[Block]:
-    """A prompt's full blocks that are cached: with full attention up to the first that is not."""
+    """A prompt's full blocks that can be matched: with full attention up to the first that is not cached."""
     found = []
     for key in keys_of(executor, prefix):
         block = pool.index.get(key)
@@ -30,6 +30,12 @@ def chain(executor: Executor, pool: Pool, prefix: Prefix) -> list[Block]:
         elif pool.window is None:
             break
     return found
+
+
+def all_of(executor: Executor, pool: Pool, prefix: Prefix) -> list[Block]:
+    """A prompt's full blocks that are cached, also those that have lost what they stand on."""
+    found = (pool.index.get(key) for key in keys_of(executor, prefix))
+    return [block for block in found if block is not None]
 
 
 def last_parts(executor: Executor, pool: Pool, prefix: Prefix) -> list[Block]:

@@ -11,6 +11,7 @@ from cachemgr.leases import effective_priority, leases_of
 from cachemgr.pool import Pool
 from cachemgr.registry import Executor
 from cachemgr.tiers import account_of
+from cachemgr.transfers import Purpose
 
 
 def check(executor: Executor, pools: list[Pool]) -> list[PoolViolation]:
@@ -34,6 +35,7 @@ class _Check:
     def run(self) -> None:
         self._references()
         self._counters()
+        self._backups()
         self._order()
         self._leases()
         self._index()
@@ -62,11 +64,12 @@ class _Check:
                     yield from sequence.private
         for hold in self._executor.holds:
             yield from (block for pool, block in hold.blocks if pool is self._pool)
-        for ticket in self._executor.tickets.values():
-            if ticket.pool is self._pool:
-                yield from (ticket.target, *ticket.anchors)
-                if ticket.source is not None and ticket.holds_source:
-                    yield ticket.source
+        # Those that wait for others of their kind hold what they have, too.
+        groups = (ticket.together for ticket in self._executor.tickets.values() if ticket.pool is self._pool)
+        for ticket in {ticket for group in groups for ticket in group}:
+            yield from (ticket.target, *ticket.anchors)
+            if ticket.source is not None and ticket.holds_source:
+                yield ticket.source
 
     def _counters(self) -> None:
         pool = self._pool
@@ -77,7 +80,8 @@ class _Check:
             name = tier.kind.name.lower()
             self._report(tier.used == used, 0, f"counts {tier.used} used {name} blocks, {used} are")
             self._report(tier.cached == cached, 0, f"counts {tier.cached} cached {name} blocks, {cached} are")
-            slots = sorted([*tier.empty, *tier.withheld, *(block.slot for block in mine)])
+            backups = pool.backups.places.values() if tier is pool.backups.tier else ()
+            slots = sorted([*tier.empty, *tier.withheld, *(block.slot for block in mine), *backups])
             every = list(range(tier.offset + 1, tier.offset + tier.size + 1))
             self._report(slots == every, 0, f"a {name} slot is lost or has two states")
             for account, share in tier.shares.items():
@@ -90,6 +94,25 @@ class _Check:
             if block is not None:
                 self._report(block.slot == place, place, f"holds a block that says place {block.slot}")
                 self._report(bool(block.refs) or block.parent is not None, place, "is neither used, cached nor empty")
+
+    def _backups(self) -> None:
+        pool, backups = self._pool, self._pool.backups
+        for block, place in backups.places.items():
+            on_device = block.parent is not None and pool.is_on_device(block)
+            self._report(on_device and block not in backups.open, block.slot, "has a backup that it does not need")
+            filled = pool.tier_at(place) is backups.tier and backups.tier.generation(place) != 0
+            self._report(filled, place, "is a backup and was never filled")
+        running = [ticket for ticket in self._executor.tickets.values() if ticket.purpose is Purpose.BACKUP]
+        mine = {ticket for ticket in running if ticket.pool is pool}
+        wanted = {ticket for ticket in mine if ticket.source is not None}
+        self._report(backups.running == len(mine), 0, "counts backups that nobody makes")
+        self._report(set(backups.open.values()) == wanted, 0, "waits for a backup that nobody makes")
+        for block, ticket in backups.open.items():
+            right = ticket.source is block and block.parent is not None and pool.is_on_device(block)
+            self._report(right, block.slot, "has a backup under way that it does not need")
+        for below in backups.heirs:
+            left = below.parent is None and below.refs > 0 and pool.blocks[below.slot] is below
+            self._report(left, below.slot, "is to be inherited and not in use")
 
     def _order(self) -> None:
         pool, listed = self._pool, set()
@@ -166,8 +189,10 @@ class _Check:
             higher = pool.tier_of(parent).kind <= pool.tier_of(block).kind
             self._report(higher, block.slot, "lies in a higher tier than its parent")
         else:
-            is_root = block.domain is not None and parent is not None and parent.key == block.domain.key
-            self._report(is_root and block.depth == 0, block.slot, "has lost its parent")
+            # What lies in a lower tier may outlive what it stands on, and waits for that to be computed again.
+            is_first = block.domain is not None and parent is not None and parent.key == block.domain.key
+            outlived = block.depth > 0 and not is_first and not self._pool.is_on_device(block)
+            self._report(outlived or (is_first and block.depth == 0), block.slot, "has lost its parent")
 
     def _pending(self) -> None:
         for key, block in self._pool.pending.items():

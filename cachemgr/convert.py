@@ -17,6 +17,7 @@ from protos.kvcache.v1 import kvcache_pb2 as pb
 # Enum values are given by name, which the generated types take as they take numbers.
 _KINDS = {kind: f"EVENT_KIND_{kind.name}" for kind in api.EventKind}
 TIERS = {tier: f"TIER_{tier.name}" for tier in api.TierKind}
+_TIERS = {pb.Tier.Value(name): tier for tier, name in TIERS.items()}
 _CAUSES = {cause: f"REMOVAL_CAUSE_{cause.name if cause else 'UNSPECIFIED'}" for cause in api.RemovalCause}
 
 
@@ -44,6 +45,8 @@ def executor_spec(request: pb.RegisterExecutorRequest) -> api.ExecutorSpec:
         last_write_steps=[list(pool.last_write_steps) for pool in request.pools],
         memory_bytes=request.memory_bytes if request.HasField("memory_bytes") else None,
         plain_rotary=request.plain_rotary,
+        host_generations=[list(pool.host_generations) for pool in request.pools],
+        disk_generations=[list(pool.disk_generations) for pool in request.pools],
     )
 
 
@@ -64,6 +67,7 @@ def _pool_spec(pool: pb.PoolSpec) -> api.PoolSpec:
 
 def admit_request(request: pb.AdmitSequenceRequest) -> api.AdmitRequest:
     """A sequence that wants its blocks."""
+    lowest = tier("lowest_tier", request.lowest_tier)
     return api.AdmitRequest(
         sequence_id=request.sequence_id,
         scheduler_id=request.scheduler_id,
@@ -82,7 +86,15 @@ def admit_request(request: pb.AdmitSequenceRequest) -> api.AdmitRequest:
         eviction_policy=PolicyWish.of(request.eviction_policy) if request.HasField("eviction_policy") else None,
         no_read=request.no_read,
         no_store=request.no_store,
+        lowest_tier=api.TierKind.DISK if lowest is None else lowest,
     )
+
+
+def tier(field: str, number: int) -> api.TierKind | None:
+    """A tier, None when it is not said. Raises InvalidField for a number that is none's."""
+    if number and number not in _TIERS:
+        raise InvalidField(field, "is not a known tier")
+    return _TIERS.get(number)
 
 
 def extra_keys(keys: Iterable[pb.ExtraKey]) -> tuple[api.ExtraKey, ...]:
@@ -212,6 +224,7 @@ def sync_response(manager_epoch: int, answer: api.SyncAnswer, lease: Duration) -
         unknown_handles=answer.unknown_handles,
         blocks_short=answer.blocks_short,
         free_blocks=answer.free_blocks,
+        total_blocks=answer.total_blocks,
         transfers=transfers(answer.transfers),
         lease_duration=lease,
         evicting_handles=answer.evicting_handles,

@@ -2,8 +2,8 @@
 
 from cachemgr import admin_api as admin
 from cachemgr import api
-from cachemgr.convert import TIERS, block, duration, extra_keys, lease, receipt, seconds
-from cachemgr.errors import InvalidField
+from cachemgr.convert import TIERS, block, duration, extra_keys, lease, receipt, seconds, tier
+from cachemgr.ghosts import GhostReport
 from cachemgr.holds import Pinned
 from cachemgr.meters import TokenCount, TokenMeter
 from cachemgr.policies import PolicyWish
@@ -12,7 +12,6 @@ from protos.kvcache.v1 import kvcache_pb2 as pb
 
 _CAUSES = {cause: f"REMOVAL_CAUSE_{cause.name if cause else 'UNSPECIFIED'}" for cause in api.RemovalCause}
 _REASONS = {reason: f"MISS_REASON_{reason.name if reason else 'UNSPECIFIED'}" for reason in admin.MissReason}
-_TIERS = {pb.Tier.Value(name): tier for tier, name in TIERS.items()}
 
 
 def prefix(selector: pb.PrefixSelector) -> admin.Prefix:
@@ -28,8 +27,6 @@ def prefix(selector: pb.PrefixSelector) -> admin.Prefix:
 
 def block_filter(selected: pb.BlockFilter) -> admin.BlockFilter:
     """Which blocks an operator means. Raises InvalidField for a tier that is none."""
-    if selected.tier and selected.tier not in _TIERS:
-        raise InvalidField("filter.tier", "is not a known tier")
     has_priority = selected.HasField("max_retention_priority")
     return admin.BlockFilter(
         pool_id=selected.pool_id,
@@ -38,7 +35,7 @@ def block_filter(selected: pb.BlockFilter) -> admin.BlockFilter:
         session_id=selected.session_id if selected.HasField("session_id") else None,
         tenant_id=selected.tenant_id if selected.HasField("tenant_id") else None,
         adapter_id=selected.adapter_id if selected.HasField("adapter_id") else None,
-        tier=_TIERS.get(selected.tier),
+        tier=tier("filter.tier", selected.tier),
         prefix=prefix(selected.prefix) if selected.HasField("prefix") else None,
     )
 
@@ -154,6 +151,21 @@ def quota_message(spec: admin.Quota) -> pb.Quota:
     )
 
 
+def share(message: pb.PoolShare) -> admin.PoolShare:
+    """An operator's share of a pool."""
+    return admin.PoolShare(message.pool_id, message.total_blocks, message.num_blocks, message.share_number)
+
+
+def share_message(share: admin.PoolShare) -> pb.PoolShare:
+    """An operator's share of a pool as a message."""
+    return pb.PoolShare(
+        pool_id=share.pool_id,
+        total_blocks=share.total_blocks,
+        num_blocks=share.num_blocks,
+        share_number=share.number,
+    )
+
+
 def pinned(found: list[Pinned]) -> pb.PinPrefixResponse:
     """Answer for all executors: what the one that pinned most says, with all names."""
     best = max(found, key=lambda one: one.receipt.num_blocks, default=None)
@@ -230,6 +242,29 @@ def stats(tiers: list[Tier], meter: TokenMeter, tokens: TokenCount, leases: tupl
         salts=per_salt,
         honoured_leases=leases[0],
         broken_leases=leases[1],
+    )
+
+
+def ghost_caches(found: tuple[GhostReport, api.PoolView] | None) -> pb.GetGhostCachesResponse:
+    """What other caches would find."""
+    if found is None:
+        return pb.GetGhostCachesResponse()
+    report, pool = found
+    return pb.GetGhostCachesResponse(
+        caches=[
+            pb.GhostCache(
+                policy=f"GHOST_POLICY_{one.policy.name}",
+                total_blocks=one.total_blocks,
+                hit_blocks=one.hit_blocks,
+                hit_tokens=one.hit_tokens,
+            )
+            for one in report.caches
+        ],
+        tokens=_tokens(TokenCount(report.queried_tokens, report.hit_tokens)),
+        queried_blocks=report.queried_blocks,
+        device_blocks=pool.total_blocks,
+        tier_blocks=pool.total_blocks + sum(tier.total_blocks for tier in pool.lower_tiers if tier.tier),
+        sample_rate=report.sample_rate,
     )
 
 

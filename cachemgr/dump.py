@@ -13,6 +13,7 @@ from cachemgr.leases import leases_of
 
 if TYPE_CHECKING:
     from cachemgr.admin_api import RetentionRule
+    from cachemgr.backups import Backups
     from cachemgr.block import Block
     from cachemgr.policies import Eviction
     from cachemgr.pool import Pool
@@ -87,6 +88,7 @@ def _pool(pool: Pool) -> Iterator[str]:
         moving=sorted(block.slot for block in pool.moving),
         leaving=sorted([block.slot, ticket.number] for block, ticket in pool.leaving.items() if block is not None),
         doomed=sorted(block.slot for block in pool.doomed),
+        **_backups(pool.backups),
         share_number=pool.share_number,
         leases=[pool.honoured_leases, pool.broken_leases],
         gaps=sorted(key.hex() for key in pool.bare),
@@ -111,6 +113,18 @@ def _pool(pool: Pool) -> Iterator[str]:
             yield _block(pool, block)
 
 
+def _backups(backups: Backups) -> dict[str, Any]:
+    tier = backups.tier
+    return {
+        # In the order in which they were made.
+        "backups": [[block.slot, place, tier.generation(place)] for block, place in backups.places.items() if tier],
+        "backups_open": [[block.slot, ticket.number] for block, ticket in backups.open.items()],
+        "backups_running": backups.running,
+        "backups_wanted": [block.slot for block in backups.wanting],
+        "heirs": [[below.slot, heir.slot] for below, heir in backups.heirs.items()],
+    }
+
+
 def _block(pool: Pool, block: Block) -> str:
     domain = block.domain
     return line(
@@ -131,6 +145,7 @@ def _block(pool: Pool, block: Block) -> str:
         recency=block.recency,
         evictable=block.older is not None,
         stored_step=block.stored_step,
+        generation=pool.tier_of(block).generation(block.slot),
         writer=None if block.writer is None else block.writer.handle,
         leases=[[*lease.wish, lease.deadline] for lease in leases_of(block)],
     )

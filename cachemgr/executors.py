@@ -1,19 +1,16 @@
-"""Checking an executor's announcement, and putting back what a store remembers of it."""
+"""What an executor announces: whether it can be, and the pools that it leads to."""
 
-from collections import deque
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import replace
 
-from cachemgr.api import ExecutorSpec
-from cachemgr.block import Block
+from cachemgr.admin_api import PoolShare
+from cachemgr.api import ExecutorSpec, ManagerConfig, TierKind
 from cachemgr.errors import InvalidField
+from cachemgr.events import EventLog
 from cachemgr.journal import IndexJournal
-from cachemgr.keys import TOKEN_BYTES, child_key
 from cachemgr.leases import LeaseBook
 from cachemgr.pool import Pool
-from cachemgr.records import BlockRecord
 from cachemgr.registry import Executor
-from cachemgr.retention import MAX_PRIORITY, NO_PRIORITY, Wish
 from cachemgr.validation import check_id
 
 # Each slot costs memory of this process from the start.
@@ -53,90 +50,79 @@ def _check_pools(spec: ExecutorSpec) -> None:
             raise InvalidField(f"{path}.attention_window", "must be at least 1; leave it out for full attention")
         if spec.memory_bytes is not None and not pool.block_bytes:
             raise InvalidField(f"{path}.block_bytes", "must be known where pools share memory_bytes")
-        steps = spec.last_write_steps[number] if spec.last_write_steps else ()
-        if steps and len(steps) != pool.num_blocks:
-            raise InvalidField(f"{path}.last_write_steps", "must have one entry per block")
-    slots = 0
+        _check_contents(spec, number, path)
+    total = 0
     for number, pool in enumerate(spec.pools):
         for field in ("num_blocks", "host_blocks", "disk_blocks"):
-            slots += getattr(pool, field)
-            if slots > MAX_SLOTS:
+            total += getattr(pool, field)
+            if total > MAX_SLOTS:
                 raise InvalidField(f"pools[{number}].{field}", f"must leave at most {MAX_SLOTS} slots in all together")
 
 
-def _share_memory(executor: Executor) -> None:
-    """Gives every pool its first share of the memory that they have together.
+def _check_contents(spec: ExecutorSpec, group: int, path: str) -> None:
+    """What its slots hold is told of every slot, or of none."""
+    pool = spec.pools[group]
+    steps = spec.last_write_steps[group] if spec.last_write_steps else ()
+    if steps and len(steps) != pool.num_blocks:
+        raise InvalidField(f"{path}.last_write_steps", "must have one entry per block")
+    for tier, slots in ((TierKind.HOST, pool.host_blocks), (TierKind.DISK, pool.disk_blocks)):
+        if len(spec.generations(tier, group)) not in (0, slots):
+            field = f"{path}.{tier.name.lower()}_generations"
+            raise InvalidField(field, f"must have one entry for each of the {slots} slots, or none")
+
+
+def new_pools(
+    spec: ExecutorSpec, config: ManagerConfig, events: EventLog, leases: LeaseBook, journal: IndexJournal
+) -> list[Pool]:
+    """Empty pools as an executor announces them."""
+    return [
+        Pool(
+            spec.executor_id,
+            pool,
+            spec.block_size,
+            events,
+            leases,
+            journal,
+            offload_min_priority=config.secondary_offload_min_priority,
+            write_through=config.write_through,
+            lost_blocks=config.lost_blocks,
+        )
+        for pool in spec.pools
+    ]
+
+
+def outlives(before: ExecutorSpec, spec: ExecutorSpec) -> bool:
+    """Whether an executor that has started again may have blocks of before in its lower tiers; sizes may change."""
+    told = any(len(slots) for tier in (spec.host_generations, spec.disk_generations) for slots in tier)
+    same = (before.model_fingerprint, before.block_size) == (spec.model_fingerprint, spec.block_size)
+    layouts = [
+        [replace(pool, num_blocks=0, host_blocks=0, disk_blocks=0) for pool in one.pools] for one in (before, spec)
+    ]
+    return told and same and layouts[0] == layouts[1]
+
+
+def share_memory(executor: Executor, shares: Mapping[str, PoolShare]) -> None:
+    """Gives every pool its first share of the memory that they have together, or what an operator gave it before.
 
     A sequence takes equally many blocks in every group, as its prompt is computed before a window gives any back: in
     proportion to the bytes that it needs is the same number of blocks.
     """
-    memory = executor.spec.memory_bytes
-    if memory is None:
-        return
-    total = max(1, memory // sum(pool.spec.block_bytes for pool in executor.pools))
-    for pool in executor.pools:
-        if total < pool.device.total:
+    memory, pools = executor.spec.memory_bytes, executor.pools
+    given = {pool: shares[pool.pool_id] for pool in pools if fits(pool, shares.get(pool.pool_id))}
+    totals = {pool: pool.device.total for pool in pools}
+    if memory is not None:
+        equal = max(1, memory // sum(pool.spec.block_bytes for pool in pools))
+        totals = {pool: min(equal, total) for pool, total in totals.items()}
+    wanted = totals | {pool: share.total_blocks for pool, share in given.items()}
+    if memory is not None and sum(total * pool.spec.block_bytes for pool, total in wanted.items()) > memory:
+        given, wanted = {}, totals
+    for pool, total in wanted.items():
+        if total != pool.device.total:
             pool.resize(total)
+    for pool, share in given.items():
+        pool.share_number = share.number
 
 
-def restore(executor: Executor, remembered: Iterable[BlockRecord], journal: IndexJournal, leases: LeaseBook) -> int:
-    """Puts remembered blocks back that the device still holds and has memory for; the journal hears of all others."""
-    used: list[set[int]] = [set() for _ in executor.pools]
-    for record in sorted(remembered, key=lambda block: block.depth):
-        if _holds(executor, record, used):
-            used[record.group].add(record.slot)
-            _adopt(executor, record, leases, journal)
-        elif record.group >= len(used) or record.slot not in used[record.group]:
-            journal.removed(executor.executor_id, record.group, record.slot)
-    for pool in executor.pools:
-        pool.device.empty = deque(slot for slot in range(1, pool.device.size + 1) if pool.blocks[slot] is None)
-    _share_memory(executor)
-    return sum(len(pool.index) for pool in executor.pools)
-
-
-def _holds(executor: Executor, record: BlockRecord, used: list[set[int]]) -> bool:
-    if record.group >= len(executor.pools):
-        return False
-    pool = executor.pools[record.group]
-    steps = executor.spec.last_write_steps[record.group] if executor.spec.last_write_steps else ()
-    if not 1 <= record.slot <= len(steps) or record.slot in used[record.group]:
-        return False
-    if steps[record.slot - 1] > record.stored_step:
-        return False
-    if any(not NO_PRIORITY <= lease.priority <= MAX_PRIORITY for lease in record.leases):
-        return False
-    if not 1 <= len(record.tokens) // TOKEN_BYTES <= pool.block_size or record.key in pool.index:
-        return False
-    return _fits(executor, pool, record)
-
-
-def _fits(executor: Executor, pool: Pool, record: BlockRecord) -> bool:
-    """Whether the key is that of the tokens behind the parent, and the parent is there."""
-    root = executor.domain(record.salt, record.adapter_id).key
-    if (record.parent_key is None) != (record.depth == 0):
-        return False
-    parent_key = root if record.parent_key is None else record.parent_key
-    if record.parent_key is not None:
-        parent = pool.index.get(record.parent_key)
-        if parent is None and pool.window is None:
-            return False
-        full = pool.block_size * TOKEN_BYTES
-        if parent is not None and (parent.depth != record.depth - 1 or len(parent.tokens) != full):
-            return False
-    return child_key(parent_key, record.tokens, record.extra) == record.key
-
-
-def _adopt(executor: Executor, record: BlockRecord, leases: LeaseBook, journal: IndexJournal) -> None:
-    pool = executor.pools[record.group]
-    domain = executor.domain(record.salt, record.adapter_id, record.tenant_id, record.session_id, record.extra)
-    block = Block(record.slot)
-    # The newest comes first in a record, and in a list that grows at its beginning.
-    for lease in reversed(record.leases):
-        leases.restore(
-            pool, block, Wish(lease.holder, lease.priority, lease.duration, lease.offload_min_priority), lease.remaining
-        )
-    parent_key = domain.key if record.parent_key is None else record.parent_key
-    pool.adopt(block, record.key, parent_key, record.tokens, record.depth, domain, record.stored_step)
-    if any(lease.duration is not None and lease.remaining is None for lease in record.leases):
-        # Its user is gone, and its clock runs from now on.
-        journal.stored(executor.executor_id, pool.spec.group, block.slot, partial(pool.current_record, block))
+def fits(pool: Pool, share: PoolShare | None) -> bool:
+    """Whether an operator's share is about a pool as it is now."""
+    return share is not None and share.num_blocks == pool.spec.num_blocks and 0 < share.total_blocks <= share.num_blocks

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from cachemgr.admin_api import ForgetTarget, Forgotten
 from cachemgr.api import RemovalCause
-from cachemgr.chains import chain, keys_of, last_parts
+from cachemgr.block import Block
+from cachemgr.chains import keys_of, last_parts
 
 if TYPE_CHECKING:
-    from cachemgr.block import Block
     from cachemgr.events import EventLog
     from cachemgr.keys import Domain
     from cachemgr.pool import Pool
@@ -74,7 +74,14 @@ def _doomed(executor: Executor, pool: Pool, target: ForgetTarget) -> tuple[list[
     if target.salt is not None:
         found = {block for block in pool.index.values() if _stored(block.domain, target)}
     elif target.prefix is not None:
-        found = {*chain(executor, pool, target.prefix), *last_parts(executor, pool, target.prefix)}
+        found = set(last_parts(executor, pool, target.prefix))
+        for key in keys_of(executor, target.prefix):
+            # Where it is lost, what stood on it may be left.
+            node = pool.node(key)
+            if isinstance(node, Block):
+                found.add(node)
+            elif node is not None:
+                found.update(pool.descendants(node))
     else:
         mine = [block for block in pool.index.values() if _stored(block.domain, target)]
         found = {block for block in mine if not _has_others(executor, pool, block, target)}

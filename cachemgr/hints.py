@@ -135,7 +135,7 @@ class HintRunner:
             return HintOutcome.MISSING, "", 0
         count, clipped, names = 0, [], []
         for executor in self._executors:
-            mine = [(pool, block) for pool, block in blocks if pool in executor.pools and block not in pool.moving]
+            mine = [(pool, block) for pool, block in blocks if pool in executor.pools]
             # Whoever may send a hint may not push aside what an operator has pinned.
             pinned = executor.holds.pin(mine, owner, self._now, seconds, displace=False)
             count += pinned.receipt.num_blocks

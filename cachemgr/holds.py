@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from cachemgr.api import Outcome, Receipt
+from cachemgr.block import Block, Node
 from cachemgr.retention import MAX_PRIORITY, PIN, Wish
 from cachemgr.tiers import account_of
 
 if TYPE_CHECKING:
-    from cachemgr.block import Block
     from cachemgr.pool import Pool
 
     Kept = list[tuple[Pool, Block]]
@@ -48,6 +48,8 @@ class Holds:
         self._next_number = next_number
         self._pin_budget = pin_budget
         self._holds: dict[str, Hold] = {}
+        # Called with the name of a pin that is new, goes on for longer, or has ended.
+        self.on_pin: Callable[[str], None] = lambda _name: None
 
     def __iter__(self) -> Iterator[Hold]:
         return iter(list(self._holds.values()))
@@ -84,10 +86,12 @@ class Holds:
         displace: bool = True,
         validate_only: bool = False,
     ) -> Pinned:
-        """Pins blocks, those nearest to the root when not all fit.
+        """Pins indexed blocks and what they stand on, those nearest to the root when not all fit.
 
-        With `displace` older pins become leases where room is needed, else they leave so much less of the budget.
+        Blocks whose bytes are on their way, and what stands on these, are left out. With `displace` older pins become
+        leases where room is needed, else they leave so much less of the budget.
         """
+        blocks = _complete(blocks)
         fitting = self._fitting(blocks, displace=displace)
         if not blocks or not fitting:
             reason = "nothing of it is cached" if not blocks else "the budget for pins is too small for a block"
@@ -108,6 +112,7 @@ class Holds:
             return Pinned("", receipt, names)
         if same is not None:
             same.owners[owner] = max(same.owners[owner], now + duration)
+            self.on_pin(same.name)
             return Pinned(same.name, receipt)
         name = f"pin-{self._next_number()}"
         # Referenced before older pins let go of what they may have in common.
@@ -116,9 +121,24 @@ class Holds:
             self._degrade(hold, now)
         return Pinned(name, receipt, names)
 
+    def restore(self, name: str, blocks: Kept, owner: str, end: float) -> None:
+        """Puts what is left of a pin of an earlier manager back; older ones come first, `keep_budget` comes last."""
+        left = _complete(blocks)
+        if left:
+            self._add(Hold(name, left, {owner: end}, pin=True))
+        else:
+            self.on_pin(name)
+
+    def keep_budget(self, now: float) -> None:
+        """Makes leases of the oldest pins as far as all together are beyond the budget."""
+        for hold in self._to_degrade([]):
+            self._degrade(hold, now)
+
     def release(self, hold: Hold) -> int:
         """Ends a hold; returns the blocks that may be taken now and could not before."""
         del self._holds[hold.name]
+        if hold.pin:
+            self.on_pin(hold.name)
         freed = 0
         # The tail goes first, as when a sequence ends.
         for pool, block in reversed(hold.blocks):
@@ -137,10 +157,29 @@ class Holds:
         """The blocks are gone."""
         self._holds.clear()
 
+    def held(self) -> Counter[Block]:
+        """References that each block has from here."""
+        return Counter(block for hold in self for _, block in hold.blocks)
+
+    def keep_cached(self) -> None:
+        """Blocks outside the index are gone; of the others stay those that have not lost what they stand on."""
+        for hold in self:
+            left = [(pool, block) for pool, block in hold.blocks if block.parent is not None]
+            hold.blocks = [(pool, block) for pool, block in left if _is_complete(pool, block)]
+            for pool, block in left:
+                if not _is_complete(pool, block):
+                    pool.drop(block)
+            if not hold.blocks:
+                del self._holds[hold.name]
+            if hold.pin:
+                self.on_pin(hold.name)
+
     def _add(self, hold: Hold) -> None:
         for pool, block in hold.blocks:
             pool.retain(block)
         self._holds[hold.name] = hold
+        if hold.pin:
+            self.on_pin(hold.name)
 
     def _budget(self, pool: Pool) -> int:
         return int(pool.device.total * self._pin_budget)
@@ -191,3 +230,30 @@ class Holds:
                 if block.parent is not None:
                     pool.grant(block, wish)
         self.release(hold)
+
+
+def _is_complete(pool: Pool, block: Block) -> bool:
+    """Whether nothing is lost that a block stands on: what lies in a lower tier may outlive that."""
+    first = block
+    while pool.window is None and isinstance(first.parent, Block):
+        first = first.parent
+    return pool.window is not None or not first.depth
+
+
+def _complete(blocks: Kept) -> Kept:
+    """Indexed blocks that have arrived, root first, and under full attention all that they stand on."""
+    blocks = [(pool, block) for pool, block in blocks if _is_complete(pool, block)]
+    found: dict[Block, Pool] = {}
+    left_out: set[Block] = set()
+    for pool, block in blocks:
+        line: list[Block] = []
+        node: Node | None = block
+        while isinstance(node, Block) and node not in found:
+            line.append(node)
+            if node in pool.moving or node in left_out:
+                left_out.update(line)
+                break
+            node = node.parent if pool.window is None else None
+        else:
+            found.update(dict.fromkeys(reversed(line), pool))
+    return sorted(((pool, block) for block, pool in found.items()), key=lambda kept: kept[1].depth)

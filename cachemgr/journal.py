@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from cachemgr.api import TierKind
     from cachemgr.records import BlockRecord
 
 
@@ -15,14 +16,16 @@ class IndexJournal(Protocol):
     def cleared(self, executor_id: str, epoch: int) -> None:
         """The executor starts an epoch with an empty index."""
 
-    def stored(self, executor_id: str, group: int, slot: int, current: Callable[[], BlockRecord | None]) -> None:
-        """A block entered the index at this place, or the one there changed.
+    def stored(
+        self, executor_id: str, group: int, tier: TierKind, slot: int, current: Callable[[], BlockRecord | None]
+    ) -> None:
+        """A block of the index came to this place, or the one there changed.
 
         `current` tells what is there when it is called; None when the block is gone by then.
         """
 
-    def removed(self, executor_id: str, group: int, slot: int) -> None:
-        """The block at this place left the index."""
+    def removed(self, executor_id: str, group: int, tier: TierKind, slot: int) -> None:
+        """The block at this place left it, or the index."""
 
 
 class NoJournal:
@@ -31,8 +34,10 @@ class NoJournal:
     def cleared(self, executor_id: str, epoch: int) -> None:
         """Forgets it."""
 
-    def stored(self, executor_id: str, group: int, slot: int, current: Callable[[], BlockRecord | None]) -> None:
+    def stored(
+        self, executor_id: str, group: int, tier: TierKind, slot: int, current: Callable[[], BlockRecord | None]
+    ) -> None:
         """Forgets it."""
 
-    def removed(self, executor_id: str, group: int, slot: int) -> None:
+    def removed(self, executor_id: str, group: int, tier: TierKind, slot: int) -> None:
         """Forgets it."""

@@ -7,7 +7,7 @@ be taken for the first time, and runs on from then, whether the block is used ag
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from cachemgr.api import BlockView, EventKind, LeaseView, RemovalCause
 from cachemgr.deadlines import Deadlines
@@ -16,7 +16,19 @@ from cachemgr.retention import DEFAULT_PRIORITY, NO_PRIORITY, Wish
 if TYPE_CHECKING:
     from cachemgr.block import Block
     from cachemgr.events import EventLog
-    from cachemgr.prefix_index import PrefixIndex
+
+
+class LeasedPool(Protocol):
+    """What a lease needs of the pool that its block is in."""
+
+    honoured_leases: int
+    broken_leases: int
+
+    def reprioritise(self, block: Block) -> BlockView:
+        """Gives a block whose leases have changed the priority that these have now, and shows it."""
+
+    def view(self, block: Block) -> BlockView:
+        """The block as seen from outside."""
 
 
 # Looked up once: very many may end at a time.
@@ -36,7 +48,7 @@ class Lease:
 
     __slots__ = ("block", "deadline", "next", "pool", "wish")
 
-    def __init__(self, pool: PrefixIndex, block: Block, wish: Wish) -> None:
+    def __init__(self, pool: LeasedPool, block: Block, wish: Wish) -> None:
         self.pool = pool
         self.block: Block | None = block
         self.wish = wish
@@ -87,7 +99,7 @@ class LeaseBook:
             if lease.block is not None:
                 self._expire(lease, lease.block)
 
-    def grant(self, pool: PrefixIndex, block: Block, wish: Wish) -> None:
+    def grant(self, pool: LeasedPool, block: Block, wish: Wish) -> None:
         """Adds a lease, or puts it in the place of the holder's older one."""
         lease = Lease(pool, block, wish)
         if not _link(lease, block):
@@ -108,7 +120,7 @@ class LeaseBook:
                 started = True
         return started
 
-    def restore(self, pool: PrefixIndex, block: Block, wish: Wish, remaining: float | None) -> None:
+    def restore(self, pool: LeasedPool, block: Block, wish: Wish, remaining: float | None) -> None:
         """Gives a block that is being put back a lease of before; its clock runs on, or starts."""
         lease = Lease(pool, block, wish)
         _link(lease, block)
@@ -129,7 +141,7 @@ class LeaseBook:
             if all(other.wish.holder != lease.wish.holder for other in leases_of(target)):
                 _link(lease, target)
 
-    def announce(self, pool: PrefixIndex, block: Block) -> None:
+    def announce(self, pool: LeasedPool, block: Block) -> None:
         """Tells of the leases of a block that has just entered the index."""
         view = pool.view(block)
         for lease in leases_of(block):
@@ -150,7 +162,7 @@ class LeaseBook:
             _unlink(lease, block)
         block.priority = DEFAULT_PRIORITY
 
-    def revoke(self, pool: PrefixIndex, block: Block, holder: str, cause: RemovalCause) -> None:
+    def revoke(self, pool: LeasedPool, block: Block, holder: str, cause: RemovalCause) -> None:
         """Ends a holder's lease of a block that stays."""
         for lease in leases_of(block):
             if lease.wish.holder == holder:

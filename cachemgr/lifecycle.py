@@ -1,6 +1,8 @@
 """How sequences end or shrink, and how everything of an executor or scheduler that is gone ends."""
 
-from cachemgr.api import Freed, RemovalCause
+from collections.abc import Iterable
+
+from cachemgr.api import Freed, RemovalCause, TierKind
 from cachemgr.block import Block
 from cachemgr.errors import InvalidField, SharedBlockError, VoidSequenceError, WindowPassedError
 from cachemgr.evicting import check_in_place, doom, left_behind
@@ -8,7 +10,7 @@ from cachemgr.keys import cut_extra_keys
 from cachemgr.registry import Executor, Scheduler
 from cachemgr.sequence import GroupTable, Sequence, blocks_for, first_needed
 from cachemgr.settling import settle, settle_last, void, withdraw
-from cachemgr.transfers import Outcome, Ticket
+from cachemgr.transfers import Outcome, Purpose, Ticket
 
 
 def free_blocks(executor: Executor) -> int:
@@ -20,10 +22,11 @@ def release(sequence: Sequence, now: float) -> Freed:
     """Stores what can be stored and gives all blocks back, or to a hold."""
     executor = sequence.executor
     before = free_blocks(executor)
-    settle(sequence)
+    settle(sequence, leaves=True)
     # Before the last block is stored: who was promised all of it gets less.
     withdraw(sequence)
     settle_last(sequence)
+    stored = 0 if executor.ghosts is None else executor.ghosts.stored(sequence)
     for ticket in list(sequence.tickets):
         ticket.detach(sequence.tables[ticket.pool.spec.group])
     if not sequence.void:
@@ -39,6 +42,8 @@ def release(sequence: Sequence, now: float) -> Freed:
     del executor.sequences[sequence.handle]
     del sequence.scheduler.sequences[sequence.handle]
     sequence.scheduler.void.discard(sequence.handle)
+    if executor.ghosts is not None:
+        executor.ghosts.released(sequence, stored)
     return Freed(True, free_blocks(executor) - before)
 
 
@@ -51,6 +56,24 @@ def end_tickets(executor: Executor, scheduler: Scheduler) -> None:
     for ticket in [ticket for ticket in executor.tickets.values() if ticket.scheduler is scheduler]:
         del executor.tickets[ticket.number]
         end_copy(ticket, Outcome.CANCELLED)
+
+
+def end_copies(executor: Executor, done: Iterable[int], failed: Iterable[int], step: int) -> int:
+    """Ends copies that the executor reports, by their tickets; returns how many of them were not open.
+
+    Nothing was written for them behind this step.
+    """
+    unknown = 0
+    for numbers, outcome in ((failed, Outcome.FAILED), (done, Outcome.DONE)):
+        for number in numbers:
+            ticket = executor.tickets.pop(number, None)
+            if ticket is None:
+                unknown += 1
+                continue
+            if ticket.sequence is not None:
+                ticket.sequence.step = max(ticket.sequence.step, step)
+            end_copy(ticket, outcome)
+    return unknown
 
 
 def end_copy(ticket: Ticket, outcome: Outcome) -> None:
@@ -79,14 +102,38 @@ def _keep(sequence: Sequence, now: float) -> None:
     if found is not None:
         rule, duration = found
         size = executor.block_size
-        indexed = [
-            (pool, block) for pool, block in kept if block.parent is not None and rule.covers(block.depth * size)
-        ]
-        executor.holds.pin(indexed, rule.holder, now, duration)
+        pinned = [(pool, block) for pool, block in kept if block.parent is not None and rule.covers(block.depth * size)]
+        executor.holds.pin(pinned, rule.holder, now, duration)
 
 
 def lose(executor: Executor) -> None:
-    """The device memory is gone: nothing in it can be found or freed any more, and who lives in it is void."""
+    """The executor is gone: nothing in it can be found or freed any more, and who lives in it is void."""
+    _end_epoch(executor)
+    executor.holds.clear()
+    for pool in executor.pools:
+        pool.forget_all()
+
+
+def carry_over(before: Executor, executor: Executor) -> None:
+    """An executor has started again: of its pools stays what it tells that lower tiers still hold.
+
+    What was to be overwritten there still is.
+    """
+    zeroing = [
+        (ticket.pool, ticket.target.slot) for ticket in before.tickets.values() if ticket.purpose is Purpose.ZERO
+    ]
+    zeroing += [(pool, block.slot) for pool in before.pools for block in pool.doomed]
+    _end_epoch(before)
+    held = before.holds.held()
+    for pool in executor.pools:
+        spec = executor.spec.pools[pool.spec.group]
+        filled = {tier: executor.spec.generations(tier, spec.group) for tier in (TierKind.HOST, TierKind.DISK)}
+        pool.restart(spec, filled, held, [place for other, place in zeroing if other is pool])
+    executor.holds.keep_cached()
+
+
+def _end_epoch(executor: Executor) -> None:
+    """Whoever lives in its device memory is void, and no copy comes to an end."""
     for sequence in executor.sequences.values():
         void(sequence)
         sequence.tickets.clear()
@@ -96,9 +143,6 @@ def lose(executor: Executor) -> None:
             table.settled = table.first = 0
         sequence.private.clear()
     executor.tickets.clear()
-    executor.holds.clear()
-    for pool in executor.pools:
-        pool.forget_all()
 
 
 def truncate(sequence: Sequence, num_tokens: int) -> Freed:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from cachemgr.admin import ManagerAdmin
-from cachemgr.admin_api import Prefix
+from cachemgr.admin_api import PoolShare, Prefix
 from cachemgr.admission import Admitter, check_length, check_request, content, holder
 from cachemgr.api import (
     Admission,
@@ -14,6 +14,7 @@ from cachemgr.api import (
     Extension,
     Freed,
     ManagerConfig,
+    Restored,
     SyncAnswer,
     SyncRequest,
 )
@@ -31,21 +32,23 @@ from cachemgr.errors import (
 )
 from cachemgr.events import EventLog
 from cachemgr.evicting import check_fork, left_behind
-from cachemgr.executors import check_spec, restore
+from cachemgr.executors import check_spec, new_pools, outlives, share_memory
+from cachemgr.ghosts import ghosts_of
 from cachemgr.hints import HintRunner
 from cachemgr.journal import IndexJournal, NoJournal
 from cachemgr.leases import LeaseBook
-from cachemgr.lifecycle import end_copy, end_tickets, lose, release, truncate
-from cachemgr.pool import Pool
+from cachemgr.lifecycle import carry_over, end_copies, end_tickets, lose, release, truncate
+from cachemgr.operator_records import PinRecord
 from cachemgr.records import BlockRecord
 from cachemgr.registry import Executor, Scheduler
+from cachemgr.remembering import NoOperatorJournal, OperatorJournal
+from cachemgr.restoring import restore
 from cachemgr.retention import check_duration
 from cachemgr.rules import RuleBook
 from cachemgr.sequence import Sequence as LiveSequence
 from cachemgr.sequence import blocks_for
 from cachemgr.syncing import Sync
 from cachemgr.tiers import Account
-from cachemgr.transfers import Outcome
 from cachemgr.validation import check_id
 from cachemgr.views import unknown_executor
 from protos.kvcache.eviction import Kind
@@ -60,6 +63,7 @@ class CacheManager(ManagerAdmin):
         clock: Callable[[], float],
         config: ManagerConfig | None = None,
         journal: IndexJournal | None = None,
+        operator_journal: OperatorJournal | None = None,
     ) -> None:
         """`epoch` is positive and grows with every start of the process: handles and tickets are numbered from it.
 
@@ -69,12 +73,15 @@ class CacheManager(ManagerAdmin):
         self._clock = clock
         self.config = config or ManagerConfig()
         self._journal = journal or NoJournal()
+        self._operator_journal = operator_journal or NoOperatorJournal()
         # Numbers of handles and tickets, never given twice, also not by a later manager process.
         self._number = epoch << 20 if epoch < 1 << 43 else epoch
         self._events = EventLog(self.config.event_history)
         self._leases = LeaseBook(self._events)
-        self._rules = RuleBook()
+        self._rules = RuleBook(self._next_number)
         self._accounts: dict[tuple[str, str], Account] = {}
+        # By pool: what operators changed at run time.
+        self._shares: dict[str, PoolShare] = {}
         self._admitter = Admitter(self.config, self._rules, self._next_number)
         self._executors: dict[str, Executor] = {}
         # Newest epoch seen of every executor, also of lost ones.
@@ -103,16 +110,18 @@ class CacheManager(ManagerAdmin):
         """Whether blocks of an earlier manager can be believed to be written no more."""
         return self._scheduler_came
 
-    def knows_executor(self, executor_id: str, executor_epoch: int) -> bool:
-        """False when a registration of this epoch should bring what the store remembers."""
-        known = self._executors.get(executor_id)
-        return known is not None and known.epoch >= executor_epoch
+    def knows_executor(self, executor_id: str) -> bool:
+        """False when a registration should bring what the store remembers."""
+        return executor_id in self._executors
 
-    def register_executor(self, spec: ExecutorSpec, remembered: Iterable[BlockRecord] = ()) -> int:
-        """Registers an executor, or registers it again; returns the cached blocks that are valid on the device.
+    def register_executor(
+        self, spec: ExecutorSpec, remembered: Iterable[BlockRecord] = (), pins: Iterable[PinRecord] = ()
+    ) -> Restored:
+        """Registers an executor, or registers it again; returns the cached blocks that count after it.
 
-        `remembered` is what the store has for this epoch; it is used when `knows_executor` is false, checked entry
-        by entry, and what does not hold is reported to the journal as removed.
+        A newer epoch has an empty device, and of lower tiers what it tells of. `remembered` is what the store has for
+        this epoch, or of lower tiers for an older one, and `pins` of them; they are used when `knows_executor` is
+        false, checked entry by entry, and what does not hold is reported to the journals as removed.
         Raises InvalidField, StaleExecutorError, PoolSpecError, and SchedulerFirstError when there is something to
         remember and sequences of an earlier manager may still be writing.
         """
@@ -125,41 +134,41 @@ class CacheManager(ManagerAdmin):
         known = self._executors.get(spec.executor_id)
         deadline = now + self.config.lease_seconds
         if known is not None and known.epoch == spec.executor_epoch:
-            if replace(known.spec, last_write_steps=()) != replace(spec, last_write_steps=()):
+            if known.spec != spec.without_contents():
                 raise PoolSpecError("the pools of one epoch do not change", fields={"pools": "are not those of before"})
             known.deadline = deadline
-            return sum(len(pool.index) for pool in known.pools)
-        remembered = list(remembered)
+            return known.cached()
+        remembered = [] if known is not None else list(remembered)
         if remembered and not self._scheduler_came:
             raise SchedulerFirstError
-        if known is not None:
-            lose(known)
         if not remembered:
             self._journal.cleared(spec.executor_id, spec.executor_epoch)
-        pools = [
-            Pool(
-                spec.executor_id,
-                pool,
-                spec.block_size,
-                self._events,
-                self._leases,
-                self._journal,
-                offload_min_priority=self.config.secondary_offload_min_priority,
-                lost_blocks=self.config.lost_blocks,
-            )
-            for pool in spec.pools
-        ]
-        executor = Executor(spec, pools, deadline, self._next_number, self.config.pin_budget, self._accounts)
-        for pool in pools:
-            pool.open_accounts(list(self._accounts.values()))
+        before = known if known is not None and outlives(known.spec, spec) else None
+        if known is not None and before is None:
+            self._lose_pins(known)
+            lose(known)
+        pools = before.pools if before else new_pools(spec, self.config, self._events, self._leases, self._journal)
+        budget = self.config.pin_budget
+        executor = Executor(spec, pools, deadline, self._next_number, budget, self._accounts, before)
+        if before is not None:
+            carry_over(before, executor)
+        executor.change_accounts()
         self._executors[spec.executor_id] = executor
         self._epochs[spec.executor_id] = spec.executor_epoch
-        restored = restore(executor, remembered, self._journal, self._leases)
-        executor.spec = replace(spec, last_write_steps=())
-        return restored
+        if remembered:
+            restore(executor, remembered, self._journal, self._leases)
+            self._end_leases_of_deleted_rules(executor)
+        share_memory(executor, self._shares)
+        executor.ghosts = ghosts_of(pools, self.config.ghost_sample)
+        self._restore_pins(executor, pins if known is None else ())
+        executor.spec = spec.without_contents()
+        return executor.cached()
 
     def renew_executor(self, executor_id: str, executor_epoch: int, manager_epoch: int) -> None:
-        """Keeps the lease. Raises ExecutorLeaseError or ManagerRestartedError when it must register again."""
+        """Keeps the lease, and begins backups.
+
+        Raises ExecutorLeaseError or ManagerRestartedError when it must register again.
+        """
         now = self._now()
         if manager_epoch != self.epoch:
             raise ManagerRestartedError(
@@ -172,11 +181,20 @@ class CacheManager(ManagerAdmin):
                 fields={"executor_id" if executor is None else "executor_epoch": "is not registered"},
             )
         executor.deadline = now + self.config.lease_seconds
+        executor.copies.back_up()
 
     def confirm_transfers(
-        self, executor_id: str, executor_epoch: int, tickets: Sequence[int], failed_tickets: Sequence[int]
+        self,
+        executor_id: str,
+        executor_epoch: int,
+        tickets: Sequence[int],
+        failed_tickets: Sequence[int],
+        step: int = 0,
     ) -> int:
-        """Ends tickets; returns how many of them were not open. Raises UnknownExecutorError, StaleExecutorError."""
+        """Ends tickets, of copies that no step behind this one has written for; returns how many were not open.
+
+        Raises UnknownExecutorError, StaleExecutorError.
+        """
         self._now()
         executor = self._executors.get(executor_id)
         if executor is None:
@@ -186,15 +204,7 @@ class CacheManager(ManagerAdmin):
                 f"executor {executor_id} is registered with another epoch",
                 fields={"executor_epoch": f"is not {executor.epoch}"},
             )
-        unknown = 0
-        for numbers, outcome in ((failed_tickets, Outcome.FAILED), (tickets, Outcome.DONE)):
-            for number in numbers:
-                ticket = executor.tickets.pop(number, None)
-                if ticket is None:
-                    unknown += 1
-                else:
-                    end_copy(ticket, outcome)
-        return unknown
+        return end_copies(executor, tickets, failed_tickets, step)
 
     # Schedulers and sequences
 

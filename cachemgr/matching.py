@@ -4,6 +4,7 @@ import enum
 from dataclasses import dataclass, field
 
 from cachemgr import siblings
+from cachemgr.api import TierKind
 from cachemgr.block import Block, Node
 from cachemgr.keys import child_key
 from cachemgr.pool import Pool
@@ -38,11 +39,14 @@ class Match:
     writer: Sequence | None = None
 
 
-def find(sequence: Sequence, partial: Partial) -> Match:
-    """The longest match that leaves at least the last token to compute, and all whose attention counts."""
-    match = _Finder(sequence, partial, pending=True).find()
+def find(sequence: Sequence, partial: Partial, lowest: TierKind = TierKind.DISK) -> Match:
+    """The longest match in a tier and those above.
+
+    It leaves at least the last token to compute, and all whose attention counts.
+    """
+    match = _Finder(sequence, partial, lowest, pending=True).find()
     if match.writer is not None and not _one_wait_is_enough(match):
-        match = _Finder(sequence, partial, pending=False).find()
+        match = _Finder(sequence, partial, lowest, pending=False).find()
     match.in_place = partial is Partial.TAKE_OVER and match.num_copied > 0
     return match
 
@@ -53,8 +57,9 @@ def nothing(sequence: Sequence) -> Match:
 
 
 class _Finder:
-    def __init__(self, sequence: Sequence, partial: Partial, *, pending: bool) -> None:
+    def __init__(self, sequence: Sequence, partial: Partial, lowest: TierKind, *, pending: bool) -> None:
         self._sequence = sequence
+        self._lowest = lowest
         self._partly = partial
         self._pending = pending
         self._size = sequence.block_size
@@ -93,15 +98,19 @@ class _Finder:
     def _block(self, pool: Pool, place: int) -> Block | None:
         key = self._sequence.key(place)
         block = pool.index.get(key)
-        if block in pool.moving:
-            return None
-        if block is None and self._pending:
+        if block is not None:
+            return block if self._is_usable(pool, block) else None
+        if self._pending:
             block = pool.pending.get(key)
             if block is not None:
                 assert block.writer is not None
                 if block.writer.scheduler is not self._sequence.scheduler:
                     return None
         return block
+
+    def _is_usable(self, pool: Pool, block: Block) -> bool:
+        """Whether its bytes are there, and not too far down."""
+        return pool.is_on_device(block) or (block not in pool.moving and pool.tier_of(block).kind <= self._lowest)
 
     def _look_up(self) -> None:
         for pool in self._pools:
@@ -155,18 +164,18 @@ class _Finder:
         sources: list[Block] = []
         for pool in self._pools:
             block = pool.index.get(key)
-            if block is None or block in pool.moving:
+            if block is None or not self._is_usable(pool, block):
                 return [], 0
             sources.append(block)
         return sources, end - start
 
     def _closest(self, pool: Pool, node: Node, wanted: bytes, extra: bytes) -> tuple[Block | None, int]:
-        if self._partly is Partial.COPY and not pool.moving:
+        if self._partly is Partial.COPY and not pool.moving and self._lowest is TierKind.DISK:
             return siblings.closest(node, wanted, extra)
         usable = Node(node.key)
         for block in siblings.each(node):
             idle = not block.refs and block.children is None and pool.is_on_device(block)
-            if idle or (self._partly is Partial.COPY and block not in pool.moving):
+            if idle or (self._partly is Partial.COPY and self._is_usable(pool, block)):
                 siblings.add(usable, block)
         return siblings.closest(usable, wanted, extra)
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 # Per salt the first so many get an entry; all later ones are one together.
 MAX_SALTS = 100
-_BUCKET_SECONDS = 10.0
+BUCKET_SECONDS = 10.0
 MAX_WINDOW_SECONDS = 3600.0
 
 
@@ -28,7 +28,7 @@ class TokenMeter:
         self.salts: dict[str | None, TokenCount] = {}
         self.others = TokenCount()
         # (begin of the bucket, counts), oldest first.
-        self._buckets: deque[tuple[float, TokenCount]] = deque(maxlen=int(MAX_WINDOW_SECONDS / _BUCKET_SECONDS) + 1)
+        self._buckets: deque[tuple[float, TokenCount]] = deque(maxlen=int(MAX_WINDOW_SECONDS / BUCKET_SECONDS) + 1)
 
     def add(self, now: float, salt: str | None, queried: int, hit: int) -> None:
         """A prompt was looked up."""
@@ -37,7 +37,7 @@ class TokenMeter:
             self.salts[salt] = _sum(self.salts.get(salt, TokenCount()), queried, hit)
         else:
             self.others = _sum(self.others, queried, hit)
-        begin = now - now % _BUCKET_SECONDS
+        begin = now - now % BUCKET_SECONDS
         if self._buckets and self._buckets[-1][0] >= begin:
             self._buckets[-1] = (self._buckets[-1][0], _sum(self._buckets[-1][1], queried, hit))
         else:
@@ -45,7 +45,7 @@ class TokenMeter:
 
     def since(self, begin: float) -> TokenCount:
         """What was looked up from about this time on."""
-        found = [count for start, count in self._buckets if start + _BUCKET_SECONDS > begin]
+        found = [count for start, count in self._buckets if start + BUCKET_SECONDS > begin]
         return TokenCount(sum(count.queried for count in found), sum(count.hit for count in found))
 
 

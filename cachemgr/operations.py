@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from google.protobuf.empty_pb2 import Empty
 from google.protobuf.message import Message
 
 from cachemgr import convert, convert_admin
 from cachemgr.errors import InvalidField
 from cachemgr.manager import CacheManager
+from cachemgr.operator_records import PinRecord
 from cachemgr.oplog import OperationLog
 from cachemgr.records import BlockRecord
 from protos.kvcache.v1 import kvcache_pb2 as pb
@@ -57,30 +59,45 @@ class Operations:
         return operation.run(self.manager, request)
 
     def register_executor(
-        self, request: pb.RegisterExecutorRequest, remembered: Iterable[BlockRecord] = ()
+        self,
+        request: pb.RegisterExecutorRequest,
+        remembered: Iterable[BlockRecord] = (),
+        pins: Iterable[PinRecord] = (),
     ) -> pb.RegisterExecutorResponse:
         """As RegisterExecutor, with what the store remembers of the epoch."""
-        remembered = list(remembered)
-        self._note("RegisterExecutor", request, remembered)
-        return _register_executor(self.manager, request, remembered)
+        remembered, pins = list(remembered), list(pins)
+        self._note("RegisterExecutor", request, remembered, pins)
+        return _register_executor(self.manager, request, remembered, pins)
 
     def expire(self) -> None:
         """Does what time alone does."""
         self._note("Expire", None)
         self.manager.expire()
 
-    def _note(self, method: str, request: Message | None, remembered: Iterable[BlockRecord] = ()) -> None:
+    def _note(
+        self,
+        method: str,
+        request: Message | None,
+        remembered: Iterable[BlockRecord] = (),
+        pins: Iterable[PinRecord] = (),
+    ) -> None:
         now = self._clock.advance()
         if self._log is not None:
-            self._log.write(now, method, request, remembered)
+            self._log.write(now, method, request, remembered, pins)
 
 
 def _register_executor(
-    manager: CacheManager, request: pb.RegisterExecutorRequest, remembered: Iterable[BlockRecord] = ()
+    manager: CacheManager,
+    request: pb.RegisterExecutorRequest,
+    remembered: Iterable[BlockRecord] = (),
+    pins: Iterable[PinRecord] = (),
 ) -> pb.RegisterExecutorResponse:
-    restored = manager.register_executor(convert.executor_spec(request), remembered)
+    restored = manager.register_executor(convert.executor_spec(request), remembered, pins)
     return pb.RegisterExecutorResponse(
-        manager_epoch=manager.epoch, lease_duration=_lease(manager), restored_blocks=restored
+        manager_epoch=manager.epoch,
+        lease_duration=_lease(manager),
+        restored_blocks=restored.device_blocks,
+        restored_lower_blocks=restored.lower_blocks,
     )
 
 
@@ -136,7 +153,7 @@ def _release(manager: CacheManager, request: pb.ReleaseSequenceRequest) -> pb.Re
 
 def _confirm(manager: CacheManager, request: pb.ConfirmTransfersRequest) -> pb.ConfirmTransfersResponse:
     unknown = manager.confirm_transfers(
-        request.executor_id, request.executor_epoch, list(request.tickets), list(request.failed_tickets)
+        request.executor_id, request.executor_epoch, request.tickets, request.failed_tickets, request.step
     )
     return pb.ConfirmTransfersResponse(unknown_tickets=unknown)
 
@@ -210,6 +227,15 @@ def _hint(manager: CacheManager, request: pb.SendHintsRequest) -> pb.SendHintsRe
     )
 
 
+def _restore_operators(manager: CacheManager, request: pb.RememberedOperators) -> Message:
+    manager.restore_operators(
+        [convert_admin.rule(rule) for rule in request.rules],
+        [convert_admin.quota(quota) for quota in request.quotas],
+        [convert_admin.share(share) for share in request.shares],
+    )
+    return Empty()
+
+
 OPERATIONS: Mapping[str, Operation] = {
     "RegisterExecutor": Operation(pb.RegisterExecutorRequest, _register_executor),
     "RenewExecutor": Operation(pb.RenewExecutorRequest, _renew_executor),
@@ -233,4 +259,6 @@ OPERATIONS: Mapping[str, Operation] = {
     "DeleteQuota": Operation(pb.DeleteQuotaRequest, _delete_quota),
     "PinPrefix": Operation(pb.PinPrefixRequest, _pin),
     "ReleaseHold": Operation(pb.ReleaseHoldRequest, _release_hold),
+    # No method of a service: what the store remembers, once it could be asked.
+    "RestoreOperators": Operation(pb.RememberedOperators, _restore_operators),
 }

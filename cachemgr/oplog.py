@@ -14,6 +14,7 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import DecodeError, Message
 
 from cachemgr.api import ManagerConfig
+from cachemgr.operator_records import PinRecord, pin, pin_message
 from cachemgr.records import BlockRecord, RecordError, decode, encode, encode_place
 from protos.kvcache.v1 import kvcache_pb2 as pb
 
@@ -40,16 +41,23 @@ class OperationLog:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         return cls(os.fdopen(descriptor, "wb"), now, epoch, config)
 
-    def write(self, now: float, method: str, request: Message | None, remembered: Iterable[BlockRecord] = ()) -> None:
+    def write(
+        self,
+        now: float,
+        method: str,
+        request: Message | None,
+        remembered: Iterable[BlockRecord] = (),
+        pins: Iterable[PinRecord] = (),
+    ) -> None:
         """Appends an entry."""
         entry = pb.LoggedOperation(
             time=now,
             method=method,
             request=b"" if request is None else request.SerializeToString(),
             remembered=[
-                pb.RememberedBlock(place=encode_place(block.group, block.slot), record=encode(block))
-                for block in remembered
+                pb.RememberedBlock(place=encode_place(*block.place), record=encode(block)) for block in remembered
             ],
+            pins=[pin_message(pin) for pin in pins],
         ).SerializeToString()
         self._file.write(_varint(len(entry)) + entry)
         self._file.flush()
@@ -89,6 +97,14 @@ def remembered_blocks(entry: pb.LoggedOperation) -> list[BlockRecord]:
     """What the store remembered at a registration. Raises OperationLogError."""
     try:
         return [decode(block.place, block.record) for block in entry.remembered]
+    except RecordError as error:
+        raise OperationLogError("another version of the cache manager wrote this operation log") from error
+
+
+def remembered_pins(entry: pb.LoggedOperation) -> list[PinRecord]:
+    """Pins that the store remembered at a registration. Raises OperationLogError."""
+    try:
+        return [pin(message) for message in entry.pins]
     except RecordError as error:
         raise OperationLogError("another version of the cache manager wrote this operation log") from error
 

@@ -1,31 +1,30 @@
-"""One pool: its slots in all tiers, its prefix index, and what goes when room is needed."""
+"""One pool: its slots in all tiers, their references, and its prefix index."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from cachemgr import siblings
 from cachemgr.api import BlockView, EventKind, PoolSpec, RemovalCause, TierKind
+from cachemgr.backups import Backups
 from cachemgr.block import Block, Node
 from cachemgr.events import EventLog
 from cachemgr.history import LostBlocks, UseTimes
 from cachemgr.journal import IndexJournal
-from cachemgr.leases import LeaseBook, leases_of, offload_floor
+from cachemgr.leases import LeaseBook, leases_of
+from cachemgr.making_room import Way
 from cachemgr.meters import TokenMeter
-from cachemgr.prefix_index import PrefixIndex
+from cachemgr.restarting import Restarting
 from cachemgr.sequence import Sequence
-from cachemgr.tiers import Account, Share, Tier, account_of, goes_before
+from cachemgr.tiers import Account, Share, Tier, account_of
 
 if TYPE_CHECKING:
     from cachemgr.transfers import Ticket
 
-# Looked up once, not for each block that goes.
-_EVICTED = RemovalCause.EVICTED
 TAKEABLE = "every block without references may be taken: what a referenced block stands on is referenced too"
 
 
-class Pool(PrefixIndex):
+class Pool(Restarting):
     """Owns the blocks of one layer group of one executor.
 
     A block is empty (no object, its place in a queue), used (references) or cached (indexed, no references). With full
@@ -48,6 +47,7 @@ class Pool(PrefixIndex):
         journal: IndexJournal,
         *,
         offload_min_priority: int = 0,
+        write_through: bool = True,
         lost_blocks: int = 0,
     ) -> None:
         self.pool_id = f"{executor_id}/{spec.group}"
@@ -55,6 +55,7 @@ class Pool(PrefixIndex):
         self.spec = spec
         self.window = spec.attention_window
         self.block_size = block_size
+        self._write_through = write_through
         self._make_tiers()
         # Indexed blocks by key, and nodes without a block that indexed blocks stand on.
         self.index: dict[bytes, Block] = {}
@@ -78,7 +79,7 @@ class Pool(PrefixIndex):
         self.on_moved: Callable[[Block, Block, Sequence | None], None] | None = None
         self.on_recalled: Callable[[Block, Sequence], None] | None = None
         # Called with a block in a lower tier and the device block that takes its place in the index.
-        self.on_promoted: Callable[[Block, Block], None] | None = None
+        self.on_superseded: Callable[[Block, Block], None] | None = None
         # Called with the key of a block that is lost.
         self.on_gone: Callable[[bytes], None] | None = None
         self.on_doomed: Callable[[Block], None] | None = None
@@ -98,6 +99,7 @@ class Pool(PrefixIndex):
         self._has_lower = host.size + disk.size > 0
         # By place: the slots of all tiers in one row.
         self.blocks: list[Block | None] = [None] * (disk.offset + disk.size + 1)
+        self.backups = Backups(self, write_through=self._write_through)
 
     @property
     def free(self) -> int:
@@ -121,12 +123,14 @@ class Pool(PrefixIndex):
             victim = device.victim(account) if device.shares else device.order.first()
             assert victim is not None, TAKEABLE
             slot = victim.slot
-            if self._vacate(device, victim, writer):
-                moved, block = victim, Block(slot, writer)
-            else:
+            way = self._vacate(device, victim, writer)
+            if way is Way.OUT:
                 # Its object serves again: to make one takes a tenth of an eviction.
                 block = victim
                 block.writer = writer
+            else:
+                block = Block(slot, writer)
+                moved = victim if way is Way.BY_COPY else None
         block.refs = 1
         block.domain = domain
         self.blocks[block.slot] = block
@@ -178,7 +182,7 @@ class Pool(PrefixIndex):
         if self._is_evictable(block):
             tier.enlist(block, account, newest=on_device)
         if block.lease is not None and self._leases.start(block):
-            self._write(block)
+            self.write(block)
 
     def _empty(self, tier: Tier, block: Block) -> None:
         """Gives the slot of a block back that is neither used nor in the index."""
@@ -189,6 +193,8 @@ class Pool(PrefixIndex):
             self.leaving.pop(block).holds_source = True
             block.refs, block.domain = 1, None
             tier.used += 1
+            return
+        if self._has_lower and self.backups.inherit(block):
             return
         if self.doomed and block in self.doomed:
             self.doomed.discard(block)
@@ -205,133 +211,11 @@ class Pool(PrefixIndex):
         self.tier_of(block).used += 1
         self.on_doomed(block)
 
-    # Making room
-
-    def _vacate(self, tier: Tier, victim: Block, writer: Sequence | None) -> bool:
-        """Takes an evictable block from its place: down a tier, or out of the cache. Whether it moved."""
-        if tier.shares:
-            owner = account_of(victim)
-            tier.delist(victim, owner)
-            tier.count(owner, blocks=-1)
-        else:
-            tier.order.remove(victim)
-        tier.cached -= 1
-        # A mean needs no more than every eighth slot.
-        if victim.slot & 7 == 1:
-            tier.counters.note_reuse_gap(self._leases.now - self.use_times.at(victim.recency))
-        if self._has_lower:
-            # Nothing may enter it into an order while its children move.
-            victim.refs = 1
-            if self._move_down(tier, victim, writer):
-                return True
-            victim.refs = 0
-        if self.window is None and victim.children is not None:
-            self._lose_children(victim)
-        self._unlink(victim, _EVICTED, writer)
-        return False
-
-    def _move_down(self, tier: Tier, victim: Block, writer: Sequence | None) -> bool:
-        """Moves a block to the next tier that has slots; the reference that it has is the copy's."""
-        lower = next((lower for lower in self.tiers[tier.kind + 1 :] if lower.size), None)
-        if lower is None:
-            return False
-        # Without it its children in lower tiers would be worth nothing: it goes with them, whatever its priority.
-        carries = self.window is None and victim.children is not None
-        account = account_of(victim)
-        if not carries and victim.priority < offload_floor(victim, self.offload_min_priority):
-            return False
-        moved: Block | None = None
-        if lower.empty and not lower.is_closed(account):
-            place = lower.empty.popleft()
-        else:
-            other = self._least(lower, account, writer)
-            if other is None or not (carries or goes_before(other, victim)):
-                return False
-            place = other.slot
-            if other in self.moving:
-                self._recall(lower, other, writer)
-            elif self._vacate(lower, other, writer):
-                moved = other
-        tier.counters.offloaded += 1
-        tier.counters.copied_bytes += self.spec.block_bytes
-        if tier is self.device:
-            self._journal.removed(self.executor_id, self.spec.group, victim.slot)
-        self._change_place(tier, victim, place)
-        lower.used += 1
-        lower.count(account, blocks=1, used=1)
-        if moved is not None:
-            self._moved(moved, victim, writer)
-        return True
-
-    def _least(self, lower: Tier, account: Account | None, writer: Sequence | None) -> Block | None:
-        """What a lower tier loses next: a cached block, or one whose copy down nobody has been told of yet."""
-        # At its ceiling an account takes the place of its own blocks only.
-        shut = lower.is_closed(account) and not lower.wants_own(account)
-        least = None if shut else lower.victim(account)
-        for ticket in () if writer is None else writer.opened:
-            block = ticket.target
-            if shut and account_of(block) is not account:
-                continue
-            if block in self.moving and block.parent is not None and self.tier_of(block) is lower and not block.near:
-                least = block if least is None or goes_before(block, least) else least
-        return least
-
-    def _recall(self, lower: Tier, block: Block, writer: Sequence | None) -> None:
-        """Loses a block whose copy down is called off."""
-        assert self.on_recalled is not None
-        assert writer is not None
-        self.on_recalled(block, writer)
-        block.refs = 0
-        lower.used -= 1
-        lower.count(account_of(block), blocks=-1, used=-1)
-        if self.window is None and block.children is not None:
-            self._lose_children(block)
-        self._unlink(block, _EVICTED, writer)
-
-    def _change_place(self, tier: Tier, block: Block, place: int) -> None:
-        """A block moves down; its old slot is the caller's to fill."""
-        parent = block.parent
-        self.blocks[block.slot] = None
-        block.slot = place
-        self.blocks[place] = block
-        if self.window is None:
-            lower = self.tier_of(block)
-            block.near = sum(self.tier_of(child) is lower for child in siblings.each(block))
-            if isinstance(parent, Block) and self.tier_of(parent) is tier:
-                self._lose_near(parent)
-        self._events.add(EventKind.UPDATED, self.view(block))
-
-    def _moved(self, moved: Block, occupant: Block, writer: Sequence | None) -> None:
-        assert self.on_moved is not None
-        self.on_moved(moved, occupant, writer)
-
     def discard_useless(self, key: bytes) -> None:
         """The groups with full attention have lost this block: a window's own of the same key can never match."""
         block = self.index.get(key)
         if block is not None and not block.refs:
             self.discard(block, RemovalCause.PARENT_LOST)
-
-    def demote(self, block: Block) -> bool:
-        """Moves an evictable device block down now; its slot stays reserved for the copy. False when it may not."""
-        device = self.device
-        device.delist(block, account_of(block))
-        device.cached -= 1
-        device.count(account_of(block), blocks=-1)
-        occupant = Block(block.slot)
-        block.refs = 1
-        if not self._move_down(device, block, None):
-            block.refs = 0
-            device.cached += 1
-            device.count(account_of(block), blocks=1)
-            device.enlist(block, account_of(block), newest=False)
-            return False
-        occupant.refs = 1
-        self.blocks[occupant.slot] = occupant
-        device.used += 1
-        self._moved(block, occupant, None)
-        # Its slot is the copy's now.
-        self.drop(occupant)
-        return True
 
     def close_accounts(self) -> None:
         """Ends all shares, before blocks change their accounts; `open_accounts` must follow."""
@@ -382,16 +266,3 @@ class Pool(PrefixIndex):
         self.device.count(account_of(block), blocks=-1, used=-1)
         block.writer, block.domain = writer, writer.domain
         self.device.count(account_of(block), blocks=1, used=1)
-
-    def forget_all(self) -> None:
-        """The device memory is gone: every slot is empty. The journal keeps what may come back with the same epoch."""
-        for block in self.index.values():
-            view = self.view(block)
-            if block.lease is not None:
-                self._leases.break_all(block, view, RemovalCause.EXECUTOR_LOST)
-            self._events.add(EventKind.REMOVED, view, RemovalCause.EXECUTOR_LOST)
-            # Else they would hold each other until the next full garbage collection.
-            block.parent = block.children = block.older = block.newer = None
-        for table in (self.index, self.bare, self.pending, self.moving, self.leaving, self.doomed):
-            table.clear()
-        self._make_tiers()

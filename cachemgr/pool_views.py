@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from cachemgr.api import BlockView, EventKind, LeaseView, PoolSpec, PoolView, TierUsage
+from cachemgr.backups import Backups
 from cachemgr.block import Block
 from cachemgr.leases import LeaseBook, leases_of
 from cachemgr.meters import TokenMeter
-from cachemgr.records import BlockRecord, LeaseRecord
+from cachemgr.records import USED_LAST, BackupRecord, BlockRecord, LeaseRecord
 from cachemgr.tiers import Tier
 
 _DEPTH = attrgetter("depth")
@@ -26,6 +27,7 @@ class PoolViews:
     device: Tier
     tiers: tuple[Tier, Tier, Tier]
     index: dict[bytes, Block]
+    backups: Backups
     tokens: TokenMeter
     share_number: int
     honoured_leases: int
@@ -38,6 +40,10 @@ class PoolViews:
         if block.slot <= device.size:
             return device
         return host if block.slot <= disk.offset else disk
+
+    def tier_at(self, place: int) -> Tier:
+        """The tier of a place."""
+        return next(tier for tier in self.tiers if place <= tier.offset + tier.size)
 
     def is_on_device(self, block: Block) -> bool:
         """Whether a step can use it where it is."""
@@ -70,17 +76,21 @@ class PoolViews:
         )
 
     def current_record(self, block: Block) -> BlockRecord | None:
-        """A block as the store keeps it; None when it has left the index or the device."""
-        return self.record(block) if block.parent is not None and self.is_on_device(block) else None
+        """A block as the store keeps it; None when it has left the index."""
+        return None if block.parent is None else self.record(block)
 
     def record(self, block: Block) -> BlockRecord:
-        """An indexed device block as the store keeps it."""
+        """An indexed block as the store keeps it."""
         assert block.parent is not None
-        domain = block.domain
+        domain, tier = block.domain, self.tier_of(block)
         assert domain is not None
         return BlockRecord(
             group=self.spec.group,
-            slot=block.slot,
+            tier=tier.kind,
+            slot=block.slot - tier.offset,
+            generation=tier.generation(block.slot),
+            backup=self._backup_record(block) if self.backups.places else None,
+            last_use=USED_LAST if tier is self.device else block.recency,
             key=block.key,
             parent_key=block.parent.key if block.depth else None,
             depth=block.depth,
@@ -93,6 +103,12 @@ class PoolViews:
             stored_step=block.stored_step,
             leases=() if block.lease is None else self._lease_records(block),
         )
+
+    def _backup_record(self, block: Block) -> BackupRecord | None:
+        place, tier = self.backups.places.get(block), self.backups.tier
+        if place is None or tier is None:
+            return None
+        return BackupRecord(tier.kind, place - tier.offset, tier.generation(place))
 
     def _lease_records(self, block: Block) -> tuple[LeaseRecord, ...]:
         return tuple(
@@ -107,10 +123,9 @@ class PoolViews:
         )
 
     def records(self) -> Iterator[BlockRecord]:
-        """Every indexed device block, parents before children."""
+        """Every indexed block, parents before children."""
         for block in sorted(self.index.values(), key=_DEPTH):
-            if block.slot <= self.device.size:
-                yield self.record(block)
+            yield self.record(block)
 
     def state(self) -> Iterator[tuple[EventKind, BlockView, LeaseView | None]]:
         """What has to happen to a new pool to become this one; parents before children."""

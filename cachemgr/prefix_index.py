@@ -7,6 +7,7 @@ from functools import partial
 
 from cachemgr import siblings
 from cachemgr.api import BlockView, EventKind, RemovalCause
+from cachemgr.backups import Backups
 from cachemgr.block import Block, Node
 from cachemgr.events import EventLog
 from cachemgr.history import LostBlocks
@@ -35,13 +36,15 @@ class PrefixIndex(PoolViews):
     window: int | None
     bare: dict[bytes, Node]
     doomed: set[Block]
-    on_promoted: Callable[[Block, Block], None] | None
+    backups: Backups
+    on_superseded: Callable[[Block, Block], None] | None
     on_gone: Callable[[bytes], None] | None
     lost: LostBlocks
     uses: int
     blocks: list[Block | None]
     _events: EventLog
     _journal: IndexJournal
+    _has_lower: bool
 
     def _empty(self, tier: Tier, block: Block) -> None:
         """Gives the slot of a block back that is neither used nor in the index."""
@@ -56,19 +59,20 @@ class PrefixIndex(PoolViews):
     ) -> None:
         """Enters a used block into the index; its wish is set before. No other block may have the key."""
         self._enter(block, key, parent_key, tokens, depth, domain, step)
-        self._write(block)
+        self.write(block)
 
     def adopt(
         self, block: Block, key: bytes, parent_key: bytes, tokens: bytes, depth: int, domain: Domain, step: int
     ) -> None:
-        """Enters a block that the journal knows as cached, used less recently than all others; its slot is unused."""
-        self.uses += 1
-        block.recency = -self.uses
+        """Enters a block that the journal knows as cached; its slot is unused, and no sequence has any."""
+        tier = self.tier_of(block)
         self.blocks[block.slot] = block
-        self.device.cached += 1
-        self.device.count(domain.account, blocks=1)
+        tier.cached += 1
+        tier.counters.restored += 1
+        tier.count(domain.account, blocks=1)
         self._enter(block, key, parent_key, tokens, depth, domain, step)
-        self.device.enlist(block, domain.account, newest=False)
+        if self._is_evictable(block):
+            tier.enlist(block, domain.account, newest=False)
 
     def _enter(
         self, block: Block, key: bytes, parent_key: bytes, tokens: bytes, depth: int, domain: Domain, step: int
@@ -82,6 +86,7 @@ class PrefixIndex(PoolViews):
         block.depth = depth
         block.domain = domain
         block.stored_step = step
+        block.hits = 0
         block.parent = parent
         for shorter in siblings.covered(parent, tokens, domain.extra):
             if not shorter.refs:
@@ -91,29 +96,34 @@ class PrefixIndex(PoolViews):
         if not isinstance(parent, Block):
             # Discarding its last child has taken it away.
             self.bare[parent_key] = parent
-        elif self.window is None:
+        elif self.window is None and (block.slot <= self.device.size or self.tier_of(parent) is self.tier_of(block)):
+            # What a device block stands on is on the device, too.
             parent.near += 1
             if parent.older is not None:
-                self.device.delist(parent, account_of(parent))
+                self.tier_of(parent).delist(parent, account_of(parent))
         siblings.add(parent, block)
         gap = self.bare.pop(key, None)
         if gap is not None:
             self._adopt_children(block, gap)
         self.index[key] = block
+        if self._has_lower:
+            self.backups.want(block)
         self.lost.came_back(key)
         self._events.add(_STORED, self.view(block))
         if block.lease is not None:
             self._leases.announce(self, block)
 
-    def promote(self, block: Block, old: Block, step: int) -> None:
-        """A used device block takes the place in the index of an equal one in a lower tier, with all it stands for."""
-        parent = old.parent
+    def supersede(self, block: Block, old: Block, step: int) -> None:
+        """A used device block takes the place in the index of an equal one, with all it stands for."""
+        parent, tier = old.parent, self.tier_of(old)
         assert parent is not None
-        lower = self.tier_of(old)
+        on_device = tier is self.device
+        self._leave(tier, old)
         siblings.remove(parent, old)
         # Whoever took it, from now on it counts against the quota of whose it was.
         self.device.count(account_of(block), blocks=-1, used=-1)
         block.key, block.tokens, block.depth, block.domain = old.key, old.tokens, old.depth, old.domain
+        block.hits = old.hits
         self.device.count(account_of(block), blocks=1, used=1)
         block.stored_step = step
         block.parent = parent
@@ -121,7 +131,7 @@ class PrefixIndex(PoolViews):
         self._adopt_children(block, old)
         if self.window is None:
             block.near = sum(self.tier_of(child) is self.device for child in siblings.each(block))
-            if isinstance(parent, Block):
+            if isinstance(parent, Block) and not on_device:
                 parent.near += 1
                 if parent.older is not None:
                     self.device.delist(parent, account_of(parent))
@@ -129,16 +139,18 @@ class PrefixIndex(PoolViews):
         self._leases.move(old, block)
         block.priority = effective_priority(block)
         old.parent = None
-        if old.refs and self.on_promoted is not None:
-            self.on_promoted(old, block)
+        if old.refs and self.on_superseded is not None:
+            self.on_superseded(old, block)
+        if self._has_lower:
+            self.backups.pass_on(old, block)
         if not old.refs:
             if old.older is not None:
-                lower.delist(old, account_of(old))
-            lower.cached -= 1
-            self._empty(lower, old)
+                tier.delist(old, account_of(old))
+            tier.cached -= 1
+            self._empty(tier, old)
         old.priority = DEFAULT_PRIORITY
         self._events.add(_UPDATED, self.view(block))
-        self._write(block)
+        self.write(block)
 
     @staticmethod
     def _adopt_children(block: Block, old: Node) -> None:
@@ -179,6 +191,8 @@ class PrefixIndex(PoolViews):
         priority = effective_priority(block)
         changed = priority != block.priority
         if changed:
+            if self._has_lower and priority > block.priority:
+                self.backups.want(block)
             if block.older is None:
                 block.priority = priority
             else:
@@ -189,12 +203,12 @@ class PrefixIndex(PoolViews):
         view = self.view(block)
         if changed:
             self._events.add(_UPDATED, view)
-        self._write(block)
+        self.write(block)
         return view
 
-    def descendants(self, block: Block) -> Iterator[Block]:
-        """Blocks that stand on this one, children before parents."""
-        found, at = list(siblings.each(block)), 0
+    def descendants(self, node: Node) -> Iterator[Block]:
+        """Blocks that stand on this place, children before parents."""
+        found, at = list(siblings.each(node)), 0
         while at < len(found):
             found.extend(siblings.each(found[at]))
             at += 1
@@ -264,13 +278,20 @@ class PrefixIndex(PoolViews):
         tier.counters.removed[cause] += 1
         self.lost.add(block.key, cause, self._leases.now, for_sequence_id, view.priority)
         self._events.add(_REMOVED, view, cause, None, for_sequence_id)
-        if tier is device:
-            self._journal.removed(self.executor_id, self.spec.group, block.slot)
+        self._leave(tier, block)
+        if self._has_lower and tier is device:
+            self.backups.drop(block)
         if self.on_gone is not None and cause not in _REPLACED:
             self.on_gone(block.key)
 
-    def _write(self, block: Block) -> None:
-        """Tells the journal of a device block that it has changed; other tiers end with the manager."""
-        if block.slot <= self.device.size:
-            # Not the record itself: most blocks change again before it is wanted.
-            self._journal.stored(self.executor_id, self.spec.group, block.slot, partial(self.current_record, block))
+    def _leave(self, tier: Tier, block: Block) -> None:
+        """Tells the journal that a block leaves its place."""
+        self._journal.removed(self.executor_id, self.spec.group, tier.kind, block.slot - tier.offset)
+
+    def write(self, block: Block) -> None:
+        """Tells the journal that a block has come to its place, or has changed there."""
+        device = self.device
+        tier = device if block.slot <= device.size else self.tier_of(block)
+        # Not the record itself: most blocks change again before it is wanted.
+        current = partial(self.current_record, block)
+        self._journal.stored(self.executor_id, self.spec.group, tier.kind, block.slot - tier.offset, current)

@@ -1,27 +1,39 @@
 """The parts of a cache manager process, put together: manager, store, servers, housekeeping."""
 
+from __future__ import annotations
+
 import asyncio
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
+from cachemgr import tenancy
 from cachemgr.admin_service import CacheAdminService
 from cachemgr.api import ManagerConfig
+from cachemgr.event_stream import EventStream
 from cachemgr.feed import EventFeed
 from cachemgr.manager import CacheManager
-from cachemgr.metrics import EvictionMetrics, PoolMetrics
+from cachemgr.metrics import COUNTED, EvictionMetrics, PoolCounts, PoolMetrics, TierMetrics
 from cachemgr.operations import ManagerClock, Operations
 from cachemgr.oplog import OperationLog
+from cachemgr.redis_client import open_redis
 from cachemgr.service import CacheEventService, CacheManagerService, Domain
 from cachemgr.settings import CachemgrSettings
-from cachemgr.store import IndexStore, open_redis
+from cachemgr.store import IndexStore
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
+from protos.rpc.addresses import AddressError
 from protos.rpc.server import Server
 from protos.rpc.settings import variable
+
+if TYPE_CHECKING:
+    from protos.rpc.http_server import HttpServer
 
 DATA_SERVICE = "kvcache.v1.CacheManagerService"
 ADMIN_SERVICE = "kvcache.v1.CacheAdminService"
 EVENT_SERVICE = "kvcache.v1.CacheEventService"
 
+# Asked of the admin address; all services go on without it.
+REDIS_HEALTH = "redis"
 _HOUSEKEEPING_SECONDS = 0.5
 
 
@@ -37,11 +49,17 @@ class CacheManagerProcess:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._revive_redis = revive_redis
+        redis = open_redis(redis_url)
+        stream = EventStream(redis, settings.redis_events, lambda: self._manager) if settings.redis_events else None
         self._store = IndexStore(
-            open_redis(redis_url),
+            redis,
             lambda executor_id: self._manager.records(executor_id),
             interval=settings.redis_flush_seconds,
             max_pending=settings.redis_max_pending,
+            now=lambda: self._manager.now,
+            operators=lambda: self._manager,
+            stream=stream,
+            restore=lambda remembered: self._operations.run("RestoreOperators", remembered),
         )
         config = ManagerConfig(
             lease_seconds=settings.lease_seconds,
@@ -50,21 +68,25 @@ class CacheManagerProcess:
             partial_reuse=settings.partial_reuse,
             copy_on_partial_reuse=settings.copy_on_partial_reuse,
             secondary_offload_min_priority=settings.secondary_offload_min_priority,
+            write_through=settings.write_through,
             max_retention_priority=settings.max_retention_priority,
             max_retention_seconds=settings.max_retention_seconds,
             pin_budget=settings.pin_budget,
+            ghost_sample=settings.ghost_sample,
         )
         managed = ManagerClock(clock)
         # Nanoseconds since 1970 are newer at every start.
-        self._manager = CacheManager(time.time_ns(), managed, config, self._store)
+        self._manager = CacheManager(time.time_ns(), managed, config, self._store, self._store)
         self._log: OperationLog | None = None
         if settings.operation_log is not None:
             self._log = OperationLog.create(settings.operation_log, managed.now, self._manager.epoch, config)
         self._operations = Operations(self._manager, managed, self._log)
         self._feed = EventFeed(lambda: self._manager.last_event)
         self._metrics = PoolMetrics()
+        self._tier_metrics = TierMetrics()
         self._eviction_metrics = EvictionMetrics()
         self._server = self._build_server(settings)
+        self._console = self._build_console(settings) if settings.console_address else None
         self._background: list[asyncio.Task[None]] = []
 
     def _build_server(self, settings: CachemgrSettings) -> Server:
@@ -72,7 +94,7 @@ class CacheManagerProcess:
             "cachemgr",
             metrics_address=settings.metrics_address,
             drain_seconds=settings.drain_seconds,
-            insecure=settings.insecure,
+            security=settings.security,
         )
         domain = Domain(self._operations, self._store, self._feed)
         server.listen(
@@ -95,14 +117,33 @@ class CacheManagerProcess:
                 ),
             },
             setting=variable(CachemgrSettings, "cachemgr_admin_address"),
+            parts=[REDIS_HEALTH],
+            check=tenancy.check,
         )
         return server
 
+    def _build_console(self, settings: CachemgrSettings) -> HttpServer:
+        # A fifth of the time that a start takes: only for who wants it.
+        from cachemgr.console.app import create_app
+        from protos.rpc.http_server import HttpServer
+
+        app = create_app(self._manager, self._server.guard, settings.console_address)
+        setting = variable(CachemgrSettings, "console_address")
+        return HttpServer(app, settings.console_address, security=settings.security, setting=setting)
+
     async def start(self) -> None:
-        """Listens and is healthy. Raises AddressError."""
-        await self._server.start()
+        """Reads what operators said, listens, and is healthy. Raises AddressError."""
+        await self._store.start()
+        if self._console is not None:
+            await self._console.start()
+        try:
+            await self._server.start()
+        except AddressError:
+            await self._stop_console()
+            raise
         self._background = [asyncio.create_task(self._store.run()), asyncio.create_task(self._keep_house())]
         self._server.set_serving(True)
+        self._server.set_serving(self._store.up, REDIS_HEALTH)
 
     async def run_until_stopped(self) -> None:
         """Serves until a signal; a background task that fails ends the process with its error."""
@@ -125,6 +166,7 @@ class CacheManagerProcess:
         self._feed.close()
 
     async def _finish(self) -> None:
+        await self._stop_console()
         for task in self._background:
             task.cancel()
         await asyncio.wait(self._background)
@@ -132,11 +174,26 @@ class CacheManagerProcess:
         if self._log is not None:
             self._log.close()
 
+    async def _stop_console(self) -> None:
+        if self._console is not None:
+            await self._console.stop()
+
     async def _keep_house(self) -> None:
+        redis_up = self._store.up
         while True:
             self._operations.expire()
+            if self._store.up is not redis_up:
+                redis_up = self._store.up
+                self._server.set_serving(redis_up, REDIS_HEALTH)
             self._feed.ring()
-            self._metrics.update(self._manager.pools())
+            pools = self._manager.pools()
+            self._metrics.update(pools)
+            manager, names = self._manager, [pool.pool_id for pool in pools]
+            tiers = {name: manager.tiers(name) for name in names}
+            self._tier_metrics.update({name: (tiers[name], manager.backups(name)) for name in names})
+            COUNTED.update(
+                {name: PoolCounts(tiers[name], manager.meter(name), manager.lease_counts(name)) for name in names}
+            )
             self._eviction_metrics.update(self._manager.evicted_sequences())
             if self._revive_redis is not None:
                 self._revive_redis()

@@ -35,6 +35,10 @@ def purge(
     need not be skipped.
     """
     found = [(pool, *_select(pool, among, selected)) for pool, among in pools]
+    for full, gone, _ in found:
+        for pool, doomed, _ in found:
+            if full.window is None and pool.window is not None and pool.executor_id == full.executor_id:
+                doomed.update(_useless(pool, gone))
     purged = sum(len(doomed) for _, doomed, _ in found)
     used = sum(used for _, _, used in found)
     if used and not skip_used and not validate_only:
@@ -47,6 +51,12 @@ def purge(
                 if block.parent is not None:
                     pool.discard(block, RemovalCause.PURGED)
     return Purged(purged, used)
+
+
+def _useless(pool: Pool, gone: dict[Block, None]) -> dict[Block, None]:
+    """What a window has of blocks that full attention loses: it goes with them."""
+    found = (pool.index.get(block.key) for block in gone)
+    return {block: None for block in found if block is not None and not block.refs}
 
 
 def _select(pool: Pool, among: set[Block] | None, selected: BlockFilter) -> tuple[dict[Block, None], int]:

@@ -7,12 +7,15 @@ from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
-from cachemgr.api import ExecutorSpec, SyncAnswer
+from cachemgr.api import ExecutorSpec, Restored, SyncAnswer
+from cachemgr.ghosts import Ghosts
 from cachemgr.holds import Holds
 from cachemgr.keys import Domain
+from cachemgr.settling import anchor
 from cachemgr.transfers import Copies
 
 if TYPE_CHECKING:
+    from cachemgr.block import Block
     from cachemgr.pool import Pool
     from cachemgr.sequence import Sequence
     from cachemgr.tiers import Account
@@ -35,7 +38,9 @@ class Executor:
         next_number: Callable[[], int],
         pin_budget: float,
         accounts: Mapping[tuple[str, str], Account],
+        before: Executor | None = None,
     ) -> None:
+        """`before` is the epoch whose pools it takes over."""
         self.spec = spec
         self.executor_id = spec.executor_id
         self.epoch = spec.executor_epoch
@@ -45,14 +50,24 @@ class Executor:
         self.sequences: dict[int, Sequence] = {}
         self.tickets: dict[int, Ticket] = {}
         self.copies = Copies(self, next_number)
-        self.holds = Holds(next_number, pin_budget)
+        self.ghosts: Ghosts | None = None
+        self.holds: Holds = Holds(next_number, pin_budget) if before is None else before.holds
         windowed = [pool for pool in pools if pool.window is not None]
         for pool in pools:
-            pool.on_promoted = partial(self.holds.replace, pool)
+            pool.on_superseded = partial(self._superseded, pool)
             if windowed and pool.window is None:
                 pool.on_gone = partial(_discard_useless, windowed)
         self._accounts = accounts
-        self._domains: WeakValueDictionary[tuple[object, ...], Domain] = WeakValueDictionary()
+        self._domains: WeakValueDictionary[tuple[object, ...], Domain]
+        self._domains = WeakValueDictionary() if before is None else before._domains
+
+    def _superseded(self, pool: Pool, old: Block, block: Block) -> None:
+        """A device block has the place of one in use: what stands on that one stands on it."""
+        self.holds.replace(pool, old, block)
+        for ticket in self.tickets.values():
+            if ticket.source is old and ticket.sequence is not None and not ticket.num_tokens:
+                # It copies the one below for itself, and may share what others compute behind it.
+                anchor(ticket.sequence.tables[pool.spec.group], ticket.index, block)
 
     def domain(
         self,
@@ -76,6 +91,11 @@ class Executor:
         if extra == domain.extra:
             return domain
         return self.domain(domain.salt, domain.adapter_id, domain.tenant_id, domain.session_id, extra)
+
+    def cached(self) -> Restored:
+        """Its indexed blocks, in use or not."""
+        device = sum(pool.is_on_device(block) for pool in self.pools for block in pool.index.values())
+        return Restored(device, sum(len(pool.index) for pool in self.pools) - device)
 
     def _account(self, domain: Domain) -> Account | None:
         """A tenant's quota goes before that of its salt."""

@@ -61,7 +61,7 @@ def _run(operations: Operations, entry: pb.LoggedOperation) -> None:
     except DecodeError as error:
         raise OperationLogError(f"the operation log has a {entry.method} that cannot be read") from error
     if entry.method == "RegisterExecutor":
-        operations.register_executor(request, oplog.remembered_blocks(entry))
+        operations.register_executor(request, oplog.remembered_blocks(entry), oplog.remembered_pins(entry))
     else:
         operations.run(entry.method, request)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -64,18 +64,24 @@ class Rule:
 
 
 class RuleBook:
-    """All rules, in the order in which they are asked."""
+    """All rules, in the order in which they are asked.
 
-    def __init__(self) -> None:
+    `next_number` gives numbers that no earlier manager gave: an etag is never that of another state of a rule.
+    """
+
+    def __init__(self, next_number: Callable[[], int]) -> None:
+        self._next_number = next_number
         self._rules: dict[str, Rule] = {}
         self._ordered: list[Rule] = []
-        self._changes = 0
 
     def __iter__(self) -> Iterator[Rule]:
         return iter(self._ordered)
 
     def __len__(self) -> int:
         return len(self._rules)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._rules
 
     def get(self, name: str, field: str = "name") -> Rule:
         """One rule. Raises UnknownRuleError."""
@@ -90,7 +96,7 @@ class RuleBook:
 
     def new(self, spec: RetentionRule) -> Rule:
         """Checks a rule that is to be made. Raises InvalidField, RuleExistsError."""
-        _check(spec)
+        check_spec(spec)
         if spec.name in self._rules:
             raise RuleExistsError(f"there is a rule {spec.name}", fields={"rule.name": "is in use"})
         return Rule(spec)
@@ -101,6 +107,12 @@ class RuleBook:
         self._rules[rule.spec.name] = rule
         self._sort()
 
+    def restore(self, spec: RetentionRule) -> None:
+        """Puts a rule back as it was, with its etag; one of that name that is there already stays."""
+        if spec.name not in self._rules:
+            self._rules[spec.name] = Rule(spec)
+            self._sort()
+
     def changed(self, spec: RetentionRule, mask: tuple[str, ...]) -> RetentionRule:
         """A rule as it would be after a change of the fields in the mask. Raises what `get` and a check raise."""
         known = self.get(spec.name, "rule.name").spec
@@ -108,7 +120,7 @@ class RuleBook:
         result = known
         for index, path in enumerate(mask or FIELDS):
             result = _with_field(result, spec, path, index)
-        _check(result)
+        check_spec(result)
         return result
 
     def update(self, spec: RetentionRule) -> None:
@@ -129,8 +141,7 @@ class RuleBook:
         self._sort()
 
     def _stamp(self, rule: Rule, spec: RetentionRule) -> None:
-        self._changes += 1
-        rule.spec = replace(spec, etag=str(self._changes))
+        rule.spec = replace(spec, etag=str(self._next_number()))
 
     def _sort(self) -> None:
         self._ordered = sorted(self._rules.values(), key=lambda rule: (rule.spec.order, rule.spec.name))
@@ -173,7 +184,8 @@ _PARTS = {
 ALL_PATHS = (*FIELDS, *(f"{whole}.{part}" for whole, parts in _PARTS.items() for part in parts))
 
 
-def _check(spec: RetentionRule) -> None:
+def check_spec(spec: RetentionRule) -> None:
+    """Raises InvalidField for a rule that means nothing."""
     if not _NAME.fullmatch(spec.name):
         raise InvalidField("rule.name", "must be 1 to 64 letters, digits, '-', '_' or '.'")
     match, action = spec.match, spec.action

@@ -23,8 +23,8 @@ class GroupTable:
     """The blocks of one sequence in one pool; None where the window does not need one.
 
     Blocks before `settled` hold what their keys say, and are indexed where they may be. `first` is the first index
-    that the window has not given back. `anchors` are indexed blocks that equal own ones: references to them keep
-    what stands on them takeable in order.
+    that the window has not given back. `anchors` are indexed blocks that equal own ones and that others use too:
+    references to them keep what stands on them takeable in order.
     """
 
     __slots__ = ("anchors", "blocks", "first", "pool", "settled")

@@ -4,15 +4,16 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
-from cachemgr import convert, convert_admin
+from cachemgr import convert, convert_admin, tenancy
 from cachemgr.api import Event, EventKind
 from cachemgr.errors import InvalidField, SchedulerFirstError
 from cachemgr.feed import EventFeed
 from cachemgr.manager import CacheManager
 from cachemgr.operations import Operations
-from cachemgr.store import IndexStore
+from cachemgr.store import NOTHING, IndexStore
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
+from protos.rpc import tracing
 from protos.rpc.errors import ServiceError
 
 # gRPC hands every method its context, of which nothing is needed here.
@@ -52,19 +53,19 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
         self._run = domain.run
 
     async def RegisterExecutor(self, request: pb.RegisterExecutorRequest, context: Any) -> pb.RegisterExecutorResponse:
-        """Brings back what the store remembers of this epoch, when the manager itself does not."""
+        """Brings back what the store remembers, when the manager itself does not know the executor."""
         domain = self._domain
         spec = convert.executor_spec(request)
-        known = self._manager.knows_executor(spec.executor_id, spec.executor_epoch)
+        known = self._manager.knows_executor(spec.executor_id)
         # Asked before the wait: the request tells what was written up to now, and a scheduler that comes meanwhile may
         # have given up steps that wrote after it.
         scheduler_came = self._manager.scheduler_came
-        remembered = None if known else await domain.store.load(spec.executor_id, spec.executor_epoch)
-        if remembered and not scheduler_came:
+        remembered = NOTHING if known else await domain.store.load(spec.executor_id, spec.executor_epoch)
+        if remembered.blocks and not scheduler_came:
             raise SchedulerFirstError
-        answer = domain.operations.register_executor(request, remembered or ())
-        if not known and remembered is None:
-            domain.store.replace(spec.executor_id, spec.executor_epoch)
+        answer = domain.operations.register_executor(request, remembered.blocks, remembered.pins)
+        if not known:
+            domain.store.accepted(spec.executor_id, spec.executor_epoch, remembered)
         domain.feed.ring()
         return answer
 
@@ -78,7 +79,15 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
 
     async def AdmitSequence(self, request: pb.AdmitSequenceRequest, context: Any) -> Any:
         """Matches, claims and allocates."""
-        return self._run("AdmitSequence", request)
+        return self._admit_traced(request)
+
+    def _admit_traced(self, request: pb.AdmitSequenceRequest) -> Any:
+        """Asked again and again while it waits for blocks, a request has a span for the time that it got them."""
+        span = tracing.join("kvcache.v1.CacheManagerService/AdmitSequence", request.traceparent)
+        answer = self._run("AdmitSequence", request)
+        if answer.admitted and span is not tracing.OFF:
+            span.end({"kvkeep.tokens": len(request.token_ids), "kvkeep.cached_tokens": answer.cached_tokens})
+        return answer
 
     async def AdmitSequences(self, request: pb.AdmitSequencesRequest, context: Any) -> pb.AdmitSequencesResponse:
         """Admits as many as it can; the first one's error is the call's."""
@@ -87,7 +96,7 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
         answers: list[pb.AdmitSequenceResponse] = []
         for admission in request.admissions:
             try:
-                answers.append(self._run("AdmitSequence", admission))
+                answers.append(self._admit_traced(admission))
             except ServiceError as error:
                 if answers:
                     break
@@ -175,7 +184,8 @@ class CacheEventService(pb_grpc.CacheEventServiceServicer):
             for event in self._manager.events_after(number):
                 if _is_wanted(request, event):
                     # Who the slot was for may be of another salt.
-                    shown = event._replace(for_sequence_id="") if request.HasField("salt") else event
+                    hidden = request.HasField("salt") or not tenancy.sees_all()
+                    shown = event._replace(for_sequence_id="") if hidden else event
                     yield convert.event(shown, snapshot=False, token_ids=request.include_token_ids)
                 number = event.number
             await self._feed.wait_for_events(number)
@@ -183,6 +193,8 @@ class CacheEventService(pb_grpc.CacheEventServiceServicer):
 
 def _is_wanted(request: pb.WatchEventsRequest, event: Event) -> bool:
     block = event.block
+    if event.kind is not EventKind.CREATED and not tenancy.sees(block.domain):
+        return False
     if request.pool_id and block.pool_id != request.pool_id:
         return False
     if not request.HasField("salt") or event.kind is EventKind.CREATED:

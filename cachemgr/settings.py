@@ -14,6 +14,9 @@ class CachemgrSettings(ProcessSettings):
     process: ClassVar[str] = "cachemgr"
 
     metrics_address: MetricsAddress = Field("", description="Where Prometheus reads metrics; empty is off.")
+    console_address: MetricsAddress = Field(
+        "", description="Where people look at the cache with a browser, read only; empty is off."
+    )
     lease_seconds: float = Field(10.0, gt=0, description="Time after which a silent executor or scheduler is gone.")
     capacity_ahead_tokens: int = Field(32, ge=0, description="Capacity that running sequences get ahead of need.")
     free_watermark: float = Field(
@@ -26,13 +29,20 @@ class CachemgrSettings(ProcessSettings):
     secondary_offload_min_priority: int = Field(
         35, ge=0, le=100, description="Blocks of a lower priority are dropped, not moved to a lower tier."
     )
+    write_through: bool = Field(
+        True, description="Copy cached blocks to empty host slots in the background, so that a dead device loses less."
+    )
     max_retention_priority: int = Field(100, ge=0, le=100, description="Highest priority that a wish is granted.")
     max_retention_seconds: float = Field(0.0, ge=0, description="Longest time that a wish is granted; 0 is no bound.")
     pin_budget: float = Field(0.1, ge=0, le=1, description="Share of a pool that pins may keep.")
+    ghost_sample: int = Field(
+        2048, ge=0, description="Blocks that ghost caches follow, of as many as a device has; 0 is no ghost caches."
+    )
     redis_flush_seconds: float = Field(0.05, gt=0, description="How long changes of the index gather before a write.")
     redis_max_pending: int = Field(
         200_000, gt=0, description="Changed blocks that wait for Redis; beyond it the index is copied later."
     )
+    redis_events: int = Field(0, ge=0, description="How many events a stream in Redis keeps, about; 0 writes none.")
     operation_log: Path | None = Field(
         None, description="New file that keeps every call, token ids too, for `python -m cachemgr replay FILE`."
     )

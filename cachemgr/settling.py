@@ -1,6 +1,7 @@
 """From computed tokens to findable blocks, and what happens when the tokens will not come."""
 
 from cachemgr import siblings
+from cachemgr.block import Block
 from cachemgr.keys import child_key
 from cachemgr.sequence import GroupTable, Sequence, first_needed
 
@@ -26,19 +27,29 @@ def promise(sequence: Sequence) -> None:
                     pending.setdefault(key, block)
 
 
-def settle(sequence: Sequence) -> None:
+def settle(sequence: Sequence, *, leaves: bool = False) -> None:
     """Enters what is computed into the index and gives back what left the window.
 
     Nothing is settled while a copy into the sequence is open: until the executor has confirmed it, neither the
-    copied tokens nor what was computed behind them are known to be right. Nor once tokens were evicted: what comes
-    behind them is not what its key would say.
+    copied tokens nor what was computed behind them are known to be right. What lies before all of them is when the
+    sequence leaves. Nor once tokens were evicted: what comes behind them is not what its key would say.
     """
-    if sequence.void or sequence.tickets or sequence.has_moved:
+    if sequence.void or sequence.has_moved or (sequence.tickets and not leaves):
         return
-    full = sequence.computed // sequence.block_size
+    full = min([sequence.computed // sequence.block_size, *(ticket.index for ticket in sequence.tickets)])
     for table in sequence.tables:
         while table.settled < full and _settle_block(sequence, table, table.settled):
             table.settled += 1
+        for place, equal in [item for item in table.anchors.items() if item[0] < table.settled]:
+            own = table.blocks[place]
+            assert own is not None
+            if equal.parent is None:
+                # It has left the index, and nothing stands on it any more.
+                table.pool.drop(table.anchors.pop(place))
+            elif equal.refs == 1:
+                # Who else used it is gone.
+                table.pool.supersede(own, table.anchors.pop(place), sequence.step)
+                table.pool.drop(equal)
         window = table.pool.window
         if window is not None:
             needed = min(table.settled, first_needed(sequence.computed, window, sequence.block_size))
@@ -66,15 +77,19 @@ def _settle_block(sequence: Sequence, table: GroupTable, place: int) -> bool:
         return True
     wish = sequence.wishes.at(place * sequence.block_size)
     equal = pool.index.get(key)
-    if equal is not None and not pool.is_on_device(equal):
-        pool.promote(block, equal, sequence.step)
+    if equal is not None and not (equal.refs and pool.is_on_device(equal)):
+        # Two of a kind would be one too many in a pool that is just large enough.
+        pool.supersede(block, equal, sequence.step)
         pool.grant(block, wish)
         return True
     if equal is not None:
         pool.grant(equal, wish)
-        if pool.window is None:
-            pool.retain(equal)
-            table.anchors[place] = equal
+        anchor(table, place, equal)
+        for dependent in sequence.dependents:
+            # What they share behind it stands on the equal one, too.
+            theirs = dependent.tables[pool.spec.group]
+            if place < len(theirs.blocks) and theirs.blocks[place] is block:
+                anchor(theirs, place, equal)
         return True
     pool.grant(block, wish)
     size = sequence.block_size
@@ -82,6 +97,17 @@ def _settle_block(sequence: Sequence, table: GroupTable, place: int) -> bool:
     domain = sequence.block_domain(start, end)
     pool.store(block, key, sequence.key(place - 1), sequence.packed(start, end), place, domain, sequence.step)
     return True
+
+
+def anchor(table: GroupTable, place: int, equal: Block) -> None:
+    """Keeps a block that equals the table's own one: what the table has behind it may stand on that."""
+    before = table.anchors.get(place)
+    if table.pool.window is not None or before is equal:
+        return
+    table.pool.retain(equal)
+    table.anchors[place] = equal
+    if before is not None:
+        table.pool.drop(before)
 
 
 def settle_last(sequence: Sequence) -> None:

@@ -7,47 +7,74 @@ they are dropped and the whole index is written when Redis is back.
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterable
-from typing import Any
-from urllib.parse import quote
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from functools import partial
+from time import monotonic
+from typing import Any, NamedTuple, TypeVar
 
 import structlog
 from prometheus_client import Counter, Gauge, Histogram
 from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from cachemgr.api import TierKind
+from cachemgr.event_stream import EventStream
+from cachemgr.operator_records import Kind, PinRecord
+from cachemgr.operator_store import OperatorSource, OperatorStore
 from cachemgr.records import BlockRecord, RecordError, decode, encode, encode_place
+from cachemgr.redis_client import UNAVAILABLE, executor_key, operators_key, reason
+from cachemgr.store_check import Difference, compare_blocks
+from cachemgr.store_clock import StoreClocks, at_rest, awake
+from cachemgr.store_marks import OPERATORS, MarkedWrites, clock_key
 from cachemgr.write_behind import Changes, Current, Place, WriteBehind
+from protos.kvcache.v1 import kvcache_pb2 as pb
 
 UP = Gauge("kvkeep_redis_up", "Whether the last exchange with Redis succeeded.")
 PENDING = Gauge("kvkeep_redis_pending_blocks", "Blocks whose change is not in Redis yet.")
 FLUSH_SECONDS = Histogram("kvkeep_redis_flush_seconds", "Time of one flush to Redis.")
 RESYNCS = Counter("kvkeep_redis_resyncs", "Times that an executor's whole index was written again.")
 
-_CHUNK = 256
-_UNAVAILABLE = (RedisError, OSError, TimeoutError)
+SCHEMA = b"1"
+# How long others wait for Redis, at most: a start, and whoever needs what it holds or has written.
+START_SECONDS = 1.0
+WAIT_SECONDS = 3.0
+# And who wants all of it compared.
+COMPARE_SECONDS = 60.0
+# At least so often the clocks are written.
+BEAT_SECONDS = 1.0
+# Redis may still carry out what it was sent before an answer did not come; by then it has.
+_SETTLE_SECONDS = 1.0
+# Blocks that are written, and read, at a time.
+_CHUNK, _READ = 256, 1024
 
+T = TypeVar("T")
+# Places with what is there.
+Chunk = list[tuple[Place, BlockRecord | None]]
 log = structlog.get_logger()
 
 
-def open_redis(url: str) -> Redis:
-    """A client that fails fast: the store does its own waiting and trying again."""
-    return Redis.from_url(
-        url,
-        socket_connect_timeout=1.0,
-        socket_timeout=2.0,
-        retry=Retry(NoBackoff(), 0),
-        decode_responses=False,
-    )
+class Remembered(NamedTuple):
+    """What Redis knows of an executor: blocks, parents before children, and pins.
+
+    It is current when it is of the present epoch; else only what lies in lower tiers is told, as nothing else may be.
+    `time` is that of the executor's clock, None when Redis could not be asked.
+    """
+
+    blocks: list[BlockRecord]
+    pins: list[PinRecord]
+    is_current: bool
+    time: float | None = None
+
+
+NOTHING = Remembered([], [], is_current=False)
 
 
 class IndexStore:
-    """The journal that the index reports to, and the task that brings it to Redis.
+    """The journal that the manager reports to, and the task that brings it to Redis.
 
-    `snapshot` gives every indexed block of an executor; it is asked for a resync only.
+    `snapshot` gives every indexed block of an executor; it is asked for a resync only. `now` is the manager's time.
+    `operators` is what operators said, and `restore` takes what Redis remembers of it. `stream` is for events.
     """
 
     def __init__(
@@ -58,9 +85,17 @@ class IndexStore:
         interval: float = 0.05,
         max_pending: int = 200_000,
         flush_at: int = 2_000,
+        now: Callable[[], float] = monotonic,
+        operators: Callable[[], OperatorSource] | None = None,
+        restore: Callable[[pb.RememberedOperators], None] | None = None,
+        stream: EventStream | None = None,
     ) -> None:
         self._redis = redis
         self._snapshot = snapshot
+        self._stream = stream
+        self._clocks = StoreClocks(now)
+        self._writes = MarkedWrites(redis, self._clocks, self._lost)
+        self._operators = OperatorStore(redis, self._clocks, self._writes, max_pending, operators, restore)
         self._interval = interval
         self._flush_at = flush_at
         self._queue = WriteBehind(max_pending)
@@ -68,6 +103,8 @@ class IndexStore:
         self._changed = asyncio.Event()
         self._large = asyncio.Event()
         self._one_at_a_time = asyncio.Lock()
+        self._in_doubt = False
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._up: bool | None = None
 
     @property
@@ -77,8 +114,8 @@ class IndexStore:
 
     @property
     def pending(self) -> int:
-        """Blocks whose change is not in Redis yet."""
-        return self._queue.pending
+        """Blocks and operators' entries whose change is not in Redis yet."""
+        return self._queue.pending + self._operators.pending
 
     def cleared(self, executor_id: str, epoch: int) -> None:
         """The executor starts an epoch with an empty index."""
@@ -86,13 +123,19 @@ class IndexStore:
         self._queue.clear(executor_id, epoch)
         self._note()
 
-    def stored(self, executor_id: str, group: int, slot: int, current: Current) -> None:
-        """A block entered the index, or one in it changed; what it is then is asked for when it is written."""
-        self._put(executor_id, (group, slot), current)
+    def stored(self, executor_id: str, group: int, tier: TierKind, slot: int, current: Current) -> None:
+        """A block came to a place, or the one there changed; what it is then is asked for when it is written."""
+        self._put(executor_id, (group, tier, slot), current)
 
-    def removed(self, executor_id: str, group: int, slot: int) -> None:
-        """The block at this place left the index."""
-        self._put(executor_id, (group, slot), None)
+    def removed(self, executor_id: str, group: int, tier: TierKind, slot: int) -> None:
+        """The block at this place left it, or the index."""
+        self._put(executor_id, (group, tier, slot), None)
+
+    def operator_changed(self, kind: Kind, name: str, executor_id: str = "") -> None:
+        """What an operator said is new, another, or gone. Written at once: it is seldom, and missed when it is lost."""
+        self._operators.changed(kind, name, executor_id)
+        self._changed.set()
+        self._large.set()
 
     def _put(self, executor_id: str, place: Place, current: Current | None) -> None:
         self._queue.put(executor_id, self._epochs.get(executor_id, 0), place, current)
@@ -109,8 +152,7 @@ class IndexStore:
         while True:
             # Not wait_for, which in Python 3.11 forgets a cancellation when what it waits for has just happened.
             with contextlib.suppress(TimeoutError):
-                # Waking up without a change keeps kvkeep_redis_up true to the facts.
-                async with asyncio.timeout(5.0):
+                async with asyncio.timeout(BEAT_SECONDS):
                     await self._changed.wait()
             if self.up:
                 with contextlib.suppress(TimeoutError):
@@ -120,7 +162,7 @@ class IndexStore:
             else:
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, 2.0)
-            await self.flush()
+            await self.flush_soon(None)
 
     async def flush(self) -> bool:
         """Writes everything that is pending; False when Redis could not be reached, which loses nothing."""
@@ -129,75 +171,164 @@ class IndexStore:
             self._large.clear()
             with FLUSH_SECONDS.time():
                 reached = await self._flush()
-            PENDING.set(self._queue.pending)
+            PENDING.set(self.pending)
             if not reached:
                 self._changed.set()
             return reached
 
+    async def start(self) -> None:
+        """Reads what operators said, if Redis can be asked in a short time; else `run` does it later."""
+        await self.flush_soon(START_SECONDS)
+
+    async def flush_soon(self, seconds: float | None = WAIT_SECONDS) -> bool:
+        """As `flush`, but after this time it goes on alone and the answer is no."""
+        return await self._soon(self.flush(), seconds) or False
+
+    async def _soon(self, work: Coroutine[None, None, T], seconds: float | None) -> T | None:
+        """What work leads to, None when that takes too long; it goes on then, also when the caller is cancelled.
+
+        An exchange with Redis is never cancelled: its outcome would not be known. And Redis's client may forget that
+        it was, as it uses wait_for, which does so in Python 3.11.
+        """
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        await asyncio.wait({task}, timeout=seconds)
+        if task.done():
+            return task.result()
+        self._is_up(False, TimeoutError("Redis takes too long"))
+        return None
+
     async def _flush(self) -> bool:
-        if self._queue.pending == 0:
-            try:
-                await self._redis.ping()
-            except _UNAVAILABLE as error:
-                return self._is_up(False, error)
-        while (taken := self._queue.take()) is not None:
-            executor_id, changes = taken
-            try:
-                await self._write(executor_id, changes)
-            except _UNAVAILABLE as error:
-                self._queue.give_back(executor_id, changes)
-                return self._is_up(False, error)
-            except asyncio.CancelledError:
-                self._queue.give_back(executor_id, changes)
-                raise
+        try:
+            # Before anything that takes long to make: a Redis that takes no writes now says so here.
+            await self._beat()
+            if self._in_doubt:
+                await asyncio.sleep(_SETTLE_SECONDS)
+                await self._beat()
+                self._in_doubt = False
+            await self._operators.read()
+            await self._operators.write(pins=False)
+            while (taken := self._queue.take()) is not None:
+                try:
+                    await self._write(*taken)
+                except BaseException:
+                    self._queue.give_back(*taken)
+                    raise
+            await self._operators.write(pins=True)
+            if self._stream is not None:
+                await self._stream.write()
+        except UNAVAILABLE as error:
+            self._in_doubt |= isinstance(error, TimeoutError | RedisTimeoutError)
+            return self._is_up(False, error)
         return self._is_up(True)
+
+    async def _beat(self) -> None:
+        """Writes what time it is."""
+        owners = list(dict.fromkeys((OPERATORS, *self._clocks)))
+        await self._writes.write(owners, lambda pipeline: pipeline.set(operators_key("schema"), SCHEMA))
+
+    def _lost(self, owner: str) -> None:
+        log.warning("redis has lost what it had; writing all of it again", executor=owner)
+        if owner == OPERATORS:
+            self._operators.rewrite_shared()
+        elif owner in self._epochs:
+            self.replace(owner, self._epochs[owner])
 
     async def _write(self, executor_id: str, changes: Changes) -> None:
         # Asked for chunk by chunk: whatever changes meanwhile is noted again, and wins.
         blocks: Iterable[tuple[Place, BlockRecord | None]] = (
-            (place, None if current is None else current()) for place, current in changes.blocks.items()
+            (place, self._current(executor_id, current)) for place, current in changes.blocks.items()
         )
         if changes.resync:
             RESYNCS.inc()
-            blocks = [((block.group, block.slot), block) for block in self._snapshot(executor_id)]
+            now = self._clocks.time(executor_id)
+            blocks = [(block.place, at_rest(block, now)) for block in self._snapshot(executor_id)]
             log.info("writing the whole index again", executor=executor_id)
-        first = True
-        for chunk in _chunks(blocks):
-            async with self._redis.pipeline(transaction=True) as pipeline:
+        key = executor_key(executor_id, "blocks")
+        for number, chunk in enumerate(_chunks(blocks)):
+            # In an order in which each part of it may be the last that arrives.
+            def fill(pipeline: Pipeline, first: bool = number == 0, chunk: Chunk = chunk) -> None:
                 if first and changes.cleared:
-                    pipeline.delete(_blocks_key(executor_id))
-                    pipeline.set(_epoch_key(executor_id), changes.epoch)
-                first = False
-                _add(pipeline, _blocks_key(executor_id), chunk)
-                await pipeline.execute()
+                    pipeline.delete(key)
+                    if changes.resync:
+                        pipeline.delete(executor_key(executor_id, Kind.PIN.value))
+                    pipeline.set(executor_key(executor_id, "epoch"), changes.epoch)
+                _add(pipeline, key, chunk)
 
-    async def load(self, executor_id: str, epoch: int) -> list[BlockRecord] | None:
-        """What Redis remembers of an executor's epoch, parents before children.
+            await self._writes.write([executor_id], fill)
 
-        None when it knows another epoch, or cannot be asked: then `replace` what it holds once the epoch is accepted.
-        """
-        if not await self.flush():
-            return None
+    def _current(self, executor_id: str, current: Current | None) -> BlockRecord | None:
+        block = None if current is None else current()
+        return None if block is None else at_rest(block, self._clocks.time(executor_id))
+
+    async def load(self, executor_id: str, epoch: int) -> Remembered:
+        """What Redis remembers of an executor that may be there; `accepted` must follow once the epoch is accepted."""
+        if not await self.flush_soon():
+            return NOTHING
+        return await self._soon(self._load(executor_id, epoch), WAIT_SECONDS) or NOTHING
+
+    async def _load(self, executor_id: str, epoch: int) -> Remembered | None:
         try:
-            known = await self._redis.get(_epoch_key(executor_id))
-            if known is None or int(known) != epoch:
-                return None
-            blocks = sorted([block async for block in self._read(executor_id)], key=lambda block: block.depth)
-        except _UNAVAILABLE as error:
+            time = _number(await self._redis.get(clock_key(executor_id)))
+            if executor_id not in self._clocks:
+                self._clocks.start(executor_id, time)
+            known = await self._redis.get(executor_key(executor_id, "epoch"))
+            now = self._clocks.time(executor_id)
+            blocks = [] if known is None else [awake(block, now) async for block in self._read(executor_id)]
+            pins = [] if known is None else await self._operators.pins(executor_id, now)
+        except UNAVAILABLE as error:
             self._is_up(False, error)
             return None
-        self._epochs[executor_id] = epoch
-        return blocks
+        is_current = known == str(epoch).encode()
+        if not is_current:
+            blocks = [below for block in blocks if (below := block.below()) is not None]
+        return Remembered(sorted(blocks, key=lambda block: block.depth), pins, is_current, now)
+
+    def accepted(self, executor_id: str, epoch: int, remembered: Remembered) -> None:
+        """The manager has registered an executor with what Redis remembers of it."""
+        if remembered.time is not None:
+            # What remained of leases when they were read remains of them now.
+            self._clocks.start(executor_id, remembered.time)
+        if remembered.is_current:
+            self._epochs[executor_id] = epoch
+        else:
+            self.replace(executor_id, epoch)
+
+    async def compare(self, executor_ids: Iterable[str]) -> list[Difference] | None:
+        """Where Redis disagrees with the manager, once it has all changes; None when that takes too long.
+
+        Other writes wait meanwhile.
+        """
+        return await self._soon(self._compare(list(executor_ids)), COMPARE_SECONDS)
+
+    async def _compare(self, executor_ids: list[str]) -> list[Difference] | None:
+        async with self._one_at_a_time:
+            if not await self._flush():
+                return None
+            try:
+                found = await self._operators.compare(executor_ids)
+                for executor_id in executor_ids:
+                    now = self._clocks.time(executor_id)
+                    indexed = [at_rest(block, now) for block in self._snapshot(executor_id)]
+                    stored = self._redis.hscan_iter(executor_key(executor_id, "blocks"), count=_READ)
+                    is_pending = partial(self._queue.is_pending, executor_id)
+                    found += await compare_blocks(executor_id, stored, indexed, is_pending)
+            except UNAVAILABLE as error:
+                self._is_up(False, error)
+                return None
+            return found
 
     def replace(self, executor_id: str, epoch: int) -> None:
         """Whatever Redis holds of an executor gives way to the snapshot, soon."""
         self._epochs[executor_id] = epoch
         self._queue.resync(executor_id, epoch)
+        self._operators.rewrite(Kind.PIN, executor_id)
         self._note()
 
     async def _read(self, executor_id: str) -> AsyncIterator[BlockRecord]:
         unreadable = 0
-        async for place, value in self._redis.hscan_iter(_blocks_key(executor_id), count=_CHUNK):
+        async for place, value in self._redis.hscan_iter(executor_key(executor_id, "blocks"), count=_READ):
             try:
                 yield decode(place, value)
             except RecordError:
@@ -207,8 +338,10 @@ class IndexStore:
 
     async def close(self) -> None:
         """Writes what is pending, if Redis is there, and closes the connection."""
-        if not await self.flush():
-            log.warning("stopping with changes that Redis does not have", blocks=self._queue.pending)
+        if not await self.flush_soon():
+            log.warning("stopping with changes that Redis does not have", changes=self.pending)
+        for task in list(self._tasks):
+            task.cancel()
         await self._redis.aclose()
 
     def _is_up(self, up: bool, error: BaseException | None = None) -> bool:
@@ -216,23 +349,24 @@ class IndexStore:
             if up:
                 log.info("redis is up")
             else:
-                log.warning("redis is down; changes wait for it", error=str(error), blocks=self._queue.pending)
+                why = "" if error is None else reason(error)
+                log.warning("redis is down; changes wait for it", error=why, changes=self.pending)
         self._up = up
         UP.set(up)
         return up
 
 
-def _epoch_key(executor_id: str) -> str:
-    return f"kvkeep:{{{quote(executor_id, safe='')}}}:epoch"
-
-
-def _blocks_key(executor_id: str) -> str:
-    return f"kvkeep:{{{quote(executor_id, safe='')}}}:blocks"
+def _number(value: bytes | str | None) -> float:
+    """What a key holds; 0 when it is not there, or nothing that a manager wrote."""
+    try:
+        return float(value or 0)
+    except ValueError:
+        return 0.0
 
 
 def _chunks(
     blocks: Iterable[tuple[Place, BlockRecord | None]],
-) -> Iterable[list[tuple[Place, BlockRecord | None]]]:
+) -> Iterable[Chunk]:
     """At least one chunk, which may be empty: an epoch is written also without blocks."""
     rest = iter(blocks)
     yield list(itertools.islice(rest, _CHUNK))
@@ -240,7 +374,7 @@ def _chunks(
         yield chunk
 
 
-def _add(pipeline: Pipeline, key: str, chunk: list[tuple[Place, BlockRecord | None]]) -> None:
+def _add(pipeline: Pipeline, key: str, chunk: Chunk) -> None:
     stored: dict[Any, Any] = {encode_place(*place): encode(block) for place, block in chunk if block is not None}
     removed = [encode_place(*place) for place, block in chunk if block is None]
     if stored:

@@ -88,7 +88,10 @@ class Sync:
         self._extend()
         self.answer.void_handles = sorted(self._scheduler.void)
         used = [self._executors[name] for name in self._scheduler.executors if name in self._executors]
-        self.answer.free_blocks = min((pool.free for executor in used for pool in executor.pools), default=0)
+        pools = [pool for executor in used for pool in executor.pools]
+        if pools:
+            fullest = min(pools, key=lambda pool: pool.free)
+            self.answer.free_blocks, self.answer.total_blocks = fullest.free, fullest.device.total
         return self.answer
 
     def _find(self, handle: int) -> Sequence | None:

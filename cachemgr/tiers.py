@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
@@ -52,7 +53,10 @@ class Share:
 
 @dataclass(slots=True)
 class TierCounters:
-    """What happened in a tier since its pool was registered; `removed` by cause, the gap in seconds."""
+    """What happened in a tier since its pool was registered; `removed` by cause, the gap in seconds.
+
+    `backed_up` blocks of the device were copied here to be in both, `restored` ones came back from before a restart.
+    """
 
     allocated: int = 0
     removed: list[int] = field(default_factory=lambda: [0] * len(RemovalCause))
@@ -60,8 +64,10 @@ class TierCounters:
     onboarded: int = 0
     copied_bytes: int = 0
     failed_copies: int = 0
-    _gaps: int = 0
-    _gap_seconds: float = 0.0
+    backed_up: int = 0
+    restored: int = 0
+    reuse_gaps: int = 0
+    reuse_gap_seconds: float = 0.0
 
     @property
     def evicted(self) -> int:
@@ -71,12 +77,12 @@ class TierCounters:
     @property
     def mean_reuse_gap(self) -> float:
         """Mean time between the last use of a block and the end of its stay."""
-        return self._gap_seconds / self._gaps if self._gaps else 0.0
+        return self.reuse_gap_seconds / self.reuse_gaps if self.reuse_gaps else 0.0
 
     def note_reuse_gap(self, seconds: float) -> None:
         """A block goes that was used last so long ago."""
-        self._gaps += 1
-        self._gap_seconds += seconds
+        self.reuse_gaps += 1
+        self.reuse_gap_seconds += seconds
 
 
 class Tier:
@@ -94,6 +100,8 @@ class Tier:
         self.cached = 0
         self.withheld: list[int] = []
         self.counters = TierCounters()
+        # By slot of a lower tier: the ticket of the copy that filled it. Steps fill those of the device.
+        self.generations = array("Q", bytes(0 if kind is TierKind.DEVICE else 8 * (size + 1)))
         # Places, those given back first to be taken first.
         self.empty = deque(range(offset + 1, offset + size + 1))
         # Evictable blocks of nobody with a quota.
@@ -109,6 +117,15 @@ class Tier:
     def free(self) -> int:
         """Slots that may be taken: empty ones and those of cached blocks."""
         return self.size - len(self.withheld) - self.used
+
+    def generation(self, place: int) -> int:
+        """The ticket of the copy that filled a place; 0 on the device."""
+        return self.generations[place - self.offset] if self.generations else 0
+
+    def fill(self, place: int, generation: int) -> None:
+        """Notes the ticket of the copy that fills a place."""
+        if self.generations:
+            self.generations[place - self.offset] = generation
 
     def free_for(self, account: Account | None, *, claimed: Collection[Block] = (), within_ceiling: bool = True) -> int:
         """Slots that may be taken for an account: not what others' floors protect, and within its own ceiling.

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from cachemgr.registry import Executor, Scheduler
     from cachemgr.sequence import GroupTable, Sequence
 
+# Backups that are copied at a time, over all pools of an executor.
+MAX_BACKUPS = 64
+
 
 class Purpose(enum.Enum):
     """What a copy is for."""
@@ -27,6 +30,8 @@ class Purpose(enum.Enum):
     FETCH = "fetch"
     # No source: the target is overwritten.
     ZERO = "zero"
+    # What a device block holds comes to a lower tier, too. The source is nobody's to keep: None once it has gone.
+    BACKUP = "backup"
 
 
 class Outcome(enum.Enum):
@@ -90,6 +95,7 @@ class Ticket:
     def _transfer(self) -> Transfer:
         spec = self.pool.spec
         target = self.pool.tier_of(self.target)
+        target.fill(self.target.slot, self.number)
         source = target if self.source is None else self.pool.tier_of(self.source)
         return Transfer(
             self.number,
@@ -101,6 +107,11 @@ class Ticket:
             source.kind,
             target.kind,
         )
+
+    @property
+    def together(self) -> list[Ticket]:
+        """The copies that let go of their blocks together: it and others, or it alone."""
+        return [self] if self.fetch is None else self.fetch.tickets
 
     def detach(self, table: GroupTable) -> None:
         """Lets the sequence go. What a device source stands on stays referenced: its parent could not be taken."""
@@ -127,6 +138,8 @@ class Ticket:
             self.pool.leaving.pop(self.source, None)
             if outcome is not Outcome.DONE:
                 self._lose(self.target)
+        elif self.purpose is Purpose.BACKUP:
+            self.pool.backups.ended(self, done=outcome is Outcome.DONE)
         elif self.purpose is Purpose.ZERO and outcome is not Outcome.DONE:
             # It is asked for again.
             self.pool.doomed.add(self.target)
@@ -145,11 +158,18 @@ class Ticket:
         for block in reversed(self.anchors):
             self.pool.drop(block)
 
+    def lose_source(self) -> None:
+        """What it was to bring cannot be read."""
+        self._lose(self.source)
+
     def _is_below(self, block: Block | None) -> bool:
         return block is not None and self.pool.tier_of(block) is not self.pool.device
 
     def _lose(self, block: Block | None) -> None:
-        if block is not None and block.parent is not None:
+        if block is None:
+            return
+        self.pool.backups.disown(block)
+        if block.parent is not None:
             self.pool.discard_subtree(block, RemovalCause.COPY_FAILED)
 
 
@@ -158,7 +178,7 @@ class Fetch:
 
     def __init__(self, pool: Pool, tickets: list[Ticket]) -> None:
         self._pool = pool
-        self._tickets = tickets
+        self.tickets = tickets
         self._open = len(tickets)
         self._failed: set[Ticket] = set()
         for ticket in tickets:
@@ -172,7 +192,7 @@ class Fetch:
         if self._open:
             return
         good = True
-        for ticket in self._tickets:
+        for ticket in self.tickets:
             source = ticket.source
             assert source is not None
             good = good and ticket not in self._failed
@@ -183,11 +203,11 @@ class Fetch:
                 not isinstance(parent, Block) or self._pool.window is not None or self._pool.is_on_device(parent)
             )
             if good:
-                self._pool.promote(ticket.target, source, 0)
-        for ticket in self._tickets:
-            if ticket in self._failed and ticket.source is not None and ticket.source.parent is not None:
-                self._pool.discard_subtree(ticket.source, RemovalCause.COPY_FAILED)
-        for ticket in reversed(self._tickets):
+                self._pool.supersede(ticket.target, source, 0)
+        for ticket in self.tickets:
+            if ticket in self._failed:
+                ticket.lose_source()
+        for ticket in reversed(self.tickets):
             ticket.give_up()
 
 
@@ -196,6 +216,7 @@ class Copies:
 
     def __init__(self, executor: Executor, next_number: Callable[[], int]) -> None:
         self._tickets = executor.tickets
+        self._pools = executor.pools
         self._next_number = next_number
         for pool in executor.pools:
             pool.on_moved = partial(self._move, pool)
@@ -236,6 +257,19 @@ class Copies:
         if tier is not pool.device:
             tier.counters.onboarded += 1
             tier.counters.copied_bytes += pool.spec.block_bytes
+
+    def back_up(self) -> None:
+        """Begins copies of device blocks to empty slots below; the executor gets them with its next renewal."""
+        for pool in self._pools:
+            backups, tier = pool.backups, pool.backups.tier
+            for block in backups.next(MAX_BACKUPS // len(self._pools) - backups.running):
+                assert tier is not None
+                target = Block(tier.empty.popleft())
+                target.refs = 1
+                pool.blocks[target.slot] = target
+                tier.used += 1
+                backups.begun(self._add(Ticket(self._next_number(), Purpose.BACKUP, pool, block, target)))
+                pool.device.counters.copied_bytes += pool.spec.block_bytes
 
     def fetch(self, pool: Pool, chain: list[Block]) -> list[Transfer]:
         """Brings blocks of a chain, parents first, to the device, as far as there is room."""

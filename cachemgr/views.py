@@ -10,6 +10,7 @@ from cachemgr.admin_api import (
     BlockFilter,
     Explanation,
     HoldView,
+    PoolShare,
     PoolViolation,
     Prefix,
     PrefixView,
@@ -31,7 +32,7 @@ from cachemgr.api import (
     Transfer,
 )
 from cachemgr.block import Block, Node
-from cachemgr.chains import chain
+from cachemgr.chains import all_of
 from cachemgr.check import check
 from cachemgr.dump import executor_state, line, rule_state, scheduler_state
 from cachemgr.errors import (
@@ -46,6 +47,7 @@ from cachemgr.errors import (
 from cachemgr.estimates import while_running
 from cachemgr.events import EventLog
 from cachemgr.explaining import explain
+from cachemgr.ghosts import GhostReport
 from cachemgr.keys import pack
 from cachemgr.leases import LeaseBook, leases_of
 from cachemgr.meters import TokenMeter
@@ -74,6 +76,7 @@ class ManagerViews:
     _admitter: Admitter
     config: ManagerConfig
     _accounts: dict[tuple[str, str], Account]
+    _shares: dict[str, PoolShare]
     _executors: dict[str, Executor]
     _sequences: dict[str, Sequence]
     _evicted: Counter[Kind]
@@ -90,6 +93,10 @@ class ManagerViews:
     def pool(self, pool_id: str) -> PoolView:
         """One pool. Raises UnknownPoolError."""
         return self._pool(pool_id).pool_view()
+
+    def pool_to_read(self, pool_id: str) -> Pool:
+        """One pool itself, for who changes nothing of it. Raises UnknownPoolError."""
+        return self._pool(pool_id)
 
     def blocks(self, pool_id: str, after_place: int = 0) -> Iterator[tuple[int, BlockView]]:
         """Used and cached blocks with their places, the device first. Raises UnknownPoolError."""
@@ -124,10 +131,12 @@ class ManagerViews:
         now = self._leases.now
         for _, executor in sorted(self._executors.items()):
             for hold in executor.holds:
+                domain = hold.blocks[0][1].domain if hold.blocks else None
+                salt = None if domain is None else domain.salt
                 for name, end in sorted(hold.owners.items()):
                     if owner in ("", name):
                         left = max(0.0, end - now)
-                        yield HoldView(hold.name, hold.pin, name, left, executor.executor_id, len(hold.blocks))
+                        yield HoldView(hold.name, hold.pin, name, left, executor.executor_id, len(hold.blocks), salt)
 
     def executor_transfers(self, executor_id: str) -> list[Transfer]:
         """Open copies that no scheduler sends, in the order in which they must run."""
@@ -157,6 +166,10 @@ class ManagerViews:
         """The tiers of a pool, with what happened in them. Raises UnknownPoolError."""
         return [tier for tier in self._pool(pool_id).tiers if tier.size]
 
+    def backups(self, pool_id: str) -> int:
+        """Blocks of a pool's device that lie one tier below, too. Raises UnknownPoolError."""
+        return len(self._pool(pool_id).backups.places)
+
     def meter(self, pool_id: str) -> TokenMeter:
         """Lookups in a pool. Raises UnknownPoolError."""
         return self._pool(pool_id).tokens
@@ -165,6 +178,14 @@ class ManagerViews:
     def now(self) -> float:
         """The time of the last call that changed something."""
         return self._leases.now
+
+    def ghosts(self, executor_id: str, since: float | None = None) -> tuple[GhostReport, PoolView] | None:
+        """What ghost caches tell from about a time on, and of which pool; None without. Raises UnknownExecutorError."""
+        executor = self._executors.get(executor_id)
+        if executor is None:
+            raise unknown_executor(executor_id)
+        ghosts = executor.ghosts
+        return None if ghosts is None else (ghosts.report(since), ghosts.pool.pool_view())
 
     def lease_counts(self, pool_id: str) -> tuple[int, int]:
         """Leases of a pool that ended as they should, and that broke. Raises UnknownPoolError."""
@@ -248,7 +269,7 @@ class ManagerViews:
                 if selected.prefix is None:
                     found.append((pool, None))
                 elif selected.prefix.executor_id in ("", executor.executor_id):
-                    found.append((pool, set(chain(executor, pool, selected.prefix))))
+                    found.append((pool, set(all_of(executor, pool, selected.prefix))))
         return found
 
     def check_prefix(self, path: str, prefix: Prefix) -> list[Executor]:
@@ -289,6 +310,8 @@ class ManagerViews:
             yield rule_state(rule.spec)
         for _, account in sorted(self._accounts.items()):
             yield line("quota", **asdict(account.quota))
+        for _, share in sorted(self._shares.items()):
+            yield line("share", **share._asdict())
         for _, scheduler in sorted(self._schedulers.items()):
             yield scheduler_state(scheduler)
         for _, executor in sorted(self._executors.items()):

@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from cachemgr.api import TierKind
 from cachemgr.records import BlockRecord
 
-Place = tuple[int, int]
+# Group, tier and slot.
+Place = tuple[int, TierKind, int]
 # Tells what is at a place when it is called; None when nothing is.
 Current = Callable[[], BlockRecord | None]
 
@@ -14,7 +16,7 @@ Current = Callable[[], BlockRecord | None]
 class Changes:
     """What one executor's hash in Redis lacks.
 
-    `blocks` maps (group, slot) to who tells what is there, None where a block left the index. With `cleared` the hash
+    `blocks` maps places to who tells what is there, None where a block left the index. With `cleared` the hash
     is emptied first and takes `epoch`. With `resync` the changes are incomplete: everything must be written again.
     """
 
@@ -36,6 +38,11 @@ class WriteBehind:
     def pending(self) -> int:
         """Blocks waiting to be written."""
         return self._pending
+
+    def is_pending(self, executor_id: str, place: Place) -> bool:
+        """Whether what is at a place has yet to be written."""
+        changes = self._changes.get(executor_id)
+        return changes is not None and (changes.cleared or place in changes.blocks)
 
     def clear(self, executor_id: str, epoch: int) -> None:
         """The executor has no indexed block, and this epoch."""

@@ -9,6 +9,14 @@ class ModelError(Exception):
     """The model cannot be run; the message is one sentence for people."""
 
 
+class CacheFileError(Exception):
+    """A lower tier's file cannot be had; the message is one sentence for people and names the setting."""
+
+
+class BrokenStorageError(CacheFileError):
+    """The storage under a tier takes no writes any more; what else there is can serve without it."""
+
+
 class ExecutorError(ServiceError):
     """Base of what a session can be told."""
 

@@ -13,6 +13,7 @@ from executor.layers import LayerGroup, place_of_layers
 
 # What a CPU executor takes when nobody says more: a laptop survives it.
 CPU_BYTES = 4 << 30
+MEMINFO = Path("/proc/meminfo")
 
 
 Slots = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -113,12 +114,17 @@ def count_blocks(
     return blocks
 
 
-def free_memory(device: torch.device, meminfo: Path = Path("/proc/meminfo")) -> int:
+def free_memory(device: torch.device, meminfo: Path = MEMINFO) -> int:
     """Bytes that the pools may share; on a CPU bounded by CPU_BYTES."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
+    return min(available_memory(meminfo), CPU_BYTES)
+
+
+def available_memory(meminfo: Path = MEMINFO) -> int:
+    """Bytes of the host's memory that nobody uses; without a word from the kernel more than there can be."""
     for line in meminfo.read_text().splitlines() if meminfo.exists() else ():
         name, _, rest = line.partition(":")
         if name == "MemAvailable":
-            return min(int(rest.split()[0]) * 1024, CPU_BYTES)
-    return CPU_BYTES
+            return int(rest.split()[0]) * 1024
+    return 1 << 62

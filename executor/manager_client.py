@@ -1,13 +1,18 @@
 """The executor's side of its life with the cache manager: registration, lease, confirmed copies."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import grpc
+import numpy as np
 import structlog
 
 from executor.kv_pool import KvPools
+from executor.step import Copy, Tier
+from executor.tiers.order import Place
+from executor.tiers.tiers import Tiers
 from protos.kvcache.v1 import kvcache_pb2 as kv
 from protos.kvcache.v1 import kvcache_pb2_grpc as kv_rpc
 from protos.rpc.errors import from_rpc_error
@@ -17,8 +22,9 @@ log = structlog.get_logger()
 CALL_SECONDS = 5.0
 # A restarted manager knows nothing of us until we come back, so we look often.
 MAX_RENEWAL_SECONDS = 0.5
-FIRST_BACKOFF_SECONDS = 0.1
-MAX_BACKOFF_SECONDS = 0.5
+BACKOFF_SECONDS = 0.1
+# Of a step that no step comes after: what a slot holds at this moment is not what it will hold.
+NEVER = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
@@ -31,8 +37,15 @@ class Announcement:
     fingerprint: bytes
     plain_rotary: bool
 
-    def request(self, pools: KvPools, *, again: bool) -> kv.RegisterExecutorRequest:
-        """`again`: with the last write of every slot, so that the manager can tell what is still there."""
+    def request(
+        self, pools: KvPools, tiers: Tiers, *, again: bool, awaited: Collection[Place] = ()
+    ) -> kv.RegisterExecutorRequest:
+        """`again`: with the last write of every slot, so that the manager can tell what is still there.
+
+        awaited: slots that will be written by copies which have not even begun.
+        """
+        snapshot = tiers.snapshot()
+        changing = {*snapshot.changing, *awaited}
         return kv.RegisterExecutorRequest(
             executor_id=self.executor_id,
             executor_epoch=self.epoch,
@@ -50,11 +63,28 @@ class Announcement:
                     head_dim=pool.group.shape.head_dim,
                     dtype=str(pool.k.dtype).removeprefix("torch."),
                     block_bytes=pool.block_bytes,
-                    last_write_steps=pool.last_write_steps[1:].tolist() if again else (),
+                    last_write_steps=_with(pool.last_write_steps[1:], Tier.DEVICE, number, changing, NEVER)
+                    if again
+                    else (),
+                    host_blocks=tiers.slots.get(Tier.HOST, 0),
+                    disk_blocks=tiers.slots.get(Tier.DISK, 0),
+                    host_generations=_with(snapshot.generations(Tier.HOST, number), Tier.HOST, number, changing, 0),
+                    disk_generations=_with(snapshot.generations(Tier.DISK, number), Tier.DISK, number, changing, 0),
                 )
                 for number, pool in enumerate(pools.pools)
             ],
         )
+
+
+def _with(
+    values: np.ndarray[tuple[int], np.dtype[np.uint64]], tier: Tier, group: int, changing: set[Place], value: int
+) -> list[int]:
+    """The values of a tier's slots 1, 2, …; `value` where a slot is changing."""
+    result: list[int] = values.tolist()
+    for its_tier, its_group, slot in changing:
+        if (its_tier, its_group) == (tier, group) and slot <= len(result):
+            result[slot - 1] = value
+    return result
 
 
 class ManagerClient:
@@ -65,22 +95,32 @@ class ManagerClient:
         channel: grpc.aio.Channel,
         announcement: Announcement,
         pools: KvPools,
-        zero: Callable[[tuple[tuple[int, int, int], ...]], None],
+        tiers: Tiers,
+        transfer: Callable[[tuple[Copy, ...]], None],
+        last_step: Callable[[], int],
         on_registered: Callable[[], None] = lambda: None,
     ) -> None:
+        """transfer: begins copies that the manager itself asks for; `confirm` is called when each has ended.
+
+        last_step: number of the newest step that has begun.
+        """
         self._stub: kv_rpc.CacheManagerServiceAsyncStub = kv_rpc.CacheManagerServiceStub(channel)
         self._announcement = announcement
         self._pools = pools
-        self._zero = zero
+        self._tiers = tiers
+        self._transfer = transfer
+        self._last_step = last_step
         self._on_registered = on_registered
-        # The newest ticket that came with a renewal; their numbers only grow, also from one manager to the next.
-        self._newest_ticket = 0
+        # By ticket, what came with renewals: not ended yet; and begun, as long as a manager may ask for it again.
+        self._open: dict[int, Copy] = {}
+        self._begun: set[int] = set()
         self._registered = asyncio.Event()
         self._manager_epoch = 0
         self._renewal_seconds = MAX_RENEWAL_SECONDS
         self._done: list[int] = []
         self._failed: list[int] = []
-        self._to_confirm = asyncio.Event()
+        self._to_confirm, self._all_confirmed = asyncio.Event(), asyncio.Event()
+        self._all_confirmed.set()
 
     async def run(self) -> None:
         """Registers and confirms until it is cancelled."""
@@ -90,9 +130,18 @@ class ManagerClient:
 
     def confirm(self, done: tuple[int, ...], failed: tuple[int, ...]) -> None:
         """Queues tickets of finished and of failed copies."""
+        for ticket in (*done, *failed):
+            self._open.pop(ticket, None)
         self._done.extend(done)
         self._failed.extend(failed)
         self._to_confirm.set()
+        self._all_confirmed.clear()
+
+    async def confirmed(self, seconds: float) -> None:
+        """Waits until everything is confirmed, but not longer."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._all_confirmed.wait()
 
     async def _stay_registered(self) -> None:
         again = False
@@ -105,22 +154,27 @@ class ManagerClient:
             self._registered.clear()
 
     async def _register(self, again: bool) -> None:
-        backoff = FIRST_BACKOFF_SECONDS
         while True:
             try:
                 # Waits for no connection: each failure is logged, so that a person sees what is missing.
-                answer = await self._stub.RegisterExecutor(
-                    self._announcement.request(self._pools, again=again), timeout=CALL_SECONDS
-                )
+                answer = await self._stub.RegisterExecutor(self._request(again), timeout=CALL_SECONDS)
             except grpc.aio.AioRpcError as error:
                 log.info("waiting for the cache manager", cause=str(from_rpc_error(error)))
-                await asyncio.sleep(backoff)
-                backoff = min(2 * backoff, MAX_BACKOFF_SECONDS)
+                await asyncio.sleep(BACKOFF_SECONDS)
                 continue
             self._manager_epoch = answer.manager_epoch
             self._set_lease(answer.lease_duration.ToTimedelta().total_seconds())
-            log.info("registered with the cache manager", restored_blocks=answer.restored_blocks, again=again)
+            log.info(
+                "registered with the cache manager",
+                restored_blocks=answer.restored_blocks,
+                restored_lower_blocks=answer.restored_lower_blocks,
+                again=again,
+            )
             return
+
+    def _request(self, again: bool) -> kv.RegisterExecutorRequest:
+        awaited = [(copy.target_tier, copy.group, copy.target) for copy in self._open.values()]
+        return self._announcement.request(self._pools, self._tiers, again=again, awaited=awaited)
 
     async def _renew(self) -> None:
         """Returns when the manager asks for a new registration or is another one."""
@@ -129,8 +183,9 @@ class ManagerClient:
             executor_epoch=self._announcement.epoch,
             manager_epoch=self._manager_epoch,
         )
+        pause = self._renewal_seconds
         while True:
-            await asyncio.sleep(self._renewal_seconds)
+            await asyncio.sleep(pause)
             try:
                 answer = await self._stub.RenewExecutor(request, timeout=CALL_SECONDS)
             except grpc.aio.AioRpcError as error:
@@ -138,29 +193,37 @@ class ManagerClient:
                     log.info("the cache manager wants to know us again", cause=str(from_rpc_error(error)))
                     return
                 log.warning("lease not renewed", cause=str(from_rpc_error(error)))
+                pause = min(BACKOFF_SECONDS, self._renewal_seconds)
                 continue
             if answer.manager_epoch != self._manager_epoch:
                 return
             self._set_lease(answer.lease_duration.ToTimedelta().total_seconds())
+            pause = self._renewal_seconds
             self._take(answer.transfers)
 
     def _take(self, transfers: Iterable[kv.Transfer]) -> None:
         """Begins what the manager itself asks for, once: it repeats itself until it has the answer."""
-        fresh = [transfer for transfer in transfers if transfer.ticket > self._newest_ticket]
-        self._newest_ticket = max((transfer.ticket for transfer in fresh), default=self._newest_ticket)
-        slots = [transfer for transfer in fresh if not transfer.source_slot and transfer.target_tier == kv.TIER_DEVICE]
-        if slots:
-            self._zero(tuple((transfer.ticket, transfer.group, transfer.target_slot) for transfer in slots))
-        others = tuple(transfer.ticket for transfer in fresh if transfer not in slots)
-        if others:
-            # This executor has announced no lower tier.
-            self.confirm((), others)
+        asked = {transfer.ticket: transfer for transfer in transfers}
+        copies, impossible = [], []
+        for ticket, transfer in asked.items():
+            if ticket in self._begun:
+                continue
+            try:
+                copies.append(_copy(transfer))
+            except ValueError:
+                impossible.append(ticket)
+        # Whoever no longer asks for what has ended has heard of it.
+        self._begun = {ticket for ticket in self._begun if ticket in asked or ticket in self._open} | asked.keys()
+        if copies:
+            self._open.update((copy.ticket, copy) for copy in copies)
+            self._transfer(tuple(copies))
+        if impossible:
+            self.confirm((), tuple(impossible))
 
     def _set_lease(self, seconds: float) -> None:
         self._renewal_seconds = min(seconds / 3, MAX_RENEWAL_SECONDS) if seconds > 0 else MAX_RENEWAL_SECONDS
 
     async def _confirm_all(self) -> None:
-        backoff = FIRST_BACKOFF_SECONDS
         while True:
             await self._to_confirm.wait()
             await self._registered.wait()
@@ -170,15 +233,22 @@ class ManagerClient:
                 executor_epoch=self._announcement.epoch,
                 tickets=self._done[:done],
                 failed_tickets=self._failed[:failed],
+                step=self._last_step(),
             )
             try:
                 await self._stub.ConfirmTransfers(request, timeout=CALL_SECONDS)
             except grpc.aio.AioRpcError as error:
                 log.warning("copies not confirmed", count=done + failed, cause=str(from_rpc_error(error)))
-                await asyncio.sleep(backoff)
-                backoff = min(2 * backoff, MAX_BACKOFF_SECONDS)
+                await asyncio.sleep(BACKOFF_SECONDS)
                 continue
-            backoff = FIRST_BACKOFF_SECONDS
             del self._done[:done], self._failed[:failed]
             if not self._done and not self._failed:
                 self._to_confirm.clear()
+                self._all_confirmed.set()
+
+
+def _copy(transfer: kv.Transfer) -> Copy:
+    """Raises ValueError for a tier that there is not."""
+    target = Tier(transfer.target_tier)
+    source = Tier(transfer.source_tier) if transfer.source_slot else target
+    return Copy(transfer.ticket, transfer.group, transfer.source_slot, transfer.target_slot, source, target)

@@ -4,12 +4,11 @@ import math
 from collections.abc import Sequence
 from datetime import timedelta
 
-import numpy as np
-
 from executor.errors import InvalidStepError
-from executor.step import Copy, Growth, Joining, Outcome, Sampling, Step
+from executor.step import Copy, Growth, Joining, Outcome, Sampling, Step, Tier
 from protos.execution.v1 import execution_pb2 as pb
 from protos.kvcache.eviction import Layout, Policy, parse
+from protos.rpc.columns import cut
 from protos.rpc.errors import InvalidField
 
 
@@ -18,8 +17,6 @@ def parse_step(message: pb.Step, layout: Layout) -> Step:
     _check_columns("chunk_tokens", message.chunk_tokens, message.chunk_sequences)
     _check_columns("table_groups", message.table_groups, message.table_sequences)
     _check_columns("table_counts", message.table_counts, message.table_sequences)
-    for name in ("copy_groups", "copy_source_slots", "copy_target_slots"):
-        _check_columns(name, getattr(message, name), message.copy_tickets)
     if sum(message.table_counts) != len(message.table_slots):
         raise _invalid("table_slots", f"must be {sum(message.table_counts)}, as table_counts says")
     _check_columns("evicting_counts", message.evicting_counts, message.evicting_sequences)
@@ -38,34 +35,40 @@ def parse_step(message: pb.Step, layout: Layout) -> Step:
         chunks=chunks,
         idle=frozenset(message.idle_sequences),
         growth=tuple(_parse_growth(message)),
-        copies=tuple(
-            Copy(*columns)
-            for columns in zip(
-                message.copy_tickets,
-                message.copy_groups,
-                message.copy_source_slots,
-                message.copy_target_slots,
-                strict=True,
-            )
-        ),
+        copies=tuple(_parse_copies(message)),
         evicting=evicting,
+        awaits_copies=message.awaits_copies,
     )
 
 
+def _parse_copies(message: pb.Step) -> list[Copy]:
+    columns = [message.copy_tickets, message.copy_groups, message.copy_source_slots, message.copy_target_slots]
+    for name in ("copy_groups", "copy_source_slots", "copy_target_slots"):
+        _check_columns(name, getattr(message, name), message.copy_tickets)
+    if not message.copy_source_tiers and not message.copy_target_tiers:
+        return [Copy(*values) for values in zip(*columns, strict=True)]
+    sources, targets = (_parse_tiers(name, message) for name in ("copy_source_tiers", "copy_target_tiers"))
+    return [Copy(*values, *ends) for values, *ends in zip(zip(*columns, strict=True), sources, targets, strict=True)]
+
+
+def _parse_tiers(name: str, message: pb.Step) -> list[Tier]:
+    column = getattr(message, name)
+    _check_columns(name, column, message.copy_tickets)
+    try:
+        return [Tier(number) for number in column]
+    except ValueError:
+        raise _invalid(name, "must be device, host or disk") from None
+
+
 def _parse_evicting(message: pb.Step) -> dict[int, tuple[int, ...]]:
-    slots = tuple(message.evicting_slots)
-    ends = np.cumsum(message.evicting_counts, dtype=np.int64).tolist()
-    columns = zip(message.evicting_sequences, message.evicting_counts, ends, strict=True)
-    return {sequence: slots[end - count : end] for sequence, count, end in columns}
+    tables = cut(message.evicting_slots, message.evicting_counts)
+    return {sequence: tuple(slots) for sequence, slots in zip(message.evicting_sequences, tables, strict=True)}
 
 
 def _parse_growth(message: pb.Step) -> list[Growth]:
-    slots = tuple(message.table_slots)
-    growth, start = [], 0
-    for sequence, group, count in zip(message.table_sequences, message.table_groups, message.table_counts, strict=True):
-        growth.append(Growth(sequence, group, slots[start : start + count]))
-        start += count
-    return growth
+    entries = cut(message.table_slots, message.table_counts)
+    columns = zip(message.table_sequences, message.table_groups, entries, strict=True)
+    return [Growth(sequence, group, tuple(slots)) for sequence, group, slots in columns]
 
 
 def _parse_joining(message: pb.NewSequence, layout: Layout) -> Joining:
@@ -80,6 +83,7 @@ def _parse_joining(message: pb.NewSequence, layout: Layout) -> Joining:
         tables=tuple(tables[group] for group in range(len(tables))),
         sampling=_parse_sampling(message.sampling) if message.HasField("sampling") else Sampling(),
         policy=_parse_policy(message.eviction_policy, layout) if message.HasField("eviction_policy") else None,
+        traceparent=message.traceparent,
     )
 
 
@@ -136,6 +140,8 @@ def build_result(outcome: Outcome) -> pb.StepResult:
         evicted_sequences=[one.sequence for one in outcome.evicted],
         evicted_tokens=[one.tokens for one in outcome.evicted],
         kept_masses=[-1 if one.mass is None else one.mass for one in outcome.evicted],
+        copied_tickets=outcome.copied,
+        failed_tickets=outcome.failed,
     )
     for index, one in enumerate(outcome.sampled):
         if one.logprobs is not None:
@@ -147,4 +153,7 @@ def build_result(outcome: Outcome) -> pb.StepResult:
             )
     result.compute_time.FromTimedelta(timedelta(seconds=outcome.compute_time))
     result.idle_time.FromTimedelta(timedelta(seconds=outcome.idle_time))
+    for tier, into in ((Tier.HOST, "host_block_time"), (Tier.DISK, "disk_block_time")):
+        if tier in outcome.block_times:
+            getattr(result, into).FromTimedelta(timedelta(seconds=outcome.block_times[tier]))
     return result

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -13,6 +13,12 @@ IDLE_SECONDS = Counter("kvkeep_executor_idle_seconds", "Time in which the device
 TOKENS = Counter("kvkeep_executor_tokens", "Tokens computed.")
 SAMPLED = Counter("kvkeep_executor_sampled_tokens", "Tokens sampled.")
 FAILED_STEPS = Counter("kvkeep_executor_failed_steps", "Steps on which the model failed.")
+
+COPIED_BYTES = Counter("kvkeep_executor_copied_bytes", "Bytes copied between tiers.", ["source", "target"])
+FAILED_COPIES = Counter("kvkeep_executor_failed_copies", "Copies between tiers that failed.", ["source", "target"])
+CHECKSUM_MISMATCHES = Counter("kvkeep_executor_checksum_mismatches", "Blocks that were not what was stored.", ["tier"])
+PENDING_COPIES = Gauge("kvkeep_executor_pending_copies", "Copies between tiers that have not ended.")
+COPY_WAIT_SECONDS = Counter("kvkeep_executor_copy_wait_seconds", "Time in which steps waited for copies between tiers.")
 
 
 class KindSeconds(Collector):

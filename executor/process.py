@@ -6,26 +6,34 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import structlog
 import uvloop
 
-from executor.errors import ModelError
+from executor.errors import CacheFileError, ModelError
 from executor.settings import ExecutorSettings
-from protos.rpc import logs
+from protos.rpc import logs, tracing
 from protos.rpc.addresses import AddressError
+from protos.rpc.settings import variable
 
 log = structlog.get_logger()
+
+# A process that stops tells the cache manager of its last copies, if it is there.
+CONFIRM_SECONDS = 0.5
 
 
 def main(settings: ExecutorSettings) -> int:
     """Runs until SIGTERM or SIGINT; returns the exit status."""
     logs.configure("executor", settings.log_level)
+    tracing.start("executor", os.environ)
     try:
         return uvloop.run(_serve(settings))
-    except (ModelError, AddressError) as error:
+    except (ModelError, CacheFileError, AddressError) as error:
         print(f"executor: {error}", file=sys.stderr)  # noqa: T201
         return 1
+    finally:
+        tracing.stop()
 
 
 async def _serve(settings: ExecutorSettings) -> int:
@@ -43,6 +51,8 @@ async def _serve(settings: ExecutorSettings) -> int:
     from executor.model_files import find
     from executor.runner import Runner
     from executor.service import SERVICE, ExecutorServicer, Identity
+    from executor.tiers.opening import FileSettings
+    from executor.tiers.tiers import open_tiers
     from executor.tokenizer import load_tokenizer
     from executor.worker import Worker
     from protos.execution.v1 import execution_pb2_grpc as rpc
@@ -73,20 +83,37 @@ async def _serve(settings: ExecutorSettings) -> int:
         seconds=round(time.monotonic() - started, 1),
     )
 
+    def file_settings(tier: str, folder: Path) -> FileSettings:
+        size, where = f"{tier}_cache_size", f"{tier}_cache_dir"
+        return FileSettings(
+            folder,
+            getattr(settings, size),
+            variable(ExecutorSettings, where),
+            variable(ExecutorSettings, size),
+            in_memory=tier == "host",
+        )
+
     identity = Identity(settings.executor_id, time.time_ns())
-    announcement = Announcement(
+    digest = fingerprint(model, files, settings.block_size)
+    tiers = open_tiers(
+        pools,
+        digest,
         identity.executor_id,
-        identity.epoch,
-        model.name,
-        fingerprint(model, files, settings.block_size),
-        plain_rotary=model.rotary is not None,
+        host=file_settings("host", settings.host_cache_dir),
+        disk=file_settings("disk", settings.disk_dir),
+        checksums=settings.cache_checksums,
     )
-    server = Server("executor", metrics_address=settings.metrics_address, insecure=settings.insecure)
+    announcement = Announcement(
+        identity.executor_id, identity.epoch, model.name, digest, plain_rotary=model.rotary is not None
+    )
+    server = Server("executor", metrics_address=settings.metrics_address, security=settings.security)
     client = ManagerClient(
-        open_channel(settings.cachemgr_address),
+        open_channel(settings.cachemgr_address, settings.security),
         announcement,
         pools,
-        lambda slots: worker.zero(slots),
+        tiers,
+        lambda copies: worker.transfer(copies),
+        lambda: runner.last_step,
         lambda: server.set_serving(True),
     )
     loop, lost = asyncio.get_running_loop(), asyncio.Event()
@@ -100,7 +127,7 @@ async def _serve(settings: ExecutorSettings) -> int:
 
     if isinstance(model.forward, CpuDecoder):
         KindSeconds(model.forward.seconds)
-    runner = Runner(model, pools)
+    runner = Runner(model, pools, tiers)
     runner.prepare()
     worker = Worker(runner, confirm, device_lost)
     servicer = ExecutorServicer(identity, worker.runner, worker, tokenizer)
@@ -120,7 +147,9 @@ async def _serve(settings: ExecutorSettings) -> int:
     registration.add_done_callback(lambda task: None if task.cancelled() else signal.raise_signal(signal.SIGTERM))
     await server.run_until_stopped(drain)
     await asyncio.to_thread(worker.stop)
+    await client.confirmed(CONFIRM_SECONDS)
     registration.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await registration
+    tiers.close()
     return 1 if lost.is_set() else 0

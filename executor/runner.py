@@ -1,29 +1,40 @@
 """One step in, one outcome out. Owns the running set, the pools and the device."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+import numpy as np
+import structlog
 import torch
 from torch import Tensor
 
 from executor.batch import Work, pack
+from executor.errors import InvalidStepError
 from executor.eviction.engine import TokenEviction
 from executor.kv_pool import KvPools
 from executor.model import Model
 from executor.running import Running, RunningSet, tokens_due
 from executor.sampler import Choice, Row, TokenCounts, sample
-from executor.step import Copy, Evicted, Logprobs, Outcome, Sampled, Step
+from executor.step import Copy, Evicted, Logprobs, Outcome, Sampled, Step, Tier
+from executor.tiers.copier import Ended
+from executor.tiers.order import Place
+from executor.tiers.tiers import Tiers
 from executor.timing import Clock, Span
 from executor.transfer import to_device
-from executor.validation import Limits, check_step
+from executor.validation import Limits, check_copies, check_step
 from kernels.copy_blocks.launch import copy_blocks
 from protos.kvcache.eviction import Layout
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A launched step. `result` waits for the device; call it once, in the order of the steps."""
+    """A launched step. `result` waits for the device; call it once, in the order of the steps.
+
+    tickets: of its copies within the device. waited: seconds in which its launch waited for other copies.
+    """
 
     number: int
     num_tokens: int
@@ -32,20 +43,23 @@ class Pending:
     choice: Choice | None
     evicted: tuple[Evicted, ...]
     span: Span
+    waited: float = 0.0
 
     def result(self) -> Outcome:
         """The outcome; marks sequences that sampled a stop id."""
         compute, idle = self.span.seconds()
         sampled = () if self.choice is None else tuple(_collect(self.sequences, self.choice))
+        compute, idle = max(0.0, compute - self.waited), idle + self.waited
         return Outcome(self.number, sampled, self.num_tokens, compute, idle, self.tickets, self.evicted)
 
 
 class Runner:
-    """Not thread-safe: one thread launches and collects."""
+    """Not thread-safe: one thread launches and collects. tiers: below the device; None for none."""
 
-    def __init__(self, model: Model, pools: KvPools) -> None:
+    def __init__(self, model: Model, pools: KvPools, tiers: Tiers | None = None) -> None:
         self.model = model
         self.pools = pools
+        self.tiers = tiers or Tiers(pools)
         self.last_step = 0
         self._running = RunningSet()
         self._counts: dict[int, TokenCounts] = {}
@@ -59,6 +73,7 @@ class Runner:
             num_blocks=pools.num_blocks,
             block_size=pools.block_size,
             windows=tuple(group.shape.window for group in model.groups),
+            lower_slots=self.tiers.slots,
         )
 
     @property
@@ -86,19 +101,19 @@ class Runner:
         self._eviction.clear()
         self._counts.clear()
 
-    def kept_positions(self, handle: int) -> Tensor:
-        """[L, Hkv, T] int64: which tokens of a sequence with a policy its slots hold, by their place in all of it."""
-        sequence = self._running.get(handle)
-        assert sequence is not None
-        return self._eviction.positions(sequence)
-
     @torch.inference_mode()
-    def launch(self, step: Step, prepared: Callable[[], None] = lambda: None) -> Pending:
+    def launch(
+        self, step: Step, prepared: Callable[[], None] = lambda: None, ended: Ended = lambda _copy, _good: None
+    ) -> Pending:
         """Applies a step and starts its work. Raises ExecutorError, with nothing changed, when it is not valid.
 
-        prepared: called when only the device has something to do, if the step computes anything.
+        prepared: called when this thread has nothing to do for a while, perhaps more than once, perhaps never.
+        ended: told of each copy that is not within the device, once, in another thread; also when this raises another
+        error than ExecutorError.
         """
         check_step(step, self.last_step, self._running, self._limits)
+        span = self._clock.start()
+        waited = self._begin(step.copies, step.number, ended, prepared)
         self._apply(step)
         sequences, counts = [], []
         for sequence in self._running:
@@ -112,11 +127,18 @@ class Runner:
             if count:
                 sequences.append(sequence)
                 counts.append(count)
-        span = self._clock.start()
-        self._copy(step.copies, step.number)
-        evicted = [self._eviction.evict(one, step.evicting.get(one.handle), step.number) for one in sequences]
+        if self.tiers.busy:
+            reads = _joining_reads(step, self.pools.block_size)
+            waited += self._wait(reads, _evicting_writes(step, sequences), prepared)
+        evicted = [
+            self._eviction.evict(one, step.evicting.get(one.handle), step.number)
+            for one in sequences
+            if one.policy is not None
+        ]
         counted = self._eviction.counted(sequences, counts)
         work = pack(sequences, counts, self._last_tokens, self.pools.block_size, len(self._limits.windows), counted)
+        if self.tiers.busy:
+            waited += self._wait((), _written(work), prepared)
         for group, slots in enumerate(work.written):
             self.pools.mark_written(group, slots, step.number)
         choice = self._compute(sequences, counts, work, prepared) if sequences else None
@@ -130,12 +152,37 @@ class Runner:
         return Pending(
             number=step.number,
             num_tokens=work.num_tokens,
-            tickets=step.tickets,
+            tickets=tuple(copy.ticket for copy in step.copies if copy.within_device),
             sequences=work.sampling,
             choice=choice,
             evicted=tuple(filter(None, evicted)),
             span=span,
+            waited=waited,
         )
+
+    @torch.inference_mode()
+    def transfer(self, copies: Sequence[Copy], ended: Ended) -> None:
+        """Begins copies, and overwrites slots, that no step asks for, behind all steps launched before.
+
+        ended: told of each, once, in whatever thread; those within the device have run by then.
+        """
+        possible = []
+        for copy in copies:
+            try:
+                check_copies((copy,), self._limits, zeros=True)
+                possible.append(copy)
+            except InvalidStepError as error:
+                log.warning("a copy is not possible here", cause=str(error))
+                ended(copy, False)
+        within = [copy for copy in possible if copy.within_device]
+        good = False
+        try:
+            # As written after the last step: nobody may take what is there for what a step before left.
+            self._begin(possible, self.last_step + 1, ended)
+            good = True
+        finally:
+            for copy in within:
+                ended(copy, good)
 
     def _apply(self, step: Step) -> None:
         self.last_step = step.number
@@ -158,9 +205,42 @@ class Runner:
         tokens = to_device(sequence.tokens, self.model.device)
         return TokenCounts.of(tokens[: sequence.num_prompt], tokens[sequence.num_prompt :], self.model.vocab_size)
 
+    def _begin(
+        self, copies: Sequence[Copy], step: int, ended: Ended, prepared: Callable[[], None] = lambda: None
+    ) -> float:
+        """Begins copies in their order; those within the device have run when it returns the seconds that it waited."""
+        waited, begun = 0.0, 0
+        try:
+            for within, members in groupby(copies, key=lambda copy: copy.within_device):
+                run = list(members)
+                if within:
+                    if self.tiers.busy:
+                        waited += self._wait(*_places(run), prepared)
+                    self._copy(run, step)
+                else:
+                    for copy in run:
+                        if copy.target_tier is Tier.DEVICE:
+                            self.pools.mark_written(copy.group, [copy.target], step)
+                    self.tiers.begin(run, ended)
+                begun += len(run)
+        except Exception:
+            for copy in copies[begun:]:
+                if not copy.within_device:
+                    ended(copy, False)
+            raise
+        return waited
+
+    def _wait(self, reads: Iterable[Place], writes: Iterable[Place], prepared: Callable[[], None]) -> float:
+        prepared()
+        return self.tiers.wait(reads, writes)
+
     def _copy(self, copies: Sequence[Copy], step: int) -> None:
         for run in disjoint_runs(copies):
-            for group, members in groupby(sorted(run, key=lambda copy: copy.group), key=lambda copy: copy.group):
+            zeros = [copy for copy in run if not copy.source]
+            for copy in zeros:
+                self.pools.zero(copy.group, copy.target, step)
+            moves = sorted((copy for copy in run if copy.source), key=lambda copy: copy.group)
+            for group, members in groupby(moves, key=lambda copy: copy.group):
                 chosen = list(members)
                 pool, device = self.pools.pools[group], self.model.device
                 sources = to_device([copy.source for copy in chosen], device)
@@ -203,6 +283,38 @@ def disjoint_runs(copies: Sequence[Copy]) -> list[list[Copy]]:
         sources.add(source)
         targets.add(target)
     return runs
+
+
+def _places(copies: Sequence[Copy]) -> tuple[list[Place], list[Place]]:
+    """What copies within the device read and write."""
+    reads = [(Tier.DEVICE, copy.group, copy.source) for copy in copies if copy.source]
+    return reads, [(Tier.DEVICE, copy.group, copy.target) for copy in copies]
+
+
+def _joining_reads(step: Step, block_size: int) -> list[Place]:
+    """Blocks that sequences find computed when they join."""
+    return [
+        (Tier.DEVICE, group, slot)
+        for joining in step.joining
+        for group, table in enumerate(joining.tables)
+        for slot in table[: -(-joining.num_computed_tokens // block_size)]
+    ]
+
+
+def _evicting_writes(step: Step, sequences: Sequence[Running]) -> list[Place]:
+    """Blocks in which sequences may move what they keep: policies go with one layer group."""
+    evicting = [one for one in sequences if one.policy is not None and (one.evicts or one.handle in step.evicting)]
+    return [
+        (Tier.DEVICE, 0, slot)
+        for one in evicting
+        for slot in (*one.tables[0].tolist(), *step.evicting.get(one.handle, ()))
+    ]
+
+
+def _written(work: Work) -> list[Place]:
+    """Blocks that get new tokens."""
+    groups = enumerate(np.unique(slots).tolist() for slots in work.written)
+    return [(Tier.DEVICE, group, slot) for group, slots in groups for slot in slots]
 
 
 def _collect(sequences: Sequence[Running], choice: Choice) -> list[Sampled]:

@@ -7,6 +7,7 @@ import numpy as np
 
 from executor.step import Joining, Sampling, Step
 from protos.kvcache.eviction import Policy
+from protos.rpc import tracing
 
 Slots = np.ndarray[tuple[int], np.dtype[np.int32]]
 
@@ -19,6 +20,7 @@ class Running:
     known: tokens that exist, sampled ones included. computed: leading tokens whose K and V were computed.
     kept: those of them that were not evicted: so many slots are in use, the first ones. hole: a gap among them that the
     next token fills. row: where the device keeps its last token. tables: slots per layer group.
+    cached: tokens that were computed when it joined. span: from then until it leaves.
     policy: how it evicts tokens; evicts: whether it may by now; compacted: whether what is kept numbers new ones.
     """
 
@@ -36,6 +38,8 @@ class Running:
     compacted: bool = False
     hole: int | None = None
     stopped: bool = False
+    cached: int = 0
+    span: tracing.Span = tracing.OFF
 
 
 def tokens_due(step: Step, handle: int, *, computed: int, known: int, stopped: bool) -> int:
@@ -65,13 +69,17 @@ class RunningSet:
 
     def clear(self) -> None:
         """Forgets all sequences."""
+        for sequence in self:
+            _end(sequence, error="SESSION_ENDED")
         self._sequences.clear()
         self._free_rows.clear()
         self.rows = 0
 
     def remove(self, handle: int) -> None:
         """Forgets one."""
-        self._free_rows.append(self._sequences.pop(handle).row)
+        sequence = self._sequences.pop(handle)
+        self._free_rows.append(sequence.row)
+        _end(sequence)
 
     def add(self, joining: Joining) -> Running:
         """Takes one in."""
@@ -92,6 +100,8 @@ class RunningSet:
             policy=joining.policy,
             compacted=joining.policy is not None and joining.policy.compacted,
             kept=joining.num_computed_tokens,
+            cached=joining.num_computed_tokens,
+            span=tracing.join("execution.v1.ExecutorService/StreamSteps", joining.traceparent),
         )
         self._sequences[joining.sequence] = sequence
         return sequence
@@ -100,3 +110,13 @@ class RunningSet:
         """Appends slots to a table."""
         tables = self._sequences[handle].tables
         tables[group] = np.concatenate([tables[group], np.asarray(slots, dtype=np.int32)])
+
+
+def _end(sequence: Running, *, error: str = "") -> None:
+    attributes = {
+        "kvkeep.prompt_tokens": sequence.num_prompt,
+        "kvkeep.cached_tokens": sequence.cached,
+        "kvkeep.computed_tokens": sequence.computed - sequence.cached,
+        "kvkeep.sampled_tokens": sequence.known - len(sequence.tokens),
+    }
+    sequence.span.end(attributes, error=error)

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
-from executor.errors import InvalidStepError, SessionNotOpenError
+from executor.errors import InvalidStepError, SessionNotOpenError, StoppingError
 from executor.messages import build_result, parse_step
 from executor.runner import Runner
 from executor.sessions import Sessions
@@ -39,8 +39,10 @@ class ExecutorServicer(rpc.ExecutorServiceServicer):
         self._layout = runner.layout
 
     def stop(self) -> None:
-        """Ends the session so that the server need not wait for it."""
-        self._sessions.stop()
+        """Ends the session, behind the steps that it has submitted, so that the server need not wait for it."""
+        session = self._sessions.stop()
+        if session is not None:
+            self._worker.close(session, StoppingError("the executor is stopping"))
 
     async def GetModel(self, _request: pb.GetModelRequest, _context: Any) -> pb.GetModelResponse:  # noqa: N802
         """The model and its tokenizer."""

@@ -35,8 +35,7 @@ class Sessions:
             self._current.end(SessionReplacedError("a later session took over"))
         self._current = session
 
-    def stop(self) -> None:
-        """Ends the current session and refuses new ones."""
+    def stop(self) -> Session | None:
+        """Refuses new sessions from now on; returns the current one, for it to be ended."""
         self._stopping = True
-        if self._current is not None:
-            self._current.end(StoppingError("the executor is stopping"))
+        return self._current

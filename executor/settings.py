@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import ByteSize, Field, field_validator
 
 from protos.rpc.settings import MetricsAddress, ProcessSettings
 
@@ -30,10 +30,28 @@ class ExecutorSettings(ProcessSettings):
         description="Folder for converted models and compiled code.",
     )
 
+    host_cache_size: ByteSize = Field(ByteSize(0), description="Bytes of the host tier, also as `8GiB`; 0 is none.")
+    host_cache_dir: Path = Field(Path("/dev/shm/kvkeep"), description="Folder of the host tier's file: memory.")  # noqa: S108
+    disk_cache_size: ByteSize = Field(ByteSize(0), description="Bytes of the disk tier; 0 is none.")
+    disk_cache_dir: Path | None = Field(
+        None, description="Folder of the disk tier's file; empty is `blocks` in the cache folder."
+    )
+    cache_checksums: bool = Field(True, description="Check what comes up from lower tiers.")
+
     @property
     def compiled_dir(self) -> Path:
         """Where code compiled for this machine is kept."""
         return self.cache_dir / "compiled"
+
+    @property
+    def disk_dir(self) -> Path:
+        """Where the disk tier's file is kept."""
+        return self.disk_cache_dir or self.cache_dir / "blocks"
+
+    @field_validator("disk_cache_dir", mode="before")
+    @classmethod
+    def _empty_is_none(cls, value: object) -> object:
+        return value or None
 
     @field_validator("block_size")
     @classmethod

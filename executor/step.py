@@ -1,5 +1,6 @@
 """A step and its outcome as the executor handles them, free of messages."""
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -29,7 +30,10 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Joining:
-    """A sequence that joins. tables: slots per layer group. policy: how it evicts tokens, None for not at all."""
+    """A sequence that joins. tables: slots per layer group. policy: how it evicts tokens, None for not at all.
+
+    traceparent: W3C trace context of its request, empty for none.
+    """
 
     sequence: int
     token_ids: tuple[int, ...]
@@ -38,6 +42,7 @@ class Joining:
     tables: tuple[tuple[int, ...], ...]
     sampling: Sampling = Sampling()
     policy: Policy | None = None
+    traceparent: str = ""
 
 
 @dataclass(frozen=True)
@@ -49,14 +54,29 @@ class Growth:
     slots: tuple[int, ...]
 
 
+class Tier(enum.IntEnum):
+    """Where a block's bytes live, numbered as in messages."""
+
+    DEVICE = 1
+    HOST = 2
+    DISK = 3
+
+
 @dataclass(frozen=True)
 class Copy:
-    """A block copy that a ticket of the cache manager stands for."""
+    """A block copy that a ticket of the cache manager stands for. Source 0 overwrites the target with zeros."""
 
     ticket: int
     group: int
     source: int
     target: int
+    source_tier: Tier = Tier.DEVICE
+    target_tier: Tier = Tier.DEVICE
+
+    @property
+    def within_device(self) -> bool:
+        """Whether it runs in the order of the device's work, and not beside it."""
+        return self.target_tier is Tier.DEVICE and (self.source_tier is Tier.DEVICE or not self.source)
 
 
 @dataclass(frozen=True)
@@ -64,6 +84,7 @@ class Step:
     """A diff of the running set; chunks: sequence -> tokens to compute.
 
     evicting: sequences that evict tokens for the first time -> the table that what they keep moves to, () to stay.
+    awaits_copies: nothing is to be done but to wait for a copy from a lower tier.
     """
 
     number: int
@@ -74,6 +95,7 @@ class Step:
     growth: tuple[Growth, ...] = ()
     copies: tuple[Copy, ...] = ()
     evicting: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    awaits_copies: bool = False
 
     @property
     def tickets(self) -> tuple[int, ...]:
@@ -111,7 +133,11 @@ class Evicted:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step did. Times in seconds."""
+    """What a step did. Times in seconds.
+
+    tickets: its copies within the device. copied, failed: copies from lower tiers to the device that have ended since
+    the outcome before, well or not. block_times: what a block takes from a lower tier to the device, as far as known.
+    """
 
     number: int
     sampled: tuple[Sampled, ...]
@@ -120,3 +146,6 @@ class Outcome:
     idle_time: float
     tickets: tuple[int, ...] = ()
     evicted: tuple[Evicted, ...] = ()
+    copied: tuple[int, ...] = ()
+    failed: tuple[int, ...] = ()
+    block_times: Mapping[Tier, float] = field(default_factory=dict)

@@ -1,22 +1,27 @@
 """Decides whether a step can be applied, before anything changes."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from executor.errors import CapacityExceededError, InvalidStepError, StepOutOfOrderError, UnknownSequenceError
 from executor.running import RunningSet, tokens_due
-from executor.step import Joining, Step
+from executor.step import Copy, Joining, Step, Tier
 from protos.kvcache.eviction import Policy
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the model and the pools allow. windows: attention window per layer group, None for full attention."""
+    """What the model and the pools allow. windows: attention window per layer group, None for full attention.
+
+    lower_slots: per lower tier that there is, its slots in each layer group.
+    """
 
     vocab_size: int
     max_positions: int
     num_blocks: int
     block_size: int
     windows: tuple[int | None, ...]
+    lower_slots: Mapping[Tier, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -79,7 +84,7 @@ def check_step(step: Step, last_step: int, running: RunningSet, limits: Limits) 
         )
     _check_growth(step, future, limits)
     _check_evicting(step, future, limits)
-    _check_copies(step, limits)
+    check_copies(step.copies, limits)
     _check_work(step, future, limits)
 
 
@@ -137,19 +142,26 @@ def _check_slots(field: str, handle: int, slots: tuple[int, ...], limits: Limits
             raise _invalid(field, handle, f"must be from 1 to {limits.num_blocks}, entry {index} is {slot}")
 
 
-def _check_copies(step: Step, limits: Limits) -> None:
-    for copy in step.copies:
+def check_copies(copies: Iterable[Copy], limits: Limits, *, zeros: bool = False) -> None:
+    """Raises InvalidStepError when there is no such source or target. zeros: source 0 may stand for them."""
+    for copy in copies:
         if copy.group >= len(limits.windows):
-            raise InvalidStepError(
-                f"copy {copy.ticket}: there is no layer group {copy.group}",
-                fields={"copy_groups": f"must be below {len(limits.windows)}"},
-            )
-        for name, slot in (("copy_source_slots", copy.source), ("copy_target_slots", copy.target)):
-            if not 1 <= slot <= limits.num_blocks:
-                raise InvalidStepError(
-                    f"copy {copy.ticket}: there is no slot {slot}",
-                    fields={name: f"must be from 1 to {limits.num_blocks}"},
-                )
+            raise _invalid_copy(copy, "copy_groups", f"must be below {len(limits.windows)}")
+        for end, tier, slot in (
+            ("source", copy.source_tier, copy.source),
+            ("target", copy.target_tier, copy.target),
+        ):
+            slots = limits.num_blocks if tier is Tier.DEVICE else limits.lower_slots.get(tier)
+            if slots is None:
+                raise _invalid_copy(copy, f"copy_{end}_tiers", f"names {tier.name}, which is not here")
+            if not 1 <= slot <= slots and not (zeros and end == "source" and not slot):
+                raise _invalid_copy(copy, f"copy_{end}_slots", f"must be from 1 to {slots}, is {slot}")
+        if not copy.within_device and (copy.source_tier, copy.source) == (copy.target_tier, copy.target):
+            raise _invalid_copy(copy, "copy_target_slots", "must not be the source")
+
+
+def _invalid_copy(copy: Copy, field: str, description: str) -> InvalidStepError:
+    return InvalidStepError(f"copy {copy.ticket}: {field} {description}", fields={field: description})
 
 
 def _check_work(step: Step, future: dict[int, _Future], limits: Limits) -> None:

@@ -3,18 +3,25 @@
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import structlog
 import torch
 
 from executor import metrics
+from executor.arrivals import Arrivals
 from executor.errors import ExecutorError, StepFailedError
 from executor.runner import Pending, Runner
-from executor.step import Outcome, Step
+from executor.step import Copy, Outcome, Step, Tier
 from protos.rpc.errors import ServiceError
 
 log = structlog.get_logger()
+
+# How long an answer waits for copies to end: so long its scheduler hears nothing else.
+AWAIT_SECONDS = 0.02
+# And a process that stops for those that run.
+STOP_SECONDS = 5.0
 
 # Answers of a session: the number of its first step, then outcomes; an error or None as the last one.
 Answer = int | Outcome | ServiceError | None
@@ -26,6 +33,7 @@ class Session:
 
     deliver: Callable[[Answer], None]
     closed: bool = False
+    arrivals: Arrivals = field(default_factory=Arrivals)
 
     def end(self, error: ServiceError) -> None:
         """Ends it with an error, once."""
@@ -48,12 +56,12 @@ class _Run:
 @dataclass(frozen=True)
 class _Close:
     session: Session
+    error: ServiceError | None
 
 
 @dataclass(frozen=True)
-class _Zero:
-    # (ticket, group, slot)
-    slots: tuple[tuple[int, int, int], ...]
+class _Transfer:
+    copies: tuple[Copy, ...]
 
 
 class _Stop:
@@ -66,7 +74,8 @@ class Worker:
     On others the outcome of step n is told when step n+1 begins to compute, as telling it takes the interpreter that
     prepares the next step; at once if there is no next step.
 
-    `confirm(done, failed)` takes the copy tickets of steps; `device_lost` is called when nothing can run any more.
+    `confirm(done, failed)` takes the tickets of all copies, in any thread; `device_lost` is called when nothing can run
+    any more.
     """
 
     def __init__(
@@ -78,7 +87,7 @@ class Worker:
         self.runner = runner
         self._confirm = confirm
         self._device_lost = device_lost
-        self._queue: queue.SimpleQueue[_Open | _Run | _Close | _Zero | _Stop] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Open | _Run | _Close | _Transfer | _Stop] = queue.SimpleQueue()
         # Launched and not waited for; computed and not told.
         self._pending: tuple[Session, Pending] | None = None
         self._outcome: tuple[Session, Outcome] | None = None
@@ -89,9 +98,10 @@ class Worker:
         self._thread.start()
 
     def stop(self) -> None:
-        """Finishes what was submitted and ends the thread."""
+        """Finishes what was submitted, copies too if that does not take too long, and ends the thread."""
         self._queue.put(_Stop())
         self._thread.join()
+        self.runner.tiers.drain(STOP_SECONDS)
 
     def open(self, session: Session) -> None:
         """Empties the running set for a session; delivers the number that its first step must carry."""
@@ -101,13 +111,13 @@ class Worker:
         """Queues a step."""
         self._queue.put(_Run(session, step))
 
-    def close(self, session: Session) -> None:
-        """Delivers None when all that was submitted before is answered."""
-        self._queue.put(_Close(session))
+    def close(self, session: Session, error: ServiceError | None = None) -> None:
+        """Delivers None, or ends it with an error, when all that was submitted before is answered."""
+        self._queue.put(_Close(session, error))
 
-    def zero(self, slots: tuple[tuple[int, int, int], ...]) -> None:
-        """Overwrites slots, (ticket, group, slot) each, behind all steps submitted before, and confirms."""
-        self._queue.put(_Zero(slots))
+    def transfer(self, copies: tuple[Copy, ...]) -> None:
+        """Begins copies of nobody's, behind all steps submitted before; confirms each when it has ended."""
+        self._queue.put(_Transfer(copies))
 
     def give_up(self, tickets: tuple[int, ...]) -> None:
         """Reports copies that will not run. From any thread."""
@@ -131,14 +141,15 @@ class Worker:
                     self._finish()
                     self.runner.clear()
                     session.deliver(self.runner.last_step + 1)
-                case _Close(session):
+                case _Close(session, None):
                     self._finish()
                     session.deliver(None)
-                case _Zero(slots):
+                case _Close(session, ServiceError() as error):
                     self._finish()
-                    for _, group, slot in slots:
-                        self.runner.pools.zero(group, slot, self.runner.last_step)
-                    self._confirm(tuple(ticket for ticket, _, _ in slots), ())
+                    session.end(error)
+                case _Transfer(copies):
+                    self._finish()
+                    self._transfer(copies)
                 case _Stop():
                     self._finish()
                     return
@@ -148,7 +159,7 @@ class Worker:
             self.give_up(step.tickets)
             return
         try:
-            launched = self.runner.launch(step, self._tell)
+            launched = self.runner.launch(step, self._tell, partial(self._ended, session))
         except ExecutorError as error:
             self._finish()
             session.end(error)
@@ -157,12 +168,28 @@ class Worker:
         except Exception as error:  # The thread's outermost border: one bad step must not take the process with it.
             self._finish()
             self._fail(session, step.number, error)
-            self.give_up(step.tickets)
+            # The others are told of one by one.
+            self.give_up(tuple(copy.ticket for copy in step.copies if copy.within_device))
             return
         self._finish()
         self._pending = (session, launched)
+        if step.copies:
+            session.arrivals.expect(sum(_arrives(copy) for copy in step.copies))
+        if step.awaits_copies and not launched.num_tokens:
+            session.arrivals.wait(AWAIT_SECONDS)
         if not self.runner.overlaps:
             self._collect()
+
+    def _transfer(self, copies: tuple[Copy, ...]) -> None:
+        try:
+            self.runner.transfer(copies, partial(self._ended, None))
+        except Exception:  # As in _run; all of them were told of.
+            log.exception("copies failed")
+
+    def _ended(self, session: Session | None, copy: Copy, good: bool) -> None:
+        if session is not None and _arrives(copy):
+            session.arrivals.ended(copy.ticket, good)
+        self._confirm((copy.ticket,) if good else (), () if good else (copy.ticket,))
 
     def _finish(self) -> None:
         """Waits for what was launched and tells it."""
@@ -190,9 +217,15 @@ class Worker:
         metrics.TOKENS.inc(outcome.num_tokens)
         metrics.SAMPLED.inc(len(outcome.sampled))
         if not session.closed:
-            session.deliver(outcome)
+            session.deliver(self._with_arrivals(session, outcome))
         if outcome.tickets:
             self._confirm(outcome.tickets, ())
+
+    def _with_arrivals(self, session: Session, outcome: Outcome) -> Outcome:
+        (copied, failed), times = session.arrivals.take(), self.runner.tiers.block_times
+        if not copied and not failed and not times:
+            return outcome
+        return replace(outcome, copied=copied, failed=failed, block_times=dict(times))
 
     def _fail(self, session: Session, step: int, error: Exception) -> None:
         metrics.FAILED_STEPS.inc()
@@ -205,3 +238,8 @@ class Worker:
             except RuntimeError:
                 log.exception("device lost")
                 self._device_lost()
+
+
+def _arrives(copy: Copy) -> bool:
+    """Whether a session waits for it."""
+    return copy.target_tier is Tier.DEVICE and not copy.within_device

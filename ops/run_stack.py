@@ -19,7 +19,9 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 from children import Child
 from display import Display
-from redis import Redis, RedisError
+from redis import Redis, RedisCluster, RedisError
+from redis.cluster import ClusterNode
+from redis.exceptions import RedisClusterException
 from redis_child import RedisChild
 from supervisor import Service, ServiceFailedError, Supervisor
 
@@ -28,7 +30,8 @@ from cachemgr.settings import CachemgrSettings
 from executor.launch import settings_from
 from executor.settings import ExecutorSettings
 from protos.rpc import addresses
-from protos.rpc.settings import load
+from protos.rpc.security import Security
+from protos.rpc.settings import STACK_METRICS, cluster_nodes, load
 from scheduler.settings import SchedulerSettings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,12 +39,8 @@ TICK_SECONDS = 0.1
 # On top of what a process itself grants to running calls.
 STOP_MARGIN_SECONDS = 5.0
 EXECUTOR_STOP_SECONDS = 15.0
-# A stack for people has its metrics on; a process by itself leaves them off.
-DEFAULTS = {
-    "KVKEEP_SCHEDULER_METRICS_ADDRESS": "127.0.0.1:9101",
-    "KVKEEP_CACHEMGR_METRICS_ADDRESS": "127.0.0.1:9102",
-    "KVKEEP_EXECUTOR_METRICS_ADDRESS": "127.0.0.1:9103",
-}
+DEFAULTS = {f"KVKEEP_{process.upper()}_METRICS_ADDRESS": address for process, address in STACK_METRICS.items()}
+DEFAULTS["KVKEEP_CACHEMGR_CONSOLE_ADDRESS"] = "127.0.0.1:9112"
 
 
 class StackError(Exception):
@@ -64,8 +63,10 @@ class Settings:
             "KVKEEP_CACHEMGR_ADDRESS": self.cachemgr.cachemgr_address,
             "KVKEEP_CACHEMGR_ADMIN_ADDRESS": self.cachemgr.cachemgr_admin_address,
             "KVKEEP_EXECUTOR_ADDRESS": self.executor.executor_address,
+            "KVKEEP_SCHEDULER_HTTP_ADDRESS": self.scheduler.http_address,
             "KVKEEP_SCHEDULER_METRICS_ADDRESS": self.scheduler.metrics_address,
             "KVKEEP_CACHEMGR_METRICS_ADDRESS": self.cachemgr.metrics_address,
+            "KVKEEP_CACHEMGR_CONSOLE_ADDRESS": self.cachemgr.console_address,
             "KVKEEP_EXECUTOR_METRICS_ADDRESS": self.executor.metrics_address,
         }
 
@@ -138,9 +139,15 @@ def make_services(settings: Settings, environ: Mapping[str, str]) -> list[Servic
             "cachemgr",
             child("cachemgr", cachemgr.drain_seconds),
             (cachemgr.cachemgr_address, cachemgr.cachemgr_admin_address),
+            cachemgr.security,
         ),
-        Service("executor", child("executor", EXECUTOR_STOP_SECONDS), (executor.executor_address,)),
-        Service("scheduler", child("scheduler", scheduler.drain_seconds), (scheduler.scheduler_address,)),
+        Service("executor", child("executor", EXECUTOR_STOP_SECONDS), (executor.executor_address,), executor.security),
+        Service(
+            "scheduler",
+            child("scheduler", scheduler.drain_seconds),
+            (scheduler.scheduler_address,),
+            scheduler.security,
+        ),
     ]
 
 
@@ -152,9 +159,16 @@ def without_password(url: str) -> str:
 def redis_problem(url: str) -> str:
     """Why a Redis of the user's cannot be used now, or nothing."""
     try:
-        with Redis.from_url(url, socket_connect_timeout=2, socket_timeout=2) as client:
-            client.ping()
-    except (RedisError, OSError, ValueError) as error:
+        first, nodes = cluster_nodes(url)
+        seconds = {"socket_connect_timeout": 2, "socket_timeout": 2}
+        if nodes:
+            starts = [ClusterNode(host, port) for host, port in nodes]  # type: ignore[no-untyped-call]
+            with RedisCluster.from_url(first, startup_nodes=starts, **seconds) as cluster:
+                cluster.ping()
+        else:
+            with Redis.from_url(first, **seconds) as client:
+                client.ping()
+    except (RedisError, RedisClusterException, OSError, ValueError) as error:
         return str(error) or type(error).__name__
     return ""
 
@@ -162,16 +176,19 @@ def redis_problem(url: str) -> str:
 def directions(settings: Settings, redis_url: str) -> str:
     """Where everything is, and what to try first."""
     scheduler, cachemgr, executor = settings.scheduler, settings.cachemgr, settings.executor
+    scheme = "https" if scheduler.security.serves_tls else "http"
     rows = [
         ("scheduler", scheduler.scheduler_address, scheduler.metrics_address),
+        *([("  http", f"{scheme}://{scheduler.http_address}/v1", "")] if scheduler.http_address else []),
         ("cachemgr", cachemgr.cachemgr_address, cachemgr.metrics_address),
+        *([("  console", f"{scheme}://{cachemgr.console_address}/", "")] if cachemgr.console_address else []),
         ("  admin", cachemgr.cachemgr_admin_address, ""),
         ("executor", executor.executor_address, executor.metrics_address),
         ("redis", without_password(redis_url), ""),
     ]
     width = max(len(address) for _, address, _ in rows)
     lines = [
-        f"  {name:<11}{address:<{width}}" + (f"  metrics http://{metrics}/metrics" if metrics else "")
+        f"  {name:<11}{address:<{width}}" + (f"  metrics {scheme}://{metrics}/metrics" if metrics else "")
         for name, address, metrics in rows
     ]
     folder = Path(sys.executable).parent
@@ -180,6 +197,7 @@ def directions(settings: Settings, redis_url: str) -> str:
     path = addresses.socket_path(address)
     request = shlex.quote('{"text": "The capital of France is", "max_tokens": 8}')
     target = f"-unix -d {request} {path}" if path else f"-d {request} {address}"
+    options = _grpcurl_options(scheduler.security)
     default = address == SchedulerSettings.model_fields["scheduler_address"].default
     lines += [
         f"  {'logs':<11}{cachemgr.state_dir / 'logs'}",
@@ -187,11 +205,18 @@ def directions(settings: Settings, redis_url: str) -> str:
         "In a second terminal:" if Path.cwd() == ROOT else f"In a second terminal, in {ROOT}:",
         f"  {folder}/python -m scheduler.generate {'' if default else f'--address {address} '}"
         '"What is the capital of France?"',
-        f"  {folder}/grpcurl -plaintext {target} generation.v1.GenerationService/StreamGenerate",
+        f"  {folder}/grpcurl {options} {target} generation.v1.GenerationService/StreamGenerate",
         "",
         "Ctrl-C stops the stack.",
     ]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _grpcurl_options(security: Security) -> str:
+    options = [f"-cacert {security.tls_ca_file}" if security.serves_tls else "-plaintext"]
+    if security.tls_client_ca_file is not None:
+        options.append(f"-cert {security.tls_cert_file} -key {security.tls_key_file}")
+    return " ".join(options)
 
 
 def run(settings: Settings, environ: dict[str, str], display: Display) -> int:

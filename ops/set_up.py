@@ -19,7 +19,7 @@ from progress import Progress
 ROOT = Path(__file__).parents[1]
 CONSTRAINTS, MODEL = ROOT / "ops/constraints.txt", ROOT / "ops/model.txt"
 INPUTS = (ROOT / "pyproject.toml", CONSTRAINTS, MODEL, Path(__file__))
-SERVICES = "cachemgr,scheduler,ops"
+SERVICES = "cachemgr,scheduler,kvctl,ops"
 
 
 class SetUpError(Exception):

@@ -1,4 +1,4 @@
-"""The settings table of README.md: `python ops/settings_table.py` checks it, with --write it is brought up to date."""
+"""The table of docs/settings.md: `python ops/settings_table.py` checks it, with --write it is brought up to date."""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ from executor.settings import ExecutorSettings
 from protos.rpc.settings import ProcessSettings, variable
 from scheduler.settings import SchedulerSettings
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs/settings.md"
 BEGIN, END = "<!-- settings: written by make fix -->\n", "<!-- end of settings -->\n"
 PROCESSES: tuple[type[ProcessSettings], ...] = (SchedulerSettings, CachemgrSettings, ExecutorSettings)
 
@@ -46,16 +46,16 @@ def table() -> str:
 
 def main() -> int:
     """Returns the exit status."""
-    text = README.read_text()
+    text = PAGE.read_text()
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     wanted = before + BEGIN + table() + END + after
     if wanted == text:
         return 0
     if "--write" in sys.argv[1:]:
-        README.write_text(wanted)
+        PAGE.write_text(wanted)
         return 0
-    print("the settings table of README.md is not that of the settings classes: make fix", file=sys.stderr)
+    print("the table of docs/settings.md is not that of the settings classes: make fix", file=sys.stderr)
     return 1
 
 

@@ -8,6 +8,9 @@ from typing import Protocol
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from protos.rpc.channel import open_sync_channel
+from protos.rpc.security import PLAIN, Security
+
 PROBE_SECONDS = 1.0
 RESTARTS = 3
 RESTART_WINDOW_SECONDS = 60.0
@@ -32,6 +35,7 @@ class Service:
     name: str
     process: Process
     addresses: Sequence[str] = ()
+    security: Security = PLAIN
     ready: bool = False
     was_ready: bool = False
     started: float = 0.0
@@ -78,7 +82,7 @@ class Supervisor:
                     self.start(service)
             elif how := service.process.ended():
                 self._ended(service, how)
-            elif not service.ready and all(map(is_serving, service.addresses)):
+            elif not service.ready and all(is_serving(address, service.security) for address in service.addresses):
                 service.ready = service.was_ready = True
                 self._report(service, f"ready after {self._clock() - service.started:.1f} s")
 
@@ -115,9 +119,9 @@ class Supervisor:
         self._report(service, f"{how}: starting it again (number {len(service.ends)} of {RESTARTS} within a minute)")
 
 
-def is_serving(address: str) -> bool:
+def is_serving(address: str, security: Security = PLAIN) -> bool:
     """Whether the process at an address says that it serves."""
-    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+    with open_sync_channel(address, security) as channel:
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=PROBE_SECONDS)
         except grpc.RpcError:

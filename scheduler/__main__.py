@@ -8,12 +8,16 @@ import sys
 import structlog
 import uvloop
 
-from protos.rpc import logs
+from protos.rpc import logs, tracing
 from protos.rpc.addresses import AddressError
 from protos.rpc.garbage import collect_rarely
+from protos.rpc.guard import Guard
+from protos.rpc.http_server import HttpServer
 from protos.rpc.server import Server
-from protos.rpc.settings import load
+from protos.rpc.settings import load, variable
+from scheduler import admin_service
 from scheduler.app import Scheduler
+from scheduler.http.app import create_app
 from scheduler.service import SERVICE
 from scheduler.settings import SchedulerSettings
 
@@ -27,10 +31,19 @@ log = structlog.get_logger()
 async def serve(settings: SchedulerSettings) -> int:
     """Serves until a signal; returns the exit status."""
     sys.setswitchinterval(SWITCH_SECONDS)
-    scheduler = Scheduler(settings)
-    server = Server("scheduler", metrics_address=settings.metrics_address, insecure=settings.insecure)
-    server.listen(settings.scheduler_address, {SERVICE: scheduler.service.add_to}, setting="KVKEEP_SCHEDULER_ADDRESS")
     try:
+        scheduler = Scheduler(settings)
+    except OSError as error:
+        log.error("cannot write the access log", setting=variable(SchedulerSettings, "access_log"), cause=str(error))
+        return 1
+    server = Server("scheduler", metrics_address=settings.metrics_address, security=settings.security)
+    services = {SERVICE: scheduler.service.add_to, admin_service.SERVICE: scheduler.admin.add_to}
+    server.listen(settings.scheduler_address, services, setting="KVKEEP_SCHEDULER_ADDRESS")
+    scheduler.admin.on_serving = server.set_serving
+    http = _http(scheduler, settings, server.guard)
+    try:
+        if http is not None:
+            await http.start()
         await server.start()
     except AddressError as error:
         log.error("cannot listen", cause=str(error))
@@ -45,20 +58,37 @@ async def serve(settings: SchedulerSettings) -> int:
         os.kill(os.getpid(), signal.SIGTERM)
 
     ready = asyncio.create_task(become_ready())
-    await server.run_until_stopped(scheduler.drain)
+    drained = await server.run_until_stopped(scheduler.drain)
     ready.cancel()
     await asyncio.wait({ready})
-    await scheduler.stop()
+    if http is not None:
+        await http.stop(hurried=not drained)
+    await (scheduler.stop() if drained else scheduler.stop(0))
     if not ready.cancelled():
         ready.result()
     return 1 if scheduler.failed.is_set() else 0
+
+
+def _http(scheduler: Scheduler, settings: SchedulerSettings, guard: Guard) -> HttpServer | None:
+    if not settings.http_address:
+        return None
+    return HttpServer(
+        create_app(scheduler.service, max_prompt_bytes=settings.max_prompt_bytes, guard=guard),
+        settings.http_address,
+        security=settings.security,
+        setting="KVKEEP_SCHEDULER_HTTP_ADDRESS",
+    )
 
 
 def main() -> int:
     """Reads the settings and serves."""
     settings = load(SchedulerSettings, os.environ)
     logs.configure("scheduler", settings.log_level)
-    return uvloop.run(serve(settings))
+    tracing.start("scheduler", os.environ)
+    try:
+        return uvloop.run(serve(settings))
+    finally:
+        tracing.stop()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Puts the parts together: the engine on the asyncio loop, the step loop on its thread."""
 
 import asyncio
+import contextlib
 import threading
 import time
 
@@ -14,7 +15,10 @@ from protos.execution.v1 import execution_pb2_grpc as execution_rpc
 from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
 from protos.rpc.channel import open_channel
 from protos.rpc.errors import from_rpc_error
+from protos.rpc.logs import FileLog
+from protos.rpc.security import Security
 from scheduler import executor_client
+from scheduler.admin_service import SchedulerAdminService
 from scheduler.cache_client import CacheClient
 from scheduler.engine import Engine
 from scheduler.executor_client import ExecutorClient
@@ -26,10 +30,13 @@ from scheduler.pace import Pace
 from scheduler.service import GenerationService
 from scheduler.settings import SchedulerSettings
 from scheduler.tokenizer import Model
+from scheduler.vllm_metrics import VllmMetrics
 from scheduler.waiting_queue import WaitingQueue
 
 CALL_SECONDS = 10.0
 RETRY_SECONDS = 0.5
+# For a step and a sync to be answered at the end.
+STOP_SECONDS = 2.0
 
 log = structlog.get_logger()
 
@@ -38,13 +45,18 @@ class Scheduler:
     """The running scheduler. `start` returns when the stack is complete; `failed` is set when it cannot go on."""
 
     def __init__(self, settings: SchedulerSettings, registry: CollectorRegistry = REGISTRY) -> None:
-        self.service = GenerationService()
+        """Raises OSError where the access log cannot be opened."""
+        self._access_log = None if settings.access_log is None else FileLog("scheduler", settings.access_log)
+        self.service = GenerationService(self._access_log.log if self._access_log else log)
+        self.admin = SchedulerAdminService()
         self.failed = asyncio.Event()
         self.times = StepTimes(registry)
         self._settings = settings
+        self._registry = registry
         self._metrics = RequestMetrics(registry)
         self._mailbox = Mailbox()
         self._engine: Engine | None = None
+        self._cache: CacheClient | None = None
         self._channel: grpc.aio.Channel | None = None
         self._cache_task: asyncio.Task[None] | None = None
         self._thread: threading.Thread | None = None
@@ -52,10 +64,17 @@ class Scheduler:
     async def start(self) -> None:
         """Waits for the executor and the cache manager, however long, and starts to serve."""
         settings, epoch = self._settings, time.time_ns()
-        model, executor = await _describe_executor(settings.executor_address)
+        model, executor = await _describe_executor(settings.executor_address, settings.security)
         queue = WaitingQueue()
-        engine = Engine(Model(model, executor), queue, self._mailbox, self._metrics, max_waiting=settings.max_waiting)
-        self._channel = open_channel(settings.cachemgr_address)
+        engine = Engine(
+            Model(model, executor),
+            queue,
+            self._mailbox,
+            self._metrics,
+            max_waiting=settings.max_waiting,
+            max_tenant_requests=settings.max_tenant_requests,
+        )
+        self._channel = open_channel(settings.cachemgr_address, settings.security)
         cache = CacheClient(
             kvcache_rpc.CacheManagerServiceStub(self._channel),
             queue,
@@ -69,12 +88,20 @@ class Scheduler:
             max_running=settings.max_running,
         )
         engine.attach(cache)
-        self._engine = engine
+        if settings.vllm_metrics:
+            self._registry.register(_vllm_metrics(self._metrics, model, executor))
+        self._engine, self._cache = engine, cache
         self._cache_task = asyncio.create_task(cache.run())
         self._cache_task.add_done_callback(self._cache_ended)
         self._start_loop(engine, epoch, model, executor)
         await cache.registered.wait()
-        self.service.attach(engine, Intake(engine.model, max_prompt_bytes=settings.max_prompt_bytes))
+        intake = Intake(
+            engine.model,
+            max_prompt_bytes=settings.max_prompt_bytes,
+            onboarding_timeout=settings.onboarding_timeout_seconds,
+        )
+        self.service.attach(engine, intake)
+        self.admin.attach(engine)
         log.info("ready", model=engine.model.name, max_tokens=engine.model.max_tokens)
 
     async def drain(self) -> None:
@@ -82,16 +109,21 @@ class Scheduler:
         if self._engine is not None:
             await self._engine.drain(self._settings.drain_seconds)
 
-    async def stop(self) -> None:
-        """Ends everything that `start` began."""
+    async def stop(self, seconds: float = STOP_SECONDS) -> None:
+        """Ends everything that `start` began; the neighbours get so long to answer what is under way."""
         if self._thread is not None:
             self._mailbox.put(Stop())
-            await asyncio.to_thread(self._thread.join, CALL_SECONDS)
-        if self._cache_task is not None:
+            await asyncio.to_thread(self._thread.join, seconds)
+        if self._cache is not None and self._cache_task is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._cache.tell_all()
             self._cache_task.cancel()
             await asyncio.wait({self._cache_task})
         if self._channel is not None:
             await self._channel.close()
+        if self._access_log is not None:
+            await asyncio.to_thread(self._access_log.close)
 
     def _start_loop(
         self,
@@ -116,7 +148,14 @@ class Scheduler:
                 log.exception("the step loop failed")
                 loop.call_soon_threadsafe(fail)
 
-        client = ExecutorClient(settings.executor_address, settings.scheduler_id, epoch, model=model, executor=executor)
+        client = ExecutorClient(
+            settings.executor_address,
+            settings.scheduler_id,
+            epoch,
+            model=model,
+            executor=executor,
+            security=settings.security,
+        )
         steps = StepLoop(
             client,
             self._mailbox,
@@ -135,11 +174,23 @@ class Scheduler:
             self.failed.set()
 
 
+def _vllm_metrics(
+    metrics: RequestMetrics, model: execution_pb2.GetModelResponse, executor: execution_pb2.GetExecutorResponse
+) -> VllmMetrics:
+    return VllmMetrics(
+        metrics,
+        model_name=model.model,
+        block_size=executor.block_size,
+        num_blocks=executor.max_tokens // executor.block_size,
+        cache_dtype=model.dtype,
+    )
+
+
 async def _describe_executor(
-    address: str,
+    address: str, security: Security
 ) -> tuple[execution_pb2.GetModelResponse, execution_pb2.GetExecutorResponse]:
     """Waits until the executor serves; returns its model and itself."""
-    async with open_channel(address) as channel:
+    async with open_channel(address, security) as channel:
         stub: execution_rpc.ExecutorServiceAsyncStub = execution_rpc.ExecutorServiceStub(channel)
         request = health_pb2.HealthCheckRequest(service=executor_client.SERVICE)
         said = ""

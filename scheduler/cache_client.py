@@ -9,22 +9,21 @@ from typing import Protocol, TypeVar
 import grpc
 import structlog
 
-from protos.kvcache.eviction import Layout, parse
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as rpc
 from protos.rpc.errors import RemoteError, ServiceError, from_rpc_error
-from scheduler.errors import AdmissionError, ManagerLostError
-from scheduler.eviction import Eviction
+from scheduler import answers
+from scheduler.errors import ManagerLostError, refusal
 from scheduler.mailbox import Admitted, Cancel, Mailbox, ManagerLost, Report, SyncAnswer
 from scheduler.metrics import RequestMetrics
 from scheduler.request import Candidate
-from scheduler.sequence import Copy, Sequence
 from scheduler.sync_batch import SyncBatch
+from scheduler.tiers import Rates, Tier
 from scheduler.waiting_queue import WaitingQueue
 
 CALL_SECONDS = 5.0
 FIRST_BACKOFF = 0.05
-LONGEST_BACKOFF = 1.0
+LONGEST_BACKOFF = 0.1
 # Blocks can become free without our doing (copies end, other schedulers release): while somebody wants some, ask.
 POLL_SECONDS = 0.05
 RETRY_REFUSED_SECONDS = 0.25
@@ -33,15 +32,10 @@ MAX_ADMISSIONS = 32
 MAX_ADMITTED_TOKENS = 32_768
 
 _AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
-# Statuses that are about this one request and will not change.
-_FINAL = (
-    grpc.StatusCode.INVALID_ARGUMENT,
-    grpc.StatusCode.ALREADY_EXISTS,
-    grpc.StatusCode.RESOURCE_EXHAUSTED,
-    grpc.StatusCode.INTERNAL,
-    grpc.StatusCode.UNKNOWN,
-)
+# Why a manager refuses everybody: it does not know this scheduler any more. All else is about one request.
+_FORGOTTEN = ("UNKNOWN_SCHEDULER", "STALE_SCHEDULER", "MANAGER_RESTARTED")
 _NO_EXECUTOR = "EXECUTOR"
+_LOWEST_TIERS = {Tier.DEVICE: pb.TIER_DEVICE, Tier.HOST: pb.TIER_HOST, Tier.DISK: pb.TIER_UNSPECIFIED}
 
 log = structlog.get_logger()
 
@@ -95,6 +89,9 @@ class CacheClient:
         self._lost = False
         self._given_up = asyncio.Event()
         self._wake = asyncio.Event()
+        # Whether the manager has heard all news.
+        self._told = asyncio.Event()
+        self._told.set()
         self.registered = asyncio.Event()
         self._lease = 1.0
         self._synced_at = 0.0
@@ -104,6 +101,7 @@ class CacheClient:
         self._refused: Candidate | None = None
         self._refused_at = 0.0
         self._free_at_refusal = 0
+        self._rates = Rates(block_size)
 
     @property
     def live(self) -> int:
@@ -114,6 +112,8 @@ class CacheClient:
         """Takes what a step brought, for the next sync."""
         if report.session is not None:
             self._session = report.session
+        if report.speed is not None:
+            self._rates.observe(report.speed, report.at)
         if self._lost:
             if report.all_given_up:
                 self._given_up.set()
@@ -121,11 +121,17 @@ class CacheClient:
             self._batch.merge(report)
             for handle in report.released:
                 self._live.pop(handle, None)
+            if self._batch.urgent:
+                self._told.clear()
         self.wake()
 
     def wake(self) -> None:
         """There is something to do."""
         self._wake.set()
+
+    async def tell_all(self) -> None:
+        """Waits until the manager has heard all news."""
+        await self._told.wait()
 
     async def run(self) -> None:
         """Serves for ever; a manager that is away or starts again is waited for."""
@@ -158,6 +164,7 @@ class CacheClient:
         await self._given_up.wait()
         self._lost = False
         self._batch = SyncBatch()
+        self._told.set()
         self._live.clear()
         self._short = 0
         self._refused = None
@@ -203,6 +210,7 @@ class CacheClient:
         self._batch.step = batch.step
         self._sync_number += 1
         message = batch.message(self._scheduler_id, self._scheduler_epoch, self._manager_epoch, self._sync_number)
+        session = self._session
         started = time.perf_counter()
         answer = await self._call(self._stub.SyncSequences, message)
         self._metrics.sync_seconds.observe(time.perf_counter() - started)
@@ -211,45 +219,51 @@ class CacheClient:
         self._synced_at = time.monotonic()
         self._lease = answer.lease_duration.ToTimedelta().total_seconds() or self._lease
         self._free_blocks = answer.free_blocks
+        if answer.total_blocks:
+            self._metrics.cache_usage.set(1 - answer.free_blocks / answer.total_blocks)
         self._short = answer.blocks_short
         if batch.released:
             self._refused = None
+        if not self._batch.urgent:
+            self._told.set()
         # Also when it brings nothing: that nobody is short any more is news too.
         # A live sequence that the manager does not know, as after its executor was lost, has no blocks either.
         void = [*answer.void_handles, *answer.unknown_handles]
         self._mailbox.put(
             SyncAnswer(
-                _extensions(answer),
+                answers.extensions(answer),
                 void,
                 answer.blocks_short,
                 batch.released,
                 list(batch.trimmed),
                 list(batch.moved),
-                _own_blocks(answer),
+                answers.own_blocks(answer),
+                answers.copies(answer.transfers),
+                session,
             )
         )
 
     async def _admit(self, candidates: Seq[Candidate]) -> None:
         session, first = self._session, candidates[0]
         try:
-            answers = await self._fork(first)
-            if not answers:
+            answered = await self._fork(first)
+            if not answered:
                 message = pb.AdmitSequencesRequest(admissions=map(self._admission, candidates))
-                answers = (await self._call(self._stub.AdmitSequences, message)).answers
+                answered = (await self._call(self._stub.AdmitSequences, message)).answers
         except RemoteError as error:
-            if error.code in _FINAL:
-                self._queue.remove(first.request.arrival)
-                self._admissions.refused(first, AdmissionError(error))
-            elif _NO_EXECUTOR in error.reason:
+            if error.reason in _FORGOTTEN:
+                raise ManagerLostError(str(error)) from error
+            if _NO_EXECUTOR in error.reason:
                 log.info("the cache manager waits for the executor", cause=str(error))
                 self._refuse(first)
             else:
-                raise ManagerLostError(str(error)) from error
+                self._queue.remove(first.request.arrival)
+                self._admissions.refused(first, refusal(error))
             return
-        if any(answer.manager_epoch != self._manager_epoch for answer in answers):
+        if any(answer.manager_epoch != self._manager_epoch for answer in answered):
             raise ManagerLostError("it started again")
         # Those without an answer are still in the queue.
-        for candidate, answer in zip(candidates, answers, strict=False):
+        for candidate, answer in zip(candidates, answered, strict=False):
             self._answered(candidate, answer, session)
 
     def _answered(self, candidate: Candidate, answer: pb.AdmitSequenceResponse, session: int) -> None:
@@ -257,7 +271,8 @@ class CacheClient:
             self._refuse(candidate)
             return
         self._live[answer.sequence_handle] = candidate.sequence_id
-        self._mailbox.put(Admitted(_sequence(candidate, answer, self._block_size), session))
+        sequence = answers.sequence(candidate, answer, self._block_size, time.monotonic())
+        self._mailbox.put(Admitted(sequence, session))
         if self._queue.remove(candidate.request.arrival):
             self._admissions.admitted(candidate, answer)
         else:
@@ -299,6 +314,7 @@ class CacheClient:
 
     def _admission(self, candidate: Candidate) -> pb.AdmitSequenceRequest:
         wishes = candidate.request.wishes
+        lowest = min(candidate.lowest_tier, self._rates.lowest_tier(time.monotonic()))
         return pb.AdmitSequenceRequest(
             sequence_id=candidate.sequence_id,
             scheduler_id=self._scheduler_id,
@@ -315,6 +331,8 @@ class CacheClient:
             no_read=wishes.no_read,
             no_store=wishes.no_store,
             eviction_policy=wishes.eviction_policy,
+            lowest_tier=_LOWEST_TIERS[lowest],
+            traceparent=candidate.request.traceparent,
         )
 
     async def _call(self, method: Callable[..., Awaitable[A]], message: M) -> A:
@@ -328,48 +346,9 @@ class CacheClient:
             if error.code not in _AWAY:
                 if isinstance(message, pb.AdmitSequencesRequest | pb.ForkSequenceRequest):
                     raise error
-                await asyncio.sleep(backoff)
+                if error.reason not in _FORGOTTEN:
+                    await asyncio.sleep(backoff)
                 raise ManagerLostError(str(error))
             log.info("waiting for the cache manager", cause=str(error), retry_seconds=backoff)
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, LONGEST_BACKOFF)
-
-
-def _extensions(answer: pb.SyncSequencesResponse) -> list[tuple[int, int, list[int]]]:
-    """Unpacks the columns."""
-    extensions, start = [], 0
-    entries = zip(answer.extended_handles, answer.extended_groups, answer.extended_counts, strict=True)
-    for handle, group, count in entries:
-        extensions.append((handle, group, list(answer.extended_slots[start : start + count])))
-        start += count
-    return extensions
-
-
-def _own_blocks(answer: pb.SyncSequencesResponse) -> list[tuple[int, list[int]]]:
-    given, start = [], 0
-    for handle, count in zip(answer.evicting_handles, answer.evicting_counts, strict=True):
-        given.append((handle, list(answer.evicting_slots[start : start + count])))
-        start += count
-    return given
-
-
-def _eviction(candidate: Candidate, answer: pb.AdmitSequenceResponse, block_size: int) -> Eviction | None:
-    if not answer.HasField("eviction_policy"):
-        return None
-    # The manager has checked what the model can carry.
-    policy = parse(answer.eviction_policy, Layout(block_size, (None,), plain_rotary=True))
-    return None if policy is None else Eviction(policy, len(candidate.request.prompt_ids))
-
-
-def _sequence(candidate: Candidate, answer: pb.AdmitSequenceResponse, block_size: int) -> Sequence:
-    tables = sorted(answer.block_tables, key=lambda table: table.group)
-    return Sequence(
-        candidate,
-        answer.sequence_handle,
-        cached_tokens=answer.cached_tokens,
-        tables=[list(table.slots) for table in tables],
-        block_size=block_size,
-        wait_for=answer.wait_for_handle,
-        copies=tuple(Copy(t.ticket, t.group, t.source_slot, t.target_slot) for t in answer.transfers),
-        eviction=_eviction(candidate, answer, block_size),
-    )

@@ -1,6 +1,7 @@
 """Renders conversations with a model's chat template, as transformers does."""
 
 import json
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -8,6 +9,9 @@ from typing import Any, NoReturn
 import jinja2
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+# Nobody writes it: a character for private use.
+_MARK = "\ue000"
 
 
 class ChatTemplateError(ValueError):
@@ -33,6 +37,14 @@ class ChatTemplate:
             )
         except jinja2.TemplateError as error:
             raise ChatTemplateError(str(error)) from error
+
+    def position(self, prompt: str, messages: Sequence[Mapping[str, str]], index: int, characters: int) -> int:
+        """Characters of the messages' prompt in front of a place in one of them. Raises ChatTemplateError."""
+        content = messages[index]["content"]
+        marked = {**messages[index], "content": f"{content[:characters]}{_MARK}{content[characters:]}"}
+        # The first difference is the place, whatever the template puts around it.
+        other = self.render([*messages[:index], marked, *messages[index + 1 :]])
+        return bisect_left(range(1, len(prompt) + 1), True, key=lambda length: prompt[:length] != other[:length])
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -2,13 +2,15 @@
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
 from protos.kvcache.v1 import kvcache_pb2
 from protos.rpc.errors import ServiceError
+from scheduler import answers
 from scheduler.cache_client import CacheClient
-from scheduler.errors import DrainingError, QueueFullError, RequestExistsError, StepLoopError
+from scheduler.errors import DrainingError, QueueFullError, RequestExistsError, StepLoopError, TenantBusyError
 from scheduler.generation import Generation, Stream
 from scheduler.mailbox import Cancel, Mailbox, Output, Report
 from scheduler.metrics import RequestMetrics
@@ -26,21 +28,35 @@ class Engine:
     """Knows every live request; the step loop and the cache client report to it."""
 
     def __init__(
-        self, model: Model, queue: WaitingQueue, mailbox: Mailbox, metrics: RequestMetrics, *, max_waiting: int
+        self,
+        model: Model,
+        queue: WaitingQueue,
+        mailbox: Mailbox,
+        metrics: RequestMetrics,
+        *,
+        max_waiting: int,
+        max_tenant_requests: int = 0,
     ) -> None:
+        """max_tenant_requests: that one tenant may have at a time; 0 is no bound."""
         self.model = model
         self.max_waiting = max_waiting
+        self._max_tenant_requests = max_tenant_requests
         self.preemptions = 0
         self.steps = 0
         self._queue = queue
         self._arriving = 0
         self._mailbox = mailbox
-        self._metrics = metrics
+        self.metrics = metrics
         # By arrival.
         self._live: dict[int, Generation] = {}
-        self._request_ids: set[str] = set()
+        # Live requests and those that arrive, by tenant.
+        self._tenants: Counter[str] = Counter()
+        # With the tenant: what others call their requests is nobody's business.
+        self._request_ids: set[tuple[str, str]] = set()
         self._cache: CacheClient | None = None
-        self._draining = False
+        self._stopping = False
+        # Set by an operator: no more requests are taken.
+        self.draining = False
         self._idle = asyncio.Event()
         self._idle.set()
         # Who has tokens that are not announced, when all were told last, and what will tell them.
@@ -53,6 +69,11 @@ class Engine:
         self._cache = cache
 
     @property
+    def is_draining(self) -> bool:
+        """Whether no more requests are taken."""
+        return self._stopping or self.draining
+
+    @property
     def num_running(self) -> int:
         """Samples that hold blocks."""
         return self._cache.live if self._cache else 0
@@ -63,23 +84,39 @@ class Engine:
         return len(self._queue) + self._arriving
 
     @contextlib.contextmanager
-    def arriving(self, request_id: str) -> Iterator[None]:
+    def arriving(self, request_id: str, tenant: str = "") -> Iterator[None]:
         """Counts a request as waiting while it is checked and tokenized. Raises when it would not be taken now."""
-        self._check_id(request_id)
+        self._check_id(tenant, request_id)
+        if 0 < self._max_tenant_requests <= self._tenants[tenant]:
+            raise TenantBusyError(
+                f"{self._max_tenant_requests} requests of this tenant are live, which is the bound",
+                retry_after=RETRY_SECONDS,
+            )
         if self.num_waiting >= self.max_waiting:
             raise QueueFullError(
                 f"{self.max_waiting} requests wait already, which is the bound", retry_after=RETRY_SECONDS
             )
         self._arriving += 1
         try:
-            yield
+            with self._counted(tenant):
+                yield
         finally:
             self._arriving -= 1
 
-    def _check_id(self, request_id: str) -> None:
-        if self._draining:
-            raise DrainingError("the scheduler is stopping")
-        if request_id in self._request_ids:
+    @contextlib.contextmanager
+    def _counted(self, tenant: str) -> Iterator[None]:
+        self._tenants[tenant] += 1
+        try:
+            yield
+        finally:
+            self._tenants[tenant] -= 1
+            if not self._tenants[tenant]:
+                del self._tenants[tenant]
+
+    def _check_id(self, tenant: str, request_id: str) -> None:
+        if self.is_draining:
+            raise DrainingError(f"the scheduler is {'stopping' if self._stopping else 'draining'}")
+        if (tenant, request_id) in self._request_ids:
             raise RequestExistsError(
                 "a running request has this request_id", fields={"request_id": "is in use by a running request"}
             )
@@ -88,16 +125,19 @@ class Engine:
     def submit(self, samples: Seq[Request]) -> Iterator[Stream]:
         """Queues a request that was counted as arriving. Leaving the block frees all that it held, however it ended."""
         first = samples[0]
-        self._check_id(first.request_id)
+        name = (first.wishes.tenant_id or "", first.request_id)
+        self._check_id(*name)
         stream = Stream(samples, self.model)
         self._live.update((generation.request.arrival, generation) for generation in stream.generations)
-        self._request_ids.add(first.request_id)
+        self._request_ids.add(name)
         self._idle.clear()
         self._queue.push(Candidate(first, first.prompt_ids))
         self._touch()
         try:
-            yield stream
+            with self._counted(name[0]):
+                yield stream
         finally:
+            self._request_ids.remove(name)
             self._drop(samples)
 
     def receive(self, report: Report) -> None:
@@ -105,10 +145,13 @@ class Engine:
         assert self._cache is not None
         self.steps += report.steps
         self._note(report)
+        published = 0
         for output in report.outputs:
             if (generation := self._live.get(output.arrival)) and not generation.finished:
                 self._publish(generation, output, report.at)
-        self._metrics.output_tokens.inc(len(report.outputs))
+                published += 1
+        # Not what a step computed behind the end of an output.
+        self.metrics.output_tokens.inc(published)
         self._announce()
         if report.only_outputs:
             return
@@ -126,22 +169,37 @@ class Engine:
         for arrival in report.started:
             if (generation := self._live.get(arrival)) and generation.started_at is None:
                 generation.started_at = report.at
+                if not generation.request.sample_index:
+                    self.metrics.queue.observe(report.at - generation.request.arrived_at)
+                    self.metrics.prompt_tokens.inc(len(generation.request.prompt_ids))
+                    self.metrics.cached_tokens.inc(generation.cached_tokens)
+        self._note_onboarding(report)
         for arrival in report.preempted:
             self.preemptions += 1
-            self._metrics.preemptions.inc()
+            self.metrics.preemptions.inc()
             if generation := self._live.get(arrival):
                 generation.preemptions += 1
         for arrival, tokens, mass in report.evicted:
-            self._metrics.evicted_tokens.inc(tokens)
+            self.metrics.evicted_tokens.inc(tokens)
             if generation := self._live.get(arrival):
                 generation.evict(tokens, mass)
         for arrival, tokens in report.most_kept.items():
             if generation := self._live.get(arrival):
                 generation.most_kept = max(generation.most_kept, tokens)
 
+    def _note_onboarding(self, report: Report) -> None:
+        for arrival, host_tokens, disk_tokens in report.onboarded:
+            self.metrics.onboarded_tokens.labels("host").inc(host_tokens)
+            self.metrics.onboarded_tokens.labels("disk").inc(disk_tokens)
+            if generation := self._live.get(arrival):
+                generation.host_tokens += host_tokens
+                generation.disk_tokens += disk_tokens
+        if report.late:
+            self.metrics.onboarding_timeouts.inc(len(report.late))
+
     async def drain(self, seconds: float) -> None:
         """Takes no more requests and waits for the running ones, at most so long."""
-        self._draining = True
+        self._stopping = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._idle.wait()
@@ -153,12 +211,19 @@ class Engine:
         generation = self._live[candidate.request.arrival]
         if answer.HasField("eviction_policy"):
             generation.policy = answer.eviction_policy
-        if generation.cached_tokens is None and not candidate.request.sample_index:
+        if generation.started_at is None and not candidate.request.sample_index:
             generation.cached_tokens = answer.cached_tokens
             generation.receipts = tuple(answer.receipts)
             generation.hint_answers = tuple(answer.hint_answers)
-            self._metrics.prompt_tokens.inc(len(candidate.request.prompt_ids))
-            self._metrics.cached_tokens.inc(answer.cached_tokens)
+        if candidate.preempted:
+            self._count_return(candidate, answer)
+
+    def _count_return(self, candidate: Candidate, answer: kvcache_pb2.AdmitSequenceResponse) -> None:
+        """A preempted sample is back: by copies, by computing again, or with blocks that nobody has taken yet."""
+        if any(copy.onboards for copy in answers.copies(answer.transfers)):
+            self.metrics.swaps.inc()
+        elif answer.cached_tokens + self.model.layout.block_size < len(candidate.token_ids):
+            self.metrics.recomputations.inc()
 
     def refused(self, candidate: Candidate, error: ServiceError) -> None:
         """A candidate will never have blocks."""
@@ -168,7 +233,10 @@ class Engine:
     def _publish(self, generation: Generation, output: Output, now: float) -> None:
         previous, first = generation.last_token_at, generation.first_token_at is None
         generation.feed(output, now)
-        (self._metrics.first_token if first else self._metrics.inter_token).observe(now - previous)
+        if not first:
+            self.metrics.inter_token.observe(now - previous)
+        elif not generation.request.sample_index:
+            self.metrics.first_token.observe(now - previous)
         if generation.finished and not output.finished:
             # A stop string: the step loop does not know of it.
             self._mailbox.put(Cancel(output.arrival))
@@ -202,7 +270,6 @@ class Engine:
         self._unannounced.clear()
 
     def _drop(self, samples: Seq[Request]) -> None:
-        self._request_ids.remove(samples[0].request_id)
         for request in samples:
             del self._live[request.arrival]
             if not self._queue.remove(request.arrival):
@@ -214,5 +281,5 @@ class Engine:
     def _touch(self) -> None:
         assert self._cache is not None
         self._cache.wake()
-        self._metrics.running.set(self.num_running)
-        self._metrics.waiting.set(self.num_waiting)
+        self.metrics.running.set(self.num_running)
+        self.metrics.waiting.set(self.num_waiting)

@@ -2,7 +2,7 @@
 
 import grpc
 
-from protos.rpc.errors import RemoteError, ServiceError
+from protos.rpc.errors import InvalidField, RemoteError, ServiceError
 
 
 class ModelNotFoundError(ServiceError):
@@ -26,6 +26,13 @@ class QueueFullError(ServiceError):
     reason = "QUEUE_FULL"
 
 
+class TenantBusyError(ServiceError):
+    """As many requests of the tenant are live as may be."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    reason = "TENANT_BUSY"
+
+
 class DeadlineError(ServiceError):
     """The caller's deadline passed."""
 
@@ -41,7 +48,7 @@ class NotReadyError(ServiceError):
 
 
 class DrainingError(ServiceError):
-    """The scheduler is about to stop."""
+    """The scheduler is about to stop, or an operator drains it."""
 
     code = grpc.StatusCode.UNAVAILABLE
     reason = "DRAINING"
@@ -62,6 +69,16 @@ class AdmissionError(ServiceError):
 
     def __init__(self, cause: RemoteError) -> None:
         super().__init__(f"the cache manager refused the request: {cause.message}", metadata={"cause": cause.reason})
+
+
+def refusal(cause: RemoteError) -> ServiceError:
+    """What a caller is told whom the cache manager refused: hints are checked nowhere else, all the rest is."""
+    for field, description in cause.fields.items():
+        # It names the first admission of its message.
+        _, hints, path = field.partition("].hints")
+        if hints:
+            return InvalidField(f"cache.kv_hints{path}", description)
+    return AdmissionError(cause)
 
 
 class ExecutorLostError(Exception):

@@ -10,6 +10,7 @@ from protos.execution.v1 import execution_pb2 as pb
 from protos.execution.v1 import execution_pb2_grpc as rpc
 from protos.rpc.channel import open_sync_channel
 from protos.rpc.errors import from_rpc_error
+from protos.rpc.security import PLAIN, Security
 from scheduler.errors import ExecutorChangedError, ExecutorLostError
 
 SERVICE = "execution.v1.ExecutorService"
@@ -27,9 +28,11 @@ class ExecutorClient:
         *,
         model: pb.GetModelResponse,
         executor: pb.GetExecutorResponse,
+        security: Security = PLAIN,
     ) -> None:
         """model, executor: as they were when everything that depends on them was set up."""
         self._address = address
+        self._security = security
         self._model = model
         self._executor = executor
         self._scheduler_id = scheduler_id
@@ -45,7 +48,7 @@ class ExecutorClient:
         the memory of the process before it.
         """
         self.close()
-        self._channel = open_sync_channel(self._address)
+        self._channel = open_sync_channel(self._address, self._security)
         self._requests = queue.SimpleQueue()
         try:
             health = health_pb2_grpc.HealthStub(self._channel).Check(

@@ -12,6 +12,8 @@ from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
 from protos.rpc.channel import open_sync_channel
 from protos.rpc.errors import RemoteError, from_rpc_error
+from protos.rpc.security import PLAIN, Security
+from protos.rpc.settings import ProcessSettings, load
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 INTERRUPTED = 130
@@ -49,15 +51,15 @@ def generate(
         if system:
             request.chat.messages.add(role="system", content=system)
         request.chat.messages.add(role="user", content=text)
-    raise typer.Exit(run(address, request, timeout))
+    raise typer.Exit(run(address, request, timeout, load(ProcessSettings, os.environ).security))
 
 
-def run(address: str, request: pb.StreamGenerateRequest, timeout: float) -> int:
+def run(address: str, request: pb.StreamGenerateRequest, timeout: float, security: Security = PLAIN) -> int:
     """Streams one answer, or shows each of several when it is whole; returns the exit status."""
     started = time.monotonic()
     first, received, usage = None, 0, pb.Usage()
     texts = [""] * request.n
-    with open_sync_channel(address) as channel:
+    with open_sync_channel(address, security) as channel:
         stub: rpc.GenerationServiceStub = rpc.GenerationServiceStub(channel)
         call = stub.StreamGenerate(request, timeout=timeout)
         try:
@@ -77,6 +79,8 @@ def run(address: str, request: pb.StreamGenerateRequest, timeout: float) -> int:
                 usage.prompt_tokens += response.usage.prompt_tokens
                 usage.cached_tokens += response.usage.cached_tokens
                 usage.output_tokens += response.usage.output_tokens
+                usage.host_tokens += response.usage.host_tokens
+                usage.disk_tokens += response.usage.disk_tokens
             typer.echo(summary(usage, started, first or started, time.monotonic()), err=True)
         except KeyboardInterrupt:
             call.cancel()
@@ -94,8 +98,11 @@ def summary(usage: pb.Usage, started: float, first: float, ended: float) -> str:
     """One line: tokens, time to first token and speed of all answers together, as seen by the client."""
     behind = usage.output_tokens - 1
     speed = f"{behind / (ended - first):.1f}" if behind > 0 and ended > first else "-"
+    places = {"host memory": usage.host_tokens, "disk": usage.disk_tokens}
+    below = ", ".join(f"{tokens} from {place}" for place, tokens in places.items() if tokens)
     return (
-        f"cached {usage.cached_tokens} · prompt {usage.prompt_tokens} · output {usage.output_tokens} tokens · "
+        f"cached {usage.cached_tokens}{below and f' ({below})'} · "
+        f"prompt {usage.prompt_tokens} · output {usage.output_tokens} tokens · "
         f"first token {(first - started) * 1000:.0f} ms · {speed} tokens/s"
     )
 

@@ -34,10 +34,15 @@ class Generation:
         # Samples that share the prompt once this one has computed it.
         self.followers: Seq[Request] = ()
         self.finished = False
+        # Unspecified also when it failed.
+        self.finish_reason = pb.FINISH_REASON_UNSPECIFIED
         self.output_tokens = 0
         self.preemptions = 0
-        self.cached_tokens: int | None = None
-        # What the cache manager said to the wishes and hints when it admitted the request first.
+        # As of the attempt that began first.
+        self.cached_tokens = 0
+        self.host_tokens = 0
+        self.disk_tokens = 0
+        # What the cache manager said to the wishes and hints when it admitted that one.
         self.receipts: tuple[kvcache_pb2.RetentionReceipt, ...] = ()
         self.hint_answers: tuple[kvcache_pb2.HintAnswer, ...] = ()
         # As the cache manager resolved it; None when nothing is evicted.
@@ -102,7 +107,9 @@ class Generation:
         """What the sample used; the prompt is the first one's."""
         usage = pb.Usage(
             prompt_tokens=0 if self.request.sample_index else len(self.request.prompt_ids),
-            cached_tokens=self.cached_tokens or 0,
+            cached_tokens=self.cached_tokens,
+            host_tokens=self.host_tokens,
+            disk_tokens=self.disk_tokens,
             output_tokens=self.output_tokens,
             preemptions=self.preemptions,
             # The same messages in the terms of callers.
@@ -147,7 +154,7 @@ class Generation:
             self._finish(reason)
 
     def _finish(self, reason: pb.FinishReason) -> None:
-        self._chunk.finish = reason
+        self._chunk.finish = self.finish_reason = reason
         self.finished = True
 
 

@@ -14,7 +14,10 @@ from protos.execution.v1 import execution_pb2
 from protos.generation.v1 import generation_pb2 as pb
 from protos.kvcache.eviction import Policy, parse
 from protos.kvcache.v1 import kvcache_pb2
+from protos.rpc import tracing
 from protos.rpc.errors import InvalidField
+from scheduler import breakpoints
+from scheduler.breakpoints import Breakpoint
 from scheduler.chat import ChatTemplateError
 from scheduler.errors import ModelNotFoundError
 from scheduler.request import CacheWishes, Request
@@ -27,6 +30,7 @@ MAX_STOP_BYTES = 1024
 MAX_STOP_IDS = 256
 MAX_LOGPROBS = 20
 MAX_RANGES = 64
+MAX_BREAKPOINTS = 4
 MAX_PRIORITY = 100
 MAX_SAMPLES = 64
 # What google.protobuf.Duration holds.
@@ -36,9 +40,11 @@ MAX_SECONDS = 315_576_000_000
 class Intake:
     """Raises InvalidField and ModelNotFoundError; a request that it returns can be run."""
 
-    def __init__(self, model: Model, *, max_prompt_bytes: int) -> None:
+    def __init__(self, model: Model, *, max_prompt_bytes: int, onboarding_timeout: float) -> None:
+        """onboarding_timeout: of requests that name none, in seconds."""
         self._model = model
         self._max_prompt_bytes = max_prompt_bytes
+        self._onboarding_timeout = onboarding_timeout
         self._arrivals = itertools.count(1)
 
     async def accept(self, message: pb.StreamGenerateRequest) -> list[Request]:
@@ -49,22 +55,26 @@ class Intake:
         stop = _stop(message.stop)
         policy = parse(message.eviction_policy, self._model.layout) if message.HasField("eviction_policy") else None
         wishes = replace(_wishes(message.cache), eviction_policy=_policy(message))
+        places = _places(message)
+        timeout = self._timeout(message.cache)
         if message.HasField("max_tokens") and message.max_tokens < 1:
             raise InvalidField("max_tokens", "must be at least 1")
         samples = message.n if message.HasField("n") else 1
         if not 1 <= samples <= MAX_SAMPLES:
             raise InvalidField("n", f"must be from 1 to {MAX_SAMPLES}")
-        prompt_ids = tuple(await self._prompt_ids(message))
+        prompt_ids, ends = await self._prompt_ids(message, places)
         first = Request(
             request_id=message.request_id or secrets.token_hex(8),
-            prompt_ids=prompt_ids,
+            prompt_ids=tuple(prompt_ids),
             max_tokens=self._max_tokens(message, len(prompt_ids), policy),
             sampling=sampling,
             arrival=next(self._arrivals),
             arrived_at=arrived_at,
+            onboarding_timeout=timeout,
             stop=stop,
             priority=message.priority,
-            wishes=wishes,
+            wishes=_keeping(wishes, breakpoints.ranges(places, ends)),
+            traceparent=tracing.current(),
         )
         return [first, *(self._sample(first, index) for index in range(1, samples))]
 
@@ -74,35 +84,63 @@ class Intake:
         sampling.seed = sample_seed(first.sampling.seed, index)
         return replace(first, sample_index=index, arrival=next(self._arrivals), sampling=sampling)
 
+    def _timeout(self, cache: pb.CacheOptions) -> float:
+        if not cache.HasField("onboarding_timeout"):
+            return self._onboarding_timeout
+        return _duration("cache.onboarding_timeout", cache.onboarding_timeout).ToNanoseconds() / 1e9
+
     def _check_names(self, message: pb.StreamGenerateRequest) -> None:
         if len(message.request_id.encode()) > MAX_REQUEST_ID_BYTES:
             raise InvalidField("request_id", f"has more than {MAX_REQUEST_ID_BYTES} bytes")
-        if message.model not in ("", self._model.name):
+        self.check_model(message.model)
+
+    def check_model(self, name: str) -> None:
+        """Raises ModelNotFoundError unless this model is served; an empty name is that of whichever is."""
+        if name not in ("", self._model.name):
             raise ModelNotFoundError(
                 f"this scheduler serves {self._model.name!r} only",
                 fields={"model": f"is not served; {self._model.name!r} is"},
             )
 
-    async def _prompt_ids(self, message: pb.StreamGenerateRequest) -> Sequence[int]:
+    async def encode(self, message: pb.StreamGenerateRequest) -> Sequence[int]:
+        """Ids of the prompt, however many; its model and its text are all that is checked."""
+        self.check_model(message.model)
+        return (await self._encode(message, ()))[1]
+
+    async def decode(self, model: str, token_ids: Sequence[int]) -> str:
+        """Text of ids, special tokens included."""
+        self.check_model(model)
+        self._check_ids("token_ids", token_ids)
+        return await self._model.decode(token_ids)
+
+    async def _encode(
+        self, message: pb.StreamGenerateRequest, places: Sequence[Breakpoint]
+    ) -> tuple[str, Sequence[int], Sequence[int]]:
+        """The prompt's field, its ids, and how many are in front of each place."""
         match message.WhichOneof("input"):
             case "text":
                 self._check_bytes("text", len(message.text.encode()))
-                field, ids = "text", await self._model.encode_text(message.text)
+                return "text", await self._model.encode_text(message.text), ()
             case "chat":
-                field, ids = "chat.messages", await self._chat_ids(message.chat)
+                return "chat.messages", *await self._chat_ids(message.chat, places)
             case "token_ids":
-                field, ids = "token_ids.token_ids", list(message.token_ids.token_ids)
+                return "token_ids.token_ids", list(message.token_ids.token_ids), ()
             case _:
                 raise InvalidField("input", "is missing: give text, chat or token_ids")
+
+    async def _prompt_ids(
+        self, message: pb.StreamGenerateRequest, places: Sequence[Breakpoint]
+    ) -> tuple[Sequence[int], Sequence[int]]:
+        field, ids, ends = await self._encode(message, places)
         if not ids:
             raise InvalidField(field, "must not be empty")
         fits = self._model.max_tokens - 1
         if len(ids) > fits:
             raise InvalidField(field, f"has {len(ids)} tokens; at most {fits} fit")
         self._check_ids(field, ids)
-        return ids
+        return ids, ends
 
-    async def _chat_ids(self, chat: pb.ChatInput) -> list[int]:
+    async def _chat_ids(self, chat: pb.ChatInput, places: Sequence[Breakpoint]) -> tuple[Sequence[int], Sequence[int]]:
         if not chat.messages:
             raise InvalidField("chat.messages", "must not be empty")
         for index, message in enumerate(chat.messages):
@@ -112,7 +150,8 @@ class Intake:
             raise InvalidField("chat", "cannot be used: the model has no chat template")
         self._check_bytes("chat.messages", sum(len(m.role.encode()) + len(m.content.encode()) for m in chat.messages))
         try:
-            return await self._model.encode_chat([{"role": m.role, "content": m.content} for m in chat.messages])
+            messages = [{"role": m.role, "content": m.content} for m in chat.messages]
+            return await self._model.encode_chat(messages, [place[:2] for place in places])
         except ChatTemplateError as error:
             raise InvalidField("chat.messages", f"do not fit the model's chat template: {error}") from error
 
@@ -205,6 +244,37 @@ def _wishes(cache: pb.CacheOptions) -> CacheWishes:
         no_read=cache.no_read,
         no_store=cache.no_store,
     )
+
+
+def _places(message: pb.StreamGenerateRequest) -> list[Breakpoint]:
+    """The conversation's cache breakpoints, in the order of their places."""
+    places = []
+    for index, said in enumerate(message.chat.messages):
+        for number, place in enumerate(said.cache_breakpoints):
+            field = f"chat.messages[{index}].cache_breakpoints[{number}]"
+            if place.content_end > len(said.content):
+                raise InvalidField(f"{field}.content_end", "is behind the end of the message's content")
+            if place.retention_priority > MAX_PRIORITY:
+                raise InvalidField(f"{field}.retention_priority", f"must be at most {MAX_PRIORITY}")
+            lasts = None
+            if place.HasField("retention_duration"):
+                lasts = _duration(f"{field}.retention_duration", place.retention_duration)
+            places.append(Breakpoint(index, place.content_end, place.retention_priority, lasts))
+    if len(places) > MAX_BREAKPOINTS:
+        raise InvalidField("chat.messages", f"have more than {MAX_BREAKPOINTS} cache breakpoints")
+    if places and message.cache.retention_ranges:
+        raise InvalidField("cache.retention_ranges", "cannot be given together with cache breakpoints in messages")
+    return sorted(places, key=lambda place: place[:2])
+
+
+def _keeping(wishes: CacheWishes, ranges: Sequence[kvcache_pb2.RetentionRange]) -> CacheWishes:
+    """Also what was found with the prompt's ids."""
+    if not ranges:
+        return wishes
+    retention = kvcache_pb2.RetentionConfig(ranges=ranges)
+    if wishes.retention is not None:
+        retention.MergeFrom(wishes.retention)
+    return replace(wishes, retention=retention)
 
 
 def _policy(message: pb.StreamGenerateRequest) -> kvcache_pb2.EvictionPolicy | None:

@@ -1,5 +1,6 @@
 """The step loop: plans step n+1 while the executor runs step n, and waits for nobody else."""
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
@@ -7,6 +8,8 @@ from typing import assert_never
 
 import structlog
 
+from protos.execution.v1 import execution_pb2
+from protos.rpc import tracing
 from scheduler.errors import ExecutorLostError
 from scheduler.executor_client import ExecutorClient
 from scheduler.mailbox import Admitted, Cancel, Mail, Mailbox, ManagerLost, Report, Stop, SyncAnswer
@@ -14,6 +17,7 @@ from scheduler.metrics import StepTimes, Timing
 from scheduler.pace import Pace
 from scheduler.running import RunningSet
 from scheduler.step_message import Flight, build_step
+from scheduler.tiers import Speed
 
 MAX_IN_FLIGHT = 2
 RECONNECT_SECONDS = 0.2
@@ -59,11 +63,24 @@ class StepLoop:
             except ExecutorLostError as error:
                 log.warning("executor lost", cause=str(error), sequences=len(self._running))
                 self._restart()
+        self._finish()
+
+    def _finish(self) -> None:
+        """Takes what is still answered, and gives all blocks back."""
+        with contextlib.suppress(ExecutorLostError):
+            while self._in_flight:
+                self._receive()
+        self._running.restart_all(executor_lost=True, in_flight=self._in_flight)
+        # Nobody shall be admitted again.
+        self._running.report.session = -abs(self._session)
+        self._tell()
         self._executor.close()
 
     def step(self) -> None:
         """One turn: take mail, plan and send a step, take the answer to the one before, tell everybody."""
         self._read(self._mailbox.take())
+        if self._running.copies.onboarding:
+            self._running.restart_late(time.monotonic())
         sent = self._send()
         if len(self._in_flight) == MAX_IN_FLIGHT or (self._in_flight and not sent):
             self._receive()
@@ -72,16 +89,29 @@ class StepLoop:
         self._tell()
 
     def _send(self) -> bool:
-        """Plans the next step and sends it; False when there is nothing to compute."""
+        """Plans the next step and sends it; False when there is nothing to compute, to copy, to wait for or to end."""
         if self._giving_up:
             return False
         started = time.perf_counter()
         plan = self._running.plan(self._budget, self._pace)
         planned = time.perf_counter()
+        copies, awaits = self._running.copies, False
         if not plan.decoding and not plan.prompts:
-            return False
+            awaits = bool(copies.waiting) and not self._in_flight
+            # Else the executor would hear of the last ones with the next step only, and their spans would not end.
+            ends_spans = bool(self._running.removed) and not self._in_flight and tracing.is_on()
+            if not awaits and not copies.unsent and not ends_spans:
+                return False
         self._running.report.started.extend(s.request.arrival for s, _ in plan.prompts if not s.started)
-        message, flight = build_step(self._next_step, plan, self._running.removed, evicting=self._running.evicts)
+        message, flight = build_step(
+            self._next_step,
+            plan,
+            self._running.removed,
+            copies.take() if copies.unsent else (),
+            evicting=self._running.evicts,
+        )
+        if awaits:
+            message.awaits_copies = True
         self._running.removed = []
         self._next_step += 1
         self._executor.send(message)
@@ -96,8 +126,11 @@ class StepLoop:
         self._timing.waiting_for_executor = time.perf_counter() - started
         self._timing.executor_idle = result.idle_time.ToTimedelta().total_seconds()
         flight = self._in_flight.popleft()
+        copied = bool(self._running.copies.waiting) and len(result.copied_tickets) > 0
         self._running.commit(flight, result, time.monotonic())
         self._pace.observe(len(flight.decoding), flight.prompt_tokens, result.compute_time.ToNanoseconds() / 1e9)
+        if copied:
+            self._running.report.speed = _speed(result, self._pace)
         self._times.add(self._timing)
         self._timing = Timing()
 
@@ -120,7 +153,7 @@ class StepLoop:
                 case Cancel(arrival):
                     self._running.cancel(arrival)
                 case SyncAnswer():
-                    self._running.apply(mail)
+                    self._running.apply(mail, valid=mail.session == self._session > 0)
                 case ManagerLost():
                     self._giving_up = True
                 case Stop():
@@ -163,8 +196,15 @@ class StepLoop:
 
     def _restart(self) -> None:
         self._executor.close()
+        self._running.restart_all(executor_lost=True, in_flight=self._in_flight)
         self._in_flight.clear()
-        self._running.restart_all(executor_lost=True)
         self._session = -abs(self._session)
         self._running.report.session = self._session
         self._tell()
+
+
+def _speed(result: execution_pb2.StepResult, pace: Pace) -> Speed:
+    """What the executor tells of its copies, beside what it takes to compute."""
+    host = result.host_block_time.ToNanoseconds() / 1e9 if result.HasField("host_block_time") else None
+    disk = result.disk_block_time.ToNanoseconds() / 1e9 if result.HasField("disk_block_time") else None
+    return Speed(host, disk, pace.prompt_token_seconds)

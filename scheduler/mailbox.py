@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from protos.execution.v1 import execution_pb2
 from scheduler.request import Candidate
-from scheduler.sequence import Progress, Sequence
+from scheduler.sequence import Copy, Progress, Sequence
+from scheduler.tiers import Speed
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,9 @@ class SyncAnswer:
     # Handles that moved into blocks of their own, and the blocks of those that may.
     moved: Seq[int] = ()
     own: Seq[tuple[int, list[int]]] = ()
+    # What has to leave the slots that it brings, and the session with the executor in which these were given.
+    copies: Seq[Copy] = ()
+    session: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +126,11 @@ class Report:
     most_kept: dict[int, int] = field(default_factory=dict)
     again: list[Candidate] = field(default_factory=list)
     preempted: list[int] = field(default_factory=list)
+    # Arrival and tokens that came for it from host memory and from disk; who waited for its blocks too long.
+    onboarded: list[tuple[int, int, int]] = field(default_factory=list)
+    late: list[int] = field(default_factory=list)
+    # None when nothing was measured.
+    speed: Speed | None = None
     # Session with the executor, not positive while there is none; None when it has not changed.
     session: int | None = None
     all_given_up: bool = False
@@ -148,6 +157,8 @@ class Report:
             or self.moved
             or self.evicted
             or self.again
+            or self.onboarded
+            or self.speed is not None
             or self.session is not None
             or self.all_given_up
             or self.failed

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 _STEP_BUCKETS = (1e-5, 3e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1, 5)
-_LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
+_LATENCY_BUCKETS = (1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 
 
 @dataclass(slots=True)
@@ -57,19 +57,41 @@ class RequestMetrics:
         self.running = Gauge(f"{prefix}_running_requests", "Samples that hold blocks.", registry=registry)
         self.waiting = Gauge(f"{prefix}_waiting_requests", "Samples that wait for blocks.", registry=registry)
         self.preemptions = Counter(f"{prefix}_preemptions", "Samples that gave their blocks back.", registry=registry)
-        self.prompt_tokens = Counter(f"{prefix}_prompt_tokens", "Prompt tokens admitted.", registry=registry)
+        self.swaps = Counter(
+            f"{prefix}_swaps", "Preempted samples that came back by copies from lower tiers.", registry=registry
+        )
+        self.recomputations = Counter(
+            f"{prefix}_recomputations", "Preempted samples that came back by computing again.", registry=registry
+        )
+        self.prompt_tokens = Counter(f"{prefix}_prompt_tokens", "Prompt tokens of what began.", registry=registry)
         self.cached_tokens = Counter(f"{prefix}_cached_tokens", "Of these, tokens from the cache.", registry=registry)
+        self.onboarded_tokens = Counter(
+            f"{prefix}_onboarded_tokens", "Tokens that came from a lower tier.", ["tier"], registry=registry
+        )
+        self.onboarding_timeouts = Counter(
+            f"{prefix}_onboarding_timeouts", "Samples that did not wait for their blocks any longer.", registry=registry
+        )
         self.output_tokens = Counter(f"{prefix}_output_tokens", "Tokens generated.", registry=registry)
         self.evicted_tokens = Counter(f"{prefix}_evicted_tokens", "Tokens evicted by policies.", registry=registry)
         self.sync_seconds = Histogram(
             f"{prefix}_sync_seconds", "One background sync.", buckets=_STEP_BUCKETS, registry=registry
         )
-        self.first_token = Histogram(
-            f"{prefix}_time_to_first_token_seconds",
-            "Arrival to first token.",
-            buckets=_LATENCY_BUCKETS,
+        self.cache_usage = Gauge(
+            f"{prefix}_cache_usage_ratio",
+            "Share of the blocks that is in use, of the fullest layer group, as the cache manager said last.",
             registry=registry,
         )
-        self.inter_token = Histogram(
-            f"{prefix}_inter_token_seconds", "Between tokens.", buckets=_STEP_BUCKETS, registry=registry
+
+        def latency(name: str, text: str) -> Histogram:
+            return Histogram(f"{prefix}_{name}_seconds", text, buckets=_LATENCY_BUCKETS, registry=registry)
+
+        self.queue = latency("queue", "Arrival of a request to its first step.")
+        self.first_token = latency("time_to_first_token", "Arrival of a request to its first token.")
+        self.inter_token = latency("inter_token", "Between the tokens of a sample.")
+        self.request = latency("request", "Arrival of a request to its last token, or to where it was cut off.")
+        self.requests = Counter(
+            f"{prefix}_requests", "Requests that ended, by how they did.", ["finish_reason"], registry=registry
+        )
+        self.refused = Counter(
+            f"{prefix}_refused_requests", "Requests that were not taken, by why.", ["reason"], registry=registry
         )

@@ -12,6 +12,8 @@ MIN_TOKENS = 4
 REFRESH_STEPS = 32
 # A median over these many steps: a single slow one, as another process causes it, moves nothing.
 _KEPT_DECODING, _KEPT_PROMPTS = 3, 5
+# Prompt tokens of a step that say what a prompt takes as a whole: with few of them the rest of the step counts as much.
+_MANY_TOKENS = 64
 
 
 class Pace:
@@ -28,7 +30,14 @@ class Pace:
         self._sequences = 0
         # Of steps with prompts: their prompt tokens, and the seconds that each of these took beyond decoding.
         self._prompts: deque[tuple[int, float]] = deque(maxlen=_KEPT_PROMPTS)
+        # The same of steps with many of them.
+        self._bulk: deque[float] = deque(maxlen=_KEPT_PROMPTS)
         self._since_alone = 0
+
+    @property
+    def prompt_token_seconds(self) -> float | None:
+        """What a token of a long prompt takes; None while that is not known."""
+        return (median(self._bulk) or None) if self._bulk else None
 
     @property
     def has_target(self) -> bool:
@@ -40,7 +49,10 @@ class Pace:
         if prompt_tokens:
             self._since_alone += 1
             alone = median(self._alone) if decoding and self._alone else 0.0
-            self._prompts.append((prompt_tokens, max(0.0, seconds - alone) / prompt_tokens))
+            each = max(0.0, seconds - alone) / prompt_tokens
+            self._prompts.append((prompt_tokens, each))
+            if prompt_tokens >= _MANY_TOKENS:
+                self._bulk.append(each)
         elif decoding:
             self._since_alone = 0
             self._sequences = decoding

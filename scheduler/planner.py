@@ -38,7 +38,7 @@ def plan_step(sequences: Seq[Sequence], budget: int, pace: Pace | None = None) -
 
     Decoding sequences first, then known tokens in chunks, each in the given order; `pace` bounds these beside sequences
     that decode. A sequence that waits for another one's blocks starts once the planned tokens of that one, this step's
-    included, reach them.
+    included, reach them; one whose own blocks come from a lower tier, once all are there.
     """
     plan = Plan()
     computing: list[Sequence] = []
@@ -49,7 +49,8 @@ def plan_step(sequences: Seq[Sequence], budget: int, pace: Pace | None = None) -
             # Its last token is on its way; silence would make another one.
             plan.idle.append(sequence)
         elif not sequence.started or sequence.known - sequence.planned > 1:
-            computing.append(sequence)
+            if not sequence.arriving:
+                computing.append(sequence)
         elif len(plan.decoding) < budget and sequence.planned < sequence.capacity:
             plan.decoding.append(sequence)
             plan.tight |= sequence.planned > sequence.tight_at
@@ -68,7 +69,7 @@ def _add_prompts(
 ) -> None:
     """Adds prompts of at most `budget` tokens, of which `paced` ones have at most `bound`."""
     paced_handles = {sequence.handle for sequence in paced}
-    planned = {sequence.handle: sequence.planned for sequence in sequences}
+    planned = {sequence.handle: 0 if sequence.arriving else sequence.planned for sequence in sequences}
     for sequence in plan.decoding:
         planned[sequence.handle] += 1
 

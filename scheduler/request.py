@@ -1,9 +1,11 @@
 """A request as accepted: immutable. Its progress is a Sequence (step loop) and a Generation (output)."""
 
+import math
 from dataclasses import dataclass
 
 from protos.execution.v1 import execution_pb2
 from protos.kvcache.v1 import kvcache_pb2
+from scheduler.tiers import Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +26,8 @@ class CacheWishes:
 class Request:
     """One sample of an accepted generation; most have only one. Samples share a request_id and nothing that changes.
 
-    `arrival` names and orders requests, `arrived_at` is in seconds of the monotonic clock.
+    `arrival` names and orders requests, `arrived_at` is in seconds of the monotonic clock. `onboarding_timeout` is how
+    many seconds it waits for blocks from lower tiers.
     """
 
     request_id: str
@@ -33,10 +36,13 @@ class Request:
     sampling: execution_pb2.SamplingParams
     arrival: int
     arrived_at: float
+    onboarding_timeout: float = math.inf
     stop: tuple[str, ...] = ()
     priority: int = 0
     wishes: CacheWishes = CacheWishes()
     sample_index: int = 0
+    # W3C trace context of the scheduler's part in it; empty for none.
+    traceparent: str = ""
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -53,6 +59,10 @@ class Candidate:
     attempt: int = 0
     # Handle of the sequence to share the prompt with while that one is live; 0 for none.
     parent: int = 0
+    # Blocks below this tier were too late for the attempt before, or did not come.
+    lowest_tier: Tier = Tier.DISK
+    # Whether the attempt before gave its blocks to others.
+    preempted: bool = False
 
     @property
     def sequence_id(self) -> str:

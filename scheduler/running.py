@@ -1,14 +1,17 @@
 """The live sequences and every change of their state. Owned by the step loop's thread."""
 
 import bisect
+from collections.abc import Iterable
 
 from protos.execution.v1 import execution_pb2
+from scheduler.copies import Copies
 from scheduler.errors import ExecutorLostError
 from scheduler.mailbox import Output, Report, SyncAnswer
 from scheduler.pace import Pace
 from scheduler.planner import Plan, choose_victim, plan_step, trimmable
 from scheduler.sequence import Exit, Sequence
 from scheduler.step_message import Flight
+from scheduler.tiers import Tier
 
 # Progress that nobody waits for is told once in so many steps: the cache manager gives capacity ahead, and a call
 # per step would cost more than all else that it does.
@@ -25,6 +28,8 @@ class RunningSet:
         self.report = Report()
         # Handles that the next step removes from the executor.
         self.removed: list[int] = []
+        # Copies that the next step brings to the executor, and those that sequences wait for.
+        self.copies = Copies()
         self.blocks_short = 0
         self._by_handle: dict[int, Sequence] = {}
         self._by_arrival: dict[int, Sequence] = {}
@@ -32,7 +37,7 @@ class RunningSet:
         self._evicting: dict[int, Sequence] = {}
         self._ranked: list[Sequence] = []
         self._answered = 0
-        # Computed tokens of released sequences that the cache manager does not know to be released.
+        # Tokens that released sequences leave to others, while the cache manager does not know them to be released.
         self._released: dict[int, int] = {}
         # Handles that made room and whose release or trim is not answered: wait before asking for more.
         self._relief: set[int] = set()
@@ -78,6 +83,10 @@ class RunningSet:
         if sequence.eviction is not None:
             self._evicting[sequence.handle] = sequence
         bisect.insort(self._ranked, sequence, key=lambda item: item.request.rank)
+        if valid:
+            self.copies.add(sequence)
+        else:
+            self.report.cancelled_tickets.extend(copy.ticket for copy in sequence.copies)
         promised = sequence.cached_tokens
         writer = sequence.wait_for
         if writer in self._by_handle:
@@ -91,8 +100,12 @@ class RunningSet:
         if sequence is not None:
             self.leave(sequence, Exit.CANCELLED)
 
-    def apply(self, answer: SyncAnswer) -> None:
-        """Takes what a sync brought."""
+    def apply(self, answer: SyncAnswer, *, valid: bool = True) -> None:
+        """Takes what a sync brought. Copies of one that is not valid are about memory that is gone."""
+        if valid:
+            self.copies.unsent += answer.copies
+        else:
+            self.report.cancelled_tickets.extend(copy.ticket for copy in answer.copies)
         for handle in answer.released:
             self._released.pop(handle, None)
         for handle in answer.trimmed:
@@ -141,7 +154,7 @@ class RunningSet:
             self.report.starving[sequence.handle] = sequence.computed
         if not plan.stalled:
             self._trimmed_last = False
-        if not plan.stalled or not self.blocks_short or self._relief:
+        if not plan.stalled or not self.blocks_short or self._relief or self.copies.free_blocks_soon:
             return False
         spare = [] if self._trimmed_last else trimmable(self._ranked, plan.stalled)
         self._trimmed_last = bool(spare)
@@ -163,6 +176,8 @@ class RunningSet:
         """
         self._answered = flight.step
         self.report.steps += 1
+        if self.copies.waiting:
+            self._commit_copies(result)
         self._commit_evictions(flight, result)
         waiting = {}
         for sequence in flight.decoding:
@@ -195,6 +210,34 @@ class RunningSet:
                 self.leave(sequence, Exit.FINISHED)
         self._detach_leaving()
 
+    def _commit_copies(self, result: execution_pb2.StepResult) -> None:
+        for ticket in result.failed_tickets:
+            copy, sequence = self.copies.waiting.get(ticket, (None, None))
+            if copy is not None and sequence is not None and sequence.exit is None:
+                sequence.retry_tier = Tier(copy.source_tier - 1)
+                self.leave(sequence, Exit.RESTARTED)
+        for ticket in dict.fromkeys((*result.copied_tickets, *result.failed_tickets)):
+            sequence = self.copies.end(ticket)
+            if sequence is None:
+                continue
+            if sequence.exit is None:
+                host, disk = sequence.onboarded_tokens(Tier.HOST), sequence.onboarded_tokens(Tier.DISK)
+                self.report.onboarded.append((sequence.request.arrival, host, disk))
+            else:
+                # Its blocks are free now: how many are short is the next sync's to say.
+                self.blocks_short = 0
+
+    def restart_late(self, now: float) -> None:
+        """Gives up sequences that have waited too long for their blocks, at `now` on the monotonic clock.
+
+        They are admitted again with what is on the device, and compute the rest.
+        """
+        for sequence in self.copies.late(now):
+            if sequence.exit is None:
+                self.report.late.append(sequence.request.arrival)
+                sequence.retry_tier = Tier.DEVICE
+                self.leave(sequence, Exit.RESTARTED)
+
     def _commit_evictions(self, flight: Flight, result: execution_pb2.StepResult) -> None:
         for moved, computed in flight.moved:
             self.report.moved[moved.handle] = computed
@@ -224,12 +267,15 @@ class RunningSet:
         else:
             self._leaving.append(sequence)
 
-    def restart_all(self, *, executor_lost: bool) -> None:
-        """Gives every sequence up, to be admitted again from its ids; nothing may be in flight any more."""
+    def restart_all(self, *, executor_lost: bool, in_flight: Iterable[Flight] = ()) -> None:
+        """Gives every sequence up, to be admitted again from its ids.
+
+        in_flight: steps that nobody will answer. Whether they have arrived is not known: the cache manager ignores
+        tickets that are confirmed.
+        """
+        sent = (copy.ticket for flight in in_flight for copy in flight.copies)
+        self.report.cancelled_tickets += [*sent, *self.copies.clear()]
         for sequence in list(self._ranked):
-            if executor_lost and sequence.started:
-                # Whether its first step has arrived is not known; the manager ignores tickets that are confirmed.
-                self.report.cancelled_tickets.extend(copy.ticket for copy in sequence.copies)
             sequence.last_step = 0
             self.leave(sequence, Exit.RESTARTED)
         self._detach_leaving()
@@ -258,13 +304,13 @@ class RunningSet:
         del self._by_arrival[sequence.request.arrival]
         self._evicting.pop(sequence.handle, None)
         self._ranked.remove(sequence)
-        self._released[sequence.handle] = sequence.computed
+        reliable = sequence.reliable
+        self._released[sequence.handle] = reliable
         self._tell(sequence)
         self.report.released.append(sequence.handle)
-        if not sequence.started:
-            self.report.cancelled_tickets.extend(copy.ticket for copy in sequence.copies)
+        self.report.cancelled_tickets += self.copies.call_off(sequence)
         if sequence.exit.comes_back:
             self.report.again.append(sequence.again())
         for other in self._followers.pop(sequence.handle, ()):
-            if not other.started and other.cached_tokens > sequence.computed:
+            if not other.started and other.cached_tokens > reliable:
                 self.leave(other, Exit.RESTARTED)

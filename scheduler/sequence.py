@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from scheduler.eviction import Eviction
 from scheduler.request import Candidate, Request
+from scheduler.tiers import Tier
 
 # Tokens of room with which a decoding sequence is said to run out of it soon: a few steps more than a sync takes.
 SOON = 8
@@ -36,12 +37,26 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A transfer that must run before the sequence's first step."""
+    """A transfer of the cache manager's; slots are counted from 1 in each tier."""
 
     ticket: int
     group: int
     source_slot: int
     target_slot: int
+    source_tier: Tier = Tier.DEVICE
+    target_tier: Tier = Tier.DEVICE
+    # Tokens of the block that matter.
+    num_tokens: int = 0
+
+    @property
+    def onboards(self) -> bool:
+        """Whether it brings a block from a lower tier to the device."""
+        return self.source_tier != Tier.DEVICE == self.target_tier
+
+    @property
+    def is_within_device(self) -> bool:
+        """Whether no lower tier has to do with it."""
+        return self.source_tier == Tier.DEVICE == self.target_tier
 
 
 class Sequence:
@@ -55,6 +70,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "arriving",
         "attempt",
         "block_size",
         "cached_tokens",
@@ -68,8 +84,10 @@ class Sequence:
         "known",
         "last_step",
         "limit",
+        "onboard_by",
         "planned",
         "request",
+        "retry_tier",
         "sent_blocks",
         "sent_tokens",
         "started",
@@ -94,6 +112,7 @@ class Sequence:
         block_size: int,
         wait_for: int = 0,
         copies: tuple[Copy, ...] = (),
+        onboard_by: float = math.inf,
         eviction: Eviction | None = None,
     ) -> None:
         self.request: Request = candidate.request
@@ -116,6 +135,11 @@ class Sequence:
         self._measure()
         self.wait_for = wait_for
         self.copies = copies
+        # Tickets of those that bring blocks from lower tiers and have not ended: before that it computes nothing.
+        self.arriving = {copy.ticket for copy in copies if copy.onboards}
+        # How long that is waited for, on the monotonic clock, and the lowest tier that another attempt may use.
+        self.onboard_by = onboard_by
+        self.retry_tier = Tier.DISK
         self.started = False
         self.stopped = False
         # What the cache manager has been told: computed tokens, and how many of the ids.
@@ -244,9 +268,28 @@ class Sequence:
         told, self.told, self.told_tokens = self.told_tokens, self.computed, len(self.token_ids)
         return Progress(self.computed, self.token_ids[told:])
 
+    @property
+    def reliable(self) -> int:
+        """Leading tokens that others may build on once it is gone: none where a block of them has not come."""
+        return 0 if self.arriving else self.computed
+
+    def onboarded_tokens(self, tier: Tier) -> int:
+        """Tokens that its copies bring from a tier, in the layer group that gets most."""
+        tokens = [0] * len(self.tables)
+        for copy in self.copies:
+            if copy.source_tier == tier and copy.onboards:
+                tokens[copy.group] += copy.num_tokens
+        return max(tokens)
+
     def again(self) -> Candidate:
         """The request with all it has, as a fresh attempt."""
-        return Candidate(self.request, tuple(self.token_ids), self.attempt + 1)
+        return Candidate(
+            self.request,
+            tuple(self.token_ids),
+            self.attempt + 1,
+            lowest_tier=self.retry_tier,
+            preempted=self.exit is Exit.PREEMPTED,
+        )
 
     def _measure(self) -> None:
         capacity = min(map(len, self.tables)) * self.block_size + self.evicted

@@ -1,9 +1,7 @@
-"""GenerationService: parse, ask the engine, convert."""
+"""GenerationService: parse, ask the engine, convert. What HTTP serves goes the same way."""
 
 import asyncio
-import contextlib
-import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeAlias
 
 import grpc
@@ -11,10 +9,14 @@ import structlog
 
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
+from protos.rpc.identity import current
 from scheduler.engine import Engine
 from scheduler.errors import DeadlineError, NotReadyError
-from scheduler.generation import Chunk, Generation, Stream
+from scheduler.generation import Chunk, Generation
 from scheduler.intake import Intake
+from scheduler.request_log import watched
+from scheduler.tenancy import bind
+from scheduler.tokenizer import Model
 
 SERVICE = "generation.v1.GenerationService"
 
@@ -26,7 +28,9 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 class GenerationService(rpc.GenerationServiceServicer):
     """Served from the start; until `attach` every call is answered with UNAVAILABLE."""
 
-    def __init__(self) -> None:
+    def __init__(self, access_log: Any = log) -> None:
+        """access_log: a logger of structlog's that gets a line per request."""
+        self._access_log = access_log
         self._engine: Engine | None = None
         self._intake: Intake | None = None
 
@@ -42,27 +46,66 @@ class GenerationService(rpc.GenerationServiceServicer):
         self, request: pb.StreamGenerateRequest, context: Context
     ) -> None:
         """Writes to the context instead of yielding: cancellation then always arrives inside this function."""
-        engine, intake = self._ready()
         try:
             async with asyncio.timeout(context.time_remaining()):
-                with engine.arriving(request.request_id):
-                    samples = await intake.accept(request)
-                with engine.submit(samples) as stream, _told(stream):
-                    news = await stream.next()
-                    while not stream.finished:
-                        for generation, chunk in news:
-                            await context.write(_response(generation, chunk))
-                        news = await stream.next()
-                for generation, chunk in news:
-                    await context.write(_response(generation, chunk))
+                await self.generate(request, context.write)
         except TimeoutError:
             raise DeadlineError("the call's deadline passed before the output ended") from None
+
+    async def generate(
+        self, request: pb.StreamGenerateRequest, write: Callable[[pb.StreamGenerateResponse], Awaitable[object]]
+    ) -> None:
+        """Runs a request, whatever protocol it came by; cancelling this frees everything that it held."""
+        engine, intake = self._ready()
+        with watched(request, engine, self._access_log) as watch:
+            tenant = bind(current(), request.cache)
+            with engine.arriving(request.request_id, tenant):
+                samples = await intake.accept(request)
+            with engine.submit(samples) as stream:
+                watch.stream = stream
+                news = await stream.next()
+                while not stream.finished:
+                    for generation, chunk in news:
+                        await write(_response(generation, chunk))
+                    news = await stream.next()
+            for generation, chunk in news:
+                await write(_response(generation, chunk))
+
+    async def tokenize(self, request: pb.StreamGenerateRequest) -> Sequence[int]:
+        """Ids of a request's prompt, also of one that is longer than the model takes."""
+        engine, intake = self._ready()
+        tenant = bind(current(), request.cache)
+        with engine.arriving(request.request_id, tenant):
+            return await intake.encode(request)
+
+    async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
+        """Text of ids, special tokens included."""
+        return await self._ready()[1].decode(model, token_ids)
+
+    def model(self, name: str = "") -> Model:
+        """The served model. Raises ModelNotFoundError for another name."""
+        engine, intake = self._ready()
+        intake.check_model(name)
+        return engine.model
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether a request would be taken now, but for a full queue."""
+        return self._engine is not None and not self._engine.is_draining
+
+    async def TokenizePrompt(  # noqa: N802
+        self, request: pb.TokenizePromptRequest, _context: Context
+    ) -> pb.TokenizePromptResponse:
+        """What a prompt is to the model."""
+        text = request.text if request.WhichOneof("input") == "text" else None
+        chat = request.chat if request.WhichOneof("input") == "chat" else None
+        return pb.TokenizePromptResponse(token_ids=await self.tokenize(pb.StreamGenerateRequest(text=text, chat=chat)))
 
     async def GetModel(  # noqa: N802
         self, _request: pb.GetModelRequest, _context: Context
     ) -> pb.GetModelResponse:
         """The served model."""
-        model = self._ready()[0].model
+        model = self.model()
         return pb.GetModelResponse(
             model=model.name, max_model_tokens=model.max_tokens, vocab_size=model.vocab_size, dtype=model.dtype
         )
@@ -84,27 +127,6 @@ class GenerationService(rpc.GenerationServiceServicer):
         if self._engine is None or self._intake is None:
             raise NotReadyError("the scheduler still waits for the executor and the cache manager", retry_after=1.0)
         return self._engine, self._intake
-
-
-@contextlib.contextmanager
-def _told(stream: Stream) -> Iterator[None]:
-    """A line in the log for a request that has ended, however it did; nothing of what was said."""
-    try:
-        yield
-    finally:
-        request = stream.generations[0].request
-        usages = [generation.usage() for generation in stream.generations]
-        log.info(
-            "request ended",
-            generation=request.request_id,
-            samples=len(usages),
-            finished=stream.finished,
-            prompt_tokens=sum(usage.prompt_tokens for usage in usages),
-            cached_tokens=sum(usage.cached_tokens for usage in usages),
-            output_tokens=sum(usage.output_tokens for usage in usages),
-            preemptions=sum(usage.preemptions for usage in usages),
-            seconds=round(time.monotonic() - request.arrived_at, 3),
-        )
 
 
 def _response(generation: Generation, chunk: Chunk) -> pb.StreamGenerateResponse:

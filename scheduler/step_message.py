@@ -1,11 +1,15 @@
 """Turns a plan into the step message for the executor."""
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from protos.execution.v1 import execution_pb2 as pb
 from protos.kvcache.eviction import write
 from scheduler.planner import Plan
-from scheduler.sequence import Sequence
+from scheduler.sequence import Copy, Sequence
+from scheduler.tiers import Tier
+
+_TIERS = {Tier.DEVICE: pb.STEP_TIER_DEVICE, Tier.HOST: pb.STEP_TIER_HOST, Tier.DISK: pb.STEP_TIER_DISK}
 
 
 @dataclass(slots=True)
@@ -19,6 +23,7 @@ class Flight:
     prompts: list[tuple[Sequence, int, bool]] = field(default_factory=list)
     # Sequences that evict for the first time, with the tokens that are computed by then.
     moved: list[tuple[Sequence, int]] = field(default_factory=list)
+    copies: Seq[Copy] = ()
 
     @property
     def compute(self) -> list[tuple[Sequence, int, bool]]:
@@ -31,11 +36,15 @@ class Flight:
         return sum(count for _, count, _ in self.prompts if count > 1)
 
 
-def build_step(number: int, plan: Plan, removed: list[int], *, evicting: bool = False) -> tuple[pb.Step, Flight]:
+def build_step(
+    number: int, plan: Plan, removed: list[int], copies: Seq[Copy] = (), *, evicting: bool = False
+) -> tuple[pb.Step, Flight]:
     """The message of a step; moves the planned lengths of its sequences. evicting: whether any of them has a policy."""
     message = pb.Step(step=number, removed_sequences=removed)
     message.idle_sequences.extend(sequence.handle for sequence in plan.idle)
-    flight = Flight(number, plan.decoding)
+    flight = Flight(number, plan.decoding, copies=copies)
+    if copies:
+        _copy(message, copies)
     for sequence, _ in plan.compute if evicting else ():
         if sequence.eviction is not None and sequence.eviction.moving:
             _move(message, sequence, flight)
@@ -56,6 +65,17 @@ def build_step(number: int, plan: Plan, removed: list[int], *, evicting: bool = 
             _join(message, sequence)
         flight.prompts.append((sequence, count, sequence.advance(count, number)))
     return message, flight
+
+
+def _copy(message: pb.Step, copies: Seq[Copy]) -> None:
+    for copy in copies:
+        message.copy_tickets.append(copy.ticket)
+        message.copy_groups.append(copy.group)
+        message.copy_source_slots.append(copy.source_slot)
+        message.copy_target_slots.append(copy.target_slot)
+    if not all(copy.is_within_device for copy in copies):
+        message.copy_source_tiers.extend(_TIERS[copy.source_tier] for copy in copies)
+        message.copy_target_tiers.extend(_TIERS[copy.target_tier] for copy in copies)
 
 
 def _move(message: pb.Step, sequence: Sequence, flight: Flight) -> None:
@@ -82,14 +102,10 @@ def _join(message: pb.Step, sequence: Sequence) -> None:
             for group, table in enumerate(sequence.tables)
         ],
         sampling=sequence.request.sampling,
+        traceparent=sequence.request.traceparent,
     )
     if sequence.eviction is not None:
         write(sequence.eviction.policy, joining.eviction_policy)
-    for copy in sequence.copies:
-        message.copy_tickets.append(copy.ticket)
-        message.copy_groups.append(copy.group)
-        message.copy_source_slots.append(copy.source_slot)
-        message.copy_target_slots.append(copy.target_slot)
 
 
 def _grow(message: pb.Step, sequence: Sequence, tokens: int) -> None:

@@ -2,9 +2,10 @@
 
 import asyncio
 import contextlib
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from protos.execution.v1 import execution_pb2
 from protos.kvcache.eviction import Layout, Policy
@@ -51,14 +52,34 @@ class Model:
 
     async def encode_text(self, text: str) -> list[int]:
         """Ids of plain text, with the special tokens that the tokenizer puts around it."""
-        return await self._encode(text, add_special_tokens=True)
+        return list((await self._encode(text, add_special_tokens=True)).ids)
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Ids of a conversation; the template brings the special tokens. Raises ChatTemplateError."""
+    async def encode_chat(
+        self, messages: Sequence[Mapping[str, str]], places: Sequence[tuple[int, int]] = ()
+    ) -> tuple[list[int], list[int]]:
+        """Ids of a conversation, whose special tokens the template brings, and how many are in front of each place.
+
+        A place is a message's index, and characters of its content. Raises ChatTemplateError.
+        """
         assert self._chat is not None
-        return await self._encode(self._chat.render(messages), add_special_tokens=False)
+        prompt = self._chat.render(messages)
+        positions = [self._chat.position(prompt, messages, *place) for place in places]
+        encoding = await self._encode(prompt, add_special_tokens=False)
+        offsets = encoding.offsets if places else []
+        ends = [bisect_right(offsets, position, key=lambda offset: offset[1]) for position in positions]
+        return list(encoding.ids), ends
 
-    async def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of ids, special tokens included."""
+        async with self._large if len(token_ids) > LARGE_PROMPT else contextlib.nullcontext():
+            return str(await asyncio.to_thread(self.tokenizer.decode, list(token_ids), skip_special_tokens=False))
+
+    def token_text(self, token_id: int) -> str:
+        """Text of one token; U+FFFD stands for a part of a character."""
+        # Twice less once: a decoder that strips the space in front of a text strips no second one.
+        twice, once = (str(self.tokenizer.decode([token_id] * count, skip_special_tokens=False)) for count in (2, 1))
+        return twice[len(once) :]
+
+    async def _encode(self, text: str, *, add_special_tokens: bool) -> Encoding:
         async with self._large if len(text) > LARGE_PROMPT else contextlib.nullcontext():
-            encoding = await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
-        return list(encoding.ids)
+            return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)

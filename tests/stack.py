@@ -16,6 +16,8 @@ from typing import Self
 from children import Child
 from supervisor import is_serving
 
+from protos.rpc.settings import ProcessSettings, load
+
 ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 120.0
 STOP_SECONDS = 15.0
@@ -39,7 +41,8 @@ class Stack:
     """cachemgr (with an embedded Redis), executor and scheduler as processes. Use it in a with statement.
 
     `settings` are environment variables without their KVKEEP_ prefix, in lower case: executor_max_tokens=2048.
-    Benchmarks put `modules` of their own in the place of processes, or leave some out.
+    Benchmarks put `modules` of their own in the place of processes, or leave some out. Settings that only one process
+    shall have go into `own`, by the process's name, before it is started.
     """
 
     def __init__(self, *, modules: Mapping[str, str] = MODULES, **settings: object) -> None:
@@ -50,6 +53,8 @@ class Stack:
         self.admin = f"unix:{self.folder}/admin.sock"
         self.executor = f"unix:{self.folder}/executor.sock"
         self.modules = modules
+        self.own: dict[str, dict[str, object]] = {}
+        self.http = str(settings.get("scheduler_http_address", ""))
         self.executor_metrics = str(settings.get("executor_metrics_address", ""))
         self._children: dict[str, Child] = {}
         self._environment = {name: value for name, value in os.environ.items() if not name.startswith("KVKEEP_")}
@@ -59,14 +64,15 @@ class Stack:
             "cachemgr_admin_address": self.admin,
             "executor_address": self.executor,
             "state_dir": self.folder / "state",
+            "scheduler_http_address": "",
             "scheduler_metrics_address": "",
             "cachemgr_metrics_address": "",
+            "cachemgr_console_address": "",
             "executor_metrics_address": "",
             "executor_dtype": "float32",
             "executor_max_tokens": 65_536,
         }
-        for name, value in (defaults | settings).items():
-            self._environment[f"KVKEEP_{name.upper()}"] = str(value)
+        self._environment |= _variables(defaults | settings)
         self._environment["PYTHONPATH"] = str(ROOT)
 
     def __enter__(self) -> Self:
@@ -89,9 +95,8 @@ class Stack:
 
     def start(self, name: str) -> None:
         """Starts one process; it never outlives this one."""
-        child = Child(
-            self.modules[name], self._environment, folder=ROOT, log=self.log_path(name), stop_seconds=STOP_SECONDS
-        )
+        environment = self._environment | _variables(self.own.get(name, {}))
+        child = Child(self.modules[name], environment, folder=ROOT, log=self.log_path(name), stop_seconds=STOP_SECONDS)
         self._children[name] = child
         child.start()
 
@@ -104,12 +109,17 @@ class Stack:
         """Number of a process."""
         return self._children[name].pid
 
+    def ended(self, name: str) -> str:
+        """How a process ended, in words; empty while it runs."""
+        return self._children[name].ended()
+
     def wait_until_serving(self, name: str) -> None:
         """Waits for grpc.health.v1; an ended process or a long wait is an error that shows its log."""
         address = {"cachemgr": self.cachemgr, "executor": self.executor, "scheduler": self.scheduler}[name]
+        security = load(ProcessSettings, self._environment).security
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline and not self._children[name].ended():
-            if is_serving(address):
+            if is_serving(address, security):
                 return
             time.sleep(0.05)
         raise RuntimeError(f"{name} did not begin to serve\n{self.logs()}")
@@ -128,6 +138,10 @@ class Stack:
             child.terminate()
             child.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _variables(settings: Mapping[str, object]) -> dict[str, str]:
+    return {f"KVKEEP_{name.upper()}": str(value) for name, value in settings.items()}
 
 
 def metrics(address: str) -> Iterator[tuple[str, str, float]]:

@@ -65,6 +65,8 @@ class TokenEviction:
 
     def counted(self, sequences: Sequence[Running], counts: Sequence[int]) -> list[Counted]:
         """Whose attention policies want to see of a step that computes counts[i] tokens of sequences[i]."""
+        if not self._kept:
+            return []
         counted = []
         for index, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
             kept = self._kept.get(sequence.handle)
@@ -85,21 +87,12 @@ class TokenEviction:
         """After that step: what was counted, in the order in which it was asked for."""
         if not self._kept:
             return
-        with one_thread(self._device):
-            self._observe(sequences, counts, counted, attention)
-
-    def _observe(
-        self,
-        sequences: Sequence[Running],
-        counts: Sequence[int],
-        counted: Sequence[Counted],
-        attention: Sequence[Attention],
-    ) -> None:
         seen = {entry.sequence: one for entry, one in zip(counted, attention, strict=True)}
-        for index, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
-            kept = self._kept.get(sequence.handle)
-            if kept is not None:
-                kept.evictor.observe(seen.get(index), count)
+        with one_thread(self._device):
+            for index, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
+                kept = self._kept.get(sequence.handle)
+                if kept is not None:
+                    kept.evictor.observe(seen.get(index), count)
 
     def evict(self, sequence: Running, table: tuple[int, ...] | None, step: int) -> Evicted | None:
         """Before a sequence computes more: evicts what its policy says, if it says anything now.

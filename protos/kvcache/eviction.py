@@ -59,6 +59,8 @@ _DEFAULTS: dict[Kind, tuple[int, int, int, int | None]] = {
     Kind.AVERAGE: (0, 0, 672, 64),
     Kind.LAST: (0, 1, 64, 63),
 }
+# Of a window that evicts while the prompt is computed: one token at a time, a step would compute no more than that.
+_PREFILL_PERIOD = 64
 _MAX_TOKENS = 1 << 24
 _MAX_STEPS = 1024
 MIN_LAST = 2
@@ -212,6 +214,8 @@ class _Reader:
             recent = message.score_window_tokens
         elif self._kind is Kind.LAST:
             period = self._maximum - 1
+        elif self._kind is Kind.SLIDING_WINDOW and message.during_prefill:
+            period = _PREFILL_PERIOD
         self._start = self._given("start_tokens", start)
         self._recent = self._given("recent_tokens", recent)
         if self._kind is Kind.SLIDING_WINDOW:

@@ -59,13 +59,15 @@ def is_loopback(address: str) -> bool:
 def prepare(address: str, *, insecure: bool, setting: str = "") -> None:
     """Checks that a server may listen here; clears a unix socket that a killed process left behind.
 
+    insecure: others may reach it as it is; with TLS always.
+
     Raises AddressError, which names the address and, when given, the setting it came from.
     """
     hint = f" (set by {setting})" if setting else ""
     if not insecure and not is_loopback(address):
         raise AddressError(
             f"{address}{hint} can be reached from other machines without TLS: "
-            "use a loopback address or a unix socket, or allow it with KVKEEP_INSECURE=1"
+            "use a loopback address or a unix socket, give KVKEEP_TLS_CERT_FILE, or allow it with KVKEEP_INSECURE=1"
         )
     path = socket_path(address)
     if path is None:

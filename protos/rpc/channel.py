@@ -1,9 +1,13 @@
-"""Channels between processes: keepalive, retries on UNAVAILABLE only, no proxies."""
+"""Channels between processes: keepalive, retries on UNAVAILABLE only, no proxies, TLS and a token where given."""
 
 import json
 from typing import Any
 
 import grpc
+
+from protos.rpc.addresses import socket_path
+from protos.rpc.authorized import AuthorizedChannel, Authorizing
+from protos.rpc.security import PLAIN, Security
 
 _RETRIES = {
     "methodConfig": [
@@ -27,9 +31,10 @@ def _options(max_message_bytes: int) -> list[tuple[str, Any]]:
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.keepalive_time_ms", 20_000),
         ("grpc.keepalive_timeout_ms", 5_000),
-        ("grpc.initial_reconnect_backoff_ms", 100),
+        # Who comes back is heard of soon: the few processes of a stack overwhelm nobody with their attempts.
+        ("grpc.initial_reconnect_backoff_ms", 50),
         ("grpc.min_reconnect_backoff_ms", 1_000),
-        ("grpc.max_reconnect_backoff_ms", 2_000),
+        ("grpc.max_reconnect_backoff_ms", 100),
         ("grpc.enable_retries", 1),
         ("grpc.service_config", json.dumps(_RETRIES)),
         # Processes of one stack talk to each other directly, whatever the machine's proxy settings are.
@@ -39,11 +44,29 @@ def _options(max_message_bytes: int) -> list[tuple[str, Any]]:
     ]
 
 
-def open_channel(address: str, *, max_message_bytes: int = 64 << 20) -> grpc.aio.Channel:
-    """A channel for asyncio to host:port or unix:/path. Every call on it should carry a deadline (`timeout=`)."""
-    return grpc.aio.insecure_channel(address, options=_options(max_message_bytes))
+def _server_name(address: str) -> list[tuple[str, str]]:
+    """Which name a certificate must have, where the address is none: a socket's is that of this machine."""
+    return [("grpc.ssl_target_name_override", "localhost")] if socket_path(address) else []
 
 
-def open_sync_channel(address: str, *, max_message_bytes: int = 64 << 20) -> grpc.Channel:
-    """A channel for threads to host:port or unix:/path. Every call on it should carry a deadline (`timeout=`)."""
-    return grpc.insecure_channel(address, options=_options(max_message_bytes))
+def open_channel(address: str, security: Security = PLAIN, *, max_message_bytes: int = 64 << 20) -> grpc.aio.Channel:
+    """A channel for asyncio to host:port or unix:/path. Every call on it should carry a deadline (`timeout=`).
+
+    Raises AddressError where the token of `security` would travel in the clear.
+    """
+    credentials, options = security.channel_credentials(address), _options(max_message_bytes)
+    if credentials is None:
+        channel = grpc.aio.insecure_channel(address, options=options)
+    else:
+        channel = grpc.aio.secure_channel(address, credentials, options=[*options, *_server_name(address)])
+    return channel if security.token_file is None else AuthorizedChannel(channel, security)
+
+
+def open_sync_channel(address: str, security: Security = PLAIN, *, max_message_bytes: int = 64 << 20) -> grpc.Channel:
+    """A channel for threads, else as `open_channel`."""
+    credentials, options = security.channel_credentials(address), _options(max_message_bytes)
+    if credentials is None:
+        channel = grpc.insecure_channel(address, options=options)
+    else:
+        channel = grpc.secure_channel(address, credentials, options=[*options, *_server_name(address)])
+    return channel if security.token_file is None else grpc.intercept_channel(channel, Authorizing(security))

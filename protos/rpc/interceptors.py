@@ -1,9 +1,10 @@
-"""What happens around every call: strict parsing, errors to statuses, metrics, and a request id in the logs."""
+"""What happens around every call: who may make it, strict parsing, errors to statuses, metrics, and logs."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import secrets
 import time
@@ -14,8 +15,11 @@ import grpc
 import structlog
 from grpc_status import rpc_status
 
-from protos.rpc import metrics
+from protos.rpc import metrics, tracing
 from protos.rpc.errors import MalformedMessageError, ServiceError, UnexpectedError, to_status
+from protos.rpc.guard import Guard, header
+from protos.rpc.identity import Identity, assume, current
+from protos.rpc.roles import is_open
 from protos.rpc.wire import parse_strictly
 
 REQUEST_ID_KEY = "x-request-id"
@@ -26,13 +30,17 @@ log = structlog.get_logger()
 
 # A servicer's method: request (or iterator of requests) and context in; an awaitable or an async generator out.
 Behavior = Callable[[Any, Any], Any]
+# "package.Service/Method" and its request; raises for one that this caller may not make.
+Check = Callable[[str, Any], None]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class ServiceInterceptor(grpc.aio.ServerInterceptor):
     """Wraps every handler of a server, unary or streaming on either side."""
 
-    def __init__(self) -> None:
+    def __init__(self, guard: Guard, check: Check | None = None) -> None:
+        self._guard = guard
+        self._check = check
         self._wrapped: dict[str, Handler] = {}
         self._without_deadline: set[str] = set()
         # Streams in both directions, which stay open as long as both sides live.
@@ -52,7 +60,28 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
             if handler is None:
                 return None
             self._wrapped[method] = self._wrap(handler, method)
+        identity: Identity | None = None
+        try:
+            if not is_open(method):
+                identity = self._guard.identify(header(handler_call_details.invocation_metadata or ()))
+                self._guard.allow(identity, method)
+        except ServiceError as error:
+            return self._refusal(identity, method, error)
+        # For the rest of the call's task.
+        assume(identity)
         return self._wrapped[method]
+
+    def _refusal(self, identity: Identity | None, method: str, error: ServiceError) -> Handler:
+        """Answers without reading a request, of which nobody knows how large it is."""
+
+        async def refuse(_requests: Any, context: Any) -> None:
+            self._begin(context, method)
+            self._guard.audit.refused(identity, method, context.peer(), error.code.name)
+            with contextlib.suppress(ServiceError), _observed(method):
+                raise error
+            await context.abort_with_status(rpc_status.to_status(to_status(error)))
+
+        return grpc.stream_stream_rpc_method_handler(refuse)
 
     def _wrap(self, handler: Any, method: str) -> Handler:
         if handler.request_streaming:
@@ -68,8 +97,8 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         async def call(request: Any, context: Any) -> Any:
             self._begin(context, method)
             try:
-                with _observed(method, context):
-                    return await behavior(_checked(request), context)
+                with _observed(method, context, self._told(method, context, request)):
+                    return await behavior(self._checked(method, request), context)
             except ServiceError as error:
                 await context.abort_with_status(rpc_status.to_status(to_status(error)))
 
@@ -79,8 +108,11 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         async def call(request: Any, context: Any) -> AsyncIterator[Any]:
             self._begin(context, method)
             try:
-                with _observed(method, context):
-                    async with contextlib.aclosing(behavior(_checked(request), context)) as responses:
+                told = self._told(method, context, request)
+                if self._guard.audits(method):
+                    told("STARTED")
+                with _observed(method, context, told):
+                    async with contextlib.aclosing(behavior(self._checked(method, request), context)) as responses:
                         async for response in responses:
                             yield response
             except ServiceError as error:
@@ -88,9 +120,29 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
 
         return call
 
+    def _told(self, method: str, context: Any, request: Any) -> Callable[[str], None]:
+        """What writes down how a call ended: those of operators, and who was refused by the service itself."""
+        identity, audit = current(), self._guard.audit
+        if self._guard.audits(method):
+            return functools.partial(audit.called, identity, method, context.peer(), request)
+
+        def refused(outcome: str) -> None:
+            if outcome == grpc.StatusCode.PERMISSION_DENIED.name:
+                audit.refused(identity, method, context.peer(), outcome)
+
+        return refused
+
+    def _checked(self, method: str, request: Any) -> Any:
+        if isinstance(request, MalformedMessageError):
+            raise request
+        if self._check is not None and not is_open(method):
+            self._check(method, request)
+        return request
+
     def _begin(self, context: Any, method: str) -> None:
         # Each call runs in a task of its own, so that nothing needs to be unbound afterwards.
         structlog.contextvars.bind_contextvars(request_id=_request_id(context), method=method)
+        tracing.receive(_text(context, tracing.TRACEPARENT))
         expected = method.startswith("grpc.") or method in self._sessions
         if context.time_remaining() is None and not expected and method not in self._without_deadline:
             self._without_deadline.add(method)
@@ -98,7 +150,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
 
 
 @contextlib.contextmanager
-def _observed(method: str, context: Any) -> Iterator[None]:
+def _observed(method: str, context: Any = None, told: Callable[[str], None] | None = None) -> Iterator[None]:
     """Counts a call and turns what nobody expected into UnexpectedError, with its traceback in the log."""
     code = grpc.StatusCode.OK
     started = time.monotonic()
@@ -124,19 +176,20 @@ def _observed(method: str, context: Any) -> Iterator[None]:
         in_flight.dec()
         metrics.SECONDS.labels(method).observe(time.monotonic() - started)
         metrics.HANDLED.labels(method, code.name).inc()
+        if told is not None:
+            told(code.name)
 
 
 def _request_id(context: Any) -> str:
+    return _text(context, REQUEST_ID_KEY)[:_MAX_REQUEST_ID] or secrets.token_hex(8)
+
+
+def _text(context: Any, wanted: str) -> str:
+    """What the caller's metadata say under a key; empty for nothing, or for what is no text."""
     for key, value in context.invocation_metadata() or ():
-        if key == REQUEST_ID_KEY and isinstance(value, str) and value.isprintable():
-            return value[:_MAX_REQUEST_ID]
-    return secrets.token_hex(8)
-
-
-def _checked(request: Any) -> Any:
-    if isinstance(request, MalformedMessageError):
-        raise request
-    return request
+        if key == wanted and isinstance(value, str) and value.isprintable():
+            return value
+    return ""
 
 
 def _raising(from_string: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:

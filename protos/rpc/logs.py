@@ -3,8 +3,13 @@
 Message contents (prompts, token ids, secrets) are never logged; tracebacks carry no local variables.
 """
 
+import hashlib
 import logging
+import logging.handlers
+import queue
 import sys
+from pathlib import Path
+from typing import Any
 
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
@@ -13,17 +18,7 @@ from structlog.typing import EventDict, Processor, WrappedLogger
 def configure(process: str, level: str = "info") -> None:
     """Sets up structlog and the standard library's logging for this process."""
     threshold = logging.getLevelNamesMapping()[level.upper()]
-
-    def add_process(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-        event["process"] = process
-        return event
-
-    shared: list[Processor] = [
-        structlog.contextvars.merge_contextvars,
-        structlog.processors.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
-        add_process,
-    ]
+    shared = _shared(process)
     rendering = _rendering(sys.stderr.isatty())
     structlog.configure(
         processors=[*shared, *rendering],
@@ -40,6 +35,49 @@ def configure(process: str, level: str = "info") -> None:
     )
     # Libraries say what is wrong, not what they do.
     logging.basicConfig(handlers=[handler], level=max(threshold, logging.WARNING), force=True)
+
+
+class FileLog:
+    """A log of its own in a file, a JSON line per event of `log`, written in a thread of its own.
+
+    A file that was moved away is opened anew, as logrotate expects. Raises OSError where it cannot be opened.
+    """
+
+    def __init__(self, process: str, path: Path) -> None:
+        self._file = logging.handlers.WatchedFileHandler(path, encoding="utf-8")
+        lines: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._writer = logging.handlers.QueueListener(lines, self._file)
+        self._writer.start()
+        logger = logging.Logger(path.name)
+        logger.addHandler(logging.handlers.QueueHandler(lines))
+        self.log: Any = structlog.wrap_logger(
+            logger,
+            processors=[*_shared(process), structlog.processors.JSONRenderer()],
+            wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        )
+
+    def close(self) -> None:
+        """Writes what is left."""
+        self._writer.stop()
+        self._file.close()
+
+
+def short_hash(secret: str) -> str:
+    """What stands for a name that is not everybody's to know: as `printf %s NAME | sha256sum | cut -c -16`."""
+    return hashlib.sha256(secret.encode()).hexdigest()[:16]
+
+
+def _shared(process: str) -> list[Processor]:
+    def add_process(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+        event["process"] = process
+        return event
+
+    return [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        add_process,
+    ]
 
 
 def _rendering(terminal: bool) -> list[Processor]:

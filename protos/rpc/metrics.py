@@ -1,10 +1,12 @@
 """Metrics that every process has, and the HTTP endpoint that Prometheus reads."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 from prometheus_client import Counter, Gauge, Histogram, start_http_server
 
 from protos.rpc import addresses
+from protos.rpc.security import PLAIN, Security
 
 HANDLED = Counter("kvkeep_rpc_handled", "Calls that ended, by status code.", ["method", "code"])
 SECONDS = Histogram(
@@ -16,12 +18,22 @@ SECONDS = Histogram(
 IN_FLIGHT = Gauge("kvkeep_rpc_in_flight", "Calls being served.", ["method"])
 
 
-def start_http(address: str, *, insecure: bool = False) -> Callable[[], None]:
-    """Serves /metrics on host:port from a thread of its own; returns what stops it. Raises AddressError."""
-    addresses.prepare(address, insecure=insecure)
+def start_http(address: str, security: Security = PLAIN) -> Callable[[], None]:
+    """Serves /metrics on host:port from a thread of its own; returns what stops it. Raises AddressError.
+
+    With TLS a renewed certificate is shown after a restart only, and clients need one where callers do.
+    """
+    addresses.prepare(address, insecure=security.insecure or security.serves_tls)
     host, port = addresses.split_host_port(address)
     try:
-        server, thread = start_http_server(port, host)
+        server, thread = start_http_server(
+            port,
+            host,
+            certfile=_text(security.tls_cert_file),
+            keyfile=_text(security.tls_key_file),
+            client_cafile=_text(security.tls_client_ca_file),
+            client_auth_required=security.tls_client_ca_file is not None,
+        )
     except OSError as error:
         raise addresses.AddressError(f"cannot serve metrics on {address}: {error.strerror}") from error
 
@@ -31,3 +43,7 @@ def start_http(address: str, *, insecure: bool = False) -> Callable[[], None]:
         thread.join()
 
     return stop
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)

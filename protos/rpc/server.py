@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,10 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from protos.rpc import addresses, metrics
+from protos.rpc.guard import Guard
 from protos.rpc.health import Health
-from protos.rpc.interceptors import ServiceInterceptor
+from protos.rpc.interceptors import Check, ServiceInterceptor
+from protos.rpc.security import PLAIN, Security
 
 HEALTH_SERVICE = "grpc.health.v1.Health"
 # The messages of both versions are the same on the wire; grpcio-reflection serves only the first.
@@ -44,15 +46,17 @@ class Server:
         *,
         metrics_address: str = "",
         drain_seconds: float = 10.0,
-        insecure: bool = False,
+        security: Security = PLAIN,
         max_message_bytes: int = 64 << 20,
     ) -> None:
         self._name = name
         self._metrics_address = metrics_address
         self._drain_seconds = drain_seconds
-        self._insecure = insecure
+        self._security = security
+        self.guard = Guard(security.tokens_file, security.audit_file)
         self._max_message_bytes = max_message_bytes
         self._listeners: list[_Listener] = []
+        self._draining = False
         self._stop_metrics: Callable[[], None] | None = None
 
     @property
@@ -61,46 +65,58 @@ class Server:
         return tuple(listener.address for listener in self._listeners)
 
     def listen(
-        self, address: str, services: Mapping[str, Callable[[grpc.aio.Server], None]], *, setting: str = ""
+        self,
+        address: str,
+        services: Mapping[str, Callable[[grpc.aio.Server], None]],
+        *,
+        setting: str = "",
+        parts: Iterable[str] = (),
+        check: Check | None = None,
     ) -> None:
         """Adds a listener. `services` maps full service names to what adds them to a server.
 
-        `setting` is the variable that chose the address, for the message when it cannot be had.
+        `setting` is the variable that chose the address, for the message when it cannot be had. `parts` are names
+        beside the services whose health is told, for what may be away while all services go on. `check` may refuse a
+        request by raising, after the caller's role has been checked.
         """
-        server = grpc.aio.server(interceptors=[ServiceInterceptor()], options=self._options())
+        server = grpc.aio.server(interceptors=[ServiceInterceptor(self.guard, check)], options=self._options())
         for add in services.values():
             add(server)
-        health = Health(services)
+        health = Health((*services, *parts))
         health_pb2_grpc.add_HealthServicer_to_server(health, server)
         # Only the version with a descriptor is announced: clients describe whatever is.
         _add_reflection(server, (*services, HEALTH_SERVICE, REFLECTION_SERVICES[0]))
         self._listeners.append(_Listener(address, setting, server, health))
 
     def set_serving(self, serving: bool, service: str | None = None) -> None:
-        """Sets the health of one service, or of all and the process ("") for None."""
+        """Sets the health of one service, or of all and the process ("") for None. Who drains never serves again."""
         for listener in self._listeners:
-            listener.health.set(serving, service)
+            listener.health.set(serving and not self._draining, service)
 
     async def start(self) -> None:
         """Binds every address, then starts. Raises AddressError when one cannot be had."""
         for listener in self._listeners:
-            addresses.prepare(listener.address, insecure=self._insecure, setting=listener.setting)
-            listener.address = _bind(listener)
+            open_to_all = self._security.insecure or self._security.serves_tls
+            if not (addresses.is_loopback(listener.address) or self._security.asks_callers):
+                log.warning("whoever reaches this address may call it", address=listener.address)
+            addresses.prepare(listener.address, insecure=open_to_all, setting=listener.setting)
+            listener.address = _bind(listener, self._security)
         if self._metrics_address:
-            self._stop_metrics = metrics.start_http(self._metrics_address, insecure=self._insecure)
+            self._stop_metrics = metrics.start_http(self._metrics_address, self._security)
         for listener in self._listeners:
             await listener.server.start()
             log.info("listening", server=self._name, address=listener.address)
 
-    async def run_until_stopped(self, on_drain: Callable[[], Awaitable[None]] | None = None) -> None:
+    async def run_until_stopped(self, on_drain: Callable[[], Awaitable[None]] | None = None) -> bool:
         """Serves until SIGTERM or SIGINT, then drains: NOT_SERVING, `on_drain`, and a grace for running calls.
 
-        A second signal stops at once.
+        A second signal stops at once; returns whether there was none.
         """
         asked, hurried = asyncio.Event(), asyncio.Event()
         with _signals(lambda: (hurried if asked.is_set() else asked).set()):
             await asked.wait()
             log.info("draining", server=self._name)
+            self._draining = True
             self.set_serving(False)
             drain = asyncio.ensure_future(self._drain(on_drain))
             hurry = asyncio.ensure_future(hurried.wait())
@@ -113,6 +129,7 @@ class Server:
         if not drain.cancelled():
             drain.result()
         log.info("stopped", server=self._name)
+        return not hurried.is_set()
 
     async def stop(self) -> None:
         """Stops with the usual grace for running calls."""
@@ -128,6 +145,7 @@ class Server:
         for listener in self._listeners:
             listener.health.close()
         await asyncio.gather(*(listener.server.stop(grace) for listener in self._listeners))
+        self.guard.audit.flush()
         if self._stop_metrics is not None:
             self._stop_metrics()
             self._stop_metrics = None
@@ -144,12 +162,15 @@ class Server:
         ]
 
 
-def _bind(listener: _Listener) -> str:
+def _bind(listener: _Listener, security: Security) -> str:
     """Binds and returns the address with its real port."""
     # Only the user who runs the stack may connect to its sockets.
     previous = os.umask(0o177)
     try:
-        port = listener.server.add_insecure_port(listener.address)
+        if security.serves_tls:
+            port = listener.server.add_secure_port(listener.address, security.server_credentials())
+        else:
+            port = listener.server.add_insecure_port(listener.address)
     except RuntimeError as error:
         raise addresses.in_use(listener.address, listener.setting) from error
     finally:

@@ -1,21 +1,28 @@
 """Settings: one frozen object per process, read once from the environment.
 
-Shared settings are variables KVKEEP_<NAME>, a process's own ones KVKEEP_<PROCESS>_<NAME>. A variable that no process
-knows is an error, so that a typing mistake never passes silently.
+Shared settings are variables KVKEEP_<NAME>, a process's own ones KVKEEP_<PROCESS>_<NAME>; so is a shared one that one
+process shall have differently. A variable that no process knows is an error, so that a typing mistake never passes
+silently.
 """
 
 import difflib
 from collections.abc import Mapping
+from dataclasses import fields
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal, Self, TypeVar
+from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from protos.rpc import addresses
+from protos.rpc.security import Security
 
 PREFIX = "KVKEEP_"
 PROCESSES = ("scheduler", "cachemgr", "executor")
+# Where the metrics of a stack for people are; a process by itself leaves them off.
+STACK_METRICS = {"scheduler": "127.0.0.1:9101", "cachemgr": "127.0.0.1:9102", "executor": "127.0.0.1:9103"}
 
 Address = Annotated[str, AfterValidator(addresses.validate)]
 
@@ -31,9 +38,41 @@ def _validate_metrics(address: str) -> str:
 MetricsAddress = Annotated[str, AfterValidator(_validate_metrics)]
 
 
+OptionalFile = Annotated[Path | None, BeforeValidator(lambda value: value or None)]
+
+_CLUSTER_SCHEMES = {"redis+cluster": "redis", "rediss+cluster": "rediss"}
+
+
+def cluster_nodes(url: str) -> tuple[str, list[tuple[str, int]]]:
+    """A Redis cluster's URL as that of its first node, and all nodes that it names; no nodes where it is no cluster.
+
+    Raises ValueError, which never quotes the URL: there may be a password in it.
+    """
+    scheme, _, rest = url.partition("://")
+    if scheme not in _CLUSTER_SCHEMES:
+        return url, []
+    place, mark, query = rest.partition("?")
+    user, at, hosts = place.rpartition("@")
+    nodes = []
+    for node in hosts.rstrip("/").split(","):
+        host, _, port = node.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+            raise ValueError("must name the nodes of a cluster as host:port,host:port")
+        nodes.append((host.strip("[]"), int(port)))
+    first = hosts.partition(",")[0].rstrip("/")
+    return f"{_CLUSTER_SCHEMES[scheme]}://{user}{at}{first}{mark}{query}", nodes
+
+
 def _validate_redis_url(url: str) -> str:
-    if url and not url.startswith(("redis://", "rediss://", "unix://")):
-        raise ValueError("must begin with redis://, rediss:// or unix://")
+    if url and not url.startswith(("redis://", "rediss://", "unix://", "redis+cluster://", "rediss+cluster://")):
+        raise ValueError("must begin with redis://, rediss://, unix://, redis+cluster:// or rediss+cluster://")
+    plain, _ = cluster_nodes(url)
+    try:
+        # A property that reads the number.
+        _ = urlsplit(plain).port
+    except ValueError as error:
+        # Its own words quote what stands there, which is the password when that has a slash in it.
+        raise ValueError("has a port that is no number; write characters like / ? # in a password as %2F") from error
     return url
 
 
@@ -57,11 +96,47 @@ class ProcessSettings(BaseSettings):
     )
     executor_address: Address = Field("127.0.0.1:50053", description="Where the executor serves.")
     redis_url: Annotated[str, AfterValidator(_validate_redis_url)] = Field(
-        "", description="Redis that keeps the index; empty starts an embedded server."
+        "", description="Redis that keeps the index; empty starts an embedded server.", repr=False
     )
     state_dir: Path = Field(
         default_factory=lambda: Path("~/.local/state/kvkeep").expanduser(), description="Folder for state that stays."
     )
+    tls_cert_file: OptionalFile = Field(
+        None, description="PEM certificate of this process and those behind it; empty serves without TLS."
+    )
+    tls_key_file: OptionalFile = Field(None, description="Its key, which others may not read.")
+    tls_ca_file: OptionalFile = Field(
+        None, description="PEM certificates of those who sign servers' certificates; empty calls without TLS."
+    )
+    tls_client_ca_file: OptionalFile = Field(
+        None, description="Of those who sign callers' certificates; given, nobody calls without one."
+    )
+
+    token_file: OptionalFile = Field(
+        None, description="File with the token that this process shows to others, which others may not read."
+    )
+
+    tokens_file: OptionalFile = Field(
+        None, description="Who may call, by `python -m protos.rpc.tokens new`; empty asks nobody for a token."
+    )
+    audit_file: OptionalFile = Field(
+        None, description="File to which what operators do and who is refused is added, beside the log."
+    )
+
+    @cached_property
+    def security(self) -> Security:
+        """The settings that servers and channels share."""
+        return Security(**{field.name: getattr(self, field.name) for field in fields(Security)})
+
+    @model_validator(mode="after")
+    def _check_security(self) -> Self:
+        self.security.check()
+        try:
+            for address in (self.scheduler_address, self.cachemgr_address, self.executor_address):
+                self.security.check_target(address)
+        except addresses.AddressError as error:
+            raise ValueError(str(error)) from error
+        return self
 
     @classmethod
     def settings_customise_sources(
@@ -87,16 +162,25 @@ def variable(cls: type[ProcessSettings], field: str) -> str:
 
 def load(cls: type[S], environ: Mapping[str, str]) -> S:
     """The settings that an environment describes. Raises SettingsError naming the variable at fault."""
-    fields = {variable(cls, field): field for field in cls.model_fields}
-    _refuse_unknown(fields, environ, cls.process)
-    values: dict[str, object] = {field: environ[name] for name, field in fields.items() if name in environ}
+    known = {variable(cls, field): field for field in cls.model_fields}
+    if cls.process:
+        known |= {f"{PREFIX}{cls.process.upper()}_{field.upper()}": field for field in ProcessSettings.model_fields}
+    _refuse_unknown(known, environ, cls.process)
+    values: dict[str, object] = {field: environ[name] for name, field in known.items() if name in environ}
     if "state_dir" not in values and environ.get("XDG_STATE_HOME"):
         values["state_dir"] = Path(environ["XDG_STATE_HOME"], "kvkeep")
     try:
         return cls(**values)  # type: ignore[arg-type]
     except ValidationError as error:
-        faults = [f"{variable(cls, str(fault['loc'][0]))}: {fault['msg']}" for fault in error.errors()]
+        given = {field: name for name, field in known.items() if name in environ}
+        faults = [_fault(given, fault["loc"], fault["msg"]) for fault in error.errors()]
         raise SettingsError("; ".join(faults)) from error
+
+
+def _fault(given: Mapping[str, str], path: tuple[int | str, ...], message: str) -> str:
+    """What is wrong with a field, by the variable that gave it; what is wrong with several together names them."""
+    message = message.removeprefix("Value error, ")
+    return f"{given[str(path[0])]}: {message}" if path else message
 
 
 def _refuse_unknown(known: Mapping[str, str], environ: Mapping[str, str], process: str) -> None:

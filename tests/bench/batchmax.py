@@ -24,7 +24,7 @@ from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
 from tests.bench import plots
 from tests.bench.fairness import NO_TARGET
-from tests.bench.prose import ProseError, pieces
+from tests.bench.prose import NoTextError, pieces
 from tests.bench.quality import rouge_2
 from tests.bench.serving import INTERRUPTED, RED, RESULTS, keep, machine_facts, note
 from tests.bench.tables import table
@@ -290,7 +290,7 @@ def main() -> int:
     settings = {key: value for key, value in vars(given).items() if key != "json"}
     try:
         kept = {"machine": machine_facts(), "settings": settings, **measure(given)}
-    except ProseError as error:
+    except NoTextError as error:
         print(error, file=sys.stderr)
         return RED
     except KeyboardInterrupt:

@@ -25,7 +25,7 @@ from tests.bench.eviction.cache import Cache
 from tests.bench.eviction.outputs import Outputs
 from tests.bench.eviction.policies import POLICIES
 from tests.bench.eviction.report import report
-from tests.bench.eviction.text import NoTextError, novel, spread
+from tests.bench.prose import NoTextError, novel, spread
 from tests.stack import model_cache
 
 FAILED, INTERRUPTED = 1, 130

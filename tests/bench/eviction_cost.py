@@ -34,6 +34,7 @@ POLICIES: dict[str, dict[str, Any] | None] = {
     "none": None,
     "scores alone": {"kind": "EVICTION_KIND_NORM_SUM", **ROOMY},
     "norm sum 32/32/128": {"kind": "EVICTION_KIND_NORM_SUM", **AREAS},
+    "norm sum, prompts cached": {"kind": "EVICTION_KIND_NORM_SUM", **AREAS},
     "sum 32/32/128": {"kind": "EVICTION_KIND_SUM", **AREAS},
     "adaptive rkv 32/32/128": {"kind": "EVICTION_KIND_ADAPTIVE_RKV", **AREAS},
     "window 4 + 124": {"kind": "EVICTION_KIND_SLIDING_WINDOW", "start_tokens": 4, "recent_tokens": 124},
@@ -44,16 +45,20 @@ POLICIES: dict[str, dict[str, Any] | None] = {
     "key difference 128": {"kind": "EVICTION_KIND_KEYDIFF", "max_cache_tokens": 128},
     "key norm 128": {"kind": "EVICTION_KIND_KNORM", "max_cache_tokens": 128},
 }
+# What leaves its prompt to others moves to blocks of its own; all others leave nothing behind.
+CACHED = "norm sum, prompts cached"
 DECODE = next(case for case in CASES if case.name == "W3")
 PROMPTS = Case("prompts", "prompts alone", (2048,) * 6, 1)
 
 
-def _requests(
-    case: Case, corpus: Corpus, variant: int, fields: dict[str, Any] | None
-) -> list[pb.StreamGenerateRequest]:
+def _requests(case: Case, corpus: Corpus, variant: int, name: str) -> list[pb.StreamGenerateRequest]:
+    """Of one policy."""
     requests = [greedy_request(prompt, case.output_tokens, reuse=False) for prompt in corpus.prompts(case, variant)]
-    for request in requests if fields else ():
-        request.eviction_policy.CopyFrom(pb.EvictionPolicy(**fields))
+    fields = POLICIES[name]
+    for request in requests:
+        request.cache.no_store = name != CACHED
+        if fields is not None:
+            request.eviction_policy.CopyFrom(pb.EvictionPolicy(**fields))
     return requests
 
 
@@ -70,10 +75,10 @@ async def _decode(stack: Stack, requests: list[pb.StreamGenerateRequest]) -> dic
     }
 
 
-async def _prefill(stack: Stack, corpus: Corpus, variant: int, fields: dict[str, Any] | None) -> dict[str, float]:
+async def _prefill(stack: Stack, corpus: Corpus, variant: int, name: str) -> dict[str, float]:
     """Prompt tokens per second, and beside those of the same prompts without a policy, each right after the other."""
     seconds = {True: 0.0, False: 0.0}
-    pairs = zip(_requests(PROMPTS, corpus, variant, fields), _requests(PROMPTS, corpus, variant, None), strict=True)
+    pairs = zip(_requests(PROMPTS, corpus, variant, name), _requests(PROMPTS, corpus, variant, "none"), strict=True)
     async with grpc.aio.insecure_channel(stack.scheduler) as channel:
         stub: rpc.GenerationServiceAsyncStub = rpc.GenerationServiceStub(channel)
         for turn, pair in enumerate(pairs):
@@ -90,12 +95,12 @@ async def measure(stack: Stack, corpus: Corpus, names: list[str], repeats: int) 
     others = Others(processes(stack).values())
     short = replace(DECODE, output_tokens=64)
     for name in names:
-        await _decode(stack, _requests(short, corpus, 0, POLICIES[name]))
+        await _decode(stack, _requests(short, corpus, 0, name))
     for repeat in range(1, repeats + 1):
         order = names[repeat % len(names) :] + names[: repeat % len(names)]
         for name in order:
-            decode = await _decode(stack, _requests(DECODE, corpus, repeat, POLICIES[name]))
-            figures = decode | await _prefill(stack, corpus, repeat, POLICIES[name])
+            decode = await _decode(stack, _requests(DECODE, corpus, repeat, name))
+            figures = decode | await _prefill(stack, corpus, repeat, name)
             for key, value in figures.items():
                 found[name].setdefault(key, []).append(value)
             print(f"{name}, repeat {repeat}: {decode['tokens_per_s']:.1f} tokens/s", file=sys.stderr, flush=True)

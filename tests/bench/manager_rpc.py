@@ -23,14 +23,14 @@ Measured = tuple[str, str, Sequence[float], float | None]
 class Client:
     """An executor and a scheduler at once."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, num_blocks: int = NUM_BLOCKS) -> None:
         self._channel = open_sync_channel(address)
         self.stub = rpc.CacheManagerServiceStub(self._channel)
         self._syncs = itertools.count(1)
         scheduler = pb.RegisterSchedulerRequest(scheduler_id="s", scheduler_epoch=1)
         self._epoch = self.stub.RegisterScheduler(scheduler, timeout=10).manager_epoch
         pool = pb.PoolSpec(
-            group=0, num_blocks=NUM_BLOCKS, num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32", block_bytes=1_024
+            group=0, num_blocks=num_blocks, num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32", block_bytes=1_024
         )
         executor = pb.RegisterExecutorRequest(
             executor_id="e",

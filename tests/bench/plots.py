@@ -161,8 +161,9 @@ def batchmax(kept: Mapping[str, Any], target: Path) -> bool:
         axes.set_ylabel("output tokens/s")
         axes.set_title(title, fontsize=10, loc="left")
     rows = [row for row in kept["quality"] if row["method"].startswith("BM")]
-    for place, key in enumerate(("rouge_2", "agreement")):
-        quality.plot([row["budget"] for row in rows], [row[key] for row in rows], "o-", label=key, color=COLOURS[place])
+    budgets = [row["budget"] for row in rows]
+    for place, (key, label) in enumerate({"rouge_2": "ROUGE-2", "agreement": "same tokens"}.items()):
+        quality.plot(budgets, [row[key] for row in rows], "o-", label=label, color=COLOURS[place])
     quality.set_xlabel("budget in tokens")
     quality.set_title("output beside FKV's", fontsize=10, loc="left")
     quality.legend(frameon=False, fontsize=9)

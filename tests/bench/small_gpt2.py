@@ -9,21 +9,21 @@ from pathlib import Path
 
 from tokenizers import ByteLevelBPETokenizer
 
-from tests.bench.prose import prose
+from tests.bench.prose import novel
 from tests.stack import model_cache
 
 VOCABULARY, POSITIONS, WIDTH = 1024, 64, 128
 STEPS, BATCH = 2_000, 8
 END = "<|endoftext|>"
 # Raise when the training changes, so that an older model is not used.
-_TRAINING = 1
+_TRAINING = 2
 
 
 def small_gpt2() -> Path:
-    """Folder of the model; trains it where that was not done yet. Raises ProseError."""
+    """Folder of the model; trains it where that was not done yet. Raises NoTextError."""
     target = model_cache() / "models" / f"prose-gpt2-{_TRAINING}"
     if not target.is_dir():
-        text = prose()
+        text = novel()
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".training-", dir=target.parent) as scratch:
             made = Path(scratch, "model")

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import track
 
 from cachemgr.api import Retention, RetentionRange
+from cachemgr.ghosts import GhostPolicy
 from tests.bench.replay import Outcome, PoolTooSmallError, Replay, demand, upper_bound, with_pauses
 from tests.bench.trace_file import BLOCK_TOKENS, Request, TraceError, read
 
@@ -158,11 +159,43 @@ def agents(requests: Sequence[Request], block_size: int) -> None:
     print(f"{'endless':>10}{'':>10}  {'upper bound':<20}{bound:>10.2%}")
 
 
+def ghosts(requests: Sequence[Request], block_size: int, sample: int) -> None:
+    """What ghost caches of one pool tell, beside pools that really have these sizes."""
+    base, _ = demand(requests, WINDOW_SECONDS)
+    blocks = blocks_in(base, block_size)
+    policies = {"least recently used": no_wishes, "wishes": wishes_by_history}
+    print(
+        f"\nGhost caches of a pool of {blocks:,} blocks that follow {min(sample, blocks):,}, beside pools of these"
+        f" sizes.\n{'policy':<20}{'blocks':>10}{'pool':>10}{'ghost':>10}{'error':>10}"
+    )
+    for name, policy in policies.items():
+        replay = Replay(blocks, block_size, sample)
+        seconds = replay.time_ghosts()
+        replay.run(shown(requests, f"ghosts, {name}"), policy(requests))
+        report = replay.ghosts()
+        of = {one.total_blocks: one for one in report.caches if one.policy is GhostPolicy.RETENTION}
+        pools = {f"{size:g}x": blocks_in(size * blocks * block_size, block_size) * float(block_size) for size in SIZES}
+        for label, _, outcome in replays(requests, pools, {name: policy}, block_size):
+            total = blocks_in(pools[label], block_size)
+            found = of[total].hit_tokens / report.queried_tokens
+            print(
+                f"{name:<20}{total:>10,}{outcome.hit_rate:>10.2%}{found:>10.2%}{found - outcome.hit_rate:>10.2%}",
+                flush=True,
+            )
+        taken = sum(seconds)
+        print(
+            f"  all caches together took {taken / len(requests) * 1e6:,.0f} us of the CPU per request, "
+            f"{taken / report.queried_blocks * 1e6:.2f} us per block: 1 % of a core for"
+            f" {0.01 / taken * report.queried_tokens:,.0f} prompt tokens per second"
+        )
+
+
 def main() -> int:
     """Reads the trace and prints both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, help="only so many requests, from the beginning")
     parser.add_argument("--block-size", type=int, choices=(16, 512), default=512, help="tokens per block (512)")
+    parser.add_argument("--ghosts", type=int, metavar="N", help="only how good ghost caches are that follow N blocks")
     arguments = parser.parse_args()
     trace = os.environ.get("TRACE", "")
     if not trace:
@@ -181,6 +214,9 @@ def main() -> int:
     seconds = requests[-1].time - requests[0].time
     print(f"{len(requests):,} requests of {conversations:,} conversations in {seconds:,.0f} s, blocks of", end=" ")
     print(f"{arguments.block_size} tokens")
+    if arguments.ghosts:
+        ghosts(requests, arguments.block_size, arguments.ghosts)
+        return 0
     sizes(requests, arguments.block_size)
     agents(requests, arguments.block_size)
     return 0

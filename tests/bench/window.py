@@ -27,7 +27,7 @@ from protos.kvcache.eviction import Layout, parse
 from protos.kvcache.v1 import kvcache_pb2 as kv
 from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
 from tests.bench import plots
-from tests.bench.prose import ProseError, pieces
+from tests.bench.prose import NoTextError, pieces
 from tests.bench.serving import INTERRUPTED, RED, RESULTS, keep, machine_facts, note
 from tests.bench.small_gpt2 import small_gpt2
 from tests.bench.tables import table
@@ -316,7 +316,7 @@ def main() -> int:
             print(show(name, tables), flush=True)
             rows = tables["memory"] + tables["preemptions"] + tables["capacity"]
             wrong |= any(row["exact"] != row["outputs"] for row in rows)
-    except ProseError as error:
+    except NoTextError as error:
         print(error, file=sys.stderr)
         return RED
     except KeyboardInterrupt:

@@ -101,7 +101,7 @@ class Player:
     def _enter(self, name: str, answer: Any, token_ids: list[int], root: object, extra: list[pb.ExtraKey]) -> None:
         tables = [list(table.slots) for table in answer.block_tables]
         self.sequences[name] = Live(name, answer.sequence_handle, list(token_ids), root, extra, tables, 0)
-        self._copy(answer.transfers)
+        self.copy(answer.transfers)
 
     def compute(self, name: str, length: int | None = None) -> None:
         """Computes so many tokens, or all known ones but the newest, and reports it."""
@@ -212,10 +212,11 @@ class Player:
         for group, given in zip(answer.extended_groups, answer.extended_counts, strict=True):
             live.tables[group] += slots[:given]
             del slots[:given]
-        self._copy(answer.transfers)
+        self.copy(answer.transfers)
         return answer
 
-    def _copy(self, transfers: Any) -> None:
+    def copy(self, transfers: Any) -> None:
+        """Runs transfers and confirms them."""
         self.transfers = list(transfers)
         if not self.transfers:
             return

@@ -29,7 +29,7 @@ async def kvctl(stack: Stack, folder: Path, *options: str) -> tuple[int, str, li
     """Status, everything it printed, and the lines of its file."""
     target = folder / "limits.csv"
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "scheduler.kvctl", "limits", "--address", stack.scheduler, "--admin", stack.admin,
+        sys.executable, "-m", "kvctl", "limits", "--scheduler", stack.scheduler, "--server", stack.admin,
         "--prompt-tokens", str(PROMPT), "--csv", str(target), *options, stdout=PIPE, stderr=PIPE,
     )  # fmt: skip
     out, err = await process.communicate()
@@ -79,8 +79,8 @@ async def test_the_most_prompts_at_once_are_found_by_bisecting(tiny: Stack, tmp_
 async def test_ctrl_c_ends_it_and_keeps_the_rounds_so_far(tiny: Stack, tmp_path: Path) -> None:
     target = tmp_path / "limits.csv"
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "scheduler.kvctl", "limits", "--mode", "gen_length", "--address", tiny.scheduler,
-        "--admin", tiny.admin, "--prompt-tokens", str(PROMPT), "--csv", str(target),
+        sys.executable, "-m", "kvctl", "limits", "--mode", "gen_length", "--scheduler", tiny.scheduler,
+        "--server", tiny.admin, "--prompt-tokens", str(PROMPT), "--csv", str(target),
         "--policy", "sliding_window", "--recent", "64", "--compacted", stdout=PIPE, stderr=PIPE,
         # Where the tests run in the background, a child would not hear of it.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
@@ -91,25 +91,25 @@ async def test_ctrl_c_ends_it_and_keeps_the_rounds_so_far(tiny: Stack, tmp_path:
     process.send_signal(signal.SIGINT)
     _, err = await process.communicate()
     assert process.returncode == 130
-    assert err.decode().splitlines() == ["interrupted"]
+    assert err == b""
     assert len(target.read_text().splitlines()) >= 4
 
 
 @pytest.mark.model
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "status", "said"),
     [
-        (("--policy", "norm_sum", "--budget", "100"), "error: eviction_policy.max_cache_tokens must be a multiple"),
-        (("--prompt-tokens", "400"), "error: token_ids.token_ids has 400 tokens"),
-        (("--admin", "unix:/nowhere"), "error: no answer at "),
-        (("--executor-metrics", free_address()), "error: no metrics at "),
+        (("--policy", "norm_sum", "--budget", "100"), 2, "error: eviction_policy.max_cache_tokens must be a multiple"),
+        (("--prompt-tokens", "400"), 2, "error: token_ids.token_ids has 400 tokens"),
+        (("--server", "unix:/nowhere"), 3, "error: no answer at "),
+        (("--executor-metrics", free_address()), 4, "error: no metrics at "),
     ],
 )
 async def test_what_is_wrong_is_said_in_one_line(
-    tiny: Stack, tmp_path: Path, options: tuple[str, ...], said: str
+    tiny: Stack, tmp_path: Path, options: tuple[str, ...], status: int, said: str
 ) -> None:
-    status, printed, rows = await kvctl(tiny, tmp_path, "--mode", "gen_length", *options)
-    assert status == 1
+    ended, printed, rows = await kvctl(tiny, tmp_path, "--mode", "gen_length", *options)
+    assert ended == status
     assert printed.startswith(said)
     assert printed.count("\n") == 1
     assert rows == []
@@ -118,7 +118,7 @@ async def test_what_is_wrong_is_said_in_one_line(
 @pytest.mark.parametrize("options", [("--policy", "best"), ("--budget", "64")])
 async def test_a_policy_that_does_not_exist_or_is_not_named_is_refused(options: tuple[str, ...]) -> None:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "scheduler.kvctl", "limits", "--mode", "gen_length", *options, stdout=PIPE, stderr=PIPE
+        sys.executable, "-m", "kvctl", "limits", "--mode", "gen_length", *options, stdout=PIPE, stderr=PIPE
     )
     _, err = await process.communicate()
     assert process.returncode == 2

@@ -147,6 +147,17 @@ async def test_an_executor_that_dies_costs_an_evicting_request_nothing_though_it
 
 
 @pytest.mark.model
+@pytest.mark.parametrize("fields", [MORE["h2o"], None], ids=["h2o", "no policy"])
+async def test_a_cached_prompt_is_recomputed_where_it_has_no_room_twice(fields: dict[str, Any] | None) -> None:
+    with Stack(executor_max_tokens=PROMPT + 180) as own:
+        request = request_of("again", fields)
+        request.cache.no_read = fields is None
+        outputs = [await run(own, request) for _ in range(3)]
+        assert outputs[0][0].token_ids == outputs[1][0].token_ids == outputs[2][0].token_ids
+        assert not (await settle(own.admin)).violations
+
+
+@pytest.mark.model
 async def test_a_budget_above_the_length_gives_the_same_output(stack: Stack) -> None:
     wide = {"window": {"recent_tokens": 400}, "compacted": {"recent_tokens": 400}}
     for name, fields in POLICIES.items():

@@ -20,7 +20,8 @@ from tests.stack import Stack
 GRPCURL = Path(sys.executable).parent / "grpcurl"
 DATA, ADMIN, EVENTS = (f"kvcache.v1.Cache{name}Service" for name in ("Manager", "Admin", "Event"))
 EXECUTOR, GENERATION = "execution.v1.ExecutorService", "generation.v1.GenerationService"
-SERVICES = (DATA, ADMIN, EVENTS, EXECUTOR, GENERATION)
+OPERATION = "generation.v1.SchedulerAdminService"
+SERVICES = (DATA, ADMIN, EVENTS, EXECUTOR, GENERATION, OPERATION)
 # grpcurl adds 64 to the code of a status.
 FAILED_PRECONDITION, NOT_FOUND = 64 + 9, 64 + 5
 
@@ -80,6 +81,7 @@ def address_of(stack: Stack, service: str) -> str:
         EVENTS: stack.admin,
         EXECUTOR: stack.executor,
         GENERATION: stack.scheduler,
+        OPERATION: stack.scheduler,
     }[service]
 
 
@@ -124,8 +126,16 @@ def test_every_method_of_generation(client: Grpcurl) -> None:
     messages = client.stream(f"{GENERATION}/StreamGenerate", text="The capital of France is", max_tokens=8)
     assert "Paris" in "".join(message["text"] for message in messages)
     assert messages[-1]["usage"]["output_tokens"] == 8
+    assert len(client.call(f"{GENERATION}/TokenizePrompt", text="The capital of France is")["token_ids"]) == 5
     loads = client.call(f"{GENERATION}/GetLoads")
     assert int(loads["steps"]) > 0
+
+
+@pytest.mark.parametrize("client", [OPERATION], indirect=True)
+def test_every_method_of_the_schedulers_operation(client: Grpcurl) -> None:
+    # What others find drained, they cannot use: only what it would do.
+    answer = client.call(f"{OPERATION}/SetDraining", draining=True, validate_only=True)
+    assert set(answer) == {"running_requests", "waiting_requests"}
 
 
 @pytest.mark.parametrize("client", [EXECUTOR], indirect=True)
@@ -156,6 +166,7 @@ def test_every_method_of_the_admin_service(client: Grpcurl, stack: Stack) -> Non
     purged = client.call(f"{ADMIN}/PurgeBlocks", filter={"pool_id": pool_id}, validate_only=True)
     assert int(purged["purged_blocks"]) > 0
     assert client.call(f"{ADMIN}/GetStats", pool_id=pool_id, window="60s")["tiers"]
+    assert client.call(f"{ADMIN}/GetGhostCaches", executor_id=pool_id.partition("/")[0])["caches"]
     assert client.call(f"{ADMIN}/ListPrefixes", pool_id=pool_id)["prefixes"]
     client.call(f"{ADMIN}/ListLeases", pool_id=pool_id)
     total = client.call(f"{ADMIN}/GetPool", pool_id=pool_id)["pool"]["total_blocks"]

@@ -11,13 +11,14 @@ from setuptools import find_packages
 
 from tests.stack import ROOT
 
-PACKAGES = ("protos", "cachemgr", "scheduler", "executor", "kernels")
+PACKAGES = ("protos", "cachemgr", "scheduler", "executor", "kernels", "kvctl")
 MAY_IMPORT = {
     "protos": {"protos"},
     "kernels": {"kernels"},
     "cachemgr": {"cachemgr", "protos"},
     "scheduler": {"scheduler", "protos"},
     "executor": {"executor", "kernels", "protos"},
+    "kvctl": {"kvctl", "protos"},
 }
 GENERATED = ("_pb2.py", "_pb2_grpc.py")
 MAX_FILE_LINES, MAX_MAKEFILE_LINES, MAX_README_LINES = 400, 120, 250
@@ -48,9 +49,13 @@ def test_package_imports_only_what_it_may(package: str) -> None:
 
 @pytest.mark.parametrize(
     ("package", "heavy"),
-    [("cachemgr", ("torch", "transformers", "triton", "numpy")), ("scheduler", ("torch", "transformers", "triton"))],
+    [
+        ("cachemgr", ("torch", "transformers", "triton", "numpy")),
+        ("scheduler", ("torch", "transformers", "triton")),
+        ("kvctl", ("torch", "transformers", "triton", "numpy", "tokenizers", "redis", "uvloop")),
+    ],
 )
-def test_service_runs_without_heavy_packages(package: str, heavy: tuple[str, ...]) -> None:
+def test_package_runs_without_heavy_packages(package: str, heavy: tuple[str, ...]) -> None:
     modules = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sources(package) if path.stem != "__main__"
     ]
@@ -66,7 +71,7 @@ print(*sorted(set({heavy}) & set(sys.modules)))
     assert done.stdout.strip() == ""
 
 
-def test_distribution_holds_exactly_the_five_packages() -> None:
+def test_distribution_holds_exactly_the_six_packages() -> None:
     config = tomllib.loads((ROOT / "pyproject.toml").read_text())
     include = config["tool"]["setuptools"]["packages"]["find"]["include"]
     found = {name.partition(".")[0] for name in find_packages(str(ROOT), include=include)}

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -29,12 +30,13 @@ class RunningStack:
     """ops/run_stack.py as a process, with a state folder and ports of its own."""
 
     def __init__(self, folder: Path, **settings: str) -> None:
-        self.address = free_address()
+        self.address, self.http = free_address(), free_address()
         environment = {name: value for name, value in os.environ.items() if not name.startswith("KVKEEP_")}
         environment |= {f"KVKEEP_{name}_ADDRESS": free_address() for name in PROCESSES}
         environment |= {f"KVKEEP_{name}_METRICS_ADDRESS": "" for name in PROCESSES if "_" not in name}
         environment |= {
             "KVKEEP_SCHEDULER_ADDRESS": self.address,
+            "KVKEEP_SCHEDULER_HTTP_ADDRESS": self.http,
             "KVKEEP_EXECUTOR_MAX_TOKENS": "4096",
             "XDG_STATE_HOME": str(folder),
             "PYTHONPATH": str(ROOT),
@@ -129,6 +131,9 @@ def test_stack_becomes_ready_answers_and_leaves_nothing_behind(run_stack: Callab
     for variable in ("SCHEDULER", "CACHEMGR", "CACHEMGR_ADMIN", "EXECUTOR"):
         assert stack.environment[f"KVKEEP_{variable}_ADDRESS"] in stack.output
     assert "unix://" in stack.output
+    [api] = re.findall(r"http  +(http://\S+/v1)$", stack.output, re.MULTILINE)
+    with urllib.request.urlopen(f"{api}/models", timeout=10) as models:
+        assert b"SmolLM2" in models.read()
     children = stack.children()
     assert set(children) == {"redis", "cachemgr", "executor", "scheduler"}
 

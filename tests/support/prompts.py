@@ -22,7 +22,8 @@ def chat(content: str) -> str:
     return f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
 
 
-def _prose(index: int) -> str:
+def prose(index: int) -> str:
+    """English prose, some hundred thousand characters; the beginning is one of a few."""
     return topics[SECTIONS[index % len(SECTIONS)]] + topics["specialnames"] + topics["types"]
 
 
@@ -40,8 +41,8 @@ def prompts(
         if len(question) >= length:
             result.append(question[: max(length, shortest)])
             continue
-        prose = encode(f"Text {index}: " + _prose(index)[index * 97 :])
-        result.append(prose[: length - len(question)] + question)
+        text = encode(f"Text {index}: " + prose(index)[index * 97 :])
+        result.append(text[: length - len(question)] + question)
     return result
 
 
@@ -57,5 +58,5 @@ def shared_prefix_prompts(
     common = encode(f"Variant {variant}. " + topics["specialnames"])[:prefix]
     low, high = own
     step = (high - low) / max(count - 1, 1)
-    tails = (encode(f"Question {index}: " + _prose(index)[index * 131 :]) for index in range(count))
+    tails = (encode(f"Question {index}: " + prose(index)[index * 131 :]) for index in range(count))
     return [common + tail[: round(low + step * index)] for index, tail in enumerate(tails)]

@@ -42,6 +42,13 @@ class KvCrushAnchor(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     KV_CRUSH_ANCHOR_ONES: _ClassVar[KvCrushAnchor]
     KV_CRUSH_ANCHOR_ALTERNATING: _ClassVar[KvCrushAnchor]
     KV_CRUSH_ANCHOR_MEAN: _ClassVar[KvCrushAnchor]
+
+class StepTier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    STEP_TIER_UNSPECIFIED: _ClassVar[StepTier]
+    STEP_TIER_DEVICE: _ClassVar[StepTier]
+    STEP_TIER_HOST: _ClassVar[StepTier]
+    STEP_TIER_DISK: _ClassVar[StepTier]
 EVICTION_KIND_UNSPECIFIED: EvictionKind
 EVICTION_KIND_NONE: EvictionKind
 EVICTION_KIND_SLIDING_WINDOW: EvictionKind
@@ -66,6 +73,10 @@ KV_CRUSH_ANCHOR_ZEROS: KvCrushAnchor
 KV_CRUSH_ANCHOR_ONES: KvCrushAnchor
 KV_CRUSH_ANCHOR_ALTERNATING: KvCrushAnchor
 KV_CRUSH_ANCHOR_MEAN: KvCrushAnchor
+STEP_TIER_UNSPECIFIED: StepTier
+STEP_TIER_DEVICE: StepTier
+STEP_TIER_HOST: StepTier
+STEP_TIER_DISK: StepTier
 
 class GetModelRequest(_message.Message):
     __slots__ = ()
@@ -233,7 +244,7 @@ class StepBlockTable(_message.Message):
     def __init__(self, group: _Optional[int] = ..., slots: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class NewSequence(_message.Message):
-    __slots__ = ("sequence", "token_ids", "num_prompt_tokens", "num_computed_tokens", "block_tables", "sampling", "eviction_policy")
+    __slots__ = ("sequence", "token_ids", "num_prompt_tokens", "num_computed_tokens", "block_tables", "sampling", "eviction_policy", "traceparent")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -241,6 +252,7 @@ class NewSequence(_message.Message):
     BLOCK_TABLES_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     EVICTION_POLICY_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_prompt_tokens: int
@@ -248,10 +260,11 @@ class NewSequence(_message.Message):
     block_tables: _containers.RepeatedCompositeFieldContainer[StepBlockTable]
     sampling: SamplingParams
     eviction_policy: EvictionPolicy
-    def __init__(self, sequence: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., block_tables: _Optional[_Iterable[_Union[StepBlockTable, _Mapping]]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., eviction_policy: _Optional[_Union[EvictionPolicy, _Mapping]] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, sequence: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., block_tables: _Optional[_Iterable[_Union[StepBlockTable, _Mapping]]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., eviction_policy: _Optional[_Union[EvictionPolicy, _Mapping]] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class Step(_message.Message):
-    __slots__ = ("step", "removed_sequences", "new_sequences", "chunk_sequences", "chunk_tokens", "idle_sequences", "table_sequences", "table_groups", "table_counts", "table_slots", "copy_tickets", "copy_groups", "copy_source_slots", "copy_target_slots", "evicting_sequences", "evicting_counts", "evicting_slots")
+    __slots__ = ("step", "removed_sequences", "new_sequences", "chunk_sequences", "chunk_tokens", "idle_sequences", "table_sequences", "table_groups", "table_counts", "table_slots", "copy_tickets", "copy_groups", "copy_source_slots", "copy_target_slots", "evicting_sequences", "evicting_counts", "evicting_slots", "copy_source_tiers", "copy_target_tiers", "awaits_copies")
     STEP_FIELD_NUMBER: _ClassVar[int]
     REMOVED_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     NEW_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
@@ -269,6 +282,9 @@ class Step(_message.Message):
     EVICTING_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     EVICTING_COUNTS_FIELD_NUMBER: _ClassVar[int]
     EVICTING_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    COPY_SOURCE_TIERS_FIELD_NUMBER: _ClassVar[int]
+    COPY_TARGET_TIERS_FIELD_NUMBER: _ClassVar[int]
+    AWAITS_COPIES_FIELD_NUMBER: _ClassVar[int]
     step: int
     removed_sequences: _containers.RepeatedScalarFieldContainer[int]
     new_sequences: _containers.RepeatedCompositeFieldContainer[NewSequence]
@@ -286,7 +302,10 @@ class Step(_message.Message):
     evicting_sequences: _containers.RepeatedScalarFieldContainer[int]
     evicting_counts: _containers.RepeatedScalarFieldContainer[int]
     evicting_slots: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, step: _Optional[int] = ..., removed_sequences: _Optional[_Iterable[int]] = ..., new_sequences: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., chunk_sequences: _Optional[_Iterable[int]] = ..., chunk_tokens: _Optional[_Iterable[int]] = ..., idle_sequences: _Optional[_Iterable[int]] = ..., table_sequences: _Optional[_Iterable[int]] = ..., table_groups: _Optional[_Iterable[int]] = ..., table_counts: _Optional[_Iterable[int]] = ..., table_slots: _Optional[_Iterable[int]] = ..., copy_tickets: _Optional[_Iterable[int]] = ..., copy_groups: _Optional[_Iterable[int]] = ..., copy_source_slots: _Optional[_Iterable[int]] = ..., copy_target_slots: _Optional[_Iterable[int]] = ..., evicting_sequences: _Optional[_Iterable[int]] = ..., evicting_counts: _Optional[_Iterable[int]] = ..., evicting_slots: _Optional[_Iterable[int]] = ...) -> None: ...
+    copy_source_tiers: _containers.RepeatedScalarFieldContainer[StepTier]
+    copy_target_tiers: _containers.RepeatedScalarFieldContainer[StepTier]
+    awaits_copies: bool
+    def __init__(self, step: _Optional[int] = ..., removed_sequences: _Optional[_Iterable[int]] = ..., new_sequences: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., chunk_sequences: _Optional[_Iterable[int]] = ..., chunk_tokens: _Optional[_Iterable[int]] = ..., idle_sequences: _Optional[_Iterable[int]] = ..., table_sequences: _Optional[_Iterable[int]] = ..., table_groups: _Optional[_Iterable[int]] = ..., table_counts: _Optional[_Iterable[int]] = ..., table_slots: _Optional[_Iterable[int]] = ..., copy_tickets: _Optional[_Iterable[int]] = ..., copy_groups: _Optional[_Iterable[int]] = ..., copy_source_slots: _Optional[_Iterable[int]] = ..., copy_target_slots: _Optional[_Iterable[int]] = ..., evicting_sequences: _Optional[_Iterable[int]] = ..., evicting_counts: _Optional[_Iterable[int]] = ..., evicting_slots: _Optional[_Iterable[int]] = ..., copy_source_tiers: _Optional[_Iterable[_Union[StepTier, str]]] = ..., copy_target_tiers: _Optional[_Iterable[_Union[StepTier, str]]] = ..., awaits_copies: _Optional[bool] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("index", "logprob", "top_token_ids", "top_logprobs")
@@ -301,7 +320,7 @@ class TokenLogprobs(_message.Message):
     def __init__(self, index: _Optional[int] = ..., logprob: _Optional[float] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class StepResult(_message.Message):
-    __slots__ = ("step", "sequences", "token_ids", "stopped", "logprobs", "compute_time", "idle_time", "num_tokens", "evicted_sequences", "evicted_tokens", "kept_masses")
+    __slots__ = ("step", "sequences", "token_ids", "stopped", "logprobs", "compute_time", "idle_time", "num_tokens", "evicted_sequences", "evicted_tokens", "kept_masses", "copied_tickets", "failed_tickets", "host_block_time", "disk_block_time")
     STEP_FIELD_NUMBER: _ClassVar[int]
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -313,6 +332,10 @@ class StepResult(_message.Message):
     EVICTED_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     EVICTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     KEPT_MASSES_FIELD_NUMBER: _ClassVar[int]
+    COPIED_TICKETS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_TICKETS_FIELD_NUMBER: _ClassVar[int]
+    HOST_BLOCK_TIME_FIELD_NUMBER: _ClassVar[int]
+    DISK_BLOCK_TIME_FIELD_NUMBER: _ClassVar[int]
     step: int
     sequences: _containers.RepeatedScalarFieldContainer[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -324,4 +347,8 @@ class StepResult(_message.Message):
     evicted_sequences: _containers.RepeatedScalarFieldContainer[int]
     evicted_tokens: _containers.RepeatedScalarFieldContainer[int]
     kept_masses: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, step: _Optional[int] = ..., sequences: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., stopped: _Optional[_Iterable[bool]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., compute_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., idle_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., num_tokens: _Optional[int] = ..., evicted_sequences: _Optional[_Iterable[int]] = ..., evicted_tokens: _Optional[_Iterable[int]] = ..., kept_masses: _Optional[_Iterable[float]] = ...) -> None: ...
+    copied_tickets: _containers.RepeatedScalarFieldContainer[int]
+    failed_tickets: _containers.RepeatedScalarFieldContainer[int]
+    host_block_time: _duration_pb2.Duration
+    disk_block_time: _duration_pb2.Duration
+    def __init__(self, step: _Optional[int] = ..., sequences: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., stopped: _Optional[_Iterable[bool]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., compute_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., idle_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., num_tokens: _Optional[int] = ..., evicted_sequences: _Optional[_Iterable[int]] = ..., evicted_tokens: _Optional[_Iterable[int]] = ..., kept_masses: _Optional[_Iterable[float]] = ..., copied_tickets: _Optional[_Iterable[int]] = ..., failed_tickets: _Optional[_Iterable[int]] = ..., host_block_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., disk_block_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...

@@ -103,13 +103,25 @@ FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 
+class CacheBreakpoint(_message.Message):
+    __slots__ = ("content_end", "retention_priority", "retention_duration")
+    CONTENT_END_FIELD_NUMBER: _ClassVar[int]
+    RETENTION_PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    RETENTION_DURATION_FIELD_NUMBER: _ClassVar[int]
+    content_end: int
+    retention_priority: int
+    retention_duration: _duration_pb2.Duration
+    def __init__(self, content_end: _Optional[int] = ..., retention_priority: _Optional[int] = ..., retention_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
 class ChatMessage(_message.Message):
-    __slots__ = ("role", "content")
+    __slots__ = ("role", "content", "cache_breakpoints")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     CONTENT_FIELD_NUMBER: _ClassVar[int]
+    CACHE_BREAKPOINTS_FIELD_NUMBER: _ClassVar[int]
     role: str
     content: str
-    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ...) -> None: ...
+    cache_breakpoints: _containers.RepeatedCompositeFieldContainer[CacheBreakpoint]
+    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ..., cache_breakpoints: _Optional[_Iterable[_Union[CacheBreakpoint, _Mapping]]] = ...) -> None: ...
 
 class ChatInput(_message.Message):
     __slots__ = ("messages",)
@@ -158,7 +170,7 @@ class RetentionRange(_message.Message):
     def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ..., retention_priority: _Optional[int] = ..., retention_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class CacheOptions(_message.Message):
-    __slots__ = ("salt", "retention_ranges", "decode_retention_priority", "no_read", "no_store", "decode_retention_duration", "session_id", "tenant_id", "kv_hints")
+    __slots__ = ("salt", "retention_ranges", "decode_retention_priority", "no_read", "no_store", "decode_retention_duration", "session_id", "tenant_id", "kv_hints", "onboarding_timeout")
     SALT_FIELD_NUMBER: _ClassVar[int]
     RETENTION_RANGES_FIELD_NUMBER: _ClassVar[int]
     DECODE_RETENTION_PRIORITY_FIELD_NUMBER: _ClassVar[int]
@@ -168,6 +180,7 @@ class CacheOptions(_message.Message):
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_ID_FIELD_NUMBER: _ClassVar[int]
     KV_HINTS_FIELD_NUMBER: _ClassVar[int]
+    ONBOARDING_TIMEOUT_FIELD_NUMBER: _ClassVar[int]
     salt: str
     retention_ranges: _containers.RepeatedCompositeFieldContainer[RetentionRange]
     decode_retention_priority: int
@@ -177,7 +190,8 @@ class CacheOptions(_message.Message):
     session_id: str
     tenant_id: str
     kv_hints: KvHints
-    def __init__(self, salt: _Optional[str] = ..., retention_ranges: _Optional[_Iterable[_Union[RetentionRange, _Mapping]]] = ..., decode_retention_priority: _Optional[int] = ..., no_read: _Optional[bool] = ..., no_store: _Optional[bool] = ..., decode_retention_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., session_id: _Optional[str] = ..., tenant_id: _Optional[str] = ..., kv_hints: _Optional[_Union[KvHints, _Mapping]] = ...) -> None: ...
+    onboarding_timeout: _duration_pb2.Duration
+    def __init__(self, salt: _Optional[str] = ..., retention_ranges: _Optional[_Iterable[_Union[RetentionRange, _Mapping]]] = ..., decode_retention_priority: _Optional[int] = ..., no_read: _Optional[bool] = ..., no_store: _Optional[bool] = ..., decode_retention_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., session_id: _Optional[str] = ..., tenant_id: _Optional[str] = ..., kv_hints: _Optional[_Union[KvHints, _Mapping]] = ..., onboarding_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class KvHints(_message.Message):
     __slots__ = ("protocol_version", "message_id", "actions")
@@ -334,7 +348,7 @@ class TokenLogprobs(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "cached_tokens", "output_tokens", "preemptions", "queue_time", "time_to_first_token", "total_time", "retention_receipts", "hint_answers", "eviction")
+    __slots__ = ("prompt_tokens", "cached_tokens", "output_tokens", "preemptions", "queue_time", "time_to_first_token", "total_time", "retention_receipts", "hint_answers", "eviction", "host_tokens", "disk_tokens")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -345,6 +359,8 @@ class Usage(_message.Message):
     RETENTION_RECEIPTS_FIELD_NUMBER: _ClassVar[int]
     HINT_ANSWERS_FIELD_NUMBER: _ClassVar[int]
     EVICTION_FIELD_NUMBER: _ClassVar[int]
+    HOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DISK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
@@ -355,7 +371,9 @@ class Usage(_message.Message):
     retention_receipts: _containers.RepeatedCompositeFieldContainer[RetentionReceipt]
     hint_answers: _containers.RepeatedCompositeFieldContainer[HintAnswer]
     eviction: EvictionReport
-    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., queue_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., time_to_first_token: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., total_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., retention_receipts: _Optional[_Iterable[_Union[RetentionReceipt, _Mapping]]] = ..., hint_answers: _Optional[_Iterable[_Union[HintAnswer, _Mapping]]] = ..., eviction: _Optional[_Union[EvictionReport, _Mapping]] = ...) -> None: ...
+    host_tokens: int
+    disk_tokens: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., queue_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., time_to_first_token: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., total_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., retention_receipts: _Optional[_Iterable[_Union[RetentionReceipt, _Mapping]]] = ..., hint_answers: _Optional[_Iterable[_Union[HintAnswer, _Mapping]]] = ..., eviction: _Optional[_Union[EvictionReport, _Mapping]] = ..., host_tokens: _Optional[int] = ..., disk_tokens: _Optional[int] = ...) -> None: ...
 
 class StreamGenerateResponse(_message.Message):
     __slots__ = ("request_id", "text", "token_ids", "logprobs", "finish_reason", "usage", "sample_index")
@@ -374,6 +392,20 @@ class StreamGenerateResponse(_message.Message):
     usage: Usage
     sample_index: int
     def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., sample_index: _Optional[int] = ...) -> None: ...
+
+class TokenizePromptRequest(_message.Message):
+    __slots__ = ("text", "chat")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    CHAT_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    chat: ChatInput
+    def __init__(self, text: _Optional[str] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ...) -> None: ...
+
+class TokenizePromptResponse(_message.Message):
+    __slots__ = ("token_ids",)
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GetModelRequest(_message.Message):
     __slots__ = ()
@@ -408,3 +440,19 @@ class GetLoadsResponse(_message.Message):
     steps: int
     preemptions: int
     def __init__(self, running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., max_waiting_requests: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ...) -> None: ...
+
+class SetDrainingRequest(_message.Message):
+    __slots__ = ("draining", "validate_only")
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    VALIDATE_ONLY_FIELD_NUMBER: _ClassVar[int]
+    draining: bool
+    validate_only: bool
+    def __init__(self, draining: _Optional[bool] = ..., validate_only: _Optional[bool] = ...) -> None: ...
+
+class SetDrainingResponse(_message.Message):
+    __slots__ = ("running_requests", "waiting_requests")
+    RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    running_requests: int
+    waiting_requests: int
+    def __init__(self, running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ...) -> None: ...

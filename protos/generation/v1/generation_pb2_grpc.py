@@ -40,6 +40,11 @@ class GenerationServiceStub:
                 request_serializer=protos_dot_generation_dot_v1_dot_generation__pb2.StreamGenerateRequest.SerializeToString,
                 response_deserializer=protos_dot_generation_dot_v1_dot_generation__pb2.StreamGenerateResponse.FromString,
                 _registered_method=True)
+        self.TokenizePrompt = channel.unary_unary(
+                '/generation.v1.GenerationService/TokenizePrompt',
+                request_serializer=protos_dot_generation_dot_v1_dot_generation__pb2.TokenizePromptRequest.SerializeToString,
+                response_deserializer=protos_dot_generation_dot_v1_dot_generation__pb2.TokenizePromptResponse.FromString,
+                _registered_method=True)
         self.GetModel = channel.unary_unary(
                 '/generation.v1.GenerationService/GetModel',
                 request_serializer=protos_dot_generation_dot_v1_dot_generation__pb2.GetModelRequest.SerializeToString,
@@ -58,6 +63,13 @@ class GenerationServiceServicer:
 
     def StreamGenerate(self, request, context):
         """Generates for one prompt and streams the output; cancelling the call frees everything it held.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def TokenizePrompt(self, request, context):
+        """Token ids of a prompt, as a generation would compute them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -84,6 +96,11 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.StreamGenerate,
                     request_deserializer=protos_dot_generation_dot_v1_dot_generation__pb2.StreamGenerateRequest.FromString,
                     response_serializer=protos_dot_generation_dot_v1_dot_generation__pb2.StreamGenerateResponse.SerializeToString,
+            ),
+            'TokenizePrompt': grpc.unary_unary_rpc_method_handler(
+                    servicer.TokenizePrompt,
+                    request_deserializer=protos_dot_generation_dot_v1_dot_generation__pb2.TokenizePromptRequest.FromString,
+                    response_serializer=protos_dot_generation_dot_v1_dot_generation__pb2.TokenizePromptResponse.SerializeToString,
             ),
             'GetModel': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModel,
@@ -124,6 +141,33 @@ class GenerationService:
             '/generation.v1.GenerationService/StreamGenerate',
             protos_dot_generation_dot_v1_dot_generation__pb2.StreamGenerateRequest.SerializeToString,
             protos_dot_generation_dot_v1_dot_generation__pb2.StreamGenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TokenizePrompt(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/generation.v1.GenerationService/TokenizePrompt',
+            protos_dot_generation_dot_v1_dot_generation__pb2.TokenizePromptRequest.SerializeToString,
+            protos_dot_generation_dot_v1_dot_generation__pb2.TokenizePromptResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -178,6 +222,82 @@ class GenerationService:
             '/generation.v1.GenerationService/GetLoads',
             protos_dot_generation_dot_v1_dot_generation__pb2.GetLoadsRequest.SerializeToString,
             protos_dot_generation_dot_v1_dot_generation__pb2.GetLoadsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class SchedulerAdminServiceStub:
+    """The operator's hand on a scheduler.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.SetDraining = channel.unary_unary(
+                '/generation.v1.SchedulerAdminService/SetDraining',
+                request_serializer=protos_dot_generation_dot_v1_dot_generation__pb2.SetDrainingRequest.SerializeToString,
+                response_deserializer=protos_dot_generation_dot_v1_dot_generation__pb2.SetDrainingResponse.FromString,
+                _registered_method=True)
+
+
+class SchedulerAdminServiceServicer:
+    """The operator's hand on a scheduler.
+    """
+
+    def SetDraining(self, request, context):
+        """Takes no more requests, or takes them again. Those that were taken go on; health says which it is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_SchedulerAdminServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'SetDraining': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetDraining,
+                    request_deserializer=protos_dot_generation_dot_v1_dot_generation__pb2.SetDrainingRequest.FromString,
+                    response_serializer=protos_dot_generation_dot_v1_dot_generation__pb2.SetDrainingResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'generation.v1.SchedulerAdminService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('generation.v1.SchedulerAdminService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class SchedulerAdminService:
+    """The operator's hand on a scheduler.
+    """
+
+    @staticmethod
+    def SetDraining(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/generation.v1.SchedulerAdminService/SetDraining',
+            protos_dot_generation_dot_v1_dot_generation__pb2.SetDrainingRequest.SerializeToString,
+            protos_dot_generation_dot_v1_dot_generation__pb2.SetDrainingResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,6 +35,8 @@ class GenerationServiceStub:
     def __new__(cls, channel: _aio.Channel) -> GenerationServiceAsyncStub: ...
     StreamGenerate: _grpc.UnaryStreamMultiCallable[_generation_pb2.StreamGenerateRequest, _generation_pb2.StreamGenerateResponse]
     """Generates for one prompt and streams the output; cancelling the call frees everything it held."""
+    TokenizePrompt: _grpc.UnaryUnaryMultiCallable[_generation_pb2.TokenizePromptRequest, _generation_pb2.TokenizePromptResponse]
+    """Token ids of a prompt, as a generation would compute them."""
     GetModel: _grpc.UnaryUnaryMultiCallable[_generation_pb2.GetModelRequest, _generation_pb2.GetModelResponse]
     """The model that is served."""
     GetLoads: _grpc.UnaryUnaryMultiCallable[_generation_pb2.GetLoadsRequest, _generation_pb2.GetLoadsResponse]
@@ -47,6 +49,8 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     StreamGenerate: _aio.UnaryStreamMultiCallable[_generation_pb2.StreamGenerateRequest, _generation_pb2.StreamGenerateResponse]  # type: ignore[assignment]
     """Generates for one prompt and streams the output; cancelling the call frees everything it held."""
+    TokenizePrompt: _aio.UnaryUnaryMultiCallable[_generation_pb2.TokenizePromptRequest, _generation_pb2.TokenizePromptResponse]  # type: ignore[assignment]
+    """Token ids of a prompt, as a generation would compute them."""
     GetModel: _aio.UnaryUnaryMultiCallable[_generation_pb2.GetModelRequest, _generation_pb2.GetModelResponse]  # type: ignore[assignment]
     """The model that is served."""
     GetLoads: _aio.UnaryUnaryMultiCallable[_generation_pb2.GetLoadsRequest, _generation_pb2.GetLoadsResponse]  # type: ignore[assignment]
@@ -62,6 +66,14 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generation_pb2.StreamGenerateResponse], _abc.AsyncIterator[_generation_pb2.StreamGenerateResponse]]:
         """Generates for one prompt and streams the output; cancelling the call frees everything it held."""
+
+    @_abc_1.abstractmethod
+    def TokenizePrompt(
+        self,
+        request: _generation_pb2.TokenizePromptRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_generation_pb2.TokenizePromptResponse, _abc.Awaitable[_generation_pb2.TokenizePromptResponse]]:
+        """Token ids of a prompt, as a generation would compute them."""
 
     @_abc_1.abstractmethod
     def GetModel(
@@ -80,3 +92,34 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         """How busy the scheduler is."""
 
 def add_GenerationServiceServicer_to_server(servicer: GenerationServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class SchedulerAdminServiceStub:
+    """The operator's hand on a scheduler."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> SchedulerAdminServiceAsyncStub: ...
+    SetDraining: _grpc.UnaryUnaryMultiCallable[_generation_pb2.SetDrainingRequest, _generation_pb2.SetDrainingResponse]
+    """Takes no more requests, or takes them again. Those that were taken go on; health says which it is."""
+
+@_typing.type_check_only
+class SchedulerAdminServiceAsyncStub(SchedulerAdminServiceStub):
+    """The operator's hand on a scheduler."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    SetDraining: _aio.UnaryUnaryMultiCallable[_generation_pb2.SetDrainingRequest, _generation_pb2.SetDrainingResponse]  # type: ignore[assignment]
+    """Takes no more requests, or takes them again. Those that were taken go on; health says which it is."""
+
+class SchedulerAdminServiceServicer(metaclass=_abc_1.ABCMeta):
+    """The operator's hand on a scheduler."""
+
+    @_abc_1.abstractmethod
+    def SetDraining(
+        self,
+        request: _generation_pb2.SetDrainingRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_generation_pb2.SetDrainingResponse, _abc.Awaitable[_generation_pb2.SetDrainingResponse]]:
+        """Takes no more requests, or takes them again. Those that were taken go on; health says which it is."""
+
+def add_SchedulerAdminServiceServicer_to_server(servicer: SchedulerAdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

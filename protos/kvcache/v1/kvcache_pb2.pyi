@@ -68,6 +68,13 @@ class HintOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     HINT_OUTCOME_REJECTED: _ClassVar[HintOutcome]
     HINT_OUTCOME_MISSING: _ClassVar[HintOutcome]
 
+class GhostPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    GHOST_POLICY_UNSPECIFIED: _ClassVar[GhostPolicy]
+    GHOST_POLICY_RETENTION: _ClassVar[GhostPolicy]
+    GHOST_POLICY_LEAST_RECENTLY_USED: _ClassVar[GhostPolicy]
+    GHOST_POLICY_REUSED_LAST: _ClassVar[GhostPolicy]
+
 class MissReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     MISS_REASON_UNSPECIFIED: _ClassVar[MissReason]
@@ -140,6 +147,10 @@ HINT_OUTCOME_CLIPPED: HintOutcome
 HINT_OUTCOME_DEFERRED: HintOutcome
 HINT_OUTCOME_REJECTED: HintOutcome
 HINT_OUTCOME_MISSING: HintOutcome
+GHOST_POLICY_UNSPECIFIED: GhostPolicy
+GHOST_POLICY_RETENTION: GhostPolicy
+GHOST_POLICY_LEAST_RECENTLY_USED: GhostPolicy
+GHOST_POLICY_REUSED_LAST: GhostPolicy
 MISS_REASON_UNSPECIFIED: MissReason
 MISS_REASON_NEVER_STORED: MissReason
 MISS_REASON_REMOVED: MissReason
@@ -168,7 +179,7 @@ REMOVAL_CAUSE_POOL_SHRUNK: RemovalCause
 REMOVAL_CAUSE_RULE_CHANGED: RemovalCause
 
 class PoolSpec(_message.Message):
-    __slots__ = ("group", "num_blocks", "attention_window", "num_layers", "num_kv_heads", "head_dim", "dtype", "block_bytes", "last_write_steps", "host_blocks", "disk_blocks")
+    __slots__ = ("group", "num_blocks", "attention_window", "num_layers", "num_kv_heads", "head_dim", "dtype", "block_bytes", "last_write_steps", "host_blocks", "disk_blocks", "host_generations", "disk_generations")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     ATTENTION_WINDOW_FIELD_NUMBER: _ClassVar[int]
@@ -180,6 +191,8 @@ class PoolSpec(_message.Message):
     LAST_WRITE_STEPS_FIELD_NUMBER: _ClassVar[int]
     HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     DISK_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HOST_GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    DISK_GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     group: int
     num_blocks: int
     attention_window: int
@@ -191,7 +204,9 @@ class PoolSpec(_message.Message):
     last_write_steps: _containers.RepeatedScalarFieldContainer[int]
     host_blocks: int
     disk_blocks: int
-    def __init__(self, group: _Optional[int] = ..., num_blocks: _Optional[int] = ..., attention_window: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., block_bytes: _Optional[int] = ..., last_write_steps: _Optional[_Iterable[int]] = ..., host_blocks: _Optional[int] = ..., disk_blocks: _Optional[int] = ...) -> None: ...
+    host_generations: _containers.RepeatedScalarFieldContainer[int]
+    disk_generations: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, group: _Optional[int] = ..., num_blocks: _Optional[int] = ..., attention_window: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., block_bytes: _Optional[int] = ..., last_write_steps: _Optional[_Iterable[int]] = ..., host_blocks: _Optional[int] = ..., disk_blocks: _Optional[int] = ..., host_generations: _Optional[_Iterable[int]] = ..., disk_generations: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RegisterExecutorRequest(_message.Message):
     __slots__ = ("executor_id", "executor_epoch", "model", "model_fingerprint", "block_size", "pools", "memory_bytes", "plain_rotary")
@@ -214,14 +229,16 @@ class RegisterExecutorRequest(_message.Message):
     def __init__(self, executor_id: _Optional[str] = ..., executor_epoch: _Optional[int] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[bytes] = ..., block_size: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolSpec, _Mapping]]] = ..., memory_bytes: _Optional[int] = ..., plain_rotary: _Optional[bool] = ...) -> None: ...
 
 class RegisterExecutorResponse(_message.Message):
-    __slots__ = ("manager_epoch", "lease_duration", "restored_blocks")
+    __slots__ = ("manager_epoch", "lease_duration", "restored_blocks", "restored_lower_blocks")
     MANAGER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     LEASE_DURATION_FIELD_NUMBER: _ClassVar[int]
     RESTORED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    RESTORED_LOWER_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     manager_epoch: int
     lease_duration: _duration_pb2.Duration
     restored_blocks: int
-    def __init__(self, manager_epoch: _Optional[int] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., restored_blocks: _Optional[int] = ...) -> None: ...
+    restored_lower_blocks: int
+    def __init__(self, manager_epoch: _Optional[int] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., restored_blocks: _Optional[int] = ..., restored_lower_blocks: _Optional[int] = ...) -> None: ...
 
 class RenewExecutorRequest(_message.Message):
     __slots__ = ("executor_id", "executor_epoch", "manager_epoch")
@@ -282,7 +299,7 @@ class RetentionConfig(_message.Message):
     def __init__(self, ranges: _Optional[_Iterable[_Union[RetentionRange, _Mapping]]] = ..., decode_retention_priority: _Optional[int] = ..., decode_retention_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class AdmitSequenceRequest(_message.Message):
-    __slots__ = ("sequence_id", "scheduler_id", "scheduler_epoch", "executor_id", "token_ids", "salt", "adapter_id", "retention", "no_read", "no_store", "session_id", "request_id", "num_prompt_tokens", "tenant_id", "extra_keys", "hints", "eviction_policy")
+    __slots__ = ("sequence_id", "scheduler_id", "scheduler_epoch", "executor_id", "token_ids", "salt", "adapter_id", "retention", "no_read", "no_store", "session_id", "request_id", "num_prompt_tokens", "tenant_id", "extra_keys", "hints", "eviction_policy", "lowest_tier", "traceparent")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     SCHEDULER_ID_FIELD_NUMBER: _ClassVar[int]
     SCHEDULER_EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -300,6 +317,8 @@ class AdmitSequenceRequest(_message.Message):
     EXTRA_KEYS_FIELD_NUMBER: _ClassVar[int]
     HINTS_FIELD_NUMBER: _ClassVar[int]
     EVICTION_POLICY_FIELD_NUMBER: _ClassVar[int]
+    LOWEST_TIER_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     sequence_id: str
     scheduler_id: str
     scheduler_epoch: int
@@ -317,7 +336,9 @@ class AdmitSequenceRequest(_message.Message):
     extra_keys: _containers.RepeatedCompositeFieldContainer[ExtraKey]
     hints: KvHints
     eviction_policy: EvictionPolicy
-    def __init__(self, sequence_id: _Optional[str] = ..., scheduler_id: _Optional[str] = ..., scheduler_epoch: _Optional[int] = ..., executor_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., salt: _Optional[str] = ..., adapter_id: _Optional[int] = ..., retention: _Optional[_Union[RetentionConfig, _Mapping]] = ..., no_read: _Optional[bool] = ..., no_store: _Optional[bool] = ..., session_id: _Optional[str] = ..., request_id: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., tenant_id: _Optional[str] = ..., extra_keys: _Optional[_Iterable[_Union[ExtraKey, _Mapping]]] = ..., hints: _Optional[_Union[KvHints, _Mapping]] = ..., eviction_policy: _Optional[_Union[EvictionPolicy, _Mapping]] = ...) -> None: ...
+    lowest_tier: Tier
+    traceparent: str
+    def __init__(self, sequence_id: _Optional[str] = ..., scheduler_id: _Optional[str] = ..., scheduler_epoch: _Optional[int] = ..., executor_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., salt: _Optional[str] = ..., adapter_id: _Optional[int] = ..., retention: _Optional[_Union[RetentionConfig, _Mapping]] = ..., no_read: _Optional[bool] = ..., no_store: _Optional[bool] = ..., session_id: _Optional[str] = ..., request_id: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., tenant_id: _Optional[str] = ..., extra_keys: _Optional[_Iterable[_Union[ExtraKey, _Mapping]]] = ..., hints: _Optional[_Union[KvHints, _Mapping]] = ..., eviction_policy: _Optional[_Union[EvictionPolicy, _Mapping]] = ..., lowest_tier: _Optional[_Union[Tier, str]] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class KvCrush(_message.Message):
     __slots__ = ("budget_blocks", "anchor")
@@ -492,7 +513,7 @@ class SyncSequencesRequest(_message.Message):
     def __init__(self, scheduler_id: _Optional[str] = ..., scheduler_epoch: _Optional[int] = ..., manager_epoch: _Optional[int] = ..., sync_number: _Optional[int] = ..., step: _Optional[int] = ..., handles: _Optional[_Iterable[int]] = ..., computed_tokens: _Optional[_Iterable[int]] = ..., new_token_counts: _Optional[_Iterable[int]] = ..., new_token_ids: _Optional[_Iterable[int]] = ..., released_handles: _Optional[_Iterable[int]] = ..., trimmed_handles: _Optional[_Iterable[int]] = ..., trimmed_capacity_tokens: _Optional[_Iterable[int]] = ..., cancelled_tickets: _Optional[_Iterable[int]] = ..., evicting_handles: _Optional[_Iterable[int]] = ..., moved_handles: _Optional[_Iterable[int]] = ..., moved_computed_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SyncSequencesResponse(_message.Message):
-    __slots__ = ("manager_epoch", "extended_handles", "extended_groups", "extended_counts", "extended_slots", "void_handles", "unknown_handles", "blocks_short", "free_blocks", "lease_duration", "transfers", "evicting_handles", "evicting_counts", "evicting_slots")
+    __slots__ = ("manager_epoch", "extended_handles", "extended_groups", "extended_counts", "extended_slots", "void_handles", "unknown_handles", "blocks_short", "free_blocks", "lease_duration", "transfers", "evicting_handles", "evicting_counts", "evicting_slots", "total_blocks")
     MANAGER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     EXTENDED_HANDLES_FIELD_NUMBER: _ClassVar[int]
     EXTENDED_GROUPS_FIELD_NUMBER: _ClassVar[int]
@@ -507,6 +528,7 @@ class SyncSequencesResponse(_message.Message):
     EVICTING_HANDLES_FIELD_NUMBER: _ClassVar[int]
     EVICTING_COUNTS_FIELD_NUMBER: _ClassVar[int]
     EVICTING_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     manager_epoch: int
     extended_handles: _containers.RepeatedScalarFieldContainer[int]
     extended_groups: _containers.RepeatedScalarFieldContainer[int]
@@ -521,7 +543,8 @@ class SyncSequencesResponse(_message.Message):
     evicting_handles: _containers.RepeatedScalarFieldContainer[int]
     evicting_counts: _containers.RepeatedScalarFieldContainer[int]
     evicting_slots: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, manager_epoch: _Optional[int] = ..., extended_handles: _Optional[_Iterable[int]] = ..., extended_groups: _Optional[_Iterable[int]] = ..., extended_counts: _Optional[_Iterable[int]] = ..., extended_slots: _Optional[_Iterable[int]] = ..., void_handles: _Optional[_Iterable[int]] = ..., unknown_handles: _Optional[_Iterable[int]] = ..., blocks_short: _Optional[int] = ..., free_blocks: _Optional[int] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., evicting_handles: _Optional[_Iterable[int]] = ..., evicting_counts: _Optional[_Iterable[int]] = ..., evicting_slots: _Optional[_Iterable[int]] = ...) -> None: ...
+    total_blocks: int
+    def __init__(self, manager_epoch: _Optional[int] = ..., extended_handles: _Optional[_Iterable[int]] = ..., extended_groups: _Optional[_Iterable[int]] = ..., extended_counts: _Optional[_Iterable[int]] = ..., extended_slots: _Optional[_Iterable[int]] = ..., void_handles: _Optional[_Iterable[int]] = ..., unknown_handles: _Optional[_Iterable[int]] = ..., blocks_short: _Optional[int] = ..., free_blocks: _Optional[int] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., evicting_handles: _Optional[_Iterable[int]] = ..., evicting_counts: _Optional[_Iterable[int]] = ..., evicting_slots: _Optional[_Iterable[int]] = ..., total_blocks: _Optional[int] = ...) -> None: ...
 
 class ExtendSequenceRequest(_message.Message):
     __slots__ = ("sequence_id", "capacity_tokens")
@@ -618,16 +641,18 @@ class ReleaseSequenceResponse(_message.Message):
     def __init__(self, found: _Optional[bool] = ..., freed_blocks: _Optional[int] = ...) -> None: ...
 
 class ConfirmTransfersRequest(_message.Message):
-    __slots__ = ("executor_id", "executor_epoch", "tickets", "failed_tickets")
+    __slots__ = ("executor_id", "executor_epoch", "tickets", "failed_tickets", "step")
     EXECUTOR_ID_FIELD_NUMBER: _ClassVar[int]
     EXECUTOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
     TICKETS_FIELD_NUMBER: _ClassVar[int]
     FAILED_TICKETS_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
     executor_id: str
     executor_epoch: int
     tickets: _containers.RepeatedScalarFieldContainer[int]
     failed_tickets: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, executor_id: _Optional[str] = ..., executor_epoch: _Optional[int] = ..., tickets: _Optional[_Iterable[int]] = ..., failed_tickets: _Optional[_Iterable[int]] = ...) -> None: ...
+    step: int
+    def __init__(self, executor_id: _Optional[str] = ..., executor_epoch: _Optional[int] = ..., tickets: _Optional[_Iterable[int]] = ..., failed_tickets: _Optional[_Iterable[int]] = ..., step: _Optional[int] = ...) -> None: ...
 
 class ConfirmTransfersResponse(_message.Message):
     __slots__ = ("unknown_tickets",)
@@ -764,10 +789,12 @@ class PrefixSelector(_message.Message):
     def __init__(self, executor_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., salt: _Optional[str] = ..., adapter_id: _Optional[int] = ..., extra_keys: _Optional[_Iterable[_Union[ExtraKey, _Mapping]]] = ...) -> None: ...
 
 class CheckPoolRequest(_message.Message):
-    __slots__ = ("pool_id",)
+    __slots__ = ("pool_id", "compare_with_store")
     POOL_ID_FIELD_NUMBER: _ClassVar[int]
+    COMPARE_WITH_STORE_FIELD_NUMBER: _ClassVar[int]
     pool_id: str
-    def __init__(self, pool_id: _Optional[str] = ...) -> None: ...
+    compare_with_store: bool
+    def __init__(self, pool_id: _Optional[str] = ..., compare_with_store: _Optional[bool] = ...) -> None: ...
 
 class PoolViolation(_message.Message):
     __slots__ = ("pool_id", "slot", "message")
@@ -780,12 +807,14 @@ class PoolViolation(_message.Message):
     def __init__(self, pool_id: _Optional[str] = ..., slot: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
 
 class CheckPoolResponse(_message.Message):
-    __slots__ = ("violations", "pools")
+    __slots__ = ("violations", "pools", "store_compared")
     VIOLATIONS_FIELD_NUMBER: _ClassVar[int]
     POOLS_FIELD_NUMBER: _ClassVar[int]
+    STORE_COMPARED_FIELD_NUMBER: _ClassVar[int]
     violations: _containers.RepeatedCompositeFieldContainer[PoolViolation]
     pools: _containers.RepeatedCompositeFieldContainer[Pool]
-    def __init__(self, violations: _Optional[_Iterable[_Union[PoolViolation, _Mapping]]] = ..., pools: _Optional[_Iterable[_Union[Pool, _Mapping]]] = ...) -> None: ...
+    store_compared: bool
+    def __init__(self, violations: _Optional[_Iterable[_Union[PoolViolation, _Mapping]]] = ..., pools: _Optional[_Iterable[_Union[Pool, _Mapping]]] = ..., store_compared: _Optional[bool] = ...) -> None: ...
 
 class Pool(_message.Message):
     __slots__ = ("pool_id", "spec", "block_size", "total_blocks", "free_blocks", "used_blocks", "cached_blocks", "evicted_blocks", "queried_tokens", "hit_tokens", "lower_tiers", "etag")
@@ -894,6 +923,42 @@ class GetStatsResponse(_message.Message):
     honoured_leases: int
     broken_leases: int
     def __init__(self, tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., tokens: _Optional[_Union[TokenStats, _Mapping]] = ..., salts: _Optional[_Iterable[_Union[SaltStats, _Mapping]]] = ..., honoured_leases: _Optional[int] = ..., broken_leases: _Optional[int] = ...) -> None: ...
+
+class GetGhostCachesRequest(_message.Message):
+    __slots__ = ("executor_id", "window")
+    EXECUTOR_ID_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    executor_id: str
+    window: _duration_pb2.Duration
+    def __init__(self, executor_id: _Optional[str] = ..., window: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class GetGhostCachesResponse(_message.Message):
+    __slots__ = ("caches", "tokens", "queried_blocks", "device_blocks", "tier_blocks", "sample_rate")
+    CACHES_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUERIED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TIER_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_RATE_FIELD_NUMBER: _ClassVar[int]
+    caches: _containers.RepeatedCompositeFieldContainer[GhostCache]
+    tokens: TokenStats
+    queried_blocks: int
+    device_blocks: int
+    tier_blocks: int
+    sample_rate: float
+    def __init__(self, caches: _Optional[_Iterable[_Union[GhostCache, _Mapping]]] = ..., tokens: _Optional[_Union[TokenStats, _Mapping]] = ..., queried_blocks: _Optional[int] = ..., device_blocks: _Optional[int] = ..., tier_blocks: _Optional[int] = ..., sample_rate: _Optional[float] = ...) -> None: ...
+
+class GhostCache(_message.Message):
+    __slots__ = ("policy", "total_blocks", "hit_blocks", "hit_tokens")
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HIT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    policy: GhostPolicy
+    total_blocks: int
+    hit_blocks: int
+    hit_tokens: int
+    def __init__(self, policy: _Optional[_Union[GhostPolicy, str]] = ..., total_blocks: _Optional[int] = ..., hit_blocks: _Optional[int] = ..., hit_tokens: _Optional[int] = ...) -> None: ...
 
 class TierStats(_message.Message):
     __slots__ = ("tier", "total_blocks", "free_blocks", "used_blocks", "cached_blocks", "evictable_blocks", "allocated_blocks", "removed", "offloaded_blocks", "onboarded_blocks", "copied_bytes", "failed_copies", "mean_reuse_gap")
@@ -1522,16 +1587,18 @@ class DumpStateResponse(_message.Message):
     def __init__(self, lines: _Optional[_Iterable[str]] = ..., state_hash: _Optional[str] = ...) -> None: ...
 
 class LoggedOperation(_message.Message):
-    __slots__ = ("time", "method", "request", "remembered")
+    __slots__ = ("time", "method", "request", "remembered", "pins")
     TIME_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     REMEMBERED_FIELD_NUMBER: _ClassVar[int]
+    PINS_FIELD_NUMBER: _ClassVar[int]
     time: float
     method: str
     request: bytes
     remembered: _containers.RepeatedCompositeFieldContainer[RememberedBlock]
-    def __init__(self, time: _Optional[float] = ..., method: _Optional[str] = ..., request: _Optional[bytes] = ..., remembered: _Optional[_Iterable[_Union[RememberedBlock, _Mapping]]] = ...) -> None: ...
+    pins: _containers.RepeatedCompositeFieldContainer[RememberedPin]
+    def __init__(self, time: _Optional[float] = ..., method: _Optional[str] = ..., request: _Optional[bytes] = ..., remembered: _Optional[_Iterable[_Union[RememberedBlock, _Mapping]]] = ..., pins: _Optional[_Iterable[_Union[RememberedPin, _Mapping]]] = ...) -> None: ...
 
 class LoggedStart(_message.Message):
     __slots__ = ("manager_epoch", "settings")
@@ -1548,6 +1615,42 @@ class RememberedBlock(_message.Message):
     place: bytes
     record: bytes
     def __init__(self, place: _Optional[bytes] = ..., record: _Optional[bytes] = ...) -> None: ...
+
+class RememberedPin(_message.Message):
+    __slots__ = ("name", "owner", "remaining", "groups", "keys")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    REMAINING_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    owner: str
+    remaining: float
+    groups: _containers.RepeatedScalarFieldContainer[int]
+    keys: bytes
+    def __init__(self, name: _Optional[str] = ..., owner: _Optional[str] = ..., remaining: _Optional[float] = ..., groups: _Optional[_Iterable[int]] = ..., keys: _Optional[bytes] = ...) -> None: ...
+
+class RememberedOperators(_message.Message):
+    __slots__ = ("rules", "quotas", "shares")
+    RULES_FIELD_NUMBER: _ClassVar[int]
+    QUOTAS_FIELD_NUMBER: _ClassVar[int]
+    SHARES_FIELD_NUMBER: _ClassVar[int]
+    rules: _containers.RepeatedCompositeFieldContainer[RetentionRule]
+    quotas: _containers.RepeatedCompositeFieldContainer[Quota]
+    shares: _containers.RepeatedCompositeFieldContainer[PoolShare]
+    def __init__(self, rules: _Optional[_Iterable[_Union[RetentionRule, _Mapping]]] = ..., quotas: _Optional[_Iterable[_Union[Quota, _Mapping]]] = ..., shares: _Optional[_Iterable[_Union[PoolShare, _Mapping]]] = ...) -> None: ...
+
+class PoolShare(_message.Message):
+    __slots__ = ("pool_id", "total_blocks", "num_blocks", "share_number")
+    POOL_ID_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SHARE_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    pool_id: str
+    total_blocks: int
+    num_blocks: int
+    share_number: int
+    def __init__(self, pool_id: _Optional[str] = ..., total_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., share_number: _Optional[int] = ...) -> None: ...
 
 class WatchEventsRequest(_message.Message):
     __slots__ = ("after_event_number", "pool_id", "salt", "include_token_ids")

@@ -753,6 +753,11 @@ class CacheAdminServiceStub:
                 request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.GetStatsRequest.SerializeToString,
                 response_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.GetStatsResponse.FromString,
                 _registered_method=True)
+        self.GetGhostCaches = channel.unary_unary(
+                '/kvcache.v1.CacheAdminService/GetGhostCaches',
+                request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.GetGhostCachesRequest.SerializeToString,
+                response_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.GetGhostCachesResponse.FromString,
+                _registered_method=True)
         self.ListBlocks = channel.unary_unary(
                 '/kvcache.v1.CacheAdminService/ListBlocks',
                 request_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.ListBlocksRequest.SerializeToString,
@@ -884,6 +889,13 @@ class CacheAdminServiceServicer:
 
     def GetStats(self, request, context):
         """What happened in a pool, per tier, over time and per salt.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetGhostCaches(self, request, context):
+        """Tells what an executor would find in caches of other sizes and with other orders of loss.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -1049,6 +1061,11 @@ def add_CacheAdminServiceServicer_to_server(servicer, server):
                     servicer.GetStats,
                     request_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.GetStatsRequest.FromString,
                     response_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.GetStatsResponse.SerializeToString,
+            ),
+            'GetGhostCaches': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetGhostCaches,
+                    request_deserializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.GetGhostCachesRequest.FromString,
+                    response_serializer=protos_dot_kvcache_dot_v1_dot_kvcache__pb2.GetGhostCachesResponse.SerializeToString,
             ),
             'ListBlocks': grpc.unary_unary_rpc_method_handler(
                     servicer.ListBlocks,
@@ -1282,6 +1299,33 @@ class CacheAdminService:
             '/kvcache.v1.CacheAdminService/GetStats',
             protos_dot_kvcache_dot_v1_dot_kvcache__pb2.GetStatsRequest.SerializeToString,
             protos_dot_kvcache_dot_v1_dot_kvcache__pb2.GetStatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetGhostCaches(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcache.v1.CacheAdminService/GetGhostCaches',
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.GetGhostCachesRequest.SerializeToString,
+            protos_dot_kvcache_dot_v1_dot_kvcache__pb2.GetGhostCachesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -248,6 +248,8 @@ class CacheAdminServiceStub:
     """Changes a pool's share of the memory: only free blocks move."""
     GetStats: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.GetStatsRequest, _kvcache_pb2.GetStatsResponse]
     """What happened in a pool, per tier, over time and per salt."""
+    GetGhostCaches: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.GetGhostCachesRequest, _kvcache_pb2.GetGhostCachesResponse]
+    """Tells what an executor would find in caches of other sizes and with other orders of loss."""
     ListBlocks: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.ListBlocksRequest, _kvcache_pb2.ListBlocksResponse]
     """Lists blocks that are in use or cached."""
     ListSequences: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.ListSequencesRequest, _kvcache_pb2.ListSequencesResponse]
@@ -302,6 +304,8 @@ class CacheAdminServiceAsyncStub(CacheAdminServiceStub):
     """Changes a pool's share of the memory: only free blocks move."""
     GetStats: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.GetStatsRequest, _kvcache_pb2.GetStatsResponse]  # type: ignore[assignment]
     """What happened in a pool, per tier, over time and per salt."""
+    GetGhostCaches: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.GetGhostCachesRequest, _kvcache_pb2.GetGhostCachesResponse]  # type: ignore[assignment]
+    """Tells what an executor would find in caches of other sizes and with other orders of loss."""
     ListBlocks: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.ListBlocksRequest, _kvcache_pb2.ListBlocksResponse]  # type: ignore[assignment]
     """Lists blocks that are in use or cached."""
     ListSequences: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.ListSequencesRequest, _kvcache_pb2.ListSequencesResponse]  # type: ignore[assignment]
@@ -383,6 +387,14 @@ class CacheAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_kvcache_pb2.GetStatsResponse, _abc.Awaitable[_kvcache_pb2.GetStatsResponse]]:
         """What happened in a pool, per tier, over time and per salt."""
+
+    @_abc_1.abstractmethod
+    def GetGhostCaches(
+        self,
+        request: _kvcache_pb2.GetGhostCachesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvcache_pb2.GetGhostCachesResponse, _abc.Awaitable[_kvcache_pb2.GetGhostCachesResponse]]:
+        """Tells what an executor would find in caches of other sizes and with other orders of loss."""
 
     @_abc_1.abstractmethod
     def ListBlocks(

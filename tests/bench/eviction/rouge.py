@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
-from collections.abc import Sequence
-
-
-def _f1(common: int, candidate: int, reference: int) -> float:
-    return 2 * common / (candidate + reference) if common else 0.0
-
-
-def _pairs(words: Sequence[str]) -> Counter[tuple[str, str]]:
-    return Counter(itertools.pairwise(words))
+from tests.bench.quality import pairs_f1
 
 
 def rouge_2(candidate: str, reference: str) -> float:
     """Pairs of neighbouring words that both have; 0 where there are none."""
-    ours, theirs = _pairs(candidate.lower().split()), _pairs(reference.lower().split())
-    return _f1((ours & theirs).total(), ours.total(), theirs.total())
+    return pairs_f1(candidate.lower().split(), reference.lower().split(), neither=0.0)
 
 
 def rouge_l(candidate: str, reference: str) -> float:
@@ -31,4 +20,4 @@ def rouge_l(candidate: str, reference: str) -> float:
             kept = longest[place]
             longest[place] = before + 1 if word == other else max(kept, longest[place - 1])
             before = kept
-    return _f1(longest[-1], len(ours), len(theirs))
+    return 2 * longest[-1] / (len(ours) + len(theirs)) if longest[-1] else 0.0

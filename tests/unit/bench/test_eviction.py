@@ -20,7 +20,7 @@ from tests.bench.eviction.outputs import Outputs
 from tests.bench.eviction.policies import FULL, POLICIES, policy
 from tests.bench.eviction.report import Windows, expectations, report
 from tests.bench.eviction.rouge import rouge_2, rouge_l
-from tests.bench.eviction.text import NoTextError, novel, spread
+from tests.bench.prose import NoTextError, novel, spread
 from tests.unit.executor.conftest import load, save_model
 from tests.unit.executor.tiny_models import COMPILED_CONFIGS, VOCAB
 

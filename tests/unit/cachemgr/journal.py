@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from cachemgr.api import TierKind
 from cachemgr.records import BlockRecord
 
 
@@ -11,20 +12,33 @@ class Journal:
     """Keeps what a store would: the indexed blocks by place."""
 
     epoch: int = 0
-    blocks: dict[tuple[int, int], BlockRecord] = field(default_factory=dict)
+    blocks: dict[tuple[int, TierKind, int], BlockRecord] = field(default_factory=dict)
+    # What reached the store some time ago.
+    written: dict[tuple[int, TierKind, int], BlockRecord] = field(default_factory=dict)
 
     def cleared(self, executor_id: str, epoch: int) -> None:
         self.epoch = epoch
         self.blocks.clear()
+        self.written.clear()
 
-    def stored(self, executor_id: str, group: int, slot: int, current: Callable[[], BlockRecord | None]) -> None:
+    def flush(self) -> None:
+        """All changes up to now reach the store."""
+        self.written = dict(self.blocks)
+
+    def fall_back(self) -> None:
+        """Changes since the last flush are lost."""
+        self.blocks = dict(self.written)
+
+    def stored(
+        self, executor_id: str, group: int, tier: TierKind, slot: int, current: Callable[[], BlockRecord | None]
+    ) -> None:
         block = current()
         assert block is not None
-        assert (block.group, block.slot) == (group, slot)
-        self.blocks[group, slot] = block
+        assert block.place == (group, tier, slot)
+        self.blocks[block.place] = block
 
-    def removed(self, executor_id: str, group: int, slot: int) -> None:
-        del self.blocks[group, slot]
+    def removed(self, executor_id: str, group: int, tier: TierKind, slot: int) -> None:
+        del self.blocks[group, tier, slot]
 
 
 def timeless(block: BlockRecord) -> BlockRecord:

@@ -3,6 +3,8 @@
 from cachemgr.records import BlockRecord
 from tests.unit.cachemgr.world import World
 
+NO_TOKEN = -1
+
 
 def cached_blocks(world: World) -> int:
     """Cached blocks of all pools and tiers."""
@@ -21,7 +23,10 @@ def naive_match(world: World, tokens: list[int], salt: str | None, adapter_id: i
 
 
 def path(block: BlockRecord, known: dict[bytes, BlockRecord]) -> list[int]:
-    before = path(known[block.parent_key], known) if block.parent_key else []
+    if block.parent_key is None:
+        return list(block.token_ids)
+    # What a block in a lower tier stands on may be lost: then nothing begins as it does.
+    before = path(known[block.parent_key], known) if block.parent_key in known else [NO_TOKEN]
     return [*before, *block.token_ids]
 
 

@@ -78,9 +78,13 @@ class Operators(RuleBasedStateMachine):
         assert again.removed == {}
         assert again.shared_blocks == said.shared_blocks
 
+    @rule(limit=st.sampled_from([None, None, 0, 1, 3]), fail=st.sampled_from([False, False, False, True]))
+    def executor_copies(self, limit, fail):
+        self.world.run_executor_copies(limit, fail=fail)
+
     @rule()
-    def executor_copies(self):
-        self.world.run_executor_copies()
+    def renew(self):
+        self.world.renew()
 
     @rule(
         account=st.sampled_from([("tenant_id", "t"), ("tenant_id", "u"), ("salt", "a")]),
@@ -178,7 +182,8 @@ class Operators(RuleBasedStateMachine):
 OPERATIONS = {
     "purge": 1,
     "forget": 1,
-    "executor_copies": 6,
+    "executor_copies": 8,
+    "renew": 6,
     "set_quota": 1,
     "delete_quota": 1,
     "pin": 2,
@@ -197,7 +202,8 @@ def operator_arguments(name: str, random: Random) -> dict[str, object]:
     return {
         "purge": {"salt": random.choice([None, "a"]), "priority": random.choice([None, 0, 10, 35]), "chance": 3},
         "forget": {"kind": random.randrange(3), **prefix, "chance": 3},
-        "executor_copies": {},
+        "executor_copies": {"limit": random.choice([None, None, 0, 1, 3]), "fail": random.random() < 0.15},
+        "renew": {},
         "set_quota": {
             "account": random.choice([("tenant_id", "t"), ("tenant_id", "u"), ("salt", "a")]),
             "floor": random.randrange(5),

@@ -52,6 +52,17 @@ def test_a_purge_in_a_windowed_pool_drops_only_what_matches():
     assert world.cached_tokens(list(range(9))) == 8
 
 
+def test_a_purge_counts_what_windows_have_of_what_it_takes():
+    world = World(12, windows=(None, 12))
+    world.cache(list(range(4)), retention=wish(10))
+    world.cache(list(range(9)))
+    selected = BlockFilter(max_priority=10)
+    assert world.manager.purge(selected, validate_only=True) == Purged(6, 0)
+    assert world.manager.purge(selected, validate_only=False) == Purged(6, 0)
+    world.check()
+    assert list(world.manager.records("e")) == []
+
+
 @pytest.mark.parametrize(
     ("selected", "error", "field"),
     [

@@ -149,6 +149,33 @@ def test_no_read_matches_nothing_and_stores_nothing_twice():
     assert len(world.journal.blocks) == stored
 
 
+def test_what_is_recomputed_and_nobody_else_uses_is_not_kept_twice():
+    world = World(6)
+    world.cache(list(range(8)))
+    world.run(list(range(8)), "a", no_read=True)
+    world.check()
+    # Two for the tokens, one for the next.
+    assert world.free == 6 - 3
+    world.finish("a")
+    assert len(world.journal.blocks) == 2
+    assert world.cached_tokens([*range(8), 50]) == 8
+    world.check()
+
+
+def test_what_is_recomputed_is_kept_twice_only_as_long_as_another_uses_it():
+    world = World(8)
+    world.run([*range(8), 50], "a")
+    world.run(list(range(8)), "b", no_read=True)
+    assert world.free == 8 - 3 - 3
+    world.finish("a")
+    world.sync({"b"})
+    world.check()
+    # The partly filled block of the first stays cached, on what the second has.
+    assert world.free == 8 - 3
+    assert world.cached_tokens([*range(8), 50, 51]) == 9
+    world.check()
+
+
 def test_no_store_leaves_nothing_behind():
     world = World()
     world.run(list(range(9)), "a", no_store=True)

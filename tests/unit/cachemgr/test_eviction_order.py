@@ -45,6 +45,27 @@ def test_blocks_keep_their_place_by_use_through_every_change_of_priority(operati
         assert first is None or (first.priority, first.recency) == (expected[0].priority, expected[0].recency)
 
 
+@given(st.integers(0, 5), st.integers(0, 5))
+def test_a_block_that_has_changed_over_to_another_order_has_left_the_first(older, newer):
+    here, there, blocks = EvictionOrder(), EvictionOrder(), [Block(slot) for slot in range(6)]
+    for order in (here, there):
+        # Both have blocks that were used before and after.
+        for recency in (0, 100):
+            end = Block(0)
+            end.recency = recency
+            order.append(end)
+    for use, block in enumerate(blocks, 1):
+        block.recency = use
+        here.insert(block)
+    for block in (blocks[older], blocks[newer]):
+        if block.older is not None:
+            here.remove(block)
+            there.insert(block)
+    listed = [[block.recency for _, _, ring in order.rings() for block in ring] for order in (here, there)]
+    moved = sorted({older + 1, newer + 1})
+    assert listed == [[0, *sorted({1, 2, 3, 4, 5, 6} - set(moved)), 100], [0, *moved, 100]]
+
+
 def test_released_tail_is_lost_before_its_head():
     world = World(3)
     world.cache(list(range(12)))

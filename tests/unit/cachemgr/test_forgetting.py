@@ -331,3 +331,14 @@ def test_a_pin_does_not_put_forgetting_off():
     world.run_executor_copies()
     assert world.free == 40
     world.check()
+
+
+def test_who_computed_the_same_for_itself_goes_on_when_that_is_forgotten():
+    world = World(12)
+    world.run(list(range(9)), "a", salt="a")
+    world.run(list(range(9)), "b", salt="a", no_read=True)
+    forget(world, salt="a")
+    world.finish("a")
+    world.compute(world.live["b"], 12)
+    world.sync()
+    world.check()

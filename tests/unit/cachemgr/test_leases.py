@@ -147,8 +147,8 @@ def test_slots_of_a_lost_registration_are_given_away_only_after_its_old_sequence
 
 def test_registering_the_same_epoch_again_keeps_everything():
     world = running()
-    assert world.manager.knows_executor("e", 1)
-    assert world.manager.register_executor(world.spec()) == 2
+    assert world.manager.knows_executor("e")
+    assert world.manager.register_executor(world.spec()) == (2, 0)
     assert world.free == 5
     world.check()
 

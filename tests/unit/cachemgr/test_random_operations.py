@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from cachemgr.api import ManagerConfig, Retention
+from cachemgr.api import ManagerConfig, Retention, TierKind
 from cachemgr.errors import (
     RulePolicyError,
     SequenceEvictsError,
@@ -18,6 +18,7 @@ from cachemgr.errors import (
     VoidSequenceError,
     WindowPassedError,
 )
+from tests.unit.cachemgr.deaths import DEATHS, Deaths, death_arguments
 from tests.unit.cachemgr.evicting_world import POLICIES, EvictingWorld
 from tests.unit.cachemgr.live import BLOCK
 from tests.unit.cachemgr.lookup import naive_match
@@ -36,7 +37,7 @@ SESSION = st.sampled_from([None, None, "x", "y"])
 PRIORITY = st.one_of(st.none(), st.sampled_from([0, 10, 35, 90]))
 
 
-class CacheWorld(Operators):
+class CacheWorld(Operators, Deaths):
     """Everything that schedulers, executors, operators and time can do to one executor's blocks."""
 
     @initialize(
@@ -49,8 +50,9 @@ class CacheWorld(Operators):
         disk=st.sampled_from([0, 0, 3]),
         copy=st.sampled_from([True, True, True, False]),
         pins=st.sampled_from([0.1, 0.3, 0.7]),
+        through=st.sampled_from([True, True, False]),
     )
-    def build(self, windows, num_blocks, seed, ahead, low, host, disk, copy, pins):
+    def build(self, windows, num_blocks, seed, ahead, low, host, disk, copy, pins, through):
         config = ManagerConfig(
             capacity_ahead_tokens=ahead,
             free_watermark=low,
@@ -58,6 +60,7 @@ class CacheWorld(Operators):
             event_history=50,
             copy_on_partial_reuse=copy,
             pin_budget=pins,
+            write_through=through,
         )
         self.world = EvictingWorld(
             num_blocks, windows=windows, host_blocks=host, disk_blocks=disk, seed=seed, config=config
@@ -78,9 +81,12 @@ class CacheWorld(Operators):
         tenant_id=st.sampled_from(TENANTS),
         no_store=st.sampled_from([False, False, False, False, False, True]),
         no_read=st.sampled_from([False, False, False, False, False, True]),
+        lowest=st.sampled_from([*TierKind, TierKind.DISK]),
         policy=st.none() | st.sampled_from(POLICIES),
     )
-    def admit(self, tokens, salt, adapter_id, priority, duration, session_id, tenant_id, no_store, no_read, policy):
+    def admit(
+        self, tokens, salt, adapter_id, priority, duration, session_id, tenant_id, no_store, no_read, lowest, policy
+    ):
         world = self.world
         if len(tokens) > world.longest:
             return
@@ -89,7 +95,7 @@ class CacheWorld(Operators):
         stored = naive_match(world, tokens, salt, adapter_id) if full and not no_read else 0
         before = world.free
         options = {"salt": salt, "adapter_id": adapter_id, "session_id": session_id, "tenant_id": tenant_id}
-        options |= {"retention": retention, "no_store": no_store, "no_read": no_read}
+        options |= {"retention": retention, "no_store": no_store, "no_read": no_read, "lowest_tier": lowest}
         if world.windows == (None,):
             options["eviction_policy"] = policy
         try:
@@ -108,6 +114,7 @@ class CacheWorld(Operators):
             return
         assert admission.capacity_tokens >= len(tokens)
         lower = world.host_blocks or world.disk_blocks
+        assert not full or admission.wait_for_handle or admission.cached_tokens <= stored
         exact = not lower and not any(world.manager.quotas()) and world.manager.config.copy_on_partial_reuse
         if full and exact and not admission.wait_for_handle:
             # Without a block to spare for the source of a copy the copy is left out.
@@ -115,9 +122,9 @@ class CacheWorld(Operators):
             tight = before - (len(tokens) // BLOCK + 2) < reserve
             assert admission.cached_tokens in (set(range(stored - stored % BLOCK, stored + 1)) if tight else {stored})
 
-    @rule(most=st.integers(1, 9), fail=st.sampled_from([False, False, False, False, False, True]))
+    @rule(most=st.integers(1, 9), fail=st.sampled_from([0, 0, 0, 0, 0, 0.5, 1]))
     def step(self, most, fail):
-        self.world.fail_moves = fail
+        self.world.fail_moves = fail > 0
         self.world.step(most, fail_copies=fail)
 
     @rule(rounds=st.integers(1, 5))
@@ -247,26 +254,6 @@ class CacheWorld(Operators):
         world.renew()
         world.manager.expire()
 
-    @rule(chance=st.integers(0, 9))
-    def scheduler_starts_again(self, chance):
-        if chance == 7:
-            self.world.start_scheduler()
-
-    @rule(chance=st.integers(0, 9))
-    def executor_starts_again(self, chance):
-        if chance == 7:
-            self.world.start_executor()
-
-    @rule(chance=st.integers(0, 9))
-    def manager_starts_again(self, chance):
-        if chance == 7:
-            self.world.restart_manager()
-
-    @rule(chance=st.integers(0, 9))
-    def executor_is_silent(self, chance):
-        if chance == 7:
-            self.world.silence_executor()
-
     @invariant()
     def everything_adds_up(self):
         if hasattr(self, "world"):
@@ -310,10 +297,7 @@ WEIGHTS = {
     "extend": 3,
     "hold": 2,
     "wait": 2,
-    "scheduler_starts_again": 1,
-    "executor_starts_again": 1,
-    "manager_starts_again": 1,
-    "executor_is_silent": 1,
+    **DEATHS,
     **OPERATIONS,
 }
 OF_A_SEQUENCE = {"leave", "release", "truncate", "fork", "trim", "extend", "hold"}
@@ -333,12 +317,15 @@ def arguments(name: str, random: Random) -> dict[str, object]:
             "tenant_id": random.choice(TENANTS),
             "no_store": random.random() < 0.08,
             "no_read": random.random() < 0.08,
+            "lowest": random.choice([*TierKind, TierKind.DISK, TierKind.DISK]),
             "policy": random.choice([None, random.choice(POLICIES)]),
         }
     if name in OPERATIONS:
         return operator_arguments(name, random)
+    if name in DEATHS:
+        return death_arguments(name, random)
     found = {
-        "step": {"most": random.randint(1, 9), "fail": random.random() < 0.1},
+        "step": {"most": random.randint(1, 9), "fail": random.choice([0] * 8 + [0.5, 1])},
         "work": {"rounds": random.randint(1, 5)},
         "confirm": {"limit": random.randrange(3)},
         "wait": {"seconds": random.choice([0.5, 5.0])},
@@ -347,7 +334,7 @@ def arguments(name: str, random: Random) -> dict[str, object]:
     found |= {"truncate": {"drop": random.randrange(7)}, "extend": {"more": random.randrange(9)}}.get(name, {})
     found |= {"duration": random.choice([1.0, 6.0])} if name == "hold" else {}
     found |= {"length": random.choice([None, random.randint(1, 24)])} if name == "fork" else {}
-    return found | ({"chance": random.choice([0, 0, 0, 7])} if name.endswith(("again", "silent")) else {})
+    return found
 
 
 def live_long(seed: int, operations: int, **fixed: object) -> None:
@@ -364,6 +351,7 @@ def live_long(seed: int, operations: int, **fixed: object) -> None:
         "disk": random.choice([0, 3]),
         "copy": random.random() < 0.8,
         "pins": random.choice([0.1, 0.3, 0.7]),
+        "through": random.random() < 0.8,
     }
     machine.build(**drawn | fixed)
     for _ in range(operations):

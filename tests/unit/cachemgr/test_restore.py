@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from cachemgr.api import ExecutorSpec
+from cachemgr.api import ExecutorSpec, TierKind
 from cachemgr.errors import SchedulerFirstError
 from cachemgr.keys import pack
 from cachemgr.manager import CacheManager
@@ -23,11 +23,11 @@ def cached(**options):
 def restart(world, remembered=None, spec=None):
     """Another manager process, with what the store has; returns the blocks that it restored."""
     remembered = list(world.journal.blocks.values()) if remembered is None else remembered
-    world.journal.blocks = {(block.group, block.slot): block for block in remembered}
+    world.journal.blocks = {block.place: block for block in remembered}
     world.manager = CacheManager(2, lambda: world.now, CONFIG, world.journal)
     world.start_scheduler()
-    assert not world.manager.knows_executor("e", 1)
-    return world.manager.register_executor(spec or world.spec(), remembered)
+    assert not world.manager.knows_executor("e")
+    return world.manager.register_executor(spec or world.spec(), remembered).device_blocks
 
 
 def test_what_the_device_holds_is_found_again():
@@ -90,7 +90,7 @@ def test_an_entry_that_does_not_hold_is_dropped(damage, kept):
     blocks = damage(sorted(world.journal.blocks.values(), key=lambda block: block.depth))
     world.manager = CacheManager(2, lambda: world.now, CONFIG)
     world.start_scheduler()
-    assert world.manager.register_executor(world.spec(), blocks) == kept
+    assert world.manager.register_executor(world.spec(), blocks).device_blocks == kept
     assert world.manager.check_pool() == []
 
 
@@ -98,10 +98,10 @@ def test_what_is_dropped_is_removed_from_the_store_and_what_is_kept_is_not_writt
     world = cached()
     blocks = sorted(world.journal.blocks.values(), key=lambda block: block.depth)
     removed = []
-    world.journal.removed = lambda executor_id, group, slot: removed.append((group, slot))
+    world.journal.removed = lambda executor_id, *place: removed.append(place)
     world.journal.stored = None
     restart(world, drop_parent(blocks))
-    assert removed == [(0, blocks[2].slot)]
+    assert removed == [(0, TierKind.DEVICE, blocks[2].slot)]
 
 
 def test_another_model_finds_nothing():
@@ -129,9 +129,9 @@ def test_memories_wait_for_a_scheduler_that_has_given_up_its_old_sequences():
     spec: ExecutorSpec = world.spec()
     with pytest.raises(SchedulerFirstError):
         manager.register_executor(spec, world.journal.blocks.values())
-    assert not manager.knows_executor("e", 1)
+    assert not manager.knows_executor("e")
     manager.register_scheduler("s", 2)
-    assert manager.register_executor(spec, world.journal.blocks.values()) == 3
+    assert manager.register_executor(spec, world.journal.blocks.values()) == (3, 0)
 
 
 def test_an_executor_that_was_silent_and_comes_back_is_believed_what_its_slots_still_hold():
@@ -140,10 +140,10 @@ def test_an_executor_that_was_silent_and_comes_back_is_believed_what_its_slots_s
     world.sync()
     world.now = 10.1
     world.manager.expire()
-    assert not world.manager.knows_executor("e", 1)
+    assert not world.manager.knows_executor("e")
     assert len(world.journal.blocks) == 3
     world.now = 10.2
-    assert world.manager.register_executor(world.spec(), list(world.journal.blocks.values())) == 3
+    assert world.manager.register_executor(world.spec(), list(world.journal.blocks.values())) == (3, 0)
     world.check()
 
 
@@ -155,7 +155,7 @@ def test_a_shorter_block_that_a_longer_one_covers_is_not_restored():
     world.step(20)
     world.sync()
     world.forget(world.live["a"])
-    world.journal.removed = lambda executor_id, group, slot: None
+    world.journal.removed = lambda executor_id, *place: None
     remembered = list(world.journal.blocks.values())
     world.manager.confirm_transfers("e", 1, list(world.done), [])
     remembered += [block for block in world.journal.blocks.values() if block not in remembered]

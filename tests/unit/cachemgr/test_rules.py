@@ -277,6 +277,15 @@ def test_a_rule_pins_what_a_request_leaves():
     world.check()
 
 
+def test_a_rule_that_pins_later_blocks_pins_what_they_stand_on():
+    world = World(20)
+    make(world, "r", RuleMatch(start=4, end=8), pin_duration=5.0)
+    world.cache(PROMPT)
+    (hold,) = world.manager.holds()
+    assert hold.num_blocks == 2
+    world.check()
+
+
 def test_a_rule_does_not_pin_for_requests_with_wishes_nor_when_it_is_deleted():
     world = World(20)
     make(world, "r", pin_duration=5.0)

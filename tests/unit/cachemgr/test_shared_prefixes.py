@@ -2,6 +2,9 @@
 
 from dataclasses import replace
 
+import pytest
+
+from tests.unit.cachemgr.live import BLOCK
 from tests.unit.cachemgr.world import World
 
 PROMPT = list(range(9))
@@ -150,3 +153,26 @@ def test_the_whole_cache_is_free_when_all_have_gone():
     world.sync()
     world.check()
     assert world.free == 12
+
+
+@pytest.mark.parametrize("begins", [True, False])
+@pytest.mark.parametrize("no_store", [True, False])
+def test_what_a_follower_shares_stays_takeable_though_its_writer_computed_what_another_had(no_store, begins):
+    world = World(16)
+    prompt = list(range(12))
+    world.admit([*prompt, 50], "writer", no_read=True)
+    world.admit([*prompt, 51], "follower", no_store=no_store)
+    world.admit([*prompt[:4], 60], "first", no_read=True)
+    world.compute(world.live["first"], 5)
+    world.sync({"first"})
+    world.compute(world.live["writer"], 13)
+    world.sync({"writer"})
+    if begins:
+        world.compute(world.live["follower"], 13)
+        world.sync({"follower"})
+    for name in ("writer", "first"):
+        world.leave(world.live[name])
+        world.sync(set())
+        world.check()
+    assert world.admit(list(range(100, 100 + world.free * BLOCK))).admitted
+    world.check()

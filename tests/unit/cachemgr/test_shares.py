@@ -149,6 +149,6 @@ def test_more_cached_blocks_than_the_share_holds_are_lost_at_a_restart():
     records = list(world.manager.records("e"))
     world.manager = type(world.manager)(2, lambda: world.now, world.config, world.journal)
     world.start_scheduler()
-    assert world.manager.register_executor(world.spec(), records) == 4
+    assert world.manager.register_executor(world.spec(), records) == (4, 0)
     world.check()
     assert world.run(list(range(15))).cached_tokens == 14

@@ -204,3 +204,4 @@ def test_free_blocks_are_the_least_over_the_groups():
     world.step(20)
     answer = world.sync()
     assert answer.free_blocks == min(pool.free_blocks for pool in world.manager.pools()) == 5
+    assert answer.total_blocks == 8

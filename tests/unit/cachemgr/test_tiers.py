@@ -5,7 +5,7 @@ import pytest
 from cachemgr.admin_api import BlockFilter, Prefix
 from cachemgr.api import EventKind, RemovalCause, Retention, RetentionRange, TierKind
 from cachemgr.chains import chain
-from cachemgr.errors import BlocksInUseError
+from cachemgr.errors import BlocksInUseError, SequenceExistsError
 from tests.unit.cachemgr.world import BLOCK, World, wish
 
 
@@ -134,6 +134,29 @@ def test_a_failed_copy_up_makes_the_match_shorter_the_next_time():
     world.check()
 
 
+def test_what_has_come_up_stays_when_the_sequence_waits_no_longer_for_the_rest():
+    world = World(4, host_blocks=8)
+    world.cache(list(range(13)))
+    fill(world, 100, "b")
+    world.finish("b")
+    admission = world.admit(list(range(13)), "c")
+    world.step()
+    up = [copy.ticket for copy in admission.transfers if copy.target_tier is TierKind.DEVICE]
+    late = world.done.pop(up[2])
+    world.confirm()
+    world.leave(world.live["c"])
+    world.sync()
+    world.check()
+    assert [view.tier.name for view, _, _ in world.manager.explain(Prefix(tuple(range(13))), 0)[0].blocks] == [
+        "DEVICE",
+        "DEVICE",
+        "HOST",
+    ]
+    world.done[up[2]] = late
+    world.confirm()
+    world.check()
+
+
 def test_cancelled_copies_down_are_lost_and_give_their_slots_back():
     world = World(2, host_blocks=2)
     world.cache(list(range(8)))
@@ -176,6 +199,25 @@ def test_a_prefix_can_be_moved_down_and_fetched_before_anybody_asks():
     assert world.run(list(range(13)), "after").transfers == ()
 
 
+def test_blocks_that_come_back_together_stay_reserved_until_the_last_copy_has_ended():
+    world = World(4, host_blocks=4)
+    world.cache(list(range(12)))
+    fill(world, 100, "b")
+    world.finish("b")
+    executor = world.manager._executors["e"]
+    (pool,) = executor.pools
+    begun = executor.copies.fetch(pool, chain(executor, pool, Prefix(tuple(range(12)))))
+    for copy in world.manager.executor_transfers("e"):
+        world.copy(copy, False)
+    world.manager.confirm_transfers("e", 1, [begun[0].ticket], [])
+    world.check()
+    world.confirm()
+    world.check()
+    assert {view.tier for view, _, _ in world.manager.explain(Prefix(tuple(range(12))), 0)[0].blocks} == {
+        TierKind.DEVICE
+    }
+
+
 def test_a_purge_by_tier_takes_what_lies_there():
     world = World(2, host_blocks=4)
     world.cache(list(range(8)))
@@ -193,3 +235,116 @@ def test_a_purge_of_what_is_being_copied_is_refused_and_changes_nothing():
     with pytest.raises(BlocksInUseError):
         world.manager.purge(BlockFilter(), validate_only=False)
     assert len(places(world)) == 2
+
+
+def test_what_others_computed_behind_a_prefix_stays_takeable_while_it_is_copied_once_more():
+    world = World(12, host_blocks=12)
+    world.cache(list(range(13)))
+    fill(world, 100, "b")
+    world.finish("b")
+    # Both copy the prefix for themselves, and the second one shares what the first computes behind it.
+    world.admit([*range(12), *range(20, 28), 50], "first")
+    second = world.admit([*range(12), *range(20, 28), 60, 61], "second")
+    assert (second.cached_tokens, len(second.transfers) > 0, second.wait_for_handle > 0) == (20, True, True)
+    world.compute(world.live["first"], 21)
+    world.sync({"first"})
+    world.finish("first")
+    world.check()
+    assert world.admit(list(range(200, 200 + world.free * BLOCK))).admitted
+    world.compute(world.live["second"], 22)
+    world.sync({"second"})
+    world.check()
+    world.finish("second")
+    world.check()
+
+
+def test_what_has_come_up_is_on_the_device_still_when_the_manager_starts_again():
+    world = World(4, host_blocks=8)
+    world.cache(list(range(13)))
+    fill(world, 100, "b")
+    world.finish("b")
+    world.run(list(range(13)), "c")
+    world.finish("c")
+    world.restart_manager()
+    world.check()
+    assert [view.tier.name for view, _, _ in world.manager.explain(Prefix(tuple(range(13))), 0)[0].blocks][:3] == [
+        "DEVICE"
+    ] * 3
+
+
+def test_a_copy_under_way_is_found_by_nobody_though_another_one_of_it_has_arrived():
+    world = World(12, host_blocks=12)
+    world.cache(list(range(13)))
+    fill(world, 100, "b")
+    world.finish("b")
+    world.admit([*range(12), 50], "first")
+    second = world.admit([*range(12), 60], "second")
+    world.step()
+    copy = next(copy for copy in reversed(second.transfers) if copy.target_tier is TierKind.DEVICE)
+    late = world.done.pop(copy.ticket)
+    world.confirm()
+    world.sync({"first"})
+    world.finish("first")
+    world.leave(world.live["second"])
+    world.sync()
+    world.check()
+    third = world.admit([*range(12), 70], "third")
+    assert (third.cached_tokens, third.wait_for_handle) == (12, 0)
+    assert copy.target_slot not in third.block_tables[0].slots
+    world.done[copy.ticket] = late
+    world.confirm()
+    world.check()
+
+
+# How far down a match goes
+
+
+def three_tiers() -> World:
+    """The head of twelve tokens is on the device, the second block in the host, the third on the disk."""
+    world = World(4, host_blocks=1, disk_blocks=4)
+    world.cache(list(range(12)))
+    world.run([0, 1, 2, 3, 99], "head")
+    world.cache(list(range(50, 54)))
+    world.cache(list(range(60, 64)))
+    world.finish("head")
+    assert [view.tier.name for view, _, _ in world.manager.explain(Prefix(tuple(range(12))), 0)[0].blocks] == [
+        "DEVICE",
+        "HOST",
+        "DISK",
+    ]
+    return world
+
+
+@pytest.mark.parametrize(("lowest", "tokens"), [(TierKind.DEVICE, 4), (TierKind.HOST, 8), (TierKind.DISK, 11)])
+def test_a_match_ends_where_it_would_go_below_the_lowest_tier(lowest, tokens):
+    world = three_tiers()
+    request = world.request(list(range(12)), lowest_tier=lowest)
+    assert world.manager.preview(request, 0).cached_tokens == tokens
+    admission = world.run(list(range(12)), "a", lowest_tier=lowest)
+    assert admission.cached_tokens == tokens
+    assert {copy.source_tier for copy in admission.transfers if copy.target_tier is TierKind.DEVICE} <= {
+        tier for tier in TierKind if tier <= lowest
+    }
+    world.check()
+    # What it has computed takes the place of what lies below.
+    world.finish("a")
+    world.check()
+    assert world.run(list(range(12)), "b", lowest_tier=TierKind.DEVICE).cached_tokens == 11
+    world.check()
+
+
+def test_windows_and_beginnings_of_blocks_do_not_go_below_the_lowest_tier_either():
+    for windows in ((None, 5), (5,)):
+        world = World(3, windows=windows, host_blocks=4)
+        world.cache(list(range(10)))
+        world.cache(list(range(50, 62)))
+        for lowest, tokens in ((TierKind.DEVICE, 0), (TierKind.HOST, 9)):
+            assert world.manager.preview(world.request(list(range(10)), lowest_tier=lowest), 0).cached_tokens == tokens
+        world.check()
+
+
+def test_an_admission_with_another_lowest_tier_is_another_one():
+    world = three_tiers()
+    world.admit(list(range(12)), "a", lowest_tier=TierKind.HOST)
+    with pytest.raises(SequenceExistsError):
+        world.manager.admit(world.request(list(range(12)), "a"))

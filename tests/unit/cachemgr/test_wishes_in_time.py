@@ -236,7 +236,7 @@ def test_a_restarted_manager_goes_on_with_the_time_that_is_left():
     world.now = 1000.0
     world.manager = CacheManager(2, lambda: world.now, CONFIG, world.journal)
     world.manager.register_scheduler("s", 2)
-    assert world.manager.register_executor(world.spec(), records) == 2
+    assert world.manager.register_executor(world.spec(), records) == (2, 0)
     assert first(world) == 70
     world.now = 1007.9
     assert first(world) == 70
@@ -252,7 +252,7 @@ def test_a_remembered_lease_that_nobody_could_have_is_not_believed():
     ]
     world.manager = CacheManager(2, lambda: world.now, CONFIG, world.journal)
     world.manager.register_scheduler("s", 2)
-    assert world.manager.register_executor(world.spec(), records) == 0
+    assert world.manager.register_executor(world.spec(), records) == (0, 0)
 
 
 @pytest.mark.parametrize("field", ["session_id", "request_id"])

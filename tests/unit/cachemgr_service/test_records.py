@@ -4,12 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cachemgr.api import TierKind
 from cachemgr.keys import pack
-from cachemgr.records import BlockRecord, LeaseRecord, RecordError, decode, encode, encode_place
+from cachemgr.records import BackupRecord, BlockRecord, LeaseRecord, RecordError, decode, encode, encode_place
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
 DIGEST = st.binary(min_size=32, max_size=32)
+TIER = st.sampled_from(TierKind)
 SECONDS = st.none() | st.floats(0, 1e9)
 LEASES = st.builds(
     LeaseRecord,
@@ -34,12 +36,16 @@ RECORDS = st.builds(
     tenant_id=st.none() | st.text(max_size=64),
     session_id=st.none() | st.text(max_size=64),
     extra=st.binary(max_size=200),
+    tier=TIER,
+    generation=U64,
+    last_use=st.integers(-(2**63), 2**63 - 1),
+    backup=st.none() | st.builds(BackupRecord, TIER, U32, U64),
 )
 
 
 @given(RECORDS)
 def test_a_record_is_read_as_it_was_written(record: BlockRecord) -> None:
-    assert decode(encode_place(record.group, record.slot), encode(record)) == record
+    assert decode(encode_place(*record.place), encode(record)) == record
 
 
 @given(RECORDS, st.data())
@@ -48,17 +54,33 @@ def test_a_record_cut_short_is_refused(record: BlockRecord, data: st.DataObject)
     salt = len((record.salt or "").encode())
     cut = data.draw(st.integers(0, len(value) - salt - 1))
     with pytest.raises(RecordError):
-        decode(encode_place(record.group, record.slot), value[:cut])
+        decode(encode_place(*record.place), value[:cut])
 
 
 @given(st.binary(max_size=80), st.binary(max_size=10))
 def test_any_bytes_are_a_record_or_refused(value: bytes, place: bytes) -> None:
     try:
-        decode(place, b"\x03" + value)
+        decode(place, b"\x04" + value)
     except RecordError:
         return
 
 
 def test_a_record_of_another_version_is_refused() -> None:
     with pytest.raises(RecordError, match="another version"):
-        decode(encode_place(0, 1), b"\x09" + bytes(60))
+        decode(encode_place(0, TierKind.DEVICE, 1), b"\x09" + bytes(60))
+
+
+def test_a_place_in_a_tier_that_is_none_is_refused() -> None:
+    record = BlockRecord(0, 1, bytes(32), None, 0, bytes(4), None, None, 0)
+    place = encode_place(0, TierKind.DISK, 1).replace(b"\x02", b"\x07")
+    with pytest.raises(RecordError):
+        decode(place, encode(record))
+
+
+def test_without_the_device_a_block_is_where_its_copy_lies_or_nowhere() -> None:
+    record = BlockRecord(0, 1, bytes(32), None, 0, bytes(4), None, None, 9)
+    assert record.below() is None
+    below = record._replace(backup=BackupRecord(TierKind.HOST, 5, 77)).below()
+    assert below is not None
+    assert (below.place, below.generation, below.backup) == ((0, TierKind.HOST, 5), 77, None)
+    assert below.below() == below

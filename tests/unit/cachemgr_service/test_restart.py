@@ -1,25 +1,22 @@
 """A cache manager that comes back knows what its executors' devices still hold."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
 import pytest
 
-from cachemgr.embedded_redis import EmbeddedRedis
 from cachemgr.process import CacheManagerProcess
+from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.rpc.errors import from_rpc_error
-from tests.unit.cachemgr_service import servers
-from tests.unit.cachemgr_service.conftest import NUM_BLOCKS, Client, settings_for
+from tests.unit.cachemgr_service.conftest import EXECUTOR, NUM_BLOCKS, Client, settings_for
+from tests.unit.cachemgr_service.servers import Server
 
 
-@pytest.fixture(params=servers.FAMILIES)
-def redis_url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
-    servers.use(request.param, monkeypatch)
-    server = EmbeddedRedis.start(tmp_path)
-    yield server.url
-    server.stop()
+@pytest.fixture
+def redis_url(server: Server) -> str:
+    return server.url
 
 
 @asynccontextmanager
@@ -106,3 +103,29 @@ async def test_registering_again_with_a_living_manager_keeps_everything(tmp_path
         await client.register(last_write_steps=steps(slots, 5, 5))
         assert (await client.admit("b", 9)).cached_tokens == 8
         await client.check()
+
+
+async def test_host_blocks_outlive_the_manager_and_the_executor(tmp_path: Path, redis_url: str) -> None:
+    async with manager(tmp_path, redis_url) as client:
+        await client.register(host_blocks=4)
+        await client.compute(await client.admit("a", 9), 8)
+        # Both blocks make room.
+        admitted = await client.admit("b", list(range(100, 100 + 4 * NUM_BLOCKS)))
+        generations = [0] * 4
+        for copy in admitted.transfers:
+            generations[copy.target_slot - 1] = copy.ticket
+        await client.manager.ConfirmTransfers(
+            pb.ConfirmTransfersRequest(
+                executor_id=EXECUTOR, executor_epoch=7, tickets=[copy.ticket for copy in admitted.transfers]
+            ),
+            timeout=5,
+        )
+    async with manager(tmp_path, redis_url, epoch=8) as client:
+        answer = await client.register(host_blocks=4, host_generations=generations)
+        assert (answer.restored_blocks, answer.restored_lower_blocks) == (0, 2)
+        assert (await client.admit("c", 9)).cached_tokens == 8
+        await client.check()
+    async with manager(tmp_path, redis_url, epoch=9) as client:
+        # Redis holds the newer epoch, with all that was believed.
+        assert (await client.register(host_blocks=4, host_generations=generations)).restored_lower_blocks == 2
+        assert (await client.register(host_blocks=4)).restored_lower_blocks == 2

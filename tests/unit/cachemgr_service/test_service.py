@@ -4,6 +4,8 @@ import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
+from cachemgr import convert
+from cachemgr.api import TierKind
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.rpc.errors import from_rpc_error
 from tests.unit.cachemgr_service.conftest import EXECUTOR, NUM_BLOCKS, SCHEDULER, Client
@@ -62,6 +64,19 @@ async def test_a_fork_says_what_it_need_not_compute_and_may_be_shorter_than_its_
     await client.check()
 
 
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        (pb.TIER_UNSPECIFIED, TierKind.DISK),
+        (pb.TIER_DEVICE, TierKind.DEVICE),
+        (pb.TIER_HOST, TierKind.HOST),
+        (pb.TIER_DISK, TierKind.DISK),
+    ],
+)
+def test_the_lowest_tier_of_an_admission_is_the_one_that_it_says(said: pb.Tier, meant: TierKind) -> None:
+    assert convert.admit_request(pb.AdmitSequenceRequest(lowest_tier=said)).lowest_tier is meant
+
+
 async def test_salts_keep_sequences_apart(client: Client) -> None:
     await client.register()
     await client.compute(await client.admit("a", 10, salt="x"), 10)
@@ -80,7 +95,7 @@ async def test_a_released_sequence_is_unknown_to_the_next_sync(client: Client) -
     assert not again.found
     answer = await client.sync(1, handles=[admitted.sequence_handle], computed_tokens=[4], new_token_counts=[0])
     assert list(answer.unknown_handles) == [admitted.sequence_handle]
-    assert answer.free_blocks == NUM_BLOCKS
+    assert answer.free_blocks == answer.total_blocks == NUM_BLOCKS
 
 
 async def test_listings_are_paged(client: Client) -> None:

@@ -1,16 +1,18 @@
 """The index in Redis: what was stored is read back, and a Redis that is away costs nothing but time."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
 
-from cachemgr.embedded_redis import EmbeddedRedis
-from cachemgr.records import BlockRecord
-from cachemgr.store import IndexStore, open_redis
-from tests.unit.cachemgr_service import servers
+from cachemgr.api import TierKind
+from cachemgr.records import BackupRecord, BlockRecord
+from cachemgr.redis_client import open_redis
+from cachemgr.store import NOTHING, IndexStore
+from cachemgr.write_behind import Place
+from tests.unit.cachemgr_service.servers import Server
 
 EXECUTOR = "gpu/0 {x}"
 KEYS = "kvkeep:{gpu%2F0%20%7Bx%7D}:"
@@ -21,7 +23,7 @@ def block(slot: int, depth: int = 0, group: int = 0, step: int = 3) -> BlockReco
     return BlockRecord(group, slot, bytes([slot % 256] * 32), None, depth, bytes(12), salt, 0, step)
 
 
-class Index(dict[tuple[int, int], BlockRecord]):
+class Index(dict[Place, BlockRecord]):
     """The truth that the store copies."""
 
     def snapshot(self, executor_id: str) -> list[BlockRecord]:
@@ -30,19 +32,18 @@ class Index(dict[tuple[int, int], BlockRecord]):
 
 def note(store: IndexStore, record: BlockRecord) -> None:
     """A block entered the index."""
-    store.stored(EXECUTOR, record.group, record.slot, lambda: record)
+    store.stored(EXECUTOR, *record.place, lambda: record)
 
 
-@pytest.fixture(params=servers.FAMILIES)
-def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[EmbeddedRedis]:
-    servers.use(request.param, monkeypatch)
-    started = EmbeddedRedis.start(tmp_path)
-    yield started
-    started.stop()
+async def loaded(store: IndexStore, epoch: int) -> list[BlockRecord]:
+    """The blocks that Redis remembers."""
+    remembered = await store.load(EXECUTOR, epoch)
+    assert remembered.is_current
+    return remembered.blocks
 
 
 @pytest.fixture
-async def redis(server: EmbeddedRedis) -> AsyncIterator[Redis]:
+async def redis(server: Server) -> AsyncIterator[Redis]:
     client = open_redis(server.url)
     yield client
     await client.aclose()
@@ -63,11 +64,12 @@ async def test_stored_blocks_are_read_back_parents_first_by_a_new_manager(store:
     blocks = [block(slot, depth=9 - slot, group=slot % 2) for slot in range(1, 9)]
     for one in blocks:
         note(store, one)
-    store.removed(EXECUTOR, blocks[0].group, blocks[0].slot)
+    store.removed(EXECUTOR, *blocks[0].place)
     assert await store.flush()
-    assert sorted(await redis.keys()) == [f"{KEYS}blocks".encode(), f"{KEYS}epoch".encode()]
+    for key in (f"{KEYS}blocks", f"{KEYS}clock", f"{KEYS}epoch", "kvkeep:{operators}:schema"):
+        assert await redis.exists(key)
     restarted = IndexStore(redis, lambda _: [])
-    assert await restarted.load(EXECUTOR, 7) == blocks[:0:-1]
+    assert await loaded(restarted, 7) == blocks[:0:-1]
 
 
 async def test_another_epoch_voids_what_redis_remembers(store: IndexStore, redis: Redis) -> None:
@@ -75,13 +77,29 @@ async def test_another_epoch_voids_what_redis_remembers(store: IndexStore, redis
     note(store, block(1))
     await store.flush()
     restarted = IndexStore(redis, lambda _: [])
-    assert await restarted.load(EXECUTOR, 8) is None
-    assert await restarted.load("another", 7) is None
+    for one in (await restarted.load(EXECUTOR, 8), await restarted.load("another", 7)):
+        assert (one.blocks, one.pins, one.is_current) == ([], [], False)
     assert await redis.exists(f"{KEYS}blocks")
     restarted.replace(EXECUTOR, 8)
     await restarted.flush()
     assert not await redis.exists(f"{KEYS}blocks")
-    assert await restarted.load(EXECUTOR, 8) == []
+    assert await loaded(restarted, 8) == []
+
+
+async def test_another_epoch_leaves_what_lies_in_lower_tiers(store: IndexStore, redis: Redis) -> None:
+    store.cleared(EXECUTOR, 7)
+    copied = block(2)._replace(backup=BackupRecord(TierKind.HOST, 5, 77))
+    host, disk = (block(1)._replace(tier=tier, generation=9) for tier in (TierKind.HOST, TierKind.DISK))
+    for one in (block(1), copied, host, disk):
+        note(store, one)
+    await store.flush()
+    remembered = await IndexStore(redis, lambda _: []).load(EXECUTOR, 8)
+    assert not remembered.is_current
+    assert {one.place: one.generation for one in remembered.blocks} == {
+        (0, TierKind.HOST, 1): 9,
+        (0, TierKind.DISK, 1): 9,
+        (0, TierKind.HOST, 5): 77,
+    }
 
 
 async def test_a_new_block_in_a_slot_replaces_the_old_one(store: IndexStore) -> None:
@@ -89,7 +107,7 @@ async def test_a_new_block_in_a_slot_replaces_the_old_one(store: IndexStore) -> 
     note(store, block(1, step=3))
     await store.flush()
     note(store, block(1, step=9))
-    assert await store.load(EXECUTOR, 7) == [block(1, step=9)]
+    assert await loaded(store, 7) == [block(1, step=9)]
 
 
 async def test_blocks_of_an_unknown_version_are_left_out(store: IndexStore, redis: Redis) -> None:
@@ -97,61 +115,56 @@ async def test_blocks_of_an_unknown_version_are_left_out(store: IndexStore, redi
     note(store, block(1))
     await store.flush()
     await redis.hset(f"{KEYS}blocks", b"12345678", b"\xff future")
-    assert await store.load(EXECUTOR, 7) == [block(1)]
+    assert await loaded(store, 7) == [block(1)]
 
 
-async def test_changes_made_while_redis_is_away_arrive_when_it_is_back(
-    store: IndexStore, server: EmbeddedRedis, tmp_path: Path
-) -> None:
+async def test_changes_made_while_redis_is_away_arrive_when_it_is_back(store: IndexStore, server: Server) -> None:
     store.cleared(EXECUTOR, 7)
     note(store, block(1))
     assert await store.flush()
     server.stop()
     note(store, block(2))
-    store.removed(EXECUTOR, 0, 1)
+    store.removed(EXECUTOR, *block(1).place)
     assert not await store.flush()
     assert not store.up
     assert store.pending == 2
-    again = EmbeddedRedis.start(tmp_path)
+    server.start()
     assert await store.flush()
     assert store.up
-    assert await store.load(EXECUTOR, 7) == [block(2)]
-    again.stop()
+    assert await loaded(store, 7) == [block(2)]
 
 
 async def test_too_many_changes_become_a_copy_of_everything(
-    store: IndexStore, index: Index, redis: Redis, server: EmbeddedRedis, tmp_path: Path
+    store: IndexStore, index: Index, redis: Redis, server: Server
 ) -> None:
     store.cleared(EXECUTOR, 7)
     note(store, block(999))
     assert await store.flush()
     server.stop()
     for slot in range(1, 701):
-        index[0, slot] = block(slot)
-        note(store, index[0, slot])
+        index[block(slot).place] = block(slot)
+        note(store, block(slot))
         assert store.pending <= 50
         if slot % 100 == 0:
             assert not await store.flush()
-    again = EmbeddedRedis.start(tmp_path)
+    server.start()
     assert await store.flush()
-    assert {one.slot for one in await store.load(EXECUTOR, 7) or ()} == set(range(1, 701))
-    again.stop()
+    assert {one.slot for one in await loaded(store, 7)} == set(range(1, 701))
 
 
 async def test_a_registration_while_redis_is_away_replaces_what_it_holds_later(
-    store: IndexStore, redis: Redis, server: EmbeddedRedis, tmp_path: Path
+    store: IndexStore, redis: Redis, server: Server
 ) -> None:
     store.cleared(EXECUTOR, 7)
     note(store, block(1))
     await store.flush()
     server.stop()
     restarted = IndexStore(redis, lambda _: [block(5)])
-    assert await restarted.load(EXECUTOR, 7) is None
+    assert await restarted.load(EXECUTOR, 7) == NOTHING
     restarted.replace(EXECUTOR, 7)
-    again = EmbeddedRedis.start(tmp_path)
+    server.start()
     assert await restarted.flush()
-    assert await restarted.load(EXECUTOR, 7) == [block(5)]
-    again.stop()
+    assert await loaded(restarted, 7) == [block(5)]
 
 
 async def test_the_background_task_writes_without_being_asked(store: IndexStore, redis: Redis) -> None:
@@ -163,7 +176,7 @@ async def test_the_background_task_writes_without_being_asked(store: IndexStore,
             await asyncio.sleep(0.01)
     task.cancel()
     await asyncio.wait({task})
-    store.removed(EXECUTOR, 0, 1)
+    store.removed(EXECUTOR, *block(1).place)
     await store.close()
     assert not await redis.exists(f"{KEYS}blocks")
 

@@ -1,7 +1,10 @@
 """Pending changes: coalesced, bounded, and never older than what happened since."""
 
+from cachemgr.api import TierKind
 from cachemgr.records import BlockRecord
 from cachemgr.write_behind import WriteBehind
+
+DEVICE = TierKind.DEVICE
 
 
 def block(slot: int, step: int = 0) -> BlockRecord:
@@ -11,32 +14,32 @@ def block(slot: int, step: int = 0) -> BlockRecord:
 def test_changes_of_one_place_become_one() -> None:
     queue = WriteBehind(10)
     for step in range(5):
-        queue.put("e", 7, (0, 1), block(1, step))
-    queue.put("e", 7, (0, 2), block(2))
-    queue.put("e", 7, (0, 2), None)
+        queue.put("e", 7, (0, DEVICE, 1), block(1, step))
+    queue.put("e", 7, (0, DEVICE, 2), block(2))
+    queue.put("e", 7, (0, DEVICE, 2), None)
     assert queue.pending == 2
     taken = queue.take()
     assert taken is not None
     assert taken[0] == "e"
-    assert taken[1].blocks == {(0, 1): block(1, 4), (0, 2): None}
+    assert taken[1].blocks == {(0, DEVICE, 1): block(1, 4), (0, DEVICE, 2): None}
     assert queue.pending == 0
     assert queue.take() is None
 
 
 def test_clearing_drops_what_was_pending() -> None:
     queue = WriteBehind(10)
-    queue.put("e", 7, (0, 1), block(1))
+    queue.put("e", 7, (0, DEVICE, 1), block(1))
     queue.clear("e", 8)
-    queue.put("e", 8, (0, 2), block(2))
+    queue.put("e", 8, (0, DEVICE, 2), block(2))
     taken = queue.take()
     assert taken is not None
-    assert (taken[1].epoch, taken[1].cleared, list(taken[1].blocks)) == (8, True, [(0, 2)])
+    assert (taken[1].epoch, taken[1].cleared, list(taken[1].blocks)) == (8, True, [(0, DEVICE, 2)])
 
 
 def test_beyond_the_bound_everything_is_written_again_later() -> None:
     queue = WriteBehind(3)
     for slot in range(1, 6):
-        queue.put("e", 7, (0, slot), block(slot))
+        queue.put("e", 7, (0, DEVICE, slot), block(slot))
     assert queue.pending == 0
     taken = queue.take()
     assert taken is not None
@@ -45,9 +48,9 @@ def test_beyond_the_bound_everything_is_written_again_later() -> None:
 
 def test_one_executors_overflow_leaves_another_alone() -> None:
     queue = WriteBehind(3)
-    queue.put("a", 1, (0, 1), block(1))
+    queue.put("a", 1, (0, DEVICE, 1), block(1))
     for slot in range(1, 5):
-        queue.put("b", 1, (0, slot), block(slot))
+        queue.put("b", 1, (0, DEVICE, slot), block(slot))
     taken = dict([queue.take() or ("", None), queue.take() or ("", None)])
     assert not taken["a"].resync  # type: ignore[union-attr]
     assert taken["b"].resync  # type: ignore[union-attr]
@@ -55,21 +58,21 @@ def test_one_executors_overflow_leaves_another_alone() -> None:
 
 def test_what_failed_comes_back_below_what_is_newer() -> None:
     queue = WriteBehind(10)
-    queue.put("e", 7, (0, 1), block(1, 1))
-    queue.put("e", 7, (0, 2), block(2, 1))
+    queue.put("e", 7, (0, DEVICE, 1), block(1, 1))
+    queue.put("e", 7, (0, DEVICE, 2), block(2, 1))
     taken = queue.take()
     assert taken is not None
-    queue.put("e", 7, (0, 2), None)
+    queue.put("e", 7, (0, DEVICE, 2), None)
     queue.give_back(*taken)
     assert queue.pending == 2
     again = queue.take()
     assert again is not None
-    assert again[1].blocks == {(0, 1): block(1, 1), (0, 2): None}
+    assert again[1].blocks == {(0, DEVICE, 1): block(1, 1), (0, DEVICE, 2): None}
 
 
 def test_what_failed_is_void_after_a_newer_epoch() -> None:
     queue = WriteBehind(10)
-    queue.put("e", 7, (0, 1), block(1))
+    queue.put("e", 7, (0, DEVICE, 1), block(1))
     taken = queue.take()
     assert taken is not None
     queue.clear("e", 8)
@@ -82,11 +85,11 @@ def test_what_failed_is_void_after_a_newer_epoch() -> None:
 def test_what_failed_counts_against_the_bound() -> None:
     queue = WriteBehind(3)
     for slot in (1, 2):
-        queue.put("e", 7, (0, slot), block(slot))
+        queue.put("e", 7, (0, DEVICE, slot), block(slot))
     taken = queue.take()
     assert taken is not None
     for slot in (3, 4):
-        queue.put("e", 7, (0, slot), block(slot))
+        queue.put("e", 7, (0, DEVICE, slot), block(slot))
     queue.give_back(*taken)
     again = queue.take()
     assert again is not None

@@ -16,6 +16,7 @@ from executor.model import Model, load_model
 from executor.model_files import find
 from executor.runner import Runner
 from executor.step import Joining, Outcome, Sampled, Sampling, Step
+from executor.tiers.tiers import Tiers
 from tests.kernels.conftest import interpreter
 from tests.stack import model_cache
 from tests.unit.executor.tiny_models import COMPILED_CONFIGS, CONFIGS
@@ -95,6 +96,7 @@ class Driver:
     model: Model
     num_blocks: int = 200
     block_size: int = BLOCK_SIZE
+    tiers: Callable[[KvPools], Tiers] = Tiers
     runner: Runner = field(init=False)
     lengths: dict[int, int] = field(default_factory=dict)
     tables: dict[int, list[list[int]]] = field(default_factory=dict)
@@ -106,7 +108,7 @@ class Driver:
             # What nobody wrote must not matter.
             pool.k[:, 1:].fill_(torch.nan)
             pool.v[:, 1:].fill_(torch.nan)
-        self.runner = Runner(self.model, pools)
+        self.runner = Runner(self.model, pools, self.tiers(pools))
         # Out of order, so that slot and position differ.
         self.free = [[1 + (slot * 77) % self.num_blocks for slot in range(self.num_blocks)] for _ in groups]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Gemma2Config, MambaConfig, MambaForCausalLM, Phi3Config
+from transformers import Gemma2Config, LlamaConfig, MambaConfig, MambaForCausalLM, Phi3Config
 
 from executor.errors import ModelError
 from executor.fingerprint import fingerprint
@@ -68,6 +68,13 @@ def test_rope_that_depends_on_the_batch_is_used_up_to_its_change(tmp_path: Path)
     assert load(save_model(Phi3Config(**base), tmp_path / "long")).max_positions == 64
 
 
+@pytest.mark.parametrize("theta", [0.0, -1e4])
+def test_keys_are_not_rotated_to_angles_that_are_no_numbers(theta: float, tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": theta}
+    folder = save_model(LlamaConfig(**CONFIGS["llama"]().to_dict() | {"rope_parameters": rope}), tmp_path / "odd")
+    assert load(folder).rotary is None
+
+
 def test_a_package_named_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_other_kernels()
     monkeypatch.setattr(metadata, "version", lambda name: {"kernels": "0.18.1"}[name])
@@ -98,6 +105,24 @@ def test_the_cache_folder_follows_xdg_unless_it_is_set() -> None:
     assert settings_from({"XDG_CACHE_HOME": "/x", "KVKEEP_EXECUTOR_CACHE_DIR": "/y"}).cache_dir == Path("/y")
 
 
+def test_sizes_of_tiers_may_have_units_and_the_disk_is_in_the_cache_folder() -> None:
+    nothing = settings_from({"XDG_CACHE_HOME": "/x", "KVKEEP_EXECUTOR_DISK_CACHE_DIR": ""})
+    assert (nothing.host_cache_size, nothing.disk_cache_size, nothing.disk_dir) == (0, 0, Path("/x/kvkeep/blocks"))
+    some = settings_from(
+        {
+            "KVKEEP_EXECUTOR_HOST_CACHE_SIZE": "1048576",
+            "KVKEEP_EXECUTOR_DISK_CACHE_SIZE": "2 GiB",
+            "KVKEEP_EXECUTOR_DISK_CACHE_DIR": "/disk",
+            "KVKEEP_EXECUTOR_CACHE_CHECKSUMS": "0",
+        }
+    )
+    assert (some.host_cache_size, some.disk_cache_size, some.disk_dir) == (1 << 20, 2 << 30, Path("/disk"))
+    assert not some.cache_checksums
+    for wrong in ("-1", "much"):
+        with pytest.raises(SystemExit, match="KVKEEP_EXECUTOR_HOST_CACHE_SIZE"):
+            settings_from({"KVKEEP_EXECUTOR_HOST_CACHE_SIZE": wrong})
+
+
 @pytest.mark.parametrize("value", ["3", "1", "24"])
 def test_a_block_size_that_is_no_power_of_two_is_refused(value: str) -> None:
     with pytest.raises(SystemExit, match="KVKEEP_EXECUTOR_BLOCK_SIZE"):
@@ -114,6 +139,29 @@ def test_a_wrong_model_ends_the_process_with_one_line(tmp_path: Path) -> None:
     )
     assert ended.returncode == 1
     assert ended.stderr.strip().splitlines()[-1].startswith("executor: the model /no/such/model does not exist")
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_tier_without_room_ends_the_process_with_one_line(
+    tmp_path: Path, model_folder: Callable[[str], Path]
+) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "executor"],
+        env={
+            "KVKEEP_EXECUTOR_MODEL": str(model_folder("llama")),
+            "KVKEEP_EXECUTOR_DEVICE": "cpu",
+            "KVKEEP_EXECUTOR_MAX_TOKENS": "1024",
+            "KVKEEP_EXECUTOR_HOST_CACHE_DIR": str(tmp_path / "memory"),
+            "KVKEEP_EXECUTOR_HOST_CACHE_SIZE": "100TiB",
+            "KVKEEP_LOG_LEVEL": "error",
+            "HOME": str(tmp_path),
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.strip().splitlines()[-1].startswith("executor: KVKEEP_EXECUTOR_HOST_CACHE_SIZE: there is no")
     assert "Traceback" not in ended.stderr
 
 

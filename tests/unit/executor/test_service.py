@@ -1,196 +1,28 @@
 """The executor's service over a unix socket, with a cache manager that only takes notes."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 import torch
-from google.protobuf.duration_pb2 import Duration
 
-from executor.kv_pool import KvPools
-from executor.manager_client import Announcement, ManagerClient
+from executor.errors import StoppingError
+from executor.messages import parse_step
 from executor.model import Model
-from executor.runner import Runner
-from executor.service import SERVICE, ExecutorServicer, Identity
-from executor.tokenizer import TokenizerFiles
-from executor.worker import Worker
+from executor.worker import Session, Worker
 from protos.execution.v1 import execution_pb2 as pb
-from protos.execution.v1 import execution_pb2_grpc as rpc
-from protos.kvcache.v1 import kvcache_pb2 as kv
-from protos.kvcache.v1 import kvcache_pb2_grpc as kv_rpc
-from protos.rpc.channel import open_channel
-from protos.rpc.errors import RemoteError, ServiceError, from_rpc_error
-from protos.rpc.server import Server
+from protos.rpc.errors import RemoteError
 from tests.unit.executor.conftest import BLOCK_SIZE
-
-EPOCH = 1234
-PROMPT = [5, 60, 7, 80, 9]
-
-
-class UnknownExecutorError(ServiceError):
-    """What a restarted manager says to a renewal."""
-
-    code = grpc.StatusCode.FAILED_PRECONDITION
-    reason = "UNKNOWN_EXECUTOR"
-
-
-@dataclass
-class FakeManager(kv_rpc.CacheManagerServiceServicer):
-    """Takes registrations, renewals and confirmations; `restart` forgets them all."""
-
-    epoch: int = 1
-    registrations: list[kv.RegisterExecutorRequest] = field(default_factory=list)
-    confirmations: list[kv.ConfirmTransfersRequest] = field(default_factory=list)
-    known: bool = False
-    refuse_confirmations: int = 0
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def restart(self) -> None:
-        self.epoch += 1
-        self.known = False
-
-    async def until(self, reached: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
-            while not reached():
-                self.changed.clear()
-                await self.changed.wait()
-
-    async def RegisterExecutor(self, request: Any, context: Any) -> kv.RegisterExecutorResponse:
-        self.registrations.append(request)
-        self.known = True
-        self.changed.set()
-        return kv.RegisterExecutorResponse(manager_epoch=self.epoch, lease_duration=Duration(nanos=60_000_000))
-
-    async def RenewExecutor(self, request: Any, context: Any) -> kv.RenewExecutorResponse:
-        if not self.known:
-            raise UnknownExecutorError("register first")
-        return kv.RenewExecutorResponse(manager_epoch=self.epoch, lease_duration=Duration(nanos=60_000_000))
-
-    async def ConfirmTransfers(self, request: Any, context: Any) -> kv.ConfirmTransfersResponse:
-        if self.refuse_confirmations:
-            self.refuse_confirmations -= 1
-            raise UnknownExecutorError("not now")
-        self.confirmations.append(request)
-        self.changed.set()
-        return kv.ConfirmTransfersResponse()
-
-
-@dataclass
-class Stack:
-    """A running executor, its manager, and a stub to talk to it."""
-
-    manager: FakeManager
-    runner: Runner
-    stub: Any
-    servicer: ExecutorServicer
-
-    @asynccontextmanager
-    async def session(self, scheduler_epoch: int = 1, executor_epoch: int = EPOCH) -> AsyncIterator["Stream"]:
-        call = self.stub.StreamSteps()
-        stream = Stream(call)
-        opening = pb.OpenSession(scheduler_id="s", scheduler_epoch=scheduler_epoch, executor_epoch=executor_epoch)
-        await call.write(pb.StreamStepsRequest(open=opening))
-        try:
-            answer = await stream.read()
-            stream.next_step = answer.opened.first_step
-            yield stream
-        finally:
-            call.cancel()
-
-
-@dataclass
-class Stream:
-    """One session as a scheduler sees it."""
-
-    call: Any
-    next_step: int = 0
-
-    async def read(self) -> pb.StreamStepsResponse:
-        try:
-            async with asyncio.timeout(20):
-                answer = await self.call.read()
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
-        if answer is grpc.aio.EOF:
-            raise EOFError
-        return answer
-
-    async def send(self, **changes: Any) -> None:
-        step, self.next_step = self.next_step, self.next_step + 1
-        await self.call.write(pb.StreamStepsRequest(step=pb.Step(step=step, **changes)))
-
-    async def run(self, **changes: Any) -> pb.StepResult:
-        await self.send(**changes)
-        return (await self.read()).result
-
-
-def new_sequence(sequence: int, **changes: Any) -> pb.NewSequence:
-    sampling = pb.SamplingParams(top_p=1, repetition_penalty=1, num_logprobs=2)
-    table = pb.StepBlockTable(slots=range(1 + 20 * sequence, 11 + 20 * sequence))
-    return pb.NewSequence(
-        **{
-            "sequence": sequence,
-            "token_ids": PROMPT,
-            "num_prompt_tokens": len(PROMPT),
-            "block_tables": [table],
-            "sampling": sampling,
-        }
-        | changes
-    )
-
-
-def join(sequence: int, **changes: Any) -> dict[str, Any]:
-    return {
-        "new_sequences": [new_sequence(sequence, **changes)],
-        "chunk_sequences": [sequence],
-        "chunk_tokens": [len(PROMPT)],
-    }
+from tests.unit.executor.running_stack import EPOCH, PROMPT, Stack, Stream, join, running
 
 
 @pytest.fixture
 async def stack(tiny: Model, tmp_path: Path) -> AsyncIterator[Stack]:
-    manager = FakeManager()
-    manager_server = Server("cachemgr", drain_seconds=0)
-    manager_address, address = f"unix:{tmp_path}/m.sock", f"unix:{tmp_path}/e.sock"
-    manager_server.listen(
-        manager_address,
-        {"kvcache.v1.CacheManagerService": lambda s: kv_rpc.add_CacheManagerServiceServicer_to_server(manager, s)},
-    )
-    runner = Runner(tiny, KvPools(tiny.groups, 200, BLOCK_SIZE, torch.float32, torch.device("cpu")))
-    server = Server("executor", drain_seconds=0)
-    client = ManagerClient(
-        open_channel(manager_address),
-        Announcement("executor-0", EPOCH, "tiny", b"f" * 32, plain_rotary=True),
-        runner.pools,
-        lambda slots: worker.zero(slots),
-        lambda: server.set_serving(True),
-    )
-    loop = asyncio.get_running_loop()
-    worker = Worker(
-        runner,
-        lambda done, failed: loop.call_soon_threadsafe(client.confirm, done, failed) and None,
-        lambda: None,
-    )
-    servicer = ExecutorServicer(
-        Identity("executor-0", EPOCH), runner, worker, TokenizerFiles(b"{}", "template", {"bos_token": "<s>"})
-    )
-    server.listen(address, {SERVICE: lambda s: rpc.add_ExecutorServiceServicer_to_server(servicer, s)})
-    await manager_server.start()
-    await server.start()
-    worker.start()
-    registration = asyncio.create_task(client.run())
-    async with open_channel(address) as channel:
-        yield Stack(manager, runner, rpc.ExecutorServiceStub(channel), servicer)
-    servicer.stop()
-    await asyncio.to_thread(worker.stop)
-    registration.cancel()
-    await server.stop()
-    await manager_server.stop()
+    async with running(tiny, tmp_path) as stack:
+        yield stack
 
 
 async def test_the_model_and_the_executor_describe_themselves(stack: Stack) -> None:
@@ -312,12 +144,50 @@ async def test_a_failing_model_ends_the_session_and_not_the_process(
         assert list((await stream.run(**join(1))).sequences) == [1]
 
 
-async def test_stopping_ends_the_session(stack: Stack) -> None:
+async def test_stopping_ends_the_session_behind_the_steps_that_were_submitted(stack: Stack) -> None:
+    told: list[Any] = []
+    failed: list[int] = []
+    # Not started before all is submitted.
+    worker = Worker(stack.runner, lambda _, tickets: failed.extend(tickets), lambda: None)
+    session = Session(told.append)
+    worker.open(session)
+    worker.submit(session, parse_step(pb.Step(step=1, **join(1)), stack.runner.layout))
+    worker.submit(session, parse_step(pb.Step(step=2), stack.runner.layout))
+    worker.close(session, StoppingError("the executor is stopping"))
+    late = pb.Step(step=3, copy_tickets=[7], copy_groups=[0], copy_source_slots=[100], copy_target_slots=[101])
+    worker.submit(session, parse_step(late, stack.runner.layout))
+    worker.start()
+    await asyncio.to_thread(worker.stop)
+    opened, first, second, error = told
+    assert (opened, first.number, second.number, type(error)) == (1, 1, 2, StoppingError)
+    assert failed == [7]
+    assert stack.runner.last_step == 2
+
+
+async def test_one_that_stops_ends_its_session_and_opens_no_other(stack: Stack) -> None:
     async with stack.session() as stream:
+        await stream.run(**join(1))
         stack.servicer.stop()
         with pytest.raises(RemoteError) as caught:
             await stream.read()
         assert caught.value.reason == "STOPPING"
+    with pytest.raises(RemoteError) as caught:
+        async with stack.session(scheduler_epoch=2):
+            pass
+    assert caught.value.reason == "STOPPING"
+
+
+async def test_no_step_behind_the_end_of_a_session_runs_and_its_copies_are_given_up(stack: Stack) -> None:
+    answers: list[object] = []
+    session = Session(answers.append)
+    stack.worker.open(session)
+    stack.worker.close(session, StoppingError("over"))
+    late = pb.Step(step=1, copy_tickets=[7], copy_groups=[0], copy_source_slots=[100], copy_target_slots=[101])
+    stack.worker.submit(session, parse_step(late, stack.runner.layout))
+    await stack.manager.until(lambda: bool(stack.manager.confirmations))
+    assert list(stack.manager.confirmations[0].failed_tickets) == [7]
+    assert stack.runner.last_step == 0
+    assert isinstance(answers[-1], StoppingError)
 
 
 async def test_the_pools_are_announced_and_again_after_a_restart_with_their_last_writes(stack: Stack) -> None:
@@ -344,7 +214,7 @@ async def test_copies_are_confirmed_also_when_the_manager_is_away_for_a_moment(s
     async with stack.session() as stream:
         await stream.run(copy_tickets=[7], **copies)
         await manager.until(lambda: bool(manager.confirmations))
-        assert list(manager.confirmations[0].tickets) == [7]
+        assert (list(manager.confirmations[0].tickets), manager.confirmations[0].step) == ([7], 1)
         with pytest.raises(RemoteError):
             await stream.run(copy_tickets=[8], removed_sequences=[99], **copies)
         await manager.until(lambda: len(manager.confirmations) == 2)

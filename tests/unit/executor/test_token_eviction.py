@@ -227,16 +227,16 @@ def test_compacted_positions_are_those_of_the_kept_tokens_alone(tmp_path: Path, 
             continue
         # With one layer a key depends on its token and its place only: what is kept, computed alone, says the same.
         known = PROMPT + outputs
-        kept = kept_positions(driver, known, client.kept)
+        kept = kept_positions(driver, client.kept)
         logits = reference(input_ids=torch.tensor([[known[place] for place in kept]])).logits[0, -1]
         assert outcome.sampled[0].token_id == int(logits.argmax())
         outputs.append(outcome.sampled[0].token_id)
     assert client.evicted > 0
 
 
-def kept_positions(driver: Driver, known: list[int], kept: int) -> list[int]:
+def kept_positions(driver: Driver, kept: int) -> list[int]:
     """Which tokens a sequence keeps, in order, as its policy's state says."""
-    positions = driver.runner.kept_positions(1)
+    positions = driver.runner._eviction.positions(driver.runner._running.get(1))
     assert positions.shape[-1] == kept
     return positions[0, 0].sort().values.tolist()
 

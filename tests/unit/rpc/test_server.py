@@ -18,6 +18,7 @@ from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
 from protos.rpc.addresses import AddressError
 from protos.rpc.channel import open_channel
+from protos.rpc.security import Security
 from protos.rpc.server import Server
 from tests.stack import free_address
 from tests.unit.rpc.conftest import ADMIN, EVENTS, Admin, Endless, Served
@@ -97,7 +98,7 @@ async def test_an_address_others_can_reach_needs_insecure() -> None:
     server.listen("0.0.0.0:0", {}, setting="KVKEEP_OPEN_ADDRESS")
     with pytest.raises(AddressError, match=r"0\.0\.0\.0:0.*KVKEEP_OPEN_ADDRESS.*KVKEEP_INSECURE"):
         await server.start()
-    allowed = Server("open", drain_seconds=0, insecure=True)
+    allowed = Server("open", drain_seconds=0, security=Security(insecure=True))
     allowed.listen("0.0.0.0:0", {})
     await allowed.start()
     await allowed.stop()
@@ -139,13 +140,15 @@ async def test_sigterm_says_not_serving_then_drains_then_stops(tmp_path: Path) -
     seen: list[int] = []
 
     async def drain() -> None:
+        # As when the process becomes ready, or registers again, only now.
+        server.set_serving(True)
         async with open_channel(address) as channel:
             seen.append(await health(channel, ""))
 
     running = asyncio.create_task(server.run_until_stopped(drain))
     await asyncio.sleep(0)
     os.kill(os.getpid(), signal.SIGTERM)
-    await asyncio.wait_for(running, 5)
+    assert await asyncio.wait_for(running, 5)
     assert seen == [NOT_SERVING]
 
 
@@ -164,7 +167,7 @@ async def test_a_second_signal_does_not_wait_for_the_drain(tmp_path: Path) -> No
     os.kill(os.getpid(), signal.SIGINT)
     await asyncio.wait_for(draining.wait(), 5)
     os.kill(os.getpid(), signal.SIGINT)
-    await asyncio.wait_for(running, 5)
+    assert not await asyncio.wait_for(running, 5)
 
 
 async def test_metrics_count_calls_by_method_and_code(tmp_path: Path) -> None:

@@ -50,6 +50,13 @@ def test_an_unknown_variable_ends_the_start_and_suggests_the_right_one() -> None
         load(CachemgrSettings, {"KVKEEP_CACHEMGR_LEASE_SECOND": "1"})
 
 
+def test_a_shared_setting_may_be_another_for_one_process() -> None:
+    environ = {"KVKEEP_LOG_LEVEL": "error", "KVKEEP_CACHEMGR_LOG_LEVEL": "debug", "KVKEEP_EXECUTOR_LOG_LEVEL": "info"}
+    assert load(CachemgrSettings, environ).log_level == "debug"
+    with pytest.raises(SettingsError, match="KVKEEP_CACHEMGR_LOG_LEVEL"):
+        load(CachemgrSettings, {"KVKEEP_CACHEMGR_LOG_LEVEL": "loud"})
+
+
 def test_variables_of_other_processes_are_theirs() -> None:
     load(CachemgrSettings, {"KVKEEP_SCHEDULER_WHATEVER": "1", "KVKEEP_EXECUTOR_MODEL": "x", "PATH": "/bin"})
 

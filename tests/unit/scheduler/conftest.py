@@ -19,6 +19,7 @@ from scheduler.service import SERVICE
 from scheduler.settings import SchedulerSettings
 from tests.unit.scheduler.fake_executor import FakeExecutor
 from tests.unit.scheduler.fake_manager import FakeManager
+from tests.unit.scheduler.real_manager import RealManager
 
 
 @dataclass
@@ -26,10 +27,17 @@ class Stack:
     """What a test sees."""
 
     executor: FakeExecutor
-    manager: FakeManager
+    manager: FakeManager | RealManager
     scheduler: Scheduler
     stub: "generation_pb2_grpc.GenerationServiceAsyncStub"
     address: str
+    registry: CollectorRegistry
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Value of a metric of the scheduler's."""
+        value = self.registry.get_sample_value(f"kvkeep_scheduler_{name}", labels)
+        assert value is not None
+        return value
 
     def check(self) -> None:
         """Nobody complained."""
@@ -46,11 +54,11 @@ def run_stack(tmp_path: Path) -> StackFactory:
 
     @contextlib.asynccontextmanager
     async def run(
-        *, executor: FakeExecutor | None = None, manager: FakeManager | None = None, **settings: object
+        *, executor: FakeExecutor | None = None, manager: FakeManager | RealManager | None = None, **settings: object
     ) -> AsyncIterator[Stack]:
         executor = executor or FakeExecutor()
         manager = manager or FakeManager(num_blocks=executor.max_tokens // executor.block_size)
-        executor.confirm = manager.confirm
+        executor.confirm, executor.refuse = manager.confirm, manager.refuse
         addresses = {name: f"unix:{tmp_path}/{name}" for name in ("scheduler", "cachemgr", "executor")}
         async with AsyncExitStack() as exits:
             add_manager = kvcache_pb2_grpc.add_CacheManagerServiceServicer_to_server
@@ -62,13 +70,14 @@ def run_stack(tmp_path: Path) -> StackFactory:
                 exits, addresses["executor"], "execution.v1.ExecutorService", lambda s: add_executor(executor, s)
             )
             fields = {f"{name}_address": address for name, address in addresses.items()}
-            scheduler = Scheduler(SchedulerSettings(**fields, scheduler_id="test", **settings), CollectorRegistry())
+            registry = CollectorRegistry()
+            scheduler = Scheduler(SchedulerSettings(**fields, scheduler_id="test", **settings), registry)
             await _serve(exits, addresses["scheduler"], SERVICE, scheduler.service.add_to)
             exits.push_async_callback(scheduler.stop)
             await scheduler.start()
             channel = await exits.enter_async_context(grpc.aio.insecure_channel(addresses["scheduler"]))
             stub = generation_pb2_grpc.GenerationServiceStub(channel)
-            stack = Stack(executor, manager, scheduler, stub, addresses["scheduler"])
+            stack = Stack(executor, manager, scheduler, stub, addresses["scheduler"], registry)
             yield stack
             await manager.settled()
             stack.check()

@@ -1,8 +1,9 @@
 """An executor without a model: strict about the protocol, and able to tell when a block holds the wrong tokens."""
 
 import asyncio
+import contextlib
 import hashlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from protos.execution.v1 import execution_pb2 as pb
@@ -10,6 +11,8 @@ from protos.execution.v1 import execution_pb2_grpc as rpc
 from tests.unit.scheduler.text import CHAT_TEMPLATE, EOS, byte_level_tokenizer
 
 MODEL = "fake"
+DEVICE, HOST, DISK = pb.STEP_TIER_DEVICE, pb.STEP_TIER_HOST, pb.STEP_TIER_DISK
+AWAIT_SECONDS = 0.02
 
 
 def fingerprint(token_ids: Sequence[int]) -> int:
@@ -52,8 +55,24 @@ class StepLog:
     sequences: list[int] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Copy:
+    """A copy; source and target are a group, a tier and a slot."""
+
+    ticket: int
+    source: tuple[int, int, int]
+    target: tuple[int, int, int]
+
+    @property
+    def onboards(self) -> bool:
+        return self.source[1] != DEVICE == self.target[1]
+
+
 class FakeExecutor(rpc.ExecutorServiceServicer):
-    """Answers steps while `gate` is open. Every contradiction of a step fails the session and is kept in `faults`."""
+    """Answers steps while `gate` is open. Every contradiction of a step fails the session and is kept in `faults`.
+
+    Copies from lower tiers to the device run beside the steps, while `copying` is open.
+    """
 
     def __init__(
         self, *, block_size: int = 4, max_tokens: int = 400, max_positions: int = 1000, epoch: int = 1
@@ -66,14 +85,31 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
         self.vocab_size = self.tokenizer.get_vocab_size()
         self.gate = asyncio.Event()
         self.gate.set()
+        # How long each step takes at least.
+        self.step_seconds = 0.0
         self.faults: list[str] = []
         self.steps: list[StepLog] = []
         self.sessions = 0
         self.running: dict[int, Running] = {}
         self.copied_tickets: list[int] = []
-        # Hears of every copy, as the cache manager does.
+        self.copying = asyncio.Event()
+        self.copying.set()
+        # Which copies to the device fail.
+        self.fails: Callable[[Copy], bool] = lambda copy: False
+        self.onboarded: list[Copy] = []
+        # Seconds that steps are said to have taken per token, and copies per block.
+        self.token_seconds = 0.0
+        self.host_block_seconds: float | None = None
+        # Hears of every copy, as the cache manager does: those that ended well, and others.
         self.confirm: Callable[[int], None] = lambda ticket: None
-        self._memory: dict[tuple[int, int, int], int] = {}
+        self.refuse: Callable[[int], None] = lambda ticket: None
+        # By group, tier, slot and offset.
+        self._memory: dict[tuple[int, int, int, int], int] = {}
+        self._under_way: list[Copy] = []
+        # Copies to the device that have ended, and whether well, that no result has told of.
+        self._ended: dict[int, bool] = {}
+        self._copied = asyncio.Event()
+        self._copier: asyncio.Task[None] | None = None
         self._break = asyncio.Event()
         self._last_step = 0
         self._stepped = asyncio.Condition()
@@ -86,6 +122,12 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
         """Loses all memory and breaks the session, as a process that dies and comes back."""
         self.epoch += 1
         self._memory.clear()
+        self._under_way.clear()
+        self._ended.clear()
+        self._break.set()
+
+    def break_session(self) -> None:
+        """Ends the session and nothing else."""
         self._break.set()
 
     async def GetModel(self, request: pb.GetModelRequest, context: object) -> pb.GetModelResponse:
@@ -120,6 +162,7 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
         assert first.open.executor_epoch == self.epoch
         yield pb.StreamStepsResponse(opened=pb.SessionOpened(first_step=self._last_step + 1))
         async for message in request_iterator:
+            await asyncio.sleep(self.step_seconds)
             open_gate = asyncio.ensure_future(self.gate.wait())
             broken = asyncio.ensure_future(self._break.wait())
             await asyncio.wait({open_gate, broken}, return_when=asyncio.FIRST_COMPLETED)
@@ -134,6 +177,11 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
                 return
             async with self._stepped:
                 self._stepped.notify_all()
+            if message.step.awaits_copies and self._under_way and not self._ended:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(AWAIT_SECONDS):
+                        await self._copied.wait()
+            self._tell_copies(result)
             yield pb.StreamStepsResponse(result=result)
 
     async def stepped(self, count: int) -> None:
@@ -145,6 +193,7 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
         """Runs one step; asserts everything that the protocol promises."""
         assert step.step == self._last_step + 1, f"step {step.step} behind {self._last_step}"
         self._last_step = step.step
+        result = pb.StepResult(step=step.step)
         self._apply_diff(step)
         chunks = dict(zip(step.chunk_sequences, step.chunk_tokens, strict=True))
         counts: dict[int, int] = {}
@@ -161,12 +210,15 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
                 counts[handle] = chunks[handle]
         assert set(chunks) <= set(counts), "a chunk for a sequence that is not running"
         # A step behind a stop that was not seen yet may turn out empty.
-        assert counts or any(sequence.stopped for sequence in self.running.values()), "a step that computes nothing"
+        useful = counts or step.copy_tickets or step.awaits_copies
+        assert useful or any(sequence.stopped for sequence in self.running.values()), "a step that does nothing"
+        assert not (counts and step.awaits_copies), "a step that waits for copies and computes"
         for handle, count in counts.items():
             self._write(handle, count)
-        result = pb.StepResult(step=step.step, num_tokens=sum(counts.values()))
+        result.num_tokens = sum(counts.values())
         for handle, count in counts.items():
             self._sample(handle, count, result)
+        result.compute_time.FromNanoseconds(int(result.num_tokens * self.token_seconds * 1e9))
         self.steps.append(StepLog(result.num_tokens, list(counts)))
         return result
 
@@ -188,13 +240,54 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
             start += count
         assert start == len(step.table_slots), "slots that belong to nobody"
         assert set(step.idle_sequences) <= set(self.running), "an idle sequence that is not running"
-        copies = zip(step.copy_tickets, step.copy_groups, step.copy_source_slots, step.copy_target_slots, strict=True)
-        for ticket, group, source, target in copies:
-            self.copied_tickets.append(ticket)
-            self.confirm(ticket)
-            for offset in range(self.block_size):
-                if (held := self._memory.get((group, source, offset))) is not None:
-                    self._memory[group, target, offset] = held
+        for copy in _copies(step):
+            busy = [place for other in self._under_way for place in (other.source, other.target)]
+            assert copy.source not in busy or copy.onboards, f"{copy} reads what a copy under way writes"
+            assert copy.target not in busy, f"{copy} writes where a copy is under way"
+            if copy.onboards:
+                self._under_way.append(copy)
+                self._copier = self._copier or asyncio.ensure_future(self._copy())
+            else:
+                self._run(copy)
+        arriving = {copy.target for copy in self._under_way}
+        for handle, sequence in self.running.items():
+            places = {(group, DEVICE, slot) for group, table in sequence.tables.items() for slot in table}
+            assert not places & arriving, f"{handle} runs before its blocks are there"
+
+    def _run(self, copy: Copy) -> None:
+        self.copied_tickets.append(copy.ticket)
+        for offset in range(self.block_size):
+            held = self._memory.get((*copy.source, offset))
+            if held is None:
+                self._memory.pop((*copy.target, offset), None)
+            else:
+                self._memory[(*copy.target, offset)] = held
+        self.confirm(copy.ticket)
+
+    async def _copy(self) -> None:
+        """Ends copies from lower tiers, one after the other, while it may."""
+        while self._under_way:
+            await self.copying.wait()
+            await asyncio.sleep(0)
+            if not self.copying.is_set() or not self._under_way:
+                continue
+            copy = self._under_way.pop(0)
+            self._ended[copy.ticket] = not self.fails(copy)
+            if self._ended[copy.ticket]:
+                self._run(copy)
+                self.onboarded.append(copy)
+            else:
+                self.refuse(copy.ticket)
+            self._copied.set()
+        self._copier = None
+
+    def _tell_copies(self, result: pb.StepResult) -> None:
+        result.copied_tickets.extend(self._ended)
+        result.failed_tickets.extend(ticket for ticket, well in self._ended.items() if not well)
+        if self._ended and self.host_block_seconds is not None:
+            result.host_block_time.FromNanoseconds(int(self.host_block_seconds * 1e9))
+        self._ended.clear()
+        self._copied.clear()
 
     def _write(self, handle: int, count: int) -> None:
         sequence = self.running[handle]
@@ -202,7 +295,7 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
             assert sequence.computed + count <= len(table) * self.block_size, f"{handle} computes beyond its capacity"
             assert 0 not in table, "the null block in a table"
             for position in range(sequence.computed, sequence.computed + count):
-                place = (group, table[position // self.block_size], position % self.block_size)
+                place = (group, DEVICE, table[position // self.block_size], position % self.block_size)
                 self._memory[place] = fingerprint(sequence.token_ids[: position + 1])
 
     def _sample(self, handle: int, count: int, result: pb.StepResult) -> None:
@@ -210,7 +303,7 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
         sequence.computed += count
         for group, table in sequence.tables.items():
             for position in range(sequence.computed):
-                place = (group, table[position // self.block_size], position % self.block_size)
+                place = (group, DEVICE, table[position // self.block_size], position % self.block_size)
                 right = fingerprint(sequence.token_ids[: position + 1])
                 assert self._memory.get(place) == right, f"{handle} reads another sequence's token at {position}"
         if sequence.computed < len(sequence.token_ids):
@@ -227,3 +320,18 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
             result.logprobs.add(
                 index=len(result.sequences) - 1, logprob=-0.5, top_token_ids=range(count), top_logprobs=[-1.0] * count
             )
+
+
+def _copies(step: pb.Step) -> Iterator[Copy]:
+    tiers = zip(step.copy_source_tiers, step.copy_target_tiers, strict=True)
+    within = [(DEVICE, DEVICE)] * len(step.copy_tickets)
+    columns = zip(
+        step.copy_tickets,
+        step.copy_groups,
+        step.copy_source_slots,
+        step.copy_target_slots,
+        list(tiers) or within,
+        strict=True,
+    )
+    for ticket, group, source, target, (source_tier, target_tier) in columns:
+        yield Copy(ticket, (group, source_tier, source), (group, target_tier, target))

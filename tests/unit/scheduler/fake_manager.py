@@ -234,6 +234,8 @@ class FakeManager(rpc.CacheManagerServiceServicer):
         for block in self._tickets.pop(ticket, ()):
             self._drop(block)
 
+    refuse = confirm
+
     async def SyncSequences(self, request: pb.SyncSequencesRequest, context: object) -> pb.SyncSequencesResponse:
         await self.gate.wait()
         self._check(request.scheduler_epoch, request.manager_epoch)
@@ -261,7 +263,7 @@ class FakeManager(rpc.CacheManagerServiceServicer):
                 self.void_next.discard(live.sequence_id)
                 live.void = True
                 answer.void_handles.append(live.handle)
-        answer.free_blocks = self.free
+        answer.free_blocks, answer.total_blocks = self.free, self.num_blocks
         self._answer = answer
         await self._notify()
         return answer

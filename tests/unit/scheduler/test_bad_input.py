@@ -10,9 +10,13 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from protos.generation.v1 import generation_pb2 as pb
+from protos.kvcache.v1 import kvcache_pb2
 from protos.rpc.errors import from_rpc_error
+from scheduler.generate import summary
 from tests.support.generation import generate
 from tests.unit.scheduler.conftest import StackFactory
+from tests.unit.scheduler.fake_executor import FakeExecutor
+from tests.unit.scheduler.real_manager import RealManager
 
 Range = pb.RetentionRange
 
@@ -35,6 +39,17 @@ def chat(*messages: tuple[str, str]) -> pb.StreamGenerateRequest:
     )
 
 
+def kept(*places: tuple[int, int], seconds: int = 1, **fields: object) -> pb.StreamGenerateRequest:
+    """Three characters with cache breakpoints: where, and with what priority."""
+    request = pb.StreamGenerateRequest(**fields)  # type: ignore[arg-type]
+    said = request.chat.messages.add(role="user", content="cat")
+    for end, priority in places:
+        said.cache_breakpoints.add(
+            content_end=end, retention_priority=priority, retention_duration=Duration(seconds=seconds)
+        )
+    return request
+
+
 BAD = {
     "input": pb.StreamGenerateRequest(),
     "text": pb.StreamGenerateRequest(text=""),
@@ -43,6 +58,11 @@ BAD = {
     "chat.messages": chat(),
     "chat.messages ": chat(("tool", "x")),
     "chat.messages[1].role": chat(("user", "x"), ("", "y")),
+    "chat.messages[0].cache_breakpoints[1].content_end": kept((1, 5), (4, 5)),
+    "chat.messages[0].cache_breakpoints[0].retention_priority": kept((1, 101)),
+    "chat.messages[0].cache_breakpoints[0].retention_duration": kept((1, 5), seconds=-1),
+    "chat.messages  ": kept(*[(1, 5)] * 5),
+    "cache.retention_ranges ": kept((1, 5), cache=pb.CacheOptions(retention_ranges=[Range(retention_priority=1)])),
     "token_ids.token_ids": ids(),
     "token_ids.token_ids ": ids(*[1] * 400),
     "token_ids.token_ids[1]": ids(1, 1_000_000),
@@ -66,6 +86,8 @@ BAD = {
     "sampling.num_logprobs": sampling(num_logprobs=21),
     "cache.salt": cache(salt=""),
     "cache.session_id": cache(session_id="s" * 257),
+    "cache.onboarding_timeout": cache(onboarding_timeout=Duration()),
+    "cache.onboarding_timeout ": cache(onboarding_timeout=Duration(seconds=-1)),
     "cache.decode_retention_duration": cache(decode_retention_duration=Duration(seconds=1)),
     "cache.retention_ranges[0].retention_duration": cache(
         retention_ranges=[Range(retention_priority=1, retention_duration=Duration())]
@@ -94,6 +116,50 @@ async def test_a_prompt_that_is_too_long_is_told_how_long_it_may_be(run_stack: S
     async with run_stack() as stack:
         with pytest.raises(grpc.aio.AioRpcError, match="has 400 tokens; at most 399 fit"):
             await generate(stack.stub, ids(*[1] * 400), 30)
+
+
+async def test_what_cannot_be_generated_from_is_not_tokenized(run_stack: StackFactory) -> None:
+    async with run_stack() as stack:
+        for field in ("input", "text", "text  ", "chat.messages", "chat.messages ", "chat.messages[1].role"):
+            request = pb.TokenizePromptRequest()
+            match BAD[field].WhichOneof("input"):
+                case "text":
+                    request.text = BAD[field].text
+                case "chat":
+                    request.chat.CopyFrom(BAD[field].chat)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stack.stub.TokenizePrompt(request, timeout=5)
+            error = from_rpc_error(caught.value)
+            assert (error.code, list(error.fields)) == (grpc.StatusCode.INVALID_ARGUMENT, [field.strip()])
+        # Whether it fits is what callers count tokens for.
+        long = await stack.stub.TokenizePrompt(pb.TokenizePromptRequest(text=BAD["text "].text), timeout=5)
+        assert len(long.token_ids) > 400
+
+
+async def test_a_rule_that_nobody_can_follow_costs_only_whom_it_is_for(run_stack: StackFactory) -> None:
+    executor = FakeExecutor()
+    async with run_stack(executor=executor, manager=RealManager(executor)) as stack:
+        assert isinstance(stack.manager, RealManager)
+        stack.manager.rule("ruled", kvcache_pb2.EvictionPolicy(kind="EVICTION_KIND_SUM", recent_tokens=3))
+        with pytest.raises(grpc.aio.AioRpcError, match=r"rule ruled.*recent_tokens"):
+            await generate(stack.stub, ids(1, 2, max_tokens=2, cache=pb.CacheOptions(salt="ruled")), 30)
+        assert (await generate(stack.stub, ids(1, 2, max_tokens=2), 30)).token_ids
+        assert len({one.scheduler_epoch for one in stack.manager.admissions}) == 1
+
+
+async def test_hints_that_the_cache_manager_cannot_read_are_the_callers_fault(run_stack: StackFactory) -> None:
+    executor = FakeExecutor()
+    action = pb.HintAction(action_id="a", action_type="Share", action_version="0.1")
+    for field, hints in {
+        "cache.kv_hints.protocol_version": pb.KvHints(protocol_version="7", actions=[action]),
+        "cache.kv_hints.actions": pb.KvHints(protocol_version="0.1"),
+        "cache.kv_hints.actions[1].action_id": pb.KvHints(protocol_version="0.1", actions=[action, pb.HintAction()]),
+    }.items():
+        async with run_stack(executor=executor, manager=RealManager(executor)) as stack:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await generate(stack.stub, ids(1, 2, max_tokens=2, cache=pb.CacheOptions(kv_hints=hints)), 30)
+            error = from_rpc_error(caught.value)
+            assert (error.code, list(error.fields)) == (grpc.StatusCode.INVALID_ARGUMENT, [field])
 
 
 async def test_an_unknown_model_is_not_found(run_stack: StackFactory) -> None:
@@ -155,8 +221,15 @@ def test_the_client_says_in_one_line_that_nothing_listens() -> None:
 
 def test_the_scheduler_imports_neither_torch_nor_transformers_nor_its_neighbours() -> None:
     code = (
-        "import sys, scheduler.__main__, scheduler.generate, scheduler.kvctl;"
+        "import sys, scheduler.__main__, scheduler.generate;"
         "print({'torch', 'transformers', 'cachemgr', 'executor', 'kernels'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_the_command_line_client_says_where_cached_tokens_were() -> None:
+    usage = pb.Usage(prompt_tokens=37, cached_tokens=36, output_tokens=8)
+    assert summary(usage, 0.0, 0.05, 1.0).startswith("cached 36 · prompt 37 · output 8 tokens · first token 50 ms")
+    usage.host_tokens, usage.disk_tokens = 16, 4
+    assert summary(usage, 0.0, 0.05, 1.0).startswith("cached 36 (16 from host memory, 4 from disk) · prompt 37")

@@ -230,6 +230,10 @@ async def test_a_conversation_is_rendered_with_the_models_template(run_stack: St
         )
         prompt = stack.executor.tokenizer.encode("<user>the cat <b><eos>\n<assistant>", add_special_tokens=False).ids
         assert output.token_ids == stack.executor.expected(prompt, 4)
+        tokenized = await stack.stub.TokenizePrompt(
+            pb.TokenizePromptRequest(chat=pb.ChatInput(messages=messages)), timeout=5
+        )
+        assert list(tokenized.token_ids) == prompt
 
 
 async def test_the_loop_never_waits_for_the_manager_while_there_is_capacity(run_stack: StackFactory) -> None:

@@ -8,7 +8,7 @@ from scheduler.mailbox import SyncAnswer
 from scheduler.planner import choose_victim, plan_step, trimmable
 from scheduler.request import Candidate, Request
 from scheduler.running import RunningSet
-from scheduler.sequence import Copy, Exit, Sequence
+from scheduler.sequence import Exit, Sequence
 from scheduler.step_message import Flight, build_step
 
 BLOCK = 4
@@ -191,17 +191,6 @@ def test_a_preempted_sequence_comes_back_with_all_its_tokens_once_nothing_touche
     assert report.again[0].sequence_id == "r2#2.1"
 
 
-def test_copies_travel_with_the_first_step_or_are_cancelled() -> None:
-    copied = sequence(1, cached_tokens=6, copies=(Copy(ticket=9, group=0, source_slot=5, target_slot=101),))
-    message, _ = build_step(1, plan_step([copied], 64), [])
-    assert (message.copy_tickets, message.copy_source_slots, message.copy_target_slots) == ([9], [5], [101])
-    assert message.new_sequences[0].num_computed_tokens == 6
-    dropped = sequence(2, copies=(Copy(ticket=8, group=0, source_slot=5, target_slot=201),))
-    running = admitted(dropped)
-    running.cancel(2)
-    assert running.take_report().cancelled_tickets == [8]
-
-
 def test_nobody_starts_on_blocks_that_a_victim_of_the_same_step_would_have_filled() -> None:
     starving = sequence(1, 4, max_tokens=50, priority=5, blocks=1)
     writer = sequence(2, 24, blocks=6)
@@ -219,12 +208,3 @@ def test_nobody_starts_on_blocks_that_a_victim_of_the_same_step_would_have_fille
     answer(running, third)
     assert reader.exit is Exit.RESTARTED
     assert reader.handle not in {output.sequence for output in running.report.outputs}
-
-
-def test_copies_of_a_step_that_may_not_have_arrived_are_cancelled() -> None:
-    copied = sequence(1, 10, cached_tokens=3, copies=(Copy(99, 0, 5, 7),))
-    running = admitted(copied)
-    build_step(1, running.plan(64), [])
-    running.restart_all(executor_lost=True)
-    assert running.report.released == [1]
-    assert running.report.cancelled_tickets == [99]

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -16,6 +17,7 @@ from protos.execution.v1 import execution_pb2_grpc
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
 from protos.kvcache.v1 import kvcache_pb2_grpc
+from protos.rpc.errors import from_rpc_error
 from protos.rpc.server import Server
 from tests.support.generation import generate
 from tests.unit.scheduler.fake_executor import FakeExecutor
@@ -23,65 +25,159 @@ from tests.unit.scheduler.fake_manager import FakeManager
 from tests.unit.scheduler.test_generation import request
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
+ADDRESSES = ("scheduler", "cachemgr", "executor")
+
+
+@dataclass
+class Running:
+    """`python -m scheduler` between two fakes that do not listen yet."""
+
+    process: asyncio.subprocess.Process
+    stub: "rpc.GenerationServiceAsyncStub"
+    health: "health_pb2_grpc.HealthStub"
+    admin: "rpc.SchedulerAdminServiceAsyncStub"
+    neighbours: Server
+    executor: FakeExecutor
+    manager: FakeManager
+
+    async def begin(self) -> None:
+        """Lets the neighbours listen; returns when the scheduler serves."""
+        await self.neighbours.start()
+        self.neighbours.set_serving(True)
+        async for answer in self.health.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True):
+            if answer.status == SERVING:
+                return
+
+    async def end(self, seconds: float = 10) -> int:
+        """Waits for the end of the process; its status."""
+        async with asyncio.timeout(seconds):
+            return await self.process.wait()
 
 
 @contextlib.asynccontextmanager
-async def scheduler_process(folder: Path) -> AsyncIterator[asyncio.subprocess.Process]:
-    """`python -m scheduler` with its sockets in a folder."""
-    names = ("scheduler", "cachemgr", "executor")
-    variables = {f"KVKEEP_{name.upper()}_ADDRESS": f"unix:{folder}/{name}" for name in names}
+async def scheduler(folder: Path, **settings: object) -> AsyncIterator[Running]:
+    """The process with its sockets in a folder."""
+    executor, manager, neighbours = FakeExecutor(), FakeManager(), Server("fakes", drain_seconds=0)
+    add_manager = kvcache_pb2_grpc.add_CacheManagerServiceServicer_to_server
+    add_executor = execution_pb2_grpc.add_ExecutorServiceServicer_to_server
+    neighbours.listen(f"unix:{folder}/cachemgr", {"kvcache.v1.CacheManagerService": lambda s: add_manager(manager, s)})
+    neighbours.listen(f"unix:{folder}/executor", {"execution.v1.ExecutorService": lambda s: add_executor(executor, s)})
+    variables = {f"KVKEEP_{name.upper()}_ADDRESS": f"unix:{folder}/{name}" for name in ADDRESSES}
+    variables["KVKEEP_SCHEDULER_HTTP_ADDRESS"] = ""
+    variables |= {f"KVKEEP_SCHEDULER_{name.upper()}": str(value) for name, value in settings.items()}
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", "scheduler", env=os.environ | variables)
+    options = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 100)]
     try:
-        yield process
+        async with grpc.aio.insecure_channel(f"unix:{folder}/scheduler", options=options) as channel:
+            stub, health = rpc.GenerationServiceStub(channel), health_pb2_grpc.HealthStub(channel)
+            admin = rpc.SchedulerAdminServiceStub(channel)
+            yield Running(process, stub, health, admin, neighbours, executor, manager)
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
+        await neighbours.stop()
 
 
 async def test_the_process_serves_once_its_neighbours_do_and_finishes_requests_before_it_ends(tmp_path: Path) -> None:
-    executor, manager = FakeExecutor(), FakeManager()
-    neighbours = Server("fakes", drain_seconds=0)
-    neighbours.listen(
-        f"unix:{tmp_path}/cachemgr",
-        {
-            "kvcache.v1.CacheManagerService": lambda server: kvcache_pb2_grpc.add_CacheManagerServiceServicer_to_server(
-                manager, server
-            )
-        },
-    )
-    neighbours.listen(
-        f"unix:{tmp_path}/executor",
-        {
-            "execution.v1.ExecutorService": lambda server: execution_pb2_grpc.add_ExecutorServiceServicer_to_server(
-                executor, server
-            )
-        },
-    )
-    async with (
-        scheduler_process(tmp_path) as process,
-        grpc.aio.insecure_channel(
-            f"unix:{tmp_path}/scheduler",
-            options=[("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 100)],
-        ) as channel,
-    ):
-        stub = rpc.GenerationServiceStub(channel)
-        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+    async with scheduler(tmp_path) as running:
+        watch = running.health.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
         assert (await watch.read()).status != SERVING
         with pytest.raises(grpc.aio.AioRpcError, match="waits for the executor"):
-            await stub.GetModel(pb.GetModelRequest())
-        await neighbours.start()
-        neighbours.set_serving(True)
+            await running.stub.GetModel(pb.GetModelRequest())
+        await running.begin()
         assert (await watch.read()).status == SERVING
 
+        executor, manager = running.executor, running.manager
         executor.gate.clear()
-        running = asyncio.create_task(generate(stub, request([1, 2], 5), 30))
+        request_running = asyncio.create_task(generate(running.stub, request([1, 2], 5), 30))
         await manager.admitted(1)
-        process.send_signal(signal.SIGTERM)
+        running.process.send_signal(signal.SIGTERM)
         assert (await watch.read()).status != SERVING
-        with pytest.raises(grpc.aio.AioRpcError, match="the scheduler is stopping"):
-            await generate(stub, request([3], 1), 5)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await generate(running.stub, request([3], 1), 5)
+        error = from_rpc_error(caught.value)
+        assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
         executor.gate.set()
-        assert (await running).token_ids == executor.expected([1, 2], 5)
-        assert await process.wait() == 0
-    await neighbours.stop()
+        assert (await request_running).token_ids == executor.expected([1, 2], 5)
+        assert await running.end() == 0
+        # Nothing waits for the end of a lease.
+        assert manager.live == {}
+
+
+async def test_an_operator_drains_the_process_and_takes_it_back(tmp_path: Path) -> None:
+    async with scheduler(tmp_path) as running:
+        await running.begin()
+        watch = running.health.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+        assert (await watch.read()).status == SERVING
+        executor, manager = running.executor, running.manager
+        executor.gate.clear()
+        request_running = asyncio.create_task(generate(running.stub, request([1, 2], 5), 30))
+        await manager.admitted(1)
+        draining = pb.SetDrainingRequest(draining=True, validate_only=True)
+        await running.admin.SetDraining(draining, timeout=5)
+        draining.validate_only = False
+        answer = await running.admin.SetDraining(draining, timeout=5)
+        assert answer.running_requests + answer.waiting_requests == 1
+        assert (await watch.read()).status != SERVING
+        with pytest.raises(grpc.aio.AioRpcError, match="the scheduler is draining"):
+            await generate(running.stub, request([3], 1), 5)
+        # What it has taken goes on, and it does not end by itself.
+        executor.gate.set()
+        assert (await request_running).token_ids == executor.expected([1, 2], 5)
+        await running.admin.SetDraining(pb.SetDrainingRequest(draining=False), timeout=5)
+        assert (await watch.read()).status == SERVING
+        assert (await generate(running.stub, request([3], 1), 30)).token_ids == executor.expected([3], 1)
+        await running.admin.SetDraining(draining, timeout=5)
+        running.process.send_signal(signal.SIGTERM)
+        assert await running.end() == 0
+
+
+async def rest(call: "grpc.aio.UnaryStreamCall") -> None:
+    """Reads to the end."""
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
+async def test_requests_that_do_not_end_in_time_are_told_so_and_give_their_blocks_back(tmp_path: Path) -> None:
+    async with scheduler(tmp_path, drain_seconds=0.3) as running:
+        await running.begin()
+        running.executor.step_seconds = 0.02
+        call = running.stub.StreamGenerate(request([1, 2], 390), timeout=30)
+        await call.read()
+        running.process.send_signal(signal.SIGTERM)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await rest(call)
+        error = from_rpc_error(caught.value)
+        assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+        assert await running.end() == 0
+        assert running.manager.live == {}
+
+
+async def test_an_executor_that_does_not_answer_does_not_keep_the_process(tmp_path: Path) -> None:
+    async with scheduler(tmp_path, drain_seconds=0.1) as running:
+        await running.begin()
+        running.executor.gate.clear()
+        call = running.stub.StreamGenerate(request([1, 2], 5), timeout=30)
+        await running.manager.admitted(1)
+        running.process.send_signal(signal.SIGTERM)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert from_rpc_error(caught.value).reason == "DRAINING"
+        assert await running.end() == 0
+
+
+async def test_a_second_signal_ends_requests_and_the_process_at_once(tmp_path: Path) -> None:
+    async with scheduler(tmp_path, drain_seconds=60) as running:
+        await running.begin()
+        running.executor.gate.clear()
+        call = running.stub.StreamGenerate(request([1, 2], 5), timeout=30)
+        await running.manager.admitted(1)
+        running.process.send_signal(signal.SIGTERM)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await generate(running.stub, request([3], 1), 5)
+        running.process.send_signal(signal.SIGTERM)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert caught.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+        assert await running.end(2) == 0

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 _AREAS = {"start_tokens": 4, "recent_tokens": 8, "max_cache_tokens": 24}
 _TOKENS = {"start_tokens": 2, "recent_tokens": 3, "max_cache_tokens": 16, "period_tokens": 3}
 SMALL: dict[Kind, dict[str, Any]] = {
-    Kind.SLIDING_WINDOW: {"start_tokens": 2, "recent_tokens": 10},
+    Kind.SLIDING_WINDOW: {"period_tokens": 1, "start_tokens": 2, "recent_tokens": 10},
     Kind.SUM: _AREAS,
     Kind.NORM_SUM: _AREAS,
     Kind.ADAPTIVE_RKV: {

@@ -5,7 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executor.eviction.rotation import frequencies, turns
+from executor.eviction.rotation import turns
+from executor.model import Model
+from tests.support.rotary import frequencies
 
 
 @given(st.lists(st.integers(0, 500), unique=True, max_size=60))
@@ -21,7 +23,8 @@ def test_layers_and_heads_turn_by_themselves() -> None:
     assert places.tolist() == [[[0, 2, 3], [2, 1, 1]]]
 
 
-def test_frequencies_are_those_of_the_model() -> None:
+def test_frequencies_are_those_of_the_model(tiny: Model) -> None:
+    torch.testing.assert_close(tiny.rotary, frequencies(8, 1e4))
     assert frequencies(4, 100.0).tolist() == pytest.approx([1.0, 0.1])
     assert frequencies(64, 1e5).dtype == torch.float32
 

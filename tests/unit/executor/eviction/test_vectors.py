@@ -19,10 +19,11 @@ from executor.eviction.adaptive_rkv import (
 from executor.eviction.areas import Areas, Blocks, pool, without
 from executor.eviction.kvcrush import anchor_of, distances, important, spared
 from executor.eviction.policy import Attention, Contents, Space, counted_rows
-from executor.eviction.rotation import frequencies, turns
+from executor.eviction.rotation import turns
 from protos.kvcache.eviction import Anchor, Kind, Layout, Policy, parse
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.rpc.errors import InvalidField
+from tests.support.rotary import frequencies
 from tests.unit.executor.eviction.driving import CPU
 
 FOLDER = Path(__file__).parent / "vectors"

@@ -1,0 +1,1 @@
+"""The console: one page that shows the cache and changes nothing."""

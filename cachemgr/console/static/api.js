@@ -1,0 +1,90 @@
+// Reads the cache manager's JSON. A token is asked for only where one is needed, and forgotten with the tab.
+
+let asking = null;
+
+function login() {
+  asking ??= new Promise((resolve) => {
+    const dialog = document.getElementById("login");
+    const field = document.getElementById("token");
+    field.value = "";
+    dialog.addEventListener("close", () => {
+      sessionStorage.setItem("token", field.value);
+      asking = null;
+      resolve();
+    }, { once: true });
+    dialog.showModal();
+  });
+  return asking;
+}
+
+export async function read(name, parameters = {}) {
+  for (;;) {
+    const token = sessionStorage.getItem("token");
+    const headers = token ? { authorization: `Bearer ${token}` } : {};
+    const answer = await fetch(`api/${name}?${new URLSearchParams(parameters)}`, { headers });
+    if (answer.ok) return answer.json();
+    if (answer.status !== 401) throw new Error((await answer.json()).message);
+    await login();
+  }
+}
+
+// What every view needs to write.
+export const count = (value) => value.toLocaleString("en");
+export const share = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(1)} %` : "–");
+
+export function seconds(value) {
+  if (value === null) return "no end";
+  if (value < 120) return `${Math.round(value)} s`;
+  if (value < 7200) return `${Math.round(value / 60)} min`;
+  return value < 172800 ? `${Math.round(value / 3600)} h` : `${Math.round(value / 86400)} d`;
+}
+
+export function owner({ tenant, salt }) {
+  if (tenant === null && salt === null) return "shared by all";
+  return [tenant, salt === null || salt === tenant ? null : `salt ${salt}`].filter((part) => part !== null).join(", ");
+}
+
+export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+export function element(tag, text = "", attributes = {}) {
+  const made = document.createElement(tag);
+  made.textContent = text;
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  return made;
+}
+
+// Columns: [title, value of a row, is a number].
+export function fill(table, columns, rows, nothing) {
+  const head = element("tr");
+  const cell = (tag, text, number) => element(tag, text, number ? { class: "number" } : {});
+  head.append(...columns.map(([title, , number]) => cell("th", title, number)));
+  const body = rows.map((row) => {
+    const line = element("tr");
+    line.append(...columns.map(([, value, number]) => cell("td", String(value(row)), number)));
+    return line;
+  });
+  if (!rows.length) {
+    const line = element("tr");
+    line.append(element("td", nothing, { colspan: columns.length }));
+    body.push(line);
+  }
+  table.replaceChildren(head, ...body);
+}
+
+export function sized(canvas) {
+  const ratio = devicePixelRatio || 1;
+  const { width, height } = canvas.getBoundingClientRect();
+  canvas.width = Math.round(width * ratio);
+  canvas.height = Math.round(height * ratio);
+  const pen = canvas.getContext("2d");
+  pen.scale(ratio, ratio);
+  return { pen, width, height };
+}
+
+export function key(name, text) {
+  const made = element("span", "", { class: "key" });
+  const patch = element("i");
+  patch.style.background = name.startsWith("--") ? `var(${name})` : name;
+  made.append(patch, text);
+  return made;
+}

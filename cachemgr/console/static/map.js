@@ -1,0 +1,205 @@
+// The pool as a picture: one square per slot, drawn from columns of numbers.
+
+import { colour, count, element, key, owner, read, seconds, sized } from "./api.js";
+
+const TIERS = { device: "--c0", host: "--c1", disk: "--c2" };
+const OWNERS = ["--c0", "--c1", "--c2", "--c3", "--c4", "--c5", "--c6"];
+// Upper bounds of priorities and of seconds, and what they are called.
+const PRIORITIES = [[34, "--c7", "below 35"], [35, "--c2", "35, the usual"], [69, "--c5", "36 to 69"],
+  [89, "--c1", "70 to 89"], [100, "--c4", "90 to 100"]];
+const AGES = [[0, "--c0", "in use"], [10, "--c6", "up to 10 s"], [60, "--c2", "1 min"],
+  [600, "--c3", "10 min"], [3600, "--c1", "1 h"], [Infinity, "--c7", "longer"]];
+const MODES = ["tier", "tenant", "priority", "age"];
+
+export class BlockMap {
+  constructor() {
+    this.canvas = document.getElementById("map");
+    this.detail = document.getElementById("block");
+    this.mode = "tier";
+    this.pool = null;
+    this.cursor = 0;
+    this.reset();
+    const group = document.getElementById("colours");
+    this.buttons = MODES.map((mode, index) => {
+      const button = element("button", `${mode[0].toUpperCase()}${mode.slice(1)}`,
+        { type: "button", role: "radio", title: `Key ${index + 1}` });
+      button.addEventListener("click", () => this.choose(mode));
+      return button;
+    });
+    group.append(...this.buttons);
+    this.canvas.addEventListener("keydown", (event) => this.moved(event));
+    this.canvas.addEventListener("click", (event) => this.clicked(event));
+    new ResizeObserver(() => this.draw()).observe(this.canvas);
+    this.choose("tier");
+  }
+
+  reset() {
+    this.size = this.pool ? Math.max(...this.pool.tiers.map((tier) => tier.offset + tier.size)) : 0;
+    // By place: which colour, 0 for an empty slot.
+    this.present = new Uint8Array(this.size + 1);
+    this.priority = new Uint8Array(this.size + 1);
+    this.idle = new Float32Array(this.size + 1);
+    this.owner = new Uint16Array(this.size + 1);
+    this.owners = [];
+    this.domains = [];
+    this.blocksOf = [];
+  }
+
+  show(pool) {
+    if (this.pool?.pool_id !== pool.pool_id) this.cursor = 0;
+    this.pool = pool;
+    this.reset();
+    this.draw();
+  }
+
+  // All pages; what has gone meanwhile disappears with the next round.
+  async load() {
+    const { pool } = this;
+    const [present, known, blocksOf] = [new Uint8Array(this.size + 1), new Map(), []];
+    this.owners.forEach((name, index) => known.set(name, index));
+    for (let after = 0; after !== null;) {
+      const page = await read("blocks", { pool: pool.pool_id, after });
+      if (this.pool !== pool) return;
+      const names = page.domains.map((domain) => {
+        const name = owner(domain);
+        if (!known.has(name)) {
+          this.domains[known.size] = domain;
+          known.set(name, known.size);
+        }
+        return known.get(name);
+      });
+      const { place, priority, references, idle, domain } = page.columns;
+      place.forEach((at, row) => {
+        if (at > this.size) return;
+        present[at] = references[row] ? 2 : 1;
+        this.priority[at] = priority[row];
+        this.idle[at] = references[row] ? 0 : Math.max(idle[row], 0.001);
+        this.owner[at] = names[domain[row]];
+        blocksOf[names[domain[row]]] = (blocksOf[names[domain[row]]] ?? 0) + 1;
+      });
+      after = page.next;
+    }
+    this.present = present;
+    this.owners = [...known.keys()];
+    this.blocksOf = blocksOf;
+    this.draw();
+  }
+
+  choose(mode) {
+    this.mode = mode;
+    MODES.forEach((one, index) => {
+      this.buttons[index].setAttribute("aria-checked", one === mode);
+      this.buttons[index].tabIndex = one === mode ? 0 : -1;
+    });
+    this.draw();
+  }
+
+  chooseByNumber(number) {
+    if (MODES[number - 1]) this.choose(MODES[number - 1]);
+  }
+
+  keys() {
+    switch (this.mode) {
+      case "tier": return this.pool.tiers.map(({ tier }) => [TIERS[tier], tier]);
+      case "tenant": {
+        const blocks = (index) => this.blocksOf[index] ?? 0;
+        const most = [...this.owners.keys()].sort((a, b) => blocks(b) - blocks(a));
+        this.ownerColour = new Map(most.slice(0, OWNERS.length).map((index, rank) => [index, OWNERS[rank]]));
+        const shown = [...this.ownerColour].map(([index, name]) => [name, this.owners[index]]);
+        return most.length > OWNERS.length ? [...shown, ["--c7", `${most.length - OWNERS.length} others`]] : shown;
+      }
+      case "priority": return PRIORITIES.map(([, name, text]) => [name, text]);
+      default: return AGES.map(([, name, text]) => [name, text]);
+    }
+  }
+
+  nameOf(place) {
+    const among = (bounds, value) => bounds.find(([bound]) => value <= bound)[1];
+    switch (this.mode) {
+      case "tier": return TIERS[this.pool.tiers.findLast((tier) => place > tier.offset).tier];
+      case "tenant": return this.ownerColour.get(this.owner[place]) ?? "--c7";
+      case "priority": return among(PRIORITIES, this.priority[place]);
+      default: return among(AGES, this.idle[place]);
+    }
+  }
+
+  draw() {
+    if (!this.pool) return;
+    const keys = this.keys();
+    document.getElementById("legend").replaceChildren(
+      ...keys.map(([name, text]) => key(name, text)), key("--empty", "empty"));
+    const { pen, width, height } = sized(this.canvas);
+    if (!width) return;
+    // The largest square with which all slots fit.
+    let side = Math.max(1, Math.sqrt((width * height) / Math.max(1, this.size)));
+    while (side > 1 && Math.floor(width / side) * Math.floor(height / side) < this.size) side -= 0.05;
+    this.side = Math.min(side, 32);
+    this.columns = Math.max(1, Math.floor(width / this.side));
+    const gap = this.side > 4 ? 1 : 0;
+    const colours = new Map(["--empty", "--c7", ...keys.map(([name]) => name)].map((name) => [name, colour(name)]));
+    const byColour = new Map([...colours.keys()].map((name) => [name, []]));
+    let used = 0;
+    let cached = 0;
+    for (let place = 1; place <= this.size; place += 1) {
+      const state = this.present[place];
+      used += state === 2;
+      cached += state === 1;
+      byColour.get(state ? this.nameOf(place) : "--empty").push(place);
+    }
+    for (const [name, places] of byColour) {
+      pen.fillStyle = colours.get(name);
+      for (const place of places) {
+        const [x, y] = this.at(place);
+        pen.fillRect(x, y, this.side - gap, this.side - gap);
+      }
+    }
+    if (this.cursor) {
+      const [x, y] = this.at(this.cursor);
+      pen.strokeStyle = colour("--text");
+      pen.lineWidth = 2;
+      pen.strokeRect(x - 1, y - 1, Math.max(4, this.side + 1), Math.max(4, this.side + 1));
+    }
+    const text = `${count(used)} in use, ${count(cached)} cached, ${count(this.size - used - cached)} empty`;
+    document.getElementById("map-count").textContent = text;
+    this.canvas.setAttribute("aria-label", `Blocks of pool ${this.pool.pool_id}: ${text}`);
+  }
+
+  at(place) {
+    return [((place - 1) % this.columns) * this.side, Math.floor((place - 1) / this.columns) * this.side];
+  }
+
+  moved(event) {
+    const steps = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: this.columns, ArrowUp: -this.columns,
+      Home: -this.size, End: this.size };
+    if (!(event.key in steps) || !this.size) return;
+    event.preventDefault();
+    this.select(Math.min(this.size, Math.max(1, this.cursor + steps[event.key])));
+  }
+
+  clicked(event) {
+    const box = this.canvas.getBoundingClientRect();
+    const [x, y] = [event.clientX - box.left, event.clientY - box.top];
+    const column = Math.min(this.columns - 1, Math.floor(x / this.side));
+    const place = Math.floor(y / this.side) * this.columns + column + 1;
+    if (place >= 1 && place <= this.size) this.select(place);
+  }
+
+  async select(place) {
+    this.cursor = place;
+    this.draw();
+    const found = await read("block", { pool: this.pool.pool_id, place });
+    if (this.cursor !== place) return;
+    const leases = (found.leases ?? []).map(({ holder, priority, remaining }) => (
+      `${holder} ${priority}, ${seconds(remaining)}`));
+    this.detail.textContent = found.empty ? `Slot ${place}: empty` : [
+      `Slot ${place}, ${found.tier}`,
+      found.key ? `key ${found.key.slice(0, 12)}…` : "not in the index",
+      `block ${count(found.depth)} of its chain, ${found.tokens} tokens`,
+      `references ${found.references}, found ${count(found.hits)} times`,
+      `priority ${found.priority}`,
+      found.references ? "in use" : `last used ${seconds(found.idle)} ago`,
+      owner(found),
+      ...leases,
+    ].join(" · ");
+  }
+}

@@ -1,0 +1,200 @@
+"""How a pool makes room: what goes down a tier, and what is lost."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from cachemgr import siblings
+from cachemgr.api import EventKind, RemovalCause
+from cachemgr.block import Block
+from cachemgr.history import UseTimes
+from cachemgr.leases import offload_floor
+from cachemgr.prefix_index import PrefixIndex
+from cachemgr.sequence import Sequence
+from cachemgr.tiers import Account, Tier, account_of, goes_before
+
+if TYPE_CHECKING:
+    from cachemgr.transfers import Ticket
+
+# Looked up once, not for each block that goes.
+_EVICTED = RemovalCause.EVICTED
+
+
+class Way(enum.Enum):
+    """How a block leaves its place."""
+
+    OUT = "of the index"
+    BY_COPY = "down, by a copy"
+    IN_BACKUP = "down, to where a copy of it lies already"
+
+
+class MakingRoom(PrefixIndex):
+    """A part of a pool: what it does when slots are wanted."""
+
+    offload_min_priority: int
+    moving: set[Block]
+    leaving: dict[Block | None, Ticket]
+    use_times: UseTimes
+    on_moved: Callable[[Block, Block, Sequence | None], None] | None
+    on_recalled: Callable[[Block, Sequence], None] | None
+
+    def drop(self, block: Block) -> None:
+        """Takes a reference back."""
+        raise NotImplementedError
+
+    def _vacate(self, tier: Tier, victim: Block, writer: Sequence | None) -> Way:
+        """Takes an evictable block from its place: down a tier, or out of the cache."""
+        if tier.shares:
+            owner = account_of(victim)
+            tier.delist(victim, owner)
+            tier.count(owner, blocks=-1)
+        else:
+            tier.order.remove(victim)
+        tier.cached -= 1
+        # A mean needs no more than every eighth slot.
+        if victim.slot & 7 == 1:
+            tier.counters.note_reuse_gap(self._leases.now - self.use_times.at(victim.recency))
+        if self._has_lower:
+            # Nothing may enter it into an order while its children move.
+            victim.refs = 1
+            way = self._move_down(tier, victim, writer)
+            if way is not Way.OUT:
+                return way
+            victim.refs = 0
+        if self.window is None and victim.children is not None:
+            self._lose_children(victim)
+        self._unlink(victim, _EVICTED, writer)
+        return Way.OUT
+
+    def _move_down(self, tier: Tier, victim: Block, writer: Sequence | None) -> Way:
+        """Moves a block to the next tier that has slots; when it must be copied, its reference is the copy's."""
+        lower = next((lower for lower in self.tiers[tier.kind + 1 :] if lower.size), None)
+        if lower is None:
+            return Way.OUT
+        # Without it its children in lower tiers would be worth nothing: it goes with them, whatever its priority.
+        carries = self.window is None and victim.children is not None
+        account = account_of(victim)
+        if not carries and victim.priority < offload_floor(victim, self.offload_min_priority):
+            return Way.OUT
+        if tier is self.device:
+            copied = None if lower.is_closed(account) else self.backups.take(victim)
+            if copied is not None:
+                self._lie_below(lower, victim, copied)
+                return Way.IN_BACKUP
+            # A copy that is under way would come too late, and one that may not stay makes room.
+            self.backups.drop(victim)
+        moved: Block | None = None
+        place = None if lower.is_closed(account) else self._empty_place(lower)
+        if place is None:
+            other = self._least(lower, account, writer)
+            if other is None or not (carries or goes_before(other, victim)):
+                return Way.OUT
+            place = other.slot
+            if other in self.moving:
+                self._recall(lower, other, writer)
+            elif self._vacate(lower, other, writer) is Way.BY_COPY:
+                moved = other
+        tier.counters.offloaded += 1
+        tier.counters.copied_bytes += self.spec.block_bytes
+        self._leave(tier, victim)
+        self._change_place(tier, victim, place)
+        lower.used += 1
+        lower.count(account, blocks=1, used=1)
+        if moved is not None:
+            self._moved(moved, victim, writer)
+        return Way.BY_COPY
+
+    def _empty_place(self, lower: Tier) -> int | None:
+        """A place of a lower tier that holds nothing, or nothing but a copy of what the device holds."""
+        if lower.empty:
+            return lower.empty.popleft()
+        return self.backups.give_way() if lower is self.backups.tier else None
+
+    def _lie_below(self, lower: Tier, block: Block, place: int) -> None:
+        """A device block that is evicted lies in its backup."""
+        account = account_of(block)
+        self.device.counters.offloaded += 1
+        self._leave(self.device, block)
+        self._change_place(self.device, block, place)
+        # Who waited for its slot to be left has computed it since.
+        self.leaving.pop(block, None)
+        block.refs = 0
+        lower.cached += 1
+        lower.count(account, blocks=1)
+        if self._is_evictable(block):
+            lower.enlist(block, account, newest=False)
+        self.write(block)
+
+    def _least(self, lower: Tier, account: Account | None, writer: Sequence | None) -> Block | None:
+        """What a lower tier loses next: a cached block, or one whose copy down nobody has been told of yet."""
+        # At its ceiling an account takes the place of its own blocks only.
+        shut = lower.is_closed(account) and not lower.wants_own(account)
+        least = None if shut else lower.victim(account)
+        for ticket in () if writer is None else writer.opened:
+            block = ticket.target
+            if shut and account_of(block) is not account:
+                continue
+            if block in self.moving and block.parent is not None and self.tier_of(block) is lower and not block.near:
+                least = block if least is None or goes_before(block, least) else least
+        return least
+
+    def _recall(self, lower: Tier, block: Block, writer: Sequence | None) -> None:
+        """Loses a block whose copy down is called off."""
+        assert self.on_recalled is not None
+        assert writer is not None
+        self.on_recalled(block, writer)
+        block.refs = 0
+        lower.used -= 1
+        lower.count(account_of(block), blocks=-1, used=-1)
+        if self.window is None and block.children is not None:
+            self._lose_children(block)
+        self._unlink(block, _EVICTED, writer)
+
+    def _change_place(self, tier: Tier, block: Block, place: int) -> None:
+        """A block moves down; its old slot is the caller's to fill."""
+        parent = block.parent
+        self.blocks[block.slot] = None
+        block.slot = place
+        self.blocks[place] = block
+        if self.window is None:
+            lower = self.tier_of(block)
+            block.near = sum(self.tier_of(child) is lower for child in siblings.each(block))
+            if isinstance(parent, Block) and self.tier_of(parent) is tier:
+                self._lose_near(parent)
+                if tier is self.device:
+                    # What lies below now is worth nothing without it.
+                    self.backups.want(parent)
+        self._events.add(EventKind.UPDATED, self.view(block))
+
+    def _moved(self, moved: Block, occupant: Block, writer: Sequence | None) -> None:
+        assert self.on_moved is not None
+        self.on_moved(moved, occupant, writer)
+        # The ticket tells its generation.
+        self.write(moved)
+
+    def demote(self, block: Block) -> bool:
+        """Moves an evictable device block down now; its slot stays reserved for the copy. False when it may not."""
+        device, slot = self.device, block.slot
+        device.delist(block, account_of(block))
+        device.cached -= 1
+        device.count(account_of(block), blocks=-1)
+        block.refs = 1
+        way = self._move_down(device, block, None)
+        if way is Way.OUT:
+            block.refs = 0
+            device.cached += 1
+            device.count(account_of(block), blocks=1)
+            device.enlist(block, account_of(block), newest=False)
+        elif way is Way.IN_BACKUP:
+            device.empty.append(slot)
+        else:
+            occupant = Block(slot)
+            occupant.refs = 1
+            self.blocks[slot] = occupant
+            device.used += 1
+            self._moved(block, occupant, None)
+            # Its slot is the copy's now.
+            self.drop(occupant)
+        return way is not Way.OUT

@@ -1,0 +1,62 @@
+"""Opening Redis, as one server or as a cluster, and the names of the keys."""
+
+from typing import Any, cast
+from urllib.parse import quote
+
+from redis.asyncio import Redis, RedisCluster
+from redis.asyncio.cluster import ClusterNode
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import MovedError, RedisClusterException, RedisError
+
+from protos.rpc.settings import cluster_nodes
+
+# What an exchange with Redis raises, whatever is the matter with it.
+UNAVAILABLE = (RedisError, RedisClusterException, OSError, TimeoutError)
+# Longest wait for one answer.
+ANSWER_SECONDS = 2.0
+_CONNECT_SECONDS = 1.0
+
+
+def open_redis(url: str) -> Redis:
+    """A client that fails fast: the store does its own waiting and trying again.
+
+    `redis+cluster://` gives a client of a cluster, which finds the other nodes by itself and follows keys that move.
+    """
+    options: dict[str, Any] = {
+        "socket_connect_timeout": _CONNECT_SECONDS,
+        "socket_timeout": ANSWER_SECONDS,
+        "decode_responses": False,
+    }
+    first, nodes = cluster_nodes(url)
+    if not nodes:
+        return Redis.from_url(url, retry=Retry(NoBackoff(), 0), **options)
+    cluster = RedisCluster.from_url(
+        first,
+        startup_nodes=[ClusterNode(host, port) for host, port in nodes],
+        # Once more after the nodes have been asked who is there.
+        retry=Retry(NoBackoff(), 1),
+        # A key that has moved is followed; to forget all nodes instead ends the call in which it happens.
+        reinitialize_steps=0,
+        # What lies on the nodes that are left can be used.
+        require_full_coverage=False,
+        **options,
+    )
+    # The commands used here are the same.
+    return cast("Redis", cluster)
+
+
+def reason(error: BaseException) -> str:
+    """What to tell people about an error: never the command, which may hold token ids."""
+    text = str(error).rpartition("of pipeline caused error: ")[2] or type(error).__name__
+    return f"{text}: write redis+cluster:// for a cluster" if isinstance(error, MovedError) else text
+
+
+def executor_key(executor_id: str, what: str) -> str:
+    """A key of one executor. In a cluster all of them lie on one node."""
+    return f"kvkeep:{{{quote(executor_id, safe='')}}}:{what}"
+
+
+def operators_key(what: str) -> str:
+    """A key that belongs to no executor. In a cluster all of them lie on one node."""
+    return f"kvkeep:{{operators}}:{what}"

@@ -1,0 +1,160 @@
+"""What outlives a manager beside its blocks: rules, quotas, shares of pools, and pins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from cachemgr.admin_api import PoolShare, Quota, RetentionRule
+from cachemgr.api import RemovalCause
+from cachemgr.executors import fits
+from cachemgr.leases import leases_of
+from cachemgr.operator_records import Entry, Kind, PinRecord, entry_name
+from cachemgr.retention import RULE
+from cachemgr.tiers import Account
+from cachemgr.views import ManagerViews
+
+if TYPE_CHECKING:
+    from cachemgr.holds import Hold
+    from cachemgr.pool import Pool
+    from cachemgr.registry import Executor
+
+
+class OperatorJournal(Protocol):
+    """Hears of every change of what operators said, at once. Must not fail or block."""
+
+    def operator_changed(self, kind: Kind, name: str, executor_id: str = "") -> None:
+        """The entry of this name is new, another, or gone. `executor_id` is set for pins."""
+
+
+class NoOperatorJournal:
+    """Keeps nothing."""
+
+    def operator_changed(self, kind: Kind, name: str, executor_id: str = "") -> None:
+        """Forgets it."""
+
+
+_KINDS = {RetentionRule: Kind.RULE, Quota: Kind.QUOTA, PoolShare: Kind.SHARE}
+
+
+class ManagerMemory(ManagerViews):
+    """The remembering part of the cache manager; the whole owns the fields."""
+
+    _operator_journal: OperatorJournal
+
+    def _now(self) -> float:
+        raise NotImplementedError
+
+    def entries(self, kind: Kind, executor_id: str = "") -> Iterator[Entry]:
+        """All entries of a kind; pins only of one executor, oldest first."""
+        match kind:
+            case Kind.RULE:
+                yield from self.rules()
+            case Kind.QUOTA:
+                yield from (account.quota for account in self._accounts.values())
+            case Kind.SHARE:
+                yield from self._shares.values()
+            case Kind.PIN:
+                executor = self._executors.get(executor_id)
+                for hold in () if executor is None else executor.holds:
+                    if hold.pin:
+                        yield self._pin_record(hold)
+
+    def entry(self, kind: Kind, name: str, executor_id: str = "") -> Entry | None:
+        """One entry as it is now, None when there is none."""
+        match kind:
+            case Kind.RULE:
+                return self.rule(name) if name in self._rules else None
+            case Kind.QUOTA:
+                field, _, account = name.partition("/")
+                found = self._accounts.get((field, account))
+                return None if found is None else found.quota
+            case Kind.SHARE:
+                return self._shares.get(name)
+            case Kind.PIN:
+                executor = self._executors.get(executor_id)
+                hold = None if executor is None else executor.holds.get(name)
+                return None if hold is None else self._pin_record(hold)
+
+    def _pin_record(self, hold: Hold) -> PinRecord:
+        ((owner, end),) = hold.owners.items()
+        blocks = tuple((pool.spec.group, block.key) for pool, block in hold.blocks)
+        return PinRecord(hold.name, owner, max(0.0, end - self._leases.now), blocks)
+
+    def _tell(self, entry: RetentionRule | Quota | PoolShare) -> None:
+        """The journal hears of an entry that has changed or is gone."""
+        self._operator_journal.operator_changed(_KINDS[type(entry)], entry_name(entry))
+
+    def restore_operators(
+        self, rules: Iterable[RetentionRule], quotas: Iterable[Quota], shares: Iterable[PoolShare]
+    ) -> None:
+        """Puts back what an earlier manager knew. What this one has heard since is newer and stays.
+
+        Rules and quotas apply from now on. A share of a pool that is there already applies when it fits, else from the
+        executor's next registration on.
+        """
+        self._now()
+        for spec in rules:
+            self._rules.restore(spec)
+        accounts = {(_field(quota), getattr(quota, _field(quota))): Account(quota) for quota in quotas}
+        if accounts:
+            self._change_accounts({**accounts, **self._accounts})
+        for share in shares:
+            if share.pool_id in self._shares:
+                continue
+            self._shares[share.pool_id] = share
+            for pool in self._selected(""):
+                if pool.pool_id == share.pool_id and self._may_have(pool, share):
+                    pool.resize(share.total_blocks)
+                    pool.share_number = share.number
+
+    def _may_have(self, pool: Pool, share: PoolShare) -> bool:
+        executor, shrink = self._executors[pool.executor_id], pool.device.total - share.total_blocks
+        memory = executor.spec.memory_bytes
+        need = sum(one.device.total * one.spec.block_bytes for one in executor.pools) - shrink * pool.spec.block_bytes
+        return fits(pool, share) and shrink <= pool.device.free_for(None) and (memory is None or need <= memory)
+
+    def _change_accounts(self, accounts: dict[tuple[str, str], Account]) -> None:
+        self._accounts.clear()
+        self._accounts.update(accounts)
+        for executor in self._executors.values():
+            executor.change_accounts()
+
+    def _end_leases_of_deleted_rules(self, executor: Executor) -> None:
+        """Blocks that have come back may have been written before a rule went."""
+        for pool in executor.pools:
+            for block in pool.index.values():
+                for lease in leases_of(block):
+                    holder = lease.wish.holder
+                    if holder.startswith(RULE) and holder.removeprefix(RULE) not in self._rules:
+                        self._leases.revoke(pool, block, holder, RemovalCause.RULE_CHANGED)
+
+    def _restore_pins(self, executor: Executor, pins: Iterable[PinRecord]) -> None:
+        """Pins the blocks again that have come back, oldest pin first, and listens to the executor's pins."""
+        executor_id, now = executor.executor_id, self._leases.now
+        executor.holds.on_pin = tell = partial(self._pin_changed, executor_id)
+        for pin in sorted(pins, key=lambda pin: pin.number):
+            blocks = [
+                (executor.pools[group], block)
+                for group, key in pin.blocks
+                if group < len(executor.pools) and (block := executor.pools[group].index.get(key)) is not None
+            ]
+            if blocks and pin.remaining > 0:
+                executor.holds.restore(pin.name, blocks, pin.owner, now + pin.remaining)
+            else:
+                tell(pin.name)
+        executor.holds.keep_budget(now)
+
+    def _lose_pins(self, executor: Executor) -> None:
+        """What an executor had pinned is about to be gone for good."""
+        for hold in executor.holds:
+            if hold.pin:
+                self._pin_changed(executor.executor_id, hold.name)
+
+    def _pin_changed(self, executor_id: str, name: str) -> None:
+        self._operator_journal.operator_changed(Kind.PIN, name, executor_id)
+
+
+def _field(quota: Quota) -> str:
+    return "tenant_id" if quota.tenant_id is not None else "salt"

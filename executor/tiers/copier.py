@@ -1,0 +1,171 @@
+"""Runs copies between tiers in threads of its own, beside the device's work and in the order of what they touch."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import structlog
+
+from executor import metrics
+from executor.step import Copy, Tier
+from executor.tiers.order import CopyOrder, Job, Place
+
+log = structlog.get_logger()
+
+# What a disk keeps waiting must not keep copies between memories waiting.
+MEMORY_THREADS = 2
+DISK_THREADS = 2
+# So long a step waits for a disk to take what lies in its slots; then that is lost.
+STALL_SECONDS = 1.0
+# Full disks fail every copy: once in a while is enough to know.
+LOG_SECONDS = 10.0
+
+T = TypeVar("T")
+# Does one copy: (copy, what the device must do first, to be called when the source has been read). Raises if it cannot.
+Run = Callable[[Copy, Any, Callable[[], None]], None]
+# Told of every copy, once, in whatever thread, with whether it ended well.
+Ended = Callable[[Copy, bool], None]
+
+
+class BrokenChainError(Exception):
+    """A copy's source was the target of one that failed."""
+
+
+class StalledError(Exception):
+    """The disk did not get to a copy while somebody waited for the slot that it was to read."""
+
+
+class Copier:
+    """One thread asks for copies and waits for them; its threads start with the first one.
+
+    void: called for a copy whose source never came, in place of `run`.
+    """
+
+    def __init__(self, run: Run, void: Callable[[Copy], None] = lambda _: None) -> None:
+        self._run = run
+        self._void = void
+        self._order = CopyOrder()
+        self._changed = threading.Condition()
+        self._memory: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._disk: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._started = False
+        self._logged_at = -LOG_SECONDS
+        self._unlogged = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether any copy is open. Costs nothing; while it is false there is nothing to wait for."""
+        return bool(self._order)
+
+    def submit(self, copies: Sequence[Copy], ended: Ended, after: Any = None) -> None:
+        """Begins copies behind all that were begun before. after: handed to `run`."""
+        if not self._started:
+            self._start()
+        metrics.PENDING_COPIES.inc(len(copies))
+        with self._changed:
+            self._dispatch([job for copy in copies if self._order.add(job := Job(copy, ended, after))])
+
+    def wait(self, reads: Iterable[Place] = (), writes: Iterable[Place] = ()) -> float:
+        """Until nothing more is written to what the caller will read, nor read from what it will write; in seconds.
+
+        Copies to a disk that have not begun by then are given up: a disk that hangs must not keep the device.
+        """
+        given_up: list[Job] = []
+        with self._changed:
+            left = [place for place in reads if self._order.is_written(place)]
+            used = [place for place in writes if self._order.is_used(place)]
+            if not left and not used:
+                return 0.0
+            begin = time.perf_counter()
+            until: float | None = begin + STALL_SECONDS
+            while left or used:
+                self._changed.wait(None if until is None else max(0.0, until - time.perf_counter()))
+                if until is not None and time.perf_counter() >= until:
+                    given_up, until = self._give_up(used), None
+                left = [place for place in left if self._order.is_written(place)]
+                used = [place for place in used if self._order.is_used(place)]
+            waited = time.perf_counter() - begin
+        for job in given_up:
+            self._failed(job.copy, StalledError("the disk is too slow"))
+            self._tell(job, False)
+        return waited
+
+    def _give_up(self, places: Iterable[Place]) -> list[Job]:
+        """Ends copies from these places to a disk that have not begun; they have yet to be told of."""
+        readers = {job: None for place in places for job in self._order.readers(place)}
+        # Those that wait for others hold places for these, too.
+        stalled = [job for job in readers if not job.begun and not job.blockers and job.copy.target_tier is Tier.DISK]
+        for job in stalled:
+            job.begun = True
+            self._dispatch(self._order.end(job, False))
+        self._changed.notify_all()
+        return stalled
+
+    def look(self, view: Callable[[set[Place]], T]) -> T:
+        """What `view` sees of the places that will hold something else than they do, while no copy can begin."""
+        with self._changed:
+            return view(self._order.targets())
+
+    def drain(self, seconds: float) -> bool:
+        """Waits until no copy is open, but not for ever; whether that is so."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._order, seconds)
+
+    def _start(self) -> None:
+        self._started = True
+        for name, jobs, count in (("memory", self._memory, MEMORY_THREADS), ("disk", self._disk, DISK_THREADS)):
+            for _ in range(count):
+                threading.Thread(target=self._work, args=(jobs,), name=f"copies, {name}", daemon=True).start()
+
+    def _dispatch(self, jobs: Iterable[Job]) -> None:
+        for job in jobs:
+            tiers = job.copy.source_tier, job.copy.target_tier
+            (self._disk if Tier.DISK in tiers else self._memory).put(job)
+
+    def _work(self, jobs: queue.SimpleQueue[Job]) -> None:
+        while True:
+            job = jobs.get()
+            with self._changed:
+                if job.begun:
+                    # Given up meanwhile.
+                    continue
+                job.begun = True
+            good = self._try(job)
+            self._tell(job, good)
+            with self._changed:
+                self._dispatch(self._order.end(job, good))
+                self._changed.notify_all()
+
+    def _tell(self, job: Job, good: bool) -> None:
+        try:
+            job.ended(job.copy, good)
+        except Exception:  # Nobody listens any more; the slots must be free all the same.
+            log.exception("the end of a copy was not heard", ticket=job.copy.ticket)
+        metrics.PENDING_COPIES.dec()
+
+    def _try(self, job: Job) -> bool:
+        try:
+            if job.doomed:
+                self._void(job.copy)
+                raise BrokenChainError("the copy that it builds on failed")
+            self._run(job.copy, job.after, lambda: self._read(job))
+        except Exception as error:  # A copy that fails must not take the process with it.
+            self._failed(job.copy, error)
+            return False
+        return True
+
+    def _read(self, job: Job) -> None:
+        with self._changed:
+            self._dispatch(self._order.read(job))
+            self._changed.notify_all()
+
+    def _failed(self, copy: Copy, error: Exception) -> None:
+        tiers = copy.source_tier.name.lower(), copy.target_tier.name.lower()
+        metrics.FAILED_COPIES.labels(*tiers).inc()
+        self._unlogged += 1
+        if time.monotonic() >= self._logged_at + LOG_SECONDS:
+            self._logged_at = time.monotonic()
+            count, self._unlogged = self._unlogged, 0
+            log.warning("copies failed", count=count, source=tiers[0], target=tiers[1], last=repr(error))

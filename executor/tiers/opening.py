@@ -1,0 +1,139 @@
+"""Opens a lower tier's file: in a folder of ours, locked, with all of its room, empty unless it is of our layout."""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import re
+import stat
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from executor.errors import BrokenStorageError, CacheFileError
+from executor.kv_pool import available_memory
+from executor.tiers.layout import FileLayout, least_size
+
+log = structlog.get_logger()
+
+# A process that was just killed may not have let go.
+LOCK_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class FileSettings:
+    """Where a tier's file lies and how large it may be, with the variables that say so. in_memory: what it fills."""
+
+    folder: Path
+    size: int
+    folder_variable: str
+    size_variable: str
+    in_memory: bool = False
+
+
+def file_name(tier: str, executor_id: str) -> str:
+    """One per executor: the letters of its id that a file may have, and a digest of all."""
+    readable = re.sub(r"[^A-Za-z0-9_-]", "-", executor_id)[:64]
+    return f"{tier}-{readable}-{hashlib.sha256(executor_id.encode()).hexdigest()[:16]}.kv"
+
+
+def open_file(settings: FileSettings, name: str, layout: FileLayout) -> int:
+    """A descriptor of the file, locked for this process; what it holds fits the layout. Raises CacheFileError."""
+    if layout.slots < 1:
+        raise CacheFileError(
+            f"{settings.size_variable} is {settings.size}: a single block takes {least_size(layout.block_bytes)} bytes"
+        )
+    folder = _open_folder(settings)
+    try:
+        fd = _open_in(folder, name, settings)
+    finally:
+        os.close(folder)
+    try:
+        _lock(fd, settings, name)
+        _fit(fd, settings, name, layout)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _open_folder(settings: FileSettings) -> int:
+    """Others may read a folder of ours, but nobody else may put files there."""
+    folder = settings.folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise _refused(error, f"{settings.folder_variable}: {folder} cannot be had: {error.strerror}") from error
+    found = os.fstat(fd)
+    if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        os.close(fd)
+        raise CacheFileError(
+            f"{settings.folder_variable}: {folder} must belong to this process's user, and nobody else may write there"
+        )
+    return fd
+
+
+def _refused(error: OSError, message: str) -> CacheFileError:
+    """A fault of the settings, or one that the storage has got since they were made."""
+    return (BrokenStorageError if error.errno in (errno.EROFS, errno.EIO) else CacheFileError)(message)
+
+
+def _open_in(folder: int, name: str, settings: FileSettings) -> int:
+    try:
+        fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
+    except OSError as error:
+        raise _refused(
+            error, f"{settings.folder_variable}: cannot open {settings.folder / name}: {error.strerror}"
+        ) from error
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_nlink != 1:
+        os.close(fd)
+        raise CacheFileError(f"{settings.folder_variable}: {settings.folder / name} is no file of this process's user")
+    os.fchmod(fd, 0o600)
+    return fd
+
+
+def _lock(fd: int, settings: FileSettings, name: str) -> None:
+    until = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise CacheFileError(
+                    f"another executor uses {settings.folder / name}: each needs a KVKEEP_EXECUTOR_EXECUTOR_ID "
+                    f"or a {settings.folder_variable} of its own"
+                ) from None
+            time.sleep(0.05)
+
+
+def _fit(fd: int, settings: FileSettings, name: str, layout: FileLayout) -> None:
+    """Makes the file anew unless it is of this layout; in both cases all of its room is there afterwards."""
+    fits = os.fstat(fd).st_size == layout.size and os.pread(fd, len(layout.header), 0) == layout.header
+    if not fits and os.fstat(fd).st_size:
+        log.info("a cache of another layout is given up", file=str(settings.folder / name))
+        os.ftruncate(fd, 0)
+    missing = layout.size - os.fstat(fd).st_blocks * 512
+    if settings.in_memory and missing > available_memory():
+        raise CacheFileError(f"{settings.size_variable}: there is no memory for {missing} bytes more")
+    try:
+        if missing > 0:
+            os.posix_fallocate(fd, 0, layout.size)
+        if not fits:
+            # The last thing: whatever breaks this off leaves a file that fits nobody. All else in it is zeros.
+            os.pwrite(fd, layout.header, 0)
+    except OSError as error:
+        if not fits:
+            os.ftruncate(fd, 0)
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM):
+            raise _refused(error, f"{settings.folder_variable}: {settings.folder / name}: {error.strerror}") from error
+        raise CacheFileError(
+            f"{settings.size_variable}: there is no room for {layout.size} bytes in {settings.folder}: {error.strerror}"
+        ) from error
+    log.info("cache file ready", file=str(settings.folder / name), slots=layout.slots, kept=fits)

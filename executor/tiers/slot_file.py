@@ -1,0 +1,173 @@
+"""A lower tier: slots for blocks in a file, and of each slot the ticket of the copy that filled it."""
+
+import mmap
+import os
+from abc import ABC, abstractmethod
+
+import numpy as np
+
+from executor.step import Tier
+from executor.tiers.layout import ENTRY, PAGE, FileLayout
+
+# Bytes of a block or of room for one, [bytes] uint8, contiguous.
+Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+Generations = np.ndarray[tuple[int, int], np.dtype[np.uint64]]
+
+
+class CacheSlotError(Exception):
+    """A slot does not hold what it should."""
+
+
+class SlotFile(ABC):
+    """Slots are numbered from 1. Who calls sees to it that nobody else touches the slot meanwhile.
+
+    A slot is filled in this order: `claim`, bytes into `room`, `store`, `settle`. Whatever ends it in between leaves
+    generation 0, also the end of the process. Everything may raise OSError.
+    """
+
+    tier: Tier
+    # Whether `room` is in the slot itself.
+    in_place: bool
+
+    def __init__(self, layout: FileLayout) -> None:
+        self.layout = layout
+        # [groups, slots] of ENTRY.
+        self._table = self._load_table()
+
+    def generations(self) -> Generations:
+        """[groups, slots]: the ticket that filled each slot, 0 for none."""
+        return self._table["generation"].astype(np.uint64)
+
+    def generation(self, group: int, slot: int) -> int:
+        """The ticket that filled a slot, 0 for none."""
+        return int(self._table[group, slot - 1]["generation"])
+
+    def checksum(self, group: int, slot: int) -> int:
+        """Of a slot's bytes, as `settle` was told."""
+        return int(self._table[group, slot - 1]["checksum"])
+
+    def claim(self, group: int, slot: int) -> None:
+        """The slot holds nothing from here on."""
+        self._table[group, slot - 1] = (0, 0)
+        self._store_entry(group, slot, (0, 0))
+
+    def settle(self, group: int, slot: int, generation: int, checksum: int) -> None:
+        """The slot holds what the copy of this ticket brought."""
+        self._store_entry(group, slot, (generation, checksum))
+        self._table[group, slot - 1] = (generation, checksum)
+
+    @abstractmethod
+    def room(self, group: int, slot: int, staging: Bytes) -> Bytes:
+        """Where to put the slot's next bytes: in `staging`, or in the slot itself."""
+
+    @abstractmethod
+    def store(self, group: int, slot: int, data: Bytes) -> None:
+        """Writes what is in a slot's `room`, or other bytes."""
+
+    @abstractmethod
+    def fetch(self, group: int, slot: int, staging: Bytes) -> Bytes:
+        """The slot's bytes: in `staging`, or the slot itself."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives the file back; nobody may be using it any more."""
+
+    @abstractmethod
+    def _load_table(self) -> np.ndarray[tuple[int, int], np.dtype[np.void]]: ...
+
+    @abstractmethod
+    def _store_entry(self, group: int, slot: int, entry: tuple[int, int]) -> None: ...
+
+
+class HostFile(SlotFile):
+    """In memory that outlives the process: a mapped file whose pages are all there from the start."""
+
+    tier = Tier.HOST
+    in_place = True
+
+    def __init__(self, fd: int, layout: FileLayout) -> None:
+        self._fd = fd
+        self._map = mmap.mmap(fd, layout.size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self.memory: Bytes = np.frombuffer(self._map, dtype=np.uint8)
+        super().__init__(layout)
+
+    def room(self, group: int, slot: int, staging: Bytes) -> Bytes:  # noqa: ARG002
+        """As in SlotFile."""
+        start = self.layout.place(group, slot)
+        return self.memory[start : start + self.layout.block_bytes[group]]
+
+    def store(self, group: int, slot: int, data: Bytes) -> None:
+        """As in SlotFile."""
+        room = self.room(group, slot, data)
+        if data.ctypes.data != room.ctypes.data:
+            np.copyto(room, data)
+
+    def fetch(self, group: int, slot: int, staging: Bytes) -> Bytes:
+        """As in SlotFile."""
+        return self.room(group, slot, staging)
+
+    def close(self) -> None:
+        """As in SlotFile."""
+        del self._table, self.memory
+        self._map.close()
+        os.close(self._fd)
+
+    def _load_table(self) -> np.ndarray[tuple[int, int], np.dtype[np.void]]:
+        shape = len(self.layout.block_bytes), self.layout.slots
+        return self.memory[PAGE : PAGE + self.layout.table_bytes].view(ENTRY).reshape(shape)
+
+    def _store_entry(self, group: int, slot: int, entry: tuple[int, int]) -> None:
+        entries = self._table[group]
+        # The last thing written is what makes it good.
+        entries["checksum"][slot - 1] = entry[1]
+        entries["generation"][slot - 1] = entry[0]
+
+
+class DiskFile(SlotFile):
+    """On disk, through the kernel's cache of pages. Not mapped: a disk that fails must be an error, not a signal."""
+
+    tier = Tier.DISK
+    in_place = False
+
+    def __init__(self, fd: int, layout: FileLayout) -> None:
+        self._fd = fd
+        super().__init__(layout)
+
+    def room(self, group: int, slot: int, staging: Bytes) -> Bytes:  # noqa: ARG002
+        """As in SlotFile."""
+        return staging[: self.layout.block_bytes[group]]
+
+    def store(self, group: int, slot: int, data: Bytes) -> None:
+        """As in SlotFile."""
+        self._write(data, self.layout.place(group, slot))
+
+    def fetch(self, group: int, slot: int, staging: Bytes) -> Bytes:
+        """As in SlotFile."""
+        data = self.room(group, slot, staging)
+        self._read(data, self.layout.place(group, slot))
+        return data
+
+    def close(self) -> None:
+        """As in SlotFile."""
+        os.close(self._fd)
+
+    def _load_table(self) -> np.ndarray[tuple[int, int], np.dtype[np.void]]:
+        table = np.zeros((len(self.layout.block_bytes), self.layout.slots), dtype=ENTRY)
+        self._read(table.reshape(-1).view(np.uint8), PAGE)
+        return table
+
+    def _store_entry(self, group: int, slot: int, entry: tuple[int, int]) -> None:
+        self._write(np.array(entry, dtype=ENTRY).reshape(1).view(np.uint8), self.layout.entry(group, slot))
+
+    def _read(self, into: Bytes, start: int) -> None:
+        done = 0
+        while done < len(into):
+            count = os.preadv(self._fd, [into[done:].data], start + done)
+            if not count:
+                raise CacheSlotError("the file is shorter than it was")
+            done += count
+
+    def _write(self, data: Bytes, start: int) -> None:
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self._fd, data[done:].data, start + done)

@@ -1,0 +1,119 @@
+"""The tiers below the device, and the copies between all of them."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import structlog
+
+from executor.errors import BrokenStorageError
+from executor.kv_pool import KvPools
+from executor.step import Copy, Tier
+from executor.tiers.copier import Copier, Ended
+from executor.tiers.device import blocks_of
+from executor.tiers.layout import layout_of
+from executor.tiers.mover import Mover
+from executor.tiers.opening import FileSettings, file_name, open_file
+from executor.tiers.order import Place
+from executor.tiers.slot_file import DiskFile, Generations, HostFile, SlotFile
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What slots hold at one moment, and which of them, in any tier, an open copy will change."""
+
+    tables: Mapping[Tier, Generations]
+    changing: Collection[Place]
+
+    def generations(self, tier: Tier, group: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+        """[slots]: the tickets of the copies that filled a tier's slots; of length 0 without such a tier."""
+        return self.tables[tier][group] if tier in self.tables else np.zeros(0, dtype=np.uint64)
+
+
+class Tiers:
+    """Lower tiers over some pools; without files there are none, and nothing costs anything.
+
+    `begin` and `wait` are called by the thread that works on the device.
+    """
+
+    def __init__(self, pools: KvPools, files: Iterable[SlotFile] = (), *, checksums: bool = True) -> None:
+        self._files = {file.tier: file for file in files}
+        self._device = blocks_of(pools)
+        for file in self._files.values():
+            if isinstance(file, HostFile):
+                self._device.register(file.memory)
+        mover = Mover(self._device, self._files, checksums=checksums)
+        # What a block takes from a tier to the device of late, in seconds, as far as that is known.
+        self.block_times: Mapping[Tier, float] = mover.block_times
+        self._copier = Copier(mover.run, mover.void)
+
+    @property
+    def slots(self) -> dict[Tier, int]:
+        """Slots per layer group of each lower tier that there is."""
+        return {tier: file.layout.slots for tier, file in self._files.items()}
+
+    @property
+    def busy(self) -> bool:
+        """Whether a copy is open; while none is there is nothing to wait for."""
+        return self._copier.busy
+
+    def begin(self, copies: Sequence[Copy], ended: Ended) -> None:
+        """Begins copies that are not within the device, behind all that were begun before.
+
+        ended: told of each, once, in another thread.
+        """
+        self._copier.submit(copies, ended, self._device.mark())
+
+    def wait(self, reads: Iterable[Place] = (), writes: Iterable[Place] = ()) -> float:
+        """Until these slots can be read and written; returns the seconds that it took."""
+        return self._copier.wait(reads, writes)
+
+    def snapshot(self) -> Snapshot:
+        """From any thread."""
+
+        return self._copier.look(
+            lambda changing: Snapshot({tier: file.generations() for tier, file in self._files.items()}, changing)
+        )
+
+    def drain(self, seconds: float) -> None:
+        """Waits for copies, but not for ever."""
+        if not self._copier.drain(seconds):
+            log.warning("copies still run: what they were to fill holds nothing")
+
+    def close(self) -> None:
+        """Gives the files back, unless copies still run; nothing may be asked for any more."""
+        if self.busy:
+            return
+        for file in self._files.values():
+            file.close()
+
+
+def open_tiers(
+    pools: KvPools,
+    fingerprint: bytes,
+    executor_id: str,
+    *,
+    host: FileSettings,
+    disk: FileSettings,
+    checksums: bool,
+) -> Tiers:
+    """The tiers that have a size, without one whose storage is broken. fingerprint: of the model, 32 bytes.
+
+    Raises CacheFileError.
+    """
+    kinds: tuple[tuple[FileSettings, Callable[..., SlotFile], str], ...] = (
+        (host, HostFile, "host"),
+        (disk, DiskFile, "disk"),
+    )
+    files = []
+    for settings, kind, name in kinds:
+        if settings.size:
+            layout = layout_of(pools, fingerprint, settings.size, checksums=checksums)
+            try:
+                files.append(kind(open_file(settings, file_name(name, executor_id), layout), layout))
+            except BrokenStorageError as error:
+                # Blocks are computed that could have been read; to end would serve nobody.
+                log.error("a tier is left out", tier=name, cause=str(error))
+    return Tiers(pools, files, checksums=checksums)

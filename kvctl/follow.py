@@ -1,0 +1,68 @@
+"""Verbs that go on: events as they happen, and what a recorded log leads to."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import grpc
+import typer
+
+from kvctl import tables
+from kvctl.options import Pool, Salt, duration_of
+from kvctl.output import Format, as_yaml, plain
+from kvctl.session import Session, verb
+from protos.kvcache.v1 import kvcache_pb2 as pb
+from protos.rpc.errors import from_rpc_error
+
+app = typer.Typer()
+
+
+@verb(app, "watch", "kvctl watch --salt acme --for 10s")
+def watch(
+    session: Session,
+    pool: Pool = "",
+    salt: Salt = None,
+    after: Annotated[int | None, typer.Option(min=0, help="Go on behind this event, without a snapshot.")] = None,
+    token_ids: Annotated[bool, typer.Option("--token-ids", help="With the tokens of blocks (JSON, YAML).")] = False,
+    lasts: Annotated[str, typer.Option("--for", help="End after this time: 90s, 1h; on Ctrl-C without it.")] = "",
+    count: Annotated[int, typer.Option(min=0, help="End after so many events; 0 for any number.")] = 0,
+) -> None:
+    """Show events as they happen. First comes what is cached; each is a line, as JSON too."""
+    request = pb.WatchEventsRequest(pool_id=pool, salt=salt, after_event_number=after, include_token_ids=token_ids)
+    seconds = duration_of(lasts, "--for").ToNanoseconds() / 1e9 if lasts else None
+    events = session.events
+    call = events.stub.WatchEvents(request, timeout=seconds)
+    with events.calling():
+        try:
+            for number, event in enumerate(call, start=1):
+                typer.echo(_line(event, session.output))
+                if number == count:
+                    return
+        except grpc.RpcError as error:
+            if seconds is None or from_rpc_error(error).code is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise
+        finally:
+            call.cancel()
+
+
+def _line(event: pb.WatchEventsResponse, output: Format) -> str:
+    match output:
+        case Format.JSON:
+            return json.dumps(plain(event), ensure_ascii=False)
+        case Format.YAML:
+            return "---\n" + as_yaml(event).rstrip("\n")
+        case _:
+            return tables.event(event)
+
+
+@app.command("replay", epilog="Example: kvctl replay operations.log")
+def replay(
+    file: Annotated[
+        Path, typer.Argument(exists=True, dir_okay=False, help="What KVKEEP_CACHEMGR_OPERATION_LOG has written.")
+    ],
+) -> None:
+    """Run an operation log again. Says what state it leads to; needs the package cachemgr."""
+    # A process: this one need not have, nor know, the cache manager's code.
+    raise typer.Exit(subprocess.run([sys.executable, "-m", "cachemgr", "replay", str(file)], check=False).returncode)  # noqa: S603

@@ -1,0 +1,185 @@
+"""`kvctl limits`: a client that finds how far a running stack goes, with or without token eviction."""
+
+import asyncio
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, TextIO
+
+import grpc
+import typer
+
+from kvctl.searching import Checker, LimitsError, Round, Wish, best, double, double_and_bisect
+from kvctl.session import SCHEDULER, SERVER, Scheduler, Server, security
+from kvctl.status import CommandError, Status, command_error
+from protos.generation.v1 import generation_pb2 as pb
+from protos.rpc.channel import open_channel
+from protos.rpc.errors import RemoteError, from_rpc_error
+from protos.rpc.security import Security
+
+KINDS = {
+    name.removeprefix("EVICTION_KIND_").lower(): name
+    for name, number in pb.EvictionKind.items()
+    if number > pb.EVICTION_KIND_NONE
+}
+
+app = typer.Typer()
+
+
+class Mode(StrEnum):
+    """What is looked for."""
+
+    GEN_LENGTH = "gen_length"
+    GEN_THROUGHPUT = "gen_throughput"
+
+    @property
+    def unit(self) -> str:
+        """What grows from round to round."""
+        return "tokens" if self is Mode.GEN_LENGTH else "prompts"
+
+
+@app.command("limits", epilog="Example: kvctl limits --mode gen_length --timeout 60")
+def limits(
+    mode: Annotated[Mode, typer.Option(help="The longest output of a prompt, or the most prompts at once.")],
+    server: Server = SERVER,
+    scheduler: Scheduler = SCHEDULER,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that a round may take.")] = 120.0,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 512,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens for each prompt, with gen_throughput.")] = 128,
+    policy: Annotated[str, typer.Option(help=f"How to evict tokens: {', '.join(KINDS)}.")] = "",
+    start: Annotated[int | None, typer.Option(min=0, help="First tokens, which always stay.")] = None,
+    recent: Annotated[int | None, typer.Option(min=0, help="Last tokens, which always stay.")] = None,
+    budget: Annotated[int | None, typer.Option(min=0, help="Tokens that a sequence may keep.")] = None,
+    period: Annotated[int | None, typer.Option(min=0, help="Tokens that go at once.")] = None,
+    during_prefill: Annotated[bool, typer.Option("--during-prefill", help="Evict in the prompt, too.")] = False,
+    compacted: Annotated[bool, typer.Option("--compacted", help="Number what is kept without gaps.")] = False,
+    target: Annotated[Path, typer.Option("--csv", help="File for a line per round.")] = Path("limits.csv"),
+    scheduler_metrics: Annotated[str, typer.Option(envvar="KVKEEP_SCHEDULER_METRICS_ADDRESS")] = "",
+    cachemgr_metrics: Annotated[str, typer.Option(envvar="KVKEEP_CACHEMGR_METRICS_ADDRESS")] = "",
+    executor_metrics: Annotated[str, typer.Option(envvar="KVKEEP_EXECUTOR_METRICS_ADDRESS")] = "",
+) -> None:
+    """Find how far a stack goes. Grows a load until a round takes too long or the cache is exhausted.
+
+    gen_length asks for 1, 2, 4, ... tokens from one prompt; gen_throughput doubles the prompts and then bisects. The
+    cache is exhausted when a request has to wait for blocks, is preempted for want of them, or is refused as too long.
+    With the addresses of the processes' metrics their resident memory is shown.
+    """
+    sizes = {"start_tokens": start, "recent_tokens": recent, "max_cache_tokens": budget, "period_tokens": period}
+    found = {"scheduler": scheduler_metrics, "cachemgr": cachemgr_metrics, "executor": executor_metrics}
+    task = _Task(
+        mode,
+        scheduler,
+        server,
+        Wish(prompt_tokens, timeout, policy_of(policy, sizes, during_prefill=during_prefill, compacted=compacted)),
+        output_tokens,
+        {name: place for name, place in found.items() if place},
+        target,
+        security(),
+    )
+    task.run()
+
+
+def policy_of(
+    kind: str, sizes: dict[str, int | None], *, during_prefill: bool, compacted: bool
+) -> pb.EvictionPolicy | None:
+    """The policy that the options name, or None. Raises typer.BadParameter."""
+    given = {name: value for name, value in sizes.items() if value is not None}
+    if not kind:
+        if given or during_prefill or compacted:
+            raise typer.BadParameter("say which policy: --policy norm_sum", param_hint="--policy")
+        return None
+    if kind not in KINDS:
+        raise typer.BadParameter(f"{kind!r} is none of {', '.join(KINDS)}", param_hint="--policy")
+    positions = pb.EVICTION_POSITIONS_COMPACTED if compacted else pb.EVICTION_POSITIONS_ABSOLUTE
+    made = pb.EvictionPolicy(kind=KINDS[kind], during_prefill=during_prefill, positions=positions)
+    for name, value in given.items():
+        setattr(made, name, value)
+    return made
+
+
+@dataclass(frozen=True)
+class _Task:
+    """One search. metrics: address by process."""
+
+    mode: Mode
+    address: str
+    admin: str
+    wish: Wish
+    output_tokens: int
+    metrics: dict[str, str]
+    target: Path
+    security: Security
+
+    def run(self) -> None:
+        """Searches, shows and writes. Raises CommandError."""
+        place = f"{self.address} or {self.admin}"
+        try:
+            with self.target.open("w", newline="") as file:
+                asyncio.run(self._search(file))
+        except grpc.RpcError as error:
+            raise command_error(from_rpc_error(error), place) from None
+        except RemoteError as error:
+            raise command_error(error, place) from None
+        except LimitsError as error:
+            raise CommandError(str(error), Status.REFUSED) from None
+        except OSError as error:
+            raise typer.BadParameter(str(error), param_hint="--csv") from None
+
+    async def _search(self, file: TextIO) -> None:
+        writer = csv.writer(file)
+        writer.writerow(
+            ["mode", self.mode.unit, "seconds", "output_tokens", "ending", "cache_mean", "cache_most"]
+            + [f"{name}_resident_bytes" for name in self.metrics]
+        )
+        async with (
+            open_channel(self.address, self.security) as scheduler,
+            open_channel(self.admin, self.security) as admin,
+        ):
+            checker = Checker(scheduler, admin, self.wish, self.metrics, self.security)
+
+            async def run(size: int) -> Round:
+                if self.mode is Mode.GEN_LENGTH:
+                    made = await checker.output_of(size)
+                else:
+                    made = await checker.prompts_at_once(size, self.output_tokens)
+                writer.writerow(self._line(made))
+                file.flush()
+                typer.echo(self._progress(made))
+                return made
+
+            rounds = await (double(run) if self.mode is Mode.GEN_LENGTH else double_and_bisect(run))
+        typer.echo(self._summary(rounds))
+
+    def _line(self, made: Round) -> list[object]:
+        return [
+            self.mode,
+            made.size,
+            f"{made.seconds:.3f}",
+            made.output_tokens,
+            made.ending,
+            f"{made.cache_mean:.4f}",
+            f"{made.cache_most:.4f}",
+            *(made.resident.get(name, "") for name in self.metrics),
+        ]
+
+    def _progress(self, made: Round) -> str:
+        rate = made.output_tokens / made.seconds if made.seconds else 0.0
+        return (
+            f"{made.size:>8} {self.mode.unit}  {made.seconds:8.2f} s  {rate:8.1f} tokens/s  "
+            f"cache {made.cache_mean:6.1%} on average, {made.cache_most:6.1%} at most  {made.ending}"
+        )
+
+    def _summary(self, rounds: Sequence[Round]) -> str:
+        what = "longest output" if self.mode is Mode.GEN_LENGTH else "most prompts at once"
+        failed = min((one for one in rounds if one.size > best(rounds)), key=lambda one: one.size)
+        shares = [share for one in rounds for share in one.cache]
+        lines = [
+            f"{what}: {best(rounds)} {self.mode.unit}; {failed.size}: {failed.ending}",
+            f"cache use: {sum(shares) / max(1, len(shares)):.1%} on average, {max(shares, default=0):.1%} at most",
+        ]
+        if self.metrics:
+            most = {name: max(one.resident.get(name, 0) for one in rounds) for name in self.metrics}
+            lines.append("resident memory: " + ", ".join(f"{name} {held / 1e6:.0f} MB" for name, held in most.items()))
+        return "\n".join([*lines, f"every round is in {self.target}"])

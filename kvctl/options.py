@@ -1,0 +1,135 @@
+"""Options that several verbs share, and how they are read."""
+
+import getpass
+import re
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from google.protobuf.duration_pb2 import Duration
+
+from kvctl.session import Session
+from protos.generation.v1 import generation_pb2
+from protos.kvcache.v1 import kvcache_pb2 as pb
+
+Salt = Annotated[str | None, typer.Option(help="Under this salt.")]
+Tenant = Annotated[str | None, typer.Option(help="Of this tenant.")]
+SessionId = Annotated[str | None, typer.Option("--session", help="Of this session.")]
+Adapter = Annotated[int | None, typer.Option(min=0, help="Of this LoRA adapter.")]
+Executor = Annotated[str, typer.Option(help="Of this executor; of all without it.")]
+Pool = Annotated[str, typer.Option(help="Pool as `kvctl pools` names it; all of them without it.")]
+Tokens = Annotated[str | None, typer.Option(help="Token ids of a prompt: 1,2,3.")]
+File = Annotated[str | None, typer.Option("--file", help="File with the token ids of a prompt; - reads them.")]
+Text = Annotated[str | None, typer.Option(help="Plain text of a prompt, which the scheduler tokenizes; - reads it.")]
+Chat = Annotated[str | None, typer.Option(help="What a user says: a conversation of one message, as a prompt.")]
+TierName = Annotated[str, typer.Option(help="In this tier: device, host or disk.")]
+MaxPriority = Annotated[int | None, typer.Option(min=0, max=100, help="Of this retention priority at most.")]
+Limit = Annotated[int, typer.Option(min=0, help="How many to list at most; 0 for all.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would happen, and change nothing.")]
+
+TIERS = {"device": pb.TIER_DEVICE, "host": pb.TIER_HOST, "disk": pb.TIER_DISK}
+
+_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_DURATION = re.compile(r"(?:\d+(?:\.\d+)?(?:ms|s|m|h|d))+")
+
+
+def duration_of(text: str, option: str) -> Duration:
+    """A time such as 90s, 1h30m or 2d. Raises typer.BadParameter."""
+    if not _DURATION.fullmatch(text):
+        raise typer.BadParameter(f"{text!r} is no time such as 90s, 1h30m or 2d", param_hint=option)
+    seconds = sum(float(number) * _UNITS[unit] for number, unit in re.findall(r"([\d.]+)(ms|s|m|h|d)", text))
+    made = Duration()
+    made.FromNanoseconds(round(seconds * 1e9))
+    return made
+
+
+def prompt_of(
+    session: Session, tokens: str | None, file: str | None, text: str | None, chat: str | None
+) -> list[int] | None:
+    """The token ids of the prompt that the options give, or None. Raises typer.BadParameter, CommandError."""
+    given = {"--tokens": tokens, "--file": file, "--text": text, "--chat": chat}
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise typer.BadParameter(f"a prompt is given in one way, not by {' and '.join(names)}", param_hint=names[-1])
+    if tokens is not None:
+        return _ids(tokens, "--tokens")
+    if file is not None:
+        return _ids(_read(file), "--file")
+    if text is not None:
+        return _tokenize(session, generation_pb2.TokenizePromptRequest(text=sys.stdin.read() if text == "-" else text))
+    if chat is not None:
+        message = generation_pb2.ChatMessage(role="user", content=chat)
+        return _tokenize(
+            session, generation_pb2.TokenizePromptRequest(chat=generation_pb2.ChatInput(messages=[message]))
+        )
+    return None
+
+
+def prefix_of(
+    token_ids: list[int] | None, salt: str | None, adapter: int | None, executor: str
+) -> pb.PrefixSelector | None:
+    """The prompt in its domain of sharing; None without one."""
+    if token_ids is None:
+        return None
+    return pb.PrefixSelector(token_ids=token_ids, salt=salt, adapter_id=adapter, executor_id=executor)
+
+
+def required(prefix: pb.PrefixSelector | None) -> pb.PrefixSelector:
+    """The prefix; raises typer.BadParameter without one."""
+    if prefix is None:
+        raise typer.BadParameter("name the prompt: --tokens, --file, --text or --chat", param_hint="--tokens")
+    return prefix
+
+
+def block_filter(
+    salt: str | None,
+    tenant: str | None,
+    session_id: str | None,
+    adapter: int | None,
+    tier: str,
+    max_priority: int | None,
+    pool: str = "",
+) -> pb.BlockFilter:
+    """What the options select. Raises typer.BadParameter."""
+    return pb.BlockFilter(
+        pool_id=pool,
+        salt=salt,
+        tenant_id=tenant,
+        session_id=session_id,
+        adapter_id=adapter,
+        tier=_tier(tier),
+        max_retention_priority=max_priority,
+    )
+
+
+def _tier(name: str) -> pb.Tier:
+    if name and name not in TIERS:
+        raise typer.BadParameter(f"{name!r} is none of {', '.join(TIERS)}", param_hint="--tier")
+    return TIERS[name] if name else pb.TIER_UNSPECIFIED
+
+
+def user() -> str:
+    """Who runs this command."""
+    return getpass.getuser()
+
+
+def _read(file: str) -> str:
+    try:
+        return sys.stdin.read() if file == "-" else Path(file).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"{file}: {getattr(error, 'strerror', 'is no text')}", param_hint="--file") from None
+
+
+def _ids(text: str, option: str) -> list[int]:
+    """Numbers with commas or white space between them, or as a JSON array."""
+    words = re.split(r"[\s,]+", text.strip().removeprefix("[").removesuffix("]").strip())
+    if not all(word.isdecimal() and int(word) < 1 << 32 for word in words):
+        raise typer.BadParameter("must be token ids such as 1,2,3", param_hint=option)
+    return [int(word) for word in words]
+
+
+def _tokenize(session: Session, request: generation_pb2.TokenizePromptRequest) -> list[int]:
+    remote = session.scheduler
+    return list(remote.call(remote.stub.TokenizePrompt, request).token_ids)

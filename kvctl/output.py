@@ -1,0 +1,135 @@
+"""How answers are shown: columns for people, the messages themselves as JSON or YAML for programs."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import typer
+import yaml
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+from rich.cells import cell_len
+
+T = TypeVar("T")
+Data: TypeAlias = "Message | Mapping[str, Data] | Sequence[Data] | str | float | None"
+
+
+class Format(StrEnum):
+    """How to show an answer."""
+
+    TABLE = "table"
+    WIDE = "wide"
+    JSON = "json"
+    YAML = "yaml"
+
+
+@dataclass(frozen=True)
+class Column(Generic[T]):
+    """A column of a table. wide: only with `-o wide`."""
+
+    header: str
+    cell: Callable[[T], object]
+    wide: bool = False
+
+
+def show(output: Format, data: Data, people: Callable[[bool], str]) -> None:
+    """Prints an answer. people: makes its text, from whether it may be wide."""
+    match output:
+        case Format.JSON:
+            text = json.dumps(plain(data), indent=2, ensure_ascii=False)
+        case Format.YAML:
+            text = as_yaml(data)
+        case _:
+            text = people(output is Format.WIDE)
+    typer.echo(text.rstrip("\n"))
+
+
+def as_yaml(data: Data) -> str:
+    """The data as YAML, in its own order."""
+    text: str = yaml.safe_dump(plain(data), sort_keys=False, allow_unicode=True)
+    return text
+
+
+def plain(data: Data) -> Any:
+    """Messages as protobuf's JSON, with the names that the .proto files give and numbers that are 0 written out."""
+    match data:
+        case Message():
+            return MessageToDict(data, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+        case Mapping():
+            return {name: plain(value) for name, value in data.items()}
+        case str() | None | int() | float():
+            return data
+        case _:
+            return [plain(value) for value in data]
+
+
+def table(columns: Sequence[Column[T]], items: Iterable[T], *, wide: bool) -> str:
+    """Aligned columns below their headers."""
+    shown = [column for column in columns if wide or not column.wide]
+    rows = [[column.header for column in shown]]
+    rows += [[printable(column.cell(item)) for column in shown] for item in items]
+    widths = [max(map(cell_len, cells)) for cells in zip(*rows, strict=True)]
+    return "\n".join(
+        "   ".join(cell + " " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def printable(value: object) -> str:
+    """Text for a terminal; what callers chose, such as a salt, cannot steer it."""
+    text = "-" if value is None or value == "" else str(value)
+    return text if text.isprintable() else "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in text)
+
+
+def optional(message: Message, field: str) -> Any:
+    """An optional field, or None where it is absent."""
+    return getattr(message, field) if message.HasField(field) else None
+
+
+def key(value: bytes) -> str:
+    """The beginning of a block's key."""
+    return value[:6].hex()
+
+
+def word(name: str) -> str:
+    """The name of an enum's value without its type: TIER_DEVICE is device."""
+    return name.partition("_")[2].lower()
+
+
+def share(part: float, whole: float) -> str:
+    """A percentage, or nothing of nothing."""
+    return f"{part / whole:.1%}" if whole else "-"
+
+
+def lasting(message: Message, field: str) -> str:
+    """A time that is left, or none where it has no end."""
+    if not message.HasField(field):
+        return "-"
+    duration: Duration = getattr(message, field)
+    return span(duration.ToNanoseconds() / 1e9)
+
+
+def span(seconds: float) -> str:
+    """A time in its two largest units."""
+    for name, size, smaller, rest in (("d", 86400, "h", 3600), ("h", 3600, "m", 60), ("m", 60, "s", 1)):
+        if seconds >= size:
+            whole, left = divmod(int(seconds), size)
+            return f"{whole}{name}" + (f"{left // rest}{smaller}" if left // rest else "")
+    return f"{seconds:.3g}s"
+
+
+def blocks(count: int) -> str:
+    """How many blocks."""
+    return "1 block" if count == 1 else f"{count} blocks"
+
+
+def size(count: float) -> str:
+    """Bytes in binary units."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} TiB"

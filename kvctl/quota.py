@@ -1,0 +1,97 @@
+"""`kvctl quota`: what tenants and salts keep and may have."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from kvctl.options import DryRun, Yes
+from kvctl.output import Column, optional, printable, table
+from kvctl.session import Session, confirm, verb
+from kvctl.status import CommandError, Status
+from protos.kvcache.v1 import kvcache_pb2 as pb
+
+app = typer.Typer(help="List, set and delete quotas of tenants and salts.")
+
+TenantAccount = Annotated[str | None, typer.Option("--tenant", help="Of this tenant.")]
+SaltAccount = Annotated[str | None, typer.Option("--salt", help="Of this salt.")]
+
+
+@verb(app, "list", "kvctl quota list")
+def list_quotas(session: Session) -> None:
+    """List quotas and what their accounts have of each pool."""
+    answer = listed(session)
+    session.show(answer, lambda wide: table(QUOTAS, answer.quotas, wide=wide))
+
+
+@verb(app, "set", "kvctl quota set --tenant acme --device-floor 8 --device-ceiling 1024")
+def set_quota(
+    session: Session,
+    tenant: TenantAccount = None,
+    salt: SaltAccount = None,
+    device_floor: Annotated[int, typer.Option(min=0, help="Device blocks that others never take.")] = 0,
+    device_ceiling: Annotated[int | None, typer.Option(min=0, help="Device blocks that it may have.")] = None,
+    host_floor: Annotated[int, typer.Option(min=0, help="Host blocks that others never take.")] = 0,
+    host_ceiling: Annotated[int | None, typer.Option(min=0, help="Host blocks that it may have.")] = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Set a quota, in the place of an earlier one of the same account."""
+    quota = pb.Quota(
+        **_account(tenant, salt),
+        device_floor_blocks=device_floor,
+        device_ceiling_blocks=device_ceiling,
+        host_floor_blocks=host_floor,
+        host_ceiling_blocks=host_ceiling,
+    )
+    answer = session.admin.call(session.admin.stub.SetQuota, pb.SetQuotaRequest(quota=quota, validate_only=dry_run))
+    done = "would set" if dry_run else "set"
+    session.show(answer, lambda _wide: f"{done} the quota of {account(quota)}")
+
+
+@verb(app, "delete", "kvctl quota delete --tenant acme --yes")
+def delete_quota(
+    session: Session, tenant: TenantAccount = None, salt: SaltAccount = None, dry_run: DryRun = False, yes: Yes = False
+) -> None:
+    """Delete a quota: others may take its blocks, and it may have any number."""
+    request = pb.DeleteQuotaRequest(**_account(tenant, salt))
+    who = account(request)
+    found = [one for one in listed(session).quotas if account(one.quota) == who]
+    if not found:
+        raise CommandError(f"there is no quota of {who}", Status.REFUSED)
+    if dry_run:
+        session.show(found[0].quota, lambda _wide: f"would delete the quota of {who}")
+        return
+    confirm(f"Delete the quota of {who}?", yes=yes)
+    answer = session.admin.call(session.admin.stub.DeleteQuota, request)
+    session.show(answer, lambda _wide: f"deleted the quota of {who}")
+
+
+def listed(session: Session) -> pb.ListQuotasResponse:
+    """All quotas."""
+    admin = session.admin
+    return admin.all_pages(admin.stub.ListQuotas, pb.ListQuotasRequest(), "quotas")
+
+
+def account(of: pb.Quota | pb.DeleteQuotaRequest) -> str:
+    """Whose: "tenant acme" or "salt acme"."""
+    if of.HasField("tenant_id"):
+        return f"tenant {printable(of.tenant_id)}"
+    return f"salt {printable(of.salt)}"
+
+
+QUOTAS: Sequence[Column[pb.QuotaUsage]] = (
+    Column("ACCOUNT", lambda one: account(one.quota)),
+    Column("POOL", lambda one: one.pool_id),
+    Column("DEVICE", lambda one: one.device_blocks),
+    Column("FLOOR", lambda one: one.quota.device_floor_blocks),
+    Column("CEILING", lambda one: optional(one.quota, "device_ceiling_blocks")),
+    Column("HOST", lambda one: one.host_blocks),
+    Column("HOST-FLOOR", lambda one: one.quota.host_floor_blocks),
+    Column("HOST-CEILING", lambda one: optional(one.quota, "host_ceiling_blocks")),
+)
+
+
+def _account(tenant: str | None, salt: str | None) -> dict[str, Any]:
+    if (tenant is None) == (salt is None):
+        raise typer.BadParameter("name a tenant or a salt", param_hint="--tenant")
+    return {"salt": salt} if tenant is None else {"tenant_id": tenant}

@@ -1,0 +1,108 @@
+"""What `kvctl top` knows of the stack at one time, and what happened between two."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from google.protobuf.duration_pb2 import Duration
+
+from kvctl.quota import listed
+from kvctl.scraping import samples
+from kvctl.session import Session
+from kvctl.status import CommandError
+from protos.generation.v1 import generation_pb2
+from protos.kvcache.v1 import kvcache_pb2 as pb
+
+# Over what hit rates are shown.
+WINDOW_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the services said at one time. trouble: what did not answer, in words."""
+
+    at: float
+    pools: list[pb.Pool]
+    stats: Mapping[str, pb.GetStatsResponse]
+    quotas: list[pb.QuotaUsage]
+    model: generation_pb2.GetModelResponse | None = None
+    loads: generation_pb2.GetLoadsResponse | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    trouble: tuple[str, ...] = ()
+
+    def data(self, before: Reading) -> dict[str, Any]:
+        """The same for programs, with the rates since an earlier one."""
+        return {
+            "model": self.model,
+            "loads": self.loads,
+            "pools": self.pools,
+            "stats": dict(self.stats),
+            "quotas": self.quotas,
+            "rates": rates(before, self),
+            "trouble": list(self.trouble),
+        }
+
+
+def read(session: Session, metrics: Mapping[str, str]) -> Reading:
+    """Asks everybody. Raises CommandError when the cache manager does not answer; without others less is shown."""
+    admin, trouble = session.admin, list[str]()
+    pools = list(admin.all_pages(admin.stub.ListPools, pb.ListPoolsRequest(), "pools").pools)
+    window = Duration(seconds=WINDOW_SECONDS)
+    stats = {
+        pool.pool_id: admin.call(admin.stub.GetStats, pb.GetStatsRequest(pool_id=pool.pool_id, window=window))
+        for pool in pools
+    }
+    quotas = list(listed(session).quotas)
+    model = loads = None
+    scheduler = session.scheduler
+    try:
+        model = scheduler.call(scheduler.stub.GetModel, generation_pb2.GetModelRequest())
+        loads = scheduler.call(scheduler.stub.GetLoads, generation_pb2.GetLoadsRequest())
+    except CommandError as error:
+        trouble.append(f"scheduler: {error}")
+    found: dict[str, float] = {}
+    for name, address in metrics.items():
+        if not address:
+            continue
+        try:
+            there = samples(address, session.timeout, session.security)
+            found |= {sample: value for sample, value in there.items() if name in sample}
+        except (OSError, ValueError):
+            trouble.append(f"{name}: no metrics at {address}")
+    return Reading(time.monotonic(), pools, stats, quotas, model, loads, found, tuple(trouble))
+
+
+def rates(before: Reading, now: Reading) -> dict[str, float | None]:
+    """What happened per second between two readings, and how long it took; None where nothing did, or is known."""
+    elapsed = now.at - before.at
+
+    def grown(name: str) -> float | None:
+        if name not in before.metrics or name not in now.metrics:
+            return None
+        return max(0.0, now.metrics[name] - before.metrics[name])
+
+    def per_second(name: str) -> float | None:
+        found = grown(name)
+        return None if found is None else found / elapsed
+
+    def mean(name: str) -> float | None:
+        total, count = grown(f"{name}_sum"), grown(f"{name}_count")
+        return total / count if total is not None and count else None
+
+    steps = None
+    if before.loads is not None and now.loads is not None:
+        steps = max(0, now.loads.steps - before.loads.steps) / elapsed
+    return {
+        "steps_per_second": steps,
+        "step_seconds": mean("kvkeep_executor_step_seconds"),
+        "planning_seconds": mean("kvkeep_scheduler_step_planning_seconds"),
+        "cachemgr_wait_seconds": mean("kvkeep_scheduler_step_cachemgr_wait_seconds"),
+        "prompt_tokens_per_second": per_second("kvkeep_scheduler_prompt_tokens_total"),
+        "cached_tokens_per_second": per_second("kvkeep_scheduler_cached_tokens_total"),
+        "output_tokens_per_second": per_second("kvkeep_scheduler_output_tokens_total"),
+        "time_to_first_token_seconds": mean("kvkeep_scheduler_time_to_first_token_seconds"),
+        "inter_token_seconds": mean("kvkeep_scheduler_inter_token_seconds"),
+    }

@@ -1,0 +1,149 @@
+"""`kvctl rules`: what counts for requests that bring no wish of their own."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import yaml
+from google.protobuf.json_format import ParseDict, ParseError
+
+from kvctl.options import Chat, DryRun, File, Text, Tokens, Yes, duration_of, prompt_of
+from kvctl.output import Column, blocks, lasting, printable, table
+from kvctl.session import Session, confirm, verb
+from protos.kvcache.v1 import kvcache_pb2 as pb
+
+app = typer.Typer(help="List, set and delete retention rules.")
+
+Name = Annotated[str, typer.Argument(help="Name of the rule.")]
+
+
+def _match(rule: pb.RetentionRule) -> str:
+    match = rule.match
+    named = ("salt", "tenant_id", "adapter_id", "start", "end")
+    parts = [f"{name} {printable(getattr(match, name))}" for name in named if match.HasField(name)]
+    if match.prefix_token_ids:
+        parts.append(f"prefix of {len(match.prefix_token_ids)} tokens")
+    return ", ".join(parts) or "all"
+
+
+def _action(rule: pb.RetentionRule) -> str:
+    action, parts = rule.action, []
+    if action.HasField("retention_priority"):
+        parts.append(f"priority {action.retention_priority}")
+    if action.HasField("retention_duration"):
+        parts.append(f"for {lasting(action, 'retention_duration')}")
+    if action.HasField("pin_duration"):
+        parts.append(f"pin for {lasting(action, 'pin_duration')}")
+    if action.no_store:
+        parts.append("no store")
+    if action.HasField("offload_min_priority"):
+        parts.append(f"offload from priority {action.offload_min_priority}")
+    if action.HasField("eviction_policy"):
+        kind = pb.EvictionKind.Name(action.eviction_policy.kind)
+        parts.append(f"evict by {kind.removeprefix('EVICTION_KIND_').lower()}")
+    return ", ".join(parts)
+
+
+_RULES: Sequence[Column[pb.RetentionRule]] = (
+    Column("NAME", lambda rule: rule.name),
+    Column("ORDER", lambda rule: rule.order),
+    Column("MATCH", _match),
+    Column("ACTION", _action),
+    Column("ETAG", lambda rule: rule.etag, wide=True),
+)
+
+
+@verb(app, "list", "kvctl rules list -o wide")
+def list_rules(session: Session) -> None:
+    """List rules in the order in which they are asked."""
+    admin = session.admin
+    answer = admin.all_pages(admin.stub.ListRetentionRules, pb.ListRetentionRulesRequest(), "rules")
+    session.show(answer, lambda wide: table(_RULES, answer.rules, wide=wide))
+
+
+@verb(app, "set", "kvctl rules set acme --salt acme --priority 80 --for 1h")
+def set_rule(
+    session: Session,
+    name: Name,
+    rule_file: Annotated[
+        Path | None,
+        typer.Option("--rule-file", "-f", dir_okay=False, exists=True, help="The rule as YAML or JSON."),
+    ] = None,
+    order: Annotated[int, typer.Option(help="Rules with a smaller number are asked first.")] = 0,
+    salt: Annotated[str | None, typer.Option(help="Requests with this salt.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Requests of this tenant.")] = None,
+    adapter: Annotated[int | None, typer.Option(min=0, help="Requests with this adapter.")] = None,
+    tokens: Tokens = None,
+    file: File = None,
+    text: Text = None,
+    chat: Chat = None,
+    start: Annotated[int | None, typer.Option(min=0, help="Blocks that begin at or behind this token.")] = None,
+    end: Annotated[int | None, typer.Option(min=0, help="Blocks that begin before this token.")] = None,
+    priority: Annotated[int | None, typer.Option(min=0, max=100, help="Retention priority of the blocks.")] = None,
+    lasts: Annotated[str, typer.Option("--for", help="How long they have it: 90s, 1h30m, 2d.")] = "",
+    pin_for: Annotated[str, typer.Option(help="Pin the blocks for so long.")] = "",
+    no_store: Annotated[bool, typer.Option("--no-store", help="Leave nothing of these requests in the cache.")] = False,
+    offload_min_priority: Annotated[
+        int | None, typer.Option(min=0, max=100, help="Drop blocks below it instead of moving them to a lower tier.")
+    ] = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Make a rule, or put another in the place of the one with this name; prompts name its beginning of prompts."""
+    match = pb.RuleMatch(salt=salt, tenant_id=tenant, adapter_id=adapter, start=start, end=end)
+    match.prefix_token_ids.extend(prompt_of(session, tokens, file, text, chat) or [])
+    action = pb.RuleAction(retention_priority=priority, no_store=no_store, offload_min_priority=offload_min_priority)
+    if lasts:
+        action.retention_duration.CopyFrom(duration_of(lasts, "--for"))
+    if pin_for:
+        action.pin_duration.CopyFrom(duration_of(pin_for, "--pin-for"))
+    if rule_file is None:
+        rule = pb.RetentionRule(name=name, order=order, match=match, action=action)
+    elif match.ByteSize() or action.ByteSize() or order:
+        raise typer.BadParameter("takes the place of all that is said of the rule", param_hint="--rule-file")
+    else:
+        rule = _read(rule_file, name)
+    _set(session, rule, dry_run=dry_run)
+
+
+def _read(file: Path, name: str) -> pb.RetentionRule:
+    try:
+        rule: pb.RetentionRule = ParseDict(yaml.safe_load(file.read_text()), pb.RetentionRule())
+    except (OSError, ValueError, AttributeError, TypeError, yaml.YAMLError, ParseError) as error:
+        said = " ".join(str(error).split())
+        raise typer.BadParameter(f"{file}: is no rule: {said}", param_hint="--rule-file") from None
+    if rule.name not in ("", name):
+        raise typer.BadParameter(f"{file}: has the rule {rule.name!r}", param_hint="--rule-file")
+    rule.name = name
+    return rule
+
+
+def _set(session: Session, rule: pb.RetentionRule, *, dry_run: bool) -> None:
+    admin = session.admin
+    answer: pb.CreateRetentionRuleResponse | pb.UpdateRetentionRuleResponse
+    listed = admin.all_pages(admin.stub.ListRetentionRules, pb.ListRetentionRulesRequest(), "rules").rules
+    known = any(one.name == rule.name for one in listed)
+    if known:
+        answer = admin.call(
+            admin.stub.UpdateRetentionRule, pb.UpdateRetentionRuleRequest(rule=rule, validate_only=dry_run)
+        )
+    else:
+        answer = admin.call(
+            admin.stub.CreateRetentionRule, pb.CreateRetentionRuleRequest(rule=rule, validate_only=dry_run)
+        )
+    verb_form = ("would change" if known else "would make") if dry_run else ("changed" if known else "made")
+    session.show(answer, lambda _wide: f"{verb_form} rule {rule.name}: cached now: {blocks(answer.matching_blocks)}")
+
+
+@verb(app, "delete", "kvctl rules delete acme --yes")
+def delete_rule(session: Session, name: Name, dry_run: DryRun = False, yes: Yes = False) -> None:
+    """Delete a rule; leases that it gave end."""
+    admin = session.admin
+    request = pb.DeleteRetentionRuleRequest(name=name, validate_only=True)
+    answer = admin.call(admin.stub.DeleteRetentionRule, request)
+    if not dry_run:
+        confirm(f"Delete rule {printable(name)} and end {answer.ended_leases} leases?", yes=yes)
+        request.validate_only = False
+        answer = admin.call(admin.stub.DeleteRetentionRule, request)
+    done = "would delete" if dry_run else "deleted"
+    session.show(answer, lambda _wide: f"{done} rule {printable(name)}; {answer.ended_leases} leases end with it")

@@ -1,0 +1,29 @@
+"""Reads what a process serves for Prometheus."""
+
+import ssl
+import urllib.request
+from collections import Counter
+from collections.abc import Mapping
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from protos.rpc.security import Security
+
+
+def samples(address: str, seconds: float, security: Security) -> Mapping[str, float]:
+    """Values by the names of samples, each summed over its labels. Raises OSError, ValueError."""
+    # Processes of one stack are reached directly, whatever the machine's proxy settings are.
+    handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
+    if security.tls_ca_file is not None:
+        context = ssl.create_default_context(cafile=security.tls_ca_file)
+        if security.tls_cert_file is not None:
+            context.load_cert_chain(security.tls_cert_file, security.tls_key_file)
+        handlers.append(urllib.request.HTTPSHandler(context=context))
+    scheme = "http" if security.tls_ca_file is None else "https"
+    with urllib.request.build_opener(*handlers).open(f"{scheme}://{address}/metrics", timeout=seconds) as answer:
+        text = answer.read().decode()
+    sums: Counter[str] = Counter()
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            sums[sample.name] += sample.value  # type: ignore[assignment]
+    return sums

@@ -1,0 +1,184 @@
+"""What `kvctl top` draws."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.panel import Panel
+from rich.segment import Segment
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from kvctl.output import printable, share
+from kvctl.quota import account
+from kvctl.reading import WINDOW_SECONDS, Reading, rates
+from protos.kvcache.v1 import kvcache_pb2 as pb
+
+# Salts and quotas that are shown at most.
+MOST = 12
+USED, CACHED, EMPTY = "green", "blue", "bright_black"
+LEAST_BAR, MOST_BAR = 8, 60
+
+
+def render(before: Reading, now: Reading) -> RenderableType:
+    """The screen. before: an earlier reading, for rates."""
+    parts: list[RenderableType] = [_title(now), _load(before, now), _pools(before, now), _salts(now)]
+    if now.quotas:
+        parts.append(_quotas(now))
+    parts += [Text(line, style="red") for line in now.trouble]
+    return Group(*parts)
+
+
+class Bar:
+    """Counts as a line of cells, each count in its colour; what is not nothing has at least one cell."""
+
+    def __init__(self, parts: Sequence[tuple[int, str]]) -> None:
+        self._parts = parts
+
+    def cells(self, width: int) -> list[int]:
+        """How many cells each count has of so many."""
+        total = sum(count for count, _ in self._parts)
+        if not total:
+            return [0] * len(self._parts)
+        cells = [max(1, round(count / total * width)) if count else 0 for count, _ in self._parts]
+        cells[cells.index(max(cells))] += width - sum(cells)
+        return cells
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for width, (_, colour) in zip(self.cells(min(options.max_width, MOST_BAR)), self._parts, strict=True):
+            yield Segment("━" * width, Style.parse(colour))
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(LEAST_BAR, min(MOST_BAR, options.max_width))
+
+
+def _title(now: Reading) -> RenderableType:
+    title = Text("kvkeep", style="bold")
+    if now.model is not None:
+        title.append(f"  {printable(now.model.model)}  {now.model.dtype}", style="cyan")
+    return title
+
+
+def _load(before: Reading, now: Reading) -> RenderableType:
+    found = rates(before, now)
+    running = waiting = preempted = "-"
+    if now.loads is not None:
+        running, preempted = str(now.loads.running_requests), str(now.loads.preemptions)
+        waiting = f"{now.loads.waiting_requests}/{now.loads.max_waiting_requests}"
+    rows = (
+        (
+            ("running", running),
+            ("step", _milliseconds(found["step_seconds"])),
+            ("first token", _milliseconds(found["time_to_first_token_seconds"])),
+            ("prompt/s", _number(found["prompt_tokens_per_second"])),
+        ),
+        (
+            ("waiting", waiting),
+            ("planning", _milliseconds(found["planning_seconds"])),
+            ("per token", _milliseconds(found["inter_token_seconds"])),
+            ("cached/s", _number(found["cached_tokens_per_second"])),
+        ),
+        (
+            ("preempted", preempted),
+            ("cache wait", _milliseconds(found["cachemgr_wait_seconds"])),
+            ("steps/s", _number(found["steps_per_second"])),
+            ("output/s", _number(found["output_tokens_per_second"])),
+        ),
+    )
+    grid = Table.grid(padding=(0, 1), expand=True)
+    for _ in rows[0]:
+        grid.add_column(style="bright_black", no_wrap=True)
+        grid.add_column(justify="right", no_wrap=True)
+        grid.add_column(ratio=1)
+    for row in rows:
+        grid.add_row(*(cell for name, value in row for cell in (name, value, "")))
+    return _panel("load", grid)
+
+
+def _pools(before: Reading, now: Reading) -> RenderableType:
+    made = _table(("pool", "tier"), (f"hit {WINDOW_SECONDS}s", "used", "cached", "blocks", "lost/s", "up", "down"))
+    made.expand = True
+    made.add_column(
+        Text.assemble(("used", USED), " ", ("cached", CACHED), " ", ("empty", EMPTY)), ratio=1, no_wrap=True
+    )
+    elapsed = now.at - before.at
+    for pool in now.pools:
+        stats = now.stats[pool.pool_id]
+        earlier = {tier.tier: _lost(tier) for tier in before.stats.get(pool.pool_id, stats).tiers}
+        head = (printable(pool.pool_id), share(stats.tokens.hit_tokens, stats.tokens.queried_tokens))
+        for tier in stats.tiers:
+            empty = tier.total_blocks - tier.used_blocks - tier.cached_blocks
+            made.add_row(
+                head[0],
+                pb.Tier.Name(tier.tier).removeprefix("TIER_").lower(),
+                head[1],
+                *map(str, (tier.used_blocks, tier.cached_blocks, tier.total_blocks)),
+                _number(max(0, _lost(tier) - earlier.get(tier.tier, 0)) / elapsed),
+                str(tier.onboarded_blocks),
+                str(tier.offloaded_blocks),
+                Bar(((tier.used_blocks, USED), (tier.cached_blocks, CACHED), (empty, EMPTY))),
+            )
+            # Said once for all tiers of a pool.
+            head = ("", "")
+    return _panel("pools", made)
+
+
+def _lost(tier: pb.TierStats) -> int:
+    """Blocks that made room and are in no lower tier."""
+    return sum(one.num_blocks for one in tier.removed if one.cause == pb.REMOVAL_CAUSE_EVICTED)
+
+
+def _salts(now: Reading) -> RenderableType:
+    """Prompt tokens per salt over all pools, the most asked for first."""
+    found: dict[str, list[int]] = {}
+    for stats in now.stats.values():
+        for one in stats.salts:
+            name = "(others)" if one.others else printable(one.salt) if one.HasField("salt") else "(no salt)"
+            sums = found.setdefault(name, [0, 0])
+            sums[0] += one.tokens.queried_tokens
+            sums[1] += one.tokens.hit_tokens
+    made = _table(("salt",), ("asked", "found", "hit"))
+    for name, (asked, hit) in sorted(found.items(), key=lambda item: -item[1][0])[:MOST]:
+        made.add_row(name, str(asked), str(hit), share(hit, asked))
+    return _panel("prompt tokens by salt, since the start", made)
+
+
+def _quotas(now: Reading) -> RenderableType:
+    made = _table(("account", "pool"), ("device", "floor", "ceiling", "host", "floor", "ceiling"))
+    for one in now.quotas[:MOST]:
+        quota = one.quota
+        made.add_row(
+            account(quota),
+            printable(one.pool_id),
+            str(one.device_blocks),
+            str(quota.device_floor_blocks),
+            str(quota.device_ceiling_blocks) if quota.HasField("device_ceiling_blocks") else "-",
+            str(one.host_blocks),
+            str(quota.host_floor_blocks),
+            str(quota.host_ceiling_blocks) if quota.HasField("host_ceiling_blocks") else "-",
+        )
+    return _panel("tenants and salts with a quota, in blocks", made)
+
+
+def _panel(title: str, inside: RenderableType) -> Panel:
+    return Panel(inside, title=title, title_align="left", border_style="bright_black")
+
+
+def _table(names: Sequence[str], numbers: Sequence[str]) -> Table:
+    made = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for header in names:
+        made.add_column(header, no_wrap=True)
+    for header in numbers:
+        made.add_column(header, justify="right", no_wrap=True)
+    return made
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
+def _milliseconds(value: float | None) -> str:
+    return "-" if value is None else f"{value * 1000:.2f} ms"

@@ -1,0 +1,250 @@
+"""How far a running stack goes: how long an output, or how many prompts at once, its cache and the time allow.
+
+The rules are those of OpenVINO GenAI's limit checker. Nothing is read from or left in the cache, so that a round finds
+it as the one before did.
+"""
+
+import asyncio
+import contextlib
+import random
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import grpc
+
+from kvctl.scraping import samples
+from protos.generation.v1 import generation_pb2 as pb
+from protos.generation.v1 import generation_pb2_grpc as rpc
+from protos.kvcache.v1 import kvcache_pb2, kvcache_pb2_grpc
+from protos.rpc.errors import RemoteError, from_rpc_error
+from protos.rpc.security import Security
+
+LOOK_SECONDS = 0.05
+CALL_SECONDS = 10.0
+IDLE_SECONDS = 30.0
+# Of the pool: what admissions may leave free by themselves.
+FREE_SHARE = 0.02
+
+
+class Ending(StrEnum):
+    """How a round ended."""
+
+    DONE = "done"
+    TIMEOUT = "time-out"
+    EXHAUSTED = "cache exhausted"
+    # Neither is for want of cache.
+    MODEL = "longer than the model takes"
+    BOUND = "as many requests as the scheduler runs at once"
+
+
+class LimitsError(Exception):
+    """It cannot be measured; says why."""
+
+
+@dataclass
+class Round:
+    """One round. size: tokens asked for, or prompts. cache: shares of the pool in use, one per look at it."""
+
+    size: int
+    seconds: float = 0.0
+    output_tokens: int = 0
+    ending: Ending = Ending.DONE
+    cache: list[float] = field(default_factory=list)
+    # Most bytes of each process.
+    resident: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def cache_mean(self) -> float:
+        """Share of the pool, on average."""
+        return statistics.fmean(self.cache) if self.cache else 0.0
+
+    @property
+    def cache_most(self) -> float:
+        """Share of the pool, at most."""
+        return max(self.cache, default=0.0)
+
+
+Runs = Callable[[int], Awaitable[Round]]
+
+
+async def double(run: Runs) -> list[Round]:
+    """Rounds of 1, 2, 4, ... until one is not done."""
+    rounds = [await run(1)]
+    while rounds[-1].ending is Ending.DONE:
+        rounds.append(await run(2 * rounds[-1].size))
+    return rounds
+
+
+async def double_and_bisect(run: Runs) -> list[Round]:
+    """The same, and then rounds in between until the largest that is done is found."""
+    rounds = await double(run)
+    most, least = best(rounds), rounds[-1].size
+    while least - most > 1:
+        rounds.append(await run((most + least) // 2))
+        if rounds[-1].ending is Ending.DONE:
+            most = rounds[-1].size
+        else:
+            least = rounds[-1].size
+    return rounds
+
+
+def best(rounds: Sequence[Round]) -> int:
+    """Size of the largest round that was done, or 0."""
+    return max((one.size for one in rounds if one.ending is Ending.DONE), default=0)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What every request of a round has in common. Lengths in tokens, time in seconds."""
+
+    prompt_tokens: int
+    timeout: float
+    policy: pb.EvictionPolicy | None = None
+
+
+class Checker:
+    """Runs rounds on a stack. metrics: host:port of each local process that says what memory it holds."""
+
+    def __init__(
+        self,
+        scheduler: grpc.aio.Channel,
+        admin: grpc.aio.Channel,
+        wish: Wish,
+        metrics: Mapping[str, str],
+        security: Security,
+    ) -> None:
+        self._stub: rpc.GenerationServiceAsyncStub = rpc.GenerationServiceStub(scheduler)
+        self._admin: kvcache_pb2_grpc.CacheAdminServiceAsyncStub = kvcache_pb2_grpc.CacheAdminServiceStub(admin)
+        self._wish = wish
+        self._metrics = metrics
+        self._security = security
+        self._random = random.Random(0)  # noqa: S311 - the same prompts each time
+
+    async def output_of(self, tokens: int) -> Round:
+        """One prompt with so long an output."""
+        return await self._round(tokens, [await self._request(tokens)])
+
+    async def prompts_at_once(self, count: int, output_tokens: int) -> Round:
+        """So many prompts with an output each."""
+        return await self._round(count, [await self._request(output_tokens) for _ in range(count)])
+
+    async def _request(self, output_tokens: int) -> pb.StreamGenerateRequest:
+        model = await self._stub.GetModel(pb.GetModelRequest(), timeout=CALL_SECONDS)
+        ids = [self._random.randrange(model.vocab_size) for _ in range(self._wish.prompt_tokens)]
+        return pb.StreamGenerateRequest(
+            token_ids=pb.TokenIds(token_ids=ids),
+            max_tokens=output_tokens,
+            ignore_eos=True,
+            cache=pb.CacheOptions(no_read=True, no_store=True),
+            eviction_policy=self._wish.policy,
+        )
+
+    async def _round(self, size: int, requests: Sequence[pb.StreamGenerateRequest]) -> Round:
+        """Ends early once its ending is known."""
+        preemptions = await self._settle()
+        made, started = Round(size), time.monotonic()
+        watching = asyncio.create_task(self._watch(made, preemptions))
+        generating = asyncio.gather(*[self._generate(made, request) for request in requests])
+        try:
+            done, _ = await asyncio.wait((watching, generating), return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+            made.seconds = time.monotonic() - started
+        finally:
+            for task in (watching, generating):
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, Exception):
+                    await task
+        if made.ending is Ending.DONE:
+            loads = await self._loads()
+            if loads.preemptions > preemptions:
+                made.ending = Ending.EXHAUSTED
+            elif made.seconds > self._wish.timeout:
+                made.ending = Ending.TIMEOUT
+        return made
+
+    async def _settle(self) -> int:
+        """Waits until nothing runs; preemptions so far. Raises LimitsError when others use the stack."""
+        await self._pools()
+        deadline = time.monotonic() + IDLE_SECONDS
+        while True:
+            loads = await self._loads()
+            if not loads.running_requests and not loads.waiting_requests:
+                return loads.preemptions
+            if time.monotonic() > deadline:
+                raise LimitsError("the stack is serving other requests: limits are those of a stack of one's own")
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _loads(self) -> pb.GetLoadsResponse:
+        return await self._stub.GetLoads(pb.GetLoadsRequest(), timeout=CALL_SECONDS)
+
+    async def _pools(self) -> Sequence[kvcache_pb2.Pool]:
+        return (await self._admin.ListPools(kvcache_pb2.ListPoolsRequest(), timeout=CALL_SECONDS)).pools
+
+    async def _watch(self, made: Round, preemptions: int) -> None:
+        """Looks at cache, memory and loads; returns when a request has to wait or was preempted."""
+        waits = 0
+        while True:
+            pools = await self._pools()
+            made.cache.append(max(pool.used_blocks / pool.total_blocks for pool in pools))
+            for name, held in (await asyncio.to_thread(resident, self._metrics, self._security)).items():
+                made.resident[name] = max(held, made.resident.get(name, 0))
+            loads = await self._loads()
+            # Every request waits for a moment, until the cache manager has answered.
+            waits = waits + 1 if loads.waiting_requests else 0
+            if loads.preemptions > preemptions:
+                made.ending = Ending.EXHAUSTED
+                return
+            if waits > 2:
+                made.ending = Ending.EXHAUSTED if self._is_short(pools) else Ending.BOUND
+                return
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def _is_short(self, pools: Sequence[kvcache_pb2.Pool]) -> bool:
+        """Whether another prompt finds too few free blocks in any pool."""
+        return any(
+            pool.free_blocks < -(-self._wish.prompt_tokens // pool.block_size) + 1 + FREE_SHARE * pool.total_blocks
+            for pool in pools
+        )
+
+    async def _generate(self, made: Round, request: pb.StreamGenerateRequest) -> None:
+        """Raises RemoteError for what says nothing about limits."""
+        try:
+            async for message in self._stub.StreamGenerate(request, timeout=self._wish.timeout):
+                made.output_tokens += len(message.token_ids)
+        except grpc.aio.AioRpcError as caught:
+            error = from_rpc_error(caught)
+            ending = await self._ending(error, request)
+            if ending is None:
+                raise error from caught
+            # Of several endings the first one counts.
+            made.ending = ending if made.ending is Ending.DONE else made.ending
+
+    async def _ending(self, error: RemoteError, request: pb.StreamGenerateRequest) -> Ending | None:
+        if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return Ending.TIMEOUT
+        if "SEQUENCE_TOO_LONG" in (error.reason, error.metadata.get("cause")) or error.reason == "QUEUE_FULL":
+            return Ending.EXHAUSTED
+        if "max_tokens" in error.fields:
+            room = min(pool.total_blocks * pool.block_size for pool in await self._pools())
+            bounded = self._wish.policy is None and len(request.token_ids.token_ids) + request.max_tokens > room
+            return Ending.EXHAUSTED if bounded else Ending.MODEL
+        return None
+
+
+def resident(metrics: Mapping[str, str], security: Security) -> dict[str, int]:
+    """Bytes that each process holds. Raises LimitsError where one does not say."""
+    return {name: _resident(address, security) for name, address in metrics.items()}
+
+
+def _resident(address: str, security: Security) -> int:
+    try:
+        found = samples(address, CALL_SECONDS, security)
+    except (OSError, ValueError) as error:
+        raise LimitsError(f"no metrics at {address}: {error}") from error
+    if "process_resident_memory_bytes" not in found:
+        raise LimitsError(f"the metrics at {address} have no process_resident_memory_bytes")
+    return int(found["process_resident_memory_bytes"])

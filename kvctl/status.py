@@ -1,0 +1,58 @@
+"""What kvctl says at its end: statuses, and errors in one line."""
+
+from enum import IntEnum
+
+import grpc
+
+from protos.rpc.errors import RemoteError
+
+
+class Status(IntEnum):
+    """Exit statuses; `kvctl --help` lists them."""
+
+    OK = 0
+    FOUND = 1
+    USAGE = 2
+    UNREACHABLE = 3
+    REFUSED = 4
+    FAULT = 5
+    INTERRUPTED = 130
+    # As who is ended by SIGPIPE.
+    BROKEN_PIPE = 141
+
+
+EXIT_STATUSES = (
+    "Exit status: 0 done; 1 something wrong was found; 2 wrong usage, or a value that is never right; "
+    "3 a service cannot be reached or answers too late; 4 refused, not found, or not confirmed; "
+    "5 a fault of a service; 130 interrupted."
+)
+
+_STATUSES = {
+    grpc.StatusCode.UNAVAILABLE: Status.UNREACHABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED: Status.UNREACHABLE,
+    grpc.StatusCode.INVALID_ARGUMENT: Status.USAGE,
+    grpc.StatusCode.INTERNAL: Status.FAULT,
+    grpc.StatusCode.UNKNOWN: Status.FAULT,
+    grpc.StatusCode.DATA_LOSS: Status.FAULT,
+    grpc.StatusCode.UNIMPLEMENTED: Status.FAULT,
+}
+
+
+class CommandError(Exception):
+    """A command cannot do what it was asked for; the message is one line for people."""
+
+    def __init__(self, message: str, status: Status) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def command_error(error: RemoteError, place: str) -> CommandError:
+    """What a failed call means for people. place: the address that was called, or several in words."""
+    status = _STATUSES.get(error.code, Status.REFUSED)
+    if error.code is grpc.StatusCode.UNAVAILABLE and not error.reason:
+        return CommandError(f"no answer at {place}: is the stack running?", status)
+    if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return CommandError(f"{place} did not answer in time (--timeout)", status)
+    message = error.message or error.code.name
+    unnamed = [field for field in error.fields if field not in message]
+    return CommandError(f"{', '.join(unnamed)}: {message}" if unnamed else message, status)

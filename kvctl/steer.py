@@ -1,0 +1,210 @@
+"""Verbs that change what is cached, or how long it stays."""
+
+from typing import Annotated
+
+import typer
+
+from kvctl.look import CachemgrAddress, hold_named
+from kvctl.options import (
+    Adapter,
+    Chat,
+    DryRun,
+    Executor,
+    File,
+    MaxPriority,
+    Pool,
+    Salt,
+    SessionId,
+    Tenant,
+    Text,
+    TierName,
+    Tokens,
+    Yes,
+    block_filter,
+    duration_of,
+    prefix_of,
+    prompt_of,
+    required,
+    user,
+)
+from kvctl.output import blocks, printable, span
+from kvctl.session import CACHEMGR, Session, confirm, verb
+from kvctl.status import Status
+from kvctl.tables import counts
+from protos.kvcache.v1 import kvcache_pb2 as pb
+
+app = typer.Typer()
+
+
+@verb(app, "pin", "kvctl pin --tokens 1,2,3 --for 1h --owner ops")
+def pin(
+    session: Session,
+    lasts: Annotated[str, typer.Option("--for", help="How long: 90s, 1h30m, 2d.")],
+    tokens: Tokens = None,
+    file: File = None,
+    text: Text = None,
+    chat: Chat = None,
+    salt: Salt = None,
+    adapter: Adapter = None,
+    executor: Executor = "",
+    owner: Annotated[str, typer.Option(help="Who answers for the pin; you without it.")] = "",
+    dry_run: DryRun = False,
+) -> None:
+    """Keep a prompt's cached blocks in place. There is a budget for pins; exits with 4 when nothing was pinned."""
+    prefix = required(prefix_of(prompt_of(session, tokens, file, text, chat), salt, adapter, executor))
+    request = pb.PinPrefixRequest(
+        prefix=prefix, owner=owner or user(), duration=duration_of(lasts, "--for"), validate_only=dry_run
+    )
+    answer = session.admin.call(session.admin.stub.PinPrefix, request)
+    session.show(answer, lambda _wide: _pinned(answer, dry_run=dry_run))
+    if answer.receipt.outcome == pb.OUTCOME_REJECTED:
+        raise typer.Exit(Status.REFUSED)
+
+
+def _pinned(answer: pb.PinPrefixResponse, *, dry_run: bool) -> str:
+    receipt = answer.receipt
+    if receipt.outcome == pb.OUTCOME_REJECTED:
+        return f"nothing {'would be ' if dry_run else ''}pinned: {receipt.reason}"
+    lasts = span(receipt.retention_duration.ToNanoseconds() / 1e9)
+    lines = [f"{'would pin' if dry_run else 'pinned'} {blocks(receipt.num_blocks)} for {lasts}"]
+    if receipt.reason:
+        lines[0] += f": {receipt.reason}"
+    lines += [f"name {name}" for name in answer.hold_names]
+    lines += [f"made room for it: {name}" for name in answer.degraded_hold_names]
+    return "\n".join(lines)
+
+
+@verb(app, "unpin", "kvctl unpin pin-1 --yes")
+def unpin(
+    session: Session,
+    name: Annotated[str, typer.Argument(help="Name of the pin or hold, as `kvctl holds` shows it.")],
+    dry_run: DryRun = False,
+    yes: Yes = False,
+) -> None:
+    """End a pin or a hold. Its blocks may be taken then."""
+    hold = hold_named(session, name)
+    what = f"{printable(name)} of {printable(hold.owner)}, {blocks(hold.num_blocks)}"
+    if dry_run:
+        session.show(hold, lambda _wide: f"would end {what}")
+        return
+    confirm(f"End {what}?", yes=yes)
+    answer = session.admin.call(session.admin.stub.ReleaseHold, pb.ReleaseHoldRequest(name=name))
+    session.show(answer, lambda _wide: f"ended {what}; {answer.freed_blocks} may be taken")
+
+
+@verb(app, "retain", "kvctl retain --tokens 1,2,3 --priority 80 --for 1h")
+def retain(
+    session: Session,
+    priority: Annotated[int, typer.Option(min=0, max=100, help="0..100, higher is kept longer.")],
+    lasts: Annotated[str, typer.Option("--for", help="How long: 90s, 1h30m, 2d; without end when absent.")] = "",
+    tokens: Tokens = None,
+    file: File = None,
+    text: Text = None,
+    chat: Chat = None,
+    salt: Salt = None,
+    adapter: Adapter = None,
+    executor: Executor = "",
+    session_id: Annotated[str | None, typer.Option("--session", help="For this session; for you without it.")] = None,
+    cachemgr: CachemgrAddress = CACHEMGR,
+) -> None:
+    """Wish for a prompt's cached blocks. A later wish takes its place; exits with 4 when nothing of it is cached."""
+    prefix = required(prefix_of(prompt_of(session, tokens, file, text, chat), salt, adapter, executor))
+    action = pb.HintAction(action_id="retain", action_type="Retain", action_version="0.1")
+    action.payload.update({"priority": priority})
+    if lasts:
+        action.payload.update({"duration_seconds": duration_of(lasts, "--for").ToNanoseconds() / 1e9})
+    hints = pb.KvHints(protocol_version="0.1", message_id=f"kvctl-{user()}", actions=[action])
+    remote = session.cachemgr(cachemgr)
+    answer = remote.call(remote.stub.SendHints, pb.SendHintsRequest(prefix=prefix, hints=hints, session_id=session_id))
+    [said] = answer.answers
+    outcome = pb.HintOutcome.Name(said.outcome).removeprefix("HINT_OUTCOME_").lower()
+    detail = f": {said.detail}" if said.detail else ""
+    session.show(answer, lambda _wide: f"{outcome}, {blocks(said.num_blocks)}{detail}")
+    if said.outcome not in (pb.HINT_OUTCOME_ACCEPTED, pb.HINT_OUTCOME_CLIPPED):
+        raise typer.Exit(Status.REFUSED)
+
+
+@verb(app, "evict", "kvctl evict --salt acme --dry-run")
+def evict(
+    session: Session,
+    everything: Annotated[bool, typer.Option("--all", help="All cached blocks, without any filter.")] = False,
+    pool: Pool = "",
+    salt: Salt = None,
+    tenant: Tenant = None,
+    session_id: SessionId = None,
+    adapter: Adapter = None,
+    tier: TierName = "",
+    max_priority: MaxPriority = None,
+    tokens: Tokens = None,
+    file: File = None,
+    text: Text = None,
+    chat: Chat = None,
+    skip_used: Annotated[
+        bool, typer.Option("--skip-used", help="Leave blocks that are in use; without it they are a reason to refuse.")
+    ] = False,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+) -> None:
+    """Drop cached blocks. Their bytes stay until they are written over: `kvctl forget` overwrites them."""
+    chosen = block_filter(salt, tenant, session_id, adapter, tier, max_priority, pool)
+    prefix = prefix_of(prompt_of(session, tokens, file, text, chat), salt, adapter, "")
+    if prefix is not None:
+        chosen.prefix.CopyFrom(prefix)
+    if bool(chosen.ByteSize()) == everything:
+        raise typer.BadParameter("give a filter, or --all for all that is cached", param_hint="--all")
+    request = pb.PurgeBlocksRequest(filter=chosen, skip_used=skip_used, validate_only=True)
+    answer = session.admin.call(session.admin.stub.PurgeBlocks, request)
+    if not dry_run:
+        confirm(f"Drop {_purged(answer)}?", yes=yes)
+        request.validate_only = False
+        answer = session.admin.call(session.admin.stub.PurgeBlocks, request)
+    session.show(answer, lambda _wide: f"{'would drop' if dry_run else 'dropped'} {_purged(answer)}")
+
+
+def _purged(answer: pb.PurgeBlocksResponse) -> str:
+    used = f", and leave {answer.used_blocks} in use" if answer.used_blocks else ""
+    return f"{blocks(answer.purged_blocks)}{used}"
+
+
+@verb(app, "forget", "kvctl forget --salt acme --dry-run")
+def forget(
+    session: Session,
+    salt: Annotated[str | None, typer.Option(help="All blocks under this salt; or the salt of the prompt.")] = None,
+    session_id: Annotated[str | None, typer.Option("--session", help="All that this session stored.")] = None,
+    tokens: Tokens = None,
+    file: File = None,
+    text: Text = None,
+    chat: Chat = None,
+    adapter: Annotated[int | None, typer.Option(min=0, help="LoRA adapter of the prompt.")] = None,
+    executor: Annotated[str, typer.Option(help="Executor of the prompt; all of them without it.")] = "",
+    dry_run: DryRun = False,
+    yes: Yes = False,
+) -> None:
+    """Take blocks out of all tiers and Redis. Their bytes are overwritten with zeros."""
+    prefix = prefix_of(prompt_of(session, tokens, file, text, chat), salt, adapter, executor)
+    if prefix is not None and session_id is None:
+        request = pb.ForgetBlocksRequest(prefix=prefix)
+    elif prefix is None and salt is None and session_id is not None:
+        request = pb.ForgetBlocksRequest(session_id=session_id)
+    elif prefix is None and salt is not None and session_id is None:
+        request = pb.ForgetBlocksRequest(salt=salt)
+    else:
+        raise typer.BadParameter("say what: a salt, a session or a prompt", param_hint="--salt")
+    request.validate_only = True
+    answer = session.admin.call(session.admin.stub.ForgetBlocks, request)
+    if not dry_run:
+        confirm(f"Forget {_forgotten(answer)}?", yes=yes)
+        request.validate_only = False
+        answer = session.admin.call(session.admin.stub.ForgetBlocks, request)
+        if not answer.store_updated:
+            typer.echo("warning: Redis has not dropped them yet; it hears of it when it is back", err=True)
+    session.show(answer, lambda _wide: f"{'would forget' if dry_run else 'forgot'} {_forgotten(answer)}")
+
+
+def _forgotten(answer: pb.ForgetBlocksResponse) -> str:
+    text = f"blocks: {counts(answer.removed)}"
+    if answer.used_blocks:
+        text += f"; {answer.used_blocks} in use, overwritten when they are given back"
+    if answer.shared_blocks:
+        text += f"; {answer.shared_blocks} stay, for others use or stand on them"
+    return text

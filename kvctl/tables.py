@@ -1,0 +1,188 @@
+"""What people see of each kind of message."""
+
+from collections.abc import Sequence
+
+from kvctl.output import Column, key, lasting, optional, printable, share, size, span, table, word
+from protos.kvcache.v1 import kvcache_pb2 as pb
+
+
+def _tier(number: pb.Tier) -> str:
+    return word(pb.Tier.Name(number))
+
+
+def _lower(pool: pb.Pool, tier: pb.Tier) -> str:
+    """Used and cached of all slots of a tier."""
+    found = next((one for one in pool.lower_tiers if one.tier == tier), None)
+    return f"{found.used_blocks + found.cached_blocks}/{found.total_blocks}" if found else "-"
+
+
+POOLS: Sequence[Column[pb.Pool]] = (
+    Column("POOL", lambda pool: pool.pool_id),
+    Column("BLOCKS", lambda pool: pool.total_blocks),
+    Column("USED", lambda pool: pool.used_blocks),
+    Column("CACHED", lambda pool: pool.cached_blocks),
+    Column("FREE", lambda pool: pool.free_blocks),
+    Column("EVICTED", lambda pool: pool.evicted_blocks),
+    Column("HIT", lambda pool: share(pool.hit_tokens, pool.queried_tokens)),
+    Column("HOST", lambda pool: _lower(pool, pb.TIER_HOST)),
+    Column("DISK", lambda pool: _lower(pool, pb.TIER_DISK)),
+    Column("TOKENS/BLOCK", lambda pool: pool.block_size, wide=True),
+    Column("BYTES/BLOCK", lambda pool: size(pool.spec.block_bytes), wide=True),
+    Column("DTYPE", lambda pool: pool.spec.dtype, wide=True),
+    Column("LAYERS", lambda pool: pool.spec.num_layers, wide=True),
+    Column("KV-HEADS", lambda pool: pool.spec.num_kv_heads, wide=True),
+    Column("WINDOW", lambda pool: optional(pool.spec, "attention_window"), wide=True),
+    Column("QUERIED", lambda pool: pool.queried_tokens, wide=True),
+)
+
+SEQUENCES: Sequence[Column[pb.Sequence]] = (
+    Column("SEQUENCE", lambda one: one.sequence_id),
+    Column("EXECUTOR", lambda one: one.executor_id),
+    Column("TOKENS", lambda one: one.num_tokens),
+    Column("COMPUTED", lambda one: one.computed_tokens),
+    Column("CACHED", lambda one: one.cached_tokens),
+    Column("BLOCKS", lambda one: one.num_blocks),
+    Column("SALT", lambda one: optional(one, "salt")),
+    Column("TENANT", lambda one: optional(one, "tenant_id")),
+    Column("SESSION", lambda one: optional(one, "session_id"), wide=True),
+    Column("SCHEDULER", lambda one: one.scheduler_id, wide=True),
+    Column("HANDLE", lambda one: one.sequence_handle, wide=True),
+    Column("CAPACITY", lambda one: one.capacity_tokens, wide=True),
+    Column("EVICTS", lambda one: _policy(one), wide=True),
+)
+
+
+def _policy(sequence: pb.Sequence) -> str:
+    if not sequence.HasField("eviction_policy"):
+        return ""
+    return pb.EvictionKind.Name(sequence.eviction_policy.kind).removeprefix("EVICTION_KIND_").lower()
+
+
+BLOCKS: Sequence[Column[pb.Block]] = (
+    Column("POOL", lambda block: block.pool_id),
+    Column("TIER", lambda block: _tier(block.tier)),
+    Column("SLOT", lambda block: block.slot),
+    Column("KEY", lambda block: key(block.key)),
+    Column("TOKENS", lambda block: block.num_tokens),
+    Column("REFS", lambda block: block.references),
+    Column("PRIORITY", lambda block: block.retention_priority),
+    Column("DEPTH", lambda block: block.depth),
+    Column("SALT", lambda block: optional(block, "salt")),
+    Column("PARENT", lambda block: key(block.parent_key), wide=True),
+    Column("ADAPTER", lambda block: optional(block, "adapter_id"), wide=True),
+    Column("TENANT", lambda block: optional(block, "tenant_id"), wide=True),
+    Column("SESSION", lambda block: optional(block, "session_id"), wide=True),
+    Column("TOKEN-IDS", lambda block: ",".join(map(str, block.token_ids)), wide=True),
+)
+
+PREFIXES: Sequence[Column[pb.CachedPrefix]] = (
+    Column("POOL", lambda one: one.last_block.pool_id),
+    Column("KEY", lambda one: key(one.last_block.key)),
+    Column("TOKENS", lambda one: one.num_tokens),
+    Column("BLOCKS", lambda one: counts(one.blocks)),
+    Column("PRIORITY", lambda one: one.min_retention_priority),
+    Column("SALT", lambda one: optional(one.last_block, "salt")),
+    Column("ADAPTER", lambda one: optional(one.last_block, "adapter_id"), wide=True),
+    Column("TENANT", lambda one: optional(one.last_block, "tenant_id"), wide=True),
+    Column("SESSION", lambda one: optional(one.last_block, "session_id"), wide=True),
+)
+
+LEASES: Sequence[Column[pb.BlockLease]] = (
+    Column("HOLDER", lambda one: one.lease.holder),
+    Column("PRIORITY", lambda one: one.lease.retention_priority),
+    Column("LEFT", lambda one: lasting(one.lease, "remaining_duration")),
+    Column("POOL", lambda one: one.block.pool_id),
+    Column("TIER", lambda one: _tier(one.block.tier)),
+    Column("SLOT", lambda one: one.block.slot),
+    Column("KEY", lambda one: key(one.block.key)),
+    Column("SALT", lambda one: optional(one.block, "salt")),
+)
+
+HOLDS: Sequence[Column[pb.Hold]] = (
+    Column("NAME", lambda hold: hold.name),
+    Column("KIND", lambda hold: "pin" if hold.pin else "hold"),
+    Column("OWNER", lambda hold: hold.owner),
+    Column("LEFT", lambda hold: lasting(hold, "remaining_duration")),
+    Column("BLOCKS", lambda hold: hold.num_blocks),
+    Column("EXECUTOR", lambda hold: hold.executor_id),
+)
+
+_EXPLAINED: Sequence[Column[pb.ExplainedBlock]] = (
+    Column("DEPTH", lambda one: one.block.depth),
+    Column("TIER", lambda one: _tier(one.block.tier)),
+    Column("SLOT", lambda one: one.block.slot),
+    Column("KEY", lambda one: key(one.block.key)),
+    Column("REFS", lambda one: one.block.references),
+    Column("PRIORITY", lambda one: one.block.retention_priority),
+    Column("LAST-HIT", lambda one: lasting(one, "last_hit_age")),
+    Column("LEASES", lambda one: ", ".join(lease.holder for lease in one.leases)),
+)
+
+
+def counts(tiers: Sequence[pb.TierCount]) -> str:
+    """Blocks per tier: 3 device, 1 host."""
+    return ", ".join(f"{one.num_blocks} {_tier(one.tier)}" for one in tiers) or "none"
+
+
+def explanations(answer: pb.ExplainPrefixResponse, *, wide: bool) -> str:
+    """What is known of a prompt, executor by executor."""
+    parts = []
+    for one in answer.explanations:
+        lines = [f"{printable(one.executor_id)}: {one.cached_tokens} tokens would be found"]
+        if one.blocks:
+            lines.append(table(_EXPLAINED, one.blocks, wide=wide))
+        if one.miss_reason:
+            lines.append(f"the next block is missing: {_missing(one)}")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) or "no executor is registered"
+
+
+def _missing(one: pb.Explanation) -> str:
+    reason = pb.MissReason.Name(one.miss_reason).removeprefix("MISS_REASON_").lower().replace("_", " ")
+    if not one.HasField("removal"):
+        return reason
+    removal = one.removal
+    cause = _cause(removal.cause)
+    whom = f" for {printable(removal.for_sequence_id)}" if removal.for_sequence_id else ""
+    age = span(removal.age.ToNanoseconds() / 1e9)
+    return f"{reason}: {cause} {age} ago{whom}, with priority {removal.retention_priority}"
+
+
+def _cause(cause: pb.RemovalCause) -> str:
+    return pb.RemovalCause.Name(cause).removeprefix("REMOVAL_CAUSE_").lower().replace("_", " ")
+
+
+def check(answer: pb.CheckPoolResponse, *, store: bool, wide: bool) -> str:
+    """What a recount found."""
+    lines = [table(POOLS, answer.pools, wide=wide)]
+    lines += [
+        f"violation in {printable(one.pool_id or 'the store')}, slot {one.slot}: {printable(one.message)}"
+        for one in answer.violations
+    ]
+    if store and not answer.store_compared:
+        lines.append("Redis could not be read: its copy was not compared")
+    elif not answer.violations:
+        lines.append("clean" + (", and Redis agrees" if answer.store_compared else ""))
+    return "\n".join(lines)
+
+
+def event(one: pb.WatchEventsResponse) -> str:
+    """One event in a line."""
+    block = one.block
+    parts = [
+        f"{one.event_number:>8}",
+        "snapshot" if one.snapshot else "        ",
+        f"{pb.EventKind.Name(one.kind).removeprefix('EVENT_KIND_').lower().replace('_', ' '):<13}",
+        printable(block.pool_id),
+    ]
+    if block.key:
+        parts += [_tier(block.tier), f"slot {block.slot}", key(block.key), f"priority {block.retention_priority}"]
+    if block.HasField("salt"):
+        parts.append(f"salt {printable(block.salt)}")
+    if one.HasField("lease"):
+        parts.append(f"{printable(one.lease.holder)} at {one.lease.retention_priority}")
+    if one.removal_cause:
+        parts.append(_cause(one.removal_cause))
+    if one.for_sequence_id:
+        parts.append(f"for {printable(one.for_sequence_id)}")
+    return "  ".join(parts)

@@ -1,0 +1,66 @@
+"""`kvctl top`: the whole stack on one screen, again and again."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from kvctl import screen
+from kvctl.output import Format
+from kvctl.reading import Reading, read
+from kvctl.session import Session, verb
+from kvctl.status import CommandError
+from protos.rpc.settings import STACK_METRICS
+
+app = typer.Typer()
+
+# Where no terminal says how wide it is.
+PIPE_COLUMNS = 120
+
+
+@verb(app, "top", "kvctl top --once")
+def top(
+    session: Session,
+    once: Annotated[bool, typer.Option("--once", help="Show it once; always so where no terminal shows it.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between looks, which rates are of.")] = 1.0,
+    scheduler_metrics: Annotated[
+        str, typer.Option(envvar="KVKEEP_SCHEDULER_METRICS_ADDRESS", help="Where the scheduler's metrics are.")
+    ] = STACK_METRICS["scheduler"],
+    executor_metrics: Annotated[
+        str, typer.Option(envvar="KVKEEP_EXECUTOR_METRICS_ADDRESS", help="Where the executor's metrics are.")
+    ] = STACK_METRICS["executor"],
+) -> None:
+    """Show the stack live. Pools and tiers, tenants and salts, hit rate, queue, step time; Ctrl-C ends it."""
+    metrics = {"scheduler": scheduler_metrics, "executor": executor_metrics}
+    before = read(session, metrics)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, PIPE_COLUMNS)
+    if once or not sys.stdout.isatty() or session.output in (Format.JSON, Format.YAML):
+        time.sleep(interval)
+        now = read(session, metrics)
+        if session.output in (Format.JSON, Format.YAML):
+            session.show(now.data(before), lambda _wide: "")
+        else:
+            console.print(screen.render(before, now))
+        return
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            time.sleep(interval)
+            now = _again(session, metrics, before)
+            live.update(screen.render(before, now), refresh=True)
+            before = now
+
+
+def _again(session: Session, metrics: Mapping[str, str], before: Reading) -> Reading:
+    """A reading that shows what was seen last when nobody answers."""
+    try:
+        return read(session, metrics)
+    except CommandError as error:
+        return Reading(time.monotonic(), before.pools, before.stats, before.quotas, trouble=(f"cachemgr: {error}",))

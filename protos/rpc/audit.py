@@ -1,0 +1,96 @@
+"""What operators did, and who was turned away: lines in the log and, where a file is named, in that."""
+
+import asyncio
+import json
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import structlog
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+
+from protos.rpc.identity import Identity
+
+# So many refusals are told one by one within a second; the others are counted.
+_REFUSALS = 20
+_WINDOW_SECONDS = 1.0
+# Longest request that is written as it is.
+_MAX_REQUEST = 4096
+# Prompts, in whatever message they come.
+_SECRET = ("token_ids", "prefix_token_ids", "extra_keys")
+
+log = structlog.get_logger()
+
+
+class Audit:
+    """Writes the lines. The file is opened for each of them, so that it can be moved away at any time."""
+
+    def __init__(self, file: Path | None) -> None:
+        self._file = file
+        self._refusals = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def called(self, identity: Identity | None, method: str, peer: str, request: Any, outcome: str) -> None:
+        """An operator's call has ended, or a stream has begun."""
+        self._write("audit", **_who(identity), method=method, peer=peer, request=_shown(request), outcome=outcome)
+
+    def refused(self, identity: Identity | None, method: str, peer: str, outcome: str) -> None:
+        """Somebody was turned away; very many in a short time are one line together."""
+        self._refusals += 1
+        if self._refusals <= _REFUSALS:
+            self._write("call denied", **_who(identity), method=method, peer=peer, outcome=outcome, count=1)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_WINDOW_SECONDS, self.flush)
+
+    def flush(self) -> None:
+        """Writes how many refusals have no line yet."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        more = self._refusals - _REFUSALS
+        self._refusals = 0
+        if more > 0:
+            self._write("call denied", count=more)
+
+    def _write(self, event: str, **fields: Any) -> None:
+        log.info(event, **fields)
+        if self._file is None:
+            return
+        line = json.dumps({"timestamp": datetime.now(UTC).isoformat(), "event": event, **fields}) + "\n"
+        try:
+            descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            try:
+                os.write(descriptor, line.encode())
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            log.error("the audit file cannot be written", cause=str(error))
+
+
+def _who(identity: Identity | None) -> dict[str, str]:
+    if identity is None:
+        return {"who": "", "role": "", "tenant": ""}
+    return {"who": identity.name, "role": identity.role.value, "tenant": identity.tenant}
+
+
+def _shown(request: Any) -> Any:
+    """A request without prompts."""
+    if not isinstance(request, Message):
+        return "malformed"
+    shown = type(request)()
+    shown.CopyFrom(request)
+    _hide(shown)
+    fields = MessageToDict(shown, preserving_proto_field_name=True)
+    text = json.dumps(fields)
+    return fields if len(text) <= _MAX_REQUEST else text[:_MAX_REQUEST]
+
+
+def _hide(message: Message) -> None:
+    for field, value in message.ListFields():
+        if field.name in _SECRET:
+            message.ClearField(field.name)
+        elif field.message_type is not None and not field.message_type.full_name.startswith("google."):
+            for part in value if field.is_repeated else [value]:
+                _hide(part)

@@ -1,0 +1,59 @@
+"""Files that a process is given: read again when they change, and refused when others can read their secrets."""
+
+import stat
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import structlog
+
+# A file is looked at so often at most, and only when somebody asks for what it holds.
+_LOOK_SECONDS = 1.0
+# What a secret's file must not allow. Its group may read: that is how orchestrators hand secrets to processes.
+_FORBIDDEN = stat.S_IRWXO | stat.S_IWGRP
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+
+
+def read_secret(path: Path) -> str:
+    """The text of a file that only its owner and its group can read. Raises ValueError and OSError."""
+    with path.open() as file:
+        mode = stat.S_IMODE(path.stat().st_mode)
+        if mode & _FORBIDDEN:
+            raise ValueError(f"{path} has mode {mode:o} and can be read by others or written by its group: chmod 600")
+        return file.read()
+
+
+class Reloaded(Generic[T]):
+    """What files hold. Once they have changed they are read again; what cannot be read then changes nothing."""
+
+    def __init__(self, paths: Sequence[Path], read: Callable[[], T]) -> None:
+        """read: raises ValueError or OSError, here to the caller, later into the log."""
+        self._paths = paths
+        self._read = read
+        self._stamp = self._look()
+        self._value = read()
+        self._looked = time.monotonic()
+
+    def get(self) -> T:
+        """The value; the same object as before unless a file has changed."""
+        now = time.monotonic()
+        if now - self._looked >= _LOOK_SECONDS:
+            self._looked = now
+            try:
+                stamp = self._look()
+                if stamp != self._stamp:
+                    # Before the rest: the log says once what is wrong with a file.
+                    self._stamp = stamp
+                    self._value = self._read()
+                    log.info("files read again", paths=[str(path) for path in self._paths])
+            except (OSError, ValueError) as error:
+                log.error("changed files are not taken", cause=str(error))
+        return self._value
+
+    def _look(self) -> list[tuple[int, int, int, int]]:
+        found = [path.stat() for path in self._paths]
+        return [(one.st_ino, one.st_size, one.st_mtime_ns, one.st_mode) for one in found]

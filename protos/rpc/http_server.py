@@ -1,0 +1,93 @@
+"""uvicorn on the loop of this process."""
+
+import asyncio
+import contextlib
+import socket
+import ssl
+from collections.abc import Iterator
+
+import structlog
+import uvicorn
+from starlette.types import ASGIApp
+
+from protos.rpc import addresses
+from protos.rpc.security import PLAIN, Security
+
+# For answers that have been made and are on their way.
+STOP_SECONDS = 5
+
+log = structlog.get_logger()
+
+
+class _Uvicorn(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        # They are the process's own.
+        yield
+
+
+class HttpServer:
+    """Serves an application on host:port."""
+
+    def __init__(self, app: ASGIApp, address: str, *, security: Security = PLAIN, setting: str = "") -> None:
+        """setting: the variable that chose the address, for the message when it cannot be had.
+
+        With TLS a renewed certificate is shown after a restart only.
+        """
+        self.address = address
+        self._open_to_all = security.insecure or security.serves_tls
+        self._setting = setting
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            proxy_headers=False,
+            server_header=False,
+            timeout_graceful_shutdown=STOP_SECONDS,
+            ssl_certfile=security.tls_cert_file,
+            ssl_keyfile=security.tls_key_file,
+            ssl_ca_certs=None if security.tls_client_ca_file is None else str(security.tls_client_ca_file),
+            ssl_cert_reqs=ssl.CERT_NONE if security.tls_client_ca_file is None else ssl.CERT_REQUIRED,
+        )
+        self._server = _Uvicorn(config)
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Returns when it listens; `address` then has the port that 0 stood for. Raises AddressError."""
+        addresses.prepare(self.address, insecure=self._open_to_all, setting=self._setting)
+        listener = self._bind()
+        self._serving = asyncio.create_task(self._server.serve([listener]))
+        await self._server.listening.wait()
+        log.info("listening", server="http", address=self.address)
+
+    async def stop(self, *, hurried: bool = False) -> None:
+        """Closes. hurried: also what is on its way."""
+        if self._serving is None:
+            return
+        if hurried:
+            self._server.config.timeout_graceful_shutdown = 0
+        self._server.should_exit = True
+        await self._serving
+
+    def _bind(self) -> socket.socket:
+        host, port = addresses.split_host_port(self.address)
+        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        # A port in TIME_WAIT is free.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            listener.close()
+            raise addresses.in_use(self.address, self._setting) from error
+        self.address = f"{self.address.rpartition(':')[0]}:{listener.getsockname()[1]}"
+        return listener

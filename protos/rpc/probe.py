@@ -1,0 +1,58 @@
+"""Whether a process on this machine serves, for supervisors that run a command: `python -m protos.rpc.probe executor`.
+
+It reads the settings that all processes share, and ends with status 0 when grpc.health.v1 there says SERVING.
+"""
+
+import ipaddress
+import os
+import sys
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from protos.rpc import addresses
+from protos.rpc.channel import open_sync_channel
+from protos.rpc.security import Security
+from protos.rpc.settings import PROCESSES, ProcessSettings, load
+
+ANSWER_SECONDS = 3.0
+
+
+def target(address: str) -> str:
+    """Where a process that listens on an address can be reached on its own machine."""
+    if addresses.socket_path(address) is not None:
+        return address
+    host, port = addresses.split_host_port(address)
+    try:
+        everywhere = ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return address
+    # A name: certificates have it more often than the addresses behind it.
+    return f"localhost:{port}" if everywhere else address
+
+
+def problem(address: str, security: Security) -> str:
+    """Why nobody serves at an address, or nothing."""
+    with open_sync_channel(target(address), security) as channel:
+        try:
+            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=ANSWER_SECONDS)
+        except grpc.RpcError as error:
+            return f"{error.code().name}: {error.details()}"
+    return "" if answer.status == health_pb2.HealthCheckResponse.SERVING else "it says that it does not serve"
+
+
+def main() -> int:
+    """Returns the exit status."""
+    if len(sys.argv) != 2 or sys.argv[1] not in PROCESSES:
+        print(f"usage: python -m protos.rpc.probe {'|'.join(PROCESSES)}", file=sys.stderr)  # noqa: T201
+        return 2
+    settings = load(ProcessSettings, os.environ)
+    address = getattr(settings, f"{sys.argv[1]}_address")
+    if found := problem(address, settings.security):
+        print(f"{sys.argv[1]} at {address}: {found}", file=sys.stderr)  # noqa: T201
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

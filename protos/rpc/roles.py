@@ -1,0 +1,56 @@
+"""Which role may call what: the one table. What is not in it nobody may call."""
+
+from collections.abc import Mapping
+
+from protos.rpc.identity import Role
+
+# Health and reflection say nothing about anybody; probes and tools have no token.
+_OPEN = ("grpc.health.v1.", "grpc.reflection.")
+
+_READING = ("Check", "Explain", "Get", "List", "Watch")
+
+# By service, then by the beginning of the method's name; the first that fits decides.
+_TABLE: Mapping[str, tuple[tuple[tuple[str, ...], frozenset[Role]], ...]] = {
+    "generation.v1.GenerationService": (
+        (("GetModel", "GetLoads", "TokenizePrompt"), frozenset({Role.CALLER, Role.OPERATOR, Role.VIEWER})),
+        (("",), frozenset({Role.CALLER})),
+    ),
+    "generation.v1.SchedulerAdminService": ((("",), frozenset({Role.OPERATOR})),),
+    "execution.v1.ExecutorService": ((("",), frozenset({Role.SCHEDULER})),),
+    "kvcache.v1.CacheManagerService": (
+        (("RegisterExecutor", "RenewExecutor", "ConfirmTransfers"), frozenset({Role.EXECUTOR})),
+        (("",), frozenset({Role.SCHEDULER})),
+    ),
+    "kvcache.v1.CacheAdminService": (
+        (_READING, frozenset({Role.OPERATOR, Role.VIEWER})),
+        (("",), frozenset({Role.OPERATOR})),
+    ),
+    "kvcache.v1.CacheEventService": ((_READING, frozenset({Role.OPERATOR, Role.VIEWER})),),
+}
+
+# For operators of all tenants only. CacheAdminService has its own rules for those of one, method by method.
+_WHOLE = ("generation.v1.SchedulerAdminService",)
+
+# What operators do and see is written down.
+_AUDITED = ("kvcache.v1.CacheAdminService", "kvcache.v1.CacheEventService", "generation.v1.SchedulerAdminService")
+
+
+def is_open(method: str) -> bool:
+    """Whether a method, "package.Service/Method", needs no token."""
+    return method.startswith(_OPEN)
+
+
+def is_whole(method: str) -> bool:
+    """Whether a method is about all tenants, so that nobody may call it whose token is about one."""
+    return method.partition("/")[0] in _WHOLE
+
+
+def is_audited(method: str) -> bool:
+    """Whether a call of it leaves a line in the audit log."""
+    return method.partition("/")[0] in _AUDITED
+
+
+def roles_of(method: str) -> frozenset[Role]:
+    """Who may call a method."""
+    service, _, name = method.partition("/")
+    return next((roles for begins, roles in _TABLE.get(service, ()) if name.startswith(begins)), frozenset())

@@ -1,0 +1,148 @@
+"""What a process shows to others and asks of them: certificates and tokens. Nothing of it is needed on one machine."""
+
+import ssl
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from protos.rpc.addresses import AddressError, is_loopback
+from protos.rpc.files import Reloaded, read_secret
+from protos.rpc.tokens import Tokens
+
+
+@dataclass(frozen=True)
+class Security:
+    """The settings of the same names; see their descriptions there."""
+
+    insecure: bool = False
+    tls_cert_file: Path | None = None
+    tls_key_file: Path | None = None
+    tls_ca_file: Path | None = None
+    tls_client_ca_file: Path | None = None
+    token_file: Path | None = None
+    tokens_file: Path | None = None
+    audit_file: Path | None = None
+
+    def check(self) -> None:
+        """Reads all files once. Raises ValueError that names the setting at fault."""
+        for field, needed in (
+            ("tls_cert_file", "tls_key_file"),
+            ("tls_key_file", "tls_cert_file"),
+            ("tls_cert_file", "tls_ca_file"),
+            ("tls_client_ca_file", "tls_cert_file"),
+        ):
+            if getattr(self, field) is not None and getattr(self, needed) is None:
+                raise ValueError(f"{_variable(needed)}: must be given with {_variable(field)}")
+        try:
+            for field in ("tls_ca_file", "tls_client_ca_file"):
+                if path := getattr(self, field):
+                    ssl.create_default_context(cafile=path)
+            field = "tls_key_file"
+            if self.tls_cert_file is not None:
+                _ = self._certificate
+            field = "token_file"
+            if self.token_file is not None:
+                _ = self._token
+            field = "tokens_file"
+            if self.tokens_file is not None:
+                Tokens(self.tokens_file)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{_variable(field)}: {error}") from error
+
+    @property
+    def serves_tls(self) -> bool:
+        """Whether servers of this process speak TLS only."""
+        return self.tls_cert_file is not None
+
+    @property
+    def asks_callers(self) -> bool:
+        """Whether callers need a certificate or a token."""
+        return self.tls_client_ca_file is not None or self.tokens_file is not None
+
+    @cached_property
+    def _certificate(self) -> Reloaded[tuple[bytes, bytes]]:
+        """Key and certificate chain."""
+        assert self.tls_cert_file is not None
+        assert self.tls_key_file is not None
+        cert_file, key_file = self.tls_cert_file, self.tls_key_file
+
+        def read() -> tuple[bytes, bytes]:
+            key = read_secret(key_file).encode()
+            try:
+                # An empty password: one that is needed must not be asked for at a terminal.
+                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert_file, key_file, password="")
+            except ssl.SSLError as error:
+                raise ValueError(
+                    f"{cert_file} and {key_file} are no certificate with its key: {error.reason}"
+                ) from error
+            return key, cert_file.read_bytes()
+
+        return Reloaded((cert_file, key_file), read)
+
+    @cached_property
+    def _token(self) -> Reloaded[str]:
+        assert self.token_file is not None
+        path = self.token_file
+
+        def read() -> str:
+            token = read_secret(path).strip()
+            if not token or not token.isascii() or not token.isprintable() or " " in token:
+                raise ValueError(f"{path} must hold one token and nothing else")
+            return token
+
+        return Reloaded((path,), read)
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """For servers that speak TLS. A renewed certificate is shown to whom connects from then on."""
+        certificate = self._certificate
+        client_cas = None if self.tls_client_ca_file is None else self.tls_client_ca_file.read_bytes()
+
+        def configuration(pair: tuple[bytes, bytes]) -> grpc.ServerCertificateConfiguration:
+            return grpc.ssl_server_certificate_configuration([pair], root_certificates=client_cas)
+
+        shown = certificate.get()
+
+        # None for no change, which the types of grpc leave out.
+        def renewed() -> Any:
+            nonlocal shown
+            pair = certificate.get()
+            if pair is shown:
+                return None
+            shown = pair
+            return configuration(pair)
+
+        return grpc.dynamic_ssl_server_credentials(
+            configuration(shown), renewed, require_client_authentication=client_cas is not None
+        )
+
+    def channel_credentials(self, address: str) -> grpc.ChannelCredentials | None:
+        """For a channel, None for one without TLS. Raises AddressError where a token would travel in the clear."""
+        if self.tls_ca_file is not None:
+            key, chain = self._certificate.get() if self.tls_cert_file is not None else (None, None)
+            return grpc.ssl_channel_credentials(self.tls_ca_file.read_bytes(), key, chain)
+        self.check_target(address)
+        return None
+
+    def check_target(self, address: str) -> None:
+        """Raises AddressError where a token would travel in the clear to another machine."""
+        if self.token_file is None or self.tls_ca_file is not None or self.insecure or is_loopback(address):
+            return
+        raise AddressError(
+            f"{address} would get the token of this process without TLS: give KVKEEP_TLS_CA_FILE, "
+            "or allow it with KVKEEP_INSECURE=1"
+        )
+
+    def token(self) -> str:
+        """The token of this process, empty for none."""
+        return "" if self.token_file is None else self._token.get()
+
+
+def _variable(field: str) -> str:
+    return f"KVKEEP_{field.upper()}"
+
+
+# Neither certificates nor tokens.
+PLAIN = Security()

@@ -1,0 +1,143 @@
+"""Bearer tokens: a file of what they stand for, by their hashes. `python -m protos.rpc.tokens new` makes one.
+
+The file has a JSON object per line; empty lines and lines that begin with # are comments. It is read again when it
+changes.
+"""
+
+import argparse
+import hashlib
+import hmac
+import json
+import secrets
+import sys
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, StringConstraints, ValidationError, model_validator
+
+from protos.rpc.files import Reloaded, read_secret
+from protos.rpc.identity import Identity, Role, UnauthenticatedError
+
+# A token says what it is, for those who look for secrets in files.
+_PREFIX = "kvk_"
+_TOKEN_BYTES = 32
+# Nobody needs to hash more for somebody unknown.
+_MAX_TOKEN = 256
+
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+Tenant = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{0,64}$")]
+Salt = Annotated[str, StringConstraints(min_length=1, max_length=128)]
+Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+
+
+class Entry(BaseModel):
+    """A line of the file. `expires`: with a time zone."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: Name
+    role: Role
+    tenant: Tenant = ""
+    salts: tuple[Salt, ...] = ()
+    expires: AwareDatetime | None = None
+    sha256: Digest
+
+    @model_validator(mode="after")
+    def _check_role(self) -> Self:
+        if self.role is Role.CALLER and not self.tenant:
+            raise ValueError("a caller needs a tenant")
+        if self.role in (Role.SCHEDULER, Role.EXECUTOR) and self.tenant:
+            raise ValueError(f"the role {self.role} has no tenant")
+        if self.salts and self.role is not Role.CALLER:
+            raise ValueError("only a caller has salts")
+        return self
+
+    @property
+    def identity(self) -> Identity:
+        """What the token stands for."""
+        return Identity(self.name, self.role, self.tenant, self.salts)
+
+
+class Tokens:
+    """Who is known. Raises ValueError and OSError when the file cannot be used."""
+
+    def __init__(self, path: Path) -> None:
+        self._entries = Reloaded((path,), lambda: _read(path))
+
+    def identify(self, authorization: str) -> Identity:
+        """Who sends this value of an Authorization header, "Bearer TOKEN". Raises UnauthenticatedError."""
+        scheme, _, token = authorization.partition(" ")
+        if scheme.lower() != "bearer" or not token or len(token) > _MAX_TOKEN:
+            raise UnauthenticatedError
+        digest = _digest(token)
+        found = None
+        # All are compared, and each as a whole: time says nothing of what is there.
+        for entry in self._entries.get():
+            if hmac.compare_digest(entry.sha256, digest):
+                found = entry
+        if found is None or (found.expires is not None and found.expires <= datetime.now(UTC)):
+            raise UnauthenticatedError
+        return found.identity
+
+
+def _digest(token: str) -> str:
+    return hashlib.sha256(token.encode(errors="replace")).hexdigest()
+
+
+def _read(path: Path) -> list[Entry]:
+    """Never quotes what stands in the file."""
+    entries: list[Entry] = []
+    for number, line in enumerate(read_secret(path).splitlines(), start=1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        try:
+            entry = Entry.model_validate_json(line)
+        except ValidationError as error:
+            fault = error.errors(include_input=False, include_url=False)[0]
+            where = ".".join(map(str, fault["loc"]))
+            what = fault["msg"] if fault["type"] != "json_invalid" else "is no JSON object"
+            raise ValueError(f"{path}, line {number}: {where + ': ' if where else ''}{what}") from None
+        for other in entries:
+            for field in ("name", "sha256"):
+                if getattr(other, field) == getattr(entry, field):
+                    raise ValueError(f"{path}, line {number}: {field}: is that of another line")
+        entries.append(entry)
+    return entries
+
+
+def new(
+    role: Role, tenant: str, salts: tuple[str, ...] = (), lifetime: timedelta | None = None, name: str = ""
+) -> tuple[str, Entry]:
+    """A token and the line for the file. Raises ValidationError."""
+    token = _PREFIX + secrets.token_urlsafe(_TOKEN_BYTES)
+    expires = None if lifetime is None else (datetime.now(UTC) + lifetime).replace(microsecond=0)
+    name = name or f"{tenant or role}-{secrets.token_hex(3)}"
+    return token, Entry(name=name, role=role, tenant=tenant, salts=salts, expires=expires, sha256=_digest(token))
+
+
+def main() -> int:
+    """Makes a token; it is shown this once."""
+    parser = argparse.ArgumentParser(prog="python -m protos.rpc.tokens", description="Makes bearer tokens.")
+    make = parser.add_subparsers(required=True).add_parser("new", help="make a token and its line for the tokens file")
+    make.add_argument("--role", required=True, choices=[role.value for role in Role])
+    make.add_argument("--tenant", default="", help="whom a caller's, operator's or viewer's token is about")
+    make.add_argument("--salt", action="append", default=[], help="a salt that a caller may name, else all")
+    make.add_argument("--days", type=float, help="how long it holds, else for ever")
+    make.add_argument("--name", default="", help="what logs call it")
+    asked = parser.parse_args()
+    lifetime = None if asked.days is None else timedelta(days=asked.days)
+    try:
+        token, entry = new(Role(asked.role), asked.tenant, tuple(asked.salt), lifetime, asked.name)
+    except ValidationError as error:
+        faults = error.errors(include_url=False)
+        sys.exit("; ".join(f"{''.join(map(str, fault['loc'][:1]))} {fault['msg']}".strip() for fault in faults))
+    # The one for a pipe into a file, the other to be read.
+    sys.stdout.write(f"{token}\n")
+    line = json.dumps(entry.model_dump(mode="json", exclude_defaults=True))
+    sys.stderr.write(f"The token is shown this once. The line for KVKEEP_TOKENS_FILE:\n{line}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""Traces: the W3C context of a request comes in and goes on, one span per service and request goes out over OTLP.
+
+Off unless the environment names an OTLP endpoint; only then the opentelemetry packages are looked for. A call carries
+the context in its metadata, a message about many requests carries that of each in a field. What opentelemetry reads
+from OTEL_ variables (sampler, headers, certificates, sizes of its queue) holds here too.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from typing import Protocol
+
+import structlog
+
+TRACEPARENT = "traceparent"
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+# Version, trace, span and flags. Versions to come may add something behind them, and there is none called ff.
+_CONTEXT = re.compile(r"(?!ff)([0-9a-f]{2})-((?!0{32})[0-9a-f]{32})-((?!0{16})[0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+
+Attribute = str | bool | int | float | Sequence[str]
+
+log = structlog.get_logger()
+
+
+class Context:
+    """The request that something belongs to, as its caller named it. Raises ValueError for what is no context."""
+
+    def __init__(self, traceparent: str) -> None:
+        found = _CONTEXT.fullmatch(traceparent)
+        if found is None or (found[1] == "00" and found[5]):
+            raise ValueError("is no W3C trace context")
+        self.trace_id = found[2]
+        self.span_id = found[3]
+        self.flags = int(found[4], 16)
+
+
+class Span:
+    """A service's part in a request, from when it is made to its end; this one is told to nobody."""
+
+    traceparent = ""
+
+    def end(self, attributes: Mapping[str, Attribute], *, error: str = "") -> None:
+        """Ends it; never blocks. error: for programs, empty when all went well."""
+
+
+OFF = Span()
+
+
+class Tracer(Protocol):
+    """What makes spans."""
+
+    def begin(self, name: str, parent: Context | None) -> Span:
+        """A span of its own trace, or below a parent."""
+
+    def stop(self) -> None:
+        """Sends what is left; blocks for a bounded time."""
+
+
+_tracer: Tracer | None = None
+_current: ContextVar[str] = ContextVar("traceparent", default="")
+
+
+def start(process: str, environ: Mapping[str, str]) -> None:
+    """Turns tracing on if the environment says so. When it cannot be, one line in the log says why."""
+    global _tracer
+    if not any(environ.get(name) for name in _ENDPOINTS) or environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return
+    protocol = next(filter(None, map(environ.get, _PROTOCOLS)), "grpc")
+    if protocol != "grpc":
+        log.warning("no traces: only OTLP over gRPC is spoken", protocol=protocol, hint=f"set {_PROTOCOLS[0]}=grpc")
+        return
+    try:
+        from protos.rpc.otlp import OtlpTracer
+    except ImportError as error:
+        log.warning("no traces: a package is not installed", package=error.name, hint="pip install 'kvkeep[tracing]'")
+        return
+    _tracer = OtlpTracer(environ.get("OTEL_SERVICE_NAME") or f"kvkeep-{process}")
+    log.info("traces are sent")
+
+
+def stop() -> None:
+    """Sends what is left and turns tracing off; blocks for a bounded time."""
+    global _tracer
+    if _tracer is not None:
+        _tracer.stop()
+        _tracer = None
+
+
+def is_on() -> bool:
+    """Whether spans are made."""
+    return _tracer is not None
+
+
+def receive(traceparent: str) -> None:
+    """Takes the context that the caller of what is being served has sent; one that is malformed is ignored."""
+    if (context := _parse(traceparent)) is not None:
+        _adopt(traceparent, context)
+
+
+def current() -> str:
+    """The context of what is being served, to send on; empty for none."""
+    return _current.get()
+
+
+def begin(name: str) -> Span:
+    """The span of what is being served, below the caller's if it has sent one. `current` is this one from now on."""
+    if _tracer is None:
+        return OFF
+    span = _tracer.begin(name, _parse(_current.get()))
+    _adopt(span.traceparent, Context(span.traceparent))
+    return span
+
+
+def join(name: str, traceparent: str) -> Span:
+    """The span of one request of many that are served together; none for a request that is not traced."""
+    if _tracer is None or (context := _parse(traceparent)) is None:
+        return OFF
+    return _tracer.begin(name, context)
+
+
+def _parse(traceparent: str) -> Context | None:
+    try:
+        return Context(traceparent) if traceparent else None
+    except ValueError:
+        return None
+
+
+def _adopt(traceparent: str, context: Context) -> None:
+    # Each call runs in a task of its own, so that nothing needs to be taken back afterwards.
+    _current.set(traceparent)
+    structlog.contextvars.bind_contextvars(trace_id=context.trace_id)

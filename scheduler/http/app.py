@@ -1,0 +1,180 @@
+"""The routes. Each checks nothing itself: the request is translated, and goes the way of those that come by gRPC."""
+
+import importlib.metadata
+from typing import Any
+
+import prometheus_client
+from fastapi import APIRouter, Depends, FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import REGISTRY, CollectorRegistry
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from protos.rpc.errors import ServiceError
+from protos.rpc.guard import Guard
+from scheduler.errors import NotReadyError
+from scheduler.http import errors, responses, translate
+from scheduler.http.entry import Entry
+from scheduler.http.formats import ChatFormat, CompletionFormat
+from scheduler.http.generating import Generating
+from scheduler.http.identity import may_call
+from scheduler.http.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from scheduler.service import GenerationService
+
+# JSON that is nothing but escapes has so many bytes for one of its text; other fields come on top.
+BODY_FACTOR, BODY_BYTES = 3, 1 << 16
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": errors.ErrorAnswer, "description": "The request is at fault."},
+    "5XX": {"model": errors.ErrorAnswer, "description": "The server is, or is not ready."},
+}
+
+
+def create_app(
+    service: GenerationService,
+    *,
+    max_prompt_bytes: int,
+    registry: CollectorRegistry = REGISTRY,
+    guard: Guard | None = None,
+) -> FastAPI:
+    """guard: who may do what; without one everybody may everything."""
+    # Pages with documentation would load scripts from elsewhere.
+    app = FastAPI(title="kvkeep", version=_version(), docs_url=None, redoc_url=None, responses=ERRORS)
+    app.add_middleware(Entry, max_body_bytes=BODY_FACTOR * max_prompt_bytes + BODY_BYTES)
+    _add_handlers(app)
+
+    app.include_router(_watching(service, registry))
+    app.include_router(_using(service, guard or Guard(None, None)))
+    return app
+
+
+def _watching(service: GenerationService, registry: CollectorRegistry) -> APIRouter:
+    """For whoever watches the process."""
+    router = APIRouter()
+
+    @router.get("/health", response_class=Response, responses={200: {"description": "Requests are served."}})
+    async def health() -> Response:
+        """200 while requests are served, 503 before and after."""
+        if not service.is_serving:
+            raise NotReadyError("the scheduler serves no requests", retry_after=1.0)
+        return Response()
+
+    @router.get("/version")
+    async def version() -> responses.Version:
+        """The version of kvkeep."""
+        return {"version": _version()}
+
+    @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+    async def metrics() -> Response:
+        """Metrics of the process, for Prometheus."""
+        return Response(prometheus_client.generate_latest(registry), media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+    return router
+
+
+def _using(service: GenerationService, guard: Guard) -> APIRouter:
+    """For callers."""
+    router = APIRouter()
+    created = responses.now()
+    generating, describing, tokenizing = (
+        [Depends(may_call(guard, method))] for method in ("StreamGenerate", "GetModel", "TokenizePrompt")
+    )
+
+    @router.post("/v1/chat/completions", dependencies=generating, responses=_generated(responses.ChatCompletion))
+    async def chat_completions(request: ChatCompletionRequest) -> Response:
+        """The next message of a conversation."""
+        form = ChatFormat(
+            service.model(request.model),
+            request.request_id or "",
+            logprobs=bool(request.logprobs),
+            include_usage=_includes_usage(request),
+        )
+        return Generating(service, translate.chat(request), form, translate.names(request), stream=bool(request.stream))
+
+    @router.post("/v1/completions", dependencies=generating, responses=_generated(responses.Completion))
+    async def completions(request: CompletionRequest) -> Response:
+        """How a text goes on."""
+        form = CompletionFormat(
+            service.model(request.model),
+            request.request_id or "",
+            logprobs=request.logprobs is not None,
+            include_usage=_includes_usage(request),
+        )
+        return Generating(
+            service, translate.completion(request), form, translate.names(request), stream=bool(request.stream)
+        )
+
+    @router.get("/v1/models", dependencies=describing)
+    async def models() -> responses.ModelList:
+        """The served model."""
+        return {"object": "list", "data": [responses.model_card(service.model(), created)]}
+
+    @router.get("/v1/models/{model:path}", dependencies=describing)
+    async def model(model: str) -> responses.ModelCard:
+        """The served model, by its name."""
+        return responses.model_card(service.model(model), created)
+
+    @router.post("/tokenize", dependencies=tokenizing)
+    async def tokenize(request: TokenizeRequest) -> responses.Tokens:
+        """The ids of a text or a conversation."""
+        token_ids = await service.tokenize(translate.tokenize(request))
+        return {
+            "count": len(token_ids),
+            "max_model_len": service.model().max_tokens,
+            "tokens": list(token_ids),
+        }
+
+    @router.post("/detokenize", dependencies=tokenizing)
+    async def detokenize(request: DetokenizeRequest) -> responses.Prompt:
+        """The text of ids, special tokens included."""
+        return {"prompt": await service.detokenize(request.model, request.tokens)}
+
+    return router
+
+
+def _generated(whole: type) -> dict[int | str, dict[str, Any]]:
+    return {
+        200: {
+            "model": whole,
+            "description": "The output; with stream, events that end with [DONE].",
+            "content": {"text/event-stream": {"schema": {"type": "string"}}},
+        }
+    }
+
+
+def _includes_usage(request: ChatCompletionRequest | CompletionRequest) -> bool:
+    return bool(request.stream_options and request.stream_options.include_usage)
+
+
+def _add_handlers(app: FastAPI) -> None:
+    """Whatever is raised becomes an error in OpenAI's shape here."""
+
+    async def api(_request: Request, error: Any) -> JSONResponse:
+        return error.response()  # type: ignore[no-any-return]
+
+    async def service(_request: Request, error: Any) -> JSONResponse:
+        return errors.from_service(error, translate.NAMES).response()
+
+    async def validation(_request: Request, error: Any) -> JSONResponse:
+        return errors.from_validation(error).response()
+
+    async def http(_request: Request, error: Any) -> JSONResponse:
+        return errors.from_http(error).response()
+
+    async def unexpected(_request: Request, _error: Exception) -> JSONResponse:
+        return errors.unexpected().response()
+
+    app.add_exception_handler(errors.ApiError, api)
+    app.add_exception_handler(ServiceError, service)
+    app.add_exception_handler(RequestValidationError, validation)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(Exception, unexpected)
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("kvkeep")
+    except importlib.metadata.PackageNotFoundError:
+        # Run from a checkout that is not installed.
+        return "unknown"

@@ -1,0 +1,168 @@
+"""The extensions of OpenAI's requests: what a request wishes of the cache. Values are checked where gRPC's are."""
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    JsonValue,
+    WithJsonSchema,
+)
+from pydantic_core import CoreSchema, core_schema
+
+from protos.generation.v1 import generation_pb2 as pb
+from scheduler import intake
+
+_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}
+_DURATION = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,9})?)([smhd]?)")
+
+
+def _seconds(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    match = _DURATION.fullmatch(value)
+    if match is None:
+        raise ValueError('must be a number of seconds, or a text such as "90s", "5m", "1h" or "1d"')
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def bounds(low: float, high: float) -> dict[str, JsonValue]:
+    """For the description only: what is out of bounds is refused where gRPC's requests are checked, too."""
+    return {"minimum": low, "maximum": high}
+
+
+class OneOf:
+    """A text that names a value of a protobuf enum, without its prefix; validated it is the value's whole name."""
+
+    def __init__(self, kinds: Any, prefix: str) -> None:
+        self._names = {name.removeprefix(prefix).lower(): name for name, number in kinds.items() if number}
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, _schema: CoreSchema, _handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"type": "string", "enum": list(self._names)}
+
+    def _check(self, value: str) -> str:
+        if value not in self._names:
+            raise ValueError(f"must be one of {', '.join(self._names)}")
+        return str(self._names[value])
+
+
+def _encodable(value: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("must not have a half of a surrogate pair") from error
+    return value
+
+
+# What the fields of a message hold.
+Text = Annotated[str, AfterValidator(_encodable)]
+Uint32 = Annotated[int, Field(ge=0, lt=1 << 32)]
+Int32 = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
+Uint64 = Annotated[int, Field(ge=0, lt=1 << 64)]
+Priority = Annotated[Uint32, Field(json_schema_extra=bounds(0, intake.MAX_PRIORITY))]
+_SECONDS_SCHEMA: list[dict[str, Any]] = [
+    {"type": "number", "exclusiveMinimum": 0, "maximum": intake.MAX_SECONDS},
+    {"type": "string", "pattern": "^[1-9][0-9]{0,5}[smhd]$"},
+]
+Seconds = Annotated[
+    float, BeforeValidator(_seconds), Field(gt=0, le=intake.MAX_SECONDS), WithJsonSchema({"anyOf": _SECONDS_SCHEMA})
+]
+# As OpenAI's: seconds, or no wish.
+_IN_MEMORY = ("in_memory", "in-memory")
+Lasting = Annotated[
+    Seconds | None,
+    BeforeValidator(lambda value: None if value in _IN_MEMORY else value),
+    WithJsonSchema({"anyOf": [{"enum": [*_IN_MEMORY, None]}, *_SECONDS_SCHEMA]}),
+]
+
+
+class Closed(BaseModel):
+    """An object of ours: a field that is not in it is an error."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
+
+
+class CacheControl(Closed):
+    """Keeps the prompt up to here in the cache for a while."""
+
+    type: Literal["ephemeral"]
+    ttl: Seconds = 300.0
+
+
+class RetentionRange(Closed):
+    """A wish for the blocks whose first token lies in [start, end)."""
+
+    start: Uint32 = 0
+    end: Uint32 | None = None
+    priority: Priority
+    duration: Seconds | None = None
+
+
+class DecodeRetention(Closed):
+    """A wish for the output's blocks."""
+
+    priority: Priority
+    duration: Seconds | None = None
+
+
+class Retention(Closed):
+    """Wishes for the request's blocks: 0..100, higher is kept longer."""
+
+    ranges: list[RetentionRange] = Field([], json_schema_extra={"maxItems": intake.MAX_RANGES})
+    decode: DecodeRetention | None = None
+
+
+class KvCrush(Closed):
+    """Keeps some of the blocks that are about to go, as different from each other as they come."""
+
+    budget_blocks: Uint32
+    anchor: Annotated[str, OneOf(pb.KvCrushAnchor, "KV_CRUSH_ANCHOR_")] | None = None
+
+
+class AdaptiveRkv(Closed):
+    """Settings of the kind "adaptive_rkv"."""
+
+    attention_mass: float | None = None
+    window_steps: Uint32 | None = None
+
+
+class EvictionPolicy(Closed):
+    """Which tokens of the sequence go when it may not keep all of them; lengths in tokens."""
+
+    kind: Annotated[str, OneOf(pb.EvictionKind, "EVICTION_KIND_")]
+    start_tokens: Uint32 | None = None
+    recent_tokens: Uint32 | None = None
+    max_cache_tokens: Uint32 | None = None
+    period_tokens: Uint32 | None = None
+    during_prefill: bool = False
+    positions: Annotated[str, OneOf(pb.EvictionPositions, "EVICTION_POSITIONS_")] | None = None
+    score_window_tokens: Uint32 | None = None
+    kvcrush: KvCrush | None = None
+    adaptive_rkv: AdaptiveRkv | None = None
+    seed: Uint64 = 0
+
+
+class HintAction(Closed):
+    """One hint about the prompt's blocks: Retain, Pin, Demote, Prefetch or Share."""
+
+    action_id: Text = Field(json_schema_extra={"minLength": 1})
+    action_type: Text
+    action_version: Text = "0.1"
+    payload: dict[str, JsonValue] = {}
+
+
+class KvHints(Closed):
+    """Hints in the envelope that agent frameworks send; the answer says what became of each."""
+
+    protocol_version: Text = Field("0.1", json_schema_extra={"const": "0.1"})
+    message_id: Text = ""
+    actions: list[HintAction] = Field(json_schema_extra={"minItems": 1})

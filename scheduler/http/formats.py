@@ -1,0 +1,174 @@
+"""The two ways in which output is told: as messages of a conversation, and as text that goes on."""
+
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from protos.generation.v1 import generation_pb2 as pb
+from scheduler.http import responses
+from scheduler.tokenizer import Model
+
+
+@dataclass
+class Sample:
+    """One sample's output so far, or a piece of it. offset: characters in front."""
+
+    index: int = 0
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
+    finish_reason: int = pb.FINISH_REASON_UNSPECIFIED
+    usage: pb.Usage = field(default_factory=pb.Usage)
+    offset: int = 0
+
+    def add(self, piece: pb.StreamGenerateResponse) -> None:
+        """Goes on."""
+        self.index = piece.sample_index
+        self.text.append(piece.text)
+        self.token_ids += piece.token_ids
+        self.logprobs += piece.logprobs
+        if piece.finish_reason:
+            self.finish_reason, self.usage = piece.finish_reason, piece.usage
+
+
+class Format(ABC):
+    """Makes answers and events of samples. Nothing of it is known to the service."""
+
+    prefix: ClassVar[str]
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+
+    def __init__(self, model: Model, request_id: str, *, logprobs: bool, include_usage: bool) -> None:
+        """include_usage: whether a stream ends with an event that has it."""
+        self.include_usage = include_usage
+        self._model = model
+        self._logprobs = logprobs
+        self._id = f"{self.prefix}{request_id or secrets.token_hex(12)}"
+        self._created = responses.now()
+
+    @abstractmethod
+    def choice(self, sample: Sample) -> dict[str, Any]:
+        """Of a whole sample."""
+
+    @abstractmethod
+    def chunk_choice(self, sample: Sample, *, first: bool) -> dict[str, Any]:
+        """Of a piece. first: nothing of the sample was sent before."""
+
+    @abstractmethod
+    def tokens(self, sample: Sample) -> dict[str, Any]:
+        """Its log-probabilities."""
+
+    def whole(self, samples: Sequence[Sample]) -> dict[str, Any]:
+        """The answer without a stream."""
+        answer = self._answer(self.whole_object, [self.choice(sample) for sample in samples])
+        answer["usage"] = responses.usage([sample.usage for sample in samples])
+        for sample in samples:
+            responses.outcomes(answer, sample.usage)
+        return answer
+
+    def chunk(self, sample: Sample, *, first: bool) -> dict[str, Any]:
+        """An event of a stream."""
+        answer = self._answer(self.chunk_object, [self.chunk_choice(sample, first=first)])
+        if self.include_usage:
+            answer["usage"] = None
+        responses.outcomes(answer, sample.usage)
+        return answer
+
+    def usage_chunk(self, usages: Sequence[pb.Usage]) -> dict[str, Any]:
+        """The last event of a stream."""
+        answer = self._answer(self.chunk_object, [])
+        answer["usage"] = responses.usage(usages)
+        return answer
+
+    def says_something(self, sample: Sample) -> bool:
+        """Whether a piece is worth an event: text may be held back while its tokens are counted."""
+        return bool(sample.finish_reason or self._logprobs or any(sample.text))
+
+    def _answer(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model.name,
+            "choices": choices,
+        }
+
+    def _common(self, sample: Sample) -> dict[str, Any]:
+        common: dict[str, Any] = {
+            "logprobs": self.tokens(sample) if self._logprobs else None,
+            "finish_reason": responses.finish_reason(sample.finish_reason),
+        }
+        if sample.usage.HasField("eviction"):
+            common["eviction"] = responses.eviction(sample.usage.eviction)
+        return common
+
+    def _alternatives(self, logprobs: pb.TokenLogprobs) -> list[responses.Alternative]:
+        return [responses.alternative(self._model, top.token_id, top.logprob) for top in logprobs.top]
+
+
+class ChatFormat(Format):
+    """/v1/chat/completions."""
+
+    prefix = "chatcmpl-"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def choice(self, sample: Sample) -> dict[str, Any]:
+        """Of a whole sample."""
+        message = {"role": "assistant", "content": "".join(sample.text)}
+        return {"index": sample.index, "message": message, **self._common(sample)}
+
+    def chunk_choice(self, sample: Sample, *, first: bool) -> dict[str, Any]:
+        """Of a piece."""
+        delta = {"role": "assistant"} if first else {}
+        return {
+            "index": sample.index,
+            "delta": {**delta, "content": "".join(sample.text)},
+            **self._common(sample),
+        }
+
+    def tokens(self, sample: Sample) -> dict[str, Any]:
+        """A list of objects."""
+        pairs = zip(sample.token_ids, sample.logprobs, strict=True)
+        content = [
+            {
+                **responses.alternative(self._model, token_id, logprobs.logprob),
+                "top_logprobs": self._alternatives(logprobs),
+            }
+            for token_id, logprobs in pairs
+        ]
+        return {"content": content}
+
+
+class CompletionFormat(Format):
+    """/v1/completions."""
+
+    prefix = "cmpl-"
+    whole_object = chunk_object = "text_completion"
+
+    def choice(self, sample: Sample) -> dict[str, Any]:
+        """Of a sample or a piece."""
+        return {"index": sample.index, "text": "".join(sample.text), **self._common(sample)}
+
+    def chunk_choice(self, sample: Sample, *, first: bool) -> dict[str, Any]:  # noqa: ARG002
+        """Of a piece."""
+        return self.choice(sample)
+
+    def tokens(self, sample: Sample) -> dict[str, Any]:
+        """An object of lists."""
+        pairs = zip(sample.token_ids, sample.logprobs, strict=True)
+        chosen = [responses.alternative(self._model, token_id, one.logprob) for token_id, one in pairs]
+        offsets, at = [], sample.offset
+        for one in chosen:
+            offsets.append(at)
+            at += len(one["token"])
+        return {
+            "tokens": [one["token"] for one in chosen],
+            "token_logprobs": [one["logprob"] for one in chosen],
+            "top_logprobs": [
+                {top["token"]: top["logprob"] for top in self._alternatives(logprobs)} for logprobs in sample.logprobs
+            ],
+            "text_offset": offsets,
+        }

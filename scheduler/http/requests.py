@@ -1,0 +1,333 @@
+"""What callers send: the types of OpenAI's requests, with the extensions. Values are checked where gRPC's are."""
+
+import difflib
+import functools
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    WithJsonSchema,
+)
+from pydantic_core import CoreSchema, core_schema
+
+from protos.rpc.errors import InvalidField
+from scheduler import intake
+from scheduler.http.extensions import (
+    CacheControl,
+    EvictionPolicy,
+    Int32,
+    KvHints,
+    Lasting,
+    Retention,
+    Text,
+    Uint32,
+    bounds,
+)
+
+# What a text looks like that was meant to be one of our names.
+_CLOSE = 0.8
+# Fields that are passed over, and characters of their names that are looked at.
+_MAX_EXTRA = 64
+
+
+class OrText:
+    """A list for which a text may stand that is all of it."""
+
+    def __init__(self, element: Callable[[str], object]) -> None:
+        """element: what the list is to hold for the text."""
+        self._element = element
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self._listed, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"anyOf": [{"type": "string"}, handler(schema)]}
+
+    def _listed(self, value: object) -> object:
+        return [self._element(value)] if isinstance(value, str) else value
+
+
+def _prompt(value: object) -> object:
+    """A text or the ids of one prompt, which may stand in a list of its own."""
+    if isinstance(value, list) and value and isinstance(value[0], str | list):
+        if len(value) > 1:
+            raise ValueError("must be one prompt: send one request for each")
+        [value] = value
+    if isinstance(value, str) or (isinstance(value, list) and all(_is_id(one) for one in value)):
+        return value
+    raise ValueError("must be a text or a list of token ids")
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 32
+
+
+Prompt = Annotated[
+    Text | list[int],
+    BeforeValidator(_prompt),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
+            ]
+        }
+    ),
+]
+
+
+StopText = Annotated[Text, Field(json_schema_extra={"minLength": 1})]
+
+
+class Open(BaseModel):
+    """An object of OpenAI's: fields of other servers are passed over, if they ask for nothing that is not done here."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow")
+
+    # What is not done here, with the values that do not ask for it; null never does.
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    # Names that are ours: what looks like one of them was meant to be it.
+    extensions: ClassVar[tuple[str, ...]] = ()
+
+    def check_extra(self, path: str = "") -> None:
+        """Raises InvalidField for a field that asks for what is not done, and for a misspelt extension."""
+        extra = self.model_extra or {}
+        if len(extra) > _MAX_EXTRA:
+            raise InvalidField(
+                f"{path}{next(iter(extra))}", f"is one of more than {_MAX_EXTRA} fields that are not known"
+            )
+        for name, value in extra.items():
+            if name in self.unsupported and value is not None and value not in self.unsupported[name]:
+                raise InvalidField(f"{path}{name}", "is not supported")
+            if meant := _meant(name[:_MAX_EXTRA], self.extensions):
+                where = "it does not belong here" if name == meant else f"did you mean {meant}?"
+                raise InvalidField(f"{path}{name}", f"is not a field: {where}")
+
+
+@functools.lru_cache(1024)
+def _meant(name: str, extensions: tuple[str, ...]) -> str:
+    """The extension that a name was meant to be, or nothing."""
+    return next(iter(difflib.get_close_matches(name.lower(), extensions, n=1, cutoff=_CLOSE)), "")
+
+
+class TextPart(Open):
+    """A part of a message."""
+
+    extensions = ("cache_control",)
+
+    type: Literal["text"]
+    text: Text
+    cache_control: CacheControl | None = None
+
+
+class Message(Open):
+    """One message of a conversation. Several parts are joined by line breaks."""
+
+    unsupported: ClassVar = {"tool_calls": ([],), "function_call": (), "audio": ()}
+    extensions = ("cache_control",)
+
+    role: Text = Field(json_schema_extra={"minLength": 1})
+    content: Annotated[list[TextPart], OrText(lambda text: {"type": "text", "text": text})]
+    # As on its last part.
+    cache_control: CacheControl | None = None
+
+
+class StreamOptions(Open):
+    """Options of a stream."""
+
+    unsupported: ClassVar = {"continuous_usage_stats": (False,)}
+
+    include_usage: bool | None = None
+
+
+class Generation(Open):
+    """What both ways of generating have in common."""
+
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        # OpenAI's.
+        "best_of": (1,),
+        "logit_bias": ({},),
+        "response_format": ({"type": "text"},),
+        # Of other servers: what would change the output.
+        "allowed_token_ids": (),
+        "bad_words": ([],),
+        "beam_width": (),
+        "guided_choice": (),
+        "guided_grammar": (),
+        "guided_json": (),
+        "guided_regex": (),
+        "include_stop_str_in_output": (False,),
+        "length_penalty": (1,),
+        "logits_processors": ([],),
+        "lora": (),
+        "min_tokens": (0,),
+        "prompt_logprobs": (),
+        "return_token_ids": (False,),
+        "return_tokens_as_token_ids": (False,),
+        "skip_special_tokens": (True,),
+        "structured_outputs": (),
+        "truncate_prompt_tokens": (),
+        "use_beam_search": (False,),
+    }
+    extensions = (
+        "cache_control",
+        "cache_salt",
+        "eviction_policy",
+        "kv_hints",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "retention",
+        "session_id",
+    )
+
+    model: Text = Field("", description="Empty is the one that is served.")
+    n: Uint32 | None = Field(None, json_schema_extra=bounds(1, intake.MAX_SAMPLES))
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: Annotated[list[StopText], OrText(str)] | None = Field(
+        None,
+        description=f"At most {intake.MAX_STOPS}.",
+        json_schema_extra={"maxItems": intake.MAX_STOPS, "minLength": 1},
+    )
+    max_tokens: Uint32 | None = Field(None, json_schema_extra={"minimum": 1})
+    temperature: float | None = Field(None, description="1 when absent; 0 is greedy.", json_schema_extra=bounds(0, 100))
+    top_p: float | None = Field(None, json_schema_extra=bounds(1e-6, 1))
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
+    presence_penalty: float | None = Field(None, json_schema_extra=bounds(-2, 2))
+    frequency_penalty: float | None = Field(None, json_schema_extra=bounds(-2, 2))
+    # Of other servers.
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 32)] | None = Field(
+        None, description="0 and -1 are the whole vocabulary."
+    )
+    min_p: float | None = Field(None, json_schema_extra=bounds(0, 0.999999))
+    repetition_penalty: float | None = Field(None, json_schema_extra=bounds(0.01, 100))
+    ignore_eos: bool | None = None
+    stop_token_ids: list[Uint32] | None = Field(None, json_schema_extra={"maxItems": intake.MAX_STOP_IDS})
+    request_id: Text | None = Field(None, description="Names the request; unique among running ones.")
+    # Of the cache.
+    priority: Int32 | None = Field(None, description="Of scheduling: higher runs first.")
+    cache_salt: Text | None = Field(
+        None, description="Only requests with an equal salt share cached blocks.", json_schema_extra={"minLength": 1}
+    )
+    session_id: Text | None = Field(
+        None,
+        description="Conversation that the wishes belong to: a later request's take the place of an earlier one's.",
+        json_schema_extra={"minLength": 1},
+    )
+    prompt_cache_key: Text | None = Field(None, description="The session_id of requests that name none.")
+    prompt_cache_retention: Lasting | None = Field(
+        None, description='How long the whole request stays cached, such as "24h"; "in_memory" is no wish.'
+    )
+    retention: Retention | None = None
+    eviction_policy: EvictionPolicy | None = None
+    kv_hints: KvHints | None = None
+
+    def check(self) -> None:
+        """Raises InvalidField for a field that is misspelt or asks for what is not done."""
+        self.check_extra()
+        if self.stream_options is not None:
+            self.stream_options.check_extra("stream_options.")
+            if not self.stream:
+                raise InvalidField("stream_options", "is only for streams")
+
+
+class ChatCompletionRequest(Generation):
+    """POST /v1/chat/completions."""
+
+    unsupported: ClassVar = {
+        **Generation.unsupported,
+        "add_generation_prompt": (True,),
+        "add_special_tokens": (False,),
+        "audio": (),
+        "chat_template": (),
+        "chat_template_kwargs": ({},),
+        "continue_final_message": (False,),
+        "documents": ([],),
+        "echo": (False,),
+        "function_call": ("none",),
+        "functions": ([],),
+        "modalities": (["text"],),
+        "prediction": (),
+        "reasoning_effort": ("none",),
+        "tool_choice": ("none", "auto"),
+        "tools": ([],),
+        "web_search_options": (),
+    }
+
+    messages: list[Message] = Field(json_schema_extra={"minItems": 1})
+    max_completion_tokens: Uint32 | None = Field(None, json_schema_extra={"minimum": 1})
+    logprobs: bool | None = None
+    top_logprobs: Uint32 | None = Field(None, json_schema_extra=bounds(0, intake.MAX_LOGPROBS))
+
+    def check(self) -> None:
+        """Raises InvalidField."""
+        super().check()
+        check_messages(self.messages)
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidField("top_logprobs", "needs logprobs: true")
+
+
+class CompletionRequest(Generation):
+    """POST /v1/completions."""
+
+    unsupported: ClassVar = {
+        **Generation.unsupported,
+        "add_special_tokens": (True,),
+        "echo": (False,),
+        "prompt_embeds": (),
+        "suffix": ("",),
+    }
+
+    prompt: Prompt
+    logprobs: Uint32 | None = Field(None, json_schema_extra=bounds(0, intake.MAX_LOGPROBS))
+
+
+class TokenizeRequest(Open):
+    """POST /tokenize: a text or a conversation."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [
+                {"required": ["prompt"], "properties": {"prompt": {"type": "string"}, "messages": {"type": "null"}}},
+                {"required": ["messages"], "properties": {"messages": {"type": "array"}, "prompt": {"type": "null"}}},
+            ]
+        }
+    )
+    unsupported: ClassVar = {
+        "add_generation_prompt": (True,),
+        "add_special_tokens": (True,),
+        "continue_final_message": (False,),
+        "tools": ([],),
+    }
+
+    model: Text = ""
+    prompt: Text | None = Field(None, json_schema_extra={"minLength": 1})
+    messages: list[Message] | None = Field(None, json_schema_extra={"minItems": 1})
+
+    def check(self) -> None:
+        """Raises InvalidField."""
+        self.check_extra()
+        check_messages(self.messages or [])
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidField("prompt", "or messages must be given, and not both")
+
+
+class DetokenizeRequest(Open):
+    """POST /detokenize."""
+
+    model: Text = ""
+    tokens: list[Uint32]
+
+
+def check_messages(messages: list[Message]) -> None:
+    """Raises InvalidField for a field that is misspelt or asks for what is not done."""
+    for index, message in enumerate(messages):
+        message.check_extra(f"messages[{index}].")
+        for number, part in enumerate(message.content):
+            part.check_extra(f"messages[{index}].content[{number}].")

@@ -1,0 +1,281 @@
+"""What callers get: OpenAI's answers, with what became of the extensions."""
+
+import time
+from collections.abc import Sequence
+from typing import Any, Literal, NotRequired
+
+from google.protobuf.json_format import MessageToDict
+from typing_extensions import TypedDict
+
+from protos.generation.v1 import generation_pb2 as pb
+from scheduler.tokenizer import Model
+
+# Stands for a probability of zero, which JSON has no logarithm of.
+LEAST_LOGPROB = -9999.0
+
+FinishReason = Literal["stop", "length"]
+_FINISH: dict[int, FinishReason] = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+
+
+class PromptTokensDetails(TypedDict):
+    """Where tokens came from: of the prompt, from the cache; of any, copied to the device from host memory or disk."""
+
+    cached_tokens: int
+    host_tokens: int
+    disk_tokens: int
+
+
+class Usage(TypedDict):
+    """Tokens of all choices together."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class Alternative(TypedDict):
+    """A token that could have been chosen. bytes: absent for a part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChosenToken(Alternative):
+    """A token of the output."""
+
+    top_logprobs: list[Alternative]
+
+
+class ChatLogprobs(TypedDict):
+    """One entry per token."""
+
+    content: list[ChosenToken]
+
+
+class CompletionLogprobs(TypedDict):
+    """One entry per token in each list."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class Receipt(TypedDict):
+    """What became of a wish: "ranges[0]", "decode" or "rule/<name>". duration: in seconds, null is without end."""
+
+    wish: str
+    outcome: Literal["granted", "clipped", "rejected", "unspecified"]
+    reason: str
+    priority: int
+    duration: float | None
+    num_blocks: int
+
+
+class HintOutcome(TypedDict):
+    """What became of a hint."""
+
+    action_id: str
+    outcome: Literal["accepted", "clipped", "deferred", "rejected", "missing", "unspecified"]
+    detail: str
+    num_blocks: int
+
+
+class Hints(TypedDict):
+    """What became of each."""
+
+    actions: list[HintOutcome]
+
+
+class Eviction(TypedDict):
+    """What was evicted. kept_mass: share of the scores that stayed; null without scores."""
+
+    policy: dict[str, object]
+    evicted_tokens: int
+    kept_mass: float | None
+    tainted: bool
+    most_tokens: int
+
+
+class AssistantMessage(TypedDict):
+    """The output."""
+
+    role: Literal["assistant"]
+    content: str
+
+
+class ChatChoice(TypedDict):
+    """One sample."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    eviction: NotRequired[Eviction]
+
+
+class CompletionChoice(TypedDict):
+    """One sample, or a piece of it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    eviction: NotRequired[Eviction]
+
+
+class Answer(TypedDict):
+    """What all answers begin with. retention and kv_hints: what became of the request's wishes."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    usage: NotRequired[Usage | None]
+    retention: NotRequired[list[Receipt]]
+    kv_hints: NotRequired[Hints]
+
+
+class ChatCompletion(Answer):
+    """Answer of /v1/chat/completions."""
+
+    choices: list[ChatChoice]
+
+
+class Completion(Answer):
+    """Answer of /v1/completions, and an event of its stream."""
+
+    choices: list[CompletionChoice]
+
+
+class ModelCard(TypedDict):
+    """The served model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(TypedDict):
+    """Answer of /v1/models."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Tokens(TypedDict):
+    """Answer of /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+
+
+class Prompt(TypedDict):
+    """Answer of /detokenize."""
+
+    prompt: str
+
+
+class Version(TypedDict):
+    """Answer of /version."""
+
+    version: str
+
+
+def model_card(model: Model, created: int) -> ModelCard:
+    """created: when this process began to serve it."""
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": created,
+        "owned_by": "kvkeep",
+        "max_model_len": model.max_tokens,
+    }
+
+
+def usage(usages: Sequence[pb.Usage]) -> Usage:
+    """Of all samples of a request."""
+    prompt, output = (sum(getattr(one, name) for one in usages) for name in ("prompt_tokens", "output_tokens"))
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+        "prompt_tokens_details": {
+            "cached_tokens": sum(one.cached_tokens for one in usages),
+            "host_tokens": sum(one.host_tokens for one in usages),
+            "disk_tokens": sum(one.disk_tokens for one in usages),
+        },
+    }
+
+
+def outcomes(answer: dict[str, Any], ended: pb.Usage) -> None:
+    """Adds what became of the request's wishes; only the first sample's usage has any."""
+    if ended.retention_receipts:
+        answer["retention"] = [_receipt(receipt) for receipt in ended.retention_receipts]
+    if ended.hint_answers:
+        answer["kv_hints"] = {"actions": [_hint(hint) for hint in ended.hint_answers]}
+
+
+def _receipt(receipt: pb.RetentionReceipt) -> Receipt:
+    lasts = receipt.retention_duration.ToNanoseconds() / 1e9 if receipt.HasField("retention_duration") else None
+    return {
+        "wish": receipt.wish,
+        "outcome": pb.Outcome.Name(receipt.outcome).removeprefix("OUTCOME_").lower(),  # type: ignore[typeddict-item]
+        "reason": receipt.reason,
+        "priority": receipt.retention_priority,
+        "duration": lasts,
+        "num_blocks": receipt.num_blocks,
+    }
+
+
+def _hint(hint: pb.HintAnswer) -> HintOutcome:
+    outcome = pb.HintOutcome.Name(hint.outcome).removeprefix("HINT_OUTCOME_").lower()
+    return {
+        "action_id": hint.action_id,
+        "outcome": outcome,  # type: ignore[typeddict-item]
+        "detail": hint.detail,
+        "num_blocks": hint.num_blocks,
+    }
+
+
+def eviction(report: pb.EvictionReport) -> Eviction:
+    """Names as in the request."""
+    policy = MessageToDict(report.policy, preserving_proto_field_name=True)
+    for part, name, prefix in (
+        (policy, "kind", "EVICTION_KIND_"),
+        (policy, "positions", "EVICTION_POSITIONS_"),
+        (policy.get("kvcrush", {}), "anchor", "KV_CRUSH_ANCHOR_"),
+    ):
+        if name in part:
+            part[name] = part[name].removeprefix(prefix).lower()
+    # 64 bits, which that function writes as a text.
+    policy["seed"] = report.policy.seed
+    return {
+        "policy": policy,
+        "evicted_tokens": report.evicted_tokens,
+        "kept_mass": report.kept_mass if report.HasField("kept_mass") else None,
+        "tainted": report.tainted,
+        "most_tokens": report.most_tokens,
+    }
+
+
+def alternative(model: Model, token_id: int, logprob: float) -> Alternative:
+    """A token and how likely it was."""
+    text = model.token_text(token_id)
+    whole = "\N{REPLACEMENT CHARACTER}" not in text
+    return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(text.encode()) if whole else None}
+
+
+def finish_reason(reason: int) -> FinishReason | None:
+    """Null while the sample goes on."""
+    return _FINISH.get(reason)
+
+
+def now() -> int:
+    """Seconds since 1970."""
+    return int(time.time())

@@ -1,0 +1,189 @@
+"""From OpenAI's requests to the message of the generation service, and its fields' names back."""
+
+from collections.abc import Iterable, Sequence
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.json_format import ParseDict, ParseError
+from google.protobuf.message import DecodeError
+
+from protos.generation.v1 import generation_pb2 as pb
+from protos.rpc.errors import InvalidField
+from scheduler.http.extensions import EvictionPolicy, KvHints, Retention
+from scheduler.http.requests import ChatCompletionRequest, CompletionRequest, Generation, Message, TokenizeRequest
+
+# OpenAI's default for completions; conversations go on as long as they fit.
+COMPLETION_TOKENS = 16
+# Of what a cache_control or a prompt_cache_retention keeps: above the usual 35, below what operators have left.
+CACHED_PRIORITY = 80
+# What joins the parts of a message, as in vLLM.
+PART_SEPARATOR = "\n"
+
+Names = Sequence[tuple[str, str]]
+
+NAMES: Names = (
+    ("sampling.", ""),
+    ("chat.messages", "messages"),
+    ("chat", "messages"),
+    ("token_ids.token_ids", "prompt"),
+    ("text", "prompt"),
+    ("token_ids", "tokens"),
+    ("cache.salt", "cache_salt"),
+    ("cache.retention_ranges", "retention.ranges"),
+    ("cache.decode_retention_", "retention.decode."),
+    ("cache.", ""),
+)
+
+
+def chat(request: ChatCompletionRequest) -> pb.StreamGenerateRequest:
+    """Raises InvalidField for what the message has no place for."""
+    request.check()
+    message = _generation(request)
+    message.chat.CopyFrom(conversation(request.messages))
+    limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    if limit is not None:
+        message.max_tokens = limit
+    if request.logprobs:
+        message.sampling.num_logprobs = request.top_logprobs or 0
+    return message
+
+
+def completion(request: CompletionRequest) -> pb.StreamGenerateRequest:
+    """Raises InvalidField for what the message has no place for."""
+    request.check()
+    message = _generation(request)
+    if isinstance(request.prompt, str):
+        message.text = request.prompt
+    else:
+        message.token_ids.token_ids.extend(request.prompt)
+    message.max_tokens = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+    if request.logprobs is not None:
+        message.sampling.num_logprobs = request.logprobs
+    return message
+
+
+def tokenize(request: TokenizeRequest) -> pb.StreamGenerateRequest:
+    """Only with what has to be encoded. Raises InvalidField."""
+    request.check()
+    if request.messages is not None:
+        return pb.StreamGenerateRequest(model=request.model, chat=conversation(request.messages))
+    return pb.StreamGenerateRequest(model=request.model, text=request.prompt)
+
+
+def names(request: Generation) -> Names:
+    """What the fields of the message are called in a request."""
+    is_chat = isinstance(request, ChatCompletionRequest)
+    own = [("sampling.num_logprobs", "top_logprobs" if is_chat else "logprobs")]
+    if isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None:
+        own.append(("max_tokens", "max_completion_tokens"))
+    if request.session_id is None:
+        own.append(("cache.session_id", "prompt_cache_key"))
+    if request.prompt_cache_retention is not None:
+        own.append(("cache.retention_ranges", "prompt_cache_retention"))
+    return (*own, *NAMES)
+
+
+def conversation(messages: Iterable[Message]) -> pb.ChatInput:
+    """Roles and texts, and where they are to stay cached up to."""
+    chat = pb.ChatInput()
+    for message in messages:
+        said = chat.messages.add(role=message.role, content=PART_SEPARATOR.join(part.text for part in message.content))
+        end = -len(PART_SEPARATOR)
+        for number, part in enumerate(message.content, 1):
+            end += len(PART_SEPARATOR) + len(part.text)
+            is_last = number == len(message.content)
+            if control := part.cache_control or (message.cache_control if is_last else None):
+                said.cache_breakpoints.add(
+                    content_end=end,
+                    retention_priority=CACHED_PRIORITY,
+                    retention_duration=duration(control.ttl),
+                )
+    return chat
+
+
+def _generation(request: Generation) -> pb.StreamGenerateRequest:
+    """What both endpoints have in common."""
+    message = pb.StreamGenerateRequest(
+        request_id=request.request_id,
+        model=request.model,
+        sampling=_sampling(request),
+        stop=request.stop,
+        stop_token_ids=request.stop_token_ids,
+        ignore_eos=request.ignore_eos,
+        priority=request.priority,
+        n=request.n,
+        cache=_cache(request),
+    )
+    if request.eviction_policy is not None:
+        message.eviction_policy.CopyFrom(_policy(request.eviction_policy))
+    return message
+
+
+def _sampling(request: Generation) -> pb.SamplingParams:
+    return pb.SamplingParams(
+        # Absent is greedy for the service, and 1 for OpenAI's callers.
+        temperature=1.0 if request.temperature is None else request.temperature,
+        top_k=max(request.top_k or 0, 0),
+        top_p=request.top_p,
+        min_p=request.min_p,
+        repetition_penalty=request.repetition_penalty,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        seed=None if request.seed is None else request.seed % (1 << 64),
+    )
+
+
+def _cache(request: Generation) -> pb.CacheOptions:
+    cache = pb.CacheOptions(
+        salt=request.cache_salt,
+        session_id=request.prompt_cache_key if request.session_id is None else request.session_id,
+    )
+    if request.retention is not None:
+        _retain(cache, request.retention)
+    if request.prompt_cache_retention is not None:
+        if request.retention is not None:
+            raise InvalidField("prompt_cache_retention", "cannot be given together with retention")
+        lasts = duration(request.prompt_cache_retention)
+        cache.retention_ranges.add(start=0, retention_priority=CACHED_PRIORITY, retention_duration=lasts)
+        cache.decode_retention_priority = CACHED_PRIORITY
+        cache.decode_retention_duration.CopyFrom(lasts)
+    if request.kv_hints is not None:
+        cache.kv_hints.CopyFrom(_hints(request.kv_hints))
+    return cache
+
+
+def _retain(cache: pb.CacheOptions, retention: Retention) -> None:
+    for wish in retention.ranges:
+        cache.retention_ranges.add(
+            start=wish.start,
+            end=wish.end,
+            retention_priority=wish.priority,
+            retention_duration=None if wish.duration is None else duration(wish.duration),
+        )
+    if retention.decode is not None:
+        cache.decode_retention_priority = retention.decode.priority
+        if retention.decode.duration is not None:
+            cache.decode_retention_duration.CopyFrom(duration(retention.decode.duration))
+
+
+def _policy(policy: EvictionPolicy) -> pb.EvictionPolicy:
+    """The fields have the same names."""
+    return pb.EvictionPolicy(**policy.model_dump(exclude_none=True))
+
+
+def _hints(hints: KvHints) -> pb.KvHints:
+    """The fields have the same names. Raises InvalidField for payloads that are nested too deeply for a message."""
+    try:
+        message = ParseDict(hints.model_dump(), pb.KvHints())
+        # In a place as deep as where it will be read.
+        pb.StreamGenerateRequest.FromString(
+            pb.StreamGenerateRequest(cache=pb.CacheOptions(kv_hints=message)).SerializeToString()
+        )
+    except (ParseError, DecodeError, RecursionError, UnicodeError, OverflowError) as error:
+        raise InvalidField("kv_hints.actions", "have a payload that no message holds") from error
+    return message
+
+
+def duration(seconds: float) -> Duration:
+    """As a message."""
+    whole = int(seconds)
+    return Duration(seconds=whole, nanos=int((seconds - whole) * 1e9))

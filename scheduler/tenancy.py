@@ -1,0 +1,25 @@
+"""What a caller's token makes of the names in its request: those of its tenant, which nobody else can give."""
+
+from protos.generation.v1 import generation_pb2 as pb
+from protos.rpc.identity import Identity, PermissionDeniedError
+
+
+def bind(identity: Identity | None, cache: pb.CacheOptions) -> str:
+    """Puts salt, session and tenant of the caller in the place of those given; returns the tenant, empty for none.
+
+    Raises InvalidField and PermissionDeniedError.
+    """
+    if identity is None or not identity.tenant:
+        return cache.tenant_id
+    if cache.HasField("tenant_id") and cache.tenant_id != identity.tenant:
+        raise PermissionDeniedError(
+            "the token is that of another tenant", fields={"cache.tenant_id": "is not the tenant of the token"}
+        )
+    salt = identity.bound_salt(cache.salt if cache.HasField("salt") else None)
+    session = identity.bound_name(cache.session_id, "cache.session_id") if cache.HasField("session_id") else None
+    cache.tenant_id = identity.tenant
+    if salt is not None:
+        cache.salt = salt
+    if session is not None:
+        cache.session_id = session
+    return identity.tenant

@@ -1,0 +1,78 @@
+"""Memory of every process while nothing but requests happens."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Sequence
+
+import psutil
+
+from cachemgr.api import ManagerConfig
+from tests.bench.driver import prompt
+from tests.bench.manager_rpc import BLOCK, Client
+from tests.chaos.run import Act, Scene
+from tests.chaos.stage import PROCESSES
+
+MB = 1e6
+LOOK_SECONDS = 5.0
+# Pools, allocators and what is kept of the past within bounds fill up first.
+WARM_UP_SECONDS = 300.0
+# Of the time behind it, what the first and the last part are compared of.
+PART = 0.2
+GROWTH = 0.02
+# Events that the cache manager keeps, and blocks of the prompts that make them: each comes and goes.
+EVENTS = ManagerConfig().event_history
+PROMPT_BLOCKS = 512
+CALL_SECONDS = 10
+
+
+def fill_history(address: str) -> None:
+    """Blocks come and go until the cache manager's events are as many as it keeps: a real load takes hours for that."""
+    client = Client(address, 2 * PROMPT_BLOCKS)
+    try:
+        for number in range(EVENTS // (2 * PROMPT_BLOCKS) + 3):
+            tokens = prompt(number, PROMPT_BLOCKS * BLOCK)
+            admitted = client.stub.AdmitSequence(client.admission(f"filler-{number}", tokens), timeout=CALL_SECONDS)
+            handles = [admitted.sequence_handle]
+            columns = {"computed_tokens": [len(tokens)], "new_token_counts": [0], "released_handles": handles}
+            client.stub.SyncSequences(client.progress(number + 1, handles=handles, **columns), timeout=CALL_SECONDS)
+    finally:
+        client.close()
+
+
+def watch_memory(seconds: float) -> Act:
+    """For so long; short runs warm up for a third of their time."""
+
+    async def act(scene: Scene) -> None:
+        await asyncio.to_thread(fill_history, scene.stage.stack.cachemgr)
+        seen: dict[str, list[float]] = {name: [] for name in PROCESSES}
+        begin = time.monotonic()
+        warm_up = min(WARM_UP_SECONDS, seconds / 3)
+        while time.monotonic() < begin + seconds:
+            await asyncio.sleep(LOOK_SECONDS)
+            resident = {name: _resident(scene.stage.pid(name)) for name in PROCESSES}
+            scene.tell("  ".join(f"{name} {value:.1f} MB" for name, value in resident.items()))
+            if time.monotonic() > begin + warm_up:
+                for name, value in resident.items():
+                    seen[name].append(value)
+        for name, values in seen.items():
+            change = change_of(values)
+            scene.report.figures[f"memory of {name}, MB"] = values[-1]
+            scene.report.figures[f"change of {name}, %"] = 100 * change
+            if abs(change) > GROWTH:
+                scene.report.faults.append(f"memory of {name} changed by {change:.1%} behind the warm-up")
+
+    return act
+
+
+def change_of(values: Sequence[float]) -> float:
+    """From the first to the last part of the values, as a share."""
+    part = max(1, int(PART * len(values)))
+    first, last = statistics.median(values[:part]), statistics.median(values[-part:])
+    return last / first - 1
+
+
+def _resident(pid: int) -> float:
+    return psutil.Process(pid).memory_info().rss / MB

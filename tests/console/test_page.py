@@ -1,0 +1,163 @@
+"""The page in a headless browser: it shows what is there, by keyboard too, and asks no other host for anything."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from playwright.async_api import Browser, Page, async_playwright, expect
+
+from protos.rpc.guard import Guard
+from protos.rpc.identity import Role
+from tests.bench.driver import CONFIG, Driver
+from tests.console.conftest import CHROMIUM, SECRET, Console, fill, serve
+from tests.support.keyring import Keyring
+
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH: apt-get install chromium"),
+    # One browser for all.
+    pytest.mark.asyncio(loop_scope="module"),
+]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def browser() -> AsyncIterator[Browser]:
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        await browser.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def console() -> AsyncIterator[Console]:
+    driver = small()
+    server, console = await serve(driver)
+    yield console
+    await server.stop()
+
+
+def small() -> Driver:
+    driver = Driver(200, config=replace(CONFIG, ghost_sample=200))
+    fill(driver)
+    return driver
+
+
+@asynccontextmanager
+async def opened(browser: Browser, console: Console, **options: object) -> AsyncIterator[Page]:
+    """The page, which must say nothing on its console and go nowhere else."""
+    problems: list[str] = []
+    context = await browser.new_context(viewport={"width": 1280, "height": 1000}, **options)  # type: ignore[arg-type]
+    page = await context.new_page()
+    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("request", lambda to: problems.append(to.url) if not to.url.startswith(console.url) else None)
+    await page.goto(console.url)
+    yield page
+    await context.close()
+    assert [problem for problem in problems if "401" not in problem] == []
+
+
+async def colours(page: Page) -> int:
+    """Different colours in the map."""
+    script = """() => {
+        const map = document.getElementById("map");
+        const data = map.getContext("2d").getImageData(0, 0, map.width, map.height).data;
+        return new Set(new Uint32Array(data.buffer)).size;
+    }"""
+    return int(await page.evaluate(script))
+
+
+async def test_the_page_shows_all_of_it(browser: Browser, console: Console) -> None:
+    async with opened(browser, console) as page:
+        await expect(page.locator("body")).to_have_attribute("data-loaded", "yes")
+        used = console.driver.pool.used_blocks
+        await expect(page.locator("#map-count")).to_contain_text(f"{used} in use")
+        await expect(page.locator("#gauges")).to_contain_text("prompt tokens")
+        for name, text in {
+            "tenants": "globex",
+            "leases": "session/s1",
+            "events": "stored",
+            "tree": "found 3",
+            "ghosts-text": "are followed",
+        }.items():
+            await expect(page.locator(f"#{name}")).to_contain_text(text)
+        await expect(page.locator("#leases")).to_contain_text("5 min")
+        await expect(page.locator("#tenants")).to_contain_text("at most 100")
+        assert str(SECRET)[:7] not in (await page.content()).replace(",", "")
+
+
+async def test_the_map_is_coloured_and_walked_by_keyboard(browser: Browser, console: Console) -> None:
+    async with opened(browser, console) as page:
+        await expect(page.locator("body")).to_have_attribute("data-loaded", "yes")
+        await page.keyboard.press("2")
+        await expect(page.get_by_role("radio", name="Tenant")).to_have_attribute("aria-checked", "true")
+        await expect(page.locator("#legend")).to_contain_text("acme")
+        assert await colours(page) >= 4
+        await page.locator("#map").focus()
+        for key in ("Home", "ArrowRight"):
+            await page.keyboard.press(key)
+        await expect(page.locator("#block")).to_contain_text("Slot 2, device")
+        await page.keyboard.press("End")
+        await expect(page.locator("#block")).to_contain_text("Slot 200: empty")
+
+
+async def test_the_tree_opens_and_closes_by_keyboard(browser: Browser, console: Console) -> None:
+    async with opened(browser, console) as page:
+        rows = page.get_by_role("treeitem")
+        await expect(rows).to_have_count(3)
+        await rows.first.focus()
+        await page.keyboard.press("ArrowRight")
+        await expect(rows.first).to_have_attribute("aria-expanded", "true")
+        assert await rows.count() > 3
+        await page.keyboard.press("ArrowDown")
+        await expect(rows.nth(1)).to_be_focused()
+        await page.keyboard.press("ArrowUp")
+        await page.keyboard.press("ArrowLeft")
+        await expect(rows).to_have_count(3)
+
+
+async def test_dark_mode_follows_the_system_and_the_key(browser: Browser, console: Console) -> None:
+    async with opened(browser, console, color_scheme="dark") as page:
+        root = page.locator("html")
+        await expect(root).to_have_attribute("data-theme", "dark")
+        await page.keyboard.press("t")
+        await expect(root).to_have_attribute("data-theme", "light")
+        await page.reload()
+        await expect(root).to_have_attribute("data-theme", "light")
+
+
+async def test_events_arrive_and_what_is_new_is_shown(browser: Browser, console: Console) -> None:
+    async with opened(browser, console) as page:
+        await expect(page.locator("body")).to_have_attribute("data-loaded", "yes")
+        console.driver.cache("late", list(range(5_000, 5_100)), salt="initech", tenant_id="initech")
+        await expect(page.locator("#tenants")).to_contain_text("initech", timeout=30_000)
+        await expect(page.locator("#events")).to_contain_text(f"{console.driver.manager.last_event:,}")
+
+
+async def test_a_pool_of_100_000_blocks_is_shown(browser: Browser) -> None:
+    driver = Driver(100_000)
+    fill(driver)
+    for number in range(100):
+        driver.cache(f"long {number}", range(10_000 * number, 10_000 * number + 9_000))
+    server, console = await serve(driver)
+    async with opened(browser, console) as page:
+        await expect(page.locator("body")).to_have_attribute("data-loaded", "yes", timeout=60_000)
+        await expect(page.locator("#map-count")).to_contain_text(f"{driver.pool.cached_blocks:,} cached")
+        await page.locator("#map").focus()
+        await page.keyboard.press("End")
+        await expect(page.locator("#block")).to_contain_text("Slot 100000: empty")
+    await server.stop()
+
+
+async def test_a_token_is_asked_for_where_one_is_needed(browser: Browser, tmp_path: Path) -> None:
+    keys = Keyring(tmp_path)
+    token = keys.add(Role.VIEWER).token()
+    driver = small()
+    server, console = await serve(driver, Guard(keys.file, None))
+    async with opened(browser, console) as page:
+        await page.get_by_label("asks for a token").fill(token)
+        await page.get_by_role("button", name="Show the cache").click()
+        await expect(page.locator("#tenants")).to_contain_text("globex")
+    await server.stop()

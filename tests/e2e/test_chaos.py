@@ -1,0 +1,27 @@
+"""Everything dies, pauses and fails under load, and no request is lost: the short form of `make chaos`."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.chaos import plans
+from tests.chaos.run import run
+
+SECONDS = 90.0
+SEED = 4
+
+
+def tell(line: str) -> None:
+    """Shown when the test fails."""
+    print(line, flush=True)
+
+
+@pytest.mark.model
+@pytest.mark.timeout(600)
+async def test_whatever_dies_every_request_ends_as_it_must_and_no_block_is_lost() -> None:
+    report = await run(plans.make("mixed", SEED, SECONDS), SEED, tell)
+    print(report.text())
+    assert report.faults == []
+    assert report.tally.endings["exact"] > 0
+    deaths = {f"kill {name}" for name in ("cachemgr", "executor", "scheduler", "redis")}
+    assert deaths <= report.disturbances.keys()

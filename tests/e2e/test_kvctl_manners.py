@@ -1,0 +1,223 @@
+"""How kvctl behaves, whatever the verb: statuses, errors in a line, questions, pipes, help and completion."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import typer
+
+from kvctl.app import app
+from tests.stack import Stack
+from tests.support.kvctl import Kvctl, command, environment
+
+PROMPT = ("--tokens", "1,2,3")
+# A line for every verb that calls a service.
+LINES: dict[str, tuple[str, ...]] = {
+    "ping": (),
+    "pools": (),
+    "sequences": (),
+    "prefixes": (),
+    "blocks": (),
+    "leases": (),
+    "holds": (),
+    "explain": PROMPT,
+    "describe": (),
+    "state": (),
+    "fsck": (),
+    "pin": (*PROMPT, "--for", "1h"),
+    "unpin": ("pin-1", "--yes"),
+    "retain": (*PROMPT, "--priority", "80"),
+    "evict": ("--all", "--yes"),
+    "forget": ("--salt", "x", "--yes"),
+    "drain": ("--yes",),
+    "watch": (),
+    "top": ("--once",),
+    "limits": ("--mode", "gen_length", "--csv", "/dev/null"),
+    "rules list": (),
+    "rules set": ("acme", "--no-store"),
+    "rules delete": ("acme", "--yes"),
+    "quota list": (),
+    "quota set": ("--salt", "x"),
+    "quota delete": ("--salt", "x", "--yes"),
+}
+DESTRUCTIVE = ("unpin", "evict", "forget", "drain", "rules delete", "quota delete")
+NOWHERE = ("KVCTL_SERVER", "KVKEEP_SCHEDULER_ADDRESS", "KVKEEP_CACHEMGR_ADDRESS", "KVKEEP_EXECUTOR_ADDRESS")
+
+pytestmark = pytest.mark.model
+
+
+@pytest.fixture
+def kvctl(stack: Stack, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Kvctl:
+    return Kvctl(stack, capfd, monkeypatch)
+
+
+def verbs(group: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every verb by its name, with those of groups behind the group's."""
+    for name, one in group.commands.items():
+        if hasattr(one, "commands"):
+            yield from verbs(one, f"{path}{name} ")
+        else:
+            yield f"{path}{name}", one
+
+
+VERBS = dict(verbs(typer.main.get_command(app)))
+
+
+def kept(kvctl: Kvctl) -> tuple[Any, ...]:
+    """What a dry run must leave as it was: rules, quotas, and which blocks are cached."""
+    [rule] = kvctl.data("rules", "list")["rules"]
+    [quota] = kvctl.data("quota", "list")["quotas"]
+    return rule, quota["quota"], {block["key"] for block in kvctl.data("blocks")["blocks"]}
+
+
+def test_no_verb_is_left_out() -> None:
+    assert set(LINES) == set(VERBS) - {"replay"}
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_every_verb_helps_with_an_example_of_itself(kvctl: Kvctl, name: str) -> None:
+    said = kvctl.text(*name.split(), "--help")
+    assert f"Example: kvctl {name}" in " ".join(said.split())
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_a_server_that_is_not_there_is_said_in_a_line(kvctl: Kvctl, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    for variable in NOWHERE:
+        monkeypatch.setenv(variable, "unix:/nowhere")
+    done = kvctl.run(*name.split(), *LINES[name])
+    assert done.status == 3, done
+    if name == "ping":
+        assert done.out.count("no answer") == 4
+    else:
+        assert done.out == ""
+        assert done.err.startswith("error: no answer at unix:/nowhere")
+        assert done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "status", "named"),
+    [
+        (("pools", "--page"), 2, "--page"),
+        (("pools", "-o", "xml"), 2, "xml"),
+        (("nothing",), 2, "nothing"),
+        (("pools", "--timeout", "0"), 2, "--timeout"),
+        (("explain", "--tokens", "1,x"), 2, "--tokens"),
+        (("explain", "--tokens", "1", "--text", "x"), 2, "--text"),
+        (("explain",), 2, "--tokens"),
+        (("explain", "--file", "/nowhere"), 2, "--file"),
+        (("explain", "--text", ""), 2, "text"),
+        (("explain", *PROMPT, "--group", "9"), 2, "group"),
+        (("explain", "--sequence", "nobody"), 4, "nobody"),
+        (("blocks", "--tier", "tape"), 2, "--tier"),
+        (("blocks", "--pool", "nowhere/0"), 4, "nowhere/0"),
+        (("pin", *PROMPT, "--for", "5"), 2, "--for"),
+        (("pin", *PROMPT, "--for", "0s"), 2, "duration"),
+        (("pin", "--for", "5s"), 2, "--tokens"),
+        (("unpin", "pin-x", "--yes"), 4, "pin-x"),
+        (("evict", "--yes"), 2, "--all"),
+        (("evict", "--all", "--salt", "x", "--yes"), 2, "--all"),
+        (("forget", "--yes"), 2, "--salt"),
+        (("forget", "--session", "x", "--salt", "x"), 2, "--salt"),
+        (("rules", "set", "a b", "--no-store"), 2, "rule.name"),
+        (("rules", "set", "x", "-f", "/dev/null"), 2, "--rule-file"),
+        (("rules", "delete", "nobody", "--yes"), 4, "nobody"),
+        (("quota", "set", "--salt", "x", "--tenant", "y"), 2, "--tenant"),
+        (("quota", "delete", "--salt", "x", "--yes"), 4, "salt x"),
+        (("describe", "thing", "x"), 2, "thing"),
+        (("describe", "pool"), 2, "NAME"),
+        (("watch", "--after", "99999999"), 4, "after_event_number"),
+        (("replay", "/nowhere"), 2, "/nowhere"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line_that_names_it(
+    kvctl: Kvctl, line: tuple[str, ...], status: int, named: str
+) -> None:
+    done = kvctl.run(*line)
+    assert (done.status, done.out) == (status, ""), done
+    assert done.err.startswith("error: ")
+    assert done.err.count("\n") == 1
+    assert named in done.err
+
+
+@pytest.mark.parametrize("name", DESTRUCTIVE)
+def test_what_destroys_wants_a_yes_and_can_be_tried(kvctl: Kvctl, name: str) -> None:
+    options = {option for param in VERBS[name].params for option in param.opts}
+    assert {"--dry-run", "--yes"} <= options
+    assert kvctl.run("rules", "set", "acme", "--no-store").status == 0
+    assert kvctl.run("quota", "set", "--salt", "x").status == 0
+    before = kept(kvctl)
+    line = [one for one in LINES[name] if one != "--yes"]
+    done = kvctl.run(*name.split(), *line)
+    # A pin that is not there is not asked about.
+    assert done.status == (4 if name == "unpin" else 2), done
+    assert done.err == ("error: there is no hold 'pin-1'\n" if name == "unpin" else
+                        "error: Invalid value for --yes: is needed where nobody can be asked\n")  # fmt: skip
+    assert kvctl.run(*name.split(), *line, "--dry-run").status == (4 if name == "unpin" else 0)
+    assert kept(kvctl) == before
+    assert kvctl.run("ping").status == 0
+    assert kvctl.run("rules", "delete", "acme", "--yes").status == 0
+    assert kvctl.run("quota", "delete", "--salt", "x", "--yes").status == 0
+
+
+@pytest.mark.parametrize(("answer", "status", "left"), [("n", 4, 1), ("y", 0, 0)])
+def test_a_terminal_is_asked(stack: Stack, kvctl: Kvctl, answer: str, status: int, left: int) -> None:
+    assert kvctl.run("rules", "set", "asked", "--no-store").status == 0
+    controller, terminal = pty.openpty()
+    with subprocess.Popen(
+        command("rules", "delete", "asked"), stdin=terminal, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env=environment(stack),
+    ) as process:  # fmt: skip
+        os.close(terminal)
+        os.write(controller, f"{answer}\n".encode())
+        out, err = process.communicate(timeout=60)
+    os.close(controller)
+    assert process.returncode == status
+    assert b"Delete rule asked and end 0 leases?" in err
+    assert (b"deleted" in out) == (status == 0)
+    assert (b"not confirmed: nothing was changed" in err) == (status == 4)
+    assert len(kvctl.data("rules", "list")["rules"]) == left
+    if left:
+        assert kvctl.run("rules", "delete", "asked", "--yes").status == 0
+
+
+def test_a_reader_that_goes_away_is_no_error(stack: Stack) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command("pools"), stdout=writer, stderr=subprocess.PIPE, env=environment(stack), check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_a_shell_completes_verbs_and_options(stack: Stack) -> None:
+    def complete(words: str) -> set[str]:
+        shell = environment(stack) | {
+            "_KVCTL_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" ")),
+        }  # fmt: skip
+        done = subprocess.run(command(), capture_output=True, text=True, env=shell, check=False)
+        return set(done.stdout.split())
+
+    assert complete("kvctl qu") == {"quota"}
+    assert {"list", "set", "delete"} == complete("kvctl rules ")
+    assert {"table", "wide", "json", "yaml"} <= complete("kvctl pools --output ")
+
+
+def test_the_statuses_are_listed_by_the_help(kvctl: Kvctl) -> None:
+    for line in ((), ("--help",)):
+        said = " ".join(kvctl.text(*line).split())
+        for status in ("0 done", "1 something wrong", "2 wrong usage", "3 a service cannot", "4 refused", "130 interr"):
+            assert status in said
+
+
+def test_salts_that_callers_choose_do_not_steer_the_terminal(kvctl: Kvctl) -> None:
+    with contextlib.ExitStack() as undo:
+        undo.callback(kvctl.run, "quota", "delete", "--salt", "\x1b[31mred\n", "--yes")
+        assert kvctl.run("quota", "set", "--salt", "\x1b[31mred\n").status == 0
+        shown = kvctl.text("quota", "list")
+    assert "\\u001b[31mred\\u000a" in shown
+    assert "\x1b" not in shown

@@ -1,0 +1,97 @@
+"""Blocks in host memory and on disk through the whole stack: they come back, also after a death, and never wrong."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.test_no_leak import settle
+from tests.stack import Stack, free_address, metrics
+from tests.support.generation import Output, generate_all, greedy_request
+
+PROMPT, OUTPUT, PROMPTS = 161, 8, 6
+# Room for one prompt and little more.
+POOL = 256
+BLOCK_BYTES = 1 << 20
+
+
+def prompt_of(number: int) -> list[int]:
+    rng = random.Random(number)
+    return [rng.randrange(1000, 40_000) for _ in range(PROMPT)]
+
+
+async def run(stack: Stack, number: int) -> Output:
+    """One prompt by itself."""
+    requests = [greedy_request(prompt_of(number), OUTPUT)]
+    [output] = await generate_all(stack.scheduler, requests, concurrency=1, seconds=120)
+    return output
+
+
+def tiers(folder: Path, *, host: int = 0, disk: int = 0) -> dict[str, object]:
+    """Settings of a stack with so many blocks or fewer in each tier."""
+    return {
+        "executor_max_tokens": POOL,
+        "executor_host_cache_dir": folder / "host",
+        "executor_disk_cache_dir": folder / "disk",
+        "executor_host_cache_size": host * BLOCK_BYTES,
+        "executor_disk_cache_size": disk * BLOCK_BYTES,
+    }
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(("host", "disk"), [(0, 128), (8, 128)], ids=["disk", "both"])
+async def test_what_the_device_has_no_room_for_comes_back_as_it_was(tmp_path: Path, host: int, disk: int) -> None:
+    with Stack(**tiers(tmp_path, host=host, disk=disk)) as stack:
+        first = [await run(stack, number) for number in range(PROMPTS)]
+        second = [await run(stack, number) for number in range(PROMPTS)]
+        assert [one.token_ids for one in second] == [one.token_ids for one in first]
+        assert all(one.usage.cached_tokens == PROMPT - 1 for one in second)
+        moved = [one.usage.host_tokens + one.usage.disk_tokens for one in second]
+        assert sum(moved) > PROMPTS * PROMPT // 2
+        if not host:
+            assert not any(one.usage.host_tokens for one in second)
+        assert not (await settle(stack.admin)).violations
+
+
+@pytest.fixture(scope="module")
+def with_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stack, Path]]:
+    """A stack with a host tier, and the file that this lies in."""
+    folder = tmp_path_factory.mktemp("tiers")
+    with Stack(**tiers(folder, host=128), executor_metrics_address=free_address()) as stack:
+        (file,) = (path for path in (folder / "host").iterdir() if path.stat().st_size > BLOCK_BYTES)
+        yield stack, file
+
+
+@pytest.mark.model
+async def test_the_host_tier_outlives_the_executor(with_host: tuple[Stack, Path]) -> None:
+    stack, _ = with_host
+    first = [await run(stack, number) for number in range(PROMPTS)]
+    stack.kill("executor")
+    stack.start("executor")
+    stack.wait_until_serving("executor")
+    second = [await run(stack, number) for number in range(PROMPTS)]
+    assert [one.token_ids for one in second] == [one.token_ids for one in first]
+    # But for the last one's, which may have died before it had a copy.
+    assert all(one.usage.host_tokens > PROMPT // 2 for one in second[: PROMPTS - 1])
+    assert not (await settle(stack.admin)).violations
+
+
+@pytest.mark.model
+async def test_flipped_bytes_are_computed_anew_and_counted(with_host: tuple[Stack, Path]) -> None:
+    stack, file = with_host
+    first = [await run(stack, number) for number in range(PROMPTS)]
+    with file.open("r+b") as bytes_of_blocks:
+        for place in range(BLOCK_BYTES // 2, file.stat().st_size, BLOCK_BYTES // 4):
+            bytes_of_blocks.seek(place)
+            (byte,) = bytes_of_blocks.read(1)
+            bytes_of_blocks.seek(place)
+            bytes_of_blocks.write(bytes([byte ^ 1]))
+    second = [await run(stack, number) for number in range(PROMPTS)]
+    assert [one.token_ids for one in second] == [one.token_ids for one in first]
+    assert "copies failed" in stack.log_path("executor").read_text()
+    counted = {name: value for name, _, value in metrics(stack.executor_metrics)}
+    assert counted["kvkeep_executor_checksum_mismatches_total"] > 0
+    assert not (await settle(stack.admin)).violations

@@ -1,0 +1,100 @@
+"""Images and compose files: the linter and docker-compose take them, and processes understand what they are told."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.stack import ROOT
+from tests.support.deployed import CLASSES, Secrets, shortest_stop, understood
+from tests.support.names import SETTINGS, settings_in
+
+FOLDER = ROOT / "ops/deploy"
+DOCKERFILE = FOLDER / "docker/Dockerfile"
+TOOLS = Path(sys.executable).parent
+OVERLAYS = ("plain", "gpu", "tls")
+SECRETS = Path("/run/secrets")
+
+
+def tool(name: str, *arguments: str | Path) -> str:
+    if not (TOOLS / name).exists():
+        pytest.skip(f"there is no {name} in this environment")
+    done = subprocess.run([TOOLS / name, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def composed(overlay: str) -> dict[str, Any]:
+    """The whole configuration as docker-compose understands it."""
+    files = ["compose.yaml"] + ([f"compose.{overlay}.yaml"] if overlay != "plain" else [])
+    options = [option for file in files for option in ("--file", FOLDER / "compose" / file)]
+    result: dict[str, Any] = json.loads(tool("docker-compose", *options, "config", "--format", "json"))
+    return result
+
+
+def seconds(text: str) -> float:
+    """A duration such as 1m30s."""
+    return sum(float(n) * {"h": 3600, "m": 60, "s": 1}[unit] for n, unit in re.findall(r"([\d.]+)([hms])", text))
+
+
+def test_linter_finds_nothing_in_the_dockerfile() -> None:
+    tool("hadolint", DOCKERFILE)
+
+
+def test_every_setting_is_one() -> None:
+    for path in (DOCKERFILE, FOLDER / "README.md", *FOLDER.glob("compose/*.yaml")):
+        assert settings_in(path.read_text()) <= SETTINGS, path
+
+
+def test_what_images_are_built_of_is_sent_to_the_builder() -> None:
+    sent = {line[1:] for line in (FOLDER / "docker/Dockerfile.dockerignore").read_text().splitlines() if line[0] == "!"}
+    copied: set[str] = set()
+    for line in re.findall(r"^COPY (.*) \S+$", DOCKERFILE.read_text(), flags=re.MULTILINE):
+        copied |= set(line.split())
+    assert copied == sent
+    assert all((ROOT / name).exists() for name in copied)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_processes_understand_what_compose_tells_them(overlay: str, tmp_path: Path) -> None:
+    services = composed(overlay)["services"]
+    for process in CLASSES:
+        service = services[process]
+        Secrets(tmp_path / process, {one["target"].split("-")[-1]: one["target"] for one in service.get("secrets", ())})
+        environment = {
+            name: value.replace(str(SECRETS), str(tmp_path / process)) for name, value in service["environment"].items()
+        }
+        settings = understood(process, environment)
+        assert settings.security.serves_tls is (overlay == "tls")
+        assert settings.insecure is (overlay != "tls")
+        assert seconds(service["stop_grace_period"]) >= shortest_stop(settings)
+        target = service["build"]["target"]
+        assert f" AS {target}\n" in DOCKERFILE.read_text()
+        assert service["read_only"] is True
+        assert service["cap_drop"] == ["ALL"]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_only_the_scheduler_is_open_to_other_machines(overlay: str) -> None:
+    whole = composed(overlay)
+    opened = {
+        (name, port["target"])
+        for name, service in whole["services"].items()
+        for port in service.get("ports", ())
+        if port.get("host_ip") != "127.0.0.1"
+    }
+    assert opened == ({("scheduler", 8000), ("scheduler", 50051)} if overlay == "tls" else set())
+    assert whole["networks"]["inside"]["internal"] is True
+    for name in ("redis", "cachemgr", "prometheus"):
+        assert list(whole["services"][name]["networks"]) == ["inside"]
+
+
+def test_files_that_compose_mounts_are_there() -> None:
+    for service in composed("plain")["services"].values():
+        for volume in service.get("volumes", ()):
+            if volume["type"] == "bind":
+                assert Path(volume["source"]).exists(), volume

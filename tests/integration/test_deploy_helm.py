@@ -1,0 +1,152 @@
+"""The chart: Helm's own library takes it, Kubernetes' schemas what it renders, and processes what they are told."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import helm_python as helm
+import kubernetes_validate
+import pytest
+import yaml
+
+from tests.stack import ROOT
+from tests.support.deployed import CLASSES, Secrets, shortest_stop, understood
+from tests.support.names import SETTINGS, settings_in
+
+CHART = ROOT / "ops/deploy/helm/kvkeep"
+# The oldest that the chart says, and a late one.
+KUBERNETES = ("1.27", "1.37")
+VALUES: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "without TLS": {"tls": {"enabled": False}, "tokens": {"enabled": False}, "insecure": True},
+    "GPUs": {"executor": {"replicas": 3, "gpus": 2, "diskCacheSize": "100Gi", "storage": {"size": "200Gi"}}},
+    "Redis elsewhere": {"redis": {"bundled": False, "url": "redis://elsewhere:6379/1"}},
+    "Redis with a password": {"redis": {"bundled": False, "urlSecret": "redis"}},
+    "slow to stop": {"cachemgr": {"drainSeconds": 100}, "scheduler": {"drainSeconds": 200}},
+    "watched": {"monitoring": {"serviceMonitor": True, "prometheusRule": True, "dashboards": True}},
+}
+Manifest = dict[str, Any]
+
+
+def render(values: dict[str, Any]) -> list[Manifest]:
+    with helm.Chart.load(str(CHART)) as chart:
+        files = chart.render(values, name="demo", namespace="models")
+    texts = (text for name, text in files.items() if name.endswith(".yaml"))
+    return [manifest for text in texts for manifest in yaml.safe_load_all(text) if manifest]
+
+
+def pods(manifests: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
+    """Of each process that is started: which it is, and its pod."""
+    for manifest in manifests:
+        if manifest["kind"] in ("Deployment", "StatefulSet"):
+            template = manifest["spec"]["template"]
+            yield template["metadata"]["labels"]["app.kubernetes.io/component"], template["spec"]
+
+
+def named(manifests: list[Manifest], kind: str, name: str) -> Manifest:
+    (found,) = (one for one in manifests if one["kind"] == kind and one["metadata"]["name"] == f"demo-kvkeep-{name}")
+    return found
+
+
+def test_helm_finds_nothing_to_complain_of() -> None:
+    found = helm.lint(str(CHART))
+    assert found["errors"] == []
+    # Nothing but a picture that nobody has drawn.
+    assert [message["error"] for message in found["messages"]] == ["icon is recommended"]
+
+
+@pytest.mark.parametrize("version", KUBERNETES)
+def test_kubernetes_takes_what_is_rendered(version: str) -> None:
+    # Most are the same in all cases, and looking at one takes long.
+    manifests = {json.dumps(manifest): manifest for values in VALUES.values() for manifest in render(values)}
+    assert len(manifests) > 20
+    for manifest in manifests.values():
+        # Those of Prometheus' operator are in no schema of Kubernetes.
+        if not manifest["apiVersion"].startswith("monitoring."):
+            kubernetes_validate.validate(manifest, version, strict=True)
+
+
+@pytest.mark.parametrize("case", VALUES)
+def test_processes_understand_what_pods_tell_them(case: str, tmp_path: Path) -> None:
+    seen = []
+    for process, pod in pods(render(VALUES[case])):
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        (container,) = pod["containers"]
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True
+        if process == "redis":
+            continue
+        seen.append(process)
+        folder = tmp_path / str(len(seen))
+        files = {"tls/ca.crt": "ca", "tls/tls.crt": "certificate", "tls/tls.key": "key", "tokens/tokens": "tokens"}
+        Secrets(folder, {what: name for name, what in files.items()} | {"token": f"tokens/{process}.token"})
+        environment = {
+            variable["name"]: variable.get("value", "redis://:secret@elsewhere").replace("/run/secrets", str(folder))
+            for variable in container["env"]
+        }
+        settings = understood(process, environment)
+        assert settings.security.serves_tls is (case != "without TLS")
+        assert pod.get("terminationGracePeriodSeconds", 30) >= shortest_stop(settings)
+        mounted = {mount["name"] for mount in container["volumeMounts"]}
+        assert {volume["name"] for volume in pod["volumes"]} <= mounted
+    assert set(seen) == set(CLASSES)
+
+
+def test_each_executor_has_a_scheduler_of_its_own() -> None:
+    manifests = render(VALUES["GPUs"])
+    assert named(manifests, "StatefulSet", "executor")["spec"]["replicas"] == 3
+    addresses = set()
+    for process, pod in pods(manifests):
+        if process == "scheduler":
+            environment = {one["name"]: one.get("value") for one in pod["containers"][0]["env"]}
+            addresses.add(environment["KVKEEP_EXECUTOR_ADDRESS"])
+    assert addresses == {f"demo-kvkeep-executor-{n}.demo-kvkeep-executor:50053" for n in range(3)}
+
+
+def test_network_lets_in_whom_a_process_works_for_and_nobody_else() -> None:
+    manifests = render({"networkPolicy": {"callers": [{"podSelector": {}}], "operators": [], "monitoring": []}})
+    open_to: dict[str, dict[int, set[str]]] = {}
+    for part in (*CLASSES, "redis"):
+        doors = open_to[part] = {}
+        for rule in named(manifests, "NetworkPolicy", part)["spec"]["ingress"]:
+            assert rule["from"]
+            for port in rule["ports"]:
+                labels = [peer["podSelector"].get("matchLabels", {}) for peer in rule["from"]]
+                doors[port["port"]] = {label.get("app.kubernetes.io/component", "callers") for label in labels}
+    assert open_to == {
+        "scheduler": {8000: {"callers"}, 50051: {"callers"}},
+        "cachemgr": {50052: {"scheduler", "executor"}},
+        "executor": {50053: {"scheduler"}},
+        "redis": {6379: {"cachemgr"}},
+    }
+
+
+def test_watchers_get_the_alerts_and_dashboards_that_there_are() -> None:
+    manifests = render(VALUES["watched"])
+    rules = yaml.safe_load((ROOT / "ops/deploy/prometheus/alerts.yaml").read_text())
+    assert named(manifests, "PrometheusRule", "alerts")["spec"] == rules
+    boards = named(manifests, "ConfigMap", "dashboards")["data"]
+    for name in ("overview", "cache"):
+        assert boards[f"kvkeep-{name}.json"] == (ROOT / f"ops/deploy/grafana/dashboards/{name}.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("values", "named_in_error"),
+    [
+        ({"tls": {"enabled": False}}, "insecure"),
+        ({"redis": {"bundled": False}}, "redis"),
+        ({"executor": {"replicas": 0}}, "replicas"),
+        ({"executor": {"hostCacheSize": "8GB"}}, "hostCacheSize"),
+        ({"scheduler": {"settings": {"MAX_RUNNING": "8"}}}, "MAX_RUNNING"),
+        ({"cachemanager": {}}, "cachemanager"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(values: dict[str, Any], named_in_error: str) -> None:
+    with pytest.raises(helm.HelmError, match=named_in_error):
+        render(values)
+
+
+def test_every_setting_is_one() -> None:
+    for path in CHART.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            assert settings_in(path.read_text()) <= SETTINGS, path

@@ -1,0 +1,1 @@
+"""Whether tenants stay apart, with the real processes."""

@@ -1,0 +1,71 @@
+"""Runs kvctl against a stack."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from kvctl.app import main
+from tests.stack import ROOT, Stack
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command line left."""
+
+    status: int
+    out: str
+    err: str
+
+
+class Kvctl:
+    """The command line, in this process: starting one for each line would take longer than its work."""
+
+    def __init__(self, stack: Stack, captured: pytest.CaptureFixture[str], patch: pytest.MonkeyPatch) -> None:
+        self._captured = captured
+        for name, value in variables(stack).items():
+            patch.setenv(name, value)
+
+    def run(self, *arguments: object) -> Done:
+        """One command line."""
+        self._captured.readouterr()
+        status = main([str(one) for one in arguments])
+        out, err = self._captured.readouterr()
+        return Done(status, out, err)
+
+    def text(self, *arguments: object, status: int = 0) -> str:
+        """What it prints for people."""
+        done = self.run(*arguments)
+        assert done.status == status, done
+        return done.out
+
+    def data(self, *arguments: object, status: int = 0) -> Any:
+        """What it prints as JSON."""
+        return json.loads(self.text(*arguments, "-o", "json", status=status))
+
+
+def variables(stack: Stack) -> dict[str, str]:
+    """The environment that names a stack's addresses."""
+    return {
+        "KVCTL_SERVER": stack.admin,
+        "KVKEEP_SCHEDULER_ADDRESS": stack.scheduler,
+        "KVKEEP_CACHEMGR_ADDRESS": stack.cachemgr,
+        "KVKEEP_EXECUTOR_ADDRESS": stack.executor,
+        "KVKEEP_SCHEDULER_METRICS_ADDRESS": "",
+        "KVKEEP_EXECUTOR_METRICS_ADDRESS": stack.executor_metrics,
+    }
+
+
+def command(*arguments: object) -> list[str]:
+    """The same as a process."""
+    return [sys.executable, "-m", "kvctl", *map(str, arguments)]
+
+
+def environment(stack: Stack) -> dict[str, str]:
+    """Of such a process."""
+    return os.environ | variables(stack) | {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color"}

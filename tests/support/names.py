@@ -1,0 +1,42 @@
+"""Which settings and metrics there are, for tests of files that speak of them."""
+
+import re
+
+from settings_table import PROCESSES
+
+from protos.rpc.settings import variable
+from tests.stack import ROOT
+
+SOURCE = "\n".join(
+    path.read_text()
+    for folder in ("cachemgr", "executor", "scheduler", "protos", "ops")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+)
+SETTINGS = {variable(cls, name) for cls in PROCESSES for name in cls.model_fields}
+# What Prometheus' client adds to a metric's name.
+_SUFFIXES = re.compile(r"(_total|_sum|_count|_bucket)$")
+
+
+def settings_in(text: str) -> set[str]:
+    """Names of variables of ours in a text."""
+    return set(re.findall(r"\bKVKEEP_[A-Z_]+[A-Z]\b", text))
+
+
+def metrics_in(text: str) -> set[str]:
+    """Names of metrics of ours in a text."""
+    return set(re.findall(r"\bkvkeep_\w+", text))
+
+
+def unknown_metrics(text: str) -> set[str]:
+    """Names of metrics of ours in a text that are in no process's code."""
+    return {name for name in metrics_in(text) if not _is_metric(name)}
+
+
+def _is_metric(name: str) -> bool:
+    plain = _SUFFIXES.sub("", name)
+    short = plain.removeprefix("kvkeep_scheduler_")
+    # Some are put together in the source.
+    ways = [f'"{plain}"', f'{{prefix}}_{short}"']
+    if seconds := re.fullmatch(r"(step_)?(\w+)_seconds", short):
+        ways.append(f'{"histogram" if seconds[1] else "latency"}("{seconds[2]}"')
+    return any(way in SOURCE for way in ways)

@@ -1,0 +1,287 @@
+"""Copies of device blocks one tier below: how they come about, and what they save."""
+
+import dataclasses
+
+import pytest
+
+from cachemgr.admin_api import HintAction, Hints, Prefix, Quota
+from cachemgr.api import EventKind, RemovalCause, TierKind
+from cachemgr.transfers import MAX_BACKUPS
+from tests.unit.cachemgr.tiered import PROMPT, backed_up, backups, cached, fill, host, tiers
+from tests.unit.cachemgr.world import BLOCK, CONFIG, World, wish
+
+# How they come about
+
+
+def test_cached_blocks_are_copied_to_empty_host_slots_in_the_background_heads_first():
+    world = World(4, host_blocks=2)
+    world.cache(PROMPT)
+    assert world.manager.executor_transfers("e") == []
+    world.renew()
+    copies = world.manager.executor_transfers("e")
+    assert [(copy.source_slot, copy.source_tier, copy.target_tier) for copy in copies] == [
+        (1, TierKind.DEVICE, TierKind.HOST),
+        (2, TierKind.DEVICE, TierKind.HOST),
+    ]
+    assert host(world).used_blocks == 2
+    world.check()
+    world.run_executor_copies()
+    world.check()
+    assert backups(world) == 2
+    # Their slots may be taken.
+    assert (host(world).used_blocks, host(world).free_blocks, host(world).cached_blocks) == (0, 2, 0)
+    assert tiers(world) == {"device": 3}
+
+
+def test_blocks_in_use_are_copied_too_and_those_below_the_floor_are_not():
+    world = World(8, host_blocks=8)
+    world.run(PROMPT, "live")
+    world.cache(list(range(50, 54)), retention=wish(34))
+    world.back_up()
+    world.check()
+    assert backups(world) == 3
+    assert {block.token_ids[0] for block in world.manager.records("e") if block.backup is None} == {50}
+
+
+def test_a_block_whose_priority_rises_is_copied_later():
+    world = World(8, host_blocks=8)
+    world.cache(list(range(4)), retention=wish(10))
+    world.back_up()
+    assert backups(world) == 0
+    world.cache(list(range(5)), session_id="other", retention=wish(50))
+    world.back_up()
+    assert backups(world) == 2
+    world.check()
+
+
+def test_what_stands_above_what_is_worth_it_is_copied_whatever_its_priority():
+    world = World(3, host_blocks=3)
+    world.cache(PROMPT[:8], retention=wish(90))
+    # Its own wish has ended, and the first block is in use.
+    world.run([*PROMPT[:4], 70], "first")
+    fill_rest = world.cache([80, 81, 82])
+    assert fill_rest.transfers
+    assert tiers(world)["host"] == 1
+    world.back_up()
+    head = next(block for block in world.manager.records("e") if block.token_ids == (0, 1, 2, 3))
+    assert head.backup is not None
+    world.check()
+
+
+def test_what_has_come_to_stand_above_lower_blocks_is_copied():
+    world = World(5, host_blocks=8)
+    world.cache(PROMPT[:8])
+    world.renew()
+    world.run_executor_copies(fail=True)
+    world.run([*PROMPT[:4], 70], "first")
+    world.cache(list(range(100, 112)))
+    assert tiers(world)["host"] == 1
+    world.renew()
+    copies = world.manager.executor_transfers("e")
+    assert world.live["first"].tables[0][0] in {copy.source_slot for copy in copies}
+    world.back_up()
+    world.check()
+
+
+def test_only_so_many_are_copied_at_a_time():
+    world = World(3 * MAX_BACKUPS, host_blocks=3 * MAX_BACKUPS)
+    world.cache(list(range(2 * MAX_BACKUPS * BLOCK)))
+    world.renew()
+    world.renew()
+    assert len(world.manager.executor_transfers("e")) == MAX_BACKUPS
+    world.run_executor_copies()
+    world.renew()
+    assert len(world.manager.executor_transfers("e")) == MAX_BACKUPS
+    world.back_up()
+    assert backups(world) == 2 * MAX_BACKUPS
+    world.check()
+
+
+def test_write_through_can_be_switched_off():
+    world = World(4, host_blocks=4, config=dataclasses.replace(CONFIG, write_through=False))
+    world.cache(PROMPT)
+    world.renew()
+    assert world.manager.executor_transfers("e") == []
+    # What comes back from the host keeps its slot all the same.
+    fill(world)
+    world.finish("fill100")
+    world.run(PROMPT, "again")
+    world.check()
+    assert backups(world) == 2
+
+
+def test_a_failed_copy_is_no_backup_and_is_not_tried_again():
+    world = World(4, host_blocks=4)
+    world.cache(PROMPT)
+    world.renew()
+    world.run_executor_copies(fail=True)
+    world.check()
+    assert (backups(world), host(world).free_blocks) == (0, 4)
+    world.renew()
+    assert world.manager.executor_transfers("e") == []
+
+
+def test_a_tenant_at_its_ceiling_gets_none():
+    world = World(8, host_blocks=8)
+    world.manager.set_quota(Quota(salt="a", host_ceiling=0), validate_only=False)
+    world.cache(PROMPT, salt="a")
+    world.cache(PROMPT)
+    world.back_up()
+    world.check()
+    assert {block.salt for block in world.manager.records("e") if block.backup is not None} == {None}
+
+
+def test_a_block_that_was_brought_to_the_device_keeps_its_slot_below():
+    world = World(4, host_blocks=6)
+    world.cache(PROMPT)
+    fill(world)
+    world.finish("fill100")
+    assert world.run(PROMPT, "again").cached_tokens == 11
+    world.check()
+    # The last one has given its slot to a block that had to go there.
+    assert backups(world) == 2
+    assert tiers(world) == {"device": 3, "host": 4}
+
+
+def test_blocks_that_many_bring_up_at_once_keep_their_slots_below():
+    world = World(12, host_blocks=12)
+    world.cache(PROMPT)
+    fill(world)
+    world.finish("fill100")
+    for name in ("a", "b"):
+        assert world.admit([*PROMPT, 70], name).cached_tokens == 12
+    world.step(20)
+    world.sync()
+    world.check()
+    world.confirm(3)
+    world.sync()
+    world.check()
+    world.confirm()
+    world.sync()
+    world.check()
+    assert backups(world) == 3
+
+
+def test_prefetched_blocks_keep_their_slots_below():
+    world = World(4, host_blocks=8)
+    world.cache(PROMPT)
+    fill(world)
+    world.finish("fill100")
+    hints = Hints("0.1", "m", (HintAction("one", "Prefetch", "0.1", {}),))
+    world.manager.hint(Prefix(tuple(PROMPT)), hints, None)
+    world.run_executor_copies()
+    world.check()
+    assert backups(world) == 3
+
+
+def test_blocks_from_the_disk_get_theirs_in_the_host():
+    world = World(2, host_blocks=1, disk_blocks=6)
+    for first in (0, 10, 20, 30):
+        world.cache(list(range(first, first + 4)))
+    on_disk = next(block.token_ids[0] for block in world.manager.records("e") if block.tier is TierKind.DISK)
+    world.run(list(range(on_disk, on_disk + 5)), "again")
+    world.check()
+    assert all(block.backup is None or block.backup.tier is TierKind.HOST for block in world.manager.records("e"))
+    assert not any(
+        block.token_ids[0] == on_disk and block.tier is TierKind.DISK for block in world.manager.records("e")
+    )
+
+
+# What they are good for
+
+
+def test_an_eviction_of_what_lies_below_already_needs_no_copy():
+    world = backed_up()
+    before = world.manager.last_event
+    assert fill(world).transfers == ()
+    world.check()
+    assert tiers(world)["host"] == 3
+    moved = [event for event in world.manager.events_after(before) if event.kind is EventKind.UPDATED]
+    assert {event.block.tier for event in moved} == {TierKind.HOST}
+    assert len(moved) == 3
+    world.finish("fill100")
+    assert world.run(PROMPT, "again").cached_tokens == 11
+    world.check()
+
+
+def test_a_demotion_of_what_lies_below_already_needs_no_copy():
+    world = backed_up()
+    hints = Hints("0.1", "m", (HintAction("one", "Demote", "0.1", {"tier": "host"}),))
+    ((answer,), _) = world.manager.hint(Prefix(tuple(PROMPT)), hints, None)
+    assert answer.num_blocks == 3
+    assert world.manager.executor_transfers("e") == []
+    assert (tiers(world), world.free) == ({"host": 3}, 4)
+    world.check()
+
+
+def test_what_is_not_worth_moving_any_more_goes_with_its_backup():
+    world = World(4, host_blocks=4)
+    world.cache(PROMPT, retention=wish(90, 5.0), session_id="s")
+    world.back_up()
+    assert backups(world) == 3
+    world.cache([*PROMPT, 70], retention=wish(10), session_id="s")
+    fill(world)
+    world.check()
+    assert "host" not in tiers(world)
+    assert host(world).free_blocks == 4
+
+
+def test_device_blocks_with_backups_outlive_the_executor():
+    world = backed_up()
+    before = world.manager.last_event
+    world.cache(list(range(50, 53)))
+    assert world.start_executor() == (0, 3)
+    world.check()
+    told = [(event.kind, event.cause) for event in world.manager.events_after(before)]
+    assert told.count((EventKind.REMOVED, RemovalCause.EXECUTOR_LOST)) == 1
+    assert told.count((EventKind.UPDATED, RemovalCause.NONE)) == 3
+    world.sync()
+    assert world.run(PROMPT, "again").cached_tokens == 11
+    world.check()
+
+
+def test_a_backup_whose_copy_was_completed_and_not_confirmed_outlives_the_executor():
+    world = World(4, host_blocks=4)
+    world.cache(PROMPT)
+    world.renew()
+    first, second, _ = world.manager.executor_transfers("e")
+    world.copy(first, False)
+    world.copy(second, True)
+    assert world.start_executor() == (0, 1)
+    world.check()
+
+
+def test_a_block_that_is_being_brought_up_outlives_the_executor():
+    world = World(4, host_blocks=4)
+    world.cache(PROMPT)
+    fill(world)
+    world.finish("fill100")
+    world.admit([*PROMPT, 70], "a")
+    world.step(20)
+    assert world.start_executor().lower_blocks >= 3
+    world.check()
+
+
+@pytest.mark.parametrize("executor_too", [False, True])
+def test_backups_come_back_to_a_manager_that_starts_again(executor_too):
+    world = backed_up()
+    if executor_too:
+        world.lose_manager()
+        assert world.come_back() == (0, 3)
+        world.check()
+        assert cached(world, PROMPT) == 12
+    else:
+        assert world.restart_manager() == (3, 0)
+        world.check()
+        assert backups(world) == 3
+        assert fill(world).transfers == ()
+        world.check()
+
+
+def test_what_the_device_has_lost_comes_back_from_its_backup():
+    world = backed_up()
+    # A step wrote to the second block's slot.
+    world.written[0, 2] = 99
+    assert world.restart_manager() == (1, 2)
+    world.check()
+    assert cached(world, PROMPT) == 12

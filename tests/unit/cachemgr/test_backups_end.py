@@ -1,0 +1,146 @@
+"""Copies of device blocks one tier below: they cost nobody any room, and go with their blocks."""
+
+import json
+
+from cachemgr.admin_api import ForgetTarget, Prefix
+from cachemgr.api import TierKind
+from cachemgr.metrics import BACKED_UP, BACKUPS, RESTORED, TIER_CACHED, TIER_TOTAL, TierMetrics
+from tests.unit.cachemgr.tiered import PROMPT, backed_up, backups, fill, host
+from tests.unit.cachemgr.world import World
+
+# How they go
+
+
+def test_backups_give_their_slots_to_whoever_wants_them_tails_first():
+    world = backed_up(num_blocks=7, host_blocks=3)
+    world.cache(list(range(50, 62)))
+    # Of all that is cached this was used last.
+    world.run([*PROMPT, 70], "again")
+    world.finish("again")
+    (copy,) = world.run([100], "more").transfers
+    assert copy.target_tier is TierKind.HOST
+    world.check()
+    with_backup = [block.token_ids[0] for block in world.manager.records("e") if block.backup is not None]
+    assert with_backup == [0, 4]
+
+
+def test_a_backup_goes_with_its_block():
+    world = World(4, host_blocks=4)
+    world.run(PROMPT, "live")
+    world.back_up()
+    assert backups(world) == 3
+    world.manager.truncate("live", 6)
+    world.check()
+    assert (backups(world), host(world).free_blocks) == (1, 4)
+
+
+def test_a_backup_of_what_is_forgotten_is_overwritten():
+    world = backed_up()
+    world.manager.forget(ForgetTarget(prefix=Prefix(tuple(PROMPT))), validate_only=False)
+    world.check()
+    targets = {(copy.target_tier, copy.target_slot) for copy in world.manager.executor_transfers("e")}
+    assert len(targets) == 6
+    assert all(not copy.source_slot for copy in world.manager.executor_transfers("e"))
+    world.run_executor_copies()
+    world.check()
+    assert not any(held[2:3] == (0,) for held in world.memory.values())
+    assert host(world).free_blocks == 4
+
+
+def test_a_backup_that_is_being_made_of_what_is_forgotten_is_overwritten_behind_the_copy():
+    world = World(4, host_blocks=4)
+    world.cache(PROMPT)
+    world.renew()
+    world.run_executor_copies(3)
+    world.manager.forget(ForgetTarget(prefix=Prefix(tuple(PROMPT))), validate_only=False)
+    world.check()
+    world.run_executor_copies()
+    world.check()
+    world.run_executor_copies()
+    world.check()
+    assert not any(held[2:3] == (0,) for held in world.memory.values())
+    assert host(world).free_blocks == 4
+
+
+def test_a_source_that_is_forgotten_while_it_is_copied_from_is_overwritten():
+    world = World(12, host_blocks=12)
+    world.cache(PROMPT)
+    fill(world)
+    world.finish("fill100")
+    for name in ("a", "b"):
+        world.admit([*PROMPT, 70], name)
+    world.step(20)
+    world.confirm(3)
+    world.sync()
+    world.manager.forget(ForgetTarget(prefix=Prefix(tuple(PROMPT))), validate_only=False)
+    world.check()
+    world.confirm()
+    for name in ("a", "b"):
+        world.leave(world.live[name])
+    world.sync()
+    world.run_executor_copies()
+    world.check()
+    assert not any(held[2:3] == (0,) for held in world.memory.values())
+
+
+def test_an_evicted_block_does_not_wait_for_its_backup_and_that_is_believed_by_nobody():
+    world = World(4, host_blocks=4)
+    world.cache(PROMPT)
+    world.renew()
+    admission = world.admit(list(range(100, 116)), "b")
+    assert admission.admitted
+    world.check()
+    world.step(20)
+    # Only now the copies run: they read what has come since.
+    world.run_executor_copies()
+    world.check()
+    world.sync()
+    world.check()
+    world.finish("b")
+    world.check()
+    assert world.run(PROMPT, "again").cached_tokens in (0, 4)
+    world.check()
+
+
+def test_a_recomputed_block_takes_the_backup_of_the_one_whose_place_it_takes():
+    world = backed_up(num_blocks=8)
+    world.run(PROMPT, "a", no_read=True)
+    world.check()
+    assert backups(world) == 3
+    world.finish("a")
+    world.check()
+    assert backups(world) == 3
+
+
+# How they are seen
+
+
+def value(metric, *labels: str) -> float:
+    return metric.labels(*labels)._value.get()
+
+
+def test_metrics_tell_of_tiers_and_of_those_of_pools_that_are_gone_nothing():
+    world = backed_up()
+    metrics, manager = TierMetrics(), world.manager
+    metrics.update({"x/0": (manager.tiers("e/0"), manager.backups("e/0"))})
+    backed, restored = value(BACKED_UP, "x/0", "host"), value(RESTORED, "x/0", "host")
+    assert (backed, value(BACKUPS, "x/0"), value(TIER_TOTAL, "x/0", "host")) == (3, 3, 4)
+    world.start_executor()
+    metrics.update({"x/0": (manager.tiers("e/0"), manager.backups("e/0"))})
+    assert (value(BACKED_UP, "x/0", "host"), value(RESTORED, "x/0", "host")) == (backed, restored + 3)
+    assert (value(BACKUPS, "x/0"), value(TIER_CACHED, "x/0", "host")) == (0, 3)
+    metrics.update({})
+    assert not [sample for sample in BACKUPS.collect()[0].samples if sample.labels["pool"] == "x/0"]
+    assert not [sample for sample in RESTORED.collect()[0].samples if sample.labels["pool"] == "x/0"]
+
+
+def test_the_state_tells_of_backups():
+    world = World(4, host_blocks=4)
+    world.cache(PROMPT)
+    empty = list(world.manager.state())
+    world.back_up()
+    assert list(world.manager.state()) != empty
+    (line,) = [line for line in world.manager.state() if '"kind":"pool"' in line]
+    pool = json.loads(line)
+    assert len(pool["backups"]) == 3
+    assert all(generation for _, _, generation in pool["backups"])

@@ -1,0 +1,143 @@
+"""Ghost caches tell what a pool of another size, or one that knew no wishes, would really have found."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from cachemgr.api import Retention, RetentionRange
+from cachemgr.dump import state_hash
+from cachemgr.errors import UnknownExecutorError
+from cachemgr.ghosts import GhostPolicy
+from tests.bench.driver import CONFIG, Driver, prompt
+from tests.bench.replay import Replay
+from tests.bench.trace import no_wishes
+from tests.bench.trace_file import BLOCK_TOKENS, Conversations, Request
+
+BLOCKS = 400
+POINT = 0.01
+KEEP = Retention((RetentionRange(0, None, 60, 30.0),))
+LRU, RETENTION, REUSED = (
+    GhostPolicy.LEAST_RECENTLY_USED,
+    GhostPolicy.RETENTION,
+    GhostPolicy.REUSED_LAST,
+)
+
+
+def conversations(count, seed=1):
+    """Requests of conversations that begin alike, grow, and are taken up again, some of them late."""
+    rng = random.Random(seed)
+    placer, open_ones, requests, fresh = Conversations(), [], [], 10
+    for number in range(count):
+        if open_ones and rng.random() < 0.6:
+            ids = open_ones.pop(-1 - min(len(open_ones) - 1, int(rng.expovariate(0.05))))
+        else:
+            ids = tuple(range(rng.choice((1, 3))))
+        ids += tuple(range(fresh, fresh + rng.randrange(1, 6)))
+        fresh += 6
+        open_ones.append(ids)
+        length = len(ids) * BLOCK_TOKENS - rng.randrange(1, 500)
+        requests.append(placer.place(Request(number * 0.5, length, rng.randrange(1, 400), ids)))
+    return requests
+
+
+def some_wish(requests):
+    """Every third conversation is to be kept for half a minute."""
+    return [KEEP if request.conversation % 3 == 0 else None for request in requests]
+
+
+RATES = {}
+
+
+def rate(requests, num_blocks, wishes):
+    """Of a pool that really has this size."""
+    if (num_blocks, wishes) not in RATES:
+        RATES[num_blocks, wishes] = Replay(num_blocks, BLOCK_TOKENS).run(requests, wishes(requests)).hit_rate
+    return RATES[num_blocks, wishes]
+
+
+def ghost_rates(replay, policy):
+    report = replay.ghosts()
+    return {one.total_blocks: one.hit_tokens / report.queried_tokens for one in report.caches if one.policy is policy}
+
+
+@pytest.fixture(scope="module")
+def requests():
+    return conversations(700)
+
+
+# Half of 400 blocks is a small sample.
+@pytest.mark.parametrize(("sample", "close"), [(BLOCKS, POINT), (BLOCKS // 2, 2.5 * POINT)])
+def test_ghosts_are_within_a_point_of_pools_of_their_size(requests, sample, close):
+    wishes = some_wish
+    replay = Replay(BLOCKS, BLOCK_TOKENS, sample)
+    outcome = replay.run(requests, wishes(requests))
+    assert replay.ghosts().hit_tokens == outcome.found
+    assert replay.ghosts().queried_tokens == outcome.asked
+    rates = ghost_rates(replay, RETENTION)
+    assert rates[BLOCKS] == pytest.approx(outcome.hit_rate, abs=close)
+    real = {size: rate(requests, size, wishes) for size in (BLOCKS // 2, 2 * BLOCKS)}
+    # It is a curve at all.
+    assert real[2 * BLOCKS] > outcome.hit_rate + 3 * POINT > real[BLOCKS // 2] + 6 * POINT
+    for size, found in real.items():
+        assert rates[size] == pytest.approx(found, abs=close)
+    plain = rate(requests, BLOCKS, no_wishes)
+    assert ghost_rates(replay, LRU)[BLOCKS] == pytest.approx(plain, abs=close)
+
+
+def test_what_was_found_again_outlasts_what_never_was():
+    driver = Driver(10, config=replace(CONFIG, ghost_sample=10))
+    driver.cache("first", prompt(0, 64))
+    driver.cache("again", prompt(0, 64))
+    for number in range(1, 5):
+        driver.cache(f"once {number}", prompt(number, 64))
+    assert driver.cache("late", prompt(0, 64)).cached_tokens == 0
+    found, _ = driver.manager.ghosts("e")
+    hits = {one.policy: one.hit_blocks for one in found.caches if one.total_blocks == 10}
+    assert hits == {RETENTION: 4, LRU: 4, REUSED: 8}
+
+
+def test_only_what_somebody_has_computed_stays():
+    driver = Driver(16, config=replace(CONFIG, ghost_sample=16))
+    driver.admit("gives up", prompt(0, 64))
+    driver.manager.release("gives up")
+    driver.cache("leaves nothing", prompt(1, 64), no_store=True)
+    driver.cache("looks for nothing", prompt(2, 64), no_read=True)
+    for number in range(3):
+        driver.cache(f"comes {number}", prompt(number, 64))
+    found, pool = driver.manager.ghosts("e")
+    assert pool.pool_id == "e/0"
+    assert found.queried_tokens == 5 * 64
+    assert {one.hit_blocks for one in found.caches if one.total_blocks == 16} == {4}
+
+
+def test_only_what_lies_in_the_window_counts():
+    driver = Driver(16, config=replace(CONFIG, ghost_sample=16))
+    driver.cache("before", prompt(0, 64))
+    driver.now = 100.0
+    driver.cache("since", prompt(0, 64))
+    found, _ = driver.manager.ghosts("e", 90.0)
+    assert (found.queried_tokens, found.hit_tokens) == (64, 63)
+    assert {one.hit_tokens for one in found.caches if one.total_blocks == 16} == {63}
+    assert driver.manager.ghosts("e", 120.0)[0].queried_tokens == 0
+
+
+def test_a_pool_that_an_operator_changes_has_ghosts_of_its_present_size():
+    driver = Driver(16, config=replace(CONFIG, ghost_sample=16))
+    driver.cache("before", prompt(0, 64))
+    driver.manager.update_pool("e/0", 8, "", validate_only=False)
+    for number in range(3):
+        driver.cache(f"more {number}", prompt(number, 64))
+    found, _ = driver.manager.ghosts("e")
+    assert {one.total_blocks for one in found.caches} == {2, 4, 8, 16, 32}
+
+
+def test_ghosts_change_nothing_and_are_off_without_a_sample(requests):
+    with_ghosts, without = (Replay(BLOCKS, BLOCK_TOKENS, sample) for sample in (BLOCKS, 0))
+    for replay in (with_ghosts, without):
+        replay.run(requests[:500], some_wish(requests[:500]))
+    first, second = (list(replay._driver.manager.state()) for replay in (with_ghosts, without))
+    assert state_hash(first) == state_hash(second)
+    assert without._driver.manager.ghosts("e") is None
+    with pytest.raises(UnknownExecutorError):
+        without._driver.manager.ghosts("nobody")

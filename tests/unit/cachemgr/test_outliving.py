@@ -1,0 +1,350 @@
+"""Lower tiers outlive the manager and the executor: a block is believed by the ticket that filled its slot."""
+
+import dataclasses
+
+import pytest
+
+from cachemgr.admin_api import BlockFilter, ForgetTarget, Prefix, Quota
+from cachemgr.api import EventKind, RemovalCause, TierKind
+from cachemgr.errors import InvalidField, SchedulerFirstError
+from cachemgr.manager import CacheManager
+from cachemgr.operator_records import Kind
+from tests.unit.cachemgr.tiered import cached, tiers
+from tests.unit.cachemgr.world import CONFIG, World, wish
+
+PROMPT = list(range(13))
+
+
+def offloaded(**options: object) -> World:
+    """Three host blocks of PROMPT, below a device that is full of others."""
+    world = World(4, host_blocks=4, **options)
+    world.cache(PROMPT)
+    world.cache(list(range(100, 112)))
+    world.cache(list(range(200, 204)))
+    assert tiers(world) == {"device": 4, "host": 4}
+    return world
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_generations_are_told_of_every_slot_or_of_none(tier):
+    world = offloaded(disk_blocks=2)
+    spec = dataclasses.replace(world.spec(), executor_epoch=2, **{f"{tier}_generations": [[1, 2, 3]]})
+    with pytest.raises(InvalidField) as refused:
+        world.manager.register_executor(spec)
+    assert list(refused.value.fields) == [f"pools[0].{tier}_generations"]
+    world.check()
+
+
+def test_lower_blocks_come_back_to_a_manager_that_starts_again():
+    world = offloaded()
+    assert world.restart_manager() == (4, 4)
+    world.check()
+    assert world.run(PROMPT, "again").cached_tokens == 12
+    world.check()
+
+
+def test_lower_blocks_come_back_when_the_executor_has_started_again_too():
+    world = offloaded()
+    world.lose_manager()
+    assert world.come_back() == (0, 4)
+    world.check()
+    assert world.run(PROMPT, "again").cached_tokens == 12
+    world.check()
+
+
+def test_a_slot_that_another_copy_has_filled_is_not_believed_nor_is_one_that_broke_off():
+    world = offloaded()
+    keys = {block.key for block in world.journal.blocks.values() if block.tier is TierKind.HOST}
+    world.generations[0, TierKind.HOST, 1] += 1
+    world.generations[0, TierKind.HOST, 2] = 0
+    assert world.restart_manager() == (4, 2)
+    world.check()
+    left = {block.key for block in world.journal.blocks.values() if block.tier is TierKind.HOST}
+    assert len(left) == 2
+    assert left < keys
+
+
+def test_an_executor_that_tells_nothing_of_its_slots_has_nothing_in_them():
+    world = offloaded()
+    world.lose_manager()
+    remembered = list(world.journal.blocks.values())
+    spec = dataclasses.replace(world.spec(), host_generations=())
+    assert world.manager.register_executor(spec, remembered) == (4, 0)
+    world.check()
+
+
+def test_a_copy_that_was_open_when_the_manager_died_counts_if_it_was_completed():
+    world = World(4, host_blocks=4)
+    world.cache(PROMPT)
+    world.admit(list(range(100, 116)), "b")
+    (first, second, *_) = world.live["b"].copies
+    world.copy(first, False)
+    world.copy(second, True)
+    assert len([block for block in world.journal.blocks.values() if block.tier is TierKind.HOST]) == 4
+    assert world.restart_manager().lower_blocks == 1
+    world.check()
+
+
+def test_nothing_of_lower_tiers_is_believed_before_a_scheduler_has_given_its_copies_up():
+    world = offloaded()
+    world.manager = CacheManager(2, lambda: world.now, CONFIG, world.journal)
+    below = [block for block in world.journal.blocks.values() if block.tier is TierKind.HOST]
+    with pytest.raises(SchedulerFirstError):
+        world.manager.register_executor(world.spec(), below)
+
+
+def beheaded() -> World:
+    """Two host blocks of PROMPT whose first block was lost with the device."""
+    world = World(4, host_blocks=4)
+    world.cache(PROMPT[:12])
+    # The first block is in use: only what stands on it moves down.
+    world.run([*PROMPT[:4], 99], "first")
+    world.cache(list(range(100, 108)))
+    assert tiers(world) == {"device": 3, "host": 2}
+    world.lose_manager()
+    assert world.come_back() == (0, 2)
+    world.check()
+    return world
+
+
+def test_what_has_lost_its_beginning_stays_until_that_is_computed_again():
+    world = beheaded()
+    assert cached(world, PROMPT) == 0
+    assert world.run(PROMPT[:4], "once more").cached_tokens == 0
+    world.check()
+    assert cached(world, PROMPT) == 12
+    world.finish("once more")
+    assert world.run(PROMPT[:12], "whole").cached_tokens == 11
+    world.check()
+
+
+def test_what_has_lost_its_beginning_goes_as_others_do():
+    world = beheaded()
+    for first in (300, 400, 500, 600):
+        world.cache(list(range(first, first + 8)))
+        world.check()
+    assert not any(block.token_ids[0] in PROMPT for block in world.manager.records("e"))
+
+
+def test_what_has_lost_its_beginning_is_forgotten_with_it():
+    world = beheaded()
+    receipt = world.manager.forget(ForgetTarget(prefix=Prefix(tuple(PROMPT[:4]))), validate_only=False)
+    assert receipt.removed == {TierKind.HOST: 2}
+    world.check()
+    world.run_executor_copies()
+    assert not any(held[2:3] == (0,) for held in world.memory.values())
+
+
+def test_what_has_lost_its_beginning_is_purged_and_listed_by_its_prefix():
+    world = beheaded()
+    selected = BlockFilter(prefix=Prefix(tuple(PROMPT[:12])), pool_id="e/0")
+    assert len(list(world.manager.filtered_blocks(selected))) == 2
+    assert world.manager.purge(selected, validate_only=False).purged_blocks == 2
+    world.check()
+    assert list(world.manager.records("e")) == []
+
+
+def test_who_computes_past_a_lost_beginning_takes_the_place_of_what_lies_below():
+    world = beheaded()
+    assert world.run(PROMPT[:12], "whole").cached_tokens == 0
+    world.check()
+    assert tiers(world) == {"device": 3}
+
+
+def test_the_order_of_use_comes_back_with_lower_blocks():
+    world = World(4, host_blocks=4)
+    for first in (0, 10, 20, 30, 40, 50, 60, 70):
+        world.cache(list(range(first, first + 4)))
+    # What was matched last goes last.
+    world.run([0, 1, 2, 3, 4], "again")
+    world.finish("again")
+    world.cache(list(range(80, 84)))
+    in_host = {block.token_ids[0] for block in world.manager.records("e") if block.tier is TierKind.HOST}
+    world.lose_manager()
+    world.come_back()
+    for first in (100, 110, 120, 130, 140, 150):
+        world.cache(list(range(first, first + 4)))
+        world.check()
+    left = {block.token_ids[0] for block in world.manager.records("e")}
+    assert left & in_host == set(sorted(in_host, key=lambda first: first or 75)[2:])
+
+
+def test_leases_come_back_with_lower_blocks():
+    world = World(2, host_blocks=2)
+    world.cache([1, 2, 3, 4], retention=wish(90, 50.0))
+    world.cache(list(range(100, 108)))
+    assert tiers(world) == {"device": 2, "host": 1}
+    world.now = 20.0
+    world.sync()
+    world.lose_manager()
+    world.come_back()
+    (lease,) = [lease for _, _, lease in world.manager.leases("e/0", "")]
+    assert (lease.priority, lease.remaining) == (90, 50.0)
+    world.check()
+
+
+# The executor starts again, and the manager has seen it before
+
+
+def test_lower_blocks_stay_when_the_executor_starts_again():
+    world = offloaded()
+    before = world.manager.last_event
+    keys = {block.key for block in world.manager.records("e") if block.tier is TierKind.HOST}
+    assert world.start_executor() == (0, 4)
+    world.check()
+    assert {block.key for block in world.manager.records("e")} == keys
+    events = world.manager.events_after(before)
+    assert {(event.kind, event.cause) for event in events} == {(EventKind.REMOVED, RemovalCause.EXECUTOR_LOST)}
+    assert len(events) == 4
+    world.sync()
+    assert world.run(PROMPT, "again").cached_tokens == 12
+    world.check()
+
+
+def test_what_the_executor_has_lost_below_is_removed():
+    world = offloaded()
+    world.generations[0, TierKind.HOST, 1] += 1
+    assert world.start_executor() == (0, 3)
+    world.check()
+    world.generations.clear()
+    assert world.start_executor() == (0, 0)
+    world.check()
+    assert world.manager.pools()[0].lower_tiers[0].free_blocks == 4
+
+
+def test_another_model_finds_nothing_below():
+    world = offloaded()
+    spec = dataclasses.replace(world.spec(), executor_epoch=2, model_fingerprint=b"g" * 32)
+    assert world.manager.register_executor(spec) == (0, 0)
+    assert world.manager.check_pool() == []
+
+
+def test_sizes_may_change_when_the_executor_starts_again():
+    world = offloaded(disk_blocks=2)
+    world.num_blocks, world.host_blocks = 9, 3
+    for slot in (4,):
+        del world.generations[0, TierKind.HOST, slot]
+    assert world.start_executor().lower_blocks == 3
+    world.check()
+    assert world.free == 9
+    world.host_blocks = 6
+    assert world.start_executor().lower_blocks == 3
+    world.check()
+    (host, _) = world.manager.pools()[0].lower_tiers
+    assert (host.total_blocks, host.free_blocks, host.cached_blocks) == (6, 6, 3)
+
+
+def test_copies_down_that_were_completed_count_and_others_do_not():
+    world = World(4, host_blocks=4)
+    world.cache(PROMPT)
+    world.admit(list(range(100, 116)), "b")
+    first, second, *_ = world.live["b"].copies
+    world.copy(first, False)
+    world.copy(second, True)
+    assert world.start_executor().lower_blocks == 1
+    world.check()
+
+
+def test_leases_holds_and_quotas_go_on_below():
+    world = World(4, host_blocks=4, config=dataclasses.replace(CONFIG, pin_budget=1.0))
+    world.manager.set_quota(Quota(salt="a", host_ceiling=2), validate_only=False)
+    world.cache(PROMPT[:8], salt="a", retention=wish(90, 50.0))
+    world.cache(list(range(100, 116)))
+    prefix = Prefix(tuple(PROMPT[:8]), salt="a")
+    (pinned,) = world.manager.pin_prefix(prefix, "ops", 60.0, validate_only=False)
+    assert pinned.receipt.num_blocks == 2
+    world.now = 5.0
+    world.sync()
+    world.renew()
+    assert world.start_executor().lower_blocks == 2
+    world.check()
+    (hold,) = world.manager.holds()
+    assert (hold.num_blocks, world.manager.pools()[0].lower_tiers[0].used_blocks) == (2, 2)
+    assert [lease.remaining for _, _, lease in world.manager.leases("e/0", "")] == [45.0, 45.0]
+    assert [(quota.salt, host) for quota, _, _, host in world.manager.quotas()] == [("a", 2)]
+    world.manager.release_hold(hold.name)
+    world.check()
+
+
+def test_a_hold_of_what_was_on_the_device_ends():
+    world = World(4, host_blocks=4, config=dataclasses.replace(CONFIG, pin_budget=1.0))
+    world.cache(PROMPT[:8])
+    world.manager.pin_prefix(Prefix(tuple(PROMPT[:8])), "ops", 60.0, validate_only=False)
+    assert world.start_executor().lower_blocks == 0
+    world.check()
+    assert list(world.manager.holds()) == []
+
+
+def test_what_was_to_be_overwritten_below_still_is():
+    world = offloaded()
+    world.manager.forget(ForgetTarget(prefix=Prefix(tuple(PROMPT[:8]))), validate_only=False)
+    zeroing = {(copy.target_tier, copy.target_slot) for copy in world.manager.executor_transfers("e")}
+    assert {tier for tier, _ in zeroing} == {TierKind.HOST}
+    world.start_executor()
+    world.check()
+    again = {(copy.target_tier, copy.target_slot) for copy in world.manager.executor_transfers("e")}
+    assert again == zeroing
+    world.run_executor_copies()
+    world.check()
+    assert not any(held[2:3] == (0,) for held in world.memory.values())
+
+
+def test_nobody_is_admitted_before_the_sequences_of_the_epoch_before_are_released():
+    world = offloaded()
+    world.run([1], "old")
+    assert world.start_executor().lower_blocks == 4
+    assert not world.admit(PROMPT).admitted
+    world.check()
+    world.sync()
+    assert world.run(PROMPT, "new").cached_tokens == 12
+    world.check()
+
+
+def test_the_order_of_use_stays_when_the_executor_starts_again():
+    world = World(4, host_blocks=4)
+    for first in (0, 10, 20, 30, 40, 50, 60, 70):
+        world.cache(list(range(first, first + 4)))
+    world.start_executor()
+    for first in (100, 110, 120, 130, 140, 150):
+        world.cache(list(range(first, first + 4)))
+        world.check()
+    left = {block.token_ids[0] for block in world.manager.records("e")}
+    assert {first for first in left if first < 100} == {20, 30}
+
+
+def pinned() -> World:
+    """A pin of three blocks: the first on the device, the others in the host."""
+    world = World(4, host_blocks=4, config=dataclasses.replace(CONFIG, pin_budget=1.0))
+    world.cache(PROMPT[:12])
+    world.run([*PROMPT[:4], 99], "first")
+    world.cache(list(range(100, 108)))
+    (made,) = world.manager.pin_prefix(Prefix(tuple(PROMPT[:12])), "ops", 60.0, validate_only=False)
+    assert (made.receipt.num_blocks, tiers(world)) == (3, {"device": 3, "host": 2})
+    return world
+
+
+@pytest.mark.parametrize("way", ["executor", "both"])
+def test_nothing_is_pinned_that_has_lost_what_it_stands_on(way):
+    world = pinned()
+    if way == "executor":
+        assert world.start_executor() == (0, 2)
+        world.sync()
+    else:
+        (pin,) = world.manager.entries(Kind.PIN, "e")
+        world.lose_manager()
+        world.executor_epoch += 1
+        world.lose_device()
+        below = [block for block in world.journal.blocks.values() if block.tier is TierKind.HOST]
+        world.journal.blocks = {block.place: block for block in below}
+        assert world.manager.register_executor(world.spec(), below, [pin]) == (0, 2)
+    world.check()
+    assert list(world.manager.holds()) == []
+    # Once its beginning is there again, all of it is used and let go.
+    world.run([*PROMPT[:4], 99], "again")
+    world.run(PROMPT[:12], "whole")
+    for name in ("again", "whole"):
+        world.finish(name)
+        world.confirm()
+        world.check()
+    world.run(list(range(200, 216)), "others")
+    world.check()

@@ -1,0 +1,111 @@
+"""Cache managers one after the other, and what operators ask of them."""
+
+import itertools
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import redis
+from google.protobuf.duration_pb2 import Duration
+
+from cachemgr.process import CacheManagerProcess
+from protos.kvcache.v1 import kvcache_pb2 as pb
+from protos.rpc.settings import cluster_nodes
+from tests.unit.cachemgr_service.conftest import EXECUTOR, NUM_BLOCKS, Client, settings_for
+
+POOL = f"{EXECUTOR}/0"
+
+
+class Managers:
+    """Cache managers one after the other, on one Redis, with the time that a test sets."""
+
+    def __init__(self, folder: Path, url: str) -> None:
+        self.now = 1000.0
+        self.epoch = 7
+        self.url = url
+        self._folder = folder
+        self._numbers = itertools.count()
+
+    @asynccontextmanager
+    async def run(self, **settings: object) -> AsyncIterator[Client]:
+        """One that ends in order."""
+        folder = self._folder / str(next(self._numbers))
+        folder.mkdir()
+        values = {"pin_budget": 0.5, "lease_seconds": 1e9, "redis_flush_seconds": 0.001} | settings
+        read = settings_for(folder, **values)
+        # Its monotonic clock begins anywhere.
+        shift = 5000.0 * next(self._numbers)
+        process = CacheManagerProcess(read, redis_url=self.url, clock=lambda: self.now + shift)
+        await process.start()
+        client = Client(read, epoch=self.epoch)
+        try:
+            yield client
+        finally:
+            await client.close()
+            await process.stop()
+
+
+async def rules(client: Client) -> list[pb.RetentionRule]:
+    return list((await client.admin.ListRetentionRules(pb.ListRetentionRulesRequest())).rules)
+
+
+async def quotas(client: Client) -> list[pb.Quota]:
+    return [usage.quota for usage in (await client.admin.ListQuotas(pb.ListQuotasRequest())).quotas]
+
+
+async def holds(client: Client) -> list[pb.Hold]:
+    return list((await client.admin.ListHolds(pb.ListHoldsRequest())).holds)
+
+
+async def make_rule(client: Client, name: str = "r", **action: object) -> pb.RetentionRule:
+    rule = pb.RetentionRule(name=name, action=pb.RuleAction(**action or {"retention_priority": 60}))
+    return (await client.admin.CreateRetentionRule(pb.CreateRetentionRuleRequest(rule=rule))).rule
+
+
+def written(admitted: pb.AdmitSequenceResponse, step: int) -> tuple[int, ...]:
+    """last_write_steps of a pool in which a sequence wrote in this step."""
+    slots = set(admitted.block_tables[0].slots)
+    return tuple(step if slot in slots else 0 for slot in range(1, NUM_BLOCKS + 1))
+
+
+async def cached(client: Client, tokens: int = 9, **options: object) -> tuple[int, ...]:
+    """Computes so many tokens but one, and releases them."""
+    admitted = await client.admit("a", tokens, **options)
+    await client.compute(admitted, tokens - 1)
+    return written(admitted, 1)
+
+
+async def pin(client: Client, prefix: pb.PrefixSelector, owner: str, seconds: int) -> pb.PinPrefixResponse:
+    request = pb.PinPrefixRequest(prefix=prefix, owner=owner, duration=Duration(seconds=seconds))
+    return await client.admin.PinPrefix(request)
+
+
+async def leases(client: Client) -> list[pb.BlockLease]:
+    return list((await client.admin.ListLeases(pb.ListLeasesRequest(pool_id=POOL))).leases)
+
+
+async def remaining(client: Client) -> list[float]:
+    """Seconds that are left of each lease."""
+    return [one.lease.remaining_duration.ToTimedelta().total_seconds() for one in await leases(client)]
+
+
+async def refusal(call: Awaitable[object]) -> grpc.StatusCode | None:
+    """The code of a call's error, None when it has none."""
+    try:
+        await call
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return None
+
+
+def sync_redis(url: str) -> redis.Redis:
+    """A client of the server or cluster."""
+    first, nodes = cluster_nodes(url)
+    return redis.RedisCluster.from_url(first) if nodes else redis.Redis.from_url(url)
+
+
+async def state_of(client: Client, kind: str) -> list[str]:
+    """Lines of the state of a kind."""
+    dumped = [message async for message in client.admin.DumpState(pb.DumpStateRequest())]
+    return [line for message in dumped for line in message.lines if f'"kind":"{kind}"' in line]

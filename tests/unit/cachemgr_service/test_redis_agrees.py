@@ -1,0 +1,263 @@
+"""After whatever happens to Redis it agrees with the manager again, and CheckPool says where it does not."""
+
+import asyncio
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from protos.kvcache.v1 import kvcache_pb2 as pb
+from tests.unit.cachemgr_service import servers
+from tests.unit.cachemgr_service.conftest import EXECUTOR, Client
+from tests.unit.cachemgr_service.managers import POOL, Managers, cached, make_rule, pin, sync_redis
+from tests.unit.cachemgr_service.servers import Server
+
+BLOCKS = f"kvkeep:{{{EXECUTOR}}}:blocks"
+PINS = f"kvkeep:{{{EXECUTOR}}}:pins"
+RULES, QUOTAS = "kvkeep:{operators}:rules", "kvkeep:{operators}:quotas"
+
+
+@pytest.fixture
+def managers(tmp_path: Path, server: Server) -> Managers:
+    return Managers(tmp_path, server.url)
+
+
+one_server = pytest.mark.parametrize("server", servers.FAMILIES, indirect=True)
+cluster_only = pytest.mark.parametrize("server", servers.CLUSTERS, indirect=True)
+
+
+async def compared(client: Client, pool_id: str = "") -> list[str] | None:
+    """What the manager and Redis disagree about; None when they could not be compared."""
+    answer = await client.admin.CheckPool(pb.CheckPoolRequest(pool_id=pool_id, compare_with_store=True), timeout=30)
+    return [f"{one.pool_id} {one.slot}: {one.message}" for one in answer.violations] if answer.store_compared else None
+
+
+async def agreed(client: Client) -> None:
+    """Waits until both can be compared; then they agree."""
+    async with asyncio.timeout(30):
+        while (found := await compared(client)) is None:
+            await asyncio.sleep(0.05)
+    assert found == []
+
+
+async def redis_health(client: Client) -> int:
+    stub = health_pb2_grpc.HealthStub(client.admin_channel)
+    return (await stub.Check(health_pb2.HealthCheckRequest(service="redis"))).status
+
+
+async def becomes(client: Client, status: int) -> None:
+    async with asyncio.timeout(20):
+        while await redis_health(client) != status:
+            await asyncio.sleep(0.02)
+
+
+async def furnish(client: Client) -> None:
+    """Blocks with leases, a pin, a rule and a quota."""
+    await client.register()
+    await make_rule(client, retention_priority=70)
+    await client.admin.SetQuota(pb.SetQuotaRequest(quota=pb.Quota(salt="s", device_floor_blocks=1)))
+    await cached(client, 13)
+    await pin(client, pb.PrefixSelector(token_ids=range(8)), "ops", 100)
+
+
+async def test_what_an_operator_was_answered_is_in_redis(managers: Managers) -> None:
+    async with managers.run(redis_flush_seconds=5) as client:
+        await client.register()
+        with sync_redis(managers.url) as server:
+            for number in range(20):
+                quota = pb.Quota(salt=f"s{number}", device_floor_blocks=1)
+                await client.admin.SetQuota(pb.SetQuotaRequest(quota=quota))
+                assert server.hexists(QUOTAS, f"salt/s{number}")
+                await client.admin.DeleteQuota(pb.DeleteQuotaRequest(salt=f"s{number}"))
+                assert not server.hexists(QUOTAS, f"salt/s{number}")
+
+
+async def test_what_redis_loses_is_written_again(managers: Managers) -> None:
+    async with managers.run() as client:
+        await furnish(client)
+        await agreed(client)
+        with sync_redis(managers.url) as server:
+            server.flushall()
+        await agreed(client)
+        with sync_redis(managers.url) as server:
+            assert len(server.hgetall(BLOCKS)) == 3
+            assert [len(server.hkeys(key)) for key in (PINS, RULES, QUOTAS)] == [1, 1, 1]
+
+
+async def test_a_redis_that_comes_back_with_an_older_state_gets_what_it_lacks(managers: Managers) -> None:
+    clocks = (f"kvkeep:{{{EXECUTOR}}}:clock", "kvkeep:{operators}:time")
+    async with managers.run() as client:
+        await furnish(client)
+        await agreed(client)
+        with sync_redis(managers.url) as server:
+            old = {key: server.dump(key) for key in (BLOCKS, PINS, RULES, QUOTAS, *clocks)}
+        managers.now += 1
+        admitted = await client.admit("more", [7] * 9)
+        await client.compute(admitted, 8, step=2)
+        await make_rule(client, "later", retention_priority=10)
+        await agreed(client)
+        with sync_redis(managers.url) as server:
+            for key, value in old.items():
+                server.restore(key, 0, value, replace=True)
+        await agreed(client)
+        with sync_redis(managers.url) as server:
+            assert len(server.hgetall(BLOCKS)) == 5
+            assert sorted(server.hkeys(RULES)) == [b"later", b"r"]
+
+
+async def test_every_difference_is_found(managers: Managers) -> None:
+    async with managers.run() as client:
+        await furnish(client)
+        await agreed(client)
+        with sync_redis(managers.url) as server:
+            blocks = server.hgetall(BLOCKS)
+            assert len(blocks) == 3
+            first, second, third = sorted(blocks)
+            server.hdel(BLOCKS, first)
+            server.hset(BLOCKS, second, blocks[third])
+            server.hset(BLOCKS, b"\x00" * 5 + b"\x1f\x00\x00\x00", blocks[third])
+            server.hset(BLOCKS, b"unreadable", b"")
+            (name,) = server.hkeys(PINS)
+            server.hdel(PINS, name)
+            server.hdel(RULES, "r")
+            server.hset(QUOTAS, "salt/s", b"\x01" + pb.Quota(salt="s").SerializeToString())
+        found = await compared(client)
+        assert sorted(found or ()) == [
+            " 0: r is not in Redis as it is among the rules",
+            " 0: salt/s is not in Redis as it is among the quotas",
+            f"{POOL} 0: Redis holds what cannot be read: record cannot be read",
+            f"{POOL} 0: {name.decode()} is not in Redis as it is among the pins",
+            f"{POOL} {first[5]}: a block on device is in the index and not in Redis",
+            f"{POOL} {second[5]}: a block on device is another in Redis than in the index",
+            f"{POOL} 31: a block on device is in Redis and not in the index",
+        ]
+        # Who does not ask pays nothing.
+        answer = await client.admin.CheckPool(pb.CheckPoolRequest())
+        assert (list(answer.violations), answer.store_compared) == ([], False)
+
+
+async def test_redis_away_is_told_and_changes_wait_for_it(managers: Managers, server: Server) -> None:
+    async with managers.run() as client:
+        await furnish(client)
+        assert await redis_health(client) == health_pb2.HealthCheckResponse.SERVING
+        server.stop()
+        await becomes(client, health_pb2.HealthCheckResponse.NOT_SERVING)
+        stub = health_pb2_grpc.HealthStub(client.admin_channel)
+        assert (await stub.Check(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.SERVING
+        assert await compared(client) is None
+        await client.compute(await client.admit("b", [9] * 9), 8)
+        await make_rule(client, "s")
+        forgotten = await client.admin.ForgetBlocks(pb.ForgetBlocksRequest(prefix=pb.PrefixSelector(token_ids=[9] * 4)))
+        assert not forgotten.store_updated
+        server.start()
+        await becomes(client, health_pb2.HealthCheckResponse.SERVING)
+        await agreed(client)
+
+
+@one_server
+@pytest.mark.parametrize(
+    ("trouble", "relief"),
+    [
+        (("CONFIG", "SET", "maxmemory", "1"), ("CONFIG", "SET", "maxmemory", "0")),
+        (("REPLICAOF", "127.0.0.1", "1"), ("REPLICAOF", "NO", "ONE")),
+        (("ACL", "SETUSER", "default", "-@write"), ("ACL", "SETUSER", "default", "+@all")),
+    ],
+    ids=["full", "a read-only replica", "no permission"],
+)
+async def test_a_redis_that_takes_no_writes_loses_nothing(
+    managers: Managers, server: Server, trouble: tuple[str, ...], relief: tuple[str, ...], capsys
+) -> None:
+    async with managers.run() as client:
+        await furnish(client)
+        with sync_redis(server.url) as direct:
+            direct.execute_command(*trouble)
+            await becomes(client, health_pb2.HealthCheckResponse.NOT_SERVING)
+            await make_rule(client, "s")
+            await client.compute(await client.admit("b", [9] * 9), 8)
+            assert await compared(client) is None
+            direct.execute_command(*relief)
+        await agreed(client)
+    logged = capsys.readouterr().out
+    assert "redis is down" in logged
+    assert "HSET" not in logged
+
+
+@one_server
+async def test_a_slow_redis_keeps_nobody_waiting_for_long(managers: Managers, server: Server) -> None:
+    async with managers.run() as client:
+        await furnish(client)
+        with sync_redis(server.url) as direct:
+            direct.execute_command("CLIENT", "PAUSE", "6000", "ALL")
+        begin = time.monotonic()
+        await client.compute(await client.admit("b", [9] * 9), 8)
+        assert time.monotonic() - begin < 1
+        # Operators are answered without it, after a while.
+        await make_rule(client, "s")
+        await client.admin.ForgetBlocks(pb.ForgetBlocksRequest(salt="s"))
+        assert time.monotonic() - begin < 8
+        await becomes(client, health_pb2.HealthCheckResponse.NOT_SERVING)
+        await agreed(client)
+
+
+@one_server
+async def test_a_registration_waits_for_a_slow_redis_less_than_its_executor_does(
+    managers: Managers, server: Server
+) -> None:
+    async with managers.run() as client:
+        await client.register()
+    with sync_redis(server.url) as direct:
+        direct.execute_command("CLIENT", "PAUSE", "8000", "ALL")
+    begin = time.monotonic()
+    async with managers.run() as client:
+        assert time.monotonic() - begin < 2
+        begin = time.monotonic()
+        await client.register()
+        assert time.monotonic() - begin < 5
+        await agreed(client)
+
+
+@cluster_only
+async def test_a_url_without_cluster_that_leads_to_one_is_explained(managers: Managers, server: Server, capsys) -> None:
+    managers.url = f"redis://{server.url.partition('//')[2].partition(',')[0]}"
+    async with managers.run() as client:
+        for name in "abcdef":
+            await make_rule(client, name)
+        managers.epoch += 1
+        await client.register()
+        await becomes(client, health_pb2.HealthCheckResponse.NOT_SERVING)
+    assert "write redis+cluster://" in capsys.readouterr().out
+
+
+@cluster_only
+async def test_keys_that_move_to_another_node_are_followed(managers: Managers, server: Server) -> None:
+    async with managers.run() as client:
+        await furnish(client)
+        await agreed(client)
+        for key in (BLOCKS, "kvkeep:{operators}:rules"):
+            await asyncio.to_thread(server.move, key)
+        await make_rule(client, "s")
+        await client.compute(await client.admit("b", [9] * 9), 8)
+        await agreed(client)
+
+
+@one_server
+async def test_few_permissions_are_enough_and_the_password_stays_secret(
+    managers: Managers, server: Server, capsys
+) -> None:
+    commands = ["+get", "+set", "+del", "+hset", "+hdel", "+hscan", "+xadd"]
+    with sync_redis(server.url) as direct:
+        direct.acl_setuser("kvkeep", enabled=True, passwords=["+s3cret"], keys=["kvkeep:*"], commands=commands)
+    path = urlsplit(server.url).path
+    managers.url = f"unix://kvkeep:s3cret@{path}"
+    async with managers.run() as client:
+        await furnish(client)
+        await agreed(client)
+    managers.url = f"unix://kvkeep:wr0ng@{path}"
+    async with managers.run() as client:
+        await becomes(client, health_pb2.HealthCheckResponse.NOT_SERVING)
+    logged = capsys.readouterr().out
+    assert "WRONGPASS" in logged or "invalid username-password" in logged
+    assert "s3cret" not in logged
+    assert "wr0ng" not in logged

@@ -1,0 +1,206 @@
+"""What passes a proxy arrives as it was sent, unless a trouble was asked for: then exactly that happens."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import grpc
+import pytest
+
+from protos.kvcache.v1 import kvcache_pb2 as pb
+from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
+from protos.rpc.channel import open_channel
+from protos.rpc.errors import from_rpc_error
+from protos.rpc.server import Server
+from tests.chaos.meddling import ConnectionLostError, Meddling, Trouble
+from tests.chaos.proxies import GrpcProxy, SocketProxy
+from tests.unit.rpc.conftest import ADMIN, Admin, add_echo
+
+ECHO = "/test.Echo/Stream"
+
+
+class Counting(Admin):
+    """Counts what it hears."""
+
+    def __init__(self) -> None:
+        self.heard = 0
+
+    async def PurgeBlocks(self, request: pb.PurgeBlocksRequest, context: object) -> pb.PurgeBlocksResponse:
+        self.heard += 1
+        return pb.PurgeBlocksResponse(purged_blocks=self.heard)
+
+
+class Between:
+    """A server, a proxy in front of it and a channel to that."""
+
+    def __init__(self, folder: Path) -> None:
+        self.admin = Counting()
+        self.meddling = Meddling(random.Random(1))
+        self.target = f"unix:{folder}/target"
+        self.proxy = GrpcProxy(f"unix:{folder}/proxy", self.target, self.meddling, (ECHO,))
+        self.channel = open_channel(self.proxy.address)
+        self.stub: pb_grpc.CacheAdminServiceAsyncStub = pb_grpc.CacheAdminServiceStub(self.channel)
+
+    async def serve(self) -> Server:
+        server = Server("test", drain_seconds=0)
+        add = {ADMIN: lambda s: pb_grpc.add_CacheAdminServiceServicer_to_server(self.admin, s), "test.Echo": add_echo}
+        server.listen(self.target, add)
+        await server.start()
+        return server
+
+    async def purge(self, seconds: float = 5.0) -> int:
+        return (await self.stub.PurgeBlocks(pb.PurgeBlocksRequest(), timeout=seconds)).purged_blocks
+
+
+@pytest.fixture
+async def between(tmp_path: Path) -> AsyncIterator[Between]:
+    found = Between(tmp_path)
+    await found.proxy.start()
+    server = await found.serve()
+    yield found
+    await found.channel.close()
+    await found.proxy.stop()
+    await server.stop()
+
+
+async def test_answers_and_errors_pass_unchanged(between: Between) -> None:
+    answer = await between.stub.GetPool(pb.GetPoolRequest(pool_id="a/0"), timeout=5)
+    assert answer.pool.pool_id == "a/0"
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await between.stub.GetPool(pb.GetPoolRequest(pool_id="stock"), timeout=5)
+    error = from_rpc_error(caught.value)
+    assert (error.reason, error.metadata, error.retry_after) == ("OUT_OF_STOCK", {"asked": "1"}, 1.5)
+
+
+async def test_a_lost_request_is_never_heard_and_a_lost_answer_once(between: Between) -> None:
+    between.meddling.begin(Trouble.LOSE_REQUEST, 1.0)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await between.purge(0.5)
+    assert caught.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+    assert between.admin.heard == 0
+    between.meddling.end(Trouble.LOSE_REQUEST)
+    between.meddling.begin(Trouble.LOSE_ANSWER, 1.0)
+    with pytest.raises(grpc.aio.AioRpcError):
+        await between.purge(0.5)
+    # A broken connection is tried again by the channel itself.
+    assert between.admin.heard == between.meddling.met[Trouble.LOSE_ANSWER] >= 1
+
+
+async def test_a_repeated_request_is_heard_twice_and_answered_once(between: Between) -> None:
+    between.meddling.begin(Trouble.REPEAT, 1.0)
+    assert await between.purge() == 2
+    assert between.admin.heard == 2
+
+
+async def test_a_delayed_call_takes_longer_and_is_answered(between: Between) -> None:
+    between.meddling.begin(Trouble.DELAY, 1.0)
+    clock = asyncio.get_running_loop().time
+    begin = clock()
+    assert await between.purge() == 1
+    assert clock() - begin > 0.02
+
+
+async def test_a_target_that_is_away_is_unavailable_until_it_is_back(tmp_path: Path) -> None:
+    between = Between(tmp_path)
+    await between.proxy.start()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await between.purge()
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    server = await between.serve()
+    async with asyncio.timeout(5):
+        while True:
+            try:
+                assert await between.purge() == 1
+                break
+            except grpc.aio.AioRpcError:
+                continue
+    await between.channel.close()
+    await between.proxy.stop()
+    await server.stop()
+
+
+async def test_a_stream_carries_both_ways_until_it_is_broken(between: Between) -> None:
+    call = between.channel.stream_stream(ECHO)(timeout=10)
+    messages = [pb.GetPoolRequest(pool_id=name).SerializeToString() for name in "abc"]
+    for message in messages[:2]:
+        await call.write(message)
+        assert await call.read() == message
+    assert between.proxy.break_streams() == 1
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    again = between.channel.stream_stream(ECHO)(timeout=10)
+    await again.write(messages[2])
+    assert await again.read() == messages[2]
+    await again.done_writing()
+    assert await again.read() is grpc.aio.EOF
+
+
+async def test_only_the_asked_share_of_calls_meets_a_trouble() -> None:
+    meddling = Meddling(random.Random(1))
+    asked = 0
+
+    async def ask() -> bytes:
+        nonlocal asked
+        asked += 1
+        return b"answer"
+
+    async def lost(carry: Callable[[], Awaitable[bytes]]) -> bool:
+        try:
+            await asyncio.wait_for(carry(), 0.01)
+        except (TimeoutError, ConnectionLostError):
+            return True
+        return False
+
+    meddling.begin(Trouble.LOSE_REQUEST, 0.25)
+    gone = sum([await lost(lambda: meddling.carry(ask)) for _ in range(200)])
+    assert 30 < gone < 70
+    assert asked == 200 - gone
+
+
+async def test_a_socket_proxy_carries_delays_and_breaks(tmp_path: Path) -> None:
+    echoes: set[asyncio.Task[None]] = set()
+
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        echoes.add(task)
+        while data := await reader.read(100):
+            writer.write(data)
+            await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_unix_server(echo, tmp_path / "target")
+    proxy = SocketProxy(tmp_path / "proxy", tmp_path / "target")
+    await proxy.start()
+    reader, writer = await asyncio.open_unix_connection(proxy.address)
+    writer.write(b"one")
+    assert await reader.readexactly(3) == b"one"
+
+    proxy.delay = 0.1
+    clock = asyncio.get_running_loop().time
+    begin = clock()
+    writer.write(b"two")
+    assert await reader.readexactly(3) == b"two"
+    assert clock() - begin > 0.2
+
+    proxy.cut()
+    assert await reader.read(1) == b""
+    writer.close()
+    reader, writer = await asyncio.open_unix_connection(proxy.address)
+    assert await reader.read(1) == b""
+    writer.close()
+
+    proxy.delay = 0.0
+    proxy.mend()
+    reader, writer = await asyncio.open_unix_connection(proxy.address)
+    writer.write(b"six")
+    assert await reader.readexactly(3) == b"six"
+    writer.close()
+    await proxy.stop()
+    server.close()
+    # What still runs when the loop ends would warn in another test.
+    await asyncio.wait(echoes, timeout=5)

@@ -1,0 +1,214 @@
+"""A running executor over a unix socket, with a cache manager that only takes notes."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import torch
+from google.protobuf.duration_pb2 import Duration
+
+from executor.kv_pool import KvPools
+from executor.manager_client import Announcement, ManagerClient
+from executor.model import Model
+from executor.runner import Runner
+from executor.service import SERVICE, ExecutorServicer, Identity
+from executor.tiers.tiers import Tiers
+from executor.tokenizer import TokenizerFiles
+from executor.worker import Worker
+from protos.execution.v1 import execution_pb2 as pb
+from protos.execution.v1 import execution_pb2_grpc as rpc
+from protos.kvcache.v1 import kvcache_pb2 as kv
+from protos.kvcache.v1 import kvcache_pb2_grpc as kv_rpc
+from protos.rpc.channel import open_channel
+from protos.rpc.errors import ServiceError, from_rpc_error
+from protos.rpc.server import Server
+from tests.unit.executor.conftest import BLOCK_SIZE
+
+EPOCH = 1234
+PROMPT = [5, 60, 7, 80, 9]
+
+
+class UnknownExecutorError(ServiceError):
+    """What a restarted manager says to a renewal."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "UNKNOWN_EXECUTOR"
+
+
+@dataclass
+class FakeManager(kv_rpc.CacheManagerServiceServicer):
+    """Takes registrations, renewals and confirmations; `restart` forgets them all."""
+
+    epoch: int = 1
+    registrations: list[kv.RegisterExecutorRequest] = field(default_factory=list)
+    confirmations: list[kv.ConfirmTransfersRequest] = field(default_factory=list)
+    # What renewals bring, until it is confirmed.
+    transfers: list[kv.Transfer] = field(default_factory=list)
+    renewals: int = 0
+    known: bool = False
+    refuse_confirmations: int = 0
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def restart(self) -> None:
+        self.epoch += 1
+        self.known = False
+
+    @property
+    def confirmed(self) -> list[tuple[int, bool]]:
+        """Tickets in the order in which they were confirmed, and whether their copies ended well."""
+        done = [(ticket, True) for request in self.confirmations for ticket in request.tickets]
+        return done + [(ticket, False) for request in self.confirmations for ticket in request.failed_tickets]
+
+    async def until(self, reached: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not reached():
+                self.changed.clear()
+                await self.changed.wait()
+
+    async def RegisterExecutor(self, request: Any, context: Any) -> kv.RegisterExecutorResponse:
+        self.registrations.append(request)
+        self.known = True
+        self.changed.set()
+        return kv.RegisterExecutorResponse(manager_epoch=self.epoch, lease_duration=Duration(nanos=60_000_000))
+
+    async def RenewExecutor(self, request: Any, context: Any) -> kv.RenewExecutorResponse:
+        if not self.known:
+            raise UnknownExecutorError("register first")
+        self.renewals += 1
+        self.changed.set()
+        return kv.RenewExecutorResponse(
+            manager_epoch=self.epoch, lease_duration=Duration(nanos=60_000_000), transfers=self.transfers
+        )
+
+    async def ConfirmTransfers(self, request: Any, context: Any) -> kv.ConfirmTransfersResponse:
+        if self.refuse_confirmations:
+            self.refuse_confirmations -= 1
+            raise UnknownExecutorError("not now")
+        self.confirmations.append(request)
+        ended = {*request.tickets, *request.failed_tickets}
+        self.transfers = [transfer for transfer in self.transfers if transfer.ticket not in ended]
+        self.changed.set()
+        return kv.ConfirmTransfersResponse()
+
+
+@dataclass
+class Stack:
+    """A running executor, its manager, and a stub to talk to it."""
+
+    manager: FakeManager
+    runner: Runner
+    stub: Any
+    servicer: ExecutorServicer
+    worker: Worker
+
+    @asynccontextmanager
+    async def session(self, scheduler_epoch: int = 1, executor_epoch: int = EPOCH) -> AsyncIterator["Stream"]:
+        call = self.stub.StreamSteps()
+        stream = Stream(call)
+        opening = pb.OpenSession(scheduler_id="s", scheduler_epoch=scheduler_epoch, executor_epoch=executor_epoch)
+        await call.write(pb.StreamStepsRequest(open=opening))
+        try:
+            answer = await stream.read()
+            stream.next_step = answer.opened.first_step
+            yield stream
+        finally:
+            call.cancel()
+
+
+@dataclass
+class Stream:
+    """One session as a scheduler sees it."""
+
+    call: Any
+    next_step: int = 0
+
+    async def read(self) -> pb.StreamStepsResponse:
+        try:
+            async with asyncio.timeout(20):
+                answer = await self.call.read()
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        if answer is grpc.aio.EOF:
+            raise EOFError
+        return answer
+
+    async def send(self, **changes: Any) -> None:
+        step, self.next_step = self.next_step, self.next_step + 1
+        await self.call.write(pb.StreamStepsRequest(step=pb.Step(step=step, **changes)))
+
+    async def run(self, **changes: Any) -> pb.StepResult:
+        await self.send(**changes)
+        return (await self.read()).result
+
+
+def new_sequence(sequence: int, **changes: Any) -> pb.NewSequence:
+    sampling = pb.SamplingParams(top_p=1, repetition_penalty=1, num_logprobs=2)
+    table = pb.StepBlockTable(slots=range(1 + 20 * sequence, 11 + 20 * sequence))
+    return pb.NewSequence(
+        **{
+            "sequence": sequence,
+            "token_ids": PROMPT,
+            "num_prompt_tokens": len(PROMPT),
+            "block_tables": [table],
+            "sampling": sampling,
+        }
+        | changes
+    )
+
+
+def join(sequence: int, **changes: Any) -> dict[str, Any]:
+    return {
+        "new_sequences": [new_sequence(sequence, **changes)],
+        "chunk_sequences": [sequence],
+        "chunk_tokens": [len(PROMPT)],
+    }
+
+
+@asynccontextmanager
+async def running(model: Model, tmp_path: Path, tiers: Callable[[KvPools], Tiers] = Tiers) -> AsyncIterator[Stack]:
+    """An executor with a pool of 200 blocks."""
+    manager = FakeManager()
+    manager_server = Server("cachemgr", drain_seconds=0)
+    manager_address, address = f"unix:{tmp_path}/m.sock", f"unix:{tmp_path}/e.sock"
+    manager_server.listen(
+        manager_address,
+        {"kvcache.v1.CacheManagerService": lambda s: kv_rpc.add_CacheManagerServiceServicer_to_server(manager, s)},
+    )
+    pools = KvPools(model.groups, 200, BLOCK_SIZE, torch.float32, torch.device("cpu"))
+    runner = Runner(model, pools, tiers(pools))
+    server = Server("executor", drain_seconds=0)
+    client = ManagerClient(
+        open_channel(manager_address),
+        Announcement("executor-0", EPOCH, "tiny", b"f" * 32, plain_rotary=True),
+        runner.pools,
+        runner.tiers,
+        lambda copies: worker.transfer(copies),
+        lambda: runner.last_step,
+        lambda: server.set_serving(True),
+    )
+    loop = asyncio.get_running_loop()
+    worker = Worker(
+        runner,
+        lambda done, failed: loop.call_soon_threadsafe(client.confirm, done, failed) and None,
+        lambda: None,
+    )
+    servicer = ExecutorServicer(
+        Identity("executor-0", EPOCH), runner, worker, TokenizerFiles(b"{}", "template", {"bos_token": "<s>"})
+    )
+    server.listen(address, {SERVICE: lambda s: rpc.add_ExecutorServiceServicer_to_server(servicer, s)})
+    await manager_server.start()
+    await server.start()
+    worker.start()
+    registration = asyncio.create_task(client.run())
+    async with open_channel(address) as channel:
+        yield Stack(manager, runner, rpc.ExecutorServiceStub(channel), servicer, worker)
+    servicer.stop()
+    await asyncio.to_thread(worker.stop)
+    registration.cancel()
+    await server.stop()
+    await manager_server.stop()
+    runner.tiers.close()

@@ -1,0 +1,222 @@
+"""Copies run in the order of what they touch, beside each other where they touch nothing in common."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from executor.step import Copy, Tier
+from executor.tiers import copier as copier_module
+from executor.tiers.copier import Copier
+from tests.unit.executor.tiers.world import Ends, down, up
+
+DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
+
+
+class Gates:
+    """Copies that run until they are let go; `log` says what happened in which order."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.fail: set[int] = set()
+        self._gates: dict[tuple[int, str], threading.Event] = {}
+        self._begun: dict[int, threading.Event] = {}
+        self._lock = threading.Lock()
+        self.ends = Ends()
+        self.copier = Copier(self._run)
+
+    def _gate(self, ticket: int, what: str) -> threading.Event:
+        with self._lock:
+            return self._gates.setdefault((ticket, what), threading.Event())
+
+    def _run(self, copy: Copy, after: Any, source_read: Callable[[], None]) -> None:
+        self.log.append(f"begin {copy.ticket}")
+        self._gate(copy.ticket, "begin").set()
+        self._gate(copy.ticket, "read").wait(10)
+        source_read()
+        self._gate(copy.ticket, "end").wait(10)
+        self.log.append(f"end {copy.ticket}")
+        if copy.ticket in self.fail:
+            raise OSError("full")
+
+    def submit(self, *copies: Copy) -> None:
+        self.copier.submit(copies, self.ends)
+
+    def begun(self, ticket: int) -> None:
+        assert self._gate(ticket, "begin").wait(10), f"{ticket} does not begin: {self.log}"
+
+    def not_begun(self, ticket: int) -> None:
+        assert not self._gate(ticket, "begin").wait(0.05), f"{ticket} begins too early: {self.log}"
+
+    def read(self, ticket: int) -> None:
+        self._gate(ticket, "read").set()
+
+    def end(self, ticket: int) -> None:
+        self.read(ticket)
+        self._gate(ticket, "end").set()
+
+    def all_end(self) -> None:
+        for ticket in range(1, 10):
+            self.end(ticket)
+        assert self.copier.drain(10)
+
+    @contextmanager
+    def waiting(self, **places: list[Any]) -> Iterator[threading.Event]:
+        """A step that waits in a thread; set once it has what it wants."""
+        passed = threading.Event()
+        thread = threading.Thread(target=lambda: (self.copier.wait(**places), passed.set()))
+        thread.start()
+        yield passed
+        thread.join(10)
+        assert passed.is_set()
+
+
+@pytest.fixture
+def gates() -> Iterator[Gates]:
+    gates = Gates()
+    yield gates
+    gates.all_end()
+    assert not gates.copier.busy
+
+
+def test_copies_of_different_slots_run_beside_each_other(gates: Gates) -> None:
+    gates.submit(down(1, 1, 1), down(2, 2, 2), down(3, 1, 1, group=1))
+    gates.begun(1)
+    gates.begun(2)
+    # As many as there are threads.
+    gates.not_begun(3)
+    gates.end(1)
+    gates.begun(3)
+
+
+def test_a_copy_waits_for_what_it_reads(gates: Gates) -> None:
+    gates.submit(down(1, 1, 1), up(2, 1, 5))
+    gates.begun(1)
+    gates.read(1)
+    gates.not_begun(2)
+    gates.end(1)
+    gates.begun(2)
+
+
+def test_a_copy_does_not_overwrite_what_another_has_not_read(gates: Gates) -> None:
+    gates.submit(up(1, 1, 5), down(2, 2, 1))
+    gates.begun(1)
+    gates.not_begun(2)
+    gates.read(1)
+    gates.begun(2)
+
+
+def test_copies_into_one_slot_come_in_their_order(gates: Gates) -> None:
+    gates.submit(down(1, 1, 1), down(2, 2, 1), up(3, 1, 3), down(4, 4, 1))
+    for ticket in (1, 2, 3):
+        gates.begun(ticket)
+        gates.not_begun(ticket + 1)
+        gates.end(ticket)
+    gates.begun(4)
+
+
+def test_what_a_disk_keeps_waiting_does_not_keep_memories_waiting(gates: Gates) -> None:
+    gates.submit(*(Copy(ticket, 0, ticket, ticket, HOST, DISK) for ticket in (1, 2, 3)))
+    gates.submit(down(4, 4, 4))
+    gates.begun(4)
+
+
+def test_the_same_numbers_in_another_tier_or_group_are_other_slots(gates: Gates) -> None:
+    gates.submit(down(1, 1, 1), up(2, 1, 1, DISK), up(3, 1, 1, DISK, group=1))
+    for ticket in (1, 3):
+        gates.begun(ticket)
+    gates.not_begun(2)
+
+
+def test_a_step_waits_for_exactly_its_own_slots(gates: Gates) -> None:
+    gates.submit(down(1, 1, 1), up(2, 2, 2))
+    places = [(DEVICE, 0, slot) for slot in (3, 4)] + [(DEVICE, 1, 1), (DEVICE, 1, 2)]
+    assert gates.copier.wait(reads=places, writes=places) == 0
+    # What another reads may be read.
+    assert gates.copier.wait(reads=[(DEVICE, 0, 1)]) == 0
+    with gates.waiting(writes=[(DEVICE, 0, 1)]) as passed:
+        assert not passed.wait(0.05)
+        gates.read(1)
+        assert passed.wait(10)
+    with gates.waiting(reads=[(DEVICE, 0, 2)]) as passed:
+        gates.read(2)
+        assert not passed.wait(0.05)
+        gates.end(2)
+
+
+def test_the_time_that_a_step_waits_is_told(gates: Gates) -> None:
+    gates.submit(down(1, 1, 1))
+    threading.Timer(0.2, lambda: gates.end(1)).start()
+    assert 0.05 < gates.copier.wait(writes=[(DEVICE, 0, 1)]) < 5
+
+
+def test_a_disk_that_hangs_keeps_no_step_for_long(gates: Gates, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copier_module, "STALL_SECONDS", 0.05)
+    for ticket in range(1, copier_module.DISK_THREADS + 1):
+        gates.submit(down(ticket, ticket, ticket, tier=DISK))
+        gates.begun(ticket)
+    gates.submit(down(8, 8, 8, tier=DISK), down(9, 9, 9, tier=DISK))
+    gates.copier.wait(writes=[(DEVICE, 0, 8)])
+    assert gates.ends.of == {8: False}
+    # Nobody has waited for the other's slot.
+    gates.read(1)
+    gates.copier.wait(writes=[(DEVICE, 0, 1)])
+    for ticket in (1, 2, 9):
+        gates.end(ticket)
+    assert gates.copier.drain(10)
+    assert gates.ends.of == {8: False, 1: True, 2: True, 9: True}
+
+
+def test_what_builds_on_a_failed_copy_fails_and_frees_its_slots(gates: Gates) -> None:
+    gates.fail = {1}
+    gates.submit(down(1, 1, 1), up(2, 1, 5), down(3, 5, 6), down(4, 7, 1))
+    for ticket in (1, 4):
+        gates.begun(ticket)
+        gates.end(ticket)
+    assert gates.copier.drain(10)
+    # The last one only comes behind the first in the same slot.
+    assert gates.ends.of == {1: False, 2: False, 3: False, 4: True}
+    assert "begin 2" not in gates.log
+    assert "begin 3" not in gates.log
+
+
+def test_slots_that_change_are_seen_at_once(gates: Gates) -> None:
+    gates.submit(down(1, 1, 1), up(2, 2, 2, DISK), Copy(3, 1, 0, 4, HOST, HOST))
+    assert gates.copier.look(set) == {(HOST, 0, 1), (DEVICE, 0, 2), (HOST, 1, 4)}
+    gates.all_end()
+    assert gates.copier.look(set) == set()
+
+
+def test_waiting_for_all_copies_has_a_bound(gates: Gates) -> None:
+    gates.submit(down(1, 1, 1))
+    begin = time.monotonic()
+    assert not gates.copier.drain(0.05)
+    assert time.monotonic() - begin < 5
+    assert gates.copier.busy
+
+
+def test_a_listener_that_fails_keeps_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended(copy: Copy, good: bool) -> None:
+        raise RuntimeError("the loop is closed")
+
+    copier = Copier(lambda copy, after, source_read: None)
+    copier.submit([down(1, 1, 1), down(2, 1, 1)], ended)
+    assert copier.drain(10)
+
+
+def test_a_flood_of_failures_is_one_line_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(copy: Copy, after: Any, source_read: Callable[[], None]) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(copier_module, "MEMORY_THREADS", 1)
+    copier, ends = Copier(run), Ends()
+    copier.submit([down(ticket, ticket, ticket) for ticket in range(1, 50)], ends)
+    assert copier.drain(10)
+    assert not any(ends.of.values())
+    assert len(ends.of) == 49
+    assert capsys.readouterr().out.count("copies failed") == 1

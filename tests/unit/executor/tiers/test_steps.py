@@ -1,0 +1,247 @@
+"""Steps beside copies between tiers: none reads what has not come, none overwrites what has not gone."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from executor.errors import InvalidStepError
+from executor.model import Model
+from executor.step import Copy, Joining, Outcome, Step, Tier
+from protos.execution.v1 import execution_pb2 as pb
+from protos.kvcache.eviction import Kind, parse
+from tests.unit.executor.conftest import Driver, load
+from tests.unit.executor.tiers.gates import Gate
+from tests.unit.executor.tiers.world import Ends, block, down, make_tiers, shut, until_idle, up
+
+HOST, DISK = Tier.HOST, Tier.DISK
+PROMPT = [5, 60, 7, 80, 9, 10, 11, 3, 44]
+OTHER = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+SHUT = 0.3
+
+
+@pytest.fixture
+def gate() -> Gate:
+    return Gate()
+
+
+@pytest.fixture
+def slow(tiny: Model, gate: Gate, tmp_path: Path) -> Iterator[Driver]:
+    """A driver whose host tier has a gate."""
+    driver = Driver(tiny, tiers=lambda pools: gate.tiers(pools, tmp_path))
+    yield driver
+    gate.open.set()
+    shut(driver.runner.tiers)
+
+
+def offloaded(driver: Driver, prompt: list[int] = PROMPT) -> tuple[Joining, list[int]]:
+    """Computes a prompt and leaves; what joined, and what it generates."""
+    expected = [one.token_id for one in driver.generate(90, prompt, 8)]
+    joining = driver.joining(91, prompt)
+    driver.step(joining=(joining,), chunks={91: len(prompt)})
+    driver.step(removed=(91,))
+    return joining, expected
+
+
+def goes_on(driver: Driver, first: Outcome, sequence: int, count: int) -> list[int]:
+    """The tokens of a step, and of those that follow."""
+    outcomes = [first] + [driver.step() for _ in range(count - 1)]
+    return [one.token_id for outcome in outcomes for one in outcome.sampled if one.sequence == sequence]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "llama, compiled"])
+def test_a_block_that_went_down_and_came_up_continues_to_the_same_tokens(
+    name: str, model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = load(model_folder(name))
+    driver = Driver(model, tiers=lambda pools: make_tiers(pools, tmp_path, host=6, disk=6))
+    joining, expected = offloaded(driver)
+    groups, ends = range(len(model.groups)), Ends()
+    # The first block goes to the host, the second to the disk; the same step overwrites both on the device.
+    copies = [
+        down(10 * group + index + 1, joining.tables[group][index], index + 1, tier, group)
+        for group in groups
+        for index, tier in enumerate((HOST, DISK))
+    ]
+    tables = tuple(table[:2] + new for table, new in zip(joining.tables, driver.blocks(40), strict=True))
+    other = Joining(2, tuple(OTHER), len(OTHER), 0, tables)
+    step = Step(driver.runner.last_step + 1, joining=(other,), chunks={2: 9}, copies=tuple(copies))
+    driver.runner.launch(step, ended=ends).result()
+    fresh = driver.blocks(60)
+    copies = [
+        up(100 + copy.ticket, copy.target, fresh[copy.group][copy.target - 1], copy.target_tier, copy.group)
+        for copy in copies
+    ]
+    # Nobody waits for them: a step that needs them does.
+    again = Joining(3, tuple(PROMPT), len(PROMPT), 8, fresh)
+    first = driver.step(removed=(2,), copies=tuple(copies), joining=(again,), chunks={3: 1})
+    assert goes_on(driver, first, 3, 8) == expected
+    assert set(ends.of.values()) == {True}
+    assert first.tickets == ()
+    shut(driver.runner.tiers)
+
+
+def test_steps_go_on_while_copies_of_other_slots_run(slow: Driver, gate: Gate) -> None:
+    joining, expected = offloaded(slow)
+    gate.open.clear()
+    ends, begin = Ends(), time.monotonic()
+    step = Step(slow.runner.last_step + 1, copies=(down(1, joining.tables[0][0], 1),))
+    slow.runner.launch(step, ended=ends).result()
+    # It reads the slot that is being copied, and writes others.
+    table = joining.tables[0][:2] + slow.blocks(60)[0]
+    outcome = slow.step(joining=(Joining(2, tuple(PROMPT), 9, 8, (table,)),))
+    assert goes_on(slow, outcome, 2, 8) == expected
+    assert time.monotonic() - begin < 5
+    assert ends.of == {}
+    assert slow.runner.tiers.busy
+
+
+def test_a_step_does_not_overwrite_what_is_still_being_copied(slow: Driver, gate: Gate) -> None:
+    joining, _ = offloaded(slow)
+    slot, pools = joining.tables[0][0], slow.runner.pools
+    before = block(pools, 0, slot)
+    gate.opens_in(SHUT)
+    other = Joining(2, tuple(OTHER), 9, 0, ((slot, *slow.blocks(40)[0]),))
+    begin = time.monotonic()
+    outcome = slow.step(copies=(down(1, slot, 1),), joining=(other,), chunks={2: 9})
+    took = time.monotonic() - begin
+    assert block(pools, 0, slot) != before
+    # Time in which the device could not work is not the step's work.
+    assert outcome.compute_time < took - SHUT / 2
+    assert outcome.idle_time > SHUT / 2
+    fresh = slow.blocks(4)[0][0]
+    slow.step(copies=(up(2, 1, fresh),))
+    slow.runner.tiers.wait(reads=[(Tier.DEVICE, 0, fresh)])
+    assert block(pools, 0, fresh) == before
+
+
+def test_a_sequence_that_joins_too_early_waits_for_its_blocks(slow: Driver, gate: Gate) -> None:
+    joining, expected = offloaded(slow)
+    slow.step(copies=(down(1, joining.tables[0][0], 1),))
+    fresh = slow.blocks(60)[0]
+    gate.opens_in(SHUT)
+    slow.step(copies=(up(2, 1, fresh[0]),))
+    table = (fresh[0], joining.tables[0][1], *fresh[1:])
+    outcome = slow.step(joining=(Joining(2, tuple(PROMPT), 9, 8, (table,)),))
+    assert goes_on(slow, outcome, 2, 8) == expected
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_copies_within_the_device_keep_their_place_in_the_order(reads: bool, slow: Driver, gate: Gate) -> None:
+    joining, pools = slow.joining(1, PROMPT), slow.runner.pools
+    slow.step(joining=(joining,), chunks={1: 9})
+    first, second, third = joining.tables[0][:3]
+    before = [block(pools, 0, slot) for slot in (first, second)]
+    gate.opens_in(SHUT)
+    if reads:
+        # What comes up is copied on.
+        slow.step(copies=(down(1, first, 1), up(2, 1, second), Copy(3, 0, second, third)), idle=frozenset({1}))
+        assert block(pools, 0, third) == before[0]
+    else:
+        # What goes down is overwritten by another, and what that was goes down as well.
+        copies = (down(1, first, 1), Copy(2, 0, second, first), down(3, first, 2), up(4, 1, second), up(5, 2, third))
+        slow.step(copies=copies, idle=frozenset({1}))
+        slow.runner.tiers.wait(reads=[(Tier.DEVICE, 0, slot) for slot in (second, third)])
+        assert [block(pools, 0, slot) for slot in (second, first, third)] == [before[0], before[1], before[1]]
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_what_evicts_tokens_does_not_overwrite_what_is_being_copied(
+    moves: bool, gate: Gate, tmp_path: Path, model_folder: Callable[[str], Path]
+) -> None:
+    driver = Driver(load(model_folder("llama")), tiers=lambda pools: gate.tiers(pools, tmp_path))
+    wish = pb.EvictionPolicy(
+        kind=Kind.KNORM.value, max_cache_tokens=8, start_tokens=1, recent_tokens=2, period_tokens=4
+    )
+    policy = parse(wish, driver.runner.layout, "policy")
+    joining = replace(driver.joining(1, PROMPT * 2), policy=policy)
+    driver.step(joining=(joining,), chunks={1: 18})
+    own = driver.blocks(40)[0] if moves else ()
+    slots = own[:2] if moves else joining.tables[0][:2]
+    before = [block(driver.runner.pools, 0, slot) for slot in slots]
+    gate.opens_in(SHUT)
+    outcome = driver.step(copies=tuple(down(1 + i, slot, 1 + i) for i, slot in enumerate(slots)), evicting={1: own})
+    assert outcome.evicted[0].tokens > 0
+    assert [block(driver.runner.pools, 0, slot) for slot in slots] != before
+    fresh = driver.blocks(8)[0]
+    driver.step(copies=tuple(up(10 + i, 1 + i, slot) for i, slot in enumerate(fresh)), idle=frozenset({1}))
+    driver.runner.tiers.wait(reads=[(Tier.DEVICE, 0, slot) for slot in fresh])
+    assert [block(driver.runner.pools, 0, slot) for slot in fresh] == before
+    shut(driver.runner.tiers)
+
+
+def test_slots_that_copies_fill_are_noted_as_written_by_their_step(slow: Driver) -> None:
+    joining, _ = offloaded(slow)
+    slow.step(copies=(down(1, joining.tables[0][0], 1),))
+    step, fresh = slow.runner.last_step + 1, slow.blocks(4)[0][0]
+    slow.step(copies=(up(2, 1, fresh),))
+    assert int(slow.runner.pools.pools[0].last_write_steps[fresh]) == step
+    # What the manager itself asks for can come when nobody plans a step.
+    other, ends = slow.blocks(4)[0][0], Ends()
+    slow.runner.transfer((up(3, 1, fresh), Copy(4, 0, 0, other)), ends)
+    assert slow.runner.tiers.wait(reads=[(Tier.DEVICE, 0, fresh)]) < 5
+    assert [int(slow.runner.pools.pools[0].last_write_steps[slot]) for slot in (fresh, other)] == [step + 1] * 2
+
+
+def test_zeros_wait_for_what_is_being_copied(slow: Driver, gate: Gate) -> None:
+    joining, _ = offloaded(slow)
+    slot, pools, ends = joining.tables[0][0], slow.runner.pools, Ends()
+    before = block(pools, 0, slot)
+    gate.opens_in(SHUT)
+    fresh = slow.blocks(4)[0][0]
+    # In their order; a slot of a tier that is not here, and one beyond it, are told at once.
+    impossible = (Copy(4, 0, 0, 1, DISK, DISK), up(5, 7, fresh), Copy(6, 3, 0, 1))
+    slow.runner.transfer((down(1, slot, 1), Copy(2, 0, 0, slot), up(3, 1, fresh), *impossible), ends)
+    assert not any(block(pools, 0, slot))
+    slow.runner.tiers.wait(reads=[(Tier.DEVICE, 0, fresh)])
+    assert block(pools, 0, fresh) == before
+    until_idle(slow.runner.tiers)
+    assert ends.of == {1: True, 2: True, 3: True, 4: False, 5: False, 6: False}
+
+
+BAD_COPIES: dict[str, tuple[Copy, str]] = {
+    "from a tier that is not here": (up(1, 1, 1, DISK), "copy_source_tiers"),
+    "to a tier that is not here": (down(1, 1, 1, DISK), "copy_target_tiers"),
+    "from a slot beyond its tier": (up(1, 7, 1), "copy_source_slots"),
+    "to a slot beyond its tier": (down(1, 1, 7), "copy_target_slots"),
+    "from no slot": (up(1, 0, 1), "copy_source_slots"),
+    "of a group that is not here": (down(1, 1, 1, group=1), "copy_groups"),
+    "onto itself": (Copy(1, 0, 2, 2, HOST, HOST), "copy_target_slots"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_COPIES)
+def test_a_copy_that_is_not_possible_names_its_field_and_changes_nothing(name: str, slow: Driver) -> None:
+    copy, field = BAD_COPIES[name]
+    ends = Ends()
+    with pytest.raises(InvalidStepError) as caught:
+        slow.runner.launch(Step(1, copies=(down(9, 1, 1), copy)), ended=ends)
+    assert list(caught.value.fields) == [field]
+    assert (slow.runner.last_step, slow.runner.tiers.busy, ends.of) == (0, False, {})
+
+
+def test_every_copy_is_told_of_when_the_step_fails(slow: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("the device says no")
+
+    ends, copies = Ends(), (down(1, 1, 1), Copy(2, 0, 3, 4), down(3, 5, 2))
+    with monkeypatch.context() as patch:
+        patch.setattr("executor.runner.copy_blocks", broken)
+        with pytest.raises(RuntimeError):
+            slow.runner.launch(Step(1, copies=copies), ended=ends)
+    until_idle(slow.runner.tiers)
+    # The second is within the device: whoever launches knows of it.
+    assert ends.of == {1: True, 3: False}
+
+
+def test_tokens_of_a_step_are_told_before_it_waits(slow: Driver, gate: Gate) -> None:
+    joining, _ = offloaded(slow)
+    gate.open.clear()
+    other = Joining(2, tuple(OTHER), 9, 0, (joining.tables[0],))
+    step = Step(slow.runner.last_step + 1, copies=(down(1, joining.tables[0][0], 1),), joining=(other,), chunks={2: 9})
+    begin = time.monotonic()
+    slow.runner.launch(step, gate.open.set).result()
+    assert time.monotonic() - begin < 5

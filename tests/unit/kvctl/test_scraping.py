@@ -1,0 +1,33 @@
+"""What processes serve for Prometheus is read, with TLS and without."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import certs
+import pytest
+
+from kvctl.scraping import samples
+from protos.rpc.metrics import start_http
+from protos.rpc.security import PLAIN, Security
+from tests.stack import free_address
+
+
+def test_metrics_are_read_as_they_are_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    ca = certs.authority()
+    trusted, _ = ca.write(tmp_path, "ca")
+    cert, key = certs.certificate(ca, "peer").write(tmp_path, "peer")
+    tls = Security(tls_cert_file=cert, tls_key_file=key, tls_ca_file=trusted, tls_client_ca_file=trusted)
+    for security, other in ((PLAIN, tls), (tls, PLAIN)):
+        address = free_address()
+        stop = start_http(address, security)
+        try:
+            assert samples(address, 10, security)["process_resident_memory_bytes"] > 1e6
+            for wrong in (other, replace(security, tls_cert_file=None, tls_key_file=None)):
+                if wrong != security:
+                    with pytest.raises(OSError, match=r".+"):
+                        samples(address, 10, wrong)
+        finally:
+            stop()

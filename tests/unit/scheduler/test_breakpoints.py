@@ -1,0 +1,66 @@
+"""Up to where a conversation is to stay cached: from places in its text to ranges of its tokens."""
+
+from google.protobuf.duration_pb2 import Duration
+
+from protos.generation.v1 import generation_pb2 as pb
+from scheduler.breakpoints import Breakpoint, ranges
+from scheduler.chat import ChatTemplate
+from tests.support.generation import generate
+from tests.unit.scheduler.conftest import StackFactory
+from tests.unit.scheduler.fake_executor import FakeExecutor
+from tests.unit.scheduler.real_manager import RealManager
+from tests.unit.scheduler.text import CHAT_TEMPLATE, byte_level_tokenizer
+
+
+def seconds(value: int) -> Duration:
+    return Duration(seconds=value)
+
+
+def test_what_is_in_front_of_several_places_is_kept_as_well_as_the_best_says() -> None:
+    places = [
+        Breakpoint(0, 5, 40, seconds(10)),
+        Breakpoint(0, 9, 80, seconds(300)),
+        Breakpoint(1, 2, 20, seconds(60)),
+        Breakpoint(1, 9, 20, None),
+    ]
+    wishes = ranges(places[:3], [4, 9, 20])
+    made = [(one.start, one.end, one.retention_priority, one.retention_duration.seconds) for one in wishes]
+    assert made == [(0, 4, 80, 300), (4, 9, 80, 300), (9, 20, 20, 60)]
+    assert not any(wish.HasField("retention_duration") for wish in ranges(places, [4, 9, 20, 30]))
+    # Two places within one token.
+    assert [(wish.start, wish.end) for wish in ranges(places[:3], [4, 4, 20])] == [(0, 4), (4, 20)]
+    assert ranges(places[:1], [0]) == []
+
+
+def test_a_place_is_found_whatever_the_template_puts_around_it() -> None:
+    messages = [{"role": "system", "content": "the cat "}, {"role": "user", "content": "the dog"}]
+    for template in (
+        CHAT_TEMPLATE,
+        "{% for m in messages %}[{{ m.role|upper }}]{{ m.content|trim }}[/]{% endfor %}",
+        "{{ messages[0].content }}\n{{ messages[1].content }}{{ messages|length }}",
+    ):
+        chat = ChatTemplate(template, {"eos_token": "<eos>"})
+        prompt = chat.render(messages)
+        for index, characters, before in ((0, 0, ""), (0, 3, "the"), (0, 7, "the cat"), (1, 0, ""), (1, 7, "the dog")):
+            position = chat.position(prompt, messages, index, characters)
+            assert prompt[:position].endswith(before), (template, index, characters)
+            assert prompt[position:].startswith(messages[index]["content"][characters:].rstrip()[:1])
+
+
+async def test_a_conversations_places_become_wishes_for_its_tokens(run_stack: StackFactory) -> None:
+    request = pb.StreamGenerateRequest(max_tokens=2, ignore_eos=True)
+    first = request.chat.messages.add(role="system", content="the cat sat on the mat")
+    first.cache_breakpoints.add(content_end=22, retention_priority=80, retention_duration=seconds(300))
+    request.chat.messages.add(role="user", content="日本語 the").cache_breakpoints.add(
+        content_end=3, retention_priority=50
+    )
+    executor = FakeExecutor()
+    async with run_stack(executor=executor, manager=RealManager(executor)) as stack:
+        await generate(stack.stub, request, 30)
+        [admission] = stack.manager.admissions
+    tokens = byte_level_tokenizer()
+    known = [tokens.decode(list(admission.token_ids[: wish.end]), skip_special_tokens=False)
+             for wish in admission.retention.ranges]  # fmt: skip
+    assert known == ["<system>the cat sat on the mat", "<system>the cat sat on the mat<eos>\n<user>日本語"]
+    assert [wish.start for wish in admission.retention.ranges] == [0, admission.retention.ranges[0].end]
+    assert [wish.retention_priority for wish in admission.retention.ranges] == [80, 50]

@@ -1,0 +1,264 @@
+"""The HTTP API between two fakes: what comes before a request runs, and what happens when it cannot."""
+
+import asyncio
+import contextlib
+import http.client
+import json
+import re
+from collections.abc import AsyncIterator, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from prometheus_client import CollectorRegistry
+
+from protos.rpc.addresses import AddressError
+from protos.rpc.guard import Guard
+from protos.rpc.http_server import HttpServer
+from protos.rpc.identity import Role
+from scheduler.http.app import create_app
+from scheduler.service import GenerationService
+from tests.support.keyring import Keyring
+from tests.unit.scheduler.conftest import Stack, StackFactory
+from tests.unit.scheduler.fake_executor import FakeExecutor
+from tests.unit.scheduler.real_manager import RealManager
+
+JSON = {"Content-Type": "application/json"}
+LEAST = {"prompt": "the cat", "max_tokens": 3, "temperature": 0}
+
+
+@contextlib.asynccontextmanager
+async def serve(service: GenerationService, **options: Any) -> AsyncIterator[str]:
+    """The API of a service; its address."""
+    app = create_app(service, **{"max_prompt_bytes": 1000, "registry": CollectorRegistry()} | options)
+    server = HttpServer(app, "127.0.0.1:0")
+    await server.start()
+    try:
+        yield server.address
+    finally:
+        await server.stop()
+
+
+@contextlib.asynccontextmanager
+async def client(address: str, key: str = "none") -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"http://{address}/v1", api_key=key, max_retries=0) as client:
+        yield client
+
+
+class Answer:
+    """Status, headers and body."""
+
+    def __init__(self, answer: http.client.HTTPResponse) -> None:
+        self.status, self.headers, self.body = answer.status, answer.headers, answer.read().decode()
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """In OpenAI's shape, and nothing else."""
+        answer = json.loads(self.body)
+        assert list(answer) == ["error"]
+        assert sorted(answer["error"]) == ["code", "message", "param", "type"]
+        return dict(answer["error"])
+
+
+async def ask(
+    address: str, method: str, path: str, body: bytes | str | Iterator[bytes] | None = None,
+    headers: Mapping[str, str] = JSON,
+) -> Answer:  # fmt: skip
+    """Without a client's help."""
+
+    def call() -> Answer:
+        connection = http.client.HTTPConnection(address, timeout=30)
+        with contextlib.closing(connection):
+            connection.request(method, path, body, dict(headers))
+            return Answer(connection.getresponse())
+
+    return await asyncio.to_thread(call)
+
+
+async def test_before_the_stack_is_there_callers_are_told_to_come_again() -> None:
+    async with serve(GenerationService()) as address:
+        for method, path, body in (
+            ("GET", "/health", None),
+            ("GET", "/v1/models", None),
+            ("POST", "/v1/completions", json.dumps(LEAST)),
+            ("POST", "/tokenize", '{"prompt": "x"}'),
+        ):
+            answer = await ask(address, method, path, body)
+            assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
+            assert (answer.error["code"], answer.error["type"]) == ("not_ready", "server_error")
+        assert (await ask(address, "GET", "/version")).status == 200
+
+
+async def test_whoever_is_not_known_gets_nothing_but_health_and_version(
+    run_stack: StackFactory, tmp_path: Path
+) -> None:
+    keyring = Keyring(tmp_path)
+    keyring.add(Role.CALLER)
+    (token,) = keyring.tokens.values()
+    guard = Guard(keyring.file, None)
+    async with run_stack() as stack, serve(stack.scheduler.service, guard=guard) as address:
+        for method, path, body in (
+            ("GET", "/v1/models", None),
+            ("GET", "/v1/models/fake", None),
+            ("POST", "/v1/completions", json.dumps(LEAST)),
+            ("POST", "/v1/chat/completions", "{}"),
+            ("POST", "/tokenize", '{"prompt": "x"}'),
+            ("POST", "/detokenize", '{"tokens": [1]}'),
+        ):
+            answer = await ask(address, method, path, body)
+            assert (answer.status, answer.error["type"]) == (401, "authentication_error"), path
+        assert stack.manager.admitted_ids == []
+        for path in ("/health", "/version", "/metrics"):
+            assert (await ask(address, "GET", path)).status == 200
+        async with client(address, "stranger") as stranger, client(address, token) as friend:
+            with pytest.raises(openai.AuthenticationError):
+                await stranger.completions.create(model="fake", **LEAST)
+            assert (await friend.completions.create(model="fake", **LEAST)).choices[0].text
+
+
+async def test_a_role_may_do_what_it_may_by_grpc_and_names_are_its_tenants(
+    run_stack: StackFactory, tmp_path: Path
+) -> None:
+    keyring = Keyring(tmp_path)
+    for role, tenant in ((Role.CALLER, "acme"), (Role.CALLER, "other"), (Role.VIEWER, "")):
+        keyring.add(role, tenant)
+    acme, other, viewer = keyring.tokens.values()
+    executor, guard = FakeExecutor(), Guard(keyring.file, tmp_path / "audit")
+    manager = RealManager(executor)
+    async with (
+        run_stack(executor=executor, manager=manager) as stack,
+        serve(stack.scheduler.service, guard=guard) as address,
+        client(address, acme) as first,
+        client(address, other) as second,
+        client(address, viewer) as watcher,
+    ):
+        assert [model.id async for model in watcher.models.list()] == ["fake"]
+        with pytest.raises(openai.PermissionDeniedError):
+            await watcher.completions.create(model="fake", **LEAST)
+        denied = json.loads((tmp_path / "audit").read_text().splitlines()[-1])
+        assert (denied["role"], denied["outcome"]) == ("viewer", "PERMISSION_DENIED")
+        for caller in (first, second):
+            await caller.completions.create(model="fake", extra_body={"cache_salt": "x"}, **LEAST)
+        assert [(one.salt, one.tenant_id) for one in manager.admissions] == [("acme/x", "acme"), ("other/x", "other")]
+
+
+async def test_bodies_that_are_no_requests_are_refused(run_stack: StackFactory) -> None:
+    path = "/v1/completions"
+    async with run_stack() as stack, serve(stack.scheduler.service) as address:
+        for body, said in {
+            "": "JSON object",
+            "[]": "JSON object",
+            '"x"': "JSON object",
+            "{": "not JSON",
+            "\xff": "parsing",
+            "[" * 20_000: "parsing",
+            '{"prompt": "\\ud800"}': "surrogate",
+            '{"prompt": "x", "temperature": NaN}': "temperature should be a finite number",
+            '{"prompt": "x", "n": 1' + "0" * 4000 + "}": "n should be less",
+            '{"prompt": "x", "n": 1' + "0" * 5000 + "}": "parsing",
+            '{"prompt": ["x", "y"]}': "one prompt",
+            '{"prompt": "x", "kv_hints": {"actions": [{"action_id": "a", "action_type": "b", "payload": '
+            + '{"a":' * 110 + "1" + "}" * 111 + "]}}": "kv_hints.actions",
+        }.items():  # fmt: skip
+            answer = await ask(address, "POST", path, body.encode("latin-1"))
+            assert answer.status == 400, body[:50]
+            assert said in answer.error["message"], body[:50]
+        # What a page of another site can send without asking.
+        plain = await ask(address, "POST", path, json.dumps(LEAST), {"Content-Type": "text/plain"})
+        assert (plain.status, plain.error["code"]) == (400, "invalid_body")
+        assert stack.manager.admitted_ids == []
+        assert (await ask(address, "GET", path)).error["code"] == "method_not_allowed"
+        assert (await ask(address, "GET", "/v2")).status == 404
+
+
+async def test_a_body_that_is_too_long_is_not_read(run_stack: StackFactory) -> None:
+    async with run_stack() as stack, serve(stack.scheduler.service, max_prompt_bytes=10) as address:
+        fits, beyond = 66_000, 67_000
+        whole = await ask(address, "POST", "/v1/completions", b" " * beyond)
+        assert (whole.status, whole.error["code"]) == (413, "request_entity_too_large")
+        parts = await ask(address, "POST", "/v1/completions", (b" " * 1000 for _ in range(beyond // 1000)))
+        assert parts.status == 413
+        assert "not JSON" in (await ask(address, "POST", "/v1/completions", b" " * (fits - 1000))).error["message"]
+
+
+async def test_a_request_keeps_the_name_it_comes_with(run_stack: StackFactory) -> None:
+    async with run_stack() as stack, serve(stack.scheduler.service) as address:
+        named = await ask(address, "GET", "/health", headers={"X-Request-Id": "mine"})
+        assert named.headers["x-request-id"] == "mine"
+        drawn = await ask(address, "GET", "/nowhere", headers={"X-Request-Id": "a\tb"})
+        assert re.fullmatch("[0-9a-f]{16}", drawn.headers["x-request-id"])
+
+
+async def test_a_defect_is_told_without_what_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    async with serve(GenerationService(), registry=None) as address:
+        answer = await ask(address, "GET", "/metrics")
+        assert answer.status == 500
+        assert answer.error == {
+            "message": "the server met an error of its own; its log says which",
+            "type": "server_error",
+            "param": None,
+            "code": "unexpected",
+        }
+    assert "AttributeError" in caplog.text
+
+
+async def first_event(stack: Stack, address: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Begins a stream that goes on."""
+    body = json.dumps(LEAST | {"max_tokens": 300, "stream": True}).encode()
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        + f"Content-Length: {len(body)}\r\n\r\n".encode()
+        + body
+    )
+    assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+    await reader.readuntil(b"data: ")
+
+
+async def test_what_goes_wrong_in_a_stream_is_its_last_event(run_stack: StackFactory) -> None:
+    async with run_stack() as stack, serve(stack.scheduler.service) as address:
+        stack.executor.step_seconds = 0.02
+        reader, writer = await asyncio.open_connection(*address.split(":"))
+        with contextlib.closing(writer):
+            await first_event(stack, address, reader, writer)
+            draining = asyncio.create_task(stack.scheduler._engine.drain(0.1))
+            assert (await ask(address, "POST", "/v1/completions", json.dumps(LEAST))).error["code"] == "draining"
+            assert (await ask(address, "GET", "/health")).status == 503
+            events = (await reader.readuntil(b"\r\n0\r\n\r\n")).decode()
+            await draining
+        assert '"code":"draining"' in events.strip().split("data: ")[-1]
+        assert "[DONE]" not in events
+
+
+async def test_a_connection_that_ends_ends_its_request(run_stack: StackFactory) -> None:
+    async with run_stack() as stack, serve(stack.scheduler.service) as address:
+        stack.executor.step_seconds = 0.02
+        reader, writer = await asyncio.open_connection(*address.split(":"))
+        await first_event(stack, address, reader, writer)
+        writer.transport.abort()
+        async with asyncio.timeout(3):
+            while stack.manager.live or stack.metric("running_requests"):
+                await asyncio.sleep(0.01)
+        assert stack.metric("output_tokens_total") < 200
+
+
+async def test_an_address_that_is_taken_is_named() -> None:
+    async with serve(GenerationService()) as address:
+        with pytest.raises(AddressError, match=f"{address}: already in use .KVKEEP_X chooses another"):
+            await HttpServer(create_app(GenerationService(), max_prompt_bytes=1), address, setting="KVKEEP_X").start()
+    with pytest.raises(AddressError, match="without TLS"):
+        await HttpServer(create_app(GenerationService(), max_prompt_bytes=1), "0.0.0.0:0").start()
+
+
+def test_the_description_names_every_route_and_only_answers_that_there_are() -> None:
+    app = create_app(GenerationService(), max_prompt_bytes=1000)
+    described = app.openapi()
+    assert sorted(described["paths"]) == [
+        "/detokenize", "/health", "/metrics", "/tokenize", "/v1/chat/completions", "/v1/completions", "/v1/models",
+        "/v1/models/{model}", "/version",
+    ]  # fmt: skip
+    for path in described["paths"].values():
+        for method in path.values():
+            assert set(method["responses"]) == {"200", "4XX", "5XX"}
+    policy = described["components"]["schemas"]["EvictionPolicy"]["properties"]
+    assert "norm_sum" in policy["kind"]["enum"]

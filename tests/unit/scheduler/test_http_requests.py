@@ -1,0 +1,177 @@
+"""What of OpenAI's requests becomes what of ours."""
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from protos.generation.v1 import generation_pb2 as pb
+from protos.rpc.errors import InvalidField
+from scheduler.http import translate
+from scheduler.http.errors import rename
+from scheduler.http.extensions import EvictionPolicy
+from scheduler.http.requests import ChatCompletionRequest, CompletionRequest
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def chat(**fields: Any) -> pb.StreamGenerateRequest:
+    return translate.chat(ChatCompletionRequest(**{"messages": HELLO} | fields))
+
+
+def completion(**fields: Any) -> pb.StreamGenerateRequest:
+    return translate.completion(CompletionRequest(**{"prompt": "hello"} | fields))
+
+
+def test_what_is_absent_is_openais_default() -> None:
+    message = chat()
+    assert message == pb.StreamGenerateRequest(
+        chat=pb.ChatInput(messages=[pb.ChatMessage(role="user", content="hello")]),
+        sampling=pb.SamplingParams(temperature=1, top_k=0),
+        cache=pb.CacheOptions(),
+    )
+    assert not message.HasField("max_tokens")
+    assert completion().max_tokens == 16
+    # Null is absent.
+    assert chat(temperature=None, stop=None, tools=None, n=None, seed=None) == message
+
+
+def test_every_field_has_its_place() -> None:
+    message = chat(
+        model="m", n=2, stop=["a", "b"], max_tokens=7, max_completion_tokens=8, temperature=0, top_p=0.5, seed=-1,
+        presence_penalty=1, frequency_penalty=-1, top_k=-1, min_p=0.25, repetition_penalty=1.5, ignore_eos=True,
+        stop_token_ids=[5], request_id="r", priority=-3, cache_salt="s", session_id="c", prompt_cache_key="k",
+        logprobs=True, top_logprobs=4,
+        retention={"ranges": [{"end": 4, "priority": 1, "duration": "1.5m"}, {"start": 4, "priority": 2}],
+                   "decode": {"priority": 3, "duration": 4}},
+        kv_hints={"message_id": "h", "actions": [
+            {"action_id": "a", "action_type": "Pin", "payload": {"owner": "o", "duration_seconds": 3}}]},
+        eviction_policy={"kind": "adaptive_rkv", "start_tokens": 16, "positions": "compacted", "seed": 2,
+                         "adaptive_rkv": {"attention_mass": 0.5}},
+    )  # fmt: skip
+    expected = pb.StreamGenerateRequest(
+        request_id="r",
+        model="m",
+        chat=message.chat,
+        max_tokens=8,
+        sampling=pb.SamplingParams(
+            temperature=0, top_k=0, top_p=0.5, min_p=0.25, repetition_penalty=1.5, presence_penalty=1,
+            frequency_penalty=-1, seed=(1 << 64) - 1, num_logprobs=4,
+        ),
+        stop=["a", "b"],
+        stop_token_ids=[5],
+        ignore_eos=True,
+        priority=-3,
+        n=2,
+        cache=pb.CacheOptions(salt="s", session_id="c", decode_retention_priority=3),
+        eviction_policy=pb.EvictionPolicy(
+            kind="EVICTION_KIND_ADAPTIVE_RKV", start_tokens=16, positions="EVICTION_POSITIONS_COMPACTED", seed=2,
+            adaptive_rkv=pb.AdaptiveRkv(attention_mass=0.5),
+        ),
+    )  # fmt: skip
+    cache = expected.cache
+    cache.retention_ranges.add(start=0, end=4, retention_priority=1).retention_duration.seconds = 90
+    cache.retention_ranges.add(start=4, retention_priority=2)
+    cache.decode_retention_duration.seconds = 4
+    cache.kv_hints.protocol_version, cache.kv_hints.message_id = "0.1", "h"
+    action = cache.kv_hints.actions.add(action_id="a", action_type="Pin", action_version="0.1")
+    action.payload.update({"owner": "o", "duration_seconds": 3})
+    assert message == expected
+
+
+def test_prompts_are_text_or_ids_also_in_a_list_of_one() -> None:
+    for prompt in ("hello", ["hello"]):
+        assert completion(prompt=prompt).text == "hello"
+    for ids in ([1, 2], [[1, 2]]):
+        assert list(completion(prompt=ids).token_ids.token_ids) == [1, 2]
+    for wrong in (["a", "b"], [[1], [2]], [1, "a"], [-1], [True], 5, None, [[]  , []]):  # fmt: skip
+        with pytest.raises(ValidationError):
+            completion(prompt=wrong)
+
+
+def test_parts_are_joined_and_say_where_the_prompt_is_to_stay_cached_up_to() -> None:
+    parts = [
+        {"type": "text", "text": "one", "cache_control": {"type": "ephemeral"}},
+        {"type": "text", "text": "two"},
+        {"type": "text", "text": "three", "cache_control": {"type": "ephemeral", "ttl": "1h"}},
+    ]
+    short = {"role": "user", "content": "four", "cache_control": {"type": "ephemeral", "ttl": 30}}
+    [first, second] = chat(messages=[{"role": "system", "content": parts}, short]).chat.messages
+    assert first.content == "one\ntwo\nthree"
+    places = [(place.content_end, place.retention_duration.seconds) for place in first.cache_breakpoints]
+    assert places == [(3, 300), (13, 3600)]
+    assert {place.retention_priority for place in first.cache_breakpoints} == {80}
+    assert [(place.content_end, place.retention_duration.seconds) for place in second.cache_breakpoints] == [(4, 30)]
+
+
+def test_the_cache_key_is_a_session_and_its_retention_a_wish_for_everything() -> None:
+    cache = completion(prompt_cache_key="k", prompt_cache_retention="24h").cache
+    assert cache.session_id == "k"
+    [wish] = cache.retention_ranges
+    assert (wish.start, wish.HasField("end"), wish.retention_duration.seconds) == (0, False, 86_400)
+    assert cache.decode_retention_duration.seconds == 86_400
+    assert not completion(prompt_cache_retention="in_memory").cache.retention_ranges
+
+
+def test_fields_of_other_servers_are_passed_over_unless_they_ask_for_what_is_not_done() -> None:
+    assert chat(user="u", metadata={"a": "b"}, tools=[], tool_choice="auto", response_format={"type": "text"}) == chat()
+    for field, value in {
+        "tools": [{}], "tool_choice": "required", "response_format": {"type": "json_schema"}, "logit_bias": {"1": 2},
+        "min_tokens": 3, "guided_json": {}, "best_of": 2, "modalities": ["audio"],
+    }.items():  # fmt: skip
+        with pytest.raises(InvalidField, match=f"^{field} is not supported"):
+            chat(**{field: value})
+    for field, value in {"echo": True, "suffix": "x", "prompt_logprobs": 0}.items():
+        with pytest.raises(InvalidField, match=f"^{field} is not supported"):
+            completion(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [("cache_slat", "cache_salt"), ("cacheSalt", "cache_salt"), ("sesion_id", "session_id"), ("kv_hint", "kv_hints"),
+     ("retentions", "retention"), ("evictionpolicy", "eviction_policy"), ("prompt_cache_keys", "prompt_cache_key")],
+)  # fmt: skip
+def test_a_misspelt_extension_is_not_passed_over(written: str, meant: str) -> None:
+    with pytest.raises(InvalidField, match=f"^{written} is not a field: did you mean {meant}"):
+        completion(**{written: "x"})
+
+
+def test_more_unknown_fields_than_anybody_has_are_refused() -> None:
+    with pytest.raises(InvalidField, match="more than 64 fields"):
+        completion(**{f"x{index}": 1 for index in range(65)})
+
+
+def test_errors_name_fields_as_the_request_has_them() -> None:
+    request = ChatCompletionRequest(messages=HELLO, max_completion_tokens=5, prompt_cache_key="k")
+    names = translate.names(request)
+    assert {field: rename(field, names) for field in (
+        "sampling.top_p", "sampling.num_logprobs", "max_tokens", "chat.messages[1].role", "cache.salt",
+        "cache.session_id", "cache.retention_ranges[2].retention_duration", "cache.decode_retention_priority",
+        "cache.kv_hints.actions[0].action_id", "eviction_policy.recent_tokens", "stop[1]", "n",
+    )} == {
+        "sampling.top_p": "top_p",
+        "sampling.num_logprobs": "top_logprobs",
+        "max_tokens": "max_completion_tokens",
+        "chat.messages[1].role": "messages[1].role",
+        "cache.salt": "cache_salt",
+        "cache.session_id": "prompt_cache_key",
+        "cache.retention_ranges[2].retention_duration": "retention.ranges[2].duration",
+        "cache.decode_retention_priority": "retention.decode.priority",
+        "cache.kv_hints.actions[0].action_id": "kv_hints.actions[0].action_id",
+        "eviction_policy.recent_tokens": "eviction_policy.recent_tokens",
+        "stop[1]": "stop[1]",
+        "n": "n",
+    }  # fmt: skip
+    plain = translate.names(CompletionRequest(prompt="x", session_id="s"))
+    assert [rename(field, plain) for field in ("text", "token_ids.token_ids[3]", "sampling.num_logprobs", "max_tokens",
+                                               "cache.session_id")] == [
+        "prompt", "prompt[3]", "logprobs", "max_tokens", "session_id",
+    ]  # fmt: skip
+
+
+def test_every_kind_of_eviction_can_be_asked_for() -> None:
+    for name, number in pb.EvictionKind.items():
+        if number:
+            kind = name.removeprefix("EVICTION_KIND_").lower()
+            assert completion(eviction_policy={"kind": kind}).eviction_policy.kind == number
+    assert sorted(EvictionPolicy.model_fields) == sorted(field.name for field in pb.EvictionPolicy.DESCRIPTOR.fields)

@@ -1,0 +1,241 @@
+"""Requests whose blocks come from lower tiers, between the cache manager itself and a fake executor."""
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+import pytest
+from google.protobuf.duration_pb2 import Duration
+
+from protos.kvcache.v1 import kvcache_pb2
+from tests.support.generation import Output, generate
+from tests.unit.scheduler.conftest import Stack, StackFactory
+from tests.unit.scheduler.fake_executor import HOST, FakeExecutor
+from tests.unit.scheduler.real_manager import RealManager
+from tests.unit.scheduler.test_generation import prompt_of, request
+
+PROMPT = prompt_of(70)
+# Prompts that take the place of all others in the device's 40 blocks.
+FILLERS = [prompt_of(75, seed=seed) for seed in (11, 12)]
+
+
+@pytest.fixture
+def executor() -> FakeExecutor:
+    return FakeExecutor(max_tokens=160)
+
+
+async def one(
+    stack: Stack, prompt: Sequence[int], max_tokens: int = 3, patience: Duration | None = None, **fields: object
+) -> Output:
+    """Runs a request; its tokens are right."""
+    message = request(list(prompt), max_tokens, **fields)
+    if patience is not None:
+        message.cache.onboarding_timeout.CopyFrom(patience)
+    output = await generate(stack.stub, message, 30)
+    assert output.token_ids == stack.executor.expected(prompt, max_tokens)
+    return output
+
+
+async def move_down(stack: Stack, prompt: Sequence[int] = PROMPT) -> None:
+    """Leaves a prompt's blocks in the host tier."""
+    await one(stack, prompt)
+    for filler in FILLERS:
+        await one(stack, filler)
+    await stack.manager.settled()
+
+
+async def begin(stack: Stack, prompt: Sequence[int] = PROMPT, **fields: object) -> asyncio.Task[Output]:
+    """Starts a request whose blocks do not come before `copying` is set."""
+    stack.executor.copying.clear()
+    task = asyncio.create_task(one(stack, prompt, **fields))
+    await stack.manager.admitted(1)
+    await stack.executor.stepped(len(stack.executor.steps) + 1)
+    return task
+
+
+async def test_what_was_moved_to_host_memory_comes_back_and_is_told(
+    run_stack: StackFactory, executor: FakeExecutor
+) -> None:
+    async with run_stack(executor=executor, manager=RealManager(executor, host_blocks=60)) as stack:
+        await move_down(stack)
+        output = await one(stack, PROMPT)
+        assert output.usage.cached_tokens >= 68
+        assert output.usage.host_tokens >= 60
+        assert output.usage.disk_tokens == 0
+        assert stack.metric("onboarded_tokens_total", tier="host") == output.usage.host_tokens
+
+
+async def test_what_was_moved_to_disk_comes_back_too(run_stack: StackFactory, executor: FakeExecutor) -> None:
+    async with run_stack(executor=executor, manager=RealManager(executor, host_blocks=24, disk_blocks=60)) as stack:
+        await move_down(stack)
+        await one(stack, prompt_of(75, seed=13))
+        await stack.manager.settled()
+        output = await one(stack, PROMPT)
+        assert output.usage.cached_tokens >= 68
+        assert output.usage.disk_tokens > 40
+
+
+async def test_others_run_while_blocks_are_on_their_way(run_stack: StackFactory, executor: FakeExecutor) -> None:
+    async with run_stack(executor=executor, manager=RealManager(executor, host_blocks=60)) as stack:
+        await move_down(stack)
+        waiting = await begin(stack)
+        await one(stack, prompt_of(20, seed=5), 20)
+        assert not waiting.done()
+        executor.copying.set()
+        await waiting
+
+
+async def test_nothing_else_to_do_the_loop_waits_with_the_executor_and_hears_its_mail(
+    run_stack: StackFactory, executor: FakeExecutor
+) -> None:
+    async with run_stack(executor=executor, manager=RealManager(executor, host_blocks=60)) as stack:
+        await move_down(stack)
+        waiting = await begin(stack)
+        await executor.stepped(len(executor.steps) + 3)
+        waiting.cancel()
+        # It is gone before its copies are.
+        await stack.manager.released()
+        executor.copying.set()
+        await stack.manager.settled()
+        steps = len(executor.steps)
+        await asyncio.sleep(0.1)
+        assert len(executor.steps) <= steps + 1
+
+
+async def test_who_waits_too_long_computes(run_stack: StackFactory, executor: FakeExecutor) -> None:
+    async with run_stack(executor=executor, manager=RealManager(executor, host_blocks=60)) as stack:
+        await move_down(stack)
+        output = await (await begin(stack, patience=Duration(nanos=50_000_000)))
+        assert (output.usage.cached_tokens, output.usage.host_tokens) == (0, 0)
+        tiers = [admission.lowest_tier for admission in stack.manager.admissions[-2:]]
+        assert tiers == [kvcache_pb2.TIER_UNSPECIFIED, kvcache_pb2.TIER_DEVICE]
+        assert stack.metric("onboarding_timeouts_total") == 1
+        executor.copying.set()
+        await one(stack, prompt_of(9))
+
+
+async def test_the_usual_time_to_wait_is_a_setting(run_stack: StackFactory, executor: FakeExecutor) -> None:
+    manager = RealManager(executor, host_blocks=60)
+    async with run_stack(executor=executor, manager=manager, onboarding_timeout_seconds=0.05) as stack:
+        await move_down(stack)
+        await (await begin(stack))
+        assert stack.metric("onboarding_timeouts_total") == 1
+        executor.copying.set()
+        await one(stack, prompt_of(9))
+
+
+async def test_a_block_that_does_not_come_is_computed(run_stack: StackFactory, executor: FakeExecutor) -> None:
+    async with run_stack(executor=executor, manager=RealManager(executor, host_blocks=60)) as stack:
+        await move_down(stack)
+        failed: list[int] = []
+        executor.fails = lambda copy: len(executor.onboarded) > 4 and not failed and not failed.append(copy.ticket)
+        output = await one(stack, PROMPT)
+        assert len(failed) == 1
+        assert output.usage.host_tokens == 0
+
+
+async def test_who_shares_the_prompt_waits_too_and_neither_gets_wrong_blocks(
+    run_stack: StackFactory, executor: FakeExecutor
+) -> None:
+    async with run_stack(executor=executor, manager=RealManager(executor, host_blocks=60)) as stack:
+        await move_down(stack)
+        executor.copying.clear()
+        longer = [*PROMPT, *prompt_of(20, seed=6)]
+        tasks = [asyncio.create_task(one(stack, prompt)) for prompt in (longer, longer[:-1])]
+        await stack.manager.admitted(1)
+        executor.copying.set()
+        await asyncio.gather(*tasks)
+
+
+@pytest.mark.parametrize("what", ["executor", "manager", "session"])
+async def test_whatever_breaks_while_blocks_are_on_their_way_the_answer_comes(
+    run_stack: StackFactory, executor: FakeExecutor, what: str
+) -> None:
+    manager = RealManager(executor, host_blocks=60)
+    async with run_stack(executor=executor, manager=manager) as stack:
+        await move_down(stack)
+        waiting = await begin(stack)
+        match what:
+            case "executor":
+                executor.restart()
+                manager.register()
+            case "manager":
+                manager.restart()
+            case "session":
+                executor.break_session()
+        await asyncio.sleep(0.05)
+        executor.copying.set()
+        await waiting
+
+
+async def preempt(stack: Stack) -> list[Output]:
+    """Runs two requests of which the first one needs nearly all blocks at its end."""
+    prompts = [prompt_of(70, seed=seed) for seed in (21, 22)]
+    outputs = await asyncio.gather(*[one(stack, prompt, 85) for prompt in prompts])
+    assert sum(output.usage.preemptions for output in outputs) > 0
+    # That they found their own blocks again is no hit.
+    assert not any(output.usage.cached_tokens for output in outputs)
+    return outputs
+
+
+async def test_who_was_preempted_comes_back_by_copies_where_these_are_cheaper(
+    run_stack: StackFactory, executor: FakeExecutor
+) -> None:
+    executor.token_seconds, executor.host_block_seconds = 1e-3, 1e-4
+    async with run_stack(executor=executor, manager=RealManager(executor, host_blocks=100)) as stack:
+        await move_down(stack)
+        await one(stack, PROMPT)
+        outputs = await preempt(stack)
+        assert stack.metric("swaps_total") > 0
+        assert stack.metric("recomputations_total") == 0
+        assert sum(output.usage.host_tokens for output in outputs) > 0
+
+
+async def test_who_was_preempted_computes_again_where_copies_are_dearer(
+    run_stack: StackFactory, executor: FakeExecutor
+) -> None:
+    executor.token_seconds, executor.host_block_seconds = 1e-3, 0.1
+    async with run_stack(executor=executor, manager=RealManager(executor, host_blocks=100)) as stack:
+        await move_down(stack)
+        # What is not known is tried once.
+        assert (await one(stack, PROMPT)).usage.host_tokens > 0
+        outputs = await preempt(stack)
+        assert stack.metric("recomputations_total") > 0
+        assert stack.metric("swaps_total") == 0
+        assert sum(output.usage.host_tokens for output in outputs) == 0
+        assert stack.manager.admissions[-1].lowest_tier == kvcache_pb2.TIER_DEVICE
+
+
+async def test_random_traffic_over_all_tiers_is_right_and_leaves_nothing_behind(
+    run_stack: StackFactory, executor: FakeExecutor
+) -> None:
+    rng = random.Random(4)
+    manager = RealManager(executor, host_blocks=30, disk_blocks=30)
+    executor.fails = lambda copy: rng.random() < (0.02 if copy.source[1] == HOST else 0.05)
+    async with run_stack(
+        executor=executor, manager=manager, max_running=8, max_batched_tokens=24, onboarding_timeout_seconds=0.05
+    ) as stack:
+
+        async def some(seed: int) -> None:
+            prompt = prompt_of(20 + seed % 50, seed=seed % 9)
+            if seed % 5 == 0:
+                call = stack.stub.StreamGenerate(request(prompt, 60), timeout=30)
+                for _ in range(seed % 4):
+                    await call.read()
+                call.cancel()
+                return
+            await one(stack, prompt, 1 + seed % 40, priority=seed % 3)
+
+        async def stutter() -> None:
+            while True:
+                await asyncio.sleep(rng.random() * 0.02)
+                executor.copying.clear()
+                await asyncio.sleep(rng.random() * 0.1)
+                executor.copying.set()
+
+        stuttering = asyncio.create_task(stutter())
+        await asyncio.gather(*[some(seed) for seed in range(100)])
+        stuttering.cancel()
+        executor.copying.set()
+        assert executor.onboarded
+        await one(stack, prompt_of(30, seed=99))

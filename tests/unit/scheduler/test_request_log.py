@@ -1,0 +1,132 @@
+"""What is told of requests at their end, and that nothing is counted twice."""
+
+import asyncio
+
+import grpc
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from protos.generation.v1 import generation_pb2 as pb
+from tests.support.generation import generate_samples
+from tests.unit.scheduler.conftest import Stack, StackFactory
+from tests.unit.scheduler.test_endings import waiting
+from tests.unit.scheduler.test_generation import prompt_of, request
+
+LATENCIES = ("queue", "time_to_first_token", "request")
+
+
+def counted(stack: Stack) -> list[float]:
+    """How many requests each histogram knows."""
+    return [stack.metric(f"{name}_seconds_count") for name in LATENCIES]
+
+
+async def test_a_request_is_counted_once_however_many_samples_it_has(run_stack: StackFactory) -> None:
+    async with run_stack() as stack:
+        outputs = await generate_samples(stack.stub, request(prompt_of(21), 30, n=3), 30)
+        assert counted(stack) == [1, 1, 1]
+        assert stack.metric("requests_total", finish_reason="length") == 1
+        assert stack.metric("output_tokens_total") == sum(output.usage.output_tokens for output in outputs) == 90
+        assert stack.metric("inter_token_seconds_count") == 90 - 3
+        assert stack.metric("prompt_tokens_total") == sum(output.usage.prompt_tokens for output in outputs) == 21
+
+
+async def test_cached_tokens_are_those_of_the_answers(run_stack: StackFactory) -> None:
+    async with run_stack() as stack:
+        outputs = [(await generate_samples(stack.stub, request(prompt_of(21), 3), 30))[0] for _ in range(2)]
+        assert stack.metric("cached_tokens_total") == sum(output.usage.cached_tokens for output in outputs) == 20
+        assert stack.metric("prompt_tokens_total") == 42
+
+
+async def test_output_that_a_stop_string_ends_is_counted_as_its_usage_says(run_stack: StackFactory) -> None:
+    async with run_stack() as stack:
+        [whole] = await generate_samples(stack.stub, request(prompt_of(9), 60), 30)
+        before = stack.metric("output_tokens_total")
+        stop = whole.text[20:24]
+        [output] = await generate_samples(stack.stub, request(prompt_of(9), 300, stop=[stop]), 30)
+        assert stack.metric("output_tokens_total") - before == output.usage.output_tokens == len(output.token_ids) < 60
+        assert stack.metric("requests_total", finish_reason="stop") == 1
+
+
+async def test_a_caller_that_leaves_aborts_and_what_is_not_taken_has_no_latency(run_stack: StackFactory) -> None:
+    async with run_stack() as stack:
+        call = stack.stub.StreamGenerate(request(prompt_of(20), 300), timeout=30)
+        await call.read()
+        call.cancel()
+        await stack.manager.settled()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await generate_samples(stack.stub, request(prompt_of(4), 0), 30)
+        assert stack.metric("requests_total", finish_reason="abort") == 1
+        assert stack.metric("refused_requests_total", reason="INVALID_FIELD") == 1
+        assert counted(stack) == [1, 1, 1]
+
+
+async def test_a_caller_that_leaves_before_the_first_step_has_only_an_end(run_stack: StackFactory) -> None:
+    async with run_stack() as stack:
+        stack.manager.gate.clear()
+        call = stack.stub.StreamGenerate(request(prompt_of(20), 5), timeout=30)
+        await waiting(stack, 1)
+        call.cancel()
+        while (await stack.stub.GetLoads(pb.GetLoadsRequest())).waiting_requests:
+            pass
+        stack.manager.gate.set()
+        await stack.manager.settled()
+        assert counted(stack) == [0, 0, 1]
+
+
+# vLLM's names and those of the numbers behind them.
+NAMES = {
+    "kv_cache_usage_perc": "cache_usage_ratio",
+    "num_requests_running": "running_requests",
+    "num_requests_waiting": "waiting_requests",
+    "num_preemptions_total": "preemptions_total",
+    "prompt_tokens_total": "prompt_tokens_total",
+    "generation_tokens_total": "output_tokens_total",
+    "prefix_cache_queries_total": "prompt_tokens_total",
+    "prefix_cache_hits_total": "cached_tokens_total",
+    "time_to_first_token_seconds_count": "time_to_first_token_seconds_count",
+    "time_to_first_token_seconds_sum": "time_to_first_token_seconds_sum",
+    "inter_token_latency_seconds_count": "inter_token_seconds_count",
+    "e2e_request_latency_seconds_sum": "request_seconds_sum",
+    "request_queue_time_seconds_sum": "queue_seconds_sum",
+}
+
+
+async def test_vllms_names_say_the_same(run_stack: StackFactory) -> None:
+    async with run_stack(vllm_metrics=True) as stack:
+        for _ in range(2):
+            await generate_samples(stack.stub, request(prompt_of(21), 3), 30)
+        running = stack.stub.StreamGenerate(request(prompt_of(21), 300), timeout=30)
+        await running.read()
+        async with asyncio.timeout(20):
+            while not stack.metric("cache_usage_ratio"):
+                await asyncio.sleep(0.001)
+        stack.executor.gate.clear()
+        text = generate_latest(stack.registry).decode()
+        stack.executor.gate.set()
+        running.cancel()
+        samples = {
+            sample.name: sample
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if "le" not in sample.labels
+        }
+        for theirs, ours in NAMES.items():
+            found = samples[f"vllm:{theirs}"]
+            assert found.labels == {"model_name": "fake", "engine": "0"}
+            assert found.value == samples[f"kvkeep_scheduler_{ours}"].value, theirs
+        assert 0 < samples["vllm:kv_cache_usage_perc"].value < 1
+        assert samples["vllm:num_requests_running"].value == 1
+        assert samples["vllm:request_success_total"].labels["finished_reason"] == "length"
+        assert samples["vllm:request_success_total"].value == 2
+        config = samples["vllm:cache_config_info"]
+        assert config.value == 1
+        assert (config.labels["block_size"], config.labels["num_gpu_blocks"]) == ("4", str(stack.manager.num_blocks))
+        assert {family.name for family in text_string_to_metric_families(text) if "vllm" in family.name} >= {
+            "vllm:time_to_first_token_seconds", "vllm:prefix_cache_hits"
+        }  # fmt: skip
+
+
+async def test_without_the_setting_there_are_none(run_stack: StackFactory) -> None:
+    async with run_stack() as stack:
+        assert "vllm" not in generate_latest(stack.registry).decode()

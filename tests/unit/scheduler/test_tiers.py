@@ -1,0 +1,64 @@
+"""Which tiers are worth waiting for."""
+
+import pytest
+
+from scheduler.pace import Pace
+from scheduler.tiers import RETRY_SECONDS, Rates, Speed, Tier
+
+# Computing a block of 16 tokens takes 16 ms.
+TOKEN = 1e-3
+
+
+@pytest.mark.parametrize(
+    ("host", "disk", "token", "lowest"),
+    [
+        (None, None, TOKEN, Tier.DISK),
+        (1.0, 1.0, None, Tier.DISK),
+        (0.015, None, TOKEN, Tier.DISK),
+        (0.015, 0.015, TOKEN, Tier.DISK),
+        (0.015, 0.017, TOKEN, Tier.HOST),
+        (None, 0.017, TOKEN, Tier.HOST),
+        (0.017, None, TOKEN, Tier.DEVICE),
+        (0.017, 0.017, TOKEN, Tier.DEVICE),
+    ],
+)
+def test_a_tier_is_used_unless_its_blocks_are_known_to_come_later_than_they_are_computed(
+    host: float | None, disk: float | None, token: float | None, lowest: Tier
+) -> None:
+    rates = Rates(16)
+    rates.observe(Speed(host, disk, token), 0.0)
+    assert rates.lowest_tier(0.0) is lowest
+
+
+def test_what_is_known_of_computing_stays_known() -> None:
+    rates = Rates(16)
+    rates.observe(Speed(1.0, None, TOKEN), 0.0)
+    rates.observe(Speed(2.0, None, None), 1.0)
+    assert rates.lowest_tier(1.0) is Tier.DEVICE
+
+
+def test_a_tier_that_was_too_slow_is_tried_again_after_a_while_each_for_itself() -> None:
+    rates = Rates(16)
+    rates.observe(Speed(0.001, 1.0, TOKEN), 0.0)
+    # Copies from host memory go on, and nothing is heard of the disk.
+    rates.observe(Speed(0.002, 1.0, TOKEN), RETRY_SECONDS - 1)
+    assert rates.lowest_tier(RETRY_SECONDS - 1) is Tier.HOST
+    assert rates.lowest_tier(RETRY_SECONDS) is Tier.DISK
+    rates.observe(Speed(0.002, 0.9, TOKEN), RETRY_SECONDS + 1)
+    assert rates.lowest_tier(RETRY_SECONDS + 1) is Tier.HOST
+
+
+def test_what_a_prompts_token_takes_is_learned_from_long_chunks_beyond_what_decoding_takes() -> None:
+    pace = Pace()
+    assert pace.prompt_token_seconds is None
+    pace.observe(0, 63, 1.0)
+    assert pace.prompt_token_seconds is None
+    pace.observe(4, 0, 0.1)
+    pace.observe(4, 100, 0.3)
+    assert pace.prompt_token_seconds == pytest.approx(0.002)
+
+
+def test_an_executor_that_tells_no_times_makes_no_tier_too_slow() -> None:
+    pace = Pace()
+    pace.observe(0, 100, 0.0)
+    assert pace.prompt_token_seconds is None
