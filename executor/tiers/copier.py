@@ -29,18 +29,14 @@ Run = Callable[[Copy, Any, Callable[[], None]], None]
 Ended = Callable[[Copy, bool], None]
 
 
-class BrokenChainError(Exception):
-    """A copy's source was the target of one that failed."""
-
-
-class StalledError(Exception):
-    """The disk did not get to a copy while somebody waited for the slot that it was to read."""
+class LostSourceError(Exception):
+    """What a copy was to read never came, or was given up because a step could not wait any longer."""
 
 
 class Copier:
     """One thread asks for copies and waits for them; its threads start with the first one.
 
-    void: called for a copy whose source never came, in place of `run`.
+    void: called for every copy that does not end well: nobody may find in its target what was there before.
     """
 
     def __init__(self, run: Run, void: Callable[[Copy], None] = lambda _: None) -> None:
@@ -72,7 +68,6 @@ class Copier:
 
         Copies to a disk that have not begun by then are given up: a disk that hangs must not keep the device.
         """
-        given_up: list[Job] = []
         with self._changed:
             left = [place for place in reads if self._order.is_written(place)]
             used = [place for place in writes if self._order.is_used(place)]
@@ -83,25 +78,21 @@ class Copier:
             while left or used:
                 self._changed.wait(None if until is None else max(0.0, until - time.perf_counter()))
                 if until is not None and time.perf_counter() >= until:
-                    given_up, until = self._give_up(used), None
+                    self._give_up(used)
+                    until = None
                 left = [place for place in left if self._order.is_written(place)]
                 used = [place for place in used if self._order.is_used(place)]
-            waited = time.perf_counter() - begin
-        for job in given_up:
-            self._failed(job.copy, StalledError("the disk is too slow"))
-            self._tell(job, False)
-        return waited
+            return time.perf_counter() - begin
 
-    def _give_up(self, places: Iterable[Place]) -> list[Job]:
-        """Ends copies from these places to a disk that have not begun; they have yet to be told of."""
+    def _give_up(self, places: Iterable[Place]) -> None:
+        """Lets go of these places for copies to a disk that have not begun; they fail when the disk gets to them."""
         readers = {job: None for place in places for job in self._order.readers(place)}
-        # Those that wait for others hold places for these, too.
-        stalled = [job for job in readers if not job.begun and not job.blockers and job.copy.target_tier is Tier.DISK]
-        for job in stalled:
-            job.begun = True
-            self._dispatch(self._order.end(job, False))
+        for job in readers:
+            # Those that wait for others hold places for these, too.
+            if not job.begun and not job.blockers and job.copy.target_tier is Tier.DISK:
+                job.doomed = True
+                self._dispatch(self._order.read(job))
         self._changed.notify_all()
-        return stalled
 
     def look(self, view: Callable[[set[Place]], T]) -> T:
         """What `view` sees of the places that will hold something else than they do, while no copy can begin."""
@@ -128,9 +119,6 @@ class Copier:
         while True:
             job = jobs.get()
             with self._changed:
-                if job.begun:
-                    # Given up meanwhile.
-                    continue
                 job.begun = True
             good = self._try(job)
             self._tell(job, good)
@@ -147,10 +135,13 @@ class Copier:
 
     def _try(self, job: Job) -> bool:
         try:
-            if job.doomed:
+            try:
+                if job.doomed:
+                    raise LostSourceError("what it was to read is not there")
+                self._run(job.copy, job.after, lambda: self._read(job))
+            except Exception:
                 self._void(job.copy)
-                raise BrokenChainError("the copy that it builds on failed")
-            self._run(job.copy, job.after, lambda: self._read(job))
+                raise
         except Exception as error:  # A copy that fails must not take the process with it.
             self._failed(job.copy, error)
             return False

@@ -44,7 +44,7 @@ class Mover:
             self._across(copy)
 
     def void(self, copy: Copy) -> None:
-        """What is left of a copy that has nothing to copy: nobody may find in its target what was there before."""
+        """What is left of a copy that failed: nobody may find in its target what was there before."""
         if copy.target_tier is not Tier.DEVICE:
             self._files[copy.target_tier].claim(copy.group, copy.target)
 

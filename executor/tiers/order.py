@@ -14,8 +14,8 @@ Place = tuple[Tier, int, int]
 class Job:
     """A copy that was asked for. ended: called once with whether it ended well. after: what the device must do first.
 
-    blockers: earlier copies that it still waits for. begun: it runs, or never will. doomed: what it should read never
-    came.
+    blockers: earlier copies that it still waits for. begun: a thread has taken it up. doomed: what it should read never
+    came, or is no longer kept for it.
     """
 
     copy: Copy

@@ -74,8 +74,8 @@ async def test_the_host_tier_outlives_the_executor(with_host: tuple[Stack, Path]
     stack.wait_until_serving("executor")
     second = [await run(stack, number) for number in range(PROMPTS)]
     assert [one.token_ids for one in second] == [one.token_ids for one in first]
-    # But for the last one's, which may have died before it had a copy.
-    assert all(one.usage.host_tokens > PROMPT // 2 for one in second[: PROMPTS - 1])
+    # But for the last two, of which the device may have held blocks that had no copy yet.
+    assert all(one.usage.host_tokens > PROMPT // 2 for one in second[: PROMPTS - 2])
     assert not (await settle(stack.admin)).violations
 
 

@@ -26,7 +26,8 @@ class Gates:
         self._begun: dict[int, threading.Event] = {}
         self._lock = threading.Lock()
         self.ends = Ends()
-        self.copier = Copier(self._run)
+        self.voided: list[int] = []
+        self.copier = Copier(self._run, lambda copy: self.voided.append(copy.ticket))
 
     def _gate(self, ticket: int, what: str) -> threading.Event:
         with self._lock:
@@ -160,14 +161,17 @@ def test_a_disk_that_hangs_keeps_no_step_for_long(gates: Gates, monkeypatch: pyt
         gates.begun(ticket)
     gates.submit(down(8, 8, 8, tier=DISK), down(9, 9, 9, tier=DISK))
     gates.copier.wait(writes=[(DEVICE, 0, 8)])
-    assert gates.ends.of == {8: False}
-    # Nobody has waited for the other's slot.
+    # Who comes next to its slot waits for it all the same, and nobody has waited for the other's.
+    assert gates.copier.look(lambda changing: (DISK, 0, 8) in changing)
+    assert gates.ends.of == {}
     gates.read(1)
     gates.copier.wait(writes=[(DEVICE, 0, 1)])
     for ticket in (1, 2, 9):
         gates.end(ticket)
     assert gates.copier.drain(10)
     assert gates.ends.of == {8: False, 1: True, 2: True, 9: True}
+    assert gates.voided == [8]
+    assert "begin 8" not in gates.log
 
 
 def test_what_builds_on_a_failed_copy_fails_and_frees_its_slots(gates: Gates) -> None:
@@ -181,6 +185,7 @@ def test_what_builds_on_a_failed_copy_fails_and_frees_its_slots(gates: Gates) ->
     assert gates.ends.of == {1: False, 2: False, 3: False, 4: True}
     assert "begin 2" not in gates.log
     assert "begin 3" not in gates.log
+    assert gates.voided == [1, 2, 3]
 
 
 def test_slots_that_change_are_seen_at_once(gates: Gates) -> None:

@@ -15,6 +15,7 @@ from prometheus_client import REGISTRY
 
 from executor.kv_pool import KvPools
 from executor.step import Copy, Tier
+from executor.tiers.device import CpuBlocks
 from executor.tiers.slot_file import DiskFile, HostFile
 from executor.tiers.tiers import Tiers
 from tests.stack import ROOT
@@ -141,6 +142,19 @@ def test_a_slot_that_holds_nothing_is_not_served(tier: Tier, pools: KvPools, tie
 
 
 @LOWER
+def test_a_device_that_cannot_be_read_leaves_nothing_of_what_the_slot_held(
+    tier: Tier, tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: CpuBlocks, group: int, slot: int, into: Any, after: Any) -> None:
+        raise RuntimeError("the device is gone")
+
+    assert run(tiers, down(1, 1, 2, tier)) == {1: True}
+    monkeypatch.setattr(CpuBlocks, "read", fail)
+    assert run(tiers, down(2, 1, 2, tier)) == {2: False}
+    assert tiers.snapshot().generations(tier, 0).tolist() == [0, 0, 0, 0]
+
+
+@LOWER
 def test_zeros_take_the_place_of_what_was_there(tier: Tier, pools: KvPools, tiers: Tiers, tmp_path: Path) -> None:
     assert run(tiers, down(1, 1, 2, tier), down(2, 2, 3, tier)) == {1: True, 2: True}
     secret = block(pools, 0, 1)
@@ -242,6 +256,7 @@ import sys, time
 from pathlib import Path
 from executor.tiers.device import CpuBlocks
 from executor.tiers import tiers as module
+from executor.tiers.device import CpuBlocks
 from executor.tiers.slot_file import DiskFile
 from tests.unit.executor.tiers.world import Ends, down, make_pools, make_tiers, until_idle
 from executor.step import Tier
