@@ -144,10 +144,8 @@ def blocks(
 ) -> None:
     """List blocks in use or cached. Any filter leaves only those in the index."""
     admin, whole = session.admin, pb.ListBlocksResponse()
-    chosen = block_filter(salt, tenant, session_id, adapter, tier, max_priority)
-    prefix = prefix_of(prompt_of(session, tokens, file, text, chat), salt, adapter, "")
-    if prefix is not None:
-        chosen.prefix.CopyFrom(prefix)
+    prompt = prompt_of(session, tokens, file, text, chat)
+    chosen = block_filter(salt, tenant, session_id, adapter, tier, max_priority, prompt=prompt)
     for pool_id in _pools(session, pool):
         request = pb.ListBlocksRequest(pool_id=pool_id, include_token_ids=token_ids)
         if chosen.ByteSize():

@@ -91,8 +91,10 @@ def block_filter(
     tier: str,
     max_priority: int | None,
     pool: str = "",
+    *,
+    prompt: list[int] | None = None,
 ) -> pb.BlockFilter:
-    """What the options select. Raises typer.BadParameter."""
+    """What the options select; of a prompt, its blocks. Raises typer.BadParameter."""
     return pb.BlockFilter(
         pool_id=pool,
         salt=salt,
@@ -101,6 +103,7 @@ def block_filter(
         adapter_id=adapter,
         tier=_tier(tier),
         max_retention_priority=max_priority,
+        prefix=prefix_of(prompt, salt, adapter, ""),
     )
 
 

@@ -146,10 +146,8 @@ def evict(
     yes: Yes = False,
 ) -> None:
     """Drop cached blocks. Their bytes stay until they are written over: `kvctl forget` overwrites them."""
-    chosen = block_filter(salt, tenant, session_id, adapter, tier, max_priority, pool)
-    prefix = prefix_of(prompt_of(session, tokens, file, text, chat), salt, adapter, "")
-    if prefix is not None:
-        chosen.prefix.CopyFrom(prefix)
+    prompt = prompt_of(session, tokens, file, text, chat)
+    chosen = block_filter(salt, tenant, session_id, adapter, tier, max_priority, pool, prompt=prompt)
     if bool(chosen.ByteSize()) == everything:
         raise typer.BadParameter("give a filter, or --all for all that is cached", param_hint="--all")
     request = pb.PurgeBlocksRequest(filter=chosen, skip_used=skip_used, validate_only=True)
