@@ -16,7 +16,7 @@ from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
 from tests.stack import Stack
 from tests.support.generation import greedy_request
 
-REQUESTS = 500
+REQUESTS = 300
 VOCABULARY = 49_152
 SHARED = [random.Random(1).randrange(1000, VOCABULARY) for _ in range(48)]
 

@@ -42,17 +42,14 @@ def tiers(folder: Path, *, host: int = 0, disk: int = 0) -> dict[str, object]:
 
 
 @pytest.mark.model
-@pytest.mark.parametrize(("host", "disk"), [(0, 128), (8, 128)], ids=["disk", "both"])
-async def test_what_the_device_has_no_room_for_comes_back_as_it_was(tmp_path: Path, host: int, disk: int) -> None:
-    with Stack(**tiers(tmp_path, host=host, disk=disk)) as stack:
+async def test_what_the_device_has_no_room_for_comes_back_as_it_was(tmp_path: Path) -> None:
+    with Stack(**tiers(tmp_path, host=8, disk=128)) as stack:
         first = [await run(stack, number) for number in range(PROMPTS)]
         second = [await run(stack, number) for number in range(PROMPTS)]
         assert [one.token_ids for one in second] == [one.token_ids for one in first]
         assert all(one.usage.cached_tokens == PROMPT - 1 for one in second)
         moved = [one.usage.host_tokens + one.usage.disk_tokens for one in second]
         assert sum(moved) > PROMPTS * PROMPT // 2
-        if not host:
-            assert not any(one.usage.host_tokens for one in second)
         assert not (await settle(stack.admin)).violations
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -18,7 +19,7 @@ from tests.e2e.test_no_leak import settle
 from tests.stack import Stack
 from tests.support.generation import Output, generate_all, generate_samples, greedy_request
 
-PROMPT, OUTPUT = 220, 40
+PROMPT, OUTPUT = 220, 20
 POLICIES: dict[str, dict[str, Any]] = {
     "window": {"kind": "EVICTION_KIND_SLIDING_WINDOW", "start_tokens": 4, "recent_tokens": 92},
     "norm sum": {"kind": "EVICTION_KIND_NORM_SUM", "start_tokens": 16, "recent_tokens": 32, "max_cache_tokens": 96},
@@ -56,6 +57,13 @@ MORE: dict[str, dict[str, Any]] = {
     "random": {"kind": "EVICTION_KIND_RANDOM", "max_cache_tokens": 96, "seed": 1},
 }
 LAYOUT = Layout(16, (None,), plain_rotary=True)
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Stack]:
+    """A stack with room for one request, and not for its cached prompt beside it."""
+    with Stack(executor_max_tokens=320) as running:
+        yield running
 
 
 def prompt_of(name: str) -> list[int]:
@@ -126,35 +134,37 @@ async def test_all_that_may_be_kept_of_a_prompt_comes_from_the_cache_and_nothing
 
 
 @pytest.mark.model
-async def test_an_executor_that_dies_costs_an_evicting_request_nothing_though_it_is_longer_than_the_pool() -> None:
-    with Stack(executor_max_tokens=256) as own:
-        request = request_of("long", POLICIES["window"], reuse=False)
-        request.max_tokens = 280
-        (expected,) = await run(own, request)
-        async with grpc.aio.insecure_channel(own.scheduler) as channel:
-            stub: generation_rpc.GenerationServiceAsyncStub = generation_rpc.GenerationServiceStub(channel)
-            tokens: list[int] = []
-            async for message in stub.StreamGenerate(request, timeout=120):
-                before = len(tokens)
-                tokens += message.token_ids
-                if before < 150 <= len(tokens):
-                    own.kill("executor")
-                    own.start("executor")
-                usage = message.usage
-        assert tokens == expected.token_ids
-        assert usage.eviction.most_tokens == expected.usage.eviction.most_tokens == PROMPT
-        assert not (await settle(own.admin)).violations
+async def test_an_executor_that_dies_costs_an_evicting_request_nothing_though_it_is_longer_than_the_pool(
+    small: Stack,
+) -> None:
+    request = request_of("long", POLICIES["window"], reuse=False)
+    request.max_tokens = 128
+    (expected,) = await run(small, request)
+    async with grpc.aio.insecure_channel(small.scheduler) as channel:
+        stub: generation_rpc.GenerationServiceAsyncStub = generation_rpc.GenerationServiceStub(channel)
+        tokens: list[int] = []
+        async for message in stub.StreamGenerate(request, timeout=120):
+            before = len(tokens)
+            tokens += message.token_ids
+            if before < 104 <= len(tokens):
+                small.kill("executor")
+                small.start("executor")
+            usage = message.usage
+    assert tokens == expected.token_ids
+    assert usage.eviction.most_tokens == expected.usage.eviction.most_tokens == PROMPT
+    assert not (await settle(small.admin)).violations
 
 
 @pytest.mark.model
 @pytest.mark.parametrize("fields", [MORE["h2o"], None], ids=["h2o", "no policy"])
-async def test_a_cached_prompt_is_recomputed_where_it_has_no_room_twice(fields: dict[str, Any] | None) -> None:
-    with Stack(executor_max_tokens=PROMPT + 180) as own:
-        request = request_of("again", fields)
-        request.cache.no_read = fields is None
-        outputs = [await run(own, request) for _ in range(3)]
-        assert outputs[0][0].token_ids == outputs[1][0].token_ids == outputs[2][0].token_ids
-        assert not (await settle(own.admin)).violations
+async def test_a_cached_prompt_is_recomputed_where_it_has_no_room_twice(
+    small: Stack, fields: dict[str, Any] | None
+) -> None:
+    request = request_of("again", fields)
+    request.cache.no_read = fields is None
+    outputs = [await run(small, request) for _ in range(3)]
+    assert outputs[0][0].token_ids == outputs[1][0].token_ids == outputs[2][0].token_ids
+    assert not (await settle(small.admin)).violations
 
 
 @pytest.mark.model

@@ -1,0 +1,81 @@
+"""Services end while requests run, asked to or not, and come back; nobody notices but the log."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+
+from tests.e2e.test_no_leak import settle
+from tests.stack import Stack
+from tests.support.generation import Output, generate_all, greedy_request
+
+REQUESTS = 4
+PROMPT_TOKENS = 96
+OUTPUT_TOKENS = 120
+RNG = random.Random(7)
+PROMPTS = [[RNG.randrange(1000, 40_000) for _ in range(PROMPT_TOKENS)] for _ in range(REQUESTS)]
+
+
+async def run(stack: Stack, salt: str, *, reuse: bool = True) -> list[Output]:
+    """All prompts at once."""
+    requests = [greedy_request(prompt, OUTPUT_TOKENS, reuse=reuse) for prompt in PROMPTS]
+    for request in requests:
+        request.cache.salt = salt
+    return await generate_all(stack.scheduler, requests, concurrency=REQUESTS, seconds=120)
+
+
+class Undisturbed(NamedTuple):
+    """What the prompts come to when nothing happens, and in how many seconds."""
+
+    stack: Stack
+    tokens: list[list[int]]
+    seconds: float
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> Iterator[Undisturbed]:
+    async def observe(stack: Stack) -> Undisturbed:
+        clock = asyncio.get_running_loop().time
+        begin = clock()
+        outputs = await run(stack, "undisturbed", reuse=False)
+        return Undisturbed(stack, [output.token_ids for output in outputs], clock() - begin)
+
+    with Stack() as stack:
+        yield asyncio.run(observe(stack))
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("executor", signal.SIGTERM), ("cachemgr", signal.SIGTERM), ("cachemgr", signal.SIGKILL)],
+    ids=["executor stopped", "cachemgr stopped", "cachemgr killed"],
+)
+async def test_it_costs_no_request_and_no_token_and_the_cache_only_with_the_executor(
+    undisturbed: Undisturbed, name: str, number: signal.Signals
+) -> None:
+    stack, expected, seconds = undisturbed
+    salt = f"{name} {number.name}"
+    clock = asyncio.get_running_loop().time
+    running = asyncio.create_task(run(stack, salt))
+    # In the middle, whatever the machine's speed.
+    await asyncio.sleep(seconds / 2)
+    assert not running.done()
+    # Its requests are another process's matter: it ends long before they do.
+    ending = clock()
+    await asyncio.to_thread(stack.kill, name, number)
+    assert clock() - ending < 10
+    assert not running.done()
+    stack.start(name)
+
+    assert [output.token_ids for output in await running] == expected
+    await asyncio.to_thread(stack.wait_until_serving, name)
+    again = await run(stack, salt)
+    assert [output.token_ids for output in again] == expected
+    if name == "cachemgr":
+        assert all(output.usage.cached_tokens >= PROMPT_TOKENS - 16 for output in again)
+    assert not (await settle(stack.admin)).violations
