@@ -25,6 +25,8 @@ MAX_RENEWAL_SECONDS = 0.5
 BACKOFF_SECONDS = 0.1
 # Of a step that no step comes after: what a slot holds at this moment is not what it will hold.
 NEVER = (1 << 64) - 1
+# Why a manager refuses an executor: another process of its name has started since.
+_REPLACED = "STALE_EXECUTOR"
 
 
 @dataclass(frozen=True)
@@ -98,11 +100,11 @@ class ManagerClient:
         tiers: Tiers,
         transfer: Callable[[tuple[Copy, ...]], None],
         last_step: Callable[[], int],
-        on_registered: Callable[[], None] = lambda: None,
+        set_serving: Callable[[bool], None],
     ) -> None:
         """transfer: begins copies that the manager itself asks for; `confirm` is called when each has ended.
 
-        last_step: number of the newest step that has begun.
+        last_step: number of the newest step that has begun. set_serving: called with whether the executor is of use.
         """
         self._stub: kv_rpc.CacheManagerServiceAsyncStub = kv_rpc.CacheManagerServiceStub(channel)
         self._announcement = announcement
@@ -110,7 +112,7 @@ class ManagerClient:
         self._tiers = tiers
         self._transfer = transfer
         self._last_step = last_step
-        self._on_registered = on_registered
+        self._set_serving = set_serving
         # By ticket, what came with renewals: not ended yet; and begun, as long as a manager may ask for it again.
         self._open: dict[int, Copy] = {}
         self._begun: set[int] = set()
@@ -149,7 +151,7 @@ class ManagerClient:
             await self._register(again)
             again = True
             self._registered.set()
-            self._on_registered()
+            self._set_serving(True)
             await self._renew()
             self._registered.clear()
 
@@ -158,8 +160,12 @@ class ManagerClient:
             try:
                 # Waits for no connection: each failure is logged, so that a person sees what is missing.
                 answer = await self._stub.RegisterExecutor(self._request(again), timeout=CALL_SECONDS)
-            except grpc.aio.AioRpcError as error:
-                log.info("waiting for the cache manager", cause=str(from_rpc_error(error)))
+            except grpc.aio.AioRpcError as failed:
+                error = from_rpc_error(failed)
+                if error.reason == _REPLACED:
+                    # Not for ever: the manager forgets an executor whose lease has run out.
+                    self._set_serving(False)
+                log.info("waiting for the cache manager", cause=str(error))
                 await asyncio.sleep(BACKOFF_SECONDS)
                 continue
             self._manager_epoch = answer.manager_epoch

@@ -114,7 +114,7 @@ async def _serve(settings: ExecutorSettings) -> int:
         tiers,
         lambda copies: worker.transfer(copies),
         lambda: runner.last_step,
-        lambda: server.set_serving(True),
+        server.set_serving,
     )
     loop, lost = asyncio.get_running_loop(), asyncio.Event()
 

@@ -39,6 +39,13 @@ class UnknownExecutorError(ServiceError):
     reason = "UNKNOWN_EXECUTOR"
 
 
+class StaleExecutorError(ServiceError):
+    """What a manager says to who is no longer the executor of this name."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "STALE_EXECUTOR"
+
+
 @dataclass
 class FakeManager(kv_rpc.CacheManagerServiceServicer):
     """Takes registrations, renewals and confirmations; `restart` forgets them all."""
@@ -50,12 +57,17 @@ class FakeManager(kv_rpc.CacheManagerServiceServicer):
     transfers: list[kv.Transfer] = field(default_factory=list)
     renewals: int = 0
     known: bool = False
+    replaced: bool = False
     refuse_confirmations: int = 0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def restart(self) -> None:
         self.epoch += 1
         self.known = False
+
+    def replace(self) -> None:
+        """Another process has been given the executor's name."""
+        self.known, self.replaced = False, True
 
     @property
     def confirmed(self) -> list[tuple[int, bool]]:
@@ -70,6 +82,8 @@ class FakeManager(kv_rpc.CacheManagerServiceServicer):
                 await self.changed.wait()
 
     async def RegisterExecutor(self, request: Any, context: Any) -> kv.RegisterExecutorResponse:
+        if self.replaced:
+            raise StaleExecutorError("a newer epoch is registered")
         self.registrations.append(request)
         self.known = True
         self.changed.set()
@@ -188,7 +202,7 @@ async def running(model: Model, tmp_path: Path, tiers: Callable[[KvPools], Tiers
         runner.tiers,
         lambda copies: worker.transfer(copies),
         lambda: runner.last_step,
-        lambda: server.set_serving(True),
+        server.set_serving,
     )
     loop = asyncio.get_running_loop()
     worker = Worker(

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import pytest
 import torch
+from supervisor import is_serving
 
 from executor.errors import StoppingError
 from executor.messages import parse_step
@@ -205,6 +206,21 @@ async def test_the_pools_are_announced_and_again_after_a_restart_with_their_last
         # Five tokens went to slots 1 and 2.
         assert steps == [1, 1] + [0] * 198
         assert list((await stream.run()).sequences) == [0]
+
+
+async def test_an_executor_does_not_serve_while_another_one_has_its_name(stack: Stack, tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/e.sock"
+
+    async def until(serving: bool) -> None:
+        async with asyncio.timeout(20):
+            while await asyncio.to_thread(is_serving, address) is not serving:
+                await asyncio.sleep(0.01)
+
+    await until(True)
+    stack.manager.replace()
+    await until(False)
+    stack.manager.replaced = False
+    await until(True)
 
 
 async def test_copies_are_confirmed_also_when_the_manager_is_away_for_a_moment(stack: Stack) -> None:
