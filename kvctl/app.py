@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import typer
 
-from kvctl import drain, follow, limits, look, quota, rules, steer, top
+from kvctl import drain, follow, ghosts, limits, look, quota, rules, steer, top
 from kvctl.status import EXIT_STATUSES, CommandError, Status
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, epilog=EXIT_STATUSES)
-for part in (look, steer, drain, follow, top, limits):
+for part in (look, ghosts, steer, drain, follow, top, limits):
     app.add_typer(part.app)
 app.add_typer(rules.app, name="rules")
 app.add_typer(quota.app, name="quota")

@@ -267,6 +267,24 @@ def test_events_are_watched_as_lines(own: Stack, kvctl: Kvctl) -> None:
     assert kvctl.text("watch", "--count", 1, "-o", "yaml").startswith("---\n")
 
 
+def test_ghost_caches_tell_what_other_sizes_would_have_found(own: Stack, kvctl: Kvctl) -> None:
+    for _ in range(2):
+        remember(own, 9, "ghost")
+        settled(kvctl, "ghost")
+    found = kvctl.data("ghosts", "--executor", "executor-0")["ghosts"]["executor-0"]
+    assert int(found["tokens"]["queried_tokens"]) >= 6 * BLOCK
+    assert (found["device_blocks"], found["sample_rate"]) == (128, 1.0)
+    assert {cache["policy"].removeprefix("GHOST_POLICY_") for cache in found["caches"]} == {
+        "RETENTION", "LEAST_RECENTLY_USED", "REUSED_LAST",
+    }  # fmt: skip
+    said, head, *rows, followed = kvctl.text("ghosts", "--window", "10m").splitlines()
+    assert "with 128 blocks on the device" in said
+    assert head.split() == ["SIZE", "BLOCKS", "AS-IT-IS", "LEAST-RECENTLY-USED", "REUSED-LAST"]
+    assert len(rows) == len(found["caches"]) / 3
+    assert ["1x", "128"] in [row.split()[:2] for row in rows]
+    assert followed == "100.0% of the blocks are followed"
+
+
 def test_the_stack_is_described_and_its_state_dumped(kvctl: Kvctl) -> None:
     stack = kvctl.data("describe")
     assert stack["model"]["vocab_size"] == 49_152

@@ -6,15 +6,12 @@ import contextlib
 import os
 import pty
 import subprocess
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import typer
 
-from kvctl.app import app
 from tests.stack import Stack
-from tests.support.kvctl import Kvctl, command, environment
+from tests.support.kvctl import VERBS, Kvctl, command, environment
 
 PROMPT = ("--tokens", "1,2,3")
 # A line for every verb that calls a service.
@@ -28,6 +25,7 @@ LINES: dict[str, tuple[str, ...]] = {
     "holds": (),
     "explain": PROMPT,
     "describe": (),
+    "ghosts": (),
     "state": (),
     "fsck": (),
     "pin": (*PROMPT, "--for", "1h"),
@@ -55,18 +53,6 @@ pytestmark = pytest.mark.model
 @pytest.fixture
 def kvctl(stack: Stack, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Kvctl:
     return Kvctl(stack, capfd, monkeypatch)
-
-
-def verbs(group: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every verb by its name, with those of groups behind the group's."""
-    for name, one in group.commands.items():
-        if hasattr(one, "commands"):
-            yield from verbs(one, f"{path}{name} ")
-        else:
-            yield f"{path}{name}", one
-
-
-VERBS = dict(verbs(typer.main.get_command(app)))
 
 
 def kept(kvctl: Kvctl) -> tuple[Any, ...]:
@@ -130,6 +116,8 @@ def test_a_server_that_is_not_there_is_said_in_a_line(kvctl: Kvctl, monkeypatch:
         (("quota", "set", "--salt", "x", "--tenant", "y"), 2, "--tenant"),
         (("quota", "delete", "--salt", "x", "--yes"), 4, "salt x"),
         (("describe", "thing", "x"), 2, "thing"),
+        (("ghosts", "--executor", "nobody"), 4, "nobody"),
+        (("ghosts", "--window", "2h"), 2, "window"),
         (("describe", "pool"), 2, "NAME"),
         (("watch", "--after", "99999999"), 4, "after_event_number"),
         (("replay", "/nowhere"), 2, "/nowhere"),

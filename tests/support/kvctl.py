@@ -5,13 +5,27 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import typer
 
-from kvctl.app import main
+from kvctl.app import app, main
 from tests.stack import ROOT, Stack
+
+
+def verbs(group: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every verb by its name, with those of groups behind the group's."""
+    for name, one in group.commands.items():
+        if hasattr(one, "commands"):
+            yield from verbs(one, f"{path}{name} ")
+        else:
+            yield f"{path}{name}", one
+
+
+VERBS = dict(verbs(typer.main.get_command(app)))
 
 
 @dataclass(frozen=True)

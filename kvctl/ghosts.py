@@ -1,0 +1,79 @@
+"""`kvctl ghosts`: what the cache would find if it were larger, smaller, or lost blocks in another order."""
+
+from collections.abc import Mapping
+from typing import Annotated
+
+import typer
+
+from kvctl.options import Executor, duration_of
+from kvctl.output import Column, printable, share, table
+from kvctl.session import Session, verb
+from protos.kvcache.v1 import kvcache_pb2 as pb
+
+app = typer.Typer()
+
+POLICIES = {
+    "AS-IT-IS": pb.GHOST_POLICY_RETENTION,
+    "LEAST-RECENTLY-USED": pb.GHOST_POLICY_LEAST_RECENTLY_USED,
+    "REUSED-LAST": pb.GHOST_POLICY_REUSED_LAST,
+}
+
+# Size, and what caches of this size would have found.
+_Row = tuple[int, Mapping[pb.GhostPolicy, int]]
+
+
+@verb(app, "ghosts", "kvctl ghosts --window 10m")
+def ghosts(
+    session: Session,
+    executor: Executor = "",
+    window: Annotated[
+        str, typer.Option(help="Of so long, an hour at most: 90s, 10m; since the executor came without it.")
+    ] = "",
+) -> None:
+    """Show what caches of other sizes would have found. Estimates from the prompts that came; they hold no bytes."""
+    admin = session.admin
+    pools = admin.all_pages(admin.stub.ListPools, pb.ListPoolsRequest(), "pools").pools
+    names = [executor] if executor else sorted({pool.pool_id.rpartition("/")[0] for pool in pools})
+    lasts = duration_of(window, "--window") if window else None
+    found = {
+        name: admin.call(admin.stub.GetGhostCaches, pb.GetGhostCachesRequest(executor_id=name, window=lasts))
+        for name in names
+    }
+    session.show({"ghosts": found}, lambda wide: _shown(found, wide=wide))
+
+
+def _shown(found: Mapping[str, pb.GetGhostCachesResponse], *, wide: bool) -> str:
+    parts = []
+    for name, answer in found.items():
+        asked, hit = answer.tokens.queried_tokens, answer.tokens.hit_tokens
+        lines = [
+            f"{printable(name)}: {share(hit, asked)} of {asked} prompt tokens were found,"
+            f" with {answer.device_blocks} blocks on the device and {answer.tier_blocks} in all tiers"
+        ]
+        if answer.caches:
+            lines.append(table(_columns(answer), _rows(answer), wide=wide))
+            lines.append(f"{share(answer.sample_rate, 1)} of the blocks are followed")
+        else:
+            lines.append("ghost caches are off: KVKEEP_CACHEMGR_GHOST_SAMPLE is 0, or all its pools have a window")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) or "no executor is registered"
+
+
+def _rows(answer: pb.GetGhostCachesResponse) -> list[_Row]:
+    rows: dict[int, dict[pb.GhostPolicy, int]] = {}
+    for cache in answer.caches:
+        rows.setdefault(cache.total_blocks, {})[cache.policy] = cache.hit_tokens
+    return sorted(rows.items(), key=lambda row: row[0])
+
+
+def _columns(answer: pb.GetGhostCachesResponse) -> list[Column[_Row]]:
+    asked = answer.tokens.queried_tokens
+
+    def found_by(name: str, policy: pb.GhostPolicy) -> Column[_Row]:
+        return Column(name, lambda row: share(row[1][policy], asked))
+
+    return [
+        Column("SIZE", lambda row: f"{row[0] / answer.device_blocks:.2g}x"),
+        Column("BLOCKS", lambda row: row[0]),
+        *(found_by(name, policy) for name, policy in POLICIES.items()),
+    ]
