@@ -7,7 +7,7 @@ All numbers are little-endian. salt: byte 0 for none, else byte 1, u32 length, U
 byte 1, u64. extra: for each piece of content that is no token and that a token of the block stands for, in order: i32
 first token of the piece counted from the block's first, u32 tokens of the piece, u32 length, digest; nothing when there
 is none. Every part has a fixed or a stated length, so that no two inputs run together into the same bytes.
-`protos/kvcache/v1/keys.md` tells the same to those who compute keys elsewhere.
+`docs/keys.md` tells the same to those who compute keys elsewhere.
 """
 
 from __future__ import annotations

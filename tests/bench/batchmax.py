@@ -22,11 +22,11 @@ from tokenizers import Tokenizer
 from executor.model_files import resolve
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
-from tests.bench import plots
+from tests.bench import RESULTS, plots
 from tests.bench.fairness import NO_TARGET
 from tests.bench.prose import NoTextError, pieces
 from tests.bench.quality import rouge_2
-from tests.bench.serving import INTERRUPTED, RED, RESULTS, keep, machine_facts, note
+from tests.bench.serving import INTERRUPTED, RED, keep, machine_facts, note
 from tests.bench.tables import table
 from tests.bench.totals import agreement
 from tests.stack import Stack

@@ -20,6 +20,7 @@ from transformers import AutoTokenizer
 from executor.errors import ModelError
 from executor.model import Model, load_model
 from executor.model_files import ModelFiles, find
+from tests.bench import RESULTS
 from tests.bench.eviction import generation, passkey, pictures, stream, windows
 from tests.bench.eviction.cache import Cache
 from tests.bench.eviction.outputs import Outputs
@@ -29,7 +30,6 @@ from tests.bench.prose import NoTextError, novel, spread
 from tests.stack import model_cache
 
 FAILED, INTERRUPTED = 1, 130
-RESULTS = Path(__file__).parent / "results"
 PROMPT, FOLLOWING = 1792, 256
 PASSKEY_BUDGETS = (256, 512)
 GENERATION_BUDGET = 512

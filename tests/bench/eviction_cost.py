@@ -21,13 +21,14 @@ from tokenizers import Tokenizer
 from executor.model_files import find
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
+from tests.bench import RESULTS
 from tests.bench.runs import Others, processes, watched
 from tests.bench.tables import table
 from tests.bench.workloads import CASES, Case, Corpus
 from tests.stack import Stack, model_cache
 from tests.support.generation import generate, generate_all, greedy_request
 
-RESULTS = Path(__file__).parent / "results" / "eviction_cost.json"
+KEPT = RESULTS / "eviction_cost.json"
 AREAS = {"start_tokens": 32, "recent_tokens": 32, "max_cache_tokens": 128}
 ROOMY = {"start_tokens": 32, "recent_tokens": 32, "max_cache_tokens": 4096}
 POLICIES: dict[str, dict[str, Any] | None] = {
@@ -138,7 +139,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=list(POLICIES))
-    parser.add_argument("--json", type=Path, default=RESULTS)
+    parser.add_argument("--json", type=Path, default=KEPT)
     arguments = parser.parse_args()
     names = list(dict.fromkeys(["none", *arguments.policies]))
     encode = Tokenizer.from_file(str(Path(find("", model_cache()).source, "tokenizer.json"))).encode

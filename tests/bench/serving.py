@@ -26,14 +26,13 @@ from tokenizers import Tokenizer
 
 from executor.errors import ModelError
 from executor.model_files import resolve
-from tests.bench import gate, limits, plots
+from tests.bench import RESULTS, gate, limits, plots
 from tests.bench.runs import Run, WrongCountError, run
 from tests.bench.tables import table
 from tests.bench.workloads import Case, Corpus, chosen
 from tests.stack import Stack, free_address, model_cache
 from tests.support.reference import TIE, Reference, references
 
-RESULTS = Path(__file__).parent / "results"
 RED, INTERRUPTED = 1, 130
 
 # Runs requests of a case to their number of output tokens.

@@ -26,9 +26,9 @@ from protos.generation.v1 import generation_pb2_grpc as generation_rpc
 from protos.kvcache.eviction import Layout, parse
 from protos.kvcache.v1 import kvcache_pb2 as kv
 from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
-from tests.bench import plots
+from tests.bench import RESULTS, plots
 from tests.bench.prose import NoTextError, pieces
-from tests.bench.serving import INTERRUPTED, RED, RESULTS, keep, machine_facts, note
+from tests.bench.serving import INTERRUPTED, RED, keep, machine_facts, note
 from tests.bench.small_gpt2 import small_gpt2
 from tests.bench.tables import table
 from tests.bench.totals import Course, Kept, agreement, largest, totals

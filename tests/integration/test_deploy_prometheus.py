@@ -14,7 +14,7 @@ from tests.support.names import unknown_metrics
 FOLDER = ROOT / "ops/deploy/prometheus"
 ALERTS, TESTS = FOLDER / "alerts.yaml", FOLDER / "alerts_test.yaml"
 RULES = [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
-RUNBOOK = re.split(r"^## ", (ROOT / "ops/runbook.md").read_text(), flags=re.MULTILINE)[1:]
+RUNBOOK = re.split(r"^## ", (ROOT / "docs/runbook.md").read_text(), flags=re.MULTILINE)[1:]
 
 needs_promtool = pytest.mark.skipif(not shutil.which("promtool"), reason="there is no promtool on the PATH")
 

@@ -7,7 +7,7 @@ import pytest
 from tests.stack import ROOT
 from tests.support.names import SETTINGS, SOURCE, metrics_in, settings_in, unknown_metrics
 
-RUNBOOK = (ROOT / "ops/runbook.md").read_text()
+RUNBOOK = (ROOT / "docs/runbook.md").read_text()
 # Line breaks are no part of what is quoted.
 QUOTED = [" ".join(quoted.split()) for quoted in re.findall(r"`([^`]+)`", RUNBOOK)]
 SECTIONS = re.split(r"^## ", RUNBOOK, flags=re.MULTILINE)[1:]

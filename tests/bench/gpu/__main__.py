@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.bench import RESULTS
 from tests.bench.gpu.parts import OUT_OF_TIME, Bench, Figure, Part, Result, as_json, exit_status, note, run_all, show
 
-RESULTS = Path(__file__).parents[1] / "results" / "gpu.json"
 # Of nine minutes; what hangs where no signal reaches it is ended a little later.
 SECONDS, GRACE = 500.0, 25.0
 
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measures and reports."""
     begin = time.monotonic()
     parser = argparse.ArgumentParser(prog="bench-gpu", description=__doc__)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="where everything is kept as JSON")
+    parser.add_argument("--out", type=Path, default=RESULTS / "gpu.json", help="where everything is kept as JSON")
     parser.add_argument("--parts", nargs="+", choices=[part.name for part in PARTS], help="these and what they need")
     given = parser.parse_args(arguments)
     try:

@@ -13,9 +13,8 @@ from cachemgr.api import ExtraKey
 from cachemgr.keys import TOKEN_BYTES, child_key, extra_bytes, pack, packed_bytes, prefix_keys, root_key
 from tests.stack import ROOT
 
-FOLDER = ROOT / "protos/kvcache/v1"
-VECTORS = json.loads((FOLDER / "keys.json").read_text())
-TEXT = (FOLDER / "keys.md").read_text()
+VECTORS = json.loads((ROOT / "protos/kvcache/v1/keys.json").read_text())
+TEXT = (ROOT / "docs/keys.md").read_text()
 
 
 def root_by_the_text(fingerprint: bytes, salt: str | None, adapter: int | None) -> bytes:
@@ -90,7 +89,6 @@ def test_the_example_of_the_text_is_the_first_vector() -> None:
     assert sha256(root).hexdigest() == example["root"]
 
 
-def test_both_files_are_part_of_the_package() -> None:
+def test_the_vectors_are_part_of_the_package() -> None:
     config = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    files = config["tool"]["setuptools"]["package-data"]["protos.kvcache.v1"]
-    assert set(files) == {path.name for path in FOLDER.glob("keys.*")} == {"keys.md", "keys.json"}
+    assert config["tool"]["setuptools"]["package-data"]["protos.kvcache.v1"] == ["keys.json"]

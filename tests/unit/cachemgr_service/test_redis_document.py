@@ -1,4 +1,4 @@
-"""What REDIS.md says of the keys and of the rights that are enough is so."""
+"""What docs/redis.md says of the keys and of the rights that are enough is so."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.unit.cachemgr_service.managers import POOL, Managers, cached, make_ru
 from tests.unit.cachemgr_service.servers import Server
 from tests.unit.cachemgr_service.test_redis_agrees import agreed
 
-DOCUMENT = (ROOT / "cachemgr/REDIS.md").read_text()
+DOCUMENT = (ROOT / "docs/redis.md").read_text()
 
 
 def keys_of(url: str) -> dict[str, str]:
