@@ -4,7 +4,8 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
-.PHONY: help setup run-stack generate test fuzz-manager chaos lint fix types verify-protos proto clean base dev python
+.PHONY: help setup run-stack generate test fuzz-manager chaos lint fix types verify-protos proto
+.PHONY: pictures clean base dev python
 
 VENV ?= .venv
 PY := $(VENV)/bin/python
@@ -26,8 +27,7 @@ help: ## Show this help
 	@awk 'BEGIN { FS = ":.*## "; print "make TARGET" } \
 	  /^##@/ { printf "\n%s\n", substr($$0, 5) } \
 	  /^[a-z][a-z-]*:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@printf '\nSettings\n'
-	@printf '  %-16s %s\n' \
+	@printf '\nSettings\n'; printf '  %-16s %s\n' \
 	  'PYTHON=...' 'Python 3.11 or newer that makes the environment' \
 	  'SYSTEM_TORCH=1' 'use the torch, triton and transformers of that Python (0: install them)' \
 	  'VENV=...' 'an environment of yours, used as it is; nothing is installed' \
@@ -54,8 +54,7 @@ chaos: dev ## Kill, pause and disturb a stack under load for ten minutes; ARGS="
 	@$(PY) -m tests.chaos $(ARGS)
 
 lint: dev ## Check style, formatting and the settings table; `make fix` repairs
-	@$(PY) -m ruff check .
-	@$(PY) -m ruff format --check .
+	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
 	@$(PY) ops/settings_table.py
 
 fix: dev ## Repair what lint finds
@@ -64,8 +63,7 @@ fix: dev ## Repair what lint finds
 	@$(PY) ops/settings_table.py --write
 
 types: dev ## Check types
-	@$(PY) -m mypy
-	@MYPYPATH=ops $(PY) -m mypy ops/*.py
+	@$(PY) -m mypy && MYPYPATH=ops $(PY) -m mypy ops/*.py
 
 verify-protos: dev ## Check the .proto files and that the stubs belong to them; `make proto` repairs
 	@$(PY) ops/stubs.py verify
@@ -96,6 +94,8 @@ $(MEASUREMENTS):
 	@$(PY) -m tests.bench.$(subst -,_,$(@:bench-%=%)) $(ARGS)
 peers: dev ## Install other engines to compare with, each in an environment of its own
 	@$(PY) -m tests.bench.peers.set_up $(ARGS)
+pictures: dev ## Make the pictures of the console and of kvctl top for docs/ anew
+	@$(PY) -m tests.pictures
 
 ##@ Other
 

@@ -48,10 +48,10 @@ class Stack:
     def __init__(self, *, modules: Mapping[str, str] = MODULES, **settings: object) -> None:
         # Unix socket paths are short: the usual temporary folders of tests are not.
         self.folder = Path(tempfile.mkdtemp(prefix="kvk-", dir="/tmp"))
-        self.scheduler = f"unix:{self.folder}/scheduler.sock"
-        self.cachemgr = f"unix:{self.folder}/cachemgr.sock"
-        self.admin = f"unix:{self.folder}/admin.sock"
-        self.executor = f"unix:{self.folder}/executor.sock"
+        self.scheduler = str(settings.get("scheduler_address", f"unix:{self.folder}/scheduler.sock"))
+        self.cachemgr = str(settings.get("cachemgr_address", f"unix:{self.folder}/cachemgr.sock"))
+        self.admin = str(settings.get("cachemgr_admin_address", f"unix:{self.folder}/admin.sock"))
+        self.executor = str(settings.get("executor_address", f"unix:{self.folder}/executor.sock"))
         self.modules = modules
         self.own: dict[str, dict[str, object]] = {}
         self.http = str(settings.get("scheduler_http_address", ""))

@@ -1,0 +1,95 @@
+"""What the pages tell people to paste works, and answers what the pages say."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import grpc
+import pytest
+
+from protos.kvcache.v1 import kvcache_pb2 as kv
+from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
+from tests.stack import Stack, free_address
+from tests.support.pages import DOCS, WITH_EXAMPLES, Reader, examples
+
+pytestmark = pytest.mark.model
+
+SECURITY = DOCS / "security.md"
+# Where run-stack has everything, by the setting that moves it.
+PLACES = {
+    "scheduler_address": "127.0.0.1:50051",
+    "cachemgr_address": "127.0.0.1:50052",
+    "cachemgr_admin_address": "127.0.0.1:50062",
+    "executor_address": "127.0.0.1:50053",
+    "scheduler_http_address": "127.0.0.1:8000",
+    "scheduler_metrics_address": "127.0.0.1:9101",
+    "executor_metrics_address": "127.0.0.1:9103",
+}
+
+
+def elsewhere() -> dict[str, str]:
+    """The same on ports that are free."""
+    return {setting: free_address() for setting in PLACES}
+
+
+def places(addresses: dict[str, str]) -> dict[str, str]:
+    """What stands in pages, and what is there in its place."""
+    return {PLACES[setting]: address for setting, address in addresses.items()}
+
+
+@pytest.fixture(scope="module")
+def addresses() -> dict[str, str]:
+    return elsewhere()
+
+
+@pytest.fixture(scope="module")
+def served(addresses: dict[str, str]) -> Iterator[Stack]:
+    stack = Stack(**addresses, executor_max_tokens=4096, executor_host_cache_size="16MiB", scheduler_max_waiting=8)
+    stack.own["cachemgr"] = {"cachemgr_operation_log": stack.folder / "operations.log"}
+    with stack:
+        yield stack
+
+
+@pytest.fixture
+def reader(
+    served: Stack, addresses: dict[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> Iterator[Reader]:
+    (tmp_path / "operations.log").symlink_to(served.folder / "operations.log")
+    environment = {f"KVKEEP_{setting.upper()}": address for setting, address in addresses.items()}
+    with Reader(tmp_path, capfd, places(addresses), **environment) as reader:
+        yield reader
+
+
+def wait_until_released(stack: Stack) -> None:
+    """A request's blocks are given back with a sync that comes after its last answer."""
+    with grpc.insecure_channel(stack.admin) as channel:
+        admin: kvcache_rpc.CacheAdminServiceStub = kvcache_rpc.CacheAdminServiceStub(channel)
+        deadline = time.monotonic() + 10
+        while admin.ListSequences(kv.ListSequencesRequest(), timeout=5).sequences:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+@pytest.mark.parametrize("page", [page for page in WITH_EXAMPLES if page != SECURITY], ids=lambda page: page.stem)
+def test_every_example_answers_as_the_page_shows(served: Stack, reader: Reader, page: Path) -> None:
+    for example in examples(page):
+        reader.check(example)
+        if not reader.is_busy:
+            wait_until_released(served)
+
+
+def test_the_way_to_tls_and_tokens_leads_there(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    addresses = elsewhere()
+    environment = {f"KVKEEP_{setting.upper()}": address for setting, address in addresses.items()}
+    with Reader(tmp_path, capfd, places(addresses), **environment) as reader, ExitStack() as running:
+        for example in examples(SECURITY):
+            code = example.code.removesuffix("\nmake run-stack")
+            reader.check(example._replace(code=code))
+            if code != example.code:
+                settings = {
+                    name[len("KVKEEP_") :].lower(): value for name, value in reader.variables("KVKEEP_").items()
+                }
+                running.enter_context(Stack(**settings, executor_max_tokens=4096))

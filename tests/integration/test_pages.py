@@ -1,0 +1,146 @@
+"""The pages lead where they say, and speak of what there is. What their examples answer is tested with a stack."""
+
+import re
+from pathlib import Path
+
+import pytest
+import run_stack
+import yaml
+
+from cachemgr import tenancy
+from protos.execution.v1 import execution_pb2
+from protos.generation.v1 import generation_pb2
+from protos.kvcache.v1 import kvcache_pb2
+from protos.rpc.roles import roles_of
+from tests.stack import ROOT
+from tests.support.kvctl import VERBS
+from tests.support.names import SETTINGS, settings_in, unknown_metrics
+from tests.support.pages import DOCS, PAGES, WITH_EXAMPLES, examples
+
+LINK = re.compile(r"\[[^\]]*\]\(([^()\s]+)\)")
+FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+COMMAND = re.compile(r"(\$ )?(\.venv/bin/)?(grpcurl|kvctl|curl) ")
+METHODS = [
+    f"{service.full_name}/{method.name}"
+    for file in (execution_pb2, generation_pb2, kvcache_pb2)
+    for service in file.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
+]
+
+
+def prose(page: Path) -> str:
+    """Without what is fenced."""
+    return FENCED.sub("", page.read_text())
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub and mkdocs make them of headings, where both make the same."""
+    titles = [re.sub(r"[`*]|\[|\]\([^)]*\)", "", title).lower() for title in HEADING.findall(prose(page))]
+    github = {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles}
+    return github & {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip()) for title in titles}
+
+
+def of_pages(pages: list[Path]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("page", pages, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+@of_pages(PAGES)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for link in LINK.findall(prose(page)):
+        if link.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target), link
+        # The folder can be a site by itself.
+        if page.is_relative_to(DOCS):
+            assert target.is_relative_to(DOCS), link
+
+
+def test_the_site_has_every_page_once() -> None:
+    def files(entries: list[dict[str, object]]) -> list[object]:
+        values = [value for entry in entries for value in entry.values()]
+        return [file for value in values for file in (files(value) if isinstance(value, list) else [value])]
+
+    pages = [str(page.relative_to(DOCS)) for page in PAGES if page.is_relative_to(DOCS)]
+    assert sorted(map(str, files(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))) == sorted(pages)
+    index = set(LINK.findall((DOCS / "index.md").read_text()))
+    assert {page for page in pages if "/" not in page} == index | {"index.md"}
+
+
+@of_pages(PAGES)
+def test_settings_metrics_verbs_and_targets_are_ours(page: Path) -> None:
+    text = page.read_text()
+    # A setting of all processes may be another for one of them.
+    others = settings_in(text) - SETTINGS
+    assert {re.sub(r"^KVKEEP_(SCHEDULER|CACHEMGR|EXECUTOR)_", "KVKEEP_", name) for name in others} <= SETTINGS
+    assert {name for name in unknown_metrics(text) if not name.endswith("_")} == set()
+    groups = {name.partition(" ")[0] for name in VERBS}
+    for verb in re.findall(r"(?:^|[`(] ?)kvctl ([a-z]+)", text, re.MULTILINE):
+        assert verb in groups, verb
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"`make ([a-z-]+)", text):
+        assert f"\n{target}: " in makefile, target
+
+
+@of_pages(PAGES)
+def test_every_command_is_in_an_example(page: Path) -> None:
+    run = [line for example in examples(page) for line in example.code.splitlines()] if page in WITH_EXAMPLES else []
+    code = [line for line in page.read_text().splitlines() if COMMAND.match(line.removeprefix("    "))]
+    assert [line for line in code if line not in run] == []
+
+
+def test_readme_tells_of_every_way_to_steer() -> None:
+    steps = list(examples(ROOT / "README.md"))
+    called = {name for step in steps for name in re.findall(r"Cache(?:Admin|Event)Service/(\w+)", step.code)}
+    assert called >= {
+        "CreateRetentionRule",
+        "PinPrefix",
+        "ExplainPrefix",
+        "PurgeBlocks",
+        "WatchEvents",
+        "SetQuota",
+        "ForgetBlocks",
+    }
+    assert all(step.shown for step in steps if "/Delete" not in step.code)
+
+
+def test_every_verb_is_shown_with_its_answer() -> None:
+    lines = [line for one in examples(DOCS / "operations.md") for line in one.code.splitlines()]
+    assert [verb for verb in VERBS if not any(line.startswith(f"kvctl {verb}") for line in lines)] == []
+
+
+def test_the_table_of_roles_is_that_of_the_code() -> None:
+    text = (DOCS / "security.md").read_text()
+    rows = re.findall(r"^\| `([\w.]+Service)`[^|]*\| ([^|]+) \| ([^|]+) \|$", text, re.MULTILINE)
+    for method in METHODS:
+        service, _, name = method.partition("/")
+        told = next(
+            who
+            for of, names, who in rows
+            if of == service
+            and (names.startswith("all") or any(fits(name, one) for one in re.findall(r"`(\w+…?)`", names)))
+        )
+        assert set(told.split(", ")) == {role.value for role in roles_of(method)}, method
+    assert {of for of, _, _ in rows} == {method.partition("/")[0] for method in METHODS}
+
+
+def fits(name: str, pattern: str) -> bool:
+    """Whether a method is the one named, or begins as said in front of …"""
+    return name.startswith(pattern[:-1]) if pattern.endswith("…") else name == pattern
+
+
+def test_what_operators_of_one_tenant_may_call_is_told() -> None:
+    text = (DOCS / "security.md").read_text()
+    told = re.findall(r"`(\w+)`", text.partition("They may call")[2].partition("What divides")[0])
+    assert set(told) == set(tenancy._CHECKS)
+
+
+def test_what_run_stack_prints_is_what_readme_shows() -> None:
+    settings = run_stack.load_settings(run_stack.DEFAULTS | {"KVKEEP_STATE_DIR": "/home/you/.local/state/kvkeep"})
+    printed = run_stack.directions(settings, "unix:///home/you/.local/state/kvkeep/redis/socket")
+    shown = "".join(f"    {line}\n" for line in printed.partition("\n\n")[0].splitlines())
+    assert f" s\n\n{shown}\n" in (ROOT / "README.md").read_text()

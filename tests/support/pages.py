@@ -1,0 +1,185 @@
+"""Pages of documentation: what they link to, and their examples, which are run and must answer what the page shows.
+
+Fenced blocks of `sh` and `python` are examples. A line that begins with `#>`, in Python as it is formatted `# >`, shows
+a part of what the lines since the one before it have printed. In it, white space does not count, and … stands for
+anything; "exit status 3" is the status of a command that fails. The blocks of a page are one session: variables stay.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import pytest
+
+from kvctl.app import main as kvctl
+from tests.stack import ROOT
+
+DOCS = ROOT / "docs"
+# Those with examples.
+WITH_EXAMPLES = [ROOT / "README.md", DOCS / "api.md", DOCS / "operations.md", DOCS / "security.md"]
+# Not what tools leave, environments among them.
+_OTHERS = ("build", "dist", "site", "node_modules")
+PAGES = [
+    path
+    for path in sorted(ROOT.rglob("*.md"))
+    if not any(part.startswith(".") or part in _OTHERS for part in path.relative_to(ROOT).parts)
+]
+
+_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_SHOWN = re.compile(r"# ?> (.*)")
+_STATUS = re.compile(r"exit status (\d+)")
+# What only a shell can do.
+_SHELL = re.compile(r"[|&;<>`\n]|\$\(")
+
+
+class Example(NamedTuple):
+    """Some lines, and parts of what they print, in order."""
+
+    place: str
+    language: str
+    code: str
+    shown: tuple[str, ...]
+    status: int
+
+
+def examples(page: Path) -> Iterator[Example]:
+    """All of a page."""
+    text = page.read_text()
+    for block in _BLOCK.finditer(text):
+        language, first = block[1], text[: block.start(2)].count("\n") + 1
+        if language in ("sh", "python"):
+            yield from _parts(f"{page.relative_to(ROOT)}:{first}", language, block[2].splitlines())
+
+
+def _parts(place: str, language: str, lines: list[str]) -> Iterator[Example]:
+    code, shown, status = list[str](), list[str](), 0
+    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+        if not (told := _SHOWN.fullmatch(line)):
+            code.append(line)
+            continue
+        if found := _STATUS.fullmatch(told[1]):
+            status = int(found[1])
+        else:
+            shown.append(told[1])
+        if not _SHOWN.fullmatch(following):
+            yield Example(place, language, "\n".join(code), tuple(shown), status)
+            code, shown, status = [], [], 0
+    if any(code):
+        yield Example(place, language, "\n".join(code), (), 0)
+
+
+class Reader:
+    """Somebody who pastes a page's examples into a shell and an interpreter of their own. Use it in a with statement.
+
+    folder: where they are. places: what stands in the page, and what is there in its place.
+    """
+
+    def __init__(
+        self, folder: Path, captured: pytest.CaptureFixture[str], places: Mapping[str, str], **environment: str
+    ) -> None:
+        self._folder = folder
+        self._captured = captured
+        self._places = places
+        self._patch = pytest.MonkeyPatch()
+        self._environment = environment
+        self._names: dict[str, object] = {}
+        for name in (".venv", "ops"):
+            (folder / name).symlink_to(sys.prefix if name == ".venv" else ROOT / name)
+
+    def __enter__(self) -> Self:
+        for name in os.environ:
+            if name.startswith(("KVKEEP_", "KVCTL_")):
+                self._patch.delenv(name)
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        for name, value in {**self._environment, "PATH": path, "PYTHONPATH": str(ROOT)}.items():
+            self._patch.setenv(name, value)
+        self._patch.chdir(self._folder)
+        self._shell = subprocess.Popen(
+            ["bash", "--norc"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        self._source("set -o pipefail -o errtrace; trap 'status=$?' ERR; kvctl() { python -m kvctl \"$@\"; }")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._source("kill $(jobs -p) 2> /dev/null")
+        self._shell.communicate("exit")
+        self._patch.undo()
+
+    def check(self, example: Example) -> None:
+        """Runs an example and compares its answer with what the page shows."""
+        run = {"sh": self._run, "python": self._execute}[example.language]
+        status, output = run(self._here(example.code))
+        told = f"{example.place}\n{example.code}\n{output}"
+        assert status == example.status, told
+        rest = _squeezed(output)
+        for line in example.shown:
+            # A port is shown where it is in the page.
+            pattern = ".*?".join(re.escape(_squeezed(self._here(part))) for part in line.split("…"))
+            found = re.search(pattern, rest, re.DOTALL)
+            assert found, f"{line}\nis not shown by {told}"
+            rest = rest[found.end() :]
+
+    def variables(self, prefix: str) -> dict[str, str]:
+        """Of the shell's environment."""
+        _, text = self._source("env")
+        pairs = (line.partition("=") for line in text.splitlines() if line.startswith(prefix))
+        return {name: value for name, _, value in pairs}
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something goes on in the background."""
+        return bool(self._source("jobs -pr")[1].strip())
+
+    def _here(self, text: str) -> str:
+        there = "|".join(map(re.escape, self._places))
+        return re.sub(there, lambda found: self._places[found[0]], text) if there else text
+
+    def _run(self, code: str) -> tuple[int, str]:
+        last = code.splitlines()[-1]
+        if not last.startswith("kvctl ") or _SHELL.search(last):
+            return self._source(code)
+        # In this process: starting one takes longer than the work of most verbs.
+        status, before = self._source(code.removesuffix(last))
+        for name, value in self.variables("KVKEEP_").items():
+            self._patch.setenv(name, value)
+        _, words = self._source(f"printf '%q ' {last}")
+        self._captured.readouterr()
+        status = kvctl(shlex.split(words)[1:]) or status
+        return status, before + "".join(self._captured.readouterr())
+
+    def _source(self, code: str) -> tuple[int, str]:
+        """Has the shell run lines; the last status that was not 0, and what they printed."""
+        assert self._shell.stdin is not None
+        assert self._shell.stdout is not None
+        end, step = secrets.token_hex(8), self._folder / ".step"
+        step.write_text(code + "\n")
+        self._shell.stdin.write(f"status=0; . ./.step < /dev/null; printf '%s %d\\n' {end} $status\n")
+        self._shell.stdin.flush()
+        output = ""
+        for line in self._shell.stdout:
+            text, found, status = line.partition(end)
+            output += text
+            if found:
+                return int(status), output
+        raise AssertionError(f"the shell has ended:\n{code}\n{output}")
+
+    def _execute(self, code: str) -> tuple[int, str]:
+        self._captured.readouterr()
+        exec(compile(code, "<page>", "exec"), self._names)
+        return 0, self._captured.readouterr().out
+
+
+def _squeezed(text: str) -> str:
+    """Without the white space that depends on how something is printed."""
+    return re.sub(r"\s", "", text)
