@@ -19,6 +19,7 @@ _TABLE: Mapping[str, tuple[tuple[tuple[str, ...], frozenset[Role]], ...]] = {
     "execution.v1.ExecutorService": ((("",), frozenset({Role.SCHEDULER})),),
     "kvcache.v1.CacheManagerService": (
         (("RegisterExecutor", "RenewExecutor", "ConfirmTransfers"), frozenset({Role.EXECUTOR})),
+        (("SendHints",), frozenset({Role.SCHEDULER, Role.OPERATOR})),
         (("",), frozenset({Role.SCHEDULER})),
     ),
     "kvcache.v1.CacheAdminService": (
@@ -29,10 +30,15 @@ _TABLE: Mapping[str, tuple[tuple[tuple[str, ...], frozenset[Role]], ...]] = {
 }
 
 # For operators of all tenants only. CacheAdminService has its own rules for those of one, method by method.
-_WHOLE = ("generation.v1.SchedulerAdminService",)
+_WHOLE = ("generation.v1.SchedulerAdminService/", "kvcache.v1.CacheManagerService/")
 
 # What operators do and see is written down.
-_AUDITED = ("kvcache.v1.CacheAdminService", "kvcache.v1.CacheEventService", "generation.v1.SchedulerAdminService")
+_AUDITED = (
+    "kvcache.v1.CacheAdminService/",
+    "kvcache.v1.CacheEventService/",
+    "kvcache.v1.CacheManagerService/SendHints",
+    "generation.v1.SchedulerAdminService/",
+)
 
 
 def is_open(method: str) -> bool:
@@ -42,12 +48,12 @@ def is_open(method: str) -> bool:
 
 def is_whole(method: str) -> bool:
     """Whether a method is about all tenants, so that nobody may call it whose token is about one."""
-    return method.partition("/")[0] in _WHOLE
+    return method.startswith(_WHOLE)
 
 
 def is_audited(method: str) -> bool:
     """Whether a call of it leaves a line in the audit log."""
-    return method.partition("/")[0] in _AUDITED
+    return method.startswith(_AUDITED)
 
 
 def roles_of(method: str) -> frozenset[Role]:

@@ -209,6 +209,13 @@ def test_every_method_has_roles_and_only_readers_are_viewers() -> None:
     assert roles.roles_of("new.Service/Get") == frozenset()
 
 
+def test_operators_of_all_tenants_may_send_hints_and_that_is_written_down() -> None:
+    hints, step = (f"kvcache.v1.CacheManagerService/{name}" for name in ("SendHints", "SyncSequences"))
+    assert roles.roles_of(hints) == {Role.SCHEDULER, Role.OPERATOR}
+    assert roles.roles_of(step) == {Role.SCHEDULER}
+    assert (roles.is_whole(hints), roles.is_audited(hints), roles.is_audited(step)) == (True, True, False)
+
+
 def test_a_salt_is_bound_so_that_no_other_tenant_can_name_it() -> None:
     acme, acme2 = (Identity("n", Role.CALLER, tenant) for tenant in ("acme", "acme-2"))
     assert [acme.bound_salt(salt) for salt in (None, "x", "acme", "../acme-2")] == [
