@@ -1,10 +1,11 @@
-"""The pictures of docs/images, from a stack that really runs: `python -m tests.pictures`."""
+"""The pictures of docs/images, from a stack that really runs: `make pictures`."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import random
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -146,6 +147,8 @@ def pictures(folder: Path) -> None:
 
 def main() -> None:
     """Writes them."""
+    if CHROMIUM is None:
+        sys.exit("pictures: there is no chromium on the PATH: apt-get install chromium")
     FOLDER.mkdir(parents=True, exist_ok=True)
     pictures(FOLDER)
 

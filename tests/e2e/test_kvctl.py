@@ -281,7 +281,9 @@ def test_ghost_caches_tell_what_other_sizes_would_have_found(own: Stack, kvctl: 
     assert "with 128 blocks on the device" in said
     assert head.split() == ["SIZE", "BLOCKS", "AS-IT-IS", "LEAST-RECENTLY-USED", "REUSED-LAST"]
     assert len(rows) == len(found["caches"]) / 3
-    assert ["1x", "128"] in [row.split()[:2] for row in rows]
+    asked = int(found["tokens"]["queried_tokens"])
+    hit = [int(cache["hit_tokens"]) for cache in found["caches"] if cache["total_blocks"] == 128]
+    assert ["1x", "128", *(f"{one / asked:.1%}" for one in hit)] in [row.split() for row in rows]
     assert followed == "100.0% of the blocks are followed"
 
 
