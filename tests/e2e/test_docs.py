@@ -47,7 +47,9 @@ def addresses() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def served(addresses: dict[str, str]) -> Iterator[Stack]:
-    stack = Stack(**addresses, executor_max_tokens=4096, executor_host_cache_size="16MiB", scheduler_max_waiting=8)
+    settings = {"executor_max_tokens": 4096, "executor_host_cache_size": "16MiB"}
+    # So few that an example fills the queue.
+    stack = Stack(**addresses, **settings, scheduler_max_running=4, scheduler_max_waiting=8)
     stack.own["cachemgr"] = {"cachemgr_operation_log": stack.folder / "operations.log"}
     with stack:
         yield stack
