@@ -26,13 +26,9 @@ from tests.stack import ROOT
 DOCS = ROOT / "docs"
 # Those with examples.
 WITH_EXAMPLES = [ROOT / "README.md", DOCS / "api.md", DOCS / "operations.md", DOCS / "security.md"]
-# Not what tools leave, environments among them.
-_OTHERS = ("build", "dist", "site", "node_modules")
-PAGES = [
-    path
-    for path in sorted(ROOT.rglob("*.md"))
-    if not any(part.startswith(".") or part in _OTHERS for part in path.relative_to(ROOT).parts)
-]
+# Not what tools leave, which may be very many files.
+_FOLDERS = [one for one in ROOT.iterdir() if one.is_dir() and one.name[0] != "." and one.name not in ("build", "site")]
+PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in _FOLDERS for page in folder.rglob("*.md"))])
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _SHOWN = re.compile(r"# ?> (.*)")
