@@ -52,6 +52,11 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             raise UnknownServiceError("no such service on this address", metadata={"service": request.service})
         return health_pb2.HealthCheckResponse(status=self._statuses[request.service])
 
+    async def List(self, _request: Any, _context: Any) -> Any:  # noqa: N802 - the name in the protocol
+        """Status of the process and of each service."""
+        statuses = {name: health_pb2.HealthCheckResponse(status=status) for name, status in self._statuses.items()}
+        return health_pb2.HealthListResponse(statuses=statuses)
+
     async def Watch(self, request: Any, _context: Any) -> AsyncIterator[Any]:  # noqa: N802 - the name in the protocol
         """Status of one service and every change of it."""
         last = None

@@ -43,6 +43,15 @@ async def test_health_follows_the_process_and_each_service(served: Served) -> No
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
+async def test_all_of_an_addresss_health_is_listed(served: Served) -> None:
+    served.server.set_serving(True)
+    served.server.set_serving(False, EVENTS)
+    stub = health_pb2_grpc.HealthStub(served.channel)
+    listed = await stub.List(health_pb2.HealthListRequest(), timeout=5)
+    statuses = {name: answer.status for name, answer in listed.statuses.items()}
+    assert [statuses[name] for name in ("", ADMIN, EVENTS)] == [SERVING, SERVING, NOT_SERVING]
+
+
 async def test_a_health_watch_sees_every_change_and_ends_with_the_server(served: Served) -> None:
     stub = health_pb2_grpc.HealthStub(served.channel)
     watch = stub.Watch(health_pb2.HealthCheckRequest(service=ADMIN), timeout=5)
