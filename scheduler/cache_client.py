@@ -258,7 +258,8 @@ class CacheClient:
                 self._refuse(first)
             else:
                 self._queue.remove(first.request.arrival)
-                self._admissions.refused(first, refusal(error))
+                has_policy = first.request.wishes.eviction_policy is not None
+                self._admissions.refused(first, refusal(error, has_policy=has_policy))
             return
         if any(answer.manager_epoch != self._manager_epoch for answer in answered):
             raise ManagerLostError("it started again")

@@ -61,8 +61,22 @@ class StepLoopError(ServiceError):
     reason = "STEP_LOOP_FAILED"
 
 
+class RequestTooLargeError(ServiceError):
+    """The request needs more blocks at once than there are: no waiting helps."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    reason = "REQUEST_TOO_LARGE"
+
+
+class RulePolicyError(ServiceError):
+    """An operator's rule gives the request an eviction policy that cannot be followed."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "RULE_POLICY"
+
+
 class AdmissionError(ServiceError):
-    """The cache manager refuses the request for good."""
+    """The cache manager refuses the request for good, and nobody knows why it should."""
 
     code = grpc.StatusCode.INTERNAL
     reason = "ADMISSION_FAILED"
@@ -71,13 +85,24 @@ class AdmissionError(ServiceError):
         super().__init__(f"the cache manager refused the request: {cause.message}", metadata={"cause": cause.reason})
 
 
-def refusal(cause: RemoteError) -> ServiceError:
-    """What a caller is told whom the cache manager refused: hints are checked nowhere else, all the rest is."""
-    for field, description in cause.fields.items():
-        # It names the first admission of its message.
-        _, hints, path = field.partition("].hints")
-        if hints:
-            return InvalidField(f"cache.kv_hints{path}", description)
+# What fields of an admission are called in a request.
+_FIELDS = {"token_ids": "input", "eviction_policy": "eviction_policy"}
+
+
+def refusal(cause: RemoteError, *, has_policy: bool) -> ServiceError:
+    """What a caller is told whom the cache manager refused: it alone knows its blocks and rules, and reads hints.
+
+    has_policy: whether the request itself says how it evicts tokens.
+    """
+    # It names the first admission of its message.
+    fields = {field.partition("].")[2]: description for field, description in cause.fields.items()}
+    if cause.reason == RulePolicyError.reason or ("eviction_policy" in fields and not has_policy):
+        return RulePolicyError(cause.message)
+    if cause.reason == "SEQUENCE_TOO_LONG":
+        return RequestTooLargeError(cause.message, fields={_FIELDS[field]: fields[field] for field in fields})
+    for field, description in fields.items():
+        if field.startswith("hints"):
+            return InvalidField(f"cache.kv_{field}", description)
     return AdmissionError(cause)
 
 

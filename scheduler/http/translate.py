@@ -73,6 +73,7 @@ def names(request: Generation) -> Names:
     """What the fields of the message are called in a request."""
     is_chat = isinstance(request, ChatCompletionRequest)
     own = [("sampling.num_logprobs", "top_logprobs" if is_chat else "logprobs")]
+    own.append(("input", "messages" if is_chat else "prompt"))
     if isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None:
         own.append(("max_tokens", "max_completion_tokens"))
     if request.session_id is None:

@@ -150,6 +150,7 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
             block_size=self.block_size,
             max_tokens=self.max_tokens,
             num_groups=1,
+            attention_windows=[0],
         )
 
     async def StreamSteps(

@@ -141,10 +141,41 @@ async def test_a_rule_that_nobody_can_follow_costs_only_whom_it_is_for(run_stack
     async with run_stack(executor=executor, manager=RealManager(executor)) as stack:
         assert isinstance(stack.manager, RealManager)
         stack.manager.rule("ruled", kvcache_pb2.EvictionPolicy(kind="EVICTION_KIND_SUM", recent_tokens=3))
-        with pytest.raises(grpc.aio.AioRpcError, match=r"rule ruled.*recent_tokens"):
+        with pytest.raises(grpc.aio.AioRpcError, match=r"rule ruled.*recent_tokens") as caught:
             await generate(stack.stub, ids(1, 2, max_tokens=2, cache=pb.CacheOptions(salt="ruled")), 30)
+        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         assert (await generate(stack.stub, ids(1, 2, max_tokens=2), 30)).token_ids
         assert len({one.scheduler_epoch for one in stack.manager.admissions}) == 1
+
+
+async def test_what_needs_more_blocks_than_there_are_is_the_callers_fault(run_stack: StackFactory) -> None:
+    executor = FakeExecutor()
+    # 100 blocks of 4: a whole prompt and the table that it moves to do not fit in beside each other.
+    policy = pb.EvictionPolicy(kind="EVICTION_KIND_KEYDIFF", max_cache_tokens=300)  # type: ignore[arg-type]
+    async with run_stack(executor=executor, manager=RealManager(executor)) as stack:
+        assert isinstance(stack.manager, RealManager)
+        with pytest.raises(grpc.aio.AioRpcError, match="100") as caught:
+            await generate(stack.stub, ids(*[1] * 390, max_tokens=2, eviction_policy=policy), 30)
+        error = from_rpc_error(caught.value)
+        assert (error.code, list(error.fields)) == (grpc.StatusCode.INVALID_ARGUMENT, ["eviction_policy"])
+        # An operator has made the pool smaller since the model was described.
+        stack.manager.shrink(10)
+        with pytest.raises(grpc.aio.AioRpcError, match="do not fit into 10 blocks") as caught:
+            await generate(stack.stub, ids(*[1] * 60, max_tokens=2), 30)
+        error = from_rpc_error(caught.value)
+        assert (error.code, list(error.fields)) == (grpc.StatusCode.INVALID_ARGUMENT, ["input"])
+
+
+async def test_a_rules_policy_that_needs_more_blocks_than_there_are_is_an_operators(run_stack: StackFactory) -> None:
+    executor = FakeExecutor()
+    async with run_stack(executor=executor, manager=RealManager(executor)) as stack:
+        assert isinstance(stack.manager, RealManager)
+        stack.manager.rule("ruled", kvcache_pb2.EvictionPolicy(kind="EVICTION_KIND_KEYDIFF", max_cache_tokens=300))
+        request = ids(*[1] * 390, max_tokens=2, cache=pb.CacheOptions(salt="ruled"))
+        with pytest.raises(grpc.aio.AioRpcError, match="blocks at once") as caught:
+            await generate(stack.stub, request, 30)
+        error = from_rpc_error(caught.value)
+        assert (error.code, error.reason, error.fields) == (grpc.StatusCode.FAILED_PRECONDITION, "RULE_POLICY", {})
 
 
 async def test_hints_that_the_cache_manager_cannot_read_are_the_callers_fault(run_stack: StackFactory) -> None:
