@@ -21,6 +21,7 @@ from scheduler import executor_client
 from scheduler.admin_service import SchedulerAdminService
 from scheduler.cache_client import CacheClient
 from scheduler.engine import Engine
+from scheduler.errors import SchedulerReplacedError
 from scheduler.executor_client import ExecutorClient
 from scheduler.intake import Intake
 from scheduler.loop import StepLoop
@@ -169,9 +170,14 @@ class Scheduler:
         self._thread.start()
 
     def _cache_ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled():
-            log.error("the cache client failed", exc_info=task.exception())
-            self.failed.set()
+        if task.cancelled():
+            return
+        error = task.exception()
+        if isinstance(error, SchedulerReplacedError):
+            log.error("another scheduler has taken this name", cause=str(error))
+        else:
+            log.error("the cache client failed", exc_info=error)
+        self.failed.set()
 
 
 def _vllm_metrics(

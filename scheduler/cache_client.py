@@ -13,7 +13,7 @@ from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as rpc
 from protos.rpc.errors import RemoteError, ServiceError, from_rpc_error
 from scheduler import answers
-from scheduler.errors import ManagerLostError, refusal
+from scheduler.errors import ManagerLostError, SchedulerReplacedError, refusal
 from scheduler.mailbox import Admitted, Cancel, Mailbox, ManagerLost, Report, SyncAnswer
 from scheduler.metrics import RequestMetrics
 from scheduler.request import Candidate
@@ -34,6 +34,8 @@ MAX_ADMITTED_TOKENS = 32_768
 _AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 # Why a manager refuses everybody: it does not know this scheduler any more. All else is about one request.
 _FORGOTTEN = ("UNKNOWN_SCHEDULER", "STALE_SCHEDULER", "MANAGER_RESTARTED")
+# And why for good, when it comes again with a newer epoch.
+_REPLACED = "STALE_SCHEDULER"
 _NO_EXECUTOR = "EXECUTOR"
 _LOWEST_TIERS = {Tier.DEVICE: pb.TIER_DEVICE, Tier.HOST: pb.TIER_HOST, Tier.DISK: pb.TIER_UNSPECIFIED}
 
@@ -134,7 +136,7 @@ class CacheClient:
         await self._told.wait()
 
     async def run(self) -> None:
-        """Serves for ever; a manager that is away or starts again is waited for."""
+        """Serves for ever; a manager that is away or starts again is waited for. Raises SchedulerReplacedError."""
         while True:
             await self._register()
             self.registered.set()
@@ -337,7 +339,7 @@ class CacheClient:
         )
 
     async def _call(self, method: Callable[..., Awaitable[A]], message: M) -> A:
-        """Calls until the manager is there: every call can be repeated. Raises RemoteError, or ManagerLostError."""
+        """Calls until the manager is there: every call can be repeated. Raises RemoteError, ManagerLostError."""
         backoff = FIRST_BACKOFF
         while True:
             try:
@@ -347,6 +349,8 @@ class CacheClient:
             if error.code not in _AWAY:
                 if isinstance(message, pb.AdmitSequencesRequest | pb.ForkSequenceRequest):
                     raise error
+                if isinstance(message, pb.RegisterSchedulerRequest) and error.reason == _REPLACED:
+                    raise SchedulerReplacedError(error.message)
                 if error.reason not in _FORGOTTEN:
                     await asyncio.sleep(backoff)
                 raise ManagerLostError(str(error))

@@ -116,3 +116,7 @@ class ExecutorChangedError(Exception):
 
 class ManagerLostError(Exception):
     """The cache manager no longer knows this scheduler or its sequences."""
+
+
+class SchedulerReplacedError(Exception):
+    """A scheduler of the same name has registered since: only a new process can go on."""

@@ -54,6 +54,10 @@ class RealManager(CacheManagerService):
         action = RuleAction(eviction_policy=PolicyWish.of(policy))
         self._manager.create_rule(RetentionRule(salt, 0, RuleMatch(salt=salt), action), validate_only=False)
 
+    def replace_scheduler(self, name: str) -> None:
+        """Another process is given the same name."""
+        self._manager.register_scheduler(name, 1 << 63)
+
     def shrink(self, total_blocks: int) -> None:
         """An operator's: the pool has so many blocks."""
         self._manager.update_pool("executor/0", total_blocks, "", validate_only=False)

@@ -11,6 +11,7 @@ from protos.rpc.errors import from_rpc_error
 from tests.support.generation import generate
 from tests.unit.scheduler.conftest import Stack, StackFactory
 from tests.unit.scheduler.fake_executor import FakeExecutor
+from tests.unit.scheduler.real_manager import RealManager
 from tests.unit.scheduler.test_generation import prompt_of, request, run
 
 
@@ -136,6 +137,21 @@ async def test_an_executor_that_comes_back_as_another_one_ends_the_scheduler(
             setattr(stack.executor, name, value)
         stack.executor.restart()
         await asyncio.wait_for(stack.scheduler.failed.wait(), 20)
+
+
+async def test_another_scheduler_of_its_name_ends_it_and_says_so(
+    run_stack: StackFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    executor = FakeExecutor()
+    async with run_stack(executor=executor, manager=RealManager(executor)) as stack:
+        assert isinstance(stack.manager, RealManager)
+        stack.manager.replace_scheduler("test")
+        asking = asyncio.create_task(generate(stack.stub, request([1, 2], 2), 30))
+        await asyncio.wait_for(stack.scheduler.failed.wait(), 20)
+        asking.cancel()
+    said = capsys.readouterr().out
+    assert "another scheduler has taken this name" in said
+    assert "Traceback" not in said
 
 
 async def test_random_traffic_leaves_nothing_behind(run_stack: StackFactory) -> None:
