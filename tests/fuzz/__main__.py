@@ -1,0 +1,87 @@
+"""Calls every route and every method of a real stack with requests that nobody would send: `python -m tests.fuzz`.
+
+Over HTTP with what the OpenAPI description allows and with broken bodies, of gRPC with messages made from descriptors,
+of every service on every address. It ends with status 1 when a process ended, a call hung or met an error of the
+server's own, an answer broke its description, or something was left behind. A folder keeps what led to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import grpc
+
+from tests.fuzz.calls import repeat
+from tests.fuzz.http_bodies import resend
+from tests.fuzz.methods import discover
+from tests.fuzz.report import Report
+from tests.fuzz.run import fuzz_grpc, fuzz_http
+from tests.fuzz.stage import Stage
+
+REPEAT_SECONDS = 60.0
+
+
+def main() -> int:
+    """Runs, and says what came of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--http", type=int, default=50_000, help="calls over HTTP")
+    parser.add_argument("--grpc", type=int, default=50_000, help="calls of gRPC")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--faults", type=Path, help="folder for calls that met a fault; a temporary one if absent")
+    parser.add_argument("--repeat", type=Path, metavar="FILE", help="send one such call again, to a fresh stack")
+    given = parser.parse_args()
+    if given.repeat:
+        return _repeat(json.loads(given.repeat.read_text()))
+    begin = time.monotonic()
+
+    def tell(line: str) -> None:
+        print(f"[{time.monotonic() - begin:6.1f}] {line}", file=sys.stderr, flush=True)
+
+    report = Report(given.seed, given.faults or Path(tempfile.mkdtemp(prefix="kvkeep-fuzz-")))
+    with Stage() as stage:
+        tell("the stack serves")
+        if given.http:
+            fuzz_http(stage, report, given.http, tell)
+            asyncio.run(stage.check(report))
+        if given.grpc:
+            asyncio.run(fuzz_grpc(stage, report, given.grpc, tell))
+            if not stage.crashes():
+                tell("starting all processes again")
+                asyncio.run(stage.recover(report))
+    print(report.text())
+    print(f"seed {given.seed}, {time.monotonic() - begin:.0f} s")
+    return int(report.num_faults > 0)
+
+
+def _repeat(call: dict[str, object]) -> int:
+    with Stage() as stage:
+        if "method" in call:
+            print(asyncio.run(_repeat_grpc(stage, call)))
+        elif "curl" in call:
+            print(f"send this to http://{stage.stack.http}:\n{call['curl']}\n{call['body']}")
+        else:
+            print(resend(stage.stack.http, call))
+        asyncio.run(stage.check(report := Report(0, Path())))
+        print(report.text())
+        return int(report.num_faults > 0)
+
+
+async def _repeat_grpc(stage: Stage, call: dict[str, object]) -> str:
+    stack = stage.stack
+    messages = [bytes.fromhex(one) for one in call["messages"]]  # type: ignore[attr-defined]
+    for address in (stack.scheduler, stack.admin, stack.cachemgr, stack.executor):
+        for method in await asyncio.to_thread(discover, address):
+            if method.name == call["method"]:
+                async with grpc.aio.insecure_channel(address) as channel:
+                    return await repeat(channel, method, messages, REPEAT_SECONDS)
+    return f"there is no {call['method']}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""What came of the calls: statuses and times by method or route, and everything that must not be."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.bench.tables import table
+
+# Of the same kind at the same place, faults that are kept.
+_KEPT = 5
+
+
+@dataclass
+class Row:
+    """Calls of one method or route."""
+
+    statuses: Counter[str] = field(default_factory=Counter)
+    slowest: float = 0.0
+    # Calls that were left, or that were given hardly any time.
+    left: int = 0
+
+
+@dataclass
+class Report:
+    """folder: where calls with a fault are kept, to be repeated. Any thread may add to it."""
+
+    seed: int
+    folder: Path
+    rows: dict[str, Row] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    _kinds: Counter[str] = field(default_factory=Counter)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def count(self, name: str, status: str, seconds: float, *, left: bool = False) -> None:
+        """One call."""
+        with self._lock:
+            row = self.rows.setdefault(name, Row())
+            row.statuses[status] += 1
+            row.left += left
+            row.slowest = max(row.slowest, seconds)
+
+    def fault(self, kind: str, text: str, call: dict[str, object] | None = None) -> None:
+        """Something that must not be. call: what leads to it again, as `repeat` takes it."""
+        with self._lock:
+            self._kinds[kind] += 1
+            if self._kinds[kind] > _KEPT:
+                return
+            if call is not None:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                path = self.folder / f"{len(self.faults)}.json"
+                path.write_text(json.dumps({"seed": self.seed, **call}))
+                text += f"\n  repeat it: python -m tests.fuzz --repeat {path}"
+            self.faults.append(f"{kind}: {text}")
+
+    def note(self, text: str) -> None:
+        """Something worth knowing."""
+        with self._lock:
+            self.notes.append(text)
+
+    @property
+    def calls(self) -> int:
+        """All of them."""
+        return sum(row.statuses.total() for row in self.rows.values())
+
+    @property
+    def num_faults(self) -> int:
+        """All of them, also those that were not kept."""
+        return self._kinds.total()
+
+    def text(self) -> str:
+        """For people."""
+        rows = sorted(self.rows.items())
+        numbers = [(name, str(row.statuses.total()), str(row.left), f"{row.slowest:.2f}") for name, row in rows]
+        head, *lines = table(("method or route", "calls", "left early", "slowest s"), numbers).splitlines()
+        total = Counter[str]()
+        for line, (_, row) in enumerate(rows):
+            lines[line] += f"  {_counts(row.statuses)}"
+            total.update(row.statuses)
+        lines = [f"{head}  statuses", *lines, "", f"{self.calls} calls: {_counts(total)}", *self.notes]
+        if self.num_faults:
+            lines += ["", f"{self.num_faults} faults", *self.faults]
+        else:
+            lines.append("no crash, no hang, no error of the server's own, nothing left behind")
+        return "\n".join(lines)
+
+
+def _counts(statuses: Counter[str]) -> str:
+    return ", ".join(f"{status} {count}" for status, count in statuses.most_common())
