@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import threading
 import time
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 import grpc
 import structlog
@@ -12,11 +14,11 @@ from prometheus_client import REGISTRY, CollectorRegistry
 
 from protos.execution.v1 import execution_pb2
 from protos.execution.v1 import execution_pb2_grpc as execution_rpc
+from protos.kvcache.v1 import kvcache_pb2
 from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
 from protos.rpc.channel import open_channel
 from protos.rpc.errors import from_rpc_error
 from protos.rpc.logs import FileLog
-from protos.rpc.security import Security
 from scheduler import executor_client
 from scheduler.admin_service import SchedulerAdminService
 from scheduler.cache_client import CacheClient
@@ -65,7 +67,9 @@ class Scheduler:
     async def start(self) -> None:
         """Waits for the executor and the cache manager, however long, and starts to serve."""
         settings, epoch = self._settings, time.time_ns()
-        model, executor = await _describe_executor(settings.executor_address, settings.security)
+        self._channel = open_channel(settings.cachemgr_address, settings.security)
+        manager: kvcache_rpc.CacheManagerServiceAsyncStub = kvcache_rpc.CacheManagerServiceStub(self._channel)
+        model, executor = await _describe_executor(settings, partial(_introduce, manager, settings.scheduler_id, epoch))
         queue = WaitingQueue()
         engine = Engine(
             Model(model, executor),
@@ -75,9 +79,8 @@ class Scheduler:
             max_waiting=settings.max_waiting,
             max_tenant_requests=settings.max_tenant_requests,
         )
-        self._channel = open_channel(settings.cachemgr_address, settings.security)
         cache = CacheClient(
-            kvcache_rpc.CacheManagerServiceStub(self._channel),
+            manager,
             queue,
             self._mailbox,
             engine,
@@ -192,11 +195,19 @@ def _vllm_metrics(
     )
 
 
+async def _introduce(manager: "kvcache_rpc.CacheManagerServiceAsyncStub", scheduler_id: str, epoch: int) -> None:
+    """Tells the cache manager that a scheduler has come: before that it gives no executor what it remembers of it."""
+    message = kvcache_pb2.RegisterSchedulerRequest(scheduler_id=scheduler_id, scheduler_epoch=epoch)
+    with contextlib.suppress(grpc.aio.AioRpcError):
+        await manager.RegisterScheduler(message, timeout=CALL_SECONDS)
+
+
 async def _describe_executor(
-    address: str, security: Security
+    settings: SchedulerSettings, introduce: Callable[[], Awaitable[None]]
 ) -> tuple[execution_pb2.GetModelResponse, execution_pb2.GetExecutorResponse]:
-    """Waits until the executor serves; returns its model and itself."""
-    async with open_channel(address, security) as channel:
+    """Waits until the executor serves, which may itself wait for a scheduler; returns its model and itself."""
+    address = settings.executor_address
+    async with open_channel(address, settings.security) as channel:
         stub: execution_rpc.ExecutorServiceAsyncStub = execution_rpc.ExecutorServiceStub(channel)
         request = health_pb2.HealthCheckRequest(service=executor_client.SERVICE)
         said = ""
@@ -209,6 +220,8 @@ async def _describe_executor(
                         await stub.GetExecutor(execution_pb2.GetExecutorRequest(), timeout=CALL_SECONDS),
                     )
                 cause = "it is not serving yet"
+                # Each time: it may be another manager by then.
+                await introduce()
             except grpc.aio.AioRpcError as error:
                 cause = str(from_rpc_error(error))
             if cause != said:

@@ -121,6 +121,10 @@ class FakeManager(rpc.CacheManagerServiceServicer):
         """Waits until so many sequences are live."""
         await self._until(lambda: len(self.live) >= count)
 
+    async def registered(self) -> None:
+        """Waits until a scheduler has come."""
+        await self._until(lambda: self._scheduler_epoch > 0)
+
     async def asked(self, count: int) -> None:
         """Waits until there were so many calls for admission, answered or not."""
         await self._until(lambda: self.admissions >= count)
@@ -136,13 +140,14 @@ class FakeManager(rpc.CacheManagerServiceServicer):
     async def RegisterScheduler(
         self, request: pb.RegisterSchedulerRequest, context: object
     ) -> pb.RegisterSchedulerResponse:
-        assert request.scheduler_epoch > self._scheduler_epoch
+        assert request.scheduler_epoch >= self._scheduler_epoch
         for live in list(self.live.values()):
             self._release(live)
         for ticket in list(self._tickets):
             self.confirm(ticket)
         self._scheduler_epoch = request.scheduler_epoch
         self._sync_number = 0
+        await self._notify()
         return pb.RegisterSchedulerResponse(manager_epoch=self.epoch, lease_duration=duration_pb2.Duration(seconds=3))
 
     async def AdmitSequences(self, request: pb.AdmitSequencesRequest, context: object) -> pb.AdmitSequencesResponse:

@@ -105,6 +105,19 @@ async def test_the_process_serves_once_its_neighbours_do_and_finishes_requests_b
         assert manager.live == {}
 
 
+async def test_an_executor_that_waits_for_a_scheduler_gets_one(tmp_path: Path) -> None:
+    """After all processes ended, the cache manager gives what it remembers to nobody before a scheduler has come."""
+    async with scheduler(tmp_path) as running:
+        await running.neighbours.start()
+        running.neighbours.set_serving(True, "kvcache.v1.CacheManagerService")
+        await running.manager.registered()
+        running.neighbours.set_serving(True)
+        async for answer in running.health.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True):
+            if answer.status == SERVING:
+                break
+        assert (await generate(running.stub, request([1, 2], 5), 30)).token_ids == running.executor.expected([1, 2], 5)
+
+
 async def test_an_operator_drains_the_process_and_takes_it_back(tmp_path: Path) -> None:
     async with scheduler(tmp_path) as running:
         await running.begin()
