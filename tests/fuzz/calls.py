@@ -115,13 +115,12 @@ class Caller:
         for made in sent:
             with contextlib.suppress(DecodeError):
                 self._memory.learn(method.request.FromString(made.data))
-                self._maker.keep(method.request, made.data, rng)
+                self._maker.keep(method.request, made, rng)
 
     def _mend(self, method: Method, sent: Sequence[Made], fields: Mapping[str, str]) -> None:
         for made in sent if fields else ():
             with contextlib.suppress(DecodeError):
-                method.request.FromString(made.data)
-                self._maker.mend(method.request, made.data, fields, made.rounds)
+                self._maker.mend(method.request, made, fields)
 
     async def _read(self, call: Any, method: Method, read: list[Message]) -> None:
         if not method.streams_responses:
@@ -155,7 +154,7 @@ def _metadata(rng: random.Random) -> list[tuple[str, str]]:
 def _shown(method: Method, sent: Sequence[Made]) -> str:
     """The messages as text, where they are any."""
     shown = []
-    for data, _ in sent:
+    for data, *_ in sent:
         try:
             text = text_format.MessageToString(method.request.FromString(data), as_one_line=True)
         except DecodeError:

@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError, EncodeError, Message
 from tests.fuzz import values
 from tests.fuzz.limits import keep_within
 from tests.fuzz.memory import Memory
-from tests.fuzz.repairs import mend
+from tests.fuzz.repairs import is_in, mend
 
 # Of messages in one message, and of their depth.
 _NODES = 250
@@ -27,9 +27,10 @@ _MOST_ROUNDS = 20
 
 
 class Made(NamedTuple):
-    """A request. rounds: how often it was mended."""
+    """A request. first: it begins a stream. rounds: how often it was mended."""
 
     data: bytes
+    first: bool = False
     rounds: int = 0
 
 
@@ -38,32 +39,33 @@ class Maker:
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
-        self._good: dict[str, list[bytes]] = {}
+        # By type, and whether they began a stream.
+        self._good: dict[tuple[str, bool], list[bytes]] = {}
         # With the fields at fault and what was said of them, and how often it was mended already.
-        self._refused: dict[str, deque[tuple[bytes, Mapping[str, str], int]]] = {}
+        self._refused: dict[tuple[str, bool], deque[tuple[Made, Mapping[str, str]]]] = {}
 
-    def keep(self, cls: type[Message], data: bytes, rng: random.Random) -> None:
+    def keep(self, cls: type[Message], made: Made, rng: random.Random) -> None:
         """A message that was answered well."""
-        kept = self._good.setdefault(cls.DESCRIPTOR.full_name, [])
-        if data in kept:
+        kept = self._good.setdefault((cls.DESCRIPTOR.full_name, made.first), [])
+        if made.data in kept:
             return
         if len(kept) < _KEPT:
-            kept.append(data)
+            kept.append(made.data)
         else:
-            kept[rng.randrange(_KEPT)] = data
+            kept[rng.randrange(_KEPT)] = made.data
 
-    def mend(self, cls: type[Message], data: bytes, fields: Mapping[str, str], rounds: int) -> None:
-        """A message that was refused for some of its fields, to be mended. rounds: how often it was already."""
-        if rounds < _MOST_ROUNDS:
-            kept = self._refused.setdefault(cls.DESCRIPTOR.full_name, deque(maxlen=_KEPT))
-            kept.append((data, fields, rounds))
+    def mend(self, cls: type[Message], made: Made, fields: Mapping[str, str]) -> None:
+        """A message that may have been refused for some of its fields, to be mended."""
+        if made.rounds < _MOST_ROUNDS and any(is_in(cls.FromString(made.data), path) for path in fields):
+            key = cls.DESCRIPTOR.full_name, made.first
+            self._refused.setdefault(key, deque(maxlen=_KEPT)).append((made, fields))
 
     def make(self, cls: type[Message], rng: random.Random, *, first: bool = False) -> Made:
         """One request. first: of a stream, which mostly begins with the first of its kinds."""
         draw = rng.random()
         if draw < 0.03:
-            return Made(_within(cls, rng.randbytes(rng.choice((1, 2, 5, 20, 300)))))
-        message, rounds = self._mended(cls, rng) if draw > 0.6 else (None, 0)
+            return Made(_within(cls, rng.randbytes(rng.choice((1, 2, 5, 20, 300)))), first)
+        message, rounds = self._mended(cls, rng, first=first) if draw > 0.6 else (None, 0)
         if message is None:
             message = self._message(cls, rng, first=first)
         keep_within(message)
@@ -71,28 +73,27 @@ class Maker:
             data = message.SerializeToString()
         except (EncodeError, ValueError):
             # Nested more deeply than this side writes.
-            return Made(b"")
+            return Made(b"", first)
         if draw < 0.10:
-            return Made(_within(cls, _mutated(data, rng)))
+            return Made(_within(cls, _mutated(data, rng)), first)
         if draw < 0.12:
-            return Made(data + _unknown_fields(rng))
-        return Made(data, rounds)
+            return Made(data + _unknown_fields(rng), first)
+        return Made(data, first, rounds)
 
-    def _mended(self, cls: type[Message], rng: random.Random) -> tuple[Message | None, int]:
-        refused = self._refused.get(cls.DESCRIPTOR.full_name)
+    def _mended(self, cls: type[Message], rng: random.Random, *, first: bool) -> tuple[Message | None, int]:
+        refused = self._refused.get((cls.DESCRIPTOR.full_name, first))
         if not refused:
             return None, 0
-        data, fields, rounds = refused.pop()
-        message = cls.FromString(data)
+        made, fields = refused.pop()
+        message = cls.FromString(made.data)
         filling = _Filling(rng, self._memory, usual=1.0, depth=_DEPTH)
-        filling.refresh(message)
         for path, description in fields.items():
             mend(message, path, description, rng, filling.set)
-        return message, rounds + 1
+        return message, made.rounds + 1
 
     def _message(self, cls: type[Message], rng: random.Random, *, first: bool) -> Message:
         message, draw = cls(), rng.random()
-        kept = self._good.get(cls.DESCRIPTOR.full_name)
+        kept = self._good.get((cls.DESCRIPTOR.full_name, first))
         if kept and draw < 0.35:
             message.ParseFromString(rng.choice(kept))
             filling = _Filling(rng, self._memory, usual=0.8, depth=_DEPTH)
@@ -158,11 +159,11 @@ class _Filling:
             for field, _ in part.ListFields():
                 if field.message_type is None and field.name.removesuffix("s").endswith(_FLEETING):
                     value = self._memory.recall(self._rng, field)
-                    if value is not None and self._rng.random() < 0.6 and not field.is_repeated:
+                    if value is not None and self._rng.random() < 0.4 and not field.is_repeated:
                         setattr(part, field.name, value)
 
     def _choose(self, oneof: OneofDescriptor, *, first: bool) -> FieldDescriptor | None:
-        if first and self._rng.random() < 0.8:
+        if first and self._rng.random() < 0.9:
             return oneof.fields[0]
         return self._rng.choice(list(oneof.fields)) if self._rng.random() < 0.9 else None
 
