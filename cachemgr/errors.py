@@ -139,7 +139,7 @@ class SequenceEvictsError(ServiceError):
 
 
 class SequenceTooLongError(ServiceError):
-    """More blocks than the pool has: no waiting helps."""
+    """More blocks than the pool has, or a quota allows: no waiting helps."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
     reason = "SEQUENCE_TOO_LONG"

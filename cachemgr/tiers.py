@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from cachemgr.admin_api import Quota
 from cachemgr.api import RemovalCause, TierKind
 from cachemgr.block import Block, EvictionOrder
+from cachemgr.errors import SequenceTooLongError
 
 
 class Account:
@@ -180,6 +181,13 @@ class Tier:
         """Whether an account is at its ceiling and has something to lose."""
         share = self.shares.get(account) if self.shares and account is not None else None
         return share is not None and share.is_full and share.order.first() is not None
+
+    def check_ceiling(self, account: Account | None, wanted: int) -> None:
+        """Raises SequenceTooLongError when an account may not have so many slots, whatever else ends."""
+        share = self.shares.get(account) if self.shares and account is not None else None
+        if share is not None and share.ceiling is not None and wanted > share.ceiling:
+            text = f"{wanted} blocks are more than the {share.ceiling} of its quota"
+            raise SequenceTooLongError(text, fields={"token_ids": f"must take at most {share.ceiling} blocks"})
 
     def is_closed(self, account: Account | None) -> bool:
         """Whether an account is at its ceiling."""

@@ -62,7 +62,7 @@ class StepLoopError(ServiceError):
 
 
 class RequestTooLargeError(ServiceError):
-    """The request needs more blocks at once than there are: no waiting helps."""
+    """The request needs more blocks at once than it can ever have: no waiting helps."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
     reason = "REQUEST_TOO_LARGE"

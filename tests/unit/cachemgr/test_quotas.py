@@ -3,7 +3,8 @@
 import pytest
 
 from cachemgr.admin_api import Quota
-from cachemgr.errors import InvalidField, QuotaTooLargeError, UnknownQuotaError
+from cachemgr.dump import state_hash
+from cachemgr.errors import InvalidField, QuotaTooLargeError, SequenceTooLongError, UnknownQuotaError
 from tests.unit.cachemgr.world import World
 
 
@@ -63,8 +64,10 @@ def test_who_is_at_its_ceiling_loses_its_own_first_though_others_are_older_and_s
 def test_a_ceiling_limits_admissions_and_lets_what_runs_go_on():
     world = World(8)
     quota(world, tenant_id="t", device_ceiling=2)
-    assert not world.admit(list(range(9)), tenant_id="t").admitted
+    assert world.admit(list(range(100, 108)), "b", tenant_id="t").admitted
+    assert not world.admit(list(range(8)), "a", tenant_id="t").admitted
     world.check()
+    world.finish("b")
     admission = world.run(list(range(8)), "a", generate=8, tenant_id="t")
     assert admission.admitted
     world.check()
@@ -86,9 +89,27 @@ def test_the_quota_of_a_tenant_goes_before_that_of_the_salt():
     world.cache(list(range(12)), salt="a", tenant_id="t")
     world.check()
     assert counts(world) == {"a": 0, "t": 3}
-    assert not world.admit(list(range(100, 105)), salt="a").admitted
     world.cache(list(range(100, 103)), salt="a")
     assert counts(world) == {"a": 1, "t": 3}
+    world.check()
+
+
+def test_what_is_more_than_a_ceiling_is_refused_instead_of_waiting_for_ever():
+    world = World(8)
+    quota(world, tenant_id="t", device_ceiling=2)
+    before = state_hash(world.manager.state())
+    for ask in (world.admit, lambda tokens, **options: world.manager.preview(world.request(tokens, **options), 0)):
+        with pytest.raises(SequenceTooLongError, match=r"3 blocks .* 2 of its quota") as refused:
+            ask(list(range(9)), tenant_id="t")
+        assert list(refused.value.fields) == ["token_ids"]
+    assert state_hash(world.manager.state()) == before
+    quota(world, tenant_id="t", device_ceiling=0)
+    with pytest.raises(SequenceTooLongError):
+        world.admit([1], tenant_id="t")
+    # What others need of it is theirs.
+    world.cache(list(range(8)))
+    quota(world, tenant_id="t", device_ceiling=1)
+    assert world.admit(list(range(9)), tenant_id="t").admitted
     world.check()
 
 
@@ -205,7 +226,8 @@ def test_a_quota_that_is_older_than_the_executor_counts_there_too():
     world = World(8)
     quota(world, tenant_id="t", device_ceiling=2)
     world.start_executor()
-    assert not world.admit(list(range(9)), tenant_id="t").admitted
+    with pytest.raises(SequenceTooLongError):
+        world.admit(list(range(9)), tenant_id="t")
     world.cache(list(range(8)), tenant_id="t")
     assert counts(world) == {"t": 2}
     world.check()
