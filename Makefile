@@ -58,8 +58,7 @@ lint: dev ## Check style, formatting and the settings table; `make fix` repairs
 	@$(PY) ops/settings_table.py
 
 fix: dev ## Repair what lint finds
-	@$(PY) -m ruff check --fix .
-	@$(PY) -m ruff format .
+	@$(PY) -m ruff check --fix . && $(PY) -m ruff format .
 	@$(PY) ops/settings_table.py --write
 
 types: dev ## Check types
@@ -73,7 +72,7 @@ proto: dev ## Generate the stubs
 ##@ Measure
 
 MEASUREMENTS := exactness eval-eviction $(addprefix bench-,serving peers gpu overhead prefix fairness memory manager)
-MEASUREMENTS += $(addprefix bench-,trace window batchmax eviction-cost tiers)
+MEASUREMENTS += $(addprefix bench-,trace window batchmax eviction-cost tiers http-load)
 .PHONY: $(MEASUREMENTS) peers
 exactness: dev ## Compare greedy output with transformers in every combination of settings
 eval-eviction: dev ## What each eviction policy costs in quality, on the default model
@@ -84,6 +83,7 @@ bench-overhead: dev ## What the cache manager costs in a process of its own
 bench-prefix: dev ## What the reuse of a common prefix gains
 bench-fairness: dev ## What a long prompt does to those that stream
 bench-memory: dev ## What every process holds, and that none grows with the requests
+bench-http-load: dev ## That 256 streams over HTTP meet no error, and what they cost
 bench-window: dev ## What a sliding window saves beside the full cache
 bench-batchmax: dev ## What eviction while prompts are computed gains in requests at once, beside the paper
 bench-manager: dev ## What the cache manager's decisions cost

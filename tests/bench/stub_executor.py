@@ -34,6 +34,8 @@ RECORDS = "steps.bin"
 BLOCK = 16
 # So many ids that prompts begin with one of their own each, and never match by chance.
 VOCABULARY = 1 << 20
+# Ids from 1 on that are characters of ASCII.
+_CHARACTERS = 94
 EPOCH = 1
 
 
@@ -75,7 +77,7 @@ class RunningSet:
                 del self.decoding[handle]
 
     def run(self, step: pb.Step) -> pb.StepResult:
-        """What the step samples; any token will do."""
+        """What the step samples; any token will do that is a whole character."""
         assert not step.copy_tickets, "there must be no hits"
         for new in step.new_sequences:
             self.remaining[new.sequence] = len(new.token_ids) - new.num_computed_tokens
@@ -99,7 +101,7 @@ class RunningSet:
         return pb.StepResult(
             step=step.step,
             sequences=sampled,
-            token_ids=[1 + step.step % 255] * count,
+            token_ids=[1 + step.step % _CHARACTERS] * count,
             stopped=[False] * count,
             num_tokens=tokens,
         )
