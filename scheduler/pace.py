@@ -7,6 +7,9 @@ from statistics import median
 DEFAULT_SHARE = 0.4
 # Tokens that a prompt gets even when that is too slow, so that it always comes to its end.
 MIN_TOKENS = 4
+# No step shall take longer, in seconds, whoever waits: the blocks of somebody who leaves are free when the two steps
+# are over that may be under way, and that is to be within a second. So many prompt tokens are computed nevertheless.
+LONGEST_STEP, LEAST_CHUNK = 0.4, 32
 # Steps with prompts after which one without is due: what decoding alone takes changes with who decodes, and nothing
 # but such a step shows it.
 REFRESH_STEPS = 32
@@ -57,6 +60,12 @@ class Pace:
             self._since_alone = 0
             self._sequences = decoding
             self._alone.append(seconds)
+
+    def bounded(self, decoding: int, tokens: int) -> int:
+        """Of so many prompt tokens those that do not make a step a long one, beside so many sequences that decode."""
+        each = median(seconds for _, seconds in self._prompts) if self._prompts else 0.0
+        left = max(0.0, LONGEST_STEP - (median(self._alone) if decoding and self._alone else 0.0))
+        return tokens if each * tokens <= left else min(tokens, max(LEAST_CHUNK, int(left / each)))
 
     def tokens(self, decoding: int, older: int, waiting: int) -> int | None:
         """Prompt tokens that the next step may compute; None is no bound, 0 is a step that shows what decoding takes.

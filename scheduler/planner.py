@@ -36,9 +36,9 @@ class Plan:
 def plan_step(sequences: Seq[Sequence], budget: int, pace: Pace | None = None) -> Plan:
     """Plans one step of at most `budget` tokens over live sequences, given in order of rank.
 
-    Decoding sequences first, then known tokens in chunks, each in the given order; `pace` bounds these beside sequences
-    that decode. A sequence that waits for another one's blocks starts once the planned tokens of that one, this step's
-    included, reach them; one whose own blocks come from a lower tier, once all are there.
+    Decoding sequences first, then known tokens in chunks, each in the given order; `pace` bounds these. A sequence
+    that waits for another one's blocks starts once the planned tokens of that one, this step's included, reach them;
+    one whose own blocks come from a lower tier, once all are there.
     """
     plan = Plan()
     computing: list[Sequence] = []
@@ -60,7 +60,10 @@ def plan_step(sequences: Seq[Sequence], budget: int, pace: Pace | None = None) -
                 plan.stalled.append(sequence)
     if computing:
         paced = _paced(plan, computing, pace)
-        _add_prompts(plan, sequences, computing, budget - len(plan.decoding), paced, _bound(plan, paced, pace, budget))
+        left = budget - len(plan.decoding)
+        if pace is not None:
+            left = pace.bounded(len(plan.decoding), left)
+        _add_prompts(plan, sequences, computing, left, paced, _bound(plan, paced, pace, budget))
     return plan
 
 

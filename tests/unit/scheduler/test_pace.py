@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.mailbox import Report
-from scheduler.pace import DEFAULT_SHARE, MIN_TOKENS, REFRESH_STEPS, Pace
+from scheduler.pace import DEFAULT_SHARE, LEAST_CHUNK, LONGEST_STEP, MIN_TOKENS, REFRESH_STEPS, Pace
 from scheduler.planner import plan_step
 from scheduler.running import RunningSet
 from scheduler.sequence import Sequence
@@ -126,6 +126,28 @@ def test_everybody_ends_within_the_budget_however_long_the_steps_take(
         released += running.take_report().released
         assert number <= 3 * total + 6 * work + REFRESH_STEPS
     assert len(released) == total
+
+
+@given(machines, st.integers(0, 64), st.floats(0.7, 1.4))
+def test_no_step_is_long_once_it_is_known_what_steps_take(machine: Machine, decoding: int, noise: float) -> None:
+    pace = Pace()
+    for number in range(60):
+        tokens = pace.bounded(decoding, BUDGET - decoding)
+        seconds = machine.seconds(decoding, tokens)
+        assert tokens >= LEAST_CHUNK
+        # A few slow or fast steps move nothing.
+        pace.observe(decoding, tokens, seconds * (noise if number % 5 == 4 else 1.0))
+        if number >= 30:
+            assert seconds <= 1.05 * max(LONGEST_STEP, machine.seconds(decoding, LEAST_CHUNK))
+    assert tokens == BUDGET - decoding or machine.seconds(decoding, 2 * tokens) > LONGEST_STEP
+
+
+def test_a_burst_of_prompts_is_bounded_too() -> None:
+    pace = Pace()
+    prompts = [sequence(handle, 400, blocks=110) for handle in (1, 2)]
+    assert plan_step(prompts, 512, pace).num_tokens == 512
+    pace.observe(0, 512, 2 * LONGEST_STEP)
+    assert plan_step(prompts, 512, pace).num_tokens == 256
 
 
 def streaming(handle: int, since: float) -> Sequence:
