@@ -30,8 +30,8 @@ SHARED_SHARE, SHARED_MESSAGES, SHARED_CHARACTERS = 0.5, 8, 600
 # What each has of its own, and its output: as many short ones as long ones on a logarithmic scale.
 OWN_CHARACTERS, OUTPUT_TOKENS = (20, 800), (16, 128)
 LEAVING_SHARE = 0.1
-# A stream that brings nothing for so long hangs.
-SILENT_SECONDS = 120.0
+# A stream that brings nothing for so long hangs; before its first piece it may have to wait for many others.
+SILENT_SECONDS = 300.0
 
 
 @dataclass(frozen=True)

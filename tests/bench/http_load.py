@@ -2,9 +2,9 @@
 
 Run it with `make bench-http-load`, for example ARGS="--seconds 60 --streams 64". It prints what callers saw, what each
 process took per output token, how much of that is HTTP (the same load over gRPC, for a shorter time), memory over time,
-and how soon the blocks of somebody who has left are free, under the load and without it. The cache manager's history
-of events is filled first, as it grows up to its bound. The status is 1 when anything but 429 went wrong, memory grew,
-blocks stayed, or a leaver's blocks took longer than they may.
+and how soon the blocks of somebody who has left are free, under the load and without it. What grows up to a bound, the
+pool and the cache manager's history of events, is filled first. The status is 1 when anything but 429 went wrong,
+memory grew, blocks stayed, or a leaver's blocks took longer than they may.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cachemgr.api import ManagerConfig
 from protos.generation.v1 import generation_pb2_grpc as generation_rpc
 from protos.kvcache.v1 import kvcache_pb2 as kv
 from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
-from tests.bench.callers import SILENT_SECONDS, Grpc, Http, Load, Step, Way, ask
+from tests.bench.callers import SILENT_SECONDS, Grpc, Http, Load, Way, ask
 from tests.bench.http_load_report import Counters, Found, Phase, show
 from tests.bench.runs import Others, cpu_seconds, processes
 from tests.e2e.test_no_leak import settle
@@ -89,10 +89,12 @@ class Watch:
 class Bench:
     """A stack, and how to ask it."""
 
-    def __init__(self, stack: Stack, streams: int, step: Step) -> None:
+    def __init__(self, stack: Stack, given: argparse.Namespace) -> None:
         self._stack = stack
-        self._streams = streams
-        self._step = step
+        self._streams = given.streams
+        self._step = None if given.step_ms is None else round(given.step_ms * 1e3)
+        # A stub has no memory to fill.
+        self._fills = given.pool_tokens // FILL_TOKENS if given.step_ms is None else 1
         self.running = processes(stack)
         self.watch = Watch(self.running, int(stack.http.rpartition(":")[2]))
 
@@ -108,16 +110,20 @@ class Bench:
         async with grpc.aio.insecure_channel(self._stack.scheduler) as channel:
             yield Grpc(channel)
 
-    async def fill_history(self) -> None:
-        """Brings the cache manager to hold as many events as it keeps: a rule changes again and again."""
+    async def fill(self) -> None:
+        """Fills what grows up to a bound: the pool, and the cache manager's history of events.
+
+        For the latter a rule changes again and again, each time with all leases that it gave.
+        """
         async with grpc.aio.insecure_channel(self._stack.scheduler) as channel, self.admin() as admin:
-            request = greedy_request(range(1000, 1000 + FILL_TOKENS), 1)
-            request.cache.salt = "history"
-            request.sampling.seed = self._step or 0
             rule = kv.RetentionRule(name="history", match=kv.RuleMatch(salt="history"))
             rule.action.retention_priority = 1
             await admin.CreateRetentionRule(kv.CreateRetentionRuleRequest(rule=rule), timeout=10)
-            await generate(generation_rpc.GenerationServiceStub(channel), request)
+            for number in range(self._fills):
+                request = greedy_request([1000 + number, *range(1000, 999 + FILL_TOKENS)], 1)
+                request.cache.salt = "history"
+                request.sampling.seed = self._step or 0
+                await generate(generation_rpc.GenerationServiceStub(channel), request)
             events = 0
             while events < ManagerConfig().event_history:
                 rule.action.retention_priority ^= 2
@@ -189,11 +195,10 @@ def _difference(after: Mapping[str, float], before: Mapping[str, float]) -> dict
 
 async def measure(stack: Stack, given: argparse.Namespace) -> Found:
     """Everything, one after the other."""
-    step = None if given.step_ms is None else round(given.step_ms * 1e3)
-    bench, by_http = Bench(stack, given.streams, step), Http(stack.http)
+    bench, by_http = Bench(stack, given), Http(stack.http)
     # The first requests of a process also import and compile.
     await bench.leave(by_http, "first")
-    await bench.fill_history()
+    await bench.fill()
     before = bench.watch.look()
     watching = asyncio.create_task(bench.watch.watch())
     http = await bench.phase(by_http, given.seconds, 1)
