@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -76,13 +77,16 @@ def _who(identity: Identity | None) -> dict[str, str]:
 
 
 def _shown(request: Any) -> Any:
-    """A request without prompts."""
-    if not isinstance(request, Message):
+    """A request without prompts: a message, or what stands behind the ? of a path."""
+    if isinstance(request, Message):
+        shown = type(request)()
+        shown.CopyFrom(request)
+        _hide(shown)
+        fields = MessageToDict(shown, preserving_proto_field_name=True)
+    elif isinstance(request, Mapping):
+        fields = dict(request)
+    else:
         return "malformed"
-    shown = type(request)()
-    shown.CopyFrom(request)
-    _hide(shown)
-    fields = MessageToDict(shown, preserving_proto_field_name=True)
     text = json.dumps(fields)
     return fields if len(text) <= _MAX_REQUEST else text[:_MAX_REQUEST]
 

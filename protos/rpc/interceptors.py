@@ -9,6 +9,7 @@ import inspect
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import grpc
@@ -24,6 +25,8 @@ from protos.rpc.wire import parse_strictly
 
 REQUEST_ID_KEY = "x-request-id"
 _MAX_REQUEST_ID = 128
+_REFUSALS = (grpc.StatusCode.PERMISSION_DENIED.name, grpc.StatusCode.UNAUTHENTICATED.name)
+_END = object()
 
 log = structlog.get_logger()
 
@@ -97,7 +100,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         async def call(request: Any, context: Any) -> Any:
             self._begin(context, method)
             try:
-                with _observed(method, context, self._told(method, context, request)):
+                with _observed(method, context, self._told(method, context, request)), self._holding(context)():
                     return await behavior(self._checked(method, request), context)
             except ServiceError as error:
                 await context.abort_with_status(rpc_status.to_status(to_status(error)))
@@ -112,8 +115,14 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
                 if self._guard.audits(method):
                     told("STARTED")
                 with _observed(method, context, told):
+                    holding = self._holding(context)
                     async with contextlib.aclosing(behavior(self._checked(method, request), context)) as responses:
-                        async for response in responses:
+                        while True:
+                            # Not around the yield: there the task waits for the caller, in gRPC's own code.
+                            with holding():
+                                response = await anext(responses, _END)
+                            if response is _END:
+                                return
                             yield response
             except ServiceError as error:
                 await context.abort_with_status(rpc_status.to_status(to_status(error)))
@@ -127,10 +136,15 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
             return functools.partial(audit.called, identity, method, context.peer(), request)
 
         def refused(outcome: str) -> None:
-            if outcome == grpc.StatusCode.PERMISSION_DENIED.name:
+            if outcome in _REFUSALS:
                 audit.refused(identity, method, context.peer(), outcome)
 
         return refused
+
+    def _holding(self, context: Any) -> Callable[[], AbstractContextManager[None]]:
+        """What ends a call whose token does not hold any more."""
+        authorization = header(context.invocation_metadata() or ())
+        return functools.partial(self._guard.holding, authorization, current())
 
     def _checked(self, method: str, request: Any) -> Any:
         if isinstance(request, MalformedMessageError):

@@ -1,7 +1,7 @@
 """The routes. Each checks nothing itself: the request is translated, and goes the way of those that come by gRPC."""
 
 import importlib.metadata
-from typing import Any
+from typing import Annotated, Any
 
 import prometheus_client
 from fastapi import APIRouter, Depends, FastAPI
@@ -18,7 +18,7 @@ from scheduler.http import errors, responses, translate
 from scheduler.http.entry import Entry
 from scheduler.http.formats import ChatFormat, CompletionFormat
 from scheduler.http.generating import Generating
-from scheduler.http.identity import may_call
+from scheduler.http.identity import Caller, may_call
 from scheduler.http.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from scheduler.service import GenerationService
 
@@ -77,12 +77,11 @@ def _using(service: GenerationService, guard: Guard) -> APIRouter:
     """For callers."""
     router = APIRouter()
     created = responses.now()
-    generating, describing, tokenizing = (
-        [Depends(may_call(guard, method))] for method in ("StreamGenerate", "GetModel", "TokenizePrompt")
-    )
+    generating = Depends(may_call(guard, "StreamGenerate"))
+    describing, tokenizing = ([Depends(may_call(guard, method))] for method in ("GetModel", "TokenizePrompt"))
 
-    @router.post("/v1/chat/completions", dependencies=generating, responses=_generated(responses.ChatCompletion))
-    async def chat_completions(request: ChatCompletionRequest) -> Response:
+    @router.post("/v1/chat/completions", responses=_generated(responses.ChatCompletion))
+    async def chat_completions(request: ChatCompletionRequest, caller: Annotated[Caller, generating]) -> Response:
         """The next message of a conversation."""
         form = ChatFormat(
             service.model(request.model),
@@ -90,10 +89,11 @@ def _using(service: GenerationService, guard: Guard) -> APIRouter:
             logprobs=bool(request.logprobs),
             include_usage=_includes_usage(request),
         )
-        return Generating(service, translate.chat(request), form, translate.names(request), stream=bool(request.stream))
+        message, names = translate.chat(request), translate.names(request)
+        return Generating(service, caller, message, form, names, stream=bool(request.stream))
 
-    @router.post("/v1/completions", dependencies=generating, responses=_generated(responses.Completion))
-    async def completions(request: CompletionRequest) -> Response:
+    @router.post("/v1/completions", responses=_generated(responses.Completion))
+    async def completions(request: CompletionRequest, caller: Annotated[Caller, generating]) -> Response:
         """How a text goes on."""
         form = CompletionFormat(
             service.model(request.model),
@@ -101,9 +101,8 @@ def _using(service: GenerationService, guard: Guard) -> APIRouter:
             logprobs=request.logprobs is not None,
             include_usage=_includes_usage(request),
         )
-        return Generating(
-            service, translate.completion(request), form, translate.names(request), stream=bool(request.stream)
-        )
+        message, names = translate.completion(request), translate.names(request)
+        return Generating(service, caller, message, form, names, stream=bool(request.stream))
 
     @router.get("/v1/models", dependencies=describing)
     async def models() -> responses.ModelList:

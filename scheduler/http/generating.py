@@ -12,6 +12,7 @@ from protos.generation.v1 import generation_pb2 as pb
 from protos.rpc.errors import ServiceError
 from scheduler.http.errors import from_service
 from scheduler.http.formats import Format, Sample
+from scheduler.http.identity import Caller
 from scheduler.http.translate import Names
 from scheduler.service import GenerationService
 
@@ -24,6 +25,7 @@ class Generating(Response):
     def __init__(
         self,
         service: GenerationService,
+        caller: Caller,
         message: pb.StreamGenerateRequest,
         form: Format,
         names: Names,
@@ -32,6 +34,7 @@ class Generating(Response):
     ) -> None:
         """names: what the message's fields are called in errors."""
         self._service = service
+        self._caller = caller
         self._message = message
         self._format = form
         self._names = names
@@ -50,7 +53,8 @@ class Generating(Response):
             samples[piece.sample_index].add(piece)
 
         try:
-            await self._service.generate(self._message, add)
+            with self._caller.asking():
+                await self._service.generate(self._message, add)
         except ServiceError as error:
             raise from_service(error, self._names) from error
         await JSONResponse(self._format.whole(samples))(scope, receive, send)
@@ -59,7 +63,8 @@ class Generating(Response):
         """The first output decides about the status: what goes wrong later is an event."""
         events = _Events(send, self._format)
         try:
-            await self._service.generate(self._message, events.write)
+            with self._caller.asking():
+                await self._service.generate(self._message, events.write)
         except ServiceError as error:
             refusal = from_service(error, self._names)
             if not events.begun:

@@ -1,37 +1,55 @@
 """Who calls, and whether the role may: the one place where HTTP's Authorization header becomes an identity."""
 
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Annotated
 
 from fastapi import Header
 from starlette.requests import Request
 
-from protos.rpc.errors import ServiceError
 from protos.rpc.guard import Guard
-from protos.rpc.identity import assume
+from protos.rpc.identity import Identity, PermissionDeniedError, UnauthenticatedError, assume
 from scheduler.service import SERVICE
 
-Check = Callable[..., Awaitable[None]]
+
+class Caller:
+    """Somebody who may call a method, for as long as the request goes on."""
+
+    def __init__(self, guard: Guard, method: str, authorization: str, peer: str) -> None:
+        """Raises UnauthenticatedError and PermissionDeniedError, which are written down."""
+        self._guard = guard
+        self._method = method
+        self._authorization = authorization
+        self._peer = peer
+        self._identity: Identity | None = None
+        with self._telling():
+            self._identity = guard.identify(authorization)
+            guard.allow(self._identity, method)
+        assume(self._identity)
+
+    @contextlib.contextmanager
+    def asking(self) -> Iterator[None]:
+        """Around the work: it ends with UnauthenticatedError when the token does. Refusals are written down."""
+        with self._telling(), self._guard.holding(self._authorization, self._identity):
+            yield
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        try:
+            yield
+        except (PermissionDeniedError, UnauthenticatedError) as error:
+            self._guard.audit.refused(self._identity, self._method, self._peer, error.code.name)
+            raise
 
 
-def may_call(guard: Guard, method: str) -> Check:
-    """A dependency of the routes that do what this method of the gRPC service does.
-
-    It raises UnauthenticatedError and PermissionDeniedError, which are written down.
-    """
+def may_call(guard: Guard, method: str) -> Callable[..., Awaitable[Caller]]:
+    """A dependency of the routes that do what this method of the gRPC service does."""
     full_name = f"{SERVICE}/{method}"
 
     async def check(
         request: Request, authorization: Annotated[str | None, Header(include_in_schema=False)] = None
-    ) -> None:
-        identity = None
-        try:
-            identity = guard.identify(authorization or "")
-            guard.allow(identity, full_name)
-        except ServiceError as error:
-            peer = "" if request.client is None else f"{request.client.host}:{request.client.port}"
-            guard.audit.refused(identity, full_name, peer, error.code.name)
-            raise
-        assume(identity)
+    ) -> Caller:
+        peer = "" if request.client is None else f"{request.client.host}:{request.client.port}"
+        return Caller(guard, full_name, authorization or "", peer)
 
     return check

@@ -20,9 +20,11 @@ class Keyring:
         self._security = security
         self.file.touch(mode=0o600)
 
-    def add(self, role: Role, tenant: str = "", lifetime: timedelta | None = None) -> Security:
+    def add(
+        self, role: Role, tenant: str = "", lifetime: timedelta | None = None, salts: tuple[str, ...] = ()
+    ) -> Security:
         """A new token; settings of a process that shows it."""
-        token, entry = tokens.new(role, tenant or TENANT.get(role, ""), (), lifetime)
+        token, entry = tokens.new(role, tenant or TENANT.get(role, ""), salts, lifetime)
         with self.file.open("a") as file:
             file.write(entry.model_dump_json() + "\n")
         path = self.folder / entry.name

@@ -1,6 +1,7 @@
 """Tokens, roles and the audit log, with a real server and real channels."""
 
 import asyncio
+import contextlib
 import json
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -18,7 +20,7 @@ from protos.execution.v1 import execution_pb2
 from protos.generation.v1 import generation_pb2
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
-from protos.rpc import audit, files, roles, tokens
+from protos.rpc import audit, files, revocation, roles, tokens
 from protos.rpc.channel import open_channel, open_sync_channel
 from protos.rpc.errors import InvalidField, from_rpc_error
 from protos.rpc.identity import Identity, PermissionDeniedError, Role, UnauthenticatedError
@@ -36,14 +38,14 @@ def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Keyring:
 
 
 @asynccontextmanager
-async def serving(keys: Keyring) -> AsyncIterator[str]:
+async def serving(keys: Keyring, events: pb_grpc.CacheEventServiceServicer | None = None) -> AsyncIterator[str]:
     server = Server("test", drain_seconds=0, security=Security(tokens_file=keys.file, audit_file=keys.folder / "audit"))
     address = f"unix:{keys.folder}/s"
     server.listen(
         address,
         {
             ADMIN: lambda s: pb_grpc.add_CacheAdminServiceServicer_to_server(Admin(), s),
-            EVENTS: lambda s: pb_grpc.add_CacheEventServiceServicer_to_server(Events(), s),
+            EVENTS: lambda s: pb_grpc.add_CacheEventServiceServicer_to_server(events or Events(), s),
         },
     )
     await server.start()
@@ -124,6 +126,47 @@ async def test_tokens_come_and_go_without_a_restart(keys: Keyring) -> None:
         # The token that is shown is read again, too.
         second.token_file.write_text("kvk_other")
         assert await code(address, second) is grpc.StatusCode.UNAUTHENTICATED
+
+
+class Yielding(pb_grpc.CacheEventServiceServicer):
+    """Sends an event, and waits for one that never comes."""
+
+    async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.WatchEventsResponse]:
+        yield pb.WatchEventsResponse(event_number=1)
+        await asyncio.Event().wait()
+
+
+class Writing(pb_grpc.CacheEventServiceServicer):
+    """The same by writing to the context."""
+
+    async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> None:  # type: ignore[override]
+        await context.write(pb.WatchEventsResponse(event_number=1))
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("events", [Yielding(), Writing()])
+async def test_what_goes_on_ends_with_its_token(
+    keys: Keyring, events: pb_grpc.CacheEventServiceServicer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(revocation, "LOOK_SECONDS", 0.01)
+    revoked, changed, kept = (keys.add(Role.VIEWER) for _ in range(3))
+    async with contextlib.AsyncExitStack() as exits:
+        address = await exits.enter_async_context(serving(keys, events))
+        calls = []
+        for viewer in (revoked, changed, kept):
+            channel = await exits.enter_async_context(open_channel(address, viewer))
+            stub: pb_grpc.CacheEventServiceAsyncStub = pb_grpc.CacheEventServiceStub(channel)
+            calls.append(stub.WatchEvents(pb.WatchEventsRequest(), timeout=10))
+            assert (await calls[-1].read()).event_number == 1
+        _, other, same = keys.file.read_text().splitlines()
+        keys.file.write_text(other.replace('"tenant":""', '"tenant":"acme"') + "\n" + same + "\n")
+        for call in calls[:2]:
+            assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert not calls[2].done()
+    ended = [json.loads(line) for line in (keys.folder / "audit").read_text().splitlines()]
+    assert [line["who"] for line in ended if line["outcome"] == "UNAUTHENTICATED"] == [
+        revoked.token_file.name, changed.token_file.name,
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import openai
 import pytest
 from prometheus_client import CollectorRegistry
 
+from protos.rpc import files, revocation
 from protos.rpc.addresses import AddressError
 from protos.rpc.guard import Guard
 from protos.rpc.http_server import HttpServer
@@ -141,6 +142,60 @@ async def test_a_role_may_do_what_it_may_by_grpc_and_names_are_its_tenants(
         for caller in (first, second):
             await caller.completions.create(model="fake", extra_body={"cache_salt": "x"}, **LEAST)
         assert [(one.salt, one.tenant_id) for one in manager.admissions] == [("acme/x", "acme"), ("other/x", "other")]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_salt_that_the_token_does_not_have_is_refused_and_written_down(
+    run_stack: StackFactory, tmp_path: Path, stream: bool
+) -> None:
+    keyring = Keyring(tmp_path)
+    keyring.add(Role.CALLER, "acme", salts=("own",))
+    (token,) = keyring.tokens.values()
+    guard = Guard(keyring.file, tmp_path / "audit")
+    async with (
+        run_stack() as stack,
+        serve(stack.scheduler.service, guard=guard) as address,
+        client(address, token) as caller,
+    ):
+        with pytest.raises(openai.PermissionDeniedError) as caught:
+            await caller.completions.create(model="fake", stream=stream, extra_body={"cache_salt": "x"}, **LEAST)
+        assert caught.value.param == "cache_salt"
+        (line,) = (tmp_path / "audit").read_text().splitlines()
+        denied = json.loads(line)
+        assert (denied["tenant"], denied["outcome"]) == ("acme", "PERMISSION_DENIED")
+        assert denied["method"] == "generation.v1.GenerationService/StreamGenerate"
+        assert denied["peer"].startswith("127.0.0.1:")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_ends_with_its_token(
+    run_stack: StackFactory, tmp_path: Path, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(revocation, "LOOK_SECONDS", 0.01)
+    keyring = Keyring(tmp_path)
+    keyring.add(Role.CALLER)
+    (token,) = keyring.tokens.values()
+    guard = Guard(keyring.file, tmp_path / "audit")
+    async with (
+        run_stack() as stack,
+        serve(stack.scheduler.service, guard=guard) as address,
+        client(address, token) as caller,
+    ):
+        stack.executor.step_seconds = 0.02
+        long = LEAST | {"max_tokens": 300}
+        call = asyncio.create_task(caller.completions.create(model="fake", stream=stream, **long))
+        while not stack.manager.live:
+            await asyncio.sleep(0.01)
+        keyring.file.write_text("")
+        with pytest.raises(openai.APIError) as caught:
+            [event async for event in await call]
+        assert isinstance(caught.value.body, dict)
+        assert caught.value.body["type"] == "authentication_error"
+        assert json.loads((tmp_path / "audit").read_text())["outcome"] == "UNAUTHENTICATED"
+        while stack.manager.live:
+            await asyncio.sleep(0.01)
+        assert stack.metric("output_tokens_total") < 200
 
 
 async def test_bodies_that_are_no_requests_are_refused(run_stack: StackFactory) -> None:
