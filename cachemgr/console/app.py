@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import grpc
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -20,7 +22,7 @@ from cachemgr.manager import CacheManager
 from protos.rpc import addresses
 from protos.rpc.errors import ServiceError
 from protos.rpc.guard import Guard
-from protos.rpc.identity import PermissionDeniedError, UnauthenticatedError
+from protos.rpc.identity import Identity, PermissionDeniedError, UnauthenticatedError
 
 # Only what this server itself has, and nobody may show the page within another one.
 CONTENT_SECURITY_POLICY = (
@@ -36,6 +38,8 @@ HEADERS = {
     "x-content-type-options": "nosniff",
 }
 _LARGEST = 1 << 53
+# A page that is open reads every second: of each kind of read, one in so many seconds is written down per viewer.
+AUDIT_SECONDS = 60.0
 
 Read = Callable[[CacheManager, Request], data.Json]
 
@@ -57,8 +61,12 @@ READS: dict[str, tuple[str, Read]] = {
 def create_app(manager: CacheManager, guard: Guard, address: str) -> Starlette:
     """The page and its data. `address` is where it listens: on loopback no other name is answered to."""
     static = StaticFiles(directory=Path(__file__).parent / "static", html=True)
+    audit = _Audit(guard)
     routes = [
-        *(Route(f"/api/{name}", _endpoint(manager, guard, *read), methods=["GET"]) for name, read in READS.items()),
+        *(
+            Route(f"/api/{name}", _endpoint(manager, guard, audit, *read), methods=["GET"])
+            for name, read in READS.items()
+        ),
         Mount("/", static),
     ]
     middleware = [Middleware(_Headers)]
@@ -71,8 +79,26 @@ def create_app(manager: CacheManager, guard: Guard, address: str) -> Starlette:
     return Starlette(routes=routes, middleware=middleware)
 
 
-def _endpoint(manager: CacheManager, guard: Guard, method: str, read: Read) -> Callable[[Request], Awaitable[Response]]:
+class _Audit:
+    """Who looked at what, in lines."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+        self._told: dict[tuple[Identity | None, str], float] = {}
+
+    def looked(self, identity: Identity | None, method: str, peer: str, request: Request, outcome: str) -> None:
+        """A read that the role may make has ended."""
+        key, now = (identity, method), time.monotonic()
+        if self._guard.audits(method) and now - self._told.get(key, -AUDIT_SECONDS) >= AUDIT_SECONDS:
+            self._told[key] = now
+            self._guard.audit.called(identity, method, peer, request.query_params, outcome)
+
+
+def _endpoint(
+    manager: CacheManager, guard: Guard, audit: _Audit, method: str, read: Read
+) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
+        peer = "" if request.client is None else f"{request.client.host}:{request.client.port}"
         identity = None
         try:
             identity = guard.identify(request.headers.get("authorization", ""))
@@ -80,15 +106,18 @@ def _endpoint(manager: CacheManager, guard: Guard, method: str, read: Read) -> C
             if identity is not None and identity.tenant:
                 raise PermissionDeniedError("the console shows all tenants, and the token is about one")
         except ServiceError as error:
-            peer = "" if request.client is None else f"{request.client.host}:{request.client.port}"
             guard.audit.refused(identity, method, peer, error.code.name)
             return _refusal(error, 401 if isinstance(error, UnauthenticatedError) else 403)
+        outcome = grpc.StatusCode.INTERNAL
         try:
-            return JSONResponse(read(manager, request))
-        except InvalidField as error:
-            return _refusal(error, 400)
+            shown = JSONResponse(read(manager, request))
+            outcome = grpc.StatusCode.OK
+            return shown
         except ServiceError as error:
-            return _refusal(error, 404)
+            outcome = error.code
+            return _refusal(error, 400 if isinstance(error, InvalidField) else 404)
+        finally:
+            audit.looked(identity, method, peer, request, outcome.name)
 
     return answer
 

@@ -12,7 +12,7 @@ from urllib.parse import urlencode
 
 import pytest
 
-from cachemgr.console import data
+from cachemgr.console import app, data
 from protos.rpc.guard import Guard
 from protos.rpc.identity import Role
 from tests.bench.driver import CONFIG, Driver
@@ -189,3 +189,27 @@ async def test_who_reads_needs_the_role_for_it(tmp_path: Path) -> None:
         await get(console, path, 200, shown["viewer"], **query)
     await get(console, "pools", 200, shown["operator"])
     await server.stop()
+
+
+async def test_who_looks_is_written_down_once_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = Keyring(tmp_path)
+    viewers = [keys.add(Role.VIEWER) for _ in range(2)]
+    headers = [{"authorization": f"Bearer {viewer.token()}"} for viewer in viewers]
+    server, console = await serve(Driver(200), Guard(keys.file, tmp_path / "audit"))
+    for _ in range(3):
+        await get(console, "pools", 200, headers[0])
+    await get(console, "pools", 200, headers[1])
+    await get(console, "block", 400, headers[1], **POOL, place=-1)
+    monkeypatch.setattr(app, "AUDIT_SECONDS", 0.0)
+    await get(console, "pools", 200, headers[0])
+    await server.stop()
+    lines = [json.loads(line) for line in (tmp_path / "audit").read_text().splitlines()]
+    first, second = (viewer.token_file.name for viewer in viewers if viewer.token_file)
+    assert [(line["who"], line["method"].partition("/")[2], line["outcome"]) for line in lines] == [
+        (first, "ListPools", "OK"),
+        (second, "ListPools", "OK"),
+        (second, "ListBlocks", "INVALID_ARGUMENT"),
+        (first, "ListPools", "OK"),
+    ]
+    assert lines[2]["request"] == {**POOL, "place": "-1"}
+    assert all(line["event"] == "audit" and line["peer"].startswith("127.0.0.1:") for line in lines)
