@@ -71,6 +71,8 @@ class Stack:
             "executor_metrics_address": "",
             "executor_dtype": "float32",
             "executor_max_tokens": 65_536,
+            # Not where another stack on this machine has its own.
+            "executor_host_cache_dir": self.folder / "host",
         }
         self._environment |= _variables(defaults | settings)
         self._environment["PYTHONPATH"] = str(ROOT)
