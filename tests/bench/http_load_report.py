@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -153,7 +154,7 @@ def show(found: Found) -> None:
         ("the same over gRPC", found.grpc.tally.freed),
         ("alone", found.alone),
     ):
-        figures = (min(seconds), statistics.median(seconds), max(seconds))
+        figures = [min(seconds), statistics.median(seconds), max(seconds)] if seconds else [math.nan] * 3
         rows.append([name, str(len(seconds)), *(f"{value * 1e3:.0f}" for value in figures)])
     rows.append(["all at once", "1", *[f"{found.http.all_left * 1e3:.0f}"] * 3])
     print("\n" + table(("blocks are free after leaving, ms", "times", "least", "median", "most"), rows))

@@ -4,7 +4,7 @@ import itertools
 from collections import deque
 from statistics import median
 
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from scheduler.mailbox import Report
@@ -130,6 +130,8 @@ def test_everybody_ends_within_the_budget_however_long_the_steps_take(
 
 @given(machines, st.integers(0, 64), st.floats(0.7, 1.4))
 def test_no_step_is_long_once_it_is_known_what_steps_take(machine: Machine, decoding: int, noise: float) -> None:
+    # Where hardly any time is left for prompts it is found more slowly.
+    assume(machine.seconds(decoding, LEAST_CHUNK) < LONGEST_STEP / 2)
     pace = Pace()
     for number in range(60):
         tokens = pace.bounded(decoding, BUDGET - decoding)
@@ -138,7 +140,7 @@ def test_no_step_is_long_once_it_is_known_what_steps_take(machine: Machine, deco
         # A few slow or fast steps move nothing.
         pace.observe(decoding, tokens, seconds * (noise if number % 5 == 4 else 1.0))
         if number >= 30:
-            assert seconds <= 1.25 * max(LONGEST_STEP, machine.seconds(decoding, LEAST_CHUNK))
+            assert seconds <= 1.05 * LONGEST_STEP
     assert tokens == BUDGET - decoding or machine.seconds(decoding, 2 * tokens) > LONGEST_STEP
 
 
