@@ -119,6 +119,8 @@ async def test_each_sample_of_a_stream_is_whole(client: openai.AsyncOpenAI) -> N
         texts[choice.index] += choice.delta.content
         ends[choice.index] = choice.finish_reason
     assert texts == [choice.message.content for choice in whole.choices]
+    # Both share the prompt, which counts once.
+    assert whole.usage.prompt_tokens == 37
     assert ends == [choice.finish_reason for choice in whole.choices]
 
 
