@@ -30,6 +30,9 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     "5XX": {"model": errors.ErrorAnswer, "description": "The server is, or is not ready."},
 }
 
+# As of OpenAPI 3.2, which FastAPI writes for streams, too: of each event.
+_EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+
 
 def create_app(
     service: GenerationService,
@@ -137,7 +140,7 @@ def _generated(whole: type) -> dict[int | str, dict[str, Any]]:
         200: {
             "model": whole,
             "description": "The output; with stream, events that end with [DONE].",
-            "content": {"text/event-stream": {"schema": {"type": "string"}}},
+            "content": {"text/event-stream": {"itemSchema": _EVENT}},
         }
     }
 
