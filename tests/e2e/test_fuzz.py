@@ -1,0 +1,56 @@
+"""A short run of `python -m tests.fuzz`: odd requests to every route and every method leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz.methods import discover
+from tests.fuzz.report import Report
+from tests.fuzz.run import fuzz_grpc, fuzz_http
+from tests.fuzz.stage import Stage
+
+pytestmark = pytest.mark.model
+
+HTTP_CALLS, GRPC_CALLS = 200, 1200
+
+
+@pytest.fixture(scope="module")
+def stage() -> Iterator[Stage]:
+    with Stage() as stage:
+        yield stage
+
+
+def test_odd_requests_over_http_are_answered_and_leave_nothing_behind(stage: Stage, tmp_path: Path) -> None:
+    report = Report(1, tmp_path)
+    fuzz_http(stage, report, HTTP_CALLS, print)
+    asyncio.run(stage.check(report))
+    print(report.text())
+    assert not report.num_faults
+    assert len(report.rows) > 15
+    assert report.rows["POST /v1/completions"].statuses["200"]
+
+
+def test_odd_calls_of_every_method_are_answered_and_leave_nothing_behind(stage: Stage, tmp_path: Path) -> None:
+    """The last one: it takes the executor away from its scheduler."""
+    methods = [
+        method.name
+        for name in ("scheduler", "admin", "cachemgr", "executor")
+        for method in discover(getattr(stage.stack, name))
+    ]
+    services = {name.partition("/")[0] for name in methods}
+    assert {
+        "generation.v1.GenerationService",
+        "generation.v1.SchedulerAdminService",
+        "execution.v1.ExecutorService",
+    } < services
+    assert {f"kvcache.v1.Cache{kind}Service" for kind in ("Manager", "Admin", "Event")} < services
+    report = Report(1, tmp_path)
+    asyncio.run(fuzz_grpc(stage, report, GRPC_CALLS, print))
+    print(report.text())
+    assert not report.num_faults
+    assert set(methods) <= report.rows.keys()
+    assert report.rows["generation.v1.GenerationService/StreamGenerate"].statuses["OK"]
