@@ -15,7 +15,7 @@ from tests.fuzz.stage import Stage
 
 pytestmark = pytest.mark.model
 
-HTTP_CALLS, GRPC_CALLS = 200, 1200
+HTTP_CALLS, GRPC_CALLS = 120, 1200
 
 
 @pytest.fixture(scope="module")

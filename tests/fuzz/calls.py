@@ -68,7 +68,8 @@ class Caller:
         if status in _FAULTS:
             self._report.fault(f"{code} of {method.name}", f"{details}\n{_shown(method, sent)}", call)
         elif status is grpc.StatusCode.DEADLINE_EXCEEDED and timeout == PATIENCE:
-            self._report.fault(f"hang of {method.name}", f"no end in {seconds:.0f} s\n{_shown(method, sent)}", call)
+            text = f"no end in {seconds:.0f} s\n{_shown(method, sent)}"
+            self._report.hang(f"hang of {method.name}", text, begin, call)
 
     async def _send(
         self,

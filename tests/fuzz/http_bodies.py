@@ -94,7 +94,7 @@ def _exchange(address: str, connection: socket.socket | None, sent: Sent, report
             status, keep = str(answer.status), not answer.will_close and not sent.closes
             problem = _judge(answer, body)
     except TimeoutError:
-        problem = f"no answer in {PATIENCE:.0f} s"
+        problem = "" if report.pauses.any_since(begin) else f"no answer in {PATIENCE:.0f} s"
     except (http.client.HTTPException, ConnectionError):
         # It hung up, as it may where requests cannot be told apart any more.
         status, problem = "closed", "" if sent.closes else "it hung up on a request that is whole"

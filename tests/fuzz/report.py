@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.bench.tables import table
+from tests.fuzz.pauses import Pauses
 
 # Of the same kind at the same place, faults that are kept.
 _KEPT = 5
@@ -33,6 +34,7 @@ class Report:
     rows: dict[str, Row] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    pauses: Pauses = field(default_factory=Pauses)
     _kinds: Counter[str] = field(default_factory=Counter)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -56,6 +58,11 @@ class Report:
                 path.write_text(json.dumps({"seed": self.seed, **call}))
                 text += f"\n  repeat it: python -m tests.fuzz --repeat {path}"
             self.faults.append(f"{kind}: {text}")
+
+    def hang(self, kind: str, text: str, begin: float, call: dict[str, object] | None = None) -> None:
+        """Something that began then and took too long: a fault, unless the machine was paused meanwhile."""
+        if not self.pauses.any_since(begin):
+            self.fault(kind, text, call)
 
     def note(self, text: str) -> None:
         """Something worth knowing."""
@@ -82,6 +89,8 @@ class Report:
             lines[line] += f"  {_counts(row.statuses)}"
             total.update(row.statuses)
         lines = [f"{head}  statuses", *lines, "", f"{self.calls} calls: {_counts(total)}", *self.notes]
+        if self.pauses.count:
+            lines.append(f"the machine was paused {self.pauses.count} times: what took too long then is no fault")
         if self.num_faults:
             lines += ["", f"{self.num_faults} faults", *self.faults]
         else:

@@ -142,7 +142,7 @@ class Stage:
                     await stub.Check(health_pb2.HealthCheckRequest(), timeout=CALL_SECONDS)
                 except grpc.aio.AioRpcError as error:
                     if not self.stack.ended(name):
-                        report.fault("hang", f"{name} says nothing of its health: {error.code().name}")
+                        report.hang("hang", f"{name} says nothing of its health: {error.code().name}", begin)
                 report.count(f"health of {name}, each second", "asked", time.monotonic() - begin)
                 await asyncio.sleep(1)
 
