@@ -12,47 +12,12 @@ import pytest
 
 from protos.kvcache.v1 import kvcache_pb2 as kv
 from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
-from tests.stack import Stack, free_address
-from tests.support.pages import DOCS, WITH_EXAMPLES, Reader, examples
+from tests.stack import Stack
+from tests.support.pages import DOCS, WITH_EXAMPLES, Reader, elsewhere, examples, places
 
 pytestmark = pytest.mark.model
 
 SECURITY = DOCS / "security.md"
-# Where run-stack has everything, by the setting that moves it.
-PLACES = {
-    "scheduler_address": "127.0.0.1:50051",
-    "cachemgr_address": "127.0.0.1:50052",
-    "cachemgr_admin_address": "127.0.0.1:50062",
-    "executor_address": "127.0.0.1:50053",
-    "scheduler_http_address": "127.0.0.1:8000",
-    "scheduler_metrics_address": "127.0.0.1:9101",
-    "executor_metrics_address": "127.0.0.1:9103",
-}
-
-
-def elsewhere() -> dict[str, str]:
-    """The same on ports that are free."""
-    return {setting: free_address() for setting in PLACES}
-
-
-def places(addresses: dict[str, str]) -> dict[str, str]:
-    """What stands in pages, and what is there in its place."""
-    return {PLACES[setting]: address for setting, address in addresses.items()}
-
-
-@pytest.fixture(scope="module")
-def addresses() -> dict[str, str]:
-    return elsewhere()
-
-
-@pytest.fixture(scope="module")
-def served(addresses: dict[str, str]) -> Iterator[Stack]:
-    settings = {"executor_max_tokens": 4096, "executor_host_cache_size": "16MiB"}
-    # So few that an example fills the queue.
-    stack = Stack(**addresses, **settings, scheduler_max_running=4, scheduler_max_waiting=8)
-    stack.own["cachemgr"] = {"cachemgr_operation_log": stack.folder / "operations.log"}
-    with stack:
-        yield stack
 
 
 @pytest.fixture

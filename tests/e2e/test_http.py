@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import openai
 import pytest
@@ -13,7 +13,7 @@ from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
 from protos.rpc.channel import open_channel
 from tests.e2e.test_no_leak import settle
-from tests.stack import Stack, free_address
+from tests.stack import Stack
 
 pytestmark = pytest.mark.model
 
@@ -23,12 +23,6 @@ EPHEMERAL = {"type": "ephemeral", "ttl": "1h"}
 # What follows a system message: its end, a line break, and the beginning of the answer.
 CLOSING_TOKENS = 5
 CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Stack]:
-    with Stack(scheduler_http_address=free_address(), scheduler_max_running=4, scheduler_max_waiting=8) as stack:
-        yield stack
 
 
 @pytest_asyncio.fixture
@@ -320,7 +314,7 @@ async def test_a_caller_who_leaves_frees_the_blocks(client: openai.AsyncOpenAI, 
             client.completions.create(
                 model="",
                 prompt=list(range(5000, 5064)),
-                max_tokens=7000,
+                max_tokens=3500,
                 stream=stream,
                 extra_body={"ignore_eos": True},
             )

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -115,8 +116,9 @@ def test_messages_of_every_method_are_described(stack: Stack, service: str) -> N
     client = Grpcurl(address_of(stack, service))
     messages = set(re.findall(r"\( (?:stream )?\.([\w.]+) \)", client.text("describe", service)))
     assert len(messages) == 2 * len(methods(service))
-    for message in messages:
-        assert "is a message" in client.text("describe", message)
+    with ThreadPoolExecutor(4) as pool:
+        described = pool.map(lambda message: client.text("describe", message), messages)
+        assert all("is a message" in text for text in described)
 
 
 @pytest.mark.parametrize("client", [GENERATION], indirect=True)

@@ -21,7 +21,7 @@ from typing import NamedTuple, Self
 import pytest
 
 from kvctl.app import main as kvctl
-from tests.stack import ROOT
+from tests.stack import ROOT, free_address
 
 DOCS = ROOT / "docs"
 # Those with examples.
@@ -29,12 +29,32 @@ WITH_EXAMPLES = [ROOT / "README.md", DOCS / "api.md", DOCS / "operations.md", DO
 # Not what tools leave, which may be very many files.
 _FOLDERS = [one for one in ROOT.iterdir() if one.is_dir() and one.name[0] != "." and one.name not in ("build", "site")]
 PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in _FOLDERS for page in folder.rglob("*.md"))])
+# Where run-stack has everything, by the setting that moves it.
+PLACES = {
+    "scheduler_address": "127.0.0.1:50051",
+    "cachemgr_address": "127.0.0.1:50052",
+    "cachemgr_admin_address": "127.0.0.1:50062",
+    "executor_address": "127.0.0.1:50053",
+    "scheduler_http_address": "127.0.0.1:8000",
+    "scheduler_metrics_address": "127.0.0.1:9101",
+    "executor_metrics_address": "127.0.0.1:9103",
+}
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _SHOWN = re.compile(r"# ?> (.*)")
 _STATUS = re.compile(r"exit status (\d+)")
 # What only a shell can do.
 _SHELL = re.compile(r"[|&;<>`\n]|\$\(")
+
+
+def elsewhere() -> dict[str, str]:
+    """The same on ports that are free."""
+    return {setting: free_address() for setting in PLACES}
+
+
+def places(addresses: dict[str, str]) -> dict[str, str]:
+    """What stands in pages, and what is there in its place."""
+    return {PLACES[setting]: address for setting, address in addresses.items()}
 
 
 class Example(NamedTuple):
