@@ -16,7 +16,7 @@ from tests.support.generation import Output, generate_all, greedy_request
 
 REQUESTS = 4
 PROMPT_TOKENS = 96
-OUTPUT_TOKENS = 120
+OUTPUT_TOKENS = 100
 RNG = random.Random(7)
 PROMPTS = [[RNG.randrange(1000, 40_000) for _ in range(PROMPT_TOKENS)] for _ in range(REQUESTS)]
 

@@ -56,7 +56,7 @@ async def test_without_eviction_the_longest_output_is_what_the_cache_holds(tiny:
 @pytest.mark.model
 async def test_with_eviction_it_ends_by_time(tiny: Stack, tmp_path: Path) -> None:
     policy = ("--policy", "norm_sum", "--start", "16", "--recent", "32", "--budget", "64")
-    status, said, rows = await kvctl(tiny, tmp_path, "--mode", "gen_length", "--timeout", "8", *policy)
+    status, said, rows = await kvctl(tiny, tmp_path, "--mode", "gen_length", "--timeout", "6", *policy)
     assert status == 0, said
     assert [row["ending"] for row in rows] == ["done"] * (len(rows) - 1) + ["time-out"]
     assert int(rows[-2]["tokens"]) > POOL - PROMPT

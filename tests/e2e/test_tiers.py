@@ -12,7 +12,7 @@ from tests.e2e.test_no_leak import settle
 from tests.stack import Stack, free_address, metrics
 from tests.support.generation import Output, generate_all, greedy_request
 
-PROMPT, OUTPUT, PROMPTS = 161, 8, 6
+PROMPT, OUTPUT, PROMPTS = 161, 8, 5
 # Room for one prompt and little more.
 POOL = 256
 BLOCK_BYTES = 1 << 20
