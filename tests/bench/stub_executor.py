@@ -80,8 +80,12 @@ class RunningSet:
         """What the step samples; any token will do that is a whole character."""
         assert not step.copy_tickets, "there must be no hits"
         for new in step.new_sequences:
-            self.remaining[new.sequence] = len(new.token_ids) - new.num_computed_tokens
-            assert self.remaining[new.sequence] > 1
+            count = len(new.token_ids) - new.num_computed_tokens
+            assert count > 0
+            if count > 1:
+                self.remaining[new.sequence] = count
+            else:
+                self.decoding[new.sequence] = None
             self.step_seconds = new.sampling.seed / 1e6
         tokens = sum(step.chunk_tokens)
         sampled = list(self.decoding)
@@ -97,12 +101,11 @@ class RunningSet:
                 # One token left to compute is what decoding means, also when it is the prompt's.
                 del self.remaining[handle]
                 self.decoding[handle] = None
-        count = len(sampled)
         return pb.StepResult(
             step=step.step,
             sequences=sampled,
-            token_ids=[1 + step.step % _CHARACTERS] * count,
-            stopped=[False] * count,
+            token_ids=[1 + step.step % _CHARACTERS] * len(sampled),
+            stopped=[False] * len(sampled),
             num_tokens=tokens,
         )
 
