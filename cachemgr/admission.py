@@ -238,24 +238,34 @@ class Admitter:
         return needed - len(blocks) + fetched - (match.in_place and bool(sources))
 
     def _match(self, sequence: Sequence, needed: int, lowest: TierKind | None) -> tuple[Match, int]:
-        """What the sequence uses of what is in a tier or above, and how many blocks are missing for it."""
+        """What the sequence uses of what is in a tier or above, and how many blocks are missing for it.
+
+        Raises SequenceTooLongError when its quota does not allow so many, whatever else ends.
+        """
+        match, short = self._best_match(sequence, needed, lowest)
+        if short:
+            account = sequence.domain.account
+            for group, pool in enumerate(sequence.executor.pools):
+                here = (*match.blocks[group], *match.sources[group : group + 1])
+                own = sum(
+                    block is not None and pool.is_on_device(block) and account_of(block) is account for block in here
+                )
+                pool.device.check_ceiling(account, own + self._fresh(pool, match, group, needed))
+        return match, short
+
+    def _best_match(self, sequence: Sequence, needed: int, lowest: TierKind | None) -> tuple[Match, int]:
+        if lowest is None:
+            match = matching.nothing(sequence)
+            return match, self._missing(sequence, match, needed)
         ways = [Partial.TAKE_OVER, Partial.NONE] if self._config.partial_reuse else [Partial.NONE]
         if self._config.copy_on_partial_reuse:
             ways.insert(0, Partial.COPY if self._config.partial_reuse else Partial.EXACT)
         for way in ways:
             # The source of a copy is kept besides the block that it is copied to: without room it is taken over.
-            match = matching.nothing(sequence) if lowest is None else matching.find(sequence, way, lowest)
+            match = matching.find(sequence, way, lowest)
             short = self._missing(sequence, match, needed)
             if not short or (way is Partial.COPY and not match.num_copied):
                 break
-        if short:
-            account = sequence.domain.account
-            for group, pool in enumerate(sequence.executor.pools):
-                here = [
-                    block for block in (*match.blocks[group], *match.sources[group : group + 1]) if block is not None
-                ]
-                own = sum(pool.is_on_device(block) and account_of(block) is account for block in here)
-                pool.device.check_ceiling(account, own + self._fresh(pool, match, group, needed))
         return match, short
 
     def _missing(self, sequence: Sequence, match: Match, needed: int) -> int:
