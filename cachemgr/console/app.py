@@ -22,6 +22,7 @@ from cachemgr.manager import CacheManager
 from protos.rpc import addresses
 from protos.rpc.errors import ServiceError
 from protos.rpc.guard import Guard
+from protos.rpc.http_server import peer_of
 from protos.rpc.identity import Identity, PermissionDeniedError, UnauthenticatedError
 
 # Only what this server itself has, and nobody may show the page within another one.
@@ -98,8 +99,7 @@ def _endpoint(
     manager: CacheManager, guard: Guard, audit: _Audit, method: str, read: Read
 ) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
-        peer = "" if request.client is None else f"{request.client.host}:{request.client.port}"
-        identity = None
+        peer, identity = peer_of(request), None
         try:
             identity = guard.identify(request.headers.get("authorization", ""))
             guard.allow(identity, method)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import structlog
 import uvicorn
+from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from protos.rpc import addresses
@@ -17,6 +18,11 @@ from protos.rpc.security import PLAIN, Security
 STOP_SECONDS = 5
 
 log = structlog.get_logger()
+
+
+def peer_of(request: Request) -> str:
+    """Where a request comes from, as host:port; empty where that is not known."""
+    return "" if request.client is None else f"{request.client.host}:{request.client.port}"
 
 
 class _Uvicorn(uvicorn.Server):

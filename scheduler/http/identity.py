@@ -8,6 +8,7 @@ from fastapi import Header
 from starlette.requests import Request
 
 from protos.rpc.guard import Guard
+from protos.rpc.http_server import peer_of
 from protos.rpc.identity import Identity, PermissionDeniedError, UnauthenticatedError, assume
 from scheduler.service import SERVICE
 
@@ -49,7 +50,6 @@ def may_call(guard: Guard, method: str) -> Callable[..., Awaitable[Caller]]:
     async def check(
         request: Request, authorization: Annotated[str | None, Header(include_in_schema=False)] = None
     ) -> Caller:
-        peer = "" if request.client is None else f"{request.client.host}:{request.client.port}"
-        return Caller(guard, full_name, authorization or "", peer)
+        return Caller(guard, full_name, authorization or "", peer_of(request))
 
     return check
