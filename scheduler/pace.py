@@ -51,8 +51,7 @@ class Pace:
         """A step has been answered: how many sequences decoded in it, its other tokens, and its time on the device."""
         if prompt_tokens:
             self._since_alone += 1
-            alone = median(self._alone) if decoding and self._alone else 0.0
-            each = max(0.0, seconds - alone) / prompt_tokens
+            each = max(0.0, seconds - self._decoding_seconds(decoding)) / prompt_tokens
             self._prompts.append((prompt_tokens, each))
             if prompt_tokens >= _MANY_TOKENS:
                 self._bulk.append(each)
@@ -63,8 +62,8 @@ class Pace:
 
     def bounded(self, decoding: int, tokens: int) -> int:
         """Of so many prompt tokens those that do not make a step a long one, beside so many sequences that decode."""
-        each = median(seconds for _, seconds in self._prompts) if self._prompts else 0.0
-        left = max(0.0, LONGEST_STEP - (median(self._alone) if decoding and self._alone else 0.0))
+        each = self._token_seconds()
+        left = max(0.0, LONGEST_STEP - self._decoding_seconds(decoding))
         return tokens if each * tokens <= left else min(tokens, max(LEAST_CHUNK, int(left / each)))
 
     def tokens(self, decoding: int, older: int, waiting: int) -> int | None:
@@ -87,10 +86,18 @@ class Pace:
         extra = self._target - alone if self._target else alone * (DEFAULT_SHARE + (waiting - 1) / older)
         if not self._prompts or extra <= 0:
             return MIN_TOKENS
-        each = median(seconds for _, seconds in self._prompts)
+        each = self._token_seconds()
         # Never far beyond what has been measured: few tokens say little about the cost of many.
         most = 2 * max(tokens for tokens, _ in self._prompts)
         return max(MIN_TOKENS, most if each * most <= extra else int(extra / each))
+
+    def _decoding_seconds(self, decoding: int) -> float:
+        """What decoding alone takes, as far as that is known."""
+        return median(self._alone) if decoding and self._alone else 0.0
+
+    def _token_seconds(self) -> float:
+        """What a prompt token took in the last steps that had any; 0 before them."""
+        return median(seconds for _, seconds in self._prompts) if self._prompts else 0.0
 
     def _resembles(self, decoding: int) -> bool:
         return self._sequences <= 2 * decoding and decoding <= 2 * self._sequences
