@@ -11,11 +11,11 @@ import pytest
 from tests.e2e.test_no_leak import settle
 from tests.stack import Stack, free_address, metrics
 from tests.support.generation import Output, generate_all, greedy_request
+from tests.support.tier_files import BLOCK_BYTES, flip_bytes, only_file
 
 PROMPT, OUTPUT, PROMPTS = 161, 8, 5
 # Room for one prompt and little more.
 POOL = 256
-BLOCK_BYTES = 1 << 20
 
 
 def prompt_of(number: int) -> list[int]:
@@ -51,8 +51,7 @@ def tiered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stack, Pa
     """A stack with a little host memory and much of a disk, and the file of the first."""
     folder = tmp_path_factory.mktemp("tiers")
     with Stack(**tiers(folder, host=8, disk=128), executor_metrics_address=free_address()) as stack:
-        (file,) = (path for path in (folder / "host").iterdir() if path.stat().st_size > BLOCK_BYTES)
-        yield stack, file
+        yield stack, only_file(folder / "host")
 
 
 @pytest.mark.model
@@ -85,12 +84,7 @@ async def test_lower_tiers_outlive_the_executor(tiered: tuple[Stack, Path]) -> N
 async def test_flipped_bytes_are_computed_anew_and_counted(tiered: tuple[Stack, Path]) -> None:
     stack, file = tiered
     first = [await run(stack, number) for number in range(PROMPTS)]
-    with file.open("r+b") as bytes_of_blocks:
-        for place in range(BLOCK_BYTES // 2, file.stat().st_size, BLOCK_BYTES // 4):
-            bytes_of_blocks.seek(place)
-            (byte,) = bytes_of_blocks.read(1)
-            bytes_of_blocks.seek(place)
-            bytes_of_blocks.write(bytes([byte ^ 1]))
+    flip_bytes(file)
     second = [await run(stack, number) for number in range(PROMPTS)]
     assert [one.token_ids for one in second] == [one.token_ids for one in first]
     assert "copies failed" in stack.log_path("executor").read_text()

@@ -21,13 +21,13 @@ from tests.stack import ROOT, Stack, free_address
 from tests.support.generation import generate_all, greedy_request
 from tests.support.names import unknown_metrics
 from tests.support.prometheus import Prometheus
+from tests.support.tier_files import BLOCK_BYTES, flip_bytes, only_file
 
 FOLDER = ROOT / "ops/deploy/grafana/dashboards"
 ALERTS = ROOT / "ops/deploy/prometheus/alerts.yaml"
 BOARDS = {path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))}
 # What Grafana puts in the place of variables.
 VALUES = {"$__rate_interval": "1m", "$pool": ".*"}
-BLOCK_BYTES = 1 << 20
 SHOWN_SECONDS = 20.0
 
 
@@ -112,20 +112,9 @@ async def make_things_happen(scheduler: str, host_dir: Path) -> None:
     requests = [greedy_request(prompt, 8) for prompt in prompts]
     for _ in range(2):
         await generate_all(scheduler, requests, concurrency=2)
-    flip_bytes(host_dir)
+    flip_bytes(only_file(host_dir))
     await generate_all(scheduler, requests, concurrency=2)
     policy = pb.EvictionPolicy(kind="EVICTION_KIND_SLIDING_WINDOW", start_tokens=4, recent_tokens=44)
     await generate_all(scheduler, [greedy_request(prompts[0][:64], 8, eviction_policy=policy)], concurrency=1)
     with pytest.raises(grpc.RpcError):
         await generate_all(scheduler, [pb.StreamGenerateRequest(max_tokens=1)], concurrency=1)
-
-
-def flip_bytes(folder: Path) -> None:
-    """Changes bytes of every block in a tier's file."""
-    (file,) = (path for path in folder.iterdir() if path.stat().st_size > BLOCK_BYTES)
-    with file.open("r+b") as blocks:
-        for place in range(BLOCK_BYTES // 2, file.stat().st_size, BLOCK_BYTES // 4):
-            blocks.seek(place)
-            (byte,) = blocks.read(1)
-            blocks.seek(place)
-            blocks.write(bytes([byte ^ 1]))

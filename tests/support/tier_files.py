@@ -1,0 +1,21 @@
+"""Files of lower tiers, as tests look into them. Blocks are those of the default model in float32."""
+
+from pathlib import Path
+
+BLOCK_BYTES = 1 << 20
+
+
+def only_file(folder: Path) -> Path:
+    """The tier's file in its folder."""
+    (file,) = (path for path in folder.iterdir() if path.stat().st_size > BLOCK_BYTES)
+    return file
+
+
+def flip_bytes(file: Path) -> None:
+    """Changes bytes of every block."""
+    with file.open("r+b") as blocks:
+        for place in range(BLOCK_BYTES // 2, file.stat().st_size, BLOCK_BYTES // 4):
+            blocks.seek(place)
+            (byte,) = blocks.read(1)
+            blocks.seek(place)
+            blocks.write(bytes([byte ^ 1]))
