@@ -2,83 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Callable
-from dataclasses import asdict
-from hashlib import sha256
 
-from cachemgr import estimates, hints, matching, retention
+from cachemgr import estimates, matching
 from cachemgr.admin_api import PredictedEviction, Preview
-from cachemgr.api import Admission, AdmitRequest, ManagerConfig, Receipt, Retention, TierKind
+from cachemgr.admit_request import content, holder, wished
+from cachemgr.api import Admission, AdmitRequest, ManagerConfig, Receipt, TierKind
 from cachemgr.block import Block
 from cachemgr.errors import InvalidField, SequenceTooLongError, WindowPassedError
-from cachemgr.keys import cut_extra_keys, pack, packed_bytes
+from cachemgr.keys import cut_extra_keys
 from cachemgr.matching import Match, Partial
 from cachemgr.policies import Eviction, resolve
 from cachemgr.pool import Pool
 from cachemgr.registry import Executor, Scheduler
-from cachemgr.retention import REQUEST, SESSION, Wishes
+from cachemgr.retention import Wishes
 from cachemgr.rules import RuleBook
 from cachemgr.sequence import GroupTable, Sequence, blocks_for, first_needed
 from cachemgr.settling import promise
 from cachemgr.tiers import account_of
-from cachemgr.validation import check_extra_keys, check_id
 from protos.kvcache.eviction import Policy
-
-
-def check_request(request: AdmitRequest) -> array[int]:
-    """Returns the packed tokens. Raises InvalidField for what is wrong without looking at any state."""
-    check_id("sequence_id", request.sequence_id)
-    if not request.token_ids:
-        raise InvalidField("token_ids", "must not be empty")
-    if request.salt == "":
-        raise InvalidField("salt", "must not be empty; leave it out for none")
-    if request.adapter_id is not None and not 0 <= request.adapter_id < 1 << 64:
-        raise InvalidField("adapter_id", "must fit into 64 bits")
-    for field in ("session_id", "request_id", "tenant_id"):
-        value = getattr(request, field)
-        if value is not None:
-            check_id(field, value)
-    prompt = request.num_prompt_tokens
-    if prompt is not None and not 1 <= prompt <= len(request.token_ids):
-        raise InvalidField("num_prompt_tokens", f"must be from 1 to the {len(request.token_ids)} tokens known")
-    retention.check(request.retention)
-    if request.hints is not None:
-        hints.check("hints", request.hints)
-    check_extra_keys("extra_keys", request.extra_keys, len(request.token_ids))
-    try:
-        return pack(request.token_ids)
-    except (OverflowError, TypeError) as error:
-        raise InvalidField("token_ids", "must be numbers from 0 to 4294967295") from error
-
-
-def content(request: AdmitRequest, tokens: array[int]) -> object:
-    """What two admissions with one id must have in common to be the same."""
-    return (
-        request.scheduler_id,
-        request.executor_id,
-        sha256(packed_bytes(tokens)).digest(),
-        request.salt,
-        request.adapter_id,
-        holder(request),
-        request.num_prompt_tokens,
-        request.retention,
-        request.tenant_id,
-        request.extra_keys,
-        None if request.hints is None else json.dumps(asdict(request.hints), sort_keys=True),
-        request.eviction_policy,
-        request.no_read,
-        request.no_store,
-        request.lowest_tier,
-    )
-
-
-def holder(request: AdmitRequest) -> str:
-    """Whose wishes they are."""
-    if request.session_id is not None:
-        return SESSION + request.session_id
-    return REQUEST + (request.request_id or request.sequence_id)
 
 
 def watermark(pool: Pool, config: ManagerConfig) -> int:
@@ -141,27 +84,7 @@ class Admitter:
         self, request: AdmitRequest, tokens: array[int], scheduler: Scheduler, executor: Executor, now: float
     ) -> tuple[Sequence | None, int]:
         """The sequence with its blocks, or None and how many blocks are missing, with nothing changed."""
-        domain = executor.domain(request.salt, request.adapter_id, request.tenant_id, request.session_id)
-        rules = self._rules.for_request(request)
-        no_store = request.no_store or any(rule.spec.action.no_store for rule in rules)
-        policy = resolve(request, rules, executor)
-        prompt = request.num_prompt_tokens or len(tokens)
-        wished = request.retention
-        if request.hints is not None and wished == Retention():
-            wished = hints.as_retention(request.hints)
-        wishes = Wishes(wished, prompt, holder(request), rules, self._config)
-        sequence = Sequence(
-            request.sequence_id,
-            0,
-            scheduler,
-            executor,
-            tokens,
-            domain,
-            wishes,
-            no_store,
-            request.extra_keys,
-        )
-        sequence.eviction = self._eviction(policy, prompt)
+        sequence = self._draft(request, tokens, scheduler, executor)
         _check_size(sequence)
         needed = blocks_for(sequence.slots_for(len(tokens)), executor.block_size)
         match, short = self._match(sequence, needed, _lowest_tier(request, sequence))
@@ -178,7 +101,9 @@ class Admitter:
             executor.ghosts.admitted(sequence, now, is_read=not request.no_read)
         scheduler.executors.add(executor.executor_id)
         wait_for = 0 if match.writer is None else match.writer.handle
-        receipts = wishes.receipts(wished, executor.block_size, no_store=no_store, config=self._config)
+        receipts = sequence.wishes.receipts(
+            wished(request), executor.block_size, no_store=sequence.no_store, config=self._config
+        )
         sequence.admission = self._answer(sequence, wait_for, tuple(receipts))
         return sequence, 0
 
@@ -186,13 +111,7 @@ class Admitter:
         self, request: AdmitRequest, tokens: array[int], scheduler: Scheduler, executor: Executor, max_new_tokens: int
     ) -> Preview:
         """What `admit` would do now."""
-        domain = executor.domain(request.salt, request.adapter_id, request.tenant_id, request.session_id)
-        rules = self._rules.for_request(request)
-        no_store = request.no_store or any(rule.spec.action.no_store for rule in rules)
-        wishes = Wishes(request.retention, request.num_prompt_tokens or len(tokens), holder(request))
-        sequence = Sequence("", 0, scheduler, executor, tokens, domain, wishes, no_store, request.extra_keys)
-        prompt = request.num_prompt_tokens or len(tokens)
-        sequence.eviction = self._eviction(resolve(request, rules, executor), prompt)
+        sequence = self._draft(request, tokens, scheduler, executor)
         _check_size(sequence, max_new_tokens)
         needed = blocks_for(sequence.slots_for(len(tokens)), executor.block_size)
         match, short = self._match(sequence, needed, _lowest_tier(request, sequence))
@@ -210,6 +129,19 @@ class Admitter:
             estimates.before_admission(sequence, match, max_new_tokens),
             [] if short else evicted,
         )
+
+    def _draft(self, request: AdmitRequest, tokens: array[int], scheduler: Scheduler, executor: Executor) -> Sequence:
+        """The sequence as the request and the rules want it, without a number and without blocks."""
+        domain = executor.domain(request.salt, request.adapter_id, request.tenant_id, request.session_id)
+        rules = self._rules.for_request(request)
+        no_store = request.no_store or any(rule.spec.action.no_store for rule in rules)
+        policy = resolve(request, rules, executor)
+        prompt = request.num_prompt_tokens or len(tokens)
+        wishes = Wishes(wished(request), prompt, holder(request), rules, self._config)
+        name, extra_keys = request.sequence_id, request.extra_keys
+        sequence = Sequence(name, 0, scheduler, executor, tokens, domain, wishes, no_store, extra_keys)
+        sequence.eviction = self._eviction(policy, prompt)
+        return sequence
 
     def _eviction(self, policy: Policy | None, prompt: int) -> Eviction | None:
         return None if policy is None else Eviction(policy, prompt, ahead=self._config.capacity_ahead_tokens)

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from cachemgr.admin import ManagerAdmin
 from cachemgr.admin_api import PoolShare, Prefix
-from cachemgr.admission import Admitter, check_length, check_request, content, holder
+from cachemgr.admission import Admitter, check_length
+from cachemgr.admit_request import check_request, content, holder
 from cachemgr.api import (
     Admission,
     AdmitRequest,

@@ -18,7 +18,8 @@ from cachemgr.admin_api import (
     Quota,
     RetentionRule,
 )
-from cachemgr.admission import Admitter, check_request
+from cachemgr.admission import Admitter
+from cachemgr.admit_request import check_request
 from cachemgr.api import (
     AdmitRequest,
     BlockView,
