@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -380,21 +380,3 @@ class LeaseView(NamedTuple):
     holder: str
     priority: int
     remaining: float | None
-
-
-class Event(NamedTuple):
-    """What happened to a block; for CREATED only its pool is set. A broken lease has the cause of its block's loss."""
-
-    number: int
-    kind: EventKind
-    block: BlockView
-    cause: RemovalCause = RemovalCause.NONE
-    lease: LeaseView | None = None
-    for_sequence_id: str = ""
-
-
-class Snapshot(NamedTuple):
-    """The cache at an event number: CREATED for each pool, STORED for each indexed block, then its leases."""
-
-    number: int
-    events: Iterable[Event]

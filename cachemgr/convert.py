@@ -9,6 +9,7 @@ from google.protobuf.json_format import MessageToDict
 from cachemgr import admin_api as admin
 from cachemgr import api
 from cachemgr.errors import InvalidField
+from cachemgr.events import Event
 from cachemgr.keys import unpack
 from cachemgr.policies import PolicyWish
 from protos.kvcache.eviction import Policy, write
@@ -321,7 +322,7 @@ def lease(view: api.LeaseView) -> pb.Lease:
     )
 
 
-def event(happened: api.Event, *, snapshot: bool, token_ids: bool = False) -> pb.WatchEventsResponse:
+def event(happened: Event, *, snapshot: bool, token_ids: bool = False) -> pb.WatchEventsResponse:
     """An event."""
     created = happened.kind is api.EventKind.CREATED
     return pb.WatchEventsResponse(

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from redis.asyncio import Redis
 
-from cachemgr.api import Event, RemovalCause
+from cachemgr.api import RemovalCause
 from cachemgr.errors import EventsGoneError
+from cachemgr.events import Event
 from cachemgr.redis_client import operators_key
 
 if TYPE_CHECKING:

@@ -1,11 +1,30 @@
 """The last events, numbered without a gap."""
 
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
-from cachemgr.api import BlockView, Event, EventKind, LeaseView, RemovalCause, Snapshot
+from cachemgr.api import BlockView, EventKind, LeaseView, RemovalCause
 from cachemgr.errors import EventsGoneError
 
 _new = tuple.__new__
+
+
+class Event(NamedTuple):
+    """What happened to a block; for CREATED only its pool is set. A broken lease has the cause of its block's loss."""
+
+    number: int
+    kind: EventKind
+    block: BlockView
+    cause: RemovalCause = RemovalCause.NONE
+    lease: LeaseView | None = None
+    for_sequence_id: str = ""
+
+
+class Snapshot(NamedTuple):
+    """The cache at an event number: CREATED for each pool, STORED for each indexed block, then its leases."""
+
+    number: int
+    events: Iterable[Event]
 
 
 class EventLog:

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from cachemgr import convert, convert_admin, tenancy
-from cachemgr.api import Event, EventKind
+from cachemgr.api import EventKind
 from cachemgr.errors import InvalidField, SchedulerFirstError
+from cachemgr.events import Event
 from cachemgr.feed import EventFeed
 from cachemgr.manager import CacheManager
 from cachemgr.operations import Operations

@@ -23,12 +23,10 @@ from cachemgr.admit_request import check_request
 from cachemgr.api import (
     AdmitRequest,
     BlockView,
-    Event,
     LeaseView,
     ManagerConfig,
     PoolView,
     SequenceView,
-    Snapshot,
     TierKind,
     Transfer,
 )
@@ -46,7 +44,7 @@ from cachemgr.errors import (
     VoidSequenceError,
 )
 from cachemgr.estimates import while_running
-from cachemgr.events import EventLog
+from cachemgr.events import Event, EventLog, Snapshot
 from cachemgr.explaining import explain
 from cachemgr.ghosts import GhostReport
 from cachemgr.keys import pack

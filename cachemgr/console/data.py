@@ -7,9 +7,10 @@ from itertools import islice
 from typing import Any
 
 from cachemgr import siblings
-from cachemgr.api import Event, EventKind, RemovalCause
+from cachemgr.api import EventKind, RemovalCause
 from cachemgr.block import Block
 from cachemgr.errors import EventsGoneError, InvalidField
+from cachemgr.events import Event
 from cachemgr.keys import Domain
 from cachemgr.leases import Lease, leases_of, shown_priority
 from cachemgr.manager import CacheManager

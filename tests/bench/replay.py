@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from time import thread_time
 
-from cachemgr.api import Event, EventKind, RemovalCause, Retention
+from cachemgr.api import EventKind, RemovalCause, Retention
+from cachemgr.events import Event
 from cachemgr.ghosts import GhostReport
 from tests.bench.driver import CONFIG, Driver
 from tests.bench.trace_file import BLOCK_TOKENS, Request
