@@ -82,14 +82,14 @@ class Admitter:
 
     def admit(
         self, request: AdmitRequest, tokens: array[int], scheduler: Scheduler, executor: Executor, now: float
-    ) -> tuple[Sequence | None, int]:
-        """The sequence with its blocks, or None and how many blocks are missing, with nothing changed."""
+    ) -> Sequence | Admission:
+        """The sequence with its blocks, or an answer that says what is missing, with nothing changed."""
         sequence = self._draft(request, tokens, scheduler, executor)
         _check_size(sequence)
         needed = blocks_for(sequence.slots_for(len(tokens)), executor.block_size)
         match, short = self._match(sequence, needed, _lowest_tier(request, sequence))
         if short:
-            return None, short
+            return self._refusal(short, self._missing(sequence, match, needed, within_ceiling=False))
         sequence.handle = self._next_number()
         sequence.content = content(request, tokens)
         self._claim(sequence, match, needed)
@@ -105,7 +105,7 @@ class Admitter:
             wished(request), executor.block_size, no_store=sequence.no_store, config=self._config
         )
         sequence.admission = self._answer(sequence, wait_for, tuple(receipts))
-        return sequence, 0
+        return sequence
 
     def preview(
         self, request: AdmitRequest, tokens: array[int], scheduler: Scheduler, executor: Executor, max_new_tokens: int
@@ -200,7 +200,7 @@ class Admitter:
                 break
         return match, short
 
-    def _missing(self, sequence: Sequence, match: Match, needed: int) -> int:
+    def _missing(self, sequence: Sequence, match: Match, needed: int, *, within_ceiling: bool = True) -> int:
         executor, account = sequence.executor, sequence.domain.account
         short = 0
         for group, pool in enumerate(executor.pools):
@@ -209,7 +209,8 @@ class Admitter:
             claimed = {block for block in here if not block.refs}
             keep = watermark(pool, self._config) if executor.sequences else 0
             fresh = self._fresh(pool, match, group, needed)
-            short += max(0, fresh + keep - pool.device.free_for(account, claimed=claimed))
+            free = pool.device.free_for(account, claimed=claimed, within_ceiling=within_ceiling)
+            short += max(0, fresh + keep - free)
         return short
 
     def _claim(self, sequence: Sequence, match: Match, needed: int) -> None:
@@ -267,8 +268,8 @@ class Admitter:
             take, blocks = table.pool.take, table.blocks
             blocks += [take(sequence) for _ in range(num_blocks - len(blocks))]
 
-    def fork(self, parent: Sequence, sequence_id: str, num_tokens: int | None) -> tuple[Sequence | None, int]:
-        """A sequence that shares the parent's computed blocks, or None and how many blocks are missing.
+    def fork(self, parent: Sequence, sequence_id: str, num_tokens: int | None) -> Sequence | Admission:
+        """A sequence that shares the parent's computed blocks, or an answer that says what is missing.
 
         It has the parent's first `num_tokens` tokens, or all. Raises InvalidField, WindowPassedError.
         """
@@ -285,9 +286,15 @@ class Admitter:
         eviction = self._eviction(None if parent.eviction is None else parent.eviction.policy, len(tokens))
         needed = blocks_for(len(tokens) if eviction is None else eviction.slots_for(len(tokens)), size)
         account = parent.domain.account
-        short = sum(max(0, needed - full - table.pool.device.free_for(account)) for table in parent.tables)
+        short, short_in_all = (
+            sum(
+                max(0, needed - full - table.pool.device.free_for(account, within_ceiling=within))
+                for table in parent.tables
+            )
+            for within in (True, False)
+        )
         if short:
-            return None, short
+            return self._refusal(short, short_in_all)
         child = Sequence(
             sequence_id,
             self._next_number(),
@@ -320,7 +327,12 @@ class Admitter:
         self.grow(child, needed)
         child.computed = child.cached_tokens = computed
         child.admission = self._answer(child, 0)
-        return child, 0
+        return child
+
+    @staticmethod
+    def _refusal(short: int, short_in_all: int) -> Admission:
+        """For want of blocks; `short_in_all`: so many would be missing also if there were no ceiling."""
+        return Admission(False, blocks_short=short, ceiling_reached=not short_in_all)
 
     @staticmethod
     def _answer(sequence: Sequence, wait_for: int, receipts: tuple[Receipt, ...] = ()) -> Admission:

@@ -198,10 +198,14 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Answer to an admission or a fork. Not admitted: nothing was taken, `blocks_short` were missing."""
+    """Answer to an admission or a fork. Not admitted: nothing was taken, `blocks_short` were missing.
+
+    `ceiling_reached`: for the ceiling of its own quota alone, others have room.
+    """
 
     admitted: bool
     blocks_short: int = 0
+    ceiling_reached: bool = False
     sequence_handle: int = 0
     cached_tokens: int = 0
     wait_for_handle: int = 0

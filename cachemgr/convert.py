@@ -127,6 +127,7 @@ def admit_response(manager_epoch: int, admission: api.Admission) -> pb.AdmitSequ
         manager_epoch=manager_epoch,
         admitted=admission.admitted,
         blocks_short=admission.blocks_short,
+        ceiling_reached=admission.ceiling_reached,
         sequence_handle=admission.sequence_handle,
         cached_tokens=admission.cached_tokens,
         wait_for_handle=admission.wait_for_handle,
@@ -152,6 +153,7 @@ def fork_response(admission: api.Admission) -> pb.ForkSequenceResponse:
     return pb.ForkSequenceResponse(
         admitted=admission.admitted,
         blocks_short=admission.blocks_short,
+        ceiling_reached=admission.ceiling_reached,
         sequence_handle=admission.sequence_handle,
         cached_tokens=admission.cached_tokens,
         block_tables=_tables(admission.block_tables),

@@ -246,15 +246,15 @@ class CacheManager(ManagerAdmin):
             return _repeated(existing, content(request, tokens))
         if scheduler.may_write_to_lost(executor):
             return Admission(False, blocks_short=1)
-        sequence, short = self._admitter.admit(request, tokens, scheduler, executor, now)
+        found = self._admitter.admit(request, tokens, scheduler, executor, now)
         scheduler.deadline = now + self.config.lease_seconds
-        if sequence is not None and request.hints is not None:
+        if not isinstance(found, Admission) and request.hints is not None:
             prefix = Prefix(tokens, executor.executor_id, request.salt, request.adapter_id, request.extra_keys)
             answers = tuple(
                 HintRunner([executor], prefix, holder(request), self.config, now).run(request.hints, later=True)
             )
-            sequence.admission = replace(sequence.admission, hint_answers=answers)
-        return self._enter(sequence, short)
+            found.admission = replace(found.admission, hint_answers=answers)
+        return self._enter(found)
 
     def sync(self, request: SyncRequest) -> SyncAnswer:
         """Takes progress and gives capacity. Repeating the last number gives its answer again.
@@ -336,8 +336,7 @@ class CacheManager(ManagerAdmin):
                 f"sequence {parent_sequence_id} waits for a copy or a shared prefix",
                 fields={"parent_sequence_id": "names one that waits"},
             )
-        sequence, short = self._admitter.fork(parent, sequence_id, num_tokens)
-        return self._enter(sequence, short)
+        return self._enter(self._admitter.fork(parent, sequence_id, num_tokens))
 
     def hold(self, sequence_id: str, owner: str, duration: float) -> int:
         """Keeps a sequence's blocks for `duration` seconds from its release on; returns how many.
@@ -375,9 +374,9 @@ class CacheManager(ManagerAdmin):
 
     # What the calls above share
 
-    def _enter(self, sequence: LiveSequence | None, short: int) -> Admission:
-        if sequence is None:
-            return Admission(False, blocks_short=short)
+    def _enter(self, sequence: LiveSequence | Admission) -> Admission:
+        if isinstance(sequence, Admission):
+            return sequence
         self._sequences[sequence.sequence_id] = sequence
         sequence.executor.sequences[sequence.handle] = sequence
         sequence.scheduler.sequences[sequence.handle] = sequence

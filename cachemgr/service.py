@@ -95,15 +95,21 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
         if not 1 <= len(request.admissions) <= MAX_ADMISSIONS:
             raise InvalidField("admissions", f"must have 1 to {MAX_ADMISSIONS} entries")
         answers: list[pb.AdmitSequenceResponse] = []
+        # The answer to the first of those that wait for their own quota, for the ones behind it.
+        full: dict[tuple[str, str], pb.AdmitSequenceResponse] = {}
         for admission in request.admissions:
+            spender = (admission.tenant_id, "" if admission.tenant_id else admission.salt)
             try:
-                answers.append(self._admit_traced(admission))
+                answer = full[spender] if spender in full else self._admit_traced(admission)
             except ServiceError as error:
                 if answers:
                     break
                 error.fields = {f"admissions[0].{field}": text for field, text in error.fields.items()}
                 raise
-            if not answers[-1].admitted:
+            answers.append(answer)
+            if answer.ceiling_reached:
+                full[spender] = answer
+            elif not answer.admitted:
                 break
         return pb.AdmitSequencesResponse(answers=answers)
 

@@ -103,6 +103,9 @@ class CacheClient:
         self._refused: Candidate | None = None
         self._refused_at = 0.0
         self._free_at_refusal = 0
+        # Spenders whose quota has reached its ceiling, as far as the manager said so since this time.
+        self._full: set[tuple[str | None, str | None]] = set()
+        self._full_since = 0.0
         self._rates = Rates(block_size)
 
     @property
@@ -169,7 +172,11 @@ class CacheClient:
         self._told.set()
         self._live.clear()
         self._short = 0
+        self._forget_refusals()
+
+    def _forget_refusals(self) -> None:
         self._refused = None
+        self._full.clear()
 
     async def _turn(self) -> None:
         if self._batch.urgent or time.monotonic() >= self._next_sync:
@@ -187,20 +194,27 @@ class CacheClient:
 
     @property
     def _next_sync(self) -> float:
-        wanting = self._batch.starving or self._batch.evicting or self._short or self._refused is not None
+        refused = self._refused is not None or self._full
+        wanting = self._batch.starving or self._batch.evicting or self._short or refused
         return self._synced_at + (min(POLL_SECONDS, self._lease / 3) if wanting else self._lease / 3)
 
     def _next_candidates(self) -> list[Candidate]:
         """Whom to ask blocks for now, in one call. Those who run and want blocks come first."""
-        head = self._queue.head
-        if head is None or self._session <= 0 or self.live >= self._max_running or self._short:
+        if self._session <= 0 or self.live >= self._max_running or self._short:
             return []
+        now = time.monotonic()
+        if self._full and now - self._full_since >= RETRY_REFUSED_SECONDS:
+            self._full.clear()
+        waiting = self._queue.first(min(MAX_ADMISSIONS, self._max_running - self.live), self._full)
+        if not waiting:
+            return []
+        head = waiting[0]
         if head is self._refused:
-            waited = time.monotonic() - self._refused_at
+            waited = now - self._refused_at
             if self._free_blocks <= self._free_at_refusal and waited < RETRY_REFUSED_SECONDS:
                 return []
         chosen, tokens = [head], len(head.token_ids)
-        for candidate in self._queue.first(min(MAX_ADMISSIONS, self._max_running - self.live))[1:]:
+        for candidate in waiting[1:]:
             tokens += len(candidate.token_ids)
             if head.parent or candidate.parent or tokens > MAX_ADMITTED_TOKENS:
                 break
@@ -225,7 +239,7 @@ class CacheClient:
             self._metrics.cache_usage.set(1 - answer.free_blocks / answer.total_blocks)
         self._short = answer.blocks_short
         if batch.released:
-            self._refused = None
+            self._forget_refusals()
         if not self._batch.urgent:
             self._told.set()
         # Also when it brings nothing: that nobody is short any more is news too.
@@ -270,6 +284,11 @@ class CacheClient:
             self._answered(candidate, answer, session)
 
     def _answered(self, candidate: Candidate, answer: pb.AdmitSequenceResponse, session: int) -> None:
+        if answer.ceiling_reached:
+            if not self._full:
+                self._full_since = time.monotonic()
+            self._full.add(candidate.request.wishes.spender)
+            return
         if not answer.admitted:
             self._refuse(candidate)
             return
@@ -307,6 +326,7 @@ class CacheClient:
             cached_tokens=answer.cached_tokens,
             block_tables=answer.block_tables,
             transfers=answer.transfers,
+            ceiling_reached=answer.ceiling_reached,
         )
         return (forked,)
 

@@ -21,6 +21,11 @@ class CacheWishes:
     hints: kvcache_pb2.KvHints | None = None
     eviction_policy: kvcache_pb2.EvictionPolicy | None = None
 
+    @property
+    def spender(self) -> tuple[str | None, str | None]:
+        """Equal for those who may have one quota: tenant or, without one, salt."""
+        return (self.tenant_id, None if self.tenant_id else self.salt)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:

@@ -1,6 +1,8 @@
 """Requests that wait for blocks, in the order in which they get them."""
 
 import bisect
+from collections.abc import Collection
+from itertools import islice
 
 from scheduler.request import Candidate
 
@@ -14,14 +16,11 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._candidates)
 
-    @property
-    def head(self) -> Candidate | None:
-        """Who is next."""
-        return self._candidates[0] if self._candidates else None
-
-    def first(self, count: int) -> list[Candidate]:
-        """Those who are next, in their order."""
-        return self._candidates[:count]
+    def first(self, count: int, full: Collection[tuple[str | None, str | None]] = ()) -> list[Candidate]:
+        """Those who are next, in their order; all others pass the spenders that are `full`."""
+        if not full:
+            return self._candidates[:count]
+        return list(islice((one for one in self._candidates if one.request.wishes.spender not in full), count))
 
     def push(self, candidate: Candidate) -> None:
         """Puts a candidate at its place."""

@@ -39,8 +39,8 @@ def test_requests_wait_in_order_of_their_priority() -> None:
         request = Request("r", (1,), 1, None, step["id"], 0.0, priority=levels.index(step["level"]))
         queue.push(Candidate(request, (1,)))
     order = []
-    while queue.head is not None:
-        order.append(queue.head.request.arrival)
+    while first := queue.first(1):
+        order.append(first[0].request.arrival)
         queue.remove(order[-1])
     assert order == part.steps[-1]["expect"]["order"]
 

@@ -437,7 +437,7 @@ class Transfer(_message.Message):
     def __init__(self, ticket: _Optional[int] = ..., group: _Optional[int] = ..., source_tier: _Optional[_Union[Tier, str]] = ..., source_slot: _Optional[int] = ..., target_tier: _Optional[_Union[Tier, str]] = ..., target_slot: _Optional[int] = ..., num_tokens: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class AdmitSequenceResponse(_message.Message):
-    __slots__ = ("manager_epoch", "admitted", "blocks_short", "sequence_handle", "cached_tokens", "wait_for_handle", "capacity_tokens", "block_tables", "transfers", "receipts", "hint_answers", "eviction_policy")
+    __slots__ = ("manager_epoch", "admitted", "blocks_short", "sequence_handle", "cached_tokens", "wait_for_handle", "capacity_tokens", "block_tables", "transfers", "receipts", "hint_answers", "eviction_policy", "ceiling_reached")
     MANAGER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_SHORT_FIELD_NUMBER: _ClassVar[int]
@@ -450,6 +450,7 @@ class AdmitSequenceResponse(_message.Message):
     RECEIPTS_FIELD_NUMBER: _ClassVar[int]
     HINT_ANSWERS_FIELD_NUMBER: _ClassVar[int]
     EVICTION_POLICY_FIELD_NUMBER: _ClassVar[int]
+    CEILING_REACHED_FIELD_NUMBER: _ClassVar[int]
     manager_epoch: int
     admitted: bool
     blocks_short: int
@@ -462,7 +463,8 @@ class AdmitSequenceResponse(_message.Message):
     receipts: _containers.RepeatedCompositeFieldContainer[RetentionReceipt]
     hint_answers: _containers.RepeatedCompositeFieldContainer[HintAnswer]
     eviction_policy: EvictionPolicy
-    def __init__(self, manager_epoch: _Optional[int] = ..., admitted: _Optional[bool] = ..., blocks_short: _Optional[int] = ..., sequence_handle: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., wait_for_handle: _Optional[int] = ..., capacity_tokens: _Optional[int] = ..., block_tables: _Optional[_Iterable[_Union[BlockTable, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., receipts: _Optional[_Iterable[_Union[RetentionReceipt, _Mapping]]] = ..., hint_answers: _Optional[_Iterable[_Union[HintAnswer, _Mapping]]] = ..., eviction_policy: _Optional[_Union[EvictionPolicy, _Mapping]] = ...) -> None: ...
+    ceiling_reached: bool
+    def __init__(self, manager_epoch: _Optional[int] = ..., admitted: _Optional[bool] = ..., blocks_short: _Optional[int] = ..., sequence_handle: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., wait_for_handle: _Optional[int] = ..., capacity_tokens: _Optional[int] = ..., block_tables: _Optional[_Iterable[_Union[BlockTable, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., receipts: _Optional[_Iterable[_Union[RetentionReceipt, _Mapping]]] = ..., hint_answers: _Optional[_Iterable[_Union[HintAnswer, _Mapping]]] = ..., eviction_policy: _Optional[_Union[EvictionPolicy, _Mapping]] = ..., ceiling_reached: _Optional[bool] = ...) -> None: ...
 
 class AdmitSequencesRequest(_message.Message):
     __slots__ = ("admissions",)
@@ -595,20 +597,22 @@ class ForkSequenceRequest(_message.Message):
     def __init__(self, parent_sequence_id: _Optional[str] = ..., sequence_id: _Optional[str] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class ForkSequenceResponse(_message.Message):
-    __slots__ = ("admitted", "blocks_short", "sequence_handle", "block_tables", "transfers", "cached_tokens")
+    __slots__ = ("admitted", "blocks_short", "sequence_handle", "block_tables", "transfers", "cached_tokens", "ceiling_reached")
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_SHORT_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_HANDLE_FIELD_NUMBER: _ClassVar[int]
     BLOCK_TABLES_FIELD_NUMBER: _ClassVar[int]
     TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CEILING_REACHED_FIELD_NUMBER: _ClassVar[int]
     admitted: bool
     blocks_short: int
     sequence_handle: int
     block_tables: _containers.RepeatedCompositeFieldContainer[BlockTable]
     transfers: _containers.RepeatedCompositeFieldContainer[Transfer]
     cached_tokens: int
-    def __init__(self, admitted: _Optional[bool] = ..., blocks_short: _Optional[int] = ..., sequence_handle: _Optional[int] = ..., block_tables: _Optional[_Iterable[_Union[BlockTable, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    ceiling_reached: bool
+    def __init__(self, admitted: _Optional[bool] = ..., blocks_short: _Optional[int] = ..., sequence_handle: _Optional[int] = ..., block_tables: _Optional[_Iterable[_Union[BlockTable, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., ceiling_reached: _Optional[bool] = ...) -> None: ...
 
 class HoldSequenceRequest(_message.Message):
     __slots__ = ("sequence_id", "owner", "duration")

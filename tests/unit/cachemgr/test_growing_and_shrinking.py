@@ -256,7 +256,7 @@ def test_a_fork_without_a_block_is_an_answer_that_takes_nothing():
     world = World(3)
     world.run(list(range(10)), "a")
     fork = world.manager.fork("a", "b")
-    assert (fork.admitted, fork.blocks_short) == (False, 1)
+    assert (fork.admitted, fork.blocks_short, fork.ceiling_reached) == (False, 1, False)
     world.check()
     assert [view.sequence_id for view in world.manager.sequences()] == ["a"]
 

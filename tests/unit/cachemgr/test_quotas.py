@@ -65,7 +65,8 @@ def test_a_ceiling_limits_admissions_and_lets_what_runs_go_on():
     world = World(8)
     quota(world, tenant_id="t", device_ceiling=2)
     assert world.admit(list(range(100, 108)), "b", tenant_id="t").admitted
-    assert not world.admit(list(range(8)), "a", tenant_id="t").admitted
+    refused = world.admit(list(range(8)), "a", tenant_id="t")
+    assert (refused.admitted, refused.blocks_short, refused.ceiling_reached) == (False, 2, True)
     world.check()
     world.finish("b")
     admission = world.run(list(range(8)), "a", generate=8, tenant_id="t")
@@ -80,6 +81,24 @@ def test_a_ceiling_limits_admissions_and_lets_what_runs_go_on():
     world.manager.release("a")
     world.check()
     assert world.admit([1], tenant_id="t").admitted
+
+
+def test_a_ceiling_is_named_only_where_nothing_else_is_missing():
+    world = World(8)
+    quota(world, tenant_id="t", device_ceiling=4)
+    assert world.admit(list(range(100, 112)), "a", tenant_id="t").admitted
+    assert world.admit(list(range(200, 216)), "b").admitted
+    refused = world.admit(list(range(8)), tenant_id="t")
+    assert (refused.admitted, refused.ceiling_reached) == (False, False)
+    assert not world.admit(list(range(8))).ceiling_reached
+    world.finish("b")
+    refused = world.admit(list(range(8)), tenant_id="t")
+    assert (refused.admitted, refused.blocks_short, refused.ceiling_reached) == (False, 1, True)
+    world.check()
+    world.run(list(range(200, 209)), "c", salt="s")
+    quota(world, salt="s", device_ceiling=3)
+    fork = world.manager.fork("c", "d")
+    assert (fork.admitted, fork.blocks_short, fork.ceiling_reached) == (False, 1, True)
 
 
 def test_the_quota_of_a_tenant_goes_before_that_of_the_salt():

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from cachemgr.admin_api import RetentionRule, RuleAction, RuleMatch
+from cachemgr.admin_api import Quota, RetentionRule, RuleAction, RuleMatch
 from cachemgr.api import ExecutorSpec, ManagerConfig, PoolSpec
 from cachemgr.feed import EventFeed
 from cachemgr.manager import CacheManager
@@ -53,6 +53,10 @@ class RealManager(CacheManagerService):
         """An operator's: who has this salt evicts so."""
         action = RuleAction(eviction_policy=PolicyWish.of(policy))
         self._manager.create_rule(RetentionRule(salt, 0, RuleMatch(salt=salt), action), validate_only=False)
+
+    def bound(self, salt: str, blocks: int) -> None:
+        """An operator's: who has this salt may have so many blocks of the device."""
+        self._manager.set_quota(Quota(salt=salt, device_ceiling=blocks), validate_only=False)
 
     def replace_scheduler(self, name: str) -> None:
         """Another process is given the same name."""

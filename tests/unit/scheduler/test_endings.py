@@ -15,6 +15,13 @@ from tests.unit.scheduler.real_manager import RealManager
 from tests.unit.scheduler.test_generation import prompt_of, request, run
 
 
+def salted(prompt: list[int], max_tokens: int, **fields: object) -> pb.StreamGenerateRequest:
+    """A request of somebody with a quota."""
+    asked = request(prompt, max_tokens, **fields)
+    asked.cache.salt = "s"
+    return asked
+
+
 async def waiting(stack: Stack, count: int) -> None:
     """Until so many requests wait for blocks."""
     while (await stack.stub.GetLoads(pb.GetLoadsRequest())).waiting_requests != count:
@@ -88,6 +95,32 @@ async def test_beyond_the_bound_of_the_queue_requests_are_refused_with_a_time_to
         assert error.retry_after
         stack.executor.gate.set()
         await asyncio.gather(*tasks)
+
+
+async def test_who_waits_for_its_own_quota_lets_others_pass_and_none_of_its_own(run_stack: StackFactory) -> None:
+    executor = FakeExecutor()
+    async with run_stack(executor=executor, manager=RealManager(executor)) as stack:
+        assert isinstance(stack.manager, RealManager)
+        stack.manager.bound("s", 6)
+        running = stack.stub.StreamGenerate(salted([1] * 12, 300), timeout=30)
+        await running.read()
+        executor.gate.clear()
+        # The second one would fit beside the running one.
+        first, second = salted([2] * 20, 2), salted([3], 2)
+        tasks = [asyncio.create_task(run(stack, first))]
+        await waiting(stack, 1)
+        tasks.append(asyncio.create_task(run(stack, second)))
+        await waiting(stack, 2)
+        passing = asyncio.create_task(run(stack, request(prompt_of(9), 3)))
+        await stack.manager.admitted(2)
+        executor.gate.set()
+        await passing
+        assert not any(task.done() for task in tasks)
+        running.cancel()
+        await asyncio.gather(*tasks)
+        tried = [len(one.token_ids) for one in stack.manager.admissions if one.token_ids[0] in (2, 3)]
+        assert tried == sorted(tried, reverse=True)
+        await stack.manager.settled()
 
 
 async def test_a_request_id_can_be_used_again_when_its_request_has_ended(run_stack: StackFactory) -> None:
