@@ -10,11 +10,19 @@ from protos.kvcache.v1 import kvcache_pb2
 from protos.rpc.errors import ServiceError
 from scheduler import answers
 from scheduler.cache_client import CacheClient
-from scheduler.errors import DrainingError, QueueFullError, RequestExistsError, StepLoopError, TenantBusyError
+from scheduler.errors import (
+    DrainingError,
+    ExecutorFailsError,
+    QueueFullError,
+    RequestExistsError,
+    StepLoopError,
+    TenantBusyError,
+)
 from scheduler.generation import Generation, Stream
 from scheduler.mailbox import Cancel, Mailbox, Output, Report
 from scheduler.metrics import RequestMetrics
 from scheduler.request import Candidate, Request
+from scheduler.running import MAX_FAILURES
 from scheduler.tokenizer import Model
 from scheduler.waiting_queue import WaitingQueue
 
@@ -158,6 +166,9 @@ class Engine:
         for candidate in report.again:
             if (generation := self._live.get(candidate.request.arrival)) and not generation.finished:
                 self._queue.push(candidate)
+        for arrival in report.given_up:
+            if generation := self._live.get(arrival):
+                generation.fail(ExecutorFailsError(f"the executor failed {MAX_FAILURES} times over this request"))
         if report.failed:
             for generation in self._live.values():
                 generation.fail(StepLoopError("the step loop ended with an error of its own; the log says which"))

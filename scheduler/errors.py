@@ -61,6 +61,13 @@ class StepLoopError(ServiceError):
     reason = "STEP_LOOP_FAILED"
 
 
+class ExecutorFailsError(ServiceError):
+    """The executor fails whenever it computes the request."""
+
+    code = grpc.StatusCode.INTERNAL
+    reason = "EXECUTOR_FAILS"
+
+
 class RequestTooLargeError(ServiceError):
     """The request needs more blocks at once than it can ever have: no waiting helps."""
 

@@ -21,6 +21,7 @@ from scheduler.tiers import Speed
 
 MAX_IN_FLIGHT = 2
 RECONNECT_SECONDS = 0.2
+LONGEST_PAUSE_SECONDS = 5.0
 
 log = structlog.get_logger()
 
@@ -49,6 +50,8 @@ class StepLoop:
         self._next_step = 0
         # Sessions opened so far; its negative while there is none.
         self._session = 0
+        # Sessions in a row that ended before a step was answered.
+        self._barren = 0
         self._giving_up = False
         self._stopping = False
         self._timing = Timing()
@@ -123,6 +126,7 @@ class StepLoop:
     def _receive(self) -> None:
         started = time.perf_counter()
         result = self._executor.receive()
+        self._barren = 0
         self._timing.waiting_for_executor = time.perf_counter() - started
         self._timing.executor_idle = result.idle_time.ToTimedelta().total_seconds()
         flight = self._in_flight.popleft()
@@ -177,6 +181,9 @@ class StepLoop:
 
     def _connect(self) -> None:
         """Opens a session; while there is none, only mail is handled."""
+        # What dies as soon as it is asked for something will do so again: two processes need not spin over it.
+        if self._barren > 1:
+            self._pause(min(RECONNECT_SECONDS * 2**self._barren, LONGEST_PAUSE_SECONDS))
         said = ""
         while not self._stopping:
             try:
@@ -185,8 +192,7 @@ class StepLoop:
                 if str(error) != said:
                     said = str(error)
                     log.info("waiting for the executor", cause=said)
-                self._read(self._mailbox.wait(RECONNECT_SECONDS))
-                self._tell()
+                self._pause(RECONNECT_SECONDS)
             else:
                 log.info("session with the executor opened", first_step=self._next_step)
                 self._session = 1 - self._session
@@ -194,7 +200,14 @@ class StepLoop:
                 self._tell()
                 return
 
+    def _pause(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while not self._stopping and (left := until - time.monotonic()) > 0:
+            self._read(self._mailbox.wait(left))
+            self._tell()
+
     def _restart(self) -> None:
+        self._barren += 1
         self._executor.close()
         self._running.restart_all(executor_lost=True, in_flight=self._in_flight)
         self._in_flight.clear()

@@ -125,6 +125,8 @@ class Report:
     # Most tokens that each arrival with a policy has kept at once.
     most_kept: dict[int, int] = field(default_factory=dict)
     again: list[Candidate] = field(default_factory=list)
+    # Those who are not admitted again: the executor fails over them.
+    given_up: list[int] = field(default_factory=list)
     preempted: list[int] = field(default_factory=list)
     # Arrival and tokens that came for it from host memory and from disk; who waited for its blocks too long.
     onboarded: list[tuple[int, int, int]] = field(default_factory=list)
@@ -157,6 +159,7 @@ class Report:
             or self.moved
             or self.evicted
             or self.again
+            or self.given_up
             or self.onboarded
             or self.speed is not None
             or self.session is not None

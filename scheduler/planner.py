@@ -33,7 +33,7 @@ class Plan:
         return len(self.decoding) + sum(count for _, count in self.prompts)
 
 
-def plan_step(sequences: Seq[Sequence], budget: int, pace: Pace | None = None) -> Plan:
+def plan_step(sequences: Seq[Sequence], budget: int, pace: Pace | None = None, most_prompts: int | None = None) -> Plan:
     """Plans one step of at most `budget` tokens over live sequences, given in order of rank.
 
     Decoding sequences first, then known tokens in chunks, each in the given order; `pace` bounds these. A sequence
@@ -63,14 +63,21 @@ def plan_step(sequences: Seq[Sequence], budget: int, pace: Pace | None = None) -
         left = budget - len(plan.decoding)
         if pace is not None:
             left = pace.bounded(len(plan.decoding), left)
-        _add_prompts(plan, sequences, computing, left, paced, _bound(plan, paced, pace, budget))
+        bound = _bound(plan, paced, pace, budget)
+        _add_prompts(plan, sequences, computing, left, paced, bound, most_prompts or len(computing))
     return plan
 
 
 def _add_prompts(
-    plan: Plan, sequences: Seq[Sequence], computing: list[Sequence], budget: int, paced: Seq[Sequence], bound: int
+    plan: Plan,
+    sequences: Seq[Sequence],
+    computing: list[Sequence],
+    budget: int,
+    paced: Seq[Sequence],
+    bound: int,
+    most: int,
 ) -> None:
-    """Adds prompts of at most `budget` tokens, of which `paced` ones have at most `bound`."""
+    """Adds `most` prompts of at most `budget` tokens, of which `paced` ones have at most `bound`."""
     paced_handles = {sequence.handle for sequence in paced}
     planned = {sequence.handle: 0 if sequence.arriving else sequence.planned for sequence in sequences}
     for sequence in plan.decoding:
@@ -84,7 +91,7 @@ def _add_prompts(
             plan.stalled.append(sequence)
             return False
         count = min(sequence.remaining, room, budget, bound if is_paced else budget)
-        if count < 1:
+        if count < 1 or len(plan.prompts) >= most:
             return False
         count = sequence.whole_window(count)
         plan.prompts.append((sequence, count))

@@ -68,6 +68,8 @@ class Candidate:
     lowest_tier: Tier = Tier.DISK
     # Whether the attempt before gave its blocks to others.
     preempted: bool = False
+    # Attempts in a row in which the executor was lost over it and no token came.
+    failures: int = 0
 
     @property
     def sequence_id(self) -> str:

@@ -16,6 +16,9 @@ from scheduler.tiers import Tier
 # Progress that nobody waits for is told once in so many steps: the cache manager gives capacity ahead, and a call
 # per step would cost more than all else that it does.
 GATHER_STEPS = 8
+# So often in a row the executor may be lost over one request before that is given up: a death that has nothing to do
+# with it does not strike it so often, and one that has would keep everybody from being served.
+MAX_FAILURES = 5
 
 
 class RunningSet:
@@ -35,6 +38,8 @@ class RunningSet:
         self._by_arrival: dict[int, Sequence] = {}
         # Those that have a policy.
         self._evicting: dict[int, Sequence] = {}
+        # Those that the executor was lost over.
+        self._suspects: dict[int, Sequence] = {}
         self._ranked: list[Sequence] = []
         self._answered = 0
         # Tokens that released sequences leave to others, while the cache manager does not know them to be released.
@@ -82,6 +87,8 @@ class RunningSet:
         self._by_arrival[sequence.request.arrival] = sequence
         if sequence.eviction is not None:
             self._evicting[sequence.handle] = sequence
+        if sequence.is_suspect:
+            self._suspects[sequence.handle] = sequence
         bisect.insort(self._ranked, sequence, key=lambda item: item.request.rank)
         if valid:
             self.copies.add(sequence)
@@ -141,10 +148,13 @@ class RunningSet:
         for sequence in self._evicting.values():
             if sequence.exit is None and sequence.make_room():
                 self.report.evicting[sequence.handle] = sequence.asks_first()
-        plan = plan_step(self._ranked, budget, pace)
+        self._suspects = {handle: one for handle, one in self._suspects.items() if one.is_suspect}
+        # One at a time, it shows which one it is.
+        most_prompts = 1 if self._suspects else None
+        plan = plan_step(self._ranked, budget, pace, most_prompts)
         if self._relieve(plan):
             # The victim must not compute, nor anybody start on blocks that it was about to fill.
-            plan = plan_step(self._ranked, budget, pace)
+            plan = plan_step(self._ranked, budget, pace, most_prompts)
         self._pressing |= plan.tight
         return plan
 
@@ -273,8 +283,12 @@ class RunningSet:
         in_flight: steps that nobody will answer. Whether they have arrived is not known: the cache manager ignores
         tickets that are confirmed.
         """
-        sent = (copy.ticket for flight in in_flight for copy in flight.copies)
+        flights = list(in_flight)
+        sent = (copy.ticket for flight in flights for copy in flight.copies)
         self.report.cancelled_tickets += [*sent, *self.copies.clear()]
+        # Steps are answered in order: it was lost over the first one.
+        for sequence, _, _ in flights[0].compute if executor_lost and flights else ():
+            sequence.failures += 1
         for sequence in list(self._ranked):
             sequence.last_step = 0
             self.leave(sequence, Exit.RESTARTED)
@@ -303,6 +317,7 @@ class RunningSet:
         del self._by_handle[sequence.handle]
         del self._by_arrival[sequence.request.arrival]
         self._evicting.pop(sequence.handle, None)
+        self._suspects.pop(sequence.handle, None)
         self._ranked.remove(sequence)
         reliable = sequence.reliable
         self._released[sequence.handle] = reliable
@@ -310,7 +325,11 @@ class RunningSet:
         self.report.released.append(sequence.handle)
         self.report.cancelled_tickets += self.copies.call_off(sequence)
         if sequence.exit.comes_back:
-            self.report.again.append(sequence.again())
+            candidate = sequence.again()
+            if candidate.failures < MAX_FAILURES:
+                self.report.again.append(candidate)
+            else:
+                self.report.given_up.append(sequence.request.arrival)
         for other in self._followers.pop(sequence.handle, ()):
             if not other.started and other.cached_tokens > reliable:
                 self.leave(other, Exit.RESTARTED)

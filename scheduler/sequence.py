@@ -80,8 +80,10 @@ class Sequence:
         "evicted",
         "eviction",
         "exit",
+        "failures",
         "handle",
         "known",
+        "known_before",
         "last_step",
         "limit",
         "onboard_by",
@@ -117,12 +119,13 @@ class Sequence:
     ) -> None:
         self.request: Request = candidate.request
         self.attempt = candidate.attempt
+        self.failures = candidate.failures
         self.handle = handle
         self.token_ids = list(candidate.token_ids)
         self.cached_tokens = cached_tokens
         self.computed = cached_tokens
         self.planned = cached_tokens
-        self.known = len(self.token_ids)
+        self.known = self.known_before = len(self.token_ids)
         # With so many known tokens, the sent steps bring all the output that it may have.
         self.limit = len(self.request.prompt_ids) + self.request.max_tokens
         self.tables = tables
@@ -281,6 +284,16 @@ class Sequence:
                 tokens[copy.group] += copy.num_tokens
         return max(tokens)
 
+    @property
+    def is_suspect(self) -> bool:
+        """Whether the executor may fail because of it: it did so more than once, and has brought no token since."""
+        return self.failures > 1 and not self.has_gained
+
+    @property
+    def has_gained(self) -> bool:
+        """Whether this attempt has brought a token."""
+        return len(self.token_ids) > self.known_before
+
     def again(self) -> Candidate:
         """The request with all it has, as a fresh attempt."""
         return Candidate(
@@ -289,6 +302,7 @@ class Sequence:
             self.attempt + 1,
             lowest_tier=self.retry_tier,
             preempted=self.exit is Exit.PREEMPTED,
+            failures=0 if self.has_gained else self.failures,
         )
 
     def _measure(self) -> None:

@@ -68,6 +68,10 @@ class Copy:
         return self.source[1] != DEVICE == self.target[1]
 
 
+class ChokedError(Exception):
+    """The step cannot be computed, now or ever."""
+
+
 class FakeExecutor(rpc.ExecutorServiceServicer):
     """Answers steps while `gate` is open. Every contradiction of a step fails the session and is kept in `faults`.
 
@@ -88,6 +92,8 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
         # How long each step takes at least.
         self.step_seconds = 0.0
         self.faults: list[str] = []
+        # Ends every session in which it has to compute a sequence with this token.
+        self.chokes_on: int | None = None
         self.steps: list[StepLog] = []
         self.sessions = 0
         self.running: dict[int, Running] = {}
@@ -176,6 +182,8 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
             except AssertionError as error:
                 self.faults.append(str(error))
                 return
+            except ChokedError:
+                return
             async with self._stepped:
                 self._stepped.notify_all()
             if message.step.awaits_copies and self._under_way and not self._ended:
@@ -209,6 +217,9 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
             elif handle in chunks:
                 assert 0 < chunks[handle] <= remaining, f"chunk of {chunks[handle]} with {remaining} left"
                 counts[handle] = chunks[handle]
+        if any(self.chokes_on in self.running[handle].token_ids for handle in counts):
+            self._last_step -= 1
+            raise ChokedError
         assert set(chunks) <= set(counts), "a chunk for a sequence that is not running"
         # A step behind a stop that was not seen yet may turn out empty.
         useful = counts or step.copy_tickets or step.awaits_copies

@@ -1,6 +1,7 @@
 """However a request ends, and whatever dies beside it, its blocks come back and nobody else notices."""
 
 import asyncio
+import time
 
 import grpc
 import pytest
@@ -8,11 +9,14 @@ import pytest
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
 from protos.rpc.errors import from_rpc_error
+from scheduler import loop
+from scheduler.running import MAX_FAILURES
 from tests.support.generation import generate
 from tests.unit.scheduler.conftest import Stack, StackFactory
 from tests.unit.scheduler.fake_executor import FakeExecutor
 from tests.unit.scheduler.real_manager import RealManager
 from tests.unit.scheduler.test_generation import prompt_of, request, run
+from tests.unit.scheduler.text import EOS
 
 
 def salted(prompt: list[int], max_tokens: int, **fields: object) -> pb.StreamGenerateRequest:
@@ -159,6 +163,41 @@ async def test_an_executor_that_starts_again_fails_no_request(run_stack: StackFa
         for prompt, task in zip(prompts, tasks, strict=True):
             assert (await task).token_ids == stack.executor.expected(prompt, 70)
         assert stack.executor.sessions == 2
+
+
+async def test_a_request_that_the_executor_fails_over_ends_and_all_others_are_served(run_stack: StackFactory) -> None:
+    async with run_stack(max_batched_tokens=64) as stack:
+        prompts = [prompt_of(15, seed=seed) for seed in range(6)]
+        executor = stack.executor
+        unknown = set(range(executor.vocab_size)) - {EOS}
+        for prompt in prompts:
+            unknown -= {*prompt, *executor.expected(prompt, 40)}
+        executor.chokes_on = min(unknown)
+        good = [asyncio.create_task(generate(stack.stub, request(prompt, 40), 60)) for prompt in prompts[:3]]
+        bad = asyncio.create_task(run(stack, request([executor.chokes_on] * 20, 5)))
+        good += [asyncio.create_task(generate(stack.stub, request(prompt, 40), 60)) for prompt in prompts[3:]]
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await bad
+        error = from_rpc_error(caught.value)
+        assert (error.code, error.reason) == (grpc.StatusCode.INTERNAL, "EXECUTOR_FAILS")
+        for prompt, task in zip(prompts, good, strict=True):
+            assert (await task).token_ids == executor.expected(prompt, 40)
+        # Each but the last one was opened for another try.
+        assert executor.sessions <= MAX_FAILURES + 1
+
+
+async def test_sessions_that_bring_nothing_are_opened_again_more_and_more_seldom(
+    run_stack: StackFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "RECONNECT_SECONDS", 0.02)
+    async with run_stack() as stack:
+        stack.executor.chokes_on = 1
+        begun = time.monotonic()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await run(stack, request([1] * 20, 5))
+        # At once behind the first, then after four, eight and sixteen times that.
+        assert time.monotonic() - begun > 28 * loop.RECONNECT_SECONDS
+        assert stack.executor.sessions == MAX_FAILURES
 
 
 @pytest.mark.parametrize("change", [{"max_tokens": 80}, {"block_size": 8}, {"vocab_size": 9}])
