@@ -85,7 +85,8 @@ class PrefixIndex(PoolViews):
         block.tokens = tokens
         block.depth = depth
         block.domain = domain
-        block.stored_step = step
+        # Who took it over from the index and ended may have had no step of its own.
+        block.stored_step = max(block.stored_step, step)
         block.hits = 0
         block.parent = parent
         for shorter in siblings.covered(parent, tokens, domain.extra):
@@ -125,7 +126,7 @@ class PrefixIndex(PoolViews):
         block.key, block.tokens, block.depth, block.domain = old.key, old.tokens, old.depth, old.domain
         block.hits = old.hits
         self.device.count(account_of(block), blocks=1, used=1)
-        block.stored_step = step
+        block.stored_step = max(block.stored_step, step)
         block.parent = parent
         siblings.add(parent, block)
         self._adopt_children(block, old)

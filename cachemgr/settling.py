@@ -83,6 +83,8 @@ def _settle_block(sequence: Sequence, table: GroupTable, place: int) -> bool:
         pool.grant(block, wish)
         return True
     if equal is not None:
+        # Whoever of those that share it puts it into the index may not have come to a step by then.
+        block.stored_step = max(block.stored_step, sequence.step)
         pool.grant(equal, wish)
         anchor(table, place, equal)
         for dependent in sequence.dependents:

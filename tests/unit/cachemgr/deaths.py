@@ -40,6 +40,28 @@ class Deaths(RuleBasedStateMachine):
             self.fall_back(behind)
             self.world.restart_manager()
 
+    @rule(chance=CHANCE)
+    def manager_starts_again_at_rest(self, chance):
+        if chance == 7:
+            self.rest()
+            before = {block.place: block for block in self.world.manager.records("e")}
+            self.world.restart_manager()
+            after = {block.place for block in self.world.manager.records("e")}
+            lost = {before[place].key for place in before.keys() - after}
+            for block in sorted(before.values(), key=lambda block: block.depth):
+                if block.key in lost and block.parent_key not in lost:
+                    assert self.world.has_untold(block), f"{block} does not come back"
+
+    def rest(self):
+        """Everybody leaves, all copies run, and the store has everything."""
+        world = self.world
+        for live in list(world.live.values()):
+            world.leave(live)
+        world.sync()
+        world.back_up()
+        world.confirm()
+        world.journal.flush()
+
     @rule(chance=CHANCE, finished=FINISHED, lost=st.integers(0, 9), behind=st.booleans())
     def manager_and_executor_start_again(self, chance, finished, lost, behind):
         if chance == 7:
@@ -86,6 +108,7 @@ DEATHS = {
     "scheduler_starts_again": 1,
     "executor_starts_again": 2,
     "manager_starts_again": 2,
+    "manager_starts_again_at_rest": 1,
     "manager_and_executor_start_again": 1,
     "executor_is_silent": 1,
     "executor_is_away": 1,
@@ -97,7 +120,7 @@ def death_arguments(name: str, random: Random) -> dict[str, object]:
     if name == "store_is_written":
         return {}
     found: dict[str, object] = {"chance": random.choice([0, 0, 0, 7])}
-    if name not in ("scheduler_starts_again", "executor_is_silent"):
+    if name not in ("scheduler_starts_again", "executor_is_silent", "manager_starts_again_at_rest"):
         found["finished"] = random.randrange(8)
     if name in ("executor_starts_again", "manager_and_executor_start_again"):
         found["lost"] = random.randrange(10)

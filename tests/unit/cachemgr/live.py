@@ -37,6 +37,11 @@ class Live:
     clean: int | None = None
 
     @property
+    def has_news(self) -> bool:
+        """Whether the manager has something to hear."""
+        return (self.reported_computed, self.reported_tokens) != (self.computed, len(self.tokens))
+
+    @property
     def kept(self) -> int:
         return self.computed - self.evicted
 

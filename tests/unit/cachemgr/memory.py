@@ -17,6 +17,8 @@ class Memory:
         self.written: dict[tuple[int, int], int] = {}
         # Of slots of lower tiers: the ticket of the copy that filled it, 0 when that failed.
         self.generations: dict[tuple[int, TierKind, int], int] = {}
+        # And what step wrote there what the manager never hears of.
+        self.untold: dict[tuple[int, int], int] = {}
         # Tickets whose copy has run, or has failed to run.
         self.done: dict[int, bool] = {}
 
@@ -59,6 +61,16 @@ class Memory:
                 self.written[group, slot] = self.step_number
                 content = GARBAGE if live.tainted else live.expected(position)
                 self.memory[group, slot, position % BLOCK] = content
+
+    def leave_untold(self, live: Live) -> None:
+        """Nobody tells what this one has computed last."""
+        for group, table in enumerate(live.tables):
+            self.untold |= {(group, slot): self.written.get((group, slot), 0) for slot in table}
+
+    def has_untold(self, block: BlockRecord) -> bool:
+        """Whether a slot of the device was written to without the manager's knowledge."""
+        at = block.group, block.slot
+        return block.tier is TierKind.DEVICE and self.written.get(at, 0) == self.untold.get(at)
 
     def attend(self, live: Live, count: int) -> None:
         if live.tainted:

@@ -156,6 +156,8 @@ class CacheWorld(Operators, Deaths):
     def release(self, index):
         world, live = self.world, self.pick(index)
         cancelled = [] if live.started else [copy.ticket for copy in live.copies]
+        if live.has_news:
+            world.leave_untold(live)
         world.forget(live)
         assert world.manager.release(live.request.sequence_id).found
         assert not world.manager.release(live.request.sequence_id).found

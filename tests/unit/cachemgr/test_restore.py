@@ -41,6 +41,15 @@ def test_what_the_device_holds_is_found_again():
     assert world.admit([*PROMPT, 0]).cached_tokens == 0
 
 
+def test_a_block_whose_taker_ends_before_it_computes_comes_back():
+    world = cached(config=dataclasses.replace(CONFIG, copy_on_partial_reuse=False))
+    before = {block.place for block in world.manager.records("e")}
+    assert world.admit([*PROMPT, 7], "b", salt="x", adapter_id=3).cached_tokens == 10
+    world.manager.release("b")
+    assert restart(world) == 3
+    assert {block.place for block in world.manager.records("e")} == before
+
+
 def test_restored_tails_are_lost_before_their_heads():
     world = cached()
     restart(world)

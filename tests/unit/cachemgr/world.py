@@ -167,6 +167,7 @@ class World(Memory):
             admission.wait_for_handle,
             admission.cached_tokens,
             reported_tokens=len(token_ids),
+            reported_computed=admission.cached_tokens,
             policy=admission.eviction_policy,
             prompt=len(token_ids),
         )
@@ -236,7 +237,9 @@ class World(Memory):
 
     def next_sync(self, names: set[str] | None = None) -> SyncRequest:
         self.sync_number += 1
-        moved = [live for name, live in self.live.items() if names is None or name in names] + self.leaving
+        asked = [live for name, live in self.live.items() if names is None or name in names] + self.leaving
+        # Who has nothing new is not named, as by the scheduler.
+        moved = [live for live in asked if live.has_news]
         self.leaving = []
         self.random.shuffle(moved)
         fresh = [live.tokens[live.reported_tokens :] for live in moved]
