@@ -56,9 +56,13 @@ async def test_without_eviction_the_longest_output_is_what_the_cache_holds(tiny:
 @pytest.mark.model
 async def test_with_eviction_it_ends_by_time(tiny: Stack, tmp_path: Path) -> None:
     policy = ("--policy", "norm_sum", "--start", "16", "--recent", "32", "--budget", "64")
-    status, said, rows = await kvctl(tiny, tmp_path, "--mode", "gen_length", "--timeout", "6", *policy)
-    assert status == 0, said
-    assert [row["ending"] for row in rows] == ["done"] * (len(rows) - 1) + ["time-out"]
+    # A busy machine needs more time to come beyond the pool.
+    for seconds in ("6", "60"):
+        status, said, rows = await kvctl(tiny, tmp_path, "--mode", "gen_length", "--timeout", seconds, *policy)
+        assert status == 0, said
+        assert [row["ending"] for row in rows] == ["done"] * (len(rows) - 1) + ["time-out"]
+        if int(rows[-2]["tokens"]) > POOL - PROMPT:
+            break
     assert int(rows[-2]["tokens"]) > POOL - PROMPT
     # 5 blocks of the 8.
     assert max(float(row["cache_most"]) for row in rows) < 0.65
