@@ -237,9 +237,9 @@ class World(Memory):
 
     def next_sync(self, names: set[str] | None = None) -> SyncRequest:
         self.sync_number += 1
-        asked = [live for name, live in self.live.items() if names is None or name in names] + self.leaving
-        # Who has nothing new is not named, as by the scheduler.
-        moved = [live for live in asked if live.has_news]
+        moved = [live for name, live in self.live.items() if names is None or name in names]
+        # Who leaves without news is not named, as by the scheduler.
+        moved += [live for live in self.leaving if live.has_news]
         self.leaving = []
         self.random.shuffle(moved)
         fresh = [live.tokens[live.reported_tokens :] for live in moved]
