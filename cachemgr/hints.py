@@ -13,7 +13,7 @@ from cachemgr.admin_api import HintAction, HintAnswer, HintOutcome, Hints, Prefi
 from cachemgr.api import Outcome, Retention, RetentionRange, Transfer
 from cachemgr.chains import chain
 from cachemgr.errors import InvalidField
-from cachemgr.retention import MAX_DURATION, MAX_PRIORITY, Wish, bounded
+from cachemgr.retention import HINT, MAX_DURATION, MAX_PRIORITY, Wish, bounded
 from cachemgr.validation import MAX_ID_BYTES, check_id
 
 if TYPE_CHECKING:
@@ -62,8 +62,16 @@ class HintRunner:
     """Carries out hints about one prefix. `transfers` are the copies that this began."""
 
     def __init__(
-        self, executors: list[Executor], prefix: Prefix, holder: str, config: ManagerConfig, now: float
+        self,
+        executors: list[Executor],
+        prefix: Prefix,
+        holder: str,
+        config: ManagerConfig,
+        now: float,
+        tenant_id: str | None = None,
     ) -> None:
+        """holder: of leases; pins have the owners that hints name, as those of the tenant."""
+        self._owners = HINT if tenant_id is None else f"{HINT}{tenant_id}/"
         self._executors = executors
         self._prefix = prefix
         self._holder = holder
@@ -131,19 +139,23 @@ class HintRunner:
         if not isinstance(owner, str) or not 1 <= len(owner.encode()) <= MAX_ID_BYTES:
             raise PayloadError(f"owner must be a text of 1 to {MAX_ID_BYTES} bytes")
         assert seconds is not None
+        priority, granted = bounded(MAX_PRIORITY, seconds, self._config)
+        if priority < MAX_PRIORITY:
+            return HintOutcome.REJECTED, f"a pin is above the highest priority that may be had, {priority}", 0
+        assert granted is not None
         if not blocks:
             return HintOutcome.MISSING, "", 0
-        count, clipped, names = 0, [], []
+        count, clipped, names = 0, [] if granted == seconds else [f"for {granted:g} s"], []
         for executor in self._executors:
             mine = [(pool, block) for pool, block in blocks if pool in executor.pools]
-            # Whoever may send a hint may not push aside what an operator has pinned.
-            pinned = executor.holds.pin(mine, owner, self._now, seconds, displace=False)
+            # Whoever may send a hint may not push aside what an operator has pinned, nor pin in an operator's name.
+            pinned = executor.holds.pin(mine, self._owners + owner, self._now, granted, displace=False)
             count += pinned.receipt.num_blocks
             names.append(pinned.name)
             if pinned.receipt.outcome is not Outcome.GRANTED:
                 clipped.append(pinned.receipt.reason)
         if not count:
-            return HintOutcome.REJECTED, clipped[0], 0
+            return HintOutcome.REJECTED, clipped[-1], 0
         detail = "; ".join([*filter(None, names), *clipped])
         return (HintOutcome.CLIPPED if clipped else HintOutcome.ACCEPTED), detail, count
 

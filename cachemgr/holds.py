@@ -185,15 +185,16 @@ class Holds:
         return int(pool.device.total * self._pin_budget)
 
     def _fitting(self, blocks: Kept, *, displace: bool) -> Kept:
-        left = {pool: self._budget(pool) for pool, _ in blocks}
-        for hold in () if displace else self:
-            for pool, _ in hold.blocks if hold.pin else ():
-                left[pool] = left.get(pool, 0) - 1
+        # What several pin counts once.
+        pinned = set() if displace else {kept for hold in self if hold.pin for kept in hold.blocks}
+        used = Counter(pool for pool, _ in pinned)
+        left = {pool: self._budget(pool) - used[pool] for pool, _ in blocks}
         fitting = []
         for pool, block in blocks:
-            room = max(0, left[pool])
-            if room:
-                left[pool] = room - 1
+            if (pool, block) in pinned:
+                fitting.append((pool, block))
+            elif left[pool] > 0:
+                left[pool] -= 1
                 fitting.append((pool, block))
         return fitting
 

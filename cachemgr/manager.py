@@ -250,9 +250,8 @@ class CacheManager(ManagerAdmin):
         scheduler.deadline = now + self.config.lease_seconds
         if not isinstance(found, Admission) and request.hints is not None:
             prefix = Prefix(tokens, executor.executor_id, request.salt, request.adapter_id, request.extra_keys)
-            answers = tuple(
-                HintRunner([executor], prefix, holder(request), self.config, now).run(request.hints, later=True)
-            )
+            runner = HintRunner([executor], prefix, holder(request), self.config, now, request.tenant_id)
+            answers = tuple(runner.run(request.hints, later=True))
             found.admission = replace(found.admission, hint_answers=answers)
         return self._enter(found)
 

@@ -84,7 +84,27 @@ def test_pins_are_accepted_clipped_or_rejected_by_their_budget():
     for budget, answer in ((0.3, (ACCEPTED, 2)), (0.1, (CLIPPED, 1)), (0.01, (REJECTED, 0))):
         world = with_prompt(config=dataclasses.replace(CONFIG, pin_budget=budget))
         assert send(world, "Pin", owner="agent", duration_seconds=5) == answer
-        assert [hold.num_blocks for hold in world.manager.holds("agent")] == [answer[1]] * (answer[1] > 0)
+        assert [hold.num_blocks for hold in world.manager.holds("hint/agent")] == [answer[1]] * (answer[1] > 0)
+
+
+def test_pins_of_callers_end_when_their_wishes_must_and_are_theirs_alone():
+    world = with_prompt(config=dataclasses.replace(CONFIG, max_retention_seconds=5.0, pin_budget=0.2))
+    world.manager.pin_prefix(Prefix(tuple(PROMPT)), "agent", 60.0, validate_only=False)
+    assert send(world, "Pin", owner="agent", duration_seconds=50) == (CLIPPED, 2)
+    pins = {hold.owner: (hold.num_blocks, hold.remaining) for hold in world.manager.holds("")}
+    assert pins == {"agent": (2, 60.0), "hint/agent": (2, 5.0)}
+    # An owner of a tenant is that of no other.
+    action = HintAction("one", "Pin", "0.1", {"owner": "agent", "duration_seconds": 4})
+    admission = world.admit([*PROMPT, 1], tenant_id="t", hints=Hints("0.1", "m", (action,)))
+    assert admission.hint_answers[0].outcome is ACCEPTED
+    assert {hold.owner for hold in world.manager.holds("")} == {*pins, "hint/t/agent"}
+    world.check()
+
+
+def test_who_may_have_no_highest_priority_may_pin_nothing():
+    world = with_prompt(config=dataclasses.replace(CONFIG, max_retention_priority=99))
+    assert send(world, "Pin", owner="agent", duration_seconds=5) == (REJECTED, 0)
+    assert not list(world.manager.holds(""))
 
 
 def test_what_is_demoted_goes_first():
