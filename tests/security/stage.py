@@ -37,14 +37,22 @@ def request(prompt: tuple[int, ...] = PROMPT, **cache: Any) -> pb.StreamGenerate
     )
 
 
+def context(tls: Security) -> ssl.SSLContext:
+    """What a client that trusts and shows these certificates has."""
+    made = ssl.create_default_context(cafile=tls.tls_ca_file)
+    if tls.tls_cert_file is not None:
+        made.load_cert_chain(tls.tls_cert_file, tls.tls_key_file)
+    return made
+
+
 class Stage:
     """Use it in a with statement; the victim's names have a marker that nobody else can guess."""
 
     def __init__(self, folder: Path, crowd: int) -> None:
         """crowd: how many more tenants attack, whose caches are empty."""
-        ca = certs.authority()
-        trusted, _ = ca.write(folder, "ca")
-        cert, key = certs.certificate(ca, "peer").write(folder, "peer")
+        self.ca = certs.authority()
+        trusted, _ = self.ca.write(folder, "ca")
+        cert, key = certs.certificate(self.ca, "peer").write(folder, "peer")
         self.tls = Security(tls_cert_file=cert, tls_key_file=key, tls_ca_file=trusted)
         keys = Keyring(folder, self.tls)
         self.audit_file = folder / "audit"
@@ -52,6 +60,9 @@ class Stage:
         self.salt, self.session = f"salt-{self.marker}", f"session-{self.marker}"
         self.bound_salt, self.bound_session = f"{VICTIM}/{self.salt}", f"{VICTIM}/{self.session}"
         self.keys = keys
+        # Over HTTP: who calls, who looks, and who counts.
+        self.pages = {free_address(): path for path in ("/health", "/", "/metrics")}
+        http, console, metrics = self.pages
         self.stack = Stack(
             tls_cert_file=cert,
             tls_key_file=key,
@@ -60,7 +71,9 @@ class Stage:
             tokens_file=keys.file,
             audit_file=self.audit_file,
             executor_max_tokens=8192,
-            scheduler_http_address=free_address(),
+            scheduler_http_address=http,
+            cachemgr_console_address=console,
+            executor_metrics_address=metrics,
             scheduler_max_tenant_requests=MAX_TENANT_REQUESTS,
         )
         for role in (Role.SCHEDULER, Role.EXECUTOR):
@@ -92,10 +105,9 @@ class Stage:
 
     def http(self) -> openai.DefaultAsyncHttpxClient:
         """A client of the HTTP API, without a token."""
-        context = ssl.create_default_context(cafile=self.tls.tls_ca_file)
-        assert self.tls.tls_cert_file is not None
-        context.load_cert_chain(self.tls.tls_cert_file, self.tls.tls_key_file)
-        return openai.DefaultAsyncHttpxClient(base_url=f"https://{self.stack.http}", verify=context, timeout=60)
+        return openai.DefaultAsyncHttpxClient(
+            base_url=f"https://{self.stack.http}", verify=context(self.tls), timeout=60
+        )
 
     async def victim_hits(self) -> int:
         """Sends the victim's prompt again; tokens that came from its cache."""

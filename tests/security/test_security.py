@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
+import ssl
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
+from datetime import timedelta
+from http.client import HTTPConnection, HTTPSConnection
 from pathlib import Path
 
 import certs
@@ -25,7 +29,7 @@ from protos.rpc.errors import RemoteError, from_rpc_error
 from protos.rpc.identity import Role
 from protos.rpc.security import Security
 from tests.security.probes import attack, crowd_for
-from tests.security.stage import ATTACKER, MAX_TENANT_REQUESTS, PROMPT, VICTIM, Stage, request
+from tests.security.stage import ATTACKER, MAX_TENANT_REQUESTS, PROMPT, VICTIM, Stage, context, request
 from tests.stack import ROOT
 
 pytestmark = pytest.mark.model
@@ -124,7 +128,10 @@ async def test_processes_refuse_expired_and_foreign_certificates(stage: Stage, t
     foreign = certs.authority()
     wrong = {
         "none": Security(tls_ca_file=stage.tls.tls_ca_file),
-        "foreign": _with(stage.tls, certs.certificate(foreign, "foreign"), tmp_path),
+        "foreign": _with(stage.tls, certs.certificate(foreign, "foreign"), tmp_path / "foreign"),
+        "expired": _with(
+            stage.tls, certs.certificate(stage.ca, "peer", lifetime=timedelta(minutes=-1)), tmp_path / "expired"
+        ),
         "foreign CA": replace(stage.tls, tls_ca_file=foreign.write(tmp_path, "ca")[0]),
         "plain": Security(),
     }
@@ -133,6 +140,20 @@ async def test_processes_refuse_expired_and_foreign_certificates(stage: Stage, t
             async with open_channel(address, security) as channel:
                 call = channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=10)
                 assert await call.code() is grpc.StatusCode.UNAVAILABLE, (address, name)
+    for address, path in stage.pages.items():
+        assert await asyncio.to_thread(_status, address, path, stage.tls) in (200, 401), address
+        for security in wrong.values():
+            with pytest.raises((ssl.SSLError, ConnectionError)):
+                await asyncio.to_thread(_status, address, path, security)
+
+
+def _status(address: str, path: str, tls: Security) -> int:
+    """What a GET is answered."""
+    plain = tls.tls_ca_file is None
+    connection = HTTPConnection(address, timeout=10) if plain else HTTPSConnection(address, context=context(tls))
+    with contextlib.closing(connection):
+        connection.request("GET", path)
+        return connection.getresponse().status
 
 
 def _with(tls: Security, pair: certs.Pair, folder: Path) -> Security:
