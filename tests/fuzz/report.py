@@ -79,6 +79,15 @@ class Report:
         """All of them, also those that were not kept."""
         return self._kinds.total()
 
+    def data(self) -> dict[str, object]:
+        """For programs."""
+        rows = {
+            name: {"statuses": dict(row.statuses), "left_early": row.left, "slowest_seconds": round(row.slowest, 3)}
+            for name, row in sorted(self.rows.items())
+        }
+        told = {"notes": self.notes, "pauses": self.pauses.count, "faults": self.faults}
+        return {"seed": self.seed, "calls": self.calls, "num_faults": self.num_faults, **told, "rows": rows}
+
     def text(self) -> str:
         """For people."""
         rows = sorted(self.rows.items())
