@@ -34,7 +34,7 @@ def main() -> int:
     parser.add_argument("--grpc", type=int, default=50_000, help="calls of gRPC")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--faults", type=Path, help="folder for calls that met a fault; a temporary one if absent")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write what came of it there, as JSON")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results")
     parser.add_argument("--repeat", type=Path, metavar="FILE", help="send one such call again, to a fresh stack")
     given = parser.parse_args()
     if given.repeat:
@@ -58,8 +58,8 @@ def main() -> int:
     print(report.text())
     seconds = round(time.monotonic() - begin)
     print(f"seed {given.seed}, {seconds} s")
-    if given.output:
-        given.output.write_text(json.dumps({**report.data(), "seconds": seconds}, indent=1) + "\n")
+    if given.json:
+        given.json.write_text(json.dumps({**report.data(), "seconds": seconds}, indent=1) + "\n")
     return int(report.num_faults > 0)
 
 

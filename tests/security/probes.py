@@ -287,7 +287,7 @@ def main() -> int:
     """Prints what was found; the exit status."""
     parser = argparse.ArgumentParser(description="Probes whether tenants stay apart.")
     parser.add_argument("--count", type=int, default=10_000)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write what came of it there, as JSON")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results")
     given = parser.parse_args()
     count: int = given.count
     with tempfile.TemporaryDirectory() as folder, Stage(Path(folder), crowd_for(count)) as stage:
@@ -298,10 +298,10 @@ def main() -> int:
     print(f"probes {found.count}, hits {found.hits}, leaks {len(found.leaks)}, logged {found.logged}")
     for leak in found.leaks[:20]:
         print(" ", leak)
-    if given.output:
+    if given.json:
         told = {"probes": found.probes, "outcomes": found.outcomes, "hits": found.hits, "leaks": found.leaks}
         told |= {"count": found.count, "logged": found.logged}
-        given.output.write_text(json.dumps(told, indent=1, sort_keys=True) + "\n")
+        given.json.write_text(json.dumps(told, indent=1, sort_keys=True) + "\n")
     return int(bool(found.hits or found.leaks or found.logged != found.count))
 
 
