@@ -18,7 +18,7 @@ from cachemgr.pool import Pool
 
 Json = dict[str, Any]
 
-# Blocks of a page of the map, and places looked at for a page of leases.
+# Blocks of a page of the map; places looked at for a page of leases, and kinds of these in it.
 PAGE = 2000
 LEASE_PAGE = 10_000
 LEASES = 500
@@ -153,17 +153,24 @@ def _chain(first: Block) -> Json:
 
 
 def leases(manager: CacheManager, pool_id: str, after: int) -> Json:
-    """Leases of the blocks behind a place."""
-    pool = manager.pool_to_read(pool_id)
+    """Leases of the blocks behind a place, those together that nobody can tell apart: their blocks are counted."""
+    pool, now = manager.pool_to_read(pool_id), manager.now
     end = min(len(pool.blocks), after + 1 + LEASE_PAGE)
-    found: list[Json] = []
+    found: dict[tuple[object, ...], Json] = {}
     for one in islice(pool.blocks, after + 1, end):
-        if one is not None and one.lease is not None:
-            found += [{"place": one.slot, **_lease(manager, lease)} for lease in leases_of(one)]
-            if len(found) >= LEASES:
-                end = one.slot + 1
-                break
-    return {"leases": found, "next": end - 1 if end < len(pool.blocks) else None}
+        if one is None or one.lease is None:
+            continue
+        for lease in leases_of(one):
+            left = lease.remaining(now)
+            kind = lease.wish.holder, lease.wish.priority, None if left is None else round(left), lease.deadline is None
+            row = found.get(kind)
+            if row is None:
+                row = found[kind] = {**_lease(manager, lease), "blocks": 0}
+            row["blocks"] += 1
+        if len(found) >= LEASES:
+            end = one.slot + 1
+            break
+    return {"leases": list(found.values()), "next": end - 1 if end < len(pool.blocks) else None}
 
 
 def holds(manager: CacheManager) -> Json:

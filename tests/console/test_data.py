@@ -81,7 +81,9 @@ async def test_the_tree_leads_to_every_chain(console: Console) -> None:
 async def test_leases_holds_tenants_and_ghosts(console: Console) -> None:
     page = await get(console, "leases", **POOL)
     assert page["next"] is None
-    assert len(page["leases"]) == sum(1 for _ in console.driver.manager.leases("e/0", ""))
+    assert sum(lease["blocks"] for lease in page["leases"]) == sum(1 for _ in console.driver.manager.leases("e/0", ""))
+    kinds = [(lease["holder"], lease["priority"], lease["remaining"], lease["running"]) for lease in page["leases"]]
+    assert len(set(kinds)) == len(kinds) < sum(lease["blocks"] for lease in page["leases"])
     assert {lease["priority"] for lease in page["leases"]} == {80}
     (pin,) = (await get(console, "holds"))["holds"]
     assert (pin["pin"], pin["owner"], pin["blocks"], pin["remaining"]) == (True, "ops", 4, 300.0)

@@ -128,7 +128,7 @@ async function loadLeases() {
     for (const lease of page.leases) {
       const name = [lease.holder, lease.priority, seconds(lease.remaining), lease.running].join();
       const group = groups.get(name) ?? groups.set(name, { ...lease, what: "lease", blocks: 0, where: pool }).get(name);
-      group.blocks += 1;
+      group.blocks += lease.blocks;
     }
     after = page.next;
   }
@@ -149,6 +149,7 @@ const slow = { due: 0, async run() {
   await tree.load();
   await curve.load(state.pool);
   await loadTenants();
+  await loadLeases();
 } };
 
 async function round() {
@@ -157,7 +158,6 @@ async function round() {
     await loadPools();
     await loadEvents();
     if (state.pool) {
-      await loadLeases();
       if (begin >= slow.due) {
         await slow.run();
         const took = performance.now() - begin;
