@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -57,6 +58,9 @@ MORE: dict[str, dict[str, Any]] = {
     "random": {"kind": "EVICTION_KIND_RANDOM", "max_cache_tokens": 96, "seed": 1},
 }
 LAYOUT = Layout(16, (None,), plain_rotary=True)
+# So many run beside each other.
+NAMES = [*POLICIES, *MORE]
+GROUPS = [NAMES[start : start + 5] for start in range(0, len(NAMES), 5)]
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +92,14 @@ async def run(stack: Stack, *requests: pb.StreamGenerateRequest) -> list[Output]
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("name", POLICIES | MORE)
-async def test_an_evicting_run_leaves_its_prompt_to_others_and_to_itself(stack: Stack, name: str) -> None:
+@pytest.mark.parametrize("names", GROUPS, ids=", ".join)
+async def test_an_evicting_run_leaves_its_prompt_to_others_and_to_itself(stack: Stack, names: list[str]) -> None:
+    await asyncio.gather(*[check_reuse(stack, name) for name in names])
+    assert not (await settle(stack.admin)).violations
+
+
+async def check_reuse(stack: Stack, name: str) -> None:
+    """What a policy's run finds in the cache, leaves there, and tells."""
     fields = (POLICIES | MORE)[name]
     chosen = parse(pb.EvictionPolicy(**fields), LAYOUT)
     assert chosen is not None
@@ -112,15 +122,20 @@ async def test_an_evicting_run_leaves_its_prompt_to_others_and_to_itself(stack: 
     assert report.policy.HasField("recent_tokens")
     assert report.HasField("kept_mass") == chosen.uses_scores
     assert not after.usage.HasField("eviction")
-    assert not (await settle(stack.admin)).violations
 
 
 @pytest.mark.model
 @pytest.mark.parametrize("most", [48, 40])
-@pytest.mark.parametrize("kind", ["SLIDING_WINDOW", "KEYDIFF", "KNORM", "TOVA", "RANDOM"])
 async def test_all_that_may_be_kept_of_a_prompt_comes_from_the_cache_and_nothing_changes(
-    stack: Stack, kind: str, most: int
+    stack: Stack, most: int
 ) -> None:
+    kinds = ["SLIDING_WINDOW", "KEYDIFF", "KNORM", "TOVA", "RANDOM"]
+    await asyncio.gather(*[check_prefix(stack, kind, most) for kind in kinds])
+    assert not (await settle(stack.admin)).violations
+
+
+async def check_prefix(stack: Stack, kind: str, most: int) -> None:
+    """That a policy which evicts during the prompt finds so much of it."""
     fields = {"kind": f"EVICTION_KIND_{kind}", "start_tokens": 4, "period_tokens": 8, "during_prefill": True}
     fields |= {"recent_tokens": most - 12} if kind == "SLIDING_WINDOW" else {"recent_tokens": 8}
     fields |= {} if kind == "SLIDING_WINDOW" else {"max_cache_tokens": most}
@@ -130,7 +145,6 @@ async def test_all_that_may_be_kept_of_a_prompt_comes_from_the_cache_and_nothing
     (warm,) = await run(stack, request_of(name, fields))
     assert warm.token_ids == cold.token_ids
     assert warm.usage.cached_tokens == most - 1
-    assert not (await settle(stack.admin)).violations
 
 
 @pytest.mark.model
