@@ -11,13 +11,13 @@ from typing import Annotated, TextIO
 import grpc
 import typer
 
+from kvctl.output import Data, Format
 from kvctl.searching import Checker, LimitsError, Round, Wish, best, double, double_and_bisect
-from kvctl.session import SCHEDULER, SERVER, Scheduler, Server, security
+from kvctl.session import Session, verb
 from kvctl.status import CommandError, Status, command_error
 from protos.generation.v1 import generation_pb2 as pb
 from protos.rpc.channel import open_channel
 from protos.rpc.errors import RemoteError, from_rpc_error
-from protos.rpc.security import Security
 
 KINDS = {
     name.removeprefix("EVICTION_KIND_").lower(): name
@@ -40,12 +40,11 @@ class Mode(StrEnum):
         return "tokens" if self is Mode.GEN_LENGTH else "prompts"
 
 
-@app.command("limits", epilog="Example: kvctl limits --mode gen_length --timeout 60")
+@verb(app, "limits", "kvctl limits --mode gen_length --round-seconds 60")
 def limits(
+    session: Session,
     mode: Annotated[Mode, typer.Option(help="The longest output of a prompt, or the most prompts at once.")],
-    server: Server = SERVER,
-    scheduler: Scheduler = SCHEDULER,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that a round may take.")] = 120.0,
+    round_seconds: Annotated[float, typer.Option(min=0.1, help="Seconds that a round may take.")] = 120.0,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 512,
     output_tokens: Annotated[int, typer.Option(min=1, help="Tokens for each prompt, with gen_throughput.")] = 128,
     policy: Annotated[str, typer.Option(help=f"How to evict tokens: {', '.join(KINDS)}.")] = "",
@@ -68,17 +67,9 @@ def limits(
     """
     sizes = {"start_tokens": start, "recent_tokens": recent, "max_cache_tokens": budget, "period_tokens": period}
     found = {"scheduler": scheduler_metrics, "cachemgr": cachemgr_metrics, "executor": executor_metrics}
-    task = _Task(
-        mode,
-        scheduler,
-        server,
-        Wish(prompt_tokens, timeout, policy_of(policy, sizes, during_prefill=during_prefill, compacted=compacted)),
-        output_tokens,
-        {name: place for name, place in found.items() if place},
-        target,
-        security(),
-    )
-    task.run()
+    how = policy_of(policy, sizes, during_prefill=during_prefill, compacted=compacted)
+    wish = Wish(prompt_tokens, round_seconds, how)
+    _Task(session, mode, wish, output_tokens, {name: place for name, place in found.items() if place}, target).run()
 
 
 def policy_of(
@@ -103,66 +94,67 @@ def policy_of(
 class _Task:
     """One search. metrics: address by process."""
 
+    session: Session
     mode: Mode
-    address: str
-    admin: str
     wish: Wish
     output_tokens: int
     metrics: dict[str, str]
     target: Path
-    security: Security
 
     def run(self) -> None:
         """Searches, shows and writes. Raises CommandError."""
-        place = f"{self.address} or {self.admin}"
+        place = f"{self.session.scheduler.address} or {self.session.admin.address}"
         try:
             with self.target.open("w", newline="") as file:
-                asyncio.run(self._search(file))
+                rounds = asyncio.run(self._search(file))
         except grpc.RpcError as error:
             raise command_error(from_rpc_error(error), place) from None
         except RemoteError as error:
             raise command_error(error, place) from None
         except LimitsError as error:
             raise CommandError(str(error), Status.REFUSED) from None
+        except BrokenPipeError:
+            raise
         except OSError as error:
             raise typer.BadParameter(str(error), param_hint="--csv") from None
+        data = {"mode": self.mode.value, "best": best(rounds), "rounds": [self._row(one) for one in rounds]}
+        self.session.show(data, lambda _wide: self._summary(rounds))
 
-    async def _search(self, file: TextIO) -> None:
-        writer = csv.writer(file)
-        writer.writerow(
-            ["mode", self.mode.unit, "seconds", "output_tokens", "ending", "cache_mean", "cache_most"]
-            + [f"{name}_resident_bytes" for name in self.metrics]
-        )
+    async def _search(self, file: TextIO) -> list[Round]:
+        writer = csv.DictWriter(file, list(self._row(Round(0))))
+        writer.writeheader()
+        session = self.session
         async with (
-            open_channel(self.address, self.security) as scheduler,
-            open_channel(self.admin, self.security) as admin,
+            open_channel(session.scheduler.address, session.security) as scheduler,
+            open_channel(session.admin.address, session.security) as admin,
         ):
-            checker = Checker(scheduler, admin, self.wish, self.metrics, self.security)
+            checker = Checker(scheduler, admin, self.wish, self.metrics, session.security, session.timeout)
 
             async def run(size: int) -> Round:
                 if self.mode is Mode.GEN_LENGTH:
                     made = await checker.output_of(size)
                 else:
                     made = await checker.prompts_at_once(size, self.output_tokens)
-                writer.writerow(self._line(made))
+                writer.writerow(self._row(made))
                 file.flush()
-                typer.echo(self._progress(made))
+                # What programs read is one answer at the end.
+                typer.echo(self._progress(made), err=session.output in (Format.JSON, Format.YAML))
                 return made
 
-            rounds = await (double(run) if self.mode is Mode.GEN_LENGTH else double_and_bisect(run))
-        typer.echo(self._summary(rounds))
+            return await (double(run) if self.mode is Mode.GEN_LENGTH else double_and_bisect(run))
 
-    def _line(self, made: Round) -> list[object]:
-        return [
-            self.mode,
-            made.size,
-            f"{made.seconds:.3f}",
-            made.output_tokens,
-            made.ending,
-            f"{made.cache_mean:.4f}",
-            f"{made.cache_most:.4f}",
-            *(made.resident.get(name, "") for name in self.metrics),
-        ]
+    def _row(self, made: Round) -> dict[str, Data]:
+        """A round as a line of the file, and for programs."""
+        row: dict[str, Data] = {
+            "mode": self.mode.value,
+            self.mode.unit: made.size,
+            "seconds": round(made.seconds, 3),
+            "output_tokens": made.output_tokens,
+            "ending": made.ending.value,
+            "cache_mean": round(made.cache_mean, 4),
+            "cache_most": round(made.cache_most, 4),
+        }
+        return row | {f"{name}_resident_bytes": made.resident.get(name) for name in self.metrics}
 
     def _progress(self, made: Round) -> str:
         rate = made.output_tokens / made.seconds if made.seconds else 0.0

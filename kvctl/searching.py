@@ -23,7 +23,6 @@ from protos.rpc.errors import RemoteError, from_rpc_error
 from protos.rpc.security import Security
 
 LOOK_SECONDS = 0.05
-CALL_SECONDS = 10.0
 IDLE_SECONDS = 30.0
 # Of the pool: what admissions may leave free by themselves.
 FREE_SHARE = 0.02
@@ -101,12 +100,15 @@ class Wish:
     """What every request of a round has in common. Lengths in tokens, time in seconds."""
 
     prompt_tokens: int
-    timeout: float
+    round_seconds: float
     policy: pb.EvictionPolicy | None = None
 
 
 class Checker:
-    """Runs rounds on a stack. metrics: host:port of each local process that says what memory it holds."""
+    """Runs rounds on a stack.
+
+    metrics: host:port of each local process that says what memory it holds. timeout: seconds to wait for each call.
+    """
 
     def __init__(
         self,
@@ -115,12 +117,14 @@ class Checker:
         wish: Wish,
         metrics: Mapping[str, str],
         security: Security,
+        timeout: float,
     ) -> None:
         self._stub: rpc.GenerationServiceAsyncStub = rpc.GenerationServiceStub(scheduler)
         self._admin: kvcache_pb2_grpc.CacheAdminServiceAsyncStub = kvcache_pb2_grpc.CacheAdminServiceStub(admin)
         self._wish = wish
         self._metrics = metrics
         self._security = security
+        self._timeout = timeout
         self._random = random.Random(0)  # noqa: S311 - the same prompts each time
 
     async def output_of(self, tokens: int) -> Round:
@@ -132,7 +136,7 @@ class Checker:
         return await self._round(count, [await self._request(output_tokens) for _ in range(count)])
 
     async def _request(self, output_tokens: int) -> pb.StreamGenerateRequest:
-        model = await self._stub.GetModel(pb.GetModelRequest(), timeout=CALL_SECONDS)
+        model = await self._stub.GetModel(pb.GetModelRequest(), timeout=self._timeout)
         ids = [self._random.randrange(model.vocab_size) for _ in range(self._wish.prompt_tokens)]
         return pb.StreamGenerateRequest(
             token_ids=pb.TokenIds(token_ids=ids),
@@ -162,7 +166,7 @@ class Checker:
             loads = await self._loads()
             if loads.preemptions > preemptions:
                 made.ending = Ending.EXHAUSTED
-            elif made.seconds > self._wish.timeout:
+            elif made.seconds > self._wish.round_seconds:
                 made.ending = Ending.TIMEOUT
         return made
 
@@ -179,10 +183,10 @@ class Checker:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _loads(self) -> pb.GetLoadsResponse:
-        return await self._stub.GetLoads(pb.GetLoadsRequest(), timeout=CALL_SECONDS)
+        return await self._stub.GetLoads(pb.GetLoadsRequest(), timeout=self._timeout)
 
     async def _pools(self) -> Sequence[kvcache_pb2.Pool]:
-        return (await self._admin.ListPools(kvcache_pb2.ListPoolsRequest(), timeout=CALL_SECONDS)).pools
+        return (await self._admin.ListPools(kvcache_pb2.ListPoolsRequest(), timeout=self._timeout)).pools
 
     async def _watch(self, made: Round, preemptions: int) -> None:
         """Looks at cache, memory and loads; returns when a request has to wait or was preempted."""
@@ -190,7 +194,7 @@ class Checker:
         while True:
             pools = await self._pools()
             made.cache.append(max(pool.used_blocks / pool.total_blocks for pool in pools))
-            for name, held in (await asyncio.to_thread(resident, self._metrics, self._security)).items():
+            for name, held in (await asyncio.to_thread(self._resident)).items():
                 made.resident[name] = max(held, made.resident.get(name, 0))
             loads = await self._loads()
             # Every request waits for a moment, until the cache manager has answered.
@@ -213,7 +217,7 @@ class Checker:
     async def _generate(self, made: Round, request: pb.StreamGenerateRequest) -> None:
         """Raises RemoteError for what says nothing about limits."""
         try:
-            async for message in self._stub.StreamGenerate(request, timeout=self._wish.timeout):
+            async for message in self._stub.StreamGenerate(request, timeout=self._wish.round_seconds):
                 made.output_tokens += len(message.token_ids)
         except grpc.aio.AioRpcError as caught:
             error = from_rpc_error(caught)
@@ -234,15 +238,15 @@ class Checker:
             return Ending.EXHAUSTED if bounded else Ending.MODEL
         return None
 
+    def _resident(self) -> dict[str, int]:
+        """Bytes that each process holds. Raises LimitsError where one does not say."""
+        return {name: resident(address, self._security, self._timeout) for name, address in self._metrics.items()}
 
-def resident(metrics: Mapping[str, str], security: Security) -> dict[str, int]:
-    """Bytes that each process holds. Raises LimitsError where one does not say."""
-    return {name: _resident(address, security) for name, address in metrics.items()}
 
-
-def _resident(address: str, security: Security) -> int:
+def resident(address: str, security: Security, timeout: float) -> int:
+    """Bytes that the process with these metrics holds. Raises LimitsError where it does not say."""
     try:
-        found = samples(address, CALL_SECONDS, security)
+        found = samples(address, timeout, security)
     except (OSError, ValueError) as error:
         raise LimitsError(f"no metrics at {address}: {error}") from error
     if "process_resident_memory_bytes" not in found:

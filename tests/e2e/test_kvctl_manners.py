@@ -73,6 +73,13 @@ def test_every_verb_helps_with_an_example_of_itself(kvctl: Kvctl, name: str) -> 
 
 
 @pytest.mark.parametrize("name", LINES)
+def test_every_verb_that_calls_a_service_takes_the_common_options(name: str) -> None:
+    helps = {option: param.help for param in VERBS[name].params for option in param.opts}
+    assert {"--output", "-o", "--server", "--scheduler", "--timeout"} <= set(helps)
+    assert helps["--timeout"] == "Seconds to wait for each call."
+
+
+@pytest.mark.parametrize("name", LINES)
 def test_a_server_that_is_not_there_is_said_in_a_line(kvctl: Kvctl, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     for variable in NOWHERE:
         monkeypatch.setenv(variable, "unix:/nowhere")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import csv
+import json
 import signal
 import sys
 from asyncio.subprocess import PIPE
@@ -58,7 +59,7 @@ async def test_with_eviction_it_ends_by_time(tiny: Stack, tmp_path: Path) -> Non
     policy = ("--policy", "norm_sum", "--start", "16", "--recent", "32", "--budget", "64")
     # A busy machine needs more time to come beyond the pool.
     for seconds in ("6", "60"):
-        status, said, rows = await kvctl(tiny, tmp_path, "--mode", "gen_length", "--timeout", seconds, *policy)
+        status, said, rows = await kvctl(tiny, tmp_path, "--mode", "gen_length", "--round-seconds", seconds, *policy)
         assert status == 0, said
         assert [row["ending"] for row in rows] == ["done"] * (len(rows) - 1) + ["time-out"]
         if int(rows[-2]["tokens"]) > POOL - PROMPT:
@@ -77,6 +78,21 @@ async def test_the_most_prompts_at_once_are_found_by_bisecting(tiny: Stack, tmp_
         (1, "done"), (2, "done"), (4, "cache exhausted"), (3, "cache exhausted"),
     ]  # fmt: skip
     assert "most prompts at once: 2 prompts; 3: cache exhausted" in said
+
+
+@pytest.mark.model
+async def test_programs_get_all_rounds_in_one_answer(tiny: Stack) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "kvctl", "limits", "--scheduler", tiny.scheduler, "--server", tiny.admin,
+        "--mode", "gen_length", "--prompt-tokens", str(PROMPT), "--csv", "/dev/null", "-o", "json",
+        stdout=PIPE, stderr=PIPE,
+    )  # fmt: skip
+    out, err = await process.communicate()
+    assert process.returncode == 0, err.decode()
+    answer = json.loads(out)
+    assert (answer["mode"], answer["best"]) == ("gen_length", 64)
+    assert [(one["tokens"], one["ending"]) for one in answer["rounds"][-2:]] == [(64, "done"), (128, "cache exhausted")]
+    assert len(err.decode().splitlines()) == len(answer["rounds"])
 
 
 @pytest.mark.model
