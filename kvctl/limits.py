@@ -11,11 +11,13 @@ from typing import Annotated, TextIO
 import grpc
 import typer
 
-from kvctl.output import Data, Format
+from kvctl.options import DryRun, Yes
+from kvctl.output import Data, Format, blocks
 from kvctl.searching import Checker, LimitsError, Round, Wish, best, double, double_and_bisect
-from kvctl.session import Session, verb
+from kvctl.session import Session, confirm, verb
 from kvctl.status import CommandError, Status, command_error
 from protos.generation.v1 import generation_pb2 as pb
+from protos.kvcache.v1 import kvcache_pb2
 from protos.rpc.channel import open_channel
 from protos.rpc.errors import RemoteError, from_rpc_error
 
@@ -40,7 +42,7 @@ class Mode(StrEnum):
         return "tokens" if self is Mode.GEN_LENGTH else "prompts"
 
 
-@verb(app, "limits", "kvctl limits --mode gen_length --round-seconds 60")
+@verb(app, "limits", "kvctl limits --mode gen_length --round-seconds 60 --yes")
 def limits(
     session: Session,
     mode: Annotated[Mode, typer.Option(help="The longest output of a prompt, or the most prompts at once.")],
@@ -54,22 +56,44 @@ def limits(
     period: Annotated[int | None, typer.Option(min=0, help="Tokens that go at once.")] = None,
     during_prefill: Annotated[bool, typer.Option("--during-prefill", help="Evict in the prompt, too.")] = False,
     compacted: Annotated[bool, typer.Option("--compacted", help="Number what is kept without gaps.")] = False,
-    target: Annotated[Path, typer.Option("--csv", help="File for a line per round.")] = Path("limits.csv"),
+    target: Annotated[Path, typer.Option("--csv", help="New file for a line per round.")] = Path("limits.csv"),
     scheduler_metrics: Annotated[str, typer.Option(envvar="KVKEEP_SCHEDULER_METRICS_ADDRESS")] = "",
     cachemgr_metrics: Annotated[str, typer.Option(envvar="KVKEEP_CACHEMGR_METRICS_ADDRESS")] = "",
     executor_metrics: Annotated[str, typer.Option(envvar="KVKEEP_EXECUTOR_METRICS_ADDRESS")] = "",
+    dry_run: DryRun = False,
+    yes: Yes = False,
 ) -> None:
     """Find how far a stack goes. Grows a load until a round takes too long or the cache is exhausted.
 
     gen_length asks for 1, 2, 4, ... tokens from one prompt; gen_throughput doubles the prompts and then bisects. The
     cache is exhausted when a request has to wait for blocks, is preempted for want of them, or is refused as too long.
-    With the addresses of the processes' metrics their resident memory is shown.
+    With the addresses of the processes' metrics their resident memory is shown. What is cached makes room for the load,
+    and requests of others wait: it is for a stack of one's own.
     """
     sizes = {"start_tokens": start, "recent_tokens": recent, "max_cache_tokens": budget, "period_tokens": period}
     found = {"scheduler": scheduler_metrics, "cachemgr": cachemgr_metrics, "executor": executor_metrics}
     how = policy_of(policy, sizes, during_prefill=during_prefill, compacted=compacted)
     wish = Wish(prompt_tokens, round_seconds, how)
-    _Task(session, mode, wish, output_tokens, {name: place for name, place in found.items() if place}, target).run()
+    task = _Task(session, mode, wish, output_tokens, {name: place for name, place in found.items() if place}, target)
+    if target.is_file() and target.stat().st_size:
+        raise typer.BadParameter(f"{target} is there already: name a new file", param_hint="--csv")
+    lost = _cached_blocks(session)
+    what = f"others wait, and the cache loses up to {blocks(lost)}"
+    if dry_run:
+        would = f"would load the stack to its limits: {what}; a line per round in {target}"
+        session.show({"cached_blocks": lost}, lambda _wide: would)
+        return
+    confirm(f"Load the stack to its limits? Until the end {what}.", yes=yes)
+    task.run()
+
+
+def _cached_blocks(session: Session) -> int:
+    """What a load may evict, over all tiers. Raises CommandError where there is nothing to load."""
+    admin = session.admin
+    pools = admin.all_pages(admin.stub.ListPools, kvcache_pb2.ListPoolsRequest(), "pools").pools
+    if not pools:
+        raise CommandError("no executor is registered", Status.REFUSED)
+    return sum(pool.cached_blocks + sum(tier.cached_blocks for tier in pool.lower_tiers) for pool in pools)
 
 
 def policy_of(
@@ -105,7 +129,8 @@ class _Task:
         """Searches, shows and writes. Raises CommandError."""
         place = f"{self.session.scheduler.address} or {self.session.admin.address}"
         try:
-            with self.target.open("w", newline="") as file:
+            # Never over what has come there since.
+            with self.target.open("a", newline="") as file:
                 rounds = asyncio.run(self._search(file))
         except grpc.RpcError as error:
             raise command_error(from_rpc_error(error), place) from None
@@ -122,7 +147,6 @@ class _Task:
 
     async def _search(self, file: TextIO) -> list[Round]:
         writer = csv.DictWriter(file, list(self._row(Round(0))))
-        writer.writeheader()
         session = self.session
         async with (
             open_channel(session.scheduler.address, session.security) as scheduler,
@@ -135,6 +159,8 @@ class _Task:
                     made = await checker.output_of(size)
                 else:
                     made = await checker.prompts_at_once(size, self.output_tokens)
+                if not file.tell():
+                    writer.writeheader()
                 writer.writerow(self._row(made))
                 file.flush()
                 # What programs read is one answer at the end.

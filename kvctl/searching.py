@@ -1,7 +1,7 @@
 """How far a running stack goes: how long an output, or how many prompts at once, its cache and the time allow.
 
-The rules are those of OpenVINO GenAI's limit checker. Nothing is read from or left in the cache, so that a round finds
-it as the one before did.
+The rules are those of OpenVINO GenAI's limit checker. Nothing is read from the cache or left in it, so that no round
+helps the next; what others left there makes room.
 """
 
 import asyncio

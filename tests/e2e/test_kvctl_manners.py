@@ -36,7 +36,7 @@ LINES: dict[str, tuple[str, ...]] = {
     "drain": ("--yes",),
     "watch": (),
     "top": ("--once",),
-    "limits": ("--mode", "gen_length", "--csv", "/dev/null"),
+    "limits": ("--mode", "gen_length", "--csv", "/dev/null", "--yes"),
     "rules list": (),
     "rules set": ("acme", "--no-store"),
     "rules delete": ("acme", "--yes"),
@@ -44,7 +44,7 @@ LINES: dict[str, tuple[str, ...]] = {
     "quota set": ("--salt", "x"),
     "quota delete": ("--salt", "x", "--yes"),
 }
-DESTRUCTIVE = ("unpin", "evict", "forget", "drain", "rules delete", "quota delete")
+DESTRUCTIVE = ("unpin", "evict", "forget", "drain", "limits", "rules delete", "quota delete")
 NOWHERE = ("KVCTL_SERVER", "KVKEEP_SCHEDULER_ADDRESS", "KVKEEP_CACHEMGR_ADDRESS", "KVKEEP_EXECUTOR_ADDRESS")
 
 pytestmark = pytest.mark.model

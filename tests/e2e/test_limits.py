@@ -13,7 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from protos.generation.v1 import generation_pb2 as pb
+from protos.generation.v1 import generation_pb2_grpc as rpc
+from protos.kvcache.v1 import kvcache_pb2, kvcache_pb2_grpc
+from protos.rpc.channel import open_channel
 from tests.stack import Stack, free_address
+from tests.support.generation import generate
 
 # 8 blocks.
 POOL = 128
@@ -31,12 +36,20 @@ async def kvctl(stack: Stack, folder: Path, *options: str) -> tuple[int, str, li
     target = folder / "limits.csv"
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "kvctl", "limits", "--scheduler", stack.scheduler, "--server", stack.admin,
-        "--prompt-tokens", str(PROMPT), "--csv", str(target), *options, stdout=PIPE, stderr=PIPE,
+        "--prompt-tokens", str(PROMPT), "--csv", str(target), "--yes", *options, stdout=PIPE, stderr=PIPE,
     )  # fmt: skip
     out, err = await process.communicate()
     assert process.returncode is not None
-    with target.open() as file:
-        return process.returncode, (out + err).decode(), list(csv.DictReader(file))
+    lines = target.read_text().splitlines() if target.exists() else []
+    return process.returncode, (out + err).decode(), list(csv.DictReader(lines))
+
+
+async def cached(stack: Stack) -> int:
+    """Blocks that are cached."""
+    async with open_channel(stack.admin) as channel:
+        admin: kvcache_pb2_grpc.CacheAdminServiceAsyncStub = kvcache_pb2_grpc.CacheAdminServiceStub(channel)
+        [pool] = (await admin.ListPools(kvcache_pb2.ListPoolsRequest(), timeout=10)).pools
+    return pool.cached_blocks
 
 
 @pytest.mark.model
@@ -59,6 +72,7 @@ async def test_with_eviction_it_ends_by_time(tiny: Stack, tmp_path: Path) -> Non
     policy = ("--policy", "norm_sum", "--start", "16", "--recent", "32", "--budget", "64")
     # A busy machine needs more time to come beyond the pool.
     for seconds in ("6", "60"):
+        (tmp_path / "limits.csv").unlink(missing_ok=True)
         status, said, rows = await kvctl(tiny, tmp_path, "--mode", "gen_length", "--round-seconds", seconds, *policy)
         assert status == 0, said
         assert [row["ending"] for row in rows] == ["done"] * (len(rows) - 1) + ["time-out"]
@@ -81,10 +95,36 @@ async def test_the_most_prompts_at_once_are_found_by_bisecting(tiny: Stack, tmp_
 
 
 @pytest.mark.model
+async def test_what_others_cached_makes_room_and_a_dry_run_says_so(tiny: Stack, tmp_path: Path) -> None:
+    async with open_channel(tiny.scheduler) as channel:
+        stub: rpc.GenerationServiceAsyncStub = rpc.GenerationServiceStub(channel)
+        await generate(stub, pb.StreamGenerateRequest(token_ids=pb.TokenIds(token_ids=range(1, 65)), max_tokens=1))
+    assert await cached(tiny) == POOL // 2 // 16
+    status, said, rows = await kvctl(tiny, tmp_path, "--mode", "gen_throughput", "--dry-run")
+    assert (status, rows) == (0, [])
+    assert "would load the stack to its limits: others wait, and the cache loses up to 4 blocks" in said
+    assert await cached(tiny) == 4
+    assert (await kvctl(tiny, tmp_path, "--mode", "gen_throughput", "--output-tokens", "16"))[0] == 0
+    assert await cached(tiny) < 4
+
+
+async def test_a_file_with_something_in_it_is_not_written_over(tmp_path: Path) -> None:
+    target = tmp_path / "limits.csv"
+    target.write_text("mode\n")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "kvctl", "limits", "--mode", "gen_length", "--csv", str(target), "--yes", stderr=PIPE
+    )
+    _, err = await process.communicate()
+    assert process.returncode == 2
+    assert "--csv" in err.decode()
+    assert target.read_text() == "mode\n"
+
+
+@pytest.mark.model
 async def test_programs_get_all_rounds_in_one_answer(tiny: Stack) -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "kvctl", "limits", "--scheduler", tiny.scheduler, "--server", tiny.admin,
-        "--mode", "gen_length", "--prompt-tokens", str(PROMPT), "--csv", "/dev/null", "-o", "json",
+        "--mode", "gen_length", "--prompt-tokens", str(PROMPT), "--csv", "/dev/null", "--yes", "-o", "json",
         stdout=PIPE, stderr=PIPE,
     )  # fmt: skip
     out, err = await process.communicate()
@@ -100,7 +140,7 @@ async def test_ctrl_c_ends_it_and_keeps_the_rounds_so_far(tiny: Stack, tmp_path:
     target = tmp_path / "limits.csv"
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "kvctl", "limits", "--mode", "gen_length", "--scheduler", tiny.scheduler,
-        "--server", tiny.admin, "--prompt-tokens", str(PROMPT), "--csv", str(target),
+        "--server", tiny.admin, "--prompt-tokens", str(PROMPT), "--csv", str(target), "--yes",
         "--policy", "sliding_window", "--recent", "64", "--compacted", stdout=PIPE, stderr=PIPE,
         # Where the tests run in the background, a child would not hear of it.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
