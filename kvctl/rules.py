@@ -88,8 +88,12 @@ def set_rule(
         int | None, typer.Option(min=0, max=100, help="Drop blocks below it instead of moving them to a lower tier.")
     ] = None,
     dry_run: DryRun = False,
+    yes: Yes = False,
 ) -> None:
-    """Make a rule, or put another in the place of the one with this name; prompts name its beginning of prompts."""
+    """Make a rule, or put another in the place of the one with this name; prompts name its beginning of prompts.
+
+    Asks where a rule is replaced, all of it, and where one is made that all requests meet.
+    """
     match = pb.RuleMatch(salt=salt, tenant_id=tenant, adapter_id=adapter, start=start, end=end)
     match.prefix_token_ids.extend(prompt_of(session, tokens, file, text, chat) or [])
     action = pb.RuleAction(retention_priority=priority, no_store=no_store, offload_min_priority=offload_min_priority)
@@ -103,7 +107,7 @@ def set_rule(
         raise typer.BadParameter("takes the place of all that is said of the rule", param_hint="--rule-file")
     else:
         rule = _read(rule_file, name)
-    _set(session, rule, dry_run=dry_run)
+    _set(session, rule, dry_run=dry_run, yes=yes)
 
 
 def _read(file: Path, name: str) -> pb.RetentionRule:
@@ -118,21 +122,44 @@ def _read(file: Path, name: str) -> pb.RetentionRule:
     return rule
 
 
-def _set(session: Session, rule: pb.RetentionRule, *, dry_run: bool) -> None:
+def _set(session: Session, rule: pb.RetentionRule, *, dry_run: bool, yes: bool) -> None:
     admin = session.admin
-    answer: pb.CreateRetentionRuleResponse | pb.UpdateRetentionRuleResponse
     listed = admin.all_pages(admin.stub.ListRetentionRules, pb.ListRetentionRulesRequest(), "rules").rules
-    known = any(one.name == rule.name for one in listed)
-    if known:
-        answer = admin.call(
+    earlier = next((one for one in listed if one.name == rule.name), None)
+
+    def put(*, dry_run: bool) -> pb.CreateRetentionRuleResponse | pb.UpdateRetentionRuleResponse:
+        if earlier is None:
+            return admin.call(
+                admin.stub.CreateRetentionRule, pb.CreateRetentionRuleRequest(rule=rule, validate_only=dry_run)
+            )
+        return admin.call(
             admin.stub.UpdateRetentionRule, pb.UpdateRetentionRuleRequest(rule=rule, validate_only=dry_run)
         )
-    else:
-        answer = admin.call(
-            admin.stub.CreateRetentionRule, pb.CreateRetentionRuleRequest(rule=rule, validate_only=dry_run)
-        )
-    verb_form = ("would change" if known else "would make") if dry_run else ("changed" if known else "made")
-    session.show(answer, lambda _wide: f"{verb_form} rule {rule.name}: cached now: {blocks(answer.matching_blocks)}")
+
+    answer = put(dry_run=True)
+    if not dry_run:
+        if earlier is not None:
+            # What is replaced is what was asked about, not a change that came since.
+            rule.etag = rule.etag or earlier.etag
+            confirm(f"Change rule {rule.name} from {_said(earlier)} to {_said(rule)}?", yes=yes)
+        elif _is_for_all(rule.match):
+            confirm(f"Make rule {rule.name}, which all requests meet: {_said(rule)}?", yes=yes)
+        answer = put(dry_run=False)
+    done = ("would make" if dry_run else "made") if earlier is None else ("would change" if dry_run else "changed")
+    lines = [f"{done} rule {rule.name}: cached now: {blocks(answer.matching_blocks)}"]
+    if dry_run:
+        lines += [_said(rule)] if earlier is None else [f"from {_said(earlier)}", f"to {_said(rule)}"]
+    session.show(answer, lambda _wide: "\n".join(lines))
+
+
+def _said(rule: pb.RetentionRule) -> str:
+    return f"order {rule.order}, {_match(rule)}: {_action(rule)}"
+
+
+def _is_for_all(match: pb.RuleMatch) -> bool:
+    """Whether every request meets it; start and end only say which blocks of each."""
+    named = ("salt", "tenant_id", "adapter_id")
+    return not match.prefix_token_ids and not any(match.HasField(name) for name in named)
 
 
 @verb(app, "delete", "kvctl rules delete acme --yes")

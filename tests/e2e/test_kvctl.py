@@ -203,16 +203,19 @@ def test_rules_are_set_changed_and_deleted(own: Stack, kvctl: Kvctl, tmp_path: P
     made = kvctl.data(*rule)["rule"]
     assert made["action"] == {"retention_priority": 80, "retention_duration": "3600s", "no_store": False}
     assert "salt acme" in kvctl.text("rules", "list")
-    assert "would change rule acme" in kvctl.text("rules", "set", "acme", "--no-store", "--dry-run")
+    replace = ("rules", "set", "acme", "--no-store")
+    _, *both = kvctl.text(*replace, "--dry-run").splitlines()
+    assert both == ["from order 0, salt acme: priority 80, for 1h", "to order 0, all: no store"]
+    assert kvctl.run(*replace).status == 2
     assert kvctl.data("describe", "rule", "acme") == made
     file = tmp_path / "rule.yaml"
     file.write_text("order: 3\nmatch: {tenant_id: team}\naction: {pin_duration: 60s}\n")
-    assert "changed rule acme" in kvctl.text("rules", "set", "acme", "-f", file)
+    assert "changed rule acme" in kvctl.text("rules", "set", "acme", "-f", file, "--yes")
     [changed] = kvctl.data("rules", "list")["rules"]
     assert (changed["order"], changed["match"]["tenant_id"], changed["action"]["pin_duration"]) == (3, "team", "60s")
     # What was read belongs to an older state: somebody else's change is not lost.
     file.write_text(yaml.safe_dump(made))
-    assert kvctl.run("rules", "set", "acme", "-f", file).status == 4
+    assert kvctl.run("rules", "set", "acme", "-f", file, "--yes").status == 4
     assert "would delete rule acme" in kvctl.text("rules", "delete", "acme", "--dry-run")
     assert len(kvctl.data("rules", "list")["rules"]) == 1
     assert kvctl.data("rules", "delete", "acme", "--yes") == {"ended_leases": "0"}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.stack import Stack
-from tests.support.kvctl import VERBS, Kvctl, command, environment
+from tests.support.kvctl import VERBS, Done, Kvctl, command, environment
 
 PROMPT = ("--tokens", "1,2,3")
 # A line for every verb that calls a service.
@@ -38,13 +38,13 @@ LINES: dict[str, tuple[str, ...]] = {
     "top": ("--once",),
     "limits": ("--mode", "gen_length", "--csv", "/dev/null", "--yes"),
     "rules list": (),
-    "rules set": ("acme", "--no-store"),
+    "rules set": ("acme", "--no-store", "--yes"),
     "rules delete": ("acme", "--yes"),
     "quota list": (),
     "quota set": ("--salt", "x"),
     "quota delete": ("--salt", "x", "--yes"),
 }
-DESTRUCTIVE = ("unpin", "evict", "forget", "drain", "limits", "rules delete", "quota delete")
+DESTRUCTIVE = ("unpin", "evict", "forget", "drain", "limits", "rules set", "rules delete", "quota delete")
 NOWHERE = ("KVCTL_SERVER", "KVKEEP_SCHEDULER_ADDRESS", "KVKEEP_CACHEMGR_ADDRESS", "KVKEEP_EXECUTOR_ADDRESS")
 
 pytestmark = pytest.mark.model
@@ -144,7 +144,7 @@ def test_what_is_wrong_is_said_in_a_line_that_names_it(
 def test_what_destroys_wants_a_yes_and_can_be_tried(kvctl: Kvctl, name: str) -> None:
     options = {option for param in VERBS[name].params for option in param.opts}
     assert {"--dry-run", "--yes"} <= options
-    assert kvctl.run("rules", "set", "acme", "--no-store").status == 0
+    assert kvctl.run("rules", "set", "acme", "--salt", "a", "--priority", "80", "--yes").status == 0
     assert kvctl.run("quota", "set", "--salt", "x").status == 0
     before = kept(kvctl)
     line = [one for one in LINES[name] if one != "--yes"]
@@ -160,25 +160,47 @@ def test_what_destroys_wants_a_yes_and_can_be_tried(kvctl: Kvctl, name: str) -> 
     assert kvctl.run("quota", "delete", "--salt", "x", "--yes").status == 0
 
 
-@pytest.mark.parametrize(("answer", "status", "left"), [("n", 4, 1), ("y", 0, 0)])
-def test_a_terminal_is_asked(stack: Stack, kvctl: Kvctl, answer: str, status: int, left: int) -> None:
-    assert kvctl.run("rules", "set", "asked", "--no-store").status == 0
+def ask(stack: Stack, answer: str, *line: str) -> Done:
+    """Runs a command line at a terminal, where somebody answers."""
     controller, terminal = pty.openpty()
     with subprocess.Popen(
-        command("rules", "delete", "asked"), stdin=terminal, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env=environment(stack),
-    ) as process:  # fmt: skip
+        command(*line), stdin=terminal, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(stack)
+    ) as process:
         os.close(terminal)
         os.write(controller, f"{answer}\n".encode())
         out, err = process.communicate(timeout=60)
     os.close(controller)
-    assert process.returncode == status
-    assert b"Delete rule asked and end 0 leases?" in err
-    assert (b"deleted" in out) == (status == 0)
-    assert (b"not confirmed: nothing was changed" in err) == (status == 4)
+    return Done(process.returncode, out.decode(), err.decode())
+
+
+@pytest.mark.parametrize(("answer", "status", "left"), [("n", 4, 1), ("y", 0, 0)])
+def test_a_terminal_is_asked(stack: Stack, kvctl: Kvctl, answer: str, status: int, left: int) -> None:
+    assert kvctl.run("rules", "set", "asked", "--no-store", "--yes").status == 0
+    done = ask(stack, answer, "rules", "delete", "asked")
+    assert done.status == status
+    assert "Delete rule asked and end 0 leases?" in done.err
+    assert ("deleted" in done.out) == (status == 0)
+    assert ("not confirmed: nothing was changed" in done.err) == (status == 4)
     assert len(kvctl.data("rules", "list")["rules"]) == left
     if left:
         assert kvctl.run("rules", "delete", "asked", "--yes").status == 0
+
+
+def test_a_rule_for_all_and_one_that_takes_anothers_place_are_asked_about(stack: Stack, kvctl: Kvctl) -> None:
+    with contextlib.ExitStack() as undo:
+        undo.callback(kvctl.run, "rules", "delete", "asked", "--yes")
+        for line in (("--no-store",), ("--start", "16", "--priority", "80")):
+            done = ask(stack, "n", "rules", "set", "asked", *line)
+            assert done.status == 4
+            assert "Make rule asked, which all requests meet: order 0, " in done.err
+        assert kvctl.data("rules", "list")["rules"] == []
+        assert kvctl.run("rules", "set", "asked", "--salt", "a", "--priority", "80").status == 0
+        for answer, status, match in (("n", 4, {"salt": "a"}), ("y", 0, {"salt": "b"})):
+            done = ask(stack, answer, "rules", "set", "asked", "--salt", "b", "--priority", "70")
+            assert done.status == status
+            question = "Change rule asked from order 0, salt a: priority 80 to order 0, salt b: priority 70?"
+            assert question in " ".join(done.err.split())
+            assert kvctl.data("rules", "list")["rules"][0]["match"].items() >= match.items()
 
 
 def test_a_reader_that_goes_away_is_no_error(stack: Stack) -> None:
