@@ -76,6 +76,9 @@ class Remote(Generic[S]):
             else:
                 whole.ClearField("next_page_token")
                 whole.MergeFrom(page)
+            if limit:
+                # A page of leases ends with all of its last block.
+                del getattr(whole, items)[limit:]
             if not page.next_page_token or (limit and len(getattr(whole, items)) >= limit):
                 answer: R = whole
                 return answer

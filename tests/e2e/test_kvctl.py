@@ -193,6 +193,11 @@ def test_cached_blocks_are_retained(own: Stack, kvctl: Kvctl) -> None:
     assert "session/chat-9" in kvctl.text("leases", "--pool", POOL)
     assert kvctl.data(*retain, 60)["answers"][0]["num_blocks"] == 3
     assert {one["lease"]["retention_priority"] for one in kvctl.data("leases")["leases"]} == {60}
+    # A second lease of each block.
+    kvctl.text("retain", "--tokens", prompt, "--salt", "kept", "--session", "chat-10", "--priority", 70)
+    assert len(kvctl.data("leases")["leases"]) == 6
+    for limit in (1, 3):
+        assert len(kvctl.data("leases", "--limit", limit)["leases"]) == limit
     assert "missing" in kvctl.text("retain", "--tokens", prompt, "--priority", 80, status=4)
 
 
