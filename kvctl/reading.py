@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,11 @@ from protos.kvcache.v1 import kvcache_pb2 as pb
 
 # Over what hit rates are shown.
 WINDOW_SECONDS = 60
+
+
+def sees_all(pools: Iterable[pb.Pool]) -> bool:
+    """Whether the token, if any, is of all tenants: one of a single tenant gets pools without counts."""
+    return all(pool.used_blocks + pool.cached_blocks + pool.free_blocks for pool in pools)
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,8 @@ def read(session: Session, metrics: Mapping[str, str]) -> Reading:
     """Asks everybody. Raises CommandError when the cache manager does not answer; without others less is shown."""
     admin, trouble = session.admin, list[str]()
     pools = list(admin.all_pages(admin.stub.ListPools, pb.ListPoolsRequest(), "pools").pools)
-    window = Duration(seconds=WINDOW_SECONDS)
+    # What is known of a single tenant is known since the start only.
+    window = Duration(seconds=WINDOW_SECONDS) if sees_all(pools) else None
     stats = {
         pool.pool_id: admin.call(admin.stub.GetStats, pb.GetStatsRequest(pool_id=pool.pool_id, window=window))
         for pool in pools

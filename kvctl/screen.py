@@ -14,7 +14,7 @@ from rich.text import Text
 
 from kvctl.output import printable, share
 from kvctl.quota import account
-from kvctl.reading import WINDOW_SECONDS, Reading, rates
+from kvctl.reading import WINDOW_SECONDS, Reading, rates, sees_all
 from protos.kvcache.v1 import kvcache_pb2 as pb
 
 # Salts and quotas that are shown at most.
@@ -99,7 +99,8 @@ def _load(before: Reading, now: Reading) -> RenderableType:
 
 
 def _pools(before: Reading, now: Reading) -> RenderableType:
-    made = _table(("pool", "tier"), (f"hit {WINDOW_SECONDS}s", "used", "cached", "blocks", "lost/s", "up", "down"))
+    hit = f"hit {WINDOW_SECONDS}s" if sees_all(now.pools) else "hit"
+    made = _table(("pool", "tier"), (hit, "used", "cached", "blocks", "lost/s", "up", "down"))
     made.expand = True
     made.add_column(
         Text.assemble(("used", USED), " ", ("cached", CACHED), " ", ("empty", EMPTY)), ratio=1, no_wrap=True
@@ -109,6 +110,9 @@ def _pools(before: Reading, now: Reading) -> RenderableType:
         stats = now.stats[pool.pool_id]
         earlier = {tier.tier: _lost(tier) for tier in before.stats.get(pool.pool_id, stats).tiers}
         head = (printable(pool.pool_id), share(stats.tokens.hit_tokens, stats.tokens.queried_tokens))
+        if not stats.tiers:
+            # A tenant's operator.
+            made.add_row(head[0], "", head[1])
         for tier in stats.tiers:
             empty = tier.total_blocks - tier.used_blocks - tier.cached_blocks
             made.add_row(
