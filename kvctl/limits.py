@@ -3,7 +3,7 @@
 import asyncio
 import csv
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, TextIO
@@ -13,6 +13,7 @@ import typer
 
 from kvctl.options import DryRun, Yes
 from kvctl.output import Data, Format, blocks
+from kvctl.reading import sees_all
 from kvctl.searching import Checker, LimitsError, Round, Wish, best, double, double_and_bisect
 from kvctl.session import Session, confirm, verb
 from kvctl.status import CommandError, Status, command_error
@@ -20,12 +21,23 @@ from protos.generation.v1 import generation_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2
 from protos.rpc.channel import open_channel
 from protos.rpc.errors import RemoteError, from_rpc_error
+from protos.rpc.security import Security
 
 KINDS = {
     name.removeprefix("EVICTION_KIND_").lower(): name
     for name, number in pb.EvictionKind.items()
     if number > pb.EVICTION_KIND_NONE
 }
+
+CALLER_OPTION = "--caller-token-file"
+CallerToken = Annotated[
+    Path | None,
+    typer.Option(
+        CALLER_OPTION,
+        envvar="KVCTL_CALLER_TOKEN_FILE",
+        help="File with a caller's token, where tokens are asked for: operators and viewers may not generate.",
+    ),
+]
 
 app = typer.Typer()
 
@@ -60,6 +72,7 @@ def limits(
     scheduler_metrics: Annotated[str, typer.Option(envvar="KVKEEP_SCHEDULER_METRICS_ADDRESS")] = "",
     cachemgr_metrics: Annotated[str, typer.Option(envvar="KVKEEP_CACHEMGR_METRICS_ADDRESS")] = "",
     executor_metrics: Annotated[str, typer.Option(envvar="KVKEEP_EXECUTOR_METRICS_ADDRESS")] = "",
+    caller_token_file: CallerToken = None,
     dry_run: DryRun = False,
     yes: Yes = False,
 ) -> None:
@@ -74,7 +87,9 @@ def limits(
     found = {"scheduler": scheduler_metrics, "cachemgr": cachemgr_metrics, "executor": executor_metrics}
     how = policy_of(policy, sizes, during_prefill=during_prefill, compacted=compacted)
     wish = Wish(prompt_tokens, round_seconds, how)
-    task = _Task(session, mode, wish, output_tokens, {name: place for name, place in found.items() if place}, target)
+    caller = _caller(session.security, caller_token_file)
+    metrics = {name: place for name, place in found.items() if place}
+    task = _Task(session, caller, mode, wish, output_tokens, metrics, target)
     if target.is_file() and target.stat().st_size:
         raise typer.BadParameter(f"{target} is there already: name a new file", param_hint="--csv")
     lost = _cached_blocks(session)
@@ -87,12 +102,35 @@ def limits(
     task.run()
 
 
+def _caller(own: Security, token_file: Path | None) -> Security:
+    """How to call as one who generates. Raises typer.BadParameter."""
+    if token_file is None:
+        if own.token_file is None:
+            return own
+        raise typer.BadParameter(
+            "is needed beside KVKEEP_TOKEN_FILE: operators and viewers may not generate", param_hint=CALLER_OPTION
+        )
+    if own.token_file is None:
+        raise typer.BadParameter(
+            "needs KVKEEP_TOKEN_FILE beside it, with an operator's or a viewer's: callers may not see the pools",
+            param_hint=CALLER_OPTION,
+        )
+    made = replace(own, token_file=token_file)
+    try:
+        made.token()
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(str(error), param_hint=CALLER_OPTION) from None
+    return made
+
+
 def _cached_blocks(session: Session) -> int:
     """What a load may evict, over all tiers. Raises CommandError where there is nothing to load."""
     admin = session.admin
     pools = admin.all_pages(admin.stub.ListPools, kvcache_pb2.ListPoolsRequest(), "pools").pools
     if not pools:
         raise CommandError("no executor is registered", Status.REFUSED)
+    if not sees_all(pools):
+        raise CommandError("the token of KVKEEP_TOKEN_FILE is a tenant's: it does not see the pools", Status.REFUSED)
     return sum(pool.cached_blocks + sum(tier.cached_blocks for tier in pool.lower_tiers) for pool in pools)
 
 
@@ -116,9 +154,10 @@ def policy_of(
 
 @dataclass(frozen=True)
 class _Task:
-    """One search. metrics: address by process."""
+    """One search. caller: as whom to generate. metrics: address by process."""
 
     session: Session
+    caller: Security
     mode: Mode
     wish: Wish
     output_tokens: int
@@ -149,7 +188,7 @@ class _Task:
         writer = csv.DictWriter(file, list(self._row(Round(0))))
         session = self.session
         async with (
-            open_channel(session.scheduler.address, session.security) as scheduler,
+            open_channel(session.scheduler.address, self.caller) as scheduler,
             open_channel(session.admin.address, session.security) as admin,
         ):
             checker = Checker(scheduler, admin, self.wish, self.metrics, session.security, session.timeout)

@@ -34,9 +34,10 @@ class Ending(StrEnum):
     DONE = "done"
     TIMEOUT = "time-out"
     EXHAUSTED = "cache exhausted"
-    # Neither is for want of cache.
+    # None of these is for want of cache.
     MODEL = "longer than the model takes"
     BOUND = "as many requests as the scheduler runs at once"
+    TENANT = "as many requests as the caller's tenant may have"
 
 
 class LimitsError(Exception):
@@ -228,10 +229,15 @@ class Checker:
             made.ending = ending if made.ending is Ending.DONE else made.ending
 
     async def _ending(self, error: RemoteError, request: pb.StreamGenerateRequest) -> Ending | None:
+        """How an error ends a round; None where it says nothing about limits. Raises LimitsError."""
         if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return Ending.TIMEOUT
         if "SEQUENCE_TOO_LONG" in (error.reason, error.metadata.get("cause")) or error.reason == "QUEUE_FULL":
             return Ending.EXHAUSTED
+        if error.reason == "TENANT_BUSY":
+            return Ending.TENANT
+        if error.code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+            raise LimitsError(f"the caller's token: {error.message}")
         if "max_tokens" in error.fields:
             room = min(pool.total_blocks * pool.block_size for pool in await self._pools())
             bounded = self._wish.policy is None and len(request.token_ids.token_ids) + request.max_tokens > room
