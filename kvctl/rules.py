@@ -68,7 +68,9 @@ def set_rule(
     name: Name,
     rule_file: Annotated[
         Path | None,
-        typer.Option("--rule-file", "-f", dir_okay=False, exists=True, help="The rule as YAML or JSON."),
+        typer.Option(
+            "--rule-file", "-f", dir_okay=False, exists=True, help="The rule as YAML or JSON, or a listing with it."
+        ),
     ] = None,
     order: Annotated[int, typer.Option(help="Rules with a smaller number are asked first.")] = 0,
     salt: Annotated[str | None, typer.Option(help="Requests with this salt.")] = None,
@@ -112,8 +114,13 @@ def set_rule(
 
 def _read(file: Path, name: str) -> pb.RetentionRule:
     try:
-        rule: pb.RetentionRule = ParseDict(yaml.safe_load(file.read_text()), pb.RetentionRule())
-    except (OSError, ValueError, AttributeError, TypeError, yaml.YAMLError, ParseError) as error:
+        data = yaml.safe_load(file.read_text())
+        # One rule, or all of them as `kvctl rules list -o yaml` prints them.
+        found = [one for one in data["rules"] if one["name"] == name] if "rules" in data else [data]
+        if not found:
+            raise ValueError(f"{name!r} is not among its rules")
+        rule: pb.RetentionRule = ParseDict(found[0], pb.RetentionRule())
+    except (OSError, ValueError, AttributeError, LookupError, TypeError, yaml.YAMLError, ParseError) as error:
         said = " ".join(str(error).split())
         raise typer.BadParameter(f"{file}: is no rule: {said}", param_hint="--rule-file") from None
     if rule.name not in ("", name):

@@ -221,6 +221,13 @@ def test_rules_are_set_changed_and_deleted(own: Stack, kvctl: Kvctl, tmp_path: P
     # What was read belongs to an older state: somebody else's change is not lost.
     file.write_text(yaml.safe_dump(made))
     assert kvctl.run("rules", "set", "acme", "-f", file, "--yes").status == 4
+    # A listing has it, too.
+    file.write_text(kvctl.text("rules", "list", "-o", "yaml"))
+    kvctl.text("rules", "delete", "acme", "--yes")
+    assert "'other' is not among its rules" in kvctl.run("rules", "set", "other", "-f", file).err
+    assert "made rule acme" in kvctl.text("rules", "set", "acme", "-f", file)
+    [again] = kvctl.data("rules", "list")["rules"]
+    assert again == changed | {"etag": again["etag"]}
     assert "would delete rule acme" in kvctl.text("rules", "delete", "acme", "--dry-run")
     assert len(kvctl.data("rules", "list")["rules"]) == 1
     assert kvctl.data("rules", "delete", "acme", "--yes") == {"ended_leases": "0"}
