@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import ClassVar
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
+from cachemgr.redis_client import without_tls
 from protos.rpc.settings import MetricsAddress, ProcessSettings
 
 
@@ -47,3 +48,15 @@ class CachemgrSettings(ProcessSettings):
         None, description="New file that keeps every call, token ids too, for `python -m cachemgr replay FILE`."
     )
     drain_seconds: float = Field(10.0, ge=0, description="Time that running calls get when the process stops.")
+
+    @field_validator("redis_url")
+    @classmethod
+    def _check_redis_url(cls, url: str, info: ValidationInfo) -> str:
+        """What lies in Redis was asked by all tenants: it goes to other machines as what servers here answer does."""
+        # Absent when it is at fault itself.
+        if url and not info.data.get("insecure", True) and (address := without_tls(url)):
+            raise ValueError(
+                f"{address} is on another machine and would be reached without TLS: use a loopback address or a unix "
+                "socket, write rediss:// or rediss+cluster://, or allow it with KVKEEP_INSECURE=1"
+            )
+        return url

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-NAMES = ("scheduler", "cachemgr", "executor", "client")
+NAMES = ("scheduler", "cachemgr", "executor", "redis", "client")
 HOSTS = ("localhost", "127.0.0.1", "::1")
 # Clocks of other machines may be behind.
 EARLIER = timedelta(hours=1)

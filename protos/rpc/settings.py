@@ -88,7 +88,9 @@ class ProcessSettings(BaseSettings):
     process: ClassVar[str] = ""
 
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
-    insecure: bool = Field(False, description="Allow addresses that other machines can reach, without TLS.")
+    insecure: bool = Field(
+        False, description="Allow addresses that other machines can reach, and Redis on one, without TLS."
+    )
     scheduler_address: Address = Field("127.0.0.1:50051", description="Where the scheduler serves generation.")
     cachemgr_address: Address = Field("127.0.0.1:50052", description="Where the cache manager serves its data plane.")
     cachemgr_admin_address: Address = Field(

@@ -1,39 +1,18 @@
 """Images and compose files: the linter and docker-compose take them, and processes understand what they are told."""
 
-import json
 import re
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.stack import ROOT
-from tests.support.deployed import CLASSES, Secrets, shortest_stop, understood
+from tests.support.deployed import CLASSES, Secrets, composed, shortest_stop, tool, understood
 from tests.support.names import SETTINGS, settings_in
 
 FOLDER = ROOT / "ops/deploy"
 DOCKERFILE = FOLDER / "docker/Dockerfile"
-TOOLS = Path(sys.executable).parent
 OVERLAYS = ("plain", "gpu", "tls")
 SECRETS = Path("/run/secrets")
-
-
-def tool(name: str, *arguments: str | Path) -> str:
-    if not (TOOLS / name).exists():
-        pytest.skip(f"there is no {name} in this environment")
-    done = subprocess.run([TOOLS / name, *arguments], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def composed(overlay: str) -> dict[str, Any]:
-    """The whole configuration as docker-compose understands it."""
-    files = ["compose.yaml"] + ([f"compose.{overlay}.yaml"] if overlay != "plain" else [])
-    options = [option for file in files for option in ("--file", FOLDER / "compose" / file)]
-    result: dict[str, Any] = json.loads(tool("docker-compose", *options, "config", "--format", "json"))
-    return result
 
 
 def seconds(text: str) -> float:

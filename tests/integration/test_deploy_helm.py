@@ -1,7 +1,6 @@
 """The chart: Helm's own library takes it, Kubernetes' schemas what it renders, and processes what they are told."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,37 +10,22 @@ import pytest
 import yaml
 
 from tests.stack import ROOT
-from tests.support.deployed import CLASSES, Secrets, shortest_stop, understood
+from tests.support.deployed import CHART, CLASSES, Manifest, Secrets, pods, render, shortest_stop, understood
 from tests.support.names import SETTINGS, settings_in
 
-CHART = ROOT / "ops/deploy/helm/kvkeep"
 # The oldest that the chart says, and a late one.
 KUBERNETES = ("1.27", "1.37")
 VALUES: dict[str, dict[str, Any]] = {
     "as it is": {},
     "without TLS": {"tls": {"enabled": False}, "tokens": {"enabled": False}, "insecure": True},
     "GPUs": {"executor": {"replicas": 3, "gpus": 2, "diskCacheSize": "100Gi", "storage": {"size": "200Gi"}}},
-    "Redis elsewhere": {"redis": {"bundled": False, "url": "redis://elsewhere:6379/1"}},
+    "Redis elsewhere": {"redis": {"bundled": False, "url": "rediss://elsewhere:6379/1"}},
     "Redis with a password": {"redis": {"bundled": False, "urlSecret": "redis"}},
+    "Redis with a password of ours": {"redis": {"passwordSecret": "ours"}},
+    "Redis in the clear": {"redis": {"bundled": False, "url": "redis://elsewhere"}, "insecure": True},
     "slow to stop": {"cachemgr": {"drainSeconds": 100}, "scheduler": {"drainSeconds": 200}},
     "watched": {"monitoring": {"serviceMonitor": True, "prometheusRule": True, "dashboards": True}},
 }
-Manifest = dict[str, Any]
-
-
-def render(values: dict[str, Any]) -> list[Manifest]:
-    with helm.Chart.load(str(CHART)) as chart:
-        files = chart.render(values, name="demo", namespace="models")
-    texts = (text for name, text in files.items() if name.endswith(".yaml"))
-    return [manifest for text in texts for manifest in yaml.safe_load_all(text) if manifest]
-
-
-def pods(manifests: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
-    """Of each process that is started: which it is, and its pod."""
-    for manifest in manifests:
-        if manifest["kind"] in ("Deployment", "StatefulSet"):
-            template = manifest["spec"]["template"]
-            yield template["metadata"]["labels"]["app.kubernetes.io/component"], template["spec"]
 
 
 def named(manifests: list[Manifest], kind: str, name: str) -> Manifest:
@@ -81,7 +65,7 @@ def test_processes_understand_what_pods_tell_them(case: str, tmp_path: Path) -> 
         files = {"tls/ca.crt": "ca", "tls/tls.crt": "certificate", "tls/tls.key": "key", "tokens/tokens": "tokens"}
         Secrets(folder, {what: name for name, what in files.items()} | {"token": f"tokens/{process}.token"})
         environment = {
-            variable["name"]: variable.get("value", "redis://:secret@elsewhere").replace("/run/secrets", str(folder))
+            variable["name"]: variable.get("value", "rediss://:secret@elsewhere").replace("/run/secrets", str(folder))
             for variable in container["env"]
         }
         settings = understood(process, environment)

@@ -75,9 +75,10 @@ readinessProbe:
 
 {{- define "kvkeep.environment" -}}
 {{- $top := .top -}}
-{{- if not $top.Values.tls.enabled }}
+{{- if $top.Values.insecure }}
 - {name: KVKEEP_INSECURE, value: "1"}
-{{- else }}
+{{- end }}
+{{- if $top.Values.tls.enabled }}
 - {name: KVKEEP_TLS_CERT_FILE, value: /run/secrets/tls/tls.crt}
 - {name: KVKEEP_TLS_KEY_FILE, value: /run/secrets/tls/tls.key}
 - {name: KVKEEP_TLS_CA_FILE, value: /run/secrets/tls/ca.crt}
@@ -102,7 +103,7 @@ readinessProbe:
 {{- if .top.Values.tls.enabled }}
 - {name: tls, mountPath: /run/secrets/tls, readOnly: true}
 {{- end }}
-{{- if .top.Values.tokens.enabled }}
+{{- if and .top.Values.tokens.enabled (ne .part "redis") }}
 - {name: tokens, mountPath: /run/secrets/tokens, readOnly: true}
 {{- end }}
 {{- end -}}
@@ -116,7 +117,7 @@ readinessProbe:
     secretName: {{ index .top.Values.tls.secrets .part | default (printf "%s-tls" (include "kvkeep.fullname" .)) }}
     defaultMode: 0440
 {{- end }}
-{{- if .top.Values.tokens.enabled }}
+{{- if and .top.Values.tokens.enabled (ne .part "redis") }}
 - name: tokens
   secret:
     secretName: {{ .top.Values.tokens.secret | default (printf "%s-tokens" (include "kvkeep.name" .top)) }}
@@ -127,6 +128,20 @@ readinessProbe:
       - {key: {{ .part }}.token, path: {{ .part }}.token}
 {{- end }}
 {{- end }}
+{{- end -}}
+
+{{- define "kvkeep.redisSecret" -}}
+{{ .Values.redis.passwordSecret | default (include "kvkeep.fullname" (dict "top" . "part" "redis")) }}
+{{- end -}}
+
+{{- define "kvkeep.redisUrl" -}}
+{{- $place := printf ":$(REDIS_PASSWORD)@%s:6379/0" (include "kvkeep.fullname" (dict "top" . "part" "redis")) -}}
+{{- if .Values.tls.enabled -}}
+{{- $tls := "/run/secrets/tls" -}}
+rediss://{{ $place }}?ssl_ca_certs={{ $tls }}/ca.crt&ssl_certfile={{ $tls }}/tls.crt&ssl_keyfile={{ $tls }}/tls.key
+{{- else -}}
+redis://{{ $place }}
+{{- end -}}
 {{- end -}}
 
 {{- define "kvkeep.claim" -}}
