@@ -18,6 +18,11 @@ KUBERNETES = ("1.27", "1.37")
 VALUES: dict[str, dict[str, Any]] = {
     "as it is": {},
     "without TLS": {"tls": {"enabled": False}, "tokens": {"enabled": False}, "insecure": True},
+    "without tokens": {"tokens": {"enabled": False}, "insecure": True},
+    "callers with certificates": {
+        "tokens": {"enabled": False},
+        "scheduler": {"settings": {"KVKEEP_TLS_CLIENT_CA_FILE": "/run/secrets/tls/ca.crt"}},
+    },
     "GPUs": {"executor": {"replicas": 3, "gpus": 2, "diskCacheSize": "100Gi", "storage": {"size": "200Gi"}}},
     "Redis elsewhere": {"redis": {"bundled": False, "url": "rediss://elsewhere:6379/1"}},
     "Redis with a password": {"redis": {"bundled": False, "urlSecret": "redis"}},
@@ -70,6 +75,7 @@ def test_processes_understand_what_pods_tell_them(case: str, tmp_path: Path) -> 
         }
         settings = understood(process, environment)
         assert settings.security.serves_tls is (case != "without TLS")
+        assert settings.security.asks_callers or settings.insecure
         assert pod.get("terminationGracePeriodSeconds", 30) >= shortest_stop(settings)
         mounted = {mount["name"] for mount in container["volumeMounts"]}
         assert {volume["name"] for volume in pod["volumes"]} <= mounted
@@ -117,7 +123,9 @@ def test_watchers_get_the_alerts_and_dashboards_that_there_are() -> None:
 @pytest.mark.parametrize(
     ("values", "named_in_error"),
     [
-        ({"tls": {"enabled": False}}, "insecure"),
+        ({"tls": {"enabled": False}}, "tls.enabled=false .* insecure=true"),
+        ({"tokens": {"enabled": False}}, "tokens.enabled=false .* insecure=true"),
+        ({"redis": {"bundled": False, "url": "redis://elsewhere"}}, "redis.url .* insecure=true"),
         ({"redis": {"bundled": False}}, "redis"),
         ({"executor": {"replicas": 0}}, "replicas"),
         ({"executor": {"hostCacheSize": "8GB"}}, "hostCacheSize"),

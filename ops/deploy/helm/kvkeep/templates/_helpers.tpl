@@ -1,3 +1,19 @@
+{{/* What lets others in must be said; a schema could not tell why. */}}
+{{- define "kvkeep.check" -}}
+{{- if not .Values.insecure -}}
+{{- if not .Values.tls.enabled -}}
+{{- fail "tls.enabled=false lets whoever is in the cluster's network read along: allow it with insecure=true" -}}
+{{- end -}}
+{{- if not (or .Values.tokens.enabled .Values.scheduler.settings.KVKEEP_TLS_CLIENT_CA_FILE) -}}
+{{- fail (print "tokens.enabled=false lets whoever reaches the schedulers call them: allow it with insecure=true, or ask "
+  "for certificates, scheduler.settings.KVKEEP_TLS_CLIENT_CA_FILE=/run/secrets/tls/ca.crt") -}}
+{{- end -}}
+{{- if and (not .Values.redis.bundled) (regexMatch "^redis(\\+cluster)?:" .Values.redis.url) -}}
+{{- fail "redis.url leads to Redis without TLS: write rediss:// or rediss+cluster://, or allow it with insecure=true" -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "kvkeep.name" -}}
 {{- printf "%s-%s" .Release.Name (.Values.nameOverride | default "kvkeep") | trunc 40 | trimSuffix "-" -}}
 {{- end -}}
