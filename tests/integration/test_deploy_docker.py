@@ -29,6 +29,12 @@ def test_every_setting_is_one() -> None:
         assert settings_in(path.read_text()) <= SETTINGS, path
 
 
+def test_every_image_can_send_traces() -> None:
+    installed = [set(extras.split(",")) for extras in re.findall(r'"/src\[(.*)\]"', DOCKERFILE.read_text())]
+    assert {process for extras in installed for process in extras & set(CLASSES)} == set(CLASSES)
+    assert all("tracing" in extras for extras in installed)
+
+
 def test_what_images_are_built_of_is_sent_to_the_builder() -> None:
     sent = {line[1:] for line in (FOLDER / "docker/Dockerfile.dockerignore").read_text().splitlines() if line[0] == "!"}
     copied: set[str] = set()

@@ -29,6 +29,16 @@ VALUES: dict[str, dict[str, Any]] = {
     "Redis with a password of ours": {"redis": {"passwordSecret": "ours"}},
     "Redis in the clear": {"redis": {"bundled": False, "url": "redis://elsewhere"}, "insecure": True},
     "slow to stop": {"cachemgr": {"drainSeconds": 100}, "scheduler": {"drainSeconds": 200}},
+    "traced": {
+        process: {
+            "extraEnv": [
+                {"name": "OTEL_EXPORTER_OTLP_ENDPOINT", "value": "http://collector:4317"},
+                {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}},
+            ],
+            "envFrom": [{"secretRef": {"name": "more"}}],
+        }
+        for process in CLASSES
+    },
     "watched": {"monitoring": {"serviceMonitor": True, "prometheusRule": True, "dashboards": True}},
 }
 
@@ -82,6 +92,15 @@ def test_processes_understand_what_pods_tell_them(case: str, tmp_path: Path) -> 
     assert set(seen) == set(CLASSES)
 
 
+def test_processes_get_variables_that_are_no_settings() -> None:
+    given = VALUES["traced"]
+    found = {part: pod["containers"][0] for part, pod in pods(render(given)) if part != "redis"}
+    assert set(found) == set(CLASSES)
+    for process, container in found.items():
+        assert container["env"][-2:] == given[process]["extraEnv"]
+        assert container["envFrom"] == given[process]["envFrom"]
+
+
 def test_each_executor_has_a_scheduler_of_its_own() -> None:
     manifests = render(VALUES["GPUs"])
     assert named(manifests, "StatefulSet", "executor")["spec"]["replicas"] == 3
@@ -130,6 +149,8 @@ def test_watchers_get_the_alerts_and_dashboards_that_there_are() -> None:
         ({"executor": {"replicas": 0}}, "replicas"),
         ({"executor": {"hostCacheSize": "8GB"}}, "hostCacheSize"),
         ({"scheduler": {"settings": {"MAX_RUNNING": "8"}}}, "MAX_RUNNING"),
+        ({"scheduler": {"settings": {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://here"}}}, "OTEL_EXPORTER_OTLP_ENDPOINT"),
+        ({"executor": {"extraEnv": [{"value": "http://here"}]}}, "extraEnv"),
         ({"cachemanager": {}}, "cachemanager"),
     ],
 )

@@ -91,6 +91,7 @@ readinessProbe:
 
 {{- define "kvkeep.environment" -}}
 {{- $top := .top -}}
+{{- $part := index $top.Values .part -}}
 {{- if $top.Values.insecure }}
 - {name: KVKEEP_INSECURE, value: "1"}
 {{- end }}
@@ -109,8 +110,17 @@ readinessProbe:
 - {name: KVKEEP_TOKEN_FILE, value: /run/secrets/tokens/{{ .part }}.token}
 {{- end }}
 {{- end }}
-{{- range $name, $value := (index $top.Values .part).settings }}
+{{- range $name, $value := $part.settings }}
 - {name: {{ $name }}, value: {{ $value | quote }}}
+{{- end }}
+{{- range $part.extraEnv }}
+- {{ toJson . }}
+{{- end }}
+{{- end -}}
+
+{{- define "kvkeep.envFrom" -}}
+{{- with (index .top.Values .part).envFrom }}
+envFrom: {{ toJson . }}
 {{- end }}
 {{- end -}}
 
