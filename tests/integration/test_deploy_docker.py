@@ -1,12 +1,13 @@
 """Images and compose files: the linter and docker-compose take them, and processes understand what they are told."""
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.stack import ROOT
-from tests.support.deployed import CLASSES, Secrets, composed, shortest_stop, tool, understood
+from tests.support.deployed import CLASSES, COMPOSE, Secrets, composed, shortest_stop, tool, understood
 from tests.support.names import SETTINGS, settings_in
 
 FOLDER = ROOT / "ops/deploy"
@@ -64,6 +65,29 @@ def test_processes_understand_what_compose_tells_them(overlay: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_setting_may_stand_in_the_file_beside_compose(overlay: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(COMPOSE, tmp_path / "compose")
+    given = {
+        "KVKEEP_LOG_LEVEL": "debug",
+        "KVKEEP_CACHEMGR_PIN_BUDGET": "0.25",
+        "KVKEEP_SCHEDULER_MAX_RUNNING": "8",
+        "KVKEEP_EXECUTOR_MODEL": "owner/name",
+        "KVKEEP_EXECUTOR_BLOCK_SIZE": "32",
+        "OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4317",
+        "HF_TOKEN": "hf_secret",
+        # What compose.yaml itself must decide.
+        "KVKEEP_SCHEDULER_ADDRESS": "127.0.0.1:1",
+    }
+    (folder / ".env").write_text("".join(f"{name}={value}\n" for name, value in given.items()))
+    services = composed(overlay, folder)["services"]
+    address = given.pop("KVKEEP_SCHEDULER_ADDRESS")
+    for process in CLASSES:
+        assert given.items() <= services[process]["environment"].items()
+    assert services["scheduler"]["environment"]["KVKEEP_SCHEDULER_ADDRESS"] != address
+    assert not given.keys() & services["redis"].get("environment", {}).keys()
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
 def test_only_the_scheduler_is_open_to_other_machines(overlay: str) -> None:
     whole = composed(overlay)
     opened = {
@@ -74,7 +98,7 @@ def test_only_the_scheduler_is_open_to_other_machines(overlay: str) -> None:
     }
     assert opened == ({("scheduler", 8000), ("scheduler", 50051)} if overlay == "tls" else set())
     assert whole["networks"]["inside"]["internal"] is True
-    for name in ("redis", "cachemgr", "prometheus"):
+    for name in ("redis", "prometheus"):
         assert list(whole["services"][name]["networks"]) == ["inside"]
 
 
