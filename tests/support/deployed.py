@@ -64,13 +64,13 @@ def pods(manifests: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
 class Secrets:
     """Certificates and tokens under the names that a deployment gives them, in a folder in the place of its own."""
 
-    def __init__(self, folder: Path, names: Mapping[str, str]) -> None:
-        """names: of each file that a process is given, by what it is: ca, certificate, key, token, tokens."""
+    def __init__(self, folder: Path, names: Mapping[str, str], role: Role = Role.SCHEDULER) -> None:
+        """names: of each file that a process is given, by what it is: ca, certificate, key, token of a role, tokens."""
         self.folder = folder
         trusted, _ = (ca := certs.authority()).write(folder / "made", "ca")
         certificate, key = certs.certificate(ca, "process").write(folder / "made", "process")
         keyring = Keyring(folder / "made", Security())
-        token = keyring.add(Role.SCHEDULER).token_file
+        token = keyring.add(role).token_file
         assert token is not None
         files = {"ca": trusted, "certificate": certificate, "key": key, "token": token, "tokens": keyring.file}
         for what, name in names.items():

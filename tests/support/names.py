@@ -22,6 +22,12 @@ def settings_in(text: str) -> set[str]:
     return set(re.findall(r"\bKVKEEP_[A-Z_]+[A-Z]\b", text))
 
 
+def unknown_settings(text: str) -> set[str]:
+    """Names of variables of ours in a text that are no setting, nor a shared one for one process."""
+    own = re.compile(r"^KVKEEP_(SCHEDULER|CACHEMGR|EXECUTOR)_")
+    return {name for name in settings_in(text) - SETTINGS if own.sub("KVKEEP_", name) not in SETTINGS}
+
+
 def metrics_in(text: str) -> set[str]:
     """Names of metrics of ours in a text."""
     return set(re.findall(r"\bkvkeep_\w+", text))

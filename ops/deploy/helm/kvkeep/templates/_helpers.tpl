@@ -89,6 +89,11 @@ readinessProbe:
   timeoutSeconds: 5
 {{- end -}}
 
+{{/* Whose token a pod shows. The cache manager calls nobody; kvctl is beside it. */}}
+{{- define "kvkeep.role" -}}
+{{ ternary "operator" .part (eq .part "cachemgr") }}
+{{- end -}}
+
 {{- define "kvkeep.environment" -}}
 {{- $top := .top -}}
 {{- $part := index $top.Values .part -}}
@@ -106,9 +111,7 @@ readinessProbe:
 {{- end }}
 {{- if $top.Values.tokens.enabled }}
 - {name: KVKEEP_TOKENS_FILE, value: /run/secrets/tokens/tokens}
-{{- if ne .part "cachemgr" }}
-- {name: KVKEEP_TOKEN_FILE, value: /run/secrets/tokens/{{ .part }}.token}
-{{- end }}
+- {name: KVKEEP_TOKEN_FILE, value: /run/secrets/tokens/{{ include "kvkeep.role" . }}.token}
 {{- end }}
 {{- range $name, $value := $part.settings }}
 - {name: {{ $name }}, value: {{ $value | quote }}}
@@ -150,9 +153,7 @@ envFrom: {{ toJson . }}
     defaultMode: 0440
     items:
       - {key: tokens, path: tokens}
-{{- if ne .part "cachemgr" }}
-      - {key: {{ .part }}.token, path: {{ .part }}.token}
-{{- end }}
+      - {key: {{ include "kvkeep.role" . }}.token, path: {{ include "kvkeep.role" . }}.token}
 {{- end }}
 {{- end -}}
 
