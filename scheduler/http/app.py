@@ -17,6 +17,7 @@ from scheduler.errors import NotReadyError
 from scheduler.http import errors, responses, translate
 from scheduler.http.entry import Entry
 from scheduler.http.formats import ChatFormat, CompletionFormat
+from scheduler.http.front import Api
 from scheduler.http.generating import Generating
 from scheduler.http.identity import Caller, may_call
 from scheduler.http.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -43,7 +44,7 @@ def create_app(
 ) -> FastAPI:
     """guard: who may do what; without one everybody may everything."""
     # Pages with documentation would load scripts from elsewhere.
-    app = FastAPI(title="kvkeep", version=_version(), docs_url=None, redoc_url=None, responses=ERRORS)
+    app = Api(title="kvkeep", version=_version(), docs_url=None, redoc_url=None, responses=ERRORS)
     app.add_middleware(Entry, max_body_bytes=BODY_FACTOR * max_prompt_bytes + BODY_BYTES)
     _add_handlers(app)
 

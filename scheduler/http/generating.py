@@ -12,6 +12,7 @@ from protos.generation.v1 import generation_pb2 as pb
 from protos.rpc.errors import ServiceError
 from scheduler.http.errors import from_service
 from scheduler.http.formats import Format, Sample
+from scheduler.http.front import FAILED
 from scheduler.http.identity import Caller
 from scheduler.http.translate import Names
 from scheduler.service import GenerationService
@@ -43,7 +44,7 @@ class Generating(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises ApiError as long as nothing was sent."""
-        work = self._send_events(send) if self._stream else self._send_whole(scope, receive, send)
+        work = self._send_events(scope, send) if self._stream else self._send_whole(scope, receive, send)
         await _while_connected(receive, work)
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -59,7 +60,7 @@ class Generating(Response):
             raise from_service(error, self._names) from error
         await JSONResponse(self._format.whole(samples))(scope, receive, send)
 
-    async def _send_events(self, send: Send) -> None:
+    async def _send_events(self, scope: Scope, send: Send) -> None:
         """The first output decides about the status: what goes wrong later is an event."""
         events = _Events(send, self._format)
         try:
@@ -69,6 +70,7 @@ class Generating(Response):
             refusal = from_service(error, self._names)
             if not events.begun:
                 raise refusal from error
+            scope[FAILED] = refusal.status
             await events.send(refusal.body)
         else:
             if self._format.include_usage:

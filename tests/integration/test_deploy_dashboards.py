@@ -1,6 +1,8 @@
 """The dashboards: Grafana's own model of them knows all their fields, and every panel has data on a real stack."""
 
 import asyncio
+import contextlib
+import http.client
 import json
 import math
 import random
@@ -84,12 +86,16 @@ def test_every_metric_is_one(board: str) -> None:
 async def test_every_panel_has_data_on_a_real_stack(tmp_path: Path) -> None:
     jobs = {job: free_address() for job in ("scheduler", "cachemgr", "executor")}
     settings: dict[str, object] = {f"{job}_metrics_address": address for job, address in jobs.items()}
+    settings |= {"scheduler_http_address": free_address()}
     settings |= {f"executor_{tier}_cache_dir": tmp_path / tier for tier in ("host", "disk")}
     # Little room on the device, some in host memory, more on disk.
     settings |= {"executor_max_tokens": 256}
     settings |= {"executor_host_cache_size": 16 * BLOCK_BYTES, "executor_disk_cache_size": 128 * BLOCK_BYTES}
     with Stack(**settings) as stack, Prometheus(tmp_path, jobs, ALERTS) as server:
+        # Before and after: a rate of what was there the first time already.
+        assert await asyncio.to_thread(answers_by_http, stack.http) == [200, 400, 404]
         await make_things_happen(stack.scheduler, tmp_path / "host")
+        assert await asyncio.to_thread(answers_by_http, stack.http) == [200, 400, 404]
         wanted = [(board, *query) for board in BOARDS for query in queries(board)]
         assert len(wanted) > 60
         deadline = time.monotonic() + SHOWN_SECONDS
@@ -118,3 +124,14 @@ async def make_things_happen(scheduler: str, host_dir: Path) -> None:
     await generate_all(scheduler, [greedy_request(prompts[0][:64], 8, eviction_policy=policy)], concurrency=1)
     with pytest.raises(grpc.RpcError):
         await generate_all(scheduler, [pb.StreamGenerateRequest(max_tokens=1)], concurrency=1)
+
+
+def answers_by_http(address: str) -> list[int]:
+    """The statuses of requests of which some fail."""
+    statuses = []
+    for body in ({}, {"temperature": -1}, {"model": "another"}):
+        with contextlib.closing(http.client.HTTPConnection(address, timeout=60)) as connection:
+            asked = json.dumps({"prompt": "x", "max_tokens": 2} | body)
+            connection.request("POST", "/v1/completions", asked, {"Content-Type": "application/json"})
+            statuses.append(connection.getresponse().status)
+    return statuses
