@@ -30,6 +30,7 @@ from scheduler.loop import StepLoop
 from scheduler.mailbox import Mailbox, Report, Stop
 from scheduler.metrics import RequestMetrics, StepTimes
 from scheduler.pace import Pace
+from scheduler.request_log import AccessLog
 from scheduler.service import GenerationService
 from scheduler.settings import SchedulerSettings
 from scheduler.tokenizer import Model
@@ -50,13 +51,13 @@ class Scheduler:
     def __init__(self, settings: SchedulerSettings, registry: CollectorRegistry = REGISTRY) -> None:
         """Raises OSError where the access log cannot be opened."""
         self._access_log = None if settings.access_log is None else FileLog("scheduler", settings.access_log)
-        self.service = GenerationService(self._access_log.log if self._access_log else log)
+        self._metrics = RequestMetrics(registry)
+        self.service = GenerationService(AccessLog(self._metrics, self._access_log and self._access_log.log))
         self.admin = SchedulerAdminService()
         self.failed = asyncio.Event()
         self.times = StepTimes(registry)
         self._settings = settings
         self._registry = registry
-        self._metrics = RequestMetrics(registry)
         self._mailbox = Mailbox()
         self._engine: Engine | None = None
         self._cache: CacheClient | None = None

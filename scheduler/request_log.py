@@ -7,21 +7,84 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
+
+import structlog
 
 from protos.generation.v1 import generation_pb2 as pb
 from protos.rpc import tracing
 from protos.rpc.errors import ServiceError, UnexpectedError
+from protos.rpc.identity import current
 from protos.rpc.logs import short_hash
 from scheduler.engine import Engine
 from scheduler.generation import Stream
+from scheduler.metrics import RequestMetrics
 
-_ABORTED = "CANCELLED"
+# The caller left, or its deadline passed.
+ABORTED = "CANCELLED"
 _REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 
 
+class Line:
+    """What the access log is going to say of what is being served.
+
+    generating: output is asked for. is_quiet: nothing is said of it.
+    """
+
+    def __init__(self, peer: str, *, generating: bool) -> None:
+        """peer: where it comes from."""
+        self.generating = generating
+        self.is_quiet = False
+        self.started = time.monotonic()
+        self.fields: dict[str, Any] = {"peer": peer}
+
+
+_line: ContextVar[Line | None] = ContextVar("line", default=None)
+
+
+def note(**fields: Any) -> None:
+    """Adds to the line about what is being served, where there is going to be one."""
+    if (line := _line.get()) is not None:
+        line.fields |= fields
+
+
+class AccessLog:
+    """Gets a line for every request when it has ended, whatever became of it. One that is refused is counted, too."""
+
+    def __init__(self, metrics: RequestMetrics, log: Any = None) -> None:
+        """log: a logger of structlog's; the usual one where none is given."""
+        self._metrics = metrics
+        self._log = log or structlog.get_logger()
+
+    @contextlib.contextmanager
+    def telling(self, peer: str, *, generating: bool = False) -> Iterator[Line]:
+        """Around all that is done for a request. Until its task ends, `note` is about this one."""
+        line = Line(peer, generating=generating)
+        _line.set(line)
+        try:
+            yield line
+        except BaseException as error:
+            line.fields.setdefault("error", _reason(error))
+            raise
+        finally:
+            self._write(line)
+
+    def _write(self, line: Line) -> None:
+        fields = line.fields
+        is_refused = "error" in fields and "finish_reason" not in fields
+        if is_refused and line.generating:
+            self._metrics.refused.labels(fields["error"]).inc()
+        if line.is_quiet:
+            return
+        identity = current()
+        who = {"who": "", "tenant": ""} if identity is None else {"who": identity.name, "tenant": identity.tenant}
+        seconds = round(time.monotonic() - line.started, 4)
+        self._log.info("request refused" if is_refused else "request ended", **who | fields, seconds=seconds)
+
+
 class Watched:
-    """A request from its arrival to its end. Whoever takes it sets `stream`."""
+    """A request for output from its arrival to its end. Whoever takes it sets `stream`."""
 
     def __init__(self, message: pb.StreamGenerateRequest, engine: Engine) -> None:
         self.stream: Stream | None = None
@@ -30,15 +93,11 @@ class Watched:
         self._operation = "chat" if message.WhichOneof("input") == "chat" else "text_completion"
         self._span = tracing.begin(f"{self._operation} {engine.model.name}")
 
-    def end(self, error: str, access_log: Any) -> None:
+    def end(self, error: str) -> None:
         """Tells of it. error: why its answer broke off, empty when it did not."""
-        if self.stream is None:
-            self._engine.metrics.refused.labels(error).inc()
-            event = "request refused"
-            fields: dict[str, Any] = {"generation": self._message.request_id[:128]}
-            attributes: dict[str, tracing.Attribute] = {}
-        else:
-            event = "request ended"
+        fields: dict[str, Any] = {"generation": self._message.request_id[:128]}
+        attributes: dict[str, tracing.Attribute] = {}
+        if self.stream is not None:
             fields = self._taken(self.stream, error)
             attributes = _usage(fields)
             # All that it was to have may have come before its caller left.
@@ -47,7 +106,10 @@ class Watched:
             self._span.end(self._asked() | attributes, error=error)
         if error:
             fields["error"] = error
-        access_log.info(event, **fields)
+        # Work by HTTP is done in a task of its own, and the line is written outside of it.
+        if trace_id := structlog.contextvars.get_contextvars().get("trace_id"):
+            fields["trace_id"] = trace_id
+        note(**fields)
 
     def _taken(self, stream: Stream, error: str) -> dict[str, Any]:
         generations, request = stream.generations, stream.generations[0].request
@@ -66,7 +128,6 @@ class Watched:
             "cached_tokens": sum(one.cached_tokens for one in generations),
             "output_tokens": sum(one.output_tokens for one in generations),
             "preemptions": sum(one.preemptions for one in generations),
-            "seconds": round(seconds, 4),
         }
         times = {"queue_seconds": generations[0].started_at, "first_token_seconds": generations[0].first_token_at}
         fields |= {name: round(at - request.arrived_at, 4) for name, at in times.items() if at is not None}
@@ -113,25 +174,25 @@ def _finish_reason(stream: Stream, error: str) -> str:
     """Of samples that ended differently, that of those which were cut off."""
     reasons = {generation.finish_reason for generation in stream.generations}
     if pb.FINISH_REASON_UNSPECIFIED in reasons:
-        return "abort" if error == _ABORTED else "error"
+        return "abort" if error == ABORTED else "error"
     return _REASONS[max(reasons)]
 
 
+def _reason(error: BaseException) -> str:
+    """Why an answer broke off."""
+    if isinstance(error, ServiceError):
+        return error.reason
+    return ABORTED if isinstance(error, asyncio.CancelledError | GeneratorExit) else UnexpectedError.reason
+
+
 @contextlib.contextmanager
-def watched(message: pb.StreamGenerateRequest, engine: Engine, access_log: Any) -> Iterator[Watched]:
-    """Tells of a request when the block is left, however it is. access_log: a logger of structlog's."""
+def watched(message: pb.StreamGenerateRequest, engine: Engine) -> Iterator[Watched]:
+    """Tells of a request when the block is left, however it is."""
     request, error = Watched(message, engine), ""
     try:
         yield request
-    except ServiceError as failure:
-        error = failure.reason
-        raise
-    except (asyncio.CancelledError, GeneratorExit):
-        # The caller left, or its deadline passed.
-        error = _ABORTED
-        raise
-    except Exception:
-        error = UnexpectedError.reason
+    except BaseException as failure:
+        error = _reason(failure)
         raise
     finally:
-        request.end(error, access_log)
+        request.end(error)

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeAlias
 
 import grpc
-import structlog
+from prometheus_client import CollectorRegistry
 
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
@@ -14,13 +14,12 @@ from scheduler.engine import Engine
 from scheduler.errors import DeadlineError, NotReadyError
 from scheduler.generation import Chunk, Generation
 from scheduler.intake import Intake
-from scheduler.request_log import watched
+from scheduler.metrics import RequestMetrics
+from scheduler.request_log import AccessLog, watched
 from scheduler.tenancy import bind
 from scheduler.tokenizer import Model
 
 SERVICE = "generation.v1.GenerationService"
-
-log = structlog.get_logger()
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -28,9 +27,9 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 class GenerationService(rpc.GenerationServiceServicer):
     """Served from the start; until `attach` every call is answered with UNAVAILABLE."""
 
-    def __init__(self, access_log: Any = log) -> None:
-        """access_log: a logger of structlog's that gets a line per request."""
-        self._access_log = access_log
+    def __init__(self, access_log: AccessLog | None = None) -> None:
+        """access_log: without one, refusals are counted for nobody."""
+        self.access_log = access_log or AccessLog(RequestMetrics(CollectorRegistry()))
         self._engine: Engine | None = None
         self._intake: Intake | None = None
 
@@ -46,18 +45,19 @@ class GenerationService(rpc.GenerationServiceServicer):
         self, request: pb.StreamGenerateRequest, context: Context
     ) -> None:
         """Writes to the context instead of yielding: cancellation then always arrives inside this function."""
-        try:
-            async with asyncio.timeout(context.time_remaining()):
-                await self.generate(request, context.write)
-        except TimeoutError:
-            raise DeadlineError("the call's deadline passed before the output ended") from None
+        with self.access_log.telling(context.peer(), generating=True):
+            try:
+                async with asyncio.timeout(context.time_remaining()):
+                    await self.generate(request, context.write)
+            except TimeoutError:
+                raise DeadlineError("the call's deadline passed before the output ended") from None
 
     async def generate(
         self, request: pb.StreamGenerateRequest, write: Callable[[pb.StreamGenerateResponse], Awaitable[object]]
     ) -> None:
         """Runs a request, whatever protocol it came by; cancelling this frees everything that it held."""
         engine, intake = self._ready()
-        with watched(request, engine, self._access_log) as watch:
+        with watched(request, engine) as watch:
             tenant = bind(current(), request.cache)
             with engine.arriving(request.request_id, tenant):
                 samples = await intake.accept(request)
@@ -94,12 +94,14 @@ class GenerationService(rpc.GenerationServiceServicer):
         return self._engine is not None and not self._engine.is_draining
 
     async def TokenizePrompt(  # noqa: N802
-        self, request: pb.TokenizePromptRequest, _context: Context
+        self, request: pb.TokenizePromptRequest, context: Context
     ) -> pb.TokenizePromptResponse:
         """What a prompt is to the model."""
         text = request.text if request.WhichOneof("input") == "text" else None
         chat = request.chat if request.WhichOneof("input") == "chat" else None
-        return pb.TokenizePromptResponse(token_ids=await self.tokenize(pb.StreamGenerateRequest(text=text, chat=chat)))
+        with self.access_log.telling(context.peer()):
+            token_ids = await self.tokenize(pb.StreamGenerateRequest(text=text, chat=chat))
+        return pb.TokenizePromptResponse(token_ids=token_ids)
 
     async def GetModel(  # noqa: N802
         self, _request: pb.GetModelRequest, _context: Context

@@ -21,6 +21,7 @@ from scheduler.http.front import Api
 from scheduler.http.generating import Generating
 from scheduler.http.identity import Caller, may_call
 from scheduler.http.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from scheduler.request_log import note
 from scheduler.service import GenerationService
 
 # JSON that is nothing but escapes has so many bytes for one of its text; other fields come on top.
@@ -44,7 +45,7 @@ def create_app(
 ) -> FastAPI:
     """guard: who may do what; without one everybody may everything."""
     # Pages with documentation would load scripts from elsewhere.
-    app = Api(title="kvkeep", version=_version(), docs_url=None, redoc_url=None, responses=ERRORS)
+    app = Api(service.access_log, title="kvkeep", version=_version(), docs_url=None, redoc_url=None, responses=ERRORS)
     app.add_middleware(Entry, max_body_bytes=BODY_FACTOR * max_prompt_bytes + BODY_BYTES)
     _add_handlers(app)
 
@@ -153,20 +154,24 @@ def _includes_usage(request: ChatCompletionRequest | CompletionRequest) -> bool:
 def _add_handlers(app: FastAPI) -> None:
     """Whatever is raised becomes an error in OpenAI's shape here."""
 
+    def answer(error: errors.ApiError) -> JSONResponse:
+        note(error=error.reason)
+        return error.response()
+
     async def api(_request: Request, error: Any) -> JSONResponse:
-        return error.response()  # type: ignore[no-any-return]
+        return answer(error)
 
     async def service(_request: Request, error: Any) -> JSONResponse:
-        return errors.from_service(error, translate.NAMES).response()
+        return answer(errors.from_service(error, translate.NAMES))
 
     async def validation(_request: Request, error: Any) -> JSONResponse:
-        return errors.from_validation(error).response()
+        return answer(errors.from_validation(error))
 
     async def http(_request: Request, error: Any) -> JSONResponse:
-        return errors.from_http(error).response()
+        return answer(errors.from_http(error))
 
     async def unexpected(_request: Request, _error: Exception) -> JSONResponse:
-        return errors.unexpected().response()
+        return answer(errors.unexpected())
 
     app.add_exception_handler(errors.ApiError, api)
     app.add_exception_handler(ServiceError, service)

@@ -66,6 +66,11 @@ class ApiError(Exception):
         kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
         self.body: ErrorAnswer = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
+    @property
+    def reason(self) -> str:
+        """As the access log and the metrics have it."""
+        return (self.body["error"]["code"] or "").upper()
+
     def response(self) -> JSONResponse:
         """The answer."""
         return JSONResponse(self.body, self.status, self.headers)

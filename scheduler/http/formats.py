@@ -1,6 +1,5 @@
 """The two ways in which output is told: as messages of a conversation, and as text that goes on."""
 
-import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,6 +7,7 @@ from typing import Any, ClassVar
 
 from protos.generation.v1 import generation_pb2 as pb
 from scheduler.http import responses
+from scheduler.http.front import drawn_name
 from scheduler.tokenizer import Model
 
 
@@ -41,11 +41,11 @@ class Format(ABC):
     chunk_object: ClassVar[str]
 
     def __init__(self, model: Model, request_id: str, *, logprobs: bool, include_usage: bool) -> None:
-        """include_usage: whether a stream ends with an event that has it."""
+        """request_id: empty for one that is drawn. include_usage: whether a stream ends with an event that has it."""
         self.include_usage = include_usage
         self._model = model
         self._logprobs = logprobs
-        self._id = f"{self.prefix}{request_id or secrets.token_hex(12)}"
+        self.id = request_id or f"{self.prefix}{drawn_name()}"
         self._created = responses.now()
 
     @abstractmethod
@@ -88,7 +88,7 @@ class Format(ABC):
 
     def _answer(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
-            "id": self._id,
+            "id": self.id,
             "object": kind,
             "created": self._created,
             "model": self._model.name,

@@ -33,7 +33,8 @@ class Generating(Response):
         *,
         stream: bool,
     ) -> None:
-        """names: what the message's fields are called in errors."""
+        """The request gets the name of its answer. names: what the message's fields are called in errors."""
+        message.request_id = form.id
         self._service = service
         self._caller = caller
         self._message = message

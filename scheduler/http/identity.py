@@ -25,8 +25,9 @@ class Caller:
         self._identity: Identity | None = None
         with self._telling():
             self._identity = guard.identify(authorization)
+            # Also of one that may not: the access log tells who it was.
+            assume(self._identity)
             guard.allow(self._identity, method)
-        assume(self._identity)
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:

@@ -41,7 +41,7 @@ class Observed:
     def lines(self, request_id: str) -> list[dict[str, object]]:
         """What the access log says of a request."""
         lines = map(json.loads, self.access_log.read_text().splitlines())
-        return [line for line in lines if line["generation"] == request_id]
+        return [line for line in lines if line.get("generation") == request_id]
 
     async def lines_soon(self, request_id: str) -> list[dict[str, object]]:
         """The same as soon as there is something: a thread writes it."""
@@ -132,7 +132,8 @@ async def test_a_request_by_http_is_traced_and_logged_alike(observed: Observed) 
         {"content-type": "application/json", "traceparent": traceparent},
     )
     with await asyncio.to_thread(urllib.request.urlopen, call, timeout=60) as answered:
-        usage = json.load(answered)["usage"]
+        told = json.load(answered)
+    usage = told["usage"]
     spans = observed.receiver.wait_for(lambda found: len(found) >= 3, trace_id)
     assert sorted(name for name, _ in spans) == sorted(SERVICES)
     mine = dict(spans)["kvkeep-scheduler"]
@@ -141,8 +142,22 @@ async def test_a_request_by_http_is_traced_and_logged_alike(observed: Observed) 
     said = attributes(mine)
     assert said["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
     assert said["gen_ai.usage.cache_read.input_tokens"] == usage["prompt_tokens_details"]["cached_tokens"]
-    [line] = await observed.lines_soon(str(said["gen_ai.response.id"]))
+    assert said["gen_ai.response.id"] == told["id"]
+    [line] = await observed.lines_soon(told["id"])
     assert (line["method"], line["trace_id"]) == ("POST /v1/chat/completions", trace_id)
+
+
+async def test_a_request_by_http_whose_trace_begins_here_has_its_id_in_the_line(observed: Observed) -> None:
+    call = urllib.request.Request(
+        f"http://{observed.stack.http}/v1/completions",
+        json.dumps({"prompt": PROMPT, "max_tokens": 1, "request_id": "begun"}).encode(),
+        {"content-type": "application/json"},
+    )
+    with await asyncio.to_thread(urllib.request.urlopen, call, timeout=60) as answered:
+        assert json.load(answered)["id"] == "begun"
+    [line] = await observed.lines_soon("begun")
+    spans = observed.receiver.wait_for(lambda found: len(found) >= 3, str(line["trace_id"]))
+    assert attributes(dict(spans)["kvkeep-scheduler"])["gen_ai.response.id"] == "begun"
 
 
 async def test_requests_that_are_admitted_and_run_together_keep_their_traces(observed: Observed) -> None:

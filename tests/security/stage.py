@@ -143,7 +143,7 @@ class Stage:
             yield json.loads(line)
 
     def ended_requests(self, tenant: str) -> int:
-        """Requests of a tenant, or of those whose names begin with its name, of which the scheduler's log tells."""
+        """Requests for output of a tenant, or of those whose names begin with its name, by the scheduler's log."""
         lines = self.stack.log_path("scheduler").read_text().splitlines()
-        found = [json.loads(line) for line in lines if '"request ended"' in line]
+        found = [json.loads(line) for line in lines if '"finish_reason"' in line]
         return sum(line["tenant"].startswith(tenant) for line in found)

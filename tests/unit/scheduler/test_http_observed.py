@@ -3,15 +3,28 @@
 import asyncio
 import contextlib
 import json
+import re
+from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
-from prometheus_client import REGISTRY
+from prometheus_client import REGISTRY, CollectorRegistry
 
+from protos.generation.v1 import generation_pb2 as pb
+from protos.generation.v1 import generation_pb2_grpc as rpc
+from protos.rpc.guard import Guard
+from protos.rpc.identity import Role
+from scheduler.app import Scheduler
 from scheduler.service import GenerationService
-from tests.unit.scheduler.conftest import StackFactory
-from tests.unit.scheduler.test_http import LEAST, ask, first_event, serve
+from scheduler.settings import SchedulerSettings
+from tests.support.keyring import Keyring
+from tests.unit.scheduler.conftest import StackFactory, _serve
+from tests.unit.scheduler.test_generation import request
+from tests.unit.scheduler.test_http import JSON, LEAST, ask, first_event, serve
 
-COMPLETIONS = "/v1/completions"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+PEER = r"127\.0\.0\.1:\d+"
 
 
 def answered(route: str, code: int) -> float:
@@ -89,3 +102,137 @@ async def test_a_caller_that_leaves_is_no_success(run_stack: StackFactory) -> No
         await first_event(stack, address, reader, writer)
         writer.transport.abort()
         await one_more(COMPLETIONS, 499, before)
+
+
+def lines_in(file: Path) -> list[dict[str, Any]]:
+    """All of the access log."""
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+async def line_in(file: Path, number: int = 0) -> dict[str, Any]:
+    """Its last line when it has so many before: a thread writes it."""
+    async with asyncio.timeout(20):
+        while len(lines := lines_in(file)) <= number:
+            await asyncio.sleep(0.01)
+    assert len(lines) == number + 1
+    return lines[number]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "prefix"), [(COMPLETIONS, "cmpl-"), (CHAT, "chatcmpl-")])
+async def test_the_answers_id_is_that_of_the_line(
+    run_stack: StackFactory, tmp_path: Path, path: str, prefix: str, stream: bool
+) -> None:
+    file = tmp_path / "access"
+    asked = LEAST | {"stream": stream}
+    if path == CHAT:
+        asked |= {"messages": [{"role": "user", "content": asked.pop("prompt")}]}
+    async with run_stack(access_log=file) as stack, serve(stack.scheduler.service) as address:
+        answer = await ask(address, "POST", path, json.dumps(asked))
+        [told] = set(re.findall(r'"id": ?"([^"]+)"', answer.body))
+        line = await line_in(file)
+        assert told.startswith(prefix)
+        assert told == line["generation"] == f"{prefix}{answer.headers['x-request-id']}"
+        assert line["request_id"] == answer.headers["x-request-id"]
+        assert (line["method"], line["route"], line["status"]) == (f"POST {path}", path, 200)
+        assert (line["finish_reason"], line["event"]) == ("length", "request ended")
+        assert re.fullmatch(PEER, line["peer"])
+        assert 0 <= line["queue_seconds"] <= line["first_token_seconds"] <= line["seconds"]
+        # One that the caller names keeps its name, also where the header is used again.
+        for number, name in enumerate(("", "mine"), 1):
+            named = await ask(
+                address, "POST", path, json.dumps(asked | {"request_id": name}), JSON | {"X-Request-Id": "again"}
+            )
+            [told] = set(re.findall(r'"id": ?"([^"]+)"', named.body))
+            line = await line_in(file, number)
+            assert (line["request_id"], line["generation"]) == ("again", told)
+            assert told == "mine" if name else re.fullmatch(f"{prefix}[0-9a-f]{{16}}", told)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "error", "counts"),
+    [
+        (COMPLETIONS, LEAST | {"model": "another"}, 404, "MODEL_NOT_FOUND", True),
+        (COMPLETIONS, LEAST | {"cache_slat": "a secret"}, 400, "INVALID_FIELD", True),
+        (COMPLETIONS, LEAST | {"suffix": "a secret"}, 400, "INVALID_FIELD", True),
+        (COMPLETIONS, LEAST | {"prompt": ["a secret", "another secret"]}, 400, "INVALID_FIELD", True),
+        (COMPLETIONS, LEAST | {"temperature": -1}, 400, "INVALID_FIELD", True),
+        (CHAT, {"messages": [{"role": "user", "content": None}]}, 400, "INVALID_FIELD", True),
+        (COMPLETIONS, {"prompt": "a secret" * 20_000}, 413, "REQUEST_ENTITY_TOO_LARGE", True),
+        ("/tokenize", {"prompt": 1}, 400, "INVALID_FIELD", False),
+        ("/tokenize", {"prompt": "a secret"}, 200, None, False),
+        ("/detokenize", {"tokens": [1, 2]}, 200, None, False),
+        ("/no/such%0Apath", {}, 404, "NOT_FOUND", False),
+    ],
+)
+async def test_every_request_has_a_line(
+    run_stack: StackFactory, tmp_path: Path, path: str, body: dict[str, Any], status: int, error: str, counts: bool
+) -> None:
+    file = tmp_path / "access"
+    async with run_stack(access_log=file) as stack, serve(stack.scheduler.service) as address:
+        for quiet in ("/health", "/metrics", "/version"):
+            await ask(address, "GET", quiet)
+        answer = await ask(address, "POST", path, json.dumps(body))
+        line = await line_in(file)
+        assert (answer.status, line["status"], line.get("error")) == (status, status, error)
+        assert line["event"] == ("request refused" if error else "request ended")
+        assert (line["method"], line["route"]) == (f"POST {path}", "other" if "no" in path else path)
+        assert line["request_id"] == answer.headers["x-request-id"]
+        assert re.fullmatch(PEER, line["peer"])
+        assert line["seconds"] >= 0
+        assert "secret" not in file.read_text()
+        refused = stack.registry.get_sample_value("kvkeep_scheduler_refused_requests_total", {"reason": error or ""})
+        assert refused == (1 if counts else None)
+
+
+async def test_a_line_says_whose_token_it_was(run_stack: StackFactory, tmp_path: Path) -> None:
+    keyring, file = Keyring(tmp_path), tmp_path / "access"
+    keyring.add(Role.CALLER, "acme")
+    keyring.add(Role.VIEWER)
+    guard = Guard(keyring.file, None)
+    caller, viewer = keyring.tokens.items()
+    async with run_stack(access_log=file) as stack, serve(stack.scheduler.service, guard=guard) as address:
+        for number, (name, token, tenant, status) in enumerate(
+            [(*caller, "acme", 200), (*viewer, "", 403), ("", "stranger", "", 401)]
+        ):
+            headers = JSON | {"Authorization": f"Bearer {token}"}
+            assert (await ask(address, "POST", COMPLETIONS, json.dumps(LEAST), headers)).status == status
+            line = await line_in(file, number)
+            assert (line["who"], line["tenant"], line["status"]) == (name, tenant, status)
+            assert token not in file.read_text()
+
+
+async def test_a_caller_that_leaves_has_a_line(run_stack: StackFactory, tmp_path: Path) -> None:
+    file = tmp_path / "access"
+    async with run_stack(access_log=file) as stack, serve(stack.scheduler.service) as address:
+        stack.executor.step_seconds = 0.02
+        reader, writer = await asyncio.open_connection(*address.split(":"))
+        await first_event(stack, address, reader, writer)
+        writer.transport.abort()
+        line = await line_in(file)
+        assert (line["status"], line["finish_reason"], line["error"]) == (499, "abort", "CANCELLED")
+
+
+async def test_before_the_stack_is_there_refusals_have_lines_and_count(tmp_path: Path) -> None:
+    file, registry, address = tmp_path / "access", CollectorRegistry(), f"unix:{tmp_path}/scheduler"
+    settings = SchedulerSettings(scheduler_address=address, access_log=file)
+    async with contextlib.AsyncExitStack() as exits:
+        scheduler = Scheduler(settings, registry)
+        exits.push_async_callback(scheduler.stop)
+        await _serve(exits, address, "generation.v1.GenerationService", scheduler.service.add_to)
+        http = await exits.enter_async_context(serve(scheduler.service))
+        channel = await exits.enter_async_context(grpc.aio.insecure_channel(address))
+        stub: rpc.GenerationServiceAsyncStub = rpc.GenerationServiceStub(channel)
+        assert (await ask(http, "POST", COMPLETIONS, json.dumps(LEAST))).status == 503
+        assert (await line_in(file))["error"] == "NOT_READY"
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stub.StreamGenerate(request([1], 1), timeout=20).read()
+        line = await line_in(file, 1)
+        assert (line["error"], line["event"], line["method"]) == (
+            "NOT_READY", "request refused", "generation.v1.GenerationService/StreamGenerate",
+        )  # fmt: skip
+        assert line["peer"].startswith("unix:")
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stub.TokenizePrompt(pb.TokenizePromptRequest(text="x"), timeout=20)
+        assert (await line_in(file, 2))["method"] == "generation.v1.GenerationService/TokenizePrompt"
+        assert registry.get_sample_value("kvkeep_scheduler_refused_requests_total", {"reason": "NOT_READY"}) == 2
