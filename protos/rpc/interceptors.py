@@ -174,7 +174,9 @@ def _observed(method: str, context: Any = None, told: Callable[[str], None] | No
         yield
     except ServiceError as error:
         code = error.code
-        log.debug("call refused", code=code.name, reason=error.reason)
+        # What is no message reaches nobody who would tell of it.
+        tell = log.info if isinstance(error, MalformedMessageError) else log.debug
+        tell("call refused", code=code.name, reason=error.reason, peer="" if context is None else context.peer())
         raise
     except grpc.aio.AbortError:
         code = context.code() or grpc.StatusCode.UNKNOWN

@@ -2,6 +2,7 @@
 
 import grpc
 import pytest
+import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -80,8 +81,11 @@ def test_any_bytes_are_parsed_or_refused_as_malformed(message, data: bytes) -> N
 
 async def test_a_unary_call_with_invalid_utf8_is_the_callers_error(served: Served) -> None:
     call = served.channel.unary_unary(f"/{ADMIN}/PurgeBlocks")
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
+    with pytest.raises(grpc.aio.AioRpcError) as caught, structlog.testing.capture_logs() as logs:
         await call(spoiled(pb.PurgeBlocksRequest(filter=pb.BlockFilter(pool_id="QQ")), "QQ"), timeout=5)
+    [line] = [line for line in logs if line["event"] == "call refused"]
+    assert (line["log_level"], line["reason"]) == ("info", "MALFORMED_MESSAGE")
+    assert line["peer"]
     error = from_rpc_error(caught.value)
     assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE")
     assert error.fields == {"filter.pool_id": "is not valid UTF-8"}
