@@ -21,7 +21,7 @@ from scheduler.breakpoints import Breakpoint
 from scheduler.chat import ChatTemplateError
 from scheduler.errors import ModelNotFoundError
 from scheduler.request import CacheWishes, Request
-from scheduler.tokenizer import Model
+from scheduler.tokenizer import Model, TooLongError, at_most
 
 MAX_REQUEST_ID_BYTES = 128
 MAX_NAME_BYTES = 256
@@ -35,6 +35,8 @@ MAX_PRIORITY = 100
 MAX_SAMPLES = 64
 # What google.protobuf.Duration holds.
 MAX_SECONDS = 315_576_000_000
+# What holds the prompt, by what was given.
+_FIELDS = {"text": "text", "chat": "chat.messages", "token_ids": "token_ids.token_ids"}
 
 
 class Intake:
@@ -105,7 +107,8 @@ class Intake:
     async def encode(self, message: pb.StreamGenerateRequest) -> Sequence[int]:
         """Ids of the prompt, however many; its model and its text are all that is checked."""
         self.check_model(message.model)
-        return (await self._encode(message, ()))[1]
+        ids, _ = await self._encode(message, ())
+        return ids
 
     async def decode(self, model: str, token_ids: Sequence[int]) -> str:
         """Text of ids, special tokens included."""
@@ -114,33 +117,36 @@ class Intake:
         return await self._model.decode(token_ids)
 
     async def _encode(
-        self, message: pb.StreamGenerateRequest, places: Sequence[Breakpoint]
-    ) -> tuple[str, Sequence[int], Sequence[int]]:
-        """The prompt's field, its ids, and how many are in front of each place."""
+        self, message: pb.StreamGenerateRequest, places: Sequence[Breakpoint], most: int | None = None
+    ) -> tuple[Sequence[int], Sequence[int]]:
+        """The prompt's ids, and how many are in front of each place. Raises TooLongError for more than `most`."""
         match message.WhichOneof("input"):
             case "text":
                 self._check_bytes("text", len(message.text.encode()))
-                return "text", await self._model.encode_text(message.text), ()
+                return await self._model.encode_text(message.text, most), ()
             case "chat":
-                return "chat.messages", *await self._chat_ids(message.chat, places)
+                return await self._chat_ids(message.chat, places, most)
             case "token_ids":
-                return "token_ids.token_ids", list(message.token_ids.token_ids), ()
+                return at_most(most, message.token_ids.token_ids), ()
             case _:
                 raise InvalidField("input", "is missing: give text, chat or token_ids")
 
     async def _prompt_ids(
         self, message: pb.StreamGenerateRequest, places: Sequence[Breakpoint]
     ) -> tuple[Sequence[int], Sequence[int]]:
-        field, ids, ends = await self._encode(message, places)
+        field, fits = _FIELDS.get(message.WhichOneof("input"), ""), self._model.max_tokens - 1
+        try:
+            ids, ends = await self._encode(message, places, fits)
+        except TooLongError as error:
+            raise InvalidField(field, f"{error}; at most {fits} fit") from error
         if not ids:
             raise InvalidField(field, "must not be empty")
-        fits = self._model.max_tokens - 1
-        if len(ids) > fits:
-            raise InvalidField(field, f"has {len(ids)} tokens; at most {fits} fit")
         self._check_ids(field, ids)
         return ids, ends
 
-    async def _chat_ids(self, chat: pb.ChatInput, places: Sequence[Breakpoint]) -> tuple[Sequence[int], Sequence[int]]:
+    async def _chat_ids(
+        self, chat: pb.ChatInput, places: Sequence[Breakpoint], most: int | None
+    ) -> tuple[Sequence[int], Sequence[int]]:
         if not chat.messages:
             raise InvalidField("chat.messages", "must not be empty")
         for index, message in enumerate(chat.messages):
@@ -151,7 +157,7 @@ class Intake:
         self._check_bytes("chat.messages", sum(len(m.role.encode()) + len(m.content.encode()) for m in chat.messages))
         try:
             messages = [{"role": m.role, "content": m.content} for m in chat.messages]
-            return await self._model.encode_chat(messages, [place[:2] for place in places])
+            return await self._model.encode_chat(messages, [place[:2] for place in places], most)
         except ChatTemplateError as error:
             raise InvalidField("chat.messages", f"do not fit the model's chat template: {error}") from error
 

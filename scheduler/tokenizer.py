@@ -2,10 +2,11 @@
 
 import asyncio
 import contextlib
+import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Tokenizer
 
 from protos.execution.v1 import execution_pb2
 from protos.kvcache.eviction import Layout, Policy
@@ -15,6 +16,10 @@ from scheduler.chat import ChatTemplate
 LARGE_PROMPT = 65_536
 # Tokens of a sequence that is bounded by nothing else.
 ENDLESS = 1 << 24
+
+
+class TooLongError(ValueError):
+    """A prompt has more tokens than were asked for; the message says how many."""
 
 
 class Model:
@@ -32,7 +37,9 @@ class Model:
         )
         self._max_positions = model.max_positions
         self.eos_token_ids = tuple(model.eos_token_ids)
-        self.tokenizer = Tokenizer.from_str(model.tokenizer_json.decode())
+        tokenizer = model.tokenizer_json.decode()
+        self.tokenizer = Tokenizer.from_str(tokenizer)
+        self._longest_token = _longest_token(tokenizer)
         # A prompt that is too long must be refused, never cut.
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
@@ -50,29 +57,31 @@ class Model:
         """Whether conversations can be rendered."""
         return self._chat is not None
 
-    async def encode_text(self, text: str) -> list[int]:
-        """Ids of plain text, with the special tokens that the tokenizer puts around it."""
-        return list((await self._encode(text, add_special_tokens=True)).ids)
+    async def encode_text(self, text: str, most: int | None = None) -> list[int]:
+        """Ids of plain text, with the special tokens that the tokenizer puts around it.
+
+        most: beyond so many TooLongError is raised, without looking at all of the text where that is possible.
+        """
+        async with self._turn(len(text)):
+            return await asyncio.to_thread(self._encode_text, text, most)
 
     async def encode_chat(
-        self, messages: Sequence[Mapping[str, str]], places: Sequence[tuple[int, int]] = ()
+        self, messages: Sequence[Mapping[str, str]], places: Sequence[tuple[int, int]] = (), most: int | None = None
     ) -> tuple[list[int], list[int]]:
         """Ids of a conversation, whose special tokens the template brings, and how many are in front of each place.
 
-        A place is a message's index, and characters of its content. Raises ChatTemplateError.
+        A place is a message's index, and characters of its content. Raises ChatTemplateError, and TooLongError as
+        `encode_text` does.
         """
-        assert self._chat is not None
-        prompt = self._chat.render(messages)
-        positions = [self._chat.position(prompt, messages, *place) for place in places]
-        encoding = await self._encode(prompt, add_special_tokens=False)
-        offsets = encoding.offsets if places else []
-        ends = [bisect_right(offsets, position, key=lambda offset: offset[1]) for position in positions]
-        return list(encoding.ids), ends
+        async with self._turn(sum(len(message["content"]) for message in messages)):
+            return await asyncio.to_thread(self._encode_chat, messages, places, most)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Text of ids, special tokens included."""
-        async with self._large if len(token_ids) > LARGE_PROMPT else contextlib.nullcontext():
-            return str(await asyncio.to_thread(self.tokenizer.decode, list(token_ids), skip_special_tokens=False))
+        async with self._turn(len(token_ids)):
+            # As a batch: alone, no other thread may run meanwhile.
+            [text] = await asyncio.to_thread(self.tokenizer.decode_batch, [list(token_ids)], skip_special_tokens=False)
+            return str(text)
 
     def token_text(self, token_id: int) -> str:
         """Text of one token; U+FFFD stands for a part of a character."""
@@ -80,6 +89,57 @@ class Model:
         twice, once = (str(self.tokenizer.decode([token_id] * count, skip_special_tokens=False)) for count in (2, 1))
         return twice[len(once) :]
 
-    async def _encode(self, text: str, *, add_special_tokens: bool) -> Encoding:
-        async with self._large if len(text) > LARGE_PROMPT else contextlib.nullcontext():
-            return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+    def _turn(self, size: int) -> contextlib.AbstractAsyncContextManager[None]:
+        return self._large if size > LARGE_PROMPT else contextlib.nullcontext()
+
+    def _encode_text(self, text: str, most: int | None) -> list[int]:
+        self._check_bytes(text, most)
+        # As a batch: alone, no other thread may run meanwhile. The fast one knows no places.
+        [encoding] = self.tokenizer.encode_batch_fast([text], add_special_tokens=True)
+        return at_most(most, encoding.ids)
+
+    def _encode_chat(
+        self, messages: Sequence[Mapping[str, str]], places: Sequence[tuple[int, int]], most: int | None
+    ) -> tuple[list[int], list[int]]:
+        assert self._chat is not None
+        prompt = self._chat.render(messages)
+        self._check_bytes(prompt, most)
+        encode = self.tokenizer.encode_batch if places else self.tokenizer.encode_batch_fast
+        [encoding] = encode([prompt], add_special_tokens=False)
+        ids = at_most(most, encoding.ids)
+        positions = [self._chat.position(prompt, messages, *place) for place in places]
+        offsets = encoding.offsets if places else []
+        return ids, [bisect_right(offsets, position, key=lambda offset: offset[1]) for position in positions]
+
+    def _check_bytes(self, text: str, most: int | None) -> None:
+        if most is not None and self._longest_token is not None:
+            least = len(text.encode()) // self._longest_token
+            if least > most:
+                raise TooLongError(f"has at least {least} tokens")
+
+
+def at_most(most: int | None, ids: Sequence[int]) -> list[int]:
+    """The ids; raises TooLongError for more."""
+    if most is not None and len(ids) > most:
+        raise TooLongError(f"has {len(ids)} tokens")
+    return list(ids)
+
+
+def _longest_token(tokenizer_json: str) -> int | None:
+    """Bytes of text that one token stands for at most; None where a token may stand for any number.
+
+    That is so but for byte-level BPE that takes the text as it is.
+    """
+    described = json.loads(tokenizer_json)
+    model, splits, added = described["model"], described.get("pre_tokenizer") or {}, described["added_tokens"]
+    steps = splits.get("pretokenizers", [splits])
+    if (
+        model.get("type") != "BPE"
+        or described.get("normalizer") is not None
+        or not any(step.get("type") == "ByteLevel" for step in steps)
+        or any(step.get("behavior") == "Removed" for step in steps)
+        or any(token["lstrip"] or token["rstrip"] for token in added)
+    ):
+        return None
+    # There a character is a byte; an added token is as it stands in the text.
+    return max(max(map(len, model["vocab"])), *(len(token["content"].encode()) for token in added), 1)

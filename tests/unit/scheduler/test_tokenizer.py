@@ -1,0 +1,95 @@
+"""Prompts become ids while others go on, and what cannot fit is not looked at."""
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protos.execution.v1 import execution_pb2
+from scheduler.tokenizer import Model, TooLongError
+from tests.unit.scheduler.text import CHAT_TEMPLATE, byte_level_tokenizer, space_prefix_tokenizer
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=200)
+LONG = "the cat sat on the mat and the dog " * 20_000
+
+
+def model(tokenizer_json: str | None = None) -> Model:
+    described = execution_pb2.GetModelResponse(
+        model="m", chat_template=CHAT_TEMPLATE, special_tokens={"eos_token": "<eos>"},
+        tokenizer_json=(tokenizer_json or byte_level_tokenizer().to_str()).encode(),
+    )  # fmt: skip
+    return Model(described, execution_pb2.GetExecutorResponse(block_size=16))
+
+
+async def turns(work: Callable[[], Awaitable[object]]) -> tuple[int, float]:
+    """How often another task had its turn meanwhile, and the seconds that it took."""
+    count = 0
+
+    async def tick() -> None:
+        nonlocal count
+        while True:
+            await asyncio.sleep(0.001)
+            count += 1
+
+    ticking, began = asyncio.create_task(tick()), time.monotonic()
+    await work()
+    ticking.cancel()
+    return count, time.monotonic() - began
+
+
+async def test_others_have_their_turn_while_a_long_prompt_becomes_ids_and_back() -> None:
+    served = model()
+    said = [{"role": "user", "content": LONG}]
+    ids = await served.encode_text(LONG)
+    for work in (
+        lambda: served.encode_text(LONG),
+        lambda: served.encode_chat(said),
+        lambda: served.encode_chat(said, [(0, len(LONG))]),
+        lambda: served.decode(ids),
+    ):
+        count, seconds = await turns(work)
+        # Alone it would be a thousand in a second; where nobody else has a turn it is one or two.
+        assert count > 20 * seconds, (count, seconds)
+
+
+@given(TEXT)
+def test_the_ids_are_those_that_the_tokenizer_gives_alone(text: str) -> None:
+    served = model()
+    assert asyncio.run(served.encode_text(text)) == byte_level_tokenizer().encode(text).ids
+
+
+async def test_a_prompt_that_cannot_fit_is_refused_by_its_bytes() -> None:
+    served = model()
+    longest = max(map(len, byte_level_tokenizer().get_vocab()))
+    with pytest.raises(TooLongError, match="has at least 11 tokens"):
+        await served.encode_text("x" * longest * 11, 10)
+    with pytest.raises(TooLongError, match=f"has {longest * 10} tokens"):
+        await served.encode_text("x" * longest * 10, 10)
+    with pytest.raises(TooLongError, match="at least"):
+        await served.encode_chat([{"role": "user", "content": LONG}], most=10)
+    assert len(await served.encode_text("x" * 10, 10)) == 10
+    assert len(await served.encode_text("x" * longest * 11)) == longest * 11
+
+
+@pytest.mark.parametrize(
+    ("change", "text"), [("normalizer", "x" * 1000), ("splits", "x" * 1000), ("added", " " * 1000 + "y")]
+)
+async def test_where_a_token_may_stand_for_any_text_its_bytes_say_nothing(change: str, text: str) -> None:
+    described = json.loads(byte_level_tokenizer().to_str())
+    if change == "normalizer":
+        described["normalizer"] = {"type": "Replace", "pattern": {"String": "x"}, "content": ""}
+    elif change == "splits":
+        removed = {"type": "Split", "pattern": {"String": "x"}, "behavior": "Removed", "invert": False}
+        described["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [removed, described["pre_tokenizer"]]}
+    else:
+        described["added_tokens"][0] |= {"content": "y", "lstrip": True}
+    assert len(await model(json.dumps(described)).encode_text(text, 10)) <= 10
+
+
+async def test_words_are_counted() -> None:
+    with pytest.raises(TooLongError, match="has 3000 tokens"):
+        await model(space_prefix_tokenizer().to_str()).encode_text("the" * 1000, 10)
