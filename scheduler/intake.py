@@ -33,6 +33,8 @@ MAX_RANGES = 64
 MAX_BREAKPOINTS = 4
 MAX_PRIORITY = 100
 MAX_SAMPLES = 64
+MAX_MESSAGES = 4096
+MAX_HINTS_BYTES = 65_536
 # What google.protobuf.Duration holds.
 MAX_SECONDS = 315_576_000_000
 # What holds the prompt, by what was given.
@@ -52,6 +54,7 @@ class Intake:
     async def accept(self, message: pb.StreamGenerateRequest) -> list[Request]:
         """Checks everything, cheap things first; text is tokenized in a thread. Returns one request per sample."""
         arrived_at = time.monotonic()
+        _check_size(message)
         self._check_names(message)
         sampling = _sampling(message.sampling, self._stop_token_ids(message))
         stop = _stop(message.stop)
@@ -106,6 +109,7 @@ class Intake:
 
     async def encode(self, message: pb.StreamGenerateRequest) -> Sequence[int]:
         """Ids of the prompt, however many; its model and its text are all that is checked."""
+        _check_size(message)
         self.check_model(message.model)
         ids, _ = await self._encode(message, ())
         return ids
@@ -188,6 +192,14 @@ class Intake:
         if message.max_tokens > fits:
             raise InvalidField("max_tokens", f"is more than fits behind {prompt_tokens} prompt tokens, which is {fits}")
         return message.max_tokens
+
+
+def _check_size(message: pb.StreamGenerateRequest) -> None:
+    """Refuses what would take long to look at."""
+    if len(message.chat.messages) > MAX_MESSAGES:
+        raise InvalidField("chat.messages", f"has more than {MAX_MESSAGES} entries")
+    if message.cache.kv_hints.ByteSize() > MAX_HINTS_BYTES:
+        raise InvalidField("cache.kv_hints", f"has more than {MAX_HINTS_BYTES} bytes")
 
 
 def sample_seed(seed: int, index: int) -> int:

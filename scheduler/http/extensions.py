@@ -1,7 +1,7 @@
 """The extensions of OpenAI's requests: what a request wishes of the cache. Values are checked where gRPC's are."""
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -13,6 +13,7 @@ from pydantic import (
     GetJsonSchemaHandler,
     JsonValue,
     WithJsonSchema,
+    model_validator,
 )
 from pydantic_core import CoreSchema, core_schema
 
@@ -85,10 +86,24 @@ Lasting = Annotated[
 ]
 
 
+# Every fault would be written down, and a caller is told the first.
+T = TypeVar("T")
+Items = Annotated[list[T], Field(fail_fast=True)]
+# More fields than any object of ours has; beyond them they are not looked at.
+MAX_FIELDS = 64
+
+
 class Closed(BaseModel):
     """An object of ours: a field that is not in it is an error."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few(cls, value: object) -> object:
+        if isinstance(value, dict) and len(value) > MAX_FIELDS:
+            raise ValueError(f"has more than {MAX_FIELDS} fields")
+        return value
 
 
 class CacheControl(Closed):
@@ -117,7 +132,7 @@ class DecodeRetention(Closed):
 class Retention(Closed):
     """Wishes for the request's blocks: 0..100, higher is kept longer."""
 
-    ranges: list[RetentionRange] = Field([], json_schema_extra={"maxItems": intake.MAX_RANGES})
+    ranges: Items[RetentionRange] = Field([], max_length=intake.MAX_RANGES)
     decode: DecodeRetention | None = None
 
 
@@ -165,4 +180,4 @@ class KvHints(Closed):
 
     protocol_version: Text = Field("0.1", json_schema_extra={"const": "0.1"})
     message_id: Text = ""
-    actions: list[HintAction] = Field(json_schema_extra={"minItems": 1})
+    actions: Items[HintAction] = Field(json_schema_extra={"minItems": 1})

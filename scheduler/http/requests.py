@@ -2,7 +2,7 @@
 
 import difflib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -22,6 +22,7 @@ from scheduler.http.extensions import (
     CacheControl,
     EvictionPolicy,
     Int32,
+    Items,
     KvHints,
     Lasting,
     Retention,
@@ -32,7 +33,7 @@ from scheduler.http.extensions import (
 
 # What a text looks like that was meant to be one of our names.
 _CLOSE = 0.8
-# Fields that are passed over, and characters of their names that are looked at.
+# Names of fields that are passed over in a request, and characters of them that are looked at.
 _MAX_EXTRA = 64
 
 
@@ -95,19 +96,23 @@ class Open(BaseModel):
     # Names that are ours: what looks like one of them was meant to be it.
     extensions: ClassVar[tuple[str, ...]] = ()
 
-    def check_extra(self, path: str = "") -> None:
-        """Raises InvalidField for a field that asks for what is not done, and for a misspelt extension."""
-        extra = self.model_extra or {}
-        if len(extra) > _MAX_EXTRA:
-            raise InvalidField(
-                f"{path}{next(iter(extra))}", f"is one of more than {_MAX_EXTRA} fields that are not known"
-            )
-        for name, value in extra.items():
-            if name in self.unsupported and value is not None and value not in self.unsupported[name]:
-                raise InvalidField(f"{path}{name}", "is not supported")
-            if meant := _meant(name[:_MAX_EXTRA], self.extensions):
-                where = "it does not belong here" if name == meant else f"did you mean {meant}?"
-                raise InvalidField(f"{path}{name}", f"is not a field: {where}")
+    def objects(self) -> "Iterator[tuple[str, Open]]":
+        """This and the open objects in it, each behind the beginning of its fields' paths."""
+        yield "", self
+
+    def check(self) -> None:
+        """Raises InvalidField for a field that is misspelt or asks for what is not done."""
+        names: set[str] = set()
+        for path, one in self.objects():
+            for name, value in (one.model_extra or {}).items():
+                names.add(name)
+                if len(names) > _MAX_EXTRA:
+                    raise InvalidField(f"{path}{name}", f"is one of more than {_MAX_EXTRA} fields that are not known")
+                if name in one.unsupported and value is not None and value not in one.unsupported[name]:
+                    raise InvalidField(f"{path}{name}", "is not supported")
+                if meant := _meant(name[:_MAX_EXTRA], one.extensions):
+                    where = "it does not belong here" if name == meant else f"did you mean {meant}?"
+                    raise InvalidField(f"{path}{name}", f"is not a field: {where}")
 
 
 @functools.lru_cache(1024)
@@ -133,9 +138,24 @@ class Message(Open):
     extensions = ("cache_control",)
 
     role: Text = Field(json_schema_extra={"minLength": 1})
-    content: Annotated[list[TextPart], OrText(lambda text: {"type": "text", "text": text})]
+    content: Annotated[Items[TextPart], OrText(lambda text: {"type": "text", "text": text})]
     # As on its last part.
     cache_control: CacheControl | None = None
+
+
+def _few(value: object) -> object:
+    """Before one is looked at; a part takes as long as a message."""
+    if isinstance(value, list):
+        count = len(value)
+        if count <= intake.MAX_MESSAGES:
+            contents = (one.get("content") for one in value if isinstance(one, dict))
+            count += sum(len(content) - 1 for content in contents if isinstance(content, list))
+        if count > intake.MAX_MESSAGES:
+            raise ValueError(f"must have at most {intake.MAX_MESSAGES} entries and parts of them")
+    return value
+
+
+Messages = Annotated[Items[Message], BeforeValidator(_few), Field(json_schema_extra={"minItems": 1})]
 
 
 class StreamOptions(Open):
@@ -190,7 +210,7 @@ class Generation(Open):
     n: Uint32 | None = Field(None, json_schema_extra=bounds(1, intake.MAX_SAMPLES))
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: Annotated[list[StopText], OrText(str)] | None = Field(
+    stop: Annotated[Items[StopText], OrText(str)] | None = Field(
         None,
         description=f"At most {intake.MAX_STOPS}.",
         json_schema_extra={"maxItems": intake.MAX_STOPS, "minLength": 1},
@@ -208,7 +228,7 @@ class Generation(Open):
     min_p: float | None = Field(None, json_schema_extra=bounds(0, 0.999999))
     repetition_penalty: float | None = Field(None, json_schema_extra=bounds(0.01, 100))
     ignore_eos: bool | None = None
-    stop_token_ids: list[Uint32] | None = Field(None, json_schema_extra={"maxItems": intake.MAX_STOP_IDS})
+    stop_token_ids: Items[Uint32] | None = Field(None, json_schema_extra={"maxItems": intake.MAX_STOP_IDS})
     request_id: Text | None = Field(None, description="Names the request; unique among running ones.")
     # Of the cache.
     priority: Int32 | None = Field(None, description="Of scheduling: higher runs first.")
@@ -228,13 +248,17 @@ class Generation(Open):
     eviction_policy: EvictionPolicy | None = None
     kv_hints: KvHints | None = None
 
-    def check(self) -> None:
-        """Raises InvalidField for a field that is misspelt or asks for what is not done."""
-        self.check_extra()
+    def objects(self) -> Iterator[tuple[str, Open]]:
+        """As of every open object."""
+        yield from super().objects()
         if self.stream_options is not None:
-            self.stream_options.check_extra("stream_options.")
-            if not self.stream:
-                raise InvalidField("stream_options", "is only for streams")
+            yield "stream_options.", self.stream_options
+
+    def check(self) -> None:
+        """Raises InvalidField."""
+        super().check()
+        if self.stream_options is not None and not self.stream:
+            raise InvalidField("stream_options", "is only for streams")
 
 
 class ChatCompletionRequest(Generation):
@@ -260,15 +284,19 @@ class ChatCompletionRequest(Generation):
         "web_search_options": (),
     }
 
-    messages: list[Message] = Field(json_schema_extra={"minItems": 1})
+    messages: Messages
     max_completion_tokens: Uint32 | None = Field(None, json_schema_extra={"minimum": 1})
     logprobs: bool | None = None
     top_logprobs: Uint32 | None = Field(None, json_schema_extra=bounds(0, intake.MAX_LOGPROBS))
 
+    def objects(self) -> Iterator[tuple[str, Open]]:
+        """As of every open object."""
+        yield from super().objects()
+        yield from _said(self.messages)
+
     def check(self) -> None:
         """Raises InvalidField."""
         super().check()
-        check_messages(self.messages)
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidField("top_logprobs", "needs logprobs: true")
 
@@ -308,12 +336,16 @@ class TokenizeRequest(Open):
 
     model: Text = ""
     prompt: Text | None = Field(None, json_schema_extra={"minLength": 1})
-    messages: list[Message] | None = Field(None, json_schema_extra={"minItems": 1})
+    messages: Messages | None = None
+
+    def objects(self) -> Iterator[tuple[str, Open]]:
+        """As of every open object."""
+        yield from super().objects()
+        yield from _said(self.messages or ())
 
     def check(self) -> None:
         """Raises InvalidField."""
-        self.check_extra()
-        check_messages(self.messages or [])
+        super().check()
         if (self.prompt is None) == (self.messages is None):
             raise InvalidField("prompt", "or messages must be given, and not both")
 
@@ -322,12 +354,11 @@ class DetokenizeRequest(Open):
     """POST /detokenize."""
 
     model: Text = ""
-    tokens: list[Uint32]
+    tokens: Items[Uint32]
 
 
-def check_messages(messages: list[Message]) -> None:
-    """Raises InvalidField for a field that is misspelt or asks for what is not done."""
+def _said(messages: Iterable[Message]) -> Iterator[tuple[str, Open]]:
     for index, message in enumerate(messages):
-        message.check_extra(f"messages[{index}].")
+        yield f"messages[{index}].", message
         for number, part in enumerate(message.content):
-            part.check_extra(f"messages[{index}].content[{number}].")
+            yield f"messages[{index}].content[{number}].", part

@@ -57,6 +57,7 @@ BAD = {
     "text  ": pb.StreamGenerateRequest(text="x" * 10_000_000),
     "chat.messages": chat(),
     "chat.messages ": chat(("tool", "x")),
+    "chat.messages   ": chat(*[("user", "x")] * 4097),
     "chat.messages[1].role": chat(("user", "x"), ("", "y")),
     "chat.messages[0].cache_breakpoints[1].content_end": kept((1, 5), (4, 5)),
     "chat.messages[0].cache_breakpoints[0].retention_priority": kept((1, 101)),
@@ -88,6 +89,7 @@ BAD = {
     "cache.session_id": cache(session_id="s" * 257),
     "cache.onboarding_timeout": cache(onboarding_timeout=Duration()),
     "cache.onboarding_timeout ": cache(onboarding_timeout=Duration(seconds=-1)),
+    "cache.kv_hints ": cache(kv_hints=pb.KvHints(message_id="x" * 66_000)),
     "cache.decode_retention_duration": cache(decode_retention_duration=Duration(seconds=1)),
     "cache.retention_ranges[0].retention_duration": cache(
         retention_ranges=[Range(retention_priority=1, retention_duration=Duration())]

@@ -139,6 +139,35 @@ def test_a_misspelt_extension_is_not_passed_over(written: str, meant: str) -> No
 def test_more_unknown_fields_than_anybody_has_are_refused() -> None:
     with pytest.raises(InvalidField, match="more than 64 fields"):
         completion(**{f"x{index}": 1 for index in range(65)})
+    # Those of all messages are counted together: each is compared with the names that are ours.
+    with pytest.raises(InvalidField, match=r"^messages\[64\].x64 is one of more than 64 fields"):
+        chat(messages=[HELLO[0] | {f"x{index}": 1} for index in range(100)])
+    assert len(chat(messages=[HELLO[0] | {"name": "me", "refusal": None}] * 100).chat.messages) == 100
+
+
+def test_what_would_take_long_to_look_at_is_refused() -> None:
+    part = {"type": "text", "text": "x"}
+    for messages in (HELLO * 4097, [{"role": "user", "content": [part] * 1025}] * 4):
+        with pytest.raises(ValidationError, match="must have at most 4096 entries"):
+            chat(messages=messages)
+    assert len(chat(messages=HELLO * 4096).chat.messages) == 4096
+    hint = {"action_id": "a", "action_type": "b", "payload": {"x": "y" * 66_000}}
+    with pytest.raises(InvalidField, match=r"^kv_hints has more than 65536 bytes"):
+        chat(kv_hints={"actions": [hint]})
+    with pytest.raises(ValidationError, match="at most 64 items"):
+        chat(retention={"ranges": [{"priority": 1}] * 65})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"stop": [1] * 1000}, {"stop_token_ids": ["x"] * 1000}, {"messages": [{}] * 1000},
+     {"messages": [{"role": "user", "content": [{}] * 1000}]}, {"retention": {"ranges": ["x"] * 60}},
+     {"retention": {f"x{index}": 1 for index in range(1000)}}, {"kv_hints": {"actions": ["x"] * 1000}}],
+)  # fmt: skip
+def test_of_many_faults_not_all_are_written_down(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as caught:
+        chat(**wrong)
+    assert caught.value.error_count() < 5
 
 
 def test_errors_name_fields_as_the_request_has_them() -> None:
