@@ -1,12 +1,14 @@
 """The routes. Each checks nothing itself: the request is translated, and goes the way of those that come by gRPC."""
 
 import importlib.metadata
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import prometheus_client
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from fastapi.security import HTTPBearer
 from prometheus_client import REGISTRY, CollectorRegistry
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -15,11 +17,12 @@ from protos.rpc.errors import ServiceError
 from protos.rpc.guard import Guard
 from scheduler.errors import NotReadyError
 from scheduler.http import errors, responses, translate
+from scheduler.http.bodies import Bodies
 from scheduler.http.entry import Entry
 from scheduler.http.formats import ChatFormat, CompletionFormat
 from scheduler.http.front import Api
 from scheduler.http.generating import Generating
-from scheduler.http.identity import Caller, may_call
+from scheduler.http.identity import Caller, caller_of, route_class
 from scheduler.http.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from scheduler.request_log import note
 from scheduler.service import GenerationService
@@ -31,6 +34,9 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": errors.ErrorAnswer, "description": "The request is at fault."},
     "5XX": {"model": errors.ErrorAnswer, "description": "The server is, or is not ready."},
 }
+
+Called = Annotated[Caller, Depends(caller_of)]
+BEARER = "A token of the server's tokens file; any where it has none."
 
 # As of OpenAPI 3.2, which FastAPI writes for streams, too: of each event.
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
@@ -46,11 +52,13 @@ def create_app(
     """guard: who may do what; without one everybody may everything."""
     # Pages with documentation would load scripts from elsewhere.
     app = Api(service.access_log, title="kvkeep", version=_version(), docs_url=None, redoc_url=None, responses=ERRORS)
-    app.add_middleware(Entry, max_body_bytes=BODY_FACTOR * max_prompt_bytes + BODY_BYTES)
+    max_body_bytes = BODY_FACTOR * max_prompt_bytes + BODY_BYTES
+    app.add_middleware(Entry, max_body_bytes=max_body_bytes)
     _add_handlers(app)
 
     app.include_router(_watching(service, registry))
-    app.include_router(_using(service, guard or Guard(None, None)))
+    for router in _using(service, guard or Guard(None, None), Bodies(max_body_bytes)):
+        app.include_router(router)
     return app
 
 
@@ -78,15 +86,18 @@ def _watching(service: GenerationService, registry: CollectorRegistry) -> APIRou
     return router
 
 
-def _using(service: GenerationService, guard: Guard) -> APIRouter:
+def _using(service: GenerationService, guard: Guard, bodies: Bodies) -> Iterable[APIRouter]:
     """For callers."""
-    router = APIRouter()
     created = responses.now()
-    generating = Depends(may_call(guard, "StreamGenerate"))
-    describing, tokenizing = ([Depends(may_call(guard, method))] for method in ("GetModel", "TokenizePrompt"))
+    # For the description; the routes look at it by themselves.
+    bearer = Depends(HTTPBearer(scheme_name="bearer", description=BEARER, auto_error=False))
+    generating, describing, tokenizing = (
+        APIRouter(route_class=route_class(guard, method, bodies), dependencies=[bearer])
+        for method in ("StreamGenerate", "GetModel", "TokenizePrompt")
+    )
 
-    @router.post("/v1/chat/completions", responses=_generated(responses.ChatCompletion))
-    async def chat_completions(request: ChatCompletionRequest, caller: Annotated[Caller, generating]) -> Response:
+    @generating.post("/v1/chat/completions", responses=_generated(responses.ChatCompletion))
+    async def chat_completions(request: ChatCompletionRequest, caller: Called) -> Response:
         """The next message of a conversation."""
         form = ChatFormat(
             service.model(request.model),
@@ -97,8 +108,8 @@ def _using(service: GenerationService, guard: Guard) -> APIRouter:
         message, names = translate.chat(request), translate.names(request)
         return Generating(service, caller, message, form, names, stream=bool(request.stream))
 
-    @router.post("/v1/completions", responses=_generated(responses.Completion))
-    async def completions(request: CompletionRequest, caller: Annotated[Caller, generating]) -> Response:
+    @generating.post("/v1/completions", responses=_generated(responses.Completion))
+    async def completions(request: CompletionRequest, caller: Called) -> Response:
         """How a text goes on."""
         form = CompletionFormat(
             service.model(request.model),
@@ -109,17 +120,17 @@ def _using(service: GenerationService, guard: Guard) -> APIRouter:
         message, names = translate.completion(request), translate.names(request)
         return Generating(service, caller, message, form, names, stream=bool(request.stream))
 
-    @router.get("/v1/models", dependencies=describing)
+    @describing.get("/v1/models")
     async def models() -> responses.ModelList:
         """The served model."""
         return {"object": "list", "data": [responses.model_card(service.model(), created)]}
 
-    @router.get("/v1/models/{model:path}", dependencies=describing)
+    @describing.get("/v1/models/{model:path}")
     async def model(model: str) -> responses.ModelCard:
         """The served model, by its name."""
         return responses.model_card(service.model(model), created)
 
-    @router.post("/tokenize", dependencies=tokenizing)
+    @tokenizing.post("/tokenize")
     async def tokenize(request: TokenizeRequest) -> responses.Tokens:
         """The ids of a text or a conversation."""
         token_ids = await service.tokenize(translate.tokenize(request))
@@ -129,12 +140,12 @@ def _using(service: GenerationService, guard: Guard) -> APIRouter:
             "tokens": list(token_ids),
         }
 
-    @router.post("/detokenize", dependencies=tokenizing)
+    @tokenizing.post("/detokenize")
     async def detokenize(request: DetokenizeRequest) -> responses.Prompt:
         """The text of ids, special tokens included."""
         return {"prompt": await service.detokenize(request.model, request.tokens)}
 
-    return router
+    return generating, describing, tokenizing
 
 
 def _generated(whole: type) -> dict[int | str, dict[str, Any]]:

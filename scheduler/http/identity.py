@@ -1,15 +1,17 @@
 """Who calls, and whether the role may: the one place where HTTP's Authorization header becomes an identity."""
 
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator
-from typing import Annotated
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
 
-from fastapi import Header
+from fastapi.routing import APIRoute
 from starlette.requests import Request
+from starlette.responses import Response
 
 from protos.rpc.guard import Guard
 from protos.rpc.http_server import peer_of
 from protos.rpc.identity import Identity, PermissionDeniedError, UnauthenticatedError, assume
+from scheduler.http.bodies import Bodies
 from scheduler.service import SERVICE
 
 
@@ -44,13 +46,31 @@ class Caller:
             raise
 
 
-def may_call(guard: Guard, method: str) -> Callable[..., Awaitable[Caller]]:
-    """A dependency of the routes that do what this method of the gRPC service does."""
+def route_class(guard: Guard, method: str, bodies: Bodies) -> type[APIRoute]:
+    """Routes that do what this method of the gRPC service does. Who may not call it is told so before the body is read.
+
+    In dependencies it would be too late: the framework reads the body before it looks at them.
+    """
     full_name = f"{SERVICE}/{method}"
 
-    async def check(
-        request: Request, authorization: Annotated[str | None, Header(include_in_schema=False)] = None
-    ) -> Caller:
-        return Caller(guard, full_name, authorization or "", peer_of(request))
+    class Guarded(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            handle = super().get_route_handler()
 
-    return check
+            async def answer(request: Request) -> Response:
+                caller = Caller(guard, full_name, request.headers.get("authorization", ""), peer_of(request))
+                with bodies.taking(request.receive) as receive:
+                    # Of its own: the other one stays for as long as the answer takes, and the body with it.
+                    own = Request(request.scope, receive)
+                    own.state.caller = caller
+                    return await handle(own)
+
+            return answer
+
+    return Guarded
+
+
+async def caller_of(request: Request) -> Caller:
+    """A dependency of such routes."""
+    caller: Caller = request.state.caller
+    return caller

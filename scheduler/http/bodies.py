@@ -1,0 +1,60 @@
+"""The bodies of requests on their way: how long they may take, how much there may be of them, and in one of them."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+from starlette.exceptions import HTTPException
+from starlette.types import Message, Receive
+
+# For a body to arrive.
+ARRIVAL_SECONDS = 30.0
+# Bytes of all bodies that are on their way or being read; the first of each are free, so that small requests always
+# come through.
+HELD_BYTES, FREE_BYTES = 64 << 20, 1 << 16
+# What JSON has of these, texts included: more values than that would take everybody's time.
+MARKS, MAX_MARKS = (b",", b"[", b"{"), 1 << 19
+
+
+class Bodies:
+    """One per server."""
+
+    def __init__(self, max_body_bytes: int) -> None:
+        """max_body_bytes: of one body, which always fits."""
+        self._free = max(HELD_BYTES, max_body_bytes)
+
+    @contextlib.contextmanager
+    def taking(self, receive: Receive) -> Iterator[Receive]:
+        """Around the reading of a body, which raises HTTPException for one that is too slow, or too much."""
+        until = asyncio.get_running_loop().time() + ARRIVAL_SECONDS
+        size = held = marks = 0
+        arrived = False
+
+        async def take() -> Message:
+            nonlocal size, held, marks, arrived
+            if arrived:
+                # What is waited for is that the caller leaves.
+                return await receive()
+            try:
+                async with asyncio.timeout_at(until):
+                    message = await receive()
+            except TimeoutError:
+                said = f"the body did not arrive within {ARRIVAL_SECONDS:g} seconds"
+                raise HTTPException(408, said, {"Connection": "close"}) from None
+            body = message.get("body", b"")
+            arrived = not message.get("more_body", False)
+            size += len(body)
+            more = max(size - FREE_BYTES, 0) - held
+            if more > self._free:
+                raise HTTPException(503, "the server holds as many bytes of requests as it may", {"Retry-After": "1"})
+            held += more
+            self._free -= more
+            marks += sum(map(body.count, MARKS))
+            if marks > MAX_MARKS:
+                raise HTTPException(413, f"the body has more than {MAX_MARKS} commas and opening brackets")
+            return message
+
+        try:
+            yield take
+        finally:
+            self._free += held
