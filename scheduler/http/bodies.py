@@ -13,7 +13,7 @@ ARRIVAL_SECONDS = 30.0
 # come through.
 HELD_BYTES, FREE_BYTES = 64 << 20, 1 << 16
 # What JSON has of these, texts included: more values than that would take everybody's time.
-MARKS, MAX_MARKS = (b",", b"[", b"{"), 1 << 19
+MARKS, MAX_MARKS = (b",", b":", b"[", b"{"), 1 << 19
 
 
 class Bodies:
@@ -51,7 +51,7 @@ class Bodies:
             self._free -= more
             marks += sum(map(body.count, MARKS))
             if marks > MAX_MARKS:
-                raise HTTPException(413, f"the body has more than {MAX_MARKS} commas and opening brackets")
+                raise HTTPException(413, f"the body has more than {MAX_MARKS} commas, colons and opening brackets")
             return message
 
         try:

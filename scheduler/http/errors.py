@@ -102,12 +102,13 @@ def from_validation(error: RequestValidationError) -> ApiError:
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
     param = _param(first["loc"][1:])
-    if not param:
+    if not param and first["type"] != "value_error":
         return ApiError(400, "the body must be a JSON object, with Content-Type: application/json", code="invalid_body")
     if first["type"] == "missing":
         return ApiError(400, f"{param} is missing", param=param, code="invalid_field")
     said = str(first["msg"]).removeprefix("Value error, ").removeprefix("Input ")
-    return ApiError(400, f"{param} {said[:1].lower()}{said[1:]}", param=param, code="invalid_field")
+    said = f"{param or 'the body'} {said[:1].lower()}{said[1:]}"
+    return ApiError(400, said, param=param or None, code="invalid_field")
 
 
 def _param(path: Sequence[str | int]) -> str:

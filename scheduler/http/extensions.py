@@ -1,5 +1,6 @@
 """The extensions of OpenAI's requests: what a request wishes of the cache. Values are checked where gRPC's are."""
 
+import json
 import re
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -89,21 +90,27 @@ Lasting = Annotated[
 # Every fault would be written down, and a caller is told the first.
 T = TypeVar("T")
 Items = Annotated[list[T], Field(fail_fast=True)]
-# More fields than any object of ours has; beyond them they are not looked at.
-MAX_FIELDS = 64
+# More fields than any object has; beyond them none is looked at.
+_MAX_FIELDS = 256
 
 
-class Closed(BaseModel):
-    """An object of ours: a field that is not in it is an error."""
+class Bounded(BaseModel):
+    """An object of a request."""
 
-    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
     def _few(cls, value: object) -> object:
-        if isinstance(value, dict) and len(value) > MAX_FIELDS:
-            raise ValueError(f"has more than {MAX_FIELDS} fields")
+        if isinstance(value, dict) and len(value) > _MAX_FIELDS:
+            raise ValueError(f"has more than {_MAX_FIELDS} fields")
         return value
+
+
+class Closed(Bounded):
+    """An object of ours: a field that is not in it is an error."""
+
+    model_config = ConfigDict(extra="forbid")
 
 
 class CacheControl(Closed):
@@ -177,6 +184,18 @@ class HintAction(Closed):
 
 class KvHints(Closed):
     """Hints in the envelope that agent frameworks send; the answer says what became of each."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, value: object) -> object:
+        """Before it is looked at: payloads may be of anything."""
+        try:
+            size = len(json.dumps(value))
+        except RecursionError as error:
+            raise ValueError("is nested too deeply") from error
+        if size > intake.MAX_HINTS_BYTES:
+            raise ValueError(f"has more than {intake.MAX_HINTS_BYTES} bytes")
+        return value
 
     protocol_version: Text = Field("0.1", json_schema_extra={"const": "0.1"})
     message_id: Text = ""

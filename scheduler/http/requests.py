@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -19,6 +18,7 @@ from pydantic_core import CoreSchema, core_schema
 from protos.rpc.errors import InvalidField
 from scheduler import intake
 from scheduler.http.extensions import (
+    Bounded,
     CacheControl,
     EvictionPolicy,
     Int32,
@@ -86,10 +86,10 @@ Prompt = Annotated[
 StopText = Annotated[Text, Field(json_schema_extra={"minLength": 1})]
 
 
-class Open(BaseModel):
+class Open(Bounded):
     """An object of OpenAI's: fields of other servers are passed over, if they ask for nothing that is not done here."""
 
-    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow")
+    model_config = ConfigDict(extra="allow")
 
     # What is not done here, with the values that do not ask for it; null never does.
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {}

@@ -8,7 +8,6 @@ from google.protobuf.message import DecodeError
 
 from protos.generation.v1 import generation_pb2 as pb
 from protos.rpc.errors import InvalidField
-from scheduler import intake
 from scheduler.http.extensions import EvictionPolicy, KvHints, Retention
 from scheduler.http.requests import ChatCompletionRequest, CompletionRequest, Generation, Message, TokenizeRequest
 
@@ -174,9 +173,6 @@ def _policy(policy: EvictionPolicy) -> pb.EvictionPolicy:
 
 def _hints(hints: KvHints) -> pb.KvHints:
     """The fields have the same names. Raises InvalidField for payloads that are nested too deeply for a message."""
-    if len(hints.model_dump_json()) > intake.MAX_HINTS_BYTES:
-        # Not as a message, which takes long to make.
-        raise InvalidField("kv_hints", f"has more than {intake.MAX_HINTS_BYTES} bytes")
     try:
         message = ParseDict(hints.model_dump(), pb.KvHints())
         # In a place as deep as where it will be read.

@@ -213,6 +213,7 @@ async def test_bodies_that_are_no_requests_are_refused(run_stack: StackFactory) 
             '{"prompt": "x", "n": 1' + "0" * 4000 + "}": "n should be less",
             '{"prompt": "x", "n": 1' + "0" * 5000 + "}": "parsing",
             '{"prompt": ["x", "y"]}': "one prompt",
+            json.dumps({f"x{index}": 1 for index in range(300)}): "the body has more than 256 fields",
             '{"prompt": "x", "kv_hints": {"actions": [{"action_id": "a", "action_type": "b", "payload": '
             + '{"a":' * 110 + "1" + "}" * 111 + "]}}": "kv_hints.actions",
         }.items():  # fmt: skip

@@ -151,9 +151,12 @@ def test_what_would_take_long_to_look_at_is_refused() -> None:
         with pytest.raises(ValidationError, match="must have at most 4096 entries"):
             chat(messages=messages)
     assert len(chat(messages=HELLO * 4096).chat.messages) == 4096
-    hint = {"action_id": "a", "action_type": "b", "payload": {"x": "y" * 66_000}}
-    with pytest.raises(InvalidField, match=r"^kv_hints has more than 65536 bytes"):
-        chat(kv_hints={"actions": [hint]})
+    for payload in ({"x": "y" * 66_000}, {"x": [float("nan")] * 66_000}):
+        hint = {"action_id": "a", "action_type": "b", "payload": payload}
+        with pytest.raises(ValidationError, match="has more than 65536 bytes"):
+            chat(kv_hints={"actions": [hint]})
+    with pytest.raises(ValidationError, match="has more than 256 fields"):
+        chat(**{f"x{index}": 1 for index in range(257)})
     with pytest.raises(ValidationError, match="at most 64 items"):
         chat(retention={"ranges": [{"priority": 1}] * 65})
 
