@@ -12,6 +12,12 @@ class ModelNotFoundError(ServiceError):
     reason = "MODEL_NOT_FOUND"
 
 
+class ContextLengthError(InvalidField):
+    """The prompt, or all that is to come of it, is longer than the model's context. OpenAI's name: clients shorten it."""
+
+    reason = "CONTEXT_LENGTH_EXCEEDED"
+
+
 class RequestExistsError(ServiceError):
     """A running request has the same request_id."""
 

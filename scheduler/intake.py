@@ -19,7 +19,7 @@ from protos.rpc.errors import InvalidField
 from scheduler import breakpoints
 from scheduler.breakpoints import Breakpoint
 from scheduler.chat import ChatTemplateError
-from scheduler.errors import ModelNotFoundError
+from scheduler.errors import ContextLengthError, ModelNotFoundError
 from scheduler.request import CacheWishes, Request
 from scheduler.tokenizer import Model, TooLongError, at_most
 
@@ -142,7 +142,7 @@ class Intake:
         try:
             ids, ends = await self._encode(message, places, fits)
         except TooLongError as error:
-            raise InvalidField(field, f"{error}; at most {fits} fit") from error
+            raise ContextLengthError(field, f"{error}; at most {fits} fit") from error
         if not ids:
             raise InvalidField(field, "must not be empty")
         self._check_ids(field, ids)
@@ -190,7 +190,8 @@ class Intake:
         if not message.HasField("max_tokens"):
             return fits
         if message.max_tokens > fits:
-            raise InvalidField("max_tokens", f"is more than fits behind {prompt_tokens} prompt tokens, which is {fits}")
+            said = f"is more than fits behind {prompt_tokens} prompt tokens, which is {fits}"
+            raise ContextLengthError("max_tokens", said)
         return message.max_tokens
 
 

@@ -116,8 +116,13 @@ async def test_every_wrong_field_is_named_and_nothing_changes(run_stack: StackFa
 
 async def test_a_prompt_that_is_too_long_is_told_how_long_it_may_be(run_stack: StackFactory) -> None:
     async with run_stack() as stack:
-        with pytest.raises(grpc.aio.AioRpcError, match="has 400 tokens; at most 399 fit"):
-            await generate(stack.stub, ids(*[1] * 400), 30)
+        for said, asked in {
+            "has 400 tokens; at most 399 fit": ids(*[1] * 400),
+            "is more than fits behind 390 prompt tokens, which is 10": ids(*[1] * 390, max_tokens=11),
+        }.items():
+            with pytest.raises(grpc.aio.AioRpcError, match=said) as caught:
+                await generate(stack.stub, asked, 30)
+            assert from_rpc_error(caught.value).reason == "CONTEXT_LENGTH_EXCEEDED"
 
 
 async def test_what_cannot_be_generated_from_is_not_tokenized(run_stack: StackFactory) -> None:
