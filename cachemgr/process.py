@@ -127,7 +127,9 @@ class CacheManagerProcess:
         from cachemgr.console.app import create_app
         from protos.rpc.http_server import HttpServer
 
-        app = create_app(self._manager, self._server.guard, settings.console_address)
+        # Another site's page has no token and no certificate.
+        any_name = settings.security.serves_tls or settings.tokens_file is not None
+        app = create_app(self._manager, self._server.guard, any_name=any_name)
         setting = variable(CachemgrSettings, "console_address")
         return HttpServer(app, settings.console_address, security=settings.security, setting=setting)
 

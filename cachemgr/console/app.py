@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import ipaddress
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import grpc
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -19,7 +20,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cachemgr.console import data
 from cachemgr.errors import InvalidField
 from cachemgr.manager import CacheManager
-from protos.rpc import addresses
 from protos.rpc.errors import ServiceError
 from protos.rpc.guard import Guard
 from protos.rpc.http_server import peer_of
@@ -59,8 +59,8 @@ READS: dict[str, tuple[str, Read]] = {
 }
 
 
-def create_app(manager: CacheManager, guard: Guard, address: str) -> Starlette:
-    """The page and its data. `address` is where it listens: on loopback no other name is answered to."""
+def create_app(manager: CacheManager, guard: Guard, *, any_name: bool) -> Starlette:
+    """The page and its data. any_name: answer to whatever it is called, else to localhost and to addresses only."""
     static = StaticFiles(directory=Path(__file__).parent / "static", html=True)
     audit = _Audit(guard)
     routes = [
@@ -71,12 +71,8 @@ def create_app(manager: CacheManager, guard: Guard, address: str) -> Starlette:
         Mount("/", static),
     ]
     middleware = [Middleware(_Headers)]
-    if addresses.is_loopback(address):
-        # A page of another site whose name leads here would be of the same origin otherwise.
-        host, _ = addresses.split_host_port(address)
-        own = f"[{host}]" if ":" in host else host
-        allowed = [own, "localhost", "127.0.0.1", "[::1]"]
-        middleware.append(Middleware(TrustedHostMiddleware, allowed_hosts=allowed, www_redirect=False))
+    if not any_name:
+        middleware.append(Middleware(_OwnNames))
     return Starlette(routes=routes, middleware=middleware)
 
 
@@ -146,6 +142,28 @@ def _number(request: Request, field: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) < 17 and int(text) < _LARGEST):
         raise InvalidField(field, f"must be a whole number from 0 to {_LARGEST - 1}")
     return int(text)
+
+
+class _OwnNames:
+    """Turns away who asks for a name: a page of another site whose name leads here would be of the same origin."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if _is_own(Request(scope).headers.get("host", "")):
+            await self._app(scope, receive, send)
+        else:
+            refusal = PlainTextResponse("without TLS and tokens the console is at localhost or an IP address only", 400)
+            await refusal(scope, receive, send)
+
+
+def _is_own(host: str) -> bool:
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or bool(ipaddress.ip_address(name))
+    except ValueError:
+        return False
 
 
 class _Headers:

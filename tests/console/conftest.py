@@ -42,9 +42,9 @@ def fill(driver: Driver) -> None:
     driver.manager.set_quota(Quota(salt="globex", device_floor=4, device_ceiling=100), validate_only=False)
 
 
-async def serve(driver: Driver, guard: Guard | None = None) -> tuple[HttpServer, Console]:
-    address = "127.0.0.1:0"
-    server = HttpServer(create_app(driver.manager, guard or Guard(None, None), address), address)
+async def serve(driver: Driver, guard: Guard | None = None, *, any_name: bool = False) -> tuple[HttpServer, Console]:
+    app = create_app(driver.manager, guard or Guard(None, None), any_name=any_name)
+    server = HttpServer(app, "127.0.0.1:0")
     await server.start()
     return server, Console(driver, f"http://{server.address}")
 

@@ -165,8 +165,17 @@ async def test_nothing_can_be_changed(console: Console, method: str) -> None:
 
 async def test_a_name_that_another_site_has_pointed_here_is_not_answered(console: Console) -> None:
     for path in ("/api/pools", "/"):
-        assert (await ask(console, "GET", path, {"host": "evil.example"})).status == 400
-        assert (await ask(console, "GET", path, {"host": "localhost:1"})).status == 200
+        for name in ("evil.example", "evil.example:9112", "127.0.0.1.evil.example", "localhost.evil.example", "[", ""):
+            assert (await ask(console, "GET", path, {"host": name})).status == 400
+        # 10.1.2.3: as in a container whose port is published.
+        for name in ("localhost:1", "127.0.0.1", "[::1]:9112", "10.1.2.3:9112"):
+            assert (await ask(console, "GET", path, {"host": name})).status == 200
+
+
+async def test_where_tokens_or_tls_keep_other_sites_out_any_name_is_answered() -> None:
+    server, console = await serve(Driver(200), any_name=True)
+    assert (await ask(console, "GET", "/api/pools", {"host": "cachemgr.example"})).status == 200
+    await server.stop()
 
 
 async def test_who_reads_needs_the_role_for_it(tmp_path: Path) -> None:

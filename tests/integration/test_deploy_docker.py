@@ -102,6 +102,16 @@ def test_only_the_scheduler_is_open_to_other_machines(overlay: str) -> None:
         assert list(whole["services"][name]["networks"]) == ["inside"]
 
 
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_console_is_on_this_machine(overlay: str) -> None:
+    service = composed(overlay)["services"]["cachemgr"]
+    _, _, port = service["environment"]["KVKEEP_CACHEMGR_CONSOLE_ADDRESS"].rpartition(":")
+    (published,) = service["ports"]
+    assert (published["host_ip"], published["published"], published["target"]) == ("127.0.0.1", port, int(port))
+    # What is only in a network without a way out is not published.
+    assert "outside" in service["networks"]
+
+
 def test_files_that_compose_mounts_are_there() -> None:
     for service in composed("plain")["services"].values():
         for volume in service.get("volumes", ()):

@@ -30,6 +30,7 @@ VALUES: dict[str, dict[str, Any]] = {
     "Redis with a password": {"redis": {"bundled": False, "urlSecret": "redis"}},
     "Redis with a password of ours": {"redis": {"passwordSecret": "ours"}},
     "Redis in the clear": {"redis": {"bundled": False, "url": "redis://elsewhere"}, "insecure": True},
+    "console": {"cachemgr": {"console": True}, "networkPolicy": {"operators": [{"podSelector": {}}]}},
     "slow to stop": {"cachemgr": {"drainSeconds": 100}, "scheduler": {"drainSeconds": 200}},
     "traced": {
         process: {
@@ -140,6 +141,20 @@ def test_network_lets_in_whom_a_process_works_for_and_nobody_else() -> None:
         "executor": {50053: {"scheduler", "cachemgr"}},
         "redis": {6379: {"cachemgr"}},
     }
+
+
+@pytest.mark.parametrize("console", [False, True], ids=["off", "on"])
+def test_console_is_for_operators_where_it_is_wanted(console: bool) -> None:
+    manifests = render(VALUES["console"] | {"cachemgr": {"console": console}})
+    (container,) = named(manifests, "StatefulSet", "cachemgr")["spec"]["template"]["spec"]["containers"]
+    addresses = {one["name"]: one.get("value", "") for one in container["env"]}
+    assert addresses.get("KVKEEP_CACHEMGR_CONSOLE_ADDRESS", "") == ("0.0.0.0:9112" if console else "")
+    service = named(manifests, "Service", "cachemgr")["spec"]["ports"]
+    rules = named(manifests, "NetworkPolicy", "cachemgr")["spec"]["ingress"]
+    (operators,) = ([port["port"] for port in rule["ports"]] for rule in rules if {"podSelector": {}} in rule["from"])
+    assert operators == ([50062, 9112] if console else [50062])
+    for ports, key in ((service, "port"), (container["ports"], "containerPort")):
+        assert (9112 in {port[key] for port in ports}) is console
 
 
 def test_watchers_get_the_alerts_and_dashboards_that_there_are() -> None:

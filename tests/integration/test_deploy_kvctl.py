@@ -41,7 +41,7 @@ def test_operators_have_kvctl_beside_the_cache_manager(deployment: str, tmp_path
     given, servers, names = told(deployment)
     Secrets(tmp_path, dict(zip(WHAT, names, strict=True)), Role.OPERATOR)
     moved = {"/run/secrets": str(tmp_path), "/var/lib/kvkeep": str(tmp_path)}
-    moved |= {f":{port}": ":" + free_address().rpartition(":")[2] for port in (50052, 50062, 9102)}
+    moved |= {f":{port}": ":" + free_address().rpartition(":")[2] for port in (50052, 50062, 9102, 9112)}
     environment = {"PATH": os.environ["PATH"], "KVKEEP_STATE_DIR": "/var/lib/kvkeep"} | given | {"KVKEEP_REDIS_URL": ""}
     for old, new in moved.items():
         environment = {name: value.replace(old, new) for name, value in environment.items()}
