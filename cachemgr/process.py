@@ -127,11 +127,13 @@ class CacheManagerProcess:
         from cachemgr.console.app import create_app
         from protos.rpc.http_server import HttpServer
 
-        # Another site's page has no token and no certificate.
-        any_name = settings.security.serves_tls or settings.tokens_file is not None
-        app = create_app(self._manager, self._server.guard, any_name=any_name)
+        app = create_app(self._manager, self._server.guard)
         setting = variable(CachemgrSettings, "console_address")
-        return HttpServer(app, settings.console_address, security=settings.security, setting=setting)
+        # Also where other machines come: browsers do, and no program that would need a name.
+        own_names = not settings.security.serves_tls and settings.tokens_file is None
+        return HttpServer(
+            app, settings.console_address, security=settings.security, setting=setting, own_names=own_names
+        )
 
     async def start(self) -> None:
         """Reads what operators said, listens, and is healthy. Raises AddressError."""

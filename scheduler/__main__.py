@@ -8,7 +8,7 @@ import sys
 import structlog
 import uvloop
 
-from protos.rpc import logs, tracing
+from protos.rpc import addresses, logs, tracing
 from protos.rpc.addresses import AddressError
 from protos.rpc.garbage import collect_rarely
 from protos.rpc.guard import Guard
@@ -77,6 +77,10 @@ def _http(scheduler: Scheduler, settings: SchedulerSettings, guard: Guard) -> Ht
         settings.http_address,
         security=settings.security,
         setting="KVKEEP_SCHEDULER_HTTP_ADDRESS",
+        # Who may be reached from elsewhere has names there.
+        own_names=addresses.is_loopback(settings.http_address)
+        and not settings.security.serves_tls
+        and settings.tokens_file is None,
     )
 
 

@@ -13,7 +13,7 @@ class ModelNotFoundError(ServiceError):
 
 
 class ContextLengthError(InvalidField):
-    """The prompt, or all that is to come of it, is longer than the model's context. OpenAI's name: clients shorten it."""
+    """The prompt, or what is to come behind it, is too long for the model. Clients know OpenAI's name for it."""
 
     reason = "CONTEXT_LENGTH_EXCEEDED"
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import ipaddress
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import grpc
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -59,8 +57,8 @@ READS: dict[str, tuple[str, Read]] = {
 }
 
 
-def create_app(manager: CacheManager, guard: Guard, *, any_name: bool) -> Starlette:
-    """The page and its data. any_name: answer to whatever it is called, else to localhost and to addresses only."""
+def create_app(manager: CacheManager, guard: Guard) -> Starlette:
+    """The page and its data."""
     static = StaticFiles(directory=Path(__file__).parent / "static", html=True)
     audit = _Audit(guard)
     routes = [
@@ -70,10 +68,7 @@ def create_app(manager: CacheManager, guard: Guard, *, any_name: bool) -> Starle
         ),
         Mount("/", static),
     ]
-    middleware = [Middleware(_Headers)]
-    if not any_name:
-        middleware.append(Middleware(_OwnNames))
-    return Starlette(routes=routes, middleware=middleware)
+    return Starlette(routes=routes, middleware=[Middleware(_Headers)])
 
 
 class _Audit:
@@ -142,28 +137,6 @@ def _number(request: Request, field: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) < 17 and int(text) < _LARGEST):
         raise InvalidField(field, f"must be a whole number from 0 to {_LARGEST - 1}")
     return int(text)
-
-
-class _OwnNames:
-    """Turns away who asks for a name: a page of another site whose name leads here would be of the same origin."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if _is_own(Request(scope).headers.get("host", "")):
-            await self._app(scope, receive, send)
-        else:
-            refusal = PlainTextResponse("without TLS and tokens the console is at localhost or an IP address only", 400)
-            await refusal(scope, receive, send)
-
-
-def _is_own(host: str) -> bool:
-    try:
-        name = urlsplit(f"//{host}").hostname or ""
-        return name == "localhost" or bool(ipaddress.ip_address(name))
-    except ValueError:
-        return False
 
 
 class _Headers:

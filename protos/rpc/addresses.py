@@ -4,10 +4,14 @@ import ipaddress
 import socket
 import stat
 from pathlib import Path
+from urllib.parse import urlsplit
 
 _UNIX = "unix:"
 # sun_path holds 108 bytes with its closing zero.
 _MAX_SOCKET_PATH = 107
+
+# What is said to who calls a server otherwise.
+WRONG_HOST = "without TLS and tokens this server answers to localhost or an IP address in the Host header only\n"
 
 
 class AddressError(Exception):
@@ -52,6 +56,15 @@ def is_loopback(address: str) -> bool:
         return True
     try:
         return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def is_own_name(host: str) -> bool:
+    """Whether a Host header names no site: it is localhost or an IP address."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or bool(ipaddress.ip_address(name))
     except ValueError:
         return False
 

@@ -8,8 +8,10 @@ from collections.abc import Iterator
 
 import structlog
 import uvicorn
+from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.types import ASGIApp
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from protos.rpc import addresses
 from protos.rpc.security import PLAIN, Security
@@ -23,6 +25,19 @@ log = structlog.get_logger()
 def peer_of(request: Request) -> str:
     """Where a request comes from, as host:port; empty where that is not known."""
     return "" if request.client is None else f"{request.client.host}:{request.client.port}"
+
+
+class _OwnNames:
+    """Answers nobody who asks for another host than this one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        if scope["type"] == "http" and not addresses.is_own_name(Headers(scope=scope).get("host", "")):
+            app = PlainTextResponse(addresses.WRONG_HOST, 400)
+        await app(scope, receive, send)
 
 
 class _Uvicorn(uvicorn.Server):
@@ -43,14 +58,20 @@ class _Uvicorn(uvicorn.Server):
 class HttpServer:
     """Serves an application on host:port."""
 
-    def __init__(self, app: ASGIApp, address: str, *, security: Security = PLAIN, setting: str = "") -> None:
+    def __init__(
+        self, app: ASGIApp, address: str, *, security: Security = PLAIN, setting: str = "", own_names: bool = False
+    ) -> None:
         """setting: the variable that chose the address, for the message when it cannot be had.
 
+        own_names: whether requests are only answered that call it localhost or by an address: a page of another site
+        whose name leads here is of the same origin for its browser, and has neither a certificate nor a token.
         With TLS a renewed certificate is shown after a restart only.
         """
         self.address = address
         self._open_to_all = security.insecure or security.serves_tls
         self._setting = setting
+        if own_names:
+            app = _OwnNames(app)
         config = uvicorn.Config(
             app,
             log_config=None,

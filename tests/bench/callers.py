@@ -169,7 +169,7 @@ class Http:
 def _request(ask: Ask) -> bytes:
     content = json.dumps(ask.body).encode()
     path = "/v1/chat/completions" if ask.is_chat else "/v1/completions"
-    head = f"POST {path} HTTP/1.1\r\nHost: load\r\nContent-Length: {len(content)}\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n"
     return f"{head}Content-Type: application/json\r\n\r\n".encode() + content
 
 

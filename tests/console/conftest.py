@@ -43,8 +43,8 @@ def fill(driver: Driver) -> None:
 
 
 async def serve(driver: Driver, guard: Guard | None = None, *, any_name: bool = False) -> tuple[HttpServer, Console]:
-    app = create_app(driver.manager, guard or Guard(None, None), any_name=any_name)
-    server = HttpServer(app, "127.0.0.1:0")
+    app = create_app(driver.manager, guard or Guard(None, None))
+    server = HttpServer(app, "127.0.0.1:0", own_names=not any_name)
     await server.start()
     return server, Console(driver, f"http://{server.address}")
 

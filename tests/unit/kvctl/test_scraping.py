@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, Request, build_opener
 
 import certs
 import pytest
@@ -31,3 +33,16 @@ def test_metrics_are_read_as_they_are_served(tmp_path: Path, monkeypatch: pytest
                         samples(address, 10, wrong)
         finally:
             stop()
+
+
+def test_on_loopback_metrics_answer_to_no_name_of_another_site() -> None:
+    address = free_address()
+    stop = start_http(address, PLAIN)
+    try:
+        plain = build_opener(ProxyHandler({}))
+        with plain.open(Request(f"http://{address}/metrics", headers={"Host": "localhost"})) as answer:
+            assert b"process_resident" in answer.read()
+        with pytest.raises(HTTPError, match="400"):
+            plain.open(Request(f"http://{address}/metrics", headers={"Host": "evil.example"}))
+    finally:
+        stop()

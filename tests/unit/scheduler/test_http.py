@@ -30,10 +30,10 @@ LEAST = {"prompt": "the cat", "max_tokens": 3, "temperature": 0}
 
 
 @contextlib.asynccontextmanager
-async def serve(service: GenerationService, **options: Any) -> AsyncIterator[str]:
+async def serve(service: GenerationService, *, own_names: bool = False, **options: Any) -> AsyncIterator[str]:
     """The API of a service; its address."""
     app = create_app(service, **{"max_prompt_bytes": 1000, "registry": CollectorRegistry()} | options)
-    server = HttpServer(app, "127.0.0.1:0")
+    server = HttpServer(app, "127.0.0.1:0", own_names=own_names)
     await server.start()
     try:
         yield server.address
@@ -263,7 +263,7 @@ async def first_event(stack: Stack, address: str, reader: asyncio.StreamReader, 
     """Begins a stream that goes on."""
     body = json.dumps(LEAST | {"max_tokens": 300, "stream": True}).encode()
     writer.write(
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         + f"Content-Length: {len(body)}\r\n\r\n".encode()
         + body
     )
@@ -296,6 +296,17 @@ async def test_a_connection_that_ends_ends_its_request(run_stack: StackFactory) 
             while stack.manager.live or stack.metric("running_requests"):
                 await asyncio.sleep(0.01)
         assert stack.metric("output_tokens_total") < 200
+
+
+async def test_a_name_that_another_site_has_pointed_here_is_not_answered() -> None:
+    async with serve(GenerationService(), own_names=True) as address:
+        for host, status in {
+            address: 200, "localhost": 200, "LOCALHOST:1": 200, "[::1]:8000": 200,
+            "evil.example": 400, "localhost.evil.example:80": 400, "[evil": 400, "": 400,
+        }.items():  # fmt: skip
+            answer = await ask(address, "GET", "/version", headers={"Host": host})
+            assert answer.status == status, host
+            assert status == 200 or "Host header" in answer.body
 
 
 async def test_an_address_that_is_taken_is_named() -> None:
