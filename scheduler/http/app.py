@@ -66,6 +66,7 @@ def _watching(service: GenerationService, registry: CollectorRegistry) -> APIRou
     """For whoever watches the process."""
     router = APIRouter()
 
+    @router.head("/health", include_in_schema=False)
     @router.get("/health", response_class=Response, responses={200: {"description": "Requests are served."}})
     async def health() -> Response:
         """200 while requests are served, 503 before and after."""
@@ -120,6 +121,7 @@ def _using(service: GenerationService, guard: Guard, bodies: Bodies) -> Iterable
         message, names = translate.completion(request), translate.names(request)
         return Generating(service, caller, message, form, names, stream=bool(request.stream))
 
+    @describing.head("/v1/models", include_in_schema=False)
     @describing.get("/v1/models")
     async def models() -> responses.ModelList:
         """The served model."""

@@ -198,6 +198,15 @@ async def test_a_request_ends_with_its_token(
         assert stack.metric("output_tokens_total") < 200
 
 
+async def test_who_asks_for_the_head_only_gets_it(run_stack: StackFactory) -> None:
+    async with run_stack() as stack, serve(stack.scheduler.service) as address:
+        for path in ("/health", "/v1/models"):
+            whole, head = [await ask(address, method, path) for method in ("GET", "HEAD")]
+            assert (head.status, head.body, head.headers["content-length"]) == (
+                200, "", whole.headers["content-length"],
+            )  # fmt: skip
+
+
 async def test_bodies_that_are_no_requests_are_refused(run_stack: StackFactory) -> None:
     path = "/v1/completions"
     async with run_stack() as stack, serve(stack.scheduler.service) as address:
