@@ -106,20 +106,20 @@ def _using(service: GenerationService, guard: Guard, bodies: Bodies) -> Iterable
             logprobs=bool(request.logprobs),
             include_usage=_includes_usage(request),
         )
-        message, names = translate.chat(request), translate.names(request)
-        return Generating(service, caller, message, form, names, stream=bool(request.stream))
+        messages, names = [translate.chat(request)], translate.names(request)
+        return Generating(service, caller, messages, form, names, stream=bool(request.stream))
 
     @generating.post("/v1/completions", responses=_generated(responses.Completion))
     async def completions(request: CompletionRequest, caller: Called) -> Response:
-        """How a text goes on."""
+        """How a text goes on, or several: the choices of the first one come first."""
         form = CompletionFormat(
             service.model(request.model),
             request.request_id or "",
             logprobs=request.logprobs is not None,
             include_usage=_includes_usage(request),
         )
-        message, names = translate.completion(request), translate.names(request)
-        return Generating(service, caller, message, form, names, stream=bool(request.stream))
+        messages, names = translate.completion(request), translate.names(request)
+        return Generating(service, caller, messages, form, names, stream=bool(request.stream))
 
     @describing.head("/v1/models", include_in_schema=False)
     @describing.get("/v1/models")

@@ -2,20 +2,25 @@
 
 import asyncio
 import json
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from protos.generation.v1 import generation_pb2 as pb
 from protos.rpc.errors import ServiceError
-from scheduler.http.errors import from_service
+from protos.rpc.http_server import peer_of
+from scheduler.http.errors import ApiError, from_service
 from scheduler.http.formats import Format, Sample
 from scheduler.http.front import FAILED
 from scheduler.http.identity import Caller
-from scheduler.http.translate import Names
+from scheduler.http.translate import Names, of_prompt
 from scheduler.service import GenerationService
+
+# Takes a piece of the output.
+Write = Callable[[pb.StreamGenerateResponse], Awaitable[object]]
 
 _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
@@ -27,20 +32,25 @@ class Generating(Response):
         self,
         service: GenerationService,
         caller: Caller,
-        message: pb.StreamGenerateRequest,
+        messages: Sequence[pb.StreamGenerateRequest],
         form: Format,
         names: Names,
         *,
         stream: bool,
     ) -> None:
-        """The request gets the name of its answer. names: what the message's fields are called in errors."""
-        message.request_id = form.id
+        """messages: that differ in their prompts only. names: what their fields are called in errors.
+
+        The request gets the name of its answer; of several each one has its number behind it.
+        """
+        for number, message in enumerate(messages):
+            message.request_id = form.id if len(messages) == 1 else f"{form.id}-{number}"
         self._service = service
         self._caller = caller
-        self._message = message
+        self._messages = messages
         self._format = form
         self._names = names
         self._stream = stream
+        self._samples = messages[0].n if messages[0].HasField("n") else 1
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -49,28 +59,22 @@ class Generating(Response):
         await _while_connected(receive, work)
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        samples = [Sample(index) for index in range(self._samples)]
+        samples = [Sample(index) for index in range(len(self._messages) * self._samples)]
 
         async def add(piece: pb.StreamGenerateResponse) -> None:
             samples[piece.sample_index].add(piece)
 
-        try:
-            with self._caller.asking():
-                await self._service.generate(self._message, add)
-        except ServiceError as error:
-            raise from_service(error, self._names) from error
+        await self._generate(scope, add)
         await JSONResponse(self._format.whole(samples))(scope, receive, send)
 
     async def _send_events(self, scope: Scope, send: Send) -> None:
         """The first output decides about the status: what goes wrong later is an event."""
         events = _Events(send, self._format)
         try:
-            with self._caller.asking():
-                await self._service.generate(self._message, events.write)
-        except ServiceError as error:
-            refusal = from_service(error, self._names)
+            await self._generate(scope, events.write)
+        except ApiError as refusal:
             if not events.begun:
-                raise refusal from error
+                raise
             scope[FAILED] = refusal.status
             await events.send(refusal.body)
         else:
@@ -79,9 +83,33 @@ class Generating(Response):
             await events.send_bytes(b"data: [DONE]\n\n")
         await events.send_bytes(b"", more=False)
 
-    @property
-    def _samples(self) -> int:
-        return self._message.n if self._message.HasField("n") else 1
+    async def _generate(self, scope: Scope, write: Write) -> None:
+        """Runs all of it. Raises ApiError: where one prompt fails, all others are given up."""
+        try:
+            with self._caller.asking():
+                if len(self._messages) == 1:
+                    await self._service.generate(self._messages[0], write)
+                    return
+                async with asyncio.TaskGroup() as tasks:
+                    for number, message in enumerate(self._messages):
+                        tasks.create_task(self._generate_one(scope, number, message, write))
+        except ServiceError as error:
+            raise from_service(error, self._names) from error
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+
+    async def _generate_one(self, scope: Scope, number: int, message: pb.StreamGenerateRequest, write: Write) -> None:
+        """One of several prompts, with a line of its own in the access log."""
+
+        async def add(piece: pb.StreamGenerateResponse) -> None:
+            piece.sample_index += number * self._samples
+            await write(piece)
+
+        try:
+            with self._service.access_log.telling(peer_of(Request(scope))):
+                await self._service.generate(message, add)
+        except ServiceError as error:
+            raise from_service(error, of_prompt(self._names, number)) from error
 
 
 class _Events:
@@ -92,6 +120,8 @@ class _Events:
         self.usages: list[pb.Usage] = []
         self._send = send
         self._format = form
+        # Prompts write beside each other.
+        self._turn = asyncio.Lock()
         # Characters of each sample that were sent.
         self._sent: dict[int, int] = {}
 
@@ -110,10 +140,11 @@ class _Events:
         await self.send_bytes(f"data: {data}\n\n".encode())
 
     async def send_bytes(self, data: bytes, *, more: bool = True) -> None:
-        if not self.begun:
-            self.begun = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        async with self._turn:
+            if not self.begun:
+                self.begun = True
+                await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
 
 async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

@@ -35,6 +35,8 @@ from scheduler.http.extensions import (
 _CLOSE = 0.8
 # Names of fields that are passed over in a request, and characters of them that are looked at.
 _MAX_EXTRA = 64
+# Of one request, as its samples.
+MAX_PROMPTS = intake.MAX_SAMPLES
 
 
 class OrText:
@@ -54,31 +56,29 @@ class OrText:
         return [self._element(value)] if isinstance(value, str) else value
 
 
-def _prompt(value: object) -> object:
-    """A text or the ids of one prompt, which may stand in a list of its own."""
-    if isinstance(value, list) and value and isinstance(value[0], str | list):
-        if len(value) > 1:
-            raise ValueError("must be one prompt: send one request for each")
-        [value] = value
-    if isinstance(value, str) or (isinstance(value, list) and all(_is_id(one) for one in value)):
-        return value
-    raise ValueError("must be a text or a list of token ids")
+def _prompts(value: object) -> object:
+    """A text or the ids of one prompt, or a list of those."""
+    found = value if isinstance(value, list) and value and isinstance(value[0], str | list) else [value]
+    if len(found) > MAX_PROMPTS:
+        raise ValueError(f"has more than {MAX_PROMPTS} prompts")
+    if all(isinstance(one, str) or (isinstance(one, list) and all(map(_is_id, one))) for one in found):
+        return found
+    raise ValueError("must be a text or a list of token ids, or a list of texts or of such lists")
 
 
 def _is_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 32
 
 
-Prompt = Annotated[
-    Text | list[int],
-    BeforeValidator(_prompt),
+_ONE: list[dict[str, Any]] = [
+    {"type": "string", "minLength": 1},
+    {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
+]
+Prompts = Annotated[
+    list[Text | list[int]],
+    BeforeValidator(_prompts),
     WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string", "minLength": 1},
-                {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
-            ]
-        }
+        {"anyOf": [*_ONE, *({"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS, "items": one} for one in _ONE)]}
     ),
 ]
 
@@ -312,7 +312,7 @@ class CompletionRequest(Generation):
         "suffix": ("",),
     }
 
-    prompt: Prompt
+    prompt: Prompts
     logprobs: Uint32 | None = Field(None, json_schema_extra=bounds(0, intake.MAX_LOGPROBS))
 
 

@@ -47,18 +47,23 @@ def chat(request: ChatCompletionRequest) -> pb.StreamGenerateRequest:
     return message
 
 
-def completion(request: CompletionRequest) -> pb.StreamGenerateRequest:
-    """Raises InvalidField for what the message has no place for."""
+def completion(request: CompletionRequest) -> list[pb.StreamGenerateRequest]:
+    """One for each prompt. Raises InvalidField for what the message has no place for."""
     request.check()
-    message = _generation(request)
-    if isinstance(request.prompt, str):
-        message.text = request.prompt
-    else:
-        message.token_ids.token_ids.extend(request.prompt)
-    message.max_tokens = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+    common = _generation(request)
+    common.max_tokens = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
     if request.logprobs is not None:
-        message.sampling.num_logprobs = request.logprobs
-    return message
+        common.sampling.num_logprobs = request.logprobs
+    messages = []
+    for prompt in request.prompt:
+        message = pb.StreamGenerateRequest()
+        message.CopyFrom(common)
+        if isinstance(prompt, str):
+            message.text = prompt
+        else:
+            message.token_ids.token_ids.extend(prompt)
+        messages.append(message)
+    return messages
 
 
 def tokenize(request: TokenizeRequest) -> pb.StreamGenerateRequest:
@@ -67,6 +72,11 @@ def tokenize(request: TokenizeRequest) -> pb.StreamGenerateRequest:
     if request.messages is not None:
         return pb.StreamGenerateRequest(model=request.model, chat=conversation(request.messages))
     return pb.StreamGenerateRequest(model=request.model, text=request.prompt)
+
+
+def of_prompt(names: Names, number: int) -> Names:
+    """The same where a request has several prompts, for the message of this one."""
+    return tuple((ours, f"prompt[{number}]" if theirs == "prompt" else theirs) for ours, theirs in names)
 
 
 def names(request: Generation) -> Names:

@@ -221,7 +221,7 @@ async def test_bodies_that_are_no_requests_are_refused(run_stack: StackFactory) 
             '{"prompt": "x", "temperature": NaN}': "temperature should be a finite number",
             '{"prompt": "x", "n": 1' + "0" * 4000 + "}": "n should be less",
             '{"prompt": "x", "n": 1' + "0" * 5000 + "}": "parsing",
-            '{"prompt": ["x", "y"]}': "one prompt",
+            '{"prompt": ["x", 5]}': "a text or a list",
             json.dumps({f"x{index}": 1 for index in range(300)}): "the body has more than 256 fields",
             '{"prompt": "x", "kv_hints": {"actions": [{"action_id": "a", "action_type": "b", "payload": '
             + '{"a":' * 110 + "1" + "}" * 111 + "]}}": "kv_hints.actions",
@@ -316,6 +316,37 @@ async def test_a_name_that_another_site_has_pointed_here_is_not_answered() -> No
             answer = await ask(address, "GET", "/version", headers={"Host": host})
             assert answer.status == status, host
             assert status == 200 or "Host header" in answer.body
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_several_prompts_are_answered_by_their_numbers(run_stack: StackFactory, stream: bool) -> None:
+    prompts = [[1, 2, 3], [4] * 9, [5, 6]]
+    async with run_stack() as stack, serve(stack.scheduler.service) as address, client(address) as caller:
+        asked = LEAST | {"prompt": prompts, "n": 2, "stream": stream}
+        if stream:
+            asked["stream_options"] = {"include_usage": True}
+        answers = [await caller.completions.create(model="fake", **asked)]
+        events = [event async for event in answers[0]] if stream else answers
+        texts = [""] * 6
+        for event in events:
+            for choice in event.choices:
+                texts[choice.index] += choice.text
+        alone = [await caller.completions.create(model="fake", **LEAST | {"prompt": prompt}) for prompt in prompts]
+        assert texts == [one.choices[0].text for one in alone for _ in range(2)]
+        usage = events[-1].usage
+        assert (usage.prompt_tokens, usage.completion_tokens) == (14, 18)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_one_of_several_prompts_that_is_refused_ends_all_and_is_named(
+    run_stack: StackFactory, stream: bool
+) -> None:
+    async with run_stack() as stack, serve(stack.scheduler.service) as address:
+        body = LEAST | {"prompt": [[1, 2], [3] * 400, [4]], "max_tokens": 300, "stream": stream}
+        answer = await ask(address, "POST", "/v1/completions", json.dumps(body))
+        assert (answer.status, answer.error["param"]) == (400, "prompt[1]")
+        assert answer.error["code"] == "context_length_exceeded"
+        await stack.manager.settled()
 
 
 async def test_an_address_that_is_taken_is_named() -> None:

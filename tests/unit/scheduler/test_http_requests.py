@@ -10,7 +10,7 @@ from protos.rpc.errors import InvalidField
 from scheduler.http import translate
 from scheduler.http.errors import rename
 from scheduler.http.extensions import EvictionPolicy
-from scheduler.http.requests import ChatCompletionRequest, CompletionRequest
+from scheduler.http.requests import MAX_PROMPTS, ChatCompletionRequest, CompletionRequest
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -19,8 +19,13 @@ def chat(**fields: Any) -> pb.StreamGenerateRequest:
     return translate.chat(ChatCompletionRequest(**{"messages": HELLO} | fields))
 
 
-def completion(**fields: Any) -> pb.StreamGenerateRequest:
+def completions(**fields: Any) -> list[pb.StreamGenerateRequest]:
     return translate.completion(CompletionRequest(**{"prompt": "hello"} | fields))
+
+
+def completion(**fields: Any) -> pb.StreamGenerateRequest:
+    [message] = completions(**fields)
+    return message
 
 
 def test_what_is_absent_is_openais_default() -> None:
@@ -79,14 +84,18 @@ def test_every_field_has_its_place() -> None:
     assert message == expected
 
 
-def test_prompts_are_text_or_ids_also_in_a_list_of_one() -> None:
+def test_prompts_are_text_or_ids_also_in_a_list() -> None:
     for prompt in ("hello", ["hello"]):
         assert completion(prompt=prompt).text == "hello"
     for ids in ([1, 2], [[1, 2]]):
         assert list(completion(prompt=ids).token_ids.token_ids) == [1, 2]
-    for wrong in (["a", "b"], [[1], [2]], [1, "a"], [-1], [True], 5, None, [[]  , []]):  # fmt: skip
+    assert [message.text for message in completions(prompt=["a", "b"], seed=7)] == ["a", "b"]
+    several = completions(prompt=[[1], [2, 3], "c"], n=2, cache_salt="s", max_tokens=5)
+    assert [list(message.token_ids.token_ids) for message in several] == [[1], [2, 3], []]
+    assert {(message.n, message.cache.salt, message.max_tokens) for message in several} == {(2, "s", 5)}
+    for wrong in ([1, "a"], ["a", 1], [-1], [[-1]], [True], 5, None, ["a"] * (MAX_PROMPTS + 1)):
         with pytest.raises(ValidationError):
-            completion(prompt=wrong)
+            completions(prompt=wrong)
 
 
 def test_parts_are_joined_and_say_where_the_prompt_is_to_stay_cached_up_to() -> None:
