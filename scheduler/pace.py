@@ -9,7 +9,7 @@ DEFAULT_SHARE = 0.4
 MIN_TOKENS = 4
 # No step shall take longer, in seconds, whoever waits: the blocks of somebody who leaves are free when the two steps
 # are over that may be under way, and that is to be within a second. So many prompt tokens are computed nevertheless.
-LONGEST_STEP, LEAST_CHUNK = 0.4, 32
+LONGEST_STEP, LEAST_CHUNK = 0.3, 32
 # Steps with prompts after which one without is due: what decoding alone takes changes with who decodes, and nothing
 # but such a step shows it.
 REFRESH_STEPS = 32
