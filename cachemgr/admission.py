@@ -286,15 +286,13 @@ class Admitter:
         eviction = self._eviction(None if parent.eviction is None else parent.eviction.policy, len(tokens))
         needed = blocks_for(len(tokens) if eviction is None else eviction.slots_for(len(tokens)), size)
         account = parent.domain.account
-        short, short_in_all = (
-            sum(
-                max(0, needed - full - table.pool.device.free_for(account, within_ceiling=within))
-                for table in parent.tables
-            )
-            for within in (True, False)
-        )
-        if short:
-            return self._refusal(short, short_in_all)
+
+        def missing(*, within_ceiling: bool = True) -> int:
+            free = (table.pool.device.free_for(account, within_ceiling=within_ceiling) for table in parent.tables)
+            return sum(max(0, needed - full - one) for one in free)
+
+        if short := missing():
+            return self._refusal(short, missing(within_ceiling=False))
         child = Sequence(
             sequence_id,
             self._next_number(),

@@ -18,7 +18,6 @@ from protos.rpc.guard import Guard
 from scheduler.errors import NotReadyError
 from scheduler.http import errors, responses, translate
 from scheduler.http.bodies import Bodies
-from scheduler.http.entry import Entry
 from scheduler.http.formats import ChatFormat, CompletionFormat
 from scheduler.http.front import Api
 from scheduler.http.generating import Generating
@@ -52,12 +51,10 @@ def create_app(
     """guard: who may do what; without one everybody may everything."""
     # Pages with documentation would load scripts from elsewhere.
     app = Api(service.access_log, title="kvkeep", version=_version(), docs_url=None, redoc_url=None, responses=ERRORS)
-    max_body_bytes = BODY_FACTOR * max_prompt_bytes + BODY_BYTES
-    app.add_middleware(Entry, max_body_bytes=max_body_bytes)
     _add_handlers(app)
 
     app.include_router(_watching(service, registry))
-    for router in _using(service, guard or Guard(None, None), Bodies(max_body_bytes)):
+    for router in _using(service, guard or Guard(None, None), Bodies(BODY_FACTOR * max_prompt_bytes + BODY_BYTES)):
         app.include_router(router)
     return app
 

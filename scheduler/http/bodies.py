@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import Iterator
 
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.types import Message, Receive
 
 # For a body to arrive.
@@ -20,12 +21,14 @@ class Bodies:
     """One per server."""
 
     def __init__(self, max_body_bytes: int) -> None:
-        """max_body_bytes: of one body, which always fits."""
+        """max_body_bytes: of one body at most, which always fits."""
+        self._max_body_bytes = max_body_bytes
         self._free = max(HELD_BYTES, max_body_bytes)
 
     @contextlib.contextmanager
-    def taking(self, receive: Receive) -> Iterator[Receive]:
+    def taking(self, request: Request) -> Iterator[Receive]:
         """Around the reading of a body, which raises HTTPException for one that is too slow, or too much."""
+        receive, length = request.receive, request.headers.get("content-length", "")
         until = asyncio.get_running_loop().time() + ARRIVAL_SECONDS
         size = held = marks = 0
         arrived = False
@@ -44,6 +47,8 @@ class Bodies:
             body = message.get("body", b"")
             arrived = not message.get("more_body", False)
             size += len(body)
+            if size > self._max_body_bytes or (length.isdecimal() and int(length) > self._max_body_bytes):
+                raise HTTPException(413, f"the body is longer than the {self._max_body_bytes} bytes that are taken")
             more = max(size - FREE_BYTES, 0) - held
             if more > self._free:
                 raise HTTPException(503, "the server holds as many bytes of requests as it may", {"Retry-After": "1"})

@@ -59,7 +59,7 @@ def route_class(guard: Guard, method: str, bodies: Bodies) -> type[APIRoute]:
 
             async def answer(request: Request) -> Response:
                 caller = Caller(guard, full_name, request.headers.get("authorization", ""), peer_of(request))
-                with bodies.taking(request.receive) as receive:
+                with bodies.taking(request) as receive:
                     # Of its own: the other one stays for as long as the answer takes, and the body with it.
                     own = Request(request.scope, receive)
                     own.state.caller = caller
