@@ -33,6 +33,11 @@ class CpuDecoder:
         """What the time of all steps so far went to, by kind."""
         return self._decoder.seconds
 
+    @property
+    def weight_bytes(self) -> int:
+        """What the weights take as they are kept."""
+        return self._decoder.weight_bytes
+
     def prepare(self, pools: KvPools, last_tokens: Tensor) -> None:
         """Nothing."""
 

@@ -20,6 +20,8 @@ CHECKSUM_MISMATCHES = Counter("kvkeep_executor_checksum_mismatches", "Blocks tha
 PENDING_COPIES = Gauge("kvkeep_executor_pending_copies", "Copies between tiers that have not ended.")
 COPY_WAIT_SECONDS = Counter("kvkeep_executor_copy_wait_seconds", "Time in which steps waited for copies between tiers.")
 
+WEIGHT_BYTES = Gauge("kvkeep_executor_weight_bytes", "Bytes that a CPU's compiled code keeps the model's matrices in.")
+
 
 class KindSeconds(Collector):
     """What the time of steps goes to, asked for when somebody looks: counting costs a step nothing."""

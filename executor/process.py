@@ -46,7 +46,7 @@ async def _serve(settings: ExecutorSettings) -> int:
     from executor.fingerprint import fingerprint
     from executor.kv_pool import KvPools, count_blocks, free_memory
     from executor.manager_client import Announcement, ManagerClient
-    from executor.metrics import KindSeconds
+    from executor.metrics import WEIGHT_BYTES, KindSeconds
     from executor.model import choose_device, load_model, release_unused_memory
     from executor.model_files import find
     from executor.runner import Runner
@@ -127,6 +127,7 @@ async def _serve(settings: ExecutorSettings) -> int:
 
     if isinstance(model.forward, CpuDecoder):
         KindSeconds(model.forward.seconds)
+        WEIGHT_BYTES.set(model.forward.weight_bytes)
     runner = Runner(model, pools, tiers)
     runner.prepare()
     worker = Worker(runner, confirm, device_lost)

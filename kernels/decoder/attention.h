@@ -105,16 +105,18 @@ static inline void transpose(Vec *rows) {
 // A run's keys and values as matrices to multiply with, in the order of a Linear's tiles: [KEYS / TILE][D][TILE] and
 // [D / TILE][KEYS][TILE]. What lies behind `count` is 0, as weights of 0 times what is no number would be none either.
 // `ahead` [KEYS] are fetched line by line: all at once they would hold up everything else.
-template <class T>
-static inline void lay_out_keys(const T *const *keys, const T *const *ahead, int64_t count, int64_t dim, T *to) {
-  // Pairs of bfloat16 stay together as one word.
-  const int64_t words = dim * int64_t(sizeof(T)) / 4;
+template <class T, class C>
+static inline void lay_out_keys(const C *const *keys, const C *const *ahead, int64_t count, int64_t dim, T *to) {
+  // Pairs of bfloat16 stay together as one word where they are multiplied so.
+  constexpr int64_t together = 4 / sizeof(T);
+  const int64_t words = dim / together;
   for (int64_t begin = 0; begin < KEYS; begin += WIDTH)
     for (int64_t word = 0; word < words; word += WIDTH) {
       Vec some[WIDTH];
       for (int64_t i = 0; i < WIDTH; i++) {
-        some[i] = begin + i < count ? load((const float *)keys[begin + i] + word) : Vec{};
-        __builtin_prefetch((const float *)ahead[begin + i] + word);
+        const C *from = keys[begin + i] + word * together;
+        some[i] = begin + i >= count ? Vec{} : together == 1 ? load(from) : load((const float *)from);
+        __builtin_prefetch(ahead[begin + i] + word * together);
       }
       transpose(some);
       float *column = (float *)to + (begin / TILE * words + word) * TILE + begin % TILE;
@@ -122,7 +124,8 @@ static inline void lay_out_keys(const T *const *keys, const T *const *ahead, int
     }
 }
 
-static inline void lay_out_values(const float *const *values, const float *const *ahead, int64_t count, int64_t dim,
+template <class C>
+static inline void lay_out_values(const C *const *values, const C *const *ahead, int64_t count, int64_t dim,
                                   float *to) {
   for (int64_t i = 0; i < KEYS; i++)
     for (int64_t d = 0; d < dim; d += WIDTH) {
@@ -193,13 +196,13 @@ static inline void fetch(const T *from, int64_t dim) {
 }
 
 // logits [R][KEYS] = query [R][dim] times each of the keys; `ahead` [KEYS] are fetched meanwhile.
-template <int R>
-static inline void dots(const float *query, const float *const *keys, const float *const *ahead, int64_t count,
-                        int64_t dim, float *logits) {
+template <int R, class C>
+static inline void dots(const float *query, const C *const *keys, const C *const *ahead, int64_t count, int64_t dim,
+                        float *logits) {
   for (int64_t begin = 0; begin < count; begin += WIDTH) {
     Vec sums[R][WIDTH];
     for (int64_t i = 0; i < WIDTH; i++) {
-      const float *key = keys[std::min(begin + i, count - 1)];
+      const C *key = keys[std::min(begin + i, count - 1)];
       fetch(ahead[begin + i], dim);
       Vec some[R] = {};
       for (int64_t d = 0; d < dim; d += WIDTH) {
@@ -239,8 +242,8 @@ static inline void dots(const Bfloat16 *query, const Bfloat16 *const *keys, cons
 #endif
 
 // out [R][dim] += weights [R][KEYS] times the values at [from, to); `ahead` [KEYS] are fetched meanwhile.
-template <int R, class T>
-static inline void add_values(const float *weights, const T *const *values, const T *const *ahead, int64_t from,
+template <int R, class C>
+static inline void add_values(const float *weights, const C *const *values, const C *const *ahead, int64_t from,
                               int64_t to, int64_t dim, float *out) {
   for (int64_t d = 0; d < dim; d += 2 * WIDTH) {
     Vec sums[R][2];
@@ -264,9 +267,9 @@ static inline void add_values(const float *weights, const T *const *values, cons
 
 // One piece. query [T][heads..] with `stride` floats per token, already scaled; slot_numbers [T]; out [T][Hq][D]; `sums`
 // of what the unit counts. The keys of `next`, if there is one, are fetched at the end.
-template <class T>
+template <class T, class C>
 static void attend(const Shape &shape, const Group &group, const Plan &plan, const Piece &piece, const Piece *next,
-                   const int64_t *slot_numbers, const float *query, int64_t stride, const T *k_cache, const T *v_cache,
+                   const int64_t *slot_numbers, const float *query, int64_t stride, const C *k_cache, const C *v_cache,
                    Softmax &state, T *out, const Sums &sums, Scratch<T> &scratch) {
   const Unit &unit = *piece.unit;
   const int64_t dim = shape.head_dim, per_kv = shape.per_kv(), rows = unit.count * per_kv;
@@ -287,7 +290,7 @@ static void attend(const Shape &shape, const Group &group, const Plan &plan, con
   const int64_t counted = unit.counted * per_kv, first_kept = counted && rows <= FEW_ROWS<T> ? 0 : rows - counted;
   if (counted) scratch.kept.begin(unit.end, rows - first_kept);
   // Where the keys and values of a run are, and those of the next one; what lies behind the end is there again.
-  const T *places[2][2][KEYS];
+  const C *places[2][2][KEYS];
   auto locate = [&](const Piece &of, int64_t begin, auto &run) {
     const int32_t *table = group.tables + of.unit->sequence * group.width;
     for (int64_t i = 0; i < KEYS; i++) {
@@ -347,7 +350,7 @@ static void attend(const Shape &shape, const Group &group, const Plan &plan, con
     for (int64_t part = 0; part < parts; part++) {
       int64_t row = part * rows / parts, some = (part + 1) * rows / parts - row;
       for (int64_t tile = 0; tile < KEYS / TILE; tile++)
-        multiply_rows<T, false, 0>(some, &scratch.query[row * dim], dim, &scratch.keys[tile * TILE * dim], dim,
+        multiply_rows<false>(some, &scratch.query[row * dim], dim, &scratch.keys[tile * TILE * dim], dim,
                                    &scratch.logits[tile * TILE], KEYS);
       const int64_t plain = std::clamp<int64_t>(first_kept - row, 0, some);
       weigh_rows(row, plain, scratch.logits.data(), scratch.weights.data());
@@ -358,7 +361,7 @@ static void attend(const Shape &shape, const Group &group, const Plan &plan, con
         *scratch.kept.largest(begin, row + i - first_kept) = scratch.largest[row + i];
       }
       for (int64_t tile = 0; tile < dim / TILE; tile++)
-        multiply_rows<T, true, 0>(some, scratch.weights.data(), KEYS, &scratch.values[tile * TILE * KEYS], KEYS,
+        multiply_rows<true>(some, scratch.weights.data(), KEYS, &scratch.values[tile * TILE * KEYS], KEYS,
                                   &scratch.out[row * dim + tile * TILE], dim);
     }
   }

@@ -13,7 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-SOURCES = ("vector.h", "team.h", "matmul.h", "units.h", "kept.h", "attention.h", "pooled.h", "decoder.cpp")
+HEADERS = ("vector", "team", "squeezed", "linear", "matmul", "units", "kept", "attention", "pooled", "step")
+SOURCES = (*(f"{name}.h" for name in HEADERS), "decoder.cpp")
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-shared", "-pthread")
 _HERE = Path(__file__).parent

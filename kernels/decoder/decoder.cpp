@@ -1,311 +1,31 @@
-// A decoder of the Llama kind on a CPU: a whole step in one call, on threads that stay together from layer to layer.
-//
-// Hidden states, sums, norms, rotary embedding and attention are in float; what is multiplied with weights, and the
-// caches, are in the model's type.
+// What others call of the decoder.
 
-#include <chrono>
 #include <cstdlib>
 #include <sys/mman.h>
 
-#include "attention.h"
-#include "pooled.h"
+#include "step.h"
 
-struct Layer {
-  const float *input_norm, *post_norm;  // [H]
-  const float *q_norm, *k_norm;         // [D] or null
-  Linear qkv, out, gate_up, down;
-  void *k_cache, *v_cache;  // [N][B][Hkv][D]
-  int64_t group;
-};
-
-struct Model {
-  int64_t layers, hidden, intermediate, vocabulary;
-  Shape shape;
-  float epsilon, scale, rotary_scale;
-  const float *frequencies;  // [D / 2]
-  const float *final_norm;   // [H]
-  const void *embedding;     // [V][H], or null when it is the output matrix
-  Linear head;
-  const Layer *layer;
-};
-
-struct Batch {
-  int64_t tokens, sequences, groups, outputs;
-  const int64_t *ids, *positions;  // [T]
-  const int32_t *query_start;      // [S + 1]
-  const Group *group;
-  const int64_t *rows;          // [outputs], tokens whose logits are wanted
-  const int64_t *slot_numbers;  // [T]
-  int64_t entries;
-  const Counted *counted;  // [entries]
-};
-
-// A group's numbers, kept.
-struct OwnGroup : Group {
-  std::vector<int64_t> own_slots;
-  std::vector<int32_t> own_tables;
-
-  OwnGroup(const Group &group, int64_t tokens, int64_t sequences)
-      : Group(group), own_slots(slots, slots + tokens), own_tables(tables, tables + sequences * width) {
-    slots = own_slots.data();
-    tables = own_tables.data();
-  }
-};
-
-// out [n] = x / rms(x) * weight (Zhang and Sennrich 2019, equation 4).
-template <class Out>
-static inline void normalise(const float *x, const float *weight, int64_t n, float epsilon, Out *out) {
-  Vec squares = {};
-  for (int64_t i = 0; i < n; i += WIDTH) squares += load(x + i) * load(x + i);
-  float scale = 1 / std::sqrt(sum(squares) / n + epsilon);
-  for (int64_t i = 0; i < n; i += WIDTH) store(out + i, load(x + i) * scale * load(weight + i));
-}
-
-// What the time of a step goes to.
-enum Kind { REST, QKV, ROTARY_AND_STORE, ATTENTION, ATTENTION_OUTPUT, GATE_UP, DOWN, LOGITS, KINDS };
-
-// Adds times to `seconds` [KINDS], unless that is null.
-class Watch {
- public:
-  explicit Watch(double *seconds) : seconds(seconds), last(Clock::now()) {}
-
-  // All since the last lap was of this kind.
-  void lap(Kind kind) {
-    if (!seconds) return;
-    auto now = Clock::now();
-    seconds[kind] += std::chrono::duration<double>(now - last).count();
-    last = now;
-  }
-
- private:
-  using Clock = std::chrono::steady_clock;
-  double *seconds;
-  Clock::time_point last;
-};
-
-// Owns what it needs of the batch: a thread that lost its core may still be in it when the step is over.
+#if defined(__AVX512BF16__)
+// The least that a few rows times a tile in bfloat16 took of several tries.
 template <class T>
-class Step {
- public:
-  // `seconds` [KINDS] takes the times that the thread sees which makes this object.
-  Step(const Model &model, const Batch &batch, float *logits, Team &team, double *seconds)
-      : model(model), shape(model.shape), logits(logits), team(team), seconds(seconds), tokens(batch.tokens),
-        ids(batch.ids, batch.ids + tokens), positions(batch.positions, batch.positions + tokens),
-        slot_numbers(batch.slot_numbers, batch.slot_numbers + tokens),
-        rows(batch.rows, batch.rows + batch.outputs), counted(batch.counted, batch.counted + batch.entries), hidden(tokens * model.hidden), qkv(tokens * width()),
-        cosines(tokens * shape.head_dim / 2), sines(cosines.size()),
-        normal(std::max<int64_t>(tokens, rows.size()) * model.hidden), attended(tokens * model.layer[0].out.k),
-        activated(tokens * model.intermediate) {
-    bool any = false;
-    int64_t most_sums = 0;
-    for (int64_t g = 0; g < batch.groups; g++) {
-      groups.emplace_back(batch.group[g], tokens, batch.sequences);
-      plans.push_back(plan_units(shape, groups[g], batch.sequences, batch.query_start, slot_numbers.data(), counted,
-                                 team.size));
-      any |= !plans[g].shared.empty();
-      most_sums = std::max(most_sums, plans[g].sums);
-    }
-    sums.resize(most_sums);
-    if (any) {
-      state.largest.resize(tokens * shape.q_heads);
-      state.total.resize(state.largest.size());
-      state.out.resize(state.largest.size() * shape.head_dim);
-    }
+static double seconds_of() {
+  constexpr int64_t k = 256, times = 20;
+  std::vector<T> a(ROWS * k);
+  std::vector<Bfloat16> b(k * TILE);
+  alignas(64) float out[ROWS * TILE] = {};
+  double least = INFINITY;
+  for (int i = 0; i < 20; i++) {
+    double seconds[KINDS] = {};
+    Watch watch(seconds);
+    for (int64_t j = 0; j < times; j++) multiply<ROWS, true>(a.data(), k, b.data(), k, out, TILE, Ahead<0>());
+    // Else nobody would look at what was computed, and so nothing would be.
+    asm volatile("" : : "r"(out) : "memory");
+    watch.lap(REST);
+    least = std::min(least, seconds[REST]);
   }
-
-  // What every thread of the team runs.
-  void work() {
-    Watch watch(std::this_thread::get_id() == first ? seconds : nullptr);
-    Scratch<T> scratch(shape);
-    each_row(tokens, [&](int64_t row) { begin(row); });
-    for (int64_t number = 0; number < model.layers; number++) {
-      const Layer &layer = model.layer[number];
-      each_row(tokens, [&](int64_t row) {
-        normalise(&hidden[row * model.hidden], layer.input_norm, model.hidden, model.epsilon, &normal[row * model.hidden]);
-      });
-      watch.lap(REST);
-      matmul(team, normal.data(), tokens, layer.qkv, write_to(qkv.data(), width(), width()));
-      watch.lap(QKV);
-      each_row(tokens, [&](int64_t row) { rotate_and_store(layer, row); });
-      watch.lap(ROTARY_AND_STORE);
-      attend_all(number, scratch);
-      add_sums(number);
-      watch.lap(ATTENTION);
-      matmul(team, attended.data(), tokens, layer.out, add_to_hidden());
-      watch.lap(ATTENTION_OUTPUT);
-      each_row(tokens, [&](int64_t row) {
-        normalise(&hidden[row * model.hidden], layer.post_norm, model.hidden, model.epsilon, &normal[row * model.hidden]);
-      });
-      watch.lap(REST);
-      matmul(team, normal.data(), tokens, layer.gate_up, activate());
-      watch.lap(GATE_UP);
-      matmul(team, activated.data(), tokens, layer.down, add_to_hidden());
-      watch.lap(DOWN);
-    }
-    each_row(int64_t(rows.size()), [&](int64_t row) {
-      const float *last = &hidden[rows[row] * model.hidden];
-      normalise(last, model.final_norm, model.hidden, model.epsilon, &normal[row * model.hidden]);
-    });
-    matmul(team, normal.data(), int64_t(rows.size()), model.head, write_to(logits, model.vocabulary, model.vocabulary));
-    watch.lap(LOGITS);
-    add_totals();
-    watch.lap(ATTENTION);
-  }
-
- private:
-  int64_t width() const { return (shape.q_heads + 2 * shape.kv_heads) * shape.head_dim; }
-
-  template <class Row>
-  void each_row(int64_t count, const Row &row) {
-    constexpr int64_t together = 4;
-    team.each((count + together - 1) / together, [&](int64_t part) {
-      for (int64_t i = part * together; i < std::min(count, (part + 1) * together); i++) row(i);
-    });
-  }
-
-  void begin(int64_t row) {
-    int64_t id = ids[row], half = shape.head_dim / 2;
-    float *into = &hidden[row * model.hidden];
-    for (int64_t i = 0; i < model.hidden; i++)
-      into[i] = model.embedding ? widen(((const T *)model.embedding)[id * model.hidden + i]) : widen(model.head.at<T>(id, i));
-    for (int64_t i = 0; i < half; i++) {
-      float angle = float(positions[row]) * model.frequencies[i];
-      cosines[row * half + i] = std::cos(angle) * model.rotary_scale;
-      sines[row * half + i] = std::sin(angle) * model.rotary_scale;
-    }
-  }
-
-  // Rotary position embedding, first half of a head against its second (Su et al. 2021, section 3.4.2).
-  void rotate(float *head, int64_t row) const {
-    int64_t half = shape.head_dim / 2;
-    const float *cosine = &cosines[row * half], *sine = &sines[row * half];
-    for (int64_t i = 0; i < half; i += WIDTH) {
-      Vec a = load(head + i), b = load(head + half + i);
-      store(head + i, a * load(cosine + i) - b * load(sine + i));
-      store(head + half + i, b * load(cosine + i) + a * load(sine + i));
-    }
-  }
-
-  void rotate_and_store(const Layer &layer, int64_t row) {
-    const int64_t dim = shape.head_dim;
-    float *query = &qkv[row * width()], *key = query + shape.q_heads * dim, *value = key + shape.kv_heads * dim;
-    for (int64_t head = 0; head < shape.q_heads + shape.kv_heads; head++) {
-      const float *norm = head < shape.q_heads ? layer.q_norm : layer.k_norm;
-      if (norm) normalise(query + head * dim, norm, dim, model.epsilon, query + head * dim);
-      rotate(query + head * dim, row);
-    }
-    for (int64_t i = 0; i < shape.q_heads * dim; i += WIDTH) store(query + i, load(query + i) * model.scale);
-    int64_t slot = groups[layer.group].slots[row], size = shape.kv_heads * dim;
-    if (slot < 0) return;
-    for (int64_t i = 0; i < size; i += WIDTH) {
-      store((T *)layer.k_cache + slot * size + i, load(key + i));
-      store((T *)layer.v_cache + slot * size + i, load(value + i));
-    }
-  }
-
-  // Where a unit leaves its sums for a KV head.
-  Sums sums_of(const Unit &unit, int64_t number, int64_t head) {
-    if (!unit.counted) return {};
-    const Counted &entry = counted[unit.entry];
-    const int64_t at = (number * shape.kv_heads + head) * entry.keys;
-    if (unit.sums < 0) return {entry.weights + at, entry.squares ? entry.squares + at : nullptr};
-    float *part = &sums[unit.sums + head * unit.end];
-    return {part, entry.squares ? part + shape.kv_heads * unit.end : nullptr};
-  }
-
-  // Adds up what the units of one sequence have counted, always in the same order.
-  void add_sums(int64_t number) {
-    const Plan &plan = plans[model.layer[number].group];
-    if (!plan.sums) return;
-    team.each(int64_t(counted.size()) * shape.kv_heads, [&](int64_t piece) {
-      const int64_t entry = piece / shape.kv_heads, head = piece % shape.kv_heads;
-      for (const Unit &unit : plan.own) {
-        if (unit.sums < 0 || unit.entry != entry) continue;
-        Unit last = unit;
-        last.sums = -1;
-        const Sums part = sums_of(unit, number, head), all = sums_of(last, number, head);
-        for (int64_t i = 0; i < unit.end; i++) all.weights[i] += part.weights[i];
-        for (int64_t i = 0; all.squares && i < unit.end; i++) all.squares[i] += part.squares[i];
-      }
-    });
-  }
-
-  void attend_all(int64_t number, Scratch<T> &scratch) {
-    const Layer &layer = model.layer[number];
-    const Plan &plan = plans[layer.group];
-    for (const auto *units : {&plan.shared, &plan.own}) {
-      if (units->empty()) continue;
-      const int64_t count = units->size() * shape.kv_heads;
-      auto piece = [&](int64_t i) { return Piece{&(*units)[i / shape.kv_heads], i % shape.kv_heads}; };
-      team.each(count, [&](int64_t i) {
-        // The one that this thread will most likely take next.
-        int64_t later = i + team.size;
-        Piece now = piece(i), next = later < count ? piece(later) : Piece{};
-        attend<T>(shape, groups[layer.group], plan, now, next.unit ? &next : nullptr, slot_numbers.data(), qkv.data(),
-                  width(), (const T *)layer.k_cache, (const T *)layer.v_cache, state, attended.data(),
-                  sums_of(*now.unit, number, now.head), scratch);
-      });
-    }
-  }
-
-  // Adds what was counted to the totals of those who keep some.
-  void add_totals() {
-    if (std::none_of(counted.begin(), counted.end(), [](const Counted &entry) { return entry.totals; })) return;
-    team.each(int64_t(counted.size()) * model.layers, [&](int64_t piece) {
-      const Counted &entry = counted[piece / model.layers];
-      if (!entry.totals) return;
-      const int64_t layer = piece % model.layers, together = shape.kv_heads / entry.heads;
-      for (int64_t head = 0; head < entry.heads; head++)
-        pooled_add(entry.weights + (layer * shape.kv_heads + head * together) * entry.keys, together, entry.keys,
-                   entry.totals + (layer * entry.heads + head) * entry.room, entry.first, entry.width);
-    });
-  }
-
-  auto write_to(float *to, int64_t stride, int64_t columns) {
-    return [=](int64_t row, int64_t count, int64_t tile, const float *sums) {
-      int64_t some = std::min<int64_t>(TILE, columns - tile * TILE);
-      for (int64_t i = 0; i < count; i++) memcpy(to + (row + i) * stride + tile * TILE, sums + i * TILE, some * 4);
-    };
-  }
-
-  auto add_to_hidden() {
-    return [this](int64_t row, int64_t count, int64_t tile, const float *sums) {
-      for (int64_t i = 0; i < count; i++)
-        for (int64_t c = 0; c < TILE; c += WIDTH) {
-          float *into = &hidden[(row + i) * model.hidden + tile * TILE + c];
-          store(into, load(into) + load(sums + i * TILE + c));
-        }
-    };
-  }
-
-  // A tile holds the gate of as many columns as it then holds of the up projection: silu(gate) * up.
-  auto activate() {
-    return [this](int64_t row, int64_t count, int64_t tile, const float *sums) {
-      constexpr int half = TILE / 2;
-      for (int64_t i = 0; i < count; i++)
-        for (int64_t c = 0; c < half; c += WIDTH) {
-          Vec gate = load(sums + i * TILE + c), up = load(sums + i * TILE + half + c);
-          store(&activated[(row + i) * model.intermediate + tile * half + c], gate / (1.0f + exponential(-gate)) * up);
-        }
-    };
-  }
-
-  const Model &model;
-  const Shape &shape;
-  float *logits;
-  Team &team;
-  double *seconds;
-  const std::thread::id first = std::this_thread::get_id();
-  int64_t tokens;
-  std::vector<int64_t> ids, positions, slot_numbers, rows;
-  std::vector<Counted> counted;
-  std::vector<OwnGroup> groups;
-  std::vector<float> hidden, qkv, cosines, sines;
-  std::vector<T> normal, attended, activated;
-  std::vector<Plan> plans;
-  std::vector<float> sums;
-  Softmax state;
-};
+  return least;
+}
+#endif
 
 extern "C" {
 
@@ -313,9 +33,11 @@ int64_t decoder_tile() { return TILE; }
 int64_t decoder_width() { return WIDTH; }
 int64_t decoder_kinds() { return KINDS; }
 
-int decoder_has_bfloat16() {
+// Whether bfloat16 is multiplied by instructions for it: where there are some, and they take less time than widening
+// it does. Of processors that have them, some do twice as much with them as in floats, and some half as much.
+int decoder_has_products() {
 #if defined(__AVX512BF16__)
-  return 1;
+  return seconds_of<Bfloat16>() < seconds_of<float>();
 #else
   return 0;
 #endif
@@ -335,11 +57,36 @@ void *decoder_allocate(int64_t bytes) {
 
 void decoder_free(void *memory) { std::free(memory); }
 
-void decoder_pack(void *to, const void *from, int64_t n, int64_t k, int is_bfloat16) {
-  if (is_bfloat16)
-    pack((Bfloat16 *)to, (const Bfloat16 *)from, n, k);
-  else
-    pack((float *)to, (const float *)from, n, k);
+int decoder_can_squeeze() { return CAN_SQUEEZE; }
+
+// The most bytes that decoder_pack writes, a multiple of 64.
+int64_t decoder_packed_bytes(int64_t n, int64_t k, Stored stored) {
+  const int64_t tiles = (n + TILE - 1) / TILE;
+  int64_t bytes = tiles * TILE * k * (stored == FLOATS ? 4 : 2);
+#if CAN_SQUEEZE
+  if (stored == SQUEEZED) bytes += (tiles + 1) * 8 + tiles * squeezed_head(k * TILE / GROUP);
+#endif
+  return (bytes + 63) / 64 * 64;
+}
+
+// Lays a matrix out for multiplications, [n][k] in floats or bfloat16, or one that is so laid out in bfloat16 squeezed.
+// Returns how many bytes that takes, a multiple of 64 but for floats and bfloat16.
+int64_t decoder_pack(void *to, const void *from, int64_t n, int64_t k, Stored stored) {
+  const int64_t count = (n + TILE - 1) / TILE * TILE * k;
+  switch (stored) {
+    case FLOATS:
+      pack((float *)to, (const float *)from, n, k);
+      return count * 4;
+    case HALVES:
+      pack((Bfloat16 *)to, (const Bfloat16 *)from, n, k);
+      return count * 2;
+    case SQUEEZED:
+#if CAN_SQUEEZE
+      return squeeze_tiles(to, (const Bfloat16 *)from, n, k);
+#endif
+      break;
+  }
+  return 0;
 }
 
 Team *decoder_team(const Model *model, int size) {
@@ -354,11 +101,16 @@ Team *decoder_team(const Model *model, int size) {
 
 void decoder_disband(Team *team) { delete team; }
 
-void decoder_step(const Model *model, const Batch *batch, float *logits, Team *team, double *seconds, int is_bfloat16) {
+// A step over caches in floats, or in bfloat16; what comes from those is multiplied in floats, too, unless `products`
+// are wanted, which take two numbers in bfloat16 at a time.
+void decoder_step(const Model *model, const Batch *batch, float *logits, Team *team, double *seconds, int is_bfloat16,
+                  int products) {
   auto run = [&](auto step) { team->run(std::make_shared<std::function<void()>>([step] { step->work(); })); };
+  auto make = [&]<class T, class C>() { run(std::make_shared<Step<T, C>>(*model, *batch, logits, *team, seconds)); };
 #if defined(__AVX512BF16__)
-  if (is_bfloat16) return run(std::make_shared<Step<Bfloat16>>(*model, *batch, logits, *team, seconds));
+  if (is_bfloat16 && products) return make.template operator()<Bfloat16, Bfloat16>();
 #endif
-  run(std::make_shared<Step<float>>(*model, *batch, logits, *team, seconds));
+  if (is_bfloat16) return make.template operator()<float, Bfloat16>();
+  make.template operator()<float, float>();
 }
 }

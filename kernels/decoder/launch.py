@@ -3,13 +3,14 @@
 import ctypes
 import weakref
 from collections.abc import Callable, Sequence
-from ctypes import POINTER, c_double, c_float, c_int64, c_void_p
+from ctypes import c_double
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kernels.arguments import check_caches, check_contiguous, check_dtype, check_shape
+from kernels.decoder import abi
 
 DTYPES = (torch.float32, torch.bfloat16)
 # What the time of a step goes to, in the order of the compiled code's Kind.
@@ -94,79 +95,13 @@ class Sums:
     totals: Totals | None = None
 
 
-class _Linear(ctypes.Structure):
-    _fields_ = (("packed", c_void_p), ("bias", c_void_p), ("n", c_int64), ("k", c_int64))
-
-
-class _Layer(ctypes.Structure):
-    _fields_ = (
-        *((name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
-        *((name, _Linear) for name in ("qkv", "out", "gate_up", "down")),
-        *((name, c_void_p) for name in ("k_cache", "v_cache")),
-        ("group", c_int64),
-    )
-
-
-class _Model(ctypes.Structure):
-    _fields_ = (
-        *((name, c_int64) for name in ("layers", "hidden", "intermediate", "vocabulary")),
-        *((name, c_int64) for name in ("q_heads", "kv_heads", "head_dim", "block_size")),
-        *((name, c_float) for name in ("epsilon", "attention_scale", "rotary_scale")),
-        *((name, c_void_p) for name in ("frequencies", "final_norm", "embedding")),
-        ("head", _Linear),
-        ("layer", POINTER(_Layer)),
-    )
-
-
-class _Group(ctypes.Structure):
-    _fields_ = (("slots", c_void_p), ("tables", c_void_p), ("width", c_int64), ("window", c_int64))
-
-
-class _Counted(ctypes.Structure):
-    _fields_ = (
-        *((name, c_int64) for name in ("sequence", "rows", "keys")),
-        *((name, c_void_p) for name in ("weights", "squares", "totals")),
-        *((name, c_int64) for name in ("heads", "room", "first", "width")),
-    )
-
-
-class _Batch(ctypes.Structure):
-    _fields_ = (
-        *((name, c_int64) for name in ("tokens", "sequences", "groups", "outputs")),
-        *((name, c_void_p) for name in ("ids", "positions", "query_start")),
-        ("group", POINTER(_Group)),
-        *((name, c_void_p) for name in ("rows", "slot_numbers")),
-        ("entries", c_int64),
-        ("counted", POINTER(_Counted)),
-    )
-
-
-def _declare(library: ctypes.CDLL) -> None:
-    library.decoder_tile.restype = c_int64
-    library.decoder_width.restype = c_int64
-    library.decoder_allocate.restype = c_void_p
-    library.decoder_allocate.argtypes = [c_int64]
-    library.decoder_free.argtypes = [c_void_p]
-    library.decoder_free.restype = None
-    library.decoder_pack.argtypes = [c_void_p, c_void_p, c_int64, c_int64, ctypes.c_int]
-    library.decoder_pack.restype = None
-    library.decoder_team.restype = c_void_p
-    library.decoder_team.argtypes = [c_void_p, ctypes.c_int]
-    library.decoder_disband.argtypes = [c_void_p]
-    library.decoder_disband.restype = None
-    library.decoder_step.argtypes = [c_void_p, c_void_p, c_void_p, c_void_p, POINTER(c_double), ctypes.c_int]
-    library.decoder_step.restype = None
-
-
 def obstacle(library: ctypes.CDLL, weights: Weights, dtype: torch.dtype) -> str:
     """Why this decoder cannot compute a model; empty when it can."""
-    _declare(library)
+    abi.declare(library)
     tile, width = library.decoder_tile(), library.decoder_width()
     hidden = weights.final_norm.shape[0]
     if dtype not in DTYPES:
         return f"{dtype} is neither float32 nor bfloat16"
-    if dtype == torch.bfloat16 and not library.decoder_has_bfloat16():
-        return "the processor does not multiply bfloat16"
     if weights.head_dim % tile or weights.head_dim // 2 % width:
         return f"the head size {weights.head_dim} is no multiple of {max(tile, 2 * width)}"
     if weights.q_heads % weights.kv_heads:
@@ -179,13 +114,25 @@ def obstacle(library: ctypes.CDLL, weights: Weights, dtype: torch.dtype) -> str:
 class Decoder:
     """Owns packed copies of the weights and the threads that compute with them. One step at a time."""
 
-    def __init__(self, library: ctypes.CDLL, weights: Weights, dtype: torch.dtype, threads: int) -> None:
-        """Raises ValueError when `obstacle` finds one."""
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        weights: Weights,
+        dtype: torch.dtype,
+        threads: int,
+        *,
+        products: bool | None = None,
+    ) -> None:
+        """products: whether bfloat16 is multiplied by the processor's instructions for it; None takes what is faster.
+
+        Raises ValueError when `obstacle` finds one.
+        """
         reason = obstacle(library, weights, dtype)
         if reason:
             raise ValueError(f"weights: {reason}")
         self._library = library
         self._dtype = dtype
+        self._products = bool(library.decoder_has_products()) if products is None else products
         assert library.decoder_kinds() == len(KINDS)
         self._seconds = (c_double * len(KINDS))()
         self._vocabulary, self._hidden = weights.head.shape
@@ -196,13 +143,14 @@ class Decoder:
             weights.head,
             *(m for one in weights.layers for m in (one.qkv, one.out, one.gate_up, one.down)),
         ]
-        self._room = sum(map(self._packed_bytes, matrices))
-        self._packed = library.decoder_allocate(self._room)
+        # Enough however they are stored; what is left is never touched, and so takes no memory.
+        most = sum(max(self._packed_bytes(one, abi.FLOATS), self._packed_bytes(one, abi.SQUEEZED)) for one in matrices)
+        self._packed, self._filled = library.decoder_allocate(most), 0
         if not self._packed:
-            raise MemoryError(f"no {self._room} bytes for packed weights")
+            raise MemoryError(f"no {most} bytes for packed weights")
         self._at_end(library.decoder_free, self._packed)
-        self._layers = (_Layer * len(weights.layers))(*map(self._layer, weights.layers))
-        self._model = _Model(
+        self._layers = (abi.Layer * len(weights.layers))(*map(self._layer, weights.layers))
+        self._model = abi.Model(
             layers=len(weights.layers),
             hidden=self._hidden,
             intermediate=weights.layers[0].gate_up.shape[0] // 2,
@@ -227,6 +175,11 @@ class Decoder:
     def seconds(self) -> dict[str, float]:
         """What the time of all steps so far went to, as one thread saw it; norms and the embedding are the rest."""
         return dict(zip(KINDS, self._seconds, strict=True))
+
+    @property
+    def weight_bytes(self) -> int:
+        """What the packed matrices take."""
+        return self._filled
 
     def bind(self, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Names each layer's keys and values, [N, B, Hkv, D] each, which later steps read and write."""
@@ -281,10 +234,10 @@ class Decoder:
         logits = torch.empty(rows.shape[0], self._vocabulary)
         if num_tokens:
             entries = [
-                _Group(group.slots.data_ptr(), group.tables.data_ptr(), group.tables.shape[1], group.window or 0)
+                abi.Group(group.slots.data_ptr(), group.tables.data_ptr(), group.tables.shape[1], group.window or 0)
                 for group in groups
             ]
-            batch = _Batch(
+            batch = abi.Batch(
                 num_tokens,
                 num_sequences,
                 len(groups),
@@ -292,18 +245,18 @@ class Decoder:
                 token_ids.data_ptr(),
                 positions.data_ptr(),
                 query_start.data_ptr(),
-                (_Group * len(groups))(*entries),
+                (abi.Group * len(groups))(*entries),
                 rows.data_ptr(),
                 slot_numbers.data_ptr(),
                 len(counted),
-                (_Counted * len(counted))(*counted),
+                (abi.Counted * len(counted))(*counted),
             )
-            is_bfloat16 = int(self._dtype == torch.bfloat16)
+            kinds = self._dtype == torch.bfloat16, self._products
             inputs = ctypes.byref(self._model), ctypes.byref(batch)
-            self._library.decoder_step(*inputs, logits.data_ptr(), self._team, self._seconds, is_bfloat16)
+            self._library.decoder_step(*inputs, logits.data_ptr(), self._team, self._seconds, *kinds)
         return logits
 
-    def _counted(self, sums: Sums, slot_numbers: Tensor, query_start: Tensor) -> _Counted:
+    def _counted(self, sums: Sums, slot_numbers: Tensor, query_start: Tensor) -> abi.Counted:
         first, end = query_start[sums.sequence : sums.sequence + 2].tolist()
         if not 1 <= sums.rows <= end - first:
             raise ValueError(f"sums: expected 1 to {end - first} rows, got {sums.rows}")
@@ -315,7 +268,7 @@ class Decoder:
                 check_dtype(f"sums.{name}", tensor, torch.float32)
                 check_contiguous(f"sums.{name}", tensor)
         squares = None if sums.squares is None else sums.squares.data_ptr()
-        counted = _Counted(sums.sequence, sums.rows, keys, sums.weights.data_ptr(), squares)
+        counted = abi.Counted(sums.sequence, sums.rows, keys, sums.weights.data_ptr(), squares)
         if (totals := sums.totals) is not None:
             heads = self._cache_shape[0]
             check_shape("totals", totals.sums, [len(self._layers), None, None], "[L, 1 or Hkv, S]")
@@ -330,12 +283,12 @@ class Decoder:
             counted.first, counted.width = totals.first, totals.width
         return counted
 
-    def _layer(self, weights: LayerWeights) -> _Layer:
+    def _layer(self, weights: LayerWeights) -> abi.Layer:
         half = self._library.decoder_tile() // 2
         hidden = weights.gate_up.shape[1]
         # Columns of the gate and of the up projection that meet stand in one tile.
         gate_up = weights.gate_up.view(2, -1, half, hidden).transpose(0, 1).reshape(-1, hidden)
-        return _Layer(
+        return abi.Layer(
             input_norm=self._floats(weights.input_norm),
             post_norm=self._floats(weights.post_norm),
             q_norm=None if weights.q_norm is None else self._floats(weights.q_norm),
@@ -347,18 +300,32 @@ class Decoder:
             group=weights.group,
         )
 
-    def _linear(self, weight: Tensor, bias: Tensor | None = None) -> _Linear:
+    def _linear(self, weight: Tensor, bias: Tensor | None = None) -> abi.Linear:
         weight = weight.detach().to(self._dtype).contiguous()
-        n, k = weight.shape
-        self._room -= self._packed_bytes(weight)
-        assert self._room >= 0
-        packed = self._packed + self._room
-        self._library.decoder_pack(packed, weight.data_ptr(), n, k, int(self._dtype == torch.bfloat16))
-        return _Linear(packed, None if bias is None else self._floats(bias), n, k)
+        # Most models are published in bfloat16: multiplied as floats, too, their weights need no more room than that.
+        halves = weight.bfloat16()
+        exact = torch.equal(halves.to(weight.dtype), weight)
+        source = halves if exact else weight
+        packed, stored = self._pack(source, abi.HALVES if exact else abi.FLOATS)
+        return abi.Linear(packed, None if bias is None else self._floats(bias), *weight.shape, stored)
 
-    def _packed_bytes(self, weight: Tensor) -> int:
-        (n, k), tile = weight.shape, int(self._library.decoder_tile())
-        return -(-n // tile) * tile * k * self._dtype.itemsize
+    def _pack(self, weight: Tensor, stored: int) -> tuple[int, int]:
+        """Where a matrix lies now, and how."""
+        pack, at = self._library.decoder_pack, self._packed + self._filled
+        (n, k), plain = weight.shape, self._packed_bytes(weight, stored)
+        if stored == abi.HALVES and self._library.decoder_can_squeeze():
+            laid_out = torch.empty(plain, dtype=torch.uint8)
+            pack(laid_out.data_ptr(), weight.data_ptr(), n, k, stored)
+            size = pack(at, laid_out.data_ptr(), n, k, abi.SQUEEZED)
+            if size < plain:
+                self._filled += size
+                return at, abi.SQUEEZED
+        pack(at, weight.data_ptr(), n, k, stored)
+        self._filled += plain
+        return at, stored
+
+    def _packed_bytes(self, weight: Tensor, stored: int) -> int:
+        return int(self._library.decoder_packed_bytes(*weight.shape, stored))
 
     def _at_end(self, release: Callable[..., None], *arguments: int) -> None:
         # Not at the interpreter's exit: a thread may still be computing, and the system takes all back.

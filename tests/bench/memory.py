@@ -23,7 +23,7 @@ from protos.execution.v1 import execution_pb2_grpc as execution_rpc
 from tests.bench.limits import ELEMENT_BYTES, ModelShape
 from tests.bench.runs import processes
 from tests.bench.tables import table
-from tests.stack import Stack
+from tests.stack import Stack, free_address, metrics
 from tests.support.generation import generate_all, greedy_request
 
 MB = 1e6
@@ -45,6 +45,11 @@ async def pool_tokens(stack: Stack) -> int:
         return (await stub.GetExecutor(execution.GetExecutorRequest(), timeout=10)).max_tokens
 
 
+def weight_bytes(stack: Stack) -> float:
+    """What the executor's weights take as it keeps them."""
+    return next(value for name, _, value in metrics(stack.executor_metrics) if name == "kvkeep_executor_weight_bytes")
+
+
 def batch(rng: random.Random, vocabulary: int, count: int) -> list[list[int]]:
     """Prompts that no other one begins like."""
     return [[rng.randrange(vocabulary) for _ in range(rng.randint(*PROMPT_TOKENS))] for _ in range(count)]
@@ -63,12 +68,13 @@ def main() -> int:
     parser.add_argument("--pool-tokens", type=int, default=8_192)
     given = parser.parse_args()
     shape = ModelShape.read(resolve(""))
-    weights = shape.weights * ELEMENT_BYTES[given.dtype] / MB
     rng = random.Random(3)
     settings = {"executor_dtype": given.dtype, "executor_max_tokens": given.pool_tokens}
+    settings["executor_metrics_address"] = free_address()
     with Stack(executor_block_size=BLOCK_SIZE, **settings) as stack:
         running = processes(stack)
         pool = asyncio.run(pool_tokens(stack)) * shape.kv_elements * ELEMENT_BYTES[given.dtype] / MB
+        weights = weight_bytes(stack) / MB
         seen = {0: resident(running)}
         print(f"{given.dtype}: weights {weights:.0f} MB, KV pool {pool:.0f} MB; resident MB", flush=True)
         while (done := max(seen)) < WARM_UP + given.requests:

@@ -1,0 +1,73 @@
+"""The compiled decoder's structures and functions, as its headers and decoder.cpp declare them."""
+
+import ctypes
+from ctypes import POINTER, c_double, c_float, c_int64, c_void_p
+
+# How a matrix lies in memory: the compiled code's Stored.
+FLOATS, HALVES, SQUEEZED = range(3)
+
+
+class Linear(ctypes.Structure):
+    _fields_ = (("packed", c_void_p), ("bias", c_void_p), ("n", c_int64), ("k", c_int64), ("stored", c_int64))
+
+
+class Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
+        *((name, Linear) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, c_void_p) for name in ("k_cache", "v_cache")),
+        ("group", c_int64),
+    )
+
+
+class Model(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("layers", "hidden", "intermediate", "vocabulary")),
+        *((name, c_int64) for name in ("q_heads", "kv_heads", "head_dim", "block_size")),
+        *((name, c_float) for name in ("epsilon", "attention_scale", "rotary_scale")),
+        *((name, c_void_p) for name in ("frequencies", "final_norm", "embedding")),
+        ("head", Linear),
+        ("layer", POINTER(Layer)),
+    )
+
+
+class Group(ctypes.Structure):
+    _fields_ = (("slots", c_void_p), ("tables", c_void_p), ("width", c_int64), ("window", c_int64))
+
+
+class Counted(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("sequence", "rows", "keys")),
+        *((name, c_void_p) for name in ("weights", "squares", "totals")),
+        *((name, c_int64) for name in ("heads", "room", "first", "width")),
+    )
+
+
+class Batch(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("tokens", "sequences", "groups", "outputs")),
+        *((name, c_void_p) for name in ("ids", "positions", "query_start")),
+        ("group", POINTER(Group)),
+        *((name, c_void_p) for name in ("rows", "slot_numbers")),
+        ("entries", c_int64),
+        ("counted", POINTER(Counted)),
+    )
+
+
+def declare(library: ctypes.CDLL) -> None:
+    library.decoder_tile.restype = c_int64
+    library.decoder_width.restype = c_int64
+    library.decoder_allocate.restype = c_void_p
+    library.decoder_allocate.argtypes = [c_int64]
+    library.decoder_free.argtypes = [c_void_p]
+    library.decoder_free.restype = None
+    library.decoder_packed_bytes.argtypes = [c_int64] * 3
+    library.decoder_packed_bytes.restype = c_int64
+    library.decoder_pack.argtypes = [c_void_p, c_void_p, *[c_int64] * 3]
+    library.decoder_pack.restype = c_int64
+    library.decoder_team.restype = c_void_p
+    library.decoder_team.argtypes = [c_void_p, ctypes.c_int]
+    library.decoder_disband.argtypes = [c_void_p]
+    library.decoder_disband.restype = None
+    library.decoder_step.argtypes = [*[c_void_p] * 4, POINTER(c_double), ctypes.c_int, ctypes.c_int]
+    library.decoder_step.restype = None

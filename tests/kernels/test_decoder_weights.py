@@ -1,0 +1,105 @@
+"""How the compiled decoder keeps weights: in as few bytes as give every one of them back."""
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.decoder.launch import Decoder, Weights
+from kernels.decoder.reference import step
+from tests.kernels.decoder_cases import BARS, Case, World, build_world, error_of, library
+
+__all__ = ["library"]
+
+# Rows that one part holds, whose tiles are unpacked a little at a time, several parts, and more than a thread keeps.
+QUERIES = {"one row": (1,), "a part": (1,) * 9, "several parts": (30,), "many rows": (100,)}
+ROWS = pytest.mark.parametrize("queries", QUERIES.values(), ids=QUERIES.keys())
+
+
+def published(matrix: Tensor) -> Tensor:
+    """As most models are: in bfloat16."""
+    return matrix.bfloat16().double()
+
+
+def with_outliers(matrix: Tensor) -> Tensor:
+    """Among weights that lie close together some that lie nowhere near, and zeros."""
+    far = published(matrix * 2.0 ** torch.randint(-90, 9, matrix.shape))
+    some = torch.rand(matrix.shape)
+    return torch.where(some < 0.003, far, torch.where(some < 0.01, 0, published(matrix)))
+
+
+def scattered(matrix: Tensor) -> Tensor:
+    """Weights of which no 16 upper bytes are those of many."""
+    return published(matrix * 2.0 ** torch.randint(-90, 9, matrix.shape))
+
+
+def world_of(queries: tuple[int, ...], change: Callable[[Tensor], Tensor], dtype: torch.dtype) -> World:
+    lengths = tuple(40 + count for count in queries)
+    case = Case(queries, lengths, hidden=192, intermediate=320, vocabulary=500, evicted=(0,) * len(queries))
+    world = build_world(case, dtype)
+    layers = [
+        replace(one, **{name: change(getattr(one, name)) for name in ("qkv", "out", "gate_up", "down")})
+        for one in world.weights.layers
+    ]
+    return replace(world, weights=replace(world.weights, head=change(world.weights.head), layers=layers))
+
+
+def elements(library: ctypes.CDLL, weights: Weights) -> int:
+    """Weights of all matrices, with those that fill up their last tiles."""
+    tile = library.decoder_tile()
+    matrices = [weights.head, *(m for one in weights.layers for m in (one.qkv, one.out, one.gate_up, one.down))]
+    return sum(-(-n // tile) * tile * k for n, k in (matrix.shape for matrix in matrices))
+
+
+def error(library: ctypes.CDLL, world: World, dtype: torch.dtype, products: bool | None = None) -> tuple[float, float]:
+    """Of a step's logits, and how many bytes a weight takes."""
+    caches = [(k.double(), v.double()) for k, v in world.caches]
+    expected = step(world.weights, *world.arguments, caches)
+    decoder = Decoder(library, world.weights, dtype, 2, products=products)
+    decoder.bind(world.caches)
+    logits = decoder.step(*world.arguments)
+    assert expected.isfinite().all()
+    return error_of(logits, expected), decoder.weight_bytes / elements(library, world.weights)
+
+
+@ROWS
+def test_floats_that_bfloat16_holds_take_its_bytes_and_stay_exact(
+    library: ctypes.CDLL, queries: tuple[int, ...]
+) -> None:
+    found, size = error(library, world_of(queries, published, torch.float32), torch.float32)
+    assert found < BARS[torch.float32]
+    assert size < (1.7 if library.decoder_can_squeeze() else 2.001)
+
+
+@ROWS
+@pytest.mark.parametrize("dtype", BARS, ids=["float32", "bfloat16"])
+def test_what_does_not_fit_in_stays_as_it_was(
+    library: ctypes.CDLL, queries: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    found, size = error(library, world_of(queries, with_outliers, dtype), dtype)
+    assert found < BARS[dtype]
+    if library.decoder_can_squeeze():
+        # Neither all of it as it was, nor nothing.
+        assert 1.6 < size < 1.95
+
+
+def test_what_cannot_be_squeezed_takes_no_more_than_before(library: ctypes.CDLL) -> None:
+    found, size = error(library, world_of((1, 20), scattered, torch.float32), torch.float32)
+    assert found < BARS[torch.float32]
+    assert size < 2.001
+
+
+def test_floats_that_bfloat16_does_not_hold_stay_floats(library: ctypes.CDLL) -> None:
+    found, size = error(library, world_of((1, 20), lambda matrix: matrix, torch.float32), torch.float32)
+    assert found < BARS[torch.float32]
+    assert size == pytest.approx(4, abs=0.01)
+
+
+@ROWS
+@pytest.mark.parametrize("products", [False, True], ids=["widened", "products"])
+def test_bfloat16_is_multiplied_either_way(library: ctypes.CDLL, queries: tuple[int, ...], products: bool) -> None:
+    found, _ = error(library, world_of(queries, published, torch.bfloat16), torch.bfloat16, products)
+    assert found < BARS[torch.bfloat16]
