@@ -21,8 +21,8 @@ struct Softmax {
 
 template <class T>
 struct Scratch {
-  std::vector<T> query, keys, values, weights;
-  std::vector<float> logits, largest, total, out;
+  Lines<T> query, keys, values, weights;
+  Lines<float> logits, largest, total, out;
   Kept kept;
   explicit Scratch(const Shape &shape) {
     int64_t rows = std::max<int64_t>(UNIT_ROWS, shape.per_kv()), dim = shape.head_dim;
@@ -195,74 +195,96 @@ static inline void fetch(const T *from, int64_t dim) {
   for (int64_t d = 0; d < dim; d += 64 / int64_t(sizeof(T))) __builtin_prefetch(from + d);
 }
 
-// logits [R][KEYS] = query [R][dim] times each of the keys; `ahead` [KEYS] are fetched meanwhile.
-template <int R, class C>
-static inline void dots(const float *query, const C *const *keys, const C *const *ahead, int64_t count, int64_t dim,
+// What is multiplied at once of a query and of a key: floats, or pairs of bfloat16.
+template <class T>
+struct Operand {
+  static constexpr int SIZE = WIDTH;
+  Vec values;
+  template <class C>
+  explicit Operand(const C *from) : values(load(from)) {}
+  static Vec add(Vec sum, Operand a, Operand b) { return sum + a.values * b.values; }
+};
+
+#if defined(__AVX512BF16__)
+template <>
+struct Operand<Bfloat16> {
+  static constexpr int SIZE = 2 * WIDTH;
+  __m512bh values;
+  explicit Operand(const Bfloat16 *from) : values((__m512bh)_mm512_loadu_si512(from)) {}
+  static Vec add(Vec sum, Operand a, Operand b) { return (Vec)_mm512_dpbf16_ps((__m512)sum, a.values, b.values); }
+};
+#endif
+
+// logits [R][KEYS] = query [R][dim] times each of the keys; `ahead` [KEYS] are fetched meanwhile. A part of a query is
+// loaded once for a few keys.
+template <int R, class T, class C>
+static inline void dots(const T *query, const C *const *keys, const C *const *ahead, int64_t count, int64_t dim,
                         float *logits) {
+  constexpr int FEW = 4;
   for (int64_t begin = 0; begin < count; begin += WIDTH) {
     Vec sums[R][WIDTH];
-    for (int64_t i = 0; i < WIDTH; i++) {
-      const C *key = keys[std::min(begin + i, count - 1)];
-      fetch(ahead[begin + i], dim);
-      Vec some[R] = {};
-      for (int64_t d = 0; d < dim; d += WIDTH) {
-        Vec part = load(key + d);
+    for (int64_t i = 0; i < WIDTH; i += FEW) {
+      const C *few[FEW];
 #pragma GCC unroll 4
-        for (int r = 0; r < R; r++) some[r] += load(query + r * dim + d) * part;
+      for (int k = 0; k < FEW; k++) {
+        few[k] = keys[std::min(begin + i + k, count - 1)];
+        fetch(ahead[begin + i + k], dim);
+      }
+      Vec some[R][FEW] = {};
+      for (int64_t d = 0; d < dim; d += Operand<T>::SIZE) {
+        const Operand<T> parts[FEW] = {Operand<T>(few[0] + d), Operand<T>(few[1] + d), Operand<T>(few[2] + d),
+                                       Operand<T>(few[3] + d)};
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
+          const Operand<T> part(query + r * dim + d);
+#pragma GCC unroll 4
+          for (int k = 0; k < FEW; k++) some[r][k] = Operand<T>::add(some[r][k], part, parts[k]);
+        }
       }
 #pragma GCC unroll 4
-      for (int r = 0; r < R; r++) sums[r][i] = some[r];
+      for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int k = 0; k < FEW; k++) sums[r][i + k] = some[r][k];
     }
     for (int r = 0; r < R; r++) store(logits + r * KEYS + begin, sums_of(sums[r]));
   }
 }
 
-#if defined(__AVX512BF16__)
-template <int R>
-static inline void dots(const Bfloat16 *query, const Bfloat16 *const *keys, const Bfloat16 *const *ahead,
-                        int64_t count, int64_t dim, float *logits) {
-  for (int64_t begin = 0; begin < count; begin += WIDTH) {
-    Vec sums[R][WIDTH];
-    for (int64_t i = 0; i < WIDTH; i++) {
-      const Bfloat16 *key = keys[std::min(begin + i, count - 1)];
-      fetch(ahead[begin + i], dim);
-      __m512 some[R] = {};
-      for (int64_t d = 0; d < dim; d += 2 * WIDTH) {
-        __m512bh part = (__m512bh)_mm512_loadu_si512(key + d);
+// PARTS vectors, from `d` on, of what add_values computes.
+template <int R, int PARTS, class C>
+static inline void add_part(const float *weights, const C *const *values, const C *const *ahead, int64_t from,
+                            int64_t to, int64_t dim, int64_t d, float *out) {
+  Vec sums[R][PARTS];
 #pragma GCC unroll 4
-        for (int r = 0; r < R; r++)
-          some[r] = _mm512_dpbf16_ps(some[r], (__m512bh)_mm512_loadu_si512(query + r * dim + d), part);
-      }
+  for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-      for (int r = 0; r < R; r++) sums[r][i] = (Vec)some[r];
+    for (int v = 0; v < PARTS; v++) sums[r][v] = load(out + r * dim + d + v * WIDTH);
+  for (int64_t i = from; i < to; i++) {
+    Vec some[PARTS];
+#pragma GCC unroll 4
+    for (int v = 0; v < PARTS; v++) some[v] = load(values[i] + d + v * WIDTH);
+#pragma GCC unroll 4
+    for (int v = 0; v < PARTS * WIDTH; v += 64 / int(sizeof(C))) __builtin_prefetch(ahead[i] + d + v);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) {
+      const float weight = weights[r * KEYS + i];
+#pragma GCC unroll 4
+      for (int v = 0; v < PARTS; v++) sums[r][v] += weight * some[v];
     }
-    for (int r = 0; r < R; r++) store(logits + r * KEYS + begin, sums_of(sums[r]));
   }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < PARTS; v++) store(out + r * dim + d + v * WIDTH, sums[r][v]);
 }
-#endif
 
 // out [R][dim] += weights [R][KEYS] times the values at [from, to); `ahead` [KEYS] are fetched meanwhile.
 template <int R, class C>
 static inline void add_values(const float *weights, const C *const *values, const C *const *ahead, int64_t from,
                               int64_t to, int64_t dim, float *out) {
-  for (int64_t d = 0; d < dim; d += 2 * WIDTH) {
-    Vec sums[R][2];
-#pragma GCC unroll 4
-    for (int r = 0; r < R; r++)
-      for (int v = 0; v < 2; v++) sums[r][v] = load(out + r * dim + d + v * WIDTH);
-    for (int64_t i = from; i < to; i++) {
-      Vec low = load(values[i] + d), high = load(values[i] + d + WIDTH);
-      fetch(ahead[i] + d, 2 * WIDTH);
-#pragma GCC unroll 4
-      for (int r = 0; r < R; r++) {
-        sums[r][0] += weights[r * KEYS + i] * low;
-        sums[r][1] += weights[r * KEYS + i] * high;
-      }
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < R; r++)
-      for (int v = 0; v < 2; v++) store(out + r * dim + d + v * WIDTH, sums[r][v]);
-  }
+  int64_t d = 0;
+  for (; d + 4 * WIDTH <= dim; d += 4 * WIDTH) add_part<R, 4>(weights, values, ahead, from, to, dim, d, out);
+  for (; d < dim; d += 2 * WIDTH) add_part<R, 2>(weights, values, ahead, from, to, dim, d, out);
 }
 
 // One piece. query [T][heads..] with `stride` floats per token, already scaled; slot_numbers [T]; out [T][Hq][D]; `sums`
@@ -293,11 +315,19 @@ static void attend(const Shape &shape, const Group &group, const Plan &plan, con
   const C *places[2][2][KEYS];
   auto locate = [&](const Piece &of, int64_t begin, auto &run) {
     const int32_t *table = group.tables + of.unit->sequence * group.width;
-    for (int64_t i = 0; i < KEYS; i++) {
-      int64_t at = std::min(begin + i, of.unit->end - 1);
-      int64_t slot = int64_t(table[at >> shape.block_bits()]) << shape.block_bits() | (at & (shape.block_size - 1));
-      run[0][i] = k_cache + (slot * shape.kv_heads + of.head) * dim;
-      run[1][i] = v_cache + (slot * shape.kv_heads + of.head) * dim;
+    const int64_t last = of.unit->end - 1, size = shape.block_size;
+    for (int64_t i = 0; i < KEYS;) {
+      const int64_t at = std::min(begin + i, last), within = at & (size - 1);
+      const int64_t slot = int64_t(table[at >> shape.block_bits()]) * size + within;
+      const int64_t first = (slot * shape.kv_heads + of.head) * dim;
+      // Up to the end of the block; behind the last one all the same.
+      const int64_t step = begin + i < last ? shape.kv_heads * dim : 0;
+      const int64_t some = std::min(KEYS - i, step ? std::min(size - within, last - at) : KEYS);
+      for (int64_t j = 0; j < some; j++) {
+        run[0][i + j] = k_cache + first + j * step;
+        run[1][i + j] = v_cache + first + j * step;
+      }
+      i += some;
     }
   };
   locate(piece, unit.begin, places[0]);

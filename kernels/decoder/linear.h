@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <type_traits>
-#include <vector>
 
 #include "squeezed.h"
 
@@ -45,7 +44,7 @@ static inline const W *weights_of(const Linear &linear, int64_t tile) {
 #if CAN_SQUEEZE
   if constexpr (std::is_same_v<W, Bfloat16>)
     if (linear.stored == SQUEEZED) {
-      static thread_local std::vector<Bfloat16> unpacked;
+      static thread_local Lines<Bfloat16> unpacked;
       unpacked.resize(linear.k * TILE);
       unpacker_of(linear, tile).next(linear.k * TILE / GROUP, unpacked.data());
       return unpacked.data();

@@ -1,7 +1,7 @@
 // A decoder of the Llama kind on a CPU: a whole step in one call, on threads that stay together from layer to layer.
 //
-// Hidden states, sums, norms, rotary embedding and attention are in float; caches are in the model's type, and so is what
-// is multiplied with weights, unless floats are faster.
+// Hidden states, sums, norms, rotary embedding and attention are in float; caches are in the model's type, and so is
+// what is multiplied with weights, unless floats are faster.
 #pragma once
 
 #include <chrono>
@@ -303,8 +303,8 @@ class Step {
   std::vector<int64_t> ids, positions, slot_numbers, rows;
   std::vector<Counted> counted;
   std::vector<OwnGroup> groups;
-  std::vector<float> hidden, qkv, cosines, sines;
-  std::vector<T> normal, attended, activated;
+  Lines<float> hidden, qkv, cosines, sines;
+  Lines<T> normal, attended, activated;
   std::vector<Plan> plans;
   std::vector<float> sums;
   Softmax state;
