@@ -57,6 +57,9 @@ class Batch(ctypes.Structure):
 def declare(library: ctypes.CDLL) -> None:
     library.decoder_tile.restype = c_int64
     library.decoder_width.restype = c_int64
+    library.decoder_kinds.restype = c_int64
+    library.decoder_prefers_products.restype = ctypes.c_int
+    library.decoder_can_squeeze.restype = ctypes.c_int
     library.decoder_allocate.restype = c_void_p
     library.decoder_allocate.argtypes = [c_int64]
     library.decoder_free.argtypes = [c_void_p]

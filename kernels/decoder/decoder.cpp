@@ -35,7 +35,7 @@ int64_t decoder_kinds() { return KINDS; }
 
 // Whether bfloat16 is multiplied by instructions for it: where there are some, and they take less time than widening
 // it does. Of processors that have them, some do twice as much with them as in floats, and some half as much.
-int decoder_has_products() {
+int decoder_prefers_products() {
 #if defined(__AVX512BF16__)
   return seconds_of<Bfloat16>() < seconds_of<float>();
 #else
@@ -59,34 +59,24 @@ void decoder_free(void *memory) { std::free(memory); }
 
 int decoder_can_squeeze() { return CAN_SQUEEZE; }
 
-// The most bytes that decoder_pack writes, a multiple of 64.
+// The most bytes that a matrix takes, a multiple of 64.
 int64_t decoder_packed_bytes(int64_t n, int64_t k, Stored stored) {
   const int64_t tiles = (n + TILE - 1) / TILE;
   int64_t bytes = tiles * TILE * k * (stored == FLOATS ? 4 : 2);
 #if CAN_SQUEEZE
-  if (stored == SQUEEZED) bytes += (tiles + 1) * 8 + tiles * squeezed_head(k * TILE / GROUP);
+  if (stored == SQUEEZED) bytes += squeezed_begin(tiles) + tiles * squeezed_head(k * TILE / GROUP);
 #endif
   return (bytes + 63) / 64 * 64;
 }
 
-// Lays a matrix out for multiplications, [n][k] in floats or bfloat16, or one that is so laid out in bfloat16 squeezed.
-// Returns how many bytes that takes, a multiple of 64 but for floats and bfloat16.
+// Lays a matrix [n][k] out for multiplications: of floats, or in bfloat16. Returns how many bytes that takes.
 int64_t decoder_pack(void *to, const void *from, int64_t n, int64_t k, Stored stored) {
-  const int64_t count = (n + TILE - 1) / TILE * TILE * k;
-  switch (stored) {
-    case FLOATS:
-      pack((float *)to, (const float *)from, n, k);
-      return count * 4;
-    case HALVES:
-      pack((Bfloat16 *)to, (const Bfloat16 *)from, n, k);
-      return count * 2;
-    case SQUEEZED:
+  if (stored == FLOATS) pack((float *)to, (const float *)from, n, k);
+  if (stored == HALVES) pack((Bfloat16 *)to, (const Bfloat16 *)from, n, k);
 #if CAN_SQUEEZE
-      return squeeze_tiles(to, (const Bfloat16 *)from, n, k);
+  if (stored == SQUEEZED) return squeeze_matrix(to, (const Bfloat16 *)from, n, k);
 #endif
-      break;
-  }
-  return 0;
+  return decoder_packed_bytes(n, k, stored);
 }
 
 Team *decoder_team(const Model *model, int size) {

@@ -13,6 +13,8 @@ from kernels.arguments import check_caches, check_contiguous, check_dtype, check
 from kernels.decoder import abi
 
 DTYPES = (torch.float32, torch.bfloat16)
+# Share of its bytes in bfloat16 up to which a matrix stays squeezed: else unpacking gains too little.
+_WORTH_SQUEEZING = 0.95
 # What the time of a step goes to, in the order of the compiled code's Kind.
 KINDS = ("rest", "qkv", "rotary and store", "attention", "attention output", "gate and up", "down", "logits")
 
@@ -123,7 +125,7 @@ class Decoder:
         *,
         products: bool | None = None,
     ) -> None:
-        """products: whether bfloat16 is multiplied by the processor's instructions for it; None takes what is faster.
+        """products: whether bfloat16 is multiplied by instructions for it, if there are any; None takes what is faster.
 
         Raises ValueError when `obstacle` finds one.
         """
@@ -132,7 +134,7 @@ class Decoder:
             raise ValueError(f"weights: {reason}")
         self._library = library
         self._dtype = dtype
-        self._products = bool(library.decoder_has_products()) if products is None else products
+        self._products = bool(library.decoder_prefers_products()) if products is None else products
         assert library.decoder_kinds() == len(KINDS)
         self._seconds = (c_double * len(KINDS))()
         self._vocabulary, self._hidden = weights.head.shape
@@ -144,7 +146,8 @@ class Decoder:
             *(m for one in weights.layers for m in (one.qkv, one.out, one.gate_up, one.down)),
         ]
         # Enough however they are stored; what is left is never touched, and so takes no memory.
-        most = sum(max(self._packed_bytes(one, abi.FLOATS), self._packed_bytes(one, abi.SQUEEZED)) for one in matrices)
+        ways = abi.FLOATS if dtype == torch.float32 else abi.HALVES, abi.SQUEEZED
+        most = sum(max(self._packed_bytes(one, way) for way in ways) for one in matrices)
         self._packed, self._filled = library.decoder_allocate(most), 0
         if not self._packed:
             raise MemoryError(f"no {most} bytes for packed weights")
@@ -302,26 +305,23 @@ class Decoder:
 
     def _linear(self, weight: Tensor, bias: Tensor | None = None) -> abi.Linear:
         weight = weight.detach().to(self._dtype).contiguous()
-        # Most models are published in bfloat16: multiplied as floats, too, their weights need no more room than that.
-        halves = weight.bfloat16()
-        exact = torch.equal(halves.to(weight.dtype), weight)
-        source = halves if exact else weight
-        packed, stored = self._pack(source, abi.HALVES if exact else abi.FLOATS)
+        # Most models are published in bfloat16: as floats, too, their weights need no more room than that. Floats that
+        # bfloat16 holds are those whose lower half is 0.
+        if weight.dtype == torch.float32 and not (weight.view(torch.int32) & 0xFFFF).any():
+            weight = weight.bfloat16()
+        packed, stored = self._pack(weight)
         return abi.Linear(packed, None if bias is None else self._floats(bias), *weight.shape, stored)
 
-    def _pack(self, weight: Tensor, stored: int) -> tuple[int, int]:
+    def _pack(self, weight: Tensor) -> tuple[int, int]:
         """Where a matrix lies now, and how."""
-        pack, at = self._library.decoder_pack, self._packed + self._filled
-        (n, k), plain = weight.shape, self._packed_bytes(weight, stored)
-        if stored == abi.HALVES and self._library.decoder_can_squeeze():
-            laid_out = torch.empty(plain, dtype=torch.uint8)
-            pack(laid_out.data_ptr(), weight.data_ptr(), n, k, stored)
-            size = pack(at, laid_out.data_ptr(), n, k, abi.SQUEEZED)
-            if size < plain:
-                self._filled += size
-                return at, abi.SQUEEZED
-        pack(at, weight.data_ptr(), n, k, stored)
-        self._filled += plain
+        plain = abi.FLOATS if weight.dtype == torch.float32 else abi.HALVES
+        squeezed = (abi.SQUEEZED,) if plain == abi.HALVES and self._library.decoder_can_squeeze() else ()
+        at = self._packed + self._filled
+        for stored in (*squeezed, plain):
+            size = self._library.decoder_pack(at, weight.data_ptr(), *weight.shape, stored)
+            if stored == plain or size < _WORTH_SQUEEZING * self._packed_bytes(weight, plain):
+                break
+        self._filled += size
         return at, stored
 
     def _packed_bytes(self, weight: Tensor, stored: int) -> int:

@@ -65,28 +65,37 @@ static inline void row_of(const Linear &linear, int64_t row, float *to) {
   }
 }
 
-static inline void pack(float *to, const float *from, int64_t n, int64_t k) {
-  for (int64_t row = 0; row < (n + TILE - 1) / TILE * TILE; row++)
+// Lays out the tile of a matrix [n][k] whose first row is this one; rows that there are not are 0.
+static inline void pack_tile(float *to, const float *from, int64_t first, int64_t n, int64_t k) {
+  for (int64_t row = 0; row < TILE; row++)
     for (int64_t column = 0; column < k; column++)
-      to[row / TILE * TILE * k + column * TILE + row % TILE] = row < n ? from[row * k + column] : 0;
+      to[column * TILE + row] = first + row < n ? from[(first + row) * k + column] : 0;
 }
 
-static inline void pack(Bfloat16 *to, const Bfloat16 *from, int64_t n, int64_t k) {
-  for (int64_t row = 0; row < (n + TILE - 1) / TILE * TILE; row++)
+static inline void pack_tile(Bfloat16 *to, const Bfloat16 *from, int64_t first, int64_t n, int64_t k) {
+  for (int64_t row = 0; row < TILE; row++)
     for (int64_t column = 0; column < k; column++)
-      to[row / TILE * TILE * k + column / 2 * 2 * TILE + row % TILE * 2 + column % 2] =
-          row < n ? from[row * k + column] : Bfloat16{};
+      to[column / 2 * 2 * TILE + row * 2 + column % 2] = first + row < n ? from[(first + row) * k + column] : Bfloat16{};
+}
+
+template <class W>
+static inline void pack(W *to, const W *from, int64_t n, int64_t k) {
+  for (int64_t row = 0; row < n; row += TILE) pack_tile(to + row * k, from, row, n, k);
 }
 
 #if CAN_SQUEEZE
-// Squeezes a matrix packed in bfloat16, and returns how many bytes it takes.
-static inline int64_t squeeze_tiles(void *to, const Bfloat16 *packed, int64_t n, int64_t k) {
+// Where the first tile of a squeezed matrix begins.
+static inline int64_t squeezed_begin(int64_t tiles) { return ((tiles + 1) * 8 + 63) / 64 * 64; }
+
+// Squeezes a matrix [n][k], k a multiple of GROUP / TILE, and returns how many bytes it takes.
+static inline int64_t squeeze_matrix(void *to, const Bfloat16 *from, int64_t n, int64_t k) {
   const int64_t tiles = (n + TILE - 1) / TILE;
+  std::vector<Bfloat16> packed(TILE * k);
   int64_t *begins = (int64_t *)to;
-  begins[0] = ((tiles + 1) * 8 + 63) / 64 * 64;
+  begins[0] = squeezed_begin(tiles);
   for (int64_t tile = 0; tile < tiles; tile++) {
-    const uint16_t *from = (const uint16_t *)packed + tile * TILE * k;
-    begins[tile + 1] = begins[tile] + squeeze((uint8_t *)to + begins[tile], from, TILE * k);
+    pack_tile(packed.data(), from, tile * TILE, n, k);
+    begins[tile + 1] = begins[tile] + squeeze((uint8_t *)to + begins[tile], (const uint16_t *)packed.data(), TILE * k);
   }
   return begins[tiles];
 }

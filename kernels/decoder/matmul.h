@@ -55,7 +55,7 @@ class Ahead {
     end = (const char *)UINTPTR_MAX;
   }
 
-  const char *at, *end, *next;
+  const char *at = nullptr, *end = nullptr, *next = nullptr;
 };
 
 // out [M][TILE] = a [M][k] times one tile, or added to what is there; rows of a and out lie their strides apart.
@@ -85,9 +85,9 @@ static inline void multiply(const float *a, int64_t stride, const Bfloat16 *b, i
   for (int64_t i = 0; i < k; i += 2, b += 2 * TILE) {
     ahead.fetch();
     // Weights at i are the lower halves, those at i + 1 the upper ones.
-    IntVec pairs[VECTORS];
+    PairVec pairs[VECTORS];
 #pragma GCC unroll 8
-    for (int v = 0; v < VECTORS; v++) pairs[v] = *(const IntVec *)(b + v * 2 * WIDTH);
+    for (int v = 0; v < VECTORS; v++) pairs[v] = *(const PairVec *)(b + v * 2 * WIDTH);
 #pragma GCC unroll 2
     for (int half = 0; half < 2; half++) {
       Vec weights[VECTORS];
@@ -193,9 +193,7 @@ static void matmul_with(Team &team, const T *a, int64_t rows, const Linear &line
           const W *weights = weights_for(tile);
           for (int64_t part = 0; part < parts; part++) compute(tile, weights, part, kept + first(part) * TILE);
         },
-        [&](int64_t tile) {
-          if (rows) finish(0, rows, tile, kept);
-        });
+        [&](int64_t tile) { finish(0, rows, tile, kept); });
   else
     team.each(linear.tiles(), [&](int64_t tile) {
       const W *weights = weights_for(tile);
@@ -208,6 +206,7 @@ static void matmul_with(Team &team, const T *a, int64_t rows, const Linear &line
 
 template <class T, class Finish>
 static void matmul(Team &team, const T *a, int64_t rows, const Linear &linear, const Finish &finish) {
+  if (!rows) return;
   if constexpr (std::is_same_v<T, float>)
     if (linear.stored == FLOATS) return matmul_with<float>(team, a, rows, linear, finish);
   matmul_with<Bfloat16>(team, a, rows, linear, finish);

@@ -11,6 +11,7 @@
 #if defined(__AVX512BW__)
 #define CAN_SQUEEZE 1
 
+#include <algorithm>
 #include <array>
 #include <numeric>
 

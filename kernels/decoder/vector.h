@@ -16,6 +16,8 @@ constexpr int WIDTH = 8;
 
 typedef float Vec __attribute__((vector_size(WIDTH * 4), aligned(4)));
 typedef int32_t IntVec __attribute__((vector_size(WIDTH * 4), aligned(4)));
+// Also to look at pairs of bfloat16 with.
+typedef int32_t PairVec __attribute__((vector_size(WIDTH * 4), aligned(4), may_alias));
 typedef uint16_t HalfVec __attribute__((vector_size(WIDTH * 2), aligned(2)));
 
 // Upper half of a float. A type of its own, so that no function takes one for the other.

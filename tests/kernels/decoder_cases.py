@@ -13,7 +13,12 @@ from kernels.decoder.launch import LayerWeights, Sums, TokenGroup, Weights
 from tests.stack import model_cache
 
 BARS = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
-DTYPES = pytest.mark.parametrize("dtype", BARS, ids=["float32", "bfloat16"])
+# What a decoder computes in: products are the processor's own for bfloat16, where it has some.
+KINDS = pytest.mark.parametrize(
+    ("dtype", "products"),
+    [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)],
+    ids=["float32", "bfloat16 widened", "bfloat16 products"],
+)
 
 
 @pytest.fixture(scope="session")

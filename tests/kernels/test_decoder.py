@@ -16,7 +16,7 @@ from kernels.decoder.reference import step
 from tests.kernels.decoder_cases import (
     BARS,
     CASES,
-    DTYPES,
+    KINDS,
     Case,
     build_weights,
     build_world,
@@ -29,15 +29,15 @@ from tests.stack import model_cache
 __all__ = ["library"]
 
 
-@DTYPES
+@KINDS
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_error_stays_below_the_bar(library: ctypes.CDLL, case: Case, dtype: torch.dtype) -> None:
+def test_error_stays_below_the_bar(library: ctypes.CDLL, case: Case, dtype: torch.dtype, products: bool) -> None:
     world = build_world(case, dtype)
     if reason := obstacle(library, world.weights, dtype):
         pytest.skip(reason)
     expected_caches = [(k.double(), v.double()) for k, v in world.caches]
     expected = step(world.weights, *world.arguments, expected_caches)
-    decoder = Decoder(library, world.weights, dtype, case.threads)
+    decoder = Decoder(library, world.weights, dtype, case.threads, products=products)
     decoder.bind(world.caches)
     logits = decoder.step(*world.arguments)
     assert expected.isfinite().all()
@@ -81,6 +81,15 @@ def test_a_step_of_nothing_has_no_logits(library: ctypes.CDLL) -> None:
     none = torch.zeros(0, dtype=torch.int64)
     groups = [TokenGroup(none, torch.zeros(0, 0, dtype=torch.int32))]
     assert decoder.step(none, none, none, torch.zeros(1, dtype=torch.int32), groups, none).shape == (0, 97)
+
+
+def test_a_chunk_whose_logits_nobody_wants_has_none(library: ctypes.CDLL) -> None:
+    world = build_world(Case((30,), (30,)), torch.bfloat16)
+    decoder = Decoder(library, world.weights, torch.bfloat16, 2)
+    decoder.bind(world.caches)
+    *inputs, _ = world.arguments
+    assert decoder.step(*inputs, torch.zeros(0, dtype=torch.int64)).shape == (0, 97)
+    assert bool(world.caches[1][0].isfinite().any()), "its keys are stored all the same"
 
 
 def test_wrong_arguments_are_named(library: ctypes.CDLL) -> None:

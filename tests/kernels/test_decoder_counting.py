@@ -8,20 +8,20 @@ import torch
 
 from kernels.decoder.launch import Decoder, Totals, obstacle
 from kernels.decoder.reference import step
-from tests.kernels.decoder_cases import BARS, COUNTED, DTYPES, Case, build_world, error_of, library, sums_of
+from tests.kernels.decoder_cases import BARS, COUNTED, KINDS, Case, build_world, error_of, library, sums_of
 
 __all__ = ["library"]
 
 
-@DTYPES
+@KINDS
 @pytest.mark.parametrize("case", COUNTED.values(), ids=COUNTED.keys())
-def test_attention_is_counted(library: ctypes.CDLL, case: Case, dtype: torch.dtype) -> None:
+def test_attention_is_counted(library: ctypes.CDLL, case: Case, dtype: torch.dtype, products: bool) -> None:
     world = build_world(case, dtype)
     if reason := obstacle(library, world.weights, dtype):
         pytest.skip(reason)
     expected, sums = sums_of(case, torch.float64), sums_of(case, torch.float32)
     logits = step(world.weights, *world.arguments, [(k.double(), v.double()) for k, v in world.caches], expected)
-    decoder = Decoder(library, world.weights, dtype, case.threads)
+    decoder = Decoder(library, world.weights, dtype, case.threads, products=products)
     decoder.bind(world.caches)
     assert error_of(decoder.step(*world.arguments, sums), logits) < BARS[dtype]
     for one, truth in zip(sums, expected, strict=True):

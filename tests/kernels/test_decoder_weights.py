@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.decoder.launch import Decoder, Weights
 from kernels.decoder.reference import step
-from tests.kernels.decoder_cases import BARS, Case, World, build_world, error_of, library
+from tests.kernels.decoder_cases import BARS, KINDS, Case, World, build_world, error_of, library
 
 __all__ = ["library"]
 
@@ -75,11 +75,11 @@ def test_floats_that_bfloat16_holds_take_its_bytes_and_stay_exact(
 
 
 @ROWS
-@pytest.mark.parametrize("dtype", BARS, ids=["float32", "bfloat16"])
+@KINDS
 def test_what_does_not_fit_in_stays_as_it_was(
-    library: ctypes.CDLL, queries: tuple[int, ...], dtype: torch.dtype
+    library: ctypes.CDLL, queries: tuple[int, ...], dtype: torch.dtype, products: bool
 ) -> None:
-    found, size = error(library, world_of(queries, with_outliers, dtype), dtype)
+    found, size = error(library, world_of(queries, with_outliers, dtype), dtype, products)
     assert found < BARS[dtype]
     if library.decoder_can_squeeze():
         # Neither all of it as it was, nor nothing.
@@ -98,8 +98,17 @@ def test_floats_that_bfloat16_does_not_hold_stay_floats(library: ctypes.CDLL) ->
     assert size == pytest.approx(4, abs=0.01)
 
 
-@ROWS
-@pytest.mark.parametrize("products", [False, True], ids=["widened", "products"])
-def test_bfloat16_is_multiplied_either_way(library: ctypes.CDLL, queries: tuple[int, ...], products: bool) -> None:
-    found, _ = error(library, world_of(queries, published, torch.bfloat16), torch.bfloat16, products)
-    assert found < BARS[torch.bfloat16]
+@pytest.mark.parametrize("dtype", BARS, ids=["float32", "bfloat16"])
+def test_a_weight_that_is_no_number_spoils_its_own_column_alone(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    world = world_of((20,), published, dtype)
+    whole = Decoder(library, world.weights, dtype, 2)
+    whole.bind(world.caches)
+    expected = whole.step(*world.arguments)
+    unused = next(number for number in range(500) if number not in world.arguments[0])
+    world.weights.head[unused, 3] = torch.nan
+    broken = Decoder(library, world.weights, dtype, 2)
+    broken.bind(world.caches)
+    logits = broken.step(*world.arguments)
+    assert logits[:, unused].isnan().all()
+    others = torch.arange(500) != unused
+    assert torch.equal(logits[:, others], expected[:, others])
