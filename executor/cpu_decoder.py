@@ -35,7 +35,7 @@ class CpuDecoder:
 
     @property
     def weight_bytes(self) -> int:
-        """What the weights take as they are kept."""
+        """What the packed matrices take."""
         return self._decoder.weight_bytes
 
     def prepare(self, pools: KvPools, last_tokens: Tensor) -> None:

@@ -46,8 +46,11 @@ async def pool_tokens(stack: Stack) -> int:
 
 
 def weight_bytes(stack: Stack) -> float:
-    """What the executor's weights take as it keeps them."""
-    return next(value for name, _, value in metrics(stack.executor_metrics) if name == "kvkeep_executor_weight_bytes")
+    """What the model's matrices take, which compiled code keeps in fewer bytes than their dtype has."""
+    found = {name: value for name, _, value in metrics(stack.executor_metrics)}
+    if not found["kvkeep_executor_weight_bytes"]:
+        sys.exit("the model does not run in compiled code here: its log says why, and what weights take is not known")
+    return found["kvkeep_executor_weight_bytes"]
 
 
 def batch(rng: random.Random, vocabulary: int, count: int) -> list[list[int]]:

@@ -14,6 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from kernels.attention_scores import reference as scores_reference
+from kernels.attention_scores.launch import attention_scores
+from kernels.compact_kv import reference as compact_reference
+from kernels.compact_kv.launch import compact_kv
 from kernels.copy_blocks import reference as copy_reference
 from kernels.copy_blocks.launch import copy_blocks
 from kernels.paged_attention.launch import PagedBatch, TileSizes, paged_attention
@@ -21,10 +25,12 @@ from kernels.rms_norm import reference as norm_reference
 from kernels.rms_norm.launch import rms_norm
 from kernels.rotary_store import reference as rotary_reference
 from kernels.rotary_store.launch import rotary_store
+from kernels.rotate_keys import reference as turn_reference
+from kernels.rotate_keys.launch import rotate_keys
 from kernels.store_kv import reference as store_reference
 from kernels.store_kv.launch import store_kv
 from tests.bench.gpu.parts import Bench, CannotRunError, Figure, WrongError, note
-from tests.kernels.attention_cases import Case, error_ratio
+from tests.kernels.attention_cases import Case, build, error_ratio, exact
 
 # Root mean square of the error over that of the truth.
 BARS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -56,9 +62,15 @@ def check_on(device: str) -> None:
         errors = {
             f"attention, {name}": error_ratio(backend, replace(case, dtype=dtype)) for name, case in CASES.items()
         }
-        for name, op in (("norm", _norm), ("norm of a sum", _norm_of_sum), ("rotary", _rotary)):
+        for name, op in (
+            ("norm", _norm),
+            ("norm of a sum", _norm_of_sum),
+            ("rotary", _rotary),
+            ("keys turned back", _turned),
+            ("scores", _scores),
+        ):
             errors[name] = ratio(*op(dtype, device))
-        for name, op in (("store", _store), ("copy", _copy)):
+        for name, op in (("store", _store), ("copy", _copy), ("compaction", _compacted)):
             # These move bytes.
             errors[name] = 0.0 if torch.equal(*op(dtype, device)) else torch.inf
         for name, error in errors.items():
@@ -132,6 +144,59 @@ def _copy(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
     copy_blocks(*got, sources.to(device), targets.to(device))
     copy_reference.copy_blocks(*truth, sources, targets)
     return got.cpu(), truth
+
+
+def _compacted(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    """Each layer and head moves its own slots, some of which others leave."""
+    truth = _random(dtype, 2, 3, 9, BLOCK, KV_HEADS, HEAD_DIM)
+    sources, targets = _slots(1), _slots(2)
+    got = truth.to(device, copy=True)
+    compact_kv(*got, sources.to(device), targets.to(device))
+    compact_reference.compact_kv(*truth, sources, targets)
+    return got.cpu(), truth
+
+
+def _turned(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    truth, slots = _random(dtype, 3, 9, BLOCK, KV_HEADS, HEAD_DIM), _slots(3)
+    deltas = torch.randint(0, 900, slots.shape, generator=torch.Generator().manual_seed(4))
+    frequencies = torch.rand(HEAD_DIM // 2, generator=torch.Generator().manual_seed(5))
+    got = truth.to(device, copy=True)
+    rotate_keys(got, *(one.to(device) for one in (slots, deltas, frequencies)))
+    turn_reference.rotate_keys(truth, slots, deltas, frequencies)
+    return got, truth
+
+
+def _slots(seed: int) -> Tensor:
+    """Of 3 layers' heads each, 40 of nine blocks in any order: [3, Hkv, 40]."""
+    order = torch.rand(3, KV_HEADS, 9 * BLOCK, generator=torch.Generator().manual_seed(seed)).argsort(-1)
+    return order[..., :40]
+
+
+def _scores(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    """Of the last queries of each sequence."""
+    case, counts = replace(CASES["prefill beside decode"], dtype=dtype), [1, 8, 0]
+    problem = build(case)
+    lse = torch.zeros(problem.query.shape[:2], dtype=torch.float64)
+    exact(case, problem, lse)
+    got = attention_scores(
+        problem.query.to(device),
+        problem.k_cache.to(device),
+        problem.batch(case, device),
+        lse.float().to(device),
+        torch.tensor(counts, dtype=torch.int32, device=device),
+        scale=problem.scale,
+    )
+    truth, _ = scores_reference.attention_scores(
+        problem.query.double(),
+        problem.k_cache,
+        list(case.queries),
+        list(case.lengths),
+        problem.tables,
+        counts,
+        got.shape[2],
+        scale=problem.scale,
+    )
+    return got, truth
 
 
 def seconds_of(call: Callable[[], object], rounds: int = 30) -> float:

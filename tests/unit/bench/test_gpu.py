@@ -184,9 +184,13 @@ def test_the_check_of_kernels_passes_and_can_be_red(monkeypatch: pytest.MonkeyPa
     kernels.check_on("cpu")
     right = kernels.rms_norm
     monkeypatch.setattr(kernels, "rms_norm", lambda *args, **options: right(*args, **options) * 1.05)
-    monkeypatch.setattr(kernels, "store_kv", lambda *args: None)
-    with pytest.raises(WrongError, match=r"norm in torch.float32 is off by .*store in torch.float32 is off by inf"):
+    for name in ("store_kv", "compact_kv", "rotate_keys"):
+        monkeypatch.setattr(kernels, name, lambda *args: None)
+    with pytest.raises(WrongError) as caught:
         kernels.check_on("cpu")
+    found = [reason.partition(" is off by ")[0] for reason in str(caught.value).split("; ")]
+    wrong = ["norm", "norm of a sum", "keys turned back", "store", "compaction"]
+    assert found == [f"{name} in {dtype}" for dtype in kernels.BARS for name in wrong]
 
 
 @pytest.mark.parametrize(("sequences", "queries"), [(3, 1), (2, 64)])
