@@ -125,7 +125,7 @@ def _choose_dtype(name: str, device: torch.device) -> Any:
 
 
 def multiplies_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether the processor has instructions for bfloat16; elsewhere torch, which runs what nothing else can, is slow."""
+    """Whether the processor has instructions for bfloat16; torch, which runs what nothing else can, is slow without."""
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     flags = next((line for line in lines if line.startswith("flags")), "").split()
     return "avx512_bf16" in flags
