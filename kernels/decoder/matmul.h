@@ -32,18 +32,20 @@ static inline void end_sums(const Vec (&sums)[M][VECTORS], float *out, int64_t o
 // multiplication of several rows leaves it too little time.
 constexpr int WEIGHTS_AHEAD = 16384;
 
-// Asks for weights that are needed later, BYTES at a time: all at once they would hold up everything else. Behind the
-// end of a tile it goes on at the next one.
-template <int BYTES>
+// Asks for weights that are needed later, some LINES of the cache at a time: all at once they would hold up everything
+// else. Each time it goes on by `step` bytes, and behind the end of a tile at the next one.
+template <int LINES>
 class Ahead {
  public:
   Ahead() = default;
-  Ahead(const char *at, const char *end, const char *next) : at(at), end(end), next(next) { turn(); }
+  Ahead(const char *at, const char *end, const char *next, int64_t step) : at(at), end(end), next(next), step(step) {
+    turn();
+  }
 
   void fetch() {
-    if constexpr (BYTES > 0) {
-      for (int i = 0; i < BYTES; i += 64) __builtin_prefetch(at + i);
-      at += BYTES;
+    if constexpr (LINES > 0) {
+      for (int i = 0; i < LINES; i++) __builtin_prefetch(at + i * 64);
+      at += step;
       turn();
     }
   }
@@ -56,12 +58,13 @@ class Ahead {
   }
 
   const char *at = nullptr, *end = nullptr, *next = nullptr;
+  int64_t step = 0;
 };
 
 // out [M][TILE] = a [M][k] times one tile, or added to what is there; rows of a and out lie their strides apart.
-template <int M, bool ADD, int BYTES>
+template <int M, bool ADD, int LINES>
 static inline void multiply(const float *a, int64_t stride, const float *b, int64_t k, float *out, int64_t out_stride,
-                            Ahead<BYTES> ahead) {
+                            Ahead<LINES> ahead) {
   Vec sums[M][VECTORS];
   begin_sums<M, ADD>(sums, out, out_stride);
   for (int64_t i = 0; i < k; i++, b += TILE) {
@@ -77,9 +80,9 @@ static inline void multiply(const float *a, int64_t stride, const float *b, int6
   end_sums<M>(sums, out, out_stride);
 }
 
-template <int M, bool ADD, int BYTES>
+template <int M, bool ADD, int LINES>
 static inline void multiply(const float *a, int64_t stride, const Bfloat16 *b, int64_t k, float *out,
-                            int64_t out_stride, Ahead<BYTES> ahead) {
+                            int64_t out_stride, Ahead<LINES> ahead) {
   Vec sums[M][VECTORS];
   begin_sums<M, ADD>(sums, out, out_stride);
   for (int64_t i = 0; i < k; i += 2, b += 2 * TILE) {
@@ -103,9 +106,9 @@ static inline void multiply(const float *a, int64_t stride, const Bfloat16 *b, i
 }
 
 #if defined(__AVX512BF16__)
-template <int M, bool ADD, int BYTES>
+template <int M, bool ADD, int LINES>
 static inline void multiply(const Bfloat16 *a, int64_t stride, const Bfloat16 *b, int64_t k, float *out,
-                            int64_t out_stride, Ahead<BYTES> ahead) {
+                            int64_t out_stride, Ahead<LINES> ahead) {
   Vec sums[M][VECTORS];
   begin_sums<M, ADD>(sums, out, out_stride);
   for (int64_t i = 0; i < k; i += 2, b += 2 * TILE) {
@@ -126,9 +129,9 @@ static inline void multiply(const Bfloat16 *a, int64_t stride, const Bfloat16 *b
 }
 #endif
 
-template <bool ADD, int M = ROWS, class T, class W, int BYTES = 0>
+template <bool ADD, int M = ROWS, class T, class W, int LINES = 0>
 static inline void multiply_rows(int rows, const T *a, int64_t stride, const W *b, int64_t k, float *out,
-                                 int64_t out_stride, Ahead<BYTES> ahead = {}) {
+                                 int64_t out_stride, Ahead<LINES> ahead = {}) {
   if (rows == M) return multiply<M, ADD>(a, stride, b, k, out, out_stride, ahead);
   if constexpr (M > 1) multiply_rows<ADD, M - 1>(rows, a, stride, b, k, out, out_stride, ahead);
 }
@@ -143,37 +146,45 @@ static void matmul_with(Team &team, const T *a, int64_t rows, const Linear &line
   const int64_t parts = (rows + ROWS - 1) / ROWS, k = linear.k;
   alignas(64) float kept[KEPT_ROWS * TILE];
   auto first = [=](int64_t part) { return part * rows / parts; };
-  // The tile that this thread will most likely take next.
-  auto next = [&](int64_t tile) { return linear.at(std::min(tile + team.size, linear.tiles() - 1)); };
   auto multiply_part = [&](int64_t tile, const W *weights, int64_t part, float *sums) {
     const T *from = a + first(part) * k;
     const int64_t count = first(part + 1) - first(part);
-    // Behind the first part they are there.
-    if (part) return multiply_rows<false>(count, from, k, weights, k, sums, TILE);
-    const char *begin = linear.at(tile), *end = linear.at(tile + 1);
+    // The tile that this thread will most likely take next.
+    const int64_t later = std::min(tile + team.size, linear.tiles() - 1);
+    const char *next = linear.at(later), *end = linear.at(tile + 1);
+    // How often a part fetches something.
+    const int64_t times = std::is_same_v<W, float> ? k : k / 2;
+    if (parts > 1) {
+      // Few parts take turns in fetching it, as the memory needs about as long as they.
+      const int64_t fetching = rows <= KEPT_ROWS ? parts : 1;
+      if (part >= fetching) return multiply_rows<false>(count, from, k, weights, k, sums, TILE);
+      const int64_t share = (linear.at(later + 1) - next) / fetching + 1;
+      const char *mine = next + part * share;
+      const Ahead<2> ahead(mine, mine + share, mine, share / times + 1);
+      return multiply_rows<false>(count, from, k, weights, k, sums, TILE, ahead);
+    }
 #if CAN_SQUEEZE
     if constexpr (std::is_same_v<W, Bfloat16>)
       if (linear.stored == SQUEEZED) {
-        using Later = Ahead<2 * TILE * SQUEEZED_BYTES / GROUP>;
-        if (weights) return multiply_rows<false>(count, from, k, weights, k, sums, TILE, Later(end, end, next(tile)));
         // A little is unpacked at a time: it never leaves the first cache, and the memory is always busy.
-        constexpr int64_t together = 64;
+        constexpr int64_t together = 64, step = 2 * TILE * SQUEEZED_BYTES / GROUP;
         alignas(64) Bfloat16 some[together * TILE];
         Unpacker unpacker = unpacker_of(linear, tile);
         for (int64_t i = 0; i < k; i += together) {
           const int64_t columns = std::min(together, k - i);
           const char *at = (const char *)unpacker.next(columns * TILE / GROUP, some);
-          const Later later(at + WEIGHTS_AHEAD, end, next(tile));
+          const Ahead<2> ahead(at + WEIGHTS_AHEAD, end, next, step);
           if (i)
-            multiply_rows<true>(count, from + i, k, some, columns, sums, TILE, later);
+            multiply_rows<true>(count, from + i, k, some, columns, sums, TILE, ahead);
           else
-            multiply_rows<false>(count, from, k, some, columns, sums, TILE, later);
+            multiply_rows<false>(count, from, k, some, columns, sums, TILE, ahead);
         }
         return;
       }
 #endif
-    multiply_rows<false>(count, from, k, weights, k, sums, TILE,
-                         Ahead<VECTORS * WIDTH * 4>(begin + WEIGHTS_AHEAD, end, next(tile)));
+    constexpr int64_t step = VECTORS * WIDTH * 4;
+    const Ahead<step / 64> ahead((const char *)weights + WEIGHTS_AHEAD, end, next, step);
+    multiply_rows<false>(count, from, k, weights, k, sums, TILE, ahead);
   };
   auto compute = [&](int64_t tile, const W *weights, int64_t part, float *sums) {
     multiply_part(tile, weights, part, sums);
