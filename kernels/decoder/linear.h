@@ -75,7 +75,8 @@ static inline void pack_tile(float *to, const float *from, int64_t first, int64_
 static inline void pack_tile(Bfloat16 *to, const Bfloat16 *from, int64_t first, int64_t n, int64_t k) {
   for (int64_t row = 0; row < TILE; row++)
     for (int64_t column = 0; column < k; column++)
-      to[column / 2 * 2 * TILE + row * 2 + column % 2] = first + row < n ? from[(first + row) * k + column] : Bfloat16{};
+      to[column / 2 * 2 * TILE + row * 2 + column % 2] =
+          first + row < n ? from[(first + row) * k + column] : Bfloat16{};
 }
 
 template <class W>
