@@ -130,9 +130,12 @@ class CacheManagerProcess:
         app = create_app(self._manager, self._server.guard)
         setting = variable(CachemgrSettings, "console_address")
         # Also where other machines come: browsers do, and no program that would need a name.
-        own_names = not settings.security.serves_tls and settings.tokens_file is None
         return HttpServer(
-            app, settings.console_address, security=settings.security, setting=setting, own_names=own_names
+            app,
+            settings.console_address,
+            security=settings.security,
+            setting=setting,
+            own_names=settings.serves_anybody,
         )
 
     async def start(self) -> None:

@@ -78,9 +78,7 @@ def _http(scheduler: Scheduler, settings: SchedulerSettings, guard: Guard) -> Ht
         security=settings.security,
         setting="KVKEEP_SCHEDULER_HTTP_ADDRESS",
         # Who may be reached from elsewhere has names there.
-        own_names=addresses.is_loopback(settings.http_address)
-        and not settings.security.serves_tls
-        and settings.tokens_file is None,
+        own_names=addresses.is_loopback(settings.http_address) and settings.serves_anybody,
     )
 
 

@@ -130,6 +130,11 @@ class ProcessSettings(BaseSettings):
         """The settings that servers and channels share."""
         return Security(**{field.name: getattr(self, field.name) for field in fields(Security)})
 
+    @property
+    def serves_anybody(self) -> bool:
+        """Whether neither TLS nor tokens keep anybody out who reaches an address, be it a page of another site."""
+        return not self.security.serves_tls and self.tokens_file is None
+
     @model_validator(mode="after")
     def _check_security(self) -> Self:
         self.security.check()
