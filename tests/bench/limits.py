@@ -185,13 +185,16 @@ def measure(shape: ModelShape, dtype: str) -> Limits:
         # Numbers, not zeros: untouched pages would all be one and the same.
         return torch.rand(rows, columns).to(element)
 
-    left, right = matrix(LARGE, LARGE), matrix(LARGE, LARGE)
-    large = max(2 * LARGE**3 / _fastest(lambda way=way: way(left)) / 1e9 for way in _ways(right))
+    # Some processors multiply bfloat16 more slowly than floats, and an engine may widen it.
+    squares = [torch.rand(LARGE, LARGE).to(one) for one in {element, torch.float32}]
+    seconds = min(_fastest(lambda way=way, square=square: way(square)) for square in squares for way in _ways(square))
+    large = 2 * LARGE**3 / seconds / 1e9
     rates = _layer_rates(shape, matrix)
     output, row = matrix(shape.vocabulary, shape.hidden), matrix(1, shape.hidden)
-    seconds = min(_fastest(lambda way=way: way(row)) for way in _ways(output))
+    output_seconds = min(_fastest(lambda way=way: way(row)) for way in _ways(output))
+    output_gflops = 2 * shape.output_weights / output_seconds / 1e9
     # The larger product is not always the faster one.
-    return Limits(threads, max(large, *rates.values()), rates, 2 * shape.output_weights / seconds / 1e9, _read_gbs())
+    return Limits(threads, max(large, *rates.values()), rates, output_gflops, _read_gbs())
 
 
 def _ways(weight: Any) -> list[Callable[[Any], Any]]:
