@@ -34,6 +34,11 @@ class CpuDecoder:
         return self._decoder.seconds
 
     @property
+    def products(self) -> bool:
+        """Whether bfloat16 is multiplied by instructions for it; results differ by what that rounds."""
+        return self._decoder.products
+
+    @property
     def weight_bytes(self) -> int:
         """What the packed matrices take."""
         return self._decoder.weight_bytes

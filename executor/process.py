@@ -127,7 +127,9 @@ async def _serve(settings: ExecutorSettings) -> int:
 
     if isinstance(model.forward, CpuDecoder):
         KindSeconds(model.forward.seconds)
-        WEIGHT_BYTES.set(model.forward.weight_bytes)
+        weight_bytes = model.forward.weight_bytes
+        WEIGHT_BYTES.set(weight_bytes)
+        log.info("running in compiled code", weight_bytes=weight_bytes, bfloat16_products=model.forward.products)
     runner = Runner(model, pools, tiers)
     runner.prepare()
     worker = Worker(runner, confirm, device_lost)

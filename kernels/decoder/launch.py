@@ -180,6 +180,11 @@ class Decoder:
         return dict(zip(KINDS, self._seconds, strict=True))
 
     @property
+    def products(self) -> bool:
+        """Whether bfloat16 is multiplied by instructions for it, where there are some; else it is widened first."""
+        return self._products
+
+    @property
     def weight_bytes(self) -> int:
         """What the packed matrices take."""
         return self._filled
