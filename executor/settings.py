@@ -18,7 +18,7 @@ class ExecutorSettings(ProcessSettings):
     device: str = Field("auto", description='"auto", "cpu", "cuda" or "cuda:N".')
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description='Of weights and cache; "auto": the model\'s own, on a CPU bfloat16 if it has instructions for it.',
+        description='Of weights and cache; "auto": the model\'s own, on a CPU bfloat16 or, if that is slow, float32.',
     )
     block_size: int = Field(16, ge=2, le=1024, description="Tokens per block, a power of two.")
     max_tokens: int = Field(0, ge=0, description="Tokens the pools hold at most; 0 leaves it to the memory.")
