@@ -263,8 +263,7 @@ static inline void add_part(const float *weights, const C *const *values, const 
     Vec some[PARTS];
 #pragma GCC unroll 4
     for (int v = 0; v < PARTS; v++) some[v] = load(values[i] + d + v * WIDTH);
-#pragma GCC unroll 4
-    for (int v = 0; v < PARTS * WIDTH; v += 64 / int(sizeof(C))) __builtin_prefetch(ahead[i] + d + v);
+    fetch(ahead[i] + d, PARTS * WIDTH);
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++) {
       const float weight = weights[r * KEYS + i];

@@ -134,7 +134,8 @@ class Decoder:
             raise ValueError(f"weights: {reason}")
         self._library = library
         self._dtype = dtype
-        self._products = bool(library.decoder_prefers_products()) if products is None else products
+        prefers = library.decoder_prefers_products
+        self._products = dtype == torch.bfloat16 and bool(prefers() if products is None else products)
         assert library.decoder_kinds() == len(KINDS)
         self._seconds = (c_double * len(KINDS))()
         self._vocabulary, self._hidden = weights.head.shape

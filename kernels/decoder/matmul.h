@@ -61,46 +61,38 @@ class Ahead {
   int64_t step = 0;
 };
 
-// out [M][TILE] = a [M][k] times one tile, or added to what is there; rows of a and out lie their strides apart.
-template <int M, bool ADD, int LINES>
-static inline void multiply(const float *a, int64_t stride, const float *b, int64_t k, float *out, int64_t out_stride,
-                            Ahead<LINES> ahead) {
-  Vec sums[M][VECTORS];
-  begin_sums<M, ADD>(sums, out, out_stride);
-  for (int64_t i = 0; i < k; i++, b += TILE) {
-    ahead.fetch();
-    Vec weights[VECTORS];
+// A tile's weights for one input, or for two: those in the lower halves, then those in the upper ones.
+static inline void load_weights(const float *from, Vec (&weights)[1][VECTORS]) {
 #pragma GCC unroll 8
-    for (int v = 0; v < VECTORS; v++) weights[v] = load(b + v * WIDTH);
-#pragma GCC unroll 16
-    for (int row = 0; row < M; row++)
-#pragma GCC unroll 8
-      for (int v = 0; v < VECTORS; v++) sums[row][v] += a[row * stride + i] * weights[v];
-  }
-  end_sums<M>(sums, out, out_stride);
+  for (int v = 0; v < VECTORS; v++) weights[0][v] = load(from + v * WIDTH);
 }
 
-template <int M, bool ADD, int LINES>
-static inline void multiply(const float *a, int64_t stride, const Bfloat16 *b, int64_t k, float *out,
-                            int64_t out_stride, Ahead<LINES> ahead) {
+static inline void load_weights(const Bfloat16 *from, Vec (&weights)[2][VECTORS]) {
+#pragma GCC unroll 8
+  for (int v = 0; v < VECTORS; v++) {
+    const PairVec pairs = *(const PairVec *)(from + v * 2 * WIDTH);
+    weights[0][v] = (Vec)(pairs << 16);
+    weights[1][v] = (Vec)(pairs & ~0xffff);
+  }
+}
+
+// out [M][TILE] = a [M][k] times one tile, or added to what is there; rows of a and out lie their strides apart.
+template <int M, bool ADD, class W, int LINES>
+static inline void multiply(const float *a, int64_t stride, const W *b, int64_t k, float *out, int64_t out_stride,
+                            Ahead<LINES> ahead) {
+  constexpr int together = 4 / sizeof(W);
   Vec sums[M][VECTORS];
   begin_sums<M, ADD>(sums, out, out_stride);
-  for (int64_t i = 0; i < k; i += 2, b += 2 * TILE) {
+  for (int64_t i = 0; i < k; i += together, b += together * TILE) {
     ahead.fetch();
-    // Weights at i are the lower halves, those at i + 1 the upper ones.
-    PairVec pairs[VECTORS];
-#pragma GCC unroll 8
-    for (int v = 0; v < VECTORS; v++) pairs[v] = *(const PairVec *)(b + v * 2 * WIDTH);
+    Vec weights[together][VECTORS];
+    load_weights(b, weights);
 #pragma GCC unroll 2
-    for (int half = 0; half < 2; half++) {
-      Vec weights[VECTORS];
-#pragma GCC unroll 8
-      for (int v = 0; v < VECTORS; v++) weights[v] = half ? (Vec)(pairs[v] & ~0xffff) : (Vec)(pairs[v] << 16);
+    for (int input = 0; input < together; input++)
 #pragma GCC unroll 16
       for (int row = 0; row < M; row++)
 #pragma GCC unroll 8
-        for (int v = 0; v < VECTORS; v++) sums[row][v] += a[row * stride + i + half] * weights[v];
-    }
+        for (int v = 0; v < VECTORS; v++) sums[row][v] += a[row * stride + i + input] * weights[input][v];
   }
   end_sums<M>(sums, out, out_stride);
 }
@@ -136,6 +128,27 @@ static inline void multiply_rows(int rows, const T *a, int64_t stride, const W *
   if constexpr (M > 1) multiply_rows<ADD, M - 1>(rows, a, stride, b, k, out, out_stride, ahead);
 }
 
+#if CAN_SQUEEZE
+// out [rows][TILE] = a [rows][k] times one tile, which is unpacked a little at a time: what is unpacked never leaves
+// the first cache, and the memory is always busy. `next` is the tile that comes after it.
+template <class T>
+static inline void multiply_squeezed(int rows, const T *a, const Linear &linear, int64_t tile, const char *next,
+                                     float *out) {
+  constexpr int64_t together = 64, step = 2 * TILE * SQUEEZED_BYTES / GROUP;
+  alignas(64) Bfloat16 weights[together * TILE];
+  Unpacker unpacker = unpacker_of(linear, tile);
+  for (int64_t i = 0; i < linear.k; i += together) {
+    const int64_t columns = std::min(together, linear.k - i);
+    const char *at = (const char *)unpacker.next(columns * TILE / GROUP, weights);
+    const Ahead<2> ahead(at + WEIGHTS_AHEAD, linear.at(tile + 1), next, step);
+    if (i)
+      multiply_rows<true>(rows, a + i, linear.k, weights, columns, out, TILE, ahead);
+    else
+      multiply_rows<false>(rows, a, linear.k, weights, columns, out, TILE, ahead);
+  }
+}
+#endif
+
 // Rows whose sums a thread keeps to itself until they are complete.
 constexpr int64_t KEPT_ROWS = 64;
 
@@ -151,39 +164,22 @@ static void matmul_with(Team &team, const T *a, int64_t rows, const Linear &line
     const int64_t count = first(part + 1) - first(part);
     // The tile that this thread will most likely take next.
     const int64_t later = std::min(tile + team.size, linear.tiles() - 1);
-    const char *next = linear.at(later), *end = linear.at(tile + 1);
-    // How often a part fetches something.
-    const int64_t times = std::is_same_v<W, float> ? k : k / 2;
+    const char *next = linear.at(later);
     if (parts > 1) {
       // Few parts take turns in fetching it, as the memory needs about as long as they.
       const int64_t fetching = rows <= KEPT_ROWS ? parts : 1;
       if (part >= fetching) return multiply_rows<false>(count, from, k, weights, k, sums, TILE);
       const int64_t share = (linear.at(later + 1) - next) / fetching + 1;
       const char *mine = next + part * share;
-      const Ahead<2> ahead(mine, mine + share, mine, share / times + 1);
+      // A part fetches once for each float, or pair in bfloat16, of a row.
+      const Ahead<2> ahead(mine, mine + share, mine, share / (k * int64_t(sizeof(W)) / 4) + 1);
       return multiply_rows<false>(count, from, k, weights, k, sums, TILE, ahead);
     }
 #if CAN_SQUEEZE
-    if constexpr (std::is_same_v<W, Bfloat16>)
-      if (linear.stored == SQUEEZED) {
-        // A little is unpacked at a time: it never leaves the first cache, and the memory is always busy.
-        constexpr int64_t together = 64, step = 2 * TILE * SQUEEZED_BYTES / GROUP;
-        alignas(64) Bfloat16 some[together * TILE];
-        Unpacker unpacker = unpacker_of(linear, tile);
-        for (int64_t i = 0; i < k; i += together) {
-          const int64_t columns = std::min(together, k - i);
-          const char *at = (const char *)unpacker.next(columns * TILE / GROUP, some);
-          const Ahead<2> ahead(at + WEIGHTS_AHEAD, end, next, step);
-          if (i)
-            multiply_rows<true>(count, from + i, k, some, columns, sums, TILE, ahead);
-          else
-            multiply_rows<false>(count, from, k, some, columns, sums, TILE, ahead);
-        }
-        return;
-      }
+    if (!weights) return multiply_squeezed(count, from, linear, tile, next, sums);
 #endif
     constexpr int64_t step = VECTORS * WIDTH * 4;
-    const Ahead<step / 64> ahead((const char *)weights + WEIGHTS_AHEAD, end, next, step);
+    const Ahead<step / 64> ahead((const char *)weights + WEIGHTS_AHEAD, linear.at(tile + 1), next, step);
     multiply_rows<false>(count, from, k, weights, k, sums, TILE, ahead);
   };
   auto compute = [&](int64_t tile, const W *weights, int64_t part, float *sums) {

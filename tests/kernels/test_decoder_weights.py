@@ -24,22 +24,20 @@ def published(matrix: Tensor) -> Tensor:
     return matrix.bfloat16().double()
 
 
-def with_outliers(matrix: Tensor) -> Tensor:
-    """Among weights that lie close together some that lie nowhere near, and zeros."""
-    far = published(matrix * 2.0 ** torch.randint(-90, 9, matrix.shape))
-    some = torch.rand(matrix.shape)
-    return torch.where(some < 0.003, far, torch.where(some < 0.01, 0, published(matrix)))
-
-
 def scattered(matrix: Tensor) -> Tensor:
     """Weights of which no 16 upper bytes are those of many."""
     return published(matrix * 2.0 ** torch.randint(-90, 9, matrix.shape))
 
 
+def with_outliers(matrix: Tensor) -> Tensor:
+    """Among weights that lie close together some that lie nowhere near, and zeros."""
+    far, some = scattered(matrix), torch.rand(matrix.shape)
+    return torch.where(some < 0.003, far, torch.where(some < 0.01, 0, published(matrix)))
+
+
 def world_of(queries: tuple[int, ...], change: Callable[[Tensor], Tensor], dtype: torch.dtype) -> World:
     lengths = tuple(40 + count for count in queries)
-    case = Case(queries, lengths, hidden=192, intermediate=320, vocabulary=500, evicted=(0,) * len(queries))
-    world = build_world(case, dtype)
+    world = build_world(Case(queries, lengths, hidden=192, intermediate=320, vocabulary=500), dtype)
     layers = [
         replace(one, **{name: change(getattr(one, name)) for name in ("qkv", "out", "gate_up", "down")})
         for one in world.weights.layers
