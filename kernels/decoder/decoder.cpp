@@ -17,7 +17,7 @@ static double seconds_of() {
   for (int i = 0; i < 20; i++) {
     double seconds[KINDS] = {};
     Watch watch(seconds);
-    for (int64_t j = 0; j < times; j++) multiply<ROWS, true>(a.data(), k, b.data(), k, out, TILE, Ahead<0>());
+    for (int64_t j = 0; j < times; j++) multiply<ROWS, true>(a.data(), k, b.data(), k, out, TILE, Ahead<0>{});
     // Else nobody would look at what was computed, and so nothing would be.
     asm volatile("" : : "r"(out) : "memory");
     watch.lap(REST);

@@ -31,37 +31,110 @@ struct Linear {
   }
 };
 
-#if CAN_SQUEEZE
-static inline Unpacker unpacker_of(const Linear &linear, int64_t tile) {
-  return Unpacker((const uint8_t *)linear.at(tile), linear.k * TILE / GROUP);
+// A tile's weights for two inputs: so many, as bfloat16 lies in pairs, and as a loop over single ones spends up to a
+// twelfth of its time on counting.
+static inline void load_weights(const float *from, Vec (&weights)[2][VECTORS]) {
+#pragma GCC unroll 2
+  for (int input = 0; input < 2; input++)
+#pragma GCC unroll 8
+    for (int v = 0; v < VECTORS; v++) weights[input][v] = load(from + (input * VECTORS + v) * WIDTH);
 }
-#endif
 
-// A tile's weights, none of them squeezed any more: [k][TILE] or [k / 2][TILE][2]. What was unpacked for it stays until
-// the thread asks for another.
+static inline void load_weights(const Bfloat16 *from, Vec (&weights)[2][VECTORS]) {
+#pragma GCC unroll 8
+  for (int v = 0; v < VECTORS; v++) {
+    const PairVec pairs = *(const PairVec *)(from + v * 2 * WIDTH);
+    weights[0][v] = (Vec)(pairs << 16);
+    weights[1][v] = (Vec)(pairs & ~0xffff);
+  }
+}
+
+// Inputs that a reader gives at once: a tile's weights for them leave half of the first cache to others.
 template <class W>
-static inline const W *weights_of(const Linear &linear, int64_t tile) {
+constexpr int64_t MOST_INPUTS = 24576 / (TILE * sizeof(W));
+
+// Reads a tile's weights in order, some inputs at a time: [inputs][TILE] or [inputs / 2][TILE][2], none of them
+// squeezed any more. What was given stays until more is asked for.
+template <class W>
+class Reader;
+
+template <>
+class Reader<Bfloat16> {
+ public:
+  Reader(const Linear &linear, int64_t tile)
+      : from(linear.at(tile))
 #if CAN_SQUEEZE
-  if constexpr (std::is_same_v<W, Bfloat16>)
-    if (linear.stored == SQUEEZED) {
-      static thread_local Lines<Bfloat16> unpacked;
-      unpacked.resize(linear.k * TILE);
-      unpacker_of(linear, tile).next(linear.k * TILE / GROUP, unpacked.data());
-      return unpacked.data();
+        , squeezed(linear.stored == SQUEEZED), unpacker(from, squeezed ? linear.k * TILE / GROUP : 0)
+#endif
+  {}
+
+  const Bfloat16 *next(int64_t inputs) {
+#if CAN_SQUEEZE
+    if (squeezed) {
+      from = unpacker.next(inputs * TILE / GROUP, unpacked);
+      return unpacked;
     }
 #endif
-  return (const W *)linear.at(tile);
-}
+    const char *given = from;
+    from += inputs * TILE * 2;
+    return (const Bfloat16 *)given;
+  }
+
+  // Where what comes next lies.
+  const char *at() const { return from; }
+
+ private:
+  const char *from;
+#if CAN_SQUEEZE
+  bool squeezed;
+  Unpacker unpacker;
+  alignas(64) Bfloat16 unpacked[MOST_INPUTS<Bfloat16> * TILE];
+#endif
+};
+
+template <>
+class Reader<float> {
+ public:
+  Reader(const Linear &linear, int64_t tile)
+      : from(linear.at(tile)), narrow(linear.stored != FLOATS), halves(linear, tile) {}
+
+  const float *next(int64_t inputs) {
+    if (!narrow) {
+      const char *given = from;
+      from += inputs * TILE * 4;
+      return (const float *)given;
+    }
+    // A few at a time, so that they are still in the cache.
+    constexpr int64_t few = 64;
+    for (int64_t begin = 0; begin < inputs; begin += few) {
+      const int64_t some = std::min(few, inputs - begin);
+      const Bfloat16 *given = halves.next(some);
+      for (int64_t i = 0; i < some; i += 2) {
+        Vec weights[2][VECTORS];
+        load_weights(given + i * TILE, weights);
+        memcpy(widened + (begin + i) * TILE, weights, sizeof(weights));
+      }
+    }
+    return widened;
+  }
+
+  const char *at() const { return narrow ? halves.at() : from; }
+
+ private:
+  const char *from;
+  bool narrow;
+  Reader<Bfloat16> halves;
+  alignas(64) float widened[MOST_INPUTS<float> * TILE];
+};
 
 // A row of the matrix: [k].
 static inline void row_of(const Linear &linear, int64_t row, float *to) {
-  const int64_t place = row % TILE;
-  if (linear.stored == FLOATS) {
-    const float *from = weights_of<float>(linear, row / TILE);
-    for (int64_t i = 0; i < linear.k; i++) to[i] = from[i * TILE + place];
-  } else {
-    const Bfloat16 *from = weights_of<Bfloat16>(linear, row / TILE);
-    for (int64_t i = 0; i < linear.k; i++) to[i] = widen(from[i / 2 * 2 * TILE + place * 2 + i % 2]);
+  Reader<float> reader(linear, row / TILE);
+  constexpr int64_t most = MOST_INPUTS<float>;
+  for (int64_t begin = 0; begin < linear.k; begin += most) {
+    const int64_t inputs = std::min(most, linear.k - begin);
+    const float *from = reader.next(inputs);
+    for (int64_t i = 0; i < inputs; i++) to[begin + i] = from[i * TILE + row % TILE];
   }
 }
 

@@ -33,62 +33,32 @@ static inline void end_sums(const Vec (&sums)[M][VECTORS], float *out, int64_t o
 constexpr int WEIGHTS_AHEAD = 16384;
 
 // Asks for weights that are needed later, some LINES of the cache at a time: all at once they would hold up everything
-// else. Each time it goes on by `step` bytes, and behind the end of a tile at the next one.
+// else. Each time it goes on by `step` bytes.
 template <int LINES>
-class Ahead {
- public:
-  Ahead() = default;
-  Ahead(const char *at, const char *end, const char *next, int64_t step) : at(at), end(end), next(next), step(step) {
-    turn();
-  }
+struct Ahead {
+  const char *at = nullptr;
+  int64_t step = 0;
 
   void fetch() {
     if constexpr (LINES > 0) {
       for (int i = 0; i < LINES; i++) __builtin_prefetch(at + i * 64);
       at += step;
-      turn();
     }
   }
-
- private:
-  void turn() {
-    if (at < end) return;
-    at += next - end;
-    end = (const char *)UINTPTR_MAX;
-  }
-
-  const char *at = nullptr, *end = nullptr, *next = nullptr;
-  int64_t step = 0;
 };
-
-// A tile's weights for one input, or for two: those in the lower halves, then those in the upper ones.
-static inline void load_weights(const float *from, Vec (&weights)[1][VECTORS]) {
-#pragma GCC unroll 8
-  for (int v = 0; v < VECTORS; v++) weights[0][v] = load(from + v * WIDTH);
-}
-
-static inline void load_weights(const Bfloat16 *from, Vec (&weights)[2][VECTORS]) {
-#pragma GCC unroll 8
-  for (int v = 0; v < VECTORS; v++) {
-    const PairVec pairs = *(const PairVec *)(from + v * 2 * WIDTH);
-    weights[0][v] = (Vec)(pairs << 16);
-    weights[1][v] = (Vec)(pairs & ~0xffff);
-  }
-}
 
 // out [M][TILE] = a [M][k] times one tile, or added to what is there; rows of a and out lie their strides apart.
 template <int M, bool ADD, class W, int LINES>
 static inline void multiply(const float *a, int64_t stride, const W *b, int64_t k, float *out, int64_t out_stride,
                             Ahead<LINES> ahead) {
-  constexpr int together = 4 / sizeof(W);
   Vec sums[M][VECTORS];
   begin_sums<M, ADD>(sums, out, out_stride);
-  for (int64_t i = 0; i < k; i += together, b += together * TILE) {
+  for (int64_t i = 0; i < k; i += 2, b += 2 * TILE) {
     ahead.fetch();
-    Vec weights[together][VECTORS];
+    Vec weights[2][VECTORS];
     load_weights(b, weights);
 #pragma GCC unroll 2
-    for (int input = 0; input < together; input++)
+    for (int input = 0; input < 2; input++)
 #pragma GCC unroll 16
       for (int row = 0; row < M; row++)
 #pragma GCC unroll 8
@@ -128,86 +98,87 @@ static inline void multiply_rows(int rows, const T *a, int64_t stride, const W *
   if constexpr (M > 1) multiply_rows<ADD, M - 1>(rows, a, stride, b, k, out, out_stride, ahead);
 }
 
-#if CAN_SQUEEZE
-// out [rows][TILE] = a [rows][k] times one tile, which is unpacked a little at a time: what is unpacked never leaves
-// the first cache, and the memory is always busy. `next` is the tile that comes after it.
-template <class T>
-static inline void multiply_squeezed(int rows, const T *a, const Linear &linear, int64_t tile, const char *next,
-                                     float *out) {
-  constexpr int64_t together = 64, step = 2 * TILE * SQUEEZED_BYTES / GROUP;
-  alignas(64) Bfloat16 weights[together * TILE];
-  Unpacker unpacker = unpacker_of(linear, tile);
-  for (int64_t i = 0; i < linear.k; i += together) {
-    const int64_t columns = std::min(together, linear.k - i);
-    const char *at = (const char *)unpacker.next(columns * TILE / GROUP, weights);
-    const Ahead<2> ahead(at + WEIGHTS_AHEAD, linear.at(tile + 1), next, step);
-    if (i)
-      multiply_rows<true>(rows, a + i, linear.k, weights, columns, out, TILE, ahead);
+// Rows whose sums a thread keeps to itself until they are complete.
+constexpr int64_t BLOCK_ROWS = 128;
+// Parts of these rows that fetch the next tile together: fewer wait for it, and more ask in vain.
+constexpr int64_t FETCHING_PARTS = 6;
+
+// sums [rows][TILE] = a [rows][k] times one tile; `done(row, count)` when those of some rows are complete, so that what
+// becomes of them overlaps with the next. Rows are cut into even parts. Weights that have to be unpacked are so a
+// little at a time: what is unpacked never leaves the first cache.
+template <class W, class T, class Done>
+static inline void multiply_tile(const T *a, int64_t rows, const Linear &linear, int64_t tile, float *sums,
+                                 const Done &done) {
+  const int64_t k = linear.k, parts = (rows + ROWS - 1) / ROWS;
+  Reader<W> reader(linear, tile);
+  auto multiply_part = [&](int64_t part, int64_t begin, int64_t inputs, const W *weights, auto ahead) {
+    const int64_t first = part * rows / parts, count = (part + 1) * rows / parts - first;
+    const T *from = a + first * k + begin;
+    if (begin)
+      multiply_rows<true>(count, from, k, weights, inputs, sums + first * TILE, TILE, ahead);
     else
-      multiply_rows<false>(rows, a, linear.k, weights, columns, out, TILE, ahead);
+      multiply_rows<false>(count, from, k, weights, inputs, sums + first * TILE, TILE, ahead);
+  };
+  if (parts == 1) {
+    const int64_t most = linear.stored == SQUEEZED ? 64 : k;
+    const int64_t each_turn = (linear.at(tile + 1) - linear.at(tile)) / (k / 2);
+    for (int64_t begin = 0; begin < k; begin += most) {
+      const int64_t inputs = std::min(most, k - begin);
+      const Ahead<2 * TILE * sizeof(W) / 64> ahead{reader.at() + WEIGHTS_AHEAD, each_turn};
+      multiply_part(0, begin, inputs, reader.next(inputs), ahead);
+    }
+    done(0, rows);
+    return;
+  }
+  // The next tile, which this thread will most likely take, too. Some parts take turns in fetching it, as the memory
+  // needs about as long as they.
+  const int64_t fetching = std::min(parts, FETCHING_PARTS), later = std::min(tile + 1, linear.tiles() - 1);
+  const int64_t share = (linear.at(later + 1) - linear.at(later)) / fetching, each_turn = share / (k / 2) + 1;
+  const int64_t most = linear.stored == FLOATS ? k : MOST_INPUTS<W>;
+  for (int64_t begin = 0; begin < k; begin += most) {
+    const int64_t inputs = std::min(most, k - begin);
+    const W *weights = reader.next(inputs);
+    for (int64_t part = 0; part < parts; part++) {
+      const char *mine = linear.at(later) + part * share + begin / 2 * each_turn;
+      if (part >= fetching)
+        multiply_part(part, begin, inputs, weights, Ahead<0>{});
+      else if (each_turn <= 64)
+        multiply_part(part, begin, inputs, weights, Ahead<1>{mine, each_turn});
+      else
+        multiply_part(part, begin, inputs, weights, Ahead<2>{mine, each_turn});
+      const int64_t first = part * rows / parts;
+      if (begin + inputs == k) done(first, (part + 1) * rows / parts - first);
+    }
   }
 }
-#endif
 
-// Rows whose sums a thread keeps to itself until they are complete.
-constexpr int64_t KEPT_ROWS = 64;
-
-// For every tile of columns and every few rows of a [rows][k]: `finish(row, rows, tile, sums [rows][TILE])`.
-// The weights of a tile stay in the cache while all rows pass; rows are cut into even parts.
+// For every tile of columns and every block of rows of a [rows][k]: `finish(row, rows, tile, sums [rows][TILE])`.
+// A block's rows lie in the cache of the thread whose share they are, a tile's weights while all of them pass.
 template <class W, class T, class Finish>
 static void matmul_with(Team &team, const T *a, int64_t rows, const Linear &linear, const Finish &finish) {
-  const int64_t parts = (rows + ROWS - 1) / ROWS, k = linear.k;
-  alignas(64) float kept[KEPT_ROWS * TILE];
-  auto first = [=](int64_t part) { return part * rows / parts; };
-  auto multiply_part = [&](int64_t tile, const W *weights, int64_t part, float *sums) {
-    const T *from = a + first(part) * k;
-    const int64_t count = first(part + 1) - first(part);
-    // The tile that this thread will most likely take next.
-    const int64_t later = std::min(tile + team.size, linear.tiles() - 1);
-    const char *next = linear.at(later);
-    if (parts > 1) {
-      // Few parts take turns in fetching it, as the memory needs about as long as they.
-      const int64_t fetching = rows <= KEPT_ROWS ? parts : 1;
-      if (part >= fetching) return multiply_rows<false>(count, from, k, weights, k, sums, TILE);
-      const int64_t share = (linear.at(later + 1) - next) / fetching + 1;
-      const char *mine = next + part * share;
-      // A part fetches once for each float, or pair in bfloat16, of a row.
-      const Ahead<2> ahead(mine, mine + share, mine, share / (k * int64_t(sizeof(W)) / 4) + 1);
-      return multiply_rows<false>(count, from, k, weights, k, sums, TILE, ahead);
-    }
-#if CAN_SQUEEZE
-    if (!weights) return multiply_squeezed(count, from, linear, tile, next, sums);
-#endif
-    constexpr int64_t step = VECTORS * WIDTH * 4;
-    const Ahead<step / 64> ahead((const char *)weights + WEIGHTS_AHEAD, linear.at(tile + 1), next, step);
-    multiply_rows<false>(count, from, k, weights, k, sums, TILE, ahead);
+  const int64_t blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS, tiles = linear.tiles();
+  alignas(64) float sums[BLOCK_ROWS * TILE];
+  auto first = [=](int64_t block) { return block * rows / blocks; };
+  auto compute = [&](int64_t block, int64_t tile, const auto &done) {
+    const int64_t begin = first(block);
+    auto part_done = [&](int64_t row, int64_t count) {
+      float *some = sums + row * TILE;
+      if (linear.bias)
+        for (int64_t i = 0; i < count; i++)
+          for (int64_t c = 0; c < std::min<int64_t>(TILE, linear.n - tile * TILE); c++)
+            some[i * TILE + c] += linear.bias[tile * TILE + c];
+      done(begin + row, count, some);
+    };
+    multiply_tile<W>(a + begin * linear.k, first(block + 1) - begin, linear, tile, sums, part_done);
   };
-  auto compute = [&](int64_t tile, const W *weights, int64_t part, float *sums) {
-    multiply_part(tile, weights, part, sums);
-    if (linear.bias)
-      for (int64_t i = 0; i < first(part + 1) - first(part); i++)
-        for (int64_t c = 0; c < std::min<int64_t>(TILE, linear.n - tile * TILE); c++)
-          sums[i * TILE + c] += linear.bias[tile * TILE + c];
-  };
-  // Null where there is one part, and so no reason to unpack more at a time than is multiplied.
-  auto weights_for = [&](int64_t tile) {
-    return linear.stored == SQUEEZED && parts == 1 ? nullptr : weights_of<W>(linear, tile);
-  };
-  if (rows <= KEPT_ROWS)
+  if (blocks == 1)
     team.each_repeatable(
-        linear.tiles(),
-        [&](int64_t tile) {
-          const W *weights = weights_for(tile);
-          for (int64_t part = 0; part < parts; part++) compute(tile, weights, part, kept + first(part) * TILE);
-        },
-        [&](int64_t tile) { finish(0, rows, tile, kept); });
+        tiles, [&](int64_t tile) { compute(0, tile, [](int64_t, int64_t, const float *) {}); },
+        [&](int64_t tile) { finish(0, rows, tile, sums); });
   else
-    team.each(linear.tiles(), [&](int64_t tile) {
-      const W *weights = weights_for(tile);
-      for (int64_t part = 0; part < parts; part++) {
-        compute(tile, weights, part, kept);
-        finish(first(part), first(part + 1) - first(part), tile, kept);
-      }
+    team.each(blocks * tiles, [&](int64_t piece) {
+      const int64_t block = piece / tiles, tile = piece % tiles;
+      compute(block, tile, [&](int64_t row, int64_t count, const float *some) { finish(row, count, tile, some); });
     });
 }
 
@@ -215,6 +186,7 @@ template <class T, class Finish>
 static void matmul(Team &team, const T *a, int64_t rows, const Linear &linear, const Finish &finish) {
   if (!rows) return;
   if constexpr (std::is_same_v<T, float>)
-    if (linear.stored == FLOATS) return matmul_with<float>(team, a, rows, linear, finish);
+    // Weights are widened once for several parts, and in registers for one.
+    if (linear.stored == FLOATS || rows > ROWS) return matmul_with<float>(team, a, rows, linear, finish);
   matmul_with<Bfloat16>(team, a, rows, linear, finish);
 }

@@ -62,12 +62,12 @@ static inline int64_t squeeze(uint8_t *to, const uint16_t *from, int64_t count) 
 // Reads a tile's weights in order, a few groups at a time.
 class Unpacker {
  public:
-  Unpacker(const uint8_t *tile, int64_t groups)
-      : kept(tile + 16), at(tile + squeezed_head(groups)),
+  Unpacker(const char *tile, int64_t groups)
+      : kept((const uint8_t *)tile + 16), at((const uint8_t *)tile + squeezed_head(groups)),
         upper(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)tile))) {}
 
   // The next groups' weights, as they were; returns where those after them lie.
-  const uint8_t *next(int64_t groups, Bfloat16 *to) {
+  const char *next(int64_t groups, Bfloat16 *to) {
     const __m512i low_codes = _mm512_set1_epi8(15);
     for (int64_t end = group + groups; group < end; group++, to += GROUP) {
       auto line = [&](int number) { return _mm512_loadu_si512(at + number * 64); };
@@ -86,7 +86,7 @@ class Unpacker {
       }
       at += SQUEEZED_BYTES;
     }
-    return at;
+    return (const char *)at;
   }
 
  private:

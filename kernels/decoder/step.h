@@ -242,8 +242,7 @@ class Step {
       auto piece = [&](int64_t i) { return Piece{&(*units)[i / shape.kv_heads], i % shape.kv_heads}; };
       team.each(count, [&](int64_t i) {
         // The one that this thread will most likely take next.
-        int64_t later = i + team.size;
-        Piece now = piece(i), next = later < count ? piece(later) : Piece{};
+        Piece now = piece(i), next = i + 1 < count ? piece(i + 1) : Piece{};
         attend<T>(shape, groups[layer.group], plan, now, next.unit ? &next : nullptr, slot_numbers.data(), qkv.data(),
                   width(), (const C *)layer.k_cache, (const C *)layer.v_cache, state, attended.data(),
                   sums_of(*now.unit, number, now.head), scratch);

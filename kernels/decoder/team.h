@@ -18,11 +18,14 @@
 // done, not when all threads have said so: on a machine with other work a thread may lose its core in the middle of a
 // piece for longer than the whole step takes. What can be computed twice, the others then compute in its place, and it
 // finds that it is late. A thread that comes late passes over the phases that are done.
+//
+// Each thread first takes the pieces of its own share, one behind the other, then what is left of the others' shares.
+// So it meets again what it has in its cache, as long as like pieces have like places in all phases.
 class Team {
  public:
   // No phase of `each_repeatable` may have more pieces than `most`.
-  Team(int size, int64_t most) : size(size), claims(new std::atomic<int64_t>[most]()) {
-    for (int number = 1; number < size; number++) members.emplace_back([this] { serve(); });
+  Team(int size, int64_t most) : size(size), claims(new std::atomic<int64_t>[most]()), shares(new Share[size]()) {
+    for (int number = 1; number < size; number++) members.emplace_back([this, number] { serve(number); });
   }
 
   ~Team() {
@@ -35,7 +38,7 @@ class Team {
   // Runs `work` on every thread, the caller's included, and returns when the phases in it are over. Late threads may be
   // in it for longer: what it uses must be its own, or outlive the team.
   void run(std::shared_ptr<std::function<void()>> work) {
-    int64_t base = next.load() >> BITS;
+    int64_t base = current.load();
     {
       std::lock_guard lock(changing);
       job = {work, base};
@@ -43,12 +46,17 @@ class Team {
     round.fetch_add(1);
     round.notify_all();
     at = base;
+    me = 0;
     (*work)();
   }
+
+  // The first of so many pieces in a thread's share, which ends where the next one begins.
+  int64_t begin_of(int64_t share, int64_t count) const { return share * count / size; }
 
   // A phase: calls `piece(i)` once for every i below `count`, on whichever thread is free.
   template <class Piece>
   void each(int64_t count, const Piece &piece) {
+    if (!count) return;
     int64_t phase = at++;
     for (int64_t i; (i = take(phase, count)) >= 0;) {
       piece(i);
@@ -61,6 +69,7 @@ class Team {
   // than once; `commit(i)` writes what it found, and happens once.
   template <class Compute, class Commit>
   void each_repeatable(int64_t count, const Compute &compute, const Commit &commit) {
+    if (!count) return;
     int64_t phase = at++;
     auto attempt = [&](int64_t i) {
       compute(i);
@@ -81,8 +90,12 @@ class Team {
   static constexpr int64_t PATIENCE = 1000;
   // How long a thread looks for the next step before it sleeps.
   static constexpr int64_t SPINS = 2000;
-  // `next` is the phase, and the first piece of it that nobody has taken.
   static constexpr int BITS = 24;
+
+  // The phase, and how many pieces of this share are taken in it.
+  struct alignas(64) Share {
+    std::atomic<int64_t> taken{0};
+  };
 
   struct Job {
     std::shared_ptr<std::function<void()>> work;
@@ -90,11 +103,14 @@ class Team {
   };
 
   int64_t take(int64_t phase, int64_t count) {
-    int64_t seen = next.load(std::memory_order_acquire);
-    while (seen >> BITS == phase && (seen & ((1 << BITS) - 1)) < count)
-      if (next.compare_exchange_weak(seen, seen + 1, std::memory_order_acq_rel)) return seen & ((1 << BITS) - 1);
-    // A phase of no pieces is nobody's to finish.
-    if (!count && seen >> BITS == phase) next.compare_exchange_strong(seen, (phase + 1) << BITS);
+    for (int i = 0; i < size; i++) {
+      const int64_t share = (me + i) % size, begin = begin_of(share, count), end = begin_of(share + 1, count);
+      std::atomic<int64_t> &taken = shares[share].taken;
+      int64_t seen = taken.load(std::memory_order_acquire);
+      while (seen >> BITS == phase && begin + (seen & ((1 << BITS) - 1)) < end)
+        if (taken.compare_exchange_weak(seen, seen + 1, std::memory_order_acq_rel))
+          return begin + (seen & ((1 << BITS) - 1));
+    }
     return -1;
   }
 
@@ -109,12 +125,13 @@ class Team {
   void finish(int64_t phase, int64_t count) {
     if (done.fetch_add(1, std::memory_order_acq_rel) + 1 < count) return;
     done.store(0, std::memory_order_relaxed);
-    next.store((phase + 1) << BITS, std::memory_order_release);
+    for (int i = 0; i < size; i++) shares[i].taken.store((phase + 1) << BITS, std::memory_order_release);
+    current.store(phase + 1, std::memory_order_release);
   }
 
   // Whether the phase is over before so many looks. Who waits long lets others have the core.
   bool await(int64_t phase, int64_t looks) {
-    for (int64_t look = 0; next.load(std::memory_order_acquire) >> BITS <= phase; look++) {
+    for (int64_t look = 0; current.load(std::memory_order_acquire) <= phase; look++) {
       if (look >= looks) return false;
       if (look < SPINS)
         PAUSE();
@@ -124,7 +141,8 @@ class Team {
     return true;
   }
 
-  void serve() {
+  void serve(int number) {
+    me = number;
     uint32_t seen = 0;
     while (true) {
       for (int64_t spin = 0; spin < SPINS && round.load() == seen; spin++) PAUSE();
@@ -141,15 +159,18 @@ class Team {
     }
   }
 
-  static inline thread_local int64_t at = 0;
+  // The phase that a thread is in, and its number.
+  static inline thread_local int64_t at = 0, me = 0;
 
   // Per piece one more than the last phase in which it was committed.
   const std::unique_ptr<std::atomic<int64_t>[]> claims;
+  const std::unique_ptr<Share[]> shares;
   std::mutex changing;
   Job job;
   std::atomic<bool> ending{false};
   alignas(64) std::atomic<uint32_t> round{0};
-  alignas(64) std::atomic<int64_t> next{0};
+  // The first phase that is not over.
+  alignas(64) std::atomic<int64_t> current{0};
   alignas(64) std::atomic<int64_t> done{0};
   // The last, as they begin to look at the others at once.
   std::vector<std::thread> members;

@@ -127,9 +127,15 @@ static Plan plan_units(const Shape &shape, const Group &group, int64_t sequences
     if (shared) cut(plan.shared, {first, int64_t(plan.order.size()) - first, sorted[i], 0, shared, false, false});
     i += together;
   }
-  for (auto *units : {&plan.shared, &plan.own})
+  for (auto *units : {&plan.shared, &plan.own}) {
     std::stable_sort(units->begin(), units->end(), [](const Unit &a, const Unit &b) {
       return a.count * (a.end - a.begin) > b.count * (b.end - b.begin);
     });
+    // Every thread's share gets some of all sizes, the longest first.
+    std::vector<Unit> dealt;
+    for (int thread = 0; thread < threads; thread++)
+      for (size_t i = thread; i < units->size(); i += threads) dealt.push_back((*units)[i]);
+    units->swap(dealt);
+  }
   return plan;
 }
