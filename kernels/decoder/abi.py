@@ -4,7 +4,7 @@ import ctypes
 from ctypes import POINTER, c_double, c_float, c_int64, c_void_p
 
 # How a matrix lies in memory: the compiled code's Stored.
-FLOATS, HALVES, SQUEEZED = range(3)
+FLOATS, HALVES, SQUEEZED_2, SQUEEZED_3, SQUEEZED_4 = range(5)
 
 
 class Linear(ctypes.Structure):

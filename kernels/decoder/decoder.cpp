@@ -62,9 +62,9 @@ int decoder_can_squeeze() { return CAN_SQUEEZE; }
 // The most bytes that a matrix takes, a multiple of 64.
 int64_t decoder_packed_bytes(int64_t n, int64_t k, Stored stored) {
   const int64_t tiles = (n + TILE - 1) / TILE;
-  int64_t bytes = tiles * TILE * k * (stored == FLOATS ? 4 : 2);
+  int64_t bytes = tiles * TILE * k * bytes_of(stored);
 #if CAN_SQUEEZE
-  if (stored == SQUEEZED) bytes += squeezed_begin(tiles) + tiles * squeezed_head(k * TILE / GROUP);
+  if (is_squeezed(stored)) bytes += squeezed_begin(tiles) + tiles * squeezed_head(k * TILE / GROUP);
 #endif
   return (bytes + 63) / 64 * 64;
 }
@@ -74,7 +74,9 @@ int64_t decoder_pack(void *to, const void *from, int64_t n, int64_t k, Stored st
   if (stored == FLOATS) pack((float *)to, (const float *)from, n, k);
   if (stored == HALVES) pack((Bfloat16 *)to, (const Bfloat16 *)from, n, k);
 #if CAN_SQUEEZE
-  if (stored == SQUEEZED) return squeeze_matrix(to, (const Bfloat16 *)from, n, k);
+  if (stored == SQUEEZED_2) return squeeze_matrix<2>(to, (const Bfloat16 *)from, n, k);
+  if (stored == SQUEEZED_3) return squeeze_matrix<3>(to, (const float *)from, n, k);
+  if (stored == SQUEEZED_4) return squeeze_matrix<4>(to, (const float *)from, n, k);
 #endif
   return decoder_packed_bytes(n, k, stored);
 }

@@ -13,7 +13,7 @@ from kernels.arguments import check_caches, check_contiguous, check_dtype, check
 from kernels.decoder import abi
 
 DTYPES = (torch.float32, torch.bfloat16)
-# Share of its bytes in bfloat16 up to which a matrix stays squeezed: else unpacking gains too little.
+# Share of its bytes up to which a matrix stays squeezed: else unpacking gains too little.
 _WORTH_SQUEEZING = 0.95
 # What the time of a step goes to, in the order of the compiled code's Kind.
 KINDS = ("rest", "qkv", "rotary and store", "attention", "attention output", "gate and up", "down", "logits")
@@ -147,8 +147,8 @@ class Decoder:
             *(m for one in weights.layers for m in (one.qkv, one.out, one.gate_up, one.down)),
         ]
         # Enough however they are stored; what is left is never touched, and so takes no memory.
-        ways = abi.FLOATS if dtype == torch.float32 else abi.HALVES, abi.SQUEEZED
-        most = sum(max(self._packed_bytes(one, way) for way in ways) for one in matrices)
+        way = abi.SQUEEZED_4 if dtype == torch.float32 else abi.SQUEEZED_2
+        most = sum(self._packed_bytes(one, way) for one in matrices)
         self._packed, self._filled = library.decoder_allocate(most), 0
         if not self._packed:
             raise MemoryError(f"no {most} bytes for packed weights")
@@ -311,19 +311,22 @@ class Decoder:
 
     def _linear(self, weight: Tensor, bias: Tensor | None = None) -> abi.Linear:
         weight = weight.detach().to(self._dtype).contiguous()
-        # Most models are published in bfloat16: as floats, too, their weights need no more room than that. Floats that
-        # bfloat16 holds are those whose lower half is 0.
-        if weight.dtype == torch.float32 and not (weight.view(torch.int32) & 0xFFFF).any():
-            weight = weight.bfloat16()
-        packed, stored = self._pack(weight)
+        plain, squeezed = abi.HALVES, abi.SQUEEZED_2
+        if weight.dtype == torch.float32:
+            # Most models are published in bfloat16 or float16: as floats, too, their weights need little more room than
+            # that. The lower half of floats that bfloat16 holds is 0, the lowest byte of those that float16 holds.
+            bits = weight.view(torch.int32)
+            if not (bits & 0xFFFF).any():
+                weight = weight.bfloat16()
+            else:
+                plain, squeezed = abi.FLOATS, abi.SQUEEZED_4 if (bits & 0xFF).any() else abi.SQUEEZED_3
+        packed, stored = self._pack(weight, squeezed, plain)
         return abi.Linear(packed, None if bias is None else self._floats(bias), *weight.shape, stored)
 
-    def _pack(self, weight: Tensor) -> tuple[int, int]:
-        """Where a matrix lies now, and how."""
-        plain = abi.FLOATS if weight.dtype == torch.float32 else abi.HALVES
-        squeezed = (abi.SQUEEZED,) if plain == abi.HALVES and self._library.decoder_can_squeeze() else ()
+    def _pack(self, weight: Tensor, squeezed: int, plain: int) -> tuple[int, int]:
+        """Where a matrix lies now, and how: squeezed if that is worth it."""
         at = self._packed + self._filled
-        for stored in (*squeezed, plain):
+        for stored in (squeezed, plain) if self._library.decoder_can_squeeze() else (plain,):
             size = self._library.decoder_pack(at, weight.data_ptr(), *weight.shape, stored)
             if stored == plain or size < _WORTH_SQUEEZING * self._packed_bytes(weight, plain):
                 break

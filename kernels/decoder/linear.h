@@ -10,10 +10,15 @@
 constexpr int VECTORS = 2;
 constexpr int TILE = VECTORS * WIDTH;
 
-// How a linear layer's weights lie in memory: [tiles][k][TILE] as floats, [tiles][k / 2][TILE][2] in bfloat16, or
-// that squeezed: where each tile begins, [tiles + 1] int64 in bytes from `packed`, then the tiles.
+// How a linear layer's weights lie in memory: [tiles][k][TILE] as floats, [tiles][k / 2][TILE][2] in bfloat16, or these
+// squeezed, of which 2, 3 or 4 bytes are not all 0: where each tile begins, [tiles + 1] int64 in bytes from `packed`,
+// then the tiles.
 // Weights in bfloat16 that are multiplied with floats are floats whose lower half is 0: as exact, in half the bytes.
-enum Stored : int64_t { FLOATS, HALVES, SQUEEZED };
+enum Stored : int64_t { FLOATS, HALVES, SQUEEZED_2, SQUEEZED_3, SQUEEZED_4 };
+
+static inline bool is_squeezed(Stored stored) { return stored >= SQUEEZED_2; }
+// Of a weight that is not squeezed any more.
+static inline int bytes_of(Stored stored) { return stored == HALVES || stored == SQUEEZED_2 ? 2 : 4; }
 
 // bias [n] or null. A tile is the smallest part of the columns that multiplications take at once.
 struct Linear {
@@ -26,8 +31,8 @@ struct Linear {
 
   // Where a tile begins, and the last one ends.
   const char *at(int64_t tile) const {
-    const int64_t bytes = TILE * k * (stored == FLOATS ? 4 : 2);
-    return (const char *)packed + (stored == SQUEEZED ? ((const int64_t *)packed)[tile] : tile * bytes);
+    const int64_t bytes = TILE * k * bytes_of(stored);
+    return (const char *)packed + (is_squeezed(stored) ? ((const int64_t *)packed)[tile] : tile * bytes);
   }
 };
 
@@ -62,16 +67,16 @@ template <>
 class Reader<Bfloat16> {
  public:
   Reader(const Linear &linear, int64_t tile)
-      : from(linear.at(tile))
+      : from(linear.at(tile)), stored(linear.stored)
 #if CAN_SQUEEZE
-        , squeezed(linear.stored == SQUEEZED), unpacker(from, squeezed ? linear.k * TILE / GROUP : 0)
+        , unpacker(from, is_squeezed(stored) ? linear.k * TILE / GROUP : 0)
 #endif
   {}
 
   const Bfloat16 *next(int64_t inputs) {
 #if CAN_SQUEEZE
-    if (squeezed) {
-      from = unpacker.next(inputs * TILE / GROUP, unpacked);
+    if (stored == SQUEEZED_2) {
+      from = unpacker.next<2>(inputs * TILE / GROUP, unpacked);
       return unpacked;
     }
 #endif
@@ -85,8 +90,8 @@ class Reader<Bfloat16> {
 
  private:
   const char *from;
+  Stored stored;
 #if CAN_SQUEEZE
-  bool squeezed;
   Unpacker unpacker;
   alignas(64) Bfloat16 unpacked[MOST_INPUTS<Bfloat16> * TILE];
 #endif
@@ -96,14 +101,31 @@ template <>
 class Reader<float> {
  public:
   Reader(const Linear &linear, int64_t tile)
-      : from(linear.at(tile)), narrow(linear.stored != FLOATS), halves(linear, tile) {}
+      : from(linear.at(tile)), stored(linear.stored), halves(linear, tile)
+#if CAN_SQUEEZE
+        , unpacker(from, is_squeezed(stored) ? linear.k * TILE / GROUP : 0)
+#endif
+  {}
 
   const float *next(int64_t inputs) {
-    if (!narrow) {
+    if (stored == FLOATS) {
       const char *given = from;
       from += inputs * TILE * 4;
       return (const float *)given;
     }
+#if CAN_SQUEEZE
+    const int64_t groups = inputs * TILE / GROUP;
+    if (stored == SQUEEZED_3) from = unpacker.next<3>(groups, widened);
+    if (stored == SQUEEZED_4) from = unpacker.next<4>(groups, widened);
+#endif
+    if (bytes_of(stored) == 2) widen(inputs);
+    return widened;
+  }
+
+  const char *at() const { return from; }
+
+ private:
+  void widen(int64_t inputs) {
     // A few at a time, so that they are still in the cache.
     constexpr int64_t few = 64;
     for (int64_t begin = 0; begin < inputs; begin += few) {
@@ -115,15 +137,15 @@ class Reader<float> {
         memcpy(widened + (begin + i) * TILE, weights, sizeof(weights));
       }
     }
-    return widened;
+    from = halves.at();
   }
 
-  const char *at() const { return narrow ? halves.at() : from; }
-
- private:
   const char *from;
-  bool narrow;
+  Stored stored;
   Reader<Bfloat16> halves;
+#if CAN_SQUEEZE
+  Unpacker unpacker;
+#endif
   alignas(64) float widened[MOST_INPUTS<float> * TILE];
 };
 
@@ -162,14 +184,17 @@ static inline void pack(W *to, const W *from, int64_t n, int64_t k) {
 static inline int64_t squeezed_begin(int64_t tiles) { return ((tiles + 1) * 8 + 63) / 64 * 64; }
 
 // Squeezes a matrix [n][k], k a multiple of GROUP / TILE, and returns how many bytes it takes.
-static inline int64_t squeeze_matrix(void *to, const Bfloat16 *from, int64_t n, int64_t k) {
+template <int BYTES>
+static inline int64_t squeeze_matrix(void *to, const Unsqueezed<BYTES> *from, int64_t n, int64_t k) {
   const int64_t tiles = (n + TILE - 1) / TILE;
-  std::vector<Bfloat16> packed(TILE * k);
+  std::vector<Unsqueezed<BYTES>> packed(TILE * k);
+  std::vector<Bits<BYTES>> bits(packed.size());
   int64_t *begins = (int64_t *)to;
   begins[0] = squeezed_begin(tiles);
   for (int64_t tile = 0; tile < tiles; tile++) {
     pack_tile(packed.data(), from, tile * TILE, n, k);
-    begins[tile + 1] = begins[tile] + squeeze((uint8_t *)to + begins[tile], (const uint16_t *)packed.data(), TILE * k);
+    memcpy(bits.data(), packed.data(), packed.size() * sizeof(packed[0]));
+    begins[tile + 1] = begins[tile] + squeeze<BYTES>((uint8_t *)to + begins[tile], bits.data(), TILE * k);
   }
   return begins[tiles];
 }

@@ -98,8 +98,8 @@ static inline void multiply_rows(int rows, const T *a, int64_t stride, const W *
   if constexpr (M > 1) multiply_rows<ADD, M - 1>(rows, a, stride, b, k, out, out_stride, ahead);
 }
 
-// Rows whose sums a thread keeps to itself until they are complete.
-constexpr int64_t BLOCK_ROWS = 128;
+// Rows whose sums a thread keeps to itself until they are complete, and so many as are worth reading weights for again.
+constexpr int64_t BLOCK_ROWS = 256, LEAST_BLOCK_ROWS = 96;
 // Parts of these rows that fetch the next tile together: fewer wait for it, and more ask in vain.
 constexpr int64_t FETCHING_PARTS = 6;
 
@@ -120,12 +120,17 @@ static inline void multiply_tile(const T *a, int64_t rows, const Linear &linear,
       multiply_rows<false>(count, from, k, weights, inputs, sums + first * TILE, TILE, ahead);
   };
   if (parts == 1) {
-    const int64_t most = linear.stored == SQUEEZED ? 64 : k;
+    const int64_t most = is_squeezed(linear.stored) ? 64 : k;
     const int64_t each_turn = (linear.at(tile + 1) - linear.at(tile)) / (k / 2);
+    constexpr int lines = 2 * TILE * sizeof(W) / 64, fewer = std::is_same_v<W, float> ? lines - 1 : lines;
     for (int64_t begin = 0; begin < k; begin += most) {
       const int64_t inputs = std::min(most, k - begin);
-      const Ahead<2 * TILE * sizeof(W) / 64> ahead{reader.at() + WEIGHTS_AHEAD, each_turn};
-      multiply_part(0, begin, inputs, reader.next(inputs), ahead);
+      const char *at = reader.at() + WEIGHTS_AHEAD;
+      const W *weights = reader.next(inputs);
+      if (each_turn <= fewer * 64)
+        multiply_part(0, begin, inputs, weights, Ahead<fewer>{at, each_turn});
+      else
+        multiply_part(0, begin, inputs, weights, Ahead<lines>{at, each_turn});
     }
     done(0, rows);
     return;
@@ -156,7 +161,8 @@ static inline void multiply_tile(const T *a, int64_t rows, const Linear &linear,
 // A block's rows lie in the cache of the thread whose share they are, a tile's weights while all of them pass.
 template <class W, class T, class Finish>
 static void matmul_with(Team &team, const T *a, int64_t rows, const Linear &linear, const Finish &finish) {
-  const int64_t blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS, tiles = linear.tiles();
+  const int64_t tiles = linear.tiles(), least = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+  const int64_t blocks = std::max(least, std::min<int64_t>(rows / LEAST_BLOCK_ROWS, team.size));
   alignas(64) float sums[BLOCK_ROWS * TILE];
   auto first = [=](int64_t block) { return block * rows / blocks; };
   auto compute = [&](int64_t block, int64_t tile, const auto &done) {
@@ -187,6 +193,6 @@ static void matmul(Team &team, const T *a, int64_t rows, const Linear &linear, c
   if (!rows) return;
   if constexpr (std::is_same_v<T, float>)
     // Weights are widened once for several parts, and in registers for one.
-    if (linear.stored == FLOATS || rows > ROWS) return matmul_with<float>(team, a, rows, linear, finish);
+    if (bytes_of(linear.stored) == 4 || rows > ROWS) return matmul_with<float>(team, a, rows, linear, finish);
   matmul_with<Bfloat16>(team, a, rows, linear, finish);
 }

@@ -1,8 +1,9 @@
-// Weights in bfloat16 at three quarters of their size, without loss.
+// Weights in fewer bytes, without loss.
 //
 // Trained weights lie close together: of the 256 values of their upper bytes, sign and most of the exponent, a tile has
 // nearly always the same 16, so that 4 bits say which (after Zhang et al. 2025, DFloat11, which spends as few bits as
-// an entropy code can; 4 for all are what a processor unpacks faster than its memory gives them). The lower bytes stay.
+// an entropy code can; 4 for all are what a processor unpacks faster than its memory gives them). Of the lower bytes
+// those stay that are not 0 in all of a matrix: one of bfloat16, two of floats that were float16 once, else three.
 // Groups of weights with another upper byte stay as they are, so that nothing is rounded.
 #pragma once
 
@@ -14,25 +15,41 @@
 #include <algorithm>
 #include <array>
 #include <numeric>
+#include <type_traits>
 
-// Weights that are unpacked together: 64 bytes with two codes each, then two times 64 lower bytes.
+// What weights that need so many bytes are otherwise: bfloat16 for 2, floats for 3 and 4.
+template <int BYTES>
+using Unsqueezed = std::conditional_t<BYTES == 2, Bfloat16, float>;
+template <int BYTES>
+using Bits = std::conditional_t<BYTES == 2, uint16_t, uint32_t>;
+
+// Weights that are unpacked together: 64 bytes with two codes each, then for each half of them 64 bytes of each kind,
+// the upper ones first.
 constexpr int GROUP = 128;
-constexpr int SQUEEZED_BYTES = GROUP / 2 + GROUP;
+template <int BYTES>
+constexpr int SQUEEZED_BYTES = GROUP / 2 + GROUP * (BYTES - 1);
 
 // One tile's weights. They begin with the 16 upper bytes, then a bit per group, set where it is as it was, up to a
 // multiple of 64 bytes.
 static inline int64_t squeezed_head(int64_t groups) { return (16 + (groups + 7) / 8 + 63) / 64 * 64; }
 
-// Byte of a squeezed group's half in which the number-th of its 64 weights lies: where unpacking two vectors lane by
-// lane takes it from.
-static inline int squeezed_place(int number) { return number % 32 / 8 * 16 + number / 32 * 8 + number % 8; }
+// Place in 64 bytes of the number-th weight: where unpacking vectors lane by lane takes it from.
+template <int BYTES>
+static inline int squeezed_place(int number) {
+  constexpr int lane = 16 / sizeof(Unsqueezed<BYTES>);
+  return number % (4 * lane) / lane * 16 + number / (4 * lane) * lane + number % lane;
+}
 
 // Squeezes weights, a multiple of GROUP, and returns how many bytes they take; `to` has room for them as they were and
 // the head.
-static inline int64_t squeeze(uint8_t *to, const uint16_t *from, int64_t count) {
+template <int BYTES>
+static inline int64_t squeeze(uint8_t *to, const Bits<BYTES> *from, int64_t count) {
+  constexpr int size = sizeof(*from);
   const int64_t groups = count / GROUP;
+  // The number-th byte from above.
+  auto byte = [](Bits<BYTES> weight, int number) { return uint8_t(weight >> (size - 1 - number) * 8); };
   std::array<int64_t, 256> times{};
-  for (int64_t i = 0; i < count; i++) times[from[i] >> 8]++;
+  for (int64_t i = 0; i < count; i++) times[byte(from[i], 0)]++;
   std::array<uint8_t, 256> order, code;
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return times[a] > times[b]; });
@@ -42,19 +59,20 @@ static inline int64_t squeeze(uint8_t *to, const uint16_t *from, int64_t count) 
   memcpy(to, order.data(), 16);
   uint8_t *at = to + squeezed_head(groups);
   for (int64_t group = 0; group < groups; group++, from += GROUP) {
-    if (std::any_of(from, from + GROUP, [&](uint16_t weight) { return code[weight >> 8] > 15; })) {
+    if (std::any_of(from, from + GROUP, [&](Bits<BYTES> weight) { return code[byte(weight, 0)] > 15; })) {
       to[16 + group / 8] |= 1 << group % 8;
-      memcpy(at, from, GROUP * 2);
-      at += GROUP * 2;
+      memcpy(at, from, GROUP * size);
+      at += GROUP * size;
       continue;
     }
     memset(at, 0, GROUP / 2);
     for (int i = 0; i < GROUP; i++) {
-      const int place = squeezed_place(i % 64);
-      at[place] |= code[from[i] >> 8] << (i < 64 ? 0 : 4);
-      at[GROUP / 2 + i / 64 * 64 + place] = from[i] & 0xff;
+      const int place = squeezed_place<BYTES>(i % 64);
+      at[place] |= code[byte(from[i], 0)] << (i < 64 ? 0 : 4);
+      for (int lower = 1; lower < BYTES; lower++)
+        at[GROUP / 2 + (i / 64 * (BYTES - 1) + lower - 1) * 64 + place] = byte(from[i], lower);
     }
-    at += SQUEEZED_BYTES;
+    at += SQUEEZED_BYTES<BYTES>;
   }
   return at - to;
 }
@@ -67,24 +85,38 @@ class Unpacker {
         upper(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)tile))) {}
 
   // The next groups' weights, as they were; returns where those after them lie.
-  const char *next(int64_t groups, Bfloat16 *to) {
+  template <int BYTES>
+  const char *next(int64_t groups, Unsqueezed<BYTES> *to) {
+    constexpr int size = sizeof(*to);
     const __m512i low_codes = _mm512_set1_epi8(15);
     for (int64_t end = group + groups; group < end; group++, to += GROUP) {
       auto line = [&](int number) { return _mm512_loadu_si512(at + number * 64); };
       auto write = [&](int number, __m512i value) { _mm512_storeu_si512((uint8_t *)to + number * 64, value); };
       if (kept[group / 8] >> group % 8 & 1) [[unlikely]] {
-        for (int number = 0; number < 4; number++) write(number, line(number));
-        at += GROUP * 2;
+        for (int number = 0; number < GROUP * size / 64; number++) write(number, line(number));
+        at += GROUP * size;
         continue;
       }
       const __m512i codes = line(0);
       for (int half = 0; half < 2; half++) {
         const __m512i mine = _mm512_and_si512(half ? _mm512_srli_epi16(codes, 4) : codes, low_codes);
-        const __m512i high = _mm512_shuffle_epi8(upper, mine), low = line(1 + half);
-        write(2 * half, _mm512_unpacklo_epi8(low, high));
-        write(2 * half + 1, _mm512_unpackhi_epi8(low, high));
+        const __m512i high = _mm512_shuffle_epi8(upper, mine), below = line(1 + half * (BYTES - 1));
+        const __m512i first = _mm512_unpacklo_epi8(below, high), second = _mm512_unpackhi_epi8(below, high);
+        if constexpr (BYTES == 2) {
+          write(2 * half, first);
+          write(2 * half + 1, second);
+        } else {
+          const __m512i third = line(2 + half * (BYTES - 1));
+          const __m512i fourth = BYTES == 4 ? line(3 + half * (BYTES - 1)) : _mm512_setzero_si512();
+          const __m512i low_first = _mm512_unpacklo_epi8(fourth, third);
+          const __m512i low_second = _mm512_unpackhi_epi8(fourth, third);
+          write(4 * half, _mm512_unpacklo_epi16(low_first, first));
+          write(4 * half + 1, _mm512_unpackhi_epi16(low_first, first));
+          write(4 * half + 2, _mm512_unpacklo_epi16(low_second, second));
+          write(4 * half + 3, _mm512_unpackhi_epi16(low_second, second));
+        }
       }
-      at += SQUEEZED_BYTES;
+      at += SQUEEZED_BYTES<BYTES>;
     }
     return (const char *)at;
   }
