@@ -100,6 +100,8 @@ static inline void multiply_rows(int rows, const T *a, int64_t stride, const W *
 
 // Rows whose sums a thread keeps to itself until they are complete, and so many as are worth reading weights for again.
 constexpr int64_t BLOCK_ROWS = 256, LEAST_BLOCK_ROWS = 96;
+// Rows for which a piece is short enough to be computed once more in place of a thread that has lost its core.
+constexpr int64_t REPEATED_ROWS = 64;
 // Parts of these rows that fetch the next tile together: fewer wait for it, and more ask in vain.
 constexpr int64_t FETCHING_PARTS = 6;
 
@@ -120,7 +122,8 @@ static inline void multiply_tile(const T *a, int64_t rows, const Linear &linear,
       multiply_rows<false>(count, from, k, weights, inputs, sums + first * TILE, TILE, ahead);
   };
   if (parts == 1) {
-    const int64_t most = is_squeezed(linear.stored) ? 64 : k;
+    // As they lie, or a few.
+    const int64_t most = linear.stored == (std::is_same_v<W, float> ? FLOATS : HALVES) ? k : 64;
     const int64_t each_turn = (linear.at(tile + 1) - linear.at(tile)) / (k / 2);
     constexpr int lines = 2 * TILE * sizeof(W) / 64, fewer = std::is_same_v<W, float> ? lines - 1 : lines;
     for (int64_t begin = 0; begin < k; begin += most) {
@@ -138,7 +141,7 @@ static inline void multiply_tile(const T *a, int64_t rows, const Linear &linear,
   // The next tile, which this thread will most likely take, too. Some parts take turns in fetching it, as the memory
   // needs about as long as they.
   const int64_t fetching = std::min(parts, FETCHING_PARTS), later = std::min(tile + 1, linear.tiles() - 1);
-  const int64_t share = (linear.at(later + 1) - linear.at(later)) / fetching, each_turn = share / (k / 2) + 1;
+  const int64_t share = (linear.at(later + 1) - linear.at(later)) / fetching, each_turn = (share - 1) / (k / 2) + 1;
   const int64_t most = linear.stored == FLOATS ? k : MOST_INPUTS<W>;
   for (int64_t begin = 0; begin < k; begin += most) {
     const int64_t inputs = std::min(most, k - begin);
@@ -177,7 +180,7 @@ static void matmul_with(Team &team, const T *a, int64_t rows, const Linear &line
     };
     multiply_tile<W>(a + begin * linear.k, first(block + 1) - begin, linear, tile, sums, part_done);
   };
-  if (blocks == 1)
+  if (rows <= REPEATED_ROWS)
     team.each_repeatable(
         tiles, [&](int64_t tile) { compute(0, tile, [](int64_t, int64_t, const float *) {}); },
         [&](int64_t tile) { finish(0, rows, tile, sums); });
