@@ -102,7 +102,7 @@ static inline void multiply_rows(int rows, const T *a, int64_t stride, const W *
 constexpr int64_t BLOCK_ROWS = 256, LEAST_BLOCK_ROWS = 96;
 // Rows for which a piece is short enough to be computed once more in place of a thread that has lost its core.
 constexpr int64_t REPEATED_ROWS = 64;
-// Parts of these rows that fetch the next tile together: fewer wait for it, and more ask in vain.
+// Parts of a block's rows that fetch the next tile together: fewer wait for it, and more ask in vain.
 constexpr int64_t FETCHING_PARTS = 6;
 
 // sums [rows][TILE] = a [rows][k] times one tile; `done(row, count)` when those of some rows are complete, so that what
@@ -113,13 +113,15 @@ static inline void multiply_tile(const T *a, int64_t rows, const Linear &linear,
                                  const Done &done) {
   const int64_t k = linear.k, parts = (rows + ROWS - 1) / ROWS;
   Reader<W> reader(linear, tile);
+  auto first = [=](int64_t part) { return part * rows / parts; };
+  auto count = [=](int64_t part) { return first(part + 1) - first(part); };
   auto multiply_part = [&](int64_t part, int64_t begin, int64_t inputs, const W *weights, auto ahead) {
-    const int64_t first = part * rows / parts, count = (part + 1) * rows / parts - first;
-    const T *from = a + first * k + begin;
+    const T *from = a + first(part) * k + begin;
+    float *into = sums + first(part) * TILE;
     if (begin)
-      multiply_rows<true>(count, from, k, weights, inputs, sums + first * TILE, TILE, ahead);
+      multiply_rows<true>(count(part), from, k, weights, inputs, into, TILE, ahead);
     else
-      multiply_rows<false>(count, from, k, weights, inputs, sums + first * TILE, TILE, ahead);
+      multiply_rows<false>(count(part), from, k, weights, inputs, into, TILE, ahead);
   };
   if (parts == 1) {
     // As they lie, or a few.
@@ -154,8 +156,7 @@ static inline void multiply_tile(const T *a, int64_t rows, const Linear &linear,
         multiply_part(part, begin, inputs, weights, Ahead<1>{mine, each_turn});
       else
         multiply_part(part, begin, inputs, weights, Ahead<2>{mine, each_turn});
-      const int64_t first = part * rows / parts;
-      if (begin + inputs == k) done(first, (part + 1) * rows / parts - first);
+      if (begin + inputs == k) done(first(part), count(part));
     }
   }
 }
