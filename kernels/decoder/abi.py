@@ -4,7 +4,8 @@ import ctypes
 from ctypes import POINTER, c_double, c_float, c_int64, c_void_p
 
 # How a matrix lies in memory: the compiled code's Stored.
-FLOATS, HALVES, SQUEEZED_2, SQUEEZED_3, SQUEEZED_4 = range(5)
+FLOATS, HALVES, SQUEEZED_2, SQUEEZED_3, SQUEEZED_4, CODES_4, CODES_8, ROUNDED_4, ROUNDED_8 = range(9)
+SQUEEZED = (SQUEEZED_2, SQUEEZED_3, SQUEEZED_4)
 
 
 class Linear(ctypes.Structure):

@@ -62,17 +62,22 @@ int decoder_can_squeeze() { return CAN_SQUEEZE; }
 // The most bytes that a matrix takes, a multiple of 64.
 int64_t decoder_packed_bytes(int64_t n, int64_t k, Stored stored) {
   const int64_t tiles = (n + TILE - 1) / TILE;
-  int64_t bytes = tiles * TILE * k * bytes_of(stored);
+  int64_t bytes = tiles * tile_bytes(stored, k);
 #if CAN_SQUEEZE
   if (is_squeezed(stored)) bytes += squeezed_begin(tiles) + tiles * squeezed_head(k * TILE / GROUP);
 #endif
   return (bytes + 63) / 64 * 64;
 }
 
-// Lays a matrix [n][k] out for multiplications: of floats, or in bfloat16. Returns how many bytes that takes.
+// Lays a matrix [n][k] out for multiplications: of floats, or in bfloat16. Returns how many bytes that takes, 0 when it
+// cannot be stored so.
 int64_t decoder_pack(void *to, const void *from, int64_t n, int64_t k, Stored stored) {
   if (stored == FLOATS) pack((float *)to, (const float *)from, n, k);
   if (stored == HALVES) pack((Bfloat16 *)to, (const Bfloat16 *)from, n, k);
+  if (stored == CODES_4 && !encode<false>((Coded<4> *)to, (const float *)from, n, k)) return 0;
+  if (stored == CODES_8 && !encode<false>((Coded<8> *)to, (const float *)from, n, k)) return 0;
+  if (stored == ROUNDED_4 && !encode<true>((Coded<4> *)to, (const Bfloat16 *)from, n, k)) return 0;
+  if (stored == ROUNDED_8 && !encode<true>((Coded<8> *)to, (const Bfloat16 *)from, n, k)) return 0;
 #if CAN_SQUEEZE
   if (stored == SQUEEZED_2) return squeeze_matrix<2>(to, (const Bfloat16 *)from, n, k);
   if (stored == SQUEEZED_3) return squeeze_matrix<3>(to, (const float *)from, n, k);

@@ -2,7 +2,7 @@
 
 import ctypes
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from ctypes import c_double
 from dataclasses import dataclass
 
@@ -111,6 +111,21 @@ def obstacle(library: ctypes.CDLL, weights: Weights, dtype: torch.dtype) -> str:
     if hidden % tile or any(layer.gate_up.shape[0] % tile for layer in weights.layers):
         return f"its widths are no multiples of {tile}"
     return ""
+
+
+def _ways(weight: Tensor) -> Iterator[tuple[Tensor, int]]:
+    """Ways to keep a matrix, the smallest first, each with the same matrix as that takes it."""
+    if weight.dtype == torch.float32:
+        yield from ((weight, stored) for stored in (abi.CODES_4, abi.CODES_8))
+        # Most models are published in bfloat16 or float16: as floats, too, their weights need little more room than
+        # that. The lower half of floats that bfloat16 holds is 0, the lowest byte of those that float16 holds.
+        bits = weight.view(torch.int32)
+        if (bits & 0xFFFF).any():
+            yield weight, abi.SQUEEZED_4 if (bits & 0xFF).any() else abi.SQUEEZED_3
+            yield weight, abi.FLOATS
+            return
+        weight = weight.bfloat16()
+    yield from ((weight, stored) for stored in (abi.ROUNDED_4, abi.ROUNDED_8, abi.SQUEEZED_2, abi.HALVES))
 
 
 class Decoder:
@@ -311,24 +326,18 @@ class Decoder:
 
     def _linear(self, weight: Tensor, bias: Tensor | None = None) -> abi.Linear:
         weight = weight.detach().to(self._dtype).contiguous()
-        plain, squeezed = abi.HALVES, abi.SQUEEZED_2
-        if weight.dtype == torch.float32:
-            # Most models are published in bfloat16 or float16: as floats, too, their weights need little more room than
-            # that. The lower half of floats that bfloat16 holds is 0, the lowest byte of those that float16 holds.
-            bits = weight.view(torch.int32)
-            if not (bits & 0xFFFF).any():
-                weight = weight.bfloat16()
-            else:
-                plain, squeezed = abi.FLOATS, abi.SQUEEZED_4 if (bits & 0xFF).any() else abi.SQUEEZED_3
-        packed, stored = self._pack(weight, squeezed, plain)
+        packed, stored = self._pack(weight)
         return abi.Linear(packed, None if bias is None else self._floats(bias), *weight.shape, stored)
 
-    def _pack(self, weight: Tensor, squeezed: int, plain: int) -> tuple[int, int]:
-        """Where a matrix lies now, and how: squeezed if that is worth it."""
+    def _pack(self, weight: Tensor) -> tuple[int, int]:
+        """Where a matrix lies now, and how: in the first way that it can be, squeezed if that is worth it."""
         at = self._packed + self._filled
-        for stored in (squeezed, plain) if self._library.decoder_can_squeeze() else (plain,):
-            size = self._library.decoder_pack(at, weight.data_ptr(), *weight.shape, stored)
-            if stored == plain or size < _WORTH_SQUEEZING * self._packed_bytes(weight, plain):
+        for same, stored in _ways(weight):
+            if stored in abi.SQUEEZED and not self._library.decoder_can_squeeze():
+                continue
+            size = self._library.decoder_pack(at, same.data_ptr(), *same.shape, stored)
+            plain = same.numel() * same.element_size()
+            if size and (stored not in abi.SQUEEZED or size < _WORTH_SQUEEZING * plain):
                 break
         self._filled += size
         return at, stored

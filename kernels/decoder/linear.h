@@ -4,21 +4,28 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "codes.h"
 #include "squeezed.h"
-
-// A tile is TILE output columns.
-constexpr int VECTORS = 2;
-constexpr int TILE = VECTORS * WIDTH;
 
 // How a linear layer's weights lie in memory: [tiles][k][TILE] as floats, [tiles][k / 2][TILE][2] in bfloat16, or these
 // squeezed, of which 2, 3 or 4 bytes are not all 0: where each tile begins, [tiles + 1] int64 in bytes from `packed`,
-// then the tiles.
+// then the tiles. Or [tiles][k / SHARED] groups of codes of 4 or 8 bits, of floats or of what was rounded to bfloat16.
 // Weights in bfloat16 that are multiplied with floats are floats whose lower half is 0: as exact, in half the bytes.
-enum Stored : int64_t { FLOATS, HALVES, SQUEEZED_2, SQUEEZED_3, SQUEEZED_4 };
+enum Stored : int64_t { FLOATS, HALVES, SQUEEZED_2, SQUEEZED_3, SQUEEZED_4, CODES_4, CODES_8, ROUNDED_4, ROUNDED_8 };
 
-static inline bool is_squeezed(Stored stored) { return stored >= SQUEEZED_2; }
-// Of a weight that is not squeezed any more.
-static inline int bytes_of(Stored stored) { return stored == HALVES || stored == SQUEEZED_2 ? 2 : 4; }
+static inline bool is_squeezed(Stored stored) { return stored >= SQUEEZED_2 && stored <= SQUEEZED_4; }
+static inline bool is_coded(Stored stored) { return stored >= CODES_4; }
+// Of a weight as it is multiplied.
+static inline int bytes_of(Stored stored) {
+  return stored == HALVES || stored == SQUEEZED_2 || stored == ROUNDED_4 || stored == ROUNDED_8 ? 2 : 4;
+}
+
+// Of a tile, or what it takes at most before its head if it is squeezed.
+static inline int64_t tile_bytes(Stored stored, int64_t k) {
+  if (stored == CODES_4 || stored == ROUNDED_4) return k / SHARED * sizeof(Coded<4>);
+  if (stored == CODES_8 || stored == ROUNDED_8) return k / SHARED * sizeof(Coded<8>);
+  return TILE * k * bytes_of(stored);
+}
 
 // bias [n] or null. A tile is the smallest part of the columns that multiplications take at once.
 struct Linear {
@@ -31,8 +38,8 @@ struct Linear {
 
   // Where a tile begins, and the last one ends.
   const char *at(int64_t tile) const {
-    const int64_t bytes = TILE * k * bytes_of(stored);
-    return (const char *)packed + (is_squeezed(stored) ? ((const int64_t *)packed)[tile] : tile * bytes);
+    return (const char *)packed +
+           (is_squeezed(stored) ? ((const int64_t *)packed)[tile] : tile * tile_bytes(stored, k));
   }
 };
 
@@ -74,15 +81,17 @@ class Reader<Bfloat16> {
   {}
 
   const Bfloat16 *next(int64_t inputs) {
-#if CAN_SQUEEZE
-    if (stored == SQUEEZED_2) {
-      from = unpacker.next<2>(inputs * TILE / GROUP, unpacked);
-      return unpacked;
+    if (stored == HALVES) {
+      const char *given = from;
+      from += inputs * TILE * 2;
+      return (const Bfloat16 *)given;
     }
+    if (stored == ROUNDED_4) from = decode<4, true>(from, inputs, unpacked);
+    if (stored == ROUNDED_8) from = decode<8, true>(from, inputs, unpacked);
+#if CAN_SQUEEZE
+    if (stored == SQUEEZED_2) from = unpacker.next<2>(inputs * TILE / GROUP, unpacked);
 #endif
-    const char *given = from;
-    from += inputs * TILE * 2;
-    return (const Bfloat16 *)given;
+    return unpacked;
   }
 
   // Where what comes next lies.
@@ -93,8 +102,8 @@ class Reader<Bfloat16> {
   Stored stored;
 #if CAN_SQUEEZE
   Unpacker unpacker;
-  alignas(64) Bfloat16 unpacked[MOST_INPUTS<Bfloat16> * TILE];
 #endif
+  alignas(64) Bfloat16 unpacked[MOST_INPUTS<Bfloat16> * TILE];
 };
 
 template <>
@@ -113,12 +122,16 @@ class Reader<float> {
       from += inputs * TILE * 4;
       return (const float *)given;
     }
+    if (stored == CODES_4) from = decode<4, false>(from, inputs, widened);
+    if (stored == CODES_8) from = decode<8, false>(from, inputs, widened);
+    if (stored == ROUNDED_4) from = decode<4, true>(from, inputs, widened);
+    if (stored == ROUNDED_8) from = decode<8, true>(from, inputs, widened);
 #if CAN_SQUEEZE
     const int64_t groups = inputs * TILE / GROUP;
     if (stored == SQUEEZED_3) from = unpacker.next<3>(groups, widened);
     if (stored == SQUEEZED_4) from = unpacker.next<4>(groups, widened);
 #endif
-    if (bytes_of(stored) == 2) widen(inputs);
+    if (stored == HALVES || stored == SQUEEZED_2) widen(inputs);
     return widened;
   }
 

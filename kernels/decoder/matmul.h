@@ -47,6 +47,14 @@ struct Ahead {
   }
 };
 
+// Calls `use` with what asks for so many bytes each turn, up to LINES lines of them.
+template <int LINES, class Use>
+static inline void with_ahead(const char *at, int64_t each_turn, const Use &use) {
+  if constexpr (LINES > 1)
+    if (each_turn <= (LINES - 1) * 64) return with_ahead<LINES - 1>(at, each_turn, use);
+  use(Ahead<LINES>{at, each_turn});
+}
+
 // out [M][TILE] = a [M][k] times one tile, or added to what is there; rows of a and out lie their strides apart.
 template <int M, bool ADD, class W, int LINES>
 static inline void multiply(const float *a, int64_t stride, const W *b, int64_t k, float *out, int64_t out_stride,
@@ -91,6 +99,54 @@ static inline void multiply(const Bfloat16 *a, int64_t stride, const Bfloat16 *b
 }
 #endif
 
+// For so few rows weights are computed where they are multiplied, while each sum waits for the one before.
+constexpr int CODED_ROWS = 4;
+
+// out [M][TILE] = a [M][k] times one tile of codes.
+template <int BITS, bool ROUNDED, int M>
+static inline void multiply_coded(const float *a, const char *tile, int64_t k, float *out) {
+  // Whole lines of the cache, as far as a line of codes is.
+  constexpr int64_t each_turn = sizeof(Coded<BITS>) * PER_LANE<BITS> / SHARED;
+  Ahead<(each_turn + 63) / 64> ahead{tile + WEIGHTS_AHEAD / 2, each_turn};
+  Vec sums[M][VECTORS] = {};
+  for (const auto *group = (const Coded<BITS> *)tile, *end = group + k / SHARED; group < end; group++) {
+    const Common<BITS> common(*group);
+    for (const auto &line : group->codes) {
+      ahead.fetch();
+      IntVec codes[VECTORS];
+#pragma GCC unroll 8
+      for (int v = 0; v < VECTORS; v++) codes[v] = *(const IntVec *)(line + v * WIDTH);
+#pragma GCC unroll 8
+      for (int i = 0; i < PER_LANE<BITS>; i++) {
+        Vec weights[VECTORS];
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++)
+          weights[v] = weights_of<BITS, ROUNDED>(codes[v], i, common.scale[v], common.offset[v]);
+#pragma GCC unroll 16
+        for (int row = 0; row < M; row++)
+#pragma GCC unroll 8
+          for (int v = 0; v < VECTORS; v++) sums[row][v] += a[row * k + i] * weights[v];
+      }
+      a += PER_LANE<BITS>;
+    }
+  }
+  end_sums<M>(sums, out, TILE);
+}
+
+template <int BITS, bool ROUNDED, int M = CODED_ROWS>
+static inline void multiply_coded_rows(int rows, const float *a, const char *tile, int64_t k, float *out) {
+  if (rows == M) return multiply_coded<BITS, ROUNDED, M>(a, tile, k, out);
+  if constexpr (M > 1) multiply_coded_rows<BITS, ROUNDED, M - 1>(rows, a, tile, k, out);
+}
+
+static inline void multiply_coded_rows(int rows, const float *a, const Linear &linear, int64_t tile, float *out) {
+  const char *at = linear.at(tile);
+  if (linear.stored == CODES_4) multiply_coded_rows<4, false>(rows, a, at, linear.k, out);
+  if (linear.stored == CODES_8) multiply_coded_rows<8, false>(rows, a, at, linear.k, out);
+  if (linear.stored == ROUNDED_4) multiply_coded_rows<4, true>(rows, a, at, linear.k, out);
+  if (linear.stored == ROUNDED_8) multiply_coded_rows<8, true>(rows, a, at, linear.k, out);
+}
+
 template <bool ADD, int M = ROWS, class T, class W, int LINES = 0>
 static inline void multiply_rows(int rows, const T *a, int64_t stride, const W *b, int64_t k, float *out,
                                  int64_t out_stride, Ahead<LINES> ahead = {}) {
@@ -112,6 +168,11 @@ template <class W, class T, class Done>
 static inline void multiply_tile(const T *a, int64_t rows, const Linear &linear, int64_t tile, float *sums,
                                  const Done &done) {
   const int64_t k = linear.k, parts = (rows + ROWS - 1) / ROWS;
+  if constexpr (std::is_same_v<T, float>)
+    if (is_coded(linear.stored) && rows <= CODED_ROWS) {
+      multiply_coded_rows(rows, a, linear, tile, sums);
+      return done(0, rows);
+    }
   Reader<W> reader(linear, tile);
   auto first = [=](int64_t part) { return part * rows / parts; };
   auto count = [=](int64_t part) { return first(part + 1) - first(part); };
@@ -127,15 +188,12 @@ static inline void multiply_tile(const T *a, int64_t rows, const Linear &linear,
     // As they lie, or a few.
     const int64_t most = linear.stored == (std::is_same_v<W, float> ? FLOATS : HALVES) ? k : 64;
     const int64_t each_turn = (linear.at(tile + 1) - linear.at(tile)) / (k / 2);
-    constexpr int lines = 2 * TILE * sizeof(W) / 64, fewer = std::is_same_v<W, float> ? lines - 1 : lines;
+    constexpr int lines = 2 * TILE * sizeof(W) / 64;
     for (int64_t begin = 0; begin < k; begin += most) {
       const int64_t inputs = std::min(most, k - begin);
       const char *at = reader.at() + WEIGHTS_AHEAD;
       const W *weights = reader.next(inputs);
-      if (each_turn <= fewer * 64)
-        multiply_part(0, begin, inputs, weights, Ahead<fewer>{at, each_turn});
-      else
-        multiply_part(0, begin, inputs, weights, Ahead<lines>{at, each_turn});
+      with_ahead<lines>(at, each_turn, [&](auto ahead) { multiply_part(0, begin, inputs, weights, ahead); });
     }
     done(0, rows);
     return;
@@ -152,10 +210,8 @@ static inline void multiply_tile(const T *a, int64_t rows, const Linear &linear,
       const char *mine = linear.at(later) + part * share + begin / 2 * each_turn;
       if (part >= fetching)
         multiply_part(part, begin, inputs, weights, Ahead<0>{});
-      else if (each_turn <= 64)
-        multiply_part(part, begin, inputs, weights, Ahead<1>{mine, each_turn});
       else
-        multiply_part(part, begin, inputs, weights, Ahead<2>{mine, each_turn});
+        with_ahead<2>(mine, each_turn, [&](auto ahead) { multiply_part(part, begin, inputs, weights, ahead); });
       if (begin + inputs == k) done(first(part), count(part));
     }
   }
@@ -196,7 +252,7 @@ template <class T, class Finish>
 static void matmul(Team &team, const T *a, int64_t rows, const Linear &linear, const Finish &finish) {
   if (!rows) return;
   if constexpr (std::is_same_v<T, float>)
-    // Weights are widened once for several parts, and in registers for one.
-    if (bytes_of(linear.stored) == 4 || rows > ROWS) return matmul_with<float>(team, a, rows, linear, finish);
+    // Weights are widened once for several parts, and in registers for one, unless they are computed.
+    if (bytes_of(linear.stored) == 4 || is_coded(linear.stored) || rows > ROWS) return matmul_with<float>(team, a, rows, linear, finish);
   matmul_with<Bfloat16>(team, a, rows, linear, finish);
 }

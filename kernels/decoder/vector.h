@@ -7,15 +7,23 @@
 #include <new>
 #include <vector>
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(__F16C__)
 #include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
 constexpr int WIDTH = 16;
 #else
 constexpr int WIDTH = 8;
 #endif
 
+// A tile is so many columns of a matrix.
+constexpr int VECTORS = 2;
+constexpr int TILE = VECTORS * WIDTH;
+
 typedef float Vec __attribute__((vector_size(WIDTH * 4), aligned(4)));
 typedef int32_t IntVec __attribute__((vector_size(WIDTH * 4), aligned(4)));
+typedef uint32_t UnsignedVec __attribute__((vector_size(WIDTH * 4), aligned(4)));
 // Also to look at pairs of bfloat16 with.
 typedef int32_t PairVec __attribute__((vector_size(WIDTH * 4), aligned(4), may_alias));
 typedef uint16_t HalfVec __attribute__((vector_size(WIDTH * 2), aligned(2)));

@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -38,6 +38,25 @@ def with_outliers(matrix: Tensor, kind: torch.dtype = torch.bfloat16) -> Tensor:
     """Among weights that lie close together some that lie nowhere near, and zeros."""
     far, some = scattered(matrix, kind), torch.rand(matrix.shape)
     return torch.where(some < 0.003, far, torch.where(some < 0.01, 0, published(matrix, kind)))
+
+
+def quantized(matrix: Tensor, way: str) -> Tensor:
+    """As ggml's quantization of that name leaves weights: groups of 32 inputs share a scale, and an offset maybe."""
+    groups = matrix.view(len(matrix), -1, 32)
+    # A group of nothing but 0, and one of one value.
+    groups[0, 0], groups[1, 1] = 0, groups[1, 1, 0].half()
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    furthest = torch.where(-low > high, low, high)
+    if way == "Q8_0":
+        scale, least, most, offset = (furthest.abs() / 127).half(), -127, 127, torch.zeros(())
+    elif way == "Q4_0":
+        scale = (furthest / -8).half()
+        least, most, offset = -8, 7, torch.zeros(())
+    else:
+        scale, least, most, offset = ((high - low) / 15).half(), 0, 15, low.half()
+    wide, start = scale.float(), offset.float()
+    codes = ((groups - start) / torch.where(wide == 0, 1, wide)).round().clamp(least, most)
+    return (codes.float() * wide + start).view(matrix.shape)
 
 
 def world_of(queries: tuple[int, ...], change: Callable[[Tensor], Tensor], dtype: torch.dtype) -> World:
@@ -80,27 +99,46 @@ def test_floats_take_little_more_than_what_they_were_published_in(
     assert size < (squeezed if library.decoder_can_squeeze() else plain)
 
 
+@dataclass(frozen=True)
+class Columns:
+    """Of the output matrix: [T, V] as the decoder has them, and as they were."""
+
+    found: Tensor
+    expected: Tensor
+
+
+def columns_of(
+    library: ctypes.CDLL,
+    change: Callable[[Tensor], Tensor],
+    tokens: int,
+    dtype: torch.dtype,
+    products: bool | None = None,
+) -> Columns:
+    """Layers add nothing, and a token's hidden state is 8 at one place, so that logits are 8 times a column."""
+    case = Case((tokens,), (tokens,), hidden=64, vocabulary=70, tied=False)
+    world = build_world(case, dtype)
+    layers = [
+        replace(one, out=torch.zeros_like(one.out), down=torch.zeros_like(one.down)) for one in world.weights.layers
+    ]
+    head = change(world.weights.head.float()).to(dtype)
+    weights = replace(
+        world.weights, epsilon=0, embedding=torch.eye(70, 64), final_norm=torch.ones(64), head=head, layers=layers
+    )
+    ids = torch.arange(tokens) % 64
+    decoder = Decoder(library, weights, dtype, 2, products=products)
+    decoder.bind(world.caches)
+    logits = decoder.step(ids, *world.arguments[1:5], torch.arange(tokens))
+    return Columns(logits / 8, head.T[ids].float())
+
+
 @pytest.mark.parametrize("tokens", [1, 9, 30, 64, 300])
 @pytest.mark.parametrize("change", [published, with_outliers, scattered])
 @AS
 def test_every_bit_of_a_float_comes_back(
     library: ctypes.CDLL, kind: torch.dtype, change: Callable[[Tensor, torch.dtype], Tensor], tokens: int
 ) -> None:
-    """Layers add nothing, and a token's hidden state is 8 at one place, so that logits are 8 times a column."""
-    case = Case((tokens,), (tokens,), hidden=64, vocabulary=70, tied=False)
-    world = build_world(case, torch.float32)
-    layers = [
-        replace(one, out=torch.zeros_like(one.out), down=torch.zeros_like(one.down)) for one in world.weights.layers
-    ]
-    head = change(world.weights.head, kind).float()
-    weights = replace(
-        world.weights, epsilon=0, embedding=torch.eye(70, 64), final_norm=torch.ones(64), head=head, layers=layers
-    )
-    ids = torch.arange(tokens) % 64
-    decoder = Decoder(library, weights, torch.float32, 2)
-    decoder.bind(world.caches)
-    logits = decoder.step(ids, *world.arguments[1:5], torch.arange(tokens))
-    assert torch.equal(logits / 8, head.T[ids])
+    columns = columns_of(library, lambda head: change(head, kind).float(), tokens, torch.float32)
+    assert columns.found.equal(columns.expected)
 
 
 @ROWS
@@ -113,6 +151,41 @@ def test_what_does_not_fit_in_stays_as_it_was(
     if library.decoder_can_squeeze():
         # Neither all of it as it was, nor nothing.
         assert 1.6 < size < 1.95
+
+
+QUANTIZED = pytest.mark.parametrize(("way", "size"), [("Q4_0", 0.63), ("Q4_1", 0.63), ("Q8_0", 1.07)])
+
+
+@ROWS
+@KINDS
+@QUANTIZED
+def test_what_was_quantized_takes_no_more_than_that(
+    library: ctypes.CDLL, queries: tuple[int, ...], dtype: torch.dtype, products: bool, way: str, size: float
+) -> None:
+    world = world_of(queries, lambda matrix: quantized(matrix.float(), way).to(dtype).to(matrix.dtype), dtype)
+    found, taken = error(library, world, dtype, products)
+    assert found < BARS[dtype]
+    assert taken < size
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 9, 30, 64, 300])
+@KINDS
+@QUANTIZED
+def test_every_bit_of_what_was_quantized_comes_back(
+    library: ctypes.CDLL, tokens: int, dtype: torch.dtype, products: bool, way: str, size: float
+) -> None:
+    columns = columns_of(library, lambda head: quantized(head, way), tokens, dtype, products)
+    assert columns.found.equal(columns.expected)
+
+
+def test_a_single_weight_that_came_of_something_else_comes_back_too(library: ctypes.CDLL) -> None:
+    def change(head: Tensor) -> Tensor:
+        head = quantized(head, "Q4_1")
+        head[40, 33] *= 1 + 2**-22
+        return head
+
+    columns = columns_of(library, change, 9, torch.float32)
+    assert columns.found.equal(columns.expected)
 
 
 @AS

@@ -1,0 +1,235 @@
+// Weights of models that were published in four or eight bits, computed again from these.
+//
+// Such a weight is scale * code + offset, with one scale and one offset for SHARED inputs of a column: ggml's Q4_0,
+// Q4_1 and Q8_0. The product needs fewer bits than a float has, so that there is one rounding at most, and whoever
+// computes it gets the same float. Scales, offsets and codes are found from the weights alone, whatever they came in;
+// where one group of a matrix has none that give all of its weights back, the matrix is not kept so.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "vector.h"
+
+constexpr int64_t SHARED = 32;
+// Eight bits stand for -128 to 127 and need no offset, four for 0 to 15.
+template <int BITS>
+constexpr bool HAS_OFFSET = BITS == 4;
+// A lane of integers has this many inputs' codes of its column, the first one lowest.
+template <int BITS>
+constexpr int PER_LANE = 32 / BITS;
+
+// Half precision, as scales and offsets are stored.
+enum class Half : uint16_t {};
+
+// Their bits are those of a float 2^112 times smaller, but for the sign.
+static inline float widen(Half value) {
+  const uint32_t bits = (uint32_t(value) & 0x7fff) << 13;
+  float size;
+  memcpy(&size, &bits, 4);
+  return std::copysign(size * 0x1p112f, uint32_t(value) >> 15 ? -1.0f : 1.0f);
+}
+
+// The bits of the half nearest to a size below 65504.
+static inline int32_t nearest_half(float size) {
+  size *= 0x1p-112f;
+  uint32_t bits;
+  memcpy(&bits, &size, 4);
+  return (bits + 0x1000) >> 13;
+}
+
+static inline Vec load(const Half *from) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+#elif defined(__F16C__)
+  return (Vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
+#else
+  Vec value;
+  for (int i = 0; i < WIDTH; i++) value[i] = widen(from[i]);
+  return value;
+#endif
+}
+
+// A group of SHARED inputs to a tile's columns.
+template <int BITS>
+struct Coded {
+  Half scale[TILE], offset[HAS_OFFSET<BITS> ? TILE : 0];
+  uint32_t codes[SHARED / PER_LANE<BITS>][TILE];
+};
+
+// The number-th codes of all lanes, as floats.
+template <int BITS>
+static inline Vec code_of(IntVec codes, int number) {
+  if constexpr (BITS == 8) return __builtin_convertvector(codes << (24 - 8 * number) >> 24, Vec);
+#if defined(__AVX512F__)
+  // The last four bits of a lane choose.
+  const __m512 values = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  return (Vec)_mm512_permutexvar_ps(_mm512_srli_epi32((__m512i)codes, 4 * number), values);
+#else
+  return __builtin_convertvector(codes >> (4 * number) & 15, Vec);
+#endif
+}
+
+// What was computed, or the nearest bfloat16, as the weights were rounded to it.
+// Veltkamp's splitting (Dekker 1971, "A floating-point technique for extending the available precision", section 5) in
+// two operations: right, ties to even too, but for some numbers that use all bits of a float, which no scale and offset
+// of similar size make.
+template <bool ROUNDED, class X>
+static inline X come_out(X value) {
+  if constexpr (!ROUNDED) return value;
+  // An exact product: the same whether it is fused with what follows or not.
+  const X large = value * 65536.0f;
+  return (value + large) - large;
+}
+
+// The number-th weights of lanes with these codes.
+template <int BITS, bool ROUNDED>
+static inline Vec weights_of(IntVec codes, int number, Vec scale, Vec offset) {
+  const Vec product = code_of<BITS>(codes, number) * scale;
+  return come_out<ROUNDED>(HAS_OFFSET<BITS> ? product + offset : product);
+}
+
+// What the columns of a group share.
+template <int BITS>
+struct Common {
+  Vec scale[VECTORS], offset[VECTORS];
+
+  explicit Common(const Coded<BITS> &group) {
+#pragma GCC unroll 8
+    for (int v = 0; v < VECTORS; v++) {
+      scale[v] = load(group.scale + v * WIDTH);
+      if constexpr (HAS_OFFSET<BITS>) offset[v] = load(group.offset + v * WIDTH);
+    }
+  }
+};
+
+// Computes a tile's weights for the next inputs, whole groups of them: [inputs][TILE] floats, or pairs in bfloat16 as
+// matrices have them. Returns where those after them lie.
+template <int BITS, bool ROUNDED, class W>
+static inline const char *decode(const char *at, int64_t inputs, W *to) {
+  constexpr int count = PER_LANE<BITS>;
+  const auto *from = (const Coded<BITS> *)at;
+  for (const auto *end = from + inputs / SHARED; from < end; from++) {
+    const Common<BITS> common(*from);
+    for (const auto &line : from->codes) {
+#pragma GCC unroll 8
+      for (int v = 0; v < VECTORS; v++) {
+        const IntVec codes = *(const IntVec *)(line + v * WIDTH);
+        Vec weights[count];
+#pragma GCC unroll 8
+        for (int i = 0; i < count; i++)
+          weights[i] = weights_of<BITS, ROUNDED>(codes, i, common.scale[v], common.offset[v]);
+#pragma GCC unroll 8
+        for (int i = 0; i < count; i++) {
+          if constexpr (std::is_same_v<W, float>) {
+            store(to + i * TILE + v * WIDTH, weights[i]);
+          } else if (i % 2) {
+            const UnsignedVec low = (UnsignedVec)weights[i - 1] >> 16, high = (UnsignedVec)weights[i];
+            *(PairVec *)(to + (i - 1) * TILE + v * 2 * WIDTH) = (PairVec)(low | high);
+          }
+        }
+      }
+      to += count * TILE;
+    }
+  }
+  return (const char *)from;
+}
+
+// Whether `use` takes one of the halves for which `fits` holds; these lie together about a number, and are tried from
+// there outwards.
+template <class Fits, class Use>
+static inline bool any_half(float about, const Fits &fits, const Use &use) {
+  const float size = std::fabs(about);
+  if (!(size < 65504)) return false;
+  // Bits count halves in the order of their sizes.
+  const int32_t nearest = nearest_half(size), sign = std::signbit(about) << 15;
+  for (int step : {1, -1}) {
+    bool more = true;
+    for (int32_t bits = step > 0 ? nearest : nearest - 1; bits >= 0 && bits < 31 << 10 && more; bits += step) {
+      const Half half = Half(sign | bits);
+      more = fits(widen(half));
+      if (more && use(half)) return true;
+      // All may lie to one side.
+      more |= bits == nearest;
+    }
+  }
+  return false;
+}
+
+// One column's part of a group.
+template <int BITS, bool ROUNDED>
+struct Column {
+  Half scale, offset;
+  int32_t codes[SHARED];
+
+  // Whether these weights have come of a scale, an offset and codes; then these are found.
+  bool find(const float (&weights)[SHARED]) {
+    const auto [low, high] = std::minmax_element(weights, weights + SHARED);
+    if constexpr (!HAS_OFFSET<BITS>) {
+      // The largest weight gets the largest code.
+      constexpr int most = 127;
+      const float largest = std::max(std::fabs(*low), std::fabs(*high));
+      return any_half(
+          largest / most, [&](float half) { return come_out<ROUNDED>(most * half) == largest; },
+          [&](Half half) { return take(weights, half, Half{}); });
+    }
+    // One end of the weights is the offset, and the other one lies some codes away from it, mostly the most there are.
+    auto between = [&, most = 15](float base, float other) {
+      return any_half(
+          base, [&](float half) { return come_out<ROUNDED>(half) == base; },
+          [&](Half zero) {
+            const float from = widen(zero);
+            for (int code = most; code > 0; code--)
+              if (any_half((other - from) / code,
+                           [&](float half) { return come_out<ROUNDED>(code * half + from) == other; },
+                           [&](Half half) { return take(weights, half, zero); }))
+                return true;
+            return false;
+          });
+    };
+    return between(*low, *high) || between(*high, *low);
+  }
+
+ private:
+  bool take(const float (&weights)[SHARED], Half some_scale, Half some_offset) {
+    scale = some_scale, offset = some_offset;
+    const float size = widen(scale), zero = widen(offset), inverse = size ? 1 / size : 0;
+    constexpr float least = HAS_OFFSET<BITS> ? 0 : -128, most = HAS_OFFSET<BITS> ? 15 : 127;
+    bool all = true;
+    for (int64_t i = 0; i < SHARED; i += WIDTH) {
+      const Vec wanted = load(weights + i);
+      // Adding and taking away 1.5 * 2^23 rounds to a whole number.
+      Vec code = ((wanted - zero) * inverse + 12582912.0f) - 12582912.0f;
+      code = code < least ? Vec{} + least : code;
+      code = code > most ? Vec{} + most : code;
+      const Vec value = come_out<ROUNDED>(code * size + zero);
+      all &= !memcmp(&value, &wanted, sizeof(Vec));
+      *(IntVec *)(codes + i) = __builtin_convertvector(code, IntVec);
+    }
+    return all;
+  }
+};
+
+// Finds what a matrix [n][k] has come of, tile by tile: [tiles][k / SHARED] groups. False where it has not.
+template <bool ROUNDED, int BITS, class T>
+static inline bool encode(Coded<BITS> *to, const T *from, int64_t n, int64_t k) {
+  if (k % SHARED) return false;
+  for (int64_t first = 0; first < n; first += TILE) {
+    for (int64_t group = 0; group < k / SHARED; group++, to++) {
+      memset(to, 0, sizeof(*to));
+      for (int64_t row = 0; row < std::min<int64_t>(TILE, n - first); row++) {
+        Column<BITS, ROUNDED> column;
+        float weights[SHARED];
+        for (int64_t i = 0; i < SHARED; i++) weights[i] = widen(from[(first + row) * k + group * SHARED + i]);
+        if (!column.find(weights)) return false;
+        to->scale[row] = column.scale;
+        if constexpr (HAS_OFFSET<BITS>) to->offset[row] = column.offset;
+        for (int64_t i = 0; i < SHARED; i++) {
+          const uint32_t code = column.codes[i] & ((1 << BITS) - 1);
+          to->codes[i / PER_LANE<BITS>][row] |= code << i % PER_LANE<BITS> * BITS;
+        }
+      }
+    }
+  }
+  return true;
+}
