@@ -14,7 +14,7 @@
 template <class T>
 constexpr int FEW_ROWS = sizeof(T) == 4 ? 12 : 8;
 
-// Running softmax of every token's heads: largest logit, sum, and the weighted values in `out` [T][Hq][D].
+// Running softmaxes that units keep: largest logit, sum, and the weighted values in `out` [softmaxes][D].
 struct Softmax {
   std::vector<float> largest, total, out;
 };
@@ -116,7 +116,7 @@ static inline void lay_out_keys(const C *const *keys, const C *const *ahead, int
       for (int64_t i = 0; i < WIDTH; i++) {
         const C *from = keys[begin + i] + word * together;
         some[i] = begin + i >= count ? Vec{} : together == 1 ? load(from) : load((const float *)from);
-        __builtin_prefetch(ahead[begin + i] + word * together);
+        __builtin_prefetch(ahead[begin + i] + word * together, 0, 2);
       }
       transpose(some);
       float *column = (float *)to + (begin / TILE * words + word) * TILE + begin % TILE;
@@ -130,7 +130,7 @@ static inline void lay_out_values(const C *const *values, const C *const *ahead,
   for (int64_t i = 0; i < KEYS; i++)
     for (int64_t d = 0; d < dim; d += WIDTH) {
       store(to + (d / TILE * KEYS + i) * TILE + d % TILE, i < count ? load(values[i] + d) : Vec{});
-      __builtin_prefetch(ahead[i] + d);
+      __builtin_prefetch(ahead[i] + d, 0, 2);
     }
 }
 
@@ -147,8 +147,8 @@ static inline void lay_out_values(const Bfloat16 *const *values, const Bfloat16 
     for (int64_t d = 0; d < dim; d += TILE) {
       __m512i even = i < count ? _mm512_loadu_si512(values[i] + d) : _mm512_setzero_si512();
       __m512i odd = i + 1 < count ? _mm512_loadu_si512(values[i + 1] + d) : _mm512_setzero_si512();
-      __builtin_prefetch(ahead[i] + d);
-      __builtin_prefetch(ahead[i + 1] + d);
+      __builtin_prefetch(ahead[i] + d, 0, 2);
+      __builtin_prefetch(ahead[i + 1] + d, 0, 2);
       Bfloat16 *pairs = to + (d / TILE * KEYS + i) * TILE;
       _mm512_storeu_si512(pairs, _mm512_permutex2var_epi16(even, first, odd));
       _mm512_storeu_si512(pairs + TILE, _mm512_permutex2var_epi16(even, second, odd));
@@ -189,10 +189,17 @@ static inline void in_groups(int64_t rows, const Call &call) {
   if constexpr (R > 1) in_groups<R - 1>(rows, call);
 }
 
+// Whose it is to ask for the keys and values ahead: rows that are taken one group behind the other take turns, as the
+// memory needs about as long as all of them.
+struct Turn {
+  int64_t number, count;
+  bool has(int64_t key) const { return key / TOGETHER % count == number; }
+};
+
 // Asks for what is needed soon: heads lie too far apart for the processor to guess it.
 template <class T>
 static inline void fetch(const T *from, int64_t dim) {
-  for (int64_t d = 0; d < dim; d += 64 / int64_t(sizeof(T))) __builtin_prefetch(from + d);
+  for (int64_t d = 0; d < dim; d += 64 / int64_t(sizeof(T))) __builtin_prefetch(from + d, 0, 2);
 }
 
 // What is multiplied at once of a query and of a key: floats, or pairs of bfloat16.
@@ -218,8 +225,8 @@ struct Operand<Bfloat16> {
 // logits [R][KEYS] = query [R][dim] times each of the keys; `ahead` [KEYS] are fetched meanwhile. A part of a query is
 // loaded once for a few keys.
 template <int R, class T, class C>
-static inline void dots(const T *query, const C *const *keys, const C *const *ahead, int64_t count, int64_t dim,
-                        float *logits) {
+static inline void dots(const T *query, const C *const *keys, const C *const *ahead, Turn turn, int64_t count,
+                        int64_t dim, float *logits) {
   constexpr int FEW = 4;
   for (int64_t begin = 0; begin < count; begin += WIDTH) {
     Vec sums[R][WIDTH];
@@ -228,7 +235,7 @@ static inline void dots(const T *query, const C *const *keys, const C *const *ah
 #pragma GCC unroll 4
       for (int k = 0; k < FEW; k++) {
         few[k] = keys[std::min(begin + i + k, count - 1)];
-        fetch(ahead[begin + i + k], dim);
+        if (turn.has(begin + i)) fetch(ahead[begin + i + k], dim);
       }
       Vec some[R][FEW] = {};
       for (int64_t d = 0; d < dim; d += Operand<T>::SIZE) {
@@ -252,8 +259,8 @@ static inline void dots(const T *query, const C *const *keys, const C *const *ah
 
 // PARTS vectors, from `d` on, of what add_values computes.
 template <int R, int PARTS, class C>
-static inline void add_part(const float *weights, const C *const *values, const C *const *ahead, int64_t from,
-                            int64_t to, int64_t dim, int64_t d, float *out) {
+static inline void add_part(const float *weights, const C *const *values, const C *const *ahead, Turn turn,
+                            int64_t from, int64_t to, int64_t dim, int64_t d, float *out) {
   Vec sums[R][PARTS];
 #pragma GCC unroll 4
   for (int r = 0; r < R; r++)
@@ -263,7 +270,7 @@ static inline void add_part(const float *weights, const C *const *values, const 
     Vec some[PARTS];
 #pragma GCC unroll 4
     for (int v = 0; v < PARTS; v++) some[v] = load(values[i] + d + v * WIDTH);
-    fetch(ahead[i] + d, PARTS * WIDTH);
+    if (turn.has(i)) fetch(ahead[i] + d, PARTS * WIDTH);
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++) {
       const float weight = weights[r * KEYS + i];
@@ -279,11 +286,11 @@ static inline void add_part(const float *weights, const C *const *values, const 
 
 // out [R][dim] += weights [R][KEYS] times the values at [from, to); `ahead` [KEYS] are fetched meanwhile.
 template <int R, class C>
-static inline void add_values(const float *weights, const C *const *values, const C *const *ahead, int64_t from,
-                              int64_t to, int64_t dim, float *out) {
+static inline void add_values(const float *weights, const C *const *values, const C *const *ahead, Turn turn,
+                              int64_t from, int64_t to, int64_t dim, float *out) {
   int64_t d = 0;
-  for (; d + 4 * WIDTH <= dim; d += 4 * WIDTH) add_part<R, 4>(weights, values, ahead, from, to, dim, d, out);
-  for (; d < dim; d += 2 * WIDTH) add_part<R, 2>(weights, values, ahead, from, to, dim, d, out);
+  for (; d + 4 * WIDTH <= dim; d += 4 * WIDTH) add_part<R, 4>(weights, values, ahead, turn, from, to, dim, d, out);
+  for (; d < dim; d += 2 * WIDTH) add_part<R, 2>(weights, values, ahead, turn, from, to, dim, d, out);
 }
 
 // One piece. query [T][heads..] with `stride` floats per token, already scaled; slot_numbers [T]; out [T][Hq][D]; `sums`
@@ -295,7 +302,8 @@ static void attend(const Shape &shape, const Group &group, const Plan &plan, con
   const Unit &unit = *piece.unit;
   const int64_t dim = shape.head_dim, per_kv = shape.per_kv(), rows = unit.count * per_kv;
   auto token_of = [&](int64_t row) { return plan.order[unit.first + row / per_kv]; };
-  auto place_of = [&](int64_t row) { return token_of(row) * shape.q_heads + piece.head * per_kv + row % per_kv; };
+  auto head_of = [&](int64_t row) { return piece.head * per_kv + row % per_kv; };
+  auto place_of = [&](int64_t row) { return token_of(row) * shape.q_heads + head_of(row); };
   for (int64_t row = 0; row < rows; row++) {
     int64_t place = place_of(row);
     const float *from = query + token_of(row) * stride + (piece.head * per_kv + row % per_kv) * dim;
@@ -365,11 +373,12 @@ static void attend(const Shape &shape, const Group &group, const Plan &plan, con
       for (int64_t row = 0; row < rows; row += TOGETHER)
         in_groups(std::min<int64_t>(TOGETHER, rows - row), [&](auto group_size) {
           constexpr int R = decltype(group_size)::value;
+          const Turn turn{row / TOGETHER, (rows + TOGETHER - 1) / TOGETHER};
           float *weights = counted ? scratch.kept.weights(begin, row) : scratch.logits.data();
-          dots<R>(&scratch.query[row * dim], keys, keys_ahead, count, dim, weights);
+          dots<R>(&scratch.query[row * dim], keys, keys_ahead, turn, count, dim, weights);
           auto [least, most] = weigh_rows(row, R, weights, weights);
           if (counted) std::copy_n(&scratch.largest[row], R, scratch.kept.largest(begin, row));
-          add_values<R>(weights, values, values_ahead, least, most, dim, &scratch.out[row * dim]);
+          add_values<R>(weights, values, values_ahead, turn, least, most, dim, &scratch.out[row * dim]);
         });
       continue;
     }
@@ -403,9 +412,30 @@ static void attend(const Shape &shape, const Group &group, const Plan &plan, con
       float scale = 1 / scratch.total[row];
       for (int64_t d = 0; d < dim; d += WIDTH) store(out + place * dim + d, load(part + d) * scale);
     } else {
+      if (unit.part >= 0) place = unit.part + row / per_kv * shape.q_heads + head_of(row);
       state.largest[place] = scratch.largest[row];
       state.total[place] = scratch.total[row];
       memcpy(&state.out[place * dim], part, dim * 4);
     }
+  }
+}
+
+// The attention of a token whose keys were divided: out [Hq][D].
+template <class T>
+static inline void merge(const Shape &shape, const Merged &merged, Softmax &state, T *out) {
+  const int64_t dim = shape.head_dim;
+  for (int64_t head = 0; head < shape.q_heads; head++) {
+    const int64_t first = merged.first + head, end = first + merged.parts * merged.step;
+    float most = -FLT_MAX, total = 0;
+    for (int64_t part = first; part < end; part += merged.step) most = std::max(most, state.largest[part]);
+    // Into the first one's place, which nobody else looks at.
+    float *sums = &state.out[first * dim];
+    for (int64_t part = first; part < end; part += merged.step) {
+      const float share = std::exp(state.largest[part] - most), *more = &state.out[part * dim];
+      total += state.total[part] * share;
+      for (int64_t d = 0; d < dim; d += WIDTH)
+        store(sums + d, part == first ? load(more + d) * share : load(sums + d) + load(more + d) * share);
+    }
+    for (int64_t d = 0; d < dim; d += WIDTH) store(out + head * dim + d, load(sums + d) * (1 / total));
   }
 }

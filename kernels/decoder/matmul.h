@@ -253,6 +253,7 @@ static void matmul(Team &team, const T *a, int64_t rows, const Linear &linear, c
   if (!rows) return;
   if constexpr (std::is_same_v<T, float>)
     // Weights are widened once for several parts, and in registers for one, unless they are computed.
-    if (bytes_of(linear.stored) == 4 || is_coded(linear.stored) || rows > ROWS) return matmul_with<float>(team, a, rows, linear, finish);
+    if (bytes_of(linear.stored) == 4 || is_coded(linear.stored) || rows > ROWS)
+      return matmul_with<float>(team, a, rows, linear, finish);
   matmul_with<Bfloat16>(team, a, rows, linear, finish);
 }

@@ -97,21 +97,19 @@ class Step {
         cosines(tokens * shape.head_dim / 2), sines(cosines.size()),
         normal(std::max<int64_t>(tokens, rows.size()) * model.hidden), attended(tokens * model.layer[0].out.k),
         activated(tokens * model.intermediate) {
-    bool any = false;
-    int64_t most_sums = 0;
+    int64_t most_sums = 0, most_softmaxes = 0;
     for (int64_t g = 0; g < batch.groups; g++) {
       groups.emplace_back(batch.group[g], tokens, batch.sequences);
       plans.push_back(plan_units(shape, groups[g], batch.sequences, batch.query_start, slot_numbers.data(), counted,
                                  team.size));
-      any |= !plans[g].shared.empty();
+      if (!plans[g].shared.empty() || !plans[g].merged.empty())
+        most_softmaxes = std::max(most_softmaxes, plans[g].softmaxes);
       most_sums = std::max(most_sums, plans[g].sums);
     }
     sums.resize(most_sums);
-    if (any) {
-      state.largest.resize(tokens * shape.q_heads);
-      state.total.resize(state.largest.size());
-      state.out.resize(state.largest.size() * shape.head_dim);
-    }
+    state.largest.resize(most_softmaxes);
+    state.total.resize(most_softmaxes);
+    state.out.resize(most_softmaxes * shape.head_dim);
   }
 
   // What every thread of the team runs.
@@ -248,6 +246,9 @@ class Step {
                   sums_of(*now.unit, number, now.head), scratch);
       });
     }
+    each_row(int64_t(plan.merged.size()), [&](int64_t i) {
+      merge(shape, plan.merged[i], state, &attended[plan.merged[i].token * layer.out.k]);
+    });
   }
 
   // Adds what was counted to the totals of those who keep some.

@@ -12,6 +12,9 @@ constexpr int UNIT_ROWS = 192;
 constexpr int SHARED_TOKENS = 64;
 // Units that a thread should find at least, so that none waits long for another one's last.
 constexpr int UNITS_PER_THREAD = 4;
+// Keys that are worth a unit of their own, and units per thread that those of a long context are divided into.
+constexpr int64_t LEAST_KEYS = 256;
+constexpr int PARTS_PER_THREAD = 16;
 
 // One group of layers: where this step's tokens are stored [T], and block tables [S][width].
 struct Group {
@@ -41,20 +44,62 @@ struct Counted {
 // Rows of `tokens`, a run in `order`, against the keys at [begin, end) of a sequence's table. Of the tokens the last
 // `counted` count for an entry of Counted. The last unit of a sequence sees all its keys and leaves the sums at the entry;
 // others leave their parts at `sums`: [2][Hkv][end], weights and squares.
+// Where keys are divided among units, each leaves its softmax at `part`, [count][Hq], for who merges them.
 struct Unit {
   int64_t first, count;
   int64_t sequence;
   int64_t begin, end;
   bool resumes, ends;
-  int64_t counted = 0, entry = 0, sums = -1;
+  int64_t counted = 0, entry = 0, sums = -1, part = -1;
+};
+
+// A token whose keys were divided: its softmaxes begin at `first` and lie `step` apart.
+struct Merged {
+  int64_t token, first, step, parts;
 };
 
 // The units of a step for one group, in two rounds: shared keys, then own ones.
 struct Plan {
   std::vector<int64_t> order;  // token rows
   std::vector<Unit> shared, own;
+  std::vector<Merged> merged;
   int64_t sums = 0;  // floats that the parts of sums take
+  int64_t softmaxes = 0;  // that units keep: of all tokens [T][Hq], then of parts
 };
+
+// Divides the keys of units for which other threads would wait (Dao et al. 2023, "Flash-Decoding").
+static inline void divide_keys(Plan &plan, const Shape &shape, int threads) {
+  // Reading keys takes about as long as multiplying them with as many rows as fit in registers.
+  auto cost = [&](const Unit &unit) {
+    return std::max<int64_t>(ROWS, unit.count * shape.per_kv()) * (unit.end - unit.begin);
+  };
+  int64_t total = 0;
+  for (const Unit &unit : plan.own) total += cost(unit) * shape.kv_heads;
+  std::vector<Unit> divided;
+  for (const Unit &unit : plan.own) {
+    const int64_t keys = unit.end - unit.begin, share = cost(unit) * threads;
+    int64_t parts = 1;
+    if (!unit.counted && share * UNITS_PER_THREAD > total)
+      parts = std::clamp<int64_t>(share * PARTS_PER_THREAD / total, 1, std::max<int64_t>(1, keys / LEAST_KEYS));
+    if (parts == 1) {
+      divided.push_back(unit);
+      continue;
+    }
+    const int64_t step = unit.count * shape.q_heads;
+    for (int64_t i = 0; i < unit.count; i++)
+      plan.merged.push_back({plan.order[unit.first + i], plan.softmaxes + i * shape.q_heads, step, parts});
+    for (int64_t number = 0; number < parts; number++, plan.softmaxes += step) {
+      Unit part = unit;
+      part.begin = unit.begin + number * keys / parts;
+      part.end = unit.begin + (number + 1) * keys / parts;
+      part.resumes = unit.resumes && !number;
+      part.ends = false;
+      part.part = plan.softmaxes;
+      divided.push_back(part);
+    }
+  }
+  plan.own.swap(divided);
+}
 
 // slot_numbers: [T], of the tokens along their tables.
 static Plan plan_units(const Shape &shape, const Group &group, int64_t sequences, const int32_t *query_start,
@@ -127,6 +172,8 @@ static Plan plan_units(const Shape &shape, const Group &group, int64_t sequences
     if (shared) cut(plan.shared, {first, int64_t(plan.order.size()) - first, sorted[i], 0, shared, false, false});
     i += together;
   }
+  plan.softmaxes = query_start[sequences] * shape.q_heads;
+  divide_keys(plan, shape, threads);
   for (auto *units : {&plan.shared, &plan.own}) {
     std::stable_sort(units->begin(), units->end(), [](const Unit &a, const Unit &b) {
       return a.count * (a.end - a.begin) > b.count * (b.end - b.begin);

@@ -47,6 +47,18 @@ def test_counting_changes_nothing_else_and_is_the_same_every_time(library: ctype
         assert all(torch.equal(one.weights, other.weights) for one, other in zip(again, sums, strict=True))
 
 
+def test_counting_a_long_context_changes_no_more_than_rounding(library: ctypes.CDLL) -> None:
+    """Its keys are divided among threads, unless they are counted."""
+    case = Case((1, 2), (1200, 900), counted=(1, 0), threads=5)
+    world, sums = build_world(case, torch.float32), sums_of(case, torch.float32)
+    decoder = Decoder(library, world.weights, torch.float32, case.threads)
+    decoder.bind(world.caches)
+    uncounted = decoder.step(*world.arguments)
+    counted = decoder.step(*world.arguments, sums)
+    assert error_of(counted, uncounted.double()) < BARS[torch.float32]
+    torch.testing.assert_close(sums[0].weights.sum(2), torch.full((2, 1), 3.0))
+
+
 @pytest.mark.parametrize("alike", [True, False])
 @pytest.mark.parametrize(("first", "width"), [(0, 1), (3, 7), (0, 2), (1000, 7)])
 @pytest.mark.parametrize("case", COUNTED.values(), ids=COUNTED.keys())
