@@ -20,6 +20,7 @@ from cachemgr.manager import CacheManager
 from cachemgr.operations import ManagerClock, Operations
 from cachemgr.process import DATA_SERVICE
 from cachemgr.service import CacheManagerService, Domain
+from cachemgr.store import NOTHING, Remembered
 from protos.kvcache.v1 import kvcache_pb2_grpc
 from protos.rpc import logs
 from protos.rpc.server import Server
@@ -35,10 +36,11 @@ LEASE_SECONDS = 36_000.0
 class NoStore:
     """Remembers nothing."""
 
-    async def load(self, executor_id: str, epoch: int) -> None:
+    async def load(self, executor_id: str, epoch: int) -> Remembered:
         """Nothing."""
+        return NOTHING
 
-    def replace(self, executor_id: str, epoch: int) -> None:
+    def accepted(self, executor_id: str, epoch: int, remembered: Remembered) -> None:
         """Does nothing."""
 
 

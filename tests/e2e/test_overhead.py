@@ -1,0 +1,24 @@
+"""The benchmark of the separate process: both wirings serve, with the same work and no model."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SEQUENCES, TOKENS = 2, 64
+
+
+def test_both_wirings_do_the_same_work(tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    arguments = ["--sequences", str(SEQUENCES), "--step-ms", "2", "--repeats", "1"]
+    command = [sys.executable, "-m", "tests.bench.overhead", *arguments, "--output-tokens", str(TOKENS)]
+    done = subprocess.run([*command, "--json", str(results)], capture_output=True, text=True, timeout=120, check=False)
+    assert not done.returncode, done.stderr
+    own, inside = json.loads(results.read_text())
+    assert "cachemgr" in own["processor"]
+    assert "cachemgr" not in inside["processor"]
+    for one in (own, inside):
+        # A step for each token, and at most one more for a sequence that came a step later.
+        assert TOKENS <= one["steps"] <= TOKENS + SEQUENCES
+        assert one["running"] == SEQUENCES
+    assert "steps of 2 ms" in done.stdout
