@@ -16,7 +16,13 @@ constexpr int FEW_ROWS = sizeof(T) == 4 ? 12 : 8;
 
 // Running softmaxes that units keep: largest logit, sum, and the weighted values in `out` [softmaxes][D].
 struct Softmax {
-  std::vector<float> largest, total, out;
+  std::unique_ptr<float[]> largest, total, out;
+
+  void make(int64_t softmaxes, int64_t dim) {
+    largest = std::make_unique_for_overwrite<float[]>(softmaxes);
+    total = std::make_unique_for_overwrite<float[]>(softmaxes);
+    out = std::make_unique_for_overwrite<float[]>(softmaxes * dim);
+  }
 };
 
 template <class T>
@@ -227,7 +233,7 @@ struct Operand<Bfloat16> {
 template <int R, class T, class C>
 static inline void dots(const T *query, const C *const *keys, const C *const *ahead, Turn turn, int64_t count,
                         int64_t dim, float *logits) {
-  constexpr int FEW = 4;
+  constexpr int FEW = TOGETHER;
   for (int64_t begin = 0; begin < count; begin += WIDTH) {
     Vec sums[R][WIDTH];
     for (int64_t i = 0; i < WIDTH; i += FEW) {
@@ -306,7 +312,7 @@ static void attend(const Shape &shape, const Group &group, const Plan &plan, con
   auto place_of = [&](int64_t row) { return token_of(row) * shape.q_heads + head_of(row); };
   for (int64_t row = 0; row < rows; row++) {
     int64_t place = place_of(row);
-    const float *from = query + token_of(row) * stride + (piece.head * per_kv + row % per_kv) * dim;
+    const float *from = query + token_of(row) * stride + head_of(row) * dim;
     for (int64_t d = 0; d < dim; d += WIDTH) store(&scratch.query[row * dim + d], load(from + d));
     scratch.largest[row] = unit.resumes ? state.largest[place] : -FLT_MAX;
     scratch.total[row] = unit.resumes ? state.total[place] : 0;
@@ -428,7 +434,7 @@ static inline void merge(const Shape &shape, const Merged &merged, Softmax &stat
     const int64_t first = merged.first + head, end = first + merged.parts * merged.step;
     float most = -FLT_MAX, total = 0;
     for (int64_t part = first; part < end; part += merged.step) most = std::max(most, state.largest[part]);
-    // Into the first one's place, which nobody else looks at.
+    // Into the first one's place, which nobody else looks at any more.
     float *sums = &state.out[first * dim];
     for (int64_t part = first; part < end; part += merged.step) {
       const float share = std::exp(state.largest[part] - most), *more = &state.out[part * dim];

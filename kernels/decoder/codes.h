@@ -3,7 +3,8 @@
 // Such a weight is scale * code + offset, with one scale and one offset for SHARED inputs of a column: ggml's Q4_0,
 // Q4_1 and Q8_0. The product needs fewer bits than a float has, so that there is one rounding at most, and whoever
 // computes it gets the same float. Scales, offsets and codes are found from the weights alone, whatever they came in;
-// where one group of a matrix has none that give all of its weights back, the matrix is not kept so.
+// where one group of a matrix has none that give all of its weights back, the matrix is not kept so. Only a zero may
+// change its sign, which no sum that begins with 0 shows.
 #pragma once
 
 #include <algorithm>
@@ -73,7 +74,7 @@ static inline Vec code_of(IntVec codes, int number) {
 // What was computed, or the nearest bfloat16, as the weights were rounded to it.
 // Veltkamp's splitting (Dekker 1971, "A floating-point technique for extending the available precision", section 5) in
 // two operations: right, ties to even too, but for some numbers that use all bits of a float, which no scale and offset
-// of similar size make.
+// of similar size make. A matrix for which it is not right is not kept so.
 template <bool ROUNDED, class X>
 static inline X come_out(X value) {
   if constexpr (!ROUNDED) return value;
@@ -85,14 +86,13 @@ static inline X come_out(X value) {
 // The number-th weights of lanes with these codes.
 template <int BITS, bool ROUNDED>
 static inline Vec weights_of(IntVec codes, int number, Vec scale, Vec offset) {
-  const Vec product = code_of<BITS>(codes, number) * scale;
-  return come_out<ROUNDED>(HAS_OFFSET<BITS> ? product + offset : product);
+  return come_out<ROUNDED>(code_of<BITS>(codes, number) * scale + offset);
 }
 
 // What the columns of a group share.
 template <int BITS>
 struct Common {
-  Vec scale[VECTORS], offset[VECTORS];
+  Vec scale[VECTORS], offset[VECTORS] = {};
 
   explicit Common(const Coded<BITS> &group) {
 #pragma GCC unroll 8
@@ -174,20 +174,19 @@ struct Column {
           [&](Half half) { return take(weights, half, Half{}); });
     }
     // One end of the weights is the offset, and the other one lies some codes away from it, mostly the most there are.
-    auto between = [&, most = 15](float base, float other) {
+    auto between = [&](float base, float other, int code) {
       return any_half(
           base, [&](float half) { return come_out<ROUNDED>(half) == base; },
           [&](Half zero) {
             const float from = widen(zero);
-            for (int code = most; code > 0; code--)
-              if (any_half((other - from) / code,
-                           [&](float half) { return come_out<ROUNDED>(code * half + from) == other; },
-                           [&](Half half) { return take(weights, half, zero); }))
-                return true;
-            return false;
+            return any_half(
+                (other - from) / code, [&](float half) { return come_out<ROUNDED>(code * half + from) == other; },
+                [&](Half half) { return take(weights, half, zero); });
           });
     };
-    return between(*low, *high) || between(*high, *low);
+    for (int code = 15; code > 0; code--)
+      if (between(*low, *high, code) || between(*high, *low, code)) return true;
+    return false;
   }
 
  private:
@@ -195,18 +194,19 @@ struct Column {
     scale = some_scale, offset = some_offset;
     const float size = widen(scale), zero = widen(offset), inverse = size ? 1 / size : 0;
     constexpr float least = HAS_OFFSET<BITS> ? 0 : -128, most = HAS_OFFSET<BITS> ? 15 : 127;
-    bool all = true;
     for (int64_t i = 0; i < SHARED; i += WIDTH) {
       const Vec wanted = load(weights + i);
       // Adding and taking away 1.5 * 2^23 rounds to a whole number.
       Vec code = ((wanted - zero) * inverse + 12582912.0f) - 12582912.0f;
       code = code < least ? Vec{} + least : code;
       code = code > most ? Vec{} + most : code;
-      const Vec value = come_out<ROUNDED>(code * size + zero);
-      all &= !memcmp(&value, &wanted, sizeof(Vec));
       *(IntVec *)(codes + i) = __builtin_convertvector(code, IntVec);
+      // What is no number equals nothing.
+      const IntVec differ = come_out<ROUNDED>(code * size + zero) != wanted;
+      for (int lane = 0; lane < WIDTH; lane++)
+        if (differ[lane]) return false;
     }
-    return all;
+    return true;
   }
 };
 

@@ -74,10 +74,11 @@ int64_t decoder_packed_bytes(int64_t n, int64_t k, Stored stored) {
 int64_t decoder_pack(void *to, const void *from, int64_t n, int64_t k, Stored stored) {
   if (stored == FLOATS) pack((float *)to, (const float *)from, n, k);
   if (stored == HALVES) pack((Bfloat16 *)to, (const Bfloat16 *)from, n, k);
-  if (stored == CODES_4 && !encode<false>((Coded<4> *)to, (const float *)from, n, k)) return 0;
-  if (stored == CODES_8 && !encode<false>((Coded<8> *)to, (const float *)from, n, k)) return 0;
-  if (stored == ROUNDED_4 && !encode<true>((Coded<4> *)to, (const Bfloat16 *)from, n, k)) return 0;
-  if (stored == ROUNDED_8 && !encode<true>((Coded<8> *)to, (const Bfloat16 *)from, n, k)) return 0;
+  bool can = true;
+  with_code(stored, [&]<int BITS, bool ROUNDED>() {
+    can = encode<ROUNDED>((Coded<BITS> *)to, (const std::conditional_t<ROUNDED, Bfloat16, float> *)from, n, k);
+  });
+  if (!can) return 0;
 #if CAN_SQUEEZE
   if (stored == SQUEEZED_2) return squeeze_matrix<2>(to, (const Bfloat16 *)from, n, k);
   if (stored == SQUEEZED_3) return squeeze_matrix<3>(to, (const float *)from, n, k);

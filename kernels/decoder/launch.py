@@ -336,7 +336,7 @@ class Decoder:
             if stored in abi.SQUEEZED and not self._library.decoder_can_squeeze():
                 continue
             size = self._library.decoder_pack(at, same.data_ptr(), *same.shape, stored)
-            plain = same.numel() * same.element_size()
+            plain = self._packed_bytes(same, abi.FLOATS if same.dtype == torch.float32 else abi.HALVES)
             if size and (stored not in abi.SQUEEZED or size < _WORTH_SQUEEZING * plain):
                 break
         self._filled += size

@@ -20,11 +20,20 @@ static inline int bytes_of(Stored stored) {
   return stored == HALVES || stored == SQUEEZED_2 || stored == ROUNDED_4 || stored == ROUNDED_8 ? 2 : 4;
 }
 
+// Calls `use` with how many bits the codes have that weights are computed from, and whether these were rounded.
+template <class Use>
+static inline void with_code(Stored stored, const Use &use) {
+  if (stored == CODES_4) use.template operator()<4, false>();
+  if (stored == CODES_8) use.template operator()<8, false>();
+  if (stored == ROUNDED_4) use.template operator()<4, true>();
+  if (stored == ROUNDED_8) use.template operator()<8, true>();
+}
+
 // Of a tile, or what it takes at most before its head if it is squeezed.
 static inline int64_t tile_bytes(Stored stored, int64_t k) {
-  if (stored == CODES_4 || stored == ROUNDED_4) return k / SHARED * sizeof(Coded<4>);
-  if (stored == CODES_8 || stored == ROUNDED_8) return k / SHARED * sizeof(Coded<8>);
-  return TILE * k * bytes_of(stored);
+  int64_t bytes = TILE * k * bytes_of(stored);
+  with_code(stored, [&]<int BITS, bool ROUNDED>() { bytes = k / SHARED * sizeof(Coded<BITS>); });
+  return bytes;
 }
 
 // bias [n] or null. A tile is the smallest part of the columns that multiplications take at once.
@@ -86,8 +95,7 @@ class Reader<Bfloat16> {
       from += inputs * TILE * 2;
       return (const Bfloat16 *)given;
     }
-    if (stored == ROUNDED_4) from = decode<4, true>(from, inputs, unpacked);
-    if (stored == ROUNDED_8) from = decode<8, true>(from, inputs, unpacked);
+    with_code(stored, [&]<int BITS, bool ROUNDED>() { from = decode<BITS, ROUNDED>(from, inputs, unpacked); });
 #if CAN_SQUEEZE
     if (stored == SQUEEZED_2) from = unpacker.next<2>(inputs * TILE / GROUP, unpacked);
 #endif
@@ -122,10 +130,7 @@ class Reader<float> {
       from += inputs * TILE * 4;
       return (const float *)given;
     }
-    if (stored == CODES_4) from = decode<4, false>(from, inputs, widened);
-    if (stored == CODES_8) from = decode<8, false>(from, inputs, widened);
-    if (stored == ROUNDED_4) from = decode<4, true>(from, inputs, widened);
-    if (stored == ROUNDED_8) from = decode<8, true>(from, inputs, widened);
+    with_code(stored, [&]<int BITS, bool ROUNDED>() { from = decode<BITS, ROUNDED>(from, inputs, widened); });
 #if CAN_SQUEEZE
     const int64_t groups = inputs * TILE / GROUP;
     if (stored == SQUEEZED_3) from = unpacker.next<3>(groups, widened);

@@ -105,7 +105,7 @@ constexpr int CODED_ROWS = 4;
 // out [M][TILE] = a [M][k] times one tile of codes.
 template <int BITS, bool ROUNDED, int M>
 static inline void multiply_coded(const float *a, const char *tile, int64_t k, float *out) {
-  // Whole lines of the cache, as far as a line of codes is.
+  // As many lines of the cache as a line of codes touches.
   constexpr int64_t each_turn = sizeof(Coded<BITS>) * PER_LANE<BITS> / SHARED;
   Ahead<(each_turn + 63) / 64> ahead{tile + WEIGHTS_AHEAD / 2, each_turn};
   Vec sums[M][VECTORS] = {};
@@ -139,14 +139,6 @@ static inline void multiply_coded_rows(int rows, const float *a, const char *til
   if constexpr (M > 1) multiply_coded_rows<BITS, ROUNDED, M - 1>(rows, a, tile, k, out);
 }
 
-static inline void multiply_coded_rows(int rows, const float *a, const Linear &linear, int64_t tile, float *out) {
-  const char *at = linear.at(tile);
-  if (linear.stored == CODES_4) multiply_coded_rows<4, false>(rows, a, at, linear.k, out);
-  if (linear.stored == CODES_8) multiply_coded_rows<8, false>(rows, a, at, linear.k, out);
-  if (linear.stored == ROUNDED_4) multiply_coded_rows<4, true>(rows, a, at, linear.k, out);
-  if (linear.stored == ROUNDED_8) multiply_coded_rows<8, true>(rows, a, at, linear.k, out);
-}
-
 template <bool ADD, int M = ROWS, class T, class W, int LINES = 0>
 static inline void multiply_rows(int rows, const T *a, int64_t stride, const W *b, int64_t k, float *out,
                                  int64_t out_stride, Ahead<LINES> ahead = {}) {
@@ -170,7 +162,9 @@ static inline void multiply_tile(const T *a, int64_t rows, const Linear &linear,
   const int64_t k = linear.k, parts = (rows + ROWS - 1) / ROWS;
   if constexpr (std::is_same_v<T, float>)
     if (is_coded(linear.stored) && rows <= CODED_ROWS) {
-      multiply_coded_rows(rows, a, linear, tile, sums);
+      with_code(linear.stored, [&]<int BITS, bool ROUNDED>() {
+        multiply_coded_rows<BITS, ROUNDED>(rows, a, linear.at(tile), k, sums);
+      });
       return done(0, rows);
     }
   Reader<W> reader(linear, tile);

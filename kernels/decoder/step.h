@@ -107,9 +107,7 @@ class Step {
       most_sums = std::max(most_sums, plans[g].sums);
     }
     sums.resize(most_sums);
-    state.largest.resize(most_softmaxes);
-    state.total.resize(most_softmaxes);
-    state.out.resize(most_softmaxes * shape.head_dim);
+    state.make(most_softmaxes, shape.head_dim);
   }
 
   // What every thread of the team runs.

@@ -67,7 +67,8 @@ struct Plan {
   int64_t softmaxes = 0;  // that units keep: of all tokens [T][Hq], then of parts
 };
 
-// Divides the keys of units for which other threads would wait (Dao et al. 2023, "Flash-Decoding").
+// Divides the keys of units for which other threads would wait (Dao et al. 2023, "Flash-Decoding"). Where a context is
+// divided, and so what is rounded, depends on the threads and on what else is in the step.
 static inline void divide_keys(Plan &plan, const Shape &shape, int threads) {
   // Reading keys takes about as long as multiplying them with as many rows as fit in registers.
   auto cost = [&](const Unit &unit) {
@@ -79,7 +80,8 @@ static inline void divide_keys(Plan &plan, const Shape &shape, int threads) {
   for (const Unit &unit : plan.own) {
     const int64_t keys = unit.end - unit.begin, share = cost(unit) * threads;
     int64_t parts = 1;
-    if (!unit.counted && share * UNITS_PER_THREAD > total)
+    // Not all but equal ones of which there are enough.
+    if (!unit.counted && share * UNITS_PER_THREAD > total + total / 4)
       parts = std::clamp<int64_t>(share * PARTS_PER_THREAD / total, 1, std::max<int64_t>(1, keys / LEAST_KEYS));
     if (parts == 1) {
       divided.push_back(unit);

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType, quants
 from torch import Tensor
 
 from kernels.decoder.launch import Decoder, Weights
@@ -41,22 +42,12 @@ def with_outliers(matrix: Tensor, kind: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def quantized(matrix: Tensor, way: str) -> Tensor:
-    """As ggml's quantization of that name leaves weights: groups of 32 inputs share a scale, and an offset maybe."""
-    groups = matrix.view(len(matrix), -1, 32)
+    """As ggml's quantization of that name leaves weights."""
+    kind = GGMLQuantizationType[way]
+    floats = matrix.float()
     # A group of nothing but 0, and one of one value.
-    groups[0, 0], groups[1, 1] = 0, groups[1, 1, 0].half()
-    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-    furthest = torch.where(-low > high, low, high)
-    if way == "Q8_0":
-        scale, least, most, offset = (furthest.abs() / 127).half(), -127, 127, torch.zeros(())
-    elif way == "Q4_0":
-        scale = (furthest / -8).half()
-        least, most, offset = -8, 7, torch.zeros(())
-    else:
-        scale, least, most, offset = ((high - low) / 15).half(), 0, 15, low.half()
-    wide, start = scale.float(), offset.float()
-    codes = ((groups - start) / torch.where(wide == 0, 1, wide)).round().clamp(least, most)
-    return (codes.float() * wide + start).view(matrix.shape)
+    floats[0, :32], floats[1, 32:64] = 0, floats[1, 32]
+    return torch.from_numpy(quants.dequantize(quants.quantize(floats.numpy(), kind), kind))
 
 
 def world_of(queries: tuple[int, ...], change: Callable[[Tensor], Tensor], dtype: torch.dtype) -> World:
@@ -162,7 +153,7 @@ QUANTIZED = pytest.mark.parametrize(("way", "size"), [("Q4_0", 0.63), ("Q4_1", 0
 def test_what_was_quantized_takes_no_more_than_that(
     library: ctypes.CDLL, queries: tuple[int, ...], dtype: torch.dtype, products: bool, way: str, size: float
 ) -> None:
-    world = world_of(queries, lambda matrix: quantized(matrix.float(), way).to(dtype).to(matrix.dtype), dtype)
+    world = world_of(queries, lambda matrix: quantized(matrix, way).to(dtype).to(matrix.dtype), dtype)
     found, taken = error(library, world, dtype, products)
     assert found < BARS[dtype]
     assert taken < size
@@ -176,6 +167,23 @@ def test_every_bit_of_what_was_quantized_comes_back(
 ) -> None:
     columns = columns_of(library, lambda head: quantized(head, way), tokens, dtype, products)
     assert columns.found.equal(columns.expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 64])
+@KINDS
+@QUANTIZED
+def test_a_weight_that_is_no_number_stays_none_among_quantized_ones(
+    library: ctypes.CDLL, tokens: int, dtype: torch.dtype, products: bool, way: str, size: float
+) -> None:
+    def change(head: Tensor) -> Tensor:
+        head = quantized(head, way)
+        head[40, 5] = torch.nan
+        return head
+
+    columns = columns_of(library, change, tokens, dtype, products)
+    assert columns.found[:, 40].isnan().all()
+    others = torch.arange(70) != 40
+    assert columns.found[:, others].equal(columns.expected[:, others])
 
 
 def test_a_single_weight_that_came_of_something_else_comes_back_too(library: ctypes.CDLL) -> None:
