@@ -65,7 +65,7 @@ def serving(kept: Mapping[str, Any], target: Path) -> bool:
             for case in cases
         ]
     _bars(near, cases, series)
-    near.set_ylabel("% of the machine's limit")
+    near.set_ylabel("% of the limit with weights in this type")
     near.set_title("speed (above the bars: output tokens per second)", fontsize=10, loc="left")
     bottoms = [0.0] * len(runs)
     for number, process in enumerate(kept["runs"][0]["cpu_s"]):
@@ -85,7 +85,7 @@ def serving(kept: Mapping[str, Any], target: Path) -> bool:
 
 
 def peers(kept: Mapping[str, Any], target: Path) -> bool:
-    """Every engine as a share of the machine's limit, a panel for each data type. False without matplotlib."""
+    """Every engine as a share of what the machine allows with weights in the type, a panel for each data type. False without matplotlib."""
     dtypes = list(dict.fromkeys(record["dtype"] for record in kept["runs"]))
     figure = _figure(len(dtypes), f"{kept['machine']['cores']} cores, {kept['machine']['processor']}")
     if figure is None:
@@ -97,7 +97,7 @@ def peers(kept: Mapping[str, Any], target: Path) -> bool:
         for engine in engines:
             series[engine] = [_share(kept["runs"], dtype, case, engine) for case in cases]
         _bars(axes, cases, series)
-        axes.set_ylabel("% of the machine's limit")
+        axes.set_ylabel("% of the limit with weights in this type")
         axes.set_title(f"{dtype} (above the bars: output tokens per second)", fontsize=10, loc="left")
     figure.savefig(target)
     return True
