@@ -85,7 +85,7 @@ def serving(kept: Mapping[str, Any], target: Path) -> bool:
 
 
 def peers(kept: Mapping[str, Any], target: Path) -> bool:
-    """Every engine as a share of what the machine allows with weights in the type, a panel for each data type. False without matplotlib."""
+    """Every engine as a share of the limit, a panel for each data type. False without matplotlib."""
     dtypes = list(dict.fromkeys(record["dtype"] for record in kept["runs"]))
     figure = _figure(len(dtypes), f"{kept['machine']['cores']} cores, {kept['machine']['processor']}")
     if figure is None:
