@@ -1,4 +1,4 @@
-"""Turns tokens into text one by one, whole characters only."""
+"""Turns tokens into text as they come, whole characters only."""
 
 from collections.abc import Sequence as Seq
 
@@ -24,20 +24,24 @@ class Detokenizer:
         # Tokens of the window whose text is sent.
         self._read = len(self._window)
 
-    def push(self, token_id: int) -> str:
-        """The text that a token adds; empty while a character is open."""
-        self._window.append(token_id)
-        return self._advance(final=len(self._window) - self._read > _LONGEST_OPEN)
+    def push(self, token_ids: Seq[int]) -> str:
+        """The text that tokens add, without a character that the last ones leave open."""
+        after = self._decode([*self._window, *token_ids])
+        if len(token_ids) > 1 and after.endswith(_REPLACEMENT):
+            # Only the last ones wait for more, and one by one it shows which.
+            return "".join([self.push([token_id]) for token_id in token_ids])
+        self._window += token_ids
+        return self._advance(after, final=len(self._window) - self._read > _LONGEST_OPEN)
 
     def flush(self) -> str:
         """What is held back: the output ends here."""
-        return self._advance(final=True)
+        return self._advance(self._decode(self._window), final=True)
 
-    def _advance(self, *, final: bool) -> str:
-        before = self._decode(self._window[: self._read])
-        after = self._decode(self._window)
+    def _advance(self, after: str, *, final: bool) -> str:
+        """after: text of the whole window."""
         if not final and after.endswith(_REPLACEMENT):
             return ""
+        before = self._decode(self._window[: self._read])
         # A character that the sent text left open may have closed: then only the common part is sent already.
         text = after.removeprefix(before) if after.startswith(before) else after[_common(before, after) :]
         if text or final:

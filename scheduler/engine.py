@@ -29,7 +29,7 @@ from scheduler.waiting_queue import WaitingQueue
 RETRY_SECONDS = 1.0
 # Every stream gets a message as often as one such time for each stream has passed: with few streams that is for every
 # token, with very many for several at once, or writing would leave no time for anything else.
-MESSAGE_SECONDS = 1e-4
+MESSAGE_SECONDS = 2e-4
 
 
 class Engine:
@@ -154,12 +154,20 @@ class Engine:
         self.steps += report.steps
         self._note(report)
         published = 0
+        # When tokens came that have others behind them now, and how many came then.
+        earlier: Counter[float] = Counter()
         for output in report.outputs:
-            if (generation := self._live.get(output.arrival)) and not generation.finished:
-                self._publish(generation, output, report.at)
-                published += 1
+            generation = self._live.get(output.arrival)
+            if generation is None or generation.finished:
+                continue
+            if generation.first_token_at is not None:
+                earlier[generation.last_token_at] += 1
+            self._publish(generation, output, report.at)
+            published += 1
         # Not what a step computed behind the end of an output.
         self.metrics.output_tokens.inc(published)
+        for at, tokens in earlier.items():
+            self.metrics.inter_token.observe(report.at - at, tokens)
         self._announce()
         if report.only_outputs:
             return
@@ -242,12 +250,10 @@ class Engine:
             generation.fail(error)
 
     def _publish(self, generation: Generation, output: Output, now: float) -> None:
-        previous, first = generation.last_token_at, generation.first_token_at is None
+        first = generation.first_token_at is None
+        if first and not generation.request.sample_index:
+            self.metrics.first_token.observe(now - generation.request.arrived_at)
         generation.feed(output, now)
-        if not first:
-            self.metrics.inter_token.observe(now - previous)
-        elif not generation.request.sample_index:
-            self.metrics.first_token.observe(now - previous)
         if generation.finished and not output.finished:
             # A stop string: the step loop does not know of it.
             self._mailbox.put(Cancel(output.arrival))

@@ -57,6 +57,8 @@ class Generation:
         self.last_token_at = request.arrived_at
         self._detokenizer = Detokenizer(model.tokenizer, request.prompt_ids)
         self._stops = StopStrings(request.stop)
+        # Tokens that are not text yet: without stop strings nobody asks for their text before it is sent.
+        self._untold: list[int] = []
         self._chunk = Chunk()
         self._error: ServiceError | None = None
         self._news = news
@@ -71,10 +73,14 @@ class Generation:
         if output.logprobs is not None:
             chunk.logprobs.append(output.logprobs)
         self.output_tokens += 1
+        if not output.stopped:
+            self._untold.append(output.token_id)
         if output.stopped:
             self._end(pb.FINISH_REASON_STOP)
-        elif not self._push(self._detokenizer.push(output.token_id)) and output.finished:
+        elif output.finished:
             self._end(pb.FINISH_REASON_LENGTH)
+        elif self.request.stop:
+            self._tell()
         self.first_token_at = self.first_token_at or now
         self.last_token_at = now
 
@@ -100,6 +106,7 @@ class Generation:
             raise self._error
         if not self._chunk.token_ids:
             return None
+        self._tell()
         chunk, self._chunk = self._chunk, Chunk()
         return chunk
 
@@ -140,6 +147,14 @@ class Generation:
             report.kept_mass = sum(self._masses) / len(self._masses)
         return report
 
+    def _tell(self) -> bool:
+        """Turns tokens into text; whether a stop string was found, which ends it."""
+        if not self._untold:
+            return False
+        text = self._detokenizer.push(self._untold)
+        self._untold = []
+        return self._push(text)
+
     def _push(self, text: str) -> bool:
         text, stopped = self._stops.push(text)
         self._chunk.text += text
@@ -149,7 +164,7 @@ class Generation:
 
     def _end(self, reason: pb.FinishReason) -> None:
         """The tokens have ended: sends what was held back."""
-        if not self._push(self._detokenizer.flush()):
+        if not self._tell() and not self._push(self._detokenizer.flush()):
             self._chunk.text += self._stops.flush()
             self._finish(reason)
 

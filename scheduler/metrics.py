@@ -1,9 +1,15 @@
 """Numbers about steps and requests, for Prometheus and for benchmarks."""
 
+from bisect import bisect_left
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics_core import HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 _STEP_BUCKETS = (1e-5, 3e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1, 5)
 _LATENCY_BUCKETS = (1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
@@ -49,6 +55,27 @@ class StepTimes:
         self._idle.observe(timing.executor_idle)
 
 
+class Gaps(Collector):
+    """A histogram that counts a value any number of times at once: most tokens of a step have waited equally long."""
+
+    def __init__(self, name: str, text: str, registry: CollectorRegistry) -> None:
+        self._name, self._text = name, text
+        self._counts = [0] * (len(_LATENCY_BUCKETS) + 1)
+        self._sum = 0.0
+        registry.register(self)
+
+    def observe(self, seconds: float, times: int) -> None:
+        """Counts a value."""
+        self._counts[bisect_left(_LATENCY_BUCKETS, seconds)] += times
+        self._sum += seconds * times
+
+    def collect(self) -> Iterator[Metric]:
+        """The histogram."""
+        bounds = map(floatToGoString, (*_LATENCY_BUCKETS, float("inf")))
+        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
+        yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
+
+
 class RequestMetrics:
     """Counts and latencies of requests. Written on the asyncio loop only."""
 
@@ -87,7 +114,7 @@ class RequestMetrics:
 
         self.queue = latency("queue", "Arrival of a request to its first step.")
         self.first_token = latency("time_to_first_token", "Arrival of a request to its first token.")
-        self.inter_token = latency("inter_token", "Between the tokens of a sample.")
+        self.inter_token = Gaps(f"{prefix}_inter_token_seconds", "Between the tokens of a sample.", registry)
         self.request = latency("request", "Arrival of a request to its last token, or to where it was cut off.")
         self.requests = Counter(
             f"{prefix}_requests", "Requests that ended, by how they did.", ["finish_reason"], registry=registry

@@ -13,6 +13,8 @@ class StopStrings:
 
     def push(self, text: str) -> tuple[str, bool]:
         """Text that may be sent, and whether a stop string was found behind it."""
+        if not self._stops:
+            return text, False
         text = self._held + text
         found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:

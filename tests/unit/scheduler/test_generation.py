@@ -6,6 +6,7 @@ import random
 import pytest
 
 from protos.generation.v1 import generation_pb2 as pb
+from scheduler import engine
 from tests.support.generation import Output, generate, greedy_request
 from tests.unit.scheduler.conftest import Stack, StackFactory
 from tests.unit.scheduler.fake_executor import FakeExecutor
@@ -99,6 +100,43 @@ async def test_a_follower_whose_writer_is_cancelled_computes_the_prefix_itself(r
         writer.cancel()
         stack.executor.gate.set()
         assert (await follower).token_ids == stack.executor.expected(prompt, 3)
+
+
+async def test_very_many_streams_get_several_tokens_in_a_message(
+    run_stack: StackFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "MESSAGE_SECONDS", 0.05)
+    messages: list[list[list[int]]] = [[] for _ in range(5)]
+
+    async def read(stack: Stack, at: int) -> None:
+        call = stack.stub.StreamGenerate(request(prompt_of(9, seed=at), 60), timeout=30)
+        messages[at] = [list(answer.token_ids) async for answer in call]
+
+    async with run_stack() as stack:
+        await asyncio.gather(*[read(stack, at) for at in range(5)])
+        for at, parts in enumerate(messages):
+            whole = [token for part in parts for token in part]
+            assert whole == stack.executor.expected(prompt_of(9, seed=at), 60)
+            assert 2 <= len(parts) < 60
+
+
+async def test_tokens_that_wait_for_others_come_also_when_no_step_follows(
+    run_stack: StackFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "MESSAGE_SECONDS", 0.2)
+    async with run_stack() as stack:
+        call = stack.stub.StreamGenerate(request(prompt_of(9), 390), timeout=30)
+        received = len((await call.read()).token_ids)
+        while stack.metric("output_tokens_total") < received + 10:
+            await asyncio.sleep(0.001)
+        stack.executor.gate.clear()
+        await asyncio.sleep(0.05)
+        computed = stack.metric("output_tokens_total")
+        assert received < computed < 390
+        while received < computed:
+            received += len((await call.read()).token_ids)
+        stack.executor.gate.set()
+        call.cancel()
 
 
 async def waiting(stack: Stack, count: int) -> None:

@@ -25,14 +25,16 @@ def _byte_alphabet() -> dict[int, str]:
     return {byte: chr(byte) for byte in kept} | {byte: chr(256 + i) for i, byte in enumerate(others)}
 
 
-@given(st.lists(st.tuples(TEXT, st.booleans()), max_size=6), TEXT)
-def test_the_pieces_are_the_whole_text_however_it_is_split(parts: list[tuple[str, bool]], prompt: str) -> None:
+@given(st.lists(st.tuples(TEXT, st.booleans()), max_size=6), TEXT, st.integers(1, 20))
+def test_the_pieces_are_the_whole_text_however_it_is_split(
+    parts: list[tuple[str, bool]], prompt: str, at_once: int
+) -> None:
     tokenizer = byte_level_tokenizer()
     token_ids = [
         token for text, merged in parts for token in (tokenizer.encode(text).ids if merged else byte_tokens(text))
     ]
     detokenizer = Detokenizer(tokenizer, byte_tokens(prompt))
-    pieces = [detokenizer.push(token) for token in token_ids]
+    pieces = [detokenizer.push(token_ids[at : at + at_once]) for at in range(0, len(token_ids), at_once)]
     pieces.append(detokenizer.flush())
     assert "".join(pieces) == "".join(text for text, _ in parts)
 
@@ -42,39 +44,48 @@ def test_a_character_split_between_prompt_and_output_is_completed(text: str, at:
     token_ids = byte_tokens(text)
     at = min(at, len(token_ids))
     detokenizer = Detokenizer(byte_level_tokenizer(), token_ids[:at])
-    out = "".join([detokenizer.push(token) for token in token_ids[at:]]) + detokenizer.flush()
+    out = "".join([detokenizer.push([token]) for token in token_ids[at:]]) + detokenizer.flush()
     assert text.endswith(out)
     assert len(out) >= len(text.encode()[at:].decode(errors="ignore"))
 
 
-@given(st.lists(st.integers(1, 319), max_size=80))
-def test_no_piece_ends_within_a_character_unless_it_never_ends(token_ids: list[int]) -> None:
+@given(st.lists(st.integers(1, 319), max_size=16), st.integers(1, 16))
+def test_no_piece_ends_within_a_character_unless_it_never_ends(token_ids: list[int], at_once: int) -> None:
     detokenizer = Detokenizer(byte_level_tokenizer(), [])
-    pieces = [detokenizer.push(token) for token in token_ids[:16]]
+    pieces = [detokenizer.push(token_ids[at : at + at_once]) for at in range(0, len(token_ids), at_once)]
     assert not any(piece.endswith("\N{REPLACEMENT CHARACTER}") for piece in pieces)
 
 
 def test_output_that_never_becomes_a_character_is_sent_in_the_end() -> None:
     broken = byte_tokens("é")[0]
     detokenizer = Detokenizer(byte_level_tokenizer(), [])
-    pieces = [detokenizer.push(broken) for _ in range(100)]
+    pieces = [detokenizer.push([broken]) for _ in range(100)]
     assert "".join(pieces) + detokenizer.flush() == "\N{REPLACEMENT CHARACTER}" * 100
     assert len("".join(pieces)) > 80
+
+
+def test_a_character_that_is_open_holds_back_nothing_before_it() -> None:
+    detokenizer = Detokenizer(byte_level_tokenizer(), [])
+    whole = byte_tokens("many words é")
+    assert detokenizer.push(whole[:-1]) == "many words "
+    assert detokenizer.push(whole[-1:]) == "é"
 
 
 def test_the_space_in_front_of_a_words_first_token_is_kept() -> None:
     tokenizer = space_prefix_tokenizer()
     the, cat, sat = (tokenizer.token_to_id(word) for word in ("▁the", "▁cat", "▁sat"))
     detokenizer = Detokenizer(tokenizer, [the])
-    assert [detokenizer.push(cat), detokenizer.push(sat)] == [" cat", " sat"]
+    assert [detokenizer.push([cat]), detokenizer.push([sat])] == [" cat", " sat"]
     first = Detokenizer(tokenizer, [])
-    assert [first.push(the), first.push(cat)] == ["the", " cat"]
+    assert [first.push([the]), first.push([cat])] == ["the", " cat"]
+    together = Detokenizer(tokenizer, [])
+    assert [together.push([the, cat]), together.push([sat])] == ["the cat", " sat"]
 
 
 def test_byte_fallback_tokens_become_one_character() -> None:
     tokenizer = space_prefix_tokenizer()
     detokenizer = Detokenizer(tokenizer, [tokenizer.token_to_id("▁the")])
-    pieces = [detokenizer.push(tokenizer.token_to_id(f"<0x{byte:02X}>")) for byte in "日".encode()]
+    pieces = [detokenizer.push([tokenizer.token_to_id(f"<0x{byte:02X}>")]) for byte in "日".encode()]
     assert pieces == ["", "", "日"]
 
 
