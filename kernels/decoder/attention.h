@@ -8,11 +8,14 @@
 
 #include <cfloat>
 
-#include "kept.h"
+#include "columns.h"
 
 // With fewer rows it is cheaper to read keys where they are than to lay them out for a multiplication.
 template <class T>
 constexpr int FEW_ROWS = sizeof(T) == 4 ? 12 : 8;
+
+// Parts of that many rows that have a row in each lane.
+constexpr int LANE_PARTS = (FEW_ROWS<float> + ROWS - 1) / ROWS;
 
 // Running softmaxes that units keep: largest logit, sum, and the weighted values in `out` [softmaxes][D].
 struct Softmax {
@@ -28,7 +31,7 @@ struct Softmax {
 template <class T>
 struct Scratch {
   Lines<T> query, keys, values, weights;
-  Lines<float> logits, largest, total, out;
+  Lines<float> logits, largest, total, out, lanes;
   Kept kept;
   explicit Scratch(const Shape &shape) {
     int64_t rows = std::max<int64_t>(UNIT_ROWS, shape.per_kv()), dim = shape.head_dim;
@@ -36,7 +39,8 @@ struct Scratch {
     out.resize(rows * dim);
     keys.resize(KEYS * dim);
     values.resize(KEYS * dim);
-    logits.resize(ROWS * KEYS);
+    lanes.resize(LANE_PARTS * WIDTH * dim);
+    logits.resize(WIDTH * KEYS);
     weights.resize(ROWS * KEYS);
     largest.resize(rows);
     total.resize(rows);
@@ -321,6 +325,17 @@ static void attend(const Shape &shape, const Group &group, const Plan &plan, con
     else
       memset(&scratch.out[row * dim], 0, dim * 4);
   }
+  const bool in_lanes = std::is_same_v<T, float> && rows > TOGETHER && rows <= FEW_ROWS<T>;
+  auto each_part = [&](const auto &use) {
+    const int64_t parts = (rows + ROWS - 1) / ROWS;
+    for (int64_t part = 0; part < parts; part++)
+      use(part * rows / parts, (part + 1) * rows / parts - part * rows / parts, &scratch.lanes[part * WIDTH * dim]);
+  };
+  if constexpr (std::is_same_v<T, float>)
+    if (in_lanes)
+      each_part([&](int64_t row, int64_t some, float *lanes) {
+        into_lanes(&scratch.query[row * dim], some, dim, lanes);
+      });
   // Few rows are all kept: their weights are computed there, and need not be copied.
   const int64_t counted = unit.counted * per_kv, first_kept = counted && rows <= FEW_ROWS<T> ? 0 : rows - counted;
   if (counted) scratch.kept.begin(unit.end, rows - first_kept);
@@ -375,6 +390,38 @@ static void attend(const Shape &shape, const Group &group, const Plan &plan, con
       }
       return std::pair(least, most);
     };
+    if (in_lanes) {
+      each_part([&](int64_t row, int64_t some, const float *lanes) {
+        float *logits = scratch.logits.data();
+        dots_in_lanes(lanes, keys, keys_ahead, dim, (float *)scratch.keys.data(), logits);
+        int64_t least = count, most = 0;
+        for (int64_t i = 0; i < some; i++) {
+          auto [from, to] = visible(row + i);
+          least = std::min(least, from);
+          most = std::max(most, to);
+          for (int64_t k = 0; k < from; k++) logits[k * WIDTH + i] = -INFINITY;
+          for (int64_t k = to; k < KEYS; k++) logits[k * WIDTH + i] = -INFINITY;
+        }
+        Lanes largest(&scratch.largest[row], some), total(&scratch.total[row], some), keep;
+        keep.all = weigh_in_lanes(logits, largest.all, total.all);
+        largest.give(&scratch.largest[row], some);
+        total.give(&scratch.total[row], some);
+        if (counted) {
+          std::copy_n(largest.each, some, scratch.kept.largest(begin, row));
+          for (int64_t k = 0; k < KEYS; k += WIDTH) {
+            Vec columns[WIDTH];
+            for (int i = 0; i < WIDTH; i++) columns[i] = load(logits + (k + i) * WIDTH);
+            transpose(columns);
+            for (int64_t i = 0; i < some; i++) store(scratch.kept.weights(begin, row + i) + k, columns[i]);
+          }
+        }
+        in_groups<ROWS>(some, [&](auto group_size) {
+          constexpr int R = decltype(group_size)::value;
+          add_in_lanes<R>(logits, keep.each, values, values_ahead, least, most, dim, &scratch.out[row * dim]);
+        });
+      });
+      continue;
+    }
     if (rows <= FEW_ROWS<T>) {
       for (int64_t row = 0; row < rows; row += TOGETHER)
         in_groups(std::min<int64_t>(TOGETHER, rows - row), [&](auto group_size) {

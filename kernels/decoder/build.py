@@ -13,7 +13,20 @@ import sys
 import tempfile
 from pathlib import Path
 
-HEADERS = ("vector", "team", "codes", "squeezed", "linear", "matmul", "units", "kept", "attention", "pooled", "step")
+HEADERS = (
+    "vector",
+    "team",
+    "codes",
+    "squeezed",
+    "linear",
+    "matmul",
+    "units",
+    "kept",
+    "columns",
+    "attention",
+    "pooled",
+    "step",
+)
 SOURCES = (*(f"{name}.h" for name in HEADERS), "decoder.cpp")
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-shared", "-pthread")
