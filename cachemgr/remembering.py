@@ -80,7 +80,8 @@ class ManagerMemory(ManagerViews):
     def _pin_record(self, hold: Hold) -> PinRecord:
         ((owner, end),) = hold.owners.items()
         blocks = tuple((pool.spec.group, block.key) for pool, block in hold.blocks)
-        return PinRecord(hold.name, owner, max(0.0, end - self._leases.now), blocks)
+        # Below 0 until it is noticed that the time is over: its end is what it was.
+        return PinRecord(hold.name, owner, end - self._leases.now, blocks)
 
     def _tell(self, entry: RetentionRule | Quota | PoolShare) -> None:
         """The journal hears of an entry that has changed or is gone."""

@@ -107,6 +107,15 @@ async def test_a_redis_that_comes_back_with_an_older_state_gets_what_it_lacks(ma
             assert sorted(server.hkeys(RULES)) == [b"later", b"r"]
 
 
+async def test_a_pin_whose_time_is_over_and_that_is_still_there_is_no_difference(managers: Managers) -> None:
+    async with managers.run() as client:
+        await furnish(client)
+        await agreed(client)
+        managers.now += 101
+        await client.admit("more", [7] * 9)
+        await agreed(client)
+
+
 async def test_every_difference_is_found(managers: Managers) -> None:
     async with managers.run() as client:
         await furnish(client)
