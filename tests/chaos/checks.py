@@ -24,7 +24,9 @@ async def until_settled(manager: Manager) -> str:
     while time.monotonic() < deadline:
         try:
             live = await manager.sequences()
-            used = {pool.pool_id: pool.used_blocks for pool in await manager.pools() if pool.used_blocks}
+            pools = [(pool.pool_id, [pool, *pool.lower_tiers]) for pool in await manager.pools()]
+            # In lower tiers, too: a copy holds what it reads and writes.
+            used = {pool_id: count for pool_id, tiers in pools if (count := sum(tier.used_blocks for tier in tiers))}
         except grpc.aio.AioRpcError as error:
             left = f"the cache manager does not answer: {error.code().name}"
         else:
