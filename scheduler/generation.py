@@ -73,14 +73,14 @@ class Generation:
         if output.logprobs is not None:
             chunk.logprobs.append(output.logprobs)
         self.output_tokens += 1
-        if not output.stopped:
-            self._untold.append(output.token_id)
         if output.stopped:
             self._end(pb.FINISH_REASON_STOP)
-        elif output.finished:
-            self._end(pb.FINISH_REASON_LENGTH)
-        elif self.request.stop:
-            self._tell()
+        else:
+            self._untold.append(output.token_id)
+            if output.finished:
+                self._end(pb.FINISH_REASON_LENGTH)
+            elif self.request.stop:
+                self._tell()
         self.first_token_at = self.first_token_at or now
         self.last_token_at = now
 

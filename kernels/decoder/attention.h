@@ -268,11 +268,11 @@ static inline void dots(const T *query, const C *const *keys, const C *const *ah
 }
 
 // PARTS vectors, from `d` on, of what add_values computes.
-template <int R, int PARTS, class C>
+template <int R, int ROW_STEP, int KEY_STEP, int PARTS, class C>
 static inline void add_part(const float *weights, const C *const *values, const C *const *ahead, Turn turn,
                             int64_t from, int64_t to, int64_t dim, int64_t d, float *out) {
   Vec sums[R][PARTS];
-#pragma GCC unroll 4
+#pragma GCC unroll 16
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
     for (int v = 0; v < PARTS; v++) sums[r][v] = load(out + r * dim + d + v * WIDTH);
@@ -281,30 +281,36 @@ static inline void add_part(const float *weights, const C *const *values, const 
 #pragma GCC unroll 4
     for (int v = 0; v < PARTS; v++) some[v] = load(values[i] + d + v * WIDTH);
     if (turn.has(i)) fetch(ahead[i] + d, PARTS * WIDTH);
-#pragma GCC unroll 4
+#pragma GCC unroll 16
     for (int r = 0; r < R; r++) {
-      const float weight = weights[r * KEYS + i];
+      const float weight = weights[r * ROW_STEP + i * KEY_STEP];
 #pragma GCC unroll 4
       for (int v = 0; v < PARTS; v++) sums[r][v] += weight * some[v];
     }
   }
-#pragma GCC unroll 4
+#pragma GCC unroll 16
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
     for (int v = 0; v < PARTS; v++) store(out + r * dim + d + v * WIDTH, sums[r][v]);
 }
 
-// out [R][dim] += weights [R][KEYS] times the values at [from, to); `ahead` [KEYS] are fetched meanwhile.
-template <int R, class C>
+// out [R][dim] += weights times the values at [from, to); `ahead` [KEYS] are fetched meanwhile. Weights of a row lie
+// KEY_STEP apart, those of a key ROW_STEP.
+template <int R, int ROW_STEP, int KEY_STEP, class C>
 static inline void add_values(const float *weights, const C *const *values, const C *const *ahead, Turn turn,
                               int64_t from, int64_t to, int64_t dim, float *out) {
   int64_t d = 0;
-  for (; d + 4 * WIDTH <= dim; d += 4 * WIDTH) add_part<R, 4>(weights, values, ahead, turn, from, to, dim, d, out);
-  for (; d < dim; d += 2 * WIDTH) add_part<R, 2>(weights, values, ahead, turn, from, to, dim, d, out);
+  auto add = [&]<int PARTS>() {
+    add_part<R, ROW_STEP, KEY_STEP, PARTS>(weights, values, ahead, turn, from, to, dim, d, out);
+  };
+  // As many sums as fit in registers.
+  if constexpr (R <= TOGETHER)
+    for (; d + 4 * WIDTH <= dim; d += 4 * WIDTH) add.template operator()<4>();
+  for (; d < dim; d += 2 * WIDTH) add.template operator()<2>();
 }
 
-// One piece. query [T][heads..] with `stride` floats per token, already scaled; slot_numbers [T]; out [T][Hq][D]; `sums`
-// of what the unit counts. The keys of `next`, if there is one, are fetched at the end.
+// One piece. query [T][heads..] with `stride` floats per token, already scaled; slot_numbers [T]; out [T][Hq][D];
+// `sums` of what the unit counts. The keys of `next`, if there is one, are fetched at the end.
 template <class T, class C>
 static void attend(const Shape &shape, const Group &group, const Plan &plan, const Piece &piece, const Piece *next,
                    const int64_t *slot_numbers, const float *query, int64_t stride, const C *k_cache, const C *v_cache,
@@ -329,12 +335,12 @@ static void attend(const Shape &shape, const Group &group, const Plan &plan, con
   auto each_part = [&](const auto &use) {
     const int64_t parts = (rows + ROWS - 1) / ROWS;
     for (int64_t part = 0; part < parts; part++)
-      use(part * rows / parts, (part + 1) * rows / parts - part * rows / parts, &scratch.lanes[part * WIDTH * dim]);
+      use(part * rows / parts, (part + 1) * rows / parts - part * rows / parts, part);
   };
   if constexpr (std::is_same_v<T, float>)
     if (in_lanes)
-      each_part([&](int64_t row, int64_t some, float *lanes) {
-        into_lanes(&scratch.query[row * dim], some, dim, lanes);
+      each_part([&](int64_t row, int64_t some, int64_t part) {
+        into_lanes(&scratch.query[row * dim], some, dim, &scratch.lanes[part * WIDTH * dim]);
       });
   // Few rows are all kept: their weights are computed there, and need not be copied.
   const int64_t counted = unit.counted * per_kv, first_kept = counted && rows <= FEW_ROWS<T> ? 0 : rows - counted;
@@ -391,7 +397,8 @@ static void attend(const Shape &shape, const Group &group, const Plan &plan, con
       return std::pair(least, most);
     };
     if (in_lanes) {
-      each_part([&](int64_t row, int64_t some, const float *lanes) {
+      each_part([&](int64_t row, int64_t some, int64_t part) {
+        const float *lanes = &scratch.lanes[part * WIDTH * dim];
         float *logits = scratch.logits.data();
         dots_in_lanes(lanes, keys, keys_ahead, dim, (float *)scratch.keys.data(), logits);
         int64_t least = count, most = 0;
@@ -406,6 +413,11 @@ static void attend(const Shape &shape, const Group &group, const Plan &plan, con
         keep.all = weigh_in_lanes(logits, largest.all, total.all);
         largest.give(&scratch.largest[row], some);
         total.give(&scratch.total[row], some);
+        for (int64_t i = 0; i < some; i++)
+          for (int64_t d = 0; keep.each[i] != 1 && d < dim; d += WIDTH) {
+            float *sums_before = &scratch.out[(row + i) * dim + d];
+            store(sums_before, load(sums_before) * keep.each[i]);
+          }
         if (counted) {
           std::copy_n(largest.each, some, scratch.kept.largest(begin, row));
           for (int64_t k = 0; k < KEYS; k += WIDTH) {
@@ -417,7 +429,7 @@ static void attend(const Shape &shape, const Group &group, const Plan &plan, con
         }
         in_groups<ROWS>(some, [&](auto group_size) {
           constexpr int R = decltype(group_size)::value;
-          add_in_lanes<R>(logits, keep.each, values, values_ahead, least, most, dim, &scratch.out[row * dim]);
+          add_values<R, 1, WIDTH>(logits, values, values_ahead, {0, 1}, least, most, dim, &scratch.out[row * dim]);
         });
       });
       continue;
@@ -431,15 +443,13 @@ static void attend(const Shape &shape, const Group &group, const Plan &plan, con
           dots<R>(&scratch.query[row * dim], keys, keys_ahead, turn, count, dim, weights);
           auto [least, most] = weigh_rows(row, R, weights, weights);
           if (counted) std::copy_n(&scratch.largest[row], R, scratch.kept.largest(begin, row));
-          add_values<R>(weights, values, values_ahead, turn, least, most, dim, &scratch.out[row * dim]);
+          add_values<R, KEYS, 1>(weights, values, values_ahead, turn, least, most, dim, &scratch.out[row * dim]);
         });
       continue;
     }
     lay_out_keys(keys, keys_ahead, count, dim, scratch.keys.data());
     lay_out_values(values, values_ahead, count, dim, scratch.values.data());
-    const int64_t parts = (rows + ROWS - 1) / ROWS;
-    for (int64_t part = 0; part < parts; part++) {
-      int64_t row = part * rows / parts, some = (part + 1) * rows / parts - row;
+    each_part([&](int64_t row, int64_t some, int64_t) {
       for (int64_t tile = 0; tile < KEYS / TILE; tile++)
         multiply_rows<false>(some, &scratch.query[row * dim], dim, &scratch.keys[tile * TILE * dim], dim,
                                    &scratch.logits[tile * TILE], KEYS);
@@ -454,7 +464,7 @@ static void attend(const Shape &shape, const Group &group, const Plan &plan, con
       for (int64_t tile = 0; tile < dim / TILE; tile++)
         multiply_rows<true>(some, scratch.weights.data(), KEYS, &scratch.values[tile * TILE * KEYS], KEYS,
                                   &scratch.out[row * dim + tile * TILE], dim);
-    }
+    });
   }
   if (counted)
     scratch.kept.sum(unit.end, counted, &scratch.largest[rows - counted], &scratch.total[rows - counted], sums);

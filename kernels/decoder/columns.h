@@ -101,33 +101,3 @@ static inline Vec weigh_in_lanes(float *logits, Vec &largest, Vec &total) {
   total = total * keep + (sums[0] + sums[1] + (sums[2] + sums[3]));
   return keep;
 }
-
-// out [R][dim] = out times `keep` [R] + weights [KEYS][WIDTH] times the values at [from, to); `ahead` [KEYS] are
-// fetched meanwhile.
-template <int R, class C>
-static inline void add_in_lanes(const float *weights, const float *keep, const C *const *values, const C *const *ahead,
-                                int64_t from, int64_t to, int64_t dim, float *out) {
-  for (int64_t d = 0; d < dim; d += TILE) {
-    Vec sums[R][VECTORS];
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
-      for (int v = 0; v < VECTORS; v++) sums[r][v] = load(out + r * dim + d + v * WIDTH) * keep[r];
-    for (int64_t i = from; i < to; i++) {
-      Vec some[VECTORS];
-#pragma GCC unroll 2
-      for (int v = 0; v < VECTORS; v++) some[v] = load(values[i] + d + v * WIDTH);
-      for (int64_t l = 0; l < TILE; l += 64 / int64_t(sizeof(C))) __builtin_prefetch(ahead[i] + d + l, 0, 2);
-#pragma GCC unroll 16
-      for (int r = 0; r < R; r++) {
-        const float weight = weights[i * WIDTH + r];
-#pragma GCC unroll 2
-        for (int v = 0; v < VECTORS; v++) sums[r][v] += weight * some[v];
-      }
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
-      for (int v = 0; v < VECTORS; v++) store(out + r * dim + d + v * WIDTH, sums[r][v]);
-  }
-}
