@@ -159,7 +159,8 @@ async def run(
         },
     }
     if wiring.stack.modules["executor"] == STUB:
-        result |= describe(wiring.new_records())
+        records = wiring.new_records()
+        result |= {"sampled": sum(record.sampled for record in records)} | describe(records)
     return result
 
 
