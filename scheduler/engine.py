@@ -19,17 +19,15 @@ from scheduler.errors import (
     TenantBusyError,
 )
 from scheduler.generation import Generation, Stream
-from scheduler.mailbox import Cancel, Mailbox, Output, Report
+from scheduler.mailbox import Cancel, Detail, Mailbox, Report
 from scheduler.metrics import RequestMetrics
 from scheduler.request import Candidate, Request
 from scheduler.running import MAX_FAILURES
 from scheduler.tokenizer import Model
+from scheduler.turns import Turns
 from scheduler.waiting_queue import WaitingQueue
 
 RETRY_SECONDS = 1.0
-# Every stream gets a message as often as one such time for each stream has passed: with few streams that is for every
-# token, with very many for several at once, or writing would leave no time for anything else.
-MESSAGE_SECONDS = 2e-4
 
 
 class Engine:
@@ -67,10 +65,7 @@ class Engine:
         self.draining = False
         self._idle = asyncio.Event()
         self._idle.set()
-        # Who has tokens that are not announced, when all were told last, and what will tell them.
-        self._unannounced: set[Generation] = set()
-        self._announced_at = 0.0
-        self._timer: asyncio.TimerHandle | None = None
+        self._turns = Turns()
 
     def attach(self, cache: CacheClient) -> None:
         """Names the cache client, which is built around this object."""
@@ -137,6 +132,7 @@ class Engine:
         self._check_id(*name)
         stream = Stream(samples, self.model)
         self._live.update((generation.request.arrival, generation) for generation in stream.generations)
+        self._turns.join(stream.generations)
         self._request_ids.add(name)
         self._idle.clear()
         self._queue.push(Candidate(first, first.prompt_ids))
@@ -153,22 +149,8 @@ class Engine:
         assert self._cache is not None
         self.steps += report.steps
         self._note(report)
-        published = 0
-        # When tokens came that have others behind them now, and how many came then.
-        earlier: Counter[float] = Counter()
-        for output in report.outputs:
-            generation = self._live.get(output.arrival)
-            if generation is None or generation.finished:
-                continue
-            if generation.first_token_at is not None:
-                earlier[generation.last_token_at] += 1
-            self._publish(generation, output, report.at)
-            published += 1
-        # Not what a step computed behind the end of an output.
-        self.metrics.output_tokens.inc(published)
-        for at, tokens in earlier.items():
-            self.metrics.inter_token.observe(report.at - at, tokens)
-        self._announce()
+        if report.outputs:
+            self._take_outputs(report)
         if report.only_outputs:
             return
         for candidate in report.again:
@@ -182,6 +164,27 @@ class Engine:
                 generation.fail(StepLoopError("the step loop ended with an error of its own; the log says which"))
         self._cache.receive(report)
         self._touch()
+
+    def _take_outputs(self, report: Report) -> None:
+        published = 0
+        # When tokens came that have others behind them now, and how many came then.
+        earlier: Counter[float] = Counter()
+        for arrival, token_id, detail in report.outputs:
+            generation = self._live.get(arrival)
+            if generation is None or generation.finished:
+                continue
+            if generation.first_token_at is not None:
+                earlier[generation.last_token_at] += 1
+            if detail is None and not generation.stops:
+                generation.feed(token_id, report.at)
+            else:
+                self._publish(generation, token_id, detail, report.at)
+            published += 1
+        # Not what a step computed behind the end of an output.
+        self.metrics.output_tokens.inc(published)
+        for at, tokens in earlier.items():
+            self.metrics.inter_token.observe(report.at - at, tokens)
+        self._turns.take()
 
     def _note(self, report: Report) -> None:
         """What is only counted and told at the end."""
@@ -249,46 +252,27 @@ class Engine:
         if generation := self._live.get(candidate.request.arrival):
             generation.fail(error)
 
-    def _publish(self, generation: Generation, output: Output, now: float) -> None:
+    def _publish(self, generation: Generation, token_id: int, detail: Detail | None, now: float) -> None:
+        """A token of which there is more to say."""
         first = generation.first_token_at is None
         if first and not generation.request.sample_index:
             self.metrics.first_token.observe(now - generation.request.arrived_at)
-        generation.feed(output, now)
-        if generation.finished and not output.finished:
+        generation.feed(token_id, now, detail)
+        if generation.finished and not (detail and detail.finished):
             # A stop string: the step loop does not know of it.
-            self._mailbox.put(Cancel(output.arrival))
+            self._mailbox.put(Cancel(generation.request.arrival))
         if first or generation.finished:
             generation.announce()
-        else:
-            self._unannounced.add(generation)
         # A token says that the prompt is computed.
         # One that evicts has blocks of its own, and scores that nobody else can know.
-        parent = 0 if generation.policy else output.sequence
+        parent = detail.sequence if detail and not generation.policy else 0
         for request in generation.followers:
             self._queue.push(Candidate(request, request.prompt_ids, parent=parent))
         generation.followers = ()
 
-    def _announce(self) -> None:
-        """Announces what is not announced, or sees to it that it will be."""
-        if not self._unannounced or self._timer is not None:
-            return
-        loop = asyncio.get_running_loop()
-        left = self._announced_at + MESSAGE_SECONDS * len(self._live) - loop.time()
-        if left > 0:
-            self._timer = loop.call_later(left, self._announce_all)
-        else:
-            self._announce_all()
-
-    def _announce_all(self) -> None:
-        self._timer = None
-        self._announced_at = asyncio.get_running_loop().time()
-        for generation in self._unannounced:
-            generation.announce()
-        self._unannounced.clear()
-
     def _drop(self, samples: Seq[Request]) -> None:
         for request in samples:
-            del self._live[request.arrival]
+            self._turns.leave(self._live.pop(request.arrival))
             if not self._queue.remove(request.arrival):
                 self._mailbox.put(Cancel(request.arrival))
         if not self._live:

@@ -9,7 +9,7 @@ from protos.generation.v1 import generation_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2
 from protos.rpc.errors import ServiceError
 from scheduler.detokenizer import Detokenizer
-from scheduler.mailbox import Output
+from scheduler.mailbox import Detail
 from scheduler.request import Request
 from scheduler.stop_strings import StopStrings
 from scheduler.tokenizer import Model
@@ -33,10 +33,11 @@ class Generation:
         self.request = request
         # Samples that share the prompt once this one has computed it.
         self.followers: Seq[Request] = ()
+        # Whether the output ends with certain strings, so that every token has to become text at once.
+        self.stops = bool(request.stop)
         self.finished = False
         # Unspecified also when it failed.
         self.finish_reason = pb.FINISH_REASON_UNSPECIFIED
-        self.output_tokens = 0
         self.preemptions = 0
         # As of the attempt that began first.
         self.cached_tokens = 0
@@ -57,32 +58,44 @@ class Generation:
         self.last_token_at = request.arrived_at
         self._detokenizer = Detokenizer(model.tokenizer, request.prompt_ids)
         self._stops = StopStrings(request.stop)
-        # Tokens that are not text yet: without stop strings nobody asks for their text before it is sent.
+        # Tokens that are text, or end it, and those that are not yet: without stop strings nobody asks for their text
+        # before it is sent.
+        self._told = 0
         self._untold: list[int] = []
         self._chunk = Chunk()
         self._error: ServiceError | None = None
         self._news = news
 
-    def feed(self, output: Output, now: float) -> None:
+    @property
+    def output_tokens(self) -> int:
+        """Tokens of the output so far."""
+        return self._told + len(self._untold)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there are tokens to take."""
+        return bool(self._untold or self._chunk.token_ids)
+
+    def feed(self, token_id: int, now: float, detail: Detail | None = None) -> None:
         """Takes a new token; `announce` tells the caller's side of it.
 
         Afterwards `finished` says whether the output has ended, here or by a stop string.
         """
-        chunk = self._chunk
-        chunk.token_ids.append(output.token_id)
-        if output.logprobs is not None:
-            chunk.logprobs.append(output.logprobs)
-        self.output_tokens += 1
-        if output.stopped:
-            self._end(pb.FINISH_REASON_STOP)
-        else:
-            self._untold.append(output.token_id)
-            if output.finished:
-                self._end(pb.FINISH_REASON_LENGTH)
-            elif self.request.stop:
-                self._tell()
-        self.first_token_at = self.first_token_at or now
+        self._untold.append(token_id)
         self.last_token_at = now
+        if detail is not None:
+            self._take_detail(detail, now)
+        elif self.stops:
+            self._tell()
+
+    def _take_detail(self, detail: Detail, now: float) -> None:
+        self.first_token_at = self.first_token_at or now
+        if detail.logprobs is not None:
+            self._chunk.logprobs.append(detail.logprobs)
+        if detail.finished:
+            self._end(stopped=detail.stopped)
+        elif self.stops:
+            self._tell()
 
     def evict(self, tokens: int, mass: float) -> None:
         """Notes an eviction. mass: share of the scores that stayed, negative without scores."""
@@ -104,7 +117,7 @@ class Generation:
         """New output, if there is any; the last chunk has `finish` set. Raises the error that `fail` was given."""
         if self._error is not None:
             raise self._error
-        if not self._chunk.token_ids:
+        if not self.has_news:
             return None
         self._tell()
         chunk, self._chunk = self._chunk, Chunk()
@@ -147,13 +160,13 @@ class Generation:
             report.kept_mass = sum(self._masses) / len(self._masses)
         return report
 
-    def _tell(self) -> bool:
-        """Turns tokens into text; whether a stop string was found, which ends it."""
-        if not self._untold:
-            return False
-        text = self._detokenizer.push(self._untold)
-        self._untold = []
-        return self._push(text)
+    def _tell(self, *, stopped: bool = False) -> bool:
+        """Turns tokens into text, but the last one if it `stopped` the output; whether a stop string ends it."""
+        token_ids, self._untold = self._untold, []
+        self._chunk.token_ids += token_ids
+        self._told += len(token_ids)
+        text_ids = token_ids[:-1] if stopped else token_ids
+        return self._push(self._detokenizer.push(text_ids)) if text_ids else False
 
     def _push(self, text: str) -> bool:
         text, stopped = self._stops.push(text)
@@ -162,11 +175,11 @@ class Generation:
             self._finish(pb.FINISH_REASON_STOP)
         return stopped
 
-    def _end(self, reason: pb.FinishReason) -> None:
-        """The tokens have ended: sends what was held back."""
-        if not self._tell() and not self._push(self._detokenizer.flush()):
+    def _end(self, *, stopped: bool) -> None:
+        """The tokens have ended, by a stop id or by their number: sends what was held back."""
+        if not self._tell(stopped=stopped) and not self._push(self._detokenizer.flush()):
             self._chunk.text += self._stops.flush()
-            self._finish(reason)
+            self._finish(pb.FINISH_REASON_STOP if stopped else pb.FINISH_REASON_LENGTH)
 
     def _finish(self, reason: pb.FinishReason) -> None:
         self._chunk.finish = self.finish_reason = reason

@@ -3,7 +3,6 @@
 import queue
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from protos.execution.v1 import execution_pb2
 from scheduler.request import Candidate
@@ -86,17 +85,20 @@ class Mailbox:
         return [first, *self.take()]
 
 
-class Output(NamedTuple):
-    """A new token of one request."""
+@dataclass(frozen=True, slots=True)
+class Detail:
+    """What there is to say of a new token beside its id: of an attempt's first and last ones, and of logprobs."""
 
-    arrival: int
     # Handle of its sequence.
     sequence: int
-    token_id: int
     # Whether the token is a stop id.
     stopped: bool = False
     finished: bool = False
     logprobs: execution_pb2.TokenLogprobs | None = None
+
+
+# A new token: its request, its id, and what most tokens lack. Plain, for there are very many.
+Output = tuple[int, int, Detail | None]
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from protos.execution.v1 import execution_pb2
 from scheduler.copies import Copies
 from scheduler.errors import ExecutorLostError
-from scheduler.mailbox import Output, Report, SyncAnswer
+from scheduler.mailbox import Detail, Report, SyncAnswer
 from scheduler.pace import Pace
 from scheduler.planner import Plan, choose_victim, plan_step, trimmable
 from scheduler.sequence import Exit, Sequence
@@ -203,15 +203,19 @@ class RunningSet:
         if result.step != flight.step or set(result.sequences) != waiting.keys():
             raise ExecutorLostError(f"step {flight.step} was answered with other sequences than it sampled")
         logprobs = {one.index: one for one in result.logprobs}
+        outputs = self.report.outputs
         columns = zip(result.sequences, result.token_ids, result.stopped, strict=True)
         for index, (handle, token_id, stopped) in enumerate(columns):
             sequence = waiting[handle]
             sequence.token_ids.append(token_id)
             finished = stopped or len(sequence.token_ids) >= sequence.limit
+            first = sequence.streams_since > now
             if sequence.exit is not Exit.CANCELLED:
-                arrival = sequence.request.arrival
-                self.report.outputs.append(Output(arrival, handle, token_id, stopped, finished, logprobs.get(index)))
-            if sequence.streams_since > now:
+                one = logprobs.get(index)
+                tells = first or finished or one is not None
+                detail = Detail(handle, stopped, finished, one) if tells else None
+                outputs.append((sequence.request.arrival, token_id, detail))
+            if first:
                 sequence.streams_since = now
                 # Its prompt can be shared from now on.
                 self._pressing = True

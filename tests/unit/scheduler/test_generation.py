@@ -6,7 +6,7 @@ import random
 import pytest
 
 from protos.generation.v1 import generation_pb2 as pb
-from scheduler import engine
+from scheduler import turns
 from tests.support.generation import Output, generate, greedy_request
 from tests.unit.scheduler.conftest import Stack, StackFactory
 from tests.unit.scheduler.fake_executor import FakeExecutor
@@ -105,7 +105,7 @@ async def test_a_follower_whose_writer_is_cancelled_computes_the_prefix_itself(r
 async def test_very_many_streams_get_several_tokens_in_a_message(
     run_stack: StackFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "MESSAGE_SECONDS", 0.05)
+    monkeypatch.setattr(turns, "MESSAGE_SECONDS", 0.05)
     messages: list[list[list[int]]] = [[] for _ in range(5)]
 
     async def read(stack: Stack, at: int) -> None:
@@ -123,7 +123,7 @@ async def test_very_many_streams_get_several_tokens_in_a_message(
 async def test_tokens_that_wait_for_others_come_also_when_no_step_follows(
     run_stack: StackFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "MESSAGE_SECONDS", 0.2)
+    monkeypatch.setattr(turns, "MESSAGE_SECONDS", 0.2)
     async with run_stack() as stack:
         call = stack.stub.StreamGenerate(request(prompt_of(9), 390), timeout=30)
         received = len((await call.read()).token_ids)

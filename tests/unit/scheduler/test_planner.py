@@ -207,4 +207,4 @@ def test_nobody_starts_on_blocks_that_a_victim_of_the_same_step_would_have_fille
     answer(running, second)
     answer(running, third)
     assert reader.exit is Exit.RESTARTED
-    assert reader.handle not in {output.sequence for output in running.report.outputs}
+    assert reader.request.arrival not in {arrival for arrival, _, _ in running.report.outputs}

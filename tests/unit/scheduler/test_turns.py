@@ -1,0 +1,92 @@
+"""When streams hear of their tokens."""
+
+import asyncio
+
+import pytest
+
+from protos.execution.v1 import execution_pb2
+from scheduler import turns
+from scheduler.generation import Stream
+from scheduler.request import Request
+from scheduler.tokenizer import Model
+from scheduler.turns import Turns
+from tests.unit.scheduler.text import byte_level_tokenizer
+
+LETTER = 5
+
+
+@pytest.fixture
+def model() -> Model:
+    described = execution_pb2.GetModelResponse(tokenizer_json=byte_level_tokenizer().to_str().encode())
+    return Model(described, execution_pb2.GetExecutorResponse(block_size=16))
+
+
+def streams(model: Model, count: int) -> list[Stream]:
+    requests = [Request(f"r{i}", (1, 2), 100, execution_pb2.SamplingParams(), i, 0.0) for i in range(count)]
+    return [Stream([request], model) for request in requests]
+
+
+def feed(taking: list[Stream], now: float) -> None:
+    for stream in taking:
+        stream.generations[0].feed(LETTER, now)
+
+
+async def told(taking: list[Stream]) -> list[int]:
+    """Which streams have been told; takes their tokens."""
+    result = []
+    for index, stream in enumerate(taking):
+        try:
+            async with asyncio.timeout(0):
+                await stream.next()
+        except TimeoutError:
+            continue
+        result.append(index)
+    return result
+
+
+async def test_many_streams_are_told_a_few_at_a_time_and_all_in_turn(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "MESSAGE_SECONDS", 0.02)
+    order, taking = Turns(), streams(model, 6)
+    for stream in taking:
+        order.join(stream.generations)
+    heard: list[list[int]] = []
+    feed(taking, 0.0)
+    order.take()
+    assert await told(taking) == list(range(6)), "after a long silence there is time for everybody"
+    for step in range(1, 8):
+        await asyncio.sleep(0.045)
+        feed(taking, float(step))
+        order.take()
+        heard.append(await told(taking))
+        assert len(heard[-1]) >= 2
+    assert any(len(now) < 6 for now in heard)
+    # Everybody's turn comes again when all others have had theirs.
+    in_turn = [index for now in heard for index in now]
+    assert in_turn == [place % 6 for place in range(len(in_turn))]
+
+
+async def test_those_who_have_left_take_no_turn(model: Model) -> None:
+    order, taking = Turns(), streams(model, 3)
+    for stream in taking:
+        order.join(stream.generations)
+    order.leave(taking[1].generations[0])
+    feed(taking, 0.0)
+    order.take()
+    assert await told(taking) == [0, 2]
+
+
+async def test_who_waits_for_a_turn_is_told_also_when_no_tokens_follow(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "MESSAGE_SECONDS", 0.02)
+    order, taking = Turns(), streams(model, 4)
+    for stream in taking:
+        order.join(stream.generations)
+    order.take()
+    feed(taking, 0.0)
+    order.take()
+    assert await told(taking) == []
+    async with asyncio.timeout(10):
+        await asyncio.gather(*[stream.next() for stream in taking])
