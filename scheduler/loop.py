@@ -1,4 +1,4 @@
-"""The step loop: plans step n+1 while the executor runs step n, and waits for nobody else."""
+"""The step loop: plans the next steps while the executor runs one, and waits for nobody else."""
 
 import contextlib
 import time
@@ -19,7 +19,6 @@ from scheduler.running import RunningSet
 from scheduler.step_message import Flight, build_step
 from scheduler.tiers import Speed
 
-MAX_IN_FLIGHT = 2
 RECONNECT_SECONDS = 0.2
 LONGEST_PAUSE_SECONDS = 5.0
 
@@ -84,8 +83,10 @@ class StepLoop:
         self._read(self._mailbox.take())
         if self._running.copies.onboarding:
             self._running.restart_late(time.monotonic())
-        sent = self._send()
-        if len(self._in_flight) == MAX_IN_FLIGHT or (self._in_flight and not sent):
+        ahead = self._pace.steps_ahead
+        # There are too many once they have become longer.
+        sent = len(self._in_flight) <= ahead and self._send()
+        if len(self._in_flight) > ahead or (self._in_flight and not sent):
             self._receive()
         elif not sent and not self._stopping:
             self._wait()

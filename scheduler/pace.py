@@ -1,5 +1,6 @@
 """How many prompt tokens a step may compute beside sequences that decode. Pure: no clock, told what steps took."""
 
+import math
 from collections import deque
 from statistics import median
 
@@ -14,6 +15,9 @@ LONGEST_STEP, LEAST_CHUNK = 0.3, 32
 # Steps with prompts after which one without is due: what decoding alone takes changes with who decodes, and nothing
 # but such a step shows it.
 REFRESH_STEPS = 32
+# Steps that wait at the executor while it runs one shall keep it busy for so long, in seconds, whatever delays the next
+# one; at most so many, as each computes one more token for nothing behind every stop.
+AHEAD_SECONDS, MOST_AHEAD = 0.01, 3
 # A median over these many steps: a single slow one, as another process causes it, moves nothing.
 _KEPT_DECODING, _KEPT_PROMPTS = 3, 5
 # Prompt tokens of a step that say what a prompt takes as a whole: with few of them the rest of the step counts as much.
@@ -42,6 +46,12 @@ class Pace:
     def prompt_token_seconds(self) -> float | None:
         """What a token of a long prompt takes; None while that is not known."""
         return (median(self._bulk) or None) if self._bulk else None
+
+    @property
+    def steps_ahead(self) -> int:
+        """Steps to send before the one that runs is answered."""
+        alone = median(self._alone) if self._alone else 0.0
+        return min(MOST_AHEAD, max(1, math.ceil(AHEAD_SECONDS / alone))) if alone > 0 else 1
 
     @property
     def has_target(self) -> bool:

@@ -46,7 +46,7 @@ async def test_a_session_runs_steps_in_order(stack: Stack) -> None:
         assert (first.step, list(first.sequences), first.num_tokens) == (1, [1], len(PROMPT))
         assert first.logprobs[0].top_token_ids[0] == first.token_ids[0]
         assert first.compute_time.ToTimedelta().total_seconds() > 0
-        # Two in flight, as the scheduler keeps them.
+        # Several in flight, as the scheduler keeps them.
         await stream.send()
         await stream.send(removed_sequences=[1])
         second, third = (await stream.read()).result, (await stream.read()).result

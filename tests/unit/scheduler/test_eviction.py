@@ -14,6 +14,7 @@ from scheduler.request import Candidate, Request
 from scheduler.running import RunningSet
 from scheduler.sequence import Sequence
 from scheduler.step_message import Flight, build_step
+from tests.unit.scheduler.test_planner import depths
 
 BLOCK = 4
 LAYOUT = Layout(BLOCK, (None,), plain_rotary=True)
@@ -87,9 +88,18 @@ class Executor:
     stays=st.booleans(),
     ahead=st.integers(0, 12),
     before=st.integers(0, 40),
+    depth=depths,
 )
 def test_an_executor_that_follows_the_policy_finds_room_for_all_that_is_planned(
-    fields: dict[str, Any], prompt: int, output: int, budget: int, delay: int, stays: bool, ahead: int, before: int
+    fields: dict[str, Any],
+    prompt: int,
+    output: int,
+    budget: int,
+    delay: int,
+    stays: bool,
+    ahead: int,
+    before: int,
+    depth: int,
 ) -> None:
     chosen = policy(fields)
     request = Request("r", tuple(range(prompt)), output, pb.SamplingParams(), 1, 0.0)
@@ -121,7 +131,7 @@ def test_an_executor_that_follows_the_policy_finds_room_for_all_that_is_planned(
             assert executor.kept == sequence.planned - sequence.evicted
             moves += len(message.evicting_sequences)
             flights.append((flight, result))
-        if len(flights) == 2 or (flights and not plan.compute):
+        if len(flights) == depth or (flights and not plan.compute):
             flight, result = flights.pop(0)
             samples = [item.handle for item, _, sampled in flight.compute if sampled and not item.stopped]
             result.sequences.extend(samples)

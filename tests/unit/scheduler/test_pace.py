@@ -8,12 +8,21 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from scheduler.mailbox import Report
-from scheduler.pace import DEFAULT_SHARE, LEAST_CHUNK, LONGEST_STEP, MIN_TOKENS, REFRESH_STEPS, Pace
+from scheduler.pace import (
+    AHEAD_SECONDS,
+    DEFAULT_SHARE,
+    LEAST_CHUNK,
+    LONGEST_STEP,
+    MIN_TOKENS,
+    MOST_AHEAD,
+    REFRESH_STEPS,
+    Pace,
+)
 from scheduler.planner import plan_step
 from scheduler.running import RunningSet
 from scheduler.sequence import Sequence
 from scheduler.step_message import Flight, build_step
-from tests.unit.scheduler.test_planner import answer, sequence
+from tests.unit.scheduler.test_planner import answer, depths, sequence
 
 BUDGET = 512
 
@@ -96,9 +105,10 @@ def test_whatever_it_is_told_a_prompt_is_held_up_for_a_few_steps_only(
     st.lists(st.tuples(st.integers(1, 60), st.integers(1, 30)), min_size=1, max_size=12),
     st.sampled_from([0.0, 0.01, 5.0]),
     st.integers(1, 64),
+    depths,
 )
 def test_everybody_ends_within_the_budget_however_long_the_steps_take(
-    told: list[float], requests: list[tuple[int, int]], target: float, budget: int
+    told: list[float], requests: list[tuple[int, int]], target: float, budget: int, depth: int
 ) -> None:
     running, pace, seconds = RunningSet(), Pace(target), itertools.cycle(told)
     waiting = [
@@ -119,13 +129,27 @@ def test_everybody_ends_within_the_budget_however_long_the_steps_take(
             running.removed = []
         number += 1
         assert in_flight or waiting
-        if in_flight and (len(in_flight) == 2 or not plan.compute):
+        if in_flight and (len(in_flight) == depth or not plan.compute):
             flight = in_flight.pop(0)
             answer(running, flight)
             pace.observe(len(flight.decoding), flight.prompt_tokens, next(seconds))
         released += running.take_report().released
         assert number <= 3 * total + 6 * work + REFRESH_STEPS
     assert len(released) == total
+
+
+@given(st.lists(st.floats(1e-4, 1), min_size=1, max_size=20))
+def test_steps_that_wait_at_the_executor_fill_a_time_or_are_as_many_as_may_be(told: list[float]) -> None:
+    pace = Pace()
+    assert pace.steps_ahead == 1
+    pace.observe(0, 100, 1e-3)
+    assert pace.steps_ahead == 1, "a prompt's step does not say what decoding takes"
+    for seconds in told:
+        pace.observe(4, 0, seconds)
+    usual = median(told[-3:])
+    assert 1 <= pace.steps_ahead <= MOST_AHEAD
+    assert pace.steps_ahead == MOST_AHEAD or pace.steps_ahead * usual >= AHEAD_SECONDS
+    assert pace.steps_ahead == 1 or (pace.steps_ahead - 1) * usual < AHEAD_SECONDS
 
 
 @given(machines, st.integers(0, 64), st.floats(0.7, 1.4))

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from protos.execution.v1 import execution_pb2 as pb
 from scheduler.mailbox import SyncAnswer
+from scheduler.pace import MOST_AHEAD
 from scheduler.planner import choose_victim, plan_step, trimmable
 from scheduler.request import Candidate, Request
 from scheduler.running import RunningSet
@@ -82,8 +83,12 @@ def traffic(draw: st.DrawFn) -> list[Sequence]:
     return sequences
 
 
-@given(traffic(), st.integers(1, 64))
-def test_everybody_ends_and_no_step_exceeds_its_budget(sequences: list[Sequence], budget: int) -> None:
+# Steps that are sent before the first of them is answered.
+depths = st.integers(2, 1 + MOST_AHEAD)
+
+
+@given(traffic(), st.integers(1, 64), depths)
+def test_everybody_ends_and_no_step_exceeds_its_budget(sequences: list[Sequence], budget: int, depth: int) -> None:
     running = admitted(*sequences)
     in_flight: list[Flight] = []
     number = 0
@@ -96,7 +101,7 @@ def test_everybody_ends_and_no_step_exceeds_its_budget(sequences: list[Sequence]
             in_flight.append(build_step(number, plan, running.removed)[1])
             running.removed = []
         assert in_flight, "nothing to run though sequences are live"
-        if len(in_flight) == 2 or not plan.compute:
+        if len(in_flight) == depth or not plan.compute:
             answer(running, in_flight.pop(0))
         for item in running.ranked:
             assert item.computed <= item.planned <= item.capacity

@@ -9,11 +9,11 @@ from scheduler.mailbox import Report
 from scheduler.running import GATHER_STEPS
 from scheduler.sequence import Sequence
 from scheduler.step_message import Flight, build_step
-from tests.unit.scheduler.test_planner import BLOCK, admitted, answer, sequence, traffic
+from tests.unit.scheduler.test_planner import BLOCK, admitted, answer, depths, sequence, traffic
 
 
-@given(traffic(), st.integers(1, 64))
-def test_everything_is_told_once(sequences: list[Sequence], budget: int) -> None:
+@given(traffic(), st.integers(1, 64), depths)
+def test_everything_is_told_once(sequences: list[Sequence], budget: int, depth: int) -> None:
     running = admitted(*sequences)
     in_flight: list[Flight] = []
     number = 0
@@ -24,7 +24,7 @@ def test_everything_is_told_once(sequences: list[Sequence], budget: int) -> None
         if plan.compute:
             number += 1
             in_flight.append(build_step(number, plan, [])[1])
-        if len(in_flight) == 2 or not plan.compute:
+        if len(in_flight) == depth or not plan.compute:
             answer(running, in_flight.pop(0))
         report = running.take_report(everything=False)
         for handle, progress in report.progress.items():
