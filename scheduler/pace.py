@@ -17,7 +17,7 @@ LONGEST_STEP, LEAST_CHUNK = 0.3, 32
 REFRESH_STEPS = 32
 # Steps that wait at the executor while it runs one shall keep it busy for so long, in seconds, whatever delays the next
 # one; at most so many, as each computes one more token for nothing behind every stop.
-AHEAD_SECONDS, MOST_AHEAD = 0.01, 3
+AHEAD_SECONDS, MOST_AHEAD = 0.015, 3
 # A median over these many steps: a single slow one, as another process causes it, moves nothing.
 _KEPT_DECODING, _KEPT_PROMPTS = 3, 5
 # Prompt tokens of a step that say what a prompt takes as a whole: with few of them the rest of the step counts as much.

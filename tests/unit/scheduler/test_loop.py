@@ -78,7 +78,7 @@ class Counted:
 
 def test_more_steps_are_sent_ahead_where_they_are_short() -> None:
     mailbox = Mailbox()
-    executor = Counted(mailbox, [0.001] * 10 + [0.02] * 10 + [0.005] * 10)
+    executor = Counted(mailbox, [0.001] * 10 + [0.02] * 10 + [0.01] * 10)
     reports: list[Report] = []
     times = StepTimes(CollectorRegistry())
     StepLoop(executor, mailbox, reports.append, times, max_batched_tokens=64, pace=Pace()).run()  # type: ignore[arg-type]
