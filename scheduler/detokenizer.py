@@ -5,7 +5,7 @@ from collections.abc import Sequence as Seq
 from tokenizers import Tokenizer
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# Tokens before the newest ones that are decoded with them, so that a first one's leading space comes out right.
+# Prompt tokens decoded with the output, so that a first token's leading space comes out right.
 _CONTEXT = 5
 # A character has at most four bytes, so text that is still open after so many tokens is not going to close.
 _LONGEST_OPEN = 16
@@ -45,7 +45,7 @@ class Detokenizer:
         # A character that the sent text left open may have closed: then only the common part is sent already.
         text = after.removeprefix(before) if after.startswith(before) else after[_common(before, after) :]
         if text or final:
-            self._window = self._window[self._read :][-_CONTEXT:]
+            self._window = self._window[self._read :]
             self._read = len(self._window)
         return text
 

@@ -132,7 +132,6 @@ class Engine:
         self._check_id(*name)
         stream = Stream(samples, self.model)
         self._live.update((generation.request.arrival, generation) for generation in stream.generations)
-        self._turns.join(stream.generations)
         self._request_ids.add(name)
         self._idle.clear()
         self._queue.push(Candidate(first, first.prompt_ids))
@@ -258,6 +257,9 @@ class Engine:
         if first and not generation.request.sample_index:
             self.metrics.first_token.observe(now - generation.request.arrived_at)
         generation.feed(token_id, now, detail)
+        if first:
+            # Who waits has no tokens to be told of, and must not make others wait for their turns.
+            self._turns.join(generation)
         if generation.finished and not (detail and detail.finished):
             # A stop string: the step loop does not know of it.
             self._mailbox.put(Cancel(generation.request.arrival))
@@ -272,7 +274,9 @@ class Engine:
 
     def _drop(self, samples: Seq[Request]) -> None:
         for request in samples:
-            self._turns.leave(self._live.pop(request.arrival))
+            generation = self._live.pop(request.arrival)
+            if generation.first_token_at is not None:
+                self._turns.leave(generation)
             if not self._queue.remove(request.arrival):
                 self._mailbox.put(Cancel(request.arrival))
         if not self._live:

@@ -79,18 +79,25 @@ class StepLoop:
         self._executor.close()
 
     def step(self) -> None:
-        """One turn: take mail, plan and send a step, take the answer to the one before, tell everybody."""
+        """One turn: take mail, plan and send a step, take the oldest answer, tell everybody."""
         self._read(self._mailbox.take())
         if self._running.copies.onboarding:
             self._running.restart_late(time.monotonic())
-        ahead = self._pace.steps_ahead
-        # There are too many once they have become longer.
+        ahead = self._ahead()
+        # There may be more in flight, from when that was more.
         sent = len(self._in_flight) <= ahead and self._send()
         if len(self._in_flight) > ahead or (self._in_flight and not sent):
             self._receive()
         elif not sent and not self._stopping:
             self._wait()
         self._tell()
+
+    def _ahead(self) -> int:
+        """Steps to send before the one that runs is answered."""
+        # Those with prompts take far longer, and who has no room gets what it computes next: it must not be far behind.
+        if self._running.stalled or any(flight.prompt_tokens for flight in self._in_flight):
+            return 1
+        return self._pace.steps_ahead
 
     def _send(self) -> bool:
         """Plans the next step and sends it; False when there is nothing to compute, to copy, to wait for or to end."""
@@ -133,7 +140,9 @@ class StepLoop:
         flight = self._in_flight.popleft()
         copied = bool(self._running.copies.waiting) and len(result.copied_tickets) > 0
         self._running.commit(flight, result, time.monotonic())
-        self._pace.observe(len(flight.decoding), flight.prompt_tokens, result.compute_time.ToNanoseconds() / 1e9)
+        # Behind a stop there may be nothing to compute, which says nothing of what decoding takes.
+        if result.num_tokens:
+            self._pace.observe(len(flight.decoding), flight.prompt_tokens, result.compute_time.ToNanoseconds() / 1e9)
         if copied:
             self._running.report.speed = _speed(result, self._pace)
         self._times.add(self._timing)

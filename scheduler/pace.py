@@ -1,4 +1,7 @@
-"""How many prompt tokens a step may compute beside sequences that decode. Pure: no clock, told what steps took."""
+"""How many prompt tokens a step may compute beside sequences that decode, and how many steps to send ahead.
+
+Pure: no clock, told what steps took.
+"""
 
 import math
 from collections import deque
@@ -16,7 +19,7 @@ LONGEST_STEP, LEAST_CHUNK = 0.3, 32
 # but such a step shows it.
 REFRESH_STEPS = 32
 # Steps that wait at the executor while it runs one shall keep it busy for so long, in seconds, whatever delays the next
-# one; at most so many, as each computes one more token for nothing behind every stop.
+# one; at most so many, as who comes or leaves waits for them.
 AHEAD_SECONDS, MOST_AHEAD = 0.015, 3
 # A median over these many steps: a single slow one, as another process causes it, moves nothing.
 _KEPT_DECODING, _KEPT_PROMPTS = 3, 5
@@ -49,9 +52,9 @@ class Pace:
 
     @property
     def steps_ahead(self) -> int:
-        """Steps to send before the one that runs is answered."""
+        """How many steps that only decode to send before the one that runs is answered."""
         alone = median(self._alone) if self._alone else 0.0
-        return min(MOST_AHEAD, max(1, math.ceil(AHEAD_SECONDS / alone))) if alone > 0 else 1
+        return min(MOST_AHEAD, math.ceil(AHEAD_SECONDS / alone)) if alone > 0 else 1
 
     @property
     def has_target(self) -> bool:

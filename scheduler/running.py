@@ -34,6 +34,8 @@ class RunningSet:
         # Copies that the next step brings to the executor, and those that sequences wait for.
         self.copies = Copies()
         self.blocks_short = 0
+        # Whether a sequence had no room in the last plan.
+        self.stalled = False
         self._by_handle: dict[int, Sequence] = {}
         self._by_arrival: dict[int, Sequence] = {}
         # Those that have a policy.
@@ -156,6 +158,7 @@ class RunningSet:
             # The victim must not compute, nor anybody start on blocks that it was about to fill.
             plan = plan_step(self._ranked, budget, pace, most_prompts)
         self._pressing |= plan.tight
+        self.stalled = bool(plan.stalled)
         return plan
 
     def _relieve(self, plan: Plan) -> bool:
@@ -254,7 +257,9 @@ class RunningSet:
 
     def _commit_evictions(self, flight: Flight, result: execution_pb2.StepResult) -> None:
         for moved, computed in flight.moved:
-            self.report.moved[moved.handle] = computed
+            # One that has stopped before stays where it was: it computes nothing more.
+            if not moved.stopped:
+                self.report.moved[moved.handle] = computed
         columns = zip(result.evicted_sequences, result.evicted_tokens, result.kept_masses, strict=True)
         for handle, tokens, mass in columns:
             sequence = self._evicting.get(handle)

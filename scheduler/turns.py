@@ -2,7 +2,6 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence as Seq
 
 from scheduler.generation import Generation
 
@@ -20,9 +19,9 @@ class Turns:
         self._taken_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    def join(self, generations: Seq[Generation]) -> None:
-        """They take turns from now on."""
-        self._order.extend(generations)
+    def join(self, generation: Generation) -> None:
+        """It takes turns from now on."""
+        self._order.append(generation)
 
     def leave(self, generation: Generation) -> None:
         """It takes no turn any more."""
@@ -34,7 +33,6 @@ class Turns:
         now = loop.time()
         due = int((now - self._taken_at) / MESSAGE_SECONDS)
         if due:
-            self._taken_at = now
             self._tell(due)
         if self._timer is not None:
             self._timer.cancel()
@@ -44,6 +42,7 @@ class Turns:
             self._timer = loop.call_later(left * MESSAGE_SECONDS, self._tell, left)
 
     def _tell(self, count: int) -> None:
+        self._taken_at = asyncio.get_running_loop().time()
         for _ in range(min(count, len(self._order))):
             generation = self._order[0]
             self._order.rotate(-1)

@@ -228,3 +228,41 @@ def test_a_sequence_that_waits_for_blocks_of_its_own_sits_out_and_says_so() -> N
     report = running.take_report()
     assert report.moved == {HANDLE: 20}
     assert report.evicted == [(1, 9, -1)]
+
+
+@given(st.sampled_from(POLICIES), st.integers(1, 20), depths)
+def test_who_stops_before_its_first_eviction_has_not_moved(fields: dict[str, Any], stop_at: int, depth: int) -> None:
+    chosen = policy(fields)
+    request = Request("r", tuple(range(5)), 40, pb.SamplingParams(), 1, 0.0)
+    sequence = Sequence(
+        Candidate(request, request.prompt_ids),
+        HANDLE,
+        cached_tokens=0,
+        tables=[list(range(1, 20))],
+        block_size=BLOCK,
+        eviction=Eviction(chosen, 5),
+    )
+    running = RunningSet()
+    running.admit(sequence)
+    flights: list[Flight] = []
+    sampled = number = 0
+    while len(running):
+        plan = running.plan(100)
+        if plan.compute:
+            number += 1
+            flights.append(build_step(number, plan, running.removed, evicting=running.evicts)[1])
+            running.removed = []
+        if flights and (len(flights) == depth or not plan.compute):
+            flight = flights.pop(0)
+            result = pb.StepResult(step=flight.step)
+            if not sequence.stopped:
+                sampled += 1
+                result.sequences.append(HANDLE)
+                result.token_ids.append(1)
+                result.stopped.append(sampled == stop_at)
+            running.commit(flight, result)
+        report = running.take_report()
+        assert report.moved.get(HANDLE, 0) <= sequence.computed
+        own = [(HANDLE, list(range(501, 520)))] if report.evicting else []
+        running.apply(SyncAnswer((), (), 0, (), (), list(report.moved), own))
+    assert sampled == stop_at

@@ -120,6 +120,23 @@ async def test_very_many_streams_get_several_tokens_in_a_message(
             assert 2 <= len(parts) < 60
 
 
+async def test_who_waits_for_blocks_does_not_make_others_wait_for_their_turns(
+    run_stack: StackFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "MESSAGE_SECONDS", 0.02)
+    async with run_stack(max_running=1) as stack:
+        stack.executor.step_seconds = 0.005
+        call = stack.stub.StreamGenerate(request(prompt_of(9), 100), timeout=30)
+        parts = [list((await call.read()).token_ids)]
+        others = [stack.stub.StreamGenerate(request(prompt_of(9, seed=seed), 3), timeout=30) for seed in range(40)]
+        await waiting(stack, len(others))
+        while sum(map(len, parts)) < 100:
+            parts.append(list((await call.read()).token_ids))
+        assert len(parts) > 5
+        for other in others:
+            other.cancel()
+
+
 async def test_tokens_that_wait_for_others_come_also_when_no_step_follows(
     run_stack: StackFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,7 +68,9 @@ class Counted:
         self.had.append(len(self._sent))
         if len(self.had) == len(self._seconds):
             self._mailbox.put(Stop())
-        result = pb.StepResult(step=self._sent.popleft().step, sequences=[1], token_ids=[7], stopped=[False])
+        result = pb.StepResult(
+            step=self._sent.popleft().step, sequences=[1], token_ids=[7], stopped=[False], num_tokens=1
+        )
         result.compute_time.FromNanoseconds(int(self._seconds[min(len(self.had), len(self._seconds)) - 1] * 1e9))
         return result
 

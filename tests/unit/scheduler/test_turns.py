@@ -50,7 +50,7 @@ async def test_many_streams_are_told_a_few_at_a_time_and_all_in_turn(
     monkeypatch.setattr(turns, "MESSAGE_SECONDS", 0.02)
     order, taking = Turns(), streams(model, 6)
     for stream in taking:
-        order.join(stream.generations)
+        order.join(stream.generations[0])
     heard: list[list[int]] = []
     feed(taking, 0.0)
     order.take()
@@ -70,7 +70,7 @@ async def test_many_streams_are_told_a_few_at_a_time_and_all_in_turn(
 async def test_those_who_have_left_take_no_turn(model: Model) -> None:
     order, taking = Turns(), streams(model, 3)
     for stream in taking:
-        order.join(stream.generations)
+        order.join(stream.generations[0])
     order.leave(taking[1].generations[0])
     feed(taking, 0.0)
     order.take()
@@ -83,7 +83,7 @@ async def test_who_waits_for_a_turn_is_told_also_when_no_tokens_follow(
     monkeypatch.setattr(turns, "MESSAGE_SECONDS", 0.02)
     order, taking = Turns(), streams(model, 4)
     for stream in taking:
-        order.join(stream.generations)
+        order.join(stream.generations[0])
     order.take()
     feed(taking, 0.0)
     order.take()
