@@ -5,7 +5,7 @@ from collections.abc import Sequence as Seq
 from tokenizers import Tokenizer
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# Prompt tokens decoded with the output, so that a first token's leading space comes out right.
+# Tokens before the newest ones that are decoded with them, so that a first one's leading space comes out right.
 _CONTEXT = 5
 # A character has at most four bytes, so text that is still open after so many tokens is not going to close.
 _LONGEST_OPEN = 16
@@ -21,8 +21,9 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Seq[int]) -> None:
         self._tokenizer = tokenizer
         self._window = list(prompt_ids[-_CONTEXT:])
-        # Tokens of the window whose text is sent.
+        # Tokens of the window whose text is sent, and that text.
         self._read = len(self._window)
+        self._before = self._decode(self._window)
 
     def push(self, token_ids: Seq[int]) -> str:
         """The text that tokens add, without a character that the last ones leave open."""
@@ -41,11 +42,18 @@ class Detokenizer:
         """after: text of the whole window."""
         if not final and after.endswith(_REPLACEMENT):
             return ""
-        before = self._decode(self._window[: self._read])
+        before = self._before
         # A character that the sent text left open may have closed: then only the common part is sent already.
         text = after.removeprefix(before) if after.startswith(before) else after[_common(before, after) :]
         if text or final:
             self._window = self._window[self._read :]
+            tail = self._window[-_CONTEXT:]
+            self._before = self._decode(tail)
+            if len(tail) < len(self._window) and (not self._before or _REPLACEMENT in self._before):
+                # It begins within a character, for which some decoders give up all bytes in a row, or has no text.
+                self._before = self._decode(self._window)
+            else:
+                self._window = tail
             self._read = len(self._window)
         return text
 

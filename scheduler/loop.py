@@ -94,8 +94,8 @@ class StepLoop:
 
     def _ahead(self) -> int:
         """Steps to send before the one that runs is answered."""
-        # Those with prompts take far longer, and who has no room gets what it computes next: it must not be far behind.
-        if self._running.stalled or any(flight.prompt_tokens for flight in self._in_flight):
+        # Those with prompts take far longer, and where blocks are short it counts how soon they are given back.
+        if self._running.blocks_short or any(flight.prompt_tokens for flight in self._in_flight):
             return 1
         return self._pace.steps_ahead
 

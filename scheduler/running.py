@@ -34,8 +34,6 @@ class RunningSet:
         # Copies that the next step brings to the executor, and those that sequences wait for.
         self.copies = Copies()
         self.blocks_short = 0
-        # Whether a sequence had no room in the last plan.
-        self.stalled = False
         self._by_handle: dict[int, Sequence] = {}
         self._by_arrival: dict[int, Sequence] = {}
         # Those that have a policy.
@@ -158,7 +156,6 @@ class RunningSet:
             # The victim must not compute, nor anybody start on blocks that it was about to fill.
             plan = plan_step(self._ranked, budget, pace, most_prompts)
         self._pressing |= plan.tight
-        self.stalled = bool(plan.stalled)
         return plan
 
     def _relieve(self, plan: Plan) -> bool:

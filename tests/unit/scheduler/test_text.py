@@ -89,6 +89,14 @@ def test_byte_fallback_tokens_become_one_character() -> None:
     assert pieces == ["", "", "日"]
 
 
+def test_byte_fallback_tokens_that_come_together_become_whole_characters() -> None:
+    tokenizer = space_prefix_tokenizer()
+    detokenizer = Detokenizer(tokenizer, [])
+    token_ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in "ሰላምልጅ".encode()]
+    pieces = [detokenizer.push(token_ids[at : at + 6]) for at in range(0, len(token_ids), 6)]
+    assert pieces == ["ሰላ", "ምል", "ጅ"]
+
+
 SMALL = st.text("ab.", min_size=1, max_size=4)
 
 
