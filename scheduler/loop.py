@@ -21,6 +21,9 @@ from scheduler.tiers import Speed
 
 RECONNECT_SECONDS = 0.2
 LONGEST_PAUSE_SECONDS = 5.0
+# Steps that wait at the executor while it runs one shall keep it busy for so long, in seconds, whatever delays the next
+# one; at most so many, as who comes or leaves waits for them.
+AHEAD_SECONDS, MOST_AHEAD = 0.015, 3
 
 log = structlog.get_logger()
 
@@ -83,21 +86,22 @@ class StepLoop:
         self._read(self._mailbox.take())
         if self._running.copies.onboarding:
             self._running.restart_late(time.monotonic())
-        ahead = self._ahead()
-        # There may be more in flight, from when that was more.
-        sent = len(self._in_flight) <= ahead and self._send()
-        if len(self._in_flight) > ahead or (self._in_flight and not sent):
+        sent = self._wants_more() and self._send()
+        if self._in_flight and not (sent and self._wants_more()):
             self._receive()
         elif not sent and not self._stopping:
             self._wait()
         self._tell()
 
-    def _ahead(self) -> int:
-        """Steps to send before the one that runs is answered."""
-        # Those with prompts take far longer, and where blocks are short it counts how soon they are given back.
-        if self._running.blocks_short or any(flight.prompt_tokens for flight in self._in_flight):
-            return 1
-        return self._pace.steps_ahead
+    def _wants_more(self) -> bool:
+        """Whether to send a step before the one that runs is answered."""
+        waiting = list(self._in_flight)[1:]
+        if not waiting:
+            return True
+        # Where blocks are short it counts how soon they are given back.
+        if self._running.blocks_short or len(waiting) >= MOST_AHEAD:
+            return False
+        return sum(self._pace.seconds(len(one.decoding), one.prompt_tokens) for one in waiting) < AHEAD_SECONDS
 
     def _send(self) -> bool:
         """Plans the next step and sends it; False when there is nothing to compute, to copy, to wait for or to end."""

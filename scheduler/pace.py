@@ -1,4 +1,4 @@
-"""How many prompt tokens a step may compute beside sequences that decode, and how many steps to send ahead.
+"""How many prompt tokens a step may compute beside sequences that decode, and what steps take.
 
 Pure: no clock, told what steps took.
 """
@@ -18,9 +18,6 @@ LONGEST_STEP, LEAST_CHUNK = 0.3, 32
 # Steps with prompts after which one without is due: what decoding alone takes changes with who decodes, and nothing
 # but such a step shows it.
 REFRESH_STEPS = 32
-# Steps that wait at the executor while it runs one shall keep it busy for so long, in seconds, whatever delays the next
-# one; at most so many, as who comes or leaves waits for them.
-AHEAD_SECONDS, MOST_AHEAD = 0.015, 3
 # A median over these many steps: a single slow one, as another process causes it, moves nothing.
 _KEPT_DECODING, _KEPT_PROMPTS = 3, 5
 # Prompt tokens of a step that say what a prompt takes as a whole: with few of them the rest of the step counts as much.
@@ -51,12 +48,6 @@ class Pace:
         return (median(self._bulk) or None) if self._bulk else None
 
     @property
-    def steps_ahead(self) -> int:
-        """How many steps that only decode to send before the one that runs is answered."""
-        alone = median(self._alone) if self._alone else 0.0
-        return min(MOST_AHEAD, math.ceil(AHEAD_SECONDS / alone)) if alone > 0 else 1
-
-    @property
     def has_target(self) -> bool:
         """Whether the bound is a time between tokens, which holds for every stream and prompt."""
         return self._target > 0
@@ -73,6 +64,12 @@ class Pace:
             self._since_alone = 0
             self._sequences = decoding
             self._alone.append(seconds)
+
+    def seconds(self, decoding: int, prompt_tokens: int) -> float:
+        """What a step of so many sequences that decode and other tokens takes; infinite while that is not known."""
+        if (decoding and not self._alone) or (prompt_tokens and not self._prompts):
+            return math.inf
+        return self._decoding_seconds(decoding) + self._token_seconds() * prompt_tokens or math.inf
 
     def bounded(self, decoding: int, tokens: int) -> int:
         """Of so many prompt tokens those that do not make a step a long one, beside so many sequences that decode."""

@@ -1,8 +1,10 @@
 """The step loop on its own."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable
+from math import inf
 
+import pytest
 from prometheus_client import CollectorRegistry
 
 from protos.execution.v1 import execution_pb2 as pb
@@ -12,6 +14,8 @@ from scheduler.metrics import StepTimes
 from scheduler.pace import Pace
 from tests.unit.scheduler.test_copies import down, synced
 from tests.unit.scheduler.test_planner import sequence
+
+BUDGET = 64
 
 
 class OneStep:
@@ -43,47 +47,60 @@ def test_copies_asked_for_in_another_session_are_not_sent_and_others_are_without
     for ticket, session in ((31, -1), (32, 0), (33, 2)):
         mailbox.put(synced(down(ticket), session=session))
     times = StepTimes(CollectorRegistry())
-    StepLoop(executor, mailbox, reports.append, times, max_batched_tokens=64, pace=Pace()).run()  # type: ignore[arg-type]
+    StepLoop(executor, mailbox, reports.append, times, max_batched_tokens=BUDGET, pace=Pace()).run()  # type: ignore[arg-type]
     assert [list(step.copy_tickets) for step in executor.steps] == [[30]]
     assert [report.cancelled_tickets for report in reports if report.cancelled_tickets] == [[31, 32, 33]]
 
 
-class Counted:
+class Timed:
     """An executor that says how long its steps took, and counts those that it has when it answers one."""
 
-    def __init__(self, mailbox: Mailbox, seconds: Sequence[float]) -> None:
+    def __init__(self, mailbox: Mailbox, steps: int, seconds: Callable[[int, int], float], prompt: int = 0) -> None:
+        """seconds: what a step takes, by its number from 0 and its prompt tokens.
+
+        One sequence decodes from the beginning; with the tenth answer another one comes with so long a prompt.
+        """
         self.had: list[int] = []
+        # Prompt tokens of each answered step, but for the first one's.
+        self.tokens: list[int] = []
         self._mailbox = mailbox
-        self._seconds = seconds
+        self._steps, self._seconds, self._prompt = steps, seconds, prompt
         self._sent: deque[pb.Step] = deque()
 
     def open(self) -> int:
-        self._mailbox.put(Admitted(sequence(1, 3, max_tokens=50, blocks=20), session=1))
-        return 1
+        self._mailbox.put(Admitted(sequence(1, 3, max_tokens=100, blocks=60), session=1))
+        return 0
 
     def send(self, step: pb.Step) -> None:
         self._sent.append(step)
 
     def receive(self) -> pb.StepResult:
         self.had.append(len(self._sent))
-        if len(self.had) == len(self._seconds):
+        step = self._sent.popleft()
+        self.tokens.append(sum(tokens for tokens in step.chunk_tokens if step.step))
+        if len(self.had) == 10 and self._prompt:
+            self._mailbox.put(Admitted(sequence(2, self._prompt, blocks=self._prompt, arrived_at=inf), session=1))
+        if len(self.had) == self._steps:
             self._mailbox.put(Stop())
-        result = pb.StepResult(
-            step=self._sent.popleft().step, sequences=[1], token_ids=[7], stopped=[False], num_tokens=1
-        )
-        result.compute_time.FromNanoseconds(int(self._seconds[min(len(self.had), len(self._seconds)) - 1] * 1e9))
+        result = pb.StepResult(step=step.step, sequences=[1], token_ids=[7], stopped=[False], num_tokens=1)
+        result.compute_time.FromNanoseconds(int(self._seconds(step.step, self.tokens[-1]) * 1e9))
         return result
 
     def close(self) -> None:
         pass
 
 
-def test_more_steps_are_sent_ahead_where_they_are_short() -> None:
-    mailbox = Mailbox()
-    executor = Counted(mailbox, [0.001] * 10 + [0.02] * 10 + [0.01] * 10)
+def run(mailbox: Mailbox, executor: Timed) -> list[Report]:
     reports: list[Report] = []
     times = StepTimes(CollectorRegistry())
-    StepLoop(executor, mailbox, reports.append, times, max_batched_tokens=64, pace=Pace()).run()  # type: ignore[arg-type]
+    StepLoop(executor, mailbox, reports.append, times, max_batched_tokens=BUDGET, pace=Pace()).run()  # type: ignore[arg-type]
+    return reports
+
+
+def test_more_steps_are_sent_ahead_where_they_are_short() -> None:
+    mailbox = Mailbox()
+    executor = Timed(mailbox, 30, lambda step, _: (0.001, 0.02, 0.01)[min(step // 10, 2)])
+    reports = run(mailbox, executor)
     # The first two are sent before it is known how long they take.
     assert executor.had[:2] == [2, 2]
     # What they took changes the number when it is seen, and three are asked.
@@ -91,3 +108,16 @@ def test_more_steps_are_sent_ahead_where_they_are_short() -> None:
     assert executor.had[16:20] == [2] * 4
     assert executor.had[26:30] == [3] * 4
     assert sum(len(report.outputs) for report in reports) == len(executor.had)
+
+
+@pytest.mark.parametrize(("token_seconds", "steps"), [(1e-6, 4), (0.004, 3), (0.02, 2)])
+def test_what_prompts_take_counts_for_how_many_are_sent_ahead(token_seconds: float, steps: int) -> None:
+    mailbox = Mailbox()
+    executor = Timed(mailbox, 40, lambda _, tokens: 0.001 + token_seconds * tokens, prompt=3_000)
+    run(mailbox, executor)
+    first = next(index for index, tokens in enumerate(executor.tokens) if tokens)
+    assert executor.had[first - 1] == 4
+    # Until the first step with some has been answered nothing is known of them, and its followers are under way.
+    known = list(zip(executor.had, executor.tokens, strict=True))[first + 5 : 40]
+    assert [had for had, tokens in known if tokens]
+    assert {had for had, tokens in known if tokens} == {steps}

@@ -2,22 +2,15 @@
 
 import itertools
 from collections import deque
+from math import inf
 from statistics import median
 
+import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from scheduler.mailbox import Report
-from scheduler.pace import (
-    AHEAD_SECONDS,
-    DEFAULT_SHARE,
-    LEAST_CHUNK,
-    LONGEST_STEP,
-    MIN_TOKENS,
-    MOST_AHEAD,
-    REFRESH_STEPS,
-    Pace,
-)
+from scheduler.pace import DEFAULT_SHARE, LEAST_CHUNK, LONGEST_STEP, MIN_TOKENS, REFRESH_STEPS, Pace
 from scheduler.planner import plan_step
 from scheduler.running import RunningSet
 from scheduler.sequence import Sequence
@@ -138,18 +131,18 @@ def test_everybody_ends_within_the_budget_however_long_the_steps_take(
     assert len(released) == total
 
 
-@given(st.lists(st.floats(1e-4, 1), min_size=1, max_size=20))
-def test_steps_that_wait_at_the_executor_fill_a_time_or_are_as_many_as_may_be(told: list[float]) -> None:
+@given(machines, st.integers(0, 64), st.integers(0, BUDGET), st.integers(0, BUDGET))
+def test_what_a_step_takes_is_known_when_it_was_seen(machine: Machine, decoding: int, seen: int, tokens: int) -> None:
     pace = Pace()
-    assert pace.steps_ahead == 1
-    pace.observe(0, 100, 1e-3)
-    assert pace.steps_ahead == 1, "a prompt's step does not say what decoding takes"
-    for seconds in told:
-        pace.observe(4, 0, seconds)
-    usual = median(told[-3:])
-    assert 1 <= pace.steps_ahead <= MOST_AHEAD
-    assert pace.steps_ahead == MOST_AHEAD or pace.steps_ahead * usual >= AHEAD_SECONDS
-    assert pace.steps_ahead == 1 or (pace.steps_ahead - 1) * usual < AHEAD_SECONDS
+    assert pace.seconds(decoding, tokens) == inf
+    pace.observe(decoding, 0, machine.seconds(decoding, 0))
+    if decoding:
+        assert pace.seconds(decoding, 0) == pytest.approx(machine.seconds(decoding, 0))
+    assert not tokens or pace.seconds(decoding, tokens) == inf, "decoding does not say what a prompt takes"
+    if seen and tokens:
+        pace.observe(decoding, seen, machine.seconds(decoding, seen))
+        expected = machine.seconds(decoding, tokens) if decoding else machine.seconds(0, seen) * tokens / seen
+        assert pace.seconds(decoding, tokens) == pytest.approx(expected)
 
 
 @given(machines, st.integers(0, 64), st.floats(0.7, 1.4))

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protos.execution.v1 import execution_pb2 as pb
+from scheduler.loop import MOST_AHEAD
 from scheduler.mailbox import SyncAnswer
-from scheduler.pace import MOST_AHEAD
 from scheduler.planner import choose_victim, plan_step, trimmable
 from scheduler.request import Candidate, Request
 from scheduler.running import RunningSet

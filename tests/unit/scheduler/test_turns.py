@@ -1,6 +1,7 @@
 """When streams hear of their tokens."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -90,3 +91,32 @@ async def test_who_waits_for_a_turn_is_told_also_when_no_tokens_follow(
     assert await told(taking) == []
     async with asyncio.timeout(10):
         await asyncio.gather(*[stream.next() for stream in taking])
+
+
+async def test_the_time_that_writing_takes_makes_nobody_have_a_turn_sooner(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "MESSAGE_SECONDS", 0.1)
+    order, taking = Turns(), streams(model, 4)
+    written: list[Stream] = []
+
+    async def write(stream: Stream) -> None:
+        while await stream.next():
+            time.sleep(0.11)  # noqa: ASYNC251 - nothing else is done meanwhile
+            written.append(stream)
+
+    async with asyncio.TaskGroup() as group:
+        writers = [group.create_task(write(stream)) for stream in taking]
+        await asyncio.sleep(0)
+        for stream in taking:
+            order.join(stream.generations[0])
+        feed(taking, 0.0)
+        order.take()
+        await asyncio.sleep(0)
+        assert written == taking
+        feed(taking, 1.0)
+        order.take()
+        await asyncio.sleep(0)
+        assert written == taking, "as many again would keep the loop from anything else, for ever"
+        for writer in writers:
+            writer.cancel()
