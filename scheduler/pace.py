@@ -12,8 +12,9 @@ DEFAULT_SHARE = 0.4
 # Tokens that a prompt gets even when that is too slow, so that it always comes to its end. Fewer save little, as the
 # keys before them are read for one token as for three; behind thousands of others four make a step 1.6 times as long.
 MIN_TOKENS = 3
-# No step shall take longer, in seconds, whoever waits: the blocks of somebody who leaves are free when the two steps
-# are over that may be under way, and that is to be within a second. So many prompt tokens are computed nevertheless.
+# No step shall take longer, in seconds, whoever waits: the blocks of somebody who leaves are free when all steps under
+# way are over, of which two may be long, and that is to be within a second. So many prompt tokens are computed all the
+# same.
 LONGEST_STEP, LEAST_CHUNK = 0.3, 32
 # Steps with prompts after which one without is due: what decoding alone takes changes with who decodes, and nothing
 # but such a step shows it.
@@ -33,7 +34,7 @@ class Pace:
 
     def __init__(self, target_seconds: float = 0.0) -> None:
         self._target = target_seconds
-        # Seconds of steps that only decoded, and how many sequences the last of them had.
+        # Seconds of steps that only decoded about as many sequences as the last of them, and how many that had.
         self._alone: deque[float] = deque(maxlen=_KEPT_DECODING)
         self._sequences = 0
         # Of steps with prompts: their prompt tokens, and the seconds that each of these took beyond decoding.
@@ -62,12 +63,14 @@ class Pace:
                 self._bulk.append(each)
         elif decoding:
             self._since_alone = 0
+            if not self._resembles(decoding):
+                self._alone.clear()
             self._sequences = decoding
             self._alone.append(seconds)
 
     def seconds(self, decoding: int, prompt_tokens: int) -> float:
         """What a step of so many sequences that decode and other tokens takes; infinite while that is not known."""
-        if (decoding and not self._alone) or (prompt_tokens and not self._prompts):
+        if (decoding and not self._resembles(decoding)) or prompt_tokens > self._most_known:
             return math.inf
         return self._decoding_seconds(decoding) + self._token_seconds() * prompt_tokens or math.inf
 
@@ -80,6 +83,8 @@ class Pace:
     def tokens(self, decoding: int, older: int, waiting: int) -> int | None:
         """Prompt tokens that the next step may compute; None is no bound, 0 is a step that shows what decoding takes.
 
+        Asked once per step.
+
         decoding: sequences that decode in the step. older: of these, who had their first token when the first of the
         waiting prompts arrived. waiting: sequences with a prompt to compute.
         """
@@ -87,7 +92,11 @@ class Pace:
         if not disturbed:
             # Prompts that came before every stream's first token owe nobody anything: a burst runs at full speed.
             return None
-        if not self._alone or self._since_alone >= REFRESH_STEPS or not self._resembles(decoding):
+        if not self._resembles(decoding):
+            return 0
+        if self._since_alone >= REFRESH_STEPS:
+            # One is enough, however many are sent before it is answered.
+            self._since_alone = 0
             return 0
         alone = median(self._alone)
         if alone <= 0:
@@ -98,9 +107,13 @@ class Pace:
         if not self._prompts or extra <= 0:
             return MIN_TOKENS
         each = self._token_seconds()
-        # Never far beyond what has been measured: few tokens say little about the cost of many.
-        most = 2 * max(tokens for tokens, _ in self._prompts)
+        most = self._most_known
         return max(MIN_TOKENS, most if each * most <= extra else int(extra / each))
+
+    @property
+    def _most_known(self) -> int:
+        """Never far beyond what has been measured: few tokens say little about the cost of many."""
+        return 2 * max((tokens for tokens, _ in self._prompts), default=0)
 
     def _decoding_seconds(self, decoding: int) -> float:
         """What decoding alone takes, as far as that is known."""

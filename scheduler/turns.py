@@ -1,7 +1,7 @@
 """When streams hear of their tokens. On the asyncio loop."""
 
 import asyncio
-import math
+import time
 from collections import deque
 
 from scheduler.generation import Generation
@@ -17,9 +17,10 @@ class Turns:
     def __init__(self) -> None:
         # Whose turn is next, first.
         self._order: deque[Generation] = deque()
-        # When those who were told last had written; infinite while they write. What writing takes does not count as
-        # time for more of it, or a loop that is late would write more and be later.
-        self._written_at = 0.0
+        # When some were told last, and later by what their writing took: that counts as no time for more of it, or a
+        # loop that is late would write more and be later.
+        self._since = 0.0
+        self._began = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
     def join(self, generation: Generation) -> None:
@@ -32,9 +33,7 @@ class Turns:
 
     def take(self) -> None:
         """There are new tokens: tells those whose turn it is, and the others later if none follow."""
-        loop = asyncio.get_running_loop()
-        now = loop.time()
-        due = int(max(0.0, now - self._written_at) / MESSAGE_SECONDS)
+        due = int((time.monotonic() - self._since) / MESSAGE_SECONDS)
         if due:
             self._tell(due)
         if self._timer is not None:
@@ -42,17 +41,22 @@ class Turns:
             self._timer = None
         left = len(self._order)
         if due < left:
-            self._timer = loop.call_later(left * MESSAGE_SECONDS, self._tell, left)
+            self._timer = asyncio.get_running_loop().call_later(left * MESSAGE_SECONDS, self._tell, left)
 
     def _tell(self, count: int) -> None:
+        loop = asyncio.get_running_loop()
+        self._since = time.monotonic()
+        # Before and behind the tasks that are woken here.
+        loop.call_soon(self._begin)
         for _ in range(min(count, len(self._order))):
             generation = self._order[0]
             self._order.rotate(-1)
             if generation.has_news:
                 generation.announce()
-        self._written_at = math.inf
-        # Behind the tasks that have just been woken.
-        asyncio.get_running_loop().call_soon(self._note_written)
+        loop.call_soon(self._end)
 
-    def _note_written(self) -> None:
-        self._written_at = asyncio.get_running_loop().time()
+    def _begin(self) -> None:
+        self._began = time.monotonic()
+
+    def _end(self) -> None:
+        self._since += time.monotonic() - self._began

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from protos.execution.v1 import execution_pb2 as pb
 from scheduler.loop import StepLoop
-from scheduler.mailbox import Admitted, Mailbox, Report, Stop
+from scheduler.mailbox import Admitted, Mailbox, Report, Stop, SyncAnswer
 from scheduler.metrics import StepTimes
 from scheduler.pace import Pace
 from tests.unit.scheduler.test_copies import down, synced
@@ -121,3 +121,11 @@ def test_what_prompts_take_counts_for_how_many_are_sent_ahead(token_seconds: flo
     known = list(zip(executor.had, executor.tokens, strict=True))[first + 5 : 40]
     assert [had for had, tokens in known if tokens]
     assert {had for had, tokens in known if tokens} == {steps}
+
+
+def test_one_step_is_sent_ahead_where_blocks_are_short() -> None:
+    mailbox = Mailbox()
+    executor = Timed(mailbox, 20, lambda step, _: 0.001)
+    mailbox.put(SyncAnswer([], [], blocks_short=1, released=[], trimmed=[]))
+    run(mailbox, executor)
+    assert executor.had[:20] == [2] * 20

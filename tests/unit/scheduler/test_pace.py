@@ -35,8 +35,10 @@ machines = st.builds(
 )
 
 
-def steps(pace: Pace, machine: Machine, count: int, *, decoding: int = 4, noise: object = ()) -> list[int]:
-    """Prompt tokens of each of `count` steps with an endless prompt, one step ahead of what was answered."""
+def steps(
+    pace: Pace, machine: Machine, count: int, *, decoding: int = 4, noise: object = (), depth: int = 2
+) -> list[int]:
+    """Prompt tokens of each of `count` steps with an endless prompt, of which `depth` are under way at once."""
     noises = itertools.cycle(noise or [1.0])  # type: ignore[call-overload]
     in_flight: deque[int] = deque()
     given: list[int] = []
@@ -44,7 +46,7 @@ def steps(pace: Pace, machine: Machine, count: int, *, decoding: int = 4, noise:
         bound = pace.tokens(decoding, decoding, 1)
         given.append(BUDGET - decoding if bound is None else min(BUDGET - decoding, bound))
         in_flight.append(given[-1])
-        if len(in_flight) == 2:
+        if len(in_flight) == depth:
             tokens = in_flight.popleft()
             pace.observe(decoding, tokens, machine.seconds(decoding, tokens) * next(noises))
     return given
@@ -55,9 +57,9 @@ def ideal(machine: Machine, decoding: int, share: float = DEFAULT_SHARE) -> floa
     return machine.seconds(decoding, 0) * share / machine.token
 
 
-@given(machines, st.integers(1, 64))
-def test_it_converges_to_the_share_on_any_machine(machine: Machine, decoding: int) -> None:
-    given_tokens = steps(Pace(), machine, 200, decoding=decoding)[100:]
+@given(machines, st.integers(1, 64), depths)
+def test_it_converges_to_the_share_on_any_machine(machine: Machine, decoding: int, depth: int) -> None:
+    given_tokens = steps(Pace(), machine, 300, decoding=decoding, depth=depth)[200:]
     wanted = max(MIN_TOKENS, min(BUDGET - decoding, ideal(machine, decoding)))
     assert all(tokens == 0 or abs(tokens - wanted) < 1.5 for tokens in given_tokens)
 
@@ -131,18 +133,31 @@ def test_everybody_ends_within_the_budget_however_long_the_steps_take(
     assert len(released) == total
 
 
-@given(machines, st.integers(0, 64), st.integers(0, BUDGET), st.integers(0, BUDGET))
-def test_what_a_step_takes_is_known_when_it_was_seen(machine: Machine, decoding: int, seen: int, tokens: int) -> None:
+@given(machines, st.integers(1, 64), st.integers(1, BUDGET), st.integers(1, BUDGET))
+def test_what_a_step_takes_is_known_when_the_like_was_seen(
+    machine: Machine, decoding: int, seen: int, tokens: int
+) -> None:
     pace = Pace()
-    assert pace.seconds(decoding, tokens) == inf
+    assert pace.seconds(0, tokens) == inf
+    pace.observe(0, seen, machine.seconds(0, seen))
+    assert pace.seconds(decoding, 0) == inf, "a prompt does not say what decoding takes"
+    assert pace.seconds(0, seen) == pytest.approx(machine.seconds(0, seen))
     pace.observe(decoding, 0, machine.seconds(decoding, 0))
-    if decoding:
-        assert pace.seconds(decoding, 0) == pytest.approx(machine.seconds(decoding, 0))
-    assert not tokens or pace.seconds(decoding, tokens) == inf, "decoding does not say what a prompt takes"
-    if seen and tokens:
+    assert pace.seconds(decoding, 0) == pytest.approx(machine.seconds(decoding, 0))
+    assert pace.seconds(2 * decoding + 1, 0) == inf, "few sequences do not say what many take"
+    for _ in range(9):
         pace.observe(decoding, seen, machine.seconds(decoding, seen))
-        expected = machine.seconds(decoding, tokens) if decoding else machine.seconds(0, seen) * tokens / seen
-        assert pace.seconds(decoding, tokens) == pytest.approx(expected)
+    assert pace.seconds(decoding, 2 * seen + 1) == inf, "few tokens do not say what many take"
+    if tokens <= 2 * seen:
+        assert pace.seconds(decoding, tokens) == pytest.approx(machine.seconds(decoding, tokens))
+
+
+def test_what_other_numbers_of_sequences_took_is_forgotten() -> None:
+    pace = Pace()
+    for _ in range(3):
+        pace.observe(1, 0, 0.002)
+    pace.observe(512, 0, 0.02)
+    assert pace.seconds(512, 0) == 0.02
 
 
 @given(machines, st.integers(0, 64), st.floats(0.7, 1.4))
@@ -232,6 +247,7 @@ def test_what_decoding_takes_is_looked_up_again_after_many_steps_and_when_twice_
         assert pace.tokens(2, 2, 1) != 0
         pace.observe(2, 8, 0.03)
     assert pace.tokens(2, 2, 1) == 0
+    assert pace.tokens(2, 2, 1) != 0, "one shows it, whenever it is answered"
     pace.observe(2, 0, 0.02)
     assert pace.tokens(2, 2, 1) != 0
     assert pace.tokens(5, 5, 1) == 0

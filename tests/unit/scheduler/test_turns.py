@@ -105,6 +105,11 @@ async def test_the_time_that_writing_takes_makes_nobody_have_a_turn_sooner(
             time.sleep(0.11)  # noqa: ASYNC251 - nothing else is done meanwhile
             written.append(stream)
 
+    async def work() -> None:
+        while True:
+            time.sleep(0.11)  # noqa: ASYNC251 - as above
+            await asyncio.sleep(0)
+
     async with asyncio.TaskGroup() as group:
         writers = [group.create_task(write(stream)) for stream in taking]
         await asyncio.sleep(0)
@@ -118,5 +123,26 @@ async def test_the_time_that_writing_takes_makes_nobody_have_a_turn_sooner(
         order.take()
         await asyncio.sleep(0)
         assert written == taking, "as many again would keep the loop from anything else, for ever"
-        for writer in writers:
-            writer.cancel()
+        worker = group.create_task(work())
+        for _ in range(8):
+            await asyncio.sleep(0)
+            feed(taking, 2.0)
+            order.take()
+        assert len(written) > 8, "other work is no writing"
+        for task in (*writers, worker):
+            task.cancel()
+
+
+async def test_while_tokens_follow_nobody_is_told_out_of_turn(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "MESSAGE_SECONDS", 0.05)
+    order, taking = Turns(), streams(model, 2)
+    for stream in taking:
+        order.join(stream.generations[0])
+    order.take()
+    began, heard = time.monotonic(), 0
+    for step in range(20):
+        feed(taking, float(step))
+        order.take()
+        await asyncio.sleep(0.02)
+        heard += len(await told(taking))
+    assert 2 <= heard <= 1 + (time.monotonic() - began) / 0.05
