@@ -28,6 +28,8 @@ class CpuDecoder:
         # Layers and KV heads of models whose attention is counted.
         self._shape = sum(len(group.layers) for group in groups), groups[0].shape.kv_heads
         self._pools: KvPools | None = None
+        # One for all steps: of sizes that come and go the allocator keeps more.
+        self._logits = torch.empty(0, decoder.vocabulary)
 
     def seconds(self) -> dict[str, float]:
         """What the time of all steps so far went to, by kind."""
@@ -61,7 +63,12 @@ class CpuDecoder:
         places = here(work.positions), here(work.slot_numbers)
         sums = [self._sums(one, int(work.seq_lens[one.sequence])) for one in work.counted]
         placed()
-        logits = self._decoder.step(here(ids), *places, here(work.query_start), groups, here(work.rows), sums)
+        rows = here(work.rows)
+        if len(rows) > len(self._logits):
+            # Rows that nobody writes take no memory.
+            self._logits = torch.empty(1 << (len(rows) - 1).bit_length(), self._decoder.vocabulary)
+        logits = self._logits[: len(rows)]
+        self._decoder.step(here(ids), *places, here(work.query_start), groups, rows, sums, out=logits)
         attention = tuple(Attention(one.weights, one.squares, one.rows, one.totals is not None) for one in sums)
         return Scores(logits, None, here(work.targets), attention)
 

@@ -64,8 +64,8 @@ async def _serve(settings: ExecutorSettings) -> int:
     files = find(settings.model, settings.cache_dir, lambda line: log.info(line))
     log.info("loading", model=files.name, device=str(device))
     model = load_model(files, device, settings.dtype, compiled_folder=settings.compiled_dir)
-    release_unused_memory()
     tokenizer = load_tokenizer(files)
+    release_unused_memory()
     blocks = count_blocks(
         model.groups,
         settings.block_size,

@@ -129,7 +129,10 @@ def _ways(weight: Tensor) -> Iterator[tuple[Tensor, int]]:
 
 
 class Decoder:
-    """Owns packed copies of the weights and the threads that compute with them. One step at a time."""
+    """Owns packed copies of the weights and the threads that compute with them. One step at a time.
+
+    vocabulary: V, the length of a row of logits.
+    """
 
     def __init__(
         self,
@@ -153,7 +156,7 @@ class Decoder:
         self._products = dtype == torch.bfloat16 and bool(prefers() if products is None else products)
         assert library.decoder_kinds() == len(KINDS)
         self._seconds = (c_double * len(KINDS))()
-        self._vocabulary, self._hidden = weights.head.shape
+        self.vocabulary, self._hidden = weights.head.shape
         self._cache_shape = [weights.kv_heads, weights.head_dim]
         # What the structures below point into; packed weights in one piece, for the large pages.
         self._kept: list[Tensor] = []
@@ -173,7 +176,7 @@ class Decoder:
             layers=len(weights.layers),
             hidden=self._hidden,
             intermediate=weights.layers[0].gate_up.shape[0] // 2,
-            vocabulary=self._vocabulary,
+            vocabulary=self.vocabulary,
             q_heads=weights.q_heads,
             kv_heads=weights.kv_heads,
             head_dim=weights.head_dim,
@@ -223,6 +226,8 @@ class Decoder:
         groups: Sequence[TokenGroup],
         rows: Tensor,
         sums: Sequence[Sums] = (),
+        *,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Computes packed tokens, stores their keys and values, and returns the logits of some: [R, V] float32.
 
@@ -231,6 +236,7 @@ class Decoder:
         attend to all slots up to their own. query_start: [S + 1] int32; sequence s has the tokens query_start[s] to
         query_start[s + 1], at least one. groups: per group of layers. rows: [R] int64.
         sums: which sequences' attention is counted, and where; only of models whose layers attend to all tokens.
+        out: [R, V] float32 contiguous, which takes the logits; None for new ones.
         Raises ValueError naming the argument whose shape or dtype is wrong. Ids, slots and tables are not checked.
         """
         num_tokens, num_sequences = token_ids.shape[0], query_start.shape[0] - 1
@@ -255,7 +261,11 @@ class Decoder:
         if sums and any(group.window for group in groups):
             raise ValueError("sums: attention is not counted where it has a window")
         counted = [self._counted(one, slot_numbers, query_start) for one in sums]
-        logits = torch.empty(rows.shape[0], self._vocabulary)
+        shape = [rows.shape[0], self.vocabulary]
+        logits = torch.empty(shape) if out is None else out
+        check_shape("out", logits, shape, "[R, V]")
+        check_dtype("out", logits, torch.float32)
+        check_contiguous("out", logits)
         if num_tokens:
             entries = [
                 abi.Group(group.slots.data_ptr(), group.tables.data_ptr(), group.tables.shape[1], group.window or 0)

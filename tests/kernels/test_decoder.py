@@ -118,6 +118,20 @@ def test_wrong_arguments_are_named(library: ctypes.CDLL) -> None:
         decoder.step(*world.arguments, [replace(sums, rows=2)])
     with pytest.raises(ValueError, match="sums: attention is not counted"):
         decoder.step(ids, positions, slot_numbers, starts, [replace(groups[0], window=9)], rows, [sums])
+    with pytest.raises(ValueError, match="out"):
+        decoder.step(*world.arguments, out=torch.empty(len(rows) + 1, decoder.vocabulary))
+
+
+def test_logits_go_where_they_are_wanted(library: ctypes.CDLL) -> None:
+    world = build_world(Case((1, 30), (90, 100)), torch.float32)
+    decoder = Decoder(library, world.weights, torch.float32, 2)
+    decoder.bind(world.caches)
+    place = torch.full((5, decoder.vocabulary), torch.nan)
+    rows = len(world.arguments[-1])
+    logits = decoder.step(*world.arguments, out=place[:rows])
+    assert logits.data_ptr() == place.data_ptr()
+    assert torch.equal(place[:rows], decoder.step(*world.arguments))
+    assert place[rows:].isnan().all()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from structlog.testing import capture_logs
 from transformers import LlamaConfig
 
 from executor.cpu_decoder import CpuDecoder
-from executor.forward import TorchForward
+from executor.forward import Scores, TorchForward
 from executor.llama import probe
 from executor.model import load_model, multiplies_bfloat16
 from executor.model_files import find
@@ -101,6 +102,27 @@ def test_a_second_runner_gets_pools_of_its_own(model_folder: Callable[[str], Pat
     assert [one.token_id for one in first.generate(1, prompts[0], 6)] == alone[0]
     assert [one.token_id for one in second.generate(1, prompts[1], 6)] == alone[1]
     assert [one.token_id for one in first.generate(2, prompts[1], 6)] == alone[1]
+
+
+def test_all_steps_leave_their_logits_in_one_place(
+    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(model_folder("llama, compiled"))
+    compute, places = model.forward.scores, []
+
+    def scores(*arguments: Any) -> Scores:
+        result = compute(*arguments)
+        places.append((result.logits.data_ptr(), len(result.logits)))
+        return result
+
+    monkeypatch.setattr(model.forward, "scores", scores)
+    driver = Driver(model)
+    first = tuple(driver.joining(number, [3, 1, 4, number]) for number in range(1, 6))
+    driver.step(joining=first, chunks={one.sequence: 4 for one in first})
+    driver.step(removed=(2, 3))
+    driver.step(joining=(driver.joining(6, [9, 2]), driver.joining(7, [5, 3])), chunks={6: 2, 7: 2})
+    assert [rows for _, rows in places] == [5, 3, 5]
+    assert len({place for place, _ in places}) == 1
 
 
 @pytest.mark.parametrize(
