@@ -11,7 +11,7 @@ constexpr int UNIT_ROWS = 192;
 // Tokens that sequences must share for a unit of their own.
 constexpr int SHARED_TOKENS = 64;
 // Units that a thread should find at least, so that none waits long for another one's last.
-constexpr int UNITS_PER_THREAD = 4;
+constexpr int UNITS_PER_THREAD = 3;
 // Keys that are worth a unit of their own, and units per thread that those of a long context are divided into.
 constexpr int64_t LEAST_KEYS = 256;
 constexpr int PARTS_PER_THREAD = 16;
@@ -81,7 +81,7 @@ static inline void divide_keys(Plan &plan, const Shape &shape, int threads) {
     const int64_t keys = unit.end - unit.begin, share = cost(unit) * threads;
     int64_t parts = 1;
     // Not all but equal ones of which there are enough.
-    if (!unit.counted && share * UNITS_PER_THREAD > total + total / 4)
+    if (!unit.counted && share * UNITS_PER_THREAD > total)
       parts = std::clamp<int64_t>(share * PARTS_PER_THREAD / total, 1, std::max<int64_t>(1, keys / LEAST_KEYS));
     if (parts == 1) {
       divided.push_back(unit);
