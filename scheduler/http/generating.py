@@ -59,13 +59,15 @@ class Generating(Response):
         await _while_connected(receive, work)
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        samples = [Sample(index) for index in range(len(self._messages) * self._samples)]
+        # Samples come with their output, never with a number that was asked for: that is checked behind this.
+        samples: dict[int, Sample] = {}
 
         async def add(piece: pb.StreamGenerateResponse) -> None:
-            samples[piece.sample_index].add(piece)
+            samples.setdefault(piece.sample_index, Sample(piece.sample_index)).add(piece)
 
         await self._generate(scope, add)
-        await JSONResponse(self._format.whole(samples))(scope, receive, send)
+        whole = self._format.whole([samples[index] for index in sorted(samples)])
+        await JSONResponse(whole)(scope, receive, send)
 
     async def _send_events(self, scope: Scope, send: Send) -> None:
         """The first output decides about the status: what goes wrong later is an event."""

@@ -5,6 +5,7 @@ import contextlib
 import http.client
 import json
 import re
+import tracemalloc
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -335,6 +336,23 @@ async def test_several_prompts_are_answered_by_their_numbers(run_stack: StackFac
         assert texts == [one.choices[0].text for one in alone for _ in range(2)]
         usage = events[-1].usage
         assert (usage.prompt_tokens, usage.completion_tokens) == (14, 18)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_number_of_samples_that_is_refused_takes_no_memory(
+    run_stack: StackFactory, path: str, stream: bool
+) -> None:
+    body = {"prompt": [[1, 2]] * 2, "messages": [{"role": "user", "content": "x"}], "n": 200_000, "stream": stream}
+    async with run_stack() as stack, serve(stack.scheduler.service) as address:
+        tracemalloc.start()
+        try:
+            answer = await ask(address, "POST", path, json.dumps(body))
+            _, peak_bytes = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert (answer.status, answer.error["param"]) == (400, "n")
+        assert peak_bytes < 4 << 20
 
 
 @pytest.mark.parametrize("stream", [False, True])
