@@ -83,27 +83,29 @@ class Work:
         """Sends all of it to the device in one copy, to the bytes `into` or to new memory.
 
         padded: adds tokens that belong to no sequence, and sequences without tokens, until there are so many. For work
-        of one token per sequence, the places in `into` of token_ids, sources, positions, query_start and seq_lens
-        depend on nothing else.
+        of one token per sequence, the places in `into` of token_ids, sources, positions, slot_mappings, query_start and
+        seq_lens depend on nothing else.
         """
         extra = max(0, padded - self.num_sequences)
         query_start, seq_lens = _extended(self.query_start, extra, self.num_tokens), _extended(self.seq_lens, extra)
-        token_ids, sources, positions, starts, lengths, rows, targets, *rest = send(
+        token_ids, sources, positions, starts, lengths, *rest = send(
             [
                 _extended(self.token_ids, extra),
                 _extended(self.sources, extra, -1),
                 _extended(self.positions, extra),
                 query_start,
                 seq_lens,
+                *(_extended(slots, extra, -1) for slots in self.slot_mappings),
                 self.rows,
                 self.targets,
-                *(_extended(slots, extra, -1) for slots in self.slot_mappings),
                 *(_extended(table, extra) for table in self.tables),
                 *self._counted_arrays(),
             ],
             self.last_tokens.device,
             into,
         )
+        groups = len(self.tables)
+        slot_mappings, (rows, targets, *rest) = rest[:groups], rest[groups:]
         query_lens = np.diff(query_start)
         paged = [
             PagedBatch(
@@ -115,18 +117,18 @@ class Work:
                 query_lens=tuple(query_lens.tolist()),
                 host_seq_lens=tuple(seq_lens.tolist()),
             )
-            for tables in rest[len(self.tables) : 2 * len(self.tables)]
+            for tables in rest[:groups]
         ]
         return Batch(
             token_ids=token_ids,
             sources=sources,
             positions=positions,
-            slot_mappings=tuple(rest[: len(self.tables)]),
+            slot_mappings=tuple(slot_mappings),
             paged=tuple(paged),
             rows=rows,
             targets=targets,
             last_tokens=self.last_tokens,
-            counted=self._counted_rows(*rest[2 * len(self.tables) :]) if self.counted else None,
+            counted=self._counted_rows(*rest[groups:]) if self.counted else None,
         )
 
     def _counted_arrays(self) -> list[np.ndarray]:
@@ -188,7 +190,8 @@ def pack(
     owner = np.arange(len(sequences)).repeat(query_lens)
     steps = np.arange(total) - query_start[owner]
     slot_numbers = kept[owner] + steps
-    # A token alone may fill the gap that another left: it is stored there, and sees what stands at the last slot.
+    # After an eviction one slot in the middle may be free: a sequence's only new token is stored there, and attends
+    # to all its slots. So the slot of a token does not follow from the sequence's length.
     stored = slot_numbers.copy()
     for index, sequence in enumerate(sequences):
         if sequence.hole is not None:

@@ -88,7 +88,8 @@ class FusedLayers:
         for heads, norm in ((query, layer.q_norm), (key, layer.k_norm)):
             if norm is not None:
                 rms_norm(heads, norm, weights.epsilon, out=heads)
-        rotary_store(query, key, value, self._cos, self._sin, batch.positions, *cache, paged)
+        slots = batch.slot_mappings[layer.group]
+        rotary_store(query, key, value, self._cos, self._sin, batch.positions, slots, *cache)
         window = self._windows[layer.group]
         out = counting.attend(number, query, *cache, paged, scale=weights.attention_scale, window=window)
         return out.flatten(1)

@@ -1,4 +1,4 @@
-"""What several kernels need on the device: whose a packed row is, where its token is stored, and some arithmetic."""
+"""What several kernels need on the device: the sequence of a tile, and some arithmetic."""
 
 import triton
 import triton.language as tl
@@ -11,37 +11,20 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def sequence_of_row(query_start_ptr, row, sequences):
-    """The sequence with query_start[s] <= row < query_start[s + 1]; `sequences` where the row is behind all of them."""
-    return _sequences_behind(query_start_ptr, row, sequences, 1, 0)
-
-
-@triton.jit
 def sequence_of_tile(query_start_ptr, tile, sequences, TILE_TOKENS: tl.constexpr):
-    """As sequence_of_row, where sequence s has the tiles from query_start[s] // TILE_TOKENS + s on.
+    """The sequence whose tile it is, where sequence s has the tiles from query_start[s] // TILE_TOKENS + s on.
 
     These are as many as its rows need, or one more; their number in all is known without a look at the lengths.
+    `sequences` where the tile is behind all of them. Counts the sequences that end at or before the tile, 128 at once:
+    halving would wait for memory once per half.
     """
-    return _sequences_behind(query_start_ptr, tile, sequences, TILE_TOKENS, 1)
-
-
-@triton.jit
-def _sequences_behind(query_start_ptr, place, sequences, TILE_TOKENS: tl.constexpr, SPARE: tl.constexpr):
-    """Counts the sequences that end at or before a place, 128 at once: halving would wait for memory once per half."""
     count = 0
     for first in range(1, sequences + 1, 128):
         sequence = first + tl.arange(0, 128)
         used = sequence <= sequences
-        start = tl.load(query_start_ptr + sequence, mask=used, other=0) // TILE_TOKENS + sequence * SPARE
-        count += tl.sum((used & (start <= place)).to(tl.int32), 0)
+        start = tl.load(query_start_ptr + sequence, mask=used, other=0) // TILE_TOKENS + sequence
+        count += tl.sum((used & (start <= tile)).to(tl.int32), 0)
     return count
-
-
-@triton.jit
-def slot_of_token(block_tables_ptr, table_stride, sequence, position, BLOCK_SIZE: tl.constexpr):
-    """block * BLOCK_SIZE + place in the block, int64, of the token at `position` of a sequence."""
-    block = tl.load(block_tables_ptr + sequence.to(tl.int64) * table_stride + position // BLOCK_SIZE)
-    return block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
 
 
 @triton.jit

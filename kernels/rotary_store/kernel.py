@@ -6,7 +6,7 @@
 import triton
 import triton.language as tl
 
-from kernels.device_functions import quantized, sequence_of_row, slot_of_token
+from kernels.device_functions import quantized
 
 
 @triton.jit
@@ -18,8 +18,7 @@ def _rotated(first, second, cos, sin):
     return (straight.to(tl.float32) + across.to(tl.float32)).to(dtype)
 
 
-# How many there are changes from step to step; variants for 1 or multiples of 16 would gain nothing.
-@triton.jit(do_not_specialize=["sequences", "table_stride"])
+@triton.jit
 def rotary_store_kernel(
     query_ptr,
     key_ptr,
@@ -27,15 +26,11 @@ def rotary_store_kernel(
     cos_ptr,
     sin_ptr,
     positions_ptr,
+    slot_ptr,
     k_cache_ptr,
     v_cache_ptr,
     k_scale_ptr,
     v_scale_ptr,
-    query_start_ptr,
-    seq_lens_ptr,
-    block_tables_ptr,
-    sequences,
-    table_stride,
     query_token_stride,
     query_head_stride,
     key_token_stride,
@@ -49,17 +44,14 @@ def rotary_store_kernel(
     GROUP_PADDED: tl.constexpr,
     HALF: tl.constexpr,  # of the head size
     HALF_PADDED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
     QUANTIZED: tl.constexpr,
 ):
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
-    sequence = sequence_of_row(query_start_ptr, row, sequences)
-    if sequence >= sequences:
+    slot = tl.load(slot_ptr + row)
+    if slot < 0:
         return
     position = tl.load(positions_ptr + row)
-    # A sequence's rows have its last slots.
-    place = tl.load(seq_lens_ptr + sequence) - tl.load(query_start_ptr + sequence + 1) + row
     row = row.to(tl.int64)
     dim = tl.arange(0, HALF_PADDED)
     inside = dim < HALF
@@ -92,7 +84,6 @@ def rotary_store_kernel(
         second_key = quantized(second_key, k_scale, k_cache_ptr.dtype.element_ty)
         first_value = quantized(first_value, v_scale, v_cache_ptr.dtype.element_ty)
         second_value = quantized(second_value, v_scale, v_cache_ptr.dtype.element_ty)
-    slot = slot_of_token(block_tables_ptr, table_stride, sequence, place, BLOCK_SIZE)
     to = (slot * KV_HEADS + kv_head) * (2 * HALF) + dim
     tl.store(k_cache_ptr + to, first_key, mask=inside)
     tl.store(k_cache_ptr + to + HALF, second_key, mask=inside)

@@ -4,10 +4,9 @@ import torch
 from torch import Tensor
 
 from kernels.arguments import check_caches, check_device, check_dtype, check_like, check_query, check_shape
-from kernels.paged_attention.batch import PagedBatch
 from kernels.quantization import check_quantization
 from kernels.rotary_store import reference
-from kernels.store_kv.launch import slot_mapping, store_with_torch
+from kernels.store_kv.launch import check_slots, store_with_torch
 
 
 def rotary_store(
@@ -17,25 +16,25 @@ def rotary_store(
     cos: Tensor,
     sin: Tensor,
     positions: Tensor,
+    slot_mapping: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    batch: PagedBatch,
     *,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """Rotate query in place; rotate key and store it and value at their sequence's slots. Key and value are left.
+    """Rotate query in place; rotate key and store it and value at their slots. Key and value are left.
 
     query: [T, Hq, D] and key, value: [T, Hkv, D], of one dtype, the caches' unless these are quantized; a head's
         elements side by side, tokens and heads at any distance, as in one merged product.
     cos, sin: [P, D] by position, both halves of a row the same; they are rounded to the dtype of query, and so is each
         product, as transformers' llama does with its halves split ("rotate_half").
-    positions: [T] int64, at most P - 1, by which tokens are rotated; a token's slot follows from the batch's lengths.
+    positions: [T] int64, at most P - 1, by which tokens are rotated.
+    slot_mapping: [T] int64, as in store_kv; -1 skips the token, its query too.
     k_cache, v_cache: [N, B, Hkv, D] contiguous, one layer of the pool.
-    batch: whose the rows are; nothing is written for those from query_start[S] on. The launch depends on shapes alone,
-        as CUDA graphs need. No two rows have one slot.
     k_scale, v_scale: [Hkv] float32 of int8 or float8_e4m3fn caches, which hold what is divided by them.
-    Raises ValueError naming the argument that is wrong. Positions and block numbers are not checked on CUDA.
+    The launch depends on shapes alone, as CUDA graphs need. Raises ValueError naming the argument that is wrong.
+    Positions and slots are not checked on CUDA.
     """
     check_caches(k_cache, v_cache, "[N, B, Hkv, D]")
     kv_heads, head_dim = k_cache.shape[2:]
@@ -56,11 +55,11 @@ def rotary_store(
         check_device(name, tensor, "k_cache", k_cache)
         if tensor.stride(-1) != 1:
             raise ValueError(f"{name}: expected its last dimension side by side, got strides {tensor.stride()}")
-    batch.check("query", query, k_cache.shape[1])
-    if query.shape[0] == 0 or batch.seq_lens.shape[0] == 0:
+    check_slots(slot_mapping, query.shape[0], k_cache)
+    if query.shape[0] == 0:
         return
     rotate = rotate_with_triton if query.is_cuda else rotate_with_torch
-    rotate(query, key, value, cos, sin, positions, k_cache, v_cache, batch, k_scale, v_scale)
+    rotate(query, key, value, cos, sin, positions, slot_mapping, k_cache, v_cache, k_scale, v_scale)
 
 
 def rotate_with_torch(
@@ -70,23 +69,17 @@ def rotate_with_torch(
     cos: Tensor,
     sin: Tensor,
     positions: Tensor,
+    slot_mapping: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    batch: PagedBatch,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> None:
-    # A sequence's rows have its last slots.
-    starts = batch.query_start
-    rows = torch.arange(int(starts[0]), int(starts[-1]))
-    places = torch.zeros_like(positions)
-    places[rows] = rows + (batch.seq_lens - starts[1:]).repeat_interleave(starts.diff())
-    slots = slot_mapping(places, batch, k_cache.shape[1])
-    rows = (slots >= 0).nonzero().flatten()
+    rows = (slot_mapping >= 0).nonzero().flatten()
     cos, sin = (table[positions[rows], None] for table in (cos, sin))
     query[rows] = reference.rotate(query[rows], cos, sin)
     rotated = reference.rotate(key[rows], cos, sin)
-    store_with_torch(rotated, value[rows], k_cache, v_cache, slots[rows], k_scale, v_scale)
+    store_with_torch(rotated, value[rows], k_cache, v_cache, slot_mapping[rows], k_scale, v_scale)
 
 
 def rotate_with_triton(
@@ -96,9 +89,9 @@ def rotate_with_triton(
     cos: Tensor,
     sin: Tensor,
     positions: Tensor,
+    slot_mapping: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    batch: PagedBatch,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> None:
@@ -118,15 +111,11 @@ def rotate_with_triton(
         cos,
         sin,
         positions.contiguous(),
+        slot_mapping.contiguous(),
         k_cache,
         v_cache,
         k_cache if k_scale is None else k_scale.contiguous(),
         v_cache if v_scale is None else v_scale.contiguous(),
-        batch.query_start,
-        batch.seq_lens,
-        batch.block_tables,
-        batch.seq_lens.shape[0],
-        batch.block_tables.stride(0),
         *query.stride()[:2],
         *key.stride()[:2],
         *value.stride()[:2],
@@ -137,7 +126,6 @@ def rotate_with_triton(
         GROUP_PADDED=group_padded,
         HALF=head_dim // 2,
         HALF_PADDED=half_padded,
-        BLOCK_SIZE=k_cache.shape[1],
         QUANTIZED=k_scale is not None,
         # Sixteen elements of each half per thread at most.
         num_warps=max(1, min(8, group_padded * half_padded // 512)),

@@ -22,25 +22,19 @@ def rotary_store(
     cos: Tensor,
     sin: Tensor,
     positions: list[int],
+    slot_mapping: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    query_lens: list[int],
-    seq_lens: list[int],
-    tables: list[list[int]],
     *,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """Rotate query [T, Hq, D] in place; store the rotated key and the value [T, Hkv, D]. Padding rows are left.
+    """Rotate query [T, Hq, D] in place; store the rotated key and the value [T, Hkv, D] at slot_mapping [T].
 
-    A sequence's rows have the last slots along its table; positions only say how far to rotate.
+    Positions only say how far to rotate. Rows whose slot is -1 are left.
     """
-    places = [at for count, end in zip(query_lens, seq_lens, strict=True) for at in range(end - count, end)]
-    places += [0] * (len(positions) - len(places))
-    slots = store_kv.slot_mapping(places, query_lens, tables, k_cache.shape[1])
-    for row, (position, slot) in enumerate(zip(positions, slots, strict=True)):
+    for row, (position, slot) in enumerate(zip(positions, slot_mapping, strict=True)):
         if slot >= 0:
             query[row] = rotate(query[row], cos[position], sin[position])
             rotated = rotate(key[row], cos[position], sin[position])
-            one = torch.tensor([slot])
-            store_kv.store_kv(rotated[None], value[row : row + 1], k_cache, v_cache, one, k_scale, v_scale)
+            store_kv.store_kv(rotated[None], value[row : row + 1], k_cache, v_cache, slot[None], k_scale, v_scale)

@@ -6,7 +6,7 @@
 import triton
 import triton.language as tl
 
-from kernels.device_functions import quantized, sequence_of_row, slot_of_token
+from kernels.device_functions import quantized
 
 
 @triton.jit
@@ -47,17 +47,3 @@ def store_kv_kernel(
     to = slot * HEADS * HEAD_DIM + at
     tl.store(k_cache_ptr + to, key, mask=inside)
     tl.store(v_cache_ptr + to, value, mask=inside)
-
-
-# How many there are changes from step to step; variants for 1 or multiples of 16 would gain nothing.
-@triton.jit(do_not_specialize=["sequences", "table_stride"])
-def slot_mapping_kernel(
-    positions_ptr, query_start_ptr, block_tables_ptr, slot_ptr, sequences, table_stride, BLOCK_SIZE: tl.constexpr
-):
-    row = tl.program_id(0)
-    sequence = sequence_of_row(query_start_ptr, row, sequences)
-    if sequence < sequences:
-        position = tl.load(positions_ptr + row)
-        tl.store(slot_ptr + row, slot_of_token(block_tables_ptr, table_stride, sequence, position, BLOCK_SIZE))
-    else:
-        tl.store(slot_ptr + row, -1)

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from kernels.arguments import check_caches, check_device, check_dtype, check_shape
-from kernels.paged_attention.batch import PagedBatch
 from kernels.quantization import check_quantization, quantize
 
 
@@ -29,30 +28,20 @@ def store_kv(
     check_caches(k_cache, v_cache, "[N, B, Hkv, D]")
     check_shape("key", key, [None, *k_cache.shape[2:]], "[T, Hkv, D]")
     check_shape("value", value, key.shape, "[T, Hkv, D]")
-    check_shape("slot_mapping", slot_mapping, key.shape[:1], "[T]")
     check_quantization("key", key, k_cache, k_scale, v_scale)
     check_quantization("value", value, k_cache, k_scale, v_scale)
-    check_dtype("slot_mapping", slot_mapping, torch.int64)
-    check_device("slot_mapping", slot_mapping, "k_cache", k_cache)
+    check_slots(slot_mapping, key.shape[0], k_cache)
     if key.shape[0] == 0:
         return
     store = store_with_triton if key.is_cuda else store_with_torch
     store(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
 
 
-def slot_mapping(positions: Tensor, batch: PagedBatch, block_size: int) -> Tensor:
-    """[T] int64, the slot of each row's token, found on the device; -1 for rows that belong to no sequence.
-
-    positions: [T] int64, a token's place in its sequence. Shapes alone decide what is launched, as CUDA graphs need.
-    Raises ValueError naming the argument whose shape, dtype or device is wrong.
-    """
-    check_shape("positions", positions, [None], "[T]")
-    check_dtype("positions", positions, torch.int64)
-    batch.check("positions", positions, block_size)
-    slots = torch.empty_like(positions)
-    if positions.shape[0]:
-        (map_with_triton if positions.is_cuda else map_with_torch)(positions, batch, slots, block_size)
-    return slots
+def check_slots(slot_mapping: Tensor, tokens: int, cache: Tensor) -> None:
+    """Raises ValueError unless slot_mapping is [T] int64 beside the cache."""
+    check_shape("slot_mapping", slot_mapping, [tokens], "[T]")
+    check_dtype("slot_mapping", slot_mapping, torch.int64)
+    check_device("slot_mapping", slot_mapping, "k_cache", cache)
 
 
 def store_with_torch(
@@ -106,30 +95,5 @@ def store_with_triton(
         WIDTH=triton.next_power_of_2(heads * head_dim),
         QUANTIZED=k_scale is not None,
         # Products and sums stay apart: fused ones would round differently.
-        enable_fp_fusion=False,
-    )
-
-
-def map_with_torch(positions: Tensor, batch: PagedBatch, slots: Tensor, block_size: int) -> None:
-    sequences = batch.seq_lens.shape[0]
-    slots.fill_(-1)
-    rows = torch.arange(int(batch.query_start[0]), int(batch.query_start[sequences]))
-    owner = torch.repeat_interleave(torch.arange(sequences), batch.query_start.diff())
-    blocks = batch.block_tables[owner, positions[rows] // block_size].to(torch.int64)
-    slots[rows] = blocks * block_size + positions[rows] % block_size
-
-
-def map_with_triton(positions: Tensor, batch: PagedBatch, slots: Tensor, block_size: int) -> None:
-    from kernels.store_kv.kernel import slot_mapping_kernel
-
-    slot_mapping_kernel[positions.shape](
-        positions.contiguous(),
-        batch.query_start,
-        batch.block_tables,
-        slots,
-        batch.seq_lens.shape[0],
-        batch.block_tables.stride(0),
-        BLOCK_SIZE=block_size,
-        num_warps=1,
         enable_fp_fusion=False,
     )

@@ -21,13 +21,3 @@ def store_kv(
             for x, cache, scale in ((key, k_cache, k_scale), (value, v_cache, v_scale)):
                 row = x[token] if scale is None else quantize(x[token], scale, cache.dtype)
                 cache[slot // block_size, slot % block_size] = row
-
-
-def slot_mapping(positions: list[int], query_lens: list[int], tables: list[list[int]], block_size: int) -> list[int]:
-    """Where each of the positions [T] is stored, of which each sequence in turn has query_lens[s]; -1 for the rest."""
-    owners = [sequence for sequence, count in enumerate(query_lens) for _ in range(count)]
-    slots = [
-        tables[owner][position // block_size] * block_size + position % block_size
-        for owner, position in zip(owners, positions, strict=False)
-    ]
-    return slots + [-1] * (len(positions) - len(slots))

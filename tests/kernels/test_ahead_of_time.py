@@ -19,7 +19,7 @@ from kernels.paged_attention.sizes import choose_sizes
 from kernels.rms_norm.launch import norm_with_triton
 from kernels.rotary_store.launch import rotate_with_triton
 from kernels.rotate_keys.launch import rotate_with_triton as turn_with_triton
-from kernels.store_kv.launch import map_with_triton, store_with_triton
+from kernels.store_kv.launch import store_with_triton
 
 TYPES = {
     torch.float32: "fp32",
@@ -208,24 +208,15 @@ def store_nothing(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
         store_with_triton(key, key, cache, cache, torch.empty(7, dtype=torch.int64), scale, scale)
 
 
-def map_nothing() -> None:
-    with torch.device("meta"):
-        ints = [torch.empty(shape, dtype=torch.int32) for shape in ((3,), (2,), (2, 64))]
-        positions = torch.empty(7, dtype=torch.int64)
-        map_with_triton(positions, PagedBatch(*ints, max_query_len=1, max_seq_len=1024), positions, 16)
-
-
 def rotate_nothing(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
     with torch.device("meta"):
         product = torch.empty(7, 48, 128, dtype=dtype)
         query, key, value = product.split([32, 8, 8], 1)
         cache = torch.empty(100, 16, 8, 128, dtype=cache_dtype)
         scale = torch.empty(8) if cache_dtype != dtype else None
-        ints = [torch.empty(shape, dtype=torch.int32) for shape in ((3,), (2,), (2, 64))]
-        batch = PagedBatch(*ints, max_query_len=1, max_seq_len=1024)
         table = torch.empty(1000, 128)
         positions = torch.empty(7, dtype=torch.int64)
-        rotate_with_triton(query, key, value, table, table, positions, cache, cache, batch, scale, scale)
+        rotate_with_triton(query, key, value, table, table, positions, positions, cache, cache, scale, scale)
 
 
 def norm_nothing(shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -322,10 +313,6 @@ class TestCompiles:
         with refused_without_float8(quantized, capability):
             (used,) = compiler(*arguments)
             assert used.spilled == 0
-
-    def test_slot_mapping(self, compiler: Compile, capability: int) -> None:
-        (used,) = compiler(compile_launch, "store_kv", ("slot_mapping_kernel",), capability, map_nothing)
-        assert used.spilled == 0
 
     @pytest.mark.parametrize("shape", [(1, 7, 576), (1, 64, 4096), (64, 32, 128)], ids=str)
     def test_rms_norm(self, compiler: Compile, shape: tuple[int, ...], capability: int) -> None:

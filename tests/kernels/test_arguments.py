@@ -168,6 +168,8 @@ ROTATE: list[tuple[dict[str, Any], str]] = [
     ({"cos": torch.ones(9, 8)}, r"cos: expected \[P, D\]"),
     ({"sin": torch.ones(8, 16)}, r"sin: expected \[P, D\]"),
     ({"positions": torch.zeros(3, dtype=torch.int32)}, "positions: expected torch.int64"),
+    ({"slot_mapping": SLOTS[:2]}, r"slot_mapping: expected \[T\] = \[3\], got \[2\]"),
+    ({"slot_mapping": SLOTS.int()}, "slot_mapping: expected torch.int64"),
     ({"k_scale": torch.ones(2)}, "k_scale: only int8"),
 ]
 
@@ -175,9 +177,15 @@ ROTATE: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("wrong", "message"), ROTATE, ids=[message for _, message in ROTATE])
 def test_rotary_store_names_the_wrong_argument(wrong: dict[str, Any], message: str) -> None:
     right = {"query": torch.ones(3, 4, 16), "key": KEY, "value": KEY, "cos": torch.ones(9, 16)}
-    right |= {"sin": torch.ones(9, 16), "positions": SLOTS, "k_cache": CACHE, "v_cache": CACHE.clone()}
+    right |= {
+        "sin": torch.ones(9, 16),
+        "positions": SLOTS,
+        "slot_mapping": SLOTS,
+        "k_cache": CACHE,
+        "v_cache": CACHE.clone(),
+    }
     with pytest.raises(ValueError, match=f"^{message}"):
-        rotary_store(batch=PROBLEM.batch(CASE, "cpu"), **{**right, **wrong})
+        rotary_store(**{**right, **wrong})
     assert not CACHE.any()
 
 

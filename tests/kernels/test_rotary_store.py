@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.paged_attention.batch import PagedBatch
 from kernels.quantization import LARGEST
 from kernels.rotary_store import reference
 from kernels.rotary_store.launch import rotary_store, rotate_with_triton
@@ -19,7 +18,6 @@ PADDED_ROWS = 2
 class Case:
     queries: tuple[int, ...] = (1, 6, 0, 3)
     computed: tuple[int, ...] = (9, 0, 5, 17)
-    evicted: tuple[int, ...] = (3, 0, 0, 5)
     query_heads: int = 6
     kv_heads: int = 2
     head_dim: int = 16
@@ -28,15 +26,9 @@ class Case:
     cache: torch.dtype | None = None
     tables_of: torch.dtype = torch.float32
 
-    @property
-    def lengths(self) -> list[int]:
-        """Slots in use, per sequence."""
-        each = zip(self.computed, self.evicted, self.queries, strict=False)
-        return [computed - evicted + count for computed, evicted, count in each]
 
-
-def build(case: Case) -> tuple[dict[str, Tensor], list[int], list[list[int]]]:
-    """The op's tensors, its positions and block tables. Query, key and value are views of one product."""
+def build(case: Case) -> tuple[dict[str, Tensor], list[int]]:
+    """The op's tensors and its positions. Query, key and value are views of one product. Slots follow no order."""
     generator = torch.Generator().manual_seed(0)
     heads = case.query_heads + 2 * case.kv_heads
     rows = sum(case.queries) + PADDED_ROWS
@@ -45,12 +37,13 @@ def build(case: Case) -> tuple[dict[str, Tensor], list[int], list[list[int]]]:
     ends = [first + count for first, count in zip(case.computed, case.queries, strict=True)]
     positions = [at for end, count in zip(ends, case.queries, strict=True) for at in range(end - count, end)]
     positions += [0] * PADDED_ROWS
-    width = -(-max(ends) // case.block_size)
-    order = torch.randperm(len(ends) * width, generator=generator).view(len(ends), width)
+    blocks = -(-rows // case.block_size) + 3
+    slots = torch.randperm(blocks * case.block_size, generator=generator)[:rows]
+    slots[rows - PADDED_ROWS :] = -1
     frequencies = 1.0 / (100.0 ** (torch.arange(0, case.head_dim, 2, dtype=torch.float32) / case.head_dim))
     angles = torch.arange(max(ends) + 1)[:, None].float() * frequencies
     angles = torch.cat([angles, angles], 1)
-    shape = (2, order.numel(), case.block_size, case.kv_heads, case.head_dim)
+    shape = (2, blocks, case.block_size, case.kv_heads, case.head_dim)
     caches = torch.full(shape, 77, dtype=torch.int8).to(case.cache or case.dtype)
     tensors = dict(zip(("query", "key", "value"), parts, strict=True))
     tensors |= {"cos": angles.cos().to(case.tables_of), "sin": angles.sin().to(case.tables_of)}
@@ -58,22 +51,20 @@ def build(case: Case) -> tuple[dict[str, Tensor], list[int], list[list[int]]]:
     if case.cache:
         scales = torch.rand(2, case.kv_heads, generator=generator) / 20 + 0.005
         tensors |= {"k_scale": scales[0], "v_scale": scales[1]}
-    return tensors, positions, order.tolist()
+    tensors["slot_mapping"] = slots
+    return tensors, positions
 
 
 def run(backend: str, case: Case) -> dict[str, Tensor]:
     device = "cuda" if backend == "cuda" else "cpu"
-    built, positions, tables = build(case)
+    built, positions = build(case)
     tensors = {name: tensor.to(device) for name, tensor in built.items()}
     if device == "cpu":
         # Copies would not be views of one product.
         tensors = built
-    starts = torch.tensor([0, *case.queries]).cumsum(0).to(device, torch.int32)
-    lens = torch.tensor(case.lengths, dtype=torch.int32, device=device)
-    batch = PagedBatch(starts, lens, torch.tensor(tables, dtype=torch.int32, device=device), 6, 20)
     scales = {name: tensors.pop(name, None) for name in ("k_scale", "v_scale")}
     op = rotate_with_triton if backend == "interpreter" else rotary_store
-    op(**tensors, positions=torch.tensor(positions, device=device), batch=batch, **scales)
+    op(**tensors, positions=torch.tensor(positions, device=device), **scales)
     return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
@@ -93,10 +84,9 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_it_does_what_its_reference_does(run_on: Callable[..., dict[str, Tensor]], case: Case) -> None:
-    expected, positions, tables = build(case)
+    expected, positions = build(case)
     scales = {name: expected.pop(name, None) for name in ("k_scale", "v_scale")}
-    lengths = {"query_lens": list(case.queries), "seq_lens": case.lengths}
-    reference.rotary_store(**expected, positions=positions, **lengths, tables=tables, **scales)
+    reference.rotary_store(**expected, positions=positions, **scales)
     for name, tensor in run_on(run, case).items():
         assert torch.equal(tensor.float(), expected[name].float()), name
 
@@ -110,7 +100,7 @@ def test_queries_and_keys_are_rotated_as_llama_rotates_them(
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
     case = replace(CASES["9 query heads over 3, head size 64"], dtype=dtype)
-    built, positions, tables = build(case)
+    built, positions = build(case)
     rope = {"rope_type": "default", "rope_theta": 100.0}
     config = LlamaConfig(hidden_size=9 * 64, num_attention_heads=9, rope_parameters=rope)
     cos, sin = LlamaRotaryEmbedding(config)(built["query"], torch.tensor(positions)[None])
@@ -119,6 +109,5 @@ def test_queries_and_keys_are_rotated_as_llama_rotates_them(
     got = run_on(run, case)
     rows = sum(case.queries)
     assert torch.equal(got["query"][:rows], query[:rows])
-    place = case.lengths[3] - 1
-    block = tables[3][place // case.block_size]
-    assert torch.equal(got["k_cache"][block, place % case.block_size], key[rows - 1])
+    stored = got["k_cache"].flatten(0, 1)[built["slot_mapping"][:rows]]
+    assert torch.equal(stored, key[:rows])

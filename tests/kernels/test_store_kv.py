@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.paged_attention.batch import PagedBatch
 from kernels.quantization import LARGEST
 from kernels.store_kv import reference
-from kernels.store_kv.launch import map_with_triton, slot_mapping, store_kv, store_with_triton
+from kernels.store_kv.launch import store_kv, store_with_triton
 from tests.kernels.attention_cases import spread
 
 SHAPES = {
@@ -91,45 +90,6 @@ def halves(backend: str) -> Tensor:
     op = store_with_triton if backend == "interpreter" else store_kv
     op(key, key, caches[0], caches[1], torch.zeros(1, dtype=torch.int64, device=device), k_scale=one, v_scale=one)
     return caches[0, 0, 0, 0].cpu()
-
-
-TABLES = [[3, 1, 4], [9], [5, 2, 6]]
-
-
-def find_slots(backend: str, query_lens: list[int], positions: list[int], block_size: int) -> list[int]:
-    device = "cuda" if backend == "cuda" else "cpu"
-    starts = [sum(query_lens[:sequence]) for sequence in range(len(query_lens) + 1)]
-    tables = torch.zeros(len(query_lens), 5, dtype=torch.int32)
-    for into, table in zip(tables, TABLES, strict=False):
-        into[: len(table)] = torch.tensor(table)
-    lens = torch.zeros(len(query_lens), dtype=torch.int32)
-    batch = PagedBatch(torch.tensor(starts, dtype=torch.int32, device=device), lens.to(device), tables.to(device), 9, 9)
-    slots = torch.full((len(positions),), 12345, device=device)
-    if backend == "interpreter":
-        map_with_triton(torch.tensor(positions), batch, slots, block_size)
-    else:
-        slots = slot_mapping(torch.tensor(positions, device=device), batch, block_size)
-    return slots.tolist()
-
-
-@pytest.mark.parametrize(
-    ("query_lens", "positions"),
-    [
-        ([2, 0, 3], [4, 5, 0, 7, 11]),
-        ([0, 1, 0], [3, 0, 0]),
-        ([1, 1, 1], [11, 0, 4, 9, 9, 9]),
-        ([0, 0, 0], [1, 2]),
-        ([], [0, 0]),
-        ([0] * 150 + [2] + [0] * 149, [1, 2, 3]),
-    ],
-    ids=["chunks around an absent sequence", "one row of three", "padding rows", "absent only", "no sequences", "300"],
-)
-def test_slots_are_found_from_positions_and_tables(
-    run_on: Callable[..., list[int]], query_lens: list[int], positions: list[int]
-) -> None:
-    tables = TABLES + [[0]] * max(0, len(query_lens) - len(TABLES))
-    expected = reference.slot_mapping(positions, query_lens, tables, 4)
-    assert run_on(find_slots, query_lens, positions, 4) == expected
 
 
 def test_no_tokens_are_no_work() -> None:

@@ -105,15 +105,11 @@ def _norm_of_sum(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
 
 
 def _rotary(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
-    """What is left of query and caches; two sequences, and a row of neither."""
+    """What is left of query and caches; the last row belongs to no sequence."""
     angles = torch.arange(64)[:, None] * torch.rand(HEAD_DIM // 2, generator=torch.Generator().manual_seed(3))
     cos, sin = (f(torch.cat([angles, angles], -1)) for f in (torch.cos, torch.sin))
     qkv = _random(dtype, 5, QUERY_HEADS + 2 * KV_HEADS, HEAD_DIM)
-    positions, lens, tables = [30, 31, 32, 7, 0], [3, 1], [[2, 5, 1], [3, 0, 0]]
-    starts, seq_lens, table = (
-        torch.tensor(one, dtype=torch.int32, device=device) for one in ([0, 3, 4], [33, 8], tables)
-    )
-    batch = PagedBatch(starts, seq_lens, table, max_query_len=3, max_seq_len=33)
+    positions, slots = [30, 31, 32, 7, 0], torch.tensor([94, 95, 16, 55, -1])
 
     def result(where: str, wide: torch.dtype) -> Tensor:
         parts = torch.split(qkv.to(where, wide, copy=True), [QUERY_HEADS, KV_HEADS, KV_HEADS], 1)
@@ -121,9 +117,9 @@ def _rotary(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
         # What the device multiplies with is rounded.
         angles = [one.to(where, dtype).to(wide) for one in (cos, sin)]
         if wide == dtype:
-            rotary_store(*parts, *angles, torch.tensor(positions, device=where), *caches, batch)
+            rotary_store(*parts, *angles, torch.tensor(positions, device=where), slots.to(where), *caches)
         else:
-            rotary_reference.rotary_store(*parts, *angles, positions, *caches, lens, [33, 8], tables)
+            rotary_reference.rotary_store(*parts, *angles, positions, slots, *caches)
         return torch.cat([parts[0][:4].flatten(), caches.flatten()])
 
     return result(device, dtype), result("cpu", torch.float64)

@@ -77,6 +77,10 @@ def load_fused(folder: Path) -> Model:
     return replace(model, forward=fused(TorchForward(module.eval()), module, model.groups, model.max_positions))
 
 
+# Every path that may serve a Llama: the compiled decoder, torch, and the fused layers of a CUDA device.
+PATHS: dict[str, Callable[[Path], Model]] = {"compiled": load, "torch": on_torch, "fused": load_fused}
+
+
 @pytest.fixture(scope="session")
 def tiny(model_folder: Callable[[str], Path]) -> Model:
     """A tiny Llama."""

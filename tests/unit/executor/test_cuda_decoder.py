@@ -1,6 +1,7 @@
 """The fused layers, and decoding steps as a CUDA graph repeats them, on a CPU: nothing is captured there."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from executor.running import RunningSet
 from executor.step import Growth, Joining
 from tests.support.reference import first_mismatch, greedy
 from tests.unit.executor.conftest import BLOCK_SIZE, Driver, load_fused, on_torch, save_model
+from tests.unit.executor.test_token_eviction import PROMPT, VARIANTS, policy_of, run
 from tests.unit.executor.tiny_models import COMPILED_CONFIGS, CONFIGS, VOCAB
 
 KNOWN = [name for name in sorted(CONFIGS | COMPILED_CONFIGS) if name.startswith(FAMILIES)]
@@ -127,8 +129,9 @@ class Replaying(CudaDecoder):
         self._launch(buffers, first, size)
 
 
-def replayed(folder: Path, prompts: list[list[int]], count: int) -> tuple[list[list[int]], list[int]]:
-    """In Triton's interpreter, every kernel launched as on CUDA: greedy outputs, and the sizes that were repeated."""
+@contextmanager
+def replaying(folder: Path) -> Iterator[Model]:
+    """In Triton's interpreter: a model that launches every kernel as on CUDA, and repeats decoding steps."""
     from executor import cuda_decoder
     from executor.attention import NAME
     from kernels.paged_attention import launch as attention
@@ -157,7 +160,13 @@ def replayed(folder: Path, prompts: list[list[int]], count: int) -> tuple[list[l
             "decoder that repeats itself",
         )
         assert isinstance(forward, Replaying)
-        driver = Driver(replace(model, forward=forward))
+        yield replace(model, forward=forward)
+
+
+def replayed(folder: Path, prompts: list[list[int]], count: int) -> tuple[list[list[int]], list[int]]:
+    """Greedy outputs, and the sizes that were repeated."""
+    with replaying(folder) as model:
+        driver = Driver(model)
         outputs: list[list[int]] = [[] for _ in prompts]
         for clock in range(len(prompts) + count - 1):
             ended = tuple(i for i, output in enumerate(outputs) if clock == i + count and len(output) == count)
@@ -165,7 +174,7 @@ def replayed(folder: Path, prompts: list[list[int]], count: int) -> tuple[list[l
             chunks = {one.sequence: len(one.token_ids) for one in joining}
             for sampled in driver.step(removed=ended, joining=joining, chunks=chunks).sampled:
                 outputs[sampled.sequence].append(sampled.token_id)
-    return outputs, sorted(forward._graphs)
+    return outputs, sorted(model.forward._graphs)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", ["qwen2, compiled", "qwen3, compiled"])
@@ -180,6 +189,26 @@ def test_a_repeated_step_computes_with_what_was_put_into_its_buffers(
         mismatch = first_mismatch(greedy(reference, prompt, count), output)
         assert mismatch is None or mismatch.is_tie
     assert sizes == [1, 2, 4]
+
+
+def slid(model: Model, prompts: dict[int, list[int]]) -> dict[int, list[int]]:
+    """Greedy outputs, with and without a sliding window, of one running set."""
+    policies = {handle: policy_of(model, VARIANTS["window alone"]) if handle < 3 else None for handle in prompts}
+    outputs, evicted = run(model, prompts, policies)
+    assert {one.sequence for one in evicted} == {1, 2}
+    return outputs
+
+
+def replayed_slid(folder: Path, prompts: dict[int, list[int]]) -> dict[int, list[int]]:
+    with replaying(folder) as model:
+        return slid(model, prompts)
+
+
+def test_a_repeated_step_stores_tokens_where_evicted_ones_were(
+    model_folder: Callable[[str], Path], interpreter: Callable[..., Any]
+) -> None:
+    folder, prompts = model_folder("llama, compiled"), {1: PROMPT, 2: PROMPT[9:], 3: PROMPT[::-1]}
+    assert interpreter(replayed_slid, folder, prompts) == slid(on_torch(folder), prompts)
 
 
 @pytest.mark.parametrize("name", sorted(set(CONFIGS) - set(KNOWN)))
@@ -245,7 +274,14 @@ def test_a_size_has_one_place_whatever_the_work(size: int, model_folder: Callabl
         work = pack(list(running), [1] * sequences, last_tokens, BLOCK_SIZE, 1)
         batch = buffers.place(work, size)
         (paged,) = batch.paged
-        tensors = (batch.token_ids, batch.sources, batch.positions, paged.query_start, paged.seq_lens)
+        tensors = (
+            batch.token_ids,
+            batch.sources,
+            batch.positions,
+            *batch.slot_mappings,
+            paged.query_start,
+            paged.seq_lens,
+        )
         seen.add(tuple((one.data_ptr(), one.shape, one.stride()) for one in (*tensors, paged.block_tables)))
         assert (paged.max_query_len, paged.max_seq_len) == (1, model.max_positions)
         assert paged.query_start.tolist() == [min(row, sequences) for row in range(size + 1)]

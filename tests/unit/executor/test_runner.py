@@ -1,17 +1,26 @@
 """What the runner does beside computing: recomputation, stops, copies, log-probabilities, and what it notes."""
 
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
 import torch
 
 from executor.kv_pool import KvPools, count_blocks
 from executor.model import Model
 from executor.runner import disjoint_runs
 from executor.step import Copy, Joining, Sampling
-from tests.unit.executor.conftest import BLOCK_SIZE, Driver
+from tests.unit.executor.conftest import BLOCK_SIZE, PATHS, Driver, on_torch
 
 PROMPT = [5, 60, 7, 80, 9, 10, 11, 3, 44]
 RANDOM = Sampling(
     temperature=1.2, top_k=20, top_p=0.95, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.2, seed=42
 )
+
+
+@pytest.fixture(scope="module", params=PATHS)
+def tiny(request: pytest.FixtureRequest, model_folder: Callable[[str], Path]) -> Model:
+    return PATHS[request.param](model_folder("llama, compiled"))
 
 
 def _ids(driver: Driver, sequence: int, tokens: list[int], count: int, sampling: Sampling) -> list[int]:
@@ -134,16 +143,16 @@ def test_copies_that_build_on_each_other_run_one_after_the_other() -> None:
     assert [[copy.ticket for copy in run] for run in disjoint_runs(chain)] == [[1, 2], [3, 4], [5]]
 
 
-def test_the_pool_takes_the_lesser_of_both_limits(tiny: Model) -> None:
+def test_the_pool_takes_the_lesser_of_both_limits(model_folder: Callable[[str], Path]) -> None:
+    groups = on_torch(model_folder("llama")).groups
+
     # 4 layers, K and V, 2 heads of 8 elements of 4 bytes: 512 bytes a token, 2048 a block of four.
     def blocks(max_tokens: int) -> int:
-        return count_blocks(
-            tiny.groups, BLOCK_SIZE, torch.float32, max_tokens=max_tokens, free_bytes=41_000, fraction=0.5
-        )
+        return count_blocks(groups, BLOCK_SIZE, torch.float32, max_tokens=max_tokens, free_bytes=41_000, fraction=0.5)
 
     assert blocks(0) == 9
     assert blocks(1000) == 9
     assert blocks(19) == 4
-    pools = KvPools(tiny.groups, 9, BLOCK_SIZE, torch.float32, torch.device("cpu"))
+    pools = KvPools(groups, 9, BLOCK_SIZE, torch.float32, torch.device("cpu"))
     assert pools.pools[0].block_bytes == 2048
     assert pools.max_tokens == 36

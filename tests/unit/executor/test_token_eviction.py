@@ -1,4 +1,4 @@
-"""What holds for every policy of token eviction in the runner, alone and in company, on both CPU paths."""
+"""What holds for every policy of token eviction in the runner, alone and in company, on every path of a model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from executor.model import Model
 from executor.step import Evicted, Step
 from protos.execution.v1 import execution_pb2 as pb
 from protos.kvcache.eviction import AREAS, Kind, Policy, parse
-from tests.unit.executor.conftest import BLOCK_SIZE, Driver, load, on_torch, save_model
+from tests.unit.executor.conftest import BLOCK_SIZE, PATHS, Driver, load, save_model
 from tests.unit.executor.tiny_models import VOCAB
 
 KINDS = [kind for kind in Kind if kind is not Kind.NONE]
@@ -52,10 +52,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["compiled", "torch"])
+@pytest.fixture(scope="module", params=PATHS)
 def model(request: pytest.FixtureRequest, model_folder: Callable[[str], Path]) -> Model:
-    folder = model_folder("llama, compiled")
-    return load(folder) if request.param == "compiled" else on_torch(folder)
+    return PATHS[request.param](model_folder("llama, compiled"))
 
 
 @dataclass

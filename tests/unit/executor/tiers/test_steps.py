@@ -13,7 +13,7 @@ from executor.model import Model
 from executor.step import Copy, Joining, Outcome, Step, Tier
 from protos.execution.v1 import execution_pb2 as pb
 from protos.kvcache.eviction import Kind, parse
-from tests.unit.executor.conftest import Driver, load
+from tests.unit.executor.conftest import PATHS, Driver, load
 from tests.unit.executor.tiers.gates import Gate
 from tests.unit.executor.tiers.world import Ends, block, down, make_tiers, shut, until_idle, up
 
@@ -21,6 +21,11 @@ HOST, DISK = Tier.HOST, Tier.DISK
 PROMPT = [5, 60, 7, 80, 9, 10, 11, 3, 44]
 OTHER = [1, 2, 3, 4, 5, 6, 7, 8, 9]
 SHUT = 0.3
+
+
+@pytest.fixture(scope="module", params=PATHS)
+def tiny(request: pytest.FixtureRequest, model_folder: Callable[[str], Path]) -> Model:
+    return PATHS[request.param](model_folder("llama, compiled"))
 
 
 @pytest.fixture
