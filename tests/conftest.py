@@ -7,10 +7,17 @@ import hypothesis
 import pytest
 
 from tests.stack import Stack
+from tests.support import skips
 
 # How long an example takes says something about the machine only.
 hypothesis.settings.register_profile("kvkeep", deadline=None)
 hypothesis.settings.load_profile("kvkeep")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """In CI a test that is skipped without an allowed reason fails."""
+    if skips.in_ci():
+        config.pluginmanager.register(skips.SkipGate())
 
 
 @pytest.fixture(scope="session")

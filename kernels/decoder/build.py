@@ -37,11 +37,15 @@ class BuildError(Exception):
     """The decoder cannot be compiled or loaded here; the message is one sentence for people."""
 
 
+class NoCompilerError(BuildError):
+    """This machine has no C++ compiler."""
+
+
 def load(folder: Path) -> ctypes.CDLL:
-    """The compiled decoder, kept in `folder`. Raises BuildError."""
+    """The compiled decoder, kept in `folder`. Raises BuildError, NoCompilerError without a compiler."""
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
-        raise BuildError(f"there is no C++ compiler here (looked for {', '.join(COMPILERS)})")
+        raise NoCompilerError(f"there is no C++ compiler here (looked for {', '.join(COMPILERS)})")
     library = folder / f"decoder-{_key(compiler)}.so"
     if not library.exists():
         _compile(compiler, library)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.model
 HTTP_CALLS, GRPC_CALLS = 120, 1200
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def stage() -> Iterator[Stage]:
     with Stage() as stage:
         yield stage
@@ -35,7 +35,6 @@ def test_odd_requests_over_http_are_answered_and_leave_nothing_behind(stage: Sta
 
 
 def test_odd_calls_of_every_method_are_answered_and_leave_nothing_behind(stage: Stage, tmp_path: Path) -> None:
-    """The last one: it takes the executor away from its scheduler."""
     methods = [
         method.name
         for name in ("scheduler", "admin", "cachemgr", "executor")

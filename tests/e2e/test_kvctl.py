@@ -32,11 +32,15 @@ POOL = "executor-0/0"
 BLOCK = 16
 
 
-@pytest.fixture(scope="module")
-def own() -> Iterator[Stack]:
+def own_stack() -> Stack:
     stack = Stack(executor_max_tokens=2048, executor_host_cache_size="16MiB", executor_metrics_address=free_address())
     stack.own["cachemgr"] = {"cachemgr_operation_log": stack.folder / "operations.log"}
-    with stack:
+    return stack
+
+
+@pytest.fixture(scope="module")
+def own() -> Iterator[Stack]:
+    with own_stack() as stack:
         yield stack
 
 
@@ -365,8 +369,14 @@ def test_ctrl_c_ends_what_goes_on_and_says_nothing(own: Stack, verb: tuple[str, 
     assert (process.returncode, err) == (130, b"")
 
 
-def test_what_is_wrong_is_found_and_what_has_gone_is_told(own: Stack, kvctl: Kvctl) -> None:
-    """Breaks the stack: stays the last one."""
+def test_what_is_wrong_is_found_and_what_has_gone_is_told(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with own_stack() as own:
+        break_and_look(own, Kvctl(own, capfd, monkeypatch))
+
+
+def break_and_look(own: Stack, kvctl: Kvctl) -> None:
     remember(own, 8, "checked")
     settled(kvctl, "checked")
     assert "clean, and Redis agrees" in kvctl.text("fsck")

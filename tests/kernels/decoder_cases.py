@@ -3,6 +3,7 @@
 import ctypes
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,9 +24,14 @@ KINDS = pytest.mark.parametrize(
 
 @pytest.fixture(scope="session")
 def library() -> ctypes.CDLL:
+    return compiled_decoder(model_cache() / "compiled")
+
+
+def compiled_decoder(folder: Path) -> ctypes.CDLL:
+    """The decoder, built in `folder`. Skips without a compiler only: sources that do not compile are a failure."""
     try:
-        return build.load(model_cache() / "compiled")
-    except build.BuildError as error:
+        return build.load(folder)
+    except build.NoCompilerError as error:
         pytest.skip(str(error))
 
 

@@ -20,6 +20,7 @@ from tests.kernels.decoder_cases import (
     Case,
     build_weights,
     build_world,
+    compiled_decoder,
     error_of,
     library,
     sums_of,
@@ -175,7 +176,7 @@ def test_it_tells_what_the_time_went_to(library: ctypes.CDLL) -> None:
 
 def test_without_a_compiler_the_reason_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(build.BuildError, match=r"no C\+\+ compiler"):
+    with pytest.raises(build.NoCompilerError, match=r"no C\+\+ compiler"):
         build.load(tmp_path)
 
 
@@ -187,6 +188,15 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(tmp_path: Path, monk
     with pytest.raises(build.BuildError, match="no such luck"):
         build.load(tmp_path / "kept")
     assert not list((tmp_path / "kept").iterdir())
+
+
+def test_tests_of_sources_that_do_not_compile_fail_and_are_not_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "SOURCES", (*build.SOURCES[:-1], "no_such_source.cpp"))
+    monkeypatch.setattr(build, "_key", lambda _: "broken")
+    with pytest.raises(build.BuildError, match="cannot compile"):
+        compiled_decoder(tmp_path / "kept")
 
 
 def test_what_was_built_is_found_again(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from executor.forward import Scores, TorchForward
 from executor.llama import probe
 from executor.model import load_model, multiplies_bfloat16
 from executor.model_files import find
-from kernels.decoder import build
+from tests.kernels.decoder_cases import compiled_decoder
 from tests.stack import model_cache
 from tests.unit.executor.conftest import Driver, load, on_torch, save_model
 from tests.unit.executor.tiny_models import COMPILED_CONFIGS, CONFIGS
@@ -24,10 +24,7 @@ FOLDER = model_cache() / "compiled"
 
 @pytest.fixture(scope="session", autouse=True)
 def _compiler() -> None:
-    try:
-        build.load(FOLDER)
-    except build.BuildError as error:
-        pytest.skip(str(error))
+    compiled_decoder(FOLDER)
 
 
 @pytest.mark.parametrize("name", sorted(COMPILED_CONFIGS))

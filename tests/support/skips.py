@@ -1,0 +1,56 @@
+"""Why a test may be skipped in CI. There a skip for any other reason fails: a test that never runs proves nothing."""
+
+import os
+import re
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+# Regular expressions for whole reasons: what no package that `.ci/run` could install would bring.
+ALLOWED = (
+    "no CUDA device on this machine",
+    "there is a CUDA device on this machine",
+    "this user may not mount",
+    "the processor does not multiply bfloat16",
+    # Shapes that the widest vectors of a processor do not fit.
+    r"the head size \d+ is no multiple of \d+",
+    r"its widths are no multiples of \d+",
+)
+
+
+def in_ci() -> bool:
+    """Whether CI runs the tests; `.ci/run` says so as other services do."""
+    return os.environ.get("CI", "").lower() in ("1", "true")
+
+
+class SkipGate:
+    """Turns a skipped test or module into a failed one, unless its reason is allowed."""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Looks at each phase of each test."""
+        report = yield
+        if not hasattr(report, "wasxfail"):
+            _judge(report)
+        return report
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_make_collect_report(self) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+        """Looks at each module: one skipped as a whole has no test that could be reported."""
+        report = yield
+        _judge(report)
+        return report
+
+
+def _judge(report: Any) -> None:
+    if not report.skipped:
+        return
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    reason = reason.removeprefix("Skipped: ")
+    if not any(re.fullmatch(allowed, reason) for allowed in ALLOWED):
+        report.outcome = "failed"
+        report.longrepr = (
+            f"skipped in CI: {reason}\n"
+            "Install what is missing in .ci/run, or add the reason to ALLOWED in tests/support/skips.py."
+        )
