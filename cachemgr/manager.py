@@ -85,8 +85,6 @@ class CacheManager(ManagerAdmin):
         self._shares: dict[str, PoolShare] = {}
         self._admitter = Admitter(self.config, self._rules, self._next_number)
         self._executors: dict[str, Executor] = {}
-        # Newest epoch seen of every executor, also of lost ones.
-        self._epochs: dict[str, int] = {}
         self._schedulers: dict[str, Scheduler] = {}
         # A scheduler registers once none of its steps can write into blocks that an earlier manager gave it.
         self._scheduler_came = False
@@ -103,6 +101,11 @@ class CacheManager(ManagerAdmin):
     def _next_number(self) -> int:
         self._number += 1
         return self._number
+
+    def _number_behind(self, remembered: Iterable[BlockRecord]) -> None:
+        """Gives no number again by which a slot of a lower tier is known: the clock may be behind that of the epoch."""
+        told = (block.generation for block in remembered)
+        self._number = max(self._number, *(number for number in told if number < 1 << 63), 0)
 
     # Executors
 
@@ -128,11 +131,12 @@ class CacheManager(ManagerAdmin):
         """
         now = self._now()
         check_spec(spec)
-        if spec.executor_epoch < self._epochs.get(spec.executor_id, 0):
+        known = self._executors.get(spec.executor_id)
+        # The epoch ends with the lease: the clock that epochs are taken from may go back between two starts.
+        if known is not None and spec.executor_epoch < known.epoch:
             raise StaleExecutorError(
                 f"executor {spec.executor_id} has started again since", fields={"executor_epoch": "is an older one"}
             )
-        known = self._executors.get(spec.executor_id)
         deadline = now + self.config.lease_seconds
         if known is not None and known.epoch == spec.executor_epoch:
             if known.spec != spec.without_contents():
@@ -155,8 +159,8 @@ class CacheManager(ManagerAdmin):
             carry_over(before, executor)
         executor.change_accounts()
         self._executors[spec.executor_id] = executor
-        self._epochs[spec.executor_id] = spec.executor_epoch
         if remembered:
+            self._number_behind(remembered)
             restore(executor, remembered, self._journal, self._leases)
             self._end_leases_of_deleted_rules(executor)
         share_memory(executor, self._shares)
@@ -219,7 +223,9 @@ class CacheManager(ManagerAdmin):
         deadline = now + self.config.lease_seconds
         if known is not None and scheduler_epoch < known.epoch:
             raise StaleSchedulerError(
-                f"scheduler {scheduler_id} has started again since", fields={"scheduler_epoch": "is an older one"}
+                f"scheduler {scheduler_id} has started again since",
+                fields={"scheduler_epoch": "is an older one"},
+                metadata={"newest_epoch": str(known.epoch)},
             )
         if known is not None and scheduler_epoch == known.epoch:
             known.deadline = deadline

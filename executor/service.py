@@ -72,6 +72,7 @@ class ExecutorServicer(rpc.ExecutorServiceServicer):
             num_groups=len(pools.pools),
             attention_windows=[window or 0 for window in self._layout.windows],
             plain_rotary=self._layout.plain_rotary,
+            scheduler_epoch=self._sessions.scheduler_epoch,
         )
 
     async def StreamSteps(  # noqa: N802

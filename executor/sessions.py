@@ -35,6 +35,11 @@ class Sessions:
             self._current.end(SessionReplacedError("a later session took over"))
         self._current = session
 
+    @property
+    def scheduler_epoch(self) -> int:
+        """The newest scheduler's that has opened a session; 0 before."""
+        return self._scheduler_epoch
+
     def stop(self) -> Session | None:
         """Refuses new sessions from now on; returns the current one, for it to be ended."""
         self._stopping = True

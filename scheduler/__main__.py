@@ -50,9 +50,14 @@ async def serve(settings: SchedulerSettings) -> int:
         return 1
 
     async def become_ready() -> None:
-        await scheduler.start()
-        collect_rarely()
-        server.set_serving(True)
+        try:
+            await scheduler.start()
+        except Exception:
+            log.exception("the scheduler cannot start")
+            scheduler.failed.set()
+        if not scheduler.failed.is_set():
+            collect_rarely()
+            server.set_serving(True)
         await scheduler.failed.wait()
         # Nothing can be repaired from here: end as on SIGTERM, with another status.
         os.kill(os.getpid(), signal.SIGTERM)

@@ -46,7 +46,7 @@ log = structlog.get_logger()
 
 
 class Scheduler:
-    """The running scheduler. `start` returns when the stack is complete; `failed` is set when it cannot go on."""
+    """The running scheduler. `failed` is set when it cannot go on, also when it never could begin."""
 
     def __init__(self, settings: SchedulerSettings, registry: CollectorRegistry = REGISTRY) -> None:
         """Raises OSError where the access log cannot be opened."""
@@ -66,11 +66,13 @@ class Scheduler:
         self._thread: threading.Thread | None = None
 
     async def start(self) -> None:
-        """Waits for the executor and the cache manager, however long, and starts to serve."""
+        """Waits for the executor and the cache manager, however long, and serves; returns also when it `failed`."""
         settings, epoch = self._settings, time.time_ns()
         self._channel = open_channel(settings.cachemgr_address, settings.security)
         manager: kvcache_rpc.CacheManagerServiceAsyncStub = kvcache_rpc.CacheManagerServiceStub(self._channel)
         model, executor = await _describe_executor(settings, partial(_introduce, manager, settings.scheduler_id, epoch))
+        # The executor refuses older epochs for as long as it lives; the clock may have gone back meanwhile.
+        epoch = max(epoch, executor.scheduler_epoch + 1)
         queue = WaitingQueue()
         engine = Engine(
             Model(model, executor),
@@ -99,7 +101,9 @@ class Scheduler:
         self._cache_task = asyncio.create_task(cache.run())
         self._cache_task.add_done_callback(self._cache_ended)
         self._start_loop(engine, epoch, model, executor)
-        await cache.registered.wait()
+        await self._first(cache.registered, self.failed)
+        if self.failed.is_set():
+            return
         intake = Intake(
             engine.model,
             max_prompt_bytes=settings.max_prompt_bytes,
@@ -129,6 +133,16 @@ class Scheduler:
             await self._channel.close()
         if self._access_log is not None:
             await asyncio.to_thread(self._access_log.close)
+
+    @staticmethod
+    async def _first(*events: asyncio.Event) -> None:
+        """Waits until one of them is set."""
+        waiting = [asyncio.create_task(event.wait()) for event in events]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waiting:
+                task.cancel()
 
     def _start_loop(
         self,

@@ -153,13 +153,23 @@ class CacheClient:
     async def _register(self) -> None:
         # A newer epoch than any before: the manager frees what the older one held, and syncs count from 1 again.
         self._scheduler_epoch += 1
-        message = pb.RegisterSchedulerRequest(scheduler_id=self._scheduler_id, scheduler_epoch=self._scheduler_epoch)
-        answer = await self._call(self._stub.RegisterScheduler, message)
+        try:
+            answer = await self._ask_to_register()
+        except SchedulerReplacedError as error:
+            if self.registered.is_set() or error.newest_epoch < self._scheduler_epoch:
+                raise
+            # A process that starts is the newest, also where the clock that its epoch comes from has gone back.
+            self._scheduler_epoch = error.newest_epoch + 1
+            answer = await self._ask_to_register()
         self._manager_epoch = answer.manager_epoch
         self._lease = answer.lease_duration.ToTimedelta().total_seconds()
         self._sync_number = 0
         self._synced_at = time.monotonic()
         log.info("registered at the cache manager", manager_epoch=self._manager_epoch, lease_seconds=self._lease)
+
+    async def _ask_to_register(self) -> pb.RegisterSchedulerResponse:
+        message = pb.RegisterSchedulerRequest(scheduler_id=self._scheduler_id, scheduler_epoch=self._scheduler_epoch)
+        return await self._call(self._stub.RegisterScheduler, message)
 
     async def _give_up(self) -> None:
         """Has the step loop give all sequences up: their blocks are no longer theirs."""
@@ -370,7 +380,7 @@ class CacheClient:
                 if isinstance(message, pb.AdmitSequencesRequest | pb.ForkSequenceRequest):
                     raise error
                 if isinstance(message, pb.RegisterSchedulerRequest) and error.reason == _REPLACED:
-                    raise SchedulerReplacedError(error.message)
+                    raise SchedulerReplacedError(error.message, int(error.metadata.get("newest_epoch", 0)))
                 if error.reason not in _FORGOTTEN:
                     await asyncio.sleep(backoff)
                 raise ManagerLostError(str(error))

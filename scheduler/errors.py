@@ -132,4 +132,9 @@ class ManagerLostError(Exception):
 
 
 class SchedulerReplacedError(Exception):
-    """A scheduler of the same name has registered since: only a new process can go on."""
+    """A scheduler of the same name has registered with a newer epoch: only a new process can go on."""
+
+    def __init__(self, message: str, newest_epoch: int) -> None:
+        """newest_epoch: that of the other scheduler, 0 where it is not known."""
+        super().__init__(message)
+        self.newest_epoch = newest_epoch

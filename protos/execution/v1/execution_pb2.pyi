@@ -114,7 +114,7 @@ class GetExecutorRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetExecutorResponse(_message.Message):
-    __slots__ = ("executor_id", "executor_epoch", "device", "block_size", "max_tokens", "last_step", "num_sequences", "num_groups", "attention_windows", "plain_rotary")
+    __slots__ = ("executor_id", "executor_epoch", "device", "block_size", "max_tokens", "last_step", "num_sequences", "num_groups", "attention_windows", "plain_rotary", "scheduler_epoch")
     EXECUTOR_ID_FIELD_NUMBER: _ClassVar[int]
     EXECUTOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
@@ -125,6 +125,7 @@ class GetExecutorResponse(_message.Message):
     NUM_GROUPS_FIELD_NUMBER: _ClassVar[int]
     ATTENTION_WINDOWS_FIELD_NUMBER: _ClassVar[int]
     PLAIN_ROTARY_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     executor_id: str
     executor_epoch: int
     device: str
@@ -135,7 +136,8 @@ class GetExecutorResponse(_message.Message):
     num_groups: int
     attention_windows: _containers.RepeatedScalarFieldContainer[int]
     plain_rotary: bool
-    def __init__(self, executor_id: _Optional[str] = ..., executor_epoch: _Optional[int] = ..., device: _Optional[str] = ..., block_size: _Optional[int] = ..., max_tokens: _Optional[int] = ..., last_step: _Optional[int] = ..., num_sequences: _Optional[int] = ..., num_groups: _Optional[int] = ..., attention_windows: _Optional[_Iterable[int]] = ..., plain_rotary: _Optional[bool] = ...) -> None: ...
+    scheduler_epoch: int
+    def __init__(self, executor_id: _Optional[str] = ..., executor_epoch: _Optional[int] = ..., device: _Optional[str] = ..., block_size: _Optional[int] = ..., max_tokens: _Optional[int] = ..., last_step: _Optional[int] = ..., num_sequences: _Optional[int] = ..., num_groups: _Optional[int] = ..., attention_windows: _Optional[_Iterable[int]] = ..., plain_rotary: _Optional[bool] = ..., scheduler_epoch: _Optional[int] = ...) -> None: ...
 
 class StreamStepsRequest(_message.Message):
     __slots__ = ("open", "step")

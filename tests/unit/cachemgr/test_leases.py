@@ -68,8 +68,9 @@ def test_a_newer_scheduler_epoch_frees_what_the_older_held():
 def test_an_older_scheduler_epoch_is_refused_and_the_same_one_changes_nothing():
     world = running()
     world.start_scheduler()
-    with pytest.raises(StaleSchedulerError):
+    with pytest.raises(StaleSchedulerError) as stale:
         world.manager.register_scheduler("s", 1)
+    assert stale.value.metadata == {"newest_epoch": "2"}
     world.admit([1], "b")
     world.manager.register_scheduler("s", 2)
     assert len(list(world.manager.sequences())) == 1
@@ -161,6 +162,21 @@ def test_an_older_executor_epoch_and_other_pools_of_the_same_are_refused():
     world.start_executor()
     with pytest.raises(StaleExecutorError):
         world.manager.register_executor(spec)
+    world.check()
+
+
+def test_an_older_executor_epoch_counts_again_once_the_lease_of_the_newer_has_run_out():
+    """The clock that epochs are taken from may have gone back while the executor was down."""
+    world = running()
+    spec = world.spec()
+    world.start_executor()
+    with pytest.raises(StaleExecutorError):
+        world.manager.register_executor(spec)
+    world.expire_executor()
+    world.manager.register_executor(spec)
+    world.executor_epoch = spec.executor_epoch
+    world.start_scheduler()
+    assert world.run([1, 2, 3], "after").cached_tokens == 0
     world.check()
 
 

@@ -64,6 +64,19 @@ def test_a_slot_that_another_copy_has_filled_is_not_believed_nor_is_one_that_bro
     assert left < keys
 
 
+def test_a_manager_whose_clock_went_back_gives_no_number_again_that_a_slot_is_known_by():
+    """Its numbers begin where those of the process before it did."""
+    world = offloaded()
+    world.manager = CacheManager(world.manager.epoch, lambda: world.now, CONFIG, world.journal)
+    world.done.clear()
+    world.start_scheduler()
+    world.manager.register_executor(world.spec(), list(world.journal.blocks.values()))
+    newest = max(record.generation for record in world.manager.records("e"))
+    assert newest
+    assert world.admit([1, 2, 3], "after").sequence_handle > newest
+    world.check()
+
+
 def test_an_executor_that_tells_nothing_of_its_slots_has_nothing_in_them():
     world = offloaded()
     world.lose_manager()

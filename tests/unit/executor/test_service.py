@@ -93,6 +93,7 @@ async def test_an_older_scheduler_and_a_wrong_epoch_are_refused_and_change_nothi
                     pass
             assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.FAILED_PRECONDITION, reason)
         assert list((await current.run()).sequences) == [1]
+        assert (await stack.stub.GetExecutor(pb.GetExecutorRequest(), timeout=5)).scheduler_epoch == 5
 
 
 async def test_a_session_must_be_opened_first(stack: Stack) -> None:

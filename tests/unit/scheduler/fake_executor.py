@@ -85,7 +85,10 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
         self.max_tokens = max_tokens
         self.max_positions = max_positions
         self.epoch = epoch
+        # Newest epoch of a scheduler that has opened a session.
+        self.scheduler_epoch = 0
         self.tokenizer = byte_level_tokenizer()
+        self.tokenizer_json = self.tokenizer.to_str().encode()
         self.vocab_size = self.tokenizer.get_vocab_size()
         self.gate = asyncio.Event()
         self.gate.set()
@@ -142,7 +145,7 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
             vocab_size=self.vocab_size,
             max_positions=self.max_positions,
             eos_token_ids=[EOS],
-            tokenizer_json=self.tokenizer.to_str().encode(),
+            tokenizer_json=self.tokenizer_json,
             chat_template=CHAT_TEMPLATE,
             special_tokens={"eos_token": "<eos>"},
             dtype="float32",
@@ -157,6 +160,7 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
             max_tokens=self.max_tokens,
             num_groups=1,
             attention_windows=[0],
+            scheduler_epoch=self.scheduler_epoch,
         )
 
     async def StreamSteps(
@@ -167,6 +171,10 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
         self.sessions += 1
         first = await anext(aiter(request_iterator))
         assert first.open.executor_epoch == self.epoch
+        if first.open.scheduler_epoch < self.scheduler_epoch:
+            self.faults.append("a session of an older scheduler")
+            return
+        self.scheduler_epoch = first.open.scheduler_epoch
         yield pb.StreamStepsResponse(opened=pb.SessionOpened(first_step=self._last_step + 1))
         async for message in request_iterator:
             await asyncio.sleep(self.step_seconds)

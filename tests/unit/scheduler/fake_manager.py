@@ -70,6 +70,7 @@ class FakeManager(rpc.CacheManagerServiceServicer):
         self.admissions = 0
         self.admitted_ids: list[str] = []
         self.forked_ids: list[str] = []
+        self.refuses_schedulers = False
         # Forks to come that are refused, as when the parent is not settled.
         self.unsettled = 0
         self.void_next: set[str] = set()
@@ -140,6 +141,8 @@ class FakeManager(rpc.CacheManagerServiceServicer):
     async def RegisterScheduler(
         self, request: pb.RegisterSchedulerRequest, context: object
     ) -> pb.RegisterSchedulerResponse:
+        if self.refuses_schedulers:
+            raise LostError("no scheduler is taken")
         assert request.scheduler_epoch >= self._scheduler_epoch
         for live in list(self.live.values()):
             self._release(live)

@@ -62,6 +62,10 @@ class RealManager(CacheManagerService):
         """Another process is given the same name."""
         self._manager.register_scheduler(name, 1 << 63)
 
+    def register_scheduler(self, name: str, epoch: int) -> None:
+        """A scheduler that was here before."""
+        self._manager.register_scheduler(name, epoch)
+
     def shrink(self, total_blocks: int) -> None:
         """An operator's: the pool has so many blocks."""
         self._manager.update_pool("executor/0", total_blocks, "", validate_only=False)

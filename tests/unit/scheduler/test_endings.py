@@ -14,6 +14,7 @@ from scheduler.running import MAX_FAILURES
 from tests.support.generation import generate
 from tests.unit.scheduler.conftest import Stack, StackFactory
 from tests.unit.scheduler.fake_executor import FakeExecutor
+from tests.unit.scheduler.fake_manager import FakeManager
 from tests.unit.scheduler.real_manager import RealManager
 from tests.unit.scheduler.test_generation import prompt_of, request, run
 from tests.unit.scheduler.text import EOS
@@ -224,6 +225,25 @@ async def test_another_scheduler_of_its_name_ends_it_and_says_so(
     said = capsys.readouterr().out
     assert "another scheduler has taken this name" in said
     assert "Traceback" not in said
+
+
+async def test_a_scheduler_whose_clock_went_back_takes_the_place_of_the_one_before_it(run_stack: StackFactory) -> None:
+    executor = FakeExecutor()
+    manager = RealManager(executor)
+    executor.scheduler_epoch = (1 << 62) - 5
+    manager.register_scheduler("test", 1 << 62)
+    async with run_stack(executor=executor, manager=manager) as stack:
+        assert len((await generate(stack.stub, request([1, 2], 3), 30)).token_ids) == 3
+        assert not stack.scheduler.failed.is_set()
+
+
+async def test_a_scheduler_that_is_never_registered_fails_instead_of_waiting(run_stack: StackFactory) -> None:
+    manager = FakeManager()
+    manager.refuses_schedulers = True
+    async with asyncio.timeout(20):
+        async with run_stack(manager=manager) as stack:
+            assert stack.scheduler.failed.is_set()
+            assert not stack.scheduler.service.is_serving
 
 
 async def test_random_traffic_leaves_nothing_behind(run_stack: StackFactory) -> None:
