@@ -4,7 +4,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
-.PHONY: help setup run-stack generate test fuzz-manager chaos lint fix types verify-protos proto
+.PHONY: help setup run-stack generate test fuzz-manager chaos outages lint fix types verify-protos proto
 .PHONY: pictures clean base dev python
 
 VENV ?= .venv
@@ -52,6 +52,9 @@ fuzz-manager: dev ## Check the cache manager after each of 200,000 random operat
 
 chaos: dev ## Kill, pause and disturb a stack under load for ten minutes; ARGS="--seconds 90 --seed 2"
 	@$(PY) -m tests.chaos $(ARGS)
+
+outages: dev ## Show what callers see while each process is paused, killed, late or full; ARGS="--only 'pause cachemgr'"
+	@$(PY) -m tests.chaos.outages $(ARGS)
 
 lint: dev ## Check style, formatting and the settings table; `make fix` repairs
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .

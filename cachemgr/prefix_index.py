@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING
 
 from cachemgr import siblings
 from cachemgr.api import BlockView, EventKind, RemovalCause
@@ -19,9 +18,6 @@ from cachemgr.pool_views import PoolViews
 from cachemgr.retention import DEFAULT_PRIORITY, Wish
 from cachemgr.sequence import Sequence
 from cachemgr.tiers import Tier, account_of
-
-if TYPE_CHECKING:
-    from cachemgr.transfers import Ticket
 
 # Looked up once, not for each block that comes or goes: that takes as long as putting it into the order of loss.
 _STORED, _REMOVED, _UPDATED = EventKind.STORED, EventKind.REMOVED, EventKind.UPDATED
@@ -40,7 +36,6 @@ class PrefixIndex(PoolViews):
     window: int | None
     bare: dict[bytes, Node]
     doomed: set[Block]
-    leaving: dict[Block | None, Ticket]
     backups: Backups
     on_superseded: Callable[[Block, Block], None] | None
     on_gone: Callable[[bytes], None] | None
@@ -86,7 +81,6 @@ class PrefixIndex(PoolViews):
         if parent is None:
             parent = self.bare[parent_key] = Node(parent_key)
         self.doomed.discard(block)
-        self.has_left(block)
         block.key = key
         block.tokens = tokens
         block.depth = depth
@@ -120,20 +114,11 @@ class PrefixIndex(PoolViews):
         if block.lease is not None:
             self._leases.announce(self, block)
 
-    def has_left(self, block: Block) -> None:
-        """A block is computed: the bytes that lay in its slot before are copied, whether that is confirmed or not.
-
-        From now on its slot is free as soon as nothing uses it, which decisions about room count on.
-        """
-        if self.leaving:
-            self.leaving.pop(block, None)
-
     def supersede(self, block: Block, old: Block, step: int) -> None:
         """A used device block takes the place in the index of an equal one, with all it stands for."""
         parent, tier = old.parent, self.tier_of(old)
         assert parent is not None
         on_device = tier is self.device
-        self.has_left(block)
         self._leave(tier, old)
         siblings.remove(parent, old)
         # Whoever took it, from now on it counts against the quota of whose it was.

@@ -135,11 +135,8 @@ class Ticket:
             self.pool.tier_of(self.source or self.target).counters.failed_copies += 1
         if self.purpose is Purpose.MOVE:
             self.pool.moving.discard(self.target)
-            if self.pool.leaving.get(self.source) is self:
-                del self.pool.leaving[self.source]
-            if outcome is Outcome.DONE:
-                self.pool.has_left(self.target)
-            else:
+            self.pool.leaving.pop(self.source, None)
+            if outcome is not Outcome.DONE:
                 self._lose(self.target)
         elif self.purpose is Purpose.BACKUP:
             self.pool.backups.ended(self, done=outcome is Outcome.DONE)

@@ -54,6 +54,8 @@ class Stack:
         self.executor = str(settings.get("executor_address", f"unix:{self.folder}/executor.sock"))
         self.modules = modules
         self.own: dict[str, dict[str, object]] = {}
+        # Environment variables that are no settings.
+        self.variables: dict[str, str] = {}
         self.http = str(settings.get("scheduler_http_address", ""))
         self.executor_metrics = str(settings.get("executor_metrics_address", ""))
         self._children: dict[str, Child] = {}
@@ -97,7 +99,7 @@ class Stack:
 
     def start(self, name: str) -> None:
         """Starts one process; it never outlives this one."""
-        environment = self._environment | _variables(self.own.get(name, {}))
+        environment = self._environment | _variables(self.own.get(name, {})) | self.variables
         child = Child(self.modules[name], environment, folder=ROOT, log=self.log_path(name), stop_seconds=STOP_SECONDS)
         self._children[name] = child
         child.start()

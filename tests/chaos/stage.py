@@ -12,7 +12,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -247,6 +247,17 @@ class Stage:
                         await self.begin(name, absence)
             await asyncio.sleep(0.2)
 
+    @contextlib.asynccontextmanager
+    async def shifted(self, name: str, seconds: float) -> AsyncIterator[None]:
+        """Within it a process starts with its wall clock shifted by so many seconds."""
+        modules, own = self.stack.modules, self.stack.variables
+        self.stack.modules = {**modules, name: "tests.chaos.shifted_clock"}
+        self.stack.variables = own | {"SHIFTED_MODULE": modules[name], "SHIFT_SECONDS": str(seconds)}
+        try:
+            yield
+        finally:
+            self.stack.modules, self.stack.variables = modules, own
+
     # Limits
 
     async def fill_redis(self, full: bool) -> None:
@@ -257,9 +268,9 @@ class Stage:
                 await redis.config_set("maxmemory-policy", "noeviction")
                 await redis.config_set("maxmemory", 1 if full else 0)
 
-    def limit_files(self, size: int | None) -> None:
-        """The executor cannot write to files behind so many bytes, or can again."""
-        pid = self.stack.pid("executor")
+    def limit_files(self, size: int | None, name: str = "executor") -> None:
+        """A process cannot write to files behind so many bytes, or can again."""
+        pid = self.pid(name)
         bound = resource.RLIM_INFINITY if size is None else size
         with contextlib.suppress(ProcessLookupError):
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (bound, resource.RLIM_INFINITY))

@@ -1,0 +1,23 @@
+"""Runs a module with its wall clock shifted: `python -m tests.chaos.shifted_clock`, as after an NTP step.
+
+The variables SHIFTED_MODULE and SHIFT_SECONDS name the module and the shift. Only `time.time` and `time.time_ns`
+are shifted; the monotonic clock of a machine never goes back.
+"""
+
+import os
+import runpy
+import time
+
+
+def main() -> None:
+    """Shifts the clock, then becomes the module."""
+    shift = int(float(os.environ.pop("SHIFT_SECONDS")) * 1e9)
+    module = os.environ.pop("SHIFTED_MODULE")
+    real_ns = time.time_ns
+    time.time_ns = lambda: real_ns() + shift
+    time.time = lambda: time.time_ns() / 1e9
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
