@@ -182,8 +182,7 @@ class Table:
     slots: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
+class Transfer(NamedTuple):
     """A ticket for one copy within a group, or, with source slot 0, for overwriting the target with zeros."""
 
     ticket: int

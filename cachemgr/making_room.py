@@ -34,7 +34,7 @@ class MakingRoom(PrefixIndex):
     """A part of a pool: what it does when slots are wanted."""
 
     offload_min_priority: int
-    moving: set[Block]
+    moving: dict[Block, Ticket]
     leaving: dict[Block | None, Ticket]
     use_times: UseTimes
     on_moved: Callable[[Block, Block, Sequence | None], None] | None
@@ -70,7 +70,7 @@ class MakingRoom(PrefixIndex):
 
     def _move_down(self, tier: Tier, victim: Block, writer: Sequence | None) -> Way:
         """Moves a block to the next tier that has slots; when it must be copied, its reference is the copy's."""
-        lower = next((lower for lower in self.tiers[tier.kind + 1 :] if lower.size), None)
+        lower = tier.below
         if lower is None:
             return Way.OUT
         # Without it its children in lower tiers would be worth nothing: it goes with them, whatever its priority.
@@ -132,13 +132,10 @@ class MakingRoom(PrefixIndex):
         # At its ceiling an account takes the place of its own blocks only.
         shut = lower.is_closed(account) and not lower.wants_own(account)
         least = None if shut else lower.victim(account)
-        for ticket in () if writer is None else writer.opened:
-            block = ticket.target
-            if shut and account_of(block) is not account:
-                continue
-            if block in self.moving and block.parent is not None and self.tier_of(block) is lower and not block.near:
-                least = block if least is None or goes_before(block, least) else least
-        return least
+        moving = None if writer is None else writer.opened.first(lower, account if shut else None)
+        if moving is None or (least is not None and goes_before(least, moving)):
+            return least
+        return moving
 
     def _recall(self, lower: Tier, block: Block, writer: Sequence | None) -> None:
         """Loses a block whose copy down is called off."""
@@ -159,8 +156,12 @@ class MakingRoom(PrefixIndex):
         block.slot = place
         self.blocks[place] = block
         if self.window is None:
-            lower = self.tier_of(block)
-            block.near = sum(self.tier_of(child) is lower for child in siblings.each(block))
+            children = block.children
+            if children is None:
+                block.near = 0
+            else:
+                lower = self.tier_of(block)
+                block.near = sum([self.tier_of(child) is lower for child in siblings.each(block)])
             if isinstance(parent, Block) and self.tier_of(parent) is tier:
                 self._lose_near(parent)
                 if tier is self.device:

@@ -62,8 +62,8 @@ class Pool(Restarting):
         self.bare: dict[bytes, Node] = {}
         # Blocks that a sequence has promised to fill, by the key that they will have.
         self.pending: dict[bytes, Block] = {}
-        # Blocks in lower tiers whose bytes are on their way; nobody may count on them.
-        self.moving: set[Block] = set()
+        # Blocks in lower tiers whose bytes are on their way, with the copies; no sequence may count on them.
+        self.moving: dict[Block, Ticket] = {}
         # Blocks at places that others' bytes have yet to leave.
         self.leaving: dict[Block | None, Ticket] = {}
         # Blocks in use whose bytes must not outlive their use.
@@ -92,9 +92,10 @@ class Pool(Restarting):
 
     def _make_tiers(self) -> None:
         spec = self.spec
-        self.device = Tier(TierKind.DEVICE, 0, spec.num_blocks)
-        host = Tier(TierKind.HOST, spec.num_blocks, spec.host_blocks)
         disk = Tier(TierKind.DISK, spec.num_blocks + spec.host_blocks, spec.disk_blocks)
+        below_host = disk if disk.size else None
+        host = Tier(TierKind.HOST, spec.num_blocks, spec.host_blocks, below_host)
+        self.device = Tier(TierKind.DEVICE, 0, spec.num_blocks, host if host.size else below_host)
         self.tiers = (self.device, host, disk)
         self._has_lower = host.size + disk.size > 0
         # By place: the slots of all tiers in one row.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import TYPE_CHECKING
 
 from cachemgr import siblings
 from cachemgr.api import BlockView, EventKind, RemovalCause
@@ -18,6 +19,9 @@ from cachemgr.pool_views import PoolViews
 from cachemgr.retention import DEFAULT_PRIORITY, Wish
 from cachemgr.sequence import Sequence
 from cachemgr.tiers import Tier, account_of
+
+if TYPE_CHECKING:
+    from cachemgr.transfers import Ticket
 
 # Looked up once, not for each block that comes or goes: that takes as long as putting it into the order of loss.
 _STORED, _REMOVED, _UPDATED = EventKind.STORED, EventKind.REMOVED, EventKind.UPDATED
@@ -42,6 +46,7 @@ class PrefixIndex(PoolViews):
     lost: LostBlocks
     uses: int
     blocks: list[Block | None]
+    moving: dict[Block, Ticket]
     _events: EventLog
     _journal: IndexJournal
     _has_lower: bool
@@ -196,6 +201,7 @@ class PrefixIndex(PoolViews):
                 self.backups.want(block)
             if block.older is None:
                 block.priority = priority
+                self._offer(block)
             else:
                 tier, account = self.tier_of(block), account_of(block)
                 tier.delist(block, account)
@@ -238,13 +244,23 @@ class PrefixIndex(PoolViews):
     def _lose_near(self, parent: Block) -> None:
         """A child of this block has left the block's own tier."""
         parent.near -= 1
-        if not parent.near and not parent.refs and parent.older is None:
+        if parent.near:
+            return
+        if parent.refs:
+            self._offer(parent)
+        elif parent.older is None:
             device = self.device
             tier = device if parent.slot <= device.size else self.tier_of(parent)
             if tier.shares:
                 tier.enlist(parent, account_of(parent), newest=False)
             else:
                 tier.order.insert(parent)
+
+    def _offer(self, block: Block) -> None:
+        """A block in use may be evicted at another time than before, if it is moving and its copy can be recalled."""
+        ticket = self.moving.get(block) if self.moving else None
+        if ticket is not None and ticket.opened_by is not None:
+            ticket.opened_by.offer(ticket)
 
     def _unlink(self, block: Block, cause: RemovalCause, writer: Sequence | None) -> None:
         view = self.view(block)

@@ -10,6 +10,7 @@ from cachemgr.admin_api import Prefix
 from cachemgr.api import Admission, ExtraKey, Retention, SequenceView, Table, Transfer
 from cachemgr.keys import Domain, extend_keys, extra_bytes, pack, packed_bytes
 from cachemgr.retention import Wishes
+from cachemgr.transfers import OpenedCopies
 
 if TYPE_CHECKING:
     from cachemgr.block import Block
@@ -130,7 +131,7 @@ class Sequence:
         # Open copies into its blocks.
         self.tickets: set[Ticket] = set()
         # Copies that its blocks made necessary and that nobody has been told of.
-        self.opened: list[Ticket] = []
+        self.opened = OpenedCopies()
         # Sequences that may share blocks this one has not filled, and those whose blocks this one shares.
         self.dependents: set[Sequence] = set()
         self.waits_on: set[Sequence] = set()
@@ -216,8 +217,7 @@ class Sequence:
 
     def take_transfers(self) -> tuple[Transfer, ...]:
         """Copies to be told of, once, in the order in which they must run."""
-        opened, self.opened = self.opened, []
-        return tuple([ticket.transfer for ticket in opened])
+        return self.opened.take()
 
     def view(self) -> SequenceView:
         """The sequence as seen from outside."""

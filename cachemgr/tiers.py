@@ -93,8 +93,10 @@ class Tier:
     counts blocks with references, `cached` those without. Slots that the pool may not use are `withheld`.
     """
 
-    def __init__(self, kind: TierKind, offset: int, size: int) -> None:
+    def __init__(self, kind: TierKind, offset: int, size: int, below: Tier | None = None) -> None:
+        """`below` is the next lower tier that has slots: evicted blocks are offloaded to it."""
         self.kind = kind
+        self.below = below
         self.offset = offset
         self.size = size
         self.used = 0

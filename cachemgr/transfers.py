@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 from cachemgr.api import RemovalCause, Transfer
 from cachemgr.block import Block
+from cachemgr.tiers import account_of
 
 if TYPE_CHECKING:
     from cachemgr.pool import Pool
     from cachemgr.registry import Executor, Scheduler
     from cachemgr.sequence import GroupTable, Sequence
+    from cachemgr.tiers import Account, Tier
 
 # Backups that are copied at a time, over all pools of an executor.
 MAX_BACKUPS = 64
@@ -57,6 +60,7 @@ class Ticket:
         "index",
         "num_tokens",
         "number",
+        "opened_by",
         "pool",
         "purpose",
         "scheduler",
@@ -86,6 +90,8 @@ class Ticket:
         self.scheduler = scheduler
         self.holds_source = purpose in (Purpose.FILL, Purpose.FETCH)
         self.sequence: Sequence | None = None
+        # As long as the copy may still be recalled.
+        self.opened_by: OpenedCopies | None = None
         # Place of the target in the sequence's table.
         self.index = 0
         self.anchors: list[Block] = []
@@ -134,7 +140,7 @@ class Ticket:
         if outcome is Outcome.FAILED:
             self.pool.tier_of(self.source or self.target).counters.failed_copies += 1
         if self.purpose is Purpose.MOVE:
-            self.pool.moving.discard(self.target)
+            self.pool.moving.pop(self.target, None)
             self.pool.leaving.pop(self.source, None)
             if outcome is not Outcome.DONE:
                 self._lose(self.target)
@@ -171,6 +177,73 @@ class Ticket:
         self.pool.backups.disown(block)
         if block.parent is not None:
             self.pool.discard_subtree(block, RemovalCause.COPY_FAILED)
+
+
+class OpenedCopies:
+    """The copies that a sequence has made necessary and that no scheduler has been told of, in their order.
+
+    Until then a lower tier may evict the block that such a copy moves there: the copy is recalled. Finding the block
+    that goes first takes a heap per tier, as a long prompt beside full tiers opens a copy for each of its blocks.
+    """
+
+    __slots__ = ("_heaps", "_tickets")
+
+    def __init__(self) -> None:
+        self._tickets: dict[int, Ticket] = {}
+        # By tier, of one account or for None of all blocks: (priority, recency, number, ticket). An entry is stale once
+        # its block has a child in its tier, has stopped moving, or has another priority; `offer` adds the next one.
+        self._heaps: dict[tuple[Tier, Account | None], list[tuple[int, int, int, Ticket]]] = {}
+
+    def __iter__(self) -> Iterator[Ticket]:
+        return iter(self._tickets.values())
+
+    def add(self, ticket: Ticket) -> None:
+        """A copy that has just been opened."""
+        self._tickets[ticket.number] = ticket
+        if ticket.purpose is Purpose.MOVE:
+            ticket.opened_by = self
+            self.offer(ticket)
+
+    def offer(self, ticket: Ticket) -> None:
+        """The moving block may have become evictable, or is evicted at another time."""
+        block = ticket.target
+        if block.near:
+            return
+        tier, account = ticket.pool.tier_of(block), account_of(block)
+        entry = (block.priority, block.recency, ticket.number, ticket)
+        heappush(self._heaps.setdefault((tier, None), []), entry)
+        if account is not None:
+            heappush(self._heaps.setdefault((tier, account), []), entry)
+
+    def first(self, tier: Tier, account: Account | None) -> Block | None:
+        """The moving block that a tier evicts first, of one account or of all."""
+        heap = self._heaps.get((tier, account))
+        while heap:
+            priority, _, _, ticket = heap[0]
+            block = ticket.target
+            moving = ticket.opened_by is self and ticket.pool.moving.get(block) is ticket
+            if moving and block.parent is not None and not block.near and block.priority == priority:
+                return block
+            heappop(heap)
+        return None
+
+    def recall(self, ticket: Ticket) -> None:
+        """A copy will not take place."""
+        del self._tickets[ticket.number]
+        ticket.opened_by = None
+
+    def take(self) -> tuple[Transfer, ...]:
+        """The copies, for the scheduler: from now on none can be recalled."""
+        transfers = tuple([ticket.transfer for ticket in self._tickets.values()])
+        self.clear()
+        return transfers
+
+    def clear(self) -> None:
+        """Forgets the copies."""
+        for ticket in self._tickets.values():
+            ticket.opened_by = None
+        self._tickets.clear()
+        self._heaps.clear()
 
 
 class Fetch:
@@ -228,19 +301,17 @@ class Copies:
         return ticket
 
     def _move(self, pool: Pool, moved: Block, occupant: Block, writer: Sequence | None) -> None:
-        pool.moving.add(moved)
         scheduler = None if writer is None else writer.scheduler
         ticket = self._add(Ticket(self._next_number(), Purpose.MOVE, pool, occupant, moved, scheduler=scheduler))
-        pool.leaving[occupant] = ticket
+        pool.moving[moved] = pool.leaving[occupant] = ticket
         if writer is not None:
-            writer.opened.append(ticket)
+            writer.opened.add(ticket)
 
     def _recall(self, pool: Pool, block: Block, writer: Sequence) -> None:
-        ticket = next(ticket for ticket in writer.opened if ticket.target is block)
-        writer.opened.remove(ticket)
+        ticket = pool.moving.pop(block)
+        writer.opened.recall(ticket)
         del self._tickets[ticket.number]
         del pool.leaving[ticket.source]
-        pool.moving.discard(block)
 
     def _zero(self, pool: Pool, block: Block) -> None:
         self._add(Ticket(self._next_number(), Purpose.ZERO, pool, None, block))
@@ -252,7 +323,7 @@ class Copies:
         ticket = Ticket(number, Purpose.FILL, pool, source, target, num_tokens=num_tokens, scheduler=sequence.scheduler)
         ticket.sequence, ticket.index = sequence, index
         sequence.tickets.add(self._add(ticket))
-        sequence.opened.append(ticket)
+        sequence.opened.add(ticket)
         tier = pool.tier_of(source)
         if tier is not pool.device:
             tier.counters.onboarded += 1
