@@ -20,7 +20,7 @@ from cachemgr.retention import Wishes
 from cachemgr.rules import RuleBook
 from cachemgr.sequence import GroupTable, Sequence, blocks_for, first_needed
 from cachemgr.settling import promise
-from cachemgr.tiers import account_of
+from cachemgr.tiers import Account, account_of
 from protos.kvcache.eviction import Policy
 
 
@@ -89,7 +89,8 @@ class Admitter:
         needed = blocks_for(sequence.slots_for(len(tokens)), executor.block_size)
         match, short = self._match(sequence, needed, _lowest_tier(request, sequence))
         if short:
-            return self._refusal(short, self._missing(sequence, match, needed, within_ceiling=False))
+            in_all = self._missing(sequence, match, needed, within_ceiling=False)
+            return self._refusal(short, in_all, sequence.domain.account)
         sequence.handle = self._next_number()
         sequence.content = content(request, tokens)
         self._claim(sequence, match, needed)
@@ -292,7 +293,7 @@ class Admitter:
             return sum(max(0, needed - full - one) for one in free)
 
         if short := missing():
-            return self._refusal(short, missing(within_ceiling=False))
+            return self._refusal(short, missing(within_ceiling=False), account)
         child = Sequence(
             sequence_id,
             self._next_number(),
@@ -328,9 +329,10 @@ class Admitter:
         return child
 
     @staticmethod
-    def _refusal(short: int, short_in_all: int) -> Admission:
+    def _refusal(short: int, short_in_all: int, account: Account | None) -> Admission:
         """For want of blocks; `short_in_all`: so many would be missing also if there were no ceiling."""
-        return Admission(False, blocks_short=short, ceiling_reached=not short_in_all)
+        full = None if short_in_all or account is None else account.key
+        return Admission(False, blocks_short=short, full_account=full)
 
     @staticmethod
     def _answer(sequence: Sequence, wait_for: int, receipts: tuple[Receipt, ...] = ()) -> Admission:

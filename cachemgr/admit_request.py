@@ -44,7 +44,6 @@ def check_request(request: AdmitRequest) -> array[int]:
 def content(request: AdmitRequest, tokens: array[int]) -> object:
     """What two admissions with one id must have in common to be the same."""
     return (
-        request.scheduler_id,
         request.executor_id,
         sha256(packed_bytes(tokens)).digest(),
         request.salt,

@@ -149,6 +149,17 @@ class Receipt(NamedTuple):
     num_blocks: int = 0
 
 
+class SchedulerEpoch(NamedTuple):
+    """A scheduler, and which of its processes: every call about a sequence says it."""
+
+    scheduler_id: str
+    epoch: int
+
+
+# Of an account that quotas are about: "tenant_id" or "salt", and its name.
+AccountKey = tuple[str, str]
+
+
 @dataclass(frozen=True, slots=True)
 class AdmitRequest:
     """A sequence that wants its blocks."""
@@ -199,12 +210,12 @@ class Transfer(NamedTuple):
 class Admission:
     """Answer to an admission or a fork. Not admitted: nothing was taken, `blocks_short` were missing.
 
-    `ceiling_reached`: for the ceiling of its own quota alone, others have room.
+    `full_account`: for the ceiling of this account alone, others have room.
     """
 
     admitted: bool
     blocks_short: int = 0
-    ceiling_reached: bool = False
+    full_account: AccountKey | None = None
     sequence_handle: int = 0
     cached_tokens: int = 0
     wait_for_handle: int = 0

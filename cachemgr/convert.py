@@ -127,7 +127,7 @@ def admit_response(manager_epoch: int, admission: api.Admission) -> pb.AdmitSequ
         manager_epoch=manager_epoch,
         admitted=admission.admitted,
         blocks_short=admission.blocks_short,
-        ceiling_reached=admission.ceiling_reached,
+        full_account=_account(admission.full_account),
         sequence_handle=admission.sequence_handle,
         cached_tokens=admission.cached_tokens,
         wait_for_handle=admission.wait_for_handle,
@@ -148,12 +148,19 @@ def _eviction_policy(policy: Policy | None) -> pb.EvictionPolicy | None:
     return message
 
 
+def _account(key: api.AccountKey | None) -> pb.QuotaAccount | None:
+    if key is None:
+        return None
+    kind, name = key
+    return pb.QuotaAccount(tenant_id=name) if kind == "tenant_id" else pb.QuotaAccount(salt=name)
+
+
 def fork_response(admission: api.Admission) -> pb.ForkSequenceResponse:
     """Answer to a fork."""
     return pb.ForkSequenceResponse(
         admitted=admission.admitted,
         blocks_short=admission.blocks_short,
-        ceiling_reached=admission.ceiling_reached,
+        full_account=_account(admission.full_account),
         sequence_handle=admission.sequence_handle,
         cached_tokens=admission.cached_tokens,
         block_tables=_tables(admission.block_tables),

@@ -9,6 +9,7 @@ from cachemgr.admin_api import PoolShare, Prefix
 from cachemgr.admission import Admitter, check_length
 from cachemgr.admit_request import check_request, content, holder
 from cachemgr.api import (
+    AccountKey,
     Admission,
     AdmitRequest,
     ExecutorSpec,
@@ -16,6 +17,7 @@ from cachemgr.api import (
     Freed,
     ManagerConfig,
     Restored,
+    SchedulerEpoch,
     SyncAnswer,
     SyncRequest,
 )
@@ -80,7 +82,7 @@ class CacheManager(ManagerAdmin):
         self._events = EventLog(self.config.event_history)
         self._leases = LeaseBook(self._events)
         self._rules = RuleBook(self._next_number)
-        self._accounts: dict[tuple[str, str], Account] = {}
+        self._accounts: dict[AccountKey, Account] = {}
         # By pool: what operators changed at run time.
         self._shares: dict[str, PoolShare] = {}
         self._admitter = Admitter(self.config, self._rules, self._next_number)
@@ -249,7 +251,7 @@ class CacheManager(ManagerAdmin):
             raise unknown_executor(request.executor_id)
         existing = self._sequences.get(request.sequence_id)
         if existing is not None:
-            return _repeated(existing, content(request, tokens))
+            return _repeated(existing, scheduler, content(request, tokens))
         if scheduler.may_write_to_lost(executor):
             return Admission(False, blocks_short=1)
         found = self._admitter.admit(request, tokens, scheduler, executor, now)
@@ -292,13 +294,15 @@ class CacheManager(ManagerAdmin):
             del self._sequences[sequence.sequence_id]
         return scheduler.sync_answer
 
-    def extend(self, sequence_id: str, capacity_tokens: int) -> Extension:
+    def extend(self, caller: SchedulerEpoch, sequence_id: str, capacity_tokens: int) -> Extension:
         """Grows one sequence, by no more than its eviction policy lets it use.
 
-        Raises UnknownSequenceError, VoidSequenceError, SequenceTooLongError.
+        As all calls that name a sequence, it is for the scheduler that admitted it, under its newest epoch.
+        Raises UnknownSchedulerError, StaleSchedulerError, UnknownSequenceError, VoidSequenceError,
+        SequenceTooLongError.
         """
         self._now()
-        sequence = self._live(sequence_id)
+        sequence = self._live(caller, sequence_id)
         executor = sequence.executor
         usable = capacity_tokens if sequence.eviction is None else sequence.eviction.usable(capacity_tokens)
         check_length(executor, usable, "capacity_tokens")
@@ -313,27 +317,31 @@ class CacheManager(ManagerAdmin):
         self._admitter.grow(sequence, wanted)
         return Extension(True, 0, sequence.slots(start), sequence.capacity, sequence.take_transfers())
 
-    def truncate(self, sequence_id: str, num_tokens: int) -> Freed:
+    def truncate(self, caller: SchedulerEpoch, sequence_id: str, num_tokens: int) -> Freed:
         """Forgets tokens from a length on. All that was computed must have been reported before.
 
-        Raises InvalidField, SharedBlockError, WindowPassedError, VoidSequenceError, SequenceEvictsError.
+        Raises UnknownSchedulerError, StaleSchedulerError, InvalidField, SharedBlockError, WindowPassedError,
+        VoidSequenceError, SequenceEvictsError.
         """
         self._now()
-        sequence = self._sequences.get(sequence_id)
+        sequence = self._own(caller, sequence_id)
         return Freed(False) if sequence is None else truncate(sequence, num_tokens)
 
-    def fork(self, parent_sequence_id: str, sequence_id: str, num_tokens: int | None = None) -> Admission:
+    def fork(
+        self, caller: SchedulerEpoch, parent_sequence_id: str, sequence_id: str, num_tokens: int | None = None
+    ) -> Admission:
         """Starts a second sequence with the first one's tokens, or so many of them, and blocks.
 
-        Raises InvalidField, UnknownSequenceError, SequenceExistsError, VoidSequenceError, SequenceUnsettledError,
-        WindowPassedError, SequenceEvictsError.
+        Raises UnknownSchedulerError, StaleSchedulerError, InvalidField, UnknownSequenceError, SequenceExistsError,
+        VoidSequenceError, SequenceUnsettledError, WindowPassedError, SequenceEvictsError.
         """
         self._now()
         check_id("sequence_id", sequence_id)
+        scheduler = self._scheduler(*caller)
         existing = self._sequences.get(sequence_id)
         if existing is not None:
-            return _repeated(existing, ("fork", parent_sequence_id, num_tokens))
-        parent = self._live(parent_sequence_id, "parent_sequence_id")
+            return _repeated(existing, scheduler, ("fork", parent_sequence_id, num_tokens))
+        parent = self._live(caller, parent_sequence_id, "parent_sequence_id")
         check_fork(parent)
         full = parent.computed // parent.block_size
         if parent.tickets or any(table.settled < full for table in parent.tables):
@@ -343,26 +351,29 @@ class CacheManager(ManagerAdmin):
             )
         return self._enter(self._admitter.fork(parent, sequence_id, num_tokens))
 
-    def hold(self, sequence_id: str, owner: str, duration: float) -> int:
+    def hold(self, caller: SchedulerEpoch, sequence_id: str, owner: str, duration: float) -> int:
         """Keeps a sequence's blocks for `duration` seconds from its release on; returns how many.
 
         Of one that has evicted tokens it keeps what it computed before, as far as that is cached.
-        Raises InvalidField, UnknownSequenceError.
+        Raises UnknownSchedulerError, StaleSchedulerError, InvalidField, UnknownSequenceError.
         """
         self._now()
         check_id("owner", owner)
         check_duration("duration", duration)
-        sequence = self._live(sequence_id)
+        sequence = self._live(caller, sequence_id)
         sequence.holds[owner] = duration
         if sequence.has_moved:
             return sum(1 for _ in left_behind(sequence))
         return sum(block is not None for table in sequence.tables for block in table.blocks)
 
-    def release(self, sequence_id: str) -> Freed:
-        """Gives a sequence's blocks back."""
+    def release(self, caller: SchedulerEpoch, sequence_id: str) -> Freed:
+        """Gives a sequence's blocks back. Raises UnknownSchedulerError, StaleSchedulerError."""
         now = self._now()
-        sequence = self._sequences.pop(sequence_id, None)
-        return Freed(False) if sequence is None else release(sequence, now)
+        sequence = self._own(caller, sequence_id)
+        if sequence is None:
+            return Freed(False)
+        del self._sequences[sequence_id]
+        return release(sequence, now)
 
     def expire(self) -> None:
         """Ends leases and holds whose time is over. Call it a few times per lease."""
@@ -395,8 +406,8 @@ class CacheManager(ManagerAdmin):
             end_tickets(executor, scheduler)
 
 
-def _repeated(existing: LiveSequence, content: object) -> Admission:
-    if existing.content != content:
+def _repeated(existing: LiveSequence, scheduler: Scheduler, content: object) -> Admission:
+    if existing.scheduler is not scheduler or existing.content != content:
         raise SequenceExistsError(
             f"sequence {existing.sequence_id} exists with other content",
             fields={"sequence_id": "is in use for other content"},

@@ -12,6 +12,7 @@ from google.protobuf.empty_pb2 import Empty
 from google.protobuf.message import Message
 
 from cachemgr import convert, convert_admin
+from cachemgr.api import SchedulerEpoch
 from cachemgr.errors import InvalidField
 from cachemgr.manager import CacheManager
 from cachemgr.operator_records import PinRecord
@@ -127,27 +128,33 @@ def _sync(manager: CacheManager, request: pb.SyncSequencesRequest) -> pb.SyncSeq
     return convert.sync_response(manager.epoch, manager.sync(convert.sync_request(request)), _lease(manager))
 
 
+def _caller(request: Any) -> SchedulerEpoch:
+    return SchedulerEpoch(request.scheduler_id, request.scheduler_epoch)
+
+
 def _extend(manager: CacheManager, request: pb.ExtendSequenceRequest) -> pb.ExtendSequenceResponse:
-    return convert.extend_response(manager.extend(request.sequence_id, request.capacity_tokens))
+    return convert.extend_response(manager.extend(_caller(request), request.sequence_id, request.capacity_tokens))
 
 
 def _truncate(manager: CacheManager, request: pb.TruncateSequenceRequest) -> pb.TruncateSequenceResponse:
-    freed = manager.truncate(request.sequence_id, request.num_tokens)
+    freed = manager.truncate(_caller(request), request.sequence_id, request.num_tokens)
     return pb.TruncateSequenceResponse(found=freed.found, freed_blocks=freed.freed_blocks)
 
 
 def _fork(manager: CacheManager, request: pb.ForkSequenceRequest) -> pb.ForkSequenceResponse:
     num_tokens = request.num_tokens if request.HasField("num_tokens") else None
-    return convert.fork_response(manager.fork(request.parent_sequence_id, request.sequence_id, num_tokens))
+    return convert.fork_response(
+        manager.fork(_caller(request), request.parent_sequence_id, request.sequence_id, num_tokens)
+    )
 
 
 def _hold(manager: CacheManager, request: pb.HoldSequenceRequest) -> pb.HoldSequenceResponse:
-    held = manager.hold(request.sequence_id, request.owner, convert.seconds(request.duration))
+    held = manager.hold(_caller(request), request.sequence_id, request.owner, convert.seconds(request.duration))
     return pb.HoldSequenceResponse(held_blocks=held)
 
 
 def _release(manager: CacheManager, request: pb.ReleaseSequenceRequest) -> pb.ReleaseSequenceResponse:
-    freed = manager.release(request.sequence_id)
+    freed = manager.release(_caller(request), request.sequence_id)
     return pb.ReleaseSequenceResponse(found=freed.found, freed_blocks=freed.freed_blocks)
 
 

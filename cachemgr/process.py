@@ -105,6 +105,7 @@ class CacheManagerProcess:
                 )
             },
             setting=variable(CachemgrSettings, "cachemgr_address"),
+            check=tenancy.check_ids,
         )
         server.listen(
             settings.cachemgr_admin_address,

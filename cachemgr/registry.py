@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
-from cachemgr.api import ExecutorSpec, Restored, SyncAnswer
+from cachemgr.api import AccountKey, ExecutorSpec, Restored, SyncAnswer
 from cachemgr.ghosts import Ghosts
 from cachemgr.holds import Holds
 from cachemgr.keys import Domain
@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from cachemgr.sequence import Sequence
     from cachemgr.tiers import Account
     from cachemgr.transfers import Ticket
+
+
+def account_for(accounts: Mapping[AccountKey, Account], tenant_id: str | None, salt: str | None) -> Account | None:
+    """Whose quota blocks count against, None for nobody's: a tenant's quota goes before that of its salt."""
+    tenants = None if tenant_id is None else accounts.get(("tenant_id", tenant_id))
+    return tenants or (None if salt is None else accounts.get(("salt", salt)))
 
 
 def _discard_useless(windowed: list[Pool], key: bytes) -> None:
@@ -37,7 +43,7 @@ class Executor:
         deadline: float,
         next_number: Callable[[], int],
         pin_budget: float,
-        accounts: Mapping[tuple[str, str], Account],
+        accounts: Mapping[AccountKey, Account],
         before: Executor | None = None,
     ) -> None:
         """`before` is the epoch whose pools it takes over."""
@@ -98,9 +104,7 @@ class Executor:
         return Restored(device, sum(len(pool.index) for pool in self.pools) - device)
 
     def _account(self, domain: Domain) -> Account | None:
-        """A tenant's quota goes before that of its salt."""
-        tenants = None if domain.tenant_id is None else self._accounts.get(("tenant_id", domain.tenant_id))
-        return tenants or (None if domain.salt is None else self._accounts.get(("salt", domain.salt)))
+        return account_for(self._accounts, domain.tenant_id, domain.salt)
 
     def change_accounts(self) -> None:
         """Books all blocks anew after a change of the quotas."""

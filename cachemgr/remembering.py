@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from cachemgr.admin_api import PoolShare, Quota, RetentionRule
-from cachemgr.api import RemovalCause
+from cachemgr.api import AccountKey, RemovalCause
 from cachemgr.executors import fits
 from cachemgr.leases import leases_of
 from cachemgr.operator_records import Entry, Kind, PinRecord, entry_name
@@ -116,7 +116,7 @@ class ManagerMemory(ManagerViews):
         need = sum(one.device.total * one.spec.block_bytes for one in executor.pools) - shrink * pool.spec.block_bytes
         return fits(pool, share) and shrink <= pool.device.free_for(None) and (memory is None or need <= memory)
 
-    def _change_accounts(self, accounts: dict[tuple[str, str], Account]) -> None:
+    def _change_accounts(self, accounts: dict[AccountKey, Account]) -> None:
         self._accounts.clear()
         self._accounts.update(accounts)
         for executor in self._executors.values():

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cachemgr import convert, convert_admin, tenancy
-from cachemgr.api import EventKind
+from cachemgr.api import AccountKey, EventKind, SchedulerEpoch
 from cachemgr.errors import InvalidField, SchedulerFirstError
 from cachemgr.events import Event
 from cachemgr.feed import EventFeed
@@ -95,10 +95,10 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
         if not 1 <= len(request.admissions) <= MAX_ADMISSIONS:
             raise InvalidField("admissions", f"must have 1 to {MAX_ADMISSIONS} entries")
         answers: list[pb.AdmitSequenceResponse] = []
-        # The answer to the first of those that wait for their own quota, for the ones behind it.
-        full: dict[tuple[str, str], pb.AdmitSequenceResponse] = {}
+        # By executor and account: the answer to the first admission that waits for its quota, for those behind it.
+        full: dict[tuple[str, AccountKey | None], pb.AdmitSequenceResponse] = {}
         for admission in request.admissions:
-            spender = (admission.tenant_id, "" if admission.tenant_id else admission.salt)
+            spender = (admission.executor_id, self._account(admission))
             try:
                 answer = full[spender] if spender in full else self._admit_traced(admission)
             except ServiceError as error:
@@ -107,11 +107,15 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
                 error.fields = {f"admissions[0].{field}": text for field, text in error.fields.items()}
                 raise
             answers.append(answer)
-            if answer.ceiling_reached:
+            if answer.HasField("full_account"):
                 full[spender] = answer
             elif not answer.admitted:
                 break
         return pb.AdmitSequencesResponse(answers=answers)
+
+    def _account(self, admission: pb.AdmitSequenceRequest) -> AccountKey | None:
+        tenant_id = admission.tenant_id if admission.HasField("tenant_id") else None
+        return self._manager.account_of(tenant_id, admission.salt if admission.HasField("salt") else None)
 
     async def SyncSequences(self, request: pb.SyncSequencesRequest, context: Any) -> Any:
         """Takes progress, gives capacity."""
@@ -161,7 +165,8 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
     async def EstimateSequence(self, request: pb.EstimateSequenceRequest, context: Any) -> pb.EstimateSequenceResponse:
         """Counts without touching."""
         step = request.step_tokens if request.HasField("step_tokens") else None
-        found = self._manager.estimate(request.sequence_id, step, request.max_new_tokens)
+        caller = SchedulerEpoch(request.scheduler_id, request.scheduler_epoch)
+        found = self._manager.estimate(caller, request.sequence_id, step, request.max_new_tokens)
         return pb.EstimateSequenceResponse(estimates=[convert_admin.estimate(one) for one in found])
 
 

@@ -32,6 +32,26 @@ def check(method: str, request: Any) -> None:
     _CHECKS[name](identity, request)
 
 
+def check_ids(_method: str, request: Any) -> None:
+    """Refuses an executor or a scheduler that speaks as another one. Raises PermissionDeniedError."""
+    identity = current()
+    if identity is None or not identity.ids:
+        return
+    field = f"{identity.role}_id"
+    for path, message in _named(request):
+        if field in message.DESCRIPTOR.fields_by_name:
+            identity.check_id(getattr(message, field), path + field)
+
+
+def _named(request: Any) -> Iterable[tuple[str, Any]]:
+    """The messages of a request that may say whose call it is, with their paths."""
+    yield "", request
+    if isinstance(request, pb.PreviewAdmissionRequest):
+        yield "admission.", request.admission
+    if isinstance(request, pb.AdmitSequencesRequest):
+        yield from ((f"admissions[{index}].", admission) for index, admission in enumerate(request.admissions))
+
+
 def _nothing(_identity: Identity, _request: Any) -> None:
     """All that such a request can name is its own answer's filter."""
 

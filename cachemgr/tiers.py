@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from cachemgr.admin_api import Quota
-from cachemgr.api import RemovalCause, TierKind
+from cachemgr.api import AccountKey, RemovalCause, TierKind
 from cachemgr.block import Block, EvictionOrder
 from cachemgr.errors import SequenceTooLongError
 
@@ -20,6 +20,12 @@ class Account:
 
     def __init__(self, quota: Quota) -> None:
         self.quota = quota
+
+    @property
+    def key(self) -> AccountKey:
+        """Whose it is."""
+        quota = self.quota
+        return ("salt", quota.salt or "") if quota.tenant_id is None else ("tenant_id", quota.tenant_id)
 
     def floor(self, kind: TierKind) -> int:
         """Blocks that others leave it."""

@@ -21,11 +21,13 @@ from cachemgr.admin_api import (
 from cachemgr.admission import Admitter
 from cachemgr.admit_request import check_request
 from cachemgr.api import (
+    AccountKey,
     AdmitRequest,
     BlockView,
     LeaseView,
     ManagerConfig,
     PoolView,
+    SchedulerEpoch,
     SequenceView,
     TierKind,
     Transfer,
@@ -53,7 +55,7 @@ from cachemgr.meters import TokenMeter
 from cachemgr.pool import Pool
 from cachemgr.purging import matches
 from cachemgr.records import BlockRecord
-from cachemgr.registry import Executor, Scheduler
+from cachemgr.registry import Executor, Scheduler, account_for
 from cachemgr.retention import MAX_PRIORITY
 from cachemgr.rules import RuleBook
 from cachemgr.sequence import Sequence
@@ -74,7 +76,7 @@ class ManagerViews:
     _rules: RuleBook
     _admitter: Admitter
     config: ManagerConfig
-    _accounts: dict[tuple[str, str], Account]
+    _accounts: dict[AccountKey, Account]
     _shares: dict[str, PoolShare]
     _executors: dict[str, Executor]
     _sequences: dict[str, Sequence]
@@ -161,6 +163,11 @@ class ManagerViews:
             if not pools:
                 yield account.quota, "", 0, 0
 
+    def account_of(self, tenant_id: str | None, salt: str | None) -> AccountKey | None:
+        """The account that blocks of a tenant under a salt count against; None when there is no quota."""
+        account = account_for(self._accounts, tenant_id, salt)
+        return None if account is None else account.key
+
     def tiers(self, pool_id: str) -> list[Tier]:
         """The tiers of a pool, with what happened in them. Raises UnknownPoolError."""
         return [tier for tier in self._pool(pool_id).tiers if tier.size]
@@ -234,12 +241,14 @@ class ManagerViews:
             raise unknown_executor(request.executor_id)
         return self._admitter.preview(request, tokens, scheduler, executor, max_new_tokens)
 
-    def estimate(self, sequence_id: str, step_tokens: int | None, max_new_tokens: int) -> list[BlockEstimate]:
+    def estimate(
+        self, caller: SchedulerEpoch, sequence_id: str, step_tokens: int | None, max_new_tokens: int
+    ) -> list[BlockEstimate]:
         """Blocks that a live sequence takes from now on.
 
-        Raises InvalidField, UnknownSequenceError, VoidSequenceError.
+        Raises UnknownSchedulerError, StaleSchedulerError, InvalidField, UnknownSequenceError, VoidSequenceError.
         """
-        sequence = self._live(sequence_id)
+        sequence = self._live(caller, sequence_id)
         if step_tokens is not None and step_tokens < 1:
             raise InvalidField("step_tokens", "must be at least 1")
         if step_tokens is None:
@@ -356,8 +365,17 @@ class ManagerViews:
             )
         return scheduler
 
-    def _live(self, sequence_id: str, field: str = "sequence_id") -> Sequence:
+    def _own(self, caller: SchedulerEpoch, sequence_id: str) -> Sequence | None:
+        """A sequence of the caller; None for one that is not known, or another scheduler's.
+
+        Raises UnknownSchedulerError, StaleSchedulerError.
+        """
+        scheduler = self._scheduler(*caller)
         sequence = self._sequences.get(sequence_id)
+        return sequence if sequence is not None and sequence.scheduler is scheduler else None
+
+    def _live(self, caller: SchedulerEpoch, sequence_id: str, field: str = "sequence_id") -> Sequence:
+        sequence = self._own(caller, sequence_id)
         if sequence is None:
             raise UnknownSequenceError(f"no sequence {sequence_id}", fields={field: "is not known"})
         if sequence.void:

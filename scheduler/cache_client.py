@@ -16,7 +16,7 @@ from scheduler import answers
 from scheduler.errors import ManagerLostError, SchedulerReplacedError, refusal
 from scheduler.mailbox import Admitted, Cancel, Mailbox, ManagerLost, Report, SyncAnswer
 from scheduler.metrics import RequestMetrics
-from scheduler.request import Candidate
+from scheduler.request import Account, Candidate
 from scheduler.sync_batch import SyncBatch
 from scheduler.tiers import Rates, Tier
 from scheduler.waiting_queue import WaitingQueue
@@ -103,8 +103,8 @@ class CacheClient:
         self._refused: Candidate | None = None
         self._refused_at = 0.0
         self._free_at_refusal = 0
-        # Spenders whose quota has reached its ceiling, as far as the manager said so since this time.
-        self._full: set[tuple[str | None, str | None]] = set()
+        # Accounts whose quota has reached its ceiling, as far as the manager said so since this time.
+        self._full: set[Account] = set()
         self._full_since = 0.0
         self._rates = Rates(block_size)
 
@@ -294,10 +294,10 @@ class CacheClient:
             self._answered(candidate, answer, session)
 
     def _answered(self, candidate: Candidate, answer: pb.AdmitSequenceResponse, session: int) -> None:
-        if answer.ceiling_reached:
+        if answer.HasField("full_account"):
             if not self._full:
                 self._full_since = time.monotonic()
-            self._full.add(candidate.request.wishes.spender)
+            self._full.add(candidate.request.wishes.account(answer.full_account))
             return
         if not answer.admitted:
             self._refuse(candidate)
@@ -322,6 +322,8 @@ class CacheClient:
             parent_sequence_id=self._live[candidate.parent],
             sequence_id=candidate.sequence_id,
             num_tokens=len(candidate.token_ids),
+            scheduler_id=self._scheduler_id,
+            scheduler_epoch=self._scheduler_epoch,
         )
         try:
             answer = await self._call(self._stub.ForkSequence, message)
@@ -336,7 +338,7 @@ class CacheClient:
             cached_tokens=answer.cached_tokens,
             block_tables=answer.block_tables,
             transfers=answer.transfers,
-            ceiling_reached=answer.ceiling_reached,
+            full_account=answer.full_account if answer.HasField("full_account") else None,
         )
         return (forked,)
 

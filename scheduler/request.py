@@ -2,10 +2,18 @@
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from protos.execution.v1 import execution_pb2
 from protos.kvcache.v1 import kvcache_pb2
 from scheduler.tiers import Tier
+
+
+class Account(NamedTuple):
+    """What a quota may be about: all of a tenant, or with a salt what of it is under that."""
+
+    tenant_id: str | None
+    salt: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +30,13 @@ class CacheWishes:
     eviction_policy: kvcache_pb2.EvictionPolicy | None = None
 
     @property
-    def spender(self) -> tuple[str | None, str | None]:
-        """Equal for those who may have one quota: tenant or, without one, salt."""
-        return (self.tenant_id, None if self.tenant_id else self.salt)
+    def accounts(self) -> tuple[Account, Account]:
+        """Those that its blocks may count against: the tenant's, or the salt's where the tenant has no quota."""
+        return Account(self.tenant_id, None), Account(self.tenant_id, self.salt)
+
+    def account(self, full: kvcache_pb2.QuotaAccount) -> Account:
+        """That of the two which the cache manager names."""
+        return self.accounts[full.WhichOneof("account") == "salt"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,10 +1,10 @@
 """Requests that wait for blocks, in the order in which they get them."""
 
 import bisect
-from collections.abc import Collection
+from collections.abc import Set
 from itertools import islice
 
-from scheduler.request import Candidate
+from scheduler.request import Account, Candidate
 
 
 class WaitingQueue:
@@ -16,11 +16,11 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._candidates)
 
-    def first(self, count: int, full: Collection[tuple[str | None, str | None]] = ()) -> list[Candidate]:
-        """Those who are next, in their order; all others pass the spenders that are `full`."""
+    def first(self, count: int, full: Set[Account] = frozenset()) -> list[Candidate]:
+        """Those who are next, in their order; requests of accounts that are `full` are passed over."""
         if not full:
             return self._candidates[:count]
-        return list(islice((one for one in self._candidates if one.request.wishes.spender not in full), count))
+        return list(islice((one for one in self._candidates if full.isdisjoint(one.request.wishes.accounts)), count))
 
     def push(self, candidate: Candidate) -> None:
         """Puts a candidate at its place."""

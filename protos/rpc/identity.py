@@ -47,13 +47,22 @@ class PermissionDeniedError(ServiceError):
 class Identity:
     """What a token stands for. `name` says which token it was, in logs; no tenant means all of them.
 
-    `salts` are the only ones that a caller may name, all for none.
+    `salts` are the only ones that a caller may name, all for none; `ids` are the only executors or schedulers that a
+    token of these roles may speak as, any for none.
     """
 
     name: str
     role: Role
     tenant: str = ""
     salts: tuple[str, ...] = ()
+    ids: tuple[str, ...] = ()
+
+    def check_id(self, given: str, field: str) -> None:
+        """Raises PermissionDeniedError where an executor or a scheduler speaks as another of its kind."""
+        if self.ids and given not in self.ids:
+            raise PermissionDeniedError(
+                f"the token is of another {self.role}", fields={field: "is not one of the token's ids"}
+            )
 
     def bound_salt(self, salt: str | None, field: str = "cache.salt") -> str | None:
         """The salt that the cache is asked with instead of the one given: without a tenant it is the same.

@@ -28,7 +28,12 @@ _MAX_TOKEN = 256
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 Tenant = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{0,64}$")]
 Salt = Annotated[str, StringConstraints(min_length=1, max_length=128)]
+Id = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+
+
+# Roles of processes that the cache manager knows by an id.
+_PROCESSES = (Role.SCHEDULER, Role.EXECUTOR)
 
 
 class Entry(BaseModel):
@@ -40,6 +45,7 @@ class Entry(BaseModel):
     role: Role
     tenant: Tenant = ""
     salts: tuple[Salt, ...] = ()
+    ids: tuple[Id, ...] = ()
     expires: AwareDatetime | None = None
     sha256: Digest
 
@@ -47,16 +53,18 @@ class Entry(BaseModel):
     def _check_role(self) -> Self:
         if self.role is Role.CALLER and not self.tenant:
             raise ValueError("a caller needs a tenant")
-        if self.role in (Role.SCHEDULER, Role.EXECUTOR) and self.tenant:
+        if self.role in _PROCESSES and self.tenant:
             raise ValueError(f"the role {self.role} has no tenant")
         if self.salts and self.role is not Role.CALLER:
             raise ValueError("only a caller has salts")
+        if self.ids and self.role not in _PROCESSES:
+            raise ValueError("only a scheduler or an executor has ids")
         return self
 
     @property
     def identity(self) -> Identity:
         """What the token stands for."""
-        return Identity(self.name, self.role, self.tenant, self.salts)
+        return Identity(self.name, self.role, self.tenant, self.salts, self.ids)
 
 
 class Tokens:
@@ -102,18 +110,29 @@ def _read(path: Path) -> list[Entry]:
             for field in ("name", "sha256"):
                 if getattr(other, field) == getattr(entry, field):
                     raise ValueError(f"{path}, line {number}: {field}: is that of another line")
+            if entry.role is other.role and entry.role in _PROCESSES and not (entry.ids and other.ids):
+                # Else the holder of one token could take the place of the other's process.
+                raise ValueError(
+                    f"{path}, line {number}: ids: are needed where several tokens have the role {entry.role}"
+                )
         entries.append(entry)
     return entries
 
 
 def new(
-    role: Role, tenant: str, salts: tuple[str, ...] = (), lifetime: timedelta | None = None, name: str = ""
+    role: Role,
+    tenant: str,
+    salts: tuple[str, ...] = (),
+    lifetime: timedelta | None = None,
+    name: str = "",
+    ids: tuple[str, ...] = (),
 ) -> tuple[str, Entry]:
     """A token and the line for the file. Raises ValidationError."""
     token = _PREFIX + secrets.token_urlsafe(_TOKEN_BYTES)
     expires = None if lifetime is None else (datetime.now(UTC) + lifetime).replace(microsecond=0)
     name = name or f"{tenant or role}-{secrets.token_hex(3)}"
-    return token, Entry(name=name, role=role, tenant=tenant, salts=salts, expires=expires, sha256=_digest(token))
+    digest = _digest(token)
+    return token, Entry(name=name, role=role, tenant=tenant, salts=salts, ids=ids, expires=expires, sha256=digest)
 
 
 def main() -> int:
@@ -123,12 +142,13 @@ def main() -> int:
     make.add_argument("--role", required=True, choices=[role.value for role in Role])
     make.add_argument("--tenant", default="", help="whom a caller's, operator's or viewer's token is about")
     make.add_argument("--salt", action="append", default=[], help="a salt that a caller may name, else all")
+    make.add_argument("--id", action="append", default=[], help="an id of the executor or scheduler, else any")
     make.add_argument("--days", type=float, help="how long it holds, else for ever")
     make.add_argument("--name", default="", help="what logs call it")
     asked = parser.parse_args()
     lifetime = None if asked.days is None else timedelta(days=asked.days)
     try:
-        token, entry = new(Role(asked.role), asked.tenant, tuple(asked.salt), lifetime, asked.name)
+        token, entry = new(Role(asked.role), asked.tenant, tuple(asked.salt), lifetime, asked.name, tuple(asked.id))
     except ValidationError as error:
         faults = error.errors(include_url=False)
         sys.exit("; ".join(f"{''.join(map(str, fault['loc'][:1]))} {fault['msg']}".strip() for fault in faults))

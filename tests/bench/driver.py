@@ -6,12 +6,23 @@ import math
 from array import array
 from collections.abc import Iterable, Sequence
 
-from cachemgr.api import Admission, AdmitRequest, ExecutorSpec, ManagerConfig, PoolSpec, PoolView, SyncAnswer
+from cachemgr.api import (
+    Admission,
+    AdmitRequest,
+    ExecutorSpec,
+    ManagerConfig,
+    PoolSpec,
+    PoolView,
+    SchedulerEpoch,
+    SyncAnswer,
+)
 from cachemgr.api import SyncRequest as Request
 from cachemgr.manager import CacheManager
 
 # Nobody renews a lease here: neither the executor nor the scheduler is ever taken for gone.
 CONFIG = ManagerConfig(lease_seconds=math.inf)
+# The one scheduler.
+CALLER = SchedulerEpoch("s", 1)
 
 
 class Driver:
@@ -20,7 +31,7 @@ class Driver:
     def __init__(self, num_blocks: int, *, block_size: int = 16, config: ManagerConfig = CONFIG) -> None:
         self.now = 0.0
         self.manager = CacheManager(1, lambda: self.now, config)
-        self.manager.register_scheduler("s", 1)
+        self.manager.register_scheduler(*CALLER)
         self.manager.register_executor(ExecutorSpec("e", 1, "m", bytes(32), block_size, [PoolSpec(0, num_blocks)]))
         self._syncs = 0
 

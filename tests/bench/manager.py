@@ -19,7 +19,7 @@ from typing import Any
 from cachemgr.api import Retention, RetentionRange
 from protos.rpc.garbage import collect_rarely
 from tests.bench import manager_rpc
-from tests.bench.driver import CONFIG, Driver, prompt
+from tests.bench.driver import CALLER, CONFIG, Driver, prompt
 
 BLOCK = 16
 PROMPT_TOKENS = 8_192
@@ -111,7 +111,7 @@ class FullPool:
         self.driver.cache(name, tokens)
         taken, admission = timed(self.driver.admit, name, tokens)
         self.driver.confirm(admission)
-        self.driver.manager.release(name)
+        self.driver.manager.release(CALLER, name)
         return taken
 
     def admit_unseen(self) -> tuple[float, float]:
@@ -119,7 +119,7 @@ class FullPool:
         name, tokens = self._prompt()
         taken, admission = timed(self.driver.admit, name, tokens)
         stored, _ = timed(self.driver.sync, {admission.sequence_handle: len(tokens)})
-        self.driver.manager.release(name)
+        self.driver.manager.release(CALLER, name)
         return taken, stored
 
     def extend(self) -> float:
@@ -127,9 +127,9 @@ class FullPool:
         self.driver.admit("long", [1])
         capacity = (self.chain + 1) * BLOCK
         evicted = self.driver.pool.evicted_blocks
-        taken, _ = timed(self.driver.manager.extend, "long", capacity)
+        taken, _ = timed(self.driver.manager.extend, CALLER, "long", capacity)
         assert self.driver.pool.evicted_blocks - evicted >= self.chain - 1
-        self.driver.manager.release("long")
+        self.driver.manager.release(CALLER, "long")
         self.cache()
         return taken
 
@@ -173,7 +173,7 @@ def extension(runs: int) -> Row:
     """Blocks taken from an empty pool."""
     driver = Driver((runs + 1) * CHAIN)
     driver.admit("a", [1])
-    taken = [timed(driver.manager.extend, "a", run * PROMPT_TOKENS)[0] for run in range(1, runs + 1)]
+    taken = [timed(driver.manager.extend, CALLER, "a", run * PROMPT_TOKENS)[0] for run in range(1, runs + 1)]
     return Row("extension into an empty pool", "us per block", [value * 1e6 / CHAIN for value in taken], 2)
 
 

@@ -118,7 +118,9 @@ def _measure(client: Client, server: Server, runs: int) -> Iterator[Measured]:
         client.stub.ConfirmTransfers(
             pb.ConfirmTransfersRequest(executor_id="e", executor_epoch=1, tickets=tickets), timeout=10
         )
-        client.stub.ReleaseSequence(pb.ReleaseSequenceRequest(sequence_id=name), timeout=10)
+        client.stub.ReleaseSequence(
+            pb.ReleaseSequenceRequest(sequence_id=name, scheduler_id="s", scheduler_epoch=1), timeout=10
+        )
         return taken
 
     yield from _rows(server, "admission of 8,192 cached tokens", "AdmitSequence", 3, runs, admit)

@@ -13,7 +13,7 @@ from time import thread_time
 from cachemgr.api import EventKind, RemovalCause, Retention
 from cachemgr.events import Event
 from cachemgr.ghosts import GhostReport
-from tests.bench.driver import CONFIG, Driver
+from tests.bench.driver import CALLER, CONFIG, Driver
 from tests.bench.trace_file import BLOCK_TOKENS, Request
 
 # A request keeps its blocks so long: prompts take no time, as what they take depends on what is found.
@@ -232,7 +232,7 @@ class Replay:
         admission = driver.admit(name, request.tokens(), **options)
         assert admission.admitted
         driver.confirm(admission)
-        extension = driver.manager.extend(name, _capacity(request))
+        extension = driver.manager.extend(CALLER, name, _capacity(request))
         assert extension.extended
         driver.sync({admission.sequence_handle: request.input_length})
         heapq.heappush(self._running, (driver.now + service_seconds(request), admission.sequence_handle))

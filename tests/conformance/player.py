@@ -90,7 +90,7 @@ class Player:
     def fork(self, parent_name: str, name: str) -> pb.ForkSequenceResponse:
         """Forks a sequence and runs the copies."""
         parent = self.sequences[parent_name]
-        request = pb.ForkSequenceRequest(parent_sequence_id=parent_name, sequence_id=name)
+        request = pb.ForkSequenceRequest(parent_sequence_id=parent_name, sequence_id=name, **SCHEDULED)
         answer = self.backend.call("ForkSequence", request)
         if answer.admitted:
             self._enter(name, answer, parent.tokens, parent.root, parent.extra)
@@ -125,7 +125,8 @@ class Player:
         live = self.sequences[name]
         if live.computed > live.reported:
             self._sync(live, handles=[live.handle], computed_tokens=[live.computed], new_token_counts=[0])
-        answer = self.backend.call("TruncateSequence", pb.TruncateSequenceRequest(sequence_id=name, num_tokens=length))
+        request = pb.TruncateSequenceRequest(sequence_id=name, num_tokens=length, **SCHEDULED)
+        answer = self.backend.call("TruncateSequence", request)
         del live.tokens[length:]
         live.computed = live.reported = min(live.computed, length - 1)
         for table in live.tables:
@@ -137,7 +138,7 @@ class Player:
         live = self.sequences[name]
         live.ended = True
         if not stored:
-            self.backend.call("ReleaseSequence", pb.ReleaseSequenceRequest(sequence_id=name))
+            self.backend.call("ReleaseSequence", pb.ReleaseSequenceRequest(sequence_id=name, **SCHEDULED))
             return
         self._compute(live, len(live.tokens) - 1)
         self.device.check(live.tables, live.contents, live.computed, live.computed)

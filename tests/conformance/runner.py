@@ -12,7 +12,7 @@ from tests.conformance import notation, scheduling
 from tests.conformance.backends import BACKENDS, Backend, Refused
 from tests.conformance.cases import Part
 from tests.conformance.observer import Observer
-from tests.conformance.player import EXECUTOR, Player
+from tests.conformance.player import EXECUTOR, SCHEDULED, Player
 
 WORDS = {"add", "fork", "compute", "append", "truncate", "release", "advance", "preview", "estimate", "follow"}
 WORDS |= {"pin", "unpin", "schedule", "read_events", "expect"}
@@ -173,7 +173,7 @@ class Runner:
     def _ask(self, name: str, to: int, max_new: int) -> pb.EstimateSequenceResponse:
         """About the step that computes the tokens before `to`."""
         steps = to - self.player.sequences[name].reported
-        request = pb.EstimateSequenceRequest(sequence_id=name, step_tokens=steps, max_new_tokens=max_new)
+        request = pb.EstimateSequenceRequest(sequence_id=name, step_tokens=steps, max_new_tokens=max_new, **SCHEDULED)
         return self._backend.call("EstimateSequence", request)
 
     def _follow(self, name: str, step: dict[str, Any]) -> None:

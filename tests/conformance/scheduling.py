@@ -7,7 +7,7 @@ from typing import Any
 
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from tests.conformance.backends import Backend
-from tests.conformance.player import Player
+from tests.conformance.player import SCHEDULED, Player
 
 
 def blocks_of(answer: Any) -> dict[str, int]:
@@ -92,7 +92,7 @@ def _start(backend: Backend, player: Player, job: Job, running: list[Job], polic
 
 
 def _to_completion(backend: Backend, job: Job) -> int:
-    request = pb.EstimateSequenceRequest(sequence_id=job.name, step_tokens=1, max_new_tokens=job.left)
+    request = pb.EstimateSequenceRequest(sequence_id=job.name, step_tokens=1, max_new_tokens=job.left, **SCHEDULED)
     return blocks_of(backend.call("EstimateSequence", request))["completion"]
 
 
@@ -116,7 +116,7 @@ def _has_room(backend: Backend, player: Player, job: Job) -> bool:
     live = player.sequences[job.name]
     if len(live.tables[0]) * player.block_size >= len(live.tokens):
         return True
-    request = pb.ExtendSequenceRequest(sequence_id=job.name, capacity_tokens=len(live.tokens))
+    request = pb.ExtendSequenceRequest(sequence_id=job.name, capacity_tokens=len(live.tokens), **SCHEDULED)
     answer = backend.call("ExtendSequence", request)
     for table in answer.new_blocks:
         live.tables[table.group] += table.slots

@@ -224,23 +224,25 @@ def test_every_method_of_the_data_plane(client: Grpcurl) -> None:
     handle = admitted["sequence_handle"]
     columns = {"handles": [handle], "computed_tokens": [10], "new_token_counts": [0]}
     client.call(f"{DATA}/SyncSequences", **scheduler, **manager, sync_number=1, step=1, **columns)
-    assert client.call(f"{DATA}/EstimateSequence", sequence_id="a", max_new_tokens=8)["estimates"]
+    assert client.call(f"{DATA}/EstimateSequence", **scheduler, sequence_id="a", max_new_tokens=8)["estimates"]
     retain = {"action_id": "1", "action_type": "Retain", "action_version": "0.1", "payload": {"priority": 60}}
     hints = {"protocol_version": "0.1", "message_id": "grpcurl", "actions": [retain]}
     prefix = {"executor_id": "grpcurl", "token_ids": list(range(8))}
     (answer,) = client.call(f"{DATA}/SendHints", prefix=prefix, hints=hints)["answers"]
     assert answer["outcome"] == "HINT_OUTCOME_ACCEPTED"
-    assert client.call(f"{DATA}/ExtendSequence", sequence_id="a", capacity_tokens=60)["capacity_tokens"] >= 60
-    assert client.call(f"{DATA}/TruncateSequence", sequence_id="a", num_tokens=9)["found"]
-    forked = client.call(f"{DATA}/ForkSequence", parent_sequence_id="a", sequence_id="b")
+    assert (
+        client.call(f"{DATA}/ExtendSequence", **scheduler, sequence_id="a", capacity_tokens=60)["capacity_tokens"] >= 60
+    )
+    assert client.call(f"{DATA}/TruncateSequence", **scheduler, sequence_id="a", num_tokens=9)["found"]
+    forked = client.call(f"{DATA}/ForkSequence", **scheduler, parent_sequence_id="a", sequence_id="b")
     assert forked["admitted"]
     tickets = [transfer["ticket"] for transfer in forked["transfers"]]
     confirmed = client.call(f"{DATA}/ConfirmTransfers", **executor, tickets=tickets)
     assert confirmed["unknown_tickets"] == 0
-    client.call(f"{DATA}/HoldSequence", sequence_id="a", owner="grpcurl", duration="1s")
-    assert client.call(f"{DATA}/ReleaseSequence", sequence_id="a")["found"]
-    assert client.call(f"{DATA}/ReleaseSequence", sequence_id="b")["found"]
-    assert not client.call(f"{DATA}/ReleaseSequence", sequence_id="a")["found"]
+    client.call(f"{DATA}/HoldSequence", **scheduler, sequence_id="a", owner="grpcurl", duration="1s")
+    assert client.call(f"{DATA}/ReleaseSequence", **scheduler, sequence_id="a")["found"]
+    assert client.call(f"{DATA}/ReleaseSequence", **scheduler, sequence_id="b")["found"]
+    assert not client.call(f"{DATA}/ReleaseSequence", **scheduler, sequence_id="a")["found"]
     both = [admission | {"sequence_id": name} for name in ("c", "d")]
     answers = client.call(f"{DATA}/AdmitSequences", admissions=both)["answers"]
     assert [answer["admitted"] for answer in answers] == [True, True]

@@ -21,10 +21,15 @@ class Keyring:
         self.file.touch(mode=0o600)
 
     def add(
-        self, role: Role, tenant: str = "", lifetime: timedelta | None = None, salts: tuple[str, ...] = ()
+        self,
+        role: Role,
+        tenant: str = "",
+        lifetime: timedelta | None = None,
+        salts: tuple[str, ...] = (),
+        ids: tuple[str, ...] = (),
     ) -> Security:
         """A new token; settings of a process that shows it."""
-        token, entry = tokens.new(role, tenant or TENANT.get(role, ""), salts, lifetime)
+        token, entry = tokens.new(role, tenant or TENANT.get(role, ""), salts, lifetime, ids=ids)
         with self.file.open("a") as file:
             file.write(entry.model_dump_json() + "\n")
         path = self.folder / entry.name

@@ -437,7 +437,7 @@ class Transfer(_message.Message):
     def __init__(self, ticket: _Optional[int] = ..., group: _Optional[int] = ..., source_tier: _Optional[_Union[Tier, str]] = ..., source_slot: _Optional[int] = ..., target_tier: _Optional[_Union[Tier, str]] = ..., target_slot: _Optional[int] = ..., num_tokens: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class AdmitSequenceResponse(_message.Message):
-    __slots__ = ("manager_epoch", "admitted", "blocks_short", "sequence_handle", "cached_tokens", "wait_for_handle", "capacity_tokens", "block_tables", "transfers", "receipts", "hint_answers", "eviction_policy", "ceiling_reached")
+    __slots__ = ("manager_epoch", "admitted", "blocks_short", "sequence_handle", "cached_tokens", "wait_for_handle", "capacity_tokens", "block_tables", "transfers", "receipts", "hint_answers", "eviction_policy", "full_account")
     MANAGER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_SHORT_FIELD_NUMBER: _ClassVar[int]
@@ -450,7 +450,7 @@ class AdmitSequenceResponse(_message.Message):
     RECEIPTS_FIELD_NUMBER: _ClassVar[int]
     HINT_ANSWERS_FIELD_NUMBER: _ClassVar[int]
     EVICTION_POLICY_FIELD_NUMBER: _ClassVar[int]
-    CEILING_REACHED_FIELD_NUMBER: _ClassVar[int]
+    FULL_ACCOUNT_FIELD_NUMBER: _ClassVar[int]
     manager_epoch: int
     admitted: bool
     blocks_short: int
@@ -463,8 +463,8 @@ class AdmitSequenceResponse(_message.Message):
     receipts: _containers.RepeatedCompositeFieldContainer[RetentionReceipt]
     hint_answers: _containers.RepeatedCompositeFieldContainer[HintAnswer]
     eviction_policy: EvictionPolicy
-    ceiling_reached: bool
-    def __init__(self, manager_epoch: _Optional[int] = ..., admitted: _Optional[bool] = ..., blocks_short: _Optional[int] = ..., sequence_handle: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., wait_for_handle: _Optional[int] = ..., capacity_tokens: _Optional[int] = ..., block_tables: _Optional[_Iterable[_Union[BlockTable, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., receipts: _Optional[_Iterable[_Union[RetentionReceipt, _Mapping]]] = ..., hint_answers: _Optional[_Iterable[_Union[HintAnswer, _Mapping]]] = ..., eviction_policy: _Optional[_Union[EvictionPolicy, _Mapping]] = ..., ceiling_reached: _Optional[bool] = ...) -> None: ...
+    full_account: QuotaAccount
+    def __init__(self, manager_epoch: _Optional[int] = ..., admitted: _Optional[bool] = ..., blocks_short: _Optional[int] = ..., sequence_handle: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., wait_for_handle: _Optional[int] = ..., capacity_tokens: _Optional[int] = ..., block_tables: _Optional[_Iterable[_Union[BlockTable, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., receipts: _Optional[_Iterable[_Union[RetentionReceipt, _Mapping]]] = ..., hint_answers: _Optional[_Iterable[_Union[HintAnswer, _Mapping]]] = ..., eviction_policy: _Optional[_Union[EvictionPolicy, _Mapping]] = ..., full_account: _Optional[_Union[QuotaAccount, _Mapping]] = ...) -> None: ...
 
 class AdmitSequencesRequest(_message.Message):
     __slots__ = ("admissions",)
@@ -549,12 +549,16 @@ class SyncSequencesResponse(_message.Message):
     def __init__(self, manager_epoch: _Optional[int] = ..., extended_handles: _Optional[_Iterable[int]] = ..., extended_groups: _Optional[_Iterable[int]] = ..., extended_counts: _Optional[_Iterable[int]] = ..., extended_slots: _Optional[_Iterable[int]] = ..., void_handles: _Optional[_Iterable[int]] = ..., unknown_handles: _Optional[_Iterable[int]] = ..., blocks_short: _Optional[int] = ..., free_blocks: _Optional[int] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., evicting_handles: _Optional[_Iterable[int]] = ..., evicting_counts: _Optional[_Iterable[int]] = ..., evicting_slots: _Optional[_Iterable[int]] = ..., total_blocks: _Optional[int] = ...) -> None: ...
 
 class ExtendSequenceRequest(_message.Message):
-    __slots__ = ("sequence_id", "capacity_tokens")
+    __slots__ = ("sequence_id", "capacity_tokens", "scheduler_id", "scheduler_epoch")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULER_ID_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     sequence_id: str
     capacity_tokens: int
-    def __init__(self, sequence_id: _Optional[str] = ..., capacity_tokens: _Optional[int] = ...) -> None: ...
+    scheduler_id: str
+    scheduler_epoch: int
+    def __init__(self, sequence_id: _Optional[str] = ..., capacity_tokens: _Optional[int] = ..., scheduler_id: _Optional[str] = ..., scheduler_epoch: _Optional[int] = ...) -> None: ...
 
 class ExtendSequenceResponse(_message.Message):
     __slots__ = ("extended", "blocks_short", "new_blocks", "capacity_tokens", "transfers")
@@ -571,12 +575,16 @@ class ExtendSequenceResponse(_message.Message):
     def __init__(self, extended: _Optional[bool] = ..., blocks_short: _Optional[int] = ..., new_blocks: _Optional[_Iterable[_Union[BlockTable, _Mapping]]] = ..., capacity_tokens: _Optional[int] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ...) -> None: ...
 
 class TruncateSequenceRequest(_message.Message):
-    __slots__ = ("sequence_id", "num_tokens")
+    __slots__ = ("sequence_id", "num_tokens", "scheduler_id", "scheduler_epoch")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULER_ID_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     sequence_id: str
     num_tokens: int
-    def __init__(self, sequence_id: _Optional[str] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+    scheduler_id: str
+    scheduler_epoch: int
+    def __init__(self, sequence_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., scheduler_id: _Optional[str] = ..., scheduler_epoch: _Optional[int] = ...) -> None: ...
 
 class TruncateSequenceResponse(_message.Message):
     __slots__ = ("found", "freed_blocks")
@@ -587,42 +595,50 @@ class TruncateSequenceResponse(_message.Message):
     def __init__(self, found: _Optional[bool] = ..., freed_blocks: _Optional[int] = ...) -> None: ...
 
 class ForkSequenceRequest(_message.Message):
-    __slots__ = ("parent_sequence_id", "sequence_id", "num_tokens")
+    __slots__ = ("parent_sequence_id", "sequence_id", "num_tokens", "scheduler_id", "scheduler_epoch")
     PARENT_SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULER_ID_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     parent_sequence_id: str
     sequence_id: str
     num_tokens: int
-    def __init__(self, parent_sequence_id: _Optional[str] = ..., sequence_id: _Optional[str] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+    scheduler_id: str
+    scheduler_epoch: int
+    def __init__(self, parent_sequence_id: _Optional[str] = ..., sequence_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., scheduler_id: _Optional[str] = ..., scheduler_epoch: _Optional[int] = ...) -> None: ...
 
 class ForkSequenceResponse(_message.Message):
-    __slots__ = ("admitted", "blocks_short", "sequence_handle", "block_tables", "transfers", "cached_tokens", "ceiling_reached")
+    __slots__ = ("admitted", "blocks_short", "sequence_handle", "block_tables", "transfers", "cached_tokens", "full_account")
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_SHORT_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_HANDLE_FIELD_NUMBER: _ClassVar[int]
     BLOCK_TABLES_FIELD_NUMBER: _ClassVar[int]
     TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    CEILING_REACHED_FIELD_NUMBER: _ClassVar[int]
+    FULL_ACCOUNT_FIELD_NUMBER: _ClassVar[int]
     admitted: bool
     blocks_short: int
     sequence_handle: int
     block_tables: _containers.RepeatedCompositeFieldContainer[BlockTable]
     transfers: _containers.RepeatedCompositeFieldContainer[Transfer]
     cached_tokens: int
-    ceiling_reached: bool
-    def __init__(self, admitted: _Optional[bool] = ..., blocks_short: _Optional[int] = ..., sequence_handle: _Optional[int] = ..., block_tables: _Optional[_Iterable[_Union[BlockTable, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., ceiling_reached: _Optional[bool] = ...) -> None: ...
+    full_account: QuotaAccount
+    def __init__(self, admitted: _Optional[bool] = ..., blocks_short: _Optional[int] = ..., sequence_handle: _Optional[int] = ..., block_tables: _Optional[_Iterable[_Union[BlockTable, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., full_account: _Optional[_Union[QuotaAccount, _Mapping]] = ...) -> None: ...
 
 class HoldSequenceRequest(_message.Message):
-    __slots__ = ("sequence_id", "owner", "duration")
+    __slots__ = ("sequence_id", "owner", "duration", "scheduler_id", "scheduler_epoch")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     OWNER_FIELD_NUMBER: _ClassVar[int]
     DURATION_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULER_ID_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     sequence_id: str
     owner: str
     duration: _duration_pb2.Duration
-    def __init__(self, sequence_id: _Optional[str] = ..., owner: _Optional[str] = ..., duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    scheduler_id: str
+    scheduler_epoch: int
+    def __init__(self, sequence_id: _Optional[str] = ..., owner: _Optional[str] = ..., duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., scheduler_id: _Optional[str] = ..., scheduler_epoch: _Optional[int] = ...) -> None: ...
 
 class HoldSequenceResponse(_message.Message):
     __slots__ = ("held_blocks",)
@@ -631,10 +647,14 @@ class HoldSequenceResponse(_message.Message):
     def __init__(self, held_blocks: _Optional[int] = ...) -> None: ...
 
 class ReleaseSequenceRequest(_message.Message):
-    __slots__ = ("sequence_id",)
+    __slots__ = ("sequence_id", "scheduler_id", "scheduler_epoch")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULER_ID_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     sequence_id: str
-    def __init__(self, sequence_id: _Optional[str] = ...) -> None: ...
+    scheduler_id: str
+    scheduler_epoch: int
+    def __init__(self, sequence_id: _Optional[str] = ..., scheduler_id: _Optional[str] = ..., scheduler_epoch: _Optional[int] = ...) -> None: ...
 
 class ReleaseSequenceResponse(_message.Message):
     __slots__ = ("found", "freed_blocks")
@@ -711,14 +731,18 @@ class PredictedEviction(_message.Message):
     def __init__(self, group: _Optional[int] = ..., retention_priority: _Optional[int] = ..., num_blocks: _Optional[int] = ..., offloaded_blocks: _Optional[int] = ...) -> None: ...
 
 class EstimateSequenceRequest(_message.Message):
-    __slots__ = ("sequence_id", "step_tokens", "max_new_tokens")
+    __slots__ = ("sequence_id", "step_tokens", "max_new_tokens", "scheduler_id", "scheduler_epoch")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULER_ID_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     sequence_id: str
     step_tokens: int
     max_new_tokens: int
-    def __init__(self, sequence_id: _Optional[str] = ..., step_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ...) -> None: ...
+    scheduler_id: str
+    scheduler_epoch: int
+    def __init__(self, sequence_id: _Optional[str] = ..., step_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., scheduler_id: _Optional[str] = ..., scheduler_epoch: _Optional[int] = ...) -> None: ...
 
 class EstimateSequenceResponse(_message.Message):
     __slots__ = ("estimates",)
@@ -1341,6 +1365,14 @@ class Quota(_message.Message):
     host_floor_blocks: int
     host_ceiling_blocks: int
     def __init__(self, tenant_id: _Optional[str] = ..., salt: _Optional[str] = ..., device_floor_blocks: _Optional[int] = ..., device_ceiling_blocks: _Optional[int] = ..., host_floor_blocks: _Optional[int] = ..., host_ceiling_blocks: _Optional[int] = ...) -> None: ...
+
+class QuotaAccount(_message.Message):
+    __slots__ = ("tenant_id", "salt")
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    tenant_id: str
+    salt: str
+    def __init__(self, tenant_id: _Optional[str] = ..., salt: _Optional[str] = ...) -> None: ...
 
 class SetQuotaRequest(_message.Message):
     __slots__ = ("quota", "validate_only")

@@ -178,7 +178,7 @@ def test_a_check_finds_every_contradiction(damage):
     world = World(16)
     world.cache(list(range(30, 36)))
     world.run(list(range(9)), "held")
-    world.manager.hold("held", "me", 60.0)
+    world.manager.hold(world.caller, "held", "me", 60.0)
     world.finish("held")
     world.run(list(range(9)), "a")
     world.run(list(range(50, 56)), "b")

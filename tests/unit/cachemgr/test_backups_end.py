@@ -29,7 +29,7 @@ def test_a_backup_goes_with_its_block():
     world.run(PROMPT, "live")
     world.back_up()
     assert backups(world) == 3
-    world.manager.truncate("live", 6)
+    world.manager.truncate(world.caller, "live", 6)
     world.check()
     assert (backups(world), host(world).free_blocks) == (1, 4)
 

@@ -120,7 +120,7 @@ def test_the_next_step_takes_what_the_estimate_says(window):
     world.run(list(range(7)), "a", no_store=True)
     for _ in range(20):
         live = world.live["a"]
-        (estimate,) = world.manager.estimate("a", 1, 0)
+        (estimate,) = world.manager.estimate(world.caller, "a", 1, 0)
         assert estimate.next_step == max(0, -(-(live.computed + 1) // BLOCK) - len(live.tables[0]))
         world.step()
         world.sync()
@@ -132,7 +132,7 @@ def test_an_estimate_of_no_step_is_refused(steps, error):
     world = World(8)
     world.run([1, 2], "a")
     with pytest.raises(error) as refused:
-        world.manager.estimate("a", steps, 0)
+        world.manager.estimate(world.caller, "a", steps, 0)
     assert list(refused.value.fields) == ["step_tokens"]
     with pytest.raises(UnknownSequenceError):
-        world.manager.estimate("b", 1, 0)
+        world.manager.estimate(world.caller, "b", 1, 0)

@@ -214,7 +214,7 @@ def test_with_a_policy_that_bounds_nothing_later_its_own_table_grows_with_what_i
         # Fourteen tokens went.
         assert live.evicted == 14
         assert live.capacity == -(-max(computed + 2 - 14, 7) // 4) * 4
-    assert world.manager.extend("a", live.capacity + 4).capacity_tokens == live.capacity + 4
+    assert world.manager.extend(world.caller, "a", live.capacity + 4).capacity_tokens == live.capacity + 4
 
 
 def test_who_waits_for_a_copy_or_for_anothers_blocks_gets_no_table_yet():
@@ -348,7 +348,7 @@ def test_who_moves_before_all_that_was_promised_is_computed_takes_the_rest_back(
 def away(world: EvictingWorld, live: Live, how: str) -> None:
     if how == "release":
         world.forget(live)
-        world.manager.release("a")
+        world.manager.release(world.caller, "a")
     elif how == "sync":
         world.finish("a")
     elif how == "scheduler":

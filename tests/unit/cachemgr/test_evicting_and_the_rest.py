@@ -22,8 +22,8 @@ def test_what_has_evicted_tokens_is_neither_forked_nor_cut(options):
     world.sync()
     before = state_hash(world.manager.state())
     for call, field in (
-        (lambda: world.manager.fork("a", "b"), "parent_sequence_id"),
-        (lambda: world.manager.truncate("a", 15), "sequence_id"),
+        (lambda: world.manager.fork(world.caller, "a", "b"), "parent_sequence_id"),
+        (lambda: world.manager.truncate(world.caller, "a", 15), "sequence_id"),
     ):
         with pytest.raises(SequenceEvictsError, match="has evicted tokens") as refused:
             call()
@@ -35,18 +35,18 @@ def test_who_is_told_to_stay_may_be_moving_already():
     world, _ = ready(no_store=True)
     world.sync()
     with pytest.raises(SequenceEvictsError):
-        world.manager.fork("a", "b")
+        world.manager.fork(world.caller, "a", "b")
     with pytest.raises(SequenceEvictsError):
-        world.manager.truncate("a", 15)
+        world.manager.truncate(world.caller, "a", 15)
 
 
 def test_what_has_another_table_waiting_can_still_be_forked_and_cut():
     world, live = ready()
     world.sync()
-    fork = world.manager.fork("a", "b", 19)
+    fork = world.manager.fork(world.caller, "a", "b", 19)
     assert (fork.cached_tokens, fork.eviction_policy) == (18, live.policy)
     world.enter(world.request(PROMPT, "b"), fork, PROMPT)
-    world.manager.truncate("a", 19)
+    world.manager.truncate(world.caller, "a", 19)
     del live.tokens[19:]
     live.computed, live.reported_tokens = 18, 19
     del live.tables[0][5:]
@@ -65,7 +65,7 @@ def test_a_fork_would_not_know_the_scores():
     world.run(PROMPT[:5], "a", eviction_policy=H2O)
     before = state_hash(world.manager.state())
     with pytest.raises(SequenceEvictsError, match="scores") as refused:
-        world.manager.fork("a", "b")
+        world.manager.fork(world.caller, "a", "b")
     assert list(refused.value.fields) == ["parent_sequence_id"]
     assert state_hash(world.manager.state()) == before
 
@@ -73,7 +73,7 @@ def test_a_fork_would_not_know_the_scores():
 def test_a_fork_evicts_by_its_own_prompt():
     world = EvictingWorld(20)
     world.run(PROMPT[:5], "a", eviction_policy=KEYDIFF)
-    fork = world.manager.fork("a", "b")
+    fork = world.manager.fork(world.caller, "a", "b")
     world.enter(world.request(world.live["a"].tokens, "b"), fork, list(world.live["a"].tokens))
     for name in "ab":
         world.compute(world.live[name], 30)
@@ -88,7 +88,7 @@ def test_a_hold_keeps_what_it_computed_before_and_nothing_of_its_own():
     world.sync()
     world.compute(live, 40)
     world.sync()
-    assert world.manager.hold("a", "owner", 5.0) == 5
+    assert world.manager.hold(world.caller, "a", "owner", 5.0) == 5
     world.finish("a")
     (hold,) = world.manager.holds()
     assert hold.num_blocks == 5
@@ -103,7 +103,7 @@ def test_a_hold_of_what_is_not_stored_keeps_nothing():
     world.sync()
     world.compute(live, 40)
     world.sync()
-    assert world.manager.hold("a", "owner", 5.0) == 0
+    assert world.manager.hold(world.caller, "a", "owner", 5.0) == 0
     world.finish("a")
     assert used(world) == 0
     world.check()
@@ -187,7 +187,7 @@ def test_nor_does_a_table_outlive_it_that_it_has_moved_to_untold():
     world.step()
     world.manager.forget(ForgetTarget(salt="a"), validate_only=False)
     world.forget(live)
-    world.manager.release("a")
+    world.manager.release(world.caller, "a")
     world.run_executor_copies()
     world.check()
     assert {held for held in world.memory.values() if held != GARBAGE} == set()

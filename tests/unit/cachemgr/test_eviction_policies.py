@@ -221,7 +221,7 @@ def test_capacity_ahead_stops_where_it_first_evicts():
     world.step()
     world.sync()
     assert world.live["a"].capacity == 8
-    assert world.manager.extend("a", 30).capacity_tokens == 8
+    assert world.manager.extend(world.caller, "a", 30).capacity_tokens == 8
     # It waits for the end of a prompt, and evicts there.
     world.admit(PROMPT, "b", eviction_policy=asked("LAST", max_cache_tokens=30))
     world.step(20, names={"b"})
@@ -275,7 +275,7 @@ def test_a_preview_tells_the_blocks_to_completion(wish, prompt, new):
     (estimate,) = world.manager.preview(world.request(tokens, eviction_policy=wish), new).estimates
     world.admit(tokens, "a", eviction_policy=wish)
     live = world.live["a"]
-    (running,) = world.manager.estimate("a", None, new)
+    (running,) = world.manager.estimate(world.caller, "a", None, new)
     assert estimate.completion - (40 - world.free) == running.completion
     most = 40 - world.free
     assert estimate.next_step == most

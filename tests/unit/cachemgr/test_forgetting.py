@@ -127,7 +127,7 @@ def test_a_fork_of_a_forgotten_sequence_stores_nothing_either():
     world = World(16)
     world.run(PROMPT, "live", salt="a")
     forget(world, salt="a")
-    admission = world.manager.fork("live", "child")
+    admission = world.manager.fork(world.caller, "live", "child")
     live = world.live["live"]
     child = world.enter(world.request(live.tokens, "child", salt="a"), admission, live.tokens)
     world.compute(child, 14)

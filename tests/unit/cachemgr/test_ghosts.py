@@ -9,7 +9,7 @@ from cachemgr.api import Retention, RetentionRange
 from cachemgr.dump import state_hash
 from cachemgr.errors import UnknownExecutorError
 from cachemgr.ghosts import GhostPolicy
-from tests.bench.driver import CONFIG, Driver, prompt
+from tests.bench.driver import CALLER, CONFIG, Driver, prompt
 from tests.bench.replay import Replay
 from tests.bench.trace import no_wishes
 from tests.bench.trace_file import BLOCK_TOKENS, Conversations, Request
@@ -100,7 +100,7 @@ def test_what_was_found_again_outlasts_what_never_was():
 def test_only_what_somebody_has_computed_stays():
     driver = Driver(16, config=replace(CONFIG, ghost_sample=16))
     driver.admit("gives up", prompt(0, 64))
-    driver.manager.release("gives up")
+    driver.manager.release(CALLER, "gives up")
     driver.cache("leaves nothing", prompt(1, 64), no_store=True)
     driver.cache("looks for nothing", prompt(2, 64), no_read=True)
     for number in range(3):

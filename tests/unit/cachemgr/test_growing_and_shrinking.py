@@ -18,18 +18,18 @@ from tests.unit.cachemgr.world import World
 def test_an_extension_brings_the_blocks_to_append():
     world = World(4)
     world.admit([1, 2], "a")
-    answer = world.manager.extend("a", 16)
+    answer = world.manager.extend(world.caller, "a", 16)
     assert answer.extended
     assert [len(table.slots) for table in answer.new_blocks] == [3]
     world.check()
-    assert world.manager.extend("a", 3).capacity_tokens == 16
+    assert world.manager.extend(world.caller, "a", 3).capacity_tokens == 16
 
 
 def test_an_extension_that_finds_too_few_blocks_takes_none():
     world = World(4)
     world.admit([1, 2], "a")
     world.admit([3, 4], "b")
-    answer = world.manager.extend("a", 16)
+    answer = world.manager.extend(world.caller, "a", 16)
     assert (answer.extended, answer.blocks_short, answer.new_blocks, answer.capacity_tokens) == (False, 1, (), 4)
     assert world.free == 2
     world.check()
@@ -39,9 +39,9 @@ def test_extend_refuses_what_is_unknown_or_never_fits():
     world = World(4)
     world.admit([1, 2], "a")
     with pytest.raises(UnknownSequenceError):
-        world.manager.extend("other", 4)
+        world.manager.extend(world.caller, "other", 4)
     with pytest.raises(SequenceTooLongError) as refused:
-        world.manager.extend("a", 17)
+        world.manager.extend(world.caller, "a", 17)
     assert list(refused.value.fields) == ["capacity_tokens"]
 
 
@@ -50,15 +50,15 @@ def test_truncate_gives_whole_blocks_back():
     world.admit(list(range(35)), "a", no_store=True)
     assert world.free == 71
     for length, free in ((36, 71), (37, 70), (40, 70)):
-        world.manager.extend("a", length)
+        world.manager.extend(world.caller, "a", length)
         assert world.free == free
-    assert world.manager.truncate("a", 35).freed_blocks == 1
+    assert world.manager.truncate(world.caller, "a", 35).freed_blocks == 1
     assert world.free == 71
     world.check()
 
 
 def test_truncating_an_unknown_sequence_is_no_error():
-    freed = World().manager.truncate("other", 3)
+    freed = (world := World()).manager.truncate(world.caller, "other", 3)
     assert (freed.found, freed.freed_blocks) == (False, 0)
 
 
@@ -67,12 +67,12 @@ def test_a_length_that_is_none_is_refused(length):
     world = World()
     world.admit(list(range(9)), "a")
     with pytest.raises(InvalidField) as refused:
-        world.manager.truncate("a", length)
+        world.manager.truncate(world.caller, "a", length)
     assert list(refused.value.fields) == ["num_tokens"]
 
 
 def truncate(world, name, length):
-    freed = world.manager.truncate(name, length)
+    freed = world.manager.truncate(world.caller, name, length)
     live = world.live[name]
     del live.tokens[length:]
     live.computed = min(live.computed, length - 1)
@@ -113,7 +113,7 @@ def test_a_truncation_into_blocks_that_others_share_is_refused_and_changes_nothi
     world.run([*range(12), 50], "b")
     before = (world.manager.snapshot(), world.manager.pools())
     with pytest.raises(SharedBlockError):
-        world.manager.truncate("a", 6)
+        world.manager.truncate(world.caller, "a", 6)
     assert (world.manager.snapshot(), world.manager.pools()) == before
     world.check()
     assert truncate(world, "b", 13).freed_blocks == 0
@@ -124,7 +124,7 @@ def test_a_truncation_into_what_was_found_in_the_cache_is_refused():
     world.cache(list(range(12)))
     world.run([*range(12), 50], "b")
     with pytest.raises(SharedBlockError):
-        world.manager.truncate("b", 6)
+        world.manager.truncate(world.caller, "b", 6)
     world.check()
     assert len(world.journal.blocks) == 3
 
@@ -134,7 +134,7 @@ def test_truncated_blocks_of_others_children_stay():
     world.run(list(range(12)), "a")
     world.cache([*range(12), 50, 51, 52, 53])
     with pytest.raises(SharedBlockError):
-        world.manager.truncate("a", 12)
+        world.manager.truncate(world.caller, "a", 12)
     world.check()
 
 
@@ -142,14 +142,14 @@ def test_a_truncation_before_a_window_that_is_given_back_is_refused():
     world = World(12, windows=(3,))
     world.run(list(range(12)), "a")
     with pytest.raises(WindowPassedError):
-        world.manager.truncate("a", 6)
+        world.manager.truncate(world.caller, "a", 6)
     world.check()
 
 
 def test_a_fork_shares_full_blocks_and_copies_the_last():
     world = World(12)
     world.run(list(range(10)), "a")
-    fork = world.manager.fork("a", "b")
+    fork = world.manager.fork(world.caller, "a", "b")
     assert fork.admitted
     assert fork.block_tables[0].slots[:2] == tuple(world.live["a"].tables[0][:2])
     (copy,) = fork.transfers
@@ -165,7 +165,7 @@ def test_a_fork_and_its_parent_go_separate_ways():
     world = World(16)
     world.run(list(range(10)), "a")
     parent = world.live["a"]
-    child = world.enter(world.request(parent.tokens, "b"), world.manager.fork("a", "b"), parent.tokens)
+    child = world.enter(world.request(parent.tokens, "b"), world.manager.fork(world.caller, "a", "b"), parent.tokens)
     for _ in range(6):
         world.step()
         world.confirm()
@@ -181,13 +181,13 @@ def test_forks_at_the_end_of_a_block_copy_nothing():
     world = World(24)
     world.run(list(range(8)), "a")
     for number in range(8):
-        fork = world.manager.fork("a", f"f{number}")
+        fork = world.manager.fork(world.caller, "a", f"f{number}")
         assert (fork.admitted, fork.transfers) == (True, ())
     world.check()
     # Three of the parent's, one of each fork's.
     assert world.free == 24 - 3 - 8
     for number in range(8):
-        world.manager.release(f"f{number}")
+        world.manager.release(world.caller, f"f{number}")
     assert world.free == 21
     world.check()
 
@@ -198,7 +198,7 @@ def test_a_fork_of_the_prompt_leaves_its_last_token_to_compute_however_far_the_f
     tokens = list(range(prompt))
     world.run(tokens, "a", generate=6)
     parent = world.live["a"]
-    fork = world.manager.fork("a", "b", prompt)
+    fork = world.manager.fork(world.caller, "a", "b", prompt)
     assert fork.cached_tokens == prompt - 1
     full, copied = divmod(prompt - 1, 4)
     assert [slot for slot in fork.block_tables[0].slots if slot in parent.tables[0]] == parent.tables[0][:full]
@@ -221,7 +221,7 @@ def test_a_fork_outlives_a_first_sequence_that_ends_before_the_copy_has_run():
     world = World(6)
     tokens = list(range(8))
     world.run(tokens, "a", generate=2)
-    world.enter(world.request(tokens, "b"), world.manager.fork("a", "b", 8), tokens)
+    world.enter(world.request(tokens, "b"), world.manager.fork(world.caller, "a", "b", 8), tokens)
     world.finish("a")
     world.check()
     while world.manager.admit(world.request([77])).admitted:
@@ -238,7 +238,7 @@ def test_a_fork_has_at_least_one_token_and_none_that_the_first_sequence_has_not(
     world = World(12)
     world.run(list(range(10)), "a")
     with pytest.raises(InvalidField) as refused:
-        world.manager.fork("a", "b", num_tokens)
+        world.manager.fork(world.caller, "a", "b", num_tokens)
     assert list(refused.value.fields) == ["num_tokens"]
     assert [view.sequence_id for view in world.manager.sequences()] == ["a"]
 
@@ -246,17 +246,17 @@ def test_a_fork_has_at_least_one_token_and_none_that_the_first_sequence_has_not(
 def test_a_fork_of_tokens_before_a_window_that_is_given_back_is_refused():
     world = World(24, windows=(None, 3))
     world.run(list(range(9)), "a", generate=4)
-    assert world.manager.fork("a", "b", 12).admitted
+    assert world.manager.fork(world.caller, "a", "b", 12).admitted
     with pytest.raises(WindowPassedError):
-        world.manager.fork("a", "c", 9)
+        world.manager.fork(world.caller, "a", "c", 9)
     world.check()
 
 
 def test_a_fork_without_a_block_is_an_answer_that_takes_nothing():
     world = World(3)
     world.run(list(range(10)), "a")
-    fork = world.manager.fork("a", "b")
-    assert (fork.admitted, fork.blocks_short, fork.ceiling_reached) == (False, 1, False)
+    fork = world.manager.fork(world.caller, "a", "b")
+    assert (fork.admitted, fork.blocks_short, fork.full_account) == (False, 1, None)
     world.check()
     assert [view.sequence_id for view in world.manager.sequences()] == ["a"]
 
@@ -264,16 +264,16 @@ def test_a_fork_without_a_block_is_an_answer_that_takes_nothing():
 def test_a_fork_is_idempotent_and_its_id_is_checked():
     world = World(12)
     world.run(list(range(10)), "a")
-    first = world.manager.fork("a", "b")
-    assert world.manager.fork("a", "b") == first
+    first = world.manager.fork(world.caller, "a", "b")
+    assert world.manager.fork(world.caller, "a", "b") == first
     with pytest.raises(SequenceExistsError):
-        world.manager.fork("a", "b", 10)
+        world.manager.fork(world.caller, "a", "b", 10)
     with pytest.raises(SequenceExistsError):
-        world.manager.fork("b", "a")
+        world.manager.fork(world.caller, "b", "a")
     with pytest.raises(InvalidField):
-        world.manager.fork("a", "")
+        world.manager.fork(world.caller, "a", "")
     with pytest.raises(UnknownSequenceError) as refused:
-        world.manager.fork("other", "c")
+        world.manager.fork(world.caller, "other", "c")
     assert list(refused.value.fields) == ["parent_sequence_id"]
 
 
@@ -282,18 +282,18 @@ def test_what_waits_cannot_be_forked():
     world.cache(list(range(6)))
     world.admit([*range(5), 90, 91], "a")
     with pytest.raises(SequenceUnsettledError):
-        world.manager.fork("a", "b")
+        world.manager.fork(world.caller, "a", "b")
     world.step(fail_copies=True)
     world.confirm()
     with pytest.raises(VoidSequenceError):
-        world.manager.fork("a", "b")
+        world.manager.fork(world.caller, "a", "b")
     world.check()
 
 
 def test_a_hold_keeps_blocks_from_the_release_on_until_its_time_is_over():
     world = World(8)
     world.run(list(range(9)), "a")
-    assert world.manager.hold("a", "me", 5.0) == 3
+    assert world.manager.hold(world.caller, "a", "me", 5.0) == 3
     world.now = 100.0
     world.manager.renew_executor("e", 1, 1)
     world.sync()
@@ -313,9 +313,9 @@ def test_a_hold_keeps_blocks_from_the_release_on_until_its_time_is_over():
 def test_the_longest_of_several_holds_counts():
     world = World(8)
     world.run(list(range(9)), "a")
-    world.manager.hold("a", "me", 2.0)
-    world.manager.hold("a", "you", 4.0)
-    world.manager.hold("a", "me", 1.0)
+    world.manager.hold(world.caller, "a", "me", 2.0)
+    world.manager.hold(world.caller, "a", "you", 4.0)
+    world.manager.hold(world.caller, "a", "me", 1.0)
     world.finish("a")
     for world.now, free in ((1.5, 5), (3.9, 5), (4.0, 8)):
         world.manager.expire()
@@ -328,7 +328,7 @@ def test_a_hold_needs_an_owner_and_a_time(owner, duration, field):
     world = World()
     world.admit([1], "a")
     with pytest.raises(InvalidField) as refused:
-        world.manager.hold("a", owner, duration)
+        world.manager.hold(world.caller, "a", owner, duration)
     assert list(refused.value.fields) == [field]
     with pytest.raises(UnknownSequenceError):
-        world.manager.hold("other", "me", 1.0)
+        world.manager.hold(world.caller, "other", "me", 1.0)

@@ -116,7 +116,7 @@ def test_a_newer_executor_epoch_voids_everything_of_the_older_and_its_copies():
     world.admit(list(range(8)), "b")
     assert world.live["b"].copies
     world.run([50, 51], "c")
-    world.manager.hold("c", "me", 5.0)
+    world.manager.hold(world.caller, "c", "me", 5.0)
     world.finish("c")
     ticket, handle = world.live["b"].copies[0].ticket, world.live["b"].handle
     world.executor_epoch = 1

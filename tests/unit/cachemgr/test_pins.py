@@ -34,7 +34,7 @@ def flood(world: World, blocks: int, **options: object) -> bool:
     admission = world.admit([99] * (blocks * 4), "flood", no_store=True, **options)
     if admission.admitted:
         world.forget(world.live["flood"])
-        world.manager.release("flood")
+        world.manager.release(world.caller, "flood")
     world.check()
     return admission.admitted
 

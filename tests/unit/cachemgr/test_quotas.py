@@ -66,7 +66,7 @@ def test_a_ceiling_limits_admissions_and_lets_what_runs_go_on():
     quota(world, tenant_id="t", device_ceiling=2)
     assert world.admit(list(range(100, 108)), "b", tenant_id="t").admitted
     refused = world.admit(list(range(8)), "a", tenant_id="t")
-    assert (refused.admitted, refused.blocks_short, refused.ceiling_reached) == (False, 2, True)
+    assert (refused.admitted, refused.blocks_short, refused.full_account) == (False, 2, ("tenant_id", "t"))
     world.check()
     world.finish("b")
     admission = world.run(list(range(8)), "a", generate=8, tenant_id="t")
@@ -74,11 +74,11 @@ def test_a_ceiling_limits_admissions_and_lets_what_runs_go_on():
     world.check()
     assert counts(world)["t"] >= 4
     assert not world.admit([1], tenant_id="t").admitted
-    assert world.manager.extend("a", 24).extended
-    assert world.manager.extend("a", 4).extended
+    assert world.manager.extend(world.caller, "a", 24).extended
+    assert world.manager.extend(world.caller, "a", 4).extended
     world.check()
     world.live["a"].tables = [[*range(1, 9)]]
-    world.manager.release("a")
+    world.manager.release(world.caller, "a")
     world.check()
     assert world.admit([1], tenant_id="t").admitted
 
@@ -89,16 +89,16 @@ def test_a_ceiling_is_named_only_where_nothing_else_is_missing():
     assert world.admit(list(range(100, 112)), "a", tenant_id="t").admitted
     assert world.admit(list(range(200, 216)), "b").admitted
     refused = world.admit(list(range(8)), tenant_id="t")
-    assert (refused.admitted, refused.ceiling_reached) == (False, False)
-    assert not world.admit(list(range(8))).ceiling_reached
+    assert (refused.admitted, refused.full_account) == (False, None)
+    assert world.admit(list(range(8))).full_account is None
     world.finish("b")
     refused = world.admit(list(range(8)), tenant_id="t")
-    assert (refused.admitted, refused.blocks_short, refused.ceiling_reached) == (False, 1, True)
+    assert (refused.admitted, refused.blocks_short, refused.full_account) == (False, 1, ("tenant_id", "t"))
     world.check()
     world.run(list(range(200, 209)), "c", salt="s")
     quota(world, salt="s", device_ceiling=3)
-    fork = world.manager.fork("c", "d")
-    assert (fork.admitted, fork.blocks_short, fork.ceiling_reached) == (False, 1, True)
+    fork = world.manager.fork(world.caller, "c", "d")
+    assert (fork.admitted, fork.blocks_short, fork.full_account) == (False, 1, ("salt", "s"))
 
 
 def test_the_quota_of_a_tenant_goes_before_that_of_the_salt():

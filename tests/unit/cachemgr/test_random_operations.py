@@ -159,8 +159,8 @@ class CacheWorld(Operators, Deaths):
         if live.has_news:
             world.leave_untold(live)
         world.forget(live)
-        assert world.manager.release(live.request.sequence_id).found
-        assert not world.manager.release(live.request.sequence_id).found
+        assert world.manager.release(world.caller, live.request.sequence_id).found
+        assert not world.manager.release(world.caller, live.request.sequence_id).found
         world.cancelled += cancelled
 
     @precondition(lambda self: self.world.live)
@@ -183,7 +183,7 @@ class CacheWorld(Operators, Deaths):
             return
         wanted = min(live.capacity + more, world.longest)
         try:
-            extension = world.manager.extend(live.request.sequence_id, wanted)
+            extension = world.manager.extend(world.caller, live.request.sequence_id, wanted)
         except VoidSequenceError:
             return
         for copy in extension.transfers:
@@ -204,7 +204,7 @@ class CacheWorld(Operators, Deaths):
         length = max(1, len(live.tokens) - drop)
         before = world.manager.snapshot().events
         try:
-            world.manager.truncate(live.request.sequence_id, length)
+            world.manager.truncate(world.caller, live.request.sequence_id, length)
         except (SharedBlockError, WindowPassedError, VoidSequenceError, SequenceEvictsError):
             assert world.manager.snapshot().events == before
             return
@@ -227,7 +227,7 @@ class CacheWorld(Operators, Deaths):
         if length is not None:
             length = min(length, len(parent.tokens))
         try:
-            admission = world.manager.fork(parent.request.sequence_id, name, length)
+            admission = world.manager.fork(world.caller, parent.request.sequence_id, name, length)
         except (SequenceUnsettledError, VoidSequenceError, WindowPassedError, SequenceEvictsError):
             return
         if not admission.admitted:
@@ -244,7 +244,7 @@ class CacheWorld(Operators, Deaths):
     @rule(index=st.integers(0, 20), duration=st.sampled_from([1.0, 6.0]))
     def hold(self, index, duration):
         try:
-            self.world.manager.hold(self.pick(index).request.sequence_id, "owner", duration)
+            self.world.manager.hold(self.world.caller, self.pick(index).request.sequence_id, "owner", duration)
         except VoidSequenceError:
             return
 

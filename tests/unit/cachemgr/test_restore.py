@@ -45,7 +45,7 @@ def test_a_block_whose_taker_ends_before_it_computes_comes_back():
     world = cached(config=dataclasses.replace(CONFIG, copy_on_partial_reuse=False))
     before = {block.place for block in world.manager.records("e")}
     assert world.admit([*PROMPT, 7], "b", salt="x", adapter_id=3).cached_tokens == 10
-    world.manager.release("b")
+    world.manager.release(world.caller, "b")
     assert restart(world) == 3
     assert {block.place for block in world.manager.records("e")} == before
 

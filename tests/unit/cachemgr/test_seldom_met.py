@@ -25,7 +25,7 @@ ONES = [1] * 4
 def test_what_is_held_and_covered_is_forgotten_once():
     world = World(16)
     world.run([*ONES, 2, 2, 2], "a", salt="a")
-    world.manager.hold("a", "ops", 60.0)
+    world.manager.hold(world.caller, "a", "ops", 60.0)
     world.finish("a")
     world.cache([*ONES, 2, 2, 2, 2, 2], salt="a", no_read=True)
     world.check()
@@ -105,7 +105,7 @@ def test_text_that_follows_a_truncated_image_is_not_found_under_it():
     image = (ExtraKey(8, 4, b"image"),)
     world = World(16)
     world.run([*range(12), 5], "a", extra_keys=image)
-    world.manager.truncate("a", 8)
+    world.manager.truncate(world.caller, "a", 8)
     live = world.live["a"]
     del live.tokens[8:]
     live.tokens += [8, 9, 10, 11, 3]
@@ -114,7 +114,7 @@ def test_text_that_follows_a_truncated_image_is_not_found_under_it():
     for table in live.tables:
         del table[2:]
     world.sync()
-    world.manager.extend("a", 16)
+    world.manager.extend(world.caller, "a", 16)
     assert world.manager._sequences["a"].extra_keys == ()
 
 
@@ -169,7 +169,7 @@ def test_a_session_is_forgotten_without_what_another_holds():
     world = World(16)
     world.cache(list(range(8)), session_id="x")
     world.run([*range(8), 9], "y", session_id="y")
-    world.manager.hold("y", "agent", 60.0)
+    world.manager.hold(world.caller, "y", "agent", 60.0)
     world.finish("y")
     receipt = world.manager.forget(ForgetTarget(session_id="x"), validate_only=False)
     assert (receipt.removed, receipt.shared_blocks) == ({}, 2)

@@ -56,7 +56,7 @@ def test_a_writer_that_ends_early_voids_who_shared_its_blocks():
     world.sync()
     live = world.live["writer"]
     world.forget(live)
-    world.manager.release("writer")
+    world.manager.release(world.caller, "writer")
     world.check()
     answer = world.sync()
     assert answer.void_handles == [reader.sequence_handle]
@@ -112,7 +112,7 @@ def test_other_schedulers_and_salts_share_no_promises():
 def test_a_truncated_writer_takes_its_promise_back():
     world = World()
     _, reader = two(world)
-    assert world.manager.truncate("writer", 6).found
+    assert world.manager.truncate(world.caller, "writer", 6).found
     assert world.manager.sync(world.next_sync()).void_handles == [reader.sequence_handle]
     world.check()
 

@@ -173,7 +173,7 @@ def test_a_slot_whose_bytes_have_yet_to_leave_is_given_to_nobody():
     world.cache(list(range(8)))
     world.admit([*range(100, 108)], "b")
     world.forget(world.live["b"])
-    world.manager.release("b")
+    world.manager.release(world.caller, "b")
     assert world.manager.pools()[0].free_blocks == 0
     world.check()
 

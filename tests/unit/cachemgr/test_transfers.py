@@ -71,7 +71,7 @@ def test_a_target_stays_reserved_until_the_ticket_of_a_released_sequence_ends():
     world, _ = copying()
     world.step()
     world.forget(world.live["b"])
-    world.manager.release("b")
+    world.manager.release(world.caller, "b")
     world.check()
     # Target, source, and the block that the source stands on.
     assert world.free == 5
@@ -108,7 +108,7 @@ def test_what_a_released_copys_source_stands_on_is_not_evicted():
     world, _ = copying(num_blocks=4)
     world.step()
     world.forget(world.live["b"])
-    world.manager.release("b")
+    world.manager.release(world.caller, "b")
     assert world.free == 1
     assert not world.admit([50, 51, 52, 53, 54]).admitted
     assert world.admit([50]).admitted

@@ -152,7 +152,7 @@ def test_the_end_of_a_wish_does_not_change_when_the_block_was_last_used():
     lost = []
     for count in (8, 12, 16):
         world.admit([99] * count, f"n{count}", no_store=True)
-        world.manager.release(f"n{count}")
+        world.manager.release(world.caller, f"n{count}")
         lost.append({block.token_ids[0] for block in world.manager.records("e")})
     assert lost == [{20, 30}, {30}, set()]
 
@@ -218,8 +218,8 @@ def test_wishes_for_a_promised_block_that_never_comes_end_with_it():
     world.admit([1, 2, 3, 4, 5, 6, 7, 8, 9], "writer")
     world.admit([1, 2, 3, 4, 5, 6, 7, 8, 9], "reader", retention=wish(80, 5.0))
     before = world.manager.last_event
-    world.manager.release("writer")
-    world.manager.release("reader")
+    world.manager.release(world.caller, "writer")
+    world.manager.release(world.caller, "reader")
     assert world.free == 8
     assert world.manager.events_after(before) == []
     world.now = 10.0

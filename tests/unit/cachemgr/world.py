@@ -16,6 +16,7 @@ from cachemgr.api import (
     Restored,
     Retention,
     RetentionRange,
+    SchedulerEpoch,
     SyncAnswer,
     SyncRequest,
     TierKind,
@@ -97,6 +98,11 @@ class World(Memory):
         self.released += [live.handle for live in self.live.values()]
         self.live.clear()
         return restored
+
+    @property
+    def caller(self) -> SchedulerEpoch:
+        """The scheduler as it names itself."""
+        return SchedulerEpoch("s", self.scheduler_epoch)
 
     def start_scheduler(self) -> None:
         self.scheduler_epoch += 1

@@ -23,7 +23,7 @@ from tests.unit.cachemgr_service.bad_requests import (
     invalid,
     policy,
 )
-from tests.unit.cachemgr_service.conftest import BLOCK_SIZE, EXECUTOR, NUM_BLOCKS, SCHEDULER
+from tests.unit.cachemgr_service.conftest import BLOCK_SIZE, EXECUTOR, NUM_BLOCKS, SCHEDULED, SCHEDULER
 
 EPOCH = 7
 POOL = {
@@ -195,25 +195,31 @@ DATA_METHODS: dict[str, tuple[dict[str, Any], list[Case]]] = {
         ],
     ),
     "ExtendSequence": (
-        {"sequence_id": "live", "capacity_tokens": 20},
+        SCHEDULED | {"sequence_id": "live", "capacity_tokens": 20},
         [
+            *SCHEDULERS,
             *unknown_sequence(),
             ({"capacity_tokens": TOO_MANY}, "SEQUENCE_TOO_LONG", "capacity_tokens"),
             ({"capacity_tokens": HUGE}, "SEQUENCE_TOO_LONG", "capacity_tokens"),
         ],
     ),
-    "TruncateSequence": ({"sequence_id": "live", "num_tokens": 9}, invalid("num_tokens", 0, 11, HUGE)),
+    "TruncateSequence": (
+        SCHEDULED | {"sequence_id": "live", "num_tokens": 9},
+        [*SCHEDULERS, *invalid("num_tokens", 0, 11, HUGE)],
+    ),
+    "ReleaseSequence": (SCHEDULED | {"sequence_id": "live"}, SCHEDULERS),
     "ForkSequence": (
-        {"parent_sequence_id": "live", "sequence_id": "new"},
+        SCHEDULED | {"parent_sequence_id": "live", "sequence_id": "new"},
         [
+            *SCHEDULERS,
             *invalid("sequence_id", "", LONG),
             *unknown_sequence("parent_sequence_id"),
             ({"sequence_id": "live"}, "SEQUENCE_EXISTS", "sequence_id"),
         ],
     ),
     "HoldSequence": (
-        {"sequence_id": "live", "owner": "o", "duration": {"seconds": 60}},
-        [*invalid("owner", "", LONG), *invalid("duration", *DURATIONS), *unknown_sequence()],
+        SCHEDULED | {"sequence_id": "live", "owner": "o", "duration": {"seconds": 60}},
+        [*SCHEDULERS, *invalid("owner", "", LONG), *invalid("duration", *DURATIONS), *unknown_sequence()],
     ),
     "ConfirmTransfers": (
         {"executor_id": EXECUTOR, "executor_epoch": EPOCH},
@@ -232,7 +238,10 @@ DATA_METHODS: dict[str, tuple[dict[str, Any], list[Case]]] = {
             ({"max_new_tokens": HUGE}, "SEQUENCE_TOO_LONG", "max_new_tokens"),
         ],
     ),
-    "EstimateSequence": ({"sequence_id": "live"}, [*unknown_sequence(), *invalid("step_tokens", 0)]),
+    "EstimateSequence": (
+        SCHEDULED | {"sequence_id": "live"},
+        [*SCHEDULERS, *unknown_sequence(), *invalid("step_tokens", 0)],
+    ),
     "SendHints": (
         {"prefix": PREFIX, "hints": envelope(action())},
         [

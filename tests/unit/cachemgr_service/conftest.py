@@ -18,6 +18,8 @@ from tests.unit.cachemgr_service import servers
 EXECUTOR, SCHEDULER = "gpu-0", "front"
 BLOCK_SIZE = 4
 NUM_BLOCKS = 32
+# How the scheduler names itself in every call about a sequence.
+SCHEDULED = {"scheduler_id": SCHEDULER, "scheduler_epoch": 1}
 
 
 def settings_for(folder: Path, **values: object) -> CachemgrSettings:

@@ -14,11 +14,10 @@ from protos.rpc.errors import RemoteError, from_rpc_error
 from tests.unit.cachemgr_service.bad_admin_requests import ADMIN_METHODS
 from tests.unit.cachemgr_service.bad_data_requests import ADMISSION, DATA_METHODS, REGISTRATION, SYNC
 from tests.unit.cachemgr_service.bad_requests import CACHED_TOKENS, HOST_BLOCKS, STATUSES, Case, Known
-from tests.unit.cachemgr_service.conftest import SCHEDULER, Client, settings_for
+from tests.unit.cachemgr_service.conftest import SCHEDULED, SCHEDULER, Client, settings_for
 
 # A method of which nothing can be wrong, and why.
 NOTHING_WRONG = {
-    "ReleaseSequence": "an unknown sequence is no error: a repeated release answers that it was not found",
     "DumpState": "its request has no fields",
 }
 METHODS = DATA_METHODS | ADMIN_METHODS
@@ -146,7 +145,10 @@ def test_every_listing_is_given_a_foreign_token() -> None:
 
 @pytest.mark.parametrize(
     ("method", "fields"),
-    [("ReleaseSequence", {"sequence_id": "nobody"}), ("TruncateSequence", {"sequence_id": "nobody", "num_tokens": 1})],
+    [
+        ("ReleaseSequence", SCHEDULED | {"sequence_id": "nobody"}),
+        ("TruncateSequence", SCHEDULED | {"sequence_id": "nobody", "num_tokens": 1}),
+    ],
 )
 async def test_what_is_gone_already_is_no_error(target: Target, method: str, fields: dict[str, Any]) -> None:
     before = await target.state()
@@ -170,8 +172,8 @@ async def test_a_sequence_that_lost_its_blocks_is_named(target: Target, method: 
 
 
 async def test_a_truncation_into_a_block_of_others_is_named(target: Target) -> None:
-    await target.call("ForkSequence", {"parent_sequence_id": "live", "sequence_id": "new"})
-    case = {"sequence_id": "new", "num_tokens": 2}, "SHARED_BLOCK", "num_tokens"
+    await target.call("ForkSequence", SCHEDULED | {"parent_sequence_id": "live", "sequence_id": "new"})
+    case = SCHEDULED | {"sequence_id": "new", "num_tokens": 2}, "SHARED_BLOCK", "num_tokens"
     assert await wrong(target, "TruncateSequence", {}, case) == ""
 
 
@@ -191,7 +193,7 @@ async def test_what_has_evicted_tokens_is_named_where_it_cannot_be_used(target: 
         ("ForkSequence", {"parent_sequence_id": "new", "sequence_id": "fork"}, "parent_sequence_id"),
         ("TruncateSequence", {"sequence_id": "new", "num_tokens": 2}, "sequence_id"),
     ):
-        assert await wrong(target, method, fields, ({}, "SEQUENCE_EVICTS", field)) == ""
+        assert await wrong(target, method, SCHEDULED | fields, ({}, "SEQUENCE_EVICTS", field)) == ""
     case = moved | {"sync_number": 6}, "INVALID_FIELD", "moved_handles[0]"
     assert await wrong(target, "SyncSequences", SYNC | progress, case) == ""
 

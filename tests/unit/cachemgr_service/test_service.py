@@ -8,7 +8,7 @@ from cachemgr import convert
 from cachemgr.api import TierKind
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.rpc.errors import from_rpc_error
-from tests.unit.cachemgr_service.conftest import EXECUTOR, NUM_BLOCKS, SCHEDULER, Client
+from tests.unit.cachemgr_service.conftest import EXECUTOR, NUM_BLOCKS, SCHEDULED, SCHEDULER, Client
 
 
 async def test_an_admission_gets_its_blocks_and_says_so_again_when_repeated(client: Client) -> None:
@@ -22,6 +22,32 @@ async def test_an_admission_gets_its_blocks_and_says_so_again_when_repeated(clie
     assert all(1 <= slot <= NUM_BLOCKS for slot in table.slots)
     assert await client.admit("a", 10) == first
     await client.check()
+
+
+async def test_a_full_salt_of_a_tenant_lets_its_other_salts_pass(client: Client) -> None:
+    await client.register()
+    await client.admin.SetQuota(pb.SetQuotaRequest(quota=pb.Quota(salt="t/a", device_ceiling_blocks=4)), timeout=5)
+    prompts = {name: [1_000 * number + token for token in range(12)] for number, name in enumerate("abcd")}
+    request = pb.AdmitSequencesRequest(
+        admissions=[
+            client.admission("a", prompts["a"], salt="t/a", tenant_id="t"),
+            client.admission("b", prompts["b"], salt="t/a", tenant_id="t"),
+            client.admission("c", prompts["c"], salt="t/a", tenant_id="t"),
+            client.admission("d", prompts["d"], salt="t/b", tenant_id="t"),
+        ]
+    )
+    answers = (await client.manager.AdmitSequences(request, timeout=5)).answers
+    assert [answer.admitted for answer in answers] == [True, False, False, True]
+    assert [answer.full_account for answer in answers[1:3]] == [pb.QuotaAccount(salt="t/a")] * 2
+    # A tenant's quota goes before that of its salts: then all of them wait.
+    tenants = pb.Quota(tenant_id="t", device_ceiling_blocks=4)
+    await client.admin.SetQuota(pb.SetQuotaRequest(quota=tenants), timeout=5)
+    later = [client.admission(f"{salt}2", prompts["b"], salt=f"t/{salt}", tenant_id="t") for salt in "bc"]
+    others = client.admission("e", prompts["b"], salt="t/b", tenant_id="u")
+    request = pb.AdmitSequencesRequest(admissions=[*later, others])
+    answers = (await client.manager.AdmitSequences(request, timeout=5)).answers
+    assert [answer.admitted for answer in answers] == [False, False, True]
+    assert answers[1].full_account == pb.QuotaAccount(tenant_id="t")
 
 
 async def test_several_admissions_end_with_the_first_that_must_wait(client: Client) -> None:
@@ -56,10 +82,10 @@ async def test_a_fork_says_what_it_need_not_compute_and_may_be_shorter_than_its_
     await client.register()
     first = await client.admit("a", 10)
     await client.sync(1, handles=[first.sequence_handle], computed_tokens=[10], new_token_counts=[0])
-    request = pb.ForkSequenceRequest(parent_sequence_id="a", sequence_id="b", num_tokens=7)
+    request = pb.ForkSequenceRequest(parent_sequence_id="a", sequence_id="b", num_tokens=7, **SCHEDULED)
     fork = await client.manager.ForkSequence(request, timeout=5)
     assert (fork.admitted, fork.cached_tokens) == (True, 6)
-    whole = pb.ForkSequenceRequest(parent_sequence_id="a", sequence_id="c")
+    whole = pb.ForkSequenceRequest(parent_sequence_id="a", sequence_id="c", **SCHEDULED)
     assert (await client.manager.ForkSequence(whole, timeout=5)).cached_tokens == 9
     await client.check()
 
@@ -88,10 +114,10 @@ async def test_salts_keep_sequences_apart(client: Client) -> None:
 async def test_a_released_sequence_is_unknown_to_the_next_sync(client: Client) -> None:
     await client.register()
     admitted = await client.admit("a", 10)
-    released = await client.manager.ReleaseSequence(pb.ReleaseSequenceRequest(sequence_id="a"), timeout=5)
+    released = await client.manager.ReleaseSequence(pb.ReleaseSequenceRequest(sequence_id="a", **SCHEDULED), timeout=5)
     assert released.found
     assert released.freed_blocks > 0
-    again = await client.manager.ReleaseSequence(pb.ReleaseSequenceRequest(sequence_id="a"), timeout=5)
+    again = await client.manager.ReleaseSequence(pb.ReleaseSequenceRequest(sequence_id="a", **SCHEDULED), timeout=5)
     assert not again.found
     answer = await client.sync(1, handles=[admitted.sequence_handle], computed_tokens=[4], new_token_counts=[0])
     assert list(answer.unknown_handles) == [admitted.sequence_handle]
@@ -168,7 +194,7 @@ async def test_leases_are_told_to_those_who_watch(client: Client) -> None:
     wish = pb.RetentionRange(retention_priority=80, retention_duration=Duration(seconds=3600))
     admission = await client.admit("a", 8, session_id="chat", retention=pb.RetentionConfig(ranges=[wish]))
     await client.compute(admission, 8)
-    await client.manager.ReleaseSequence(pb.ReleaseSequenceRequest(sequence_id="a"), timeout=5)
+    await client.manager.ReleaseSequence(pb.ReleaseSequenceRequest(sequence_id="a", **SCHEDULED), timeout=5)
     watch = client.events.WatchEvents(pb.WatchEventsRequest(), timeout=10)
     while (event := await watch.read()).kind != pb.EVENT_KIND_LEASE_GRANTED:
         assert event.snapshot
@@ -299,7 +325,7 @@ async def test_strangers_and_old_epochs_are_refused(client: Client) -> None:
     await client.admit("a", 4)
     repeated = await refusal(manager.AdmitSequence(client.admission("a", 5), timeout=5))
     assert repeated == (grpc.StatusCode.ALREADY_EXISTS, ["sequence_id"])
-    extend = pb.ExtendSequenceRequest(sequence_id="unknown", capacity_tokens=9)
+    extend = pb.ExtendSequenceRequest(sequence_id="unknown", capacity_tokens=9, **SCHEDULED)
     assert await refusal(manager.ExtendSequence(extend, timeout=5)) == (unknown, ["sequence_id"])
 
 

@@ -189,6 +189,26 @@ def test_a_tokens_file_says_which_line_is_wrong_and_never_what_it_says(
     assert "secret-token" not in str(caught.value)
 
 
+def test_several_executors_or_schedulers_with_tokens_of_their_own_each_have_ids(keys: Keyring) -> None:
+    keys.add(Role.EXECUTOR)
+    keys.add(Role.SCHEDULER)
+    load(ProcessSettings, {"KVKEEP_TOKENS_FILE": str(keys.file)})
+    keys.add(Role.EXECUTOR, ids=("gpu-1",))
+    with pytest.raises(SettingsError, match="line 3: ids: are needed where several tokens have the role executor"):
+        load(ProcessSettings, {"KVKEEP_TOKENS_FILE": str(keys.file)})
+    entry, *others = keys.file.read_text().splitlines()
+    keys.file.write_text("\n".join([entry.replace('"ids":[]', '"ids":["gpu-0"]'), *others]))
+    load(ProcessSettings, {"KVKEEP_TOKENS_FILE": str(keys.file)})
+
+
+def test_only_executors_and_schedulers_have_ids() -> None:
+    _, entry = tokens.new(Role.EXECUTOR, "", ids=("gpu-0", "gpu-1"))
+    assert entry.identity.ids == ("gpu-0", "gpu-1")
+    for role in (Role.CALLER, Role.OPERATOR, Role.VIEWER):
+        with pytest.raises(ValueError, match="only a scheduler or an executor has ids"):
+            tokens.new(role, "acme", ids=("gpu-0",))
+
+
 def test_a_tokens_file_that_others_can_read_is_refused(keys: Keyring) -> None:
     for mode in (0o644, 0o620, 0o601):
         keys.file.chmod(mode)

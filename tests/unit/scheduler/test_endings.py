@@ -21,9 +21,9 @@ from tests.unit.scheduler.text import EOS
 
 
 def salted(prompt: list[int], max_tokens: int, **fields: object) -> pb.StreamGenerateRequest:
-    """A request of somebody with a quota."""
+    """A request of a tenant under a salt that has a quota."""
     asked = request(prompt, max_tokens, **fields)
-    asked.cache.salt = "s"
+    asked.cache.salt, asked.cache.tenant_id = "s", "t"
     return asked
 
 
@@ -116,10 +116,13 @@ async def test_who_waits_for_its_own_quota_lets_others_pass_and_none_of_its_own(
         await waiting(stack, 1)
         tasks.append(asyncio.create_task(run(stack, second)))
         await waiting(stack, 2)
-        passing = asyncio.create_task(run(stack, request(prompt_of(9), 3)))
-        await stack.manager.admitted(2)
+        # The tenant's other salts have room.
+        others = request(prompt_of(9), 3)
+        others.cache.salt, others.cache.tenant_id = "other", "t"
+        passing = [asyncio.create_task(run(stack, one)) for one in (others, request(prompt_of(9), 3))]
+        await stack.manager.admitted(3)
         executor.gate.set()
-        await passing
+        await asyncio.gather(*passing)
         assert not any(task.done() for task in tasks)
         running.cancel()
         await asyncio.gather(*tasks)
