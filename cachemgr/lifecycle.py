@@ -72,6 +72,9 @@ def end_copies(executor: Executor, done: Iterable[int], failed: Iterable[int], s
                 continue
             if ticket.sequence is not None:
                 ticket.sequence.step = max(ticket.sequence.step, step)
+            elif ticket.purpose is Purpose.FETCH:
+                # No step of a sequence will say later which step wrote it.
+                ticket.target.stored_step = max(ticket.target.stored_step, step)
             end_copy(ticket, outcome)
     return unknown
 

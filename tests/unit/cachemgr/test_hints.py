@@ -158,6 +158,17 @@ def test_a_prefetch_brings_back_what_lies_below():
     assert [tier for tier, _ in blocks(world)] == [TierKind.DEVICE] * 2
 
 
+def test_prefetched_blocks_stay_on_the_device_when_the_manager_starts_again():
+    world = with_prompt(4, host_blocks=4, config=dataclasses.replace(CONFIG, write_through=False))
+    send(world, "Demote", tier="host")
+    world.run_executor_copies()
+    world.manager.hint(Prefix(tuple(PROMPT)), hints("Prefetch"), None)
+    world.run_executor_copies()
+    assert world.restart_manager().device_blocks == 2
+    assert [tier for tier, _ in blocks(world)] == [TierKind.DEVICE] * 2
+    world.check()
+
+
 def test_a_prefetch_takes_what_room_there_is():
     world = with_prompt(4, host_blocks=4)
     send(world, "Demote", tier="host")
