@@ -43,7 +43,7 @@ def _serve() -> None:
         if not settings.redis_url:
             embedded = EmbeddedRedis.start(settings.state_dir)
         uvloop.run(_run(settings, embedded))
-    except (AddressError, EmbeddedRedisError, FileExistsError) as error:
+    except (AddressError, EmbeddedRedisError, OperationLogError) as error:
         sys.exit(f"cachemgr: {error}")
     finally:
         tracing.stop()

@@ -4,14 +4,19 @@ Each entry is a varint with its length and a LoggedOperation. The first tells th
 file holds token ids, so only its owner may read it.
 """
 
+import contextlib
+import itertools
 import os
+import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import BinaryIO
 
+import structlog
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import DecodeError, Message
+from prometheus_client import Gauge
 
 from cachemgr.api import ManagerConfig
 from cachemgr.operator_records import PinRecord, pin, pin_message
@@ -20,6 +25,8 @@ from protos.kvcache.v1 import kvcache_pb2 as pb
 
 START, EXPIRE = "Start", "Expire"
 _MAX_ENTRY_BYTES = 1 << 30
+ENDED = Gauge("kvkeep_operation_log_ended", "Whether the operation log ends before the present: its disk is full.")
+log = structlog.get_logger()
 
 
 class OperationLogError(ValueError):
@@ -27,19 +34,34 @@ class OperationLogError(ValueError):
 
 
 class OperationLog:
-    """Writes entries as they happen; `file` is flushed with every one, so that a crash loses none."""
+    """Writes entries as they happen, each before its call, so that a crash loses none.
+
+    No call fails over the log. When an entry cannot be written, the log ends before it for good, as a replay needs
+    every call: `is_whole` says so, with a metric and one line in the process's log.
+    """
 
     def __init__(self, file: BinaryIO, now: float, epoch: int, config: ManagerConfig) -> None:
+        """`file` is unbuffered: an entry that is refused leaves nothing behind to be written later."""
         self._file = file
+        self._end = 0
+        self.is_whole = True
+        ENDED.set(0)
         start = pb.LoggedStart(manager_epoch=epoch)
         start.settings.update(asdict(config))
         self.write(now, START, start)
 
     @classmethod
     def create(cls, path: Path, now: float, epoch: int, config: ManagerConfig) -> "OperationLog":
-        """A new file that only its owner can read. Raises OSError, also when the file exists."""
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        return cls(os.fdopen(descriptor, "wb"), now, epoch, config)
+        """A new file that only its owner can read; the file of an earlier start is renamed to PATH.1, PATH.2 and so on.
+
+        Raises OperationLogError.
+        """
+        try:
+            _move_aside(path)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except OSError as error:
+            raise OperationLogError(f"cannot create the operation log {path}: {error.strerror}") from error
+        return cls(os.fdopen(descriptor, "wb", buffering=0), now, epoch, config)
 
     def write(
         self,
@@ -49,7 +71,9 @@ class OperationLog:
         remembered: Iterable[BlockRecord] = (),
         pins: Iterable[PinRecord] = (),
     ) -> None:
-        """Appends an entry."""
+        """Appends an entry, unless the log has ended."""
+        if not self.is_whole:
+            return
         entry = pb.LoggedOperation(
             time=now,
             method=method,
@@ -59,12 +83,38 @@ class OperationLog:
             ],
             pins=[pin_message(pin) for pin in pins],
         ).SerializeToString()
-        self._file.write(_varint(len(entry)) + entry)
-        self._file.flush()
+        data = memoryview(_varint(len(entry)) + entry)
+        try:
+            written = 0
+            while written < len(data):
+                written += self._file.write(data[written:])
+        except OSError as error:
+            self._give_up(error)
+        else:
+            self._end += len(data)
+
+    def _give_up(self, error: OSError) -> None:
+        self.is_whole = False
+        ENDED.set(1)
+        log.error("the operation log ends here: an entry could not be written", error=error.strerror)
+        with contextlib.suppress(OSError):
+            # The rest of an entry would be all that a replay stumbles over.
+            self._file.truncate(self._end)
 
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
+
+
+def _move_aside(path: Path) -> None:
+    """Renames the file of an earlier start. Raises OSError, also for what is no file of its own."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if stat.S_ISREG(mode):
+        numbered = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
+        path.rename(next(free for free in numbered if not os.path.lexists(free)))
 
 
 def read(file: BinaryIO) -> Iterator[pb.LoggedOperation]:

@@ -34,6 +34,7 @@ EVENT_SERVICE = "kvcache.v1.CacheEventService"
 
 # Asked of the admin address; all services go on without it.
 REDIS_HEALTH = "redis"
+OPERATION_LOG_HEALTH = "operation_log"
 _HOUSEKEEPING_SECONDS = 0.5
 
 
@@ -118,7 +119,7 @@ class CacheManagerProcess:
                 ),
             },
             setting=variable(CachemgrSettings, "cachemgr_admin_address"),
-            parts=[REDIS_HEALTH],
+            parts=[REDIS_HEALTH] if self._log is None else [REDIS_HEALTH, OPERATION_LOG_HEALTH],
             check=tenancy.check,
         )
         return server
@@ -193,6 +194,8 @@ class CacheManagerProcess:
             if self._store.up is not redis_up:
                 redis_up = self._store.up
                 self._server.set_serving(redis_up, REDIS_HEALTH)
+            if self._log is not None and not self._log.is_whole:
+                self._server.set_serving(False, OPERATION_LOG_HEALTH)
             self._feed.ring()
             pools = self._manager.pools()
             self._metrics.update(pools)

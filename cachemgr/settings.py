@@ -45,7 +45,9 @@ class CachemgrSettings(ProcessSettings):
     )
     redis_events: int = Field(0, ge=0, description="How many events a stream in Redis keeps, about; 0 writes none.")
     operation_log: Path | None = Field(
-        None, description="New file that keeps every call, token ids too, for `python -m cachemgr replay FILE`."
+        None,
+        description="File that keeps every call, token ids too, for `python -m cachemgr replay FILE`. The file of the "
+        "start before is renamed to FILE.1, FILE.2 and so on.",
     )
     drain_seconds: float = Field(10.0, ge=0, description="Time that running calls get when the process stops.")
 

@@ -1,27 +1,43 @@
 """A log of operations leads to the state of the manager that wrote it."""
 
+import errno
 import io
 import itertools
+import os
+import resource
+import signal
 import stat
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import grpc
 import pytest
+import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client import REGISTRY
 
-from cachemgr import replay
+from cachemgr import oplog, replay
 from cachemgr.api import ManagerConfig
 from cachemgr.dump import state_hash
 from cachemgr.keys import Domain, child_key, pack, packed_bytes
 from cachemgr.manager import CacheManager
 from cachemgr.operations import ManagerClock, Operations
 from cachemgr.oplog import OperationLog, OperationLogError
-from cachemgr.process import CacheManagerProcess
+from cachemgr.process import OPERATION_LOG_HEALTH, CacheManagerProcess
 from cachemgr.records import BlockRecord
 from protos.kvcache.v1 import kvcache_pb2 as pb
+from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
+from protos.rpc.channel import open_sync_channel
 from protos.rpc.errors import ServiceError
 from tests.stack import ROOT
 from tests.unit.cachemgr_service.conftest import Client, settings_for
+from tests.unit.cachemgr_service.test_process import environment
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 CONFIG = ManagerConfig(capacity_ahead_tokens=0, free_watermark=0.0, pin_budget=0.25, copy_on_partial_reuse=False)
 
@@ -55,8 +71,36 @@ async def test_a_log_of_a_process_replays_to_its_state(tmp_path: Path) -> None:
     assert "of which refused 1" in done.stdout
 
 
-def command(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([sys.executable, "-m", "cachemgr", *arguments], cwd=ROOT, capture_output=True, text=True)
+def command(*arguments: str, environment: dict[str, str] | None = None) -> "subprocess.CompletedProcess[str]":
+    line = [sys.executable, "-m", "cachemgr", *arguments]
+    return subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def settings_of_process(folder: Path, log: Path) -> dict[str, str]:
+    redis = f"unix://{folder}/no-redis-here"
+    return environment(folder, KVKEEP_CACHEMGR_OPERATION_LOG=str(log), KVKEEP_REDIS_URL=redis)
+
+
+def register(operations: "Operations | Calls", last_write_steps: Sequence[int] = (), **values: Any) -> None:
+    operations.run("RegisterScheduler", pb.RegisterSchedulerRequest(scheduler_id="s", scheduler_epoch=1))
+    pools = [pb.PoolSpec(group=0, num_blocks=8, last_write_steps=last_write_steps)]
+    registration = pb.RegisterExecutorRequest(
+        executor_id="e", executor_epoch=1, model_fingerprint=b"f", block_size=4, pools=pools
+    )
+    operations.register_executor(registration, **values)
+
+
+class Calls:
+    """Operations over the wire."""
+
+    def __init__(self, stub: pb_grpc.CacheManagerServiceStub) -> None:
+        self._stub = stub
+
+    def run(self, method: str, request: Any) -> Any:
+        return getattr(self._stub, method)(request, timeout=10)
+
+    def register_executor(self, request: pb.RegisterExecutorRequest) -> Any:
+        return self.run("RegisterExecutor", request)
 
 
 def logged(*requests: pb.AdmitSequenceRequest, remembered: tuple[BlockRecord, ...] = ()) -> tuple[bytes, str]:
@@ -64,12 +108,7 @@ def logged(*requests: pb.AdmitSequenceRequest, remembered: tuple[BlockRecord, ..
     file, clock = io.BytesIO(), ManagerClock(map(float, itertools.count(1)).__next__)
     manager = CacheManager(3, clock, CONFIG)
     operations = Operations(manager, clock, OperationLog(file, clock.now, 3, CONFIG))
-    operations.run("RegisterScheduler", pb.RegisterSchedulerRequest(scheduler_id="s", scheduler_epoch=1))
-    pools = [pb.PoolSpec(group=0, num_blocks=8, last_write_steps=[0] * 8 if remembered else ())]
-    registration = pb.RegisterExecutorRequest(
-        executor_id="e", executor_epoch=1, model_fingerprint=b"f", block_size=4, pools=pools
-    )
-    operations.register_executor(registration, remembered)
+    register(operations, [0] * 8 if remembered else (), remembered=remembered)
     for request in requests:
         operations.run("AdmitSequence", request)
     operations.expire()
@@ -121,9 +160,90 @@ def test_what_is_no_log_is_refused(data: bytes) -> None:
 
 def test_a_log_is_never_written_over(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("precious")
-    with pytest.raises(FileExistsError):
-        OperationLog.create(tmp_path / "log", 0.0, 1, CONFIG)
-    assert (tmp_path / "log").read_text() == "precious"
+    (tmp_path / "log.1").write_text("older")
+    for epoch in (1, 2):
+        OperationLog.create(tmp_path / "log", 0.0, epoch, CONFIG).close()
+    assert (tmp_path / "log.1").read_text() == "older"
+    assert (tmp_path / "log.2").read_text() == "precious"
+    for name, epoch in (("log.3", 1), ("log", 2)):
+        with (tmp_path / name).open("rb") as file:
+            assert replay.replay(file).manager.epoch == epoch
+
+
+@pytest.mark.parametrize("place", ["missing/log", "file/log", "folder"])
+def test_a_log_that_cannot_be_is_refused_at_the_start_in_a_sentence(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    done = command(environment=settings_of_process(tmp_path, tmp_path / place))
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"cachemgr: cannot create the operation log {tmp_path / place}: ")
+    assert "Traceback" not in done.stderr
+
+
+class SmallDisk(io.BytesIO):
+    """A file on a disk with so many bytes left."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.room = room
+
+    def write(self, data: "ReadableBuffer") -> int:
+        room = self.room - self.tell()
+        if room <= 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(bytes(data)[:room])
+
+
+@pytest.mark.parametrize("room", [0, 1, 30, 400])
+def test_a_full_disk_ends_the_log_and_no_call(room: int) -> None:
+    begun, _ = logged()
+    file, clock = SmallDisk(room), ManagerClock(map(float, itertools.count(1)).__next__)
+    with structlog.testing.capture_logs() as records:
+        file.room = room
+        operations = Operations(CacheManager(3, clock, CONFIG), clock, OperationLog(file, clock.now, 3, CONFIG))
+        register(operations)
+        for name in map(str, range(10)):
+            assert operations.run("AdmitSequence", admission(name)).admitted
+            # Room that comes later makes no log whole again.
+            file.room = 1 << 20 if len(file.getvalue()) > len(begun) else file.room
+            operations.run("ReleaseSequence", pb.ReleaseSequenceRequest(sequence_id=name))
+    assert [record["log_level"] for record in records] == ["error"]
+    assert REGISTRY.get_sample_value("kvkeep_operation_log_ended") == 1
+    # It ends behind a whole entry.
+    kept = file.getvalue()
+    assert sum(1 for _ in oplog.read(io.BytesIO(kept))) == sum(1 for _ in oplog.read(io.BytesIO(kept + b"\x05abc")))
+
+
+def fill_the_log_of(process: "subprocess.Popen[bytes]", folder: Path, room: int) -> None:
+    with open_sync_channel(f"unix:{folder}/data") as data, open_sync_channel(f"unix:{folder}/admin") as admin:
+        grpc.channel_ready_future(data).result(30)
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (room, room))
+        stub, health = pb_grpc.CacheManagerServiceStub(data), health_pb2_grpc.HealthStub(admin)
+        register(Calls(stub))
+        for name in map(str, range(100)):
+            assert stub.AdmitSequence(admission(name), timeout=10).admitted
+            stub.ReleaseSequence(pb.ReleaseSequenceRequest(sequence_id=name), timeout=10)
+        states = health.Watch(health_pb2.HealthCheckRequest(service=OPERATION_LOG_HEALTH), timeout=10)
+        assert any(state.status == health_pb2.HealthCheckResponse.NOT_SERVING for state in states)
+        states.cancel()
+        status = health.Check(health_pb2.HealthCheckRequest(service=""), timeout=10).status
+        assert status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_a_process_serves_on_when_its_log_is_full_and_starts_again_after_a_kill(tmp_path: Path) -> None:
+    log, room = tmp_path / "operations.log", 5000
+    values = settings_of_process(tmp_path, log)
+    for _ in range(2):
+        with subprocess.Popen([sys.executable, "-m", "cachemgr"], cwd=ROOT, env=values) as process:
+            try:
+                fill_the_log_of(process, tmp_path, room)
+            finally:
+                process.kill()
+        assert process.returncode == -signal.SIGKILL
+    for path in (log, tmp_path / "operations.log.1"):
+        assert path.stat().st_size <= room
+        with path.open("rb") as file:
+            assert replay.replay(file).operations > 10
 
 
 def test_the_command_names_what_is_wrong(tmp_path: Path) -> None:
