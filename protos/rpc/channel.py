@@ -9,6 +9,10 @@ from protos.rpc.addresses import socket_path
 from protos.rpc.authorized import AuthorizedChannel, Authorizing
 from protos.rpc.security import PLAIN, Security
 
+# A connection on which nothing comes is pinged after so long, and given up when the ping is not answered: a process that
+# is stopped, and a machine that is gone, close nothing.
+KEEPALIVE_SECONDS, KEEPALIVE_TIMEOUT_SECONDS = 20, 5
+
 _RETRIES = {
     "methodConfig": [
         {
@@ -29,8 +33,10 @@ def _options(max_message_bytes: int) -> list[tuple[str, Any]]:
     return [
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.max_receive_message_length", max_message_bytes),
-        ("grpc.keepalive_time_ms", 20_000),
-        ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_SECONDS * 1000),
+        # Else a minute, and the time-out of keepalive counts for nothing.
+        ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_SECONDS * 1000),
         # Who comes back is heard of soon: the few processes of a stack overwhelm nobody with their attempts.
         ("grpc.initial_reconnect_backoff_ms", 50),
         ("grpc.min_reconnect_backoff_ms", 1_000),
