@@ -9,8 +9,8 @@ from protos.rpc.addresses import socket_path
 from protos.rpc.authorized import AuthorizedChannel, Authorizing
 from protos.rpc.security import PLAIN, Security
 
-# A connection on which nothing comes is pinged after so long, and given up when the ping is not answered: a process that
-# is stopped, and a machine that is gone, close nothing.
+# A connection on which nothing comes is pinged after so long, and given up when the ping is not answered in time: a
+# process that is stopped, and a machine that is gone, close nothing.
 KEEPALIVE_SECONDS, KEEPALIVE_TIMEOUT_SECONDS = 20, 5
 
 _RETRIES = {
@@ -35,8 +35,9 @@ def _options(max_message_bytes: int) -> list[tuple[str, Any]]:
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_SECONDS * 1000),
-        # Else a minute, and the time-out of keepalive counts for nothing.
-        ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_SECONDS * 1000),
+        # While data flows gRPC sends pings of its own, to measure the connection, and none of keepalive's beside them.
+        # They are given a minute by default.
+        ("grpc.http2.ping_timeout_ms", (KEEPALIVE_SECONDS + KEEPALIVE_TIMEOUT_SECONDS) * 1000),
         # Who comes back is heard of soon: the few processes of a stack overwhelm nobody with their attempts.
         ("grpc.initial_reconnect_backoff_ms", 50),
         ("grpc.min_reconnect_backoff_ms", 1_000),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -12,7 +13,6 @@ from pathlib import Path
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
@@ -51,42 +51,50 @@ async def test_a_server_that_comes_back_is_found_soon_however_long_it_was_away(t
         await server.stop()
 
 
-SERVE = """
-import asyncio, sys
-from protos.rpc.server import Server
-async def serve():
-    server = Server("test")
-    server.listen(sys.argv[1], {})
-    await server.start()
-    print("listening", flush=True)
-    await server.run_until_stopped()
-asyncio.run(serve())
+ECHO = """
+import sys, grpc
+from concurrent.futures import ThreadPoolExecutor
+class Echo(grpc.GenericRpcHandler):
+    def service(self, details):
+        return grpc.stream_stream_rpc_method_handler(lambda requests, context: requests)
+server = grpc.server(ThreadPoolExecutor(2))
+server.add_generic_rpc_handlers((Echo(),))
+server.add_insecure_port(sys.argv[1])
+server.start()
+print("listening", flush=True)
+server.wait_for_termination()
 """
 
 
 @pytest.fixture
-def stopped(tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """The address of a server in a process of its own, and the process."""
+def echo(tmp_path: Path) -> Iterator[tuple[str, int]]:
+    """The address of a server that says everything back, in a process of its own, and the process."""
     address = f"unix:{tmp_path}/s"
-    with subprocess.Popen([sys.executable, "-c", SERVE, address], stdout=subprocess.PIPE) as process:
+    with subprocess.Popen([sys.executable, "-c", ECHO, address], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"listening\n"
-        yield address, process
+        yield address, process.pid
         process.kill()
 
 
+@pytest.mark.parametrize("messages", [1, 200], ids=["idle", "busy"])
 def test_a_stream_to_a_process_that_is_stopped_is_given_up(
-    stopped: tuple[str, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+    messages: int, echo: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The connection stays open and takes bytes; only a ping that nobody answers tells."""
     monkeypatch.setattr(channels, "KEEPALIVE_SECONDS", 1)
     monkeypatch.setattr(channels, "KEEPALIVE_TIMEOUT_SECONDS", 1)
-    address, process = stopped
+    address, pid = echo
+    said: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     with open_sync_channel(address) as channel:
         # The call's own deadline is there to end the test only.
-        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=30)
-        next(watch)
-        os.kill(process.pid, signal.SIGSTOP)
+        answers = channel.stream_stream("/test/Echo")(iter(said.get, b"end"), timeout=30)
+        for _ in range(messages):
+            said.put(b"x" * 1000)
+            next(answers)
+        os.kill(pid, signal.SIGSTOP)
+        said.put(b"x")
         with pytest.raises(grpc.RpcError) as caught:
-            next(watch)
+            next(answers)
+        said.put(b"end")
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
