@@ -135,6 +135,7 @@ class CacheManagerProcess:
         return HttpServer(
             app,
             settings.console_address,
+            name="console",
             security=settings.security,
             setting=setting,
             own_names=settings.serves_anybody,

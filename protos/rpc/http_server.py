@@ -13,7 +13,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from protos.rpc import addresses
+from protos.rpc import addresses, open_files
+from protos.rpc.http_connection import REQUEST_SECONDS, SOCKET_OPTIONS, Connection, Connections
 from protos.rpc.security import PLAIN, Security
 
 # For answers that have been made and are on their way.
@@ -46,7 +47,24 @@ class _Uvicorn(uvicorn.Server):
         self.listening = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        """As uvicorn's, with a time limit on TLS handshakes, of which no connection knows."""
+        config, loop = self.config, asyncio.get_running_loop()
+        await self.lifespan.startup()
+
+        def connect() -> asyncio.Protocol:
+            return Connection(config=config, server_state=self.server_state, app_state=self.lifespan.state)
+
+        self.servers = [
+            await loop.create_server(
+                connect,
+                sock=listener,
+                ssl=config.ssl,
+                backlog=config.backlog,
+                ssl_handshake_timeout=None if config.ssl is None else REQUEST_SECONDS,
+            )
+            for listener in sockets or ()
+        ]
+        self.started = True
         self.listening.set()
 
     @contextlib.contextmanager
@@ -59,15 +77,23 @@ class HttpServer:
     """Serves an application on host:port."""
 
     def __init__(
-        self, app: ASGIApp, address: str, *, security: Security = PLAIN, setting: str = "", own_names: bool = False
+        self,
+        app: ASGIApp,
+        address: str,
+        *,
+        name: str = "http",
+        security: Security = PLAIN,
+        setting: str = "",
+        own_names: bool = False,
     ) -> None:
-        """setting: the variable that chose the address, for the message when it cannot be had.
+        """name: what the log and metrics call it. setting: the variable that chose the address, for error messages.
 
         own_names: whether requests are only answered that call it localhost or by an address: a page of another site
         whose name leads here is of the same origin for its browser, and has neither a certificate nor a token.
         With TLS a renewed certificate is shown after a restart only.
         """
         self.address = address
+        self._name = name
         self._open_to_all = security.insecure or security.serves_tls
         self._setting = setting
         if own_names:
@@ -92,10 +118,11 @@ class HttpServer:
     async def start(self) -> None:
         """Returns when it listens; `address` then has the port that 0 stood for. Raises AddressError."""
         addresses.prepare(self.address, insecure=self._open_to_all, setting=self._setting)
+        self._server.server_state = Connections(self._name, open_files.raise_limit())
         listener = self._bind()
         self._serving = asyncio.create_task(self._server.serve([listener]))
         await self._server.listening.wait()
-        log.info("listening", server="http", address=self.address)
+        log.info("listening", server=self._name, address=self.address)
 
     async def stop(self, *, hurried: bool = False) -> None:
         """Closes. hurried: also what is on its way."""
@@ -111,6 +138,9 @@ class HttpServer:
         listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         # A port in TIME_WAIT is free.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        for option in SOCKET_OPTIONS:
+            # Connections have them from their listener.
+            listener.setsockopt(*option)
         try:
             listener.bind((host, port))
         except OSError as error:

@@ -13,7 +13,7 @@ import structlog
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from protos.rpc import addresses, metrics
+from protos.rpc import addresses, metrics, open_files
 from protos.rpc.guard import Guard
 from protos.rpc.health import Health
 from protos.rpc.interceptors import Check, ServiceInterceptor
@@ -22,6 +22,11 @@ from protos.rpc.security import PLAIN, Security
 HEALTH_SERVICE = "grpc.health.v1.Health"
 # The messages of both versions are the same on the wire; grpcio-reflection serves only the first.
 REFLECTION_SERVICES = (reflection.SERVICE_NAME, "grpc.reflection.v1.ServerReflection")
+# For a connection to become one of HTTP/2, and how long one without calls stays: clients connect again by themselves.
+HANDSHAKE_SECONDS = 10.0
+IDLE_SECONDS = 60.0
+# Calls at once on one connection.
+MAX_CALLS = 16_384
 
 log = structlog.get_logger()
 
@@ -95,6 +100,7 @@ class Server:
 
     async def start(self) -> None:
         """Binds every address, then starts. Raises AddressError when one cannot be had."""
+        open_files.raise_limit()
         for listener in self._listeners:
             open_to_all = self._security.insecure or self._security.serves_tls
             if not (addresses.is_loopback(listener.address) or self._security.asks_callers):
@@ -159,6 +165,12 @@ class Server:
             # Clients of this project ping every 20 s while they have calls.
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
             ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_SECONDS * 1000)),
+            ("grpc.max_connection_idle_ms", int(IDLE_SECONDS * 1000)),
+            # A peer that has vanished in the middle of a call is noticed within the sum.
+            ("grpc.keepalive_time_ms", 120_000),
+            ("grpc.keepalive_timeout_ms", 20_000),
+            ("grpc.max_concurrent_streams", MAX_CALLS),
         ]
 
 

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import stat
+import threading
 import urllib.request
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
+from protos.rpc import http_connection
+from protos.rpc import server as server_module
 from protos.rpc.addresses import AddressError
 from protos.rpc.channel import open_channel
 from protos.rpc.security import Security
@@ -177,6 +180,46 @@ async def test_a_second_signal_does_not_wait_for_the_drain(tmp_path: Path) -> No
     await asyncio.wait_for(draining.wait(), 5)
     os.kill(os.getpid(), signal.SIGINT)
     assert not await asyncio.wait_for(running, 5)
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"PRI * HTTP/2.0\r\n\r\nSM\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"]
+)
+async def test_a_connection_without_a_call_is_closed(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "HANDSHAKE_SECONDS", 0.3)
+    monkeypatch.setattr(server_module, "IDLE_SECONDS", 0.3)
+    server = Server("test", drain_seconds=0)
+    server.listen("127.0.0.1:0", {ADMIN: lambda s: pb_grpc.add_CacheAdminServiceServicer_to_server(Admin(), s)})
+    await server.start()
+    [address] = server.addresses
+    reader, writer = await asyncio.open_connection(*address.split(":"))
+    writer.write(sent)
+    async with asyncio.timeout(30):
+        while await reader.read(1 << 16):
+            pass
+    writer.close()
+    await server.stop()
+
+
+async def test_metrics_are_served_beside_connections_that_ask_for_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_connection, "REQUEST_SECONDS", 0.05)
+    metrics_address = free_address()
+    threads = threading.active_count()
+    server = Server("test", drain_seconds=0, metrics_address=metrics_address)
+    server.listen(f"unix:{tmp_path}/s", {ADMIN: lambda s: pb_grpc.add_CacheAdminServiceServicer_to_server(Admin(), s)})
+    await server.start()
+    idle = [await asyncio.open_connection(*metrics_address.split(":")) for _ in range(50)]
+    text = await asyncio.to_thread(lambda: urllib.request.urlopen(f"http://{metrics_address}/metrics").read().decode())
+    assert "kvkeep_rpc_in_flight" in text
+    # One for the server and one for the reading above, none for a connection.
+    assert threading.active_count() < threads + 10
+    for reader, writer in idle:
+        async with asyncio.timeout(30):
+            assert await reader.read() == b""
+        writer.close()
+    await server.stop()
 
 
 async def test_metrics_count_calls_by_method_and_code(tmp_path: Path) -> None:

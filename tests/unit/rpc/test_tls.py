@@ -116,11 +116,14 @@ async def test_metrics_are_served_with_tls_and_ask_for_a_certificate_where_calle
     own = replace(own, tls_client_ca_file=own.tls_ca_file)
     context = ssl.create_default_context(cafile=own.tls_ca_file)
     async with serving(own, metrics=metrics):
+        # Without a handshake, which others need not wait for.
+        _, silent = await asyncio.open_connection(*metrics.split(":"))
         with pytest.raises(OSError, match=r"(?i)certificate|reset|eof|closed"):
             await asyncio.to_thread(fetch, f"https://{metrics}/metrics", context)
         assert own.tls_cert_file is not None
         context.load_cert_chain(own.tls_cert_file, own.tls_key_file)
         assert b"kvkeep_rpc_handled" in await asyncio.to_thread(fetch, f"https://{metrics}/metrics", context)
+        silent.close()
 
 
 def test_settings_say_which_file_is_wrong(tmp_path: Path) -> None:

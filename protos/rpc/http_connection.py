@@ -1,0 +1,188 @@
+"""One connection of HTTP, with limits on what a caller may send, and how slowly, before a request is known."""
+
+import asyncio
+import socket
+import time
+from collections import Counter
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import structlog
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from protos.rpc.metrics import REFUSED_CONNECTIONS
+
+# From the beginning of a connection, or the end of the last answer, to the end of a request's headers.
+REQUEST_SECONDS = 10.0
+# Of one request: its URL with all names and values, trailers included, and how many names there are.
+MAX_HEADER_BYTES = 1 << 16
+MAX_HEADERS = 256
+# Of one server; no server takes more than this share of the files that the process may open.
+MAX_CONNECTIONS = 16_384
+SHARE_OF_FILES = 4
+# A flood of refused connections is one line in the log each time.
+LOG_SECONDS = 10.0
+# A peer that has vanished, or reads nothing of an answer, is given up after about two minutes.
+SOCKET_OPTIONS = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 15),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 120_000),
+)
+
+log = structlog.get_logger()
+
+
+class _RefusedError(Exception):
+    """Leaves the parser from within a callback."""
+
+
+class Connections(ServerState):
+    """The connections of one server."""
+
+    def __init__(self, server: str, open_files: int) -> None:
+        """server: its name in the log and in metrics. open_files: how many the process may have."""
+        super().__init__()
+        self.most = min(MAX_CONNECTIONS, max(1, open_files // SHARE_OF_FILES))
+        # Connections without a request, the longest waiting first.
+        self.waiting: dict[Connection, None] = {}
+        self._server = server
+        self._refused: Counter[str] = Counter()
+        self._logged_at = -LOG_SECONDS
+
+    def make_room(self) -> None:
+        """Closes the connection that has waited longest for a request when there are more than may be."""
+        if len(self.connections) > self.most:
+            next(iter(self.waiting)).refuse("too_many_connections")
+
+    def count(self, reason: str) -> None:
+        """Notes that a connection was closed, and why."""
+        REFUSED_CONNECTIONS.labels(self._server, reason).inc()
+        self._refused[reason] += 1
+        now = time.monotonic()
+        if now - self._logged_at >= LOG_SECONDS:
+            log.warning("connections refused", server=self._server, **self._refused)
+            self._logged_at = now
+            self._refused.clear()
+
+
+class Connection(HttpToolsProtocol):
+    """Refuses what is too slow, too large, or ambiguous, and closes."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._all = cast(Connections, self.server_state)
+        self._deadline: asyncio.TimerHandle | None = None
+        # Bytes since the parser last made something of them: of a header, a trailer or a chunk's extension.
+        self._unparsed = 0
+        self._header_bytes = 0
+        self._refusal: tuple[int, str, str] | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Gives it so long to ask for something."""
+        super().connection_made(transport)
+        self._await_request()
+        self._all.make_room()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forgets it."""
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Takes what the caller sends."""
+        self._unparsed += len(data)
+        super().data_received(data)
+        if self._unparsed > MAX_HEADER_BYTES and not self.transport.is_closing():
+            self.refuse("headers_too_large", 431, "the headers of a request are too long")
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        super().on_message_begin()
+        self._header_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        """A part of the URL."""
+        self._measure(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header, or a trailer."""
+        self._measure(len(name) + len(value))
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """The request is known."""
+        self._unparsed = 0
+        if said := self._ambiguity():
+            raise self._refused("ambiguous_host", 400, said)
+        self._stop_waiting()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """A part of the body."""
+        self._unparsed = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The end of a request."""
+        self._unparsed = 0
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Waits for the next request, unless that is there already."""
+        is_last = not self.pipeline
+        super().on_response_complete()
+        if is_last and not self.transport.is_closing():
+            self._await_request()
+
+    def send_400_response(self, msg: str) -> None:
+        """The parser takes no more."""
+        reason, status, said = "", 400, msg
+        if self._refusal is not None:
+            status, reason, said = self._refusal
+        self.refuse(reason or "malformed_request", status, said)
+
+    def refuse(self, reason: str, status: int = 0, said: str = "") -> None:
+        """Closes the connection; with a status the caller is told why, where no answer is on its way."""
+        self._stop_waiting()
+        if self.transport.is_closing():
+            return
+        self._all.count(reason)
+        is_answering = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
+        if status and not is_answering:
+            head = b"content-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+            self.transport.write(STATUS_LINE[status] + head % (len(said) + 1) + said.encode() + b"\n")
+        self.transport.close()
+
+    def _await_request(self) -> None:
+        self._all.waiting[self] = None
+        self._deadline = self.loop.call_later(REQUEST_SECONDS, self.refuse, "no_request")
+
+    def _stop_waiting(self) -> None:
+        self._all.waiting.pop(self, None)
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _measure(self, size: int) -> None:
+        self._header_bytes += size
+        if self._header_bytes > MAX_HEADER_BYTES or len(self.headers) >= MAX_HEADERS:
+            said = f"a request may have {MAX_HEADERS} headers and {MAX_HEADER_BYTES} bytes of URL and headers"
+            raise self._refused("headers_too_large", 431, said)
+
+    def _refused(self, reason: str, status: int, said: str) -> _RefusedError:
+        self._refusal = (status, reason, said)
+        return _RefusedError(said)
+
+    def _ambiguity(self) -> str:
+        """What is wrong with how the request names its host: two readers could take it for different ones."""
+        hosts = [value for name, value in self.headers if name == b"host"]
+        if len(hosts) > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
+            return "a request must have one Host header"
+        if self.url.startswith(b"/") or self.url == b"*":
+            return ""
+        authority = urlsplit(self.url).netloc
+        return "" if hosts and authority.lower() == hosts[0].lower() else "the URL names another host than the header"
