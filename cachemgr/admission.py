@@ -223,7 +223,8 @@ class Admitter:
                 if block is not None:
                     block.hits += 1
                     table.pool.retain(block)
-                    table.pool.grant(block, sequence.wishes.at(place * size))
+                    if not table.pool.grant(block, sequence.wishes.at(place * size)):
+                        sequence.wishes.refused.add(place * size)
         for source, table in zip(match.sources, sequence.tables, strict=False):
             table.pool.retain(source)
         for table, blocks in zip(sequence.tables, match.blocks, strict=True):

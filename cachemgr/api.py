@@ -386,6 +386,7 @@ class RemovalCause(enum.IntEnum):
     PARENT_LOST = 9
     POOL_SHRUNK = 10
     RULE_CHANGED = 11
+    TOO_MANY_LEASES = 12
 
 
 class LeaseView(NamedTuple):

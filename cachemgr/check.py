@@ -7,9 +7,10 @@ from cachemgr import siblings
 from cachemgr.admin_api import PoolViolation
 from cachemgr.block import Block
 from cachemgr.keys import child_key
-from cachemgr.leases import effective_priority, leases_of
+from cachemgr.leases import MAX_LEASES, effective_priority, leases_of
 from cachemgr.pool import Pool
 from cachemgr.registry import Executor
+from cachemgr.retention import SHARED
 from cachemgr.tiers import account_of
 from cachemgr.transfers import Purpose
 
@@ -144,8 +145,9 @@ class _Check:
                 block.slot,
                 "has a lease of another block",
             )
-            holders = {lease.wish.holder for lease in leases}
-            self._report(len(holders) == len(leases), block.slot, "has two leases of one holder")
+            holders = [lease.wish.holder for lease in leases if lease.wish.holder != SHARED]
+            self._report(len(set(holders)) == len(holders), block.slot, "has two leases of one holder")
+            self._report(len(leases) <= MAX_LEASES, block.slot, "has too many leases")
             self._report(
                 not leases or bool(block.refs) or block.parent is not None, block.slot, "has leases and is empty"
             )

@@ -126,20 +126,23 @@ class HintRunner:
             raise PayloadError("priority must be given")
         if not blocks:
             return HintOutcome.MISSING, "", 0
-        granted = bounded(asked[0], asked[1], self._config)
-        for pool, block in blocks:
-            pool.grant(block, Wish(self._holder, *granted))
+        granted = bounded(self._holder, asked[0], asked[1], self._config)
+        wish = Wish(self._holder, *granted)
+        count = sum(pool.grant(block, wish) for pool, block in blocks)
+        clipped = []
         if granted != asked:
             lasts = "without end" if granted[1] is None else f"for {granted[1]:g} s"
-            return HintOutcome.CLIPPED, f"priority {granted[0]} {lasts}", len(blocks)
-        return HintOutcome.ACCEPTED, "", len(blocks)
+            clipped.append(f"priority {granted[0]} {lasts}")
+        if count < len(blocks):
+            clipped.append(f"{len(blocks) - count} blocks have too many leases of a higher priority")
+        return (HintOutcome.CLIPPED if clipped else HintOutcome.ACCEPTED), "; ".join(clipped), count
 
     def _pin(self, payload: Mapping[str, Any], blocks: list[tuple[Pool, Block]]) -> tuple[HintOutcome, str, int]:
         owner, seconds = payload.get("owner"), _seconds(payload, required=True)
         if not isinstance(owner, str) or not 1 <= len(owner.encode()) <= MAX_ID_BYTES:
             raise PayloadError(f"owner must be a text of 1 to {MAX_ID_BYTES} bytes")
         assert seconds is not None
-        priority, granted = bounded(MAX_PRIORITY, seconds, self._config)
+        priority, granted = bounded(self._holder, MAX_PRIORITY, seconds, self._config)
         if priority < MAX_PRIORITY:
             return HintOutcome.REJECTED, f"a pin is above the highest priority that may be had, {priority}", 0
         assert granted is not None
@@ -168,8 +171,9 @@ class HintRunner:
         if not blocks:
             return HintOutcome.MISSING, "", 0
         if tier is None:
+            wish = Wish(self._holder, *bounded(self._holder, priority, None, self._config))
             for pool, block in blocks:
-                pool.grant(block, Wish(self._holder, priority))
+                pool.grant(block, wish)
             kept = sum(block.priority > priority for _, block in blocks)
             if kept:
                 return HintOutcome.CLIPPED, f"others keep {kept} of the blocks at a higher priority", len(blocks)

@@ -184,10 +184,9 @@ class PrefixIndex(PoolViews):
         for child in self.descendants(block):
             self.discard(child, RemovalCause.PARENT_LOST)
 
-    def grant(self, block: Block, wish: Wish | None) -> None:
-        """Adds a wish to a block that is in the index or about to enter it."""
-        if wish is not None:
-            self._leases.grant(self, block, wish)
+    def grant(self, block: Block, wish: Wish | None) -> bool:
+        """Adds a wish to a block that is in the index or about to enter it. False when the block has nothing of it."""
+        return wish is None or self._leases.grant(self, block, wish)
 
     def reprioritise(self, block: Block) -> BlockView:
         """Gives an indexed block whose leases have changed the priority that these have now, and shows it.

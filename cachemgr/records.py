@@ -7,10 +7,12 @@ from typing import NamedTuple
 from cachemgr.api import TierKind
 from cachemgr.keys import TOKEN_BYTES, unpack
 
-_VERSION = 4
+_VERSION = 5
 # version, flags, depth, stored step, generation, last use, number of tokens, number of leases, extra bytes, bytes of
 # tenant and session
-_HEAD = struct.Struct("<BBIQQqIHIHH")
+_HEAD = struct.Struct("<BBIQQqIIIHH")
+# Of version 4, which is read as well: it counts fewer leases.
+_HEAD_4 = struct.Struct("<BBIQQqIHIHH")
 # priority, duration, remaining time (each NaN for none), least priority to be moved (-1), bytes of the holder's name
 _LEASE = struct.Struct("<bddbH")
 # group, tier, slot
@@ -137,10 +139,11 @@ def decode(place: bytes, value: bytes) -> BlockRecord:
     """Reads a record back. Raises RecordError for anything that `encode` did not write."""
     try:
         group, tier, slot = _PLACE.unpack(place)
-        if value[:1] != bytes([_VERSION]):
+        head = {_VERSION: _HEAD, 4: _HEAD_4}.get(value[0]) if value else None
+        if head is None:
             raise RecordError("record of another version")
-        _, flags, depth, stored_step, generation, last_use, num_tokens, num_leases, *lengths = _HEAD.unpack_from(value)
-        reader = _Reader(value, _HEAD.size)
+        _, flags, depth, stored_step, generation, last_use, num_tokens, num_leases, *lengths = head.unpack_from(value)
+        reader = _Reader(value, head.size)
         key = reader.take(_DIGEST_BYTES)
         parent_key = reader.take(_DIGEST_BYTES) if flags & _HAS_PARENT else None
         adapter_id = int.from_bytes(reader.take(8), "little") if flags & _HAS_ADAPTER else None

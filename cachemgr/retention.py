@@ -22,6 +22,10 @@ MAX_DURATION = 315_576_000_000.0
 
 # How names of holders begin.
 SESSION, REQUEST, RULE, PIN, HINT = "session/", "request/", "rule/", "pin/", "hint/"
+# Holder of a lease that stands for those of several.
+SHARED = "shared"
+# Longest wish of a session, in seconds: nobody says when a session is over. Its next wish begins a new one.
+MAX_SESSION_SECONDS = 86_400.0
 
 
 class Wish(NamedTuple):
@@ -33,16 +37,11 @@ class Wish(NamedTuple):
     # Blocks of a lower priority are dropped rather than moved to a lower tier; None leaves it to the setting.
     offload_min_priority: int | None = None
 
-    @property
-    def endless(self) -> bool:
-        """Whether neither time nor a later wish of the same holder can end it."""
-        return self.duration is None and self.holder.startswith(REQUEST)
-
 
 class Wishes:
     """What one request asks for, or what rules say where it asks for nothing, by position of a block's first token."""
 
-    __slots__ = ("_decode", "_ends", "_has_own", "_prompt_tokens", "_starts", "_wishes", "rules")
+    __slots__ = ("_decode", "_ends", "_has_own", "_holder", "_prompt_tokens", "_starts", "_wishes", "refused", "rules")
 
     def __init__(
         self,
@@ -56,13 +55,16 @@ class Wishes:
         ordered = sorted(retention.ranges, key=lambda wish: wish.start)
         self._starts = [wish.start for wish in ordered]
         self._ends = [prompt_tokens if wish.end is None else min(wish.end, prompt_tokens) for wish in ordered]
-        self._wishes = [Wish(holder, *bounded(wish.priority, wish.duration, config)) for wish in ordered]
+        self._wishes = [Wish(holder, *bounded(holder, wish.priority, wish.duration, config)) for wish in ordered]
         self._decode = (
             None
             if retention.decode_priority is None
-            else Wish(holder, *bounded(retention.decode_priority, retention.decode_duration, config))
+            else Wish(holder, *bounded(holder, retention.decode_priority, retention.decode_duration, config))
         )
         self._prompt_tokens = prompt_tokens
+        self._holder = holder
+        # Positions of blocks of the prompt that have too many leases of a higher priority.
+        self.refused: set[int] = set()
         self._has_own = bool(retention.ranges) or retention.decode_priority is not None
         # With what each was about when the request came: one that is about others since says nothing more of it.
         self.rules = tuple((rule, rule.spec.match) for rule in rules)
@@ -114,6 +116,7 @@ class Wishes:
     ) -> list[Receipt]:
         """One for each wish, in the order of the request, or for each rule that speaks for it."""
         found = []
+        holder = self._holder
         for index, wish in enumerate(retention.ranges):
             end = self._prompt_tokens if wish.end is None else min(wish.end, self._prompt_tokens)
             blocks = max(0, -(-end // block_size) - -(-wish.start // block_size))
@@ -122,39 +125,54 @@ class Wishes:
                 reasons.append(f"it begins behind the prompt's {self._prompt_tokens} tokens")
             elif not blocks:
                 reasons.append(f"no block of {block_size} tokens begins in it")
-            if not reasons and wish.end is not None and wish.end > self._prompt_tokens:
+            refused = sum(wish.start <= position < end for position in self.refused)
+            if refused:
+                reasons.append(_refusal(refused))
+                blocks -= refused
+            if blocks and not reasons and wish.end is not None and wish.end > self._prompt_tokens:
                 reasons.append(f"it ends with the prompt's {self._prompt_tokens} tokens")
             asked = wish.priority, wish.duration
-            found.append(_receipt(f"ranges[{index}]", asked, blocks, reasons, no_store=no_store, config=config))
+            found.append(_receipt(holder, f"ranges[{index}]", asked, blocks, reasons, no_store=no_store, config=config))
         if retention.decode_priority is not None:
             asked = retention.decode_priority, retention.decode_duration
-            found.append(_receipt("decode", asked, None, [], no_store=no_store, config=config))
+            found.append(_receipt(holder, "decode", asked, None, [], no_store=no_store, config=config))
         if not self._has_own:
             found += self._rule_receipts(block_size, no_store=no_store, config=config)
         return found
 
     def _rule_receipts(self, block_size: int, *, no_store: bool, config: ManagerConfig) -> list[Receipt]:
-        counts: dict[Wish, int] = {}
+        counts: dict[Wish, list[int]] = {}
         for position in range(0, self._prompt_tokens, block_size) if self.rules else ():
             wish = self.at(position)
             if wish is not None:
-                counts[wish] = counts.get(wish, 0) + 1
+                counts.setdefault(wish, [0, 0])[position in self.refused] += 1
         return [
-            _receipt(wish.holder, (wish.priority, wish.duration), count, [], no_store=no_store, config=config)
-            for wish, count in counts.items()
+            _receipt(
+                wish.holder,
+                wish.holder,
+                (wish.priority, wish.duration),
+                granted,
+                [_refusal(refused)] if refused else [],
+                no_store=no_store,
+                config=config,
+            )
+            for wish, (granted, refused) in counts.items()
             if wish.priority != NO_PRIORITY
         ]
 
 
-def bounded(priority: int, duration: float | None, config: ManagerConfig) -> tuple[int, float | None]:
-    """What the operator lets anybody have of a wish."""
+def bounded(holder: str, priority: int, duration: float | None, config: ManagerConfig) -> tuple[int, float | None]:
+    """What a holder may have of a wish: the operator's bounds, and an end of what a session keeps."""
     longest = config.max_retention_seconds
+    if duration is None and holder.startswith(SESSION):
+        duration = MAX_SESSION_SECONDS
     if longest and (duration is None or duration > longest):
         duration = longest
     return min(priority, config.max_retention_priority), duration
 
 
 def _receipt(
+    holder: str,
     wish: str,
     asked: tuple[int, float | None],
     blocks: int | None,
@@ -167,13 +185,17 @@ def _receipt(
         reasons, blocks = ["the request leaves nothing in the cache"], 0
     if blocks == 0:
         return Receipt(wish, Outcome.REJECTED, reasons[0])
-    granted = bounded(*asked, config)
+    granted = bounded(holder, *asked, config)
     if granted[0] != asked[0]:
         reasons.append(f"the priority is at most {granted[0]}")
     if granted[1] != asked[1]:
         reasons.append(f"the duration is at most {granted[1]:g} s")
     outcome = Outcome.CLIPPED if reasons else Outcome.GRANTED
     return Receipt(wish, outcome, "; ".join(reasons), granted[0], granted[1], blocks or 0)
+
+
+def _refusal(blocks: int) -> str:
+    return f"{blocks} of its blocks have too many leases of a higher priority"
 
 
 def check(retention: Retention) -> None:

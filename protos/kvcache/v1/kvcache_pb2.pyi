@@ -109,6 +109,7 @@ class RemovalCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REMOVAL_CAUSE_PARENT_LOST: _ClassVar[RemovalCause]
     REMOVAL_CAUSE_POOL_SHRUNK: _ClassVar[RemovalCause]
     REMOVAL_CAUSE_RULE_CHANGED: _ClassVar[RemovalCause]
+    REMOVAL_CAUSE_TOO_MANY_LEASES: _ClassVar[RemovalCause]
 TIER_UNSPECIFIED: Tier
 TIER_DEVICE: Tier
 TIER_HOST: Tier
@@ -177,6 +178,7 @@ REMOVAL_CAUSE_COPY_FAILED: RemovalCause
 REMOVAL_CAUSE_PARENT_LOST: RemovalCause
 REMOVAL_CAUSE_POOL_SHRUNK: RemovalCause
 REMOVAL_CAUSE_RULE_CHANGED: RemovalCause
+REMOVAL_CAUSE_TOO_MANY_LEASES: RemovalCause
 
 class PoolSpec(_message.Message):
     __slots__ = ("group", "num_blocks", "attention_window", "num_layers", "num_kv_heads", "head_dim", "dtype", "block_bytes", "last_write_steps", "host_blocks", "disk_blocks", "host_generations", "disk_generations")

@@ -1,5 +1,7 @@
 """A block's record survives the way to Redis and back, and nothing else passes for one."""
 
+import struct
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -57,12 +59,26 @@ def test_a_record_cut_short_is_refused(record: BlockRecord, data: st.DataObject)
         decode(encode_place(*record.place), value[:cut])
 
 
-@given(st.binary(max_size=80), st.binary(max_size=10))
-def test_any_bytes_are_a_record_or_refused(value: bytes, place: bytes) -> None:
+@given(st.sampled_from([b"\x04", b"\x05"]), st.binary(max_size=80), st.binary(max_size=10))
+def test_any_bytes_are_a_record_or_refused(version: bytes, value: bytes, place: bytes) -> None:
     try:
-        decode(place, b"\x04" + value)
+        decode(place, version + value)
     except RecordError:
         return
+
+
+def test_a_record_has_room_for_any_number_of_leases() -> None:
+    leases = tuple(LeaseRecord(f"session/{number}", 60, None, None) for number in range(65_536))
+    record = BlockRecord(0, 1, bytes(32), None, 0, bytes(4), None, None, 0, leases)
+    assert decode(encode_place(*record.place), encode(record)) == record
+
+
+def test_a_record_of_the_version_before_is_read() -> None:
+    lease = LeaseRecord("session/a", 60, 5.0, 3.0)
+    record = BlockRecord(0, 1, bytes(32), None, 0, bytes(4), None, None, 0, (lease,), extra=b"extra")
+    head = struct.pack("<BBIQQqIHIHH", 4, 0, 0, 0, 0, 0, 1, 1, 5, 0, 0)
+    value = head + encode(record)[struct.calcsize("<BBIQQqIIIHH") :]
+    assert decode(encode_place(*record.place), value) == record
 
 
 def test_a_record_of_another_version_is_refused() -> None:
