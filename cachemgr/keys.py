@@ -1,12 +1,13 @@
 """Keys of blocks: a SHA-256 chain per executor model, salt and adapter.
 
     root  = H("kvkeep/root/1\\0"  | u32 length, fingerprint | salt | adapter)
-    child = H("kvkeep/block/1\\0" | parent, 32 bytes | u32 number of tokens, tokens as u32 | extra)
+    child = H("kvkeep/block/2\\0" | parent, 32 bytes | u32 number of tokens, tokens as u32 | extra)
 
 All numbers are little-endian. salt: byte 0 for none, else byte 1, u32 length, UTF-8. adapter: byte 0 for none, else
 byte 1, u64. extra: for each piece of content that is no token and that a token of the block stands for, in order: i32
-first token of the piece counted from the block's first, u32 tokens of the piece, u32 length, digest; nothing when there
-is none. Every part has a fixed or a stated length, so that no two inputs run together into the same bytes.
+first token of the piece counted from the block's first, u32 tokens of the block that stand for it, u32 length, digest;
+nothing when there is none. Every part has a fixed or a stated length, so that no two inputs run together into the same
+bytes.
 `docs/keys.md` tells the same to those who compute keys elsewhere.
 """
 
@@ -28,7 +29,7 @@ DIGEST_BYTES = 32
 TOKEN_BYTES = 4
 
 _ROOT = b"kvkeep/root/1\0"
-_CHILD = b"kvkeep/block/1\0"
+_CHILD = b"kvkeep/block/2\0"
 
 
 class Domain:
@@ -89,12 +90,15 @@ def cut_extra_keys(extra_keys: Sequence[ExtraKey], num_tokens: int) -> tuple[Ext
 
 
 def extra_bytes(extra_keys: Sequence[ExtraKey], start: int, end: int) -> bytes:
-    """What the tokens in [start, end) stand for besides themselves, as it enters the key of their block."""
-    parts = [
-        struct.pack("<iII", extra.start - start, extra.length, len(extra.digest)) + extra.digest
-        for extra in extra_keys
-        if extra.start < end and extra.start + extra.length > start
-    ]
+    """What the tokens in [start, end) stand for besides themselves, as it enters the key of their block.
+
+    Nothing behind the block counts: a fork or a truncation within a piece leaves the keys of the blocks before it.
+    """
+    parts: list[bytes] = []
+    for extra in extra_keys:
+        covered = min(extra.start + extra.length, end) - max(extra.start, start)
+        if covered > 0:
+            parts.append(struct.pack("<iII", extra.start - start, covered, len(extra.digest)) + extra.digest)
     return b"".join(parts)
 
 

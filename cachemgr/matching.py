@@ -1,12 +1,13 @@
 """How much of a prompt is there already, over all groups of an executor."""
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from cachemgr import siblings
 from cachemgr.api import TierKind
 from cachemgr.block import Block, Node
-from cachemgr.keys import child_key
+from cachemgr.keys import child_key, extra_bytes
 from cachemgr.pool import Pool
 from cachemgr.sequence import Sequence, first_needed
 
@@ -140,10 +141,8 @@ class _Finder:
         parent_key = self._sequence.key(place - 1)
         parents = [pool.node(parent_key) for pool in self._pools]
         best: tuple[list[Block], int] = [], 0
-        # A block that ends before an image begins knows nothing of it: one try for each end that makes a difference.
-        stops = {key.start for key in self._sequence.extra_keys if start < key.start < end}
-        for stop in (end, *sorted(stops)):
-            wanted, extra = self._sequence.packed(start, stop), self._sequence.extra_of(start, stop)
+        for stop, extra in self._beginnings(start, end):
+            wanted = self._sequence.packed(start, stop)
             found = [
                 (None, 0) if node is None else self._closest(pool, node, wanted, extra)
                 for pool, node in zip(self._pools, parents, strict=True)
@@ -153,6 +152,23 @@ class _Finder:
             if len(sources) == len(parents) and common > best[1]:
                 best = sources, common
         return best
+
+    def _beginnings(self, start: int, end: int) -> Iterable[tuple[int, bytes]]:
+        """Ends of what may be common with a block, with the block's extra bytes then: of text, only the one.
+
+        A block that ends before an image begins knows nothing of it, and the image of a block may be cut off earlier or
+        go on longer than the sequence's, which makes a difference only behind the shorter one's end.
+        """
+        keys = [key for key in self._sequence.extra_keys if key.start < start + self._size]
+        yield end, extra_bytes(keys, start, start + self._size)
+        for index, key in enumerate(keys):
+            if start < key.start < end:
+                yield key.start, extra_bytes(keys[:index], start, start + self._size)
+            behind = keys[index + 1].start if index + 1 < len(keys) else start + self._size
+            own = min(key.start + key.length, end)
+            for other in range(max(key.start, start) + 1, behind + 1):
+                cut = (*keys[:index], key._replace(length=other - key.start))
+                yield min(other, own), extra_bytes(cut, start, start + self._size)
 
     def _exact(self, place: int) -> tuple[list[Block], int]:
         """The block of every group that holds just the rest of the prompt, and how many tokens that is."""

@@ -4,6 +4,8 @@ import struct
 from hashlib import sha256
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cachemgr.admin_api import MissReason, Prefix
 from cachemgr.api import ExtraKey
@@ -36,14 +38,85 @@ def test_the_same_image_hits():
     assert hits(world, extra_keys=image()) == 12
 
 
-@pytest.mark.parametrize(
-    "other",
-    [image(DOG), (), image(CAT, 7, 3), image(CAT, 6, 3), image(CAT, 6, 5), (*image(CAT, 6, 2), *image(DOG, 8, 2))],
-)
-def test_another_image_place_or_length_matches_up_to_where_they_differ_at_most(other):
+@pytest.mark.parametrize("other", [image(DOG), (), image(CAT, 7, 3)])
+def test_another_image_or_place_matches_up_to_where_they_differ_at_most(other):
     world = World(16)
     world.cache(PROMPT, extra_keys=image())
     assert 4 <= hits(world, extra_keys=other) <= 6
+
+
+@pytest.mark.parametrize("length", range(1, 7))
+def test_the_same_image_of_another_length_matches_to_the_end_of_the_shorter(length):
+    # Placeholders that the text has, too: what a token stands for tells them apart.
+    prompt = [*PROMPT[:6], *[9] * 6, 1]
+    world = World(16)
+    world.cache(prompt, extra_keys=image())
+    assert hits(world, prompt, image(length=length)) == (12 if length == 4 else 6 + min(length, 4))
+
+
+@pytest.mark.parametrize("length", range(7, 12))
+def test_a_fork_through_an_image_is_found_again(length):
+    world = World(24)
+    parent = world.request(PROMPT, "a", extra_keys=image())
+    world.enter(parent, world.manager.admit(parent), PROMPT)
+    for _ in range(6):
+        world.step()
+        world.sync()
+    child = world.request(PROMPT[:length], "b", extra_keys=image(length=min(4, length - 6)))
+    world.enter(child, world.manager.fork(world.caller, "a", "b", length), PROMPT[:length])
+    world.finish("a")
+    world.finish("b")
+    world.check()
+    assert hits(world, PROMPT[:length], image(length=min(4, length - 6))) == length - 1
+
+
+def test_a_sequence_truncated_within_an_image_is_found_again():
+    world = World(24)
+    world.run(PROMPT, "a", extra_keys=image())
+    live = world.live["a"]
+    world.manager.truncate(world.caller, "a", 9)
+    # The image goes on to the new end, behind which other tokens follow.
+    live.request = world.request(PROMPT[:9], "a", extra_keys=image(length=3))
+    del live.tokens[9:]
+    live.computed, live.reported_tokens, live.reported_computed = 8, 9, 8
+    del live.tables[0][3:]
+    world.compute(live, 12)
+    world.sync()
+    tokens = list(live.tokens)
+    world.finish("a")
+    world.check()
+    assert hits(world, [*tokens, 1], image(length=3)) == 12
+
+
+@given(data=st.data())
+def test_what_is_found_has_the_same_images_at_the_same_places(data):
+    """Two prompts of few different tokens with images of random length: only what is equal is found, and all of it."""
+    prompts = []
+    for _ in range(2):
+        tokens = data.draw(st.lists(st.sampled_from([1, 9]), min_size=6, max_size=14))
+        images, start = [], 0
+        while start < len(tokens) and data.draw(st.booleans()):
+            start += data.draw(st.integers(0, len(tokens) - start - 1))
+            length = data.draw(st.integers(1, len(tokens) - start))
+            images.append(ExtraKey(start, length, data.draw(st.sampled_from([CAT, DOG]))))
+            start += length
+        prompts.append((tokens, tuple(images)))
+    (first, its), (second, others) = prompts
+    world = World(16)
+    world.cache(first, extra_keys=its)
+    common = 0
+    for one, other in zip(meaning(first, its), meaning(second, others), strict=False):
+        if one != other:
+            break
+        common += 1
+    found = hits(world, second, others)
+    assert min(common, len(second) - 1) // 4 * 4 <= found <= common
+
+
+def meaning(tokens, images):
+    """Of each token: itself, and the image and the place in it that it stands for."""
+    beside = {image.start + at: (image.digest, at) for image in images for at in range(image.length)}
+    return [(token, beside.get(position)) for position, token in enumerate(tokens)]
 
 
 def test_what_comes_before_an_image_is_matched_to_its_first_token():
@@ -55,8 +128,9 @@ def test_what_comes_before_an_image_is_matched_to_its_first_token():
 def test_blocks_before_and_behind_an_image_have_no_part_of_it():
     assert extra_bytes(image(), 0, 4) == b""
     assert extra_bytes(image(), 10, 14) == b""
-    assert extra_bytes(image(), 4, 8) == struct.pack("<iII", 2, 4, len(CAT)) + CAT
-    assert extra_bytes(image(), 8, 12) == struct.pack("<iII", -2, 4, len(CAT)) + CAT
+    assert extra_bytes(image(), 4, 8) == struct.pack("<iII", 2, 2, len(CAT)) + CAT
+    assert extra_bytes(image(), 8, 12) == struct.pack("<iII", -2, 2, len(CAT)) + CAT
+    assert extra_bytes(image(), 8, 9) == struct.pack("<iII", -2, 1, len(CAT)) + CAT
 
 
 def test_a_block_behind_the_image_is_found_only_behind_the_same_image():
@@ -77,8 +151,8 @@ def test_two_images_in_one_block_count_in_order():
 def test_the_key_of_a_block_with_an_image_is_the_published_one():
     root = root_key(FINGERPRINT, None, None)
     tokens = struct.pack("<4I", 5, 6, 9, 9)
-    extra = struct.pack("<iII", 2, 4, len(CAT)) + CAT
-    expected = sha256(b"kvkeep/block/1\0" + root + struct.pack("<I", 4) + tokens + extra).digest()
+    extra = struct.pack("<iII", 2, 2, len(CAT)) + CAT
+    expected = sha256(b"kvkeep/block/2\0" + root + struct.pack("<I", 4) + tokens + extra).digest()
     assert child_key(root, tokens, extra_bytes(image(), 4, 8)) == expected
 
 

@@ -19,7 +19,7 @@ def test_the_root_key_is_the_published_one():
 
 
 def test_a_block_key_is_the_published_one():
-    written_out = b"kvkeep/block/1\0" + b"p" * 32 + b"\2\0\0\0" + b"\1\0\0\0\2\1\0\0"
+    written_out = b"kvkeep/block/2\0" + b"p" * 32 + b"\2\0\0\0" + b"\1\0\0\0\2\1\0\0"
     assert child_key(b"p" * 32, packed_bytes(pack([1, 258]))) == sha256(written_out).digest()
 
 
