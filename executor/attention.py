@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from transformers import AttentionInterface
 
-from executor.errors import ModelError
+from executor.errors import FamilyError
 
 NAME = "kvkeep_paged"
 
@@ -43,6 +43,7 @@ def paged(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
     *,
     kvkeep_layers: Layers,
     **_: Any,
@@ -52,7 +53,9 @@ def paged(
     No mask comes in: transformers builds none for an attention function that it has no mask function for.
     """
     if attention_mask is not None:
-        raise ModelError(f"{type(module).__name__} builds a mask of its own, which packed tokens cannot use")
+        raise FamilyError(f"{type(module).__name__} builds a mask of its own")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise FamilyError(f"{type(module).__name__} attends in both directions, as an encoder does")
     out = kvkeep_layers.attend(
         module.layer_idx,
         query[0].transpose(0, 1),

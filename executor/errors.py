@@ -9,6 +9,22 @@ class ModelError(Exception):
     """The model cannot be run; the message is one sentence for people."""
 
 
+class FamilyError(ModelError):
+    """The executor cannot run models of this family; the message says which it runs."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(
+            f"{message}, which the executor does not run; choose a decoder with full or sliding-window attention in "
+            "every layer, such as Llama, Qwen3, Mistral, Gemma or gpt-oss"
+        )
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception says, for a message of one line; its type where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].strip().rstrip('.;:')}" if lines else type(error).__name__
+
+
 class CacheFileError(Exception):
     """A lower tier's file cannot be had; the message is one sentence for people and names the setting."""
 

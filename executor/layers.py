@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from executor.errors import ModelError
+from executor.errors import FamilyError, ModelError
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class Recorder:
     ) -> Tensor:
         """Notes the layer's shape; the answer is of the right size and means nothing."""
         if layer in self.shapes:
-            raise ModelError(f"layer {layer} attends twice in one pass")
+            raise FamilyError(f"layer {layer} attends twice in one pass")
         if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
-            raise ModelError(f"layer {layer} has keys and values of different sizes")
+            raise FamilyError(f"layer {layer} has keys and values of different sizes")
         self.shapes[layer] = LayerShape(window, key.shape[1], key.shape[2])
         return torch.zeros(query.shape, dtype=query.dtype, device=query.device)
 
@@ -58,15 +58,17 @@ def check_layers(shapes: dict[int, LayerShape], config: Any) -> None:
     """Raises ModelError when the paged attention would not compute what the model's configuration says."""
     count = int(config.num_hidden_layers)
     silent = sorted(set(range(count)) - set(shapes))
-    if silent or len(shapes) != count:
-        raise ModelError(
+    if len(shapes) > count:
+        raise FamilyError(f"{config.model_type}: {len(shapes)} layers attend, its configuration has {count}")
+    if silent:
+        raise FamilyError(
             f"{config.model_type}: layers {silent} of {count} keep their state elsewhere than in an attention cache "
-            "of their own, which is not supported"
+            "of their own"
         )
     for layer, shape in shapes.items():
         kind, window = _configured(config, layer)
         if kind not in ("full_attention", "sliding_attention", None):
-            raise ModelError(f"{config.model_type}: layer {layer} is of kind {kind}, which is not supported")
+            raise FamilyError(f"{config.model_type}: layer {layer} is of kind {kind}")
         if kind is not None and shape.window != window:
             raise ModelError(
                 f"{config.model_type}: layer {layer} attends over a window of {shape.window} tokens, "

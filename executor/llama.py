@@ -7,12 +7,9 @@ import structlog
 import torch
 from torch import Tensor
 
-from executor.batch import pack
 from executor.forward import Forward
-from executor.kv_pool import KvPools
 from executor.layers import LayerGroup, place_of_layers
-from executor.running import RunningSet
-from executor.step import Joining
+from executor.probe import TOLERANCES, deviation, run
 from kernels.decoder.launch import LayerWeights, Weights
 
 log = structlog.get_logger()
@@ -23,8 +20,6 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
 # Those of them that rotate and do nothing else.
 _PLAIN_ROTATIONS = ("default", "linear", "llama3")
-# Largest root mean square error of the probe's logits, relative to theirs.
-_TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 _PROBE_LENGTHS = (37, 3)
 
 
@@ -61,9 +56,9 @@ def faster(
         expected, computed = (
             probe(one, groups, config.vocab_size, module.dtype, module.device) for one in (forward, fast)
         )
-        deviation = float((computed - expected).square().mean().sqrt() / expected.square().mean().sqrt())
-        if not deviation < _TOLERANCES[module.dtype]:
-            raise UnsuitableError(f"the {name} is off by {deviation:.2g}")
+        error = deviation(computed, expected)
+        if not error < TOLERANCES[module.dtype]:
+            raise UnsuitableError(f"the {name} is off by {error:.2g}")
     except UnsuitableError as error:
         log.warning("running on torch, which is slower", cause=str(error))
         return forward
@@ -76,7 +71,7 @@ def faster(
 def _check(module: Any, config: Any) -> None:
     """Raises UnsuitableError for what a configuration asks for beyond its family's usual layers."""
     rotary = module.model.rotary_emb
-    if module.dtype not in _TOLERANCES:
+    if module.dtype not in TOLERANCES:
         raise UnsuitableError(f"{module.dtype} is not among the data types that it computes in")
     if getattr(rotary, "rope_type", "default") not in _FIXED_ROTATIONS:
         raise UnsuitableError(f"the rotary embedding {rotary.rope_type} changes with the length")
@@ -140,25 +135,6 @@ def _joined(linears: Sequence[Any]) -> Tensor:
 def probe(
     forward: Forward, groups: Sequence[LayerGroup], vocab_size: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Logits of a few sequences' last tokens and of one token more each, over small pools of their own: float32."""
-    block_size = 16
-    blocks = [-(-(length + 1) // block_size) for length in _PROBE_LENGTHS]
-    pools = KvPools(groups, sum(blocks), block_size, dtype, device)
-    running, first = RunningSet(), 1
-    for number, (length, count) in enumerate(zip(_PROBE_LENGTHS, blocks, strict=True)):
-        tokens = tuple((number + 7 * place) % vocab_size for place in range(length + 1))
-        table = tuple(range(first, first + count))
-        running.add(Joining(number, tokens, length, 0, (table,) * len(groups)))
-        first += count
-    logits, last_tokens = [], torch.zeros(len(running), dtype=torch.int64, device=device)
-    for counts in (_PROBE_LENGTHS, (1,) * len(running)):
-        for sequence, count in zip(running, counts, strict=True):
-            # Else the logits of these tokens would not be asked for.
-            sequence.known = sequence.computed + count
-        scores = forward.scores(pack(list(running), counts, last_tokens, block_size, len(groups)), pools)
-        logits.append(scores.logits.float().clone())
-        for sequence, count in zip(running, counts, strict=True):
-            sequence.computed += count
-            # As if one token had been evicted: what is computed next stands at a slot that is not its position.
-            sequence.kept += count - 1
-    return torch.cat(logits)
+    """Logits of a few sequences' last tokens and of one token more each: float32."""
+    steps = _PROBE_LENGTHS, (1,) * len(_PROBE_LENGTHS)
+    return torch.cat(run(forward, groups, vocab_size, dtype, device, range(2), *steps, evicting=True))

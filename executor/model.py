@@ -9,17 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
 
-from executor import attention
+from executor.checkpoint import load_decoder
 from executor.cpu_decoder import compiled
 from executor.cuda_decoder import fused
-from executor.errors import ModelError
+from executor.errors import FamilyError, ModelError, first_line
 from executor.forward import Forward, TorchForward
 from executor.layers import LayerGroup, Recorder, check_layers, group_layers
 from executor.llama import plain_rotary
 from executor.model_files import ModelFiles
+from executor.probe import check_packing
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -63,15 +62,12 @@ def load_model(
 ) -> Model:
     """Loads and probes a model; compiled_folder as in `model_of`. Raises ModelError when it cannot run here."""
     refuse_other_kernels()
-    # Its bars are no log lines.
-    transformers_logging.disable_progress_bar()
+    module = load_decoder(files.source, _choose_dtype(dtype, device))
     try:
-        module = AutoModelForCausalLM.from_pretrained(
-            files.source, dtype=_choose_dtype(dtype, device), attn_implementation=attention.NAME
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"cannot load the model {files.source}: {error}") from error
-    return model_of(module.to(device), files.name, compiled_folder)
+        module = module.to(device)
+    except torch.OutOfMemoryError as error:
+        raise ModelError(f"there is no room for the model {files.source} on {device}: {first_line(error)}") from error
+    return model_of(module, files.name, compiled_folder)
 
 
 def model_of(module: Any, name: str, compiled_folder: Path | None = None) -> Model:
@@ -88,6 +84,7 @@ def model_of(module: Any, name: str, compiled_folder: Path | None = None) -> Mod
     config = module.config.get_text_config(decoder=True)
     groups = _probe(module, config, device)
     forward: Forward = TorchForward(module)
+    check_packing(forward, config, groups, module.dtype, device)
     if device.type == "cuda":
         forward = fused(forward, module, groups, _max_positions(config))
     elif compiled_folder is not None:
@@ -149,10 +146,12 @@ def _probe(module: Any, config: Any, device: torch.device) -> tuple[LayerGroup, 
     try:
         with torch.inference_mode():
             module(input_ids=one, position_ids=one, use_cache=False, kvkeep_layers=recorder)
-    except TypeError as error:
-        raise ModelError(
+    except ModelError:
+        raise
+    except Exception as error:  # Each family has code of its own.
+        raise FamilyError(
             f"{config.model_type}: the model does not take packed tokens with positions through transformers' "
-            f"attention interface, which is how the executor runs it ({error})"
+            f"attention interface ({first_line(error)})"
         ) from error
     check_layers(recorder.shapes, config)
     return group_layers(recorder.shapes)

@@ -1,0 +1,112 @@
+"""Runs a few short sequences through a forward pass, over small pools of their own: what a model computes is looked at
+before it is served."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from executor.batch import pack
+from executor.errors import FamilyError
+from executor.forward import Forward
+from executor.kv_pool import KvPools
+from executor.layers import LayerGroup
+from executor.running import RunningSet
+from executor.step import Joining
+
+# Largest root mean square error of a probe's logits, relative to theirs.
+TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
+_BLOCK_SIZE = 16
+# Of the packed probe: tokens of each sequence, and how many of them its second step computes.
+_LENGTHS, _LAST = (4, 13, 7), (1, 4, 2)
+
+
+def run(
+    forward: Forward,
+    groups: Sequence[LayerGroup],
+    vocab_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    prompts: Sequence[int],
+    *steps: Sequence[int],
+    evicting: bool = False,
+) -> list[Tensor]:
+    """Logits of the last token of each sequence in each step, float32 [sequences, V].
+
+    prompts: a number per sequence that tells its tokens apart. steps: tokens of each sequence that a step computes.
+    evicting: as if one token had been evicted after each step: what follows has a slot that is not its position.
+    """
+    totals = [sum(counts) for counts in zip(*steps, strict=True)]
+    blocks = [-(-total // _BLOCK_SIZE) for total in totals]
+    pools = KvPools(groups, sum(blocks), _BLOCK_SIZE, dtype, device)
+    running, first = RunningSet(), 1
+    for number, (prompt, total, count) in enumerate(zip(prompts, totals, blocks, strict=True)):
+        tokens = tuple((prompt + 7 * place) % vocab_size for place in range(total))
+        table = tuple(range(first, first + count))
+        running.add(Joining(number, tokens, total, 0, (table,) * len(groups)))
+        first += count
+    logits, last_tokens = [], torch.zeros(len(running), dtype=torch.int64, device=device)
+    for counts in steps:
+        for sequence, count in zip(running, counts, strict=True):
+            # Else the logits of these tokens would not be asked for.
+            sequence.known = sequence.computed + count
+        scores = forward.scores(pack(list(running), counts, last_tokens, _BLOCK_SIZE, len(groups)), pools)
+        logits.append(scores.logits.float().clone())
+        for sequence, count in zip(running, counts, strict=True):
+            sequence.computed += count
+            sequence.kept += count - evicting
+    return logits
+
+
+def deviation(computed: Tensor, expected: Tensor) -> float:
+    """Root mean square error, relative to what is expected."""
+    # Squares of floats may be too large for floats.
+    error, size = (one.double().square().mean().sqrt() for one in (computed - expected, expected))
+    return float(error / size.clamp(min=1e-30))
+
+
+def check_packing(
+    forward: Forward, config: Any, groups: Sequence[LayerGroup], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raises FamilyError unless sequences that share a step, at different positions, get what each gets alone."""
+    vocab_size, sequences = int(config.vocab_size), range(len(_LENGTHS))
+    chunks = [length - last for length, last in zip(_LENGTHS, _LAST, strict=True)]
+    with _Counting((sum(chunks), sum(_LAST))) as counting:
+        packed = run(forward, groups, vocab_size, dtype, device, sequences, chunks, _LAST)[-1]
+    if counting.counted:
+        raise FamilyError(f"{config.model_type}: a layer counts the tokens of a step and takes that for positions")
+    alone = [
+        run(forward, groups, vocab_size, dtype, device, [prompt], [length])[0]
+        for prompt, length in zip(sequences, _LENGTHS, strict=True)
+    ]
+    # Weights that give no numbers give none alone either.
+    pairs = [(row, own[0]) for row, own in zip(packed, alone, strict=True) if own.isfinite().all()]
+    errors = sorted(deviation(row, own) for row, own in pairs)
+    # The middle one: where an expert is chosen by a hair, rounding may choose another one for a token.
+    middle = errors[len(errors) // 2] if errors else 0.0
+    if not middle < TOLERANCES.get(dtype, 0.1):
+        raise FamilyError(
+            f"{config.model_type}: sequences that share a step change each other's output (by {middle:.2g})"
+        )
+
+
+class _Counting(TorchFunctionMode):
+    """Notices numbers from 0 for each token of a step: of packed tokens they are no positions.
+
+    They may be near enough to right for the short sequences of a probe and wrong for long ones.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        """sizes: tokens of the steps."""
+        super().__init__()
+        self.counted = False
+        self._sizes = sizes
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls the function."""
+        out = func(*args, **(kwargs or {}))
+        if func is torch.arange and out.numel() in self._sizes:
+            self.counted = True
+        return out
