@@ -170,6 +170,8 @@ class _Check:
             self._report(block in siblings.each(parent), block.slot, "is not among its parent's children")
             self._report(pool.node(parent.key) is parent, block.slot, "stands on a node that cannot be found")
             self._report(block.writer is None, block.slot, "is in the index and still being written")
+            waits = block in pool.leaving and block not in pool.moving
+            self._report(not waits, block.slot, "is computed and waits for a copy out of its slot")
             if pool.window is None:
                 self._standing(block)
                 near = sum(pool.tier_of(child) is pool.tier_of(block) for child in siblings.each(block))

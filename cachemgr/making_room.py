@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from cachemgr import siblings
 from cachemgr.api import EventKind, RemovalCause
@@ -14,9 +13,6 @@ from cachemgr.leases import offload_floor
 from cachemgr.prefix_index import PrefixIndex
 from cachemgr.sequence import Sequence
 from cachemgr.tiers import Account, Tier, account_of, goes_before
-
-if TYPE_CHECKING:
-    from cachemgr.transfers import Ticket
 
 # Looked up once, not for each block that goes.
 _EVICTED = RemovalCause.EVICTED
@@ -34,8 +30,6 @@ class MakingRoom(PrefixIndex):
     """A part of a pool: what it does when slots are wanted."""
 
     offload_min_priority: int
-    moving: dict[Block, Ticket]
-    leaving: dict[Block | None, Ticket]
     use_times: UseTimes
     on_moved: Callable[[Block, Block, Sequence | None], None] | None
     on_recalled: Callable[[Block, Sequence], None] | None
@@ -118,8 +112,6 @@ class MakingRoom(PrefixIndex):
         self.device.counters.offloaded += 1
         self._leave(self.device, block)
         self._change_place(self.device, block, place)
-        # Who waited for its slot to be left has computed it since.
-        self.leaving.pop(block, None)
         block.refs = 0
         lower.cached += 1
         lower.count(account, blocks=1)

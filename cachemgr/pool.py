@@ -64,7 +64,7 @@ class Pool(Restarting):
         self.pending: dict[bytes, Block] = {}
         # Blocks in lower tiers whose bytes are on their way, with the copies; no sequence may count on them.
         self.moving: dict[Block, Ticket] = {}
-        # Blocks at places that others' bytes have yet to leave.
+        # Blocks that are not computed yet, in slots that the bytes of others have yet to leave.
         self.leaving: dict[Block | None, Ticket] = {}
         # Blocks in use whose bytes must not outlive their use.
         self.doomed: set[Block] = set()
@@ -254,8 +254,6 @@ class Pool(Restarting):
             if not device.empty:
                 victim = device.victim(None)
                 assert victim is not None, TAKEABLE
-                # It is computed: what lay there before has left, whether that is confirmed or not.
-                self.leaving.pop(victim, None)
                 self.discard_subtree(victim, RemovalCause.POOL_SHRUNK)
             device.withheld.append(device.empty.pop())
         self.share_number += 1

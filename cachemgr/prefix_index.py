@@ -40,6 +40,7 @@ class PrefixIndex(PoolViews):
     window: int | None
     bare: dict[bytes, Node]
     doomed: set[Block]
+    leaving: dict[Block | None, Ticket]
     backups: Backups
     on_superseded: Callable[[Block, Block], None] | None
     on_gone: Callable[[bytes], None] | None
@@ -86,6 +87,7 @@ class PrefixIndex(PoolViews):
         if parent is None:
             parent = self.bare[parent_key] = Node(parent_key)
         self.doomed.discard(block)
+        self.has_left(block)
         block.key = key
         block.tokens = tokens
         block.depth = depth
@@ -119,11 +121,20 @@ class PrefixIndex(PoolViews):
         if block.lease is not None:
             self._leases.announce(self, block)
 
+    def has_left(self, block: Block) -> None:
+        """A block is computed: the bytes that lay in its slot before are copied, whether that is confirmed or not.
+
+        From now on its slot is free as soon as nothing uses it, which decisions about room count on.
+        """
+        if self.leaving:
+            self.leaving.pop(block, None)
+
     def supersede(self, block: Block, old: Block, step: int) -> None:
         """A used device block takes the place in the index of an equal one, with all it stands for."""
         parent, tier = old.parent, self.tier_of(old)
         assert parent is not None
         on_device = tier is self.device
+        self.has_left(block)
         self._leave(tier, old)
         siblings.remove(parent, old)
         # Whoever took it, from now on it counts against the quota of whose it was.

@@ -141,8 +141,11 @@ class Ticket:
             self.pool.tier_of(self.source or self.target).counters.failed_copies += 1
         if self.purpose is Purpose.MOVE:
             self.pool.moving.pop(self.target, None)
-            self.pool.leaving.pop(self.source, None)
-            if outcome is not Outcome.DONE:
+            if self.pool.leaving.get(self.source) is self:
+                del self.pool.leaving[self.source]
+            if outcome is Outcome.DONE:
+                self.pool.has_left(self.target)
+            else:
                 self._lose(self.target)
         elif self.purpose is Purpose.BACKUP:
             self.pool.backups.ended(self, done=outcome is Outcome.DONE)

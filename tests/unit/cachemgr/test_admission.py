@@ -203,3 +203,21 @@ def test_handles_grow_and_begin_behind_those_of_an_earlier_manager():
     later.start_executor()
     later.start_scheduler()
     assert later.admit([1]).sequence_handle > handles[-1]
+
+
+@pytest.mark.parametrize("lower", [{"host_blocks": 3}, {"disk_blocks": 3}])
+def test_an_admission_takes_slots_of_computed_blocks_whose_offload_is_not_confirmed(lower):
+    world = World(4, windows=(None, 2), **lower)
+    world.cache([0, 0, 0, 0, 1, 0, 0, 0, 0, 0], generate=4)
+    assert world.admit([0, 0, 0, 0, 0, 0, 0, 0, 1, 0], "b").cached_tokens == 4
+    live = world.live["b"]
+    world.step(4, names={"b"})
+    assert (live.computed, len(world.done)) == (8, 4)
+    world.finish("b")
+    # A full block of the first group that is evicted takes the window's block of the same key with it.
+    request = world.request([0, 0, 0, 0, 1, 0, 0, 1, 1], "c")
+    assert world.manager.preview(request, 1).admitted
+    assert world.manager.admit(request).admitted
+    world.check()
+    world.confirm()
+    world.check()
