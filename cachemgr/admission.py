@@ -72,6 +72,66 @@ def _lowest_tier(request: AdmitRequest, sequence: Sequence) -> TierKind | None:
     return request.lowest_tier
 
 
+class GroupPlan:
+    """What an admission uses in one group: matched blocks that are on the device, and `fresh` slots beside them.
+
+    `idle` are those of the matched blocks that nothing refers to yet.
+    """
+
+    __slots__ = ("fresh", "here", "idle", "pool")
+
+    def __init__(self, pool: Pool, match: Match, group: int, needed: int) -> None:
+        blocks, sources = match.blocks[group], match.sources[group : group + 1]
+        self.pool = pool
+        self.here = [block for block in (*blocks, *sources) if block is not None and pool.is_on_device(block)]
+        self.idle = [block for block in self.here if not block.refs]
+        fetched = sum(block is not None and not pool.is_on_device(block) for block in blocks)
+        self.fresh = needed - len(blocks) + fetched - (match.in_place and bool(sources))
+
+    def spare(self, account: Account | None, config: ManagerConfig, *, within_ceiling: bool = True) -> int:
+        """Free slots that the admission leaves above the watermark; negative when slots are missing."""
+        device = self.pool.device
+        free = device.free_for(account, claimed=self.idle, within_ceiling=within_ceiling)
+        return free - self.fresh - watermark(self.pool, config)
+
+    def check_ceiling(self, account: Account | None) -> None:
+        """Raises SequenceTooLongError when a quota does not allow so many slots, whatever else ends."""
+        own = sum(account_of(block) is account for block in self.here)
+        self.pool.device.check_ceiling(account, own + self.fresh)
+
+
+class Plan:
+    """The decision about an admission: `preview` tells it and `admit` carries it out as it is.
+
+    Making it changes nothing. Each table gets `needed` blocks for the known tokens and `ahead` behind them; `short`
+    blocks are missing over all groups.
+    """
+
+    __slots__ = ("ahead", "groups", "match", "needed", "short")
+
+    def __init__(self, sequence: Sequence, match: Match, needed: int, blocks_ahead: int, config: ManagerConfig) -> None:
+        self.match = match
+        self.needed = needed
+        self.groups = [GroupPlan(pool, match, group, needed) for group, pool in enumerate(sequence.executor.pools)]
+        spare = [group.spare(sequence.domain.account, config) for group in self.groups]
+        self.short = self._short(sequence, spare, config)
+        self.ahead = max(0, min(blocks_ahead, *spare))
+
+    def short_in_all(self, sequence: Sequence, config: ManagerConfig) -> int:
+        """Blocks that would be missing without a ceiling, too."""
+        account = sequence.domain.account
+        spare = [group.spare(account, config, within_ceiling=False) for group in self.groups]
+        return self._short(sequence, spare, config)
+
+    def _short(self, sequence: Sequence, spare: list[int], config: ManagerConfig) -> int:
+        """Missing blocks. A sequence that is alone on its executor may go below the watermark."""
+        alone = not sequence.executor.sequences
+        return sum(
+            max(0, -free - (watermark(group.pool, config) if alone else 0))
+            for group, free in zip(self.groups, spare, strict=True)
+        )
+
+
 class Admitter:
     """Takes blocks for sequences. Numbers come from `next_number`, which never gives one twice."""
 
@@ -84,16 +144,16 @@ class Admitter:
         self, request: AdmitRequest, tokens: array[int], scheduler: Scheduler, executor: Executor, now: float
     ) -> Sequence | Admission:
         """The sequence with its blocks, or an answer that says what is missing, with nothing changed."""
+        if scheduler.may_write_to_lost(executor):
+            return Admission(False, blocks_short=1)
         sequence = self._draft(request, tokens, scheduler, executor)
-        _check_size(sequence)
-        needed = blocks_for(sequence.slots_for(len(tokens)), executor.block_size)
-        match, short = self._match(sequence, needed, _lowest_tier(request, sequence))
-        if short:
-            in_all = self._missing(sequence, match, needed, within_ceiling=False)
-            return self._refusal(short, in_all, sequence.domain.account)
+        plan = self._plan(request, sequence)
+        if plan.short:
+            return self._refusal(plan.short, plan.short_in_all(sequence, self._config), sequence.domain.account)
+        match = plan.match
         sequence.handle = self._next_number()
         sequence.content = content(request, tokens)
-        self._claim(sequence, match, needed)
+        self._claim(sequence, plan)
         for pool in executor.pools:
             if not request.no_read:
                 pool.tokens.add(now, request.salt, len(tokens), match.tokens)
@@ -113,22 +173,17 @@ class Admitter:
     ) -> Preview:
         """What `admit` would do now."""
         sequence = self._draft(request, tokens, scheduler, executor)
-        _check_size(sequence, max_new_tokens)
-        needed = blocks_for(sequence.slots_for(len(tokens)), executor.block_size)
-        match, short = self._match(sequence, needed, _lowest_tier(request, sequence))
-        ahead = self._ahead(sequence, match, needed)
+        plan = self._plan(request, sequence, max_new_tokens)
+        short = 1 if scheduler.may_write_to_lost(executor) else plan.short
         evicted: list[PredictedEviction] = []
-        for group, pool in enumerate(executor.pools):
-            blocks, sources = match.blocks[group], match.sources[group : group + 1]
-            claimed = {block for block in (*blocks, *sources) if block is not None}
-            fresh = self._fresh(pool, match, group, needed) + ahead
-            evicted += estimates.evictions(pool, claimed, fresh)
+        for group in () if short else plan.groups:
+            evicted += estimates.evictions(group.pool, {*group.here}, group.fresh + plan.ahead)
         return Preview(
             not short,
             short,
-            match.tokens,
-            estimates.before_admission(sequence, match, max_new_tokens),
-            [] if short else evicted,
+            plan.match.tokens,
+            estimates.before_admission(sequence, plan.match, max_new_tokens),
+            evicted,
         )
 
     def _draft(self, request: AdmitRequest, tokens: array[int], scheduler: Scheduler, executor: Executor) -> Sequence:
@@ -153,71 +208,36 @@ class Admitter:
         ahead = min(size, self._config.capacity_ahead_tokens)
         return blocks_for(sequence.slots_for(len(sequence.tokens) + ahead), size)
 
-    def _ahead(self, sequence: Sequence, match: Match, needed: int) -> int:
-        """Blocks that an admission takes beyond those of the known tokens."""
-        wanted = self._blocks_ahead(sequence) - needed
-        for group, pool in enumerate(sequence.executor.pools):
-            blocks, sources = match.blocks[group], match.sources[group : group + 1]
-            idle = {one for one in (*blocks, *sources) if one is not None and pool.is_on_device(one) and not one.refs}
-            left = pool.device.free_for(sequence.domain.account) - len(idle) - self._fresh(pool, match, group, needed)
-            wanted = min(wanted, left - watermark(pool, self._config))
-        return max(0, wanted)
+    def _plan(self, request: AdmitRequest, sequence: Sequence, max_new_tokens: int = 0) -> Plan:
+        """What the sequence uses of what is cached, and takes besides.
 
-    @staticmethod
-    def _fresh(pool: Pool, match: Match, group: int, needed: int) -> int:
-        """Blocks of a group that are taken besides those that are there."""
-        blocks, sources = match.blocks[group], match.sources[group : group + 1]
-        fetched = sum(block is not None and not pool.is_on_device(block) for block in blocks)
-        return needed - len(blocks) + fetched - (match.in_place and bool(sources))
-
-    def _match(self, sequence: Sequence, needed: int, lowest: TierKind | None) -> tuple[Match, int]:
-        """What the sequence uses of what is in a tier or above, and how many blocks are missing for it.
-
-        Raises SequenceTooLongError when its quota does not allow so many, whatever else ends.
+        Raises SequenceTooLongError when it can never have that, or its quota does not allow it, whatever else ends.
         """
-        match, short = self._best_match(sequence, needed, lowest)
-        if short:
-            account = sequence.domain.account
-            for group, pool in enumerate(sequence.executor.pools):
-                here = (*match.blocks[group], *match.sources[group : group + 1])
-                own = sum(
-                    block is not None and pool.is_on_device(block) and account_of(block) is account for block in here
-                )
-                pool.device.check_ceiling(account, own + self._fresh(pool, match, group, needed))
-        return match, short
+        _check_size(sequence, max_new_tokens)
+        plan = self._best_plan(sequence, _lowest_tier(request, sequence))
+        if plan.short:
+            for group in plan.groups:
+                group.check_ceiling(sequence.domain.account)
+        return plan
 
-    def _best_match(self, sequence: Sequence, needed: int, lowest: TierKind | None) -> tuple[Match, int]:
+    def _best_plan(self, sequence: Sequence, lowest: TierKind | None) -> Plan:
+        needed = blocks_for(sequence.slots_for(len(sequence.tokens)), sequence.block_size)
+        # No more than carries it to its first sync: whole runways for all who come would leave none to admit.
+        ahead = self._blocks_ahead(sequence) - needed
         if lowest is None:
-            match = matching.nothing(sequence)
-            return match, self._missing(sequence, match, needed)
+            return Plan(sequence, matching.nothing(sequence), needed, ahead, self._config)
         ways = [Partial.TAKE_OVER, Partial.NONE] if self._config.partial_reuse else [Partial.NONE]
         if self._config.copy_on_partial_reuse:
             ways.insert(0, Partial.COPY if self._config.partial_reuse else Partial.EXACT)
         for way in ways:
             # The source of a copy is kept besides the block that it is copied to: without room it is taken over.
-            match = matching.find(sequence, way, lowest)
-            short = self._missing(sequence, match, needed)
-            if not short or (way is Partial.COPY and not match.num_copied):
+            plan = Plan(sequence, matching.find(sequence, way, lowest), needed, ahead, self._config)
+            if not plan.short or (way is Partial.COPY and not plan.match.num_copied):
                 break
-        return match, short
+        return plan
 
-    def _missing(self, sequence: Sequence, match: Match, needed: int, *, within_ceiling: bool = True) -> int:
-        executor, account = sequence.executor, sequence.domain.account
-        short = 0
-        for group, pool in enumerate(executor.pools):
-            blocks, sources = match.blocks[group], match.sources[group : group + 1]
-            here = [block for block in (*blocks, *sources) if block is not None and pool.is_on_device(block)]
-            claimed = {block for block in here if not block.refs}
-            keep = watermark(pool, self._config) if executor.sequences else 0
-            fresh = self._fresh(pool, match, group, needed)
-            free = pool.device.free_for(account, claimed=claimed, within_ceiling=within_ceiling)
-            short += max(0, fresh + keep - free)
-        return short
-
-    def _claim(self, sequence: Sequence, match: Match, needed: int) -> None:
-        size = sequence.block_size
-        # No more than carries it to its first sync: whole runways for all who come would leave none to admit.
-        ahead = self._blocks_ahead(sequence)
+    def _claim(self, sequence: Sequence, plan: Plan) -> None:
+        size, match = sequence.block_size, plan.match
         for table, blocks in zip(sequence.tables, match.blocks, strict=True):
             for place, block in enumerate(blocks):
                 if block is not None:
@@ -239,12 +259,7 @@ class Admitter:
                 table.blocks.append(source)
         else:
             self._copy(sequence, match.sources, match.num_copied)
-        self.grow(sequence, needed)
-        account = sequence.domain.account
-        spare = min(
-            table.pool.device.free_for(account) - watermark(table.pool, self._config) for table in sequence.tables
-        )
-        self.grow(sequence, min(ahead, needed + max(0, spare)))
+        self.grow(sequence, plan.needed + plan.ahead)
         sequence.computed = sequence.cached_tokens = match.tokens
         sequence.depend_on_writers()
 

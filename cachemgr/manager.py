@@ -252,8 +252,6 @@ class CacheManager(ManagerAdmin):
         existing = self._sequences.get(request.sequence_id)
         if existing is not None:
             return _repeated(existing, scheduler, content(request, tokens))
-        if scheduler.may_write_to_lost(executor):
-            return Admission(False, blocks_short=1)
         found = self._admitter.admit(request, tokens, scheduler, executor, now)
         scheduler.deadline = now + self.config.lease_seconds
         if not isinstance(found, Admission) and request.hints is not None:

@@ -306,7 +306,9 @@ def test_nobody_is_admitted_before_the_sequences_of_the_epoch_before_are_release
     world = offloaded()
     world.run([1], "old")
     assert world.start_executor().lower_blocks == 4
-    assert not world.admit(PROMPT).admitted
+    request = world.request(PROMPT)
+    preview, admission = world.manager.preview(request, 1), world.manager.admit(request)
+    assert (preview.admitted, preview.blocks_short) == (admission.admitted, admission.blocks_short) == (False, 1)
     world.check()
     world.sync()
     assert world.run(PROMPT, "new").cached_tokens == 12

@@ -1,6 +1,7 @@
 """Random operations against a device that knows what is in its memory, and a check of everything after each."""
 
 import os
+from collections import Counter
 from random import Random
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from cachemgr.api import ManagerConfig, Retention, TierKind
+from cachemgr.api import Admission, ManagerConfig, Retention, TierKind
 from cachemgr.errors import (
     RulePolicyError,
     SequenceEvictsError,
@@ -35,6 +36,31 @@ LAYOUTS = st.sampled_from([(None,), (None,), (None, 5), (3,), (None, 2, 9)])
 DURATION = st.sampled_from([None, 1.0, 4.0, 30.0])
 SESSION = st.sampled_from([None, None, "x", "y"])
 PRIORITY = st.one_of(st.none(), st.sampled_from([0, 10, 35, 90]))
+
+
+def admit_as_previewed(world: EvictingWorld, tokens: list[int], **options: object) -> Admission:
+    """Admits a sequence if and only if its preview says so, and takes just the blocks that the preview says."""
+    request, manager = world.request(tokens, **options), world.manager
+    number = manager.last_event
+    preview = manager.preview(request, 0)
+    used = [pool.used_blocks for pool in manager.pools()]
+    assert manager.last_event == number
+    admission = manager.admit(request)
+    assert (admission.admitted, admission.blocks_short) == (preview.admitted, preview.blocks_short)
+    now_used = [pool.used_blocks for pool in manager.pools()]
+    if not admission.admitted:
+        assert now_used == used
+        return admission
+    live = world.enter(request, admission, list(tokens))
+    assert admission.cached_tokens == preview.cached_tokens
+    copied = Counter(copy.group for copy in admission.transfers if copy.source_tier is copy.target_tier)
+    for group, estimate in enumerate(preview.estimates):
+        slots = len(tokens) if live.policy is None else live.policy.clean_tokens(len(tokens), len(tokens))
+        ahead = len(live.tables[group]) - -(-slots // BLOCK)
+        taken = now_used[group] - used[group] - estimate.next_step
+        # The source of a copy is kept, too, until the copy has ended.
+        assert 0 <= taken - ahead <= copied[group], f"{taken} blocks beyond the estimate, {ahead} ahead"
+    return admission
 
 
 class CacheWorld(Operators, Deaths):
@@ -99,7 +125,7 @@ class CacheWorld(Operators, Deaths):
         if world.windows == (None,):
             options["eviction_policy"] = policy
         try:
-            admission = world.admit(tokens, **options)
+            admission = admit_as_previewed(world, tokens, **options)
         except (SequenceTooLongError, RulePolicyError):
             return
         if not admission.admitted:
