@@ -373,9 +373,17 @@ class CacheManager(ManagerAdmin):
         del self._sequences[sequence_id]
         return release(sequence, now)
 
-    def expire(self) -> None:
-        """Ends leases and holds whose time is over. Call it a few times per lease."""
+    def expire(self, late: float = 0.0) -> None:
+        """Ends leases and holds whose time is over. Call it a few times per lease.
+
+        `late` is for how many seconds longer than planned the manager has not run: it could hear no renewal meanwhile,
+        so the leases of schedulers and executors last longer by that time. Holds and retention durations do not:
+        callers ask for those in time that passes whether the manager runs or not.
+        """
         now = self._now()
+        owners: list[Scheduler | Executor] = [*self._schedulers.values(), *self._executors.values()]
+        for owner in owners:
+            owner.deadline = min(owner.deadline + late, now + self.config.lease_seconds)
         for scheduler_id, scheduler in list(self._schedulers.items()):
             if scheduler.deadline < now:
                 self._release_all(scheduler, now)

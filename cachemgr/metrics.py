@@ -32,6 +32,9 @@ BACKED_UP = Counter("kvkeep_tier_backed_up_blocks", "Blocks copied here in the b
 RESTORED = Counter("kvkeep_tier_restored_blocks", "Blocks that were here still after a restart.", _TIER)
 FAILED = Counter("kvkeep_tier_failed_copies", "Copies from here that failed.", _TIER)
 EVICTING = Counter("kvkeep_cachemgr_evicting_sequences", "Sequences that began to evict tokens.", ["kind"])
+LONGEST_STALL = Gauge(
+    "kvkeep_cachemgr_longest_stall_seconds", "Longest time in the last minute in which no call was answered."
+)
 
 
 _TIER_GAUGES = (TIER_TOTAL, TIER_USED, TIER_CACHED)
@@ -98,6 +101,24 @@ class TierMetrics:
                 metric.remove(*gone)
             if gone[1] == "device":
                 BACKUPS.remove(gone[0])
+
+
+class Stalls:
+    """The longest stall of the last minute: kept for the half minute that runs and for the one before."""
+
+    _PERIOD_SECONDS = 30.0
+
+    def __init__(self, now: float) -> None:
+        self._begun = now
+        self._longest = self._before = 0.0
+
+    def note(self, now: float, seconds: float) -> None:
+        """The event loop was late by so many seconds."""
+        if now - self._begun >= self._PERIOD_SECONDS:
+            is_next = now - self._begun < 2 * self._PERIOD_SECONDS
+            self._before, self._longest, self._begun = self._longest if is_next else 0.0, 0.0, now
+        self._longest = max(self._longest, seconds)
+        LONGEST_STALL.set(max(self._longest, self._before))
 
 
 class EvictionMetrics:

@@ -45,6 +45,10 @@ class ManagerClock:
         return self.now
 
 
+# Between two looks at what has ended by time.
+EXPIRE_SECONDS = 0.5
+
+
 class Operations:
     """The one way to change a manager."""
 
@@ -52,6 +56,7 @@ class Operations:
         self.manager = manager
         self._clock = clock
         self._log = log
+        self._expired_at = clock.now
 
     def run(self, method: str, request: Message) -> Any:
         """Answers a request. Raises what the manager raises; the log has the attempt, too, as it moves the time."""
@@ -71,9 +76,15 @@ class Operations:
         return _register_executor(self.manager, request, remembered, pins)
 
     def expire(self) -> None:
-        """Does what time alone does."""
+        """Does what time alone does; due every EXPIRE_SECONDS.
+
+        A call that comes later tells of a pause of the process, or of a long call. It follows from the times in the
+        log, so a replay sees the same pauses.
+        """
         self._note("Expire", None)
-        self.manager.expire()
+        late = max(0.0, self._clock.now - self._expired_at - EXPIRE_SECONDS)
+        self._expired_at = self._clock.now
+        self.manager.expire(late)
 
     def _note(
         self,

@@ -13,8 +13,8 @@ from cachemgr.api import ManagerConfig
 from cachemgr.event_stream import EventStream
 from cachemgr.feed import EventFeed
 from cachemgr.manager import CacheManager
-from cachemgr.metrics import COUNTED, EvictionMetrics, PoolCounts, PoolMetrics, TierMetrics
-from cachemgr.operations import ManagerClock, Operations
+from cachemgr.metrics import COUNTED, EvictionMetrics, PoolCounts, PoolMetrics, Stalls, TierMetrics
+from cachemgr.operations import EXPIRE_SECONDS, ManagerClock, Operations
 from cachemgr.oplog import OperationLog
 from cachemgr.redis_client import open_redis
 from cachemgr.service import CacheEventService, CacheManagerService, Domain
@@ -35,7 +35,8 @@ EVENT_SERVICE = "kvcache.v1.CacheEventService"
 # Asked of the admin address; all services go on without it.
 REDIS_HEALTH = "redis"
 OPERATION_LOG_HEALTH = "operation_log"
-_HOUSEKEEPING_SECONDS = 0.5
+# A stall is seen as shorter by so much at most.
+_BEAT_SECONDS = 0.02
 
 
 class CacheManagerProcess:
@@ -151,7 +152,8 @@ class CacheManagerProcess:
         except AddressError:
             await self._stop_console()
             raise
-        self._background = [asyncio.create_task(self._store.run()), asyncio.create_task(self._keep_house())]
+        self._background = [asyncio.create_task(self._store.run())]
+        self._background += [asyncio.create_task(self._keep_house()), asyncio.create_task(self._watch_for_stalls())]
         self._server.set_serving(True)
         self._server.set_serving(self._store.up, REDIS_HEALTH)
 
@@ -188,6 +190,14 @@ class CacheManagerProcess:
         if self._console is not None:
             await self._console.stop()
 
+    async def _watch_for_stalls(self) -> None:
+        stalls = Stalls(time.monotonic())
+        while True:
+            due = time.monotonic() + _BEAT_SECONDS
+            await asyncio.sleep(_BEAT_SECONDS)
+            now = time.monotonic()
+            stalls.note(now, now - due)
+
     async def _keep_house(self) -> None:
         redis_up = self._store.up
         while True:
@@ -209,4 +219,4 @@ class CacheManagerProcess:
             self._eviction_metrics.update(self._manager.evicted_sequences())
             if self._revive_redis is not None:
                 self._revive_redis()
-            await asyncio.sleep(_HOUSEKEEPING_SECONDS)
+            await asyncio.sleep(EXPIRE_SECONDS)

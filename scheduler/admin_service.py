@@ -44,6 +44,6 @@ class SchedulerAdminService(rpc.SchedulerAdminServiceServicer):
             raise NotReadyError("the scheduler still waits for the executor and the cache manager", retry_after=1.0)
         if not request.validate_only and engine.draining != request.draining:
             engine.draining = request.draining
-            self.on_serving(not request.draining)
+            self.on_serving(not request.draining and not engine.cut_off_from)
             log.info("drained by an operator" if request.draining else "taken back by an operator")
         return pb.SetDrainingResponse(running_requests=engine.num_running, waiting_requests=engine.num_waiting)

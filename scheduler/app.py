@@ -39,6 +39,8 @@ from scheduler.waiting_queue import WaitingQueue
 
 CALL_SECONDS = 10.0
 RETRY_SECONDS = 0.5
+# From then on health says that the cache manager does not answer; a restart of it takes less.
+SILENCE_SECONDS, WATCH_SECONDS = 5.0, 0.5
 # For a step and a sync to be answered at the end.
 STOP_SECONDS = 2.0
 
@@ -63,6 +65,7 @@ class Scheduler:
         self._cache: CacheClient | None = None
         self._channel: grpc.aio.Channel | None = None
         self._cache_task: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._thread: threading.Thread | None = None
 
     async def start(self) -> None:
@@ -104,6 +107,7 @@ class Scheduler:
         await self._first(cache.registered, self.failed)
         if self.failed.is_set():
             return
+        self._watching = asyncio.create_task(self._watch_manager(engine, cache))
         intake = Intake(
             engine.model,
             max_prompt_bytes=settings.max_prompt_bytes,
@@ -120,6 +124,8 @@ class Scheduler:
 
     async def stop(self, seconds: float = STOP_SECONDS) -> None:
         """Ends everything that `start` began; the neighbours get so long to answer what is under way."""
+        if self._watching is not None:
+            self._watching.cancel()
         if self._thread is not None:
             self._mailbox.put(Stop())
             await asyncio.to_thread(self._thread.join, seconds)
@@ -186,6 +192,21 @@ class Scheduler:
         # A daemon: an executor that never answers must not keep the process from ending.
         self._thread = threading.Thread(target=run, name="step-loop", daemon=True)
         self._thread.start()
+
+    async def _watch_manager(self, engine: Engine, cache: CacheClient) -> None:
+        """Health says when the cache manager does not answer: requests that come then wait."""
+        while True:
+            silence = cache.silence
+            self._metrics.manager_silence.set(silence)
+            silent = "cache manager" if silence >= SILENCE_SECONDS else ""
+            if silent != engine.cut_off_from:
+                engine.cut_off_from = silent
+                self.admin.on_serving(not silent and not engine.is_draining)
+                if silent:
+                    log.warning("the cache manager does not answer", seconds=round(silence, 1))
+                else:
+                    log.info("the cache manager answers again")
+            await asyncio.sleep(WATCH_SECONDS)
 
     def _cache_ended(self, task: asyncio.Task[None]) -> None:
         if task.cancelled():

@@ -95,6 +95,8 @@ class CacheClient:
         self._told = asyncio.Event()
         self._told.set()
         self.registered = asyncio.Event()
+        # When the call was made that waits for an answer, all its repetitions being one.
+        self._asked_at: float | None = None
         self._lease = 1.0
         self._synced_at = 0.0
         self._short = 0
@@ -112,6 +114,11 @@ class CacheClient:
     def live(self) -> int:
         """Sequences that hold blocks."""
         return len(self._live)
+
+    @property
+    def silence(self) -> float:
+        """Seconds for which the manager has not answered; 0 when no call waits for it."""
+        return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
 
     def receive(self, report: Report) -> None:
         """Takes what a step brought, for the next sync."""
@@ -372,6 +379,13 @@ class CacheClient:
 
     async def _call(self, method: Callable[..., Awaitable[A]], message: M) -> A:
         """Calls until the manager is there: every call can be repeated. Raises RemoteError, ManagerLostError."""
+        self._asked_at = time.monotonic()
+        try:
+            return await self._call_until_answered(method, message)
+        finally:
+            self._asked_at = None
+
+    async def _call_until_answered(self, method: Callable[..., Awaitable[A]], message: M) -> A:
         backoff = FIRST_BACKOFF
         while True:
             try:

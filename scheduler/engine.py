@@ -63,6 +63,8 @@ class Engine:
         self._stopping = False
         # Set by an operator: no more requests are taken.
         self.draining = False
+        # The neighbour that has not answered for a while, in words; new requests wait for it.
+        self.cut_off_from = ""
         self._idle = asyncio.Event()
         self._idle.set()
         self._turns = Turns()

@@ -103,6 +103,11 @@ class RequestMetrics:
         self.sync_seconds = Histogram(
             f"{prefix}_sync_seconds", "One background sync.", buckets=_STEP_BUCKETS, registry=registry
         )
+        self.manager_silence = Gauge(
+            f"{prefix}_cachemgr_silence_seconds",
+            "How long the cache manager has not answered a call; 0 when no call waits.",
+            registry=registry,
+        )
         self.cache_usage = Gauge(
             f"{prefix}_cache_usage_ratio",
             "Share of the blocks that is in use, of the fullest layer group, as the cache manager said last.",

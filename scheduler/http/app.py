@@ -67,8 +67,8 @@ def _watching(service: GenerationService, registry: CollectorRegistry) -> APIRou
     @router.get("/health", response_class=Response, responses={200: {"description": "Requests are served."}})
     async def health() -> Response:
         """200 while requests are served, 503 before and after."""
-        if not service.is_serving:
-            raise NotReadyError("the scheduler serves no requests", retry_after=1.0)
+        if service.obstacle:
+            raise NotReadyError(service.obstacle, retry_after=1.0)
         return Response()
 
     @router.get("/version")

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry
 from cachemgr.admin_api import BlockFilter
 from cachemgr.api import RemovalCause
 from cachemgr.meters import MAX_SALTS
-from cachemgr.metrics import CountedMetrics, PoolCounts
+from cachemgr.metrics import LONGEST_STALL, CountedMetrics, PoolCounts, Stalls
 from protos.rpc.logs import short_hash
 from tests.unit.cachemgr.world import CONFIG, World, wish
 
@@ -71,3 +71,11 @@ def test_leases_are_told_by_how_they_ended():
     world.manager.purge(BlockFilter(), validate_only=False)
     registry = metrics_of(world)
     assert (value(registry, "pool_honoured_leases_total"), value(registry, "pool_broken_leases_total")) == (3, 1)
+
+
+def test_the_longest_stall_of_the_last_minute_is_told_and_then_forgotten():
+    stalls, told = Stalls(0.0), []
+    for now, late in ((1, 0.1), (20, 2.0), (25, 0.0), (31, 0.3), (59, 0.0), (62, 0.1), (95, 0.0), (300, 0.0)):
+        stalls.note(now, late)
+        told.append(LONGEST_STALL._value.get())
+    assert told == [0.1, 2.0, 2.0, 2.0, 2.0, 0.3, 0.1, 0.0]

@@ -246,7 +246,7 @@ async def test_a_scheduler_that_is_never_registered_fails_instead_of_waiting(run
     async with asyncio.timeout(20):
         async with run_stack(manager=manager) as stack:
             assert stack.scheduler.failed.is_set()
-            assert not stack.scheduler.service.is_serving
+            assert stack.scheduler.service.obstacle
 
 
 async def test_random_traffic_leaves_nothing_behind(run_stack: StackFactory) -> None:

@@ -210,3 +210,21 @@ async def test_a_second_signal_ends_requests_and_the_process_at_once(tmp_path: P
             await call.read()
         assert caught.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
         assert await running.end(2) == 0
+
+
+async def test_health_says_when_the_cache_manager_does_not_answer_and_requests_wait_for_it(tmp_path: Path) -> None:
+    async with scheduler(tmp_path) as running:
+        await running.begin()
+        watch = running.health.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+        assert (await watch.read()).status == SERVING
+        running.manager.gate.clear()
+        waiting = asyncio.create_task(generate(running.stub, request([1, 2], 5), 30))
+        assert (await watch.read()).status != SERVING
+        # An operator's word does not hide it.
+        await running.admin.SetDraining(pb.SetDrainingRequest(draining=True))
+        await running.admin.SetDraining(pb.SetDrainingRequest(draining=False))
+        answer = await running.health.Check(health_pb2.HealthCheckRequest())
+        assert answer.status != SERVING
+        running.manager.gate.set()
+        assert (await watch.read()).status == SERVING
+        assert (await waiting).token_ids == running.executor.expected([1, 2], 5)
