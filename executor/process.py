@@ -54,6 +54,7 @@ async def _serve(settings: ExecutorSettings) -> int:
     from executor.tiers.opening import FileSettings
     from executor.tiers.tiers import open_tiers
     from executor.tokenizer import load_tokenizer
+    from executor.watchdog import Watchdog
     from executor.worker import Worker
     from protos.execution.v1 import execution_pb2_grpc as rpc
     from protos.rpc.channel import open_channel
@@ -107,15 +108,6 @@ async def _serve(settings: ExecutorSettings) -> int:
         identity.executor_id, identity.epoch, model.name, digest, plain_rotary=model.rotary is not None
     )
     server = Server("executor", metrics_address=settings.metrics_address, security=settings.security)
-    client = ManagerClient(
-        open_channel(settings.cachemgr_address, settings.security),
-        announcement,
-        pools,
-        tiers,
-        lambda copies: worker.transfer(copies),
-        lambda: runner.last_step,
-        server.set_serving,
-    )
     loop, lost = asyncio.get_running_loop(), asyncio.Event()
 
     def confirm(done: tuple[int, ...], failed: tuple[int, ...]) -> None:
@@ -133,6 +125,16 @@ async def _serve(settings: ExecutorSettings) -> int:
     runner = Runner(model, pools, tiers)
     runner.prepare()
     worker = Worker(runner, confirm, device_lost)
+    watchdog = Watchdog(worker, server.set_serving, device_lost)
+    client = ManagerClient(
+        open_channel(settings.cachemgr_address, settings.security),
+        announcement,
+        pools,
+        tiers,
+        worker.transfer,
+        lambda: runner.last_step,
+        watchdog.set_registered,
+    )
     servicer = ExecutorServicer(identity, worker.runner, worker, tokenizer)
 
     async def drain() -> None:
@@ -148,11 +150,16 @@ async def _serve(settings: ExecutorSettings) -> int:
     registration = asyncio.create_task(client.run())
     # It ends by itself only on an error of ours; then the process must end too.
     registration.add_done_callback(lambda task: None if task.cancelled() else signal.raise_signal(signal.SIGTERM))
+    watching = asyncio.create_task(watchdog.run())
     await server.run_until_stopped(drain)
-    await asyncio.to_thread(worker.stop)
+    ended = await asyncio.to_thread(worker.stop)
     await client.confirmed(CONFIRM_SECONDS)
-    registration.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await registration
+    for task in (registration, watching):
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+    if not ended:
+        # Nothing may be closed that the device's thread uses, and no library may wait for it.
+        os._exit(1)
     tiers.close()
     return 1 if lost.is_set() else 0

@@ -1,12 +1,15 @@
 """ExecutorService: moves messages between the stream and the device's thread."""
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
+from executor import worker as workers
 from executor.errors import InvalidStepError, SessionNotOpenError, StoppingError
 from executor.messages import build_result, parse_step
+from executor.model import Model
 from executor.runner import Runner
 from executor.sessions import Sessions
 from executor.step import Outcome, Step
@@ -34,29 +37,23 @@ class ExecutorServicer(rpc.ExecutorServiceServicer):
         self._identity = identity
         self._runner = runner
         self._worker = worker
-        self._tokenizer = tokenizer
         self._sessions = Sessions(identity.epoch)
         self._layout = runner.layout
+        self._model = _describe(runner.model, tokenizer)
+        self._digest = hashlib.sha256(self._model.SerializeToString(deterministic=True)).digest()
 
     def stop(self) -> None:
         """Ends the session, behind the steps that it has submitted, so that the server need not wait for it."""
         session = self._sessions.stop()
         if session is not None:
-            self._worker.close(session, StoppingError("the executor is stopping"))
+            error = StoppingError("the executor is stopping")
+            self._worker.close(session, error)
+            # A device that stands still answers none of them.
+            asyncio.get_running_loop().call_later(workers.STOP_SECONDS, session.end, error)
 
     async def GetModel(self, _request: pb.GetModelRequest, _context: Any) -> pb.GetModelResponse:  # noqa: N802
         """The model and its tokenizer."""
-        model = self._runner.model
-        return pb.GetModelResponse(
-            model=model.name,
-            vocab_size=model.vocab_size,
-            max_positions=model.max_positions,
-            eos_token_ids=model.eos_token_ids,
-            tokenizer_json=self._tokenizer.json,
-            chat_template=self._tokenizer.chat_template,
-            special_tokens=self._tokenizer.special_tokens,
-            dtype=str(model.dtype).removeprefix("torch."),
-        )
+        return self._model
 
     async def GetExecutor(self, _request: pb.GetExecutorRequest, _context: Any) -> pb.GetExecutorResponse:  # noqa: N802
         """The executor and its state."""
@@ -72,6 +69,7 @@ class ExecutorServicer(rpc.ExecutorServiceServicer):
             num_groups=len(pools.pools),
             attention_windows=[window or 0 for window in self._layout.windows],
             plain_rotary=self._layout.plain_rotary,
+            model_digest=self._digest,
             scheduler_epoch=self._sessions.scheduler_epoch,
         )
 
@@ -120,6 +118,19 @@ class ExecutorServicer(rpc.ExecutorServiceServicer):
             # Its copies will not run: their blocks must not stay reserved.
             self._worker.give_up(tuple(message.copy_tickets))
             raise
+
+
+def _describe(model: Model, tokenizer: TokenizerFiles) -> pb.GetModelResponse:
+    return pb.GetModelResponse(
+        model=model.name,
+        vocab_size=model.vocab_size,
+        max_positions=model.max_positions,
+        eos_token_ids=model.eos_token_ids,
+        tokenizer_json=tokenizer.json,
+        chat_template=tokenizer.chat_template,
+        special_tokens=tokenizer.special_tokens,
+        dtype=str(model.dtype).removeprefix("torch."),
+    )
 
 
 def _response(answer: int | Outcome | ServiceError) -> pb.StreamStepsResponse:

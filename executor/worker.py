@@ -91,17 +91,42 @@ class Worker:
         # Launched and not waited for; computed and not told.
         self._pending: tuple[Session, Pending] | None = None
         self._outcome: tuple[Session, Outcome] | None = None
+        # Which turn of its loop the thread is in, and for which session; None while it waits for work.
+        self._turn: tuple[int, Session | None] | None = None
+        self._turns = 0
         self._thread = threading.Thread(target=self._work, name="device", daemon=True)
 
     def start(self) -> None:
         """Starts the thread."""
         self._thread.start()
 
-    def stop(self) -> None:
-        """Finishes what was submitted, copies too if that does not take too long, and ends the thread."""
+    def stop(self) -> bool:
+        """Finishes what was submitted, copies too if that does not take too long, and ends the thread.
+
+        False where the thread has stood still for STOP_SECONDS: nothing that it uses may be closed then.
+        """
         self._queue.put(_Stop())
-        self._thread.join()
+        before = None
+        while self._thread.is_alive() and self._turns != before:
+            before = self._turns
+            self._thread.join(STOP_SECONDS)
+        if self._thread.is_alive():
+            log.error("the device does not answer")
+            return False
         self.runner.tiers.drain(STOP_SECONDS)
+        return True
+
+    @property
+    def turn(self) -> int | None:
+        """Changes with everything that the device's thread does; None while it has no work. From any thread."""
+        turn = self._turn
+        return None if turn is None else turn[0]
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether the session that the device's thread works for has ended. From any thread."""
+        turn = self._turn
+        return turn is not None and turn[1] is not None and turn[1].closed
 
     def open(self, session: Session) -> None:
         """Empties the running set for a session; delivers the number that its first step must carry."""
@@ -129,11 +154,16 @@ class Worker:
             # A thread's own choice; Triton launches where it points.
             torch.cuda.set_device(self.runner.model.device)
         while True:
+            pending = self._pending or self._outcome
+            if pending is None:
+                self._turn = None
             try:
-                job = self._queue.get_nowait() if self._pending or self._outcome else self._queue.get()
+                job = self._queue.get() if pending is None else self._queue.get_nowait()
             except queue.Empty:
+                self._begin(pending and pending[0])
                 self._finish()
                 continue
+            self._begin(job.session if isinstance(job, _Run) else pending and pending[0])
             match job:
                 case _Run(session, step):
                     self._run(session, step)
@@ -153,6 +183,10 @@ class Worker:
                 case _Stop():
                     self._finish()
                     return
+
+    def _begin(self, session: Session | None) -> None:
+        self._turns += 1
+        self._turn = self._turns, session
 
     def _run(self, session: Session, step: Step) -> None:
         if session.closed:

@@ -32,14 +32,13 @@ async def serve(settings: SchedulerSettings) -> int:
     """Serves until a signal; returns the exit status."""
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
-        scheduler = Scheduler(settings)
+        scheduler = Scheduler(settings, on_serving=lambda serving: server.set_serving(serving))
     except OSError as error:
         log.error("cannot write the access log", setting=variable(SchedulerSettings, "access_log"), cause=str(error))
         return 1
     server = Server("scheduler", metrics_address=settings.metrics_address, security=settings.security)
     services = {SERVICE: scheduler.service.add_to, admin_service.SERVICE: scheduler.admin.add_to}
     server.listen(settings.scheduler_address, services, setting="KVKEEP_SCHEDULER_ADDRESS")
-    scheduler.admin.on_serving = server.set_serving
     http = _http(scheduler, settings, server.guard)
     try:
         if http is not None:
@@ -57,7 +56,6 @@ async def serve(settings: SchedulerSettings) -> int:
             scheduler.failed.set()
         if not scheduler.failed.is_set():
             collect_rarely()
-            server.set_serving(True)
         await scheduler.failed.wait()
         # Nothing can be repaired from here: end as on SIGTERM, with another status.
         os.kill(os.getpid(), signal.SIGTERM)

@@ -1,6 +1,5 @@
 """SchedulerAdminService: the operator's hand on the scheduler."""
 
-from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -21,8 +20,6 @@ class SchedulerAdminService(rpc.SchedulerAdminServiceServicer):
     """Served from the start; until `attach` every call is answered with UNAVAILABLE."""
 
     def __init__(self) -> None:
-        # Told whether requests are taken when that changes.
-        self.on_serving: Callable[[bool], None] = lambda _serving: None
         self._engine: Engine | None = None
 
     def attach(self, engine: Engine) -> None:
@@ -42,8 +39,6 @@ class SchedulerAdminService(rpc.SchedulerAdminServiceServicer):
             raise PermissionDeniedError("this method is about all tenants, and the token about one")
         if engine is None:
             raise NotReadyError("the scheduler still waits for the executor and the cache manager", retry_after=1.0)
-        if not request.validate_only and engine.draining != request.draining:
-            engine.draining = request.draining
-            self.on_serving(not request.draining and not engine.cut_off_from)
+        if not request.validate_only and engine.set_draining(request.draining):
             log.info("drained by an operator" if request.draining else "taken back by an operator")
         return pb.SetDrainingResponse(running_requests=engine.num_running, waiting_requests=engine.num_waiting)

@@ -50,8 +50,17 @@ log = structlog.get_logger()
 class Scheduler:
     """The running scheduler. `failed` is set when it cannot go on, also when it never could begin."""
 
-    def __init__(self, settings: SchedulerSettings, registry: CollectorRegistry = REGISTRY) -> None:
-        """Raises OSError where the access log cannot be opened."""
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        registry: CollectorRegistry = REGISTRY,
+        on_serving: Callable[[bool], None] = lambda _serving: None,
+    ) -> None:
+        """on_serving: called with whether requests are served, once they are and with every change.
+
+        Raises OSError where the access log cannot be opened.
+        """
+        self._on_serving = on_serving
         self._access_log = None if settings.access_log is None else FileLog("scheduler", settings.access_log)
         self._metrics = RequestMetrics(registry)
         self.service = GenerationService(AccessLog(self._metrics, self._access_log and self._access_log.log))
@@ -103,7 +112,7 @@ class Scheduler:
         self._engine, self._cache = engine, cache
         self._cache_task = asyncio.create_task(cache.run())
         self._cache_task.add_done_callback(self._cache_ended)
-        self._start_loop(engine, epoch, model, executor)
+        self._start_loop(engine, epoch, executor)
         await self._first(cache.registered, self.failed)
         if self.failed.is_set():
             return
@@ -115,6 +124,7 @@ class Scheduler:
         )
         self.service.attach(engine, intake)
         self.admin.attach(engine)
+        engine.watch(self._on_serving)
         log.info("ready", model=engine.model.name, max_tokens=engine.model.max_tokens)
 
     async def drain(self) -> None:
@@ -154,7 +164,6 @@ class Scheduler:
         self,
         engine: Engine,
         epoch: int,
-        model: execution_pb2.GetModelResponse,
         executor: execution_pb2.GetExecutorResponse,
     ) -> None:
         settings, loop = self._settings, asyncio.get_running_loop()
@@ -177,7 +186,6 @@ class Scheduler:
             settings.executor_address,
             settings.scheduler_id,
             epoch,
-            model=model,
             executor=executor,
             security=settings.security,
         )
@@ -198,11 +206,8 @@ class Scheduler:
         while True:
             silence = cache.silence
             self._metrics.manager_silence.set(silence)
-            silent = "cache manager" if silence >= SILENCE_SECONDS else ""
-            if silent != engine.cut_off_from:
-                engine.cut_off_from = silent
-                self.admin.on_serving(not silent and not engine.is_draining)
-                if silent:
+            if engine.set_answering("cache manager", silence < SILENCE_SECONDS):
+                if silence >= SILENCE_SECONDS:
                     log.warning("the cache manager does not answer", seconds=round(silence, 1))
                 else:
                     log.info("the cache manager answers again")

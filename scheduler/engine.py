@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 
 from protos.kvcache.v1 import kvcache_pb2
@@ -61,13 +61,20 @@ class Engine:
         self._request_ids: set[tuple[str, str]] = set()
         self._cache: CacheClient | None = None
         self._stopping = False
-        # Set by an operator: no more requests are taken.
-        self.draining = False
-        # The neighbour that has not answered for a while, in words; new requests wait for it.
-        self.cut_off_from = ""
+        # Told by `watch` whether requests are served, when that may have changed.
+        self._on_serving: Callable[[bool], None] = lambda _serving: None
+        # Asked for by an operator: no more requests are taken.
+        self._draining = False
+        # Neighbours that have not answered for a while, in words; new requests wait for them.
+        self._silent: set[str] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._turns = Turns()
+
+    def watch(self, on_serving: Callable[[bool], None]) -> None:
+        """Has `on_serving` called, now and later, with whether requests are served."""
+        self._on_serving = on_serving
+        on_serving(not self.obstacle)
 
     def attach(self, cache: CacheClient) -> None:
         """Names the cache client, which is built around this object."""
@@ -76,7 +83,30 @@ class Engine:
     @property
     def is_draining(self) -> bool:
         """Whether no more requests are taken."""
-        return self._stopping or self.draining
+        return self._stopping or self._draining
+
+    @property
+    def obstacle(self) -> str:
+        """Why a request would not be served now, but for a full queue; empty when nothing is in its way."""
+        if self.is_draining:
+            return "the scheduler drains: it takes no new requests"
+        if self._silent:
+            return f"the {' and the '.join(sorted(self._silent))} does not answer: new requests wait"
+        return ""
+
+    def set_answering(self, neighbour: str, answers: bool) -> bool:
+        """Whether a neighbour, in words, answers in the time that it should; returns whether that is a change."""
+        changed = answers == (neighbour in self._silent)
+        (self._silent.discard if answers else self._silent.add)(neighbour)
+        if changed:
+            self._on_serving(not self.obstacle)
+        return changed
+
+    def set_draining(self, draining: bool) -> bool:
+        """Takes no more requests, or takes them again; whether that is a change."""
+        changed, self._draining = self._draining != draining, draining
+        self._on_serving(not self.obstacle)
+        return changed
 
     @property
     def num_running(self) -> int:
@@ -154,6 +184,8 @@ class Engine:
             self._take_outputs(report)
         if report.only_outputs:
             return
+        if report.executor_answers is not None:
+            self.set_answering("executor", report.executor_answers)
         for candidate in report.again:
             if (generation := self._live.get(candidate.request.arrival)) and not generation.finished:
                 self._queue.push(candidate)

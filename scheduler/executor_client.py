@@ -1,7 +1,7 @@
 """The step loop's session with the executor, over a synchronous stream."""
 
 import queue
-from collections.abc import Iterator
+import threading
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -17,8 +17,12 @@ SERVICE = "execution.v1.ExecutorService"
 CONNECT_SECONDS = 2.0
 
 
+# What a session brings; an error as the last one.
+Answer = pb.StreamStepsResponse | ExecutorLostError
+
+
 class ExecutorClient:
-    """One session at a time. Every method is called by the step loop's thread."""
+    """One session at a time. Every method is called by the step loop's thread; another one takes in the answers."""
 
     def __init__(
         self,
@@ -26,23 +30,21 @@ class ExecutorClient:
         scheduler_id: str,
         scheduler_epoch: int,
         *,
-        model: pb.GetModelResponse,
         executor: pb.GetExecutorResponse,
         security: Security = PLAIN,
     ) -> None:
-        """model, executor: as they were when everything that depends on them was set up."""
+        """executor: as it was when everything that depends on it and its model was set up."""
         self._address = address
         self._security = security
-        self._model = model
         self._executor = executor
         self._scheduler_id = scheduler_id
         self._scheduler_epoch = scheduler_epoch
         self._channel: grpc.Channel | None = None
         self._requests: queue.SimpleQueue[pb.StreamStepsRequest | None] = queue.SimpleQueue()
-        self._answers: Iterator[pb.StreamStepsResponse] = iter(())
+        self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
 
-    def open(self) -> int:
-        """Opens a session; returns the number of its first step. Raises ExecutorLostError, ExecutorChangedError.
+    def open(self) -> None:
+        """Asks for a session; `first_step` says when it is open. Raises ExecutorLostError, ExecutorChangedError.
 
         Only an executor that says it is serving has announced its pools: blocks admitted before that would belong to
         the memory of the process before it.
@@ -58,13 +60,24 @@ class ExecutorClient:
                 raise ExecutorLostError("the executor is not serving yet")
             stub: rpc.ExecutorServiceStub = rpc.ExecutorServiceStub(self._channel)
             executor = stub.GetExecutor(pb.GetExecutorRequest(), timeout=CONNECT_SECONDS)
-            model = stub.GetModel(pb.GetModelRequest(), timeout=CONNECT_SECONDS)
         except grpc.RpcError as error:
             raise ExecutorLostError(str(from_rpc_error(error))) from error
-        if model != self._model or not self._fits(executor):
+        if not self._fits(executor):
             raise ExecutorChangedError("the executor came back with another model or other pools")
-        requests = self._requests
-        self._answers = iter(stub.StreamSteps(iter(requests.get, None)))
+        requests, answers = self._requests, queue.SimpleQueue[Answer]()
+        self._answers = answers
+        stream = stub.StreamSteps(iter(requests.get, None))
+
+        def listen() -> None:
+            try:
+                for answer in stream:
+                    answers.put(answer)
+                answers.put(ExecutorLostError("the executor ended the session"))
+            except grpc.RpcError as error:
+                answers.put(ExecutorLostError(str(from_rpc_error(error))))
+
+        # A daemon: it ends with the channel.
+        threading.Thread(target=listen, name="executor-answers", daemon=True).start()
         requests.put(
             pb.StreamStepsRequest(
                 open=pb.OpenSession(
@@ -74,15 +87,26 @@ class ExecutorClient:
                 )
             )
         )
-        return self._next().opened.first_step
+
+    def first_step(self, seconds: float) -> int | None:
+        """The number of the session's first step; None when it is not open within so many seconds.
+
+        Raises ExecutorLostError.
+        """
+        answer = self._next(seconds)
+        return None if answer is None else answer.opened.first_step
 
     def send(self, step: pb.Step) -> None:
         """Hands a step over; never blocks."""
         self._requests.put(pb.StreamStepsRequest(step=step))
 
-    def receive(self) -> pb.StepResult:
-        """Blocks until the oldest step in flight is answered. Raises ExecutorLostError."""
-        return self._next().result
+    def receive(self, seconds: float) -> pb.StepResult | None:
+        """The answer to the oldest step in flight; None when it does not come within so many seconds.
+
+        Raises ExecutorLostError.
+        """
+        answer = self._next(seconds)
+        return None if answer is None else answer.result
 
     def close(self) -> None:
         """Ends the session, if there is one."""
@@ -95,14 +119,15 @@ class ExecutorClient:
         """Whether block tables mean what they did, and what was promised to callers still has room."""
         known = self._executor
         return (
-            (executor.executor_id, executor.block_size, executor.num_groups)
-            == (known.executor_id, known.block_size, known.num_groups)
+            (executor.executor_id, executor.model_digest, executor.block_size, executor.num_groups)
+            == (known.executor_id, known.model_digest, known.block_size, known.num_groups)
         ) and executor.max_tokens >= known.max_tokens
 
-    def _next(self) -> pb.StreamStepsResponse:
+    def _next(self, seconds: float) -> pb.StreamStepsResponse | None:
         try:
-            return next(self._answers)
-        except StopIteration:
-            raise ExecutorLostError("the executor ended the session") from None
-        except grpc.RpcError as error:
-            raise ExecutorLostError(str(from_rpc_error(error))) from error
+            answer = self._answers.get(timeout=seconds)
+        except queue.Empty:
+            return None
+        if isinstance(answer, ExecutorLostError):
+            raise answer
+        return answer

@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import assert_never
+from typing import TypeVar, assert_never
 
 import structlog
 
@@ -24,8 +24,22 @@ LONGEST_PAUSE_SECONDS = 5.0
 # Steps that wait at the executor while it runs one shall keep it busy for so long, in seconds, whatever delays the next
 # one; at most so many, as who comes or leaves waits for them.
 AHEAD_SECONDS, MOST_AHEAD = 0.015, 3
+# How long the loop waits for the executor between two looks at its mail.
+TURN_SECONDS = 0.05
+# A step is late, and the scheduler does not serve, when it takes longer than so much, or so many times as long as it
+# should. Beyond the second bound the executor is lost.
+LATE_SECONDS, LATE_TIMES = 5.0, 5
+LOST_SECONDS, LOST_TIMES = 30.0, 20
+# What a step is thought to take, in seconds, before one has been measured: devices compile and load at first.
+FIRST_STEP_SECONDS = 15.0
+# A turn counts as no more than this: in a longer one this process itself did not run.
+LONGEST_TURN_SECONDS = 1.0
+# How long a loop that stops waits for steps under way.
+FINISH_SECONDS = 1.5
 
 log = structlog.get_logger()
+
+T = TypeVar("T")
 
 
 class StepLoop:
@@ -57,6 +71,9 @@ class StepLoop:
         self._giving_up = False
         self._stopping = False
         self._timing = Timing()
+        # Seconds in which the executor was waited for since it last answered, and whether that was told.
+        self._silence = 0.0
+        self._silent = False
 
     def run(self) -> None:
         """The thread's main function; returns after Stop."""
@@ -73,7 +90,7 @@ class StepLoop:
     def _finish(self) -> None:
         """Takes what is still answered, and gives all blocks back."""
         with contextlib.suppress(ExecutorLostError):
-            while self._in_flight:
+            while self._in_flight and self._silence < FINISH_SECONDS:
                 self._receive()
         self._running.restart_all(executor_lost=True, in_flight=self._in_flight)
         # Nobody shall be admitted again.
@@ -136,8 +153,13 @@ class StepLoop:
         return True
 
     def _receive(self) -> None:
+        """Takes the answer to the oldest step in flight. One that does not come is left when the loop is to stop."""
         started = time.perf_counter()
-        result = self._executor.receive()
+        first = self._in_flight[0]
+        expected = self._pace.estimate(len(first.decoding), first.prompt_tokens) or FIRST_STEP_SECONDS
+        result = self._answer(self._executor.receive, expected, f"step {first.step} was not answered")
+        if result is None:
+            return
         self._barren = 0
         self._timing.waiting_for_executor = time.perf_counter() - started
         self._timing.executor_idle = result.idle_time.ToTimedelta().total_seconds()
@@ -151,6 +173,44 @@ class StepLoop:
             self._running.report.speed = _speed(result, self._pace)
         self._times.add(self._timing)
         self._timing = Timing()
+
+    def _answer(self, ask: Callable[[float], T | None], expected: float, what: str) -> T | None:
+        """What the executor answers; None when the loop is to stop. Reads mail, and tells everybody, until it comes.
+
+        expected: seconds that it should take. Raises ExecutorLostError when it takes far longer.
+        """
+        bound, waited = max(LOST_SECONDS, LOST_TIMES * expected), 0.0
+        while True:
+            begun = time.monotonic()
+            answer = ask(TURN_SECONDS)
+            if answer is not None:
+                self._hear()
+                return answer
+            waited += self._miss(time.monotonic() - begun, max(LATE_SECONDS, LATE_TIMES * expected))
+            if waited >= bound:
+                raise ExecutorLostError(f"{what} within {bound:.0f} seconds")
+            self._read(self._mailbox.take())
+            self._tell()
+            if self._stopping:
+                return None
+
+    def _hear(self) -> None:
+        """The executor has answered."""
+        self._silence = 0.0
+        if self._silent:
+            self._silent = False
+            self._running.report.executor_answers = True
+            log.info("the executor answers again")
+
+    def _miss(self, seconds: float, bound: float = LATE_SECONDS) -> float:
+        """The executor was waited for in vain; how many of these seconds count."""
+        seconds = min(seconds, LONGEST_TURN_SECONDS)
+        self._silence += seconds
+        if self._silence >= bound and not self._silent:
+            self._silent = True
+            self._running.report.executor_answers = False
+            log.warning("the executor does not answer", seconds=round(self._silence, 1), sequences=len(self._running))
+        return seconds
 
     def _wait(self) -> None:
         """Nothing can be planned and nothing is in flight: sleep until there is mail."""
@@ -201,13 +261,19 @@ class StepLoop:
         said = ""
         while not self._stopping:
             try:
-                self._next_step = self._executor.open()
+                begun = time.monotonic()
+                self._executor.open()
+                first = self._answer(self._executor.first_step, 0.0, "the session was not opened")
             except ExecutorLostError as error:
                 if str(error) != said:
                     said = str(error)
                     log.info("waiting for the executor", cause=said)
+                self._miss(time.monotonic() - begun)
                 self._pause(RECONNECT_SECONDS)
             else:
+                if first is None:
+                    return
+                self._next_step = first
                 log.info("session with the executor opened", first_step=self._next_step)
                 self._session = 1 - self._session
                 self._running.report.session = self._session
@@ -217,7 +283,9 @@ class StepLoop:
     def _pause(self, seconds: float) -> None:
         until = time.monotonic() + seconds
         while not self._stopping and (left := until - time.monotonic()) > 0:
+            begun = time.monotonic()
             self._read(self._mailbox.wait(left))
+            self._miss(time.monotonic() - begun)
             self._tell()
 
     def _restart(self) -> None:

@@ -137,6 +137,8 @@ class Report:
     speed: Speed | None = None
     # Session with the executor, not positive while there is none; None when it has not changed.
     session: int | None = None
+    # Whether the executor answers in the time that it should; None when that has not changed.
+    executor_answers: bool | None = None
     all_given_up: bool = False
     failed: bool = False
     # When it was published, on the monotonic clock.
@@ -165,6 +167,7 @@ class Report:
             or self.onboarded
             or self.speed is not None
             or self.session is not None
+            or self.executor_answers is not None
             or self.all_given_up
             or self.failed
         )

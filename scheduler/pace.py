@@ -74,6 +74,10 @@ class Pace:
             return math.inf
         return self._decoding_seconds(decoding) + self._token_seconds() * prompt_tokens or math.inf
 
+    def estimate(self, decoding: int, prompt_tokens: int) -> float | None:
+        """As `seconds`, but a guess beyond what was measured; None while nothing was."""
+        return self._decoding_seconds(decoding) + self._token_seconds() * prompt_tokens or None
+
     def bounded(self, decoding: int, tokens: int) -> int:
         """Of so many prompt tokens those that do not make a step a long one, beside so many sequences that decode."""
         each = self._token_seconds()

@@ -93,11 +93,7 @@ class GenerationService(rpc.GenerationServiceServicer):
         """Why a request would not be served now, but for a full queue; empty when nothing is in its way."""
         if self._engine is None:
             return "the scheduler still waits for the executor and the cache manager"
-        if self._engine.is_draining:
-            return "the scheduler drains: it takes no new requests"
-        if self._engine.cut_off_from:
-            return f"the {self._engine.cut_off_from} does not answer: new requests wait"
-        return ""
+        return self._engine.obstacle
 
     async def TokenizePrompt(  # noqa: N802
         self, request: pb.TokenizePromptRequest, context: Context

@@ -19,6 +19,8 @@ MEMORY_THREADS = 2
 DISK_THREADS = 2
 # So long a step waits for a disk to take what lies in its slots; then that is lost.
 STALL_SECONDS = 1.0
+# And so long for all else: a copy that hangs must not keep the device for ever.
+LONGEST_WAIT_SECONDS = 20.0
 # Full disks fail every copy: once in a while is enough to know.
 LOG_SECONDS = 10.0
 
@@ -27,6 +29,10 @@ T = TypeVar("T")
 Run = Callable[[Copy, Any, Callable[[], None]], None]
 # Told of every copy, once, in whatever thread, with whether it ended well.
 Ended = Callable[[Copy, bool], None]
+
+
+class StuckCopyError(Exception):
+    """A copy holds slots that a step needs, and does not end."""
 
 
 class LostSourceError(Exception):
@@ -66,7 +72,8 @@ class Copier:
     def wait(self, reads: Iterable[Place] = (), writes: Iterable[Place] = ()) -> float:
         """Until nothing more is written to what the caller will read, nor read from what it will write; in seconds.
 
-        Copies to a disk that have not begun by then are given up: a disk that hangs must not keep the device.
+        Copies to a disk that have not begun after STALL_SECONDS are given up: a disk that hangs must not keep the
+        device. Raises StuckCopyError when a copy that has begun does not end within LONGEST_WAIT_SECONDS.
         """
         with self._changed:
             left = [place for place in reads if self._order.is_written(place)]
@@ -74,12 +81,14 @@ class Copier:
             if not left and not used:
                 return 0.0
             begin = time.perf_counter()
-            until: float | None = begin + STALL_SECONDS
+            until, gave_up = begin + STALL_SECONDS, False
             while left or used:
-                self._changed.wait(None if until is None else max(0.0, until - time.perf_counter()))
-                if until is not None and time.perf_counter() >= until:
+                self._changed.wait(max(0.0, until - time.perf_counter()))
+                if time.perf_counter() >= until:
+                    if gave_up:
+                        raise StuckCopyError(f"copies at {len({*left, *used})} slots do not end")
                     self._give_up(used)
-                    until = None
+                    until, gave_up = begin + LONGEST_WAIT_SECONDS, True
                 left = [place for place in left if self._order.is_written(place)]
                 used = [place for place in used if self._order.is_used(place)]
             return time.perf_counter() - begin

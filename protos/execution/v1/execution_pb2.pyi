@@ -114,7 +114,7 @@ class GetExecutorRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetExecutorResponse(_message.Message):
-    __slots__ = ("executor_id", "executor_epoch", "device", "block_size", "max_tokens", "last_step", "num_sequences", "num_groups", "attention_windows", "plain_rotary", "scheduler_epoch")
+    __slots__ = ("executor_id", "executor_epoch", "device", "block_size", "max_tokens", "last_step", "num_sequences", "num_groups", "attention_windows", "plain_rotary", "scheduler_epoch", "model_digest")
     EXECUTOR_ID_FIELD_NUMBER: _ClassVar[int]
     EXECUTOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
@@ -126,6 +126,7 @@ class GetExecutorResponse(_message.Message):
     ATTENTION_WINDOWS_FIELD_NUMBER: _ClassVar[int]
     PLAIN_ROTARY_FIELD_NUMBER: _ClassVar[int]
     SCHEDULER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     executor_id: str
     executor_epoch: int
     device: str
@@ -137,7 +138,8 @@ class GetExecutorResponse(_message.Message):
     attention_windows: _containers.RepeatedScalarFieldContainer[int]
     plain_rotary: bool
     scheduler_epoch: int
-    def __init__(self, executor_id: _Optional[str] = ..., executor_epoch: _Optional[int] = ..., device: _Optional[str] = ..., block_size: _Optional[int] = ..., max_tokens: _Optional[int] = ..., last_step: _Optional[int] = ..., num_sequences: _Optional[int] = ..., num_groups: _Optional[int] = ..., attention_windows: _Optional[_Iterable[int]] = ..., plain_rotary: _Optional[bool] = ..., scheduler_epoch: _Optional[int] = ...) -> None: ...
+    model_digest: bytes
+    def __init__(self, executor_id: _Optional[str] = ..., executor_epoch: _Optional[int] = ..., device: _Optional[str] = ..., block_size: _Optional[int] = ..., max_tokens: _Optional[int] = ..., last_step: _Optional[int] = ..., num_sequences: _Optional[int] = ..., num_groups: _Optional[int] = ..., attention_windows: _Optional[_Iterable[int]] = ..., plain_rotary: _Optional[bool] = ..., scheduler_epoch: _Optional[int] = ..., model_digest: _Optional[bytes] = ...) -> None: ...
 
 class StreamStepsRequest(_message.Message):
     __slots__ = ("open", "step")

@@ -18,6 +18,7 @@ from executor.runner import Runner
 from executor.service import SERVICE, ExecutorServicer, Identity
 from executor.tiers.tiers import Tiers
 from executor.tokenizer import TokenizerFiles
+from executor.watchdog import Watchdog
 from executor.worker import Worker
 from protos.execution.v1 import execution_pb2 as pb
 from protos.execution.v1 import execution_pb2_grpc as rpc
@@ -118,6 +119,8 @@ class Stack:
     stub: Any
     servicer: ExecutorServicer
     worker: Worker
+    # Set when the executor says that its device never comes back.
+    given_up: asyncio.Event
 
     @asynccontextmanager
     async def session(self, scheduler_epoch: int = 1, executor_epoch: int = EPOCH) -> AsyncIterator["Stream"]:
@@ -195,20 +198,22 @@ async def running(model: Model, tmp_path: Path, tiers: Callable[[KvPools], Tiers
     pools = KvPools(model.groups, 200, BLOCK_SIZE, torch.float32, torch.device("cpu"))
     runner = Runner(model, pools, tiers(pools))
     server = Server("executor", drain_seconds=0)
-    client = ManagerClient(
-        open_channel(manager_address),
-        Announcement("executor-0", EPOCH, "tiny", b"f" * 32, plain_rotary=True),
-        runner.pools,
-        runner.tiers,
-        lambda copies: worker.transfer(copies),
-        lambda: runner.last_step,
-        server.set_serving,
-    )
     loop = asyncio.get_running_loop()
     worker = Worker(
         runner,
         lambda done, failed: loop.call_soon_threadsafe(client.confirm, done, failed) and None,
         lambda: None,
+    )
+    given_up = asyncio.Event()
+    watchdog = Watchdog(worker, server.set_serving, given_up.set)
+    client = ManagerClient(
+        open_channel(manager_address),
+        Announcement("executor-0", EPOCH, "tiny", b"f" * 32, plain_rotary=True),
+        runner.pools,
+        runner.tiers,
+        worker.transfer,
+        lambda: runner.last_step,
+        watchdog.set_registered,
     )
     servicer = ExecutorServicer(
         Identity("executor-0", EPOCH), runner, worker, TokenizerFiles(b"{}", "template", {"bos_token": "<s>"})
@@ -217,12 +222,13 @@ async def running(model: Model, tmp_path: Path, tiers: Callable[[KvPools], Tiers
     await manager_server.start()
     await server.start()
     worker.start()
-    registration = asyncio.create_task(client.run())
+    registration, watching = asyncio.create_task(client.run()), asyncio.create_task(watchdog.run())
     async with open_channel(address) as channel:
-        yield Stack(manager, runner, rpc.ExecutorServiceStub(channel), servicer, worker)
+        yield Stack(manager, runner, rpc.ExecutorServiceStub(channel), servicer, worker, given_up)
     servicer.stop()
     await asyncio.to_thread(worker.stop)
     registration.cancel()
+    watching.cancel()
     await server.stop()
     await manager_server.stop()
     runner.tiers.close()

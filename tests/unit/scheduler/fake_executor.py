@@ -161,6 +161,7 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
             num_groups=1,
             attention_windows=[0],
             scheduler_epoch=self.scheduler_epoch,
+            model_digest=str(self.vocab_size).encode(),
         )
 
     async def StreamSteps(

@@ -25,13 +25,16 @@ class OneStep:
         self.steps: list[pb.Step] = []
         self._mailbox = mailbox
 
-    def open(self) -> int:
+    def open(self) -> None:
+        pass
+
+    def first_step(self, seconds: float) -> int:
         return 1
 
     def send(self, step: pb.Step) -> None:
         self.steps.append(step)
 
-    def receive(self) -> pb.StepResult:
+    def receive(self, seconds: float) -> pb.StepResult:
         self._mailbox.put(Stop())
         return pb.StepResult(step=self.steps[-1].step)
 
@@ -67,14 +70,16 @@ class Timed:
         self._steps, self._seconds, self._prompt = steps, seconds, prompt
         self._sent: deque[pb.Step] = deque()
 
-    def open(self) -> int:
+    def open(self) -> None:
         self._mailbox.put(Admitted(sequence(1, 3, max_tokens=100, blocks=60), session=1))
+
+    def first_step(self, seconds: float) -> int:
         return 0
 
     def send(self, step: pb.Step) -> None:
         self._sent.append(step)
 
-    def receive(self) -> pb.StepResult:
+    def receive(self, seconds: float) -> pb.StepResult:
         self.had.append(len(self._sent))
         step = self._sent.popleft()
         self.tokens.append(sum(tokens for tokens in step.chunk_tokens if step.step))

@@ -225,3 +225,15 @@ def test_a_flood_of_failures_is_one_line_in_the_log(
     assert not any(ends.of.values())
     assert len(ends.of) == 49
     assert capsys.readouterr().out.count("copies failed") == 1
+
+
+def test_a_step_does_not_wait_for_ever_for_a_copy_that_has_begun(gates: Gates, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copier_module, "STALL_SECONDS", 0.01)
+    monkeypatch.setattr(copier_module, "LONGEST_WAIT_SECONDS", 0.02)
+    gates.submit(down(1, 1, 1))
+    gates.begun(1)
+    with pytest.raises(copier_module.StuckCopyError, match="copies at 1 slots"):
+        gates.copier.wait(writes=[(DEVICE, 0, 1)])
+    # Its slot is as good as before, once it ends.
+    gates.end(1)
+    gates.copier.wait(writes=[(DEVICE, 0, 1)])

@@ -1,0 +1,96 @@
+"""A device that stands still: health tells, the process ends in time, and goes on when the device does."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from supervisor import is_serving
+
+from executor import watchdog, worker
+from executor.model import Model
+from protos.rpc.errors import RemoteError
+from tests.unit.executor.running_stack import Stack, join, running
+
+
+class Hanging:
+    """A forward pass that goes on when it may."""
+
+    def __init__(self, forward: Any) -> None:
+        self._forward = forward
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+        self.hangs = threading.Event()
+
+    def prepare(self, *arguments: Any) -> None:
+        self._forward.prepare(*arguments)
+
+    def scores(self, *arguments: Any) -> Any:
+        self.hangs.set()
+        assert self.goes_on.wait(20)
+        return self._forward.scores(*arguments)
+
+
+@pytest.fixture
+def hanging(tiny: Model) -> Hanging:
+    return Hanging(tiny.forward)
+
+
+@pytest.fixture
+async def stack(tiny: Model, hanging: Hanging, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stack]:
+    monkeypatch.setattr(watchdog, "TICK_SECONDS", 0.02)
+    monkeypatch.setattr(worker, "STOP_SECONDS", 0.1)
+    async with running(replace(tiny, forward=hanging), tmp_path) as stack:  # type: ignore[arg-type]
+        yield stack
+        hanging.goes_on.set()
+
+
+async def until(reached: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not await asyncio.to_thread(reached):
+            await asyncio.sleep(0.01)
+
+
+async def test_health_tells_that_the_device_stands_still_and_that_it_moves_again(
+    stack: Stack, hanging: Hanging, tmp_path: Path
+) -> None:
+    address = f"unix:{tmp_path}/e.sock"
+    async with stack.session() as stream:
+        await until(lambda: is_serving(address))
+        hanging.goes_on.clear()
+        await stream.send(**join(1))
+        await until(lambda: not is_serving(address))
+        hanging.goes_on.set()
+        await until(lambda: is_serving(address))
+        assert (await stream.read()).result.step == 1
+        # A device without work does not stand still.
+        await asyncio.sleep(watchdog.TICK_SECONDS * watchdog.STILL_TICKS * 2)
+        assert await asyncio.to_thread(is_serving, address)
+    assert not stack.given_up.is_set()
+
+
+async def test_a_device_that_its_scheduler_has_given_up_ends_the_process(stack: Stack, hanging: Hanging) -> None:
+    hanging.goes_on.clear()
+    async with stack.session() as stream:
+        await stream.send(**join(1))
+        await until(hanging.hangs.is_set)
+        await asyncio.sleep(watchdog.TICK_SECONDS * watchdog.ABANDONED_TICKS * 2)
+        # A scheduler that still waits knows better how long a step may take.
+        assert not stack.given_up.is_set()
+    async with asyncio.timeout(20):
+        await stack.given_up.wait()
+
+
+async def test_a_process_whose_device_stands_still_ends_its_session_and_itself(stack: Stack, hanging: Hanging) -> None:
+    hanging.goes_on.clear()
+    async with stack.session() as stream:
+        await stream.send(**join(1))
+        await until(hanging.hangs.is_set)
+        stack.servicer.stop()
+        with pytest.raises(RemoteError) as caught:
+            await stream.read()
+        assert caught.value.reason == "STOPPING"
+        assert not await asyncio.to_thread(stack.worker.stop)

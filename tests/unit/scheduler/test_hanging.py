@@ -1,0 +1,103 @@
+"""An executor that lives and answers nothing: requests wait, leave and come back, and health tells the truth."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from scheduler import loop
+from scheduler.mailbox import Mailbox
+from tests.support.generation import generate
+from tests.unit.scheduler.conftest import StackFactory
+from tests.unit.scheduler.test_generation import request
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are late at once, and lost soon."""
+    monkeypatch.setattr(loop, "TURN_SECONDS", 0.01)
+    monkeypatch.setattr(loop, "LATE_SECONDS", 0.05)
+    monkeypatch.setattr(loop, "LOST_SECONDS", 0.3)
+    monkeypatch.setattr(loop, "FIRST_STEP_SECONDS", 0.001)
+
+
+async def until(reached: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not reached():
+            await asyncio.sleep(0.01)
+
+
+async def test_what_hangs_is_told_and_nothing_is_lost_when_it_goes_on(
+    run_stack: StackFactory, monkeypatch: pytest.MonkeyPatch, soon: None
+) -> None:
+    monkeypatch.setattr(loop, "LOST_SECONDS", 1e9)
+    async with run_stack() as stack:
+        executor, service = stack.executor, stack.scheduler.service
+        tasks = [asyncio.create_task(generate(stack.stub, request([i + 1, 2], 30), 30)) for i in range(4)]
+        await executor.stepped(3)
+        executor.gate.clear()
+        await until(lambda: service.obstacle)
+        executor.gate.set()
+        for i, task in enumerate(tasks):
+            assert (await task).token_ids == executor.expected([i + 1, 2], 30)
+        assert not service.obstacle
+        assert executor.sessions == 1
+
+
+async def test_what_does_not_answer_in_time_is_lost_and_requests_start_again_when_it_comes_back(
+    run_stack: StackFactory, soon: None
+) -> None:
+    async with run_stack() as stack:
+        executor = stack.executor
+        tasks = [asyncio.create_task(generate(stack.stub, request([i + 1, 2], 30), 30)) for i in range(4)]
+        await executor.stepped(3)
+        executor.gate.clear()
+        await until(lambda: executor.sessions == 2)
+        executor.gate.set()
+        for i, task in enumerate(tasks):
+            assert (await task).token_ids == executor.expected([i + 1, 2], 30)
+        assert not stack.scheduler.service.obstacle
+
+
+async def test_requests_leave_while_the_executor_hangs(
+    run_stack: StackFactory, monkeypatch: pytest.MonkeyPatch, soon: None
+) -> None:
+    monkeypatch.setattr(loop, "LOST_SECONDS", 1e9)
+    async with run_stack() as stack:
+        executor, manager = stack.executor, stack.manager
+        first = asyncio.create_task(generate(stack.stub, request([1, 2], 30), 30))
+        await executor.stepped(3)
+        executor.gate.clear()
+        await until(lambda: stack.scheduler.service.obstacle)
+        # Admitted, and in none of the steps under way.
+        others = [asyncio.create_task(generate(stack.stub, request([i + 5, 2], 30), 30)) for i in range(3)]
+        await manager.admitted(4)
+        for task in others:
+            task.cancel()
+        await until(lambda: len(manager.live) == 1)
+        assert not first.done()
+        executor.gate.set()
+        assert (await first).token_ids == executor.expected([1, 2], 30)
+
+
+class Hung:
+    """An executor that opens sessions and answers nothing; every wait for it takes longer than was asked."""
+
+    def __init__(self, pause: float) -> None:
+        self.now = 0.0
+        self.asked = 0
+        self._pause = pause
+
+    def receive(self, seconds: float) -> None:
+        self.asked += 1
+        self.now += self._pause
+
+
+def test_a_pause_of_the_scheduler_itself_is_not_the_executors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that was stopped finds its clock far ahead: each wait counts for a second at most."""
+    hung = Hung(pause=60.0)
+    monkeypatch.setattr(loop.time, "monotonic", lambda: hung.now)
+    steps = loop.StepLoop(hung, Mailbox(), lambda _: None, None, max_batched_tokens=1, pace=None)  # type: ignore[arg-type]
+    with pytest.raises(loop.ExecutorLostError, match="within 30 seconds"):
+        steps._answer(hung.receive, 0.1, "step 1 was not answered")
+    assert hung.asked == loop.LOST_SECONDS / loop.LONGEST_TURN_SECONDS
