@@ -10,6 +10,7 @@ from cachemgr import siblings
 from cachemgr.api import TierKind
 from cachemgr.block import Block
 from cachemgr.keys import TOKEN_BYTES, child_key
+from cachemgr.leases import leases_of
 from cachemgr.records import USED_LAST
 from cachemgr.retention import MAX_PRIORITY, NO_PRIORITY, Wish
 
@@ -62,7 +63,9 @@ class _Restorer:
         block = self._adopt(found, last_use)
         # The user of a lease whose clock had not started is gone: it runs from now on.
         starts = any(lease.duration is not None and lease.remaining is None for lease in record.leases)
-        if found != record or starts:
+        # A lease that another covers is not restored.
+        fewer = record.leases and sum(1 for _ in leases_of(block)) < len(record.leases)
+        if found != record or starts or fewer:
             current = partial(self._executor.pools[found.group].current_record, block)
             self._journal.stored(self._executor.executor_id, *found.place, current)
 

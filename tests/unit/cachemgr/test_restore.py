@@ -41,6 +41,16 @@ def test_what_the_device_holds_is_found_again():
     assert world.admit([*PROMPT, 0]).cached_tokens == 0
 
 
+def test_the_store_hears_of_a_lease_that_another_covers():
+    world = cached()
+    session = LeaseRecord("session/x", 35, 1.0, 0.5, None)
+    shared = LeaseRecord("shared", 90, 30.0, 20.0, None)
+    remembered = [block._replace(leases=(session, shared)) for block in world.journal.blocks.values()]
+    assert restart(world, remembered) == 3
+    assert {block.leases for block in world.manager.records("e")} == {(shared,)}
+    world.check()
+
+
 def test_a_block_whose_taker_ends_before_it_computes_comes_back():
     world = cached(config=dataclasses.replace(CONFIG, copy_on_partial_reuse=False))
     before = {block.place for block in world.manager.records("e")}
