@@ -75,7 +75,7 @@ proto: dev ## Generate the stubs
 ##@ Measure
 
 MEASUREMENTS := exactness eval-eviction $(addprefix bench-,serving peers gpu overhead prefix fairness memory manager)
-MEASUREMENTS += $(addprefix bench-,trace window batchmax eviction-cost tiers http-load)
+MEASUREMENTS += $(addprefix bench-,trace window batchmax eviction-cost tiers http-load scale)
 .PHONY: $(MEASUREMENTS) peers
 exactness: dev ## Compare greedy output with transformers in every combination of settings
 eval-eviction: dev ## What each eviction policy costs in quality, on the default model
@@ -92,6 +92,7 @@ bench-batchmax: dev ## What eviction while prompts are computed gains in request
 bench-manager: dev ## What the cache manager's decisions cost
 bench-trace: dev ## What wishes gain on recorded requests: make bench-trace TRACE=file.jsonl
 bench-tiers: dev ## What host memory and a disk gain where the device has no room
+bench-scale: dev ## What the cache manager costs with a million blocks and very long prompts
 bench-eviction-cost: dev ## What token eviction costs and gains in speed, policy by policy
 $(MEASUREMENTS):
 	@$(PY) -m tests.bench.$(subst -,_,$(@:bench-%=%)) $(ARGS)
