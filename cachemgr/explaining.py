@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cachemgr import siblings
 from cachemgr.admin_api import Explanation, MissReason, Prefix
 from cachemgr.chains import keys_of
-from cachemgr.keys import pack, packed_bytes, prefix_keys
+from cachemgr.keys import TOKEN_BYTES, extra_bytes, pack, packed_bytes, prefix_keys
 from cachemgr.leases import LeaseBook, leases_of
 
 if TYPE_CHECKING:
-    from cachemgr.keys import Domain
+    from collections.abc import Sequence
+
+    from cachemgr.api import ExtraKey
     from cachemgr.pool import Pool
     from cachemgr.registry import Executor
 
-# Other salts and adapters that are looked at for a block that is missing under its own.
-_MAX_DOMAINS = 1000
+# Roots of other salts and adapters that are looked at for a block that is missing under its own.
+_MAX_ROOTS = 1000
+# Blocks that are hashed for that, in groups whose blocks may outlive those before them.
+_MAX_HASHED = 4096
 
 
 def explain(executor: Executor, pool: Pool, prefix: Prefix, cached_tokens: int, leases: LeaseBook) -> Explanation:
@@ -46,16 +51,38 @@ def _explain_miss(
 
 
 def _elsewhere(executor: Executor, pool: Pool, prefix: Prefix, place: int) -> MissReason:
-    """Whether the same tokens are cached under another salt or for another adapter."""
+    """Whether the same tokens are cached under another salt or for another adapter.
+
+    With full attention the tokens are followed down each tree as far as they agree, which hashes nothing: most trees
+    differ in the first block.
+    """
     size = executor.block_size
     packed = packed_bytes(pack(prefix.token_ids[: (place + 1) * size]))
-    roots: dict[bytes, Domain] = {domain.key: domain for domain in executor.domains()}
+    most = _MAX_ROOTS if pool.window is None else _MAX_HASHED // (place + 1) + 1
+    roots: set[bytes] = set()
     reason = MissReason.NEVER_STORED
-    for root, domain in list(roots.items())[:_MAX_DOMAINS]:
-        if (domain.salt, domain.adapter_id) == (prefix.salt, prefix.adapter_id):
+    for domain in executor.domains():
+        if (domain.salt, domain.adapter_id) == (prefix.salt, prefix.adapter_id) or domain.key in roots:
             continue
-        if prefix_keys(root, packed, size, prefix.extra_keys)[-1] in pool.index:
+        if len(roots) >= most:
+            break
+        roots.add(domain.key)
+        if _is_cached(pool, domain.key, packed, size, prefix.extra_keys):
             if domain.salt == prefix.salt:
                 return MissReason.OTHER_ADAPTER
             reason = MissReason.OTHER_SALT
     return reason
+
+
+def _is_cached(pool: Pool, root: bytes, packed: bytes, size: int, extra_keys: Sequence[ExtraKey]) -> bool:
+    """Whether the last full block of these tokens is cached under a root."""
+    if pool.window is not None:
+        # The blocks before it may have been evicted.
+        return prefix_keys(root, packed, size, extra_keys)[-1] in pool.index
+    node = pool.node(root)
+    for start in range(0, len(packed) // TOKEN_BYTES, size):
+        if node is None:
+            return False
+        tokens = packed[start * TOKEN_BYTES : (start + size) * TOKEN_BYTES]
+        node = siblings.covering(node, tokens, extra_bytes(extra_keys, start, start + size))
+    return node is not None

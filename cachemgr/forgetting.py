@@ -45,8 +45,13 @@ def forget(executors: list[Executor], target: ForgetTarget, events: EventLog, *,
                 if _is_meant(sequence, target, gone):
                     _leave_nothing(sequence)
     if not validate_only:
-        staying = {key for executor in executors for pool in executor.pools for key in pool.index}
-        events.scrub(gone - staying, lambda block: block.key not in staying and _stored(block.domain, target))
+        indexes = [pool.index for executor in executors for pool in executor.pools]
+
+        def stays(key: bytes) -> bool:
+            return any(key in index for index in indexes)
+
+        lost = {key for key in gone if not stays(key)}
+        events.scrub(lost, lambda block: _stored(block.domain, target) and not stays(block.key))
     return receipt
 
 
@@ -84,28 +89,30 @@ def _doomed(executor: Executor, pool: Pool, target: ForgetTarget) -> tuple[list[
                 found.update(pool.descendants(node))
     else:
         mine = [block for block in pool.index.values() if _stored(block.domain, target)]
-        found = {block for block in mine if not _has_others(executor, pool, block, target)}
+        theirs = _of_other_sessions(executor, pool, target)
+        found = {block for block in mine if block not in theirs}
         shared = len(mine) - len(found)
-    for block in list(found):
-        found.update(pool.descendants(block))
-    return sorted(found, key=lambda block: (-block.depth, block.slot)), shared
+    return sorted(pool.with_descendants(found), key=lambda block: (-block.depth, block.slot)), shared
 
 
-def _has_others(executor: Executor, pool: Pool, block: Block, target: ForgetTarget) -> bool:
-    """Whether another session stands on a block of this one, or uses it."""
-    for other in pool.descendants(block):
-        if other.domain is None or other.domain.session_id != target.session_id:
-            return True
-    if not block.refs:
-        return False
+def _of_other_sessions(executor: Executor, pool: Pool, target: ForgetTarget) -> set[Block]:
+    """Blocks that other sessions use, and blocks with a descendant that another session has stored."""
+    found: set[Block] = set()
+    for block in pool.index.values():
+        if block.domain is None or block.domain.session_id != target.session_id:
+            node = block.parent
+            # Each block is met once: its ancestors are in the set as soon as it is.
+            while isinstance(node, Block) and node not in found:
+                found.add(node)
+                node = node.parent
     for hold in executor.holds:
-        if not hold.pin and hold.session_id != target.session_id and any(block is one for _, one in hold.blocks):
-            return True
+        if not hold.pin and hold.session_id != target.session_id:
+            found.update(block for holder, block in hold.blocks if holder is pool)
     group = executor.pools.index(pool)
-    return any(
-        block in sequence.tables[group].references() and sequence.domain.session_id != target.session_id
-        for sequence in executor.sequences.values()
-    )
+    for sequence in executor.sequences.values():
+        if sequence.domain.session_id != target.session_id:
+            found.update(sequence.tables[group].references())
+    return found
 
 
 def _take_out(found: list[tuple[Pool, list[Block]]]) -> None:

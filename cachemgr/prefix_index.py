@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -230,6 +230,17 @@ class PrefixIndex(PoolViews):
             found.extend(siblings.each(found[at]))
             at += 1
         return reversed(found)
+
+    def with_descendants(self, blocks: Iterable[Block]) -> dict[Block, None]:
+        """These blocks and their descendants, each visited once, in an order that depends on the blocks alone."""
+        found: dict[Block, None] = {}
+        rest = list(blocks)
+        while rest:
+            block = rest.pop()
+            if block not in found:
+                found[block] = None
+                rest.extend(siblings.each(block))
+        return found
 
     def _longer(self, block: Block) -> Block | None:
         """A sibling that holds all that a partly filled block does."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
@@ -115,9 +115,9 @@ class Executor:
         for pool in self.pools:
             pool.open_accounts(list(self._accounts.values()))
 
-    def domains(self) -> list[Domain]:
-        """All that blocks are stored under."""
-        return list(self._domains.values())
+    def domains(self) -> Iterator[Domain]:
+        """All that blocks are stored under. None may come or go meanwhile."""
+        return iter(self._domains.values())
 
 
 class Scheduler:

@@ -1,7 +1,12 @@
 """What calls cost as the cache grows: work is counted, and doubling the cache must not do more than double it."""
 
+import contextlib
+from collections.abc import Iterator
+
 import pytest
 
+from cachemgr import keys
+from cachemgr.admin_api import ForgetTarget, Prefix
 from cachemgr.api import ManagerConfig
 from cachemgr.block import Block
 from cachemgr.tiers import Account, Tier, account_of
@@ -63,3 +68,63 @@ def test_the_copy_that_is_recalled_is_the_one_whose_block_goes_first(monkeypatch
     for seed in range(300_002, 300_008):
         live_long(seed, 250, host=3, disk=seed % 3 * 2, num_blocks=12)
     assert compared > 10
+
+
+def one_chain(blocks: int, **options: object) -> World:
+    """A cached prompt of so many blocks."""
+    world = World(blocks + 4, config=CONFIG)
+    world.cache(list(range(blocks * 4 + 1)), **options)
+    return world
+
+
+TARGETS = [
+    ForgetTarget(salt="a"),
+    ForgetTarget(session_id="x"),
+    ForgetTarget(prefix=Prefix(tuple(range(8)), salt="a")),
+]
+
+
+@pytest.mark.parametrize("validate_only", [True, False])
+@pytest.mark.parametrize("target", TARGETS, ids=["salt", "session", "prefix"])
+def test_forgetting_a_chain_costs_its_blocks_and_not_their_square(target, validate_only):
+    def cost(blocks: int) -> int:
+        world = one_chain(blocks, salt="a", session_id="x")
+        return work_of(lambda: world.manager.forget(target, validate_only=validate_only))
+
+    assert cost(200) < LINEAR * cost(100)
+
+
+def test_forgetting_a_session_that_others_share_costs_the_blocks_and_not_their_square():
+    def cost(blocks: int) -> int:
+        world = one_chain(blocks, session_id="x")
+        # Another session goes on behind the chain, and a third one uses it.
+        world.cache([*range(blocks * 4), 1, 2, 3, 4, 5], session_id="y")
+        world.run(list(range(blocks * 4 + 1)), session_id="z")
+        return work_of(lambda: world.manager.forget(ForgetTarget(session_id="x"), validate_only=True))
+
+    assert cost(200) < LINEAR * cost(100)
+
+
+def test_explaining_a_miss_hashes_the_prompt_for_its_own_root_only():
+    prompt = tuple(range(200))
+    world = World(164, config=CONFIG)
+    for number in range(100):
+        world.cache([number + 1_000] * 5, salt=f"s{number}")
+    with counted(keys, "sha256") as hashes:
+        world.manager.explain(Prefix(prompt), 0)
+    # For the look-up, for the walk, and for the roots themselves.
+    assert hashes[0] <= 3 * len(prompt) // 4
+
+
+@contextlib.contextmanager
+def counted(owner: object, name: str) -> Iterator[list[int]]:
+    """Counts the calls of a function meanwhile."""
+    real, calls = getattr(owner, name), [0]
+
+    def call(*arguments: object, **options: object) -> object:
+        calls[0] += 1
+        return real(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, call)
+        yield calls
