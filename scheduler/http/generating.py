@@ -1,6 +1,7 @@
 """Runs a request of HTTP and answers it, at once or as events, for as long as the caller is there."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
@@ -12,7 +13,8 @@ from starlette.types import Receive, Scope, Send
 from protos.generation.v1 import generation_pb2 as pb
 from protos.rpc.errors import ServiceError
 from protos.rpc.http_server import peer_of
-from scheduler.http.errors import ApiError, from_service
+from scheduler.errors import DrainingError
+from scheduler.http.errors import ApiError, from_service, unexpected
 from scheduler.http.formats import Format, Sample
 from scheduler.http.front import FAILED
 from scheduler.http.identity import Caller
@@ -22,6 +24,8 @@ from scheduler.service import GenerationService
 # Takes a piece of the output.
 Write = Callable[[pb.StreamGenerateResponse], Awaitable[object]]
 
+# For an event that tells why a stream ends before the process does.
+_LAST_WORD_SECONDS = 0.5
 _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
@@ -51,12 +55,26 @@ class Generating(Response):
         self._names = names
         self._stream = stream
         self._samples = messages[0].n if messages[0].HasField("n") else 1
+        self._caller_left = False
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises ApiError as long as nothing was sent."""
         work = self._send_events(scope, send) if self._stream else self._send_whole(scope, receive, send)
-        await _while_connected(receive, work)
+        await self._while_connected(receive, work)
+
+    async def _while_connected(self, receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+        """Works until all is done, or until the caller is gone."""
+        working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._caller_left = gone.done()
+            working.cancel()
+            gone.cancel()
+            await asyncio.wait({working, gone})
+        if not working.cancelled():
+            working.result()
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Samples come with their output, never with a number that was asked for: that is checked behind this.
@@ -70,15 +88,26 @@ class Generating(Response):
         await JSONResponse(whole)(scope, receive, send)
 
     async def _send_events(self, scope: Scope, send: Send) -> None:
-        """The first output decides about the status: what goes wrong later is an event."""
+        """The first output decides about the status: what goes wrong later is an event, whatever it is."""
         events = _Events(send, self._format)
         try:
             await self._generate(scope, events.write)
         except ApiError as refusal:
             if not events.begun:
                 raise
-            scope[FAILED] = refusal.status
-            await events.send(refusal.body)
+            await events.end(scope, refusal)
+            return
+        except asyncio.CancelledError:
+            if self._caller_left:
+                raise
+            # The process ends now, and does not wait for a caller that reads nothing.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_WORD_SECONDS):
+                    await events.end(scope, from_service(DrainingError("the scheduler is stopping")))
+            raise
+        except Exception:
+            await events.end(scope, unexpected())
+            raise
         else:
             if self._format.include_usage:
                 await events.send(self._format.usage_chunk(events.usages))
@@ -137,6 +166,13 @@ class _Events:
         if first or self._format.says_something(sample):
             await self.send(self._format.chunk(sample, first=first))
 
+    async def end(self, scope: Scope, error: ApiError) -> None:
+        """The last event of a stream that broke off; nothing where the status can still tell."""
+        if self.begun:
+            scope[FAILED] = error.status
+            await self.send(error.body)
+            await self.send_bytes(b"", more=False)
+
     async def send(self, event: Any) -> None:
         data = json.dumps(event, ensure_ascii=False, separators=(",", ":"))
         await self.send_bytes(f"data: {data}\n\n".encode())
@@ -147,19 +183,6 @@ class _Events:
                 self.begun = True
                 await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
             await self._send({"type": "http.response.body", "body": data, "more_body": more})
-
-
-async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Works until all is done, or until the caller is gone."""
-    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        working.cancel()
-        gone.cancel()
-        await asyncio.wait({working, gone})
-    if not working.cancelled():
-        working.result()
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -20,6 +20,7 @@ from protos.rpc.guard import Guard
 from protos.rpc.http_server import HttpServer
 from protos.rpc.identity import Role
 from scheduler.http.app import create_app
+from scheduler.http.formats import CompletionFormat
 from scheduler.service import GenerationService
 from tests.support.keyring import Keyring
 from tests.unit.scheduler.conftest import Stack, StackFactory
@@ -294,6 +295,36 @@ async def test_what_goes_wrong_in_a_stream_is_its_last_event(run_stack: StackFac
             await draining
         assert '"code":"draining"' in events.strip().split("data: ")[-1]
         assert "[DONE]" not in events
+
+
+async def test_a_defect_in_a_stream_is_its_last_event(
+    run_stack: StackFactory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with run_stack() as stack, serve(stack.scheduler.service) as address:
+        stack.executor.step_seconds = 0.02
+        reader, writer = await asyncio.open_connection(*address.split(":"))
+        with contextlib.closing(writer):
+            await first_event(stack, address, reader, writer)
+            monkeypatch.setattr(CompletionFormat, "chunk", lambda *_, **__: 1 / 0)
+            rest = (await reader.read()).decode()
+    assert '"code":"unexpected"' in rest.split("data: ")[-1]
+    assert "[DONE]" not in rest
+    assert "ZeroDivisionError" in caplog.text
+
+
+async def test_a_stream_ends_with_an_error_when_the_process_does_not_wait_for_it(run_stack: StackFactory) -> None:
+    async with run_stack() as stack:
+        app = create_app(stack.scheduler.service, max_prompt_bytes=1000, registry=CollectorRegistry())
+        server = HttpServer(app, "127.0.0.1:0")
+        await server.start()
+        stack.executor.step_seconds = 0.02
+        reader, writer = await asyncio.open_connection(*server.address.split(":"))
+        with contextlib.closing(writer):
+            await first_event(stack, server.address, reader, writer)
+            await server.stop(hurried=True)
+            rest = (await reader.read()).decode()
+    assert '"code":"draining"' in rest.split("data: ")[-1]
+    assert "[DONE]" not in rest
 
 
 async def test_a_connection_that_ends_ends_its_request(run_stack: StackFactory) -> None:

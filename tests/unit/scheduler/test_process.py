@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from http.client import HTTPConnection, IncompleteRead
 from pathlib import Path
 
 import grpc
@@ -19,6 +21,7 @@ from protos.generation.v1 import generation_pb2_grpc as rpc
 from protos.kvcache.v1 import kvcache_pb2_grpc
 from protos.rpc.errors import from_rpc_error
 from protos.rpc.server import Server
+from tests.stack import free_address
 from tests.support.generation import generate
 from tests.unit.scheduler.fake_executor import FakeExecutor
 from tests.unit.scheduler.fake_manager import FakeManager
@@ -55,7 +58,7 @@ class Running:
 
 
 @contextlib.asynccontextmanager
-async def scheduler(folder: Path, **settings: object) -> AsyncIterator[Running]:
+async def scheduler(folder: Path, *, http_address: str = "", **settings: object) -> AsyncIterator[Running]:
     """The process with its sockets in a folder."""
     executor, manager, neighbours = FakeExecutor(), FakeManager(), Server("fakes", drain_seconds=0)
     add_manager = kvcache_pb2_grpc.add_CacheManagerServiceServicer_to_server
@@ -63,7 +66,7 @@ async def scheduler(folder: Path, **settings: object) -> AsyncIterator[Running]:
     neighbours.listen(f"unix:{folder}/cachemgr", {"kvcache.v1.CacheManagerService": lambda s: add_manager(manager, s)})
     neighbours.listen(f"unix:{folder}/executor", {"execution.v1.ExecutorService": lambda s: add_executor(executor, s)})
     variables = {f"KVKEEP_{name.upper()}_ADDRESS": f"unix:{folder}/{name}" for name in ADDRESSES}
-    variables["KVKEEP_SCHEDULER_HTTP_ADDRESS"] = ""
+    variables["KVKEEP_SCHEDULER_HTTP_ADDRESS"] = http_address
     variables |= {f"KVKEEP_SCHEDULER_{name.upper()}": str(value) for name, value in settings.items()}
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", "scheduler", env=os.environ | variables)
     options = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 100)]
@@ -228,3 +231,33 @@ async def test_health_says_when_the_cache_manager_does_not_answer_and_requests_w
         running.manager.gate.set()
         assert (await watch.read()).status == SERVING
         assert (await waiting).token_ids == running.executor.expected([1, 2], 5)
+
+
+async def test_who_reads_a_stream_of_a_process_that_dies_sees_that_it_broke(tmp_path: Path) -> None:
+    http = free_address()
+    async with scheduler(tmp_path, http_address=http) as running:
+        await running.begin()
+        running.executor.step_seconds = 0.02
+        told = running.stub.StreamGenerate(request([1, 2], 390), timeout=30)
+        await told.read()
+        connection = HTTPConnection(http, timeout=30)
+        body = json.dumps({"prompt": [3, 4], "max_tokens": 390, "stream": True})
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        answer = await asyncio.to_thread(connection.getresponse)
+        assert (await asyncio.to_thread(answer.readline)).startswith(b"data: ")
+        command = [sys.executable, "-m", "scheduler.generate", "x", "--raw", "--address", f"unix:{tmp_path}/scheduler"]
+        client = await asyncio.create_subprocess_exec(
+            *command, "--max-tokens", "390", stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        )
+        assert client.stdout is not None
+        await client.stdout.read(1)
+        running.process.kill()
+        with pytest.raises((IncompleteRead, ConnectionResetError)):
+            await asyncio.to_thread(answer.read)
+        connection.close()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await rest(told)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        _, said = await client.communicate()
+        assert client.returncode == 1
+        assert b"the connection broke after" in said
