@@ -10,12 +10,12 @@ import pytest
 
 from tests.fuzz.methods import discover
 from tests.fuzz.report import Report
-from tests.fuzz.run import fuzz_grpc, fuzz_http
+from tests.fuzz.run import fuzz_grpc, fuzz_http, fuzz_http_at_bounds
 from tests.fuzz.stage import Stage
 
 pytestmark = pytest.mark.model
 
-HTTP_CALLS, GRPC_CALLS = 120, 1200
+HTTP_CALLS, GRPC_CALLS, BOUNDS_CALLS = 120, 1200, 300
 
 
 @pytest.fixture
@@ -32,6 +32,21 @@ def test_odd_requests_over_http_are_answered_and_leave_nothing_behind(stage: Sta
     assert not report.num_faults
     assert len(report.rows) > 15
     assert report.rows["POST /v1/completions"].statuses["200"]
+
+
+def test_numbers_at_the_bounds_of_their_types_cost_little_and_leave_nothing_behind(
+    stage: Stage, tmp_path: Path
+) -> None:
+    report = Report(1, tmp_path)
+    fuzz_http_at_bounds(stage, report, BOUNDS_CALLS, print)
+    asyncio.run(stage.check(report))
+    asyncio.run(fuzz_grpc(stage, report, BOUNDS_CALLS, print, at_bounds=True))
+    print(report.text())
+    asyncio.run(stage.recover(report))
+    assert not report.num_faults
+    row = report.rows["POST /v1/completions, at bounds"]
+    assert row.statuses["400"]
+    assert row.most_loop_seconds
 
 
 def test_odd_calls_of_every_method_are_answered_and_leave_nothing_behind(stage: Stage, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from tests.fuzz.calls import repeat
 from tests.fuzz.http_bodies import resend
 from tests.fuzz.methods import discover
 from tests.fuzz.report import Report
-from tests.fuzz.run import fuzz_grpc, fuzz_http
+from tests.fuzz.run import fuzz_grpc, fuzz_http, fuzz_http_at_bounds
 from tests.fuzz.stage import Stage
 
 REPEAT_SECONDS = 60.0
@@ -32,6 +32,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--http", type=int, default=50_000, help="calls over HTTP")
     parser.add_argument("--grpc", type=int, default=50_000, help="calls of gRPC")
+    parser.add_argument(
+        "--bounds", type=int, metavar="CALLS", help="instead: calls with numbers at their types' bounds, costs measured"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--faults", type=Path, help="folder for calls that met a fault; a temporary one if absent")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results")
@@ -47,10 +50,14 @@ def main() -> int:
     report = Report(given.seed, given.faults or Path(tempfile.mkdtemp(prefix="kvkeep-fuzz-")))
     with Stage() as stage:
         tell("the stack serves")
-        if given.http:
+        if given.bounds:
+            fuzz_http_at_bounds(stage, report, given.bounds // 2, tell)
+            asyncio.run(stage.check(report))
+            asyncio.run(fuzz_grpc(stage, report, given.bounds - given.bounds // 2, tell, at_bounds=True))
+        elif given.http:
             fuzz_http(stage, report, given.http, tell)
             asyncio.run(stage.check(report))
-        if given.grpc:
+        if given.grpc and not given.bounds:
             asyncio.run(fuzz_grpc(stage, report, given.grpc, tell))
             if not stage.crashes():
                 tell("starting all processes again")

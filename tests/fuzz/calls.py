@@ -7,7 +7,7 @@ import contextlib
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError, Message
 from protos.rpc.errors import from_rpc_error
 from tests.fuzz.memory import Memory
 from tests.fuzz.messages import Made, Maker
+from tests.fuzz.meter import Meter
 from tests.fuzz.methods import Method
 from tests.fuzz.report import Report
 
@@ -43,11 +44,19 @@ _ODD_VALUES = (
 class Caller:
     """Makes calls of the methods of one phase; what it learns from answers goes into later requests."""
 
-    def __init__(self, channels: dict[str, grpc.aio.Channel], report: Report) -> None:
+    def __init__(
+        self,
+        channels: dict[str, grpc.aio.Channel],
+        report: Report,
+        maker: Callable[[Memory], Maker] = Maker,
+        meter: Meter | None = None,
+    ) -> None:
+        """meter: measures each call, where there is never more than one."""
         self._channels = channels
         self._report = report
+        self._meter = meter
         self._memory = Memory()
-        self._maker = Maker(self._memory)
+        self._maker = maker(self._memory)
         # Streams that came to their end by themselves.
         self._ends: Counter[str] = Counter()
 
@@ -59,12 +68,15 @@ class Caller:
         draw = rng.random()
         timeout = rng.choice((0.0001, 0.001, 0.01, 0.05)) if draw < 0.05 else PATIENCE
         leave = rng.choice((0.0, 0.001, 0.01, 0.1)) if 0.05 <= draw < 0.13 else None
+        readings = self._meter.begin() if self._meter else []
         begin = time.monotonic()
         status, details, ended = await self._send(method, rng, sent, timeout, leave, metadata)
         seconds = time.monotonic() - begin
         code = status.name if ended else "left"
         self._report.count(method.name, code, seconds, left=not ended or timeout < PATIENCE)
         call = {"method": method.name, "messages": [made.data.hex() for made in sent], "timeout": timeout}
+        if self._meter:
+            self._meter.end(readings, method.name, _shown(method, sent), call)
         if status in _FAULTS:
             self._report.fault(f"{code} of {method.name}", f"{details}\n{_shown(method, sent)}", call)
         elif status is grpc.StatusCode.DEADLINE_EXCEEDED and timeout == PATIENCE:

@@ -99,7 +99,7 @@ class Maker:
             filling = _Filling(rng, self._memory, usual=0.8, depth=_DEPTH)
             filling.refresh(message)
             for _ in range(rng.choice((0, 1, 1, 2, 3))):
-                filling.change(rng.choice(list(_parts(message))))
+                filling.change(rng.choice(list(parts(message))))
             return message
         usual, depth = (1.0, _DEPTH) if draw < 0.75 else (0.5, _DEPTH) if draw < 0.96 else (0.7, _DEEPEST)
         _Filling(rng, self._memory, usual=usual, depth=depth).fill(message, first=first)
@@ -155,7 +155,7 @@ class _Filling:
 
     def refresh(self, message: Message) -> None:
         """Mostly gives fields whose values hold for a moment only those that were seen last."""
-        for part in list(_parts(message)):
+        for part in list(parts(message)):
             for field, _ in part.ListFields():
                 if field.message_type is None and field.name.removesuffix("s").endswith(_FLEETING):
                     value = self._memory.recall(self._rng, field)
@@ -228,7 +228,7 @@ def _real_oneofs(descriptor: Descriptor) -> list[OneofDescriptor]:
     return [oneof for oneof in descriptor.oneofs if not oneof.name.startswith("_")]
 
 
-def _parts(message: Message) -> Iterator[Message]:
+def parts(message: Message) -> Iterator[Message]:
     """The message and all messages in it."""
     yield message
     for field, value in message.ListFields():
@@ -237,12 +237,12 @@ def _parts(message: Message) -> Iterator[Message]:
         if field.message_type.GetOptions().map_entry:
             if field.message_type.fields_by_name["value"].message_type is not None:
                 for one in value.values():
-                    yield from _parts(one)
+                    yield from parts(one)
         elif field.is_repeated:
             for one in value:
-                yield from _parts(one)
+                yield from parts(one)
         else:
-            yield from _parts(value)
+            yield from parts(value)
 
 
 def _within(cls: type[Message], data: bytes) -> bytes:

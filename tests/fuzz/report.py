@@ -23,6 +23,16 @@ class Row:
     slowest: float = 0.0
     # Calls that were left, or that were given hardly any time.
     left: int = 0
+    # The most that a single one took of any process, where that was measured.
+    most_bytes: int = 0
+    most_loop_seconds: float = 0.0
+
+    def costs(self) -> dict[str, float]:
+        """Of the costliest one."""
+        return {
+            "most_megabytes": round(self.most_bytes / 1e6, 1),
+            "most_loop_seconds": round(self.most_loop_seconds, 3),
+        }
 
 
 @dataclass
@@ -45,6 +55,13 @@ class Report:
             row.statuses[status] += 1
             row.left += left
             row.slowest = max(row.slowest, seconds)
+
+    def cost(self, name: str, grown_bytes: int, loop_seconds: float) -> None:
+        """What a call took of one process."""
+        with self._lock:
+            row = self.rows.setdefault(name, Row())
+            row.most_bytes = max(row.most_bytes, grown_bytes)
+            row.most_loop_seconds = max(row.most_loop_seconds, loop_seconds)
 
     def fault(self, kind: str, text: str, call: dict[str, object] | None = None) -> None:
         """Something that must not be. call: what leads to it again, as `repeat` takes it."""
@@ -83,6 +100,7 @@ class Report:
         """For programs."""
         rows = {
             name: {"statuses": dict(row.statuses), "left_early": row.left, "slowest_seconds": round(row.slowest, 3)}
+            | ({} if not row.most_loop_seconds else row.costs())
             for name, row in sorted(self.rows.items())
         }
         told = {"notes": self.notes, "pauses": self.pauses.count, "faults": self.faults}
@@ -91,8 +109,19 @@ class Report:
     def text(self) -> str:
         """For people."""
         rows = sorted(self.rows.items())
-        numbers = [(name, str(row.statuses.total()), str(row.left), f"{row.slowest:.2f}") for name, row in rows]
-        head, *lines = table(("method or route", "calls", "left early", "slowest s"), numbers).splitlines()
+        numbers = [
+            (
+                name,
+                str(row.statuses.total()),
+                str(row.left),
+                f"{row.slowest:.2f}",
+                f"{row.most_bytes / 1e6:.0f}",
+                f"{row.most_loop_seconds:.3f}",
+            )
+            for name, row in rows
+        ]
+        heads = ("method or route", "calls", "left early", "slowest s", "most MB", "longest on a loop s")
+        head, *lines = table(heads, numbers).splitlines()
         total = Counter[str]()
         for line, (_, row) in enumerate(rows):
             lines[line] += f"  {_counts(row.statuses)}"

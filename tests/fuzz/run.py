@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 
 import grpc
 
-from tests.fuzz import http_bodies, http_schema
+from tests.fuzz import bounds, http_bodies, http_schema
 from tests.fuzz.calls import Caller
+from tests.fuzz.messages import Maker
+from tests.fuzz.meter import Meter
 from tests.fuzz.methods import Method, discover
 from tests.fuzz.report import Report
 from tests.fuzz.stage import Stage
@@ -31,11 +33,17 @@ def fuzz_http(stage: Stage, report: Report, count: int, tell: Tell) -> None:
     http_bodies.fuzz(stage.stack.http, report, int(count * BODIES_SHARE), tell)
 
 
-async def fuzz_grpc(stage: Stage, report: Report, count: int, tell: Tell) -> None:
+def fuzz_http_at_bounds(stage: Stage, report: Report, count: int, tell: Tell) -> None:
+    """So many calls over HTTP with numbers at the bounds of their types, one at a time."""
+    bounds.fuzz_http(stage.stack.http, report, count, Meter(stage, report), tell)
+
+
+async def fuzz_grpc(stage: Stage, report: Report, count: int, tell: Tell, *, at_bounds: bool = False) -> None:
     """So many calls of gRPC: first what callers and operators may, then what only the stack's own processes do.
 
     Whoever speaks to the data plane can register in the names of the others, which then know themselves replaced: what
-    is asked of the stack then is less, see `Stage.check`.
+    is asked of the stack then is less, see `Stage.check`. at_bounds: most of them with numbers at the bounds of their
+    types, one at a time, and the cost of each is measured.
     """
     stack = stage.stack
     outer, inner = [
@@ -49,12 +57,14 @@ async def fuzz_grpc(stage: Stage, report: Report, count: int, tell: Tell) -> Non
             address: await opened.enter_async_context(grpc.aio.insecure_channel(address, options=_OPTIONS))
             for address in (stack.scheduler, stack.admin, stack.cachemgr, stack.executor)
         }
-        caller = Caller(channels, report)
+        maker = bounds.MakerAtBounds if at_bounds else Maker
+        caller = Caller(channels, report, maker, Meter(stage, report) if at_bounds else None)
+        concurrency = 1 if at_bounds else CONCURRENCY
         async with stage.kept(report):
-            await _send(caller, outer, range(first), stage, report, tell)
+            await _send(caller, outer, range(first), stage, report, tell, concurrency)
         await stage.check(report)
         async with stage.kept(report):
-            await _send(caller, inner, range(first, count), stage, report, tell)
+            await _send(caller, inner, range(first, count), stage, report, tell, concurrency)
         await stage.check(report, fenced=True)
 
 
@@ -67,7 +77,13 @@ def _weight(method: Method) -> int:
 
 
 async def _send(
-    caller: Caller, methods: Sequence[Method], numbers: range, stage: Stage, report: Report, tell: Tell
+    caller: Caller,
+    methods: Sequence[Method],
+    numbers: range,
+    stage: Stage,
+    report: Report,
+    tell: Tell,
+    concurrency: int,
 ) -> None:
     weights = list(itertools.accumulate(map(_weight, methods)))
     waiting, done, told = iter(numbers), 0, time.monotonic()
@@ -85,5 +101,5 @@ async def _send(
                 return
 
     async with asyncio.TaskGroup() as tasks:
-        for _ in range(CONCURRENCY):
+        for _ in range(concurrency):
             tasks.create_task(work())

@@ -13,13 +13,15 @@ _INTEGERS = {
     FieldDescriptor.CPPTYPE_UINT32: (0, (1 << 32) - 1),
     FieldDescriptor.CPPTYPE_UINT64: (0, (1 << 64) - 1),
 }
+FLOATING = (FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE)
+NUMBERS = (*_INTEGERS, *FLOATING)
 _EDGES = (
     *(0, 1, 2, 3, 15, 16, 17, 31, 63, 64, 65, 100, 101, 127, 128, 255, 256, 257, 999, 1000, 1001, 4096, 49_151, 49_152),
     *((1 << power) + off for power in (16, 24, 31, 32, 53, 63, 64) for off in (-1, 0, 1)),
     *(-1, -2, -(1 << 31), -(1 << 53), -(1 << 63)),
 )
 _USUAL = (0, 1, 1, 1, 2, 2, 3, 4, 5, 8, 10, 16, 32, 48, 64, 100)
-_FLOATS = (
+FLOATS = (
     *(0.0, -0.0, 1.0, -1.0, 0.5, 0.999999, 1.0000001, 2.0, -2.0, 2.1, 100.0, 101.0, 1e-9, 1e-45, 3.4e38, 1e308),
     *(float("nan"), float("inf"), float("-inf")),
 )
@@ -64,9 +66,17 @@ def integer(rng: random.Random, cpp_type: int, *, usual: bool) -> int:
     return min(max(rng.choice(_EDGES), low), high)
 
 
+def bound(rng: random.Random, field: FieldDescriptor) -> Any:
+    """A value at the bounds of a number's type, or beside one of a smaller type."""
+    if field.cpp_type in FLOATING:
+        return rng.choice(FLOATS)
+    low, high = _INTEGERS[field.cpp_type]
+    return min(max(rng.choice((low, low + 1, high - 1, high, *_EDGES[-27:])), low), high)
+
+
 def real(rng: random.Random, *, usual: bool) -> float:
     """A floating-point number."""
-    return rng.choice(_USUAL_FLOATS if usual else _FLOATS)
+    return rng.choice(_USUAL_FLOATS if usual else FLOATS)
 
 
 def text(rng: random.Random, *, usual: bool) -> str:

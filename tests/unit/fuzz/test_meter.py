@@ -1,0 +1,61 @@
+"""The meter of the fuzz sees what a process takes, and takes nothing for it that it had before."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.fuzz.meter import MAX_BYTES, MAX_LOOP_SECONDS, Meter
+from tests.fuzz.report import Report
+
+# Does what each line says, and tells when it is done.
+CODE = """
+import sys, time
+for line in sys.stdin:
+    kind, size = line.split()
+    if kind == "memory":
+        bytes(bytearray(int(size)))
+    elif kind == "compute":
+        end = time.thread_time() + float(size)
+        while time.thread_time() < end: pass
+    else:
+        time.sleep(float(size))
+    print("done", flush=True)
+"""
+
+
+@pytest.fixture
+def child() -> Iterator["subprocess.Popen[str]"]:
+    with subprocess.Popen(
+        [sys.executable, "-c", CODE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        yield child
+        assert child.stdin is not None
+        child.stdin.close()
+
+
+def test_what_costs_too_much_is_a_fault_and_what_waits_is_none(child: "subprocess.Popen[str]", tmp_path: Path) -> None:
+    stage: Any = SimpleNamespace(stack=SimpleNamespace(pid=lambda _: child.pid))
+    report = Report(1, tmp_path)
+    meter = Meter(stage, report)
+    for work, is_fault in (
+        (f"memory {MAX_BYTES}", True),
+        (f"memory {MAX_BYTES // 4}", False),
+        (f"compute {MAX_LOOP_SECONDS * 1.1}", True),
+        (f"compute {MAX_LOOP_SECONDS / 4}", False),
+        (f"wait {MAX_LOOP_SECONDS * 1.5}", False),
+    ):
+        before, name = report.num_faults, work.split()[0]
+        readings = meter.begin()
+        assert child.stdin is not None
+        assert child.stdout is not None
+        print(work, file=child.stdin, flush=True)
+        assert child.stdout.readline() == "done\n"
+        meter.end(readings, name, work, {})
+        assert (report.num_faults > before) == is_fault, work
+    assert report.rows["memory"].most_bytes > MAX_BYTES
+    assert report.rows["compute"].most_loop_seconds > MAX_LOOP_SECONDS
