@@ -12,6 +12,9 @@ from transformers import AttentionInterface
 from executor.errors import FamilyError
 
 NAME = "kvkeep_paged"
+# What families hand down beside the named arguments, and what says nothing about which keys count and how much: where
+# a token stands is in its query and key by then, and dropout is for training.
+HARMLESS = {"dropout", "position_ids", "cache_position", "position_embeddings", "use_cache"}
 
 
 class Layers(Protocol):
@@ -46,12 +49,16 @@ def paged(
     is_causal: bool | None = None,
     *,
     kvkeep_layers: Layers,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """query [1, Hq, T, D], key and value [1, Hkv, T, D] of packed tokens; returns [1, T, Hq, D].
 
-    No mask comes in: transformers builds none for an attention function that it has no mask function for.
+    No mask comes in: transformers builds none for an attention function that it has no mask function for. Raises
+    FamilyError where the module asks for what is not computed here, such as a bias by distance.
     """
+    asked = sorted(name for name, value in others.items() if not (name in HARMLESS or value is None or value is False))
+    if asked:
+        raise FamilyError(f"{type(module).__name__} asks attention for {', '.join(asked)}")
     if attention_mask is not None:
         raise FamilyError(f"{type(module).__name__} builds a mask of its own")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):

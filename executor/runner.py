@@ -100,6 +100,7 @@ class Runner:
         self._running.clear()
         self._eviction.clear()
         self._counts.clear()
+        self._clock.clear()
 
     @torch.inference_mode()
     def launch(

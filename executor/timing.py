@@ -25,6 +25,10 @@ class Clock:
         self._device = device
         self._last: Any = None
 
+    def clear(self) -> None:
+        """Forgets the last span: that of a step which failed has no end."""
+        self._last = None
+
     def start(self) -> Span:
         """The step's work begins here."""
         kind = _CudaSpan if self._device.type == "cuda" else _HostSpan

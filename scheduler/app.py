@@ -179,7 +179,7 @@ class Scheduler:
             try:
                 steps.run()
             except Exception:
-                log.exception("the step loop failed")
+                log.exception("the step loop failed", state=steps.dump())
                 loop.call_soon_threadsafe(fail)
 
         client = ExecutorClient(

@@ -145,7 +145,8 @@ class Intake:
             raise ContextLengthError(field, f"{error}; at most {fits} fit") from error
         if not ids:
             raise InvalidField(field, "must not be empty")
-        self._check_ids(field, ids)
+        if message.WhichOneof("input") == "token_ids" or not self._model.own_ids_fit:
+            self._check_ids(field, ids)
         return ids, ends
 
     async def _chat_ids(
@@ -172,11 +173,11 @@ class Intake:
             raise InvalidField(field, f"has {size} bytes; at most {self._max_prompt_bytes} are taken")
 
     def _check_ids(self, field: str, ids: Sequence[int]) -> None:
-        for index, token_id in enumerate(ids):
-            if token_id >= self._model.vocab_size:
-                raise InvalidField(
-                    f"{field}[{index}]", f"must be below {self._model.vocab_size}, the vocabulary's size"
-                )
+        size = self._model.vocab_size
+        # A prompt may have very many, and everybody waits meanwhile.
+        if max(ids, default=0) >= size:
+            index = next(index for index, token_id in enumerate(ids) if token_id >= size)
+            raise InvalidField(f"{field}[{index}]", f"must be below {size}, the vocabulary's size")
 
     def _stop_token_ids(self, message: pb.StreamGenerateRequest) -> list[int]:
         if len(message.stop_token_ids) > MAX_STOP_IDS:

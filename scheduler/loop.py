@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TypeVar, assert_never
+from typing import Any, TypeVar, assert_never
 
 import structlog
 
@@ -87,6 +87,17 @@ class StepLoop:
                 self._restart()
         self._finish()
 
+    def dump(self) -> dict[str, Any]:
+        """The loop's state for a log, without what callers wrote or were answered. After an error it stays as it is."""
+        return {
+            "next_step": self._next_step,
+            "in_flight": [
+                (flight.step, [(one.handle, count, samples) for one, count, samples in flight.compute])
+                for flight in self._in_flight
+            ],
+            "sequences": [one.dump() for one in self._running.ranked],
+        }
+
     def _finish(self) -> None:
         """Takes what is still answered, and gives all blocks back."""
         with contextlib.suppress(ExecutorLostError):
@@ -156,7 +167,8 @@ class StepLoop:
         """Takes the answer to the oldest step in flight. One that does not come is left when the loop is to stop."""
         started = time.perf_counter()
         first = self._in_flight[0]
-        expected = self._pace.estimate(len(first.decoding), first.prompt_tokens) or FIRST_STEP_SECONDS
+        expected = self._pace.estimate(len(first.decoding), first.prompt_tokens)
+        expected = FIRST_STEP_SECONDS if expected is None else expected
         result = self._answer(self._executor.receive, expected, f"step {first.step} was not answered")
         if result is None:
             return

@@ -76,7 +76,9 @@ class Pace:
 
     def estimate(self, decoding: int, prompt_tokens: int) -> float | None:
         """As `seconds`, but a guess beyond what was measured; None while nothing was."""
-        return self._decoding_seconds(decoding) + self._token_seconds() * prompt_tokens or None
+        if not self._alone and not self._prompts:
+            return None
+        return self._decoding_seconds(decoding) + self._token_seconds() * prompt_tokens
 
     def bounded(self, decoding: int, tokens: int) -> int:
         """Of so many prompt tokens those that do not make a step a long one, beside so many sequences that decode."""

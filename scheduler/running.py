@@ -16,9 +16,9 @@ from scheduler.tiers import Tier
 # Progress that nobody waits for is told once in so many steps: the cache manager gives capacity ahead, and a call
 # per step would cost more than all else that it does.
 GATHER_STEPS = 8
-# So often in a row the executor may be lost over one request before that is given up: a death that has nothing to do
-# with it does not strike it so often, and one that has would keep everybody from being served.
-MAX_FAILURES = 5
+# So often in a row the executor may be lost over one request before that is given up: twice in company, and then alone.
+# A death that has nothing to do with it does not strike it so often; one that has costs everybody what the device held.
+MAX_FAILURES = 3
 
 
 class RunningSet:
@@ -293,8 +293,12 @@ class RunningSet:
         sent = (copy.ticket for flight in flights for copy in flight.copies)
         self.report.cancelled_tickets += [*sent, *self.copies.clear()]
         # Steps are answered in order: it was lost over the first one.
-        for sequence, _, _ in flights[0].compute if executor_lost and flights else ():
-            sequence.failures += 1
+        lost_over = flights[0].compute if executor_lost and flights else ()
+        accused = [sequence for sequence, _, _ in lost_over if not sequence.has_gained]
+        for sequence in accused:
+            # One that has failed before counts only what it alone can have done.
+            if not sequence.is_suspect or len(accused) == 1:
+                sequence.failures += 1
         for sequence in list(self._ranked):
             sequence.last_step = 0
             self.leave(sequence, Exit.RESTARTED)

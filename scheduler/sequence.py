@@ -3,6 +3,7 @@
 import enum
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from scheduler.eviction import Eviction
 from scheduler.request import Candidate, Request
@@ -57,6 +58,13 @@ class Copy:
     def is_within_device(self) -> bool:
         """Whether no lower tier has to do with it."""
         return self.source_tier == Tier.DEVICE == self.target_tier
+
+
+# Of a sequence, what a log shows when the step loop fails.
+_DUMPED = (
+    *("handle", "attempt", "failures", "cached_tokens", "computed", "planned", "known", "evicted", "capacity"),
+    *("limit", "sent_blocks", "started", "stopped", "exit", "last_step", "trim_unanswered", "wait_for"),
+)
 
 
 class Sequence:
@@ -293,6 +301,11 @@ class Sequence:
     def has_gained(self) -> bool:
         """Whether this attempt has brought a token."""
         return len(self.token_ids) > self.known_before
+
+    def dump(self) -> dict[str, Any]:
+        """Its numbers, for a log."""
+        numbers = {name: getattr(self, name) for name in _DUMPED}
+        return numbers | {"tokens": len(self.token_ids), "blocks": [len(table) for table in self.tables]}
 
     def again(self) -> Candidate:
         """The request with all it has, as a fresh attempt."""

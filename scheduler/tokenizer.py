@@ -5,6 +5,7 @@ import contextlib
 import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 from tokenizers import Tokenizer
 
@@ -20,6 +21,10 @@ ENDLESS = 1 << 24
 
 class TooLongError(ValueError):
     """A prompt has more tokens than were asked for; the message says how many."""
+
+
+# Texts of tokens that are kept: some ten megabytes at most.
+KEPT_TEXTS = 1 << 16
 
 
 class Model:
@@ -43,6 +48,10 @@ class Model:
         # A prompt that is too long must be refused, never cut.
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
+        # Whether every id that the tokenizer gives is one of the model's.
+        self.own_ids_fit = max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=0) < self.vocab_size
+        # Whoever wants log-probabilities wants the texts of many tokens, of few different ones.
+        self._token_text = lru_cache(KEPT_TEXTS)(self._decode_token)
         self._large = asyncio.Semaphore(1)
         self._chat = ChatTemplate(model.chat_template, model.special_tokens) if model.chat_template else None
 
@@ -85,6 +94,9 @@ class Model:
 
     def token_text(self, token_id: int) -> str:
         """Text of one token; U+FFFD stands for a part of a character."""
+        return self._token_text(token_id)
+
+    def _decode_token(self, token_id: int) -> str:
         # Twice less once: a decoder that strips the space in front of a text strips no second one.
         twice, once = (str(self.tokenizer.decode([token_id] * count, skip_special_tokens=False)) for count in (2, 1))
         return twice[len(once) :]

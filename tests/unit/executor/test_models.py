@@ -5,15 +5,17 @@ import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import Gemma2Config, LlamaConfig, MambaConfig, MambaForCausalLM, Phi3Config
 
-from executor.errors import ModelError
+from executor.attention import paged
+from executor.errors import FamilyError, ModelError
 from executor.fingerprint import fingerprint
 from executor.launch import settings_from
-from executor.layers import LayerShape, check_layers
+from executor.layers import LayerShape, Recorder, check_layers
 from executor.model import choose_device, load_model, refuse_other_kernels
 from executor.model_files import find
 from tests.unit.executor.conftest import load, save_model
@@ -169,3 +171,14 @@ def test_a_cache_folder_that_cannot_be_made_is_named_with_its_setting(tmp_path: 
     (tmp_path / "file").write_text("")
     with pytest.raises(ModelError, match="KVKEEP_EXECUTOR_CACHE_DIR"):
         find("", tmp_path / "file" / "cache")
+
+
+@pytest.mark.parametrize("asked", [{"position_bias": torch.zeros(1)}, {"indices": torch.zeros(1)}, {"sinks": 1.0}])
+def test_attention_that_asks_for_more_is_refused_by_name(asked: dict[str, Any]) -> None:
+    heads = torch.zeros(1, 2, 3, 8)
+    module = torch.nn.Identity()
+    module.layer_idx = 0  # type: ignore[assignment]
+    given: dict[str, Any] = {"dropout": 0.0, "position_ids": torch.zeros(1, 3), "use_cache": False, "labels": None}
+    paged(module, heads, heads, heads, None, kvkeep_layers=Recorder(), **given)
+    with pytest.raises(FamilyError, match=f"^Identity asks attention for {next(iter(asked))},"):
+        paged(module, heads, heads, heads, None, kvkeep_layers=Recorder(), **given, **asked)

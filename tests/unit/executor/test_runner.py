@@ -138,6 +138,17 @@ def test_times_of_a_step_are_told(driver: Driver) -> None:
     assert outcome.idle_time >= 0
 
 
+def test_a_step_that_fails_leaves_no_span_to_the_next_session(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver.step(joining=(driver.joining(1, PROMPT),), chunks={1: len(PROMPT)})
+    with monkeypatch.context() as failing:
+        failing.setattr(driver.runner.pools, "mark_written", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            driver.step()
+    # As the worker does behind a failed step. The time since a span without an end cannot be asked for on CUDA.
+    driver.runner.clear()
+    assert driver.step(joining=(driver.joining(2, PROMPT),), chunks={2: len(PROMPT)}).idle_time == 0
+
+
 def test_copies_that_build_on_each_other_run_one_after_the_other() -> None:
     chain = (Copy(1, 0, 1, 2), Copy(2, 0, 3, 4), Copy(3, 0, 2, 5), Copy(4, 1, 2, 3), Copy(5, 0, 6, 2))
     assert [[copy.ticket for copy in run] for run in disjoint_runs(chain)] == [[1, 2], [3, 4], [5]]

@@ -134,3 +134,19 @@ def test_one_step_is_sent_ahead_where_blocks_are_short() -> None:
     mailbox.put(SyncAnswer([], [], blocks_short=1, released=[], trimmed=[]))
     run(mailbox, executor)
     assert executor.had[:20] == [2] * 20
+
+
+def test_the_state_of_a_loop_that_fails_can_be_shown_without_what_callers_wrote() -> None:
+    mailbox = Mailbox()
+    executor = Timed(mailbox, 30, lambda step, _: 1 / 0 if step == 3 else 0.001)
+    times = StepTimes(CollectorRegistry())
+    steps = StepLoop(executor, mailbox, lambda _: None, times, max_batched_tokens=BUDGET, pace=Pace())  # type: ignore[arg-type]
+    with pytest.raises(ZeroDivisionError):
+        steps.run()
+    state = steps.dump()
+    assert state["in_flight"][0] == (3, [(1, 1, True)])
+    [sequence] = state["sequences"]
+    assert (sequence["handle"], sequence["computed"], sequence["tokens"]) == (1, 5, 6)
+    # Numbers and states alone: no ids, no texts.
+    values = [value for value in sequence.values() if not isinstance(value, int | float)]
+    assert values == [None, sequence["blocks"]]

@@ -264,3 +264,16 @@ def test_an_executor_that_tells_no_times_is_not_paced() -> None:
     pace = Pace()
     pace.observe(4, 0, 0.0)
     assert pace.tokens(4, 4, 1) is None
+
+
+def test_an_estimate_says_nothing_before_the_first_step_and_something_from_then_on() -> None:
+    pace = Pace()
+    assert pace.estimate(4, 100) is None
+    pace.observe(0, 64, 0.64)
+    assert pace.estimate(0, 6400) == pytest.approx(64)
+    pace.observe(4, 0, 0.1)
+    # Also where a token of a prompt costs nothing, as far as that can be seen.
+    for _ in range(5):
+        pace.observe(4, 64, 0.1)
+    assert pace.estimate(0, 100) == 0
+    assert pace.estimate(4, 100) == pytest.approx(0.1)

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from protos.execution.v1 import execution_pb2
 from scheduler.tokenizer import Model, TooLongError
@@ -93,3 +94,33 @@ async def test_where_a_token_may_stand_for_any_text_its_bytes_say_nothing(change
 async def test_words_are_counted() -> None:
     with pytest.raises(TooLongError, match="has 3000 tokens"):
         await model(space_prefix_tokenizer().to_str()).encode_text("the" * 1000, 10)
+
+
+class Counting:
+    """A tokenizer that counts what it decodes."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.decoded = 0
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        self.decoded += 1
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+
+def test_the_text_of_a_token_is_decoded_once() -> None:
+    served = model()
+    counting = Counting(served.tokenizer)
+    served.tokenizer = counting  # type: ignore[assignment]
+    texts = [[served.token_text(token) for token in range(20)] for _ in range(50)]
+    assert texts == [texts[0]] * 50
+    assert counting.decoded <= 2 * 20
+
+
+@pytest.mark.parametrize("spare", [0, 1])
+def test_it_is_known_whether_the_tokenizers_own_ids_are_the_models(spare: int) -> None:
+    tokenizer = byte_level_tokenizer()
+    described = execution_pb2.GetModelResponse(
+        vocab_size=tokenizer.get_vocab_size() - 1 + spare, tokenizer_json=tokenizer.to_str().encode()
+    )
+    assert Model(described, execution_pb2.GetExecutorResponse(block_size=16)).own_ids_fit == bool(spare)
