@@ -11,6 +11,7 @@ from cachemgr.api import BlockView
 from cachemgr.dump import state_hash
 from cachemgr.meters import MAX_WINDOW_SECONDS
 from cachemgr.service import Domain
+from cachemgr.slices import sliced
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
 from protos.rpc.errors import InvalidField
@@ -68,12 +69,13 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         limit = paging.page_limit(request.page_size)
         after = paging.decode_number("blocks", request.page_token)
         pool_id = _required_pool(request.pool_id)
+        rest: Iterable[tuple[int, BlockView] | None]
         if request.HasField("filter"):
             rest = self._manager.filtered_blocks(_in_pool(request.filter, pool_id), after)
         else:
             rest = self._manager.blocks(pool_id, after)
-        seen = (item for item in rest if tenancy.sees(item[1].domain))
-        page, token = paging.cut(seen, limit, "blocks", _place)
+        seen = (item if item is not None and tenancy.sees(item[1].domain) else None for item in rest)
+        page, token = await paging.cut_in_slices(seen, limit, "blocks", _place)
         blocks = [convert.block(view, token_ids=request.include_token_ids) for _, view in page]
         return pb.ListBlocksResponse(blocks=blocks, next_page_token=token)
 
@@ -82,8 +84,8 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         limit = paging.page_limit(request.page_size)
         after = paging.decode_number("prefixes", request.page_token)
         rest = self._manager.prefixes(_in_pool(request.filter, _required_pool(request.pool_id)), after)
-        seen = (view for view in rest if tenancy.sees(view.last_block.domain))
-        page, token = paging.cut(seen, limit, "prefixes", lambda view: view.place)
+        seen = (view if view is not None and tenancy.sees(view.last_block.domain) else None for view in rest)
+        page, token = await paging.cut_in_slices(seen, limit, "prefixes", lambda view: view.place)
         return pb.ListPrefixesResponse(
             prefixes=[convert_admin.cached_prefix(view) for view in page], next_page_token=token
         )
@@ -94,14 +96,16 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         after = paging.decode_number("leases", request.page_token)
         found: list[pb.BlockLease] = []
         last, more = after, False
-        for place, view, lease in self._manager.leases(_required_pool(request.pool_id), request.holder, after):
-            if not tenancy.sees(view.domain):
-                continue
-            if len(found) >= limit and place != last:
-                more = True
+        leases = self._manager.search_leases(_required_pool(request.pool_id), request.holder, after)
+        async for part in sliced(leases):
+            for place, view, lease in (item for item in part if item is not None and tenancy.sees(item[1].domain)):
+                if len(found) >= limit and place != last:
+                    more = True
+                    break
+                last = place
+                found.append(convert_admin.block_lease(view, lease))
+            if more:
                 break
-            last = place
-            found.append(convert_admin.block_lease(view, lease))
         token = paging.encode_token("leases", str(last)) if more else ""
         return pb.ListLeasesResponse(leases=found, next_page_token=token)
 

@@ -24,6 +24,7 @@ __all__ = [
     "StalePoolError",
     "StaleRuleError",
     "StaleSchedulerError",
+    "StateChangesError",
     "SyncNumberError",
     "UnknownExecutorError",
     "UnknownHoldError",
@@ -241,3 +242,10 @@ class EventsGoneError(ServiceError):
 
     code = grpc.StatusCode.OUT_OF_RANGE
     reason = "EVENTS_GONE"
+
+
+class StateChangesError(ServiceError):
+    """A read that needs the state of one moment met changes every time: repeat it, or drain the schedulers first."""
+
+    code = grpc.StatusCode.ABORTED
+    reason = "STATE_CHANGES"

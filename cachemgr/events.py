@@ -34,6 +34,8 @@ class EventLog:
         self._capacity = capacity
         self._ring: list[Event] = []
         self.last = 0
+        # Called with the pool and key of a block whose lease has changed without an event: its clock has started.
+        self.quiet: list[Callable[[str, bytes], None]] = []
 
     def add(
         self,

@@ -26,6 +26,7 @@ class PoolViews:
     block_size: int
     device: Tier
     tiers: tuple[Tier, Tier, Tier]
+    blocks: list[Block | None]
     index: dict[bytes, Block]
     backups: Backups
     tokens: TokenMeter
@@ -123,9 +124,11 @@ class PoolViews:
         )
 
     def records(self) -> Iterator[BlockRecord]:
-        """Every indexed block, parents before children."""
-        for block in sorted(self.index.values(), key=_DEPTH):
-            yield self.record(block)
+        """Every indexed block by place, as it is when it is asked for: blocks may change between two of them."""
+        for place in range(len(self.blocks)):
+            block = self.blocks[place] if place < len(self.blocks) else None
+            if block is not None and block.parent is not None:
+                yield self.record(block)
 
     def state(self) -> Iterator[tuple[EventKind, BlockView, LeaseView | None]]:
         """What has to happen to a new pool to become this one; parents before children."""

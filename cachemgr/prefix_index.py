@@ -330,6 +330,8 @@ class PrefixIndex(PoolViews):
         """Tells the journal that a block has come to its place, or has changed there."""
         device = self.device
         tier = device if block.slot <= device.size else self.tier_of(block)
+        for tell in self._events.quiet:
+            tell(self.pool_id, block.key)
         # Not the record itself: most blocks change again before it is wanted.
         current = partial(self.current_record, block)
         self._journal.stored(self.executor_id, self.spec.group, tier.kind, block.slot - tier.offset, current)

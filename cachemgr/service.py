@@ -1,5 +1,6 @@
 """The gRPC services: parse, call the manager, convert. Whatever a manager's method raises reaches the caller."""
 
+import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from cachemgr.events import Event
 from cachemgr.feed import EventFeed
 from cachemgr.manager import CacheManager
 from cachemgr.operations import Operations
+from cachemgr.slices import sliced
 from cachemgr.store import NOTHING, IndexStore
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
@@ -186,12 +188,14 @@ class CacheEventService(pb_grpc.CacheEventServiceServicer):
         if request.HasField("after_event_number"):
             number = request.after_event_number
         else:
-            snapshot = self._manager.snapshot()
+            with contextlib.closing(self._manager.views_in_slices()) as snapshot:
+                async for _ in sliced(snapshot.steps()):
+                    snapshot.catch_up()
             number = snapshot.number
-            # Taken whole, before the first await: calls served in between change the cache.
-            for event in list(snapshot.events):
-                if _is_wanted(request, event):
-                    yield convert.event(event, snapshot=True, token_ids=request.include_token_ids)
+            async for events in sliced(snapshot.events()):
+                for event in events:
+                    if event is not None and _is_wanted(request, event):
+                        yield convert.event(event, snapshot=True, token_ids=request.include_token_ids)
         while True:
             for event in self._manager.events_after(number):
                 if _is_wanted(request, event):

@@ -59,6 +59,7 @@ from cachemgr.registry import Executor, Scheduler, account_for
 from cachemgr.retention import MAX_PRIORITY
 from cachemgr.rules import RuleBook
 from cachemgr.sequence import Sequence
+from cachemgr.snapshots import SnapshotReader
 from cachemgr.tiers import Account, Tier
 from cachemgr.validation import check_extra_keys
 from protos.kvcache.eviction import Kind
@@ -104,28 +105,41 @@ class ManagerViews:
         pool = self._pool(pool_id)
         return ((block.slot, pool.view(block)) for block in _from(pool, after_place))
 
-    def filtered_blocks(self, selected: BlockFilter, after_place: int = 0) -> Iterator[tuple[int, BlockView]]:
-        """Blocks of one pool that a filter means. Raises UnknownPoolError, InvalidField, UnknownExecutorError."""
+    def filtered_blocks(self, selected: BlockFilter, after_place: int = 0) -> Iterator[tuple[int, BlockView] | None]:
+        """Blocks of one pool that a filter means, None for others.
+
+        Raises UnknownPoolError, InvalidField, UnknownExecutorError.
+        """
         for pool, among in self.filtered(selected):
             for block in _from(pool, after_place):
-                if (among is None or block in among) and matches(pool, block, selected):
-                    yield block.slot, pool.view(block)
+                is_meant = (among is None or block in among) and matches(pool, block, selected)
+                yield (block.slot, pool.view(block)) if is_meant else None
 
-    def prefixes(self, selected: BlockFilter, after_place: int = 0) -> Iterator[PrefixView]:
-        """Cached chains of one pool whose last block a filter means. Raises as `filtered_blocks`."""
+    def prefixes(self, selected: BlockFilter, after_place: int = 0) -> Iterator[PrefixView | None]:
+        """Cached chains of one pool whose last block a filter means, None for other blocks.
+
+        Raises as `filtered_blocks`.
+        """
         for pool, among in self.filtered(selected):
             for block in _from(pool, after_place):
                 is_last = block.parent is not None and block.children is None
-                if is_last and (among is None or block in among) and matches(pool, block, selected):
-                    yield _prefix_view(pool, block)
+                is_meant = is_last and (among is None or block in among) and matches(pool, block, selected)
+                yield _prefix_view(pool, block) if is_meant else None
 
     def leases(self, pool_id: str, holder: str, after_place: int = 0) -> Iterator[tuple[int, BlockView, LeaseView]]:
         """Leases of a pool by place; with a name those of one holder. Raises UnknownPoolError."""
+        return (found for found in self.search_leases(pool_id, holder, after_place) if found is not None)
+
+    def search_leases(
+        self, pool_id: str, holder: str, after_place: int = 0
+    ) -> Iterator[tuple[int, BlockView, LeaseView] | None]:
+        """As `leases`, with None behind each block."""
         pool = self._pool(pool_id)
         for block in _from(pool, after_place):
             for lease in leases_of(block):
                 if holder in ("", lease.wish.holder):
                     yield block.slot, pool.view(block), self._leases.view(lease)
+            yield None
 
     def holds(self, owner: str = "") -> Iterator[HoldView]:
         """Holds and pins, each by owner, oldest first."""
@@ -299,7 +313,7 @@ class ManagerViews:
         return [executor]
 
     def records(self, executor_id: str) -> Iterator[BlockRecord]:
-        """Every indexed block of an executor, parents before children; nothing for an unknown one."""
+        """Every indexed block of an executor by place, as it is when it is asked for; nothing for an unknown one."""
         executor = self._executors.get(executor_id)
         for pool in executor.pools if executor is not None else ():
             yield from pool.records()
@@ -333,6 +347,10 @@ class ManagerViews:
     def snapshot(self) -> Snapshot:
         """The cache at `last_event`."""
         return self._events.snapshot(change for pool in self._selected("") for change in pool.state())
+
+    def views_in_slices(self) -> SnapshotReader:
+        """Reads the cache for a watcher, slice by slice."""
+        return SnapshotReader(self._events, self._leases, lambda: self._selected(""))
 
     def events_after(self, number: int, limit: int = 1000) -> list[Event]:
         """Events number+1, number+2, … as many as there are. Raises EventsGoneError."""
@@ -391,7 +409,11 @@ def unknown_executor(executor_id: str, field: str = "executor_id") -> UnknownExe
 
 
 def _from(pool: Pool, after_place: int) -> Iterator[Block]:
-    return (block for block in pool.blocks[after_place + 1 :] if block is not None)
+    # By index, as blocks may come and go between two of them, and a copy of the list takes as long as many calls.
+    for place in range(after_place + 1, len(pool.blocks)):
+        block = pool.blocks[place] if place < len(pool.blocks) else None
+        if block is not None:
+            yield block
 
 
 def _prefix_view(pool: Pool, last: Block) -> PrefixView:

@@ -1,0 +1,144 @@
+"""Long reads in slices: what they say is true of one moment, or they say that they cannot."""
+
+import asyncio
+import dataclasses
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+
+from cachemgr import slices
+from cachemgr.api import EventKind
+from cachemgr.errors import EventsGoneError, StateChangesError
+from cachemgr.events import Event
+from cachemgr.manager import CacheManager
+from cachemgr.slices import gathered, sliced, steady
+from cachemgr.snapshots import SnapshotReader
+from tests.unit.cachemgr.test_random_operations import OF_A_SEQUENCE, WEIGHTS, CacheWorld, arguments
+from tests.unit.cachemgr.world import CONFIG, World
+
+
+def comparable(events: list[Event]) -> list[tuple[object, ...]]:
+    """Events without the references, which change without an event."""
+    return sorted(
+        (
+            (
+                event.number,
+                event.kind.value,
+                *event.block._replace(references=0)[:-1],
+                *(() if event.lease is None else (event.lease.holder, event.lease.priority, event.lease.remaining)),
+            )
+            for event in events
+        ),
+        key=repr,
+    )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_snapshot_that_is_read_while_the_cache_changes_is_that_of_its_number(seed):
+    random, machine = Random(seed), CacheWorld()
+    machine.build(
+        windows=random.choice([(None,), (None, 5), (3,)]),
+        num_blocks=12,
+        seed=seed,
+        ahead=0,
+        low=0.0,
+        host=random.choice([0, 4]),
+        disk=random.choice([0, 3]),
+        copy=True,
+        pins=0.3,
+        through=True,
+    )
+    manager: CacheManager | None = None
+    reader: SnapshotReader
+    steps: Iterator[None]
+    compared = changed = 0
+    for _ in range(400):
+        (name,) = random.choices(list(WEIGHTS), list(WEIGHTS.values()))
+        if name not in OF_A_SEQUENCE or machine.world.live:
+            getattr(machine, name)(**arguments(name, random))
+        if machine.world.manager is not manager:
+            manager = machine.world.manager
+            reader = manager.views_in_slices()
+            steps, begun = reader.steps(), manager.last_event
+        try:
+            reader.catch_up()
+            ended = False
+            for _ in range(random.randrange(8)):
+                ended = ended or next(steps, "end") == "end"
+            if ended:
+                # The last step was in this turn, and nothing came behind it.
+                reader.catch_up()
+                found = [event for event in reader.events() if event is not None]
+                whole = manager.snapshot()
+                assert reader.number == whole.number
+                assert comparable(found) == comparable(list(whole.events))
+                depths = [event.block.depth for event in found if event.kind is EventKind.STORED]
+                assert len(manager.pools()) > 1 or depths == sorted(depths)
+                compared += 1
+                changed += whole.number - begun
+                manager = None
+        except EventsGoneError:
+            manager = None
+    assert compared > 5
+    assert changed > 20
+
+
+def test_a_snapshot_gives_up_when_more_has_changed_than_is_kept():
+    world = World(4, config=dataclasses.replace(CONFIG, event_history=5))
+    reader = world.manager.views_in_slices()
+    for number in range(3):
+        world.cache([number] * 13)
+    with pytest.raises(EventsGoneError):
+        reader.catch_up()
+
+
+async def test_others_run_between_slices_and_the_items_stay_in_order(monkeypatch):
+    monkeypatch.setattr(slices, "SLICE_SECONDS", 0.0)
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    other = asyncio.create_task(count())
+    found = [item async for part in sliced(range(1000), 0.0) for item in part]
+    other.cancel()
+    assert found == list(range(1000))
+    assert turns >= 1000 // 32 - 1
+    assert await gathered([1, None, 2, None]) == [1, 2]
+
+
+async def test_a_steady_read_begins_again_when_the_state_has_changed(monkeypatch):
+    monkeypatch.setattr(slices, "SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(slices, "LONGEST_SLICE_SECONDS", 0.0)
+    state, reads = [0], 0
+
+    def read() -> Iterator[int]:
+        nonlocal reads
+        reads += 1
+        for number in range(200):
+            # The first two reads meet a change.
+            if number == 100 and reads < 3:
+                state[0] += 1
+            yield state[0]
+
+    assert await steady(read, lambda: state[0]) == [2] * 200
+    assert reads == 3
+
+
+async def test_a_steady_read_gives_up_where_the_state_never_stands_still(monkeypatch):
+    monkeypatch.setattr(slices, "SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(slices, "LONGEST_SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(slices, "PATIENCE_SECONDS", 0.0)
+    state = [0]
+
+    def read() -> Iterator[int]:
+        for number in range(200):
+            state[0] += 1
+            yield number
+
+    with pytest.raises(StateChangesError):
+        await steady(read, lambda: state[0])
