@@ -26,12 +26,15 @@ class Row:
     # The most that a single one took of any process, where that was measured.
     most_bytes: int = 0
     most_loop_seconds: float = 0.0
+    # The longest that others waited while the loop worked for one.
+    longest_stall: float = 0.0
 
     def costs(self) -> dict[str, float]:
         """Of the costliest one."""
         return {
             "most_megabytes": round(self.most_bytes / 1e6, 1),
             "most_loop_seconds": round(self.most_loop_seconds, 3),
+            "longest_stall_seconds": round(self.longest_stall, 3),
         }
 
 
@@ -56,12 +59,13 @@ class Report:
             row.left += left
             row.slowest = max(row.slowest, seconds)
 
-    def cost(self, name: str, grown_bytes: int, loop_seconds: float) -> None:
-        """What a call took of one process."""
+    def cost(self, name: str, grown_bytes: int, loop_seconds: float, stall: float) -> None:
+        """What a call took of one process. stall: how long others waited meanwhile, in seconds."""
         with self._lock:
             row = self.rows.setdefault(name, Row())
             row.most_bytes = max(row.most_bytes, grown_bytes)
             row.most_loop_seconds = max(row.most_loop_seconds, loop_seconds)
+            row.longest_stall = max(row.longest_stall, stall)
 
     def fault(self, kind: str, text: str, call: dict[str, object] | None = None) -> None:
         """Something that must not be. call: what leads to it again, as `repeat` takes it."""
@@ -117,10 +121,11 @@ class Report:
                 f"{row.slowest:.2f}",
                 f"{row.most_bytes / 1e6:.0f}",
                 f"{row.most_loop_seconds:.3f}",
+                f"{row.longest_stall:.3f}",
             )
             for name, row in rows
         ]
-        heads = ("method or route", "calls", "left early", "slowest s", "most MB", "longest on a loop s")
+        heads = ("method or route", "calls", "left early", "slowest s", "most MB", "most of a loop s", "stall s")
         head, *lines = table(heads, numbers).splitlines()
         total = Counter[str]()
         for line, (_, row) in enumerate(rows):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.fuzz.meter import MAX_BYTES, MAX_LOOP_SECONDS, Meter
+from tests.fuzz.meter import MAX_BYTES, MAX_LOOP_SECONDS, Meter, Probe
 from tests.fuzz.report import Report
 
 # Does what each line says, and tells when it is done.
@@ -28,6 +28,13 @@ for line in sys.stdin:
 """
 
 
+class Waiting(Probe):
+    """Of a process that answers nobody."""
+
+    def slowest(self, process: str) -> float:
+        return 60.0
+
+
 @pytest.fixture
 def child() -> Iterator["subprocess.Popen[str]"]:
     with subprocess.Popen(
@@ -41,7 +48,7 @@ def child() -> Iterator["subprocess.Popen[str]"]:
 def test_what_costs_too_much_is_a_fault_and_what_waits_is_none(child: "subprocess.Popen[str]", tmp_path: Path) -> None:
     stage: Any = SimpleNamespace(stack=SimpleNamespace(pid=lambda _: child.pid))
     report = Report(1, tmp_path)
-    meter = Meter(stage, report)
+    meter = Meter(stage, report, Waiting({}))
     for work, is_fault in (
         (f"memory {MAX_BYTES}", True),
         (f"memory {MAX_BYTES // 4}", False),
