@@ -1,5 +1,6 @@
 """The operators' gRPC service: parse, call the manager, convert. What a manager's method raises reaches the caller."""
 
+import asyncio
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
 from itertools import islice
@@ -8,10 +9,10 @@ from typing import Any, TypeVar
 from cachemgr import convert, convert_admin, paging, tenancy
 from cachemgr.admin_api import BlockFilter, PoolViolation
 from cachemgr.api import BlockView
-from cachemgr.dump import state_hash
+from cachemgr.dump import StateDigest
 from cachemgr.meters import MAX_WINDOW_SECONDS
 from cachemgr.service import Domain
-from cachemgr.slices import sliced
+from cachemgr.slices import sliced, steady
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
 from protos.rpc.errors import InvalidField
@@ -34,7 +35,8 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
 
     async def CheckPool(self, request: pb.CheckPoolRequest, context: Any) -> pb.CheckPoolResponse:
         """Recounts; what Redis holds is read only for who asks for it."""
-        found = self._manager.check_pool(request.pool_id)
+        manager = self._manager
+        found = await steady(lambda: manager.check_pool_in_steps(request.pool_id), manager.fingerprint)
         pools = [self._manager.pool(request.pool_id)] if request.pool_id else self._manager.pools()
         differences = None
         if request.compare_with_store:
@@ -73,7 +75,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         if request.HasField("filter"):
             rest = self._manager.filtered_blocks(_in_pool(request.filter, pool_id), after)
         else:
-            rest = self._manager.blocks(pool_id, after)
+            rest = self._manager.search_blocks(pool_id, after)
         seen = (item if item is not None and tenancy.sees(item[1].domain) else None for item in rest)
         page, token = await paging.cut_in_slices(seen, limit, "blocks", _place)
         blocks = [convert.block(view, token_ids=request.include_token_ids) for _, view in page]
@@ -175,10 +177,18 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
 
     async def DumpState(self, request: pb.DumpStateRequest, context: Any) -> AsyncIterator[pb.DumpStateResponse]:
         """The state in pieces; all of it at one moment."""
-        lines = list(self._manager.state())
+        lines = await steady(self._state, self._manager.fingerprint)
+        digest = StateDigest()
         for start in range(0, len(lines), _DUMP_LINES):
-            yield pb.DumpStateResponse(lines=lines[start : start + _DUMP_LINES])
-        yield pb.DumpStateResponse(state_hash=state_hash(lines))
+            part = lines[start : start + _DUMP_LINES]
+            digest.add(part)
+            yield pb.DumpStateResponse(lines=part)
+            await asyncio.sleep(0)
+        yield pb.DumpStateResponse(state_hash=digest.hexdigest())
+
+    def _state(self) -> Iterable[str]:
+        for part in list(self._manager.state_outline()):
+            yield from (part,) if isinstance(part, str) else part
 
     async def _run_and_keep(self, method: str, request: Any) -> Any:
         """What an operator says is in Redis with the answer, if that can be reached: a death must not take it back."""

@@ -125,6 +125,11 @@ class EvictionOrder:
         for priority, ring in enumerate(self._rings):
             yield priority, bool(self._bits >> priority & 1), ring.blocks()
 
+    def walk(self) -> Iterator[tuple[int, bool, Iterator[tuple[Block, bool]]]]:
+        """As `rings`, block by block: each with whether it is linked, oldest first; those in the heap come behind."""
+        for priority, ring in enumerate(self._rings):
+            yield priority, bool(self._bits >> priority & 1), ring.walk()
+
 
 class _Ring:
     """The evictable blocks of one priority."""
@@ -192,6 +197,15 @@ class _Ring:
             found.add(block)
             block = block.newer
         return sorted(found, key=_RECENCY)
+
+    def walk(self) -> Iterator[tuple[Block, bool]]:
+        block = self._end.newer
+        while block is not None and block is not self._end:
+            yield block, True
+            block = block.newer
+        for entry in self._late:
+            if self._is_current(entry):
+                yield entry[2], False
 
     def _is_current(self, entry: tuple[int, int, Block]) -> bool:
         recency, _, block = entry

@@ -1,55 +1,68 @@
 """Recounts an executor's pools from scratch and reports every contradiction."""
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 
 from cachemgr import siblings
 from cachemgr.admin_api import PoolViolation
-from cachemgr.block import Block
+from cachemgr.block import Block, Node
 from cachemgr.keys import child_key
 from cachemgr.leases import MAX_LEASES, effective_priority, leases_of
 from cachemgr.pool import Pool
 from cachemgr.registry import Executor
 from cachemgr.retention import SHARED
-from cachemgr.tiers import account_of
+from cachemgr.tiers import Tier, account_of
 from cachemgr.transfers import Purpose
 
 
 def check(executor: Executor, pools: list[Pool]) -> list[PoolViolation]:
     """All contradictions in those of the pools that are this executor's."""
-    found: list[PoolViolation] = []
+    return [found for found in check_in_steps(executor, pools) if found is not None]
+
+
+def check_in_steps(executor: Executor, pools: list[Pool]) -> Iterator[PoolViolation | None]:
+    """As `check`, with None behind each small step. Nothing may change between the steps."""
     for pool in executor.pools:
         if pool in pools:
             check = _Check(executor, pool)
-            check.run()
-            found += check.violations
-    return found
+            for _ in check.steps():
+                yield None
+            yield from check.violations
 
 
 class _Check:
     def __init__(self, executor: Executor, pool: Pool) -> None:
         self._executor = executor
         self._pool = pool
-        self._blocks = [block for block in pool.blocks if block is not None]
+        self._blocks: list[Block] = []
         self.violations: list[PoolViolation] = []
 
-    def run(self) -> None:
-        self._references()
-        self._counters()
-        self._backups()
-        self._order()
-        self._leases()
-        self._index()
-        self._pending()
-        self._writers()
+    def steps(self) -> Iterator[None]:
+        for block in self._pool.blocks:
+            if block is not None:
+                self._blocks.append(block)
+            yield
+        yield from self._references()
+        yield from self._counters()
+        yield from self._backups()
+        yield from self._order()
+        yield from self._leases()
+        yield from self._index()
+        yield from self._pending()
+        yield from self._writers()
 
     def _report(self, condition: bool, slot: int, message: str) -> None:
         if not condition:
             self.violations.append(PoolViolation(self._pool.pool_id, slot, message))
 
-    def _references(self) -> None:
-        expected = Counter(self._expected_references())
+    def _references(self) -> Iterator[None]:
+        expected: Counter[Block] = Counter()
+        for block in self._expected_references():
+            expected[block] += 1
+            yield
         for block in self._blocks:
+            yield
             counted = expected.pop(block, 0)
             self._report(block.refs == counted, block.slot, f"has {block.refs} references, {counted} are known")
         for block in expected:
@@ -72,33 +85,53 @@ class _Check:
             if ticket.source is not None and ticket.holds_source:
                 yield ticket.source
 
-    def _counters(self) -> None:
+    def _counters(self) -> Iterator[None]:
         pool = self._pool
         for tier in pool.tiers:
-            mine = [block for block in self._blocks if pool.tier_of(block) is tier]
-            used = sum(block.refs > 0 for block in mine)
-            cached = len(mine) - used
             name = tier.kind.name.lower()
+            used = cached = 0
+            # Slots that are met, and blocks in all and in use by account.
+            seen = bytearray(tier.size + 1)
+            accounts = {account: [0, 0] for account in tier.shares}
+            backups = pool.backups.places.values() if tier is pool.backups.tier else ()
+            for place in itertools.chain(tier.empty, tier.withheld, backups):
+                self._mark(tier, seen, place)
+                yield
+            for block in self._blocks:
+                yield
+                if pool.tier_of(block) is not tier:
+                    continue
+                self._mark(tier, seen, block.slot)
+                used += block.refs > 0
+                cached += not block.refs
+                owner = account_of(block)
+                if owner in accounts:
+                    accounts[owner][0] += 1
+                    accounts[owner][1] += block.refs > 0
             self._report(tier.used == used, 0, f"counts {tier.used} used {name} blocks, {used} are")
             self._report(tier.cached == cached, 0, f"counts {tier.cached} cached {name} blocks, {cached} are")
-            backups = pool.backups.places.values() if tier is pool.backups.tier else ()
-            slots = sorted([*tier.empty, *tier.withheld, *(block.slot for block in mine), *backups])
-            every = list(range(tier.offset + 1, tier.offset + tier.size + 1))
-            self._report(slots == every, 0, f"a {name} slot is lost or has two states")
+            once = not seen[0] and seen.count(1) == tier.size
+            self._report(once, 0, f"a {name} slot is lost or has two states")
             for account, share in tier.shares.items():
-                theirs = [block for block in mine if account_of(block) is account]
-                used = sum(block.refs > 0 for block in theirs)
-                self._report(
-                    (share.count, share.used) == (len(theirs), used), 0, f"a quota's {name} blocks are miscounted"
-                )
-        for place, block in enumerate(pool.blocks):
-            if block is not None:
-                self._report(block.slot == place, place, f"holds a block that says place {block.slot}")
-                self._report(bool(block.refs) or block.parent is not None, place, "is neither used, cached nor empty")
+                right = [share.count, share.used] == accounts[account]
+                self._report(right, 0, f"a quota's {name} blocks are miscounted")
+                yield
+        for place, at in enumerate(pool.blocks):
+            yield
+            if at is not None:
+                self._report(at.slot == place, place, f"holds a block that says place {at.slot}")
+                self._report(bool(at.refs) or at.parent is not None, place, "is neither used, cached nor empty")
 
-    def _backups(self) -> None:
+    @staticmethod
+    def _mark(tier: Tier, seen: bytearray, place: int) -> None:
+        slot = place - tier.offset
+        # The entry 0 is for slots that the tier does not have.
+        seen[slot if 1 <= slot <= tier.size else 0] += seen[slot if 1 <= slot <= tier.size else 0] < 2
+
+    def _backups(self) -> Iterator[None]:
         pool, backups = self._pool, self._pool.backups
         for block, place in backups.places.items():
+            yield
             on_device = block.parent is not None and pool.is_on_device(block)
             self._report(on_device and block not in backups.open, block.slot, "has a backup that it does not need")
             filled = pool.tier_at(place) is backups.tier and backups.tier.generation(place) != 0
@@ -115,29 +148,38 @@ class _Check:
             left = below.parent is None and below.refs > 0 and pool.blocks[below.slot] is below
             self._report(left, below.slot, "is to be inherited and not in use")
 
-    def _order(self) -> None:
+    def _order(self) -> Iterator[None]:
         pool, listed = self._pool, set()
         for tier in pool.tiers:
             owned = [(None, tier.order), *((account, share.order) for account, share in tier.shares.items())]
             for account, order in owned:
-                for priority, bit, blocks in order.rings():
-                    self._report(bit == bool(blocks), 0, f"the bit of priority {priority} is wrong")
-                    ages = [block.recency for block in blocks]
-                    self._report(ages == sorted(ages), 0, f"priority {priority} is not in order of use")
-                    for block in blocks:
+                for priority, bit, ring in order.walk():
+                    age, some = -1, False
+                    for block, is_linked in ring:
+                        yield
+                        some = True
+                        if is_linked:
+                            self._report(age <= block.recency, 0, f"priority {priority} is not in order of use")
+                            age = block.recency
                         listed.add(block)
                         whose = account_of(block) if account_of(block) in tier.shares else None
                         right = block.priority == priority and pool.tier_of(block) is tier and whose is account
                         self._report(right, block.slot, "is in another's order of loss")
+                    self._report(bit == some, 0, f"the bit of priority {priority} is wrong")
         for block in self._blocks:
+            yield
             leaf = pool.window is not None or not block.near
             self._report(
                 (block in listed) == (not block.refs and leaf), block.slot, "is wrongly in or out of the order"
             )
-        self._report(listed <= set(self._blocks), 0, "a block that is not in the pool is in the eviction order")
+        for block in listed:
+            yield
+            in_pool = pool.blocks[block.slot] is block
+            self._report(in_pool, 0, "a block that is not in the pool is in the eviction order")
 
-    def _leases(self) -> None:
+    def _leases(self) -> Iterator[None]:
         for block in self._blocks:
+            yield
             leases = list(leases_of(block))
             self._report(block.priority == effective_priority(block), block.slot, "has not its leases' priority")
             self._report(
@@ -154,11 +196,28 @@ class _Check:
             waiting = any(lease.deadline is None and lease.wish.duration is not None for lease in leases)
             self._report(not waiting or block.refs > 0, block.slot, "can be taken, and the clock of a lease stands")
 
-    def _index(self) -> None:
+    def _index(self) -> Iterator[None]:
         pool = self._pool
-        indexed = {block for block in self._blocks if block.parent is not None}
-        self._report(set(pool.index.values()) == indexed, 0, "index and blocks do not agree")
+        indexed = 0
+        for block in self._blocks:
+            yield
+            if block.parent is not None:
+                indexed += 1
+                self._report(pool.index.get(block.key) is block, block.slot, "is not in the index under its key")
+        self._report(len(pool.index) == indexed, 0, "index and blocks do not agree")
+        children_of: dict[Block, Node] = {}
+        for node in itertools.chain(pool.bare.values(), pool.index.values()):
+            before: tuple[object, ...] | None = None
+            self._report(node.children is not None or isinstance(node, Block), 0, "a node without a child is kept")
+            for child in siblings.each(node):
+                yield
+                self._report(child.parent is node, 0, "a child has another parent")
+                extra = b"" if child.domain is None else child.domain.extra
+                self._report(before is None or before <= (extra, child.tokens), 0, "siblings are out of order")
+                before = (extra, child.tokens)
+                children_of[child] = node
         for key, block in pool.index.items():
+            yield
             parent = block.parent
             if parent is None or block.domain is None:
                 self._report(False, block.slot, "is in the index without a parent or domain")
@@ -167,7 +226,7 @@ class _Check:
             self._report(
                 child_key(parent.key, block.tokens, block.domain.extra) == key, block.slot, "has a key of other tokens"
             )
-            self._report(block in siblings.each(parent), block.slot, "is not among its parent's children")
+            self._report(children_of.get(block) is parent, block.slot, "is not among its parent's children")
             self._report(pool.node(parent.key) is parent, block.slot, "stands on a node that cannot be found")
             self._report(block.writer is None, block.slot, "is in the index and still being written")
             waits = block in pool.leaving and block not in pool.moving
@@ -176,12 +235,6 @@ class _Check:
                 self._standing(block)
                 near = sum(pool.tier_of(child) is pool.tier_of(block) for child in siblings.each(block))
                 self._report(block.near == near, block.slot, f"counts {block.near} children near it, {near} are")
-        for node in [*pool.bare.values(), *pool.index.values()]:
-            children = siblings.each(node)
-            ordered = [("" if child.domain is None else child.domain.extra, child.tokens) for child in children]
-            self._report(ordered == sorted(ordered), 0, "siblings are out of order")
-            self._report(all(child.parent is node for child in children), 0, "a child has another parent")
-            self._report(bool(children) or isinstance(node, Block), 0, "a node without block or children is kept")
 
     def _standing(self, block: Block) -> None:
         parent = block.parent
@@ -198,8 +251,9 @@ class _Check:
             outlived = block.depth > 0 and not is_first and not self._pool.is_on_device(block)
             self._report(outlived or (is_first and block.depth == 0), block.slot, "has lost its parent")
 
-    def _pending(self) -> None:
+    def _pending(self) -> Iterator[None]:
         for key, block in self._pool.pending.items():
+            yield
             writer = block.writer
             if writer is None:
                 self._report(False, block.slot, "is promised by nobody")
@@ -214,7 +268,7 @@ class _Check:
             )
             self._report(promised, block.slot, "is promised under a key that its writer does not have")
 
-    def _writers(self) -> None:
+    def _writers(self) -> Iterator[None]:
         """Whatever a sequence may still write to is its own and nobody can find it."""
         owners: dict[Block, int] = {}
         for sequence in self._executor.sequences.values():
@@ -228,6 +282,7 @@ class _Check:
                     continue
                 first = 0 if sequence.has_moved else sequence.computed // sequence.block_size
                 for block in (*table.blocks[first:], *sequence.private):
+                    yield
                     if block is not None:
                         self._report(block not in owners, block.slot, "is written by two sequences")
                         self._report(block.writer is sequence, block.slot, "is written by one that does not own it")

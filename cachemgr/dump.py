@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from hashlib import sha256
@@ -24,10 +25,25 @@ if TYPE_CHECKING:
 
 def state_hash(lines: Iterable[str]) -> str:
     """SHA-256 over a state."""
-    digest = sha256()
-    for line in lines:
-        digest.update(line.encode() + b"\n")
+    digest = StateDigest()
+    digest.add(lines)
     return digest.hexdigest()
+
+
+class StateDigest:
+    """SHA-256 over a state that comes in pieces."""
+
+    def __init__(self) -> None:
+        self._digest = sha256()
+
+    def add(self, lines: Iterable[str]) -> None:
+        """Takes the next lines."""
+        for line in lines:
+            self._digest.update(line.encode() + b"\n")
+
+    def hexdigest(self) -> str:
+        """The digest of all lines."""
+        return self._digest.hexdigest()
 
 
 def line(kind: str, **facts: Any) -> str:
@@ -57,8 +73,8 @@ def rule_state(spec: RetentionRule) -> str:
     return line("rule", prefix=sha256(packed_bytes(pack(prefix))).hexdigest(), **facts)
 
 
-def executor_state(executor: Executor) -> Iterator[str]:
-    """A registered executor with its pools, sequences, copies and holds."""
+def executor_state(executor: Executor) -> Iterator[str | Iterator[str]]:
+    """A registered executor with its pools, sequences, copies and holds; an iterator for the blocks of each pool."""
     yield line(
         "executor",
         id=executor.executor_id,
@@ -79,7 +95,13 @@ def executor_state(executor: Executor) -> Iterator[str]:
         yield line("hold", name=hold.name, pin=hold.pin, blocks=blocks, owners=hold.owners)
 
 
-def _pool(pool: Pool) -> Iterator[str]:
+def _numbers(numbers: Iterable[int]) -> list[int | str]:
+    """How many there are, and a digest of them in their order: there may be millions."""
+    packed = array("Q", numbers)
+    return [len(packed), sha256(packed.tobytes()).hexdigest()]
+
+
+def _pool(pool: Pool) -> Iterator[str | Iterator[str]]:
     yield line(
         "pool",
         id=pool.pool_id,
@@ -103,24 +125,28 @@ def _pool(pool: Pool) -> Iterator[str]:
             tier=tier.kind.name,
             used=tier.used,
             cached=tier.cached,
-            empty=list(tier.empty),
-            withheld=tier.withheld,
+            empty=_numbers(tier.empty),
+            withheld=_numbers(tier.withheld),
             shares=shares,
             **counters,
         )
-    for block in pool.blocks:
-        if block is not None:
-            yield _block(pool, block)
+    yield (_block(pool, block) for block in pool.blocks if block is not None)
 
 
 def _backups(backups: Backups) -> dict[str, Any]:
     tier = backups.tier
+    numbers = (
+        number
+        for block, place in backups.places.items()
+        if tier is not None
+        for number in (block.slot, place, tier.generation(place))
+    )
     return {
         # In the order in which they were made.
-        "backups": [[block.slot, place, tier.generation(place)] for block, place in backups.places.items() if tier],
+        "backups": [len(backups.places), _numbers(numbers)[1]],
         "backups_open": [[block.slot, ticket.number] for block, ticket in backups.open.items()],
         "backups_running": backups.running,
-        "backups_wanted": [block.slot for block in backups.wanting],
+        "backups_wanted": _numbers(block.slot for block in backups.wanting),
         "heirs": [[below.slot, heir.slot] for below, heir in backups.heirs.items()],
     }
 

@@ -125,8 +125,7 @@ class PoolViews:
 
     def records(self) -> Iterator[BlockRecord]:
         """Every indexed block by place, as it is when it is asked for: blocks may change between two of them."""
-        for place in range(len(self.blocks)):
-            block = self.blocks[place] if place < len(self.blocks) else None
+        for block in self.blocks:
             if block is not None and block.parent is not None:
                 yield self.record(block)
 

@@ -38,19 +38,21 @@ async def gathered(items: Iterable[T | None]) -> list[T]:
     return [item async for found in sliced(items) for item in found if item is not None]
 
 
-async def steady(read: Callable[[], Iterable[T]], state: Callable[[], object]) -> list[T]:
-    """All items of a read during which the state did not change. Raises StateChangesError when it does not stop to.
+async def steady(read: Callable[[], Iterable[T | None]], state: Callable[[], object]) -> list[T]:
+    """All items but None of a read during which the state did not change.
 
-    What fits into one slice is always read at once.
+    What fits into one slice is always read at once. Raises StateChangesError when the state does not stand still.
     """
     give_up, seconds = time.perf_counter() + PATIENCE_SECONDS, SLICE_SECONDS
     while True:
         before = state()
         all_found: list[T] = []
+        first = True
         async for found in sliced(read(), seconds):
-            if all_found and state() != before:
+            if not first and state() != before:
                 break
-            all_found += found
+            first = False
+            all_found += [item for item in found if item is not None]
         else:
             return all_found
         if time.perf_counter() >= give_up:

@@ -34,7 +34,7 @@ from cachemgr.api import (
 )
 from cachemgr.block import Block, Node
 from cachemgr.chains import all_of
-from cachemgr.check import check
+from cachemgr.check import check, check_in_steps
 from cachemgr.dump import executor_state, line, rule_state, scheduler_state
 from cachemgr.errors import (
     InvalidField,
@@ -88,6 +88,26 @@ class ManagerViews:
         pools = self._selected(pool_id)
         return [violation for executor in self._executors.values() for violation in check(executor, pools)]
 
+    def check_pool_in_steps(self, pool_id: str = "") -> Iterator[PoolViolation | None]:
+        """As `check_pool`, with None behind each small step; `fingerprint` must not change between them."""
+        pools = self._selected(pool_id)
+        for executor in list(self._executors.values()):
+            yield from check_in_steps(executor, pools)
+
+    def fingerprint(self) -> object:
+        """Another one once a block, lease or sequence is another than before; time and renewals leave it as it is."""
+        return (
+            self._number,
+            self._events.last,
+            [(one.handle, one.computed, len(one.tokens), one.num_blocks) for one in self._sequences.values()],
+            [(one.executor_id, one.epoch, len(one.tickets), len(list(one.holds))) for one in self._executors.values()],
+            [
+                (pool.uses, pool.honoured_leases, pool.broken_leases, pool.share_number, len(pool.pending))
+                for pool in self._selected("")
+            ],
+            [(tier.used, tier.cached) for pool in self._selected("") for tier in pool.tiers],
+        )
+
     def pools(self) -> list[PoolView]:
         """All pools by name."""
         return [pool.pool_view() for pool in self._selected("")]
@@ -103,7 +123,12 @@ class ManagerViews:
     def blocks(self, pool_id: str, after_place: int = 0) -> Iterator[tuple[int, BlockView]]:
         """Used and cached blocks with their places, the device first. Raises UnknownPoolError."""
         pool = self._pool(pool_id)
-        return ((block.slot, pool.view(block)) for block in _from(pool, after_place))
+        return ((block.slot, pool.view(block)) for block in _from(pool, after_place) if block is not None)
+
+    def search_blocks(self, pool_id: str, after_place: int = 0) -> Iterator[tuple[int, BlockView] | None]:
+        """As `blocks`, with None for each empty slot."""
+        pool = self._pool(pool_id)
+        return (None if block is None else (block.slot, pool.view(block)) for block in _from(pool, after_place))
 
     def filtered_blocks(self, selected: BlockFilter, after_place: int = 0) -> Iterator[tuple[int, BlockView] | None]:
         """Blocks of one pool that a filter means, None for others.
@@ -112,8 +137,10 @@ class ManagerViews:
         """
         for pool, among in self.filtered(selected):
             for block in _from(pool, after_place):
-                is_meant = (among is None or block in among) and matches(pool, block, selected)
-                yield (block.slot, pool.view(block)) if is_meant else None
+                if block is not None and (among is None or block in among) and matches(pool, block, selected):
+                    yield block.slot, pool.view(block)
+                else:
+                    yield None
 
     def prefixes(self, selected: BlockFilter, after_place: int = 0) -> Iterator[PrefixView | None]:
         """Cached chains of one pool whose last block a filter means, None for other blocks.
@@ -122,9 +149,11 @@ class ManagerViews:
         """
         for pool, among in self.filtered(selected):
             for block in _from(pool, after_place):
-                is_last = block.parent is not None and block.children is None
-                is_meant = is_last and (among is None or block in among) and matches(pool, block, selected)
-                yield _prefix_view(pool, block) if is_meant else None
+                is_last = block is not None and block.parent is not None and block.children is None
+                if block is None or not is_last or (among is not None and block not in among):
+                    yield None
+                else:
+                    yield _prefix_view(pool, block) if matches(pool, block, selected) else None
 
     def leases(self, pool_id: str, holder: str, after_place: int = 0) -> Iterator[tuple[int, BlockView, LeaseView]]:
         """Leases of a pool by place; with a name those of one holder. Raises UnknownPoolError."""
@@ -133,12 +162,13 @@ class ManagerViews:
     def search_leases(
         self, pool_id: str, holder: str, after_place: int = 0
     ) -> Iterator[tuple[int, BlockView, LeaseView] | None]:
-        """As `leases`, with None behind each block."""
+        """As `leases`, with None behind each slot."""
         pool = self._pool(pool_id)
         for block in _from(pool, after_place):
-            for lease in leases_of(block):
-                if holder in ("", lease.wish.holder):
-                    yield block.slot, pool.view(block), self._leases.view(lease)
+            if block is not None:
+                for lease in leases_of(block):
+                    if holder in ("", lease.wish.holder):
+                        yield block.slot, pool.view(block), self._leases.view(lease)
             yield None
 
     def holds(self, owner: str = "") -> Iterator[HoldView]:
@@ -320,6 +350,15 @@ class ManagerViews:
 
     def state(self) -> Iterator[str]:
         """Everything that decides what happens next, as lines of JSON."""
+        for part in self.state_outline():
+            yield from (part,) if isinstance(part, str) else part
+
+    def state_outline(self) -> Iterator[str | Iterator[str]]:
+        """As `state`, with iterators in the places of what may be long.
+
+        The whole outline is taken at one moment. What its iterators give is the state of that moment as long as the
+        `fingerprint` does not change.
+        """
         yield line(
             "manager",
             epoch=self.epoch,
@@ -328,10 +367,9 @@ class ManagerViews:
             last_event=self._events.last,
             scheduler_came=self._scheduler_came,
         )
-        for rule in self._rules:
-            yield rule_state(rule.spec)
-        for _, account in sorted(self._accounts.items()):
-            yield line("quota", **asdict(account.quota))
+        yield (rule_state(spec) for spec in self.rules())
+        quotas = [account.quota for _, account in sorted(self._accounts.items())]
+        yield (line("quota", **asdict(quota)) for quota in quotas)
         for _, share in sorted(self._shares.items()):
             yield line("share", **share._asdict())
         for _, scheduler in sorted(self._schedulers.items()):
@@ -408,12 +446,10 @@ def unknown_executor(executor_id: str, field: str = "executor_id") -> UnknownExe
     return UnknownExecutorError(f"executor {executor_id} is not registered", fields={field: "is not registered"})
 
 
-def _from(pool: Pool, after_place: int) -> Iterator[Block]:
+def _from(pool: Pool, after_place: int) -> Iterator[Block | None]:
     # By index, as blocks may come and go between two of them, and a copy of the list takes as long as many calls.
     for place in range(after_place + 1, len(pool.blocks)):
-        block = pool.blocks[place] if place < len(pool.blocks) else None
-        if block is not None:
-            yield block
+        yield pool.blocks[place] if place < len(pool.blocks) else None
 
 
 def _prefix_view(pool: Pool, last: Block) -> PrefixView:

@@ -860,7 +860,9 @@ class CacheAdminServiceServicer:
     """
 
     def CheckPool(self, request, context):
-        """Recounts a pool, or all of them, and reports every contradiction.
+        """Recounts a pool, or all of them, and reports every contradiction. Reads in slices, so that others are served
+        meanwhile, and begins again when blocks change; ABORTED with STATE_CHANGES when they do not stop to for 20 s, which
+        only large pools meet: repeat it, or drain the schedulers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -1028,7 +1030,7 @@ class CacheAdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DumpState(self, request, context):
-        """Sends the whole state as lines of JSON, without token ids, and its hash.
+        """Sends the whole state as lines of JSON, without token ids, and its hash: all of one moment. Read as by CheckPool.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -239,7 +239,10 @@ class CacheAdminServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> CacheAdminServiceAsyncStub: ...
     CheckPool: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.CheckPoolRequest, _kvcache_pb2.CheckPoolResponse]
-    """Recounts a pool, or all of them, and reports every contradiction."""
+    """Recounts a pool, or all of them, and reports every contradiction. Reads in slices, so that others are served
+    meanwhile, and begins again when blocks change; ABORTED with STATE_CHANGES when they do not stop to for 20 s, which
+    only large pools meet: repeat it, or drain the schedulers.
+    """
     ListPools: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.ListPoolsRequest, _kvcache_pb2.ListPoolsResponse]
     """Lists pools with their counters."""
     GetPool: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.GetPoolRequest, _kvcache_pb2.GetPoolResponse]
@@ -287,7 +290,7 @@ class CacheAdminServiceStub:
     DeleteQuota: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.DeleteQuotaRequest, _kvcache_pb2.DeleteQuotaResponse]
     """Deletes a quota."""
     DumpState: _grpc.UnaryStreamMultiCallable[_kvcache_pb2.DumpStateRequest, _kvcache_pb2.DumpStateResponse]
-    """Sends the whole state as lines of JSON, without token ids, and its hash."""
+    """Sends the whole state as lines of JSON, without token ids, and its hash: all of one moment. Read as by CheckPool."""
 
 @_typing.type_check_only
 class CacheAdminServiceAsyncStub(CacheAdminServiceStub):
@@ -295,7 +298,10 @@ class CacheAdminServiceAsyncStub(CacheAdminServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     CheckPool: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.CheckPoolRequest, _kvcache_pb2.CheckPoolResponse]  # type: ignore[assignment]
-    """Recounts a pool, or all of them, and reports every contradiction."""
+    """Recounts a pool, or all of them, and reports every contradiction. Reads in slices, so that others are served
+    meanwhile, and begins again when blocks change; ABORTED with STATE_CHANGES when they do not stop to for 20 s, which
+    only large pools meet: repeat it, or drain the schedulers.
+    """
     ListPools: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.ListPoolsRequest, _kvcache_pb2.ListPoolsResponse]  # type: ignore[assignment]
     """Lists pools with their counters."""
     GetPool: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.GetPoolRequest, _kvcache_pb2.GetPoolResponse]  # type: ignore[assignment]
@@ -343,7 +349,7 @@ class CacheAdminServiceAsyncStub(CacheAdminServiceStub):
     DeleteQuota: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.DeleteQuotaRequest, _kvcache_pb2.DeleteQuotaResponse]  # type: ignore[assignment]
     """Deletes a quota."""
     DumpState: _aio.UnaryStreamMultiCallable[_kvcache_pb2.DumpStateRequest, _kvcache_pb2.DumpStateResponse]  # type: ignore[assignment]
-    """Sends the whole state as lines of JSON, without token ids, and its hash."""
+    """Sends the whole state as lines of JSON, without token ids, and its hash: all of one moment. Read as by CheckPool."""
 
 class CacheAdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """The operator's view and hand. Served on an address of its own."""
@@ -354,7 +360,10 @@ class CacheAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kvcache_pb2.CheckPoolRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvcache_pb2.CheckPoolResponse, _abc.Awaitable[_kvcache_pb2.CheckPoolResponse]]:
-        """Recounts a pool, or all of them, and reports every contradiction."""
+        """Recounts a pool, or all of them, and reports every contradiction. Reads in slices, so that others are served
+        meanwhile, and begins again when blocks change; ABORTED with STATE_CHANGES when they do not stop to for 20 s, which
+        only large pools meet: repeat it, or drain the schedulers.
+        """
 
     @_abc_1.abstractmethod
     def ListPools(
@@ -546,7 +555,7 @@ class CacheAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kvcache_pb2.DumpStateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kvcache_pb2.DumpStateResponse], _abc.AsyncIterator[_kvcache_pb2.DumpStateResponse]]:
-        """Sends the whole state as lines of JSON, without token ids, and its hash."""
+        """Sends the whole state as lines of JSON, without token ids, and its hash: all of one moment. Read as by CheckPool."""
 
 def add_CacheAdminServiceServicer_to_server(servicer: CacheAdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

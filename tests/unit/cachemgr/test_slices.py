@@ -8,12 +8,14 @@ from random import Random
 import pytest
 
 from cachemgr import slices
+from cachemgr.admin_api import BlockFilter
 from cachemgr.api import EventKind
 from cachemgr.errors import EventsGoneError, StateChangesError
 from cachemgr.events import Event
 from cachemgr.manager import CacheManager
 from cachemgr.slices import gathered, sliced, steady
 from cachemgr.snapshots import SnapshotReader
+from tests.support.work import work_of
 from tests.unit.cachemgr.test_random_operations import OF_A_SEQUENCE, WEIGHTS, CacheWorld, arguments
 from tests.unit.cachemgr.world import CONFIG, World
 
@@ -142,3 +144,84 @@ async def test_a_steady_read_gives_up_where_the_state_never_stands_still(monkeyp
 
     with pytest.raises(StateChangesError):
         await steady(read, lambda: state[0])
+
+
+def most_work_of_a_step(steps: Iterator[object]) -> int:
+    """The largest number of bytecodes between two steps."""
+    most = 0
+    for _ in range(1_000_000):
+        ended: list[bool] = []
+        most = max(most, work_of(lambda: ended.append(next(steps, END) is END)))  # noqa: B023
+        if ended[0]:
+            break
+    return most
+
+
+END = object()
+
+
+def cached_world(blocks: int) -> World:
+    world = World(blocks, host_blocks=blocks, config=dataclasses.replace(CONFIG, event_history=10))
+    # Chains, and prompts that have nothing in common but the root.
+    for first in range(0, blocks // 2, 10):
+        world.cache(list(range(first * 100, first * 100 + 40)))
+    for first in range(blocks // 2):
+        world.cache([first] * 5)
+    return world
+
+
+READS = {
+    "check": lambda world: world.manager.check_pool_in_steps(),
+    "dump": lambda world: next(part for part in world.manager.state_outline() if not isinstance(part, str)),
+    "snapshot": lambda world: world.manager.views_in_slices().steps(),
+    "blocks": lambda world: world.manager.search_blocks("e/0"),
+    "filtered": lambda world: world.manager.filtered_blocks(BlockFilter(pool_id="e/0", salt="none")),
+    "prefixes": lambda world: world.manager.prefixes(BlockFilter(pool_id="e/0", salt="none")),
+    "leases": lambda world: world.manager.search_leases("e/0", ""),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_no_step_of_a_long_read_grows_with_the_cache(name):
+    small, large = (most_work_of_a_step(iter(READS[name](cached_world(size)))) for size in (40, 160))
+    # Without steps it would be four times as much.
+    assert large < 2 * small
+
+
+async def test_a_check_finds_what_is_wrong_and_nothing_else_while_others_work(monkeypatch):
+    monkeypatch.setattr(slices, "SLICE_SECONDS", 0.0)
+    world = cached_world(40)
+    manager = world.manager
+    turns = 0
+
+    async def work() -> None:
+        nonlocal turns
+        for number in range(5):
+            world.cache([7_000 + number] * 13)
+            turns += 1
+            await asyncio.sleep(0.02)
+
+    other = asyncio.create_task(work())
+    assert await steady(manager.check_pool_in_steps, manager.fingerprint) == []
+    await other
+    assert turns == 5
+    block = next(iter(manager.pool_to_read("e/0").index.values()))
+    block.priority += 1
+    assert {one.slot for one in await steady(manager.check_pool_in_steps, manager.fingerprint)} == {block.slot}
+    block.priority -= 1
+
+
+def test_nothing_changes_the_state_of_blocks_behind_the_fingerprint():
+    """In random lives equal fingerprints mean equal blocks."""
+    for seed in range(6):
+        random, machine = Random(seed), CacheWorld()
+        machine.build((None,), 10, seed, 0, 0.0, 4, 3, True, 0.3, True)
+        before: tuple[object, list[str]] | None = None
+        for _ in range(150):
+            (name,) = random.choices(list(WEIGHTS), list(WEIGHTS.values()))
+            if name not in OF_A_SEQUENCE or machine.world.live:
+                getattr(machine, name)(**arguments(name, random))
+            manager = machine.world.manager
+            now = (manager.fingerprint(), [line for line in manager.state() if line.startswith('{"kind":"block"')])
+            assert before is None or now[0] != before[0] or now[1] == before[1], name
+            before = now
