@@ -1,15 +1,22 @@
 """How long single calls keep the cache manager's event loop from everybody else."""
 
+import asyncio
+import contextlib
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 
+from cachemgr import paging
+from cachemgr.admin_api import BlockFilter, ForgetTarget, Prefix, Quota
 from cachemgr.api import Admission, AdmitRequest, ExecutorSpec, ManagerConfig, PoolSpec, SyncRequest
 from cachemgr.manager import CacheManager
+from cachemgr.slices import gathered, sliced, steady
 from tests.bench.scale.row import Row
 
 BLOCK = 16
 LONG_PROMPT_TOKENS = 131_072
+# Blocks of a prompt, and salts that all prompts are divided among.
+CHAIN, SALTS = 50, 100
 
 
 class Cache:
@@ -38,9 +45,88 @@ class Cache:
         return admission, seconds
 
 
-def rows(_blocks: int) -> Iterator[Row]:
+def rows(blocks: int) -> Iterator[Row]:
     """The rows of this module."""
     yield from long_prompts()
+    cache = Cache(blocks)
+    for first in range(blocks // CHAIN):
+        cache.run(first * CHAIN * BLOCK, CHAIN * BLOCK, salt=f"s{first % SALTS}", session_id=f"t{first % SALTS}")
+    manager = cache.manager
+    missing = BlockFilter(pool_id="e/0", salt="missing")
+    prompt = Prefix(tuple(range(1 << 30, (1 << 30) + LONG_PROMPT_TOKENS)))
+
+    async def snapshot() -> None:
+        with contextlib.closing(manager.views_in_slices()) as reader:
+            async for _ in sliced(reader.steps()):
+                reader.catch_up()
+            async for _ in sliced(reader.events()):
+                pass
+
+    async def dump() -> None:
+        def lines() -> Iterator[str]:
+            for part in list(manager.state_outline()):
+                yield from (part,) if isinstance(part, str) else part
+
+        await steady(lines, manager.fingerprint)
+
+    def listing(items: Iterable[object]) -> Callable[[], Awaitable[object]]:
+        return lambda: paging.cut_in_slices(items, 1000, "x", lambda _: 0)
+
+    def at_once(call: Callable[[], object]) -> Callable[[], Awaitable[object]]:
+        async def run() -> object:
+            return call()
+
+        return run
+
+    calls: dict[str, Callable[[], Awaitable[object]]] = {
+        "CheckPool": lambda: steady(manager.check_pool_in_steps, manager.fingerprint),
+        "DumpState": dump,
+        "WatchEvents, snapshot": snapshot,
+        "records for a resynchronisation with Redis": lambda: gathered(manager.records("e")),
+        "ListBlocks, filter without a match": listing(manager.filtered_blocks(missing)),
+        "ListPrefixes, filter without a match": listing(manager.prefixes(missing)),
+        "ListLeases, holder without a lease": listing(manager.search_leases("e/0", "none")),
+        "ExplainPrefix, 128k tokens": at_once(lambda: manager.explain(prompt, 0)),
+        "expire and pools, twice a second": at_once(lambda: (manager.expire(), manager.pools())),
+        "RenewExecutor": at_once(lambda: manager.renew_executor("e", 1, 1)),
+        f"ForgetBlocks of a salt, 1 of {SALTS}, validate only": at_once(
+            lambda: manager.forget(ForgetTarget(salt="s1"), validate_only=True)
+        ),
+        f"ForgetBlocks of a session, 1 of {SALTS}, validate only": at_once(
+            lambda: manager.forget(ForgetTarget(session_id="t1"), validate_only=True)
+        ),
+        f"PurgeBlocks of a salt, 1 of {SALTS}, validate only": at_once(
+            lambda: manager.purge(BlockFilter(salt="s1"), validate_only=True, skip_used=True)
+        ),
+        f"ForgetBlocks of a salt, 1 of {SALTS}": at_once(
+            lambda: manager.forget(ForgetTarget(salt="s2"), validate_only=False)
+        ),
+        "SetQuota": at_once(lambda: manager.set_quota(Quota(tenant_id="t", device_ceiling=10), validate_only=False)),
+    }
+    yield Row("blocks that are cached", manager.pools()[0].cached_blocks, "blocks")
+    for name, call in calls.items():
+        stall, seconds = asyncio.run(_longest_stall(call))
+        yield Row(f"{name}: longest stall", stall * 1e3, "ms", 50)
+        yield Row(f"{name}: in all", seconds * 1e3, "ms")
+
+
+async def _longest_stall(call: Callable[[], Awaitable[object]]) -> tuple[float, float]:
+    """The longest process time between two turns of the event loop while a call runs, and that of the whole call."""
+    longest, ended, begun = 0.0, asyncio.Event(), time.process_time()
+
+    async def watch() -> None:
+        nonlocal longest
+        while not ended.is_set():
+            before = time.process_time()
+            await asyncio.sleep(0)
+            longest = max(longest, time.process_time() - before)
+
+    watching = asyncio.create_task(watch())
+    await asyncio.sleep(0)
+    await call()
+    ended.set()
+    await watching
+    return longest, time.process_time() - begun
 
 
 def long_prompts() -> Iterator[Row]:
