@@ -72,6 +72,13 @@ class CpuDecoder:
         attention = tuple(Attention(one.weights, one.squares, one.rows, one.totals is not None) for one in sums)
         return Scores(logits, None, here(work.targets), attention)
 
+    def be_invariant(self) -> None:
+        """From now on a row's logits depend on nothing that it is computed beside, nor on the number of threads.
+
+        Rows of sequences whose attention is counted are left out.
+        """
+        self._decoder.invariant = True
+
     def _sums(self, counted: Counted, slots: int) -> Sums:
         shape = (*self._shape, slots)
         squares = torch.empty(shape) if counted.squares else None

@@ -65,6 +65,11 @@ async def _serve(settings: ExecutorSettings) -> int:
     files = find(settings.model, settings.cache_dir, lambda line: log.info(line))
     log.info("loading", model=files.name, device=str(device))
     model = load_model(files, device, settings.dtype, compiled_folder=settings.compiled_dir)
+    if settings.batch_invariant:
+        if not isinstance(model.forward, CpuDecoder):
+            setting = variable(ExecutorSettings, "batch_invariant")
+            raise ModelError(f"{setting}: {files.name} does not run in compiled code here, which alone can do that")
+        model.forward.be_invariant()
     tokenizer = load_tokenizer(files)
     release_unused_memory()
     blocks = count_blocks(

@@ -23,6 +23,9 @@ class ExecutorSettings(ProcessSettings):
     block_size: int = Field(16, ge=2, le=1024, description="Tokens per block, a power of two.")
     max_tokens: int = Field(0, ge=0, description="Tokens the pools hold at most; 0 leaves it to the memory.")
     free_memory_fraction: float = Field(0.9, gt=0, le=1, description="Share of free device memory for the pools.")
+    batch_invariant: bool = Field(
+        False, description="Compute each token alike whatever is cached or beside it; compiled code of a CPU only."
+    )
     threads: int = Field(0, ge=0, description="Threads for CPU work; 0 is one per core.")
     metrics_address: MetricsAddress = Field("", description="Where Prometheus reads metrics; empty is off.")
     cache_dir: Path = Field(

@@ -52,6 +52,7 @@ class Batch(ctypes.Structure):
         *((name, c_void_p) for name in ("rows", "slot_numbers")),
         ("entries", c_int64),
         ("counted", POINTER(Counted)),
+        ("invariant", c_int64),
     )
 
 

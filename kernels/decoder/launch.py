@@ -150,6 +150,8 @@ class Decoder:
         reason = obstacle(library, weights, dtype)
         if reason:
             raise ValueError(f"weights: {reason}")
+        # Whether a row's logits depend on nothing that it is computed beside, nor on the number of threads.
+        self.invariant = False
         self._library = library
         self._dtype = dtype
         prefers = library.decoder_prefers_products
@@ -284,6 +286,7 @@ class Decoder:
                 slot_numbers.data_ptr(),
                 len(counted),
                 (abi.Counted * len(counted))(*counted),
+                self.invariant,
             )
             kinds = self._dtype == torch.bfloat16, self._products
             inputs = ctypes.byref(self._model), ctypes.byref(batch)

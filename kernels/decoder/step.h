@@ -37,6 +37,7 @@ struct Batch {
   const int64_t *slot_numbers;  // [T]
   int64_t entries;
   const Counted *counted;  // [entries]
+  int64_t invariant;  // whether nothing that is rounded may depend on what else is in the step, nor on the threads
 };
 
 // A group's numbers, kept.
@@ -101,7 +102,7 @@ class Step {
     for (int64_t g = 0; g < batch.groups; g++) {
       groups.emplace_back(batch.group[g], tokens, batch.sequences);
       plans.push_back(plan_units(shape, groups[g], batch.sequences, batch.query_start, slot_numbers.data(), counted,
-                                 team.size));
+                                 team.size, batch.invariant));
       if (!plans[g].shared.empty() || !plans[g].merged.empty())
         most_softmaxes = std::max(most_softmaxes, plans[g].softmaxes);
       most_sums = std::max(most_sums, plans[g].sums);

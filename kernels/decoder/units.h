@@ -103,9 +103,11 @@ static inline void divide_keys(Plan &plan, const Shape &shape, int threads) {
   plan.own.swap(divided);
 }
 
-// slot_numbers: [T], of the tokens along their tables.
+// slot_numbers: [T], of the tokens along their tables. invariant: every token that is not counted is a unit of its own,
+// from the first key to its own, so that what is rounded depends on nothing else.
 static Plan plan_units(const Shape &shape, const Group &group, int64_t sequences, const int32_t *query_start,
-                       const int64_t *slot_numbers, const std::vector<Counted> &counted, int threads) {
+                       const int64_t *slot_numbers, const std::vector<Counted> &counted, int threads,
+                       bool invariant) {
   Plan plan;
   std::vector<int64_t> entry_of(sequences, -1);
   for (size_t entry = 0; entry < counted.size(); entry++) entry_of[counted[entry].sequence] = entry;
@@ -115,7 +117,7 @@ static Plan plan_units(const Shape &shape, const Group &group, int64_t sequences
   std::iota(sorted.begin(), sorted.end(), 0);
   auto common = [&](int64_t a, int64_t b) {
     // Who counts attends to all keys in one go.
-    if (entry_of[a] >= 0 || entry_of[b] >= 0) return int64_t(0);
+    if (invariant || entry_of[a] >= 0 || entry_of[b] >= 0) return int64_t(0);
     int64_t most = std::min(length(a), length(b)) / shape.block_size, i = 0;
     while (i < most && table(a)[i] == table(b)[i]) i++;
     return i * shape.block_size;
@@ -132,7 +134,8 @@ static Plan plan_units(const Shape &shape, const Group &group, int64_t sequences
   int64_t limit = std::max<int64_t>(1, std::clamp<int64_t>(even, 2 * ROWS, UNIT_ROWS) / shape.per_kv());
   auto cut = [&](std::vector<Unit> &units, Unit whole) {
     // Even parts: a thread that has none left waits for the longest.
-    int64_t parts = (whole.count + limit - 1) / limit;
+    const int64_t most_tokens = invariant && !whole.counted ? 1 : limit;
+    int64_t parts = (whole.count + most_tokens - 1) / most_tokens;
     for (int64_t part = 0; part < parts; part++) {
       Unit unit = whole;
       int64_t from = part * whole.count / parts, to = (part + 1) * whole.count / parts;
@@ -175,7 +178,7 @@ static Plan plan_units(const Shape &shape, const Group &group, int64_t sequences
     i += together;
   }
   plan.softmaxes = query_start[sequences] * shape.q_heads;
-  divide_keys(plan, shape, threads);
+  if (!invariant) divide_keys(plan, shape, threads);
   for (auto *units : {&plan.shared, &plan.own}) {
     std::stable_sort(units->begin(), units->end(), [](const Unit &a, const Unit &b) {
       return a.count * (a.end - a.begin) > b.count * (b.end - b.begin);
