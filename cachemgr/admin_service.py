@@ -179,8 +179,11 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         """The state in pieces; all of it at one moment."""
         lines = await steady(self._state, self._manager.fingerprint)
         digest = StateDigest()
-        for start in range(0, len(lines), _DUMP_LINES):
-            part = lines[start : start + _DUMP_LINES]
+        # From the end, and let go of at once: to free all of them together would take long.
+        lines.reverse()
+        while lines:
+            part = lines[: -_DUMP_LINES - 1 : -1]
+            del lines[-_DUMP_LINES:]
             digest.add(part)
             yield pb.DumpStateResponse(lines=part)
             await asyncio.sleep(0)

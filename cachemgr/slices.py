@@ -33,11 +33,6 @@ async def sliced(items: Iterable[T], seconds: float = SLICE_SECONDS) -> AsyncIte
     yield found
 
 
-async def gathered(items: Iterable[T | None]) -> list[T]:
-    """All items but None, which a long search gives for what it passes over."""
-    return [item async for found in sliced(items) for item in found if item is not None]
-
-
 async def steady(read: Callable[[], Iterable[T | None]], state: Callable[[], object]) -> list[T]:
     """All items but None of a read during which the state did not change.
 

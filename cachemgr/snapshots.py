@@ -76,15 +76,19 @@ class SnapshotReader:
         self._seen.setdefault(pool.pool_id, {})[block.key] = _Seen(pool.view(block), leases)
 
     def events(self) -> Iterator[Event | None]:
-        """The snapshot at `number`: each pool, then its blocks, parents before children. None while it sorts."""
+        """The snapshot at `number`, once: each pool, then its blocks, parents before children. None while it sorts."""
         for pool_id, found in self._seen.items():
             yield Event(self.number, EventKind.CREATED, BlockView.of_pool(pool_id))
             by_depth: dict[int, list[_Seen]] = {}
-            for seen in found.values():
+            # Taken from the end and given back in the first order; to let go of all at once would take long.
+            while found:
+                _, seen = found.popitem()
                 by_depth.setdefault(seen.view.depth, []).append(seen)
                 yield None
             for depth in sorted(by_depth):
-                for view, leases in by_depth[depth]:
+                rest = by_depth[depth]
+                while rest:
+                    view, leases = rest.pop()
                     yield Event(self.number, EventKind.STORED, view)
                     for lease, deadline in leases:
                         if deadline is not None:

@@ -24,7 +24,6 @@ from cachemgr.operator_records import Kind, PinRecord
 from cachemgr.operator_store import OperatorSource, OperatorStore
 from cachemgr.records import BlockRecord, RecordError, decode, encode, encode_place
 from cachemgr.redis_client import UNAVAILABLE, executor_key, operators_key, reason
-from cachemgr.slices import gathered
 from cachemgr.store_check import Difference, compare_blocks
 from cachemgr.store_clock import StoreClocks, at_rest, awake
 from cachemgr.store_marks import OPERATORS, MarkedWrites, clock_key
@@ -313,7 +312,7 @@ class IndexStore:
                 for executor_id in executor_ids:
                     now = self._clocks.time(executor_id)
                     # What changes meanwhile is pending when it is compared.
-                    indexed = await gathered(at_rest(block, now) for block in self._snapshot(executor_id))
+                    indexed = (at_rest(block, now) for block in self._snapshot(executor_id))
                     stored = self._redis.hscan_iter(executor_key(executor_id, "blocks"), count=_READ)
                     is_pending = partial(self._queue.is_pending, executor_id)
                     found += await compare_blocks(executor_id, stored, indexed, is_pending)

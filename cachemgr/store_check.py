@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from cachemgr.operator_records import Entry, PinRecord, entry_name
 from cachemgr.records import BlockRecord, LeaseRecord, RecordError, decode, encode_place
+from cachemgr.slices import sliced
 from cachemgr.write_behind import Place
 
 # Seconds: times are sums of others.
@@ -30,7 +31,9 @@ async def compare_blocks(
 
     Whatever is pending when it is looked at has changed since the comparison began, and is left out.
     """
-    expected = {encode_place(*record.place): record for record in indexed}
+    expected: dict[bytes, BlockRecord] = {}
+    async for part in sliced(indexed):
+        expected.update((encode_place(*record.place), record) for record in part)
     found = []
     # A hash that grows meanwhile may tell a field twice.
     seen: set[bytes] = set()

@@ -10,7 +10,7 @@ from cachemgr import paging
 from cachemgr.admin_api import BlockFilter, ForgetTarget, Prefix, Quota
 from cachemgr.api import Admission, AdmitRequest, ExecutorSpec, ManagerConfig, PoolSpec, SyncRequest
 from cachemgr.manager import CacheManager
-from cachemgr.slices import gathered, sliced, steady
+from cachemgr.slices import sliced, steady
 from tests.bench.scale.row import Row
 
 BLOCK = 16
@@ -55,20 +55,6 @@ def rows(blocks: int) -> Iterator[Row]:
     missing = BlockFilter(pool_id="e/0", salt="missing")
     prompt = Prefix(tuple(range(1 << 30, (1 << 30) + LONG_PROMPT_TOKENS)))
 
-    async def snapshot() -> None:
-        with contextlib.closing(manager.views_in_slices()) as reader:
-            async for _ in sliced(reader.steps()):
-                reader.catch_up()
-            async for _ in sliced(reader.events()):
-                pass
-
-    async def dump() -> None:
-        def lines() -> Iterator[str]:
-            for part in list(manager.state_outline()):
-                yield from (part,) if isinstance(part, str) else part
-
-        await steady(lines, manager.fingerprint)
-
     def listing(items: Iterable[object]) -> Callable[[], Awaitable[object]]:
         return lambda: paging.cut_in_slices(items, 1000, "x", lambda _: 0)
 
@@ -80,9 +66,9 @@ def rows(blocks: int) -> Iterator[Row]:
 
     calls: dict[str, Callable[[], Awaitable[object]]] = {
         "CheckPool": lambda: steady(manager.check_pool_in_steps, manager.fingerprint),
-        "DumpState": dump,
-        "WatchEvents, snapshot": snapshot,
-        "records for a resynchronisation with Redis": lambda: gathered(manager.records("e")),
+        "DumpState": lambda: _dump(manager),
+        "WatchEvents, snapshot": lambda: _snapshot(manager),
+        "records for a resynchronisation with Redis": lambda: _resync(manager),
         "ListBlocks, filter without a match": listing(manager.filtered_blocks(missing)),
         "ListPrefixes, filter without a match": listing(manager.prefixes(missing)),
         "ListLeases, holder without a lease": listing(manager.search_leases("e/0", "none")),
@@ -108,6 +94,30 @@ def rows(blocks: int) -> Iterator[Row]:
         stall, seconds = asyncio.run(_longest_stall(call))
         yield Row(f"{name}: longest stall", stall * 1e3, "ms", 50)
         yield Row(f"{name}: in all", seconds * 1e3, "ms")
+
+
+async def _snapshot(manager: CacheManager) -> None:
+    with contextlib.closing(manager.views_in_slices()) as reader:
+        async for _ in sliced(reader.steps()):
+            reader.catch_up()
+        async for _ in sliced(reader.events()):
+            pass
+
+
+async def _dump(manager: CacheManager) -> None:
+    def lines() -> Iterator[str]:
+        for part in list(manager.state_outline()):
+            yield from (part,) if isinstance(part, str) else part
+
+    found = await steady(lines, manager.fingerprint)
+    while found:
+        del found[-1000:]
+        await asyncio.sleep(0)
+
+
+async def _resync(manager: CacheManager) -> None:
+    async for _ in sliced(manager.records("e")):
+        pass
 
 
 async def _longest_stall(call: Callable[[], Awaitable[object]]) -> tuple[float, float]:

@@ -13,7 +13,7 @@ from cachemgr.api import EventKind
 from cachemgr.errors import EventsGoneError, StateChangesError
 from cachemgr.events import Event
 from cachemgr.manager import CacheManager
-from cachemgr.slices import gathered, sliced, steady
+from cachemgr.slices import sliced, steady
 from cachemgr.snapshots import SnapshotReader
 from tests.support.work import work_of
 from tests.unit.cachemgr.test_random_operations import OF_A_SEQUENCE, WEIGHTS, CacheWorld, arguments
@@ -110,7 +110,6 @@ async def test_others_run_between_slices_and_the_items_stay_in_order(monkeypatch
     other.cancel()
     assert found == list(range(1000))
     assert turns >= 1000 // 32 - 1
-    assert await gathered([1, None, 2, None]) == [1, 2]
 
 
 async def test_a_steady_read_begins_again_when_the_state_has_changed(monkeypatch):
