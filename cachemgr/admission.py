@@ -153,13 +153,16 @@ class Admitter:
         match = plan.match
         sequence.handle = self._next_number()
         sequence.content = content(request, tokens)
+        # Which block a beginning is of, before the block is taken over.
+        sources = [block.key for block in match.sources]
         self._claim(sequence, plan)
         for pool in executor.pools:
             if not request.no_read:
                 pool.tokens.add(now, request.salt, len(tokens), match.tokens)
         promise(sequence)
         if executor.ghosts is not None:
-            executor.ghosts.admitted(sequence, now, is_read=not request.no_read)
+            source = sources[executor.ghosts.pool.spec.group] if sources else b""
+            executor.ghosts.admitted(sequence, now, is_read=not request.no_read, source=source)
         scheduler.executors.add(executor.executor_id)
         wait_for = 0 if match.writer is None else match.writer.handle
         receipts = sequence.wishes.receipts(

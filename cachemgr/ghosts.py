@@ -3,7 +3,11 @@
 Only blocks whose keys lie below a bound are followed, in caches smaller by the same share: spatially hashed sampling as
 in SHARDS (Waldspurger, Park, Garthwaite and Ahmad, "Efficient MRC construction with SHARDS", FAST '15). Keys are hashes
 already. What is missed is counted, and what is found is the rest: many blocks are missed once, but few are found very
-often, and in a sample they are or are not.
+often, and in a sample they are or are not. The real pool's misses are known of all blocks: they say how much of what is
+missed the sample stands for. A cache of another size misses mostly the same ones, so that chance hardly counts.
+
+Beginnings of blocks are found where the blocks that the real pool copied them from would still be. Beginnings that only
+a larger cache would have are not counted, and no cache is said to find more than one that loses nothing.
 
 A block is found only if all before it are. Nothing has to check that: who uses a block uses those before it, and gives
 them back later. So the block before is lost later in every order here, and each block may be followed alone.
@@ -18,6 +22,7 @@ import enum
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
+from cachemgr.keys import child_key
 from cachemgr.meters import BUCKET_SECONDS, MAX_WINDOW_SECONDS
 from cachemgr.nested_caches import Ghost, NestedCaches
 from cachemgr.retention import DEFAULT_PRIORITY, Wish
@@ -31,6 +36,8 @@ if TYPE_CHECKING:
 DEVICE_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 # Of all tiers together, where there are several.
 TIER_FACTORS = (0.5, 1.0, 2.0, 4.0)
+# Half a megabyte: some million blocks are told apart.
+_SEEN_BITS = 1 << 22
 _EVERY_KEY = b"\xff" * 33
 
 
@@ -70,7 +77,23 @@ class GhostReport(NamedTuple):
 class _Counts:
     """Lookups of some time. Missed in a zone: found by caches from that number on."""
 
-    __slots__ = ("begin", "blocks", "found", "missed_blocks", "missed_tokens", "partly", "reachable", "tokens")
+    __slots__ = (
+        "begin",
+        "blocks",
+        "endless",
+        "found",
+        "missed_blocks",
+        "missed_partly",
+        "missed_tokens",
+        "partly",
+        "pool_missed_blocks",
+        "pool_missed_tokens",
+        "reachable",
+        "sampled_missed_blocks",
+        "sampled_missed_tokens",
+        "sampled_partly",
+        "tokens",
+    )
 
     def __init__(self, begin: float, policies: int, zones: int) -> None:
         self.begin = begin
@@ -78,9 +101,17 @@ class _Counts:
         self.blocks = self.reachable = self.tokens = self.found = 0
         # Tokens that the pool has found in blocks of which only the beginning matched.
         self.partly = 0
+        # Tokens that a cache which loses nothing would have found at least.
+        self.endless = 0
+        # Of full blocks that the pool has not found: all of them, and those of the sample.
+        self.pool_missed_blocks = self.pool_missed_tokens = 0
+        self.sampled_missed_blocks = self.sampled_missed_tokens = 0
+        # Tokens of beginnings whose source is in the sample.
+        self.sampled_partly = 0
         # By policy and zone, of the sample.
         self.missed_blocks = [[0] * (zones + 1) for _ in range(policies)]
         self.missed_tokens = [[0] * (zones + 1) for _ in range(policies)]
+        self.missed_partly = [[0] * (zones + 1) for _ in range(policies)]
 
 
 class _Followed:
@@ -91,8 +122,8 @@ class _Followed:
         self.caches = NestedCaches(limits)
         self.live: dict[int, list[Ghost]] = {}
 
-    def use(self, key: bytes, wish: Wish | None) -> tuple[Ghost, int]:
-        block, zone = self.caches.use(key)
+    def use(self, key: bytes, wish: Wish | None, tail: tuple[bytes, bytes] | None = None) -> tuple[Ghost, int]:
+        block, zone = self.caches.use(key, tail)
         if self.policy is GhostPolicy.REUSED_LAST:
             wish = _REUSED if block.stored else None
         elif self.policy is GhostPolicy.LEAST_RECENTLY_USED:
@@ -114,6 +145,8 @@ class Ghosts:
         self._sizes = self._wanted_sizes()
         limits = self._limits()
         self._followed = [_Followed(policy, limits) for policy in GhostPolicy]
+        # A bit for each key that was ever asked for or stored; keys may share one.
+        self._seen = bytearray(_SEEN_BITS // 8)
         self._all = self._counts(0.0)
         self._buckets: deque[_Counts] = deque(maxlen=int(MAX_WINDOW_SECONDS / BUCKET_SECONDS) + 1)
 
@@ -130,8 +163,11 @@ class Ghosts:
     def _counts(self, begin: float) -> _Counts:
         return _Counts(begin, len(GhostPolicy), len(self._sizes))
 
-    def admitted(self, sequence: LiveSequence, now: float, *, is_read: bool) -> None:
-        """A sequence has got its blocks; `is_read` if it has looked for cached ones."""
+    def admitted(self, sequence: LiveSequence, now: float, *, is_read: bool, source: bytes = b"") -> None:
+        """A sequence has got its blocks; `is_read` if it has looked for cached ones.
+
+        source: key of the block whose beginning it has found, empty where it has found none.
+        """
         if self.pool.device.total != self._total:
             self._resize()
         size, bound = self._size, self._bound
@@ -142,10 +178,27 @@ class Ghosts:
         counted = self._counted(sequence, now, full, reachable) if is_read else ()
         places = [place for place, key in enumerate(keys) if key < bound]
         wishes = self._wishes(sequence, places)
+        known = full if sequence.cached_tokens >= reachable else sequence.cached_tokens // size
+        partly = sequence.cached_tokens % size if source and source < bound else 0
+        endless = max(sequence.cached_tokens, min(reachable, self._count_seen(keys[:full], known) * size))
+        if not sequence.no_store:
+            self._see(keys[known:full])
+        for counts in counted:
+            counts.endless += endless
+            missed = [min(size, reachable - place * size) for place in places if place >= known]
+            counts.sampled_missed_blocks += len(missed)
+            counts.sampled_missed_tokens += sum(missed)
+            counts.pool_missed_blocks += full - known
+            counts.pool_missed_tokens += max(0, reachable - known * size)
+            counts.sampled_partly += partly
         in_use = self.pool.device.used * self.rate
         for index, followed in enumerate(self._followed):
             caches = followed.caches
             caches.advance(now)
+            if partly:
+                copied = caches.blocks.get(source)
+                for counts in counted:
+                    counts.missed_partly[index][len(self._sizes) if copied is None else copied.zone] += partly
             used: list[Ghost] = []
             for place, wish in zip(places, wishes, strict=True):
                 if sequence.no_store and keys[place] not in caches.blocks:
@@ -200,29 +253,59 @@ class Ghosts:
         in_use = self.pool.device.used * self.rate
         keys = sequence.keys[:stored]
         known = sequence.admission.cached_tokens // size
-        fresh: list[tuple[bytes, Wish | None]] = []
-        stale: list[bytes] = []
+        fresh: list[tuple[bytes, Wish | None, tuple[bytes, bytes] | None]] = []
+        longer: list[tuple[bytes, bytes]] = []
         if not sequence.no_store:
             fresh = [
-                (key, sequence.wishes.at(place * size)) for place, key in enumerate(keys[known:], known) if key < bound
+                (key, sequence.wishes.at(place * size), None)
+                for place, key in enumerate(keys[known:], known)
+                if key < bound
             ]
-            parents = (sequence.key(known - 1), *keys[known:])
-            *stale, last = (_partial_key(parent) for parent in parents)
-            if stored == sequence.computed // size and sequence.computed % size and last < bound:
-                fresh.append((last, sequence.wishes.at(stored * size)))
+            self._see(keys[known:])
+            longer = self._longer(sequence, known, stored)
+            if stored == sequence.computed // size and sequence.computed % size:
+                start, end = stored * size, sequence.computed
+                tail = sequence.key(stored - 1), sequence.packed(start, end)
+                last = child_key(*tail, sequence.extra_of(start, end))
+                if last < bound:
+                    fresh.append((last, sequence.wishes.at(start), tail))
+                longer.append(tail)
         keep = set(keys)
         for followed in self._followed:
             used = followed.live.pop(sequence.handle, [])
             mine = {block.key for block in used}
-            used += [followed.use(key, wish)[0] for key, wish in fresh if key not in mine]
-            keep.update(key for key, _ in fresh)
+            used += [followed.use(key, wish, tail)[0] for key, wish, tail in fresh if key not in mine]
+            keep.update(key for key, _, _ in fresh)
             for block in reversed(used):
                 block.stored = block.stored or block.key in keep
                 followed.caches.drop(block)
-            for key in stale:
-                if key < bound:
-                    followed.caches.discard(key)
+            for parent, tokens in longer:
+                followed.caches.cover(parent, tokens)
             followed.caches.fit(in_use)
+
+    def _see(self, keys: Sequence[bytes]) -> None:
+        seen = self._seen
+        for key in keys:
+            at = int.from_bytes(key[:4], "little") % _SEEN_BITS
+            seen[at >> 3] |= 1 << (at & 7)
+
+    def _count_seen(self, keys: Sequence[bytes], known: int) -> int:
+        """Leading keys that were seen before, of which so many are known to be."""
+        seen = self._seen
+        for place in range(known, len(keys)):
+            at = int.from_bytes(keys[place][:4], "little") % _SEEN_BITS
+            if not seen[at >> 3] & 1 << (at & 7):
+                return place
+        return len(keys)
+
+    def _longer(self, sequence: LiveSequence, known: int, stored: int) -> list[tuple[bytes, bytes]]:
+        """Parents of its full blocks that have partly filled children as well, with the blocks' tokens."""
+        size, found = self._size, []
+        for place in range(known, stored):
+            parent = sequence.key(place - 1)
+            if any(followed.caches.has_tails(parent) for followed in self._followed):
+                found.append((parent, sequence.packed(place * size, (place + 1) * size)))
+        return found
 
     def _resize(self) -> None:
         """An operator has changed the device's share: the sizes change with it, what is followed does not."""
@@ -237,32 +320,39 @@ class Ghosts:
     def report(self, since: float | None = None) -> GhostReport:
         """What was found from about this time on, or from the beginning."""
         found = [self._all] if since is None else [one for one in self._buckets if one.begin + BUCKET_SECONDS > since]
-        blocks, reachable, tokens, hit, partly = (
+        blocks, reachable, tokens, hit, partly, endless = (
             sum(getattr(counts, field) for counts in found)
-            for field in ("blocks", "reachable", "tokens", "found", "partly")
+            for field in ("blocks", "reachable", "tokens", "found", "partly", "endless")
         )
-        # Blocks of which the beginning is enough are taken to be found as often, beside whole ones, as they really are.
-        beside = 1 + partly / (hit - partly) if hit > partly else 1.0
+        pool_blocks, pool_tokens, sampled_blocks, sampled_tokens, sampled_partly = (
+            sum(getattr(counts, field) for counts in found)
+            for field in (
+                "pool_missed_blocks",
+                "pool_missed_tokens",
+                "sampled_missed_blocks",
+                "sampled_missed_tokens",
+                "sampled_partly",
+            )
+        )
+        per_block = pool_blocks / sampled_blocks if sampled_blocks else 1 / self.rate
+        per_token = pool_tokens / sampled_tokens if sampled_tokens else 1 / self.rate
         caches = []
         for index, followed in enumerate(self._followed):
             for zone, size in enumerate(self._sizes):
-                missed_blocks = sum(sum(counts.missed_blocks[index][zone + 1 :]) for counts in found) / self.rate
-                missed_tokens = sum(sum(counts.missed_tokens[index][zone + 1 :]) for counts in found) / self.rate
+                missed_blocks = sum(sum(counts.missed_blocks[index][zone + 1 :]) for counts in found) * per_block
+                missed_tokens = sum(sum(counts.missed_tokens[index][zone + 1 :]) for counts in found) * per_token
+                missed_partly = sum(sum(counts.missed_partly[index][zone + 1 :]) for counts in found)
                 whole = max(0.0, reachable - missed_tokens)
+                beginnings = partly * (1 - missed_partly / sampled_partly) if sampled_partly else partly
                 caches.append(
                     GhostCache(
                         followed.policy,
                         size,
                         max(0, round(blocks - missed_blocks)),
-                        min(tokens, round(whole * beside)),
+                        min(endless, round(whole + beginnings)),
                     )
                 )
         return GhostReport(caches, blocks, tokens, hit, self.rate)
-
-
-def _partial_key(parent: bytes) -> bytes:
-    """Stands for the partly filled block behind a full one: no other key, and as evenly spread."""
-    return parent[::-1]
 
 
 def _larger(wish: Wish | None, other: Wish | None) -> Wish | None:

@@ -17,14 +17,15 @@ from cachemgr.retention import Wish
 class Ghost(Block):
     """A block without bytes. `zone` is the number of the smallest cache that has it.
 
-    `stored` is false as long as nobody has computed it.
+    `stored` is false as long as nobody has computed it. A partly filled one has its parent's key and its packed tokens.
     """
 
-    __slots__ = ("stored", "zone")
+    __slots__ = ("stored", "tail", "zone")
 
-    def __init__(self, key: bytes) -> None:
+    def __init__(self, key: bytes, tail: tuple[bytes, bytes] | None = None) -> None:
         super().__init__(0)
         self.key = key
+        self.tail = tail
         self.zone = 0
         self.stored = False
 
@@ -37,6 +38,8 @@ class NestedCaches:
     def __init__(self, limits: tuple[float, ...]) -> None:
         self.limits = limits
         self.blocks: dict[bytes, Ghost] = {}
+        # Partly filled blocks by the key of their parent, by their length in bytes, by their tokens.
+        self._tails: dict[bytes, dict[int, dict[bytes, Ghost]]] = {}
         # Nobody asks; what ends leases counts them.
         self.honoured_leases = self.broken_leases = 0
         self._orders = [EvictionOrder() for _ in limits]
@@ -50,12 +53,15 @@ class NestedCaches:
         """Ends leases."""
         self._leases.advance(now)
 
-    def use(self, key: bytes) -> tuple[Ghost, int]:
+    def use(self, key: bytes, tail: tuple[bytes, bytes] | None = None) -> tuple[Ghost, int]:
         """The block with a reference more, and the number of the smallest cache that had it, or how many there are."""
         block = self.blocks.get(key)
         if block is None:
             zone = len(self.limits)
-            block = self.blocks[key] = Ghost(key)
+            block = self.blocks[key] = Ghost(key, tail)
+            if tail is not None:
+                parent, tokens = tail
+                self._tails.setdefault(parent, {}).setdefault(len(tokens), {})[tokens] = block
             self._counts[0] += 1
         else:
             zone = block.zone
@@ -88,12 +94,18 @@ class NestedCaches:
         if block.lease is not None:
             self._leases.start(block)
 
-    def discard(self, key: bytes) -> None:
-        """Forgets a block that nobody uses."""
-        block = self.blocks.get(key)
-        if block is not None and not block.refs:
-            self._orders[block.zone].remove(block)
-            self._forget(block)
+    def has_tails(self, parent: bytes) -> bool:
+        """Whether partly filled blocks have this parent."""
+        return parent in self._tails
+
+    def cover(self, parent: bytes, tokens: bytes) -> None:
+        """Forgets partly filled children of a parent that no sequence uses and that a longer one begins with."""
+        by_length = self._tails.get(parent, {})
+        covered = [by_length[length].get(tokens[:length]) for length in by_length if length < len(tokens)]
+        for block in covered:
+            if block is not None and not block.refs:
+                self._orders[block.zone].remove(block)
+                self._forget(block)
 
     def reprioritise(self, block: Block) -> BlockView:
         """A lease of a block has ended."""
@@ -137,5 +149,15 @@ class NestedCaches:
     def _forget(self, block: Ghost) -> None:
         self._counts[block.zone] -= 1
         del self.blocks[block.key]
+        if block.tail is not None:
+            self._forget_tail(*block.tail)
         if block.lease is not None:
             self._leases.forget(block)
+
+    def _forget_tail(self, parent: bytes, tokens: bytes) -> None:
+        by_length = self._tails[parent]
+        del by_length[len(tokens)][tokens]
+        if not by_length[len(tokens)]:
+            del by_length[len(tokens)]
+        if not by_length:
+            del self._tails[parent]

@@ -10,7 +10,7 @@ from cachemgr.dump import state_hash
 from cachemgr.errors import UnknownExecutorError
 from cachemgr.ghosts import GhostPolicy
 from tests.bench.driver import CALLER, CONFIG, Driver, prompt
-from tests.bench.replay import Replay
+from tests.bench.replay import Replay, upper_bound
 from tests.bench.trace import no_wishes
 from tests.bench.trace_file import BLOCK_TOKENS, Conversations, Request
 
@@ -41,6 +41,28 @@ def conversations(count, seed=1):
     return requests
 
 
+def short_prompts(count, seed=2):
+    """Most prompts are shorter than a block: new ones, some again and some going on as others did; the rest grow."""
+    rng = random.Random(seed)
+    placer, requests, fresh, long = Conversations(), [], 1, []
+    for number in range(count):
+        if rng.random() < 0.2 and long:
+            ids = long.pop(rng.randrange(len(long)))
+        else:
+            ids = (fresh - rng.randrange(0, min(fresh, 120)) if rng.random() < 0.4 else fresh,)
+        fresh += 1
+        length = rng.randrange(100, 500)
+        if rng.random() < 0.3:
+            ids += (fresh, fresh + 1)
+            fresh += 2
+            long.append(ids)
+            length += 2 * BLOCK_TOKENS
+        elif len(ids) > 1:
+            length += (len(ids) - 1) * BLOCK_TOKENS
+        requests.append(placer.place(Request(number * 0.5, length, rng.randrange(1, 100), ids)))
+    return requests
+
+
 def some_wish(requests):
     """Every third conversation is to be kept for half a minute."""
     return [KEEP if request.conversation % 3 == 0 else None for request in requests]
@@ -51,9 +73,10 @@ RATES = {}
 
 def rate(requests, num_blocks, wishes):
     """Of a pool that really has this size."""
-    if (num_blocks, wishes) not in RATES:
-        RATES[num_blocks, wishes] = Replay(num_blocks, BLOCK_TOKENS).run(requests, wishes(requests)).hit_rate
-    return RATES[num_blocks, wishes]
+    case = len(requests), num_blocks, wishes
+    if case not in RATES:
+        RATES[case] = Replay(num_blocks, BLOCK_TOKENS).run(requests, wishes(requests)).hit_rate
+    return RATES[case]
 
 
 def ghost_rates(replay, policy):
@@ -83,6 +106,21 @@ def test_ghosts_are_within_a_point_of_pools_of_their_size(requests, sample, clos
         assert rates[size] == pytest.approx(found, abs=close)
     plain = rate(requests, BLOCKS, no_wishes)
     assert ghost_rates(replay, LRU)[BLOCKS] == pytest.approx(plain, abs=close)
+
+
+def test_prompts_shorter_than_a_block_take_room_and_promise_no_more_than_an_endless_cache_finds():
+    requests = short_prompts(1500)
+    replay = Replay(BLOCKS, BLOCK_TOKENS, BLOCKS)
+    outcome = replay.run(requests, no_wishes(requests))
+    endless = upper_bound(requests) / outcome.asked
+    assert sum(request.input_length < BLOCK_TOKENS for request in requests) > len(requests) / 2
+    for size, found in ghost_rates(replay, LRU).items():
+        assert found <= endless
+        if size <= BLOCKS:
+            assert found == pytest.approx(rate(requests, size, no_wishes), abs=POINT), size
+        else:
+            # Beginnings of blocks that only a larger cache has are not promised.
+            assert found < rate(requests, size, no_wishes) + POINT, size
 
 
 def test_what_was_found_again_outlasts_what_never_was():
