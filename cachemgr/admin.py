@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 from cachemgr.admin_api import (
@@ -28,12 +29,12 @@ from cachemgr.errors import (
     UnknownHoldError,
     UnknownQuotaError,
 )
-from cachemgr.forgetting import forget
+from cachemgr.forgetting import forget, is_remembered_of
 from cachemgr.hints import HintRunner
 from cachemgr.hints import check as check_hints
 from cachemgr.holds import Pinned
 from cachemgr.keys import TOKEN_BYTES, pack, packed_bytes
-from cachemgr.purging import purge
+from cachemgr.purging import is_remembered, purge
 from cachemgr.remembering import ManagerMemory
 from cachemgr.retention import HINT, SESSION, check_duration
 from cachemgr.rules import Rule
@@ -59,7 +60,13 @@ class ManagerAdmin(ManagerMemory):
         self._now()
         self.check_filter(selected)
         pools = self.filtered(selected, "filter.pool_id")
-        return purge(pools, selected, validate_only=validate_only, skip_used=skip_used)
+        purged = purge(pools, selected, validate_only=validate_only, skip_used=skip_used)
+        if not validate_only:
+            for executor_id in {pool.executor_id for pool, _ in pools}:
+                recovery = self._executors[executor_id].recovery
+                if recovery is not None:
+                    recovery.forget(partial(is_remembered, selected))
+        return purged
 
     def forget(self, target: ForgetTarget, *, validate_only: bool) -> Forgotten:
         """Takes blocks out of every tier and has their bytes overwritten. Raises InvalidField, UnknownExecutorError."""
@@ -72,6 +79,10 @@ class ManagerAdmin(ManagerMemory):
         executors = list(self._executors.values())
         if target.prefix is not None:
             executors = self.check_prefix("prefix", target.prefix)
+        if not validate_only:
+            for executor in executors:
+                if executor.recovery is not None:
+                    executor.recovery.forget(is_remembered_of(executor, target))
         return forget(executors, target, self._events, validate_only=validate_only)
 
     # Pools

@@ -86,6 +86,15 @@ class ExecutorSpec:
     host_generations: Sequence[Sequence[int]] = ()
     disk_generations: Sequence[Sequence[int]] = ()
 
+    @property
+    def tells_of_contents(self) -> bool:
+        """Whether some slot holds what was written before the registration."""
+        return any(
+            any(slots)
+            for told in (self.last_write_steps, self.host_generations, self.disk_generations)
+            for slots in told
+        )
+
     def without_contents(self) -> ExecutorSpec:
         """The settings alone."""
         return replace(self, last_write_steps=(), host_generations=(), disk_generations=())

@@ -123,7 +123,9 @@ class Backups:
     def next(self, limit: int) -> list[Block]:
         """Blocks to copy down now, at most so many, what others stand on first."""
         found: dict[Block, None] = {}
-        room = 0 if self.tier is None else min(limit, len(self.tier.empty))
+        # No backup is worth a slot that a remembered block may be in.
+        known = self.tier is not None and self.tier.unread is None
+        room = min(limit, len(self.tier.empty)) if known and self.tier is not None else 0
         while self.wanting and len(found) < room:
             chain = self._chain(self.wanting[-1], found)
             if len(found) + len(chain) <= room:

@@ -94,7 +94,7 @@ class _Check:
             seen = bytearray(tier.size + 1)
             accounts = {account: [0, 0] for account in tier.shares}
             backups = pool.backups.places.values() if tier is pool.backups.tier else ()
-            for place in itertools.chain(tier.empty, tier.withheld, backups):
+            for place in itertools.chain(tier.all_empty(), tier.withheld, backups):
                 self._mark(tier, seen, place)
                 yield
             for block in self._blocks:

@@ -125,7 +125,7 @@ def _pool(pool: Pool) -> Iterator[str | Iterator[str]]:
             tier=tier.kind.name,
             used=tier.used,
             cached=tier.cached,
-            empty=_numbers(tier.empty),
+            empty=_numbers(tier.all_empty()),
             withheld=_numbers(tier.withheld),
             shares=shares,
             **counters,

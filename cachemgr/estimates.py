@@ -64,7 +64,7 @@ def _blocks_in_window(window: int, start: int, end: int, size: int) -> int:
 
 def evictions(pool: Pool, claimed: set[Block], count: int) -> list[PredictedEviction]:
     """What taking so many device blocks would evict, in the order of loss; quotas aside. Nothing is changed."""
-    missing = count - len(pool.device.empty)
+    missing = count - pool.device.num_empty
     if missing <= 0:
         return []
     # (priority, recency, slot, block): the listed ones, and parents that the loss of their children uncovers.

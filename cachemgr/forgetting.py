@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from cachemgr.admin_api import ForgetTarget, Forgotten
 from cachemgr.api import RemovalCause
 from cachemgr.block import Block
 from cachemgr.chains import keys_of, last_parts
+from cachemgr.keys import pack, packed_bytes
 
 if TYPE_CHECKING:
     from cachemgr.events import EventLog
     from cachemgr.keys import Domain
     from cachemgr.pool import Pool
+    from cachemgr.records import BlockRecord
     from cachemgr.registry import Executor
     from cachemgr.sequence import Sequence
 
@@ -53,6 +56,31 @@ def forget(executors: list[Executor], target: ForgetTarget, events: EventLog, *,
         lost = {key for key in gone if not stays(key)}
         events.scrub(lost, lambda block: _stored(block.domain, target) and not stays(block.key))
     return receipt
+
+
+def is_remembered_of(executor: Executor, target: ForgetTarget) -> Callable[[BlockRecord], bool]:
+    """Whether a block that the store remembers of an executor is to be forgotten, those behind it aside.
+
+    It goes also where another session stands on it: nothing is known of the blocks that are yet to be read.
+    """
+    if target.salt is not None:
+        return lambda record: record.salt == target.salt
+    if target.session_id is not None:
+        return lambda record: record.session_id == target.session_id
+    prefix = target.prefix
+    assert prefix is not None
+    keys = keys_of(executor, prefix)
+    known, rest = set(keys), packed_bytes(pack(prefix.token_ids[len(keys) * executor.block_size :]))
+
+    def is_of_prefix(record: BlockRecord) -> bool:
+        if record.key in known or record.parent_key in known:
+            return True
+        # A prompt of less than a block is the beginning of a first block, or goes on behind it.
+        begins = record.tokens.startswith(rest) or rest.startswith(record.tokens)
+        same = (record.parent_key, record.salt, record.adapter_id) == (None, prefix.salt, prefix.adapter_id)
+        return not known and same and begins
+
+    return is_of_prefix
 
 
 def _count(receipt: Forgotten, pool: Pool, doomed: list[Block], held: Counter[Block]) -> None:

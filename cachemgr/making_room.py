@@ -102,8 +102,8 @@ class MakingRoom(PrefixIndex):
 
     def _empty_place(self, lower: Tier) -> int | None:
         """A place of a lower tier that holds nothing, or nothing but a copy of what the device holds."""
-        if lower.empty:
-            return lower.empty.popleft()
+        if lower.empty or lower.unread:
+            return lower.take_empty()
         return self.backups.give_way() if lower is self.backups.tier else None
 
     def _lie_below(self, lower: Tier, block: Block, place: int) -> None:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from cachemgr.admin import ManagerAdmin
 from cachemgr.admin_api import PoolShare, Prefix
@@ -35,7 +36,7 @@ from cachemgr.errors import (
 )
 from cachemgr.events import EventLog
 from cachemgr.evicting import check_fork, left_behind
-from cachemgr.executors import check_spec, new_pools, outlives, share_memory
+from cachemgr.executors import MAX_SLOTS, check_spec, new_pools, outlives, share_memory
 from cachemgr.ghosts import ghosts_of
 from cachemgr.hints import HintRunner
 from cachemgr.journal import IndexJournal, NoJournal
@@ -45,7 +46,7 @@ from cachemgr.operator_records import PinRecord
 from cachemgr.records import BlockRecord
 from cachemgr.registry import Executor, Scheduler
 from cachemgr.remembering import NoOperatorJournal, OperatorJournal
-from cachemgr.restoring import restore
+from cachemgr.restoring import Recovery
 from cachemgr.retention import check_duration
 from cachemgr.rules import RuleBook
 from cachemgr.sequence import Sequence as LiveSequence
@@ -79,6 +80,8 @@ class CacheManager(ManagerAdmin):
         self._operator_journal = operator_journal or NoOperatorJournal()
         # Numbers of handles and tickets, never given twice, also not by a later manager process.
         self._number = epoch << 20 if epoch < 1 << 43 else epoch
+        # The first number of a use in a new pool: behind all that may be remembered, of as many blocks as there can be.
+        self._uses = self._number + MAX_SLOTS
         self._events = EventLog(self.config.event_history)
         self._leases = LeaseBook(self._events)
         self._rules = RuleBook(self._next_number)
@@ -104,10 +107,10 @@ class CacheManager(ManagerAdmin):
         self._number += 1
         return self._number
 
-    def _number_behind(self, remembered: Iterable[BlockRecord]) -> None:
+    def _number_behind(self, spec: ExecutorSpec) -> None:
         """Gives no number again by which a slot of a lower tier is known: the clock may be behind that of the epoch."""
-        told = (block.generation for block in remembered)
-        self._number = max(self._number, *(number for number in told if number < 1 << 63), 0)
+        told = chain(*spec.host_generations, *spec.disk_generations)
+        self._number = max(self._number, max((number for number in told if number < 1 << 63), default=0))
 
     # Executors
 
@@ -121,14 +124,20 @@ class CacheManager(ManagerAdmin):
         return executor_id in self._executors
 
     def register_executor(
-        self, spec: ExecutorSpec, remembered: Iterable[BlockRecord] = (), pins: Iterable[PinRecord] = ()
+        self,
+        spec: ExecutorSpec,
+        remembered: Iterable[BlockRecord] = (),
+        pins: Iterable[PinRecord] = (),
+        *,
+        later: bool = False,
     ) -> Restored:
         """Registers an executor, or registers it again; returns the cached blocks that count after it.
 
         A newer epoch has an empty device, and of lower tiers what it tells of. `remembered` is what the store has for
         this epoch, or of lower tiers for an older one, and `pins` of them; they are used when `knows_executor` is
-        false, checked entry by entry, and what does not hold is reported to the journals as removed.
-        Raises InvalidField, StaleExecutorError, PoolSpecError, and SchedulerFirstError when there is something to
+        false, checked entry by entry, and what does not hold is reported to the journals as removed. With `later` they
+        come in calls of `put_back`, and `end_recovery` is the last.
+        Raises InvalidField, StaleExecutorError, PoolSpecError, and SchedulerFirstError when there may be something to
         remember and sequences of an earlier manager may still be writing.
         """
         now = self._now()
@@ -146,14 +155,29 @@ class CacheManager(ManagerAdmin):
             known.deadline = deadline
             return known.cached()
         remembered = [] if known is not None else list(remembered)
-        if remembered and not self._scheduler_came:
+        later = later or (known is not None and known.recovery is not None)
+        if (remembered or (later and spec.tells_of_contents)) and not self._scheduler_came:
             raise SchedulerFirstError
-        if not remembered:
+        if not remembered and not later:
             self._journal.cleared(spec.executor_id, spec.executor_epoch)
+        executor = self._enter_executor(spec, known, deadline)
+        if remembered or later:
+            executor.recovery = Recovery(executor, spec, self._journal, self._leases, self._is_deleted_rule)
+        executor.spec = spec.without_contents()
+        if remembered:
+            self.put_back(spec.executor_id, spec.executor_epoch, sorted(remembered, key=lambda record: record.depth))
+        if not later:
+            self._end_recovery(executor, pins)
+        share_memory(executor, self._shares)
+        executor.ghosts = ghosts_of(executor.pools, self.config.ghost_sample)
+        return executor.cached()
+
+    def _enter_executor(self, spec: ExecutorSpec, known: Executor | None, deadline: float) -> Executor:
+        """A new epoch, with the pools of the one before where these outlive it."""
         before = known if known is not None and outlives(known.spec, spec) else None
         if known is not None and before is None:
             self._lose_pins(known)
-            lose(known)
+            self._lose(known)
         pools = before.pools if before else new_pools(spec, self.config, self._events, self._leases, self._journal)
         budget = self.config.pin_budget
         executor = Executor(spec, pools, deadline, self._next_number, budget, self._accounts, before)
@@ -161,15 +185,52 @@ class CacheManager(ManagerAdmin):
             carry_over(before, executor)
         executor.change_accounts()
         self._executors[spec.executor_id] = executor
-        if remembered:
-            self._number_behind(remembered)
-            restore(executor, remembered, self._journal, self._leases)
-            self._end_leases_of_deleted_rules(executor)
-        share_memory(executor, self._shares)
-        executor.ghosts = ghosts_of(pools, self.config.ghost_sample)
-        self._restore_pins(executor, pins if known is None else ())
-        executor.spec = spec.without_contents()
-        return executor.cached()
+        self._number_behind(spec)
+        self._hear_of_pins(executor)
+        if before is None:
+            for pool in pools:
+                pool.uses = self._uses
+        return executor
+
+    def is_recovering(self, executor_id: str) -> bool:
+        """Whether remembered blocks of an executor are still to come."""
+        executor = self._executors.get(executor_id)
+        return executor is not None and executor.recovery is not None
+
+    def cached_blocks(self, executor_id: str) -> Restored:
+        """Cached blocks of an executor, none of an unknown one."""
+        executor = self._executors.get(executor_id)
+        return Restored(0, 0) if executor is None else executor.cached()
+
+    def put_back(self, executor_id: str, executor_epoch: int, remembered: Iterable[BlockRecord]) -> None:
+        """Takes a part of what the store remembers: all parents come before their children, over all calls.
+
+        Blocks that do not hold are reported to the journal as removed. Of an epoch that is gone nothing is taken.
+        """
+        self._now()
+        executor = self._executors.get(executor_id)
+        if executor is None or executor.epoch != executor_epoch or executor.recovery is None:
+            return
+        for record in remembered:
+            executor.recovery.put_back(record)
+
+    def end_recovery(self, executor_id: str, executor_epoch: int, pins: Iterable[PinRecord] = ()) -> None:
+        """The store has told everything: `pins` are made again, as far as their blocks have come back."""
+        self._now()
+        executor = self._executors.get(executor_id)
+        if executor is not None and executor.epoch == executor_epoch and executor.recovery is not None:
+            self._end_recovery(executor, pins)
+
+    def _end_recovery(self, executor: Executor, pins: Iterable[PinRecord]) -> None:
+        if executor.recovery is not None:
+            executor.recovery.end()
+            executor.recovery = None
+        self._restore_pins(executor, pins)
+
+    def _lose(self, executor: Executor) -> None:
+        # What is remembered of it was used before whatever comes next.
+        self._uses = max(self._uses, *(pool.uses for pool in executor.pools)) + MAX_SLOTS
+        lose(executor)
 
     def renew_executor(self, executor_id: str, executor_epoch: int, manager_epoch: int) -> None:
         """Keeps the lease, and begins backups.
@@ -391,7 +452,7 @@ class CacheManager(ManagerAdmin):
         for executor_id, executor in list(self._executors.items()):
             executor.holds.expire(now)
             if executor.deadline < now:
-                lose(executor)
+                self._lose(executor)
                 del self._executors[executor_id]
 
     # What the calls above share

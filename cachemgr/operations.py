@@ -16,7 +16,7 @@ from cachemgr.api import SchedulerEpoch
 from cachemgr.errors import InvalidField
 from cachemgr.manager import CacheManager
 from cachemgr.operator_records import PinRecord
-from cachemgr.oplog import OperationLog
+from cachemgr.oplog import END_RECOVERY, PUT_BACK, OperationLog
 from cachemgr.records import BlockRecord
 from protos.kvcache.v1 import kvcache_pb2 as pb
 
@@ -64,16 +64,22 @@ class Operations:
         self._note(method, request)
         return operation.run(self.manager, request)
 
-    def register_executor(
-        self,
-        request: pb.RegisterExecutorRequest,
-        remembered: Iterable[BlockRecord] = (),
-        pins: Iterable[PinRecord] = (),
-    ) -> pb.RegisterExecutorResponse:
-        """As RegisterExecutor, with what the store remembers of the epoch."""
-        remembered, pins = list(remembered), list(pins)
-        self._note("RegisterExecutor", request, remembered, pins)
-        return _register_executor(self.manager, request, remembered, pins)
+    def register_executor(self, request: pb.RegisterExecutorRequest, *, later: bool) -> pb.RegisterExecutorResponse:
+        """As RegisterExecutor; `later` says that remembered blocks come by `put_back` until `end_recovery`."""
+        self._note("RegisterExecutor", request, later=later)
+        return _register_executor(self.manager, request, later=later)
+
+    def put_back(self, executor_id: str, executor_epoch: int, remembered: list[BlockRecord]) -> None:
+        """A part of the blocks that the store remembers."""
+        executor = pb.RecoveringExecutor(executor_id=executor_id, executor_epoch=executor_epoch)
+        self._note(PUT_BACK, executor, remembered)
+        self.manager.put_back(executor_id, executor_epoch, remembered)
+
+    def end_recovery(self, executor_id: str, executor_epoch: int, pins: list[PinRecord]) -> None:
+        """The store remembers no more blocks, and these pins."""
+        executor = pb.RecoveringExecutor(executor_id=executor_id, executor_epoch=executor_epoch)
+        self._note(END_RECOVERY, executor, pins=pins)
+        self.manager.end_recovery(executor_id, executor_epoch, pins)
 
     def expire(self) -> None:
         """Does what time alone does; due every EXPIRE_SECONDS.
@@ -92,19 +98,18 @@ class Operations:
         request: Message | None,
         remembered: Iterable[BlockRecord] = (),
         pins: Iterable[PinRecord] = (),
+        *,
+        later: bool = False,
     ) -> None:
         now = self._clock.advance()
         if self._log is not None:
-            self._log.write(now, method, request, remembered, pins)
+            self._log.write(now, method, request, remembered, pins, later=later)
 
 
 def _register_executor(
-    manager: CacheManager,
-    request: pb.RegisterExecutorRequest,
-    remembered: Iterable[BlockRecord] = (),
-    pins: Iterable[PinRecord] = (),
+    manager: CacheManager, request: pb.RegisterExecutorRequest, *, later: bool = False
 ) -> pb.RegisterExecutorResponse:
-    restored = manager.register_executor(convert.executor_spec(request), remembered, pins)
+    restored = manager.register_executor(convert.executor_spec(request), later=later)
     return pb.RegisterExecutorResponse(
         manager_epoch=manager.epoch,
         lease_duration=_lease(manager),

@@ -1,6 +1,6 @@
 """What operators said, in Redis: rules, quotas, shares of pools, and pins. Written behind, read before all else."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from functools import partial
 from itertools import islice
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ from cachemgr.operator_records import Entry, Kind, PinRecord, decode, encode, en
 from cachemgr.records import RecordError
 from cachemgr.redis_client import executor_key, operators_key
 from cachemgr.store_check import Difference, compare_entries
-from cachemgr.store_clock import StoreClocks, pin_at_rest, pin_awake
+from cachemgr.store_clock import StoreClocks, pin_at_rest
 from cachemgr.store_marks import MarkedWrites
 from protos.kvcache.v1 import kvcache_pb2 as pb
 
@@ -109,10 +109,10 @@ class OperatorStore:
             self._restore(remembered)
             log.info("operators' settings are back", **{kind.value: len(field) for kind, field in fields.items()})
 
-    async def pins(self, executor_id: str, time: float) -> list[PinRecord]:
-        """An executor's pins, with its clock at this time. Raises UNAVAILABLE."""
+    async def stored_pins(self, executor_id: str) -> list[PinRecord]:
+        """An executor's pins as they lie in Redis. Raises UNAVAILABLE."""
         entries = await self.stored(Kind.PIN, executor_id)
-        return [pin_awake(entry, time) for entry in entries if isinstance(entry, PinRecord)]
+        return [entry for entry in entries if isinstance(entry, PinRecord)]
 
     async def stored(self, kind: Kind, executor_id: str = "") -> list[Entry]:
         """What a hash holds; of pins what remains is not worked out. Raises UNAVAILABLE."""
@@ -140,10 +140,13 @@ class OperatorStore:
             found += compare_entries(kind.value, stored, present, is_pending, executor_id)
         return found
 
-    async def write(self, *, pins: bool) -> None:
-        """Brings all changes to Redis, of pins or of everything else. Raises UNAVAILABLE; then nothing is forgotten."""
+    async def write(self, *, pins: bool, unread: Container[str] = ()) -> None:
+        """Brings all changes to Redis, of pins or of everything else. Raises UNAVAILABLE; then nothing is forgotten.
+
+        Those of `unread` executors wait.
+        """
         for hash_ in {**dict.fromkeys(self._whole), **self._changed}:
-            if (hash_[0] is Kind.PIN) is pins:
+            if (hash_[0] is Kind.PIN) is pins and hash_[1] not in unread:
                 await self._write(hash_)
 
     async def _write(self, hash_: Hash) -> None:

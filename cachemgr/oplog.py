@@ -23,7 +23,7 @@ from cachemgr.operator_records import PinRecord, pin, pin_message
 from cachemgr.records import BlockRecord, RecordError, decode, encode, encode_place
 from protos.kvcache.v1 import kvcache_pb2 as pb
 
-START, EXPIRE = "Start", "Expire"
+START, EXPIRE, PUT_BACK, END_RECOVERY = "Start", "Expire", "PutBack", "EndRecovery"
 _MAX_ENTRY_BYTES = 1 << 30
 ENDED = Gauge("kvkeep_operation_log_ended", "Whether the operation log ends before the present: its disk is full.")
 log = structlog.get_logger()
@@ -70,6 +70,8 @@ class OperationLog:
         request: Message | None,
         remembered: Iterable[BlockRecord] = (),
         pins: Iterable[PinRecord] = (),
+        *,
+        later: bool = False,
     ) -> None:
         """Appends an entry, unless the log has ended."""
         if not self.is_whole:
@@ -82,6 +84,7 @@ class OperationLog:
                 pb.RememberedBlock(place=encode_place(*block.place), record=encode(block)) for block in remembered
             ],
             pins=[pin_message(pin) for pin in pins],
+            later=later,
         ).SerializeToString()
         data = memoryview(_varint(len(entry)) + entry)
         try:
@@ -144,7 +147,7 @@ def settings_of(start: pb.LoggedOperation) -> tuple[int, ManagerConfig]:
 
 
 def remembered_blocks(entry: pb.LoggedOperation) -> list[BlockRecord]:
-    """What the store remembered at a registration. Raises OperationLogError."""
+    """What the store remembered of an executor. Raises OperationLogError."""
     try:
         return [decode(block.place, block.record) for block in entry.remembered]
     except RecordError as error:
@@ -152,7 +155,7 @@ def remembered_blocks(entry: pb.LoggedOperation) -> list[BlockRecord]:
 
 
 def remembered_pins(entry: pb.LoggedOperation) -> list[PinRecord]:
-    """Pins that the store remembered at a registration. Raises OperationLogError."""
+    """Pins that the store remembered of an executor. Raises OperationLogError."""
     try:
         return [pin(message) for message in entry.pins]
     except RecordError as error:

@@ -118,8 +118,8 @@ class Pool(Restarting):
         domain = None if writer is None else writer.domain
         account = None if domain is None else domain.account
         moved: Block | None = None
-        if device.empty and not device.wants_own(account):
-            block = Block(device.empty.popleft(), writer)
+        if (device.empty or device.unread) and not device.wants_own(account):
+            block = Block(device.take_empty(), writer)
         else:
             victim = device.victim(account) if device.shares else device.order.first()
             assert victim is not None, TAKEABLE
@@ -251,11 +251,11 @@ class Pool(Restarting):
         while device.total < total:
             device.empty.append(device.withheld.pop())
         while device.total > total:
-            if not device.empty:
+            if not device.num_empty:
                 victim = device.victim(None)
                 assert victim is not None, TAKEABLE
                 self.discard_subtree(victim, RemovalCause.POOL_SHRUNK)
-            device.withheld.append(device.empty.pop())
+            device.withheld.append(device.take_empty(newest=True))
         self.share_number += 1
 
     def take_over(self, block: Block, writer: Sequence) -> None:

@@ -70,13 +70,16 @@ class PrefixIndex(PoolViews):
     def adopt(
         self, block: Block, key: bytes, parent_key: bytes, tokens: bytes, depth: int, domain: Domain, step: int
     ) -> None:
-        """Enters a block that the journal knows as cached; its slot is unused, and no sequence has any."""
+        """Enters a block that the journal knows as cached; its slot is free, and a parent on its device is there."""
         tier = self.tier_of(block)
         self.blocks[block.slot] = block
         tier.cached += 1
         tier.counters.restored += 1
         tier.count(domain.account, blocks=1)
         self._enter(block, key, parent_key, tokens, depth, domain, step)
+        if self.window is None and block.children is not None:
+            # They have outlived what it puts back.
+            block.near = sum(self.tier_of(child) is tier for child in siblings.each(block))
         if self._is_evictable(block):
             tier.enlist(block, domain.account, newest=False)
 

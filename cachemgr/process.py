@@ -16,6 +16,7 @@ from cachemgr.manager import CacheManager
 from cachemgr.metrics import COUNTED, EvictionMetrics, PoolCounts, PoolMetrics, Stalls, TierMetrics
 from cachemgr.operations import EXPIRE_SECONDS, ManagerClock, Operations
 from cachemgr.oplog import OperationLog
+from cachemgr.recovering import Recoveries
 from cachemgr.redis_client import open_redis
 from cachemgr.service import CacheEventService, CacheManagerService, Domain
 from cachemgr.settings import CachemgrSettings
@@ -83,6 +84,7 @@ class CacheManagerProcess:
         if settings.operation_log is not None:
             self._log = OperationLog.create(settings.operation_log, managed.now, self._manager.epoch, config)
         self._operations = Operations(self._manager, managed, self._log)
+        self._recoveries = Recoveries(self._operations, self._store)
         self._feed = EventFeed(lambda: self._manager.last_event)
         self._metrics = PoolMetrics()
         self._tier_metrics = TierMetrics()
@@ -98,7 +100,7 @@ class CacheManagerProcess:
             drain_seconds=settings.drain_seconds,
             security=settings.security,
         )
-        domain = Domain(self._operations, self._store, self._feed)
+        domain = Domain(self._operations, self._store, self._recoveries, self._feed)
         server.listen(
             settings.cachemgr_address,
             {
@@ -152,8 +154,8 @@ class CacheManagerProcess:
         except AddressError:
             await self._stop_console()
             raise
-        self._background = [asyncio.create_task(self._store.run())]
-        self._background += [asyncio.create_task(self._keep_house()), asyncio.create_task(self._watch_for_stalls())]
+        work = (self._store.run(), self._recoveries.run(), self._keep_house(), self._watch_for_stalls())
+        self._background = [asyncio.create_task(part) for part in work]
         self._server.set_serving(True)
         self._server.set_serving(self._store.up, REDIS_HEALTH)
 

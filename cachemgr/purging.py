@@ -5,6 +5,7 @@ from cachemgr.api import RemovalCause
 from cachemgr.block import Block
 from cachemgr.errors import BlocksInUseError
 from cachemgr.pool import Pool
+from cachemgr.records import BlockRecord
 
 
 def matches(pool: Pool, block: Block, selected: BlockFilter) -> bool:
@@ -24,6 +25,16 @@ def matches(pool: Pool, block: Block, selected: BlockFilter) -> bool:
     if selected.tier is not None and pool.tier_of(block).kind is not selected.tier:
         return False
     return selected.max_priority is None or block.priority <= selected.max_priority
+
+
+def is_remembered(selected: BlockFilter, record: BlockRecord) -> bool:
+    """Whether a filter may mean a block that the store remembers: its tier and its priority are not known yet."""
+    return (
+        selected.salt in (None, record.salt)
+        and selected.adapter_id in (None, record.adapter_id)
+        and selected.session_id in (None, record.session_id)
+        and selected.tenant_id in (None, record.tenant_id)
+    )
 
 
 def purge(

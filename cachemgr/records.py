@@ -135,6 +135,11 @@ def encode(record: BlockRecord) -> bytes:
     return b"".join(parts)
 
 
+def depth_of(value: bytes) -> int:
+    """The depth of a block whose record need not be readable: 0 then."""
+    return int.from_bytes(value[2:6], "little") if len(value) >= _HEAD.size else 0
+
+
 def decode(place: bytes, value: bytes) -> BlockRecord:
     """Reads a record back. Raises RecordError for anything that `encode` did not write."""
     try:

@@ -17,6 +17,7 @@ from cachemgr.transfers import Copies
 if TYPE_CHECKING:
     from cachemgr.block import Block
     from cachemgr.pool import Pool
+    from cachemgr.restoring import Recovery
     from cachemgr.sequence import Sequence
     from cachemgr.tiers import Account
     from cachemgr.transfers import Ticket
@@ -57,6 +58,8 @@ class Executor:
         self.tickets: dict[int, Ticket] = {}
         self.copies = Copies(self, next_number)
         self.ghosts: Ghosts | None = None
+        # Set while what the store remembers is still to come.
+        self.recovery: Recovery | None = None
         self.holds: Holds = Holds(next_number, pin_budget) if before is None else before.holds
         windowed = [pool for pool in pools if pool.window is not None]
         for pool in pools:

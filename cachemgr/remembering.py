@@ -7,9 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from cachemgr.admin_api import PoolShare, Quota, RetentionRule
-from cachemgr.api import AccountKey, RemovalCause
+from cachemgr.api import AccountKey
 from cachemgr.executors import fits
-from cachemgr.leases import leases_of
 from cachemgr.operator_records import Entry, Kind, PinRecord, entry_name
 from cachemgr.retention import RULE
 from cachemgr.tiers import Account
@@ -122,19 +121,16 @@ class ManagerMemory(ManagerViews):
         for executor in self._executors.values():
             executor.change_accounts()
 
-    def _end_leases_of_deleted_rules(self, executor: Executor) -> None:
-        """Blocks that have come back may have been written before a rule went."""
-        for pool in executor.pools:
-            for block in pool.index.values():
-                for lease in leases_of(block):
-                    holder = lease.wish.holder
-                    if holder.startswith(RULE) and holder.removeprefix(RULE) not in self._rules:
-                        self._leases.revoke(pool, block, holder, RemovalCause.RULE_CHANGED)
+    def _is_deleted_rule(self, holder: str) -> bool:
+        """Whether a lease's holder is a rule that is gone: blocks may have been remembered before."""
+        return holder.startswith(RULE) and holder.removeprefix(RULE) not in self._rules
+
+    def _hear_of_pins(self, executor: Executor) -> None:
+        executor.holds.on_pin = partial(self._pin_changed, executor.executor_id)
 
     def _restore_pins(self, executor: Executor, pins: Iterable[PinRecord]) -> None:
-        """Pins the blocks again that have come back, oldest pin first, and listens to the executor's pins."""
-        executor_id, now = executor.executor_id, self._leases.now
-        executor.holds.on_pin = tell = partial(self._pin_changed, executor_id)
+        """Pins the blocks again that have come back, oldest pin first."""
+        now = self._leases.now
         for pin in sorted(pins, key=lambda pin: pin.number):
             blocks = [
                 (executor.pools[group], block)
@@ -144,7 +140,7 @@ class ManagerMemory(ManagerViews):
             if blocks and pin.remaining > 0:
                 executor.holds.restore(pin.name, blocks, pin.owner, now + pin.remaining)
             else:
-                tell(pin.name)
+                self._pin_changed(executor.executor_id, pin.name)
         executor.holds.keep_budget(now)
 
     def _lose_pins(self, executor: Executor) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from cachemgr import oplog
 from cachemgr.dump import state_hash
@@ -53,17 +53,28 @@ def _run(operations: Operations, entry: pb.LoggedOperation) -> None:
     if entry.method == oplog.EXPIRE:
         operations.expire()
         return
+    if entry.method in (oplog.PUT_BACK, oplog.END_RECOVERY):
+        executor = _request(pb.RecoveringExecutor, entry)
+        if entry.method == oplog.PUT_BACK:
+            operations.put_back(executor.executor_id, executor.executor_epoch, oplog.remembered_blocks(entry))
+        else:
+            operations.end_recovery(executor.executor_id, executor.executor_epoch, oplog.remembered_pins(entry))
+        return
     operation = OPERATIONS.get(entry.method)
     if operation is None:
         raise OperationLogError(f"the operation log has an unknown call, {entry.method}")
-    try:
-        request: Any = operation.request.FromString(entry.request)
-    except DecodeError as error:
-        raise OperationLogError(f"the operation log has a {entry.method} that cannot be read") from error
+    request = _request(operation.request, entry)
     if entry.method == "RegisterExecutor":
-        operations.register_executor(request, oplog.remembered_blocks(entry), oplog.remembered_pins(entry))
+        operations.register_executor(request, later=entry.later)
     else:
         operations.run(entry.method, request)
+
+
+def _request(kind: type[Message], entry: pb.LoggedOperation) -> Any:
+    try:
+        return kind.FromString(entry.request)
+    except DecodeError as error:
+        raise OperationLogError(f"the operation log has a {entry.method} that cannot be read") from error
 
 
 def report(path: Path) -> str:

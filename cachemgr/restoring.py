@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
 from cachemgr import siblings
-from cachemgr.api import TierKind
+from cachemgr.api import RemovalCause, TierKind
 from cachemgr.block import Block
 from cachemgr.keys import TOKEN_BYTES, child_key
 from cachemgr.leases import leases_of
@@ -15,59 +15,108 @@ from cachemgr.records import USED_LAST
 from cachemgr.retention import MAX_PRIORITY, NO_PRIORITY, Wish
 
 if TYPE_CHECKING:
+    from cachemgr.api import ExecutorSpec
     from cachemgr.journal import IndexJournal
     from cachemgr.leases import LeaseBook
     from cachemgr.records import BlockRecord
     from cachemgr.registry import Executor
 
 
-def restore(executor: Executor, remembered: Iterable[BlockRecord], journal: IndexJournal, leases: LeaseBook) -> None:
-    """Fills the empty pools of an executor that nothing was known of."""
-    restorer = _Restorer(executor, journal, leases)
-    records = sorted(remembered, key=lambda record: record.depth)
-    for pool in executor.pools:
-        # Numbers of uses go on where they were: those of lower tiers are in the store.
-        mine = [record.last_use for record in records if record.group == pool.spec.group]
-        pool.uses = max((use for use in mine if use != USED_LAST), default=0) + mine.count(USED_LAST)
-    last_uses = [pool.uses for pool in executor.pools]
-    for record in records:
-        last_use = record.last_use
-        if last_use == USED_LAST and record.group < len(last_uses):
-            # The tail is the first to go.
-            last_use = last_uses[record.group]
-            last_uses[record.group] -= 1
-        restorer.put_back(record, last_use)
-    for pool in executor.pools:
-        pool.find_empty()
+class Recovery:
+    """Puts back remembered blocks one by one, parents before children, while sequences use the pools already.
 
+    A remembered block counts if its slot is still as the executor has told it at its registration, and has not been
+    allocated since: `Tier.unread` has the slots of which both is true. The journal hears of each block that is not
+    where it has it.
+    """
 
-class _Restorer:
-    """Takes records parents first. The journal hears of those that are not where it has them."""
-
-    def __init__(self, executor: Executor, journal: IndexJournal, leases: LeaseBook) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        spec: ExecutorSpec,
+        journal: IndexJournal,
+        leases: LeaseBook,
+        is_deleted_rule: Callable[[str], bool],
+    ) -> None:
+        """`spec` tells what the slots hold. `is_deleted_rule` says of a lease's holder that its rule is gone."""
         self._executor = executor
+        self._spec = spec
         self._journal = journal
         self._leases = leases
-        self._used: set[tuple[int, TierKind, int]] = set()
+        self._is_deleted_rule = is_deleted_rule
+        # Blocks that were forgotten before they were read.
+        self._forgotten: list[Callable[[BlockRecord], bool]] = []
+        self._forgotten_keys: set[bytes] = set()
+        # All uses since are later ones. Blocks without a known time of use count down from here.
+        self._last_uses = [pool.uses for pool in executor.pools]
+        for pool in executor.pools:
+            group = pool.spec.group
+            steps = spec.last_write_steps[group] if spec.last_write_steps else ()
+            for tier in pool.tiers:
+                filled = steps if tier is pool.device else spec.generations(tier.kind, group)
+                # Nothing is told of a tier, or something of each slot.
+                if len(filled):
+                    tier.await_remembered(filled)
 
-    def put_back(self, record: BlockRecord, last_use: int) -> None:
-        """Adopts a block where its bytes are; among equal priorities one whose last use is smaller goes first."""
-        found = self._believed(record) if record.group < len(self._executor.pools) else None
-        if (found is None or found.place != record.place) and record.place not in self._used:
-            self._journal.removed(self._executor.executor_id, *record.place)
-        if found is None:
+    def forget(self, is_meant: Callable[[BlockRecord], bool]) -> None:
+        """Remembered blocks that are meant, and what stands on them, are overwritten instead of put back."""
+        self._forgotten.append(is_meant)
+
+    def put_back(self, record: BlockRecord) -> None:
+        """Adopts a block where its bytes are; among equal priorities the least recently used one is evicted first."""
+        executor_id = self._executor.executor_id
+        pools = self._executor.pools
+        pool = pools[record.group] if record.group < len(pools) else None
+        found = None if pool is None else self._believed(record)
+        if pool is None or (found is None or found.place != record.place):
+            self._leave(record)
+        if pool is None or found is None:
             return
-        self._used.add(found.place)
-        if found.backup is not None:
-            self._used.add((found.group, found.backup.tier, found.backup.slot))
-        block = self._adopt(found, last_use)
+        before = found
+        if found.last_use == USED_LAST:
+            # The tail is evicted first.
+            found = found._replace(last_use=self._last_uses[record.group])
+            self._last_uses[record.group] -= 1
+        block = self._adopt(found)
+        if self._is_forgotten(record):
+            self._forgotten_keys.add(record.key)
+            pool.doomed.add(block)
+            pool.discard(block, RemovalCause.FORGOTTEN)
+            return
+        for lease in leases_of(block):
+            if self._is_deleted_rule(lease.wish.holder):
+                self._leases.revoke(pool, block, lease.wish.holder, RemovalCause.RULE_CHANGED)
         # The user of a lease whose clock had not started is gone: it runs from now on.
         starts = any(lease.duration is not None and lease.remaining is None for lease in record.leases)
+        # Of blocks below the time of use is written.
+        is_dated = found != before and found.tier is not TierKind.DEVICE
         # A lease that another covers is not restored.
         fewer = record.leases and sum(1 for _ in leases_of(block)) < len(record.leases)
-        if found != record or starts or fewer:
-            current = partial(self._executor.pools[found.group].current_record, block)
-            self._journal.stored(self._executor.executor_id, *found.place, current)
+        if before != record or starts or fewer or is_dated:
+            self._journal.stored(executor_id, *found.place, partial(pool.current_record, block))
+
+    def end(self) -> None:
+        """No remembered block will come any more: slots in which none was are empty."""
+        for pool in self._executor.pools:
+            for tier in pool.tiers:
+                tier.end_remembered()
+
+    def _leave(self, record: BlockRecord) -> None:
+        """The store's block is not there any more. Of what is there now the journal has heard."""
+        pools, place = self._executor.pools, None
+        if record.group < len(pools):
+            pool = pools[record.group]
+            tier = pool.tiers[record.tier]
+            place = tier.offset + record.slot if 1 <= record.slot <= tier.size else None
+            block = None if place is None else pool.blocks[place]
+            if block is not None and block.parent is not None:
+                return
+        self._journal.removed(self._executor.executor_id, *record.place)
+
+    def _is_forgotten(self, record: BlockRecord) -> bool:
+        if not self._forgotten:
+            return False
+        return record.parent_key in self._forgotten_keys or any(is_meant(record) for is_meant in self._forgotten)
 
     def _believed(self, record: BlockRecord) -> BlockRecord | None:
         """The record with the place where its bytes are; None when they are gone, or it cannot be right."""
@@ -88,7 +137,7 @@ class _Restorer:
         if any(not NO_PRIORITY <= lease.priority <= MAX_PRIORITY for lease in record.leases):
             return False
         full = pool.block_size * TOKEN_BYTES
-        if not TOKEN_BYTES <= len(record.tokens) <= full or record.key in pool.index:
+        if not TOKEN_BYTES <= len(record.tokens) <= full or record.key in pool.index or record.key in pool.pending:
             return False
         if (record.parent_key is None) != (record.depth == 0):
             return False
@@ -101,36 +150,49 @@ class _Restorer:
         gap = pool.bare.get(record.key)
         if gap is not None and any(child.depth != record.depth + 1 for child in siblings.each(gap)):
             return False
+        node = pool.node(parent_key)
+        if len(record.tokens) < full and node is not None and siblings.covering(node, record.tokens, record.extra):
+            return False
         return child_key(parent_key, record.tokens, record.extra) == record.key
 
     def _is_on_device(self, record: BlockRecord) -> bool:
         """Whether no step has written to the slot since, and what it stands on is on the device, too."""
-        pool, spec = self._executor.pools[record.group], self._executor.spec
-        steps = spec.last_write_steps[record.group] if spec.last_write_steps else ()
-        if not 1 <= record.slot <= len(steps) or record.place in self._used:
+        pool = self._executor.pools[record.group]
+        if not pool.device.is_unread(record.slot):
             return False
         if record.parent_key is not None and pool.window is None:
             parent = pool.index.get(record.parent_key)
             if parent is None or not pool.is_on_device(parent):
                 return False
-        return steps[record.slot - 1] <= record.stored_step
+        return self._spec.last_write_steps[record.group][record.slot - 1] <= record.stored_step
 
     def _is_filled(self, record: BlockRecord) -> bool:
-        """Whether a lower slot was filled by the copy that is remembered.
+        """Whether a lower slot was filled by the copy that is remembered, and may hold this block.
 
         What it stands on may be lost: that is computed again by whoever needs it.
         """
-        slots = self._executor.spec.generations(record.tier, record.group)
-        if not 1 <= record.slot <= len(slots) or record.place in self._used:
+        pool = self._executor.pools[record.group]
+        if not pool.tiers[record.tier].is_unread(record.slot):
             return False
-        return slots[record.slot - 1] == record.generation != 0
+        if pool.window is None:
+            # No block lies in a higher tier than its parent.
+            parent, gap = pool.index.get(record.parent_key or b""), pool.bare.get(record.key)
+            if parent is not None and pool.tier_of(parent).kind > record.tier:
+                return False
+            if gap is not None and any(pool.tier_of(child).kind < record.tier for child in siblings.each(gap)):
+                return False
+        return self._spec.generations(record.tier, record.group)[record.slot - 1] == record.generation != 0
 
-    def _adopt(self, record: BlockRecord, last_use: int) -> Block:
+    def _adopt(self, record: BlockRecord) -> Block:
         executor, pool, leases = self._executor, self._executor.pools[record.group], self._leases
         domain = executor.domain(record.salt, record.adapter_id, record.tenant_id, record.session_id, record.extra)
         tier = pool.tiers[record.tier]
         block = Block(tier.offset + record.slot)
-        block.recency = last_use
+        block.recency = record.last_use
+        for at in (record, record.backup):
+            unread = None if at is None else pool.tiers[at.tier].unread
+            if at is not None and unread is not None:
+                unread.settle(at.slot)
         tier.fill(block.slot, record.generation)
         # The newest comes first in a record, and in a list that grows at its beginning.
         for lease in reversed(record.leases):

@@ -1,19 +1,22 @@
 """The gRPC services: parse, call the manager, convert. Whatever a manager's method raises reaches the caller."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any
 
-from cachemgr import convert, convert_admin, tenancy
-from cachemgr.api import AccountKey, EventKind, SchedulerEpoch
+from cachemgr import convert, convert_admin, executors, tenancy
+from cachemgr.api import AccountKey, EventKind, ExecutorSpec, SchedulerEpoch
 from cachemgr.errors import InvalidField, SchedulerFirstError
 from cachemgr.events import Event
 from cachemgr.feed import EventFeed
 from cachemgr.manager import CacheManager
 from cachemgr.operations import Operations
+from cachemgr.recovering import Recoveries
 from cachemgr.slices import sliced
-from cachemgr.store import NOTHING, IndexStore
+from cachemgr.store import WAIT_SECONDS, IndexStore
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
 from protos.rpc import tracing
@@ -33,6 +36,7 @@ class Domain:
 
     operations: Operations
     store: IndexStore
+    recoveries: Recoveries
     feed: EventFeed
 
     @property
@@ -63,13 +67,35 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
         # Asked before the wait: the request tells what was written up to now, and a scheduler that comes meanwhile may
         # have given up steps that wrote after it.
         scheduler_came = self._manager.scheduler_came
-        remembered = NOTHING if known else await domain.store.load(spec.executor_id, spec.executor_epoch)
-        if remembered.blocks and not scheduler_came:
-            raise SchedulerFirstError
-        answer = domain.operations.register_executor(request, remembered.blocks, remembered.pins)
-        if not known:
-            domain.store.accepted(spec.executor_id, spec.executor_epoch, remembered)
+        if known:
+            answer = domain.operations.register_executor(request, later=False)
+            domain.store.registered(spec.executor_id, spec.executor_epoch)
+        else:
+            answer = await self._recall(request, spec, scheduler_came=scheduler_came)
         domain.feed.ring()
+        return answer
+
+    async def _recall(
+        self, request: pb.RegisterExecutorRequest, spec: ExecutorSpec, *, scheduler_came: bool
+    ) -> pb.RegisterExecutorResponse:
+        """Registers an executor; it waits a moment for what the store remembers, which comes into the index later then.
+
+        Raises SchedulerFirstError when there may be something, and sequences of an earlier manager may be writing yet.
+        """
+        executors.check_spec(spec)
+        domain, executor_id, begin = self._domain, spec.executor_id, monotonic()
+        reading = await domain.store.recall(executor_id)
+        is_empty = reading.is_complete.is_set() and not reading.num_blocks
+        if not scheduler_came and not is_empty and (reading.is_complete.is_set() or spec.tells_of_contents):
+            raise SchedulerFirstError
+        answer = domain.operations.register_executor(request, later=not is_empty)
+        domain.store.registered(executor_id, spec.executor_epoch)
+        domain.recoveries.begin(reading)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, begin + WAIT_SECONDS - monotonic())):
+                await reading.has_been_taken.wait()
+        restored = self._manager.cached_blocks(executor_id)
+        answer.restored_blocks, answer.restored_lower_blocks = restored.device_blocks, restored.lower_blocks
         return answer
 
     async def RenewExecutor(self, request: pb.RenewExecutorRequest, context: Any) -> Any:

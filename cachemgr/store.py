@@ -7,10 +7,10 @@ they are dropped and the whole index is written when Redis is back.
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from functools import partial
 from time import monotonic
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import structlog
 from prometheus_client import Counter, Gauge, Histogram
@@ -22,11 +22,12 @@ from cachemgr.api import TierKind
 from cachemgr.event_stream import EventStream
 from cachemgr.operator_records import Kind, PinRecord
 from cachemgr.operator_store import OperatorSource, OperatorStore
-from cachemgr.records import BlockRecord, RecordError, decode, encode, encode_place
+from cachemgr.records import BlockRecord, encode, encode_place
 from cachemgr.redis_client import UNAVAILABLE, executor_key, operators_key, reason
 from cachemgr.store_check import Difference, compare_blocks
-from cachemgr.store_clock import StoreClocks, at_rest, awake
+from cachemgr.store_clock import StoreClocks, at_rest, pin_awake
 from cachemgr.store_marks import OPERATORS, MarkedWrites, clock_key
+from cachemgr.store_reading import Reading
 from cachemgr.write_behind import Changes, Current, Place, WriteBehind
 from protos.kvcache.v1 import kvcache_pb2 as pb
 
@@ -52,22 +53,6 @@ T = TypeVar("T")
 # Places with what is there.
 Chunk = list[tuple[Place, BlockRecord | None]]
 log = structlog.get_logger()
-
-
-class Remembered(NamedTuple):
-    """What Redis knows of an executor: blocks, parents before children, and pins.
-
-    It is current when it is of the present epoch; else only what lies in lower tiers is told, as nothing else may be.
-    `time` is that of the executor's clock, None when Redis could not be asked.
-    """
-
-    blocks: list[BlockRecord]
-    pins: list[PinRecord]
-    is_current: bool
-    time: float | None = None
-
-
-NOTHING = Remembered([], [], is_current=False)
 
 
 class IndexStore:
@@ -100,6 +85,8 @@ class IndexStore:
         self._flush_at = flush_at
         self._queue = WriteBehind(max_pending)
         self._epochs: dict[str, int] = {}
+        # Of executors whose copy is not taken back yet.
+        self._readings: dict[str, Reading] = {}
         self._changed = asyncio.Event()
         self._large = asyncio.Event()
         self._one_at_a_time = asyncio.Lock()
@@ -209,13 +196,13 @@ class IndexStore:
                 self._in_doubt = False
             await self._operators.read()
             await self._operators.write(pins=False)
-            while (taken := self._queue.take()) is not None:
+            while (taken := self._queue.take(self._readings)) is not None:
                 try:
                     await self._write(*taken)
                 except BaseException:
                     self._queue.give_back(*taken)
                     raise
-            await self._operators.write(pins=True)
+            await self._operators.write(pins=True, unread=self._readings)
             if self._stream is not None:
                 await self._stream.write()
         except UNAVAILABLE as error:
@@ -263,38 +250,93 @@ class IndexStore:
         block = None if current is None else current()
         return None if block is None else at_rest(block, self._clocks.time(executor_id))
 
-    async def load(self, executor_id: str, epoch: int) -> Remembered:
-        """What Redis remembers of an executor that may be there; `accepted` must follow once the epoch is accepted."""
-        if not await self.flush_soon():
-            return NOTHING
-        return await self._soon(self._load(executor_id, epoch), WAIT_SECONDS) or NOTHING
+    async def recall(self, executor_id: str, seconds: float = WAIT_SECONDS) -> Reading:
+        """Begins to read what Redis remembers of an executor, and waits for it for this time at most.
 
-    async def _load(self, executor_id: str, epoch: int) -> Remembered | None:
-        try:
-            time = _number(await self._redis.get(clock_key(executor_id)))
-            if executor_id not in self._clocks:
-                self._clocks.start(executor_id, time)
-            known = await self._redis.get(executor_key(executor_id, "epoch"))
-            now = self._clocks.time(executor_id)
-            blocks = [] if known is None else [awake(block, now) async for block in self._read(executor_id)]
-            pins = [] if known is None else await self._operators.pins(executor_id, now)
-        except UNAVAILABLE as error:
-            self._is_up(False, error)
-            return None
-        is_current = known == str(epoch).encode()
-        if not is_current:
-            blocks = [below for block in blocks if (below := block.below()) is not None]
-        return Remembered(sorted(blocks, key=lambda block: block.depth), pins, is_current, now)
+        The reading goes on for as long as it takes, also when Redis is away. Until `taken_back` nothing of the executor
+        is written: nothing is deleted unread.
+        """
+        reading = self._readings.get(executor_id)
+        if reading is None:
+            if executor_id in self._epochs:
+                # What this process has not written yet of an earlier registration.
+                await self.flush_soon(seconds)
+            is_stale = self._queue.drop(executor_id)
+            reading = self._readings[executor_id] = Reading(executor_id, is_stale=is_stale)
+            task = asyncio.ensure_future(self._read(reading))
+            self._tasks.add(task)
+            task.add_done_callback(self._has_ended)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await reading.is_complete.wait()
+        return reading
 
-    def accepted(self, executor_id: str, epoch: int, remembered: Remembered) -> None:
-        """The manager has registered an executor with what Redis remembers of it."""
-        if remembered.time is not None:
-            # What remained of leases when they were read remains of them now.
-            self._clocks.start(executor_id, remembered.time)
-        if remembered.is_current:
-            self._epochs[executor_id] = epoch
-        else:
-            self.replace(executor_id, epoch)
+    def _has_ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.result()
+
+    async def _read(self, reading: Reading) -> None:
+        """Tries for ever: each page has its own deadline, the whole has none."""
+        count, pause = _READ, self._interval
+        while True:
+            reading.clear()
+            try:
+                await self._read_all(reading, count)
+            except UNAVAILABLE as error:
+                self._is_up(False, error)
+            else:
+                reading.is_complete.set()
+                return
+            await asyncio.sleep(pause)
+            # Smaller pages come through where large ones take longer than an answer may.
+            pause, count = min(pause * 2, 1.0), max(16, count // 2)
+
+    async def _read_all(self, reading: Reading, count: int) -> None:
+        executor_id = reading.executor_id
+        clock = await self._redis.get(clock_key(executor_id))
+        epoch = await self._redis.get(executor_key(executor_id, "epoch"))
+        if epoch is not None:
+            async for place, value in self._redis.hscan_iter(executor_key(executor_id, "blocks"), count=count):
+                reading.add(place, value)
+            reading.pins = await self._operators.stored_pins(executor_id)
+            reading.epoch = int(epoch) if epoch.isdigit() else 0
+        reading.time = _number(clock)
+        self._writes.found(executor_id, clock if isinstance(clock, bytes) else None)
+
+    def registered(self, executor_id: str, epoch: int) -> None:
+        """The manager has accepted an epoch; its changes are written once its remembered blocks are taken back."""
+        self._epochs[executor_id] = epoch
+        reading = self._readings.get(executor_id)
+        if reading is not None and reading.has_begun:
+            # Another registration took the first parts.
+            reading.is_stale = True
+
+    def epoch_of(self, executor_id: str) -> int:
+        """The epoch that was accepted last, 0 for none."""
+        return self._epochs.get(executor_id, 0)
+
+    def parts(self, reading: Reading) -> Iterator[list[BlockRecord]]:
+        """The blocks of a complete reading, as `Reading.parts` tells them; the executor's clock goes on."""
+        executor_id = reading.executor_id
+        if executor_id not in self._clocks:
+            # What remained of leases when the manager died remains of them now.
+            self._clocks.start(executor_id, reading.time)
+        return reading.parts(lambda: self.epoch_of(executor_id), lambda: self._clocks.time(executor_id))
+
+    def pins(self, reading: Reading) -> list[PinRecord]:
+        """The pins of a complete reading, with the time that remains of them."""
+        now = self._clocks.time(reading.executor_id)
+        return [pin_awake(pin, now) for pin in reading.pins]
+
+    def taken_back(self, reading: Reading) -> None:
+        """All that was read is in the index, or cannot be: changes are written from now on."""
+        executor_id = reading.executor_id
+        del self._readings[executor_id]
+        if reading.is_stale or not reading.is_of(self.epoch_of(executor_id)):
+            self.replace(executor_id, self.epoch_of(executor_id))
+        reading.has_been_taken.set()
+        self._note()
 
     async def compare(self, executor_ids: Iterable[str]) -> list[Difference] | None:
         """Where Redis disagrees with the manager, once it has all changes; None when that takes too long.
@@ -308,8 +350,11 @@ class IndexStore:
             if not await self._flush():
                 return None
             try:
-                found = await self._operators.compare(executor_ids)
+                found = await self._operators.compare([one for one in executor_ids if one not in self._readings])
                 for executor_id in executor_ids:
+                    if executor_id in self._readings:
+                        # All of it is still to be written.
+                        continue
                     now = self._clocks.time(executor_id)
                     # What changes meanwhile is pending when it is compared.
                     indexed = (at_rest(block, now) for block in self._snapshot(executor_id))
@@ -327,16 +372,6 @@ class IndexStore:
         self._queue.resync(executor_id, epoch)
         self._operators.rewrite(Kind.PIN, executor_id)
         self._note()
-
-    async def _read(self, executor_id: str) -> AsyncIterator[BlockRecord]:
-        unreadable = 0
-        async for place, value in self._redis.hscan_iter(executor_key(executor_id, "blocks"), count=_READ):
-            try:
-                yield decode(place, value)
-            except RecordError:
-                unreadable += 1
-        if unreadable:
-            log.warning("left out blocks that another version wrote", executor=executor_id, blocks=unreadable)
 
     async def close(self) -> None:
         """Writes what is pending, if Redis is there, and closes the connection."""

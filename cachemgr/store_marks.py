@@ -28,7 +28,11 @@ class MarkedWrites:
         self._clocks = clocks
         self._lost = lost
         # What may be there: the time that was acknowledged last, and those sent since without an answer.
-        self._possible: dict[str, set[bytes]] = {}
+        self._possible: dict[str, set[bytes | None]] = {}
+
+    def found(self, owner: str, time: bytes | None) -> None:
+        """Redis was read when its time of the owner was this: when it is not at the first write, something is lost."""
+        self._possible.setdefault(owner, set()).add(time)
 
     async def write(self, owners: Sequence[str], fill: Callable[[Pipeline], object]) -> None:
         """Sends what `fill` adds to a pipeline, all of it for these owners. Raises UNAVAILABLE."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import compress, islice
 
 from cachemgr.admin_api import Quota
 from cachemgr.api import AccountKey, RemovalCause, TierKind
@@ -92,6 +93,57 @@ class TierCounters:
         self.reuse_gap_seconds += seconds
 
 
+# What is known of a slot whose remembered block is not read yet, by slot - 1.
+_NEVER_FILLED, _FILLED, _SETTLED = range(3)
+_IS_UNREAD = bytes([1, 1, *bytes(254)])
+
+
+class UnreadSlots:
+    """Slots that are free, and that a remembered block may turn out to be in.
+
+    They are allocated last, slots that were never filled before the others. Each operation takes constant time on
+    average.
+    """
+
+    def __init__(self, filled: Iterable[int], free: Iterable[int] | None) -> None:
+        """`filled` has a number for each slot 1, 2, …, 0 where nothing was written; `free` is None for all slots."""
+        marks = bytearray(map(bool, filled))
+        if free is not None:
+            told, marks = marks, bytearray([_SETTLED]) * len(marks)
+            for slot in free:
+                marks[slot - 1] = told[slot - 1]
+        self._marks = marks
+        # Slots that were never filled lie behind the one, filled ones before the other.
+        self._begin, self._end = 0, len(marks)
+        self._count = len(marks) - marks.count(_SETTLED)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __contains__(self, slot: int) -> bool:
+        return self._marks[slot - 1] != _SETTLED
+
+    def settle(self, slot: int) -> None:
+        """The slot is no longer free, or it is known that no remembered block is in it."""
+        self._marks[slot - 1] = _SETTLED
+        self._count -= 1
+
+    def take(self) -> int:
+        """A slot to allocate. Only call it when one is left."""
+        self._begin = index = self._marks.find(_NEVER_FILLED, self._begin)
+        if index < 0:
+            self._begin = len(self._marks)
+            # A prompt took its slots in ascending order: the last ones hold what least stands on.
+            self._end = index = self._marks.rfind(_FILLED, 0, self._end)
+        assert index >= 0, "no slot is left"
+        self.settle(index + 1)
+        return index + 1
+
+    def rest(self) -> Iterator[int]:
+        """All that are left, ascending."""
+        return compress(range(1, len(self._marks) + 1), self._marks.translate(_IS_UNREAD))
+
+
 class Tier:
     """Slots 1..size of one kind of memory.
 
@@ -113,6 +165,8 @@ class Tier:
         self.generations = array("Q", bytes(0 if kind is TierKind.DEVICE else 8 * (size + 1)))
         # Places, those given back first to be taken first.
         self.empty = deque(range(offset + 1, offset + size + 1))
+        # Set while remembered blocks are read: free slots beside the empty ones.
+        self.unread: UnreadSlots | None = None
         # Evictable blocks of nobody with a quota.
         self.order = EvictionOrder()
         self.shares: dict[Account, Share] = {}
@@ -126,6 +180,40 @@ class Tier:
     def free(self) -> int:
         """Slots that may be taken: empty ones and those of cached blocks."""
         return self.size - len(self.withheld) - self.used
+
+    @property
+    def num_empty(self) -> int:
+        """Slots that hold nothing, as far as is known."""
+        return len(self.empty) + len(self.unread or ())
+
+    def all_empty(self) -> list[int]:
+        """The places of these slots."""
+        rest = () if self.unread is None else self.unread.rest()
+        return [*self.empty, *(self.offset + slot for slot in rest)]
+
+    def take_empty(self, *, newest: bool = False) -> int:
+        """The place that has been empty for longest, or for the shortest time. Only call it when one is empty."""
+        if not self.empty:
+            assert self.unread is not None
+            return self.offset + self.unread.take()
+        return self.empty.pop() if newest else self.empty.popleft()
+
+    def await_remembered(self, filled: Sequence[int]) -> None:
+        """Sets the empty slots aside for remembered blocks; `filled` is 0 for each slot that was never filled."""
+        is_whole = len(self.empty) == self.size
+        free = None if is_whole else (place - self.offset for place in self.empty)
+        self.unread = UnreadSlots(islice(filled, self.size), free)
+        self.empty.clear()
+
+    def is_unread(self, slot: int) -> bool:
+        """Whether a remembered block may be in a slot."""
+        return self.unread is not None and 1 <= slot <= self.size and slot in self.unread
+
+    def end_remembered(self) -> None:
+        """No remembered block will come any more."""
+        if self.unread is not None:
+            self.empty.extend(map(self.offset.__add__, self.unread.rest()))
+            self.unread = None
 
     def generation(self, place: int) -> int:
         """The ticket of the copy that filled a place; 0 on the device."""

@@ -338,7 +338,7 @@ class Copies:
             backups, tier = pool.backups, pool.backups.tier
             for block in backups.next(MAX_BACKUPS // len(self._pools) - backups.running):
                 assert tier is not None
-                target = Block(tier.empty.popleft())
+                target = Block(tier.take_empty())
                 target.refs = 1
                 pool.blocks[target.slot] = target
                 tier.used += 1

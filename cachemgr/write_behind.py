@@ -1,6 +1,6 @@
 """Changes of the index that Redis has not seen yet: coalesced per block, bounded, synchronous."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 
 from cachemgr.api import TierKind
@@ -65,11 +65,17 @@ class WriteBehind:
         self._drop(executor_id)
         self._changes[executor_id] = Changes(epoch, cleared=True, resync=True)
 
-    def take(self) -> tuple[str, Changes] | None:
-        """Hands out the changes of one executor, the one that waits longest."""
-        if not self._changes:
+    def drop(self, executor_id: str) -> bool:
+        """Forgets an executor's changes; whether there were any."""
+        had = executor_id in self._changes
+        self._drop(executor_id)
+        return had
+
+    def take(self, unread: Container[str] = ()) -> tuple[str, Changes] | None:
+        """Hands out the changes of one executor, the one that waits longest. Those of `unread` executors wait."""
+        executor_id = next((one for one in self._changes if one not in unread), None)
+        if executor_id is None:
             return None
-        executor_id = next(iter(self._changes))
         changes = self._changes[executor_id]
         self._drop(executor_id)
         return executor_id, changes

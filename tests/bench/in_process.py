@@ -19,8 +19,11 @@ from cachemgr.feed import EventFeed
 from cachemgr.manager import CacheManager
 from cachemgr.operations import ManagerClock, Operations
 from cachemgr.process import DATA_SERVICE
+from cachemgr.recovering import Recoveries
+from cachemgr.redis_client import open_redis
 from cachemgr.service import CacheManagerService, Domain
-from cachemgr.store import NOTHING, Remembered
+from cachemgr.store import IndexStore
+from cachemgr.store_reading import Reading
 from protos.kvcache.v1 import kvcache_pb2_grpc
 from protos.rpc import logs
 from protos.rpc.server import Server
@@ -33,15 +36,18 @@ SYNC_BYTES = Counter("kvkeep_bench_sync_bytes", "Bytes that syncs would have on 
 LEASE_SECONDS = 36_000.0
 
 
-class NoStore:
+class NoStore(IndexStore):
     """Remembers nothing."""
 
-    async def load(self, executor_id: str, epoch: int) -> Remembered:
-        """Nothing."""
-        return NOTHING
+    def __init__(self) -> None:
+        super().__init__(open_redis("unix:///nonexistent"), lambda _: [])
 
-    def accepted(self, executor_id: str, epoch: int, remembered: Remembered) -> None:
-        """Does nothing."""
+    async def recall(self, executor_id: str, seconds: float = 0.0) -> Reading:
+        """An empty one."""
+        reading = self._readings[executor_id] = Reading(executor_id, is_stale=False)
+        reading.is_complete.set()
+        reading.has_been_taken.set()
+        return reading
 
 
 class LocalStub:
@@ -68,8 +74,9 @@ async def serve(settings: SchedulerSettings) -> int:
     clock = ManagerClock(time.monotonic)
     manager = CacheManager(time.time_ns(), clock, ManagerConfig(lease_seconds=LEASE_SECONDS))
     operations = Operations(manager, clock)
+    store = NoStore()
     service = CacheManagerService(
-        Domain(operations, NoStore(), EventFeed(lambda: manager.last_event))  # type: ignore[arg-type]
+        Domain(operations, store, Recoveries(operations, store), EventFeed(lambda: manager.last_event))
     )
     server = Server("cachemgr")
     server.listen(

@@ -86,7 +86,7 @@ class ObjectBackend:
     def _open(self, operations: Operations) -> None:
         self.manager = operations.manager
         self._operations = operations
-        domain = Domain(operations, None, EndOfEvents())
+        domain = Domain(operations, None, None, EndOfEvents())
         self._services = [CacheManagerService(domain), CacheAdminService(domain)]
         self._watch = CacheEventService(domain)
 

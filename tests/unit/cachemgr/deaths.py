@@ -31,7 +31,8 @@ class Deaths(RuleBasedStateMachine):
 
     @rule()
     def store_is_written(self):
-        self.world.journal.flush()
+        if self.world.unread is None:
+            self.world.journal.flush()
 
     @rule(chance=CHANCE, finished=FINISHED, behind=st.booleans())
     def manager_starts_again(self, chance, finished, behind):
@@ -39,6 +40,20 @@ class Deaths(RuleBasedStateMachine):
             self.break_off(finished)
             self.fall_back(behind)
             self.world.restart_manager()
+
+    @rule(chance=CHANCE, finished=FINISHED, behind=st.booleans())
+    def manager_starts_before_the_store(self, chance, finished, behind):
+        if chance == 7:
+            self.break_off(finished)
+            self.fall_back(behind)
+            self.world.begin_recovery()
+
+    @rule(count=st.integers(0, 6))
+    def store_is_read(self, count):
+        if self.world.unread:
+            self.world.read_store(count)
+        else:
+            self.world.end_recovery()
 
     @rule(chance=CHANCE)
     def manager_starts_again_at_rest(self, chance):
@@ -55,6 +70,7 @@ class Deaths(RuleBasedStateMachine):
     def rest(self):
         """Everybody leaves, all copies run, and the store has everything."""
         world = self.world
+        world.end_recovery()
         for live in list(world.live.values()):
             world.leave(live)
         world.sync()
@@ -94,7 +110,7 @@ class Deaths(RuleBasedStateMachine):
 
     def fall_back(self, behind):
         """The store may have been behind the manager when that died."""
-        if behind:
+        if behind and self.world.unread is None:
             self.world.journal.fall_back()
 
     def lose_slots(self, lost):
@@ -108,6 +124,8 @@ DEATHS = {
     "scheduler_starts_again": 1,
     "executor_starts_again": 2,
     "manager_starts_again": 2,
+    "manager_starts_before_the_store": 3,
+    "store_is_read": 5,
     "manager_starts_again_at_rest": 1,
     "manager_and_executor_start_again": 1,
     "executor_is_silent": 1,
@@ -119,11 +137,13 @@ def death_arguments(name: str, random: Random) -> dict[str, object]:
     """What one of them is called with."""
     if name == "store_is_written":
         return {}
+    if name == "store_is_read":
+        return {"count": random.randrange(7)}
     found: dict[str, object] = {"chance": random.choice([0, 0, 0, 7])}
     if name not in ("scheduler_starts_again", "executor_is_silent", "manager_starts_again_at_rest"):
         found["finished"] = random.randrange(8)
     if name in ("executor_starts_again", "manager_and_executor_start_again"):
         found["lost"] = random.randrange(10)
-    if name in ("manager_starts_again", "manager_and_executor_start_again"):
+    if name in ("manager_starts_again", "manager_starts_before_the_store", "manager_and_executor_start_again"):
         found["behind"] = random.random() < 0.5
     return found

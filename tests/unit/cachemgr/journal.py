@@ -16,6 +16,9 @@ class Journal:
     # What reached the store some time ago.
     written: dict[tuple[int, TierKind, int], BlockRecord] = field(default_factory=dict)
 
+    # False while blocks that were remembered are not told: they may be gone from here already.
+    is_read: bool = True
+
     def cleared(self, executor_id: str, epoch: int) -> None:
         self.epoch = epoch
         self.blocks.clear()
@@ -38,7 +41,10 @@ class Journal:
         self.blocks[block.place] = block
 
     def removed(self, executor_id: str, group: int, tier: TierKind, slot: int) -> None:
-        del self.blocks[group, tier, slot]
+        if self.is_read:
+            del self.blocks[group, tier, slot]
+        else:
+            self.blocks.pop((group, tier, slot), None)
 
 
 def timeless(block: BlockRecord) -> BlockRecord:

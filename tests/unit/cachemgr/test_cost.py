@@ -65,7 +65,7 @@ def test_the_copy_that_is_recalled_is_the_one_whose_block_goes_first(monkeypatch
         return found
 
     monkeypatch.setattr(OpenedCopies, "first", first)
-    for seed in range(300_002, 300_008):
+    for seed in range(300_002, 300_012):
         live_long(seed, 250, host=3, disk=seed % 3 * 2, num_blocks=12)
     assert compared > 10
 

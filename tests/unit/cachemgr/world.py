@@ -70,6 +70,10 @@ class World(Memory):
         # Computed tokens of sequences that are gone, by handle.
         self.ended: dict[int, int] = {}
         self.tainted: set[int] = set()
+        # While the store is read: blocks that are still to come, what the store holds, and the epoch that it is of.
+        self.unread: list[BlockRecord] | None = None
+        self.stored: dict[tuple[int, TierKind, int], BlockRecord] = {}
+        self.stored_epoch = 0
         self.start_executor()
         self.start_scheduler()
 
@@ -121,9 +125,46 @@ class World(Memory):
 
     def lose_manager(self) -> None:
         """Another manager, which only the scheduler has registered with."""
+        if self.unread is not None:
+            # Nothing was written over what was not read.
+            blocks = list(self.stored.values())
+            if self.stored_epoch != self.executor_epoch:
+                blocks = [below for block in blocks if (below := block.below()) is not None]
+            self.journal.blocks = {block.place: block for block in blocks}
+            self.unread = None
+            self.journal.is_read = True
         self.manager = CacheManager(self.manager.epoch + 1, lambda: self.now, self.config, self.journal)
         self.done.clear()
         self.start_scheduler()
+
+    def begin_recovery(self) -> None:
+        """The manager is gone with its memory, and what the journal has is told later."""
+        self.lose_manager()
+        self.stored, self.stored_epoch = dict(self.journal.blocks), self.executor_epoch
+        self.unread = sorted(self.stored.values(), key=lambda block: block.depth)
+        self.journal.is_read = False
+        self.manager.register_executor(self.spec(), later=True)
+
+    def read_store(self, count: int) -> None:
+        """So many remembered blocks are told; of another epoch only what is below."""
+        assert self.unread is not None
+        part: list[BlockRecord] = self.unread[:count]
+        del self.unread[:count]
+        if self.stored_epoch != self.executor_epoch:
+            part = [below for block in part if (below := block.below()) is not None]
+        self.manager.put_back("e", self.executor_epoch, part)
+
+    def end_recovery(self) -> None:
+        """The rest is told, and the store is written again."""
+        if self.unread is None:
+            return
+        self.read_store(len(self.unread))
+        self.manager.end_recovery("e", self.executor_epoch)
+        self.unread = None
+        self.journal.is_read = True
+        if self.stored_epoch != self.executor_epoch:
+            self.journal.blocks = {block.place: block for block in self.manager.records("e")}
+        self.journal.flush()
 
     def come_back(self) -> Restored:
         """The executor starts again after the manager has forgotten it, which asks the journal."""
@@ -137,6 +178,7 @@ class World(Memory):
 
     def expire_executor(self) -> None:
         """The manager gives the executor up."""
+        self.end_recovery()
         for _ in range(2):
             self.now += self.config.lease_seconds * 0.6
             self.sync()
@@ -385,7 +427,8 @@ class World(Memory):
         assert self.manager.check_pool() == []
         self.watcher.check(self.manager)
         records = {block.place: timeless(block) for block in self.manager.records("e")}
-        assert {place: timeless(block) for place, block in self.journal.blocks.items()} == records
+        if self.unread is None:
+            assert {place: timeless(block) for place, block in self.journal.blocks.items()} == records
         pools = self.manager._executors["e"].pools if self.manager.knows_executor("e") else []
         arriving = {(pool.spec.group, block.key) for pool in pools for block in pool.moving}
         for block in self.manager.records("e"):

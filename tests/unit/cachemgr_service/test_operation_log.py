@@ -9,7 +9,6 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,13 +80,17 @@ def settings_of_process(folder: Path, log: Path) -> dict[str, str]:
     return environment(folder, KVKEEP_CACHEMGR_OPERATION_LOG=str(log), KVKEEP_REDIS_URL=redis)
 
 
-def register(operations: "Operations | Calls", last_write_steps: Sequence[int] = (), **values: Any) -> None:
+def register(operations: "Operations | Calls", remembered: tuple[BlockRecord, ...] = ()) -> None:
     operations.run("RegisterScheduler", pb.RegisterSchedulerRequest(scheduler_id="s", scheduler_epoch=1))
-    pools = [pb.PoolSpec(group=0, num_blocks=8, last_write_steps=last_write_steps)]
+    pools = [pb.PoolSpec(group=0, num_blocks=8, last_write_steps=[0] * 8 if remembered else ())]
     registration = pb.RegisterExecutorRequest(
         executor_id="e", executor_epoch=1, model_fingerprint=b"f", block_size=4, pools=pools
     )
-    operations.register_executor(registration, **values)
+    operations.register_executor(registration, later=bool(remembered))
+    if remembered:
+        assert isinstance(operations, Operations)
+        operations.put_back("e", 1, list(remembered))
+        operations.end_recovery("e", 1, [])
 
 
 class Calls:
@@ -99,7 +102,8 @@ class Calls:
     def run(self, method: str, request: Any) -> Any:
         return getattr(self._stub, method)(request, timeout=10)
 
-    def register_executor(self, request: pb.RegisterExecutorRequest) -> Any:
+    def register_executor(self, request: pb.RegisterExecutorRequest, *, later: bool) -> Any:
+        assert not later
         return self.run("RegisterExecutor", request)
 
 
@@ -108,7 +112,7 @@ def logged(*requests: pb.AdmitSequenceRequest, remembered: tuple[BlockRecord, ..
     file, clock = io.BytesIO(), ManagerClock(map(float, itertools.count(1)).__next__)
     manager = CacheManager(3, clock, CONFIG)
     operations = Operations(manager, clock, OperationLog(file, clock.now, 3, CONFIG))
-    register(operations, [0] * 8 if remembered else (), remembered=remembered)
+    register(operations, remembered)
     for request in requests:
         operations.run("AdmitSequence", request)
     operations.expire()
@@ -119,6 +123,10 @@ def admission(name: str) -> pb.AdmitSequenceRequest:
     return pb.AdmitSequenceRequest(
         sequence_id=name, scheduler_id="s", scheduler_epoch=1, executor_id="e", token_ids=range(6)
     )
+
+
+def release(name: str) -> pb.ReleaseSequenceRequest:
+    return pb.ReleaseSequenceRequest(sequence_id=name, scheduler_id="s", scheduler_epoch=1)
 
 
 def test_what_the_store_remembered_is_in_the_log() -> None:
@@ -206,7 +214,7 @@ def test_a_full_disk_ends_the_log_and_no_call(room: int) -> None:
             assert operations.run("AdmitSequence", admission(name)).admitted
             # Room that comes later makes no log whole again.
             file.room = 1 << 20 if len(file.getvalue()) > len(begun) else file.room
-            operations.run("ReleaseSequence", pb.ReleaseSequenceRequest(sequence_id=name))
+            operations.run("ReleaseSequence", release(name))
     assert [record["log_level"] for record in records] == ["error"]
     assert REGISTRY.get_sample_value("kvkeep_operation_log_ended") == 1
     # It ends behind a whole entry.
@@ -222,7 +230,7 @@ def fill_the_log_of(process: "subprocess.Popen[bytes]", folder: Path, room: int)
         register(Calls(stub))
         for name in map(str, range(100)):
             assert stub.AdmitSequence(admission(name), timeout=10).admitted
-            stub.ReleaseSequence(pb.ReleaseSequenceRequest(sequence_id=name), timeout=10)
+            stub.ReleaseSequence(release(name), timeout=10)
         states = health.Watch(health_pb2.HealthCheckRequest(service=OPERATION_LOG_HEALTH), timeout=10)
         assert any(state.status == health_pb2.HealthCheckResponse.NOT_SERVING for state in states)
         states.cancel()

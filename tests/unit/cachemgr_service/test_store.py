@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from redis.asyncio import Redis
 from cachemgr.api import TierKind
 from cachemgr.records import BackupRecord, BlockRecord
 from cachemgr.redis_client import open_redis
-from cachemgr.store import NOTHING, IndexStore
+from cachemgr.store import IndexStore
+from cachemgr.store_reading import Reading
 from cachemgr.write_behind import Place
 from tests.unit.cachemgr_service.servers import Server
 
@@ -35,11 +37,21 @@ def note(store: IndexStore, record: BlockRecord) -> None:
     store.stored(EXECUTOR, *record.place, lambda: record)
 
 
+async def recalled(store: IndexStore, epoch: int, executor_id: str = EXECUTOR) -> tuple[Reading, list[BlockRecord]]:
+    """What Redis remembers, and the blocks that an executor of this epoch may have."""
+    reading = await store.recall(executor_id)
+    assert reading.is_complete.is_set()
+    store.registered(executor_id, epoch)
+    blocks = list(chain.from_iterable(store.parts(reading)))
+    store.taken_back(reading)
+    return reading, blocks
+
+
 async def loaded(store: IndexStore, epoch: int) -> list[BlockRecord]:
     """The blocks that Redis remembers."""
-    remembered = await store.load(EXECUTOR, epoch)
-    assert remembered.is_current
-    return remembered.blocks
+    reading, blocks = await recalled(store, epoch)
+    assert reading.is_of(epoch)
+    return blocks
 
 
 @pytest.fixture
@@ -77,10 +89,10 @@ async def test_another_epoch_voids_what_redis_remembers(store: IndexStore, redis
     note(store, block(1))
     await store.flush()
     restarted = IndexStore(redis, lambda _: [])
-    for one in (await restarted.load(EXECUTOR, 8), await restarted.load("another", 7)):
-        assert (one.blocks, one.pins, one.is_current) == ([], [], False)
+    for executor_id, epoch in ((EXECUTOR, 8), ("another", 7)):
+        reading, blocks = await recalled(restarted, epoch, executor_id)
+        assert (blocks, reading.pins, reading.is_of(epoch)) == ([], [], False)
     assert await redis.exists(f"{KEYS}blocks")
-    restarted.replace(EXECUTOR, 8)
     await restarted.flush()
     assert not await redis.exists(f"{KEYS}blocks")
     assert await loaded(restarted, 8) == []
@@ -93,9 +105,9 @@ async def test_another_epoch_leaves_what_lies_in_lower_tiers(store: IndexStore, 
     for one in (block(1), copied, host, disk):
         note(store, one)
     await store.flush()
-    remembered = await IndexStore(redis, lambda _: []).load(EXECUTOR, 8)
-    assert not remembered.is_current
-    assert {one.place: one.generation for one in remembered.blocks} == {
+    reading, blocks = await recalled(IndexStore(redis, lambda _: []), 8)
+    assert not reading.is_of(8)
+    assert {one.place: one.generation for one in blocks} == {
         (0, TierKind.HOST, 1): 9,
         (0, TierKind.DISK, 1): 9,
         (0, TierKind.HOST, 5): 77,
@@ -152,19 +164,47 @@ async def test_too_many_changes_become_a_copy_of_everything(
     assert {one.slot for one in await loaded(store, 7)} == set(range(1, 701))
 
 
-async def test_a_registration_while_redis_is_away_replaces_what_it_holds_later(
+async def test_a_registration_while_redis_is_away_deletes_nothing_that_is_not_read(
     store: IndexStore, redis: Redis, server: Server
 ) -> None:
     store.cleared(EXECUTOR, 7)
     note(store, block(1))
+    note(store, block(2))
     await store.flush()
     server.stop()
-    restarted = IndexStore(redis, lambda _: [block(5)])
-    assert await restarted.load(EXECUTOR, 7) == NOTHING
-    restarted.replace(EXECUTOR, 7)
+    index = Index()
+    restarted = IndexStore(redis, index.snapshot, max_pending=50, interval=0.01)
+    reading = await restarted.recall(EXECUTOR, 0.1)
+    assert not reading.is_complete.is_set()
+    restarted.registered(EXECUTOR, 7)
+    # More than what may wait: everything is to be written again.
+    for slot in range(2, 100):
+        index[block(slot).place] = block(slot, step=9)
+        note(restarted, block(slot, step=9))
     server.start()
+    await reading.is_complete.wait()
+    for _ in range(3):
+        assert await restarted.flush()
+    assert await redis.hlen(f"{KEYS}blocks") == 2
+    assert {one.slot for one in chain.from_iterable(restarted.parts(reading))} == {1, 2}
+    index[block(1).place] = block(1)
+    restarted.taken_back(reading)
     assert await restarted.flush()
-    assert await loaded(restarted, 7) == [block(5)]
+    assert {one.slot: one.stored_step for one in await loaded(restarted, 7)} == {1: 3} | dict.fromkeys(range(2, 100), 9)
+
+
+async def test_a_redis_that_loses_everything_between_the_reading_and_the_first_write_is_found_out(
+    store: IndexStore, redis: Redis
+) -> None:
+    store.cleared(EXECUTOR, 7)
+    note(store, block(1))
+    await store.flush()
+    restarted = IndexStore(redis, lambda _: [block(1)])
+    assert await loaded(restarted, 7) == [block(1)]
+    await redis.delete(*[f"{KEYS}{name}" for name in ("blocks", "clock", "epoch")])
+    for _ in range(2):
+        assert await restarted.flush()
+    assert await loaded(restarted, 7) == [block(1)]
 
 
 async def test_the_background_task_writes_without_being_asked(store: IndexStore, redis: Redis) -> None:

@@ -38,7 +38,7 @@ class RealManager(CacheManagerService):
         self.epoch += 1
         clock = ManagerClock(time.monotonic)
         manager = CacheManager(self.epoch, clock, CONFIG)
-        super().__init__(Domain(Operations(manager, clock), None, EventFeed(lambda: manager.last_event)))  # type: ignore[arg-type]
+        super().__init__(Domain(Operations(manager, clock), None, None, EventFeed(lambda: manager.last_event)))  # type: ignore[arg-type]
         run, self._run = self._run, lambda method, request: self._admit(run, method, request)
         self.register()
 
