@@ -29,7 +29,7 @@ class UnsuitableError(Exception):
 
 def plain_rotary(module: Any, config: Any) -> Tensor | None:
     """Radians per position, [D / 2] float32, where a key's place is nothing but its rotation by halves; else None."""
-    if config.model_type not in FAMILIES:
+    if not _is_known(module, config):
         return None
     rotary, attention = module.model.rotary_emb, module.model.layers[0].self_attn
     plain = getattr(rotary, "rope_type", "default") in _PLAIN_ROTATIONS
@@ -47,8 +47,8 @@ def faster(
     name: of what it makes, for the log.
     """
     config = module.config.get_text_config(decoder=True)
-    if config.model_type not in FAMILIES:
-        log.info("running on torch", cause=f"no {name} for {config.model_type}")
+    if not _is_known(module, config):
+        log.info("running on torch", cause=f"no {name} for {module.config.model_type}")
         return forward
     try:
         _check(module, config)
@@ -66,6 +66,11 @@ def faster(
         log.warning("running on torch, which is slower", cause=f"the {name} fails: {error}", exc_info=error)
         return forward
     return fast
+
+
+def _is_known(module: Any, config: Any) -> bool:
+    """Whether it is one of the families, and not only its part for text is: that has its layers elsewhere."""
+    return module.config is config and config.model_type in FAMILIES
 
 
 def _check(module: Any, config: Any) -> None:

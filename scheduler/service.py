@@ -53,9 +53,16 @@ class GenerationService(rpc.GenerationServiceServicer):
                 raise DeadlineError("the call's deadline passed before the output ended") from None
 
     async def generate(
-        self, request: pb.StreamGenerateRequest, write: Callable[[pb.StreamGenerateResponse], Awaitable[object]]
+        self,
+        request: pb.StreamGenerateRequest,
+        write: Callable[[pb.StreamGenerateResponse], Awaitable[object]],
+        *,
+        usage: bool = False,
     ) -> None:
-        """Runs a request, whatever protocol it came by; cancelling this frees everything that it held."""
+        """Runs a request, whatever protocol it came by; cancelling this frees everything that it held.
+
+        usage: whether each piece has the sample's so far, not only its last one.
+        """
         engine, intake = self._ready()
         with watched(request, engine) as watch:
             tenant = bind(current(), request.cache)
@@ -66,10 +73,10 @@ class GenerationService(rpc.GenerationServiceServicer):
                 news = await stream.next()
                 while not stream.finished:
                     for generation, chunk in news:
-                        await write(_response(generation, chunk))
+                        await write(_response(generation, chunk, usage=usage))
                     news = await stream.next()
             for generation, chunk in news:
-                await write(_response(generation, chunk))
+                await write(_response(generation, chunk, usage=usage))
 
     async def tokenize(self, request: pb.StreamGenerateRequest) -> Sequence[int]:
         """Ids of a request's prompt, also of one that is longer than the model takes."""
@@ -133,7 +140,7 @@ class GenerationService(rpc.GenerationServiceServicer):
         return self._engine, self._intake
 
 
-def _response(generation: Generation, chunk: Chunk) -> pb.StreamGenerateResponse:
+def _response(generation: Generation, chunk: Chunk, *, usage: bool) -> pb.StreamGenerateResponse:
     response = pb.StreamGenerateResponse(
         request_id=generation.request.request_id,
         sample_index=generation.request.sample_index,
@@ -146,6 +153,6 @@ def _response(generation: Generation, chunk: Chunk) -> pb.StreamGenerateResponse
         response.logprobs.add(
             logprob=logprobs.logprob, top=[pb.TokenLogprob(token_id=token, logprob=value) for token, value in top]
         )
-    if chunk.finish:
+    if chunk.finish or usage:
         response.usage.CopyFrom(generation.usage())
     return response

@@ -92,6 +92,10 @@ class Model:
             [text] = await asyncio.to_thread(self.tokenizer.decode_batch, [list(token_ids)], skip_special_tokens=False)
             return str(text)
 
+    def vocabulary(self, token_ids: Sequence[int]) -> list[str]:
+        """What the vocabulary calls these tokens, "Ġthe" for instance; empty for an id that it has no token for."""
+        return [self.tokenizer.id_to_token(one) or "" for one in token_ids]
+
     def token_text(self, token_id: int) -> str:
         """Text of one token; U+FFFD stands for a part of a character."""
         return self._token_text(token_id)

@@ -1,5 +1,6 @@
 """The routes. Each checks nothing itself: the request is translated, and goes the way of those that come by gRPC."""
 
+import asyncio
 import importlib.metadata
 from collections.abc import Iterable
 from typing import Annotated, Any
@@ -22,7 +23,13 @@ from scheduler.http.formats import ChatFormat, CompletionFormat
 from scheduler.http.front import Api
 from scheduler.http.generating import Generating
 from scheduler.http.identity import Caller, caller_of, route_class
-from scheduler.http.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from scheduler.http.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Generation,
+    TokenizeRequest,
+)
 from scheduler.request_log import note
 from scheduler.service import GenerationService
 
@@ -101,7 +108,7 @@ def _using(service: GenerationService, guard: Guard, bodies: Bodies) -> Iterable
             service.model(request.model),
             request.request_id or "",
             logprobs=bool(request.logprobs),
-            include_usage=_includes_usage(request),
+            **_usage(request),
         )
         messages, names = [translate.chat(request)], translate.names(request)
         return Generating(service, caller, messages, form, names, stream=bool(request.stream))
@@ -113,7 +120,7 @@ def _using(service: GenerationService, guard: Guard, bodies: Bodies) -> Iterable
             service.model(request.model),
             request.request_id or "",
             logprobs=request.logprobs is not None,
-            include_usage=_includes_usage(request),
+            **_usage(request),
         )
         messages, names = translate.completion(request), translate.names(request)
         return Generating(service, caller, messages, form, names, stream=bool(request.stream))
@@ -133,11 +140,15 @@ def _using(service: GenerationService, guard: Guard, bodies: Bodies) -> Iterable
     async def tokenize(request: TokenizeRequest) -> responses.Tokens:
         """The ids of a text or a conversation."""
         token_ids = await service.tokenize(translate.tokenize(request))
-        return {
+        model = service.model()
+        answer: responses.Tokens = {
             "count": len(token_ids),
-            "max_model_len": service.model().max_tokens,
+            "max_model_len": model.max_tokens,
             "tokens": list(token_ids),
         }
+        if request.return_token_strs:
+            answer["token_strs"] = await asyncio.to_thread(model.vocabulary, token_ids)
+        return answer
 
     @tokenizing.post("/detokenize")
     async def detokenize(request: DetokenizeRequest) -> responses.Prompt:
@@ -157,8 +168,13 @@ def _generated(whole: type) -> dict[int | str, dict[str, Any]]:
     }
 
 
-def _includes_usage(request: ChatCompletionRequest | CompletionRequest) -> bool:
-    return bool(request.stream_options and request.stream_options.include_usage)
+def _usage(request: Generation) -> dict[str, bool]:
+    """Which events of a stream have it."""
+    asked = request.stream_options
+    return {
+        "include_usage": bool(asked and asked.include_usage),
+        "continuous_usage": bool(asked and asked.continuous_usage_stats),
+    }
 
 
 def _add_handlers(app: FastAPI) -> None:

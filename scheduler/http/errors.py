@@ -90,9 +90,11 @@ def from_service(error: ServiceError, names: Sequence[tuple[str, str]] = ()) -> 
 def rename(field: str, names: Sequence[tuple[str, str]]) -> str:
     """A field's path with what it begins with replaced where that is called otherwise over HTTP."""
     for ours, theirs in names:
-        if field.startswith(ours):
+        rest = field.removeprefix(ours)
+        # Whole parts of a path: chat_template is no part of chat.
+        if field.startswith(ours) and (ours.endswith((".", "_")) or rest[:1] in ("", ".", "[")):
             # Wishes have short names, but for the range that they stand in.
-            return (theirs + field.removeprefix(ours)).replace("].retention_", "].")
+            return (theirs + rest).replace("].retention_", "].")
     return field
 
 

@@ -1,7 +1,7 @@
 """The two ways in which output is told: as messages of a conversation, and as text that goes on."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -40,9 +40,15 @@ class Format(ABC):
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
 
-    def __init__(self, model: Model, request_id: str, *, logprobs: bool, include_usage: bool) -> None:
-        """request_id: empty for one that is drawn. include_usage: whether a stream ends with an event that has it."""
+    def __init__(
+        self, model: Model, request_id: str, *, logprobs: bool, include_usage: bool, continuous_usage: bool = False
+    ) -> None:
+        """request_id: empty for one that is drawn. include_usage: whether a stream ends with an event that has it.
+
+        continuous_usage: whether each event has the usage so far.
+        """
         self.include_usage = include_usage
+        self.continuous_usage = continuous_usage
         self._model = model
         self._logprobs = logprobs
         self.id = request_id or f"{self.prefix}{drawn_name()}"
@@ -68,15 +74,17 @@ class Format(ABC):
             responses.outcomes(answer, sample.usage)
         return answer
 
-    def chunk(self, sample: Sample, *, first: bool) -> dict[str, Any]:
-        """An event of a stream."""
+    def chunk(self, sample: Sample, usages: Iterable[pb.Usage], *, first: bool) -> dict[str, Any]:
+        """An event of a stream. usages: of all samples so far."""
         answer = self._answer(self.chunk_object, [self.chunk_choice(sample, first=first)])
-        if self.include_usage:
+        if self.continuous_usage:
+            answer["usage"] = responses.usage(usages)
+        elif self.include_usage:
             answer["usage"] = None
         responses.outcomes(answer, sample.usage)
         return answer
 
-    def usage_chunk(self, usages: Sequence[pb.Usage]) -> dict[str, Any]:
+    def usage_chunk(self, usages: Iterable[pb.Usage]) -> dict[str, Any]:
         """The last event of a stream."""
         answer = self._answer(self.chunk_object, [])
         answer["usage"] = responses.usage(usages)

@@ -110,7 +110,7 @@ class Generating(Response):
             raise
         else:
             if self._format.include_usage:
-                await events.send(self._format.usage_chunk(events.usages))
+                await events.send_usage()
             await events.send_bytes(b"data: [DONE]\n\n")
         await events.send_bytes(b"", more=False)
 
@@ -119,7 +119,7 @@ class Generating(Response):
         try:
             with self._caller.asking():
                 if len(self._messages) == 1:
-                    await self._service.generate(self._messages[0], write)
+                    await self._service.generate(self._messages[0], write, usage=self._format.continuous_usage)
                     return
                 async with asyncio.TaskGroup() as tasks:
                     for number, message in enumerate(self._messages):
@@ -138,7 +138,7 @@ class Generating(Response):
 
         try:
             with self._service.access_log.telling(peer_of(Request(scope))):
-                await self._service.generate(message, add)
+                await self._service.generate(message, add, usage=self._format.continuous_usage)
         except ServiceError as error:
             raise from_service(error, of_prompt(self._names, number)) from error
 
@@ -148,7 +148,8 @@ class _Events:
 
     def __init__(self, send: Send, form: Format) -> None:
         self.begun = False
-        self.usages: list[pb.Usage] = []
+        # Of each sample, the latest that is known.
+        self._usages: dict[int, pb.Usage] = {}
         self._send = send
         self._format = form
         # Prompts write beside each other.
@@ -161,10 +162,13 @@ class _Events:
         sample = Sample(offset=self._sent.setdefault(piece.sample_index, 0))
         sample.add(piece)
         self._sent[piece.sample_index] += len(piece.text)
-        if piece.finish_reason:
-            self.usages.append(piece.usage)
+        if piece.HasField("usage"):
+            self._usages[piece.sample_index] = piece.usage
         if first or self._format.says_something(sample):
-            await self.send(self._format.chunk(sample, first=first))
+            await self.send(self._format.chunk(sample, self._usages.values(), first=first))
+
+    async def send_usage(self) -> None:
+        await self.send(self._format.usage_chunk(self._usages.values()))
 
     async def end(self, scope: Scope, error: ApiError) -> None:
         """The last event of a stream that broke off; nothing where the status can still tell."""

@@ -121,12 +121,18 @@ def _meant(name: str, extensions: tuple[str, ...]) -> str:
     return next(iter(difflib.get_close_matches(name.lower(), extensions, n=1, cutoff=_CLOSE)), "")
 
 
+def _of_text(kind: object) -> object:
+    if isinstance(kind, str) and kind != "text":
+        raise ValueError("must be 'text': images, audio, video and files are not supported")
+    return kind
+
+
 class TextPart(Open):
     """A part of a message."""
 
     extensions = ("cache_control",)
 
-    type: Literal["text"]
+    type: Annotated[Literal["text"], BeforeValidator(_of_text)]
     text: Text
     cache_control: CacheControl | None = None
 
@@ -138,7 +144,8 @@ class Message(Open):
     extensions = ("cache_control",)
 
     role: Text = Field(json_schema_extra={"minLength": 1})
-    content: Annotated[Items[TextPart], OrText(lambda text: {"type": "text", "text": text})]
+    # An assistant's may be absent, as beside calls of tools.
+    content: Annotated[Items[TextPart], OrText(lambda text: {"type": "text", "text": text})] | None = None
     # As on its last part.
     cache_control: CacheControl | None = None
 
@@ -161,9 +168,8 @@ Messages = Annotated[Items[Message], BeforeValidator(_few), Field(json_schema_ex
 class StreamOptions(Open):
     """Options of a stream."""
 
-    unsupported: ClassVar = {"continuous_usage_stats": (False,)}
-
-    include_usage: bool | None = None
+    include_usage: bool | None = Field(None, description="A last event has the usage.")
+    continuous_usage_stats: bool | None = Field(None, description="Each event has the usage so far.")
 
 
 class Generation(Open):
@@ -178,27 +184,74 @@ class Generation(Open):
         "allowed_token_ids": (),
         "bad_words": ([],),
         "beam_width": (),
+        "bootstrap_host": (),
+        "bootstrap_port": (),
+        "bootstrap_room": (),
+        "custom_logit_processor": (),
+        "custom_params": ({},),
+        "data_parallel_rank": (0,),
+        "disagg_prefill_dp_rank": (),
+        "ebnf": (),
+        "ec_transfer_params": ({},),
         "guided_choice": (),
         "guided_grammar": (),
         "guided_json": (),
         "guided_regex": (),
+        "images_config": ({},),
         "include_stop_str_in_output": (False,),
+        "input_ids": (),
+        "json_schema": (),
+        "kv_transfer_params": ({},),
         "length_penalty": (1,),
         "logits_processors": ([],),
+        "logprob_token_ids": ([],),
         "lora": (),
+        "lora_path": (),
         "min_tokens": (0,),
+        "mm_payload": (),
+        "no_stop_trim": (False,),
         "prompt_logprobs": (),
+        "regex": (),
+        "repetition_detection": (),
+        "return_cached_tokens_details": (False,),
+        "return_flat_raw_output_top_logprobs": (False,),
+        "return_flat_raw_top_logprobs_b64": (False,),
+        "return_hidden_states": (False,),
+        "return_input_ids_in_sglext": (False,),
+        "return_meta_info": (False,),
+        "return_mm_kwargs": (False,),
+        "return_output_ids_in_sglext": (False,),
+        "return_prompt_text": (False,),
+        "return_prompt_token_ids": (False,),
+        "return_routed_experts": (False,),
+        "return_sampling_mask": (False,),
+        "return_spec_tokens_details": (False,),
         "return_token_ids": (False,),
+        "return_token_offsets": (False,),
         "return_tokens_as_token_ids": (False,),
+        "return_weight_versions": (False,),
+        "routed_dp_rank": (0,),
+        "sampling_logprobs_mode": (),
+        "session_params": ({},),
         "skip_special_tokens": (True,),
+        "stop_regex": ([],),
         "structured_outputs": (),
+        "task": (),
+        "thinking": (False, {"type": "disabled"}),
+        "thinking_token_budget": (),
         "truncate_prompt_tokens": (),
+        "truncation_side": (),
         "use_beam_search": (False,),
+        "video_config": ({},),
+        "vllm_xargs": ({},),
+        "watermark": (False,),
+        "watermarking": (False,),
     }
     extensions = (
         "cache_control",
         "cache_salt",
         "eviction_policy",
+        "extra_key",
         "kv_hints",
         "prompt_cache_key",
         "prompt_cache_retention",
@@ -234,6 +287,9 @@ class Generation(Open):
     priority: Int32 | None = Field(None, description="Of scheduling: higher runs first.")
     cache_salt: Text | None = Field(
         None, description="Only requests with an equal salt share cached blocks.", json_schema_extra={"minLength": 1}
+    )
+    extra_key: Text | None = Field(
+        None, description="The cache_salt of requests that name none.", json_schema_extra={"minLength": 1}
     )
     session_id: Text | None = Field(
         None,
@@ -330,11 +386,16 @@ class TokenizeRequest(Open):
     unsupported: ClassVar = {
         "add_generation_prompt": (True,),
         "add_special_tokens": (True,),
+        "chat_template": (),
+        "chat_template_kwargs": ({},),
         "continue_final_message": (False,),
+        "reasoning_effort": ("none",),
+        "tool_choice": ("none", "auto"),
         "tools": ([],),
     }
 
     model: Text = ""
+    return_token_strs: bool | None = None
     prompt: Text | None = Field(None, json_schema_extra={"minLength": 1})
     messages: Messages | None = None
 
@@ -360,5 +421,5 @@ class DetokenizeRequest(Open):
 def _said(messages: Iterable[Message]) -> Iterator[tuple[str, Open]]:
     for index, message in enumerate(messages):
         yield f"messages[{index}].", message
-        for number, part in enumerate(message.content):
+        for number, part in enumerate(message.content or ()):
             yield f"messages[{index}].content[{number}].", part

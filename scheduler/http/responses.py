@@ -1,7 +1,7 @@
 """What callers get: OpenAI's answers, with what became of the extensions."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any, Literal, NotRequired
 
 from google.protobuf.json_format import MessageToDict
@@ -168,11 +168,12 @@ class ModelList(TypedDict):
 
 
 class Tokens(TypedDict):
-    """Answer of /tokenize."""
+    """Answer of /tokenize. token_strs: as the vocabulary has them, where they were asked for."""
 
     count: int
     max_model_len: int
     tokens: list[int]
+    token_strs: NotRequired[list[str]]
 
 
 class Prompt(TypedDict):
@@ -198,8 +199,9 @@ def model_card(model: Model, created: int) -> ModelCard:
     }
 
 
-def usage(usages: Sequence[pb.Usage]) -> Usage:
+def usage(usages: Iterable[pb.Usage]) -> Usage:
     """Of all samples of a request."""
+    usages = list(usages)
     prompt, output = (sum(getattr(one, name) for one in usages) for name in ("prompt_tokens", "output_tokens"))
     return {
         "prompt_tokens": prompt,

@@ -86,6 +86,8 @@ def names(request: Generation) -> Names:
     own.append(("input", "messages" if is_chat else "prompt"))
     if isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None:
         own.append(("max_tokens", "max_completion_tokens"))
+    if request.cache_salt is None and request.extra_key is not None:
+        own.append(("cache.salt", "extra_key"))
     if request.session_id is None:
         own.append(("cache.session_id", "prompt_cache_key"))
     if request.prompt_cache_retention is not None:
@@ -94,14 +96,17 @@ def names(request: Generation) -> Names:
 
 
 def conversation(messages: Iterable[Message]) -> pb.ChatInput:
-    """Roles and texts, and where they are to stay cached up to."""
+    """Roles and texts, and where they are to stay cached up to. Raises InvalidField for a message without content."""
     chat = pb.ChatInput()
-    for message in messages:
-        said = chat.messages.add(role=message.role, content=PART_SEPARATOR.join(part.text for part in message.content))
+    for index, message in enumerate(messages):
+        if message.content is None and message.role != "assistant":
+            raise InvalidField(f"messages[{index}].content", "is missing")
+        parts = message.content or ()
+        said = chat.messages.add(role=message.role, content=PART_SEPARATOR.join(part.text for part in parts))
         end = -len(PART_SEPARATOR)
-        for number, part in enumerate(message.content, 1):
+        for number, part in enumerate(parts, 1):
             end += len(PART_SEPARATOR) + len(part.text)
-            is_last = number == len(message.content)
+            is_last = number == len(parts)
             if control := part.cache_control or (message.cache_control if is_last else None):
                 said.cache_breakpoints.add(
                     content_end=end,
@@ -144,8 +149,10 @@ def _sampling(request: Generation) -> pb.SamplingParams:
 
 
 def _cache(request: Generation) -> pb.CacheOptions:
+    if request.cache_salt is not None and request.extra_key not in (None, request.cache_salt):
+        raise InvalidField("extra_key", "cannot be given together with another cache_salt")
     cache = pb.CacheOptions(
-        salt=request.cache_salt,
+        salt=request.extra_key if request.cache_salt is None else request.cache_salt,
         session_id=request.prompt_cache_key if request.session_id is None else request.session_id,
     )
     if request.retention is not None:

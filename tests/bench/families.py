@@ -153,17 +153,26 @@ def configuration(name: str) -> Any:
     """A tiny configuration."""
     family, _, side = name.partition("/")
     kind = type(AutoConfig.for_model(family))
-    known = set(kind().to_dict()) | set(getattr(kind, "attribute_map", {}))
+    fields = sized(kind)
+    if side == "no window":
+        fields["sliding_window"] = None
+    return kind(**fields | VARIANTS.get(name, {}))
+
+
+def sized(kind: Any) -> dict[str, Any]:
+    """Fields of a configuration class, and of those within it, that make it tiny."""
     aliases = getattr(kind, "attribute_map", {})
+    known = set(kind().to_dict()) | set(aliases)
     fields = {aliases.get(field, field): value for field, value in SIZES.items() if field in known}
     if "qk_rope_head_dim" in known:
         # Heads of these have parts instead of a size.
         fields.pop(aliases.get("head_dim", "head_dim"), None)
         fields["qk_rope_head_dim"] = SIZES["qk_rope_head_dim"]
-    if side == "no window":
-        fields["sliding_window"] = None
-    fields |= VARIANTS.get(name, {})
-    return kind(**fields)
+        fields["num_key_value_heads"] = SIZES["num_attention_heads"]
+    for part, inner in getattr(kind, "sub_configs", {}).items():
+        with contextlib.suppress(Exception):
+            fields[part] = sized(type(getattr(kind(), part)) if "Auto" in inner.__name__ else inner)
+    return fields
 
 
 def prompts() -> list[list[int]]:

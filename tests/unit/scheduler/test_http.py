@@ -369,6 +369,34 @@ async def test_several_prompts_are_answered_by_their_numbers(run_stack: StackFac
         assert (usage.prompt_tokens, usage.completion_tokens) == (14, 18)
 
 
+@pytest.mark.parametrize("include_usage", [False, True])
+async def test_each_event_has_the_usage_so_far_where_it_is_asked_for(
+    run_stack: StackFactory, include_usage: bool
+) -> None:
+    options = {"continuous_usage_stats": True, "include_usage": include_usage}
+    async with run_stack() as stack, serve(stack.scheduler.service) as address, client(address) as caller:
+        stack.executor.step_seconds = 0.01
+        asked = LEAST | {"prompt": [[1, 2, 3], [4] * 9], "max_tokens": 5, "stream": True, "stream_options": options}
+        events = [event async for event in await caller.completions.create(model="fake", **asked)]
+    usages = [event.usage for event in events]
+    counts = [usage.completion_tokens for usage in usages]
+    assert counts == sorted(counts)
+    assert 0 < counts[0] < counts[-1] == 10
+    assert {usage.prompt_tokens for usage in usages} <= {3, 9, 12}
+    assert (usages[-1].prompt_tokens, usages[-1].total_tokens) == (12, 22)
+    assert (events[-1].choices == []) == include_usage
+
+
+async def test_tokens_come_with_their_names_where_they_are_asked_for(run_stack: StackFactory) -> None:
+    async with run_stack() as stack, serve(stack.scheduler.service) as address:
+        for asked in (False, True):
+            body = json.dumps({"prompt": "the cat", "return_token_strs": asked})
+            answer = json.loads((await ask(address, "POST", "/tokenize", body)).body)
+            assert ("token_strs" in answer) == asked
+        assert len(answer["token_strs"]) == answer["count"]
+        assert "cat" in "".join(answer["token_strs"])
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_number_of_samples_that_is_refused_takes_no_memory(

@@ -8,9 +8,16 @@ from pydantic import ValidationError
 from protos.generation.v1 import generation_pb2 as pb
 from protos.rpc.errors import InvalidField
 from scheduler.http import translate
-from scheduler.http.errors import rename
+from scheduler.http.errors import from_service, rename
 from scheduler.http.extensions import EvictionPolicy
-from scheduler.http.requests import MAX_PROMPTS, ChatCompletionRequest, CompletionRequest
+from scheduler.http.requests import (
+    MAX_PROMPTS,
+    ChatCompletionRequest,
+    CompletionRequest,
+    StreamOptions,
+    TokenizeRequest,
+)
+from tests.support import peer_fields
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -143,6 +150,100 @@ def test_fields_of_other_servers_are_passed_over_unless_they_ask_for_what_is_not
 def test_a_misspelt_extension_is_not_passed_over(written: str, meant: str) -> None:
     with pytest.raises(InvalidField, match=f"^{written} is not a field: did you mean {meant}"):
         completion(**{written: "x"})
+
+
+# Fields of other servers that change no output of a text decoder, and why.
+PASSED_OVER = {
+    "custom_labels": "of their metrics",
+    "include_reasoning": "no output has a reasoning part",
+    "max_dynamic_patch": "of images, which are refused",
+    "media_io_kwargs": "of media, which are refused",
+    "min_dynamic_patch": "of images, which are refused",
+    "mm_processor_kwargs": "of media, which are refused",
+    "parallel_tool_calls": "tools are refused",
+    "rid": "a name that nothing here is found by",
+    "routed_experts_prompt_start": "of return_routed_experts, which is refused",
+    "routed_experts_start_len": "of return_routed_experts, which is refused",
+    "separate_reasoning": "no output has a reasoning part",
+    "spaces_between_special_tokens": "of skip_special_tokens: false, which is refused",
+    "stream_interval": "how often events come",
+    "stream_reasoning": "no output has a reasoning part",
+    "use_audio_in_video": "of media, which are refused",
+    "user": "OpenAI's, of its own records",
+}
+CLASSES = {
+    "/v1/chat/completions": ChatCompletionRequest,
+    "/v1/completions": CompletionRequest,
+    "/tokenize": TokenizeRequest,
+    "stream_options": StreamOptions,
+}
+
+
+@pytest.mark.parametrize("package", ["vllm", "sglang"])
+@pytest.mark.parametrize("route", CLASSES)
+def test_every_field_of_other_servers_is_done_refused_or_changes_nothing(package: str, route: str) -> None:
+    kept = peer_fields.read()[package]
+    fields = set(kept["fields"][route])
+    assert len(fields) >= 2, "python -m tests.support.peer_fields finds nothing"
+    known = CLASSES[route]
+    assert fields - set(known.model_fields) - set(known.unsupported) - set(PASSED_OVER) == set(), kept["version"]
+
+
+def test_no_field_is_both_passed_over_and_something_else() -> None:
+    named = {name for one in CLASSES.values() for name in (*one.model_fields, *one.unsupported)}
+    assert not named & set(PASSED_OVER)
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["regex", "ebnf", "json_schema", "stop_regex", "no_stop_trim", "lora_path", "custom_logit_processor", "input_ids",
+     "thinking", "thinking_token_budget", "repetition_detection", "logprob_token_ids", "truncation_side", "vllm_xargs",
+     "kv_transfer_params"],
+)  # fmt: skip
+def test_a_field_that_would_change_the_output_is_refused_by_name(field: str) -> None:
+    for ask in (chat, completion):
+        with pytest.raises(InvalidField, match=f"^{field} is not supported"):
+            ask(**{field: {"some": 1}})
+
+
+def test_an_extra_key_is_a_cache_salt() -> None:
+    assert completion(extra_key="tenant").cache.salt == chat(extra_key="tenant").cache.salt == "tenant"
+    assert completion(extra_key="same", cache_salt="same").cache.salt == "same"
+    with pytest.raises(InvalidField, match=r"^extra_key cannot be given"):
+        completion(extra_key="one", cache_salt="other")
+    assert rename("cache.salt", translate.names(CompletionRequest(prompt="x", extra_key="one"))) == "extra_key"
+    with pytest.raises(ValidationError):
+        completion(extra_key=["a", "b"])
+
+
+@pytest.mark.parametrize("field", ["chat_template", "chat_template_kwargs"])
+def test_an_error_names_the_field_that_was_sent(field: str) -> None:
+    request = ChatCompletionRequest(messages=HELLO, **{field: "x"})
+    with pytest.raises(InvalidField) as caught:
+        request.check()
+    told = from_service(caught.value, translate.names(request)).body["error"]
+    assert (told["message"], told["param"]) == (f"{field} is not supported", field)
+
+
+def test_calls_of_tools_in_a_history_are_refused_by_name() -> None:
+    call = {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": {}}]}
+    for message in (call, call | {"content": None}):
+        with pytest.raises(InvalidField, match=r"^messages\[1\]\.tool_calls is not supported"):
+            chat(messages=[*HELLO, message])
+
+
+def test_only_an_assistant_may_say_nothing() -> None:
+    silent: dict[str, Any] = {"role": "assistant", "content": None}
+    assert chat(messages=[*HELLO, silent]).chat.messages[1].content == ""
+    for message in ({"role": "user"}, {"role": "user", "content": None}):
+        with pytest.raises(InvalidField, match=r"^messages\[1\]\.content is missing"):
+            chat(messages=[*HELLO, message])
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
+def test_a_part_that_is_no_text_is_said_to_be_none(kind: str) -> None:
+    with pytest.raises(ValidationError, match="images, audio, video and files are not supported"):
+        chat(messages=[{"role": "user", "content": [{"type": kind, kind: {}}]}])
 
 
 def test_more_unknown_fields_than_anybody_has_are_refused() -> None:

@@ -1,0 +1,79 @@
+"""Names of the fields that other servers' requests have: read from their published packages, kept in peer_fields.json.
+
+`pip download --no-deps vllm sglang`, then `python -m tests.support.peer_fields vllm-*.whl sglang-*.whl` writes them
+again. A test holds each name against what our requests do with it.
+"""
+
+import ast
+import json
+import sys
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+KEPT = Path(__file__).with_suffix(".json")
+# Where a package has its requests' classes.
+FOLDERS = {"vllm": "vllm/entrypoints/", "sglang": "sglang/srt/entrypoints/"}
+# Route, or a field of both ways of generating -> its class.
+CLASSES = {
+    "/v1/chat/completions": "ChatCompletionRequest",
+    "/v1/completions": "CompletionRequest",
+    "/tokenize": "TokenizeRequest",
+    "stream_options": "StreamOptions",
+}
+# The classes of a request that may be one of several.
+UNIONS = {"TokenizeRequest": ("TokenizeRequest", "TokenizeCompletionRequest", "TokenizeChatRequest")}
+# Not for callers: pydantic's own, and fields that begin with an underscore.
+PRIVATE = ("model_config",)
+
+
+def of_wheel(wheel: Path) -> tuple[str, str, dict[str, list[str]]]:
+    """Package, version, and field names by route, sorted."""
+    package, version = wheel.name.split("-")[:2]
+    with zipfile.ZipFile(wheel) as archive:
+        files = [
+            name
+            for name in archive.namelist()
+            if name.startswith(FOLDERS[package]) and name.endswith(".py") and "responses" not in name
+        ]
+        classes = {node.name: node for name in files for node in _classes(archive.read(name))}
+    found = {}
+    for route, name in CLASSES.items():
+        fields = {field for one in UNIONS.get(name, (name,)) for field in _fields(classes, one)}
+        if fields:
+            found[route] = sorted(fields)
+    return package, version, found
+
+
+def _classes(source: bytes) -> Iterator[ast.ClassDef]:
+    return (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef))
+
+
+def _fields(classes: Mapping[str, ast.ClassDef], name: str) -> Iterator[str]:
+    node = classes.get(name)
+    if node is None:
+        return
+    for base in node.bases:
+        if isinstance(base, ast.Name):
+            yield from _fields(classes, base.id)
+    for line in node.body:
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
+            field, kind = line.target.id, ast.unparse(line.annotation)
+            if not field.startswith("_") and field not in PRIVATE and "ClassVar" not in kind:
+                yield field
+
+
+def read() -> dict[str, dict[str, object]]:
+    """What is kept: package -> {"version": ..., "fields": {route: names}}."""
+    kept: dict[str, dict[str, object]] = json.loads(KEPT.read_text())
+    return kept
+
+
+if __name__ == "__main__":
+    told = {}
+    for argument in sys.argv[1:]:
+        package, version, found = of_wheel(Path(argument))
+        told[package] = {"version": version, "fields": found}
+    if set(told) != set(FOLDERS):
+        sys.exit(f"name a wheel of each: {', '.join(FOLDERS)}")
+    KEPT.write_text(json.dumps(told, indent=1, sort_keys=True) + "\n")
