@@ -27,7 +27,9 @@ from transformers import (
 )
 
 from executor.errors import ModelError
-from tests.unit.executor.conftest import on_torch, save_model
+from executor.forward import TorchForward
+from tests.bench import families
+from tests.unit.executor.conftest import load, on_torch, save_model
 from tests.unit.executor.tiny_models import _SIZES, CONFIGS, VOCAB
 
 Change = Callable[[Path], None]
@@ -184,6 +186,11 @@ def test_a_layer_that_counts_tokens_of_a_step_for_positions_is_refused(scale: in
         no_rope_layers=[1, 0, 1, 0],
     )
     refused(save_model(config, tmp_path), "llama4_text: ")
+
+
+def test_a_known_decoder_within_a_larger_model_runs_on_torch(tmp_path: Path) -> None:
+    folder = save_model(families.configuration("got_ocr2"), tmp_path)
+    assert isinstance(load(folder).forward, TorchForward)
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))
