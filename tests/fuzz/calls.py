@@ -110,6 +110,12 @@ class Caller:
             call.cancel()
             self._learn(method, sent, read, rng)
             return grpc.StatusCode.CANCELLED, "", False
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # Of the call, by the server: the library tells it as if this task were to end, which then went on no more.
+            return grpc.StatusCode.CANCELLED, "", True
         except grpc.aio.AioRpcError as error:
             status, details = error.code(), error.details() or ""
             self._mend(method, sent, from_rpc_error(error).fields)
