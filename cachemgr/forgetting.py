@@ -120,7 +120,10 @@ def _doomed(executor: Executor, pool: Pool, target: ForgetTarget) -> tuple[list[
         theirs = _of_other_sessions(executor, pool, target)
         found = {block for block in mine if block not in theirs}
         shared = len(mine) - len(found)
-    return sorted(pool.with_descendants(found), key=lambda block: (-block.depth, block.slot)), shared
+    # A session's block in a window does not need its ancestors: another session may go on using it without them.
+    stays = target.session_id is not None and pool.window is not None
+    doomed = found if stays else pool.with_descendants(found)
+    return sorted(doomed, key=lambda block: (-block.depth, block.slot)), shared
 
 
 def _of_other_sessions(executor: Executor, pool: Pool, target: ForgetTarget) -> set[Block]:

@@ -342,3 +342,15 @@ def test_who_computed_the_same_for_itself_goes_on_when_that_is_forgotten():
     world.compute(world.live["b"], 12)
     world.sync()
     world.check()
+
+
+@pytest.mark.parametrize("windows", [(3,), (None, 3)])
+def test_what_another_session_uses_in_a_window_stays_when_the_blocks_before_it_go(windows):
+    world = World(12, windows=windows)
+    world.cache([*range(12)], session_id="x")
+    assert world.run([*range(12), 50], "other", session_id="y").cached_tokens == 12
+    said = world.manager.forget(ForgetTarget(session_id="x"), validate_only=False)
+    # In the group with full attention all three are in use, in the window's only the last.
+    assert (said.removed, said.shared_blocks) == ({TierKind.DEVICE: 2}, 1 + 3 * (len(windows) - 1))
+    assert world.manager.forget(ForgetTarget(session_id="x"), validate_only=True).shared_blocks == said.shared_blocks
+    world.check()
