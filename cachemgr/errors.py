@@ -97,6 +97,13 @@ class ManagerRestartedError(ServiceError):
     reason = "MANAGER_RESTARTED"
 
 
+class ManagerFailedError(ServiceError):
+    """An earlier call has failed inside: the process is ending, and starts again."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "MANAGER_FAILED"
+
+
 class SyncNumberError(ServiceError):
     """A sync that is neither the next one nor a repeat of the last."""
 

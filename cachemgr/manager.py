@@ -59,7 +59,10 @@ from protos.kvcache.eviction import Kind
 
 
 class CacheManager(ManagerAdmin):
-    """Every call is all or nothing: after an error nothing has changed."""
+    """Every call is all or nothing: after a ServiceError nothing has changed.
+
+    Any other error is a fault of this program and may leave half of a call: `Operations` ends the process then.
+    """
 
     def __init__(
         self,
@@ -86,6 +89,8 @@ class CacheManager(ManagerAdmin):
         self._leases = LeaseBook(self._events)
         self._rules = RuleBook(self._next_number)
         self._accounts: dict[AccountKey, Account] = {}
+        # Calls that have begun to change something.
+        self.begun = 0
         # By pool: what operators changed at run time.
         self._shares: dict[str, PoolShare] = {}
         self._admitter = Admitter(self.config, self._rules, self._next_number)
@@ -100,6 +105,7 @@ class CacheManager(ManagerAdmin):
 
     def _now(self) -> float:
         """The time, once every lease that it ends has ended: each call that changes something begins with it."""
+        self.begun += 1
         self._leases.advance(self._clock())
         return self._leases.now
 
@@ -315,12 +321,13 @@ class CacheManager(ManagerAdmin):
             return _repeated(existing, scheduler, content(request, tokens))
         found = self._admitter.admit(request, tokens, scheduler, executor, now)
         scheduler.deadline = now + self.config.lease_seconds
+        admission = self._enter(found)
         if not isinstance(found, Admission) and request.hints is not None:
             prefix = Prefix(tokens, executor.executor_id, request.salt, request.adapter_id, request.extra_keys)
             runner = HintRunner([executor], prefix, holder(request), self.config, now, request.tenant_id)
             answers = tuple(runner.run(request.hints, later=True))
-            found.admission = replace(found.admission, hint_answers=answers)
-        return self._enter(found)
+            admission = found.admission = replace(admission, hint_answers=answers)
+        return admission
 
     def sync(self, request: SyncRequest) -> SyncAnswer:
         """Takes progress and gives capacity. Repeating the last number gives its answer again.
@@ -346,12 +353,13 @@ class CacheManager(ManagerAdmin):
         sync = Sync(request, scheduler, self._executors, self.config, self._admitter)
         sync.check()
         scheduler.deadline = now + self.config.lease_seconds
-        scheduler.sync_number = request.sync_number
-        scheduler.sync_answer = sync.apply(now)
+        answer = sync.apply(now)
         self._evicted.update(sync.evicted)
         for sequence in sync.released:
             del self._sequences[sequence.sequence_id]
-        return scheduler.sync_answer
+        # Together and last: a repeat gets the answer of this number or none.
+        scheduler.sync_number, scheduler.sync_answer = request.sync_number, answer
+        return answer
 
     def extend(self, caller: SchedulerEpoch, sequence_id: str, capacity_tokens: int) -> Extension:
         """Grows one sequence, by no more than its eviction policy lets it use.

@@ -6,19 +6,22 @@ can happen.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.empty_pb2 import Empty
 from google.protobuf.message import Message
 
 from cachemgr import convert, convert_admin
 from cachemgr.api import SchedulerEpoch
-from cachemgr.errors import InvalidField
+from cachemgr.errors import InvalidField, ManagerFailedError
 from cachemgr.manager import CacheManager
 from cachemgr.operator_records import PinRecord
 from cachemgr.oplog import END_RECOVERY, PUT_BACK, OperationLog
 from cachemgr.records import BlockRecord
 from protos.kvcache.v1 import kvcache_pb2 as pb
+from protos.rpc.errors import ServiceError
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +53,22 @@ EXPIRE_SECONDS = 0.5
 
 
 class Operations:
-    """The one way to change a manager."""
+    """The one way to change a manager.
 
-    def __init__(self, manager: CacheManager, clock: ManagerClock, log: OperationLog | None = None) -> None:
+    A call that fails with anything but a ServiceError after the manager has begun it may have done half of its work.
+    `on_failure` hears of that, with the method, and every later call is refused with ManagerFailedError.
+    """
+
+    def __init__(
+        self,
+        manager: CacheManager,
+        clock: ManagerClock,
+        log: OperationLog | None = None,
+        on_failure: Callable[[str, Exception], None] | None = None,
+    ) -> None:
         self.manager = manager
+        self.failed = False
+        self._on_failure = on_failure
         self._clock = clock
         self._log = log
         self._expired_at = clock.now
@@ -62,24 +77,24 @@ class Operations:
         """Answers a request. Raises what the manager raises; the log has the attempt, too, as it moves the time."""
         operation = OPERATIONS[method]
         self._note(method, request)
-        return operation.run(self.manager, request)
+        return self._whole(method, lambda: operation.run(self.manager, request))
 
     def register_executor(self, request: pb.RegisterExecutorRequest, *, later: bool) -> pb.RegisterExecutorResponse:
         """As RegisterExecutor; `later` says that remembered blocks come by `put_back` until `end_recovery`."""
         self._note("RegisterExecutor", request, later=later)
-        return _register_executor(self.manager, request, later=later)
+        return self._whole("RegisterExecutor", lambda: _register_executor(self.manager, request, later=later))
 
     def put_back(self, executor_id: str, executor_epoch: int, remembered: list[BlockRecord]) -> None:
         """A part of the blocks that the store remembers."""
         executor = pb.RecoveringExecutor(executor_id=executor_id, executor_epoch=executor_epoch)
         self._note(PUT_BACK, executor, remembered)
-        self.manager.put_back(executor_id, executor_epoch, remembered)
+        self._whole(PUT_BACK, lambda: self.manager.put_back(executor_id, executor_epoch, remembered))
 
     def end_recovery(self, executor_id: str, executor_epoch: int, pins: list[PinRecord]) -> None:
         """The store remembers no more blocks, and these pins."""
         executor = pb.RecoveringExecutor(executor_id=executor_id, executor_epoch=executor_epoch)
         self._note(END_RECOVERY, executor, pins=pins)
-        self.manager.end_recovery(executor_id, executor_epoch, pins)
+        self._whole(END_RECOVERY, lambda: self.manager.end_recovery(executor_id, executor_epoch, pins))
 
     def expire(self) -> None:
         """Does what time alone does; due every EXPIRE_SECONDS.
@@ -90,7 +105,22 @@ class Operations:
         self._note("Expire", None)
         late = max(0.0, self._clock.now - self._expired_at - EXPIRE_SECONDS)
         self._expired_at = self._clock.now
-        self.manager.expire(late)
+        self._whole("Expire", lambda: self.manager.expire(late))
+
+    def _whole(self, method: str, call: Callable[[], Answer]) -> Answer:
+        """Answers nothing from a state that a call has left half changed."""
+        begun = self.manager.begun
+        try:
+            return call()
+        except ServiceError:
+            raise
+        except Exception as error:
+            # A request that could not even be read has changed nothing.
+            if self.manager.begun > begun:
+                self.failed = True
+                if self._on_failure is not None:
+                    self._on_failure(method, error)
+            raise
 
     def _note(
         self,
@@ -101,6 +131,8 @@ class Operations:
         *,
         later: bool = False,
     ) -> None:
+        if self.failed:
+            raise ManagerFailedError("an earlier call has failed inside: the cache manager ends and starts again")
         now = self._clock.advance()
         if self._log is not None:
             self._log.write(now, method, request, remembered, pins, later=later)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import os
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import structlog
 
 from cachemgr import tenancy
 from cachemgr.admin_service import CacheAdminService
@@ -38,6 +43,12 @@ REDIS_HEALTH = "redis"
 OPERATION_LOG_HEALTH = "operation_log"
 # A stall is seen as shorter by so much at most.
 _BEAT_SECONDS = 0.02
+# In the state folder, what the manager held when a call failed inside.
+FAILED_STATE = "cachemgr-failed.jsonl"
+# Written in about a second.
+_MAX_STATE_LINES = 100_000
+
+log = structlog.get_logger()
 
 
 class CacheManagerProcess:
@@ -83,7 +94,10 @@ class CacheManagerProcess:
         self._log: OperationLog | None = None
         if settings.operation_log is not None:
             self._log = OperationLog.create(settings.operation_log, managed.now, self._manager.epoch, config)
-        self._operations = Operations(self._manager, managed, self._log)
+        self._operations = Operations(self._manager, managed, self._log, self._fail)
+        self._state_file = settings.state_dir.expanduser() / FAILED_STATE
+        # Set to the error of a call that may have left half of its work.
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._recoveries = Recoveries(self._operations, self._store)
         self._feed = EventFeed(lambda: self._manager.last_event)
         self._metrics = PoolMetrics()
@@ -91,7 +105,7 @@ class CacheManagerProcess:
         self._eviction_metrics = EvictionMetrics()
         self._server = self._build_server(settings)
         self._console = self._build_console(settings) if settings.console_address else None
-        self._background: list[asyncio.Task[None]] = []
+        self._background: list[asyncio.Future[None]] = []
 
     def _build_server(self, settings: CachemgrSettings) -> Server:
         server = Server(
@@ -155,16 +169,20 @@ class CacheManagerProcess:
             await self._stop_console()
             raise
         work = (self._store.run(), self._recoveries.run(), self._keep_house(), self._watch_for_stalls())
-        self._background = [asyncio.create_task(part) for part in work]
+        self._background = [self._failure, *(asyncio.create_task(part) for part in work)]
         self._server.set_serving(True)
         self._server.set_serving(self._store.up, REDIS_HEALTH)
 
     async def run_until_stopped(self) -> None:
         """Serves until a signal; a background task that fails ends the process with its error."""
-        serving = asyncio.create_task(self._server.run_until_stopped(self._drain))
+        serving: asyncio.Future[Any] = asyncio.create_task(self._server.run_until_stopped(self._drain))
         done, _ = await asyncio.wait({serving, *self._background}, return_when=asyncio.FIRST_COMPLETED)
         if serving not in done:
             serving.cancel()
+            if self._operations.failed:
+                # Nothing of a half changed state gets to Redis: the next process finds what a killed one leaves.
+                self._stop_background()
+            await self._drain()
             await self._server.stop()
         await self._finish()
         for task in done:
@@ -181,12 +199,27 @@ class CacheManagerProcess:
 
     async def _finish(self) -> None:
         await self._stop_console()
-        for task in self._background:
-            task.cancel()
+        self._stop_background()
         await asyncio.wait(self._background)
-        await self._store.close()
+        await self._store.close(write=not self._operations.failed)
         if self._log is not None:
             self._log.close()
+
+    def _stop_background(self) -> None:
+        for task in self._background:
+            task.cancel()
+
+    def _fail(self, method: str, error: Exception) -> None:
+        """Ends the process, with the manager's state in a file: a call may have left half of its work."""
+        written = _write_state(self._state_file, self._manager)
+        log.critical(
+            "a call failed inside; the cache manager ends, to start again from what is known to be right",
+            call=method,
+            state=str(self._state_file) if written else "",
+            exc_info=error,
+        )
+        if not self._failure.done():
+            self._failure.set_exception(error)
 
     async def _stop_console(self) -> None:
         if self._console is not None:
@@ -222,3 +255,18 @@ class CacheManagerProcess:
             if self._revive_redis is not None:
                 self._revive_redis()
             await asyncio.sleep(EXPIRE_SECONDS)
+
+
+def _write_state(path: Path, manager: CacheManager) -> bool:
+    """Writes the first lines of a manager's state, without token ids, for its owner only. Whether that succeeded."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            # Line by line: a state that is half changed may not be readable to its end.
+            for line in itertools.islice(manager.state(), _MAX_STATE_LINES):
+                file.write(line + "\n")
+    except Exception as error:
+        log.warning("the state of the cache manager is not written in whole", error=type(error).__name__)
+        return False
+    return True

@@ -373,9 +373,9 @@ class IndexStore:
         self._operators.rewrite(Kind.PIN, executor_id)
         self._note()
 
-    async def close(self) -> None:
-        """Writes what is pending, if Redis is there, and closes the connection."""
-        if not await self.flush_soon():
+    async def close(self, *, write: bool = True) -> None:
+        """Writes what is pending, if that is wanted and Redis is there, and closes the connection."""
+        if write and not await self.flush_soon():
             log.warning("stopping with changes that Redis does not have", changes=self.pending)
         for task in list(self._tasks):
             task.cancel()

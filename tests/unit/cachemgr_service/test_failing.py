@@ -1,0 +1,48 @@
+"""A call that fails inside ends the process: no caller gets an answer from a state that is half changed."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import grpc
+import pytest
+
+from cachemgr.process import FAILED_STATE, CacheManagerProcess
+from protos.kvcache.v1 import kvcache_pb2 as pb
+from tests.unit.cachemgr_service.conftest import BLOCK_SIZE, EXECUTOR, NUM_BLOCKS, Client, settings_for
+
+PROMPT = [987_654 + place for place in range(9)]
+
+
+async def test_a_call_that_fails_inside_ends_the_process_with_its_state_in_a_file(tmp_path: Path) -> None:
+    settings = settings_for(tmp_path).model_copy(update={"state_dir": tmp_path / "state"})
+    process = CacheManagerProcess(settings, redis_url=f"unix://{tmp_path}/no-redis-here")
+    await process.start()
+    serving = asyncio.create_task(process.run_until_stopped())
+    client = Client(settings)
+    await client.register()
+    assert (await client.admit("first", PROMPT)).admitted
+    # As a fault of the manager would: it counts more slots as free than there are.
+    manager = process._manager
+    manager._executors[EXECUTOR].pools[0].device.used -= NUM_BLOCKS
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await client.admit("second", NUM_BLOCKS * BLOCK_SIZE)
+    assert failed.value.code() is grpc.StatusCode.INTERNAL
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await client.admit("first", PROMPT)
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    with pytest.raises(AssertionError):
+        await asyncio.wait_for(serving, 20)
+    await client.close()
+    file = tmp_path / "state" / FAILED_STATE
+    assert file.stat().st_mode & 0o777 == 0o600
+    kinds = {json.loads(line)["kind"] for line in file.read_text().splitlines()}
+    assert {"manager", "scheduler", "executor", "sequence"} <= kinds
+    assert str(PROMPT[0]) not in file.read_text()
+
+
+async def test_a_request_that_cannot_be_read_does_not_end_the_process(client: Client) -> None:
+    await client.register()
+    with pytest.raises(grpc.aio.AioRpcError):
+        await client.manager.AdmitSequence(pb.AdmitSequenceRequest(), timeout=5)
+    assert (await client.admit("first", PROMPT)).admitted
