@@ -20,7 +20,7 @@ from cachemgr.admin_api import (
 )
 from cachemgr.api import RemovalCause, Transfer
 from cachemgr.block import Block
-from cachemgr.chains import chain
+from cachemgr.chains import chain, keys_of
 from cachemgr.errors import (
     InvalidField,
     PoolInUseError,
@@ -240,7 +240,8 @@ class ManagerAdmin(ManagerMemory):
         else:
             check_id("session_id", session_id)
         who = HINT + hints.message_id if session_id is None else SESSION + session_id
-        runner = HintRunner(executors, prefix, who, self.config, now)
+        prefixes = [(executor, keys_of(executor, prefix)) for executor in executors]
+        runner = HintRunner(prefixes, who, self.config, now)
         return runner.run(hints), runner.transfers
 
     # Pins and holds
@@ -253,7 +254,8 @@ class ManagerAdmin(ManagerMemory):
         check_duration("duration", duration)
         pinned = []
         for executor in executors:
-            blocks = [(pool, block) for pool in executor.pools for block in chain(executor, pool, prefix)]
+            keys = keys_of(executor, prefix)
+            blocks = [(pool, block) for pool in executor.pools for block in chain(pool, keys)]
             pinned.append(executor.holds.pin(blocks, owner, now, duration, validate_only=validate_only))
         return pinned
 

@@ -20,10 +20,10 @@ def keys_of(executor: Executor, prefix: Prefix) -> list[bytes]:
     return prefix_keys(root, packed_bytes(pack(prefix.token_ids)), executor.block_size, prefix.extra_keys)
 
 
-def chain(executor: Executor, pool: Pool, prefix: Prefix) -> list[Block]:
-    """A prompt's full blocks that can be matched: with full attention up to the first that is not cached."""
+def chain(pool: Pool, keys: list[bytes]) -> list[Block]:
+    """Full blocks of these keys that can be matched: with full attention up to the first that is not cached."""
     found = []
-    for key in keys_of(executor, prefix):
+    for key in keys:
         block = pool.index.get(key)
         if block is not None:
             found.append(block)

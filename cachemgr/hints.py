@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from cachemgr.admin_api import HintAction, HintAnswer, HintOutcome, Hints, Prefix
+from cachemgr.admin_api import HintAction, HintAnswer, HintOutcome, Hints
 from cachemgr.api import Outcome, Retention, RetentionRange, Transfer
 from cachemgr.chains import chain
 from cachemgr.errors import InvalidField
@@ -63,25 +63,31 @@ class HintRunner:
 
     def __init__(
         self,
-        executors: list[Executor],
-        prefix: Prefix,
+        prefixes: list[tuple[Executor, list[bytes]]],
         holder: str,
         config: ManagerConfig,
         now: float,
         tenant_id: str | None = None,
     ) -> None:
-        """holder: of leases; pins have the owners that hints name, as those of the tenant."""
+        """prefixes: per executor the keys of the prefix's full blocks there, which are hashed once for all actions.
+        holder: of leases; pins have the owners that hints name, as those of the tenant.
+        """
         self._owners = HINT if tenant_id is None else f"{HINT}{tenant_id}/"
-        self._executors = executors
-        self._prefix = prefix
+        self._prefixes = prefixes
         self._holder = holder
         self._config = config
         self._now = now
+        self._is_last_wish = True
         self.transfers: list[Transfer] = []
 
     def run(self, hints: Hints, *, later: bool = False) -> list[HintAnswer]:
         """One answer per action, in order. `later`: what is retained and not there is about to be computed."""
-        answers = [self._answer(action) for action in hints.actions]
+        wishes = [index for index, action in enumerate(hints.actions) if _is_wish(action)]
+        answers = []
+        for index, action in enumerate(hints.actions):
+            # Each takes the place of the one before: only the last is worth a lease of every block.
+            self._is_last_wish = index == wishes[-1] if wishes else False
+            answers.append(self._answer(action))
         if not later:
             return answers
         retained = [action.action_type == "Retain" for action in hints.actions]
@@ -114,10 +120,7 @@ class HintRunner:
 
     def _blocks(self) -> list[tuple[Pool, Block]]:
         return [
-            (pool, block)
-            for executor in self._executors
-            for pool in executor.pools
-            for block in chain(executor, pool, self._prefix)
+            (pool, block) for executor, keys in self._prefixes for pool in executor.pools for block in chain(pool, keys)
         ]
 
     def _retain(self, payload: Mapping[str, Any], blocks: list[tuple[Pool, Block]]) -> tuple[HintOutcome, str, int]:
@@ -128,7 +131,7 @@ class HintRunner:
             return HintOutcome.MISSING, "", 0
         granted = bounded(self._holder, asked[0], asked[1], self._config)
         wish = Wish(self._holder, *granted)
-        count = sum(pool.grant(block, wish) for pool, block in blocks)
+        count = self._grant(wish, blocks)
         clipped = []
         if granted != asked:
             lasts = "without end" if granted[1] is None else f"for {granted[1]:g} s"
@@ -136,6 +139,10 @@ class HintRunner:
         if count < len(blocks):
             clipped.append(f"{len(blocks) - count} blocks have too many leases of a higher priority")
         return (HintOutcome.CLIPPED if clipped else HintOutcome.ACCEPTED), "; ".join(clipped), count
+
+    def _grant(self, wish: Wish, blocks: list[tuple[Pool, Block]]) -> int:
+        """How many of the blocks have the wish, or had until the next action's took its place."""
+        return sum(pool.grant(block, wish) for pool, block in blocks) if self._is_last_wish else len(blocks)
 
     def _pin(self, payload: Mapping[str, Any], blocks: list[tuple[Pool, Block]]) -> tuple[HintOutcome, str, int]:
         owner, seconds = payload.get("owner"), _seconds(payload, required=True)
@@ -149,7 +156,7 @@ class HintRunner:
         if not blocks:
             return HintOutcome.MISSING, "", 0
         count, clipped, names = 0, [] if granted == seconds else [f"for {granted:g} s"], []
-        for executor in self._executors:
+        for executor, _ in self._prefixes:
             mine = [(pool, block) for pool, block in blocks if pool in executor.pools]
             # Whoever may send a hint may not push aside what an operator has pinned, nor pin in an operator's name.
             pinned = executor.holds.pin(mine, self._owners + owner, self._now, granted, displace=False)
@@ -172,9 +179,8 @@ class HintRunner:
             return HintOutcome.MISSING, "", 0
         if tier is None:
             wish = Wish(self._holder, *bounded(self._holder, priority, None, self._config))
-            for pool, block in blocks:
-                pool.grant(block, wish)
-            kept = sum(block.priority > priority for _, block in blocks)
+            self._grant(wish, blocks)
+            kept = sum(block.priority > priority for _, block in blocks) if self._is_last_wish else 0
             if kept:
                 return HintOutcome.CLIPPED, f"others keep {kept} of the blocks at a higher priority", len(blocks)
             return HintOutcome.ACCEPTED, "", len(blocks)
@@ -186,14 +192,14 @@ class HintRunner:
             return outcome, f"{len(movable) - count} blocks are in use or have no place to go", count
         return HintOutcome.ACCEPTED, "", count
 
-    def _prefetch(self, _: Mapping[str, Any], blocks: list[tuple[Pool, Block]]) -> tuple[HintOutcome, str, int]:
+    def _prefetch(self, _payload: Mapping[str, Any], blocks: list[tuple[Pool, Block]]) -> tuple[HintOutcome, str, int]:
         if not blocks:
             return HintOutcome.MISSING, "", 0
         below = sum(not pool.is_on_device(block) for pool, block in blocks)
         if not below:
             return HintOutcome.ACCEPTED, "all of it is on the device", 0
         begun: list[Transfer] = []
-        for executor in self._executors:
+        for executor, _ in self._prefixes:
             for pool in executor.pools:
                 begun += executor.copies.fetch(pool, [block for other, block in blocks if other is pool])
         self.transfers += begun
@@ -206,6 +212,22 @@ class HintRunner:
         if not blocks:
             return HintOutcome.MISSING, "", 0
         return HintOutcome.ACCEPTED, "it is found by all who have its salt", len(blocks)
+
+
+def _is_wish(action: HintAction) -> bool:
+    """Whether an action that can be carried out gives the holder's wish for the blocks."""
+    payload = action.payload
+    try:
+        if action.action_version != ACTION_VERSION:
+            return False
+        if action.action_type == "Retain":
+            _seconds(payload, required=False)
+            return _priority(payload, "priority", None) is not None
+        return (
+            action.action_type == "Demote" and "tier" not in payload and _priority(payload, "priority", 0) is not None
+        )
+    except PayloadError:
+        return False
 
 
 def _priority(payload: Mapping[str, Any], field: str, default: int | None) -> int | None:

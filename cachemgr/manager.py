@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import chain
 
 from cachemgr.admin import ManagerAdmin
-from cachemgr.admin_api import PoolShare, Prefix
+from cachemgr.admin_api import PoolShare
 from cachemgr.admission import Admitter, check_length
 from cachemgr.admit_request import check_request, content, holder
 from cachemgr.api import (
@@ -323,8 +323,8 @@ class CacheManager(ManagerAdmin):
         scheduler.deadline = now + self.config.lease_seconds
         admission = self._enter(found)
         if not isinstance(found, Admission) and request.hints is not None:
-            prefix = Prefix(tokens, executor.executor_id, request.salt, request.adapter_id, request.extra_keys)
-            runner = HintRunner([executor], prefix, holder(request), self.config, now, request.tenant_id)
+            keys = [found.key(index) for index in range(len(tokens) // executor.block_size)]
+            runner = HintRunner([(executor, keys)], holder(request), self.config, now, request.tenant_id)
             answers = tuple(runner.run(request.hints, later=True))
             admission = found.admission = replace(admission, hint_answers=answers)
         return admission

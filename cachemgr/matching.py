@@ -188,12 +188,13 @@ class _Finder:
     def _closest(self, pool: Pool, node: Node, wanted: bytes, extra: bytes) -> tuple[Block | None, int]:
         if self._partly is Partial.COPY and not pool.moving and self._lowest is TierKind.DISK:
             return siblings.closest(node, wanted, extra)
-        usable = Node(node.key)
-        for block in siblings.each(node):
-            idle = not block.refs and block.children is None and pool.is_on_device(block)
-            if idle or (self._partly is Partial.COPY and self._is_usable(pool, block)):
-                siblings.add(usable, block)
-        return siblings.closest(usable, wanted, extra)
+
+        def is_usable(block: Block) -> bool:
+            if self._partly is Partial.COPY and self._is_usable(pool, block):
+                return True
+            return not block.refs and block.children is None and pool.is_on_device(block)
+
+        return siblings.closest(node, wanted, extra, is_usable)
 
     def _match(self, place: int, tokens: int, sources: list[Block]) -> Match:
         match = Match(tokens, sources=sources, num_copied=tokens - place * self._size)

@@ -5,12 +5,15 @@ and so is every sibling that begins with them. Only siblings with equal extra by
 """
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Callable
 from operator import attrgetter
 
 from cachemgr.block import Block, Node
 from cachemgr.keys import TOKEN_BYTES
 
 _ORDER = attrgetter("domain.extra", "tokens")
+# On each side, when those next to where the tokens would stand cannot be used.
+_MOST_LOOKED_AT = 32
 
 
 def each(node: Node) -> tuple[Block, ...]:
@@ -47,16 +50,32 @@ def remove(node: Node, block: Block) -> None:
         node.children = children[0]
 
 
-def closest(node: Node, tokens: bytes, extra: bytes = b"") -> tuple[Block | None, int]:
-    """The child with the longest common prefix, and that prefix in tokens; (None, 0) when there is none."""
+def closest(
+    node: Node, tokens: bytes, extra: bytes = b"", is_usable: Callable[[Block], bool] | None = None
+) -> tuple[Block | None, int]:
+    """The usable child with the longest common prefix, and that prefix in tokens; (None, 0) when there is none.
+
+    The further a child is from where the tokens would stand, the less it has in common with them: the search goes
+    outward from there, and ends where nothing better can come. Under a root as many may be in use as sequences run,
+    so it looks at no more than a few: a shorter match, or none, costs less than to look at all.
+    """
     children = node.children
     if children is None or not tokens:
         return None, 0
+    near = children if isinstance(children, list) else [children]
+    index = bisect_left(near, (extra, tokens), key=_ORDER)
     best, longest = None, 0
-    for block in _neighbours(children, tokens, extra):
-        common = _common_tokens(block.tokens, tokens)
-        if common > longest:
-            best, longest = block, common
+    before = range(index - 1, max(-1, index - 1 - _MOST_LOOKED_AT), -1)
+    behind = range(index, min(len(near), index + _MOST_LOOKED_AT))
+    for side in (before, behind):
+        for at in side:
+            block = near[at]
+            common = _common_tokens(block.tokens, tokens) if _ORDER(block)[0] == extra else 0
+            if common <= longest:
+                break
+            if is_usable is None or is_usable(block):
+                best, longest = block, common
+                break
     return best, longest
 
 

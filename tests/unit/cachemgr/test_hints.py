@@ -1,13 +1,16 @@
 """Hints of agents: each action answered, with a request and by itself."""
 
 import dataclasses
+from hashlib import sha256
 
 import pytest
 
+from cachemgr import keys
 from cachemgr.admin_api import HintAction, HintOutcome, Hints, Prefix
 from cachemgr.api import TierKind
 from cachemgr.dump import state_hash
 from cachemgr.errors import InvalidField
+from tests.support.work import work_of
 from tests.unit.cachemgr.world import CONFIG, World, wish
 
 PROMPT = list(range(10, 18))
@@ -270,3 +273,51 @@ def test_what_the_request_says_in_fields_goes_before_its_hints():
     world = World(8)
     world.cache(PROMPT, retention=wish(60), hints=hints("Retain", priority=80))
     assert [priority for _, priority in blocks(world)] == [60, 60]
+
+
+def many(*kinds: tuple[str, dict]) -> Hints:
+    actions = tuple(HintAction(f"a{index}", kind, "0.1", payload) for index, (kind, payload) in enumerate(kinds))
+    return Hints("0.1", "m", actions)
+
+
+@pytest.mark.parametrize(
+    ("kind", "payload"),
+    [("Share", {}), ("Retain", {"priority": 80}), ("Demote", {}), ("Prefetch", {})],
+    ids=["Share", "Retain", "Demote", "Prefetch"],
+)
+def test_a_prompt_is_hashed_once_and_its_blocks_leased_once_for_all_actions(kind, payload, monkeypatch):
+    world = World(200)
+    prompt = list(range(400))
+    world.cache(prompt)
+
+    def work(name, number):
+        asked = many(*[(kind, payload)] * number)
+        return work_of(lambda: world.admit(prompt, name, hints=asked))
+
+    hashed = []
+    monkeypatch.setattr(keys, "sha256", lambda data: hashed.append(data) or sha256(data))
+    few = work("one", 1)
+    first = len(hashed)
+    many_actions = work("all", 64)
+    assert len(hashed) == 2 * first
+    # Each still looks its blocks up.
+    assert many_actions < 8 * few
+    world.check()
+
+
+def test_of_several_wishes_in_one_envelope_the_last_counts():
+    world = with_prompt()
+    wishes = [("Retain", {"priority": 80}), ("Demote", {}), ("Retain", {"priority": 60}), ("Retain", {"priority": 101})]
+    answers, _ = world.manager.hint(Prefix(tuple(PROMPT)), many(*wishes), None)
+    assert [answer.outcome for answer in answers] == [ACCEPTED, ACCEPTED, ACCEPTED, REJECTED]
+    assert {priority for _, priority in blocks(world)} == {60}
+    answers, _ = world.manager.hint(Prefix(tuple(PROMPT)), many(("Retain", {"priority": 90}), ("Demote", {})), None)
+    assert {priority for _, priority in blocks(world)} == {0}
+    world.check()
+
+
+def test_a_thousand_actions_are_refused_by_the_name_of_their_field():
+    world = with_prompt()
+    with pytest.raises(InvalidField) as refused:
+        world.manager.hint(Prefix(tuple(PROMPT)), many(*[("Share", {})] * 1000), None)
+    assert refused.value.fields == {"hints.actions": "must be at most 64"}

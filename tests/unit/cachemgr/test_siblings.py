@@ -40,6 +40,29 @@ def test_the_closest_sibling_has_the_longest_common_prefix(lists, wanted):
         assert common(lists[block.slot], wanted) == best
 
 
+@given(st.lists(TOKENS, max_size=20, unique_by=tuple), TOKENS, st.sets(st.integers(0, 19)))
+def test_the_closest_of_those_that_may_be_used_has_the_longest_common_prefix(lists, wanted, usable):
+    node, _ = build(lists)
+    best = max((common(tokens, wanted) for slot, tokens in enumerate(lists) if slot in usable), default=0)
+    block, length = siblings.closest(node, packed_bytes(pack(wanted)), b"", lambda block: block.slot in usable)
+    assert length == best
+    assert (block is None) == (best == 0)
+    if block is not None:
+        assert block.slot in usable
+        assert common(lists[block.slot], wanted) == best
+
+
+def test_of_very_many_siblings_few_are_looked_at():
+    looked_at = []
+    node, _ = build([1, number, 2] for number in range(0, 20_000, 2))
+    wanted = packed_bytes(pack([1, 10_001, 2]))
+    assert siblings.closest(node, wanted, b"", looked_at.append) == (None, 0)
+    assert len(looked_at) <= 64
+    looked_at.clear()
+    assert siblings.closest(node, packed_bytes(pack([2, 1])), b"", looked_at.append) == (None, 0)
+    assert not looked_at
+
+
 @given(st.lists(TOKENS, max_size=8, unique_by=tuple), TOKENS)
 def test_what_covers_and_what_is_covered_is_found(lists, wanted):
     node, _ = build(lists)

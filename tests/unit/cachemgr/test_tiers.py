@@ -4,7 +4,7 @@ import pytest
 
 from cachemgr.admin_api import BlockFilter, Prefix
 from cachemgr.api import EventKind, RemovalCause, Retention, RetentionRange, TierKind
-from cachemgr.chains import chain
+from cachemgr.chains import chain, keys_of
 from cachemgr.errors import BlocksInUseError, SequenceExistsError
 from tests.unit.cachemgr.world import BLOCK, World, wish
 
@@ -185,12 +185,12 @@ def test_a_prefix_can_be_moved_down_and_fetched_before_anybody_asks():
     prefix = Prefix(tuple(range(12)))
     executor = manager._executors["e"]
     (pool,) = executor.pools
-    for block in reversed(chain(executor, pool, prefix)):
+    for block in reversed(chain(pool, keys_of(executor, prefix))):
         assert block.older is None or pool.demote(block)
     world.run_executor_copies()
     assert {view.tier for view, _, _ in manager.explain(prefix, 0)[0].blocks} == {TierKind.HOST}
     world.check()
-    begun = executor.copies.fetch(pool, chain(executor, pool, prefix))
+    begun = executor.copies.fetch(pool, chain(pool, keys_of(executor, prefix)))
     assert len(begun) == 3
     world.check()
     world.run_executor_copies()
@@ -206,7 +206,7 @@ def test_blocks_that_come_back_together_stay_reserved_until_the_last_copy_has_en
     world.finish("b")
     executor = world.manager._executors["e"]
     (pool,) = executor.pools
-    begun = executor.copies.fetch(pool, chain(executor, pool, Prefix(tuple(range(12)))))
+    begun = executor.copies.fetch(pool, chain(pool, keys_of(executor, Prefix(tuple(range(12))))))
     for copy in world.manager.executor_transfers("e"):
         world.copy(copy, False)
     world.manager.confirm_transfers("e", 1, [begun[0].ticket], [])
