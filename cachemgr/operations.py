@@ -79,7 +79,9 @@ class Operations:
         self._note(method, request)
         return self._whole(method, lambda: operation.run(self.manager, request))
 
-    def register_executor(self, request: pb.RegisterExecutorRequest, *, later: bool) -> pb.RegisterExecutorResponse:
+    def register_executor(
+        self, request: pb.RegisterExecutorRequest, *, later: bool = False
+    ) -> pb.RegisterExecutorResponse:
         """As RegisterExecutor; `later` says that remembered blocks come by `put_back` until `end_recovery`."""
         self._note("RegisterExecutor", request, later=later)
         return self._whole("RegisterExecutor", lambda: _register_executor(self.manager, request, later=later))
@@ -133,7 +135,8 @@ class Operations:
     ) -> None:
         if self.failed:
             raise ManagerFailedError("an earlier call has failed inside: the cache manager ends and starts again")
-        now = self._clock.advance()
+        # What a store tells is as of the time that the clock shows: the time since would come on top of each lease.
+        now = self._clock.now if method in (PUT_BACK, END_RECOVERY) else self._clock.advance()
         if self._log is not None:
             self._log.write(now, method, request, remembered, pins, later=later)
 
