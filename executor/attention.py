@@ -14,7 +14,7 @@ from executor.errors import FamilyError
 NAME = "kvkeep_paged"
 # What families hand down beside the named arguments, and what says nothing about which keys count and how much: where
 # a token stands is in its query and key by then, and dropout is for training.
-HARMLESS = {"dropout", "position_ids", "cache_position", "position_embeddings", "use_cache"}
+HARMLESS = {"logits_to_keep", "dropout", "position_ids", "cache_position", "position_embeddings", "use_cache"}
 
 
 class Layers(Protocol):
