@@ -228,9 +228,10 @@ def _refusal(error: grpc.aio.AioRpcError) -> Refused:
 
 
 def _finish(coroutine: Any) -> Any:
-    """The result of a coroutine that waits for nothing."""
-    try:
-        coroutine.send(None)
-    except StopIteration as finished:
-        return finished.value
-    raise AssertionError("the call waits for something")
+    """The result of a coroutine that waits for nothing: at most it lets others run between two slices of a read."""
+    while True:
+        try:
+            waited_for = coroutine.send(None)
+        except StopIteration as finished:
+            return finished.value
+        assert waited_for is None, "the call waits for something"
