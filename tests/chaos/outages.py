@@ -20,7 +20,6 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -48,6 +47,8 @@ IDLE_CONNECTIONS = 5_000
 BATCH = 50
 # Every one of them is closed by then.
 IDLE_SECONDS = 90.0
+# Pauses of so many seconds may restart sequences.
+RESTARTS_BEHIND = {"scheduler": 10.0, "executor": 30.0}
 # The usual soft limit of a shell, which processes have to raise themselves.
 SOFT_FILES = 1_024
 SYSTEM = "You are the clerk of a small library in the mountains, and you know where every book is and when it returns. "
@@ -80,7 +81,7 @@ class Row:
     longest_gap_s: float = 0.0
     restarted: int = 0
     # How often each process's health and /health said what while the outage lasted, in the order of first appearance.
-    health: dict[str, Counter[str]] = field(default_factory=dict)
+    health: dict[str, dict[str, int]] = field(default_factory=dict)
     new_request: str = ""
     cached_blocks_before: int = 0
     cached_blocks_after: int = 0
@@ -324,13 +325,13 @@ class Table:
                     said = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
                 except grpc.aio.AioRpcError as error:
                     said = error.code().name
-                row.health.setdefault(name, Counter())[said] += 1
+                _count(row.health, name, said)
                 await asyncio.sleep(PROBE_SECONDS)
 
     async def _probe_http(self, row: Row) -> None:
         while True:
             said = await asyncio.to_thread(_get_health, f"http://{self._http}/health")
-            row.health.setdefault("/health", Counter())[said] += 1
+            _count(row.health, "/health", said)
             await asyncio.sleep(PROBE_SECONDS)
 
     async def _cached_blocks(self) -> int:
@@ -359,6 +360,11 @@ class Table:
         return found
 
 
+def _count(health: dict[str, dict[str, int]], name: str, said: str) -> None:
+    counts = health.setdefault(name, {})
+    counts[said] = counts.get(said, 0) + 1
+
+
 def _get_health(url: str) -> str:
     try:
         with urllib.request.urlopen(url, timeout=PROBE_TIMEOUT) as answer:
@@ -376,7 +382,10 @@ def _pause(name: str, seconds: float) -> Outage:
     async def act(stage: Stage) -> None:
         await stage.pause(name, seconds)
 
-    return Outage(f"pause {name} {seconds:.0f} s", act, restarts=name == "executor" and seconds > 30, away=(name,))
+    # A scheduler's lease ends while it is paused, an executor is given up after the bound of a step. A paused cache
+    # manager counts no time.
+    restarts = seconds > RESTARTS_BEHIND.get(name, seconds)
+    return Outage(f"pause {name} {seconds:.0f} s", act, restarts=restarts, away=(name,))
 
 
 def _kill(*names: str) -> Outage:
