@@ -18,7 +18,7 @@ from cachemgr.admin_api import (
     Quota,
     RetentionRule,
 )
-from cachemgr.api import RemovalCause, Transfer
+from cachemgr.api import RemovalCause, TierKind, Transfer
 from cachemgr.block import Block
 from cachemgr.chains import chain, keys_of
 from cachemgr.errors import (
@@ -38,7 +38,6 @@ from cachemgr.purging import is_remembered, purge
 from cachemgr.remembering import ManagerMemory
 from cachemgr.retention import HINT, SESSION, check_duration
 from cachemgr.rules import Rule
-from cachemgr.tiers import Account
 from cachemgr.validation import check_id
 
 if TYPE_CHECKING:
@@ -105,7 +104,7 @@ class ManagerAdmin(ManagerMemory):
             if others + total_blocks * pool.spec.block_bytes > memory:
                 most = (memory - others) // max(1, pool.spec.block_bytes)
                 raise InvalidField("pool.total_blocks", f"must be at most {most}: make another pool smaller first")
-        floors = sum(account.quota.device_floor for account in self._accounts.values())
+        floors = self._accounts.floors[TierKind.DEVICE]
         if total_blocks < min(floors, pool.device.total):
             raise PoolInUseError(
                 f"the floors of quotas are {floors} blocks together",
@@ -205,10 +204,11 @@ class ManagerAdmin(ManagerMemory):
             floor, ceiling = getattr(quota, f"{tier}_floor"), getattr(quota, f"{tier}_ceiling")
             if ceiling is not None and ceiling < floor:
                 raise InvalidField(f"quota.{tier}_ceiling_blocks", "must not be less than the floor")
-        quotas = {**{key: account.quota for key, account in self._accounts.items()}, key: quota}
+        known = self._accounts.get(key)
         for pool in self._selected(""):
-            for field, total in (("device_floor", pool.device.total), ("host_floor", pool.tiers[1].total)):
-                floors = sum(getattr(one, field) for one in quotas.values())
+            for field, one in (("device_floor", pool.device), ("host_floor", pool.tiers[1])):
+                total, before = one.total, 0 if known is None else known.floor(one.kind)
+                floors = self._accounts.floors[one.kind] - before + getattr(quota, field)
                 own = getattr(quota, field)
                 if floors > total and own:
                     raise QuotaTooLargeError(
@@ -216,7 +216,13 @@ class ManagerAdmin(ManagerMemory):
                         fields={f"quota.{field}_blocks": f"must be at most {max(0, total - floors + own)}"},
                     )
         if not validate_only:
-            self._change_accounts({**self._accounts, key: Account(quota)})
+            account = self._accounts.set(quota)
+            if account is None:
+                self._change_accounts()
+            else:
+                for pool in self._selected(""):
+                    for one in pool.tiers:
+                        one.set_quota(account)
             self._tell(quota)
         return quota
 
@@ -226,7 +232,8 @@ class ManagerAdmin(ManagerMemory):
         key = _account_key(quota)
         if key not in self._accounts:
             raise UnknownQuotaError("there is no quota of this account", fields={key[0]: "has no quota"})
-        self._change_accounts({one: account for one, account in self._accounts.items() if one != key})
+        self._accounts.remove(key)
+        self._change_accounts()
         self._tell(quota)
 
     def hint(self, prefix: Prefix, hints: Hints, session_id: str | None) -> tuple[list[HintAnswer], list[Transfer]]:

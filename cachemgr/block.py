@@ -7,7 +7,7 @@ from heapq import heapify, heappop, heappush
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from cachemgr.retention import DEFAULT_PRIORITY, MAX_PRIORITY
+from cachemgr.retention import DEFAULT_PRIORITY
 
 if TYPE_CHECKING:
     from cachemgr.keys import Domain
@@ -83,24 +83,31 @@ class EvictionOrder:
     ends, or when the last child of a block that lies between others is gone. A bit per priority that has blocks.
     """
 
-    __slots__ = ("_bits", "_rings")
+    __slots__ = ("_bits", "_late", "_rings")
 
     def __init__(self) -> None:
         self._bits = 0
         # Neighbour of blocks that are in a heap of this order, and of no other's.
-        late = Block(0)
-        self._rings = [_Ring(priority, late) for priority in range(MAX_PRIORITY + 1)]
+        self._late = Block(0)
+        # By priority, those that have had blocks: there may be an order for each of very many tenants.
+        self._rings: dict[int, _Ring] = {}
 
     def append(self, block: Block) -> None:
         """Adds a block that was used more recently than all others."""
         priority = block.priority
-        self._rings[priority].append(block)
+        ring = self._rings.get(priority)
+        if ring is None:
+            ring = self._rings[priority] = _Ring(priority, self._late)
+        ring.append(block)
         self._bits |= 1 << priority
 
     def insert(self, block: Block) -> None:
         """Adds a block at the place that its recency gives it."""
         priority = block.priority
-        self._rings[priority].insert(block)
+        ring = self._rings.get(priority)
+        if ring is None:
+            ring = self._rings[priority] = _Ring(priority, self._late)
+        ring.insert(block)
         self._bits |= 1 << priority
 
     def remove(self, block: Block) -> None:
@@ -118,16 +125,16 @@ class EvictionOrder:
     @property
     def size(self) -> int:
         """Blocks in it."""
-        return sum(ring.size for ring in self._rings)
+        return sum(ring.size for ring in self._rings.values())
 
     def rings(self) -> Iterator[tuple[int, bool, list[Block]]]:
-        """Priority, its bit and its blocks, oldest first; for checks."""
-        for priority, ring in enumerate(self._rings):
+        """Priority, its bit and its blocks, oldest first, by priority; for checks."""
+        for priority, ring in sorted(self._rings.items()):
             yield priority, bool(self._bits >> priority & 1), ring.blocks()
 
     def walk(self) -> Iterator[tuple[int, bool, Iterator[tuple[Block, bool]]]]:
         """As `rings`, block by block: each with whether it is linked, oldest first; those in the heap come behind."""
-        for priority, ring in enumerate(self._rings):
+        for priority, ring in sorted(self._rings.items()):
             yield priority, bool(self._bits >> priority & 1), ring.walk()
 
 

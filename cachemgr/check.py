@@ -12,7 +12,7 @@ from cachemgr.leases import MAX_LEASES, effective_priority, leases_of
 from cachemgr.pool import Pool
 from cachemgr.registry import Executor
 from cachemgr.retention import SHARED
-from cachemgr.tiers import Tier, account_of
+from cachemgr.tiers import Tier, account_of, loss
 from cachemgr.transfers import Purpose
 
 
@@ -116,6 +116,16 @@ class _Check:
                 right = [share.count, share.used] == accounts[account]
                 self._report(right, 0, f"a quota's {name} blocks are miscounted")
                 yield
+            protected, best = 0, None
+            for share in tier.shares.values():
+                yield
+                protected += share.protected()
+                first = share.order.first() if share.count > share.floor else None
+                if first is not None and (best is None or loss(first) < loss(best)):
+                    best = first
+            right = tier.protected == protected
+            self._report(right, 0, f"protects another number of {name} blocks than its shares do")
+            self._report(tier.first_of_shares() is best, 0, f"would lose another {name} block than the first")
         for place, at in enumerate(pool.blocks):
             yield
             if at is not None:

@@ -118,7 +118,8 @@ def _pool(pool: Pool) -> Iterator[str | Iterator[str]]:
     )
     for tier in pool.tiers:
         counters = {name: value for name, value in asdict(tier.counters).items() if not name.startswith("_")}
-        shares = [[asdict(account.quota), share.count, share.used] for account, share in tier.shares.items()]
+        owned = sorted(tier.shares.items(), key=lambda item: item[0].key)
+        shares = [[asdict(account.quota), share.count, share.used] for account, share in owned]
         yield line(
             "tier",
             pool=pool.pool_id,

@@ -10,7 +10,6 @@ from cachemgr.admin_api import PoolShare
 from cachemgr.admission import Admitter, check_length
 from cachemgr.admit_request import check_request, content, holder
 from cachemgr.api import (
-    AccountKey,
     Admission,
     AdmitRequest,
     ExecutorSpec,
@@ -52,7 +51,7 @@ from cachemgr.rules import RuleBook
 from cachemgr.sequence import Sequence as LiveSequence
 from cachemgr.sequence import blocks_for
 from cachemgr.syncing import Sync
-from cachemgr.tiers import Account
+from cachemgr.tiers import Accounts
 from cachemgr.validation import check_id
 from cachemgr.views import unknown_executor
 from protos.kvcache.eviction import Kind
@@ -88,7 +87,7 @@ class CacheManager(ManagerAdmin):
         self._events = EventLog(self.config.event_history)
         self._leases = LeaseBook(self._events)
         self._rules = RuleBook(self._next_number)
-        self._accounts: dict[AccountKey, Account] = {}
+        self._accounts = Accounts()
         # Calls that have begun to change something.
         self.begun = 0
         # By pool: what operators changed at run time.
@@ -189,7 +188,7 @@ class CacheManager(ManagerAdmin):
         executor = Executor(spec, pools, deadline, self._next_number, budget, self._accounts, before)
         if before is not None:
             carry_over(before, executor)
-        executor.change_accounts()
+        executor.count_accounts()
         self._executors[spec.executor_id] = executor
         self._number_behind(spec)
         self._hear_of_pins(executor)

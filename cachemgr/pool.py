@@ -16,7 +16,7 @@ from cachemgr.making_room import Way
 from cachemgr.meters import TokenMeter
 from cachemgr.restarting import Restarting
 from cachemgr.sequence import Sequence
-from cachemgr.tiers import Account, Share, Tier, account_of
+from cachemgr.tiers import Tier, account_of
 
 if TYPE_CHECKING:
     from cachemgr.transfers import Ticket
@@ -224,12 +224,12 @@ class Pool(Restarting):
             for block in tier.listed():
                 tier.delist(block, account_of(block))
                 self._unlisted.append(block)
-            tier.shares.clear()
+            tier.end_shares()
 
-    def open_accounts(self, accounts: list[Account]) -> None:
-        """Gives every account a share of every tier, and counts what it has."""
+    def open_accounts(self) -> None:
+        """Counts what every account has."""
         for tier in self.tiers:
-            tier.shares = {account: Share(account, tier.kind) for account in accounts}
+            tier.start_shares()
         for block in self.blocks:
             if block is not None:
                 self.tier_of(block).count(account_of(block), blocks=1, used=int(block.refs > 0))

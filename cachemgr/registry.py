@@ -110,13 +110,18 @@ class Executor:
         return account_for(self._accounts, domain.tenant_id, domain.salt)
 
     def change_accounts(self) -> None:
-        """Books all blocks anew after a change of the quotas."""
+        """Books all blocks anew after quotas have come or gone, unless none of the blocks is of their accounts."""
+        if any(self._account(domain) is not domain.account for domain in self.domains()):
+            self.count_accounts()
+
+    def count_accounts(self) -> None:
+        """Books all blocks anew."""
         for pool in self.pools:
             pool.close_accounts()
         for domain in self.domains():
             domain.account = self._account(domain)
         for pool in self.pools:
-            pool.open_accounts(list(self._accounts.values()))
+            pool.open_accounts()
 
     def domains(self) -> Iterator[Domain]:
         """All that blocks are stored under. None may come or go meanwhile."""

@@ -7,7 +7,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from cachemgr.admin_api import PoolShare, Quota, RetentionRule
-from cachemgr.api import AccountKey
 from cachemgr.executors import fits
 from cachemgr.operator_records import Entry, Kind, PinRecord, entry_name
 from cachemgr.retention import RULE
@@ -97,9 +96,11 @@ class ManagerMemory(ManagerViews):
         self._now()
         for spec in rules:
             self._rules.restore(spec)
-        accounts = {(_field(quota), getattr(quota, _field(quota))): Account(quota) for quota in quotas}
-        if accounts:
-            self._change_accounts({**accounts, **self._accounts})
+        new = [quota for quota in quotas if Account(quota).key not in self._accounts]
+        for quota in new:
+            self._accounts.set(quota)
+        if new:
+            self._change_accounts()
         for share in shares:
             if share.pool_id in self._shares:
                 continue
@@ -115,9 +116,8 @@ class ManagerMemory(ManagerViews):
         need = sum(one.device.total * one.spec.block_bytes for one in executor.pools) - shrink * pool.spec.block_bytes
         return fits(pool, share) and shrink <= pool.device.free_for(None) and (memory is None or need <= memory)
 
-    def _change_accounts(self, accounts: dict[AccountKey, Account]) -> None:
-        self._accounts.clear()
-        self._accounts.update(accounts)
+    def _change_accounts(self) -> None:
+        """Accounts have come or gone."""
         for executor in self._executors.values():
             executor.change_accounts()
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from itertools import compress, islice
 
 from cachemgr.admin_api import Quota
@@ -37,17 +38,46 @@ class Account:
         return {TierKind.DEVICE: self.quota.device_ceiling, TierKind.HOST: self.quota.host_ceiling}.get(kind)
 
 
+class Accounts(dict[AccountKey, Account]):
+    """All accounts, and what the floors of their quotas are together."""
+
+    def __init__(self) -> None:
+        self.floors = {TierKind.DEVICE: 0, TierKind.HOST: 0}
+
+    def set(self, quota: Quota) -> Account | None:
+        """Sets the quota of an account; returns the account if there was one already."""
+        new = Account(quota)
+        known = self.setdefault(new.key, new)
+        self._add(quota, 1)
+        if known is new:
+            return None
+        self._add(known.quota, -1)
+        known.quota = quota
+        return known
+
+    def remove(self, key: AccountKey) -> None:
+        """Forgets an account."""
+        self._add(self.pop(key).quota, -1)
+
+    def _add(self, quota: Quota, sign: int) -> None:
+        self.floors[TierKind.DEVICE] += sign * quota.device_floor
+        self.floors[TierKind.HOST] += sign * quota.host_floor
+
+
 class Share:
     """What one account has of a tier."""
 
-    __slots__ = ("ceiling", "count", "floor", "order", "used")
+    __slots__ = ("account", "ceiling", "count", "first_loss", "floor", "order", "used")
 
     def __init__(self, account: Account, kind: TierKind) -> None:
+        self.account = account
         self.floor = account.floor(kind)
         self.ceiling = account.ceiling(kind)
         self.count = 0
         self.used = 0
         self.order = EvictionOrder()
+        # Where it stands among the shares: at or before its first block. None when it does not stand there.
+        self.first_loss: tuple[int, int] | None = None
 
     def protected(self, claimed: int = 0) -> int:
         """Cached blocks that only the account itself may evict, once so many of its cached ones are in use."""
@@ -57,6 +87,52 @@ class Share:
     def is_full(self) -> bool:
         """Whether what comes next takes the place of something of its own."""
         return self.ceiling is not None and self.count >= self.ceiling
+
+
+class _Shares:
+    """Which of very many shares loses a block next, of those with more blocks than their floor.
+
+    A heap in which a share stands at or before its first block: only what is found too early is put right.
+    """
+
+    __slots__ = ("_heap", "_pushes")
+
+    def __init__(self) -> None:
+        # (priority, recency, number of the push, share); stale when the share stands elsewhere.
+        self._heap: list[tuple[int, int, int, Share]] = []
+        self._pushes = 0
+
+    def note(self, share: Share, at: tuple[int, int], most: int) -> None:
+        """A block of a share may be lost; there are at most so many shares."""
+        if share.count <= share.floor or (share.first_loss is not None and share.first_loss <= at):
+            return
+        if len(self._heap) > 64 + 2 * most:
+            self._heap = [entry for entry in self._heap if entry[3].first_loss == entry[:2]]
+            heapify(self._heap)
+        self._push(share, at)
+
+    def first(self) -> Block | None:
+        """The first block of them all."""
+        heap = self._heap
+        while heap:
+            priority, recency, _, share = heap[0]
+            at = priority, recency
+            if share.first_loss != at:
+                heappop(heap)
+                continue
+            block = share.order.first() if share.count > share.floor else None
+            if block is not None and loss(block) == at:
+                return block
+            heappop(heap)
+            share.first_loss = None
+            if block is not None:
+                self._push(share, loss(block))
+        return None
+
+    def _push(self, share: Share, at: tuple[int, int]) -> None:
+        share.first_loss = at
+        self._pushes += 1
+        heappush(self._heap, (*at, self._pushes, share))
 
 
 @dataclass(slots=True)
@@ -169,7 +245,12 @@ class Tier:
         self.unread: UnreadSlots | None = None
         # Evictable blocks of nobody with a quota.
         self.order = EvictionOrder()
+        # Of accounts that have blocks here, once these are counted.
         self.shares: dict[Account, Share] = {}
+        self._counts = False
+        self._losing = _Shares()
+        # Sum of what the shares protect.
+        self.protected = 0
 
     @property
     def total(self) -> int:
@@ -230,13 +311,26 @@ class Tier:
         `claimed` are cached blocks that somebody is about to use. Negative for who is beyond its ceiling.
         """
         free = self.free - len(claimed)
-        for owner, share in self.shares.items():
-            theirs = sum(account_of(block) is owner for block in claimed)
-            if owner is not account:
-                free -= share.protected(theirs)
-            elif within_ceiling and share.ceiling is not None:
-                free = min(free, share.ceiling - share.used - theirs)
+        if account is None and not self.shares:
+            return free
+        own = self._share(account)
+        theirs = Counter(account_of(block) for block in claimed) if self.shares else Counter()
+        free -= self.protected
+        for owner, count in theirs.items():
+            share = None if owner is None else self.shares.get(owner)
+            if share is not None and share is not own:
+                free += share.protected() - share.protected(count)
+        if own is not None:
+            free += own.protected()
+            if within_ceiling and own.ceiling is not None:
+                free = min(free, own.ceiling - own.used - theirs[account])
         return free
+
+    def _share(self, account: Account | None) -> Share | None:
+        """An account's share; an empty one for an account that has nothing here."""
+        if account is None:
+            return None
+        return self.shares.get(account) or Share(account, self.kind)
 
     def enlist(self, block: Block, account: Account | None, *, newest: bool) -> None:
         """Puts a block into the order of loss, as the most recently used or where its recency belongs."""
@@ -246,6 +340,8 @@ class Tier:
             order.append(block)
         else:
             order.insert(block)
+        if share is not None:
+            self._losing.note(share, loss(block), len(self.shares))
 
     def delist(self, block: Block, account: Account | None) -> None:
         """Takes a block out of the order of loss."""
@@ -261,9 +357,8 @@ class Tier:
         if own is not None and own.is_full and (block := own.order.first()) is not None:
             return block
         best = first
-        for share in self.shares.values():
-            block = share.order.first()
-            if block is not None and (share is own or share.count > share.floor) and _goes_before(block, best):
+        for block in (self.first_of_shares(), None if own is None else own.order.first()):
+            if block is not None and _goes_before(block, best):
                 best = block
         if best is None and self.kind is TierKind.DEVICE:
             # What a floor protects stands on what is needed: the floor gives way. Nobody needs a lower tier.
@@ -273,6 +368,10 @@ class Tier:
                     best = block
         return best
 
+    def first_of_shares(self) -> Block | None:
+        """The block to lose next of accounts that have more than their floor."""
+        return self._losing.first()
+
     def wants_own(self, account: Account | None) -> bool:
         """Whether an account is at its ceiling and has something to lose."""
         share = self.shares.get(account) if self.shares and account is not None else None
@@ -280,22 +379,64 @@ class Tier:
 
     def check_ceiling(self, account: Account | None, wanted: int) -> None:
         """Raises SequenceTooLongError when an account may not have so many slots, whatever else ends."""
-        share = self.shares.get(account) if self.shares and account is not None else None
+        share = self._share(account)
         if share is not None and share.ceiling is not None and wanted > share.ceiling:
             text = f"{wanted} blocks are more than the {share.ceiling} of its quota"
             raise SequenceTooLongError(text, fields={"token_ids": f"must take at most {share.ceiling} blocks"})
 
     def is_closed(self, account: Account | None) -> bool:
         """Whether an account is at its ceiling."""
-        share = self.shares.get(account) if self.shares and account is not None else None
+        share = self._share(account)
         return share is not None and share.is_full
 
     def count(self, account: Account | None, *, blocks: int = 0, used: int = 0) -> None:
         """Books blocks, and blocks in use, of an account."""
-        share = self.shares.get(account) if account is not None else None
-        if share is not None:
-            share.count += blocks
-            share.used += used
+        if account is None or not self._counts:
+            return
+        share = self.shares.get(account)
+        if share is None:
+            share = self.shares[account] = Share(account, self.kind)
+        self.protected -= share.protected()
+        share.count += blocks
+        share.used += used
+        if not share.count:
+            del self.shares[account]
+            return
+        self.protected += share.protected()
+        if blocks > 0 and share.count == share.floor + 1:
+            self._note(share)
+
+    def blocks_of(self, account: Account) -> int:
+        """Blocks that an account has here."""
+        share = self.shares.get(account)
+        return 0 if share is None else share.count
+
+    def set_quota(self, account: Account) -> None:
+        """An account's quota has changed."""
+        share = self.shares.get(account)
+        if share is None:
+            return
+        self.protected -= share.protected()
+        share.floor, share.ceiling = account.floor(self.kind), account.ceiling(self.kind)
+        self.protected += share.protected()
+        self._note(share)
+
+    def start_shares(self) -> None:
+        """From now on blocks are counted: begin with those that are here."""
+        self._counts = True
+
+    def end_shares(self) -> None:
+        """Forgets all shares: none of their blocks may be in an order of loss."""
+        self._counts = False
+        self.shares.clear()
+        self._losing = _Shares()
+        self.protected = 0
+
+    def _note(self, share: Share) -> None:
+        """A share may have come to have more than its floor."""
+        first = share.order.first()
+        if first is not None:
+            self._losing.note(share, loss(first), len(self.shares))
 
     def orders(self) -> Iterator[EvictionOrder]:
         """All orders of loss."""
@@ -309,20 +450,21 @@ class Tier:
 
     def in_order(self) -> Iterator[Block]:
         """All evictable blocks in the order of their loss, quotas aside."""
-        yield from sorted(self.listed(), key=_loss)
+        yield from sorted(self.listed(), key=loss)
 
 
 def _goes_before(block: Block, other: Block | None) -> bool:
-    return other is None or _loss(block) < _loss(other)
+    return other is None or loss(block) < loss(other)
 
 
-def _loss(block: Block) -> tuple[int, int]:
+def loss(block: Block) -> tuple[int, int]:
+    """Where a block stands in the order of loss."""
     return block.priority, block.recency
 
 
 def goes_before(block: Block, other: Block) -> bool:
     """Whether a block is lost before another."""
-    return _loss(block) < _loss(other)
+    return loss(block) < loss(other)
 
 
 def account_of(block: Block) -> Account | None:

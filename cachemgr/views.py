@@ -60,7 +60,7 @@ from cachemgr.retention import MAX_PRIORITY
 from cachemgr.rules import RuleBook
 from cachemgr.sequence import Sequence
 from cachemgr.snapshots import SnapshotReader
-from cachemgr.tiers import Account, Tier
+from cachemgr.tiers import Accounts, Tier
 from cachemgr.validation import check_extra_keys
 from protos.kvcache.eviction import Kind
 
@@ -77,7 +77,7 @@ class ManagerViews:
     _rules: RuleBook
     _admitter: Admitter
     config: ManagerConfig
-    _accounts: dict[AccountKey, Account]
+    _accounts: Accounts
     _shares: dict[str, PoolShare]
     _executors: dict[str, Executor]
     _sequences: dict[str, Sequence]
@@ -202,7 +202,7 @@ class ManagerViews:
         for _, account in sorted(self._accounts.items()):
             pools = self._selected("")
             for pool in pools:
-                device, host = (tier.shares[account].count for tier in pool.tiers[:2])
+                device, host = (tier.blocks_of(account) for tier in pool.tiers[:2])
                 yield account.quota, pool.pool_id, device, host
             if not pools:
                 yield account.quota, "", 0, 0

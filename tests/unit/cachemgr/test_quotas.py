@@ -5,6 +5,7 @@ import pytest
 from cachemgr.admin_api import Quota
 from cachemgr.dump import state_hash
 from cachemgr.errors import InvalidField, QuotaTooLargeError, SequenceTooLongError, UnknownQuotaError
+from tests.support.work import work_of
 from tests.unit.cachemgr.world import World
 
 
@@ -250,3 +251,54 @@ def test_a_quota_that_is_older_than_the_executor_counts_there_too():
     world.cache(list(range(8)), tenant_id="t")
     assert counts(world) == {"t": 2}
     world.check()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"device_floor": 1}, {"device_ceiling": 40}], ids=["plain", "floor", "ceiling"]
+)
+def test_an_admission_costs_the_same_however_many_have_quotas_and_blocks(options):
+    def work(tenants: int) -> int:
+        world = World(tenants + 60)
+        for number in range(tenants):
+            world.manager.set_quota(Quota(tenant_id=f"t{number}", **options), validate_only=False)
+        world.manager.set_quota(Quota(tenant_id="me"), validate_only=False)
+        for number in range(tenants):
+            world.cache([number, 1, 2, 3], tenant_id=f"t{number}")
+        prompt = list(range(50_000, 50_080))
+        world.cache(prompt, tenant_id="me")
+        world.cache(list(range(60_000, 60_160)), tenant_id="me")
+        world.check()
+        spent = work_of(lambda: world.admit([*prompt, *range(100)], "a", tenant_id="me"))
+        assert world.live["a"]
+        world.check()
+        return spent
+
+    assert work(400) < 1.3 * work(20)
+
+
+def test_setting_a_quota_costs_the_same_however_many_there_are():
+    def work(quotas: int) -> int:
+        world = World(64)
+        world.cache(list(range(40)), tenant_id="u")
+        for number in range(quotas):
+            world.manager.set_quota(Quota(tenant_id=f"t{number}"), validate_only=False)
+
+        def change() -> None:
+            world.manager.set_quota(Quota(tenant_id="t1", device_floor=3), validate_only=False)
+            world.manager.set_quota(Quota(tenant_id="new"), validate_only=False)
+
+        return work_of(change)
+
+    assert work(400) < 1.2 * work(20)
+
+
+def test_a_floor_that_is_raised_or_lowered_protects_at_once():
+    world = World(8)
+    quota(world, tenant_id="t")
+    world.cache(list(range(16)), tenant_id="t")
+    quota(world, tenant_id="t", device_floor=4)
+    assert not world.admit(list(range(200, 220)), tenant_id="u").admitted
+    quota(world, tenant_id="t", device_floor=1)
+    assert world.admit(list(range(200, 220)), "a", tenant_id="u").admitted
+    world.check()
+    assert cached(world)["t"] == 3
