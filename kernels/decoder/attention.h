@@ -145,23 +145,41 @@ static inline void lay_out_values(const C *const *values, const C *const *ahead,
 }
 
 #if defined(__AVX512BF16__)
+// The values of two keys for TILE columns, in pairs, as bfloat16 is multiplied.
+class Pairs {
+ public:
+  Pairs() {
+    alignas(64) uint16_t low[32], high[32];
+    for (int i = 0; i < 32; i++) {
+      low[i] = i / 2 + i % 2 * 32;
+      high[i] = low[i] + 16;
+    }
+    first = _mm512_load_si512(low), second = _mm512_load_si512(high);
+  }
+
+  void of(__m512i even, __m512i odd, __m512i (&pairs)[2]) const {
+    pairs[0] = _mm512_permutex2var_epi16(even, first, odd);
+    pairs[1] = _mm512_permutex2var_epi16(even, second, odd);
+  }
+
+ private:
+  __m512i first, second;
+};
+
 static inline void lay_out_values(const Bfloat16 *const *values, const Bfloat16 *const *ahead, int64_t count,
                                   int64_t dim, Bfloat16 *to) {
-  alignas(64) uint16_t low[32], high[32];
-  for (int i = 0; i < 32; i++) {
-    low[i] = i / 2 + i % 2 * 32;
-    high[i] = low[i] + 16;
-  }
-  const __m512i first = _mm512_load_si512(low), second = _mm512_load_si512(high);
+  const Pairs interleave;
   for (int64_t i = 0; i < KEYS; i += 2)
     for (int64_t d = 0; d < dim; d += TILE) {
       __m512i even = i < count ? _mm512_loadu_si512(values[i] + d) : _mm512_setzero_si512();
       __m512i odd = i + 1 < count ? _mm512_loadu_si512(values[i + 1] + d) : _mm512_setzero_si512();
       __builtin_prefetch(ahead[i] + d, 0, 2);
       __builtin_prefetch(ahead[i + 1] + d, 0, 2);
-      Bfloat16 *pairs = to + (d / TILE * KEYS + i) * TILE;
-      _mm512_storeu_si512(pairs, _mm512_permutex2var_epi16(even, first, odd));
-      _mm512_storeu_si512(pairs + TILE, _mm512_permutex2var_epi16(even, second, odd));
+      __m512i pairs[2];
+      interleave.of(even, odd, pairs);
+      Bfloat16 *at = to + (d / TILE * KEYS + i) * TILE;
+      _mm512_storeu_si512(at, pairs[0]);
+      _mm512_storeu_si512(at + TILE, pairs[1]);
     }
 }
 #endif
@@ -309,6 +327,34 @@ static inline void add_values(const float *weights, const C *const *values, cons
   for (; d < dim; d += 2 * WIDTH) add.template operator()<2>();
 }
 
+#if defined(__AVX512BF16__)
+// The same with weights in bfloat16 [R][KEYS], two keys at a time as where values are laid out.
+template <int R, int ROW_STEP, int KEY_STEP>
+static inline void add_values(const Bfloat16 *weights, const Bfloat16 *const *values, const Bfloat16 *const *ahead,
+                              Turn turn, int64_t from, int64_t to, int64_t dim, float *out) {
+  const Pairs interleave;
+  for (int64_t d = 0; d < dim; d += TILE) {
+    Vec sums[R][VECTORS];
+    begin_sums<R, true>(sums, out + d, dim);
+    for (int64_t i = from & ~1; i < to; i += 2) {
+      __m512i pairs[VECTORS];
+      interleave.of(_mm512_loadu_si512(values[i] + d), _mm512_loadu_si512(values[i + 1] + d), pairs);
+      if (turn.has(i)) fetch(ahead[i] + d, TILE), fetch(ahead[i + 1] + d, TILE);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+        for (int v = 0; v < VECTORS; v++) {
+          int32_t both;
+          memcpy(&both, weights + r * ROW_STEP + i * KEY_STEP, 4);
+          sums[r][v] =
+              (Vec)_mm512_dpbf16_ps((__m512)sums[r][v], (__m512bh)_mm512_set1_epi32(both), (__m512bh)pairs[v]);
+        }
+    }
+    end_sums<R>(sums, out + d, dim);
+  }
+}
+#endif
+
 // One piece. query [T][heads..] with `stride` floats per token, already scaled; slot_numbers [T]; out [T][Hq][D];
 // `sums` of what the unit counts. The keys of `next`, if there is one, are fetched at the end.
 template <class T, class C>
@@ -331,7 +377,9 @@ static void attend(const Shape &shape, const Group &group, const Plan &plan, con
     else
       memset(&scratch.out[row * dim], 0, dim * 4);
   }
-  const bool in_lanes = std::is_same_v<T, float> && rows > TOGETHER && rows <= FEW_ROWS<T>;
+  // Each way to multiply rounds differently, so that where rounding may not depend on the number of rows, all are laid out.
+  const bool few = rows <= FEW_ROWS<T> && (!plan.invariant || unit.counted);
+  const bool in_lanes = std::is_same_v<T, float> && few && rows > TOGETHER;
   auto each_part = [&](const auto &use) {
     const int64_t parts = (rows + ROWS - 1) / ROWS;
     for (int64_t part = 0; part < parts; part++)
@@ -343,20 +391,22 @@ static void attend(const Shape &shape, const Group &group, const Plan &plan, con
         into_lanes(&scratch.query[row * dim], some, dim, &scratch.lanes[part * WIDTH * dim]);
       });
   // Few rows are all kept: their weights are computed there, and need not be copied.
-  const int64_t counted = unit.counted * per_kv, first_kept = counted && rows <= FEW_ROWS<T> ? 0 : rows - counted;
+  const int64_t counted = unit.counted * per_kv, first_kept = counted && few ? 0 : rows - counted;
   if (counted) scratch.kept.begin(unit.end, rows - first_kept);
-  // Where the keys and values of a run are, and those of the next one; what lies behind the end is there again.
+  // Where the keys and values of a run are, and those of the next one; what lies before the first that a row sees, or
+  // behind the end, is another one of them.
   const C *places[2][2][KEYS];
   auto locate = [&](const Piece &of, int64_t begin, auto &run) {
     const int32_t *table = group.tables + of.unit->sequence * group.width;
     const int64_t last = of.unit->end - 1, size = shape.block_size;
     for (int64_t i = 0; i < KEYS;) {
-      const int64_t at = std::min(begin + i, last), within = at & (size - 1);
+      const int64_t wanted = begin + i, at = std::clamp(wanted, of.unit->least, last), within = at & (size - 1);
       const int64_t slot = int64_t(table[at >> shape.block_bits()]) * size + within;
       const int64_t first = (slot * shape.kv_heads + of.head) * dim;
-      // Up to the end of the block; behind the last one all the same.
-      const int64_t step = begin + i < last ? shape.kv_heads * dim : 0;
-      const int64_t some = std::min(KEYS - i, step ? std::min(size - within, last - at) : KEYS);
+      // Up to the end of the block; before the first one and behind the last one all the same.
+      const int64_t step = wanted == at && at < last ? shape.kv_heads * dim : 0;
+      const int64_t alike = wanted < at ? at - wanted : KEYS;
+      const int64_t some = std::min(KEYS - i, step ? std::min(size - within, last - at) : alike);
       for (int64_t j = 0; j < some; j++) {
         run[0][i + j] = k_cache + first + j * step;
         run[1][i + j] = v_cache + first + j * step;
@@ -434,7 +484,7 @@ static void attend(const Shape &shape, const Group &group, const Plan &plan, con
       });
       continue;
     }
-    if (rows <= FEW_ROWS<T>) {
+    if (few) {
       for (int64_t row = 0; row < rows; row += TOGETHER)
         in_groups(std::min<int64_t>(TOGETHER, rows - row), [&](auto group_size) {
           constexpr int R = decltype(group_size)::value;
@@ -448,13 +498,25 @@ static void attend(const Shape &shape, const Group &group, const Plan &plan, con
       continue;
     }
     lay_out_keys(keys, keys_ahead, count, dim, scratch.keys.data());
-    lay_out_values(values, values_ahead, count, dim, scratch.values.data());
+    // They are added up in the same order where they are, and too few rows are not worth moving them.
+    const bool in_place = rows <= FEW_ROWS<T> && !counted;
+    if (!in_place) lay_out_values(values, values_ahead, count, dim, scratch.values.data());
     each_part([&](int64_t row, int64_t some, int64_t) {
       for (int64_t tile = 0; tile < KEYS / TILE; tile++)
         multiply_rows<false>(some, &scratch.query[row * dim], dim, &scratch.keys[tile * TILE * dim], dim,
                                    &scratch.logits[tile * TILE], KEYS);
       const int64_t plain = std::clamp<int64_t>(first_kept - row, 0, some);
-      weigh_rows(row, plain, scratch.logits.data(), scratch.weights.data());
+      auto [least, most] = weigh_rows(row, plain, scratch.logits.data(), scratch.weights.data());
+      if (in_place) {
+        for (int64_t i = 0; i < some; i += TOGETHER)
+          in_groups(std::min<int64_t>(TOGETHER, some - i), [&, from = least, to = most](auto group_size) {
+            constexpr int R = decltype(group_size)::value;
+            const Turn turn{i / TOGETHER, (some + TOGETHER - 1) / TOGETHER};
+            add_values<R, KEYS, 1>(&scratch.weights[i * KEYS], values, values_ahead, turn, from, to, dim,
+                                   &scratch.out[(row + i) * dim]);
+          });
+        return;
+      }
       for (int64_t i = plain; i < some; i++) {
         float *weights = scratch.kept.weights(begin, row + i - first_kept);
         weigh_row(row + i, &scratch.logits[i * KEYS], weights);

@@ -3,9 +3,9 @@
 `python -m kernels.decoder.build FOLDER` builds it ahead of need.
 """
 
+import argparse
 import ctypes
 import hashlib
-import os
 import platform
 import shutil
 import subprocess
@@ -29,7 +29,7 @@ HEADERS = (
 )
 SOURCES = (*(f"{name}.h" for name in HEADERS), "decoder.cpp")
 COMPILERS = ("c++", "g++", "clang++")
-FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-shared", "-pthread")
+FLAGS: tuple[str, ...] = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-shared", "-pthread")
 _HERE = Path(__file__).parent
 
 
@@ -43,23 +43,35 @@ class NoCompilerError(BuildError):
 
 def load(folder: Path) -> ctypes.CDLL:
     """The compiled decoder, kept in `folder`. Raises BuildError, NoCompilerError without a compiler."""
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
-    if compiler is None:
-        raise NoCompilerError(f"there is no C++ compiler here (looked for {', '.join(COMPILERS)})")
-    library = folder / f"decoder-{_key(compiler)}.so"
-    if not library.exists():
-        _compile(compiler, library)
+    library = compiled(folder)
     try:
         return ctypes.CDLL(str(library))
     except OSError as error:
         raise BuildError(f"the compiled decoder cannot be loaded: {error}") from error
 
 
-def _key(compiler: str) -> str:
+def compiled(folder: Path, flags: tuple[str, ...] = FLAGS) -> Path:
+    """The file of the decoder in `folder`, compiled if it is not there. Raises as `load` does."""
+    compiler = find_compiler()
+    library = folder / f"decoder-{_key(compiler, flags)}.so"
+    if not library.exists():
+        _compile(compiler, flags, library)
+    return library
+
+
+def find_compiler() -> str:
+    """The first C++ compiler of those known. Raises NoCompilerError."""
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise NoCompilerError(f"there is no C++ compiler here (looked for {', '.join(COMPILERS)})")
+    return compiler
+
+
+def _key(compiler: str, flags: tuple[str, ...]) -> str:
     """Changes with the sources, the compiler and the processor: the folder may be shared by several machines."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
     digest = hashlib.sha256(b"".join([*((_HERE / name).read_bytes() for name in SOURCES), version, _processor()]))
-    digest.update(" ".join(FLAGS).encode())
+    digest.update(" ".join(flags).encode())
     return digest.hexdigest()[:16]
 
 
@@ -72,12 +84,12 @@ def _processor() -> bytes:
     return b"\n".join([platform.machine().encode(), *told])
 
 
-def _compile(compiler: str, library: Path) -> None:
+def _compile(compiler: str, flags: tuple[str, ...], library: Path) -> None:
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".building-", dir=library.parent) as scratch:
             built = Path(scratch, library.name)
-            command = [compiler, *FLAGS, "-o", str(built), str(_HERE / SOURCES[-1])]
+            command = [compiler, *flags, "-o", str(built), str(_HERE / SOURCES[-1])]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 lines = [line for line in done.stderr.splitlines() if "error" in line] or ["no reason was given"]
@@ -89,7 +101,11 @@ def _compile(compiler: str, library: Path) -> None:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        prog="python -m kernels.decoder.build", description="Compiles the CPU decoder for this machine."
+    )
+    parser.add_argument("folder", nargs="?", type=Path, default=Path(), help="where it is kept; else the current one")
     try:
-        load(Path(sys.argv[1] if len(sys.argv) > 1 else os.curdir))
+        load(parser.parse_args().folder)
     except BuildError as error:
         sys.exit(str(error))

@@ -8,9 +8,6 @@
 
 #include "units.h"
 
-// Keys taken at a time: a run.
-constexpr int KEYS = 64;
-
 // Where sums go, [keys] each; squares may be null.
 struct Sums {
   float *weights, *squares;

@@ -8,6 +8,8 @@
 
 // Query rows (tokens times the heads that share a KV head) in a unit.
 constexpr int UNIT_ROWS = 192;
+// Keys taken at a time: a run.
+constexpr int KEYS = 64;
 // Tokens that sequences must share for a unit of their own.
 constexpr int SHARED_TOKENS = 64;
 // Units that a thread should find at least, so that none waits long for another one's last.
@@ -51,6 +53,8 @@ struct Unit {
   int64_t begin, end;
   bool resumes, ends;
   int64_t counted = 0, entry = 0, sums = -1, part = -1;
+  // The first key that a row sees: a run may begin before it.
+  int64_t least = 0;
 };
 
 // A token whose keys were divided: its softmaxes begin at `first` and lie `step` apart.
@@ -64,6 +68,7 @@ struct Plan {
   std::vector<Unit> shared, own;
   std::vector<Merged> merged;
   int64_t sums = 0;  // floats that the parts of sums take
+  bool invariant;         // whether what is rounded depends on nothing that is computed beside it
   int64_t softmaxes = 0;  // that units keep: of all tokens [T][Hq], then of parts
 };
 
@@ -103,12 +108,13 @@ static inline void divide_keys(Plan &plan, const Shape &shape, int threads) {
   plan.own.swap(divided);
 }
 
-// slot_numbers: [T], of the tokens along their tables. invariant: every token that is not counted is a unit of its own,
-// from the first key to its own, so that what is rounded depends on nothing else.
+// slot_numbers: [T], of the tokens along their tables. invariant: what is rounded of a token that is not counted depends
+// on nothing that is computed beside it: runs of keys begin at the same places for all, and contexts are not divided.
 static Plan plan_units(const Shape &shape, const Group &group, int64_t sequences, const int32_t *query_start,
                        const int64_t *slot_numbers, const std::vector<Counted> &counted, int threads,
                        bool invariant) {
   Plan plan;
+  plan.invariant = invariant;
   std::vector<int64_t> entry_of(sequences, -1);
   for (size_t entry = 0; entry < counted.size(); entry++) entry_of[counted[entry].sequence] = entry;
   auto table = [&](int64_t s) { return group.tables + s * group.width; };
@@ -117,10 +123,11 @@ static Plan plan_units(const Shape &shape, const Group &group, int64_t sequences
   std::iota(sorted.begin(), sorted.end(), 0);
   auto common = [&](int64_t a, int64_t b) {
     // Who counts attends to all keys in one go.
-    if (invariant || entry_of[a] >= 0 || entry_of[b] >= 0) return int64_t(0);
+    if (entry_of[a] >= 0 || entry_of[b] >= 0) return int64_t(0);
     int64_t most = std::min(length(a), length(b)) / shape.block_size, i = 0;
     while (i < most && table(a)[i] == table(b)[i]) i++;
-    return i * shape.block_size;
+    const int64_t keys = i * shape.block_size;
+    return invariant ? keys / KEYS * KEYS : keys;
   };
   if (!group.window)
     std::sort(sorted.begin(), sorted.end(), [&](int64_t a, int64_t b) {
@@ -134,8 +141,7 @@ static Plan plan_units(const Shape &shape, const Group &group, int64_t sequences
   int64_t limit = std::max<int64_t>(1, std::clamp<int64_t>(even, 2 * ROWS, UNIT_ROWS) / shape.per_kv());
   auto cut = [&](std::vector<Unit> &units, Unit whole) {
     // Even parts: a thread that has none left waits for the longest.
-    const int64_t most_tokens = invariant && !whole.counted ? 1 : limit;
-    int64_t parts = (whole.count + most_tokens - 1) / most_tokens;
+    int64_t parts = (whole.count + limit - 1) / limit;
     for (int64_t part = 0; part < parts; part++) {
       Unit unit = whole;
       int64_t from = part * whole.count / parts, to = (part + 1) * whole.count / parts;
@@ -148,6 +154,8 @@ static Plan plan_units(const Shape &shape, const Group &group, int64_t sequences
       }
       unit.end = std::min(unit.end, most + 1);
       if (group.window) unit.begin = std::max(unit.begin, least - group.window + 1);
+      unit.least = unit.begin;
+      if (invariant) unit.begin -= unit.begin % KEYS;
       unit.counted = std::clamp<int64_t>(to - (whole.count - whole.counted), 0, unit.count);
       if (unit.counted && to < whole.count) {
         unit.sums = plan.sums;

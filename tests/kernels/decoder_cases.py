@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType, quants
 from torch import Tensor
 
 from kernels.decoder import build
@@ -198,6 +199,15 @@ def build_world(case: Case, dtype: torch.dtype) -> World:
     starts = torch.tensor([0, *accumulate(case.queries)], dtype=torch.int32)
     rows = torch.cat([starts[1:].long() - 1, torch.tensor([0])])
     return World(build_weights(case), caches, (ids, positions, slot_numbers, starts, groups, rows))
+
+
+def quantized(matrix: Tensor, way: str) -> Tensor:
+    """As ggml's quantization of that name leaves weights."""
+    kind = GGMLQuantizationType[way]
+    floats = matrix.float()
+    # A group of nothing but 0, and one of one value.
+    floats[0, :32], floats[1, 32:64] = 0, floats[1, 32]
+    return torch.from_numpy(quants.dequantize(quants.quantize(floats.numpy(), kind), kind))
 
 
 def error_of(computed: Tensor, expected: Tensor) -> float:

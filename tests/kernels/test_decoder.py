@@ -66,6 +66,27 @@ def test_a_row_does_not_depend_on_the_others(library: ctypes.CDLL) -> None:
     assert error_of(alone[0], together[0].double()) < 1e-5
 
 
+@KINDS
+@pytest.mark.parametrize("queries", [1, 40])
+def test_invariant_computation_reads_nothing_before_a_window(
+    library: ctypes.CDLL, queries: int, dtype: torch.dtype, products: bool
+) -> None:
+    """Runs of keys begin before it, where blocks may be somebody else's by now."""
+    case = Case((queries,), (230,), windows=(70,))
+    world = build_world(case, dtype)
+    first_seen = 230 - queries - 70 + 1
+    for pair in world.caches:
+        for cache in pair:
+            for slot in range(first_seen):
+                cache[world.arguments[4][0].tables[0, slot // 16], slot % 16] = torch.nan
+    decoder = Decoder(library, world.weights, dtype, 2, products=products)
+    decoder.bind(world.caches)
+    expected = decoder.step(*world.arguments)
+    decoder.invariant = True
+    assert expected.isfinite().all()
+    assert error_of(decoder.step(*world.arguments), expected.double()) < BARS[dtype]
+
+
 def test_slot_minus_one_stores_nowhere(library: ctypes.CDLL) -> None:
     world = build_world(Case((2,), (2,)), torch.float32)
     *inputs, groups, rows = world.arguments
@@ -194,7 +215,7 @@ def test_tests_of_sources_that_do_not_compile_fail_and_are_not_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build, "SOURCES", (*build.SOURCES[:-1], "no_such_source.cpp"))
-    monkeypatch.setattr(build, "_key", lambda _: "broken")
+    monkeypatch.setattr(build, "_key", lambda *_: "broken")
     with pytest.raises(build.BuildError, match="cannot compile"):
         compiled_decoder(tmp_path / "kept")
 

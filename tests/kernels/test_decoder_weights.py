@@ -6,12 +6,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from gguf import GGMLQuantizationType, quants
 from torch import Tensor
 
 from kernels.decoder.launch import Decoder, Weights
 from kernels.decoder.reference import step
-from tests.kernels.decoder_cases import BARS, KINDS, Case, World, build_world, error_of, library
+from tests.kernels.decoder_cases import BARS, KINDS, Case, World, build_world, error_of, library, quantized
 
 __all__ = ["library"]
 
@@ -39,15 +38,6 @@ def with_outliers(matrix: Tensor, kind: torch.dtype = torch.bfloat16) -> Tensor:
     """Among weights that lie close together some that lie nowhere near, and zeros."""
     far, some = scattered(matrix, kind), torch.rand(matrix.shape)
     return torch.where(some < 0.003, far, torch.where(some < 0.01, 0, published(matrix, kind)))
-
-
-def quantized(matrix: Tensor, way: str) -> Tensor:
-    """As ggml's quantization of that name leaves weights."""
-    kind = GGMLQuantizationType[way]
-    floats = matrix.float()
-    # A group of nothing but 0, and one of one value.
-    floats[0, :32], floats[1, 32:64] = 0, floats[1, 32]
-    return torch.from_numpy(quants.dequantize(quants.quantize(floats.numpy(), kind), kind))
 
 
 def world_of(queries: tuple[int, ...], change: Callable[[Tensor], Tensor], dtype: torch.dtype) -> World:

@@ -1,0 +1,71 @@
+"""Computes steps of every kind with a decoder that was compiled to report its own faults, beside the plain one.
+
+`python -m tests.kernels.sanitized INSTRUMENTED PLAIN`, under the sanitizer's runtime. tests/kernels/test_sanitizers.py
+runs it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kernels.decoder.launch import Decoder, Totals, obstacle
+from tests.kernels.decoder_cases import BARS, CASES, COUNTED, KINDS, Case, build_world, error_of, quantized, sums_of
+
+# A step that begins while threads are late in the one before is the hardest to get right.
+STEPS = 3
+SHAPES = (*CASES.values(), *COUNTED.values())
+# As weights lie in memory: as they are, or as one of ggml's quantizations left them.
+WAYS = ("Q4_0", "Q4_1", "Q8_0")
+QUANTIZED = Case((1, 30), (40, 70), hidden=192, intermediate=480, vocabulary=500)
+
+
+def outputs(
+    library: ctypes.CDLL, case: Case, dtype: torch.dtype, products: bool, way: str | None, invariant: bool
+) -> list[Tensor]:
+    """Logits of the steps, and what the attention of the last one was counted as."""
+    world = build_world(case, dtype)
+    if obstacle(library, world.weights, dtype):
+        return []
+    if way is not None:
+        matrices = ("qkv", "out", "gate_up", "down")
+        layers = [
+            replace(one, **{name: quantized(getattr(one, name), way) for name in matrices})
+            for one in world.weights.layers
+        ]
+        world = replace(world, weights=replace(world.weights, layers=layers))
+    decoder = Decoder(library, world.weights, dtype, case.threads, products=products)
+    decoder.invariant = invariant
+    decoder.bind(world.caches)
+    sums = [
+        replace(one, totals=Totals(torch.zeros(case.layers, 1, one.weights.shape[2] + 5), 3, 7))
+        for one in sums_of(case, torch.float32)
+    ]
+    logits = [decoder.step(*world.arguments, sums) for _ in range(STEPS)]
+    return logits + [one.weights for one in sums] + [one.totals.sums for one in sums if one.totals]
+
+
+def main(instrumented: str, plain: str) -> None:
+    """Raises AssertionError where the two compute something else."""
+    torch.set_num_threads(1)
+    libraries = [ctypes.CDLL(path) for path in (instrumented, plain)]
+    ways = [(case, None) for case in SHAPES] + [(QUANTIZED, way) for way in WAYS]
+    computed = 0
+    for number, (case, way) in enumerate(ways):
+        for dtype, products in KINDS.args[1]:
+            # Every second one as with batch-invariant computation.
+            found, expected = (
+                outputs(library, case, dtype, products, way, invariant=number % 2 == 1) for library in libraries
+            )
+            for one, other in zip(found, expected, strict=True):
+                assert one.equal(other) or error_of(one, other.double()) < BARS[dtype], (case, way, dtype, products)
+            computed += len(found)
+    print(computed, "results are equal")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
