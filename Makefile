@@ -47,8 +47,8 @@ generate: base ## Ask the running stack: make generate PROMPT="What is the capit
 test: dev ## Run all tests; ARGS="-k name" chooses
 	@$(PY) -m pytest $(ARGS)
 
-fuzz-manager: dev ## Check the cache manager after each of 200,000 random operations
-	@FUZZ=1 $(PY) -m pytest -q -p no:cacheprovider --timeout=0 tests/unit/cachemgr/test_random_operations.py $(ARGS)
+fuzz-manager: dev ## Random lives of the cache manager that nobody has seen; ARGS="--seconds 3600" at night
+	@$(PY) -m tests.unit.cachemgr.lives $(ARGS)
 
 chaos: dev ## Kill, pause and disturb a stack under load for ten minutes; ARGS="--seconds 90 --seed 2"
 	@$(PY) -m tests.chaos $(ARGS)
@@ -75,7 +75,7 @@ proto: dev ## Generate the stubs
 ##@ Measure
 
 MEASUREMENTS := exactness eval-eviction $(addprefix bench-,serving peers gpu overhead prefix fairness memory manager)
-MEASUREMENTS += $(addprefix bench-,trace window batchmax eviction-cost tiers http-load scale)
+MEASUREMENTS += $(addprefix bench-,trace window batchmax eviction-cost tiers http-load scale invariance)
 .PHONY: $(MEASUREMENTS) peers
 exactness: dev ## Compare greedy output with transformers in every combination of settings
 eval-eviction: dev ## What each eviction policy costs in quality, on the default model
@@ -93,6 +93,7 @@ bench-manager: dev ## What the cache manager's decisions cost
 bench-trace: dev ## What wishes gain on recorded requests: make bench-trace TRACE=file.jsonl
 bench-tiers: dev ## What host memory and a disk gain where the device has no room
 bench-scale: dev ## What the cache manager costs with a million blocks and very long prompts
+bench-invariance: dev ## What batch-invariant computation costs, step by step
 bench-eviction-cost: dev ## What token eviction costs and gains in speed, policy by policy
 $(MEASUREMENTS):
 	@$(PY) -m tests.bench.$(subst -,_,$(@:bench-%=%)) $(ARGS)

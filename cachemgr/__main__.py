@@ -1,7 +1,4 @@
-"""Starts the cache manager: `python -m cachemgr`; `python -m cachemgr replay FILE` runs an operation log again.
-
-Its settings are KVKEEP_ variables.
-"""
+"""Starts the cache manager: `python -m cachemgr`; `python -m cachemgr replay FILE` runs an operation log again."""
 
 import os
 import sys
@@ -16,22 +13,31 @@ from cachemgr.process import CacheManagerProcess
 from cachemgr.settings import CachemgrSettings
 from protos.rpc import logs, tracing
 from protos.rpc.addresses import AddressError
+from protos.rpc.command_line import process_parser
 from protos.rpc.garbage import collect_rarely
 from protos.rpc.settings import load
 
 
 def main() -> None:
     """Runs until SIGTERM or Ctrl-C, or replays a log and ends."""
-    match sys.argv[1:]:
-        case []:
-            _serve()
-        case ["replay", file]:
-            try:
-                sys.stdout.write(replay.report(Path(file)) + "\n")
-            except (OperationLogError, OSError) as error:
-                sys.exit(f"cachemgr: {error}")
-        case _:
-            sys.exit("usage: python -m cachemgr [replay FILE]")
+    parser = process_parser(
+        "python -m cachemgr",
+        "Runs the cache manager until SIGTERM: it owns the blocks of the KV cache and says which prompt finds what.\n"
+        "Without KVKEEP_REDIS_URL it starts a Redis of its own in KVKEEP_STATE_DIR.",
+    )
+    parser.usage = "%(prog)s [-h] [replay FILE]"
+    replaying = parser.add_subparsers(dest="command", metavar="COMMAND", prog=parser.prog).add_parser(
+        "replay", help="run an operation log again and say what it leads to"
+    )
+    replaying.add_argument("file", metavar="FILE", type=Path, help="written because of KVKEEP_CACHEMGR_OPERATION_LOG")
+    asked = parser.parse_args()
+    if asked.command is None:
+        _serve()
+        return
+    try:
+        sys.stdout.write(replay.report(asked.file) + "\n")
+    except (OperationLogError, OSError) as error:
+        sys.exit(f"cachemgr: {error}")
 
 
 def _serve() -> None:

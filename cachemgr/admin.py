@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from cachemgr import siblings, steps
 from cachemgr.admin_api import (
     BlockFilter,
     ForgetTarget,
@@ -19,7 +20,6 @@ from cachemgr.admin_api import (
     RetentionRule,
 )
 from cachemgr.api import RemovalCause, TierKind, Transfer
-from cachemgr.block import Block
 from cachemgr.chains import chain, keys_of
 from cachemgr.errors import (
     InvalidField,
@@ -29,7 +29,7 @@ from cachemgr.errors import (
     UnknownHoldError,
     UnknownQuotaError,
 )
-from cachemgr.forgetting import forget, is_remembered_of
+from cachemgr.forgetting import Forgetting, is_remembered_of
 from cachemgr.hints import HintRunner
 from cachemgr.hints import check as check_hints
 from cachemgr.holds import Pinned
@@ -38,16 +38,21 @@ from cachemgr.purging import is_remembered, purge
 from cachemgr.remembering import ManagerMemory
 from cachemgr.retention import HINT, SESSION, check_duration
 from cachemgr.rules import Rule
+from cachemgr.steps import Steps, at_once, changes, looks
+from cachemgr.tiers import Account
 from cachemgr.validation import check_id
 
 if TYPE_CHECKING:
     from cachemgr.api import PoolView
-    from cachemgr.block import Node
+    from cachemgr.block import Block, Node
     from cachemgr.pool import Pool
+    from cachemgr.registry import Executor
 
 
 class ManagerAdmin(ManagerMemory):
     """The steering half of the cache manager."""
+
+    _forgetting: list[Forgetting]
 
     # Blocks
 
@@ -56,25 +61,36 @@ class ManagerAdmin(ManagerMemory):
 
         Raises InvalidField, UnknownPoolError, UnknownExecutorError, BlocksInUseError.
         """
+        return at_once(self.purge_in_steps(selected, validate_only=validate_only, skip_used=skip_used))
+
+    def purge_in_steps(self, selected: BlockFilter, *, validate_only: bool, skip_used: bool = False) -> Steps[Purged]:
+        """As `purge`. Of what is cached when it begins it drops what is not in use when its turn comes."""
         self._now()
         self.check_filter(selected)
-        pools = self.filtered(selected, "filter.pool_id")
-        purged = purge(pools, selected, validate_only=validate_only, skip_used=skip_used)
+        pools = [
+            (self._executors[pool.executor_id], pool, among)
+            for pool, among in self.filtered(selected, "filter.pool_id")
+        ]
+        purged = yield from purge(pools, selected, validate_only=validate_only, skip_used=skip_used)
         if not validate_only:
-            for executor_id in {pool.executor_id for pool, _ in pools}:
-                recovery = self._executors[executor_id].recovery
-                if recovery is not None:
-                    recovery.forget(partial(is_remembered, selected))
+            for executor in dict.fromkeys(executor for executor, _, _ in pools):
+                if executor.recovery is not None:
+                    executor.recovery.forget(partial(is_remembered, selected))
         return purged
 
     def forget(self, target: ForgetTarget, *, validate_only: bool) -> Forgotten:
         """Takes blocks out of every tier and has their bytes overwritten. Raises InvalidField, UnknownExecutorError."""
+        return at_once(self.forget_in_steps(target, validate_only=validate_only))
+
+    def forget_in_steps(self, target: ForgetTarget, *, validate_only: bool) -> Steps[Forgotten]:
+        """As `forget`; `Forgetting` says what becomes of what comes meanwhile."""
         self._now()
         if target == ForgetTarget():
             raise InvalidField("target", "must name a salt, a session or a prefix")
         for field in ("salt", "session_id"):
-            if getattr(target, field) == "":
-                raise InvalidField(field, "must not be empty")
+            value = getattr(target, field)
+            if value is not None:
+                check_id(field, value)
         executors = list(self._executors.values())
         if target.prefix is not None:
             executors = self.check_prefix("prefix", target.prefix)
@@ -82,7 +98,13 @@ class ManagerAdmin(ManagerMemory):
             for executor in executors:
                 if executor.recovery is not None:
                     executor.recovery.forget(is_remembered_of(executor, target))
-        return forget(executors, target, self._events, validate_only=validate_only)
+        forgetting = Forgetting(executors, target, self._events, self._executors)
+        if validate_only:
+            return (yield from forgetting.steps(validate_only=True))
+        self._forgetting.append(forgetting)
+        forgotten = yield from forgetting.steps(validate_only=False)
+        self._forgetting.remove(forgetting)
+        return forgotten
 
     # Pools
 
@@ -98,12 +120,7 @@ class ManagerAdmin(ManagerMemory):
             raise StalePoolError("the pool has changed since", fields={"pool.etag": "is not the current one"})
         if not 1 <= total_blocks <= pool.spec.num_blocks:
             raise InvalidField("pool.total_blocks", f"must be from 1 to the {pool.spec.num_blocks} slots of the pool")
-        memory = executor.spec.memory_bytes
-        if memory is not None:
-            others = sum(other.device.total * other.spec.block_bytes for other in executor.pools if other is not pool)
-            if others + total_blocks * pool.spec.block_bytes > memory:
-                most = (memory - others) // max(1, pool.spec.block_bytes)
-                raise InvalidField("pool.total_blocks", f"must be at most {most}: make another pool smaller first")
+        self._check_memory(executor, pool, total_blocks)
         floors = self._accounts.floors[TierKind.DEVICE]
         if total_blocks < min(floors, pool.device.total):
             raise PoolInUseError(
@@ -122,16 +139,42 @@ class ManagerAdmin(ManagerMemory):
             self._tell(self._shares[pool_id])
         return pool.pool_view()
 
+    def _check_memory(self, executor: Executor, pool: Pool, total_blocks: int) -> None:
+        """Raises InvalidField or PoolInUseError when the memory does not hold so many blocks of a pool."""
+        memory, growth = executor.spec.memory_bytes, total_blocks - pool.device.total
+        if memory is None or growth <= 0:
+            return
+        used = sum(other.device.total * other.spec.block_bytes for other in executor.pools)
+        most = pool.device.total + (memory - used) // pool.spec.block_bytes
+        if total_blocks > most:
+            raise InvalidField("pool.total_blocks", f"must be at most {most}: make another pool smaller first")
+        clearing = sum(len(other.device.clearing) * other.spec.block_bytes for other in executor.pools)
+        most = min(pool.device.num_ready, (memory - used - clearing) // pool.spec.block_bytes)
+        if growth > most:
+            count = sum(len(other.device.clearing) for other in executor.pools)
+            text = (
+                f"must be at most {pool.device.total + max(0, most)} until the executor has given {count} blocks back"
+            )
+            raise PoolInUseError(
+                f"the executor has yet to give {count} blocks back", fields={"pool.total_blocks": text}
+            )
+
     # Rules
 
     def create_rule(self, spec: RetentionRule, *, validate_only: bool) -> tuple[RetentionRule, int]:
         """Makes a rule; returns it and the cached blocks that it is about. Raises InvalidField, RuleExistsError."""
+        return at_once(self.create_rule_in_steps(spec, validate_only=validate_only))
+
+    def create_rule_in_steps(self, spec: RetentionRule, *, validate_only: bool) -> Steps[tuple[RetentionRule, int]]:
+        """As `create_rule`: the rule applies at once, and blocks are counted as they are met."""
         self._now()
         rule = self._rules.new(spec)
         if not validate_only:
             self._rules.add(rule)
             self._tell(rule.spec)
-        return rule.spec, self._count_matching(rule)
+        made = rule.spec
+        matching = yield from self._matching(Rule(made))
+        return made, len(matching)
 
     def update_rule(
         self, spec: RetentionRule, mask: tuple[str, ...], *, validate_only: bool
@@ -140,65 +183,105 @@ class ManagerAdmin(ManagerMemory):
 
         Raises InvalidField, UnknownRuleError, StaleRuleError.
         """
+        return at_once(self.update_rule_in_steps(spec, mask, validate_only=validate_only))
+
+    def update_rule_in_steps(
+        self, spec: RetentionRule, mask: tuple[str, ...], *, validate_only: bool
+    ) -> Steps[tuple[RetentionRule, int, int]]:
+        """As `update_rule`: the rule changes at once, and the leases that it has given change step by step."""
         self._now()
         changed = self._rules.changed(spec, mask)
-        leased = self._leased(self._rules.get(spec.name).holder)
-        if validate_only:
-            return changed, len(leased), self._count_matching(Rule(changed))
         rule = self._rules.get(spec.name)
         moved = rule.spec.match != changed.match
-        self._rules.update(changed)
-        self._tell(rule.spec)
-        wish = rule.wish()
-        meant = {block for _, block in self._matching(rule)} if moved else set()
-        for pool, block in leased:
-            if wish is None or (moved and block not in meant):
-                self._leases.revoke(pool, block, rule.holder, RemovalCause.RULE_CHANGED)
-            else:
-                pool.grant(block, wish)
-        return rule.spec, len(leased), self._count_matching(rule)
+        if not validate_only:
+            self._rules.update(changed)
+            changed = rule.spec
+            self._tell(changed)
+        leased = self._leases.of_rule(rule.holder)
+        matching = yield from self._matching(Rule(changed))
+        if validate_only:
+            return changed, len(leased), len(matching)
+        wish = Rule(changed).wish()
+        for part in changes(leased):
+            for lease in part:
+                block = lease.block
+                if block is None:
+                    continue
+                if wish is None or (moved and block not in matching):
+                    self._leases.revoke(lease.pool, block, rule.holder, RemovalCause.RULE_CHANGED)
+                else:
+                    self._leases.grant(lease.pool, block, wish)
+            yield
+        return changed, len(leased), len(matching)
 
     def delete_rule(self, name: str, etag: str, *, validate_only: bool) -> int:
         """Deletes a rule; returns how many leases end with it. Raises UnknownRuleError, StaleRuleError."""
+        return at_once(self.delete_rule_in_steps(name, etag, validate_only=validate_only))
+
+    def delete_rule_in_steps(self, name: str, etag: str, *, validate_only: bool) -> Steps[int]:
+        """As `delete_rule`: the rule gives no lease from now on, and those that it has given end step by step."""
         self._now()
         rule = self._rules.doomed(name, etag)
-        leased = self._leased(rule.holder)
         if not validate_only:
             self._rules.remove(rule)
             self._tell(rule.spec)
-            for pool, block in leased:
-                self._leases.revoke(pool, block, rule.holder, RemovalCause.RULE_CHANGED)
+        leased = self._leases.of_rule(rule.holder)
+        for part in changes(() if validate_only else leased):
+            for lease in part:
+                if lease.block is not None:
+                    self._leases.revoke(lease.pool, lease.block, rule.holder, RemovalCause.RULE_CHANGED)
+            yield
         return len(leased)
 
-    def _leased(self, holder: str) -> list[tuple[Pool, Block]]:
-        return [(pool, block) for pool in self._selected("") for block in pool.leased_to(holder)]
-
-    def _count_matching(self, rule: Rule) -> int:
-        return sum(1 for _ in self._matching(rule))
-
-    def _matching(self, rule: Rule) -> Iterator[tuple[Pool, Block]]:
+    def _matching(self, rule: Rule) -> Steps[set[Block]]:
         """Cached blocks that a rule is about."""
         match = rule.spec.match
-        packed = packed_bytes(pack(match.prefix_token_ids))
-        for executor in self._executors.values():
+        found: set[Block] = set()
+        for executor in list(self._executors.values()):
             for pool in executor.pools:
-                for block in pool.index.values():
-                    domain = block.domain
-                    if (
-                        domain is not None
-                        and match.salt in (None, domain.salt)
-                        and match.tenant_id in (None, domain.tenant_id)
-                        and match.adapter_id in (None, domain.adapter_id)
-                        and rule.covers(block.depth * pool.block_size)
-                        and _begins(packed, block, pool.block_size)
-                    ):
-                        yield pool, block
+                meant: Iterable[Block]
+                if match.prefix_token_ids:
+                    meant = yield from _beginning(pool, packed_bytes(pack(match.prefix_token_ids)))
+                else:
+                    keys = list(pool.index)
+                    yield
+                    meant = (block for key in keys if (block := pool.index.get(key)) is not None)
+                for part in looks(meant):
+                    for block in part:
+                        domain = block.domain
+                        if (
+                            domain is not None
+                            and match.salt in (None, domain.salt)
+                            and match.tenant_id in (None, domain.tenant_id)
+                            and match.adapter_id in (None, domain.adapter_id)
+                            and rule.covers(block.depth * pool.block_size)
+                        ):
+                            found.add(block)
+                    yield
+        return found
 
     # Quotas
 
     def set_quota(self, quota: Quota, *, validate_only: bool) -> Quota:
         """Sets what an account keeps and may have. Raises InvalidField, QuotaTooLargeError."""
+        return at_once(self.set_quota_in_steps(quota, validate_only=validate_only))
+
+    def set_quota_in_steps(self, quota: Quota, *, validate_only: bool) -> Steps[Quota]:
+        """As `set_quota`: the quota is set at once, and cached blocks come to count against a new one step by step."""
         self._now()
+        self._check_quota(quota)
+        if not validate_only:
+            account = self._accounts.set(quota)
+            self._tell(quota)
+            if account is None:
+                yield from self._change_accounts([Account(quota).key])
+            else:
+                for pool in self._selected(""):
+                    for one in pool.tiers:
+                        one.set_quota(account)
+        return quota
+
+    def _check_quota(self, quota: Quota) -> None:
         key = _account_key(quota, "quota.")
         for tier in ("device", "host"):
             floor, ceiling = getattr(quota, f"{tier}_floor"), getattr(quota, f"{tier}_ceiling")
@@ -215,26 +298,20 @@ class ManagerAdmin(ManagerMemory):
                         f"floors of {floors} blocks together do not fit into the {total} of {pool.pool_id}",
                         fields={f"quota.{field}_blocks": f"must be at most {max(0, total - floors + own)}"},
                     )
-        if not validate_only:
-            account = self._accounts.set(quota)
-            if account is None:
-                self._change_accounts()
-            else:
-                for pool in self._selected(""):
-                    for one in pool.tiers:
-                        one.set_quota(account)
-            self._tell(quota)
-        return quota
 
     def delete_quota(self, quota: Quota) -> None:
         """Deletes an account's quota. Raises InvalidField, UnknownQuotaError."""
+        at_once(self.delete_quota_in_steps(quota))
+
+    def delete_quota_in_steps(self, quota: Quota) -> Steps[None]:
+        """As `delete_quota`: the quota ends at once, and cached blocks cease to count against it step by step."""
         self._now()
         key = _account_key(quota)
         if key not in self._accounts:
             raise UnknownQuotaError("there is no quota of this account", fields={key[0]: "has no quota"})
         self._accounts.remove(key)
-        self._change_accounts()
         self._tell(quota)
+        yield from self._change_accounts([key])
 
     def hint(self, prefix: Prefix, hints: Hints, session_id: str | None) -> tuple[list[HintAnswer], list[Transfer]]:
         """Carries out hints about a cached prefix. Raises InvalidField, UnknownExecutorError."""
@@ -276,23 +353,26 @@ class ManagerAdmin(ManagerMemory):
         raise UnknownHoldError(f"no hold {name}", fields={"name": "is not known"})
 
 
-def _begins(packed: bytes, block: Block, block_size: int) -> bool:
-    """Whether what leads to a block, and its own part of them, are these tokens."""
-    node: Node | None = block
-    while packed and isinstance(node, Block):
-        start = node.depth * block_size * TOKEN_BYTES
-        if not node.tokens.startswith(packed[start : start + len(node.tokens)]):
-            return False
-        node = node.parent
-    return True
+def _beginning(pool: Pool, packed: bytes) -> Steps[list[Block]]:
+    """Blocks that hold a part of these tokens, which all that leads to them begins with, as far as it is there."""
+    found: list[Block] = []
+    nodes: list[Node] = list(pool.bare.values())
+    while nodes:
+        seen = 0
+        while nodes and seen < steps.LOOKS:
+            for block in siblings.each(nodes.pop()):
+                seen += 1
+                start = block.depth * pool.block_size * TOKEN_BYTES
+                if start < len(packed) and block.tokens.startswith(packed[start : start + len(block.tokens)]):
+                    found.append(block)
+                    nodes.append(block)
+        yield
+    return found
 
 
 def _account_key(quota: Quota, path: str = "") -> tuple[str, str]:
     if (quota.tenant_id is None) == (quota.salt is None):
         raise InvalidField(f"{path}account", "must name a tenant or a salt")
     field, name = ("tenant_id", quota.tenant_id) if quota.tenant_id is not None else ("salt", quota.salt)
-    if not name:
-        raise InvalidField(f"{path}{field}", "must not be empty")
-    if field == "tenant_id":
-        check_id(f"{path}{field}", name)
-    return field, name
+    check_id(f"{path}{field}", name or "")
+    return field, name or ""

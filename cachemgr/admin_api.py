@@ -157,7 +157,7 @@ class BlockEstimate(NamedTuple):
 
 
 class PredictedEviction(NamedTuple):
-    """Cached blocks of one priority that would go, and how many of them to a lower tier."""
+    """Cached blocks of one priority that would leave the device, and how many of them move down; quotas aside."""
 
     group: int
     priority: int

@@ -1,18 +1,20 @@
 """The operators' gRPC service: parse, call the manager, convert. What a manager's method raises reaches the caller."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+import json
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import replace
-from itertools import islice
 from typing import Any, TypeVar
 
 from cachemgr import convert, convert_admin, paging, tenancy
-from cachemgr.admin_api import BlockFilter, PoolViolation
+from cachemgr.admin_api import BlockFilter, HoldView, PoolViolation, Quota, RetentionRule
 from cachemgr.api import BlockView
 from cachemgr.dump import StateDigest
 from cachemgr.meters import MAX_WINDOW_SECONDS
 from cachemgr.service import Domain
 from cachemgr.slices import sliced, steady
+from cachemgr.tiers import Account
+from cachemgr.validation import check_id
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
 from protos.rpc.errors import InvalidField
@@ -32,6 +34,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         self._manager = domain.manager
         self._store = domain.store
         self._run = domain.run
+        self._run_in_slices = domain.run_in_slices
 
     async def CheckPool(self, request: pb.CheckPoolRequest, context: Any) -> pb.CheckPoolResponse:
         """Recounts; what Redis holds is read only for who asks for it."""
@@ -113,14 +116,16 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
 
     async def ListHolds(self, request: pb.ListHoldsRequest, context: Any) -> pb.ListHoldsResponse:
         """Holds and pins."""
-        page, token = _numbered(filter(tenancy.sees_hold, self._manager.holds(request.owner)), request, "holds")
+        seen = sorted(filter(tenancy.sees_hold, self._manager.holds(request.owner)), key=_hold_key)
+        page, token = await _keyed(seen, _hold_key, (str, int, str), request, "holds")
         return pb.ListHoldsResponse(holds=[convert_admin.hold(view) for view in page], next_page_token=token)
 
     async def ListRetentionRules(
         self, request: pb.ListRetentionRulesRequest, context: Any
     ) -> pb.ListRetentionRulesResponse:
         """Rules in the order in which they are asked."""
-        page, token = _numbered(filter(tenancy.sees_rule, self._manager.rules()), request, "rules")
+        seen = filter(tenancy.sees_rule, self._manager.rules())
+        page, token = await _keyed(seen, _rule_key, (int, str), request, "rules")
         rules = [convert_admin.rule_message(rule) for rule in page]
         return pb.ListRetentionRulesResponse(rules=rules, next_page_token=token)
 
@@ -131,9 +136,8 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
 
     async def ListQuotas(self, request: pb.ListQuotasRequest, context: Any) -> pb.ListQuotasResponse:
         """Quotas by account and pool."""
-        page, token = _numbered(
-            (usage for usage in self._manager.quotas() if tenancy.sees_account(usage[0])), request, "quotas"
-        )
+        seen = (usage for usage in self._manager.quotas() if tenancy.sees_account(usage[0]))
+        page, token = await _keyed(seen, _quota_key, (str, str, str), request, "quotas")
         quotas = [
             pb.QuotaUsage(
                 quota=convert_admin.quota_message(quota), pool_id=pool_id, device_blocks=device, host_blocks=host
@@ -195,13 +199,13 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
 
     async def _run_and_keep(self, method: str, request: Any) -> Any:
         """What an operator says is in Redis with the answer, if that can be reached: a death must not take it back."""
-        answer = self._run(method, request)
+        answer = await self._run_in_slices(method, request)
         await self._store.flush_soon()
         return answer
 
     async def ForgetBlocks(self, request: pb.ForgetBlocksRequest, context: Any) -> pb.ForgetBlocksResponse:
         """Waits for Redis, for a while: the receipt must be true."""
-        receipt: pb.ForgetBlocksResponse = self._run("ForgetBlocks", request)
+        receipt: pb.ForgetBlocksResponse = await self._run_in_slices("ForgetBlocks", request)
         if not request.validate_only:
             receipt.store_updated = await self._store.flush_soon()
         return receipt
@@ -210,8 +214,8 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         """Sequences by handle."""
         limit = paging.page_limit(request.page_size)
         after = paging.decode_number("sequences", request.page_token)
-        if request.HasField("salt") and not request.salt:
-            raise InvalidField("salt", "must not be empty; leave it out for all")
+        if request.HasField("salt"):
+            check_id("salt", request.salt)
         rest = (
             view
             for view in self._manager.sequences(after)
@@ -225,7 +229,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
 
     async def PurgeBlocks(self, request: pb.PurgeBlocksRequest, context: Any) -> Any:
         """Drops cached blocks."""
-        return self._run("PurgeBlocks", request)
+        return await self._run_in_slices("PurgeBlocks", request)
 
     async def UpdatePool(self, request: pb.UpdatePoolRequest, context: Any) -> Any:
         """Changes a share."""
@@ -297,10 +301,24 @@ def _place(item: tuple[int, BlockView]) -> int:
     return item[0]
 
 
-def _numbered(items: Iterable[T], request: Any, listing: str) -> tuple[list[T], str]:
-    """A page of a short listing, by how many items come before it."""
+async def _keyed(
+    items: Iterable[T], key: Callable[[T], tuple[Any, ...]], kinds: tuple[type, ...], request: Any, listing: str
+) -> tuple[list[T], str]:
+    """A page of a listing in the order of keys: what comes or goes between two pages moves no other item."""
     limit = paging.page_limit(request.page_size)
-    after = paging.decode_number(listing, request.page_token)
-    rest = enumerate(islice(items, after, None), start=after + 1)
-    page, token = paging.cut(rest, limit, listing, lambda item: item[0])
-    return [item for _, item in page], token
+    after = paging.decode_key(listing, request.page_token, *kinds)
+    rest = (item if key(item) > after else None for item in items)
+    return await paging.cut_in_slices(rest, limit, listing, lambda item: json.dumps(key(item)))
+
+
+def _hold_key(view: HoldView) -> tuple[str, int, str]:
+    """By executor, oldest first, by owner."""
+    return view.executor_id, int(view.name.rpartition("-")[2]), view.owner
+
+
+def _rule_key(rule: RetentionRule) -> tuple[int, str]:
+    return rule.order, rule.name
+
+
+def _quota_key(usage: tuple[Quota, str, int, int]) -> tuple[str, str, str]:
+    return *Account(usage[0]).key, usage[1]

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable
 
 from cachemgr import estimates, matching
-from cachemgr.admin_api import PredictedEviction, Preview
+from cachemgr.admin_api import Preview
 from cachemgr.admit_request import content, holder, wished
 from cachemgr.api import Admission, AdmitRequest, ManagerConfig, Receipt, TierKind
 from cachemgr.block import Block
@@ -15,6 +15,7 @@ from cachemgr.keys import cut_extra_keys
 from cachemgr.matching import Match, Partial
 from cachemgr.policies import Eviction, resolve
 from cachemgr.pool import Pool
+from cachemgr.predicting import evictions
 from cachemgr.registry import Executor, Scheduler
 from cachemgr.retention import Wishes
 from cachemgr.rules import RuleBook
@@ -73,17 +74,18 @@ def _lowest_tier(request: AdmitRequest, sequence: Sequence) -> TierKind | None:
 
 
 class GroupPlan:
-    """What an admission uses in one group: matched blocks that are on the device, and `fresh` slots beside them.
+    """What an admission uses in one group: matched blocks, and `fresh` slots beside those that are on the device.
 
-    `idle` are those of the matched blocks that nothing refers to yet.
+    `matched` are those in all tiers, `here` those on the device, and `idle` those of them that nothing refers to yet.
     """
 
-    __slots__ = ("fresh", "here", "idle", "pool")
+    __slots__ = ("fresh", "here", "idle", "matched", "pool")
 
     def __init__(self, pool: Pool, match: Match, group: int, needed: int) -> None:
         blocks, sources = match.blocks[group], match.sources[group : group + 1]
         self.pool = pool
-        self.here = [block for block in (*blocks, *sources) if block is not None and pool.is_on_device(block)]
+        self.matched = [block for block in (*blocks, *sources) if block is not None]
+        self.here = [block for block in self.matched if pool.is_on_device(block)]
         self.idle = [block for block in self.here if not block.refs]
         fetched = sum(block is not None and not pool.is_on_device(block) for block in blocks)
         self.fresh = needed - len(blocks) + fetched - (match.in_place and bool(sources))
@@ -178,9 +180,11 @@ class Admitter:
         sequence = self._draft(request, tokens, scheduler, executor)
         plan = self._plan(request, sequence, max_new_tokens)
         short = 1 if scheduler.may_write_to_lost(executor) else plan.short
-        evicted: list[PredictedEviction] = []
-        for group in () if short else plan.groups:
-            evicted += estimates.evictions(group.pool, {*group.here}, group.fresh + plan.ahead)
+        evicted = (
+            []
+            if short
+            else evictions((group.pool, {*group.matched}, group.fresh + plan.ahead) for group in plan.groups)
+        )
         return Preview(
             not short,
             short,
@@ -192,7 +196,7 @@ class Admitter:
     def _draft(self, request: AdmitRequest, tokens: array[int], scheduler: Scheduler, executor: Executor) -> Sequence:
         """The sequence as the request and the rules want it, without a number and without blocks."""
         domain = executor.domain(request.salt, request.adapter_id, request.tenant_id, request.session_id)
-        rules = self._rules.for_request(request)
+        rules = self._rules.for_request(request, tokens)
         no_store = request.no_store or any(rule.spec.action.no_store for rule in rules)
         policy = resolve(request, rules, executor)
         prompt = request.num_prompt_tokens or len(tokens)

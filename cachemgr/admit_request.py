@@ -20,11 +20,9 @@ def check_request(request: AdmitRequest) -> array[int]:
     check_id("sequence_id", request.sequence_id)
     if not request.token_ids:
         raise InvalidField("token_ids", "must not be empty")
-    if request.salt == "":
-        raise InvalidField("salt", "must not be empty; leave it out for none")
     if request.adapter_id is not None and not 0 <= request.adapter_id < 1 << 64:
         raise InvalidField("adapter_id", "must fit into 64 bits")
-    for field in ("session_id", "request_id", "tenant_id"):
+    for field in ("salt", "session_id", "request_id", "tenant_id"):
         value = getattr(request, field)
         if value is not None:
             check_id(field, value)

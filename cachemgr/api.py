@@ -64,6 +64,7 @@ class PoolSpec:
     block_bytes: int = 0
     host_blocks: int = 0
     disk_blocks: int = 0
+    share_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

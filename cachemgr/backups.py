@@ -125,7 +125,7 @@ class Backups:
         found: dict[Block, None] = {}
         # No backup is worth a slot that a remembered block may be in.
         known = self.tier is not None and self.tier.unread is None
-        room = min(limit, len(self.tier.empty)) if known and self.tier is not None else 0
+        room = min(limit, self.tier.num_empty) if known and self.tier is not None else 0
         while self.wanting and len(found) < room:
             chain = self._chain(self.wanting[-1], found)
             if len(found) + len(chain) <= room:

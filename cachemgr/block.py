@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, merge
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -132,6 +132,11 @@ class EvictionOrder:
         for priority, ring in sorted(self._rings.items()):
             yield priority, bool(self._bits >> priority & 1), ring.blocks()
 
+    def in_order(self) -> Iterator[Block]:
+        """All blocks, the next to lose first."""
+        for _, ring in sorted(self._rings.items()):
+            yield from ring.in_order()
+
     def walk(self) -> Iterator[tuple[int, bool, Iterator[tuple[Block, bool]]]]:
         """As `rings`, block by block: each with whether it is linked, oldest first; those in the heap come behind."""
         for priority, ring in sorted(self._rings.items()):
@@ -204,6 +209,10 @@ class _Ring:
             found.add(block)
             block = block.newer
         return sorted(found, key=_RECENCY)
+
+    def in_order(self) -> Iterator[Block]:
+        late = dict.fromkeys(entry[2] for entry in sorted(self._late) if self._is_current(entry))
+        return merge((block for block, is_linked in self.walk() if is_linked), late, key=_RECENCY)
 
     def walk(self) -> Iterator[tuple[Block, bool]]:
         block = self._end.newer

@@ -81,6 +81,8 @@ class _Check:
         # Those that wait for others of their kind hold what they have, too.
         groups = (ticket.together for ticket in self._executor.tickets.values() if ticket.pool is self._pool)
         for ticket in {ticket for group in groups for ticket in group}:
+            if ticket.purpose is Purpose.CLEAR:
+                continue
             yield from (ticket.target, *ticket.anchors)
             if ticket.source is not None and ticket.holds_source:
                 yield ticket.source
@@ -89,7 +91,7 @@ class _Check:
         pool = self._pool
         for tier in pool.tiers:
             name = tier.kind.name.lower()
-            used = cached = 0
+            used = cached = indexed = 0
             # Slots that are met, and blocks in all and in use by account.
             seen = bytearray(tier.size + 1)
             accounts = {account: [0, 0] for account in tier.shares}
@@ -104,12 +106,18 @@ class _Check:
                 self._mark(tier, seen, block.slot)
                 used += block.refs > 0
                 cached += not block.refs
+                indexed += block.parent is not None
                 owner = account_of(block)
                 if owner in accounts:
                     accounts[owner][0] += 1
                     accounts[owner][1] += block.refs > 0
+            tickets = [ticket for ticket in self._executor.tickets.values() if ticket.purpose is Purpose.CLEAR]
+            places = sorted(one.target.slot for one in tickets if one.pool is pool and pool.tier_of(one.target) is tier)
+            self._report(places == sorted(tier.clearing), 0, f"asks for other {name} slots than it waits for")
+            self._report(tier.clearing.issubset(tier.withheld), 0, f"has a {name} slot overwritten that is in use")
             self._report(tier.used == used, 0, f"counts {tier.used} used {name} blocks, {used} are")
             self._report(tier.cached == cached, 0, f"counts {tier.cached} cached {name} blocks, {cached} are")
+            self._report(tier.indexed == indexed, 0, f"counts {tier.indexed} indexed {name} blocks, {indexed} are")
             once = not seen[0] and seen.count(1) == tier.size
             self._report(once, 0, f"a {name} slot is lost or has two states")
             for account, share in tier.shares.items():
@@ -245,6 +253,10 @@ class _Check:
                 self._standing(block)
                 near = sum(pool.tier_of(child) is pool.tier_of(block) for child in siblings.each(block))
                 self._report(block.near == near, block.slot, f"counts {block.near} children near it, {near} are")
+        # To let go of a million entries at once takes long.
+        while children_of:
+            children_of.popitem()
+            yield
 
     def _standing(self, block: Block) -> None:
         parent = block.parent

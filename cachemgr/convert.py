@@ -63,6 +63,7 @@ def _pool_spec(pool: pb.PoolSpec) -> api.PoolSpec:
         block_bytes=pool.block_bytes,
         host_blocks=pool.host_blocks,
         disk_blocks=pool.disk_blocks,
+        share_blocks=pool.share_blocks,
     )
 
 
@@ -259,6 +260,7 @@ def pool(view: api.PoolView) -> pb.Pool:
             block_bytes=spec.block_bytes,
             host_blocks=spec.host_blocks,
             disk_blocks=spec.disk_blocks,
+            share_blocks=spec.share_blocks,
         ),
         block_size=view.block_size,
         total_blocks=view.total_blocks,
@@ -331,10 +333,10 @@ def lease(view: api.LeaseView) -> pb.Lease:
     )
 
 
-def event(happened: Event, *, snapshot: bool, token_ids: bool = False) -> pb.WatchEventsResponse:
+def event(happened: Event, *, snapshot: bool, token_ids: bool = False) -> pb.Event:
     """An event."""
     created = happened.kind is api.EventKind.CREATED
-    return pb.WatchEventsResponse(
+    return pb.Event(
         event_number=happened.number,
         snapshot=snapshot,
         kind=_KINDS[happened.kind],

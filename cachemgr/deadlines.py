@@ -41,15 +41,20 @@ class Deadlines:
         if self._size > self._limit:
             self._drop_ended()
 
-    def due(self, now: float) -> Iterator[Lease]:
-        """Takes every lease whose time is over, in the order of the deadlines; some may have ended otherwise."""
+    def is_due(self, now: float) -> bool:
+        """Whether there is a lease whose time is over."""
+        return bool(self._heads) and self._heads[0][0] <= now
+
+    def due(self, now: float, count: int) -> Iterator[Lease]:
+        """Takes so many leases whose time is over, in the order of the deadlines; some may have ended otherwise."""
         heads, queues = self._heads, self._queues
-        while heads and heads[0][0] <= now:
+        while count and self.is_due(now):
             _, number, seconds = heappop(heads)
             queue = queues[seconds]
             # As far as no other queue comes in between.
             until = min(now, heads[0][0]) if heads else now
-            while queue and _deadline(queue[0]) <= until:
+            while count and queue and _deadline(queue[0]) <= until:
+                count -= 1
                 self._size -= 1
                 yield queue.popleft()
             if queue:

@@ -5,6 +5,7 @@ It listens on a unix socket only, keeps its data in the state folder, and ends w
 """
 
 import argparse
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -17,6 +18,7 @@ import time
 from pathlib import Path
 
 from cachemgr import end_with_parent
+from protos.rpc.files import FolderError, prepare_folder
 
 # sun_path holds 108 bytes; the server appends nothing, but leaves room for a temporary name.
 _MAX_SOCKET_PATH = 100
@@ -43,6 +45,13 @@ class EmbeddedRedis:
         Call it from the main thread: Linux ends the child with the thread that started it.
         Raises EmbeddedRedisError.
         """
+        try:
+            return cls._start(state_dir)
+        except OSError as error:
+            raise EmbeddedRedisError(str(FolderError(state_dir, "KVKEEP_STATE_DIR", error))) from error
+
+    @classmethod
+    def _start(cls, state_dir: Path) -> "EmbeddedRedis":
         layout = _Layout(state_dir)
         deadline = time.monotonic() + _ORPHAN_SECONDS
         while (lock := layout.try_lock()) is None:
@@ -64,9 +73,11 @@ class EmbeddedRedis:
         """Starts an ended child again without waiting for it. Does nothing while it lives."""
         if not self.has_ended():
             return
-        lock = self._layout.try_lock()
-        if lock is not None:
-            self._child = _spawn(self._layout, lock)
+        # On a full disk, for instance: the next attempt may find room.
+        with contextlib.suppress(OSError):
+            lock = self._layout.try_lock()
+            if lock is not None:
+                self._child = _spawn(self._layout, lock)
 
     def stop(self) -> None:
         """Ends the server with its data on disk; one that was adopted stays, it belongs to its starter."""
@@ -94,7 +105,10 @@ class _Layout:
     def __init__(self, state_dir: Path) -> None:
         self.binary = _find_server()
         self.folder = state_dir.expanduser().resolve() / "redis"
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            prepare_folder(self.folder, "KVKEEP_STATE_DIR")
+        except FolderError as error:
+            raise EmbeddedRedisError(str(error)) from error
         # Redis and Valkey do not read each other's files in every version.
         self.data = self.folder / self.binary.name.removesuffix("-server")
         self.data.mkdir(mode=0o700, exist_ok=True)

@@ -1,19 +1,14 @@
-"""How many blocks a sequence takes, exactly, and what it would evict."""
+"""How many blocks a sequence takes, exactly."""
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
-from cachemgr import siblings
-from cachemgr.admin_api import BlockEstimate, PredictedEviction
-from cachemgr.block import Block
-from cachemgr.leases import offload_floor
+from cachemgr.admin_api import BlockEstimate
 from cachemgr.sequence import blocks_for, first_needed
 
 if TYPE_CHECKING:
     from cachemgr.matching import Match
-    from cachemgr.pool import Pool
     from cachemgr.sequence import Sequence
 
 
@@ -60,35 +55,3 @@ def while_running(sequence: Sequence, step_tokens: int, max_new_tokens: int) -> 
 def _blocks_in_window(window: int, start: int, end: int, size: int) -> int:
     """The most blocks that a sequence holds at once while it grows from one length to another."""
     return min(blocks_for(end, size) - first_needed(start, window, size), blocks_for(window, size) + 1)
-
-
-def evictions(pool: Pool, claimed: set[Block], count: int) -> list[PredictedEviction]:
-    """What taking so many device blocks would evict, in the order of loss; quotas aside. Nothing is changed."""
-    missing = count - pool.device.num_empty
-    if missing <= 0:
-        return []
-    # (priority, recency, slot, block): the listed ones, and parents that the loss of their children uncovers.
-    ready: list[tuple[int, int, int, Block]] = []
-    gone: dict[Block, int] = {}
-    found: dict[int, list[int]] = {}
-    for block in pool.device.listed():
-        if block not in claimed:
-            heappush(ready, (block.priority, block.recency, block.slot, block))
-    room = sum(tier.free for tier in pool.tiers[1:])
-    while missing and ready:
-        block = heappop(ready)[-1]
-        missing -= 1
-        entry = found.setdefault(block.priority, [0, 0])
-        entry[0] += 1
-        if room and block.priority >= offload_floor(block, pool.offload_min_priority):
-            room -= 1
-            entry[1] += 1
-        parent = block.parent
-        if pool.window is None and isinstance(parent, Block) and not parent.refs and parent not in claimed:
-            gone[parent] = gone.get(parent, 0) + 1
-            if gone[parent] == sum(pool.is_on_device(child) for child in siblings.each(parent)):
-                heappush(ready, (parent.priority, parent.recency, parent.slot, parent))
-    return [
-        PredictedEviction(pool.spec.group, priority, blocks, offloaded)
-        for priority, (blocks, offloaded) in sorted(found.items())
-    ]

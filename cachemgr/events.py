@@ -3,8 +3,10 @@
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from cachemgr import steps
 from cachemgr.api import BlockView, EventKind, LeaseView, RemovalCause
 from cachemgr.errors import EventsGoneError
+from cachemgr.steps import Steps
 
 _new = tuple.__new__
 
@@ -55,6 +57,12 @@ class EventLog:
             ring[last % self._capacity] = event
         self.last = last + 1
 
+    def skip(self, count: int) -> None:
+        """Stands for at least so many events that are not kept: who has not heard of them begins with a snapshot."""
+        # The next event comes to the beginning of the ring.
+        self.last = -(-(self.last + count) // self._capacity) * self._capacity
+        self._ring = []
+
     def after(self, number: int, limit: int) -> list[Event]:
         """Up to `limit` events behind a number. Raises EventsGoneError when the first of them is not kept."""
         if number > self.last or number < self.last - len(self._ring):
@@ -66,16 +74,23 @@ class EventLog:
         end = min(self.last, number + limit)
         return [self._ring[index % self._capacity] for index in range(number, end)]
 
-    def scrub(self, keys: set[bytes], is_meant: Callable[[BlockView], bool]) -> None:
-        """Takes the token ids of blocks out of all events that are kept: those meant, these, and what stood on them."""
-        gone = set(keys)
-        # In the order of time, in which what a block stands on comes first.
-        for number in range(self.last - len(self._ring), self.last):
-            event = self._ring[number % self._capacity]
-            block = event.block
-            if block.tokens and (block.key in gone or block.parent_key in gone or is_meant(block)):
-                gone.add(block.key)
-                self._ring[number % self._capacity] = event._replace(block=block._replace(tokens=b""))
+    def scrub(self, gone: set[bytes], is_meant: Callable[[BlockView], bool]) -> Steps[None]:
+        """Takes the token ids of blocks out of all events that are kept: those meant, these, and what stood on them.
+
+        The keys of all of these are in `gone` behind it.
+        """
+        number = self.last - len(self._ring)
+        # In the order of time, in which what a block stands on comes first; also what comes meanwhile.
+        while number < self.last:
+            begin = max(number, self.last - len(self._ring))
+            number = min(self.last, begin + steps.LOOKS)
+            for at in range(begin, number):
+                event = self._ring[at % self._capacity]
+                block = event.block
+                if block.tokens and (block.key in gone or block.parent_key in gone or is_meant(block)):
+                    gone.add(block.key)
+                    self._ring[at % self._capacity] = event._replace(block=block._replace(tokens=b""))
+            yield
 
     def snapshot(self, state: Iterable[tuple[EventKind, BlockView, LeaseView | None]]) -> Snapshot:
         """The cache as events that carry the last number."""

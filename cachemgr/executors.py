@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import compress
 
 from cachemgr.admin_api import PoolShare
 from cachemgr.api import ExecutorSpec, ManagerConfig, TierKind
@@ -32,9 +33,11 @@ def check_spec(spec: ExecutorSpec) -> None:
         raise InvalidField("pools", "must not be empty")
     if spec.last_write_steps and len(spec.last_write_steps) != len(spec.pools):
         raise InvalidField("pools", "must all tell their last_write_steps, or none")
-    if spec.memory_bytes is not None and spec.memory_bytes < sum(pool.block_bytes for pool in spec.pools):
-        raise InvalidField("memory_bytes", "must hold a block of each pool")
     _check_pools(spec)
+    if spec.memory_bytes is not None:
+        need = sum(pool.share_blocks * pool.block_bytes for pool in spec.pools)
+        if spec.memory_bytes < need:
+            raise InvalidField("memory_bytes", f"must be at least {need}, what the shares of the pools take")
 
 
 def _check_pools(spec: ExecutorSpec) -> None:
@@ -50,6 +53,10 @@ def _check_pools(spec: ExecutorSpec) -> None:
             raise InvalidField(f"{path}.attention_window", "must be at least 1; leave it out for full attention")
         if spec.memory_bytes is not None and not pool.block_bytes:
             raise InvalidField(f"{path}.block_bytes", "must be known where pools share memory_bytes")
+        if spec.memory_bytes is not None and not 1 <= pool.share_blocks <= pool.num_blocks:
+            raise InvalidField(f"{path}.share_blocks", f"must be from 1 to {pool.num_blocks}, the slots of the pool")
+        if spec.memory_bytes is None and pool.share_blocks:
+            raise InvalidField(f"{path}.share_blocks", "must be 0 where pools share no memory_bytes")
         _check_contents(spec, number, path)
     total = 0
     for number, pool in enumerate(spec.pools):
@@ -96,29 +103,27 @@ def outlives(before: ExecutorSpec, spec: ExecutorSpec) -> bool:
     told = any(len(slots) for tier in (spec.host_generations, spec.disk_generations) for slots in tier)
     same = (before.model_fingerprint, before.block_size) == (spec.model_fingerprint, spec.block_size)
     layouts = [
-        [replace(pool, num_blocks=0, host_blocks=0, disk_blocks=0) for pool in one.pools] for one in (before, spec)
+        [replace(pool, num_blocks=0, share_blocks=0, host_blocks=0, disk_blocks=0) for pool in one.pools]
+        for one in (before, spec)
     ]
     return told and same and layouts[0] == layouts[1]
 
 
-def share_memory(executor: Executor, shares: Mapping[str, PoolShare]) -> None:
+def share_memory(executor: Executor, spec: ExecutorSpec, shares: Mapping[str, PoolShare]) -> None:
     """Gives every pool its first share of the memory that they have together, or what an operator gave it before.
 
-    A sequence takes equally many blocks in every group, as its prompt is computed before a window gives any back: in
-    proportion to the bytes that it needs is the same number of blocks.
+    `spec` tells what the slots hold.
     """
-    memory, pools = executor.spec.memory_bytes, executor.pools
+    memory, pools = spec.memory_bytes, executor.pools
     given = {pool: shares[pool.pool_id] for pool in pools if fits(pool, shares.get(pool.pool_id))}
-    totals = {pool: pool.device.total for pool in pools}
-    if memory is not None:
-        equal = max(1, memory // sum(pool.spec.block_bytes for pool in pools))
-        totals = {pool: min(equal, total) for pool, total in totals.items()}
+    totals = {pool: pool.spec.share_blocks or pool.spec.num_blocks for pool in pools}
     wanted = totals | {pool: share.total_blocks for pool, share in given.items()}
     if memory is not None and sum(total * pool.spec.block_bytes for pool, total in wanted.items()) > memory:
         given, wanted = {}, totals
     for pool, total in wanted.items():
         if total != pool.device.total:
-            pool.resize(total)
+            steps = spec.last_write_steps[pool.spec.group] if spec.last_write_steps else ()
+            pool.resize(total, compress(range(1, len(steps) + 1), steps))
     for pool, share in given.items():
         pool.share_number = share.number
 

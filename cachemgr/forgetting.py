@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING
 
+from cachemgr import siblings
 from cachemgr.admin_api import ForgetTarget, Forgotten
 from cachemgr.api import RemovalCause
 from cachemgr.block import Block
 from cachemgr.chains import keys_of, last_parts
 from cachemgr.keys import pack, packed_bytes
+from cachemgr.steps import Doomed, Steps, changes, looks, with_descendants
 
 if TYPE_CHECKING:
     from cachemgr.events import EventLog
+    from cachemgr.holds import Hold
     from cachemgr.keys import Domain
     from cachemgr.pool import Pool
     from cachemgr.records import BlockRecord
@@ -21,41 +25,219 @@ if TYPE_CHECKING:
     from cachemgr.sequence import Sequence
 
 
-def forget(executors: list[Executor], target: ForgetTarget, events: EventLog, *, validate_only: bool) -> Forgotten:
-    """Takes blocks out of the index; free ones are overwritten now, used ones when they are given back."""
-    receipt = Forgotten({})
-    gone: set[bytes] = set()
-    for executor in executors:
-        found = [(pool, *_doomed(executor, pool, target)) for pool in executor.pools]
-        everything = {block for _, doomed, _ in found for block in doomed}
-        # What keeps blocks in place ends with them: forgetting is not put off by a pin.
-        holds = [hold for hold in executor.holds if any(block in everything for _, block in hold.blocks)]
-        held = Counter(block for hold in holds for _, block in hold.blocks)
-        for pool, doomed, shared in found:
-            receipt.shared_blocks += shared
-            _count(receipt, pool, doomed, held)
+class Forgetting:
+    """A call of ForgetBlocks while it runs.
+
+    What is in the index when it begins goes. A sequence that comes meanwhile and is meant counts as one of before:
+    nothing that it computes stays. What another session has come to use by then stays, as if it always had.
+    """
+
+    def __init__(
+        self, executors: list[Executor], target: ForgetTarget, events: EventLog, registered: Mapping[str, Executor]
+    ) -> None:
+        """`registered` are all executors by name, as they come and go: one may start again and keep its pools."""
+        self._executors = executors
+        self._registered = registered
+        self._target = target
+        self._events = events
+        self._receipt = Forgotten({})
+        # By executor: keys of what goes and, for a prefix, of what was lost before.
+        self._gone: dict[str, set[bytes]] = {}
+        # Blocks that other sessions use.
+        self._used: set[Block] = set()
+        self._came: set[Sequence] = set()
+
+    def came(self, sequence: Sequence) -> None:
+        """A sequence begins meanwhile."""
+        if sequence.executor.executor_id not in self._gone:
+            return
+        self._came.add(sequence)
+        if self._target.session_id not in (None, sequence.domain.session_id):
+            for table in sequence.tables:
+                self._used.update(table.references())
+        elif self._is_meant(sequence):
+            _leave_nothing(sequence)
+
+    def steps(self, *, validate_only: bool) -> Steps[Forgotten]:
+        """Takes blocks out of the index; free ones are overwritten now, used ones when they are given back."""
+        target, receipt = self._target, self._receipt
+        there = [(executor, [(pool, list(pool.index)) for pool in executor.pools]) for executor in self._executors]
+        for executor in self._executors:
+            # Of a prompt's blocks that were lost before there may be events.
+            self._gone[executor.executor_id] = set() if target.prefix is None else set(keys_of(executor, target.prefix))
+            # From here on nothing of what is meant comes into the index.
+            for sequence in () if validate_only else executor.sequences.values():
+                self._mark(sequence)
+        plans: list[tuple[Executor, Doomed]] = []
+        for executor, indexed in there:
+            plans.append((executor, (yield from self._plan(executor, indexed))))
+        for executor, doomed in plans:
+            # What keeps blocks in place ends with them: forgetting is not put off by a pin.
+            holds = yield from _holds_of(executor, self._gone[executor.executor_id])
+            held = Counter(block for hold in holds for _, block in hold.blocks)
+            if validate_only:
+                for part in looks(doomed.blocks()):
+                    for pool, block in part:
+                        _count(receipt, pool, block, held)
+                    yield
+            else:
+                yield from self._carry_out(executor, doomed, holds, held)
         if not validate_only:
-            gone.update(block.key for block in everything)
-            _take_out([(pool, doomed) for pool, doomed, _ in found])
-            # Behind it: what is in the index may give way to a longer block when it is let go.
-            for hold in holds:
+            yield from self._scrub()
+        return receipt
+
+    def _plan(self, executor: Executor, indexed: list[tuple[Pool, list[bytes]]]) -> Steps[Doomed]:
+        doomed, gone = Doomed(), self._gone[executor.executor_id]
+        # Keys that a group of full attention loses: a window's block of such a key can never match again.
+        lost: set[bytes] = set()
+        for pool, keys in sorted(indexed, key=lambda one: one[0].window is not None):
+            found = yield from self._find(executor, pool, keys, lost)
+            for part in changes(found):
+                for block in part:
+                    if block.parent is not None:
+                        doomed.add(pool, block)
+                        gone.add(block.key)
+                        if pool.window is None:
+                            lost.add(block.key)
+                yield
+        return doomed
+
+    def _carry_out(self, executor: Executor, doomed: Doomed, holds: list[Hold], held: Counter[Block]) -> Steps[None]:
+        if self._target.salt is None:
+            live = self._registered.get(executor.executor_id, executor)
+            for sequence in list(live.sequences.values()):
+                if sequence not in self._came or self._target.session_id is None:
+                    self._mark(sequence)
+                yield
+        for keyed in changes(doomed.deepest_first()):
+            for key, pools in keyed:
+                self._take_out(key, pools, held)
+            yield
+        # Behind it: what is in the index may give way to a longer block when it is let go.
+        for hold in holds:
+            if executor.holds.get(hold.name) is hold:
                 executor.holds.release(hold)
+            yield
+
+    def _find(self, executor: Executor, pool: Pool, keys: list[bytes], lost: set[bytes]) -> Steps[dict[Block, None]]:
+        """The blocks of a pool that are meant. `lost` are the keys that groups of full attention lose by this."""
+        target = self._target
         if target.prefix is not None:
-            # Of blocks that were lost before there may be events.
-            gone.update(keys_of(executor, target.prefix))
-        if not validate_only:
-            for sequence in executor.sequences.values():
-                if _is_meant(sequence, target, gone):
-                    _leave_nothing(sequence)
-    if not validate_only:
-        indexes = [pool.index for executor in executors for pool in executor.pools]
+            blocks = _of_prefix(executor, pool, target)
+            if pool.window is not None:
+                # Behind a gap they are nobody's descendants.
+                blocks += [block for key in lost if (block := pool.index.get(key)) is not None]
+            return (yield from with_descendants(blocks))
+        mine: dict[Block, None] = {}
+        for part in looks(keys):
+            for key in part:
+                block = pool.index.get(key)
+                if block is not None and _stored(block.domain, target):
+                    mine[block] = None
+            yield
+        if target.salt is not None:
+            return mine
+        theirs = yield from self._of_other_sessions(executor, pool, mine, lost)
+        found: dict[Block, None] = {}
+        for some in looks(mine):
+            found.update((block, None) for block in some if block not in theirs)
+            yield
+        self._receipt.shared_blocks += len(mine) - len(found)
+        # A session's block in a window does not need its ancestors: another session may go on using it without them.
+        return found if pool.window is not None else (yield from with_descendants(found))
+
+    def _of_other_sessions(
+        self, executor: Executor, pool: Pool, mine: dict[Block, None], lost: set[bytes]
+    ) -> Steps[set[Block]]:
+        """Of a session's blocks those that other sessions use, or have stored a descendant of.
+
+        What is lost in another group, and what stands on that, can never match again and needs nothing.
+        """
+        found: set[Block] = set()
+        by_depth: dict[int, list[Block]] = {}
+        for some in looks(mine):
+            for block in some:
+                by_depth.setdefault(block.depth, []).append(block)
+            yield
+        for depth in sorted(by_depth, reverse=True):
+            for part in looks(by_depth[depth]):
+                for block in part:
+                    children = siblings.each(block) if block.key not in lost else ()
+                    if any(child in found or (child not in mine and child.key not in lost) for child in children):
+                        found.add(block)
+                yield
+        yield from self._see_other_sessions(executor, pool)
+        for some in looks(mine):
+            found.update(block for block in some if block in self._used)
+            yield
+        return found
+
+    def _see_other_sessions(self, executor: Executor, pool: Pool) -> Steps[None]:
+        """Notes the blocks that other sessions use."""
+        session_id = self._target.session_id
+        for hold in executor.holds:
+            if not hold.pin and hold.session_id != session_id:
+                self._used.update(block for holder, block in hold.blocks if holder is pool)
+                yield
+        group = executor.pools.index(pool)
+        for sequence in list(executor.sequences.values()):
+            if sequence.domain.session_id != session_id:
+                self._used.update(sequence.tables[group].references())
+                yield
+
+    def _mark(self, sequence: Sequence) -> None:
+        if self._is_meant(sequence):
+            _leave_nothing(sequence)
+
+    def _is_meant(self, sequence: Sequence) -> bool:
+        """Whether what a live sequence holds, or will compute, comes from what is forgotten."""
+        target = self._target
+        if target.salt is not None:
+            return sequence.domain.salt == target.salt
+        if target.session_id is not None and sequence.domain.session_id == target.session_id:
+            return True
+        gone = self._gone[sequence.executor.executor_id]
+        return any(key in gone for key in sequence.keys)
+
+    def _take_out(self, key: bytes, pools: tuple[Pool, ...], held: Counter[Block]) -> None:
+        """Takes the blocks of a key out of the index, with what has come to stand on them since they were found."""
+        found: list[tuple[Pool, Block]] = []
+        for pool in pools:
+            block = pool.index.get(key)
+            if block is None:
+                continue
+            all_goes = block.children is not None and (pool.window is None or self._target.prefix is not None)
+            standing = list(pool.descendants(block)) if all_goes else []
+            if self._is_shared(block, standing):
+                self._receipt.shared_blocks += 1
+                continue
+            found += [(pool, one) for one in (*standing, block)]
+        for pool, block in found:
+            pool.doomed.add(block)
+            _count(self._receipt, pool, block, held)
+        for pool, block in found:
+            # With a block of full attention those of windows may have gone already.
+            if block.parent is not None:
+                pool.discard(block, RemovalCause.FORGOTTEN)
+
+    def _is_shared(self, block: Block, standing: list[Block]) -> bool:
+        """Whether another session has come to need a block."""
+        if self._target.session_id is None:
+            return False
+        return block in self._used or any(not _stored(other.domain, self._target) for other in standing)
+
+    def _scrub(self) -> Steps[None]:
+        indexes = [pool.index for executor in self._executors for pool in executor.pools]
 
         def stays(key: bytes) -> bool:
             return any(key in index for index in indexes)
 
-        lost = {key for key in gone if not stays(key)}
-        events.scrub(lost, lambda block: _stored(block.domain, target) and not stays(block.key))
-    return receipt
+        lost: set[bytes] = set()
+        for part in looks(chain.from_iterable(self._gone.values())):
+            lost.update(key for key in part if not stays(key))
+            yield
+        target = self._target
+        yield from self._events.scrub(lost, lambda block: _stored(block.domain, target) and not stays(block.key))
 
 
 def is_remembered_of(executor: Executor, target: ForgetTarget) -> Callable[[BlockRecord], bool]:
@@ -83,13 +265,12 @@ def is_remembered_of(executor: Executor, target: ForgetTarget) -> Callable[[Bloc
     return is_of_prefix
 
 
-def _count(receipt: Forgotten, pool: Pool, doomed: list[Block], held: Counter[Block]) -> None:
-    for block in doomed:
-        kind = pool.tier_of(block).kind
-        used = block.refs > held[block]
-        receipt.removed[kind] = receipt.removed.get(kind, 0) + 1
-        receipt.used_blocks += used
-        receipt.zeroing_blocks += not used
+def _count(receipt: Forgotten, pool: Pool, block: Block, held: Counter[Block]) -> None:
+    kind = pool.tier_of(block).kind
+    used = block.refs > held[block]
+    receipt.removed[kind] = receipt.removed.get(kind, 0) + 1
+    receipt.used_blocks += used
+    receipt.zeroing_blocks += not used
 
 
 def _stored(domain: Domain | None, target: ForgetTarget) -> bool:
@@ -101,68 +282,27 @@ def _stored(domain: Domain | None, target: ForgetTarget) -> bool:
     return target.session_id is not None and domain.session_id == target.session_id
 
 
-def _doomed(executor: Executor, pool: Pool, target: ForgetTarget) -> tuple[list[Block], int]:
-    """The blocks to take out, deepest first, and how many stay for others' sake."""
-    shared = 0
-    if target.salt is not None:
-        found = {block for block in pool.index.values() if _stored(block.domain, target)}
-    elif target.prefix is not None:
-        found = set(last_parts(executor, pool, target.prefix))
-        for key in keys_of(executor, target.prefix):
-            # Where it is lost, what stood on it may be left.
-            node = pool.node(key)
-            if isinstance(node, Block):
-                found.add(node)
-            elif node is not None:
-                found.update(pool.descendants(node))
-    else:
-        mine = [block for block in pool.index.values() if _stored(block.domain, target)]
-        theirs = _of_other_sessions(executor, pool, target)
-        found = {block for block in mine if block not in theirs}
-        shared = len(mine) - len(found)
-    # A session's block in a window does not need its ancestors: another session may go on using it without them.
-    stays = target.session_id is not None and pool.window is not None
-    doomed = found if stays else pool.with_descendants(found)
-    return sorted(doomed, key=lambda block: (-block.depth, block.slot)), shared
-
-
-def _of_other_sessions(executor: Executor, pool: Pool, target: ForgetTarget) -> set[Block]:
-    """Blocks that other sessions use, and blocks with a descendant that another session has stored."""
-    found: set[Block] = set()
-    for block in pool.index.values():
-        if block.domain is None or block.domain.session_id != target.session_id:
-            node = block.parent
-            # Each block is met once: its ancestors are in the set as soon as it is.
-            while isinstance(node, Block) and node not in found:
-                found.add(node)
-                node = node.parent
+def _holds_of(executor: Executor, keys: set[bytes]) -> Steps[list[Hold]]:
+    """Holds that keep some of these blocks."""
+    holds = []
     for hold in executor.holds:
-        if not hold.pin and hold.session_id != target.session_id:
-            found.update(block for holder, block in hold.blocks if holder is pool)
-    group = executor.pools.index(pool)
-    for sequence in executor.sequences.values():
-        if sequence.domain.session_id != target.session_id:
-            found.update(sequence.tables[group].references())
+        if any(block.key in keys and block.parent is not None for _, block in hold.blocks):
+            holds.append(hold)
+        yield
+    return holds
+
+
+def _of_prefix(executor: Executor, pool: Pool, target: ForgetTarget) -> list[Block]:
+    """A prompt's blocks and, where one is lost, what stood on it."""
+    assert target.prefix is not None
+    found = last_parts(executor, pool, target.prefix)
+    for key in keys_of(executor, target.prefix):
+        node = pool.node(key)
+        if isinstance(node, Block):
+            found.append(node)
+        elif node is not None:
+            found.extend(siblings.each(node))
     return found
-
-
-def _take_out(found: list[tuple[Pool, list[Block]]]) -> None:
-    for pool, doomed in found:
-        pool.doomed.update(doomed)
-    for pool, doomed in found:
-        for block in doomed:
-            # With a block of full attention those of windows may have gone already.
-            if block.parent is not None:
-                pool.discard(block, RemovalCause.FORGOTTEN)
-
-
-def _is_meant(sequence: Sequence, target: ForgetTarget, gone: set[bytes]) -> bool:
-    """Whether what a live sequence holds, or will compute, comes from what is forgotten."""
-    if target.salt is not None:
-        return sequence.domain.salt == target.salt
-    if target.session_id is not None and sequence.domain.session_id == target.session_id:
-        return True
-    return any(key in gone for key in sequence.keys)
 
 
 def _leave_nothing(sequence: Sequence) -> None:

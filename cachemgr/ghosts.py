@@ -263,7 +263,8 @@ class Ghosts:
             ]
             self._see(keys[known:])
             longer = self._longer(sequence, known, stored)
-            if stored == sequence.computed // size and sequence.computed % size:
+            is_partial = stored == sequence.computed // size and sequence.computed % size
+            if is_partial and sequence.executor.stores_partial:
                 start, end = stored * size, sequence.computed
                 tail = sequence.key(stored - 1), sequence.packed(start, end)
                 last = child_key(*tail, sequence.extra_of(start, end))

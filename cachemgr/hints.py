@@ -199,9 +199,10 @@ class HintRunner:
         if not below:
             return HintOutcome.ACCEPTED, "all of it is on the device", 0
         begun: list[Transfer] = []
-        for executor, _ in self._prefixes:
+        for executor, keys in self._prefixes:
             for pool in executor.pools:
-                begun += executor.copies.fetch(pool, [block for other, block in blocks if other is pool])
+                # Looked up again: room for one group's blocks may have been made by losing others of the prefix.
+                begun += executor.copies.fetch(pool, chain(pool, keys))
         self.transfers += begun
         if not begun:
             return HintOutcome.REJECTED, "there is no room on the device, or copies of it are under way", 0

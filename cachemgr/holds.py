@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from cachemgr.api import Outcome, Receipt
 from cachemgr.block import Block, Node
@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from cachemgr.pool import Pool
 
     Kept = list[tuple[Pool, Block]]
+
+
+T = TypeVar("T")
+
+# On one executor, beyond which callers' hints make no more: operators see all of them, and each is kept in Redis.
+MAX_PINS = 1000
 
 
 class Hold:
@@ -48,6 +54,11 @@ class Holds:
         self._next_number = next_number
         self._pin_budget = pin_budget
         self._holds: dict[str, Hold] = {}
+        # Holds of each block, pins of each block, and pinned blocks of each pool.
+        self._held: Counter[Block] = Counter()
+        self._pinned: Counter[Block] = Counter()
+        self._pinned_in: Counter[Pool] = Counter()
+        self._num_pins = 0
         # Called with the name of a pin that is new, goes on for longer, or has ended.
         self.on_pin: Callable[[str], None] = lambda _name: None
 
@@ -64,10 +75,12 @@ class Holds:
 
     def replace(self, pool: Pool, old: Block, block: Block) -> None:
         """A block has taken the place of another in the index: what holds the one holds the other."""
-        for hold in self:
+        for hold in self if old in self._held else ():
             for index, (_, held) in enumerate(hold.blocks):
                 if held is old:
                     hold.blocks[index] = (pool, block)
+                    self._count(hold, [(pool, old)], -1)
+                    self._count(hold, [(pool, block)], 1)
                     pool.retain(block)
                     old.refs -= 1
                     if not old.refs:
@@ -97,6 +110,8 @@ class Holds:
             reason = "nothing of it is cached" if not blocks else "the budget for pins is too small for a block"
             return Pinned("", Receipt("pin", Outcome.REJECTED, reason))
         same = self._same(fitting, owner)
+        if same is None and not displace and self._num_pins >= MAX_PINS:
+            return Pinned("", Receipt("pin", Outcome.REJECTED, f"there are {self._num_pins} pins already"))
         degraded = [] if same is not None else self._to_degrade(fitting)
         clipped = len(fitting) < len(blocks)
         receipt = Receipt(
@@ -136,7 +151,7 @@ class Holds:
 
     def release(self, hold: Hold) -> int:
         """Ends a hold; returns the blocks that may be taken now and could not before."""
-        del self._holds[hold.name]
+        self._remove(hold)
         if hold.pin:
             self.on_pin(hold.name)
         freed = 0
@@ -156,21 +171,27 @@ class Holds:
     def clear(self) -> None:
         """The blocks are gone."""
         self._holds.clear()
+        self._held.clear()
+        self._pinned.clear()
+        self._pinned_in.clear()
+        self._num_pins = 0
 
     def held(self) -> Counter[Block]:
         """References that each block has from here."""
-        return Counter(block for hold in self for _, block in hold.blocks)
+        return Counter(self._held)
 
     def keep_cached(self) -> None:
         """Blocks outside the index are gone; of the others stay those that have not lost what they stand on."""
         for hold in self:
             left = [(pool, block) for pool, block in hold.blocks if block.parent is not None]
+            self._count(hold, hold.blocks, -1)
             hold.blocks = [(pool, block) for pool, block in left if _is_complete(pool, block)]
+            self._count(hold, hold.blocks, 1)
             for pool, block in left:
                 if not _is_complete(pool, block):
                     pool.drop(block)
             if not hold.blocks:
-                del self._holds[hold.name]
+                self._remove(hold)
             if hold.pin:
                 self.on_pin(hold.name)
 
@@ -178,20 +199,34 @@ class Holds:
         for pool, block in hold.blocks:
             pool.retain(block)
         self._holds[hold.name] = hold
+        self._count(hold, hold.blocks, 1)
+        self._num_pins += hold.pin
         if hold.pin:
             self.on_pin(hold.name)
+
+    def _remove(self, hold: Hold) -> None:
+        del self._holds[hold.name]
+        self._count(hold, hold.blocks, -1)
+        self._num_pins -= hold.pin
+
+    def _count(self, hold: Hold, blocks: Kept, change: int) -> None:
+        """Counts blocks that the hold has, or has no longer."""
+        for pool, block in blocks:
+            _change(self._held, block, change)
+            if hold.pin:
+                was_pinned = block in self._pinned
+                _change(self._pinned, block, change)
+                _change(self._pinned_in, pool, (block in self._pinned) - was_pinned)
 
     def _budget(self, pool: Pool) -> int:
         return int(pool.device.total * self._pin_budget)
 
     def _fitting(self, blocks: Kept, *, displace: bool) -> Kept:
         # What several pin counts once.
-        pinned = set() if displace else {kept for hold in self if hold.pin for kept in hold.blocks}
-        used = Counter(pool for pool, _ in pinned)
-        left = {pool: self._budget(pool) - used[pool] for pool, _ in blocks}
+        left = {pool: self._budget(pool) - (0 if displace else self._pinned_in[pool]) for pool, _ in blocks}
         fitting = []
         for pool, block in blocks:
-            if (pool, block) in pinned:
+            if not displace and block in self._pinned:
                 fitting.append((pool, block))
             elif left[pool] > 0:
                 left[pool] -= 1
@@ -201,26 +236,30 @@ class Holds:
     def _same(self, blocks: Kept, owner: str) -> Hold | None:
         """A pin of these blocks that the owner has already."""
         wanted = {block for _, block in blocks}
-        for hold in self:
-            if hold.pin and owner in hold.owners and {block for _, block in hold.blocks} == wanted:
+        for hold in self._holds.values():
+            alike = hold.pin and owner in hold.owners and len(hold.blocks) == len(blocks)
+            # Most pins differ in their tails only.
+            if alike and all(block in wanted for _, block in reversed(hold.blocks)):
                 return hold
         return None
 
     def _to_degrade(self, fresh: Kept) -> list[Hold]:
         """Older pins that must give way, oldest first; a block that several pin counts once."""
-        wanted = Counter((pool, block) for pool, block in fresh)
-        pins = [hold for hold in self if hold.pin]
-        for hold in pins:
-            wanted.update(hold.blocks)
-        degraded = []
-        for hold in pins:
-            counts = Counter(pool for pool, _ in +wanted)
-            over = {pool for pool, count in counts.items() if count > self._budget(pool)}
+        kept = {block for _, block in fresh}
+        together = self._pinned_in + Counter(pool for pool, block in fresh if block not in self._pinned)
+        over = +Counter({pool: count - self._budget(pool) for pool, count in together.items()})
+        degraded: list[Hold] = []
+        gone: Counter[Block] = Counter()
+        for hold in self._holds.values() if over else ():
             if not over:
                 break
-            if any(pool in over for pool, _ in hold.blocks):
-                degraded.append(hold)
-                wanted.subtract(hold.blocks)
+            if not hold.pin or not any(pool in over for pool, _ in hold.blocks):
+                continue
+            degraded.append(hold)
+            for pool, block in hold.blocks:
+                gone[block] += 1
+                if pool in over and gone[block] == self._pinned[block] and block not in kept:
+                    _change(over, pool, -1)
         return degraded
 
     def _degrade(self, hold: Hold, now: float) -> None:
@@ -231,6 +270,15 @@ class Holds:
                 if block.parent is not None:
                     pool.grant(block, wish)
         self.release(hold)
+
+
+def _change(counter: Counter[T], key: T, change: int) -> None:
+    """Counts, without an entry for what there is none of."""
+    count = counter[key] + change
+    if count:
+        counter[key] = count
+    else:
+        del counter[key]
 
 
 def _is_complete(pool: Pool, block: Block) -> bool:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
+from bisect import bisect_right
 from collections.abc import Sequence
 from hashlib import sha256
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING
 from cachemgr.api import ExtraKey
 
 if TYPE_CHECKING:
+    from cachemgr.registry import Named
     from cachemgr.tiers import Account
 
 DIGEST_BYTES = 32
@@ -38,7 +40,7 @@ class Domain:
     Blocks are shared under equal `key`, that is by sequences of one model with equal salt and equal adapter.
     """
 
-    __slots__ = ("__weakref__", "account", "adapter_id", "extra", "key", "salt", "session_id", "tenant_id")
+    __slots__ = ("__weakref__", "account", "adapter_id", "extra", "key", "names", "salt", "session_id", "tenant_id")
 
     def __init__(
         self,
@@ -57,6 +59,8 @@ class Domain:
         self.key = root_key(fingerprint, salt, adapter_id)
         # Whose quota its blocks count against.
         self.account: Account | None = None
+        # By which it is found when a quota comes or goes; they live as long as it does.
+        self.names: list[Named] = []
 
 
 def root_key(fingerprint: bytes, salt: str | None, adapter_id: int | None) -> bytes:
@@ -95,11 +99,18 @@ def extra_bytes(extra_keys: Sequence[ExtraKey], start: int, end: int) -> bytes:
     Nothing behind the block counts: a fork or a truncation within a piece leaves the keys of the blocks before it.
     """
     parts: list[bytes] = []
-    for extra in extra_keys:
+    # They do not overlap: the first that reaches into the block is the first that ends behind its begin.
+    for index in range(bisect_right(extra_keys, start, key=_end_of), len(extra_keys)):
+        extra = extra_keys[index]
+        if extra.start >= end:
+            break
         covered = min(extra.start + extra.length, end) - max(extra.start, start)
-        if covered > 0:
-            parts.append(struct.pack("<iII", extra.start - start, covered, len(extra.digest)) + extra.digest)
+        parts.append(struct.pack("<iII", extra.start - start, covered, len(extra.digest)) + extra.digest)
     return b"".join(parts)
+
+
+def _end_of(extra: ExtraKey) -> int:
+    return extra.start + extra.length
 
 
 def extend_chain(keys: list[bytes], root: bytes, packed: bytes, block_size: int) -> None:

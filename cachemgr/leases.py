@@ -32,6 +32,7 @@ class LeasedPool(Protocol):
 
     honoured_leases: int
     broken_leases: int
+    is_lost: bool
 
     def reprioritise(self, block: Block) -> BlockView:
         """Gives a block whose leases have changed the priority that these have now, and shows it."""
@@ -42,6 +43,9 @@ class LeasedPool(Protocol):
 
 # Of one block. Whatever is done with a block's leases looks at all of them, and its record in Redis holds them.
 MAX_LEASES = 16
+
+# Leases that one call ends: very many may be over at the same moment. To end one takes some microseconds.
+ENDED_AT_A_TIME = 2048
 
 # Looked up once: very many may end at a time.
 _EXPIRED, _NONE = EventKind.LEASE_EXPIRED, RemovalCause.NONE
@@ -103,13 +107,20 @@ class LeaseBook:
         self.now = 0.0
         self._events = events
         self._deadlines = Deadlines()
+        # By holder, in the order in which they were given.
+        self._of_rules: dict[str, dict[Lease, None]] = {}
 
     def advance(self, now: float) -> None:
-        """Ends every lease whose time is over."""
+        """Ends leases whose time is over, the earliest first; a later call ends what is too many for one."""
         self.now = max(now, self.now)
-        for lease in self._deadlines.due(self.now):
-            if lease.block is not None:
+        for lease in self._deadlines.due(self.now, ENDED_AT_A_TIME):
+            if lease.block is not None and not lease.pool.is_lost:
                 self._expire(lease, lease.block)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether leases whose time is over still count."""
+        return self._deadlines.is_due(self.now)
 
     def grant(self, pool: LeasedPool, block: Block, wish: Wish) -> bool:
         """Adds a lease, or puts it in the place of the holder's older one.
@@ -117,7 +128,7 @@ class LeaseBook:
         False when the block has nothing of it, because of too many others with a higher priority.
         """
         lease = Lease(pool, block, wish)
-        if not _end_older(lease, block) and not _is_rule(lease) and self._is_covered(lease, block):
+        if not self._end_older(lease, block) and not _is_rule(lease) and self._is_covered(lease, block):
             return True
         broken = self._add(lease, block)
         is_kept, is_refused = lease.block is not None, lease in broken
@@ -151,7 +162,7 @@ class LeaseBook:
         seconds = wish.duration if remaining is None else remaining
         if seconds is not None:
             self._run(lease, seconds)
-        _end_older(lease, block)
+        self._end_older(lease, block)
         self._add(lease, block)
         block.priority = effective_priority(block)
 
@@ -162,7 +173,7 @@ class LeaseBook:
         reprioritises the target.
         """
         for lease in leases_of(source):
-            _unlink(lease, source)
+            self._unlink(lease, source)
             # What the target's own holder wishes is newer.
             if lease.wish.holder == SHARED or _held_by(target, lease.wish.holder) is None:
                 broken = self._add(lease, target)
@@ -178,7 +189,7 @@ class LeaseBook:
     def forget(self, block: Block) -> None:
         """Ends all leases of a block that never entered the index; nobody has heard of them."""
         for lease in leases_of(block):
-            _unlink(lease, block)
+            self._unlink(lease, block)
         # Its slot may have to wait for a copy.
         block.priority = DEFAULT_PRIORITY
 
@@ -187,7 +198,7 @@ class LeaseBook:
         for lease in leases_of(block):
             lease.pool.broken_leases += 1
             self._events.add(EventKind.LEASE_BROKEN, view, cause, self.view(lease))
-            _unlink(lease, block)
+            self._unlink(lease, block)
         block.priority = DEFAULT_PRIORITY
 
     def revoke(self, pool: LeasedPool, block: Block, holder: str, cause: RemovalCause) -> None:
@@ -195,13 +206,17 @@ class LeaseBook:
         for lease in leases_of(block):
             if lease.wish.holder == holder:
                 view = self.view(lease)
-                _unlink(lease, block)
+                self._unlink(lease, block)
                 pool.broken_leases += 1
                 if block.parent is None:
                     block.priority = effective_priority(block)
                     continue
                 pool.reprioritise(block)
                 self._events.add(EventKind.LEASE_BROKEN, pool.view(block), cause, view)
+
+    def of_rule(self, holder: str) -> list[Lease]:
+        """All leases that a rule has given."""
+        return [lease for lease in self._of_rules.get(holder, ()) if not lease.pool.is_lost]
 
     def view(self, lease: Lease) -> LeaseView:
         """The lease as seen from outside."""
@@ -210,13 +225,13 @@ class LeaseBook:
 
     def _add(self, lease: Lease, block: Block) -> list[Lease]:
         """Links a lease unless another covers it; returns those that break as there are too many of them."""
-        _link(lease, block)
+        self._link(lease, block)
         if lease.next is None or _is_rule(lease):
             pass
         elif _folds(lease):
             self._fold(lease, block)
         elif self._is_covered(lease, block):
-            _unlink(lease, block)
+            self._unlink(lease, block)
         broken: list[Lease] = []
         while len(leases := list(leases_of(block))) > MAX_LEASES:
             named = [one for one in reversed(leases) if one.wish.holder != SHARED and not _is_rule(one)]
@@ -224,12 +239,12 @@ class LeaseBook:
                 # A session may still want to change its wish, a request hardly ever does.
                 oldest = next(filter(_folds, named), named[0])
                 if self._is_covered(oldest, block):
-                    _unlink(oldest, block)
+                    self._unlink(oldest, block)
                 else:
                     self._share(oldest, block)
                 continue
             least = min(leases, key=lambda one: (_is_rule(one), one.wish.priority, self._end(one)))
-            _unlink(least, block)
+            self._unlink(least, block)
             broken.append(least)
         return broken
 
@@ -238,7 +253,7 @@ class LeaseBook:
         others = [other for other in leases_of(block) if other is not lease and _folds(other)]
         covering = next((other for other in others if _covers(other, lease, self.now)), None)
         if covering is not None:
-            _unlink(lease, block)
+            self._unlink(lease, block)
             self._share(covering, block)
         elif any(_covers(lease, other, self.now) for other in others):
             self._share(lease, block)
@@ -248,7 +263,7 @@ class LeaseBook:
         lease.wish = lease.wish._replace(holder=SHARED)
         for other in leases_of(block):
             if other is not lease and not _is_rule(other) and _covers(lease, other, self.now):
-                _unlink(other, block)
+                self._unlink(other, block)
 
     def _is_covered(self, lease: Lease, block: Block) -> bool:
         """Whether a shared lease makes this one unnecessary."""
@@ -265,35 +280,50 @@ class LeaseBook:
                 lease.pool.broken_leases += 1
                 self._events.add(EventKind.LEASE_BROKEN, view, RemovalCause.TOO_MANY_LEASES, self.view(lease))
 
+    def _end_older(self, lease: Lease, block: Block) -> bool:
+        """Ends the older lease of the same holder. Whether there was one."""
+        older = None if lease.wish.holder == SHARED else _held_by(block, lease.wish.holder)
+        if older is None:
+            return False
+        # It lasted until its holder wished something else.
+        older.pool.honoured_leases += 1
+        self._unlink(older, block)
+        return True
+
+    def _link(self, lease: Lease, block: Block) -> None:
+        lease.block = block
+        lease.next, block.lease = block.lease, lease
+        if _is_rule(lease):
+            self._of_rules.setdefault(lease.wish.holder, {})[lease] = None
+
+    def _unlink(self, lease: Lease, block: Block) -> None:
+        if block.lease is lease:
+            block.lease = lease.next
+        else:
+            for before in leases_of(block):
+                if before.next is lease:
+                    before.next = lease.next
+                    break
+        lease.block = lease.next = None
+        if _is_rule(lease):
+            leases = self._of_rules[lease.wish.holder]
+            del leases[lease]
+            if not leases:
+                del self._of_rules[lease.wish.holder]
+
     def _run(self, lease: Lease, seconds: float) -> None:
         self._deadlines.add(lease, self.now, seconds)
 
     def _expire(self, lease: Lease, block: Block) -> None:
-        _unlink(lease, block)
+        self._unlink(lease, block)
         lease.pool.honoured_leases += 1
         wish = lease.wish
         ended = tuple.__new__(LeaseView, (wish.holder, shown_priority(wish), 0.0))
         self._events.add(_EXPIRED, lease.pool.reprioritise(block), _NONE, ended)
 
 
-def _link(lease: Lease, block: Block) -> None:
-    lease.block = block
-    lease.next, block.lease = block.lease, lease
-
-
 def _held_by(block: Block, holder: str) -> Lease | None:
     return next((lease for lease in leases_of(block) if lease.wish.holder == holder), None)
-
-
-def _end_older(lease: Lease, block: Block) -> bool:
-    """Ends the older lease of the same holder. Whether there was one."""
-    older = None if lease.wish.holder == SHARED else _held_by(block, lease.wish.holder)
-    if older is None:
-        return False
-    # It lasted until its holder wished something else.
-    older.pool.honoured_leases += 1
-    _unlink(older, block)
-    return True
 
 
 def _folds(lease: Lease) -> bool:
@@ -323,14 +353,3 @@ def _covers(lease: Lease, other: Lease, now: float) -> bool:
 
 def _floor(wish: Wish) -> int:
     return -1 if wish.offload_min_priority is None else wish.offload_min_priority
-
-
-def _unlink(lease: Lease, block: Block) -> None:
-    if block.lease is lease:
-        block.lease = lease.next
-    else:
-        for before in leases_of(block):
-            if before.next is lease:
-                before.next = lease.next
-                break
-    lease.block = lease.next = None

@@ -5,12 +5,17 @@ from collections.abc import Iterable
 from cachemgr.api import Freed, RemovalCause, TierKind
 from cachemgr.block import Block
 from cachemgr.errors import InvalidField, SharedBlockError, VoidSequenceError, WindowPassedError
+from cachemgr.events import EventLog
 from cachemgr.evicting import check_in_place, doom, left_behind
 from cachemgr.keys import cut_extra_keys
+from cachemgr.leftovers import Leftovers
 from cachemgr.registry import Executor, Scheduler
 from cachemgr.sequence import GroupTable, Sequence, blocks_for, first_needed
 from cachemgr.settling import settle, settle_last, void, withdraw
 from cachemgr.transfers import Outcome, Purpose, Ticket
+
+# Blocks of a lost executor that are told of one by one.
+MOST_TOLD = 4096
 
 
 def free_blocks(executor: Executor) -> int:
@@ -109,12 +114,21 @@ def _keep(sequence: Sequence, now: float) -> None:
         executor.holds.pin(pinned, rule.holder, now, duration)
 
 
-def lose(executor: Executor) -> None:
-    """The executor is gone: nothing in it can be found or freed any more, and who lives in it is void."""
+def lose(executor: Executor, events: EventLog, leftovers: Leftovers) -> None:
+    """The executor is gone: nothing in it can be found or freed any more, and who lives in it is void.
+
+    Watchers hear of each block; of too many they hear that they must begin again.
+    """
     _end_epoch(executor)
     executor.holds.clear()
+    count = sum(len(pool.index) for pool in executor.pools)
+    if count > MOST_TOLD:
+        events.skip(count)
     for pool in executor.pools:
-        pool.forget_all()
+        if count > MOST_TOLD:
+            pool.abandon(leftovers)
+        else:
+            pool.forget_all()
 
 
 def carry_over(before: Executor, executor: Executor) -> None:
@@ -217,7 +231,7 @@ def _own(sequence: Sequence, table: GroupTable, cut: int) -> None:
     """Makes the block at `cut` the sequence's to fill again."""
     block = table.blocks[cut]
     assert block is not None
-    block.writer = sequence
+    table.pool.own(block, sequence)
     anchor = table.anchors.pop(cut, None)
     if anchor is not None:
         table.pool.drop(anchor)

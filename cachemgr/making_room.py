@@ -147,16 +147,19 @@ class MakingRoom(PrefixIndex):
         self.blocks[block.slot] = None
         block.slot = place
         self.blocks[place] = block
+        tier.indexed -= 1
+        self.tier_of(block).indexed += 1
         if self.window is None:
-            children = block.children
+            children, device = block.children, self.device
             if children is None:
                 block.near = 0
             else:
                 lower = self.tier_of(block)
                 block.near = sum([self.tier_of(child) is lower for child in siblings.each(block)])
-            if isinstance(parent, Block) and self.tier_of(parent) is tier:
+            # What a device block stands on is on the device, too.
+            if isinstance(parent, Block) and (tier is device or self.tier_of(parent) is tier):
                 self._lose_near(parent)
-                if tier is self.device:
+                if tier is device:
                     # What lies below now is worth nothing without it.
                     self.backups.want(parent)
         self._events.add(EventKind.UPDATED, self.view(block))

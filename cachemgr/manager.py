@@ -36,10 +36,12 @@ from cachemgr.errors import (
 from cachemgr.events import EventLog
 from cachemgr.evicting import check_fork, left_behind
 from cachemgr.executors import MAX_SLOTS, check_spec, new_pools, outlives, share_memory
+from cachemgr.forgetting import Forgetting
 from cachemgr.ghosts import ghosts_of
 from cachemgr.hints import HintRunner
 from cachemgr.journal import IndexJournal, NoJournal
 from cachemgr.leases import LeaseBook
+from cachemgr.leftovers import Leftovers
 from cachemgr.lifecycle import carry_over, end_copies, end_tickets, lose, release, truncate
 from cachemgr.operator_records import PinRecord
 from cachemgr.records import BlockRecord
@@ -55,6 +57,9 @@ from cachemgr.tiers import Accounts
 from cachemgr.validation import check_id
 from cachemgr.views import unknown_executor
 from protos.kvcache.eviction import Kind
+
+# Of lost blocks, by each call of `expire`: some milliseconds.
+FREED_AT_A_TIME = 20_000
 
 
 class CacheManager(ManagerAdmin):
@@ -99,14 +104,31 @@ class CacheManager(ManagerAdmin):
         self._scheduler_came = False
         # Sequences that have begun to evict tokens.
         self._evicted: Counter[Kind] = Counter()
+        self._leftovers = Leftovers(self._leases)
+        # Calls that forget, while they run.
+        self._forgetting: list[Forgetting] = []
         # Live sequences by id, in the order of their handles.
         self._sequences: dict[str, LiveSequence] = {}
 
     def _now(self) -> float:
-        """The time, once every lease that it ends has ended: each call that changes something begins with it."""
+        """The time, once leases that it ends have ended: each call that changes something begins with it."""
         self.begun += 1
         self._leases.advance(self._clock())
         return self._leases.now
+
+    @property
+    def leftovers(self) -> int:
+        """Entries of lost executors that later calls of `expire` free."""
+        return len(self._leftovers)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether so many leases were over at once that `expire` is due again now."""
+        return self._leases.is_behind
+
+    def go_on(self) -> None:
+        """A call that is carried out in steps takes the next one: leases have ended meanwhile."""
+        self._now()
 
     def _next_number(self) -> int:
         self._number += 1
@@ -114,8 +136,11 @@ class CacheManager(ManagerAdmin):
 
     def _number_behind(self, spec: ExecutorSpec) -> None:
         """Gives no number again by which a slot of a lower tier is known: the clock may be behind that of the epoch."""
-        told = chain(*spec.host_generations, *spec.disk_generations)
-        self._number = max(self._number, max((number for number in told if number < 1 << 63), default=0))
+        for slots in chain(spec.host_generations, spec.disk_generations):
+            newest = max(slots, default=0)
+            if newest >= 1 << 63:
+                newest = max((number for number in slots if number < 1 << 63), default=0)
+            self._number = max(self._number, newest)
 
     # Executors
 
@@ -171,9 +196,10 @@ class CacheManager(ManagerAdmin):
         executor.spec = spec.without_contents()
         if remembered:
             self.put_back(spec.executor_id, spec.executor_epoch, sorted(remembered, key=lambda record: record.depth))
+        # Before pins come back: their budget is a share of the pool.
+        share_memory(executor, spec, self._shares)
         if not later:
             self._end_recovery(executor, pins)
-        share_memory(executor, self._shares)
         executor.ghosts = ghosts_of(executor.pools, self.config.ghost_sample)
         return executor.cached()
 
@@ -186,9 +212,9 @@ class CacheManager(ManagerAdmin):
         pools = before.pools if before else new_pools(spec, self.config, self._events, self._leases, self._journal)
         budget = self.config.pin_budget
         executor = Executor(spec, pools, deadline, self._next_number, budget, self._accounts, before)
+        executor.stores_partial = self.config.partial_reuse or self.config.copy_on_partial_reuse
         if before is not None:
             carry_over(before, executor)
-        executor.count_accounts()
         self._executors[spec.executor_id] = executor
         self._number_behind(spec)
         self._hear_of_pins(executor)
@@ -235,7 +261,7 @@ class CacheManager(ManagerAdmin):
     def _lose(self, executor: Executor) -> None:
         # What is remembered of it was used before whatever comes next.
         self._uses = max(self._uses, *(pool.uses for pool in executor.pools)) + MAX_SLOTS
-        lose(executor)
+        lose(executor, self._events, self._leftovers)
 
     def renew_executor(self, executor_id: str, executor_epoch: int, manager_epoch: int) -> None:
         """Keeps the lease, and begins backups.
@@ -461,6 +487,7 @@ class CacheManager(ManagerAdmin):
             if executor.deadline < now:
                 self._lose(executor)
                 del self._executors[executor_id]
+        self._leftovers.let_go(FREED_AT_A_TIME)
 
     # What the calls above share
 
@@ -470,6 +497,8 @@ class CacheManager(ManagerAdmin):
         self._sequences[sequence.sequence_id] = sequence
         sequence.executor.sequences[sequence.handle] = sequence
         sequence.scheduler.sequences[sequence.handle] = sequence
+        for forgetting in self._forgetting:
+            forgetting.came(sequence)
         return sequence.admission
 
     def _release_all(self, scheduler: Scheduler, now: float) -> None:

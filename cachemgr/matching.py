@@ -1,8 +1,10 @@
 """How much of a prompt is there already, over all groups of an executor."""
 
 import enum
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from cachemgr import siblings
 from cachemgr.api import TierKind
@@ -10,6 +12,8 @@ from cachemgr.block import Block, Node
 from cachemgr.keys import child_key, extra_bytes
 from cachemgr.pool import Pool
 from cachemgr.sequence import Sequence, first_needed
+
+_START = attrgetter("start")
 
 
 class Partial(enum.Enum):
@@ -159,7 +163,10 @@ class _Finder:
         A block that ends before an image begins knows nothing of it, and the image of a block may be cut off earlier or
         go on longer than the sequence's, which makes a difference only behind the shorter one's end.
         """
-        keys = [key for key in self._sequence.extra_keys if key.start < start + self._size]
+        own_keys = self._sequence.extra_keys
+        # Of what begins before the block only the last one may reach into it.
+        first = max(0, bisect_left(own_keys, start, key=_START) - 1)
+        keys = own_keys[first : bisect_left(own_keys, start + self._size, key=_START)]
         yield end, extra_bytes(keys, start, start + self._size)
         for index, key in enumerate(keys):
             if start < key.start < end:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-# Per salt the first so many get an entry; all later ones are one together.
+# So many salts have an entry of their own; all others are one together.
 MAX_SALTS = 100
+# What was looked up so long ago counts half when salts compete for the entries.
+HALF_LIFE_SECONDS = 600.0
 BUCKET_SECONDS = 10.0
 MAX_WINDOW_SECONDS = 3600.0
 
@@ -19,29 +21,47 @@ class TokenCount(NamedTuple):
 
 
 class TokenMeter:
-    """Counts lookups of one pool."""
+    """Counts lookups of one pool.
 
-    __slots__ = ("_buckets", "others", "salts", "total")
+    `salts` has the most active salts of late, each with what it looked up since it got its entry; `others` has all that
+    is counted nowhere in `salts`. This is the space-saving algorithm with a half-life: a salt without an entry takes
+    that of the least active one and its weight, so that one with more than 1 / MAX_SALTS of the tokens always has one.
+    """
+
+    __slots__ = ("_buckets", "_halved_at", "_weights", "others", "salts", "total")
 
     def __init__(self) -> None:
         self.total = TokenCount()
         self.salts: dict[str | None, TokenCount] = {}
         self.others = TokenCount()
+        # By salt that has an entry: tokens looked up, older ones for less, and what it took over with the entry.
+        self._weights: dict[str | None, float] = {}
+        self._halved_at = 0.0
         # (begin of the bucket, counts), oldest first.
         self._buckets: deque[tuple[float, TokenCount]] = deque(maxlen=int(MAX_WINDOW_SECONDS / BUCKET_SECONDS) + 1)
 
     def add(self, now: float, salt: str | None, queried: int, hit: int) -> None:
         """A prompt was looked up."""
         self.total = _sum(self.total, queried, hit)
-        if salt in self.salts or len(self.salts) < MAX_SALTS:
-            self.salts[salt] = _sum(self.salts.get(salt, TokenCount()), queried, hit)
-        else:
-            self.others = _sum(self.others, queried, hit)
+        self._add_to_salt(now, salt, queried, hit)
         begin = now - now % BUCKET_SECONDS
         if self._buckets and self._buckets[-1][0] >= begin:
             self._buckets[-1] = (self._buckets[-1][0], _sum(self._buckets[-1][1], queried, hit))
         else:
             self._buckets.append((begin, TokenCount(queried, hit)))
+
+    def _add_to_salt(self, now: float, salt: str | None, queried: int, hit: int) -> None:
+        if now - self._halved_at >= HALF_LIFE_SECONDS:
+            share = 0.5 ** ((now - self._halved_at) // HALF_LIFE_SECONDS)
+            self._weights = {known: weight * share for known, weight in self._weights.items()}
+            self._halved_at = now
+        weight = self._weights.get(salt, 0.0)
+        if salt not in self.salts and len(self.salts) >= MAX_SALTS:
+            least = min(self._weights, key=self._weights.__getitem__)
+            weight = self._weights.pop(least)
+            self.others = _sum(self.others, *self.salts.pop(least))
+        self._weights[salt] = weight + queried
+        self.salts[salt] = _sum(self.salts.get(salt, TokenCount()), queried, hit)
 
     def since(self, begin: float) -> TokenCount:
         """What was looked up from about this time on."""

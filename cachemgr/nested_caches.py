@@ -42,6 +42,7 @@ class NestedCaches:
         self._tails: dict[bytes, dict[int, dict[bytes, Ghost]]] = {}
         # Nobody asks; what ends leases counts them.
         self.honoured_leases = self.broken_leases = 0
+        self.is_lost = False
         self._orders = [EvictionOrder() for _ in limits]
         # Blocks of each zone, those in use with the first.
         self._counts = [0] * len(limits)

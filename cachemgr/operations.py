@@ -4,20 +4,26 @@ The services, the operation log and its replay all go through here, so that a lo
 can happen.
 """
 
+import asyncio
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any, TypeVar
 
 from google.protobuf.empty_pb2 import Empty
+from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.message import Message
 
 from cachemgr import convert, convert_admin
-from cachemgr.api import SchedulerEpoch
+from cachemgr.api import ExecutorSpec, SchedulerEpoch
 from cachemgr.errors import InvalidField, ManagerFailedError
 from cachemgr.manager import CacheManager
 from cachemgr.operator_records import PinRecord
-from cachemgr.oplog import END_RECOVERY, PUT_BACK, OperationLog
+from cachemgr.oplog import END_RECOVERY, GO_ON, PUT_BACK, OperationLog
 from cachemgr.records import BlockRecord
+from cachemgr.slices import SLICE_SECONDS
+from cachemgr.steps import Steps, at_once
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.rpc.errors import ServiceError
 
@@ -30,6 +36,8 @@ class Operation:
 
     request: type[Message]
     run: Callable[[CacheManager, Any], Message]
+    # Of calls that may touch very many blocks: the same in steps.
+    steps: Callable[[CacheManager, Any], Steps[Message]] | None = None
 
 
 class ManagerClock:
@@ -72,6 +80,11 @@ class Operations:
         self._clock = clock
         self._log = log
         self._expired_at = clock.now
+        # The call that is carried out in steps, with its method; its answer behind the last step.
+        self._long_call: tuple[str, Steps[Message]] | None = None
+        self.answer: Message | None = None
+        self._one_at_a_time = asyncio.Lock()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     def run(self, method: str, request: Message) -> Any:
         """Answers a request. Raises what the manager raises; the log has the attempt, too, as it moves the time."""
@@ -79,12 +92,78 @@ class Operations:
         self._note(method, request)
         return self._whole(method, lambda: operation.run(self.manager, request))
 
+    async def run_in_slices(self, method: str, request: Message) -> Any:
+        """As `run`; a call that may touch very many blocks lets others be answered meanwhile, one such call at a time.
+
+        It goes on when its caller has gone.
+        """
+        if OPERATIONS[method].steps is None:
+            return self.run(method, request)
+        task = asyncio.create_task(self._run_in_slices(method, request))
+        self._tasks.add(task)
+        task.add_done_callback(self._has_ended)
+        return await asyncio.shield(task)
+
+    def _has_ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            # A caller that has gone does not look at it.
+            task.exception()
+
+    async def _run_in_slices(self, method: str, request: Message) -> Any:
+        async with self._one_at_a_time:
+            self.begin(method, request)
+            end = perf_counter() + SLICE_SECONDS
+            while not self.go_on():
+                if perf_counter() >= end:
+                    await asyncio.sleep(0)
+                    end = perf_counter() + SLICE_SECONDS
+            return self.answer
+
+    def begin(self, method: str, request: Message) -> None:
+        """Begins a call whose steps `go_on` takes; none may be under way."""
+        steps = OPERATIONS[method].steps
+        assert steps is not None
+        self._note(method, request, in_steps=True)
+        self._long_call = method, steps(self.manager, request)
+        self.answer = None
+
+    def go_on(self) -> bool:
+        """Takes a step of the call that has begun; whether it was the last. Raises what the call raises."""
+        self._note(GO_ON, None)
+        if self._long_call is None:
+            return True
+        method, steps = self._long_call
+        ended = False
+        try:
+            ended = self._whole(method, lambda: self._step(steps))
+        except BaseException:
+            ended = True
+            raise
+        finally:
+            if ended:
+                self._long_call = None
+        return ended
+
+    def _step(self, steps: Steps[Message]) -> bool:
+        if inspect.getgeneratorstate(steps) == inspect.GEN_SUSPENDED:
+            self.manager.go_on()
+        try:
+            next(steps)
+        except StopIteration as ended:
+            self.answer = ended.value
+            return True
+        return False
+
     def register_executor(
-        self, request: pb.RegisterExecutorRequest, *, later: bool = False
+        self, request: pb.RegisterExecutorRequest, spec: ExecutorSpec | None = None, *, later: bool = False
     ) -> pb.RegisterExecutorResponse:
-        """As RegisterExecutor; `later` says that remembered blocks come by `put_back` until `end_recovery`."""
+        """As RegisterExecutor; `later` says that remembered blocks come by `put_back` until `end_recovery`.
+
+        `spec` is what the request says, if that is known: to read it again takes long where there are very many slots.
+        """
         self._note("RegisterExecutor", request, later=later)
-        return self._whole("RegisterExecutor", lambda: _register_executor(self.manager, request, later=later))
+        return self._whole("RegisterExecutor", lambda: _register_executor(self.manager, request, spec, later=later))
 
     def put_back(self, executor_id: str, executor_epoch: int, remembered: list[BlockRecord]) -> None:
         """A part of the blocks that the store remembers."""
@@ -132,19 +211,20 @@ class Operations:
         pins: Iterable[PinRecord] = (),
         *,
         later: bool = False,
+        in_steps: bool = False,
     ) -> None:
         if self.failed:
             raise ManagerFailedError("an earlier call has failed inside: the cache manager ends and starts again")
         # What a store tells is as of the time that the clock shows: the time since would come on top of each lease.
         now = self._clock.now if method in (PUT_BACK, END_RECOVERY) else self._clock.advance()
         if self._log is not None:
-            self._log.write(now, method, request, remembered, pins, later=later)
+            self._log.write(now, method, request, remembered, pins, later=later, in_steps=in_steps)
 
 
 def _register_executor(
-    manager: CacheManager, request: pb.RegisterExecutorRequest, *, later: bool = False
+    manager: CacheManager, request: pb.RegisterExecutorRequest, spec: ExecutorSpec | None = None, *, later: bool = False
 ) -> pb.RegisterExecutorResponse:
-    restored = manager.register_executor(convert.executor_spec(request), later=later)
+    restored = manager.register_executor(spec or convert.executor_spec(request), later=later)
     return pb.RegisterExecutorResponse(
         manager_epoch=manager.epoch,
         lease_duration=_lease(manager),
@@ -163,6 +243,7 @@ def _renew_executor(manager: CacheManager, request: pb.RenewExecutorRequest) -> 
         manager_epoch=manager.epoch,
         lease_duration=_lease(manager),
         transfers=convert.transfers(manager.executor_transfers(request.executor_id)),
+        scheduler_ids=manager.scheduler_ids(),
     )
 
 
@@ -216,19 +297,29 @@ def _confirm(manager: CacheManager, request: pb.ConfirmTransfersRequest) -> pb.C
     return pb.ConfirmTransfersResponse(unknown_tickets=unknown)
 
 
-def _purge(manager: CacheManager, request: pb.PurgeBlocksRequest) -> pb.PurgeBlocksResponse:
+def _purge(manager: CacheManager, request: pb.PurgeBlocksRequest) -> Steps[pb.PurgeBlocksResponse]:
     selected = convert_admin.block_filter(request.filter)
-    purged = manager.purge(selected, validate_only=request.validate_only, skip_used=request.skip_used)
+    purged = yield from manager.purge_in_steps(
+        selected, validate_only=request.validate_only, skip_used=request.skip_used
+    )
     return pb.PurgeBlocksResponse(purged_blocks=purged.purged_blocks, used_blocks=purged.used_blocks)
 
 
-def _forget(manager: CacheManager, request: pb.ForgetBlocksRequest) -> pb.ForgetBlocksResponse:
+def _forget(manager: CacheManager, request: pb.ForgetBlocksRequest) -> Steps[pb.ForgetBlocksResponse]:
     target = convert_admin.forget_target(request)
-    return convert_admin.forgotten(manager.forget(target, validate_only=request.validate_only))
+    forgotten = yield from manager.forget_in_steps(target, validate_only=request.validate_only)
+    return convert_admin.forgotten(forgotten)
+
+
+def _paths(update_mask: FieldMask) -> tuple[str, ...]:
+    """The fields that change. Raises InvalidField for none: to change all of them by an oversight may cost leases."""
+    if not update_mask.paths:
+        raise InvalidField("update_mask", "must name at least one field")
+    return tuple(update_mask.paths)
 
 
 def _update_pool(manager: CacheManager, request: pb.UpdatePoolRequest) -> pb.UpdatePoolResponse:
-    for index, path in enumerate(request.update_mask.paths):
+    for index, path in enumerate(_paths(request.update_mask)):
         if path != "total_blocks":
             raise InvalidField(f"update_mask.paths[{index}]", "must be total_blocks")
     if not request.pool.pool_id:
@@ -238,32 +329,40 @@ def _update_pool(manager: CacheManager, request: pb.UpdatePoolRequest) -> pb.Upd
     return pb.UpdatePoolResponse(pool=convert.pool(view))
 
 
-def _create_rule(manager: CacheManager, request: pb.CreateRetentionRuleRequest) -> pb.CreateRetentionRuleResponse:
-    rule, matching = manager.create_rule(convert_admin.rule(request.rule), validate_only=request.validate_only)
+def _create_rule(
+    manager: CacheManager, request: pb.CreateRetentionRuleRequest
+) -> Steps[pb.CreateRetentionRuleResponse]:
+    given = convert_admin.rule(request.rule)
+    rule, matching = yield from manager.create_rule_in_steps(given, validate_only=request.validate_only)
     return pb.CreateRetentionRuleResponse(rule=convert_admin.rule_message(rule), matching_blocks=matching)
 
 
-def _update_rule(manager: CacheManager, request: pb.UpdateRetentionRuleRequest) -> pb.UpdateRetentionRuleResponse:
-    rule, leases, matching = manager.update_rule(
-        convert_admin.rule(request.rule), tuple(request.update_mask.paths), validate_only=request.validate_only
+def _update_rule(
+    manager: CacheManager, request: pb.UpdateRetentionRuleRequest
+) -> Steps[pb.UpdateRetentionRuleResponse]:
+    rule, leases, matching = yield from manager.update_rule_in_steps(
+        convert_admin.rule(request.rule), _paths(request.update_mask), validate_only=request.validate_only
     )
     return pb.UpdateRetentionRuleResponse(
         rule=convert_admin.rule_message(rule), changed_leases=leases, matching_blocks=matching
     )
 
 
-def _delete_rule(manager: CacheManager, request: pb.DeleteRetentionRuleRequest) -> pb.DeleteRetentionRuleResponse:
-    ended = manager.delete_rule(request.name, request.etag, validate_only=request.validate_only)
+def _delete_rule(
+    manager: CacheManager, request: pb.DeleteRetentionRuleRequest
+) -> Steps[pb.DeleteRetentionRuleResponse]:
+    ended = yield from manager.delete_rule_in_steps(request.name, request.etag, validate_only=request.validate_only)
     return pb.DeleteRetentionRuleResponse(ended_leases=ended)
 
 
-def _set_quota(manager: CacheManager, request: pb.SetQuotaRequest) -> pb.SetQuotaResponse:
-    quota = manager.set_quota(convert_admin.quota(request.quota), validate_only=request.validate_only)
+def _set_quota(manager: CacheManager, request: pb.SetQuotaRequest) -> Steps[pb.SetQuotaResponse]:
+    given = convert_admin.quota(request.quota)
+    quota = yield from manager.set_quota_in_steps(given, validate_only=request.validate_only)
     return pb.SetQuotaResponse(quota=convert_admin.quota_message(quota))
 
 
-def _delete_quota(manager: CacheManager, request: pb.DeleteQuotaRequest) -> pb.DeleteQuotaResponse:
-    manager.delete_quota(convert_admin.account(request))
+def _delete_quota(manager: CacheManager, request: pb.DeleteQuotaRequest) -> Steps[pb.DeleteQuotaResponse]:
+    yield from manager.delete_quota_in_steps(convert_admin.account(request))
     return pb.DeleteQuotaResponse()
 
 
@@ -294,6 +393,10 @@ def _restore_operators(manager: CacheManager, request: pb.RememberedOperators) -
     return Empty()
 
 
+def _long(request: type[Message], steps: Callable[[CacheManager, Any], Steps[Message]]) -> Operation:
+    return Operation(request, lambda manager, message: at_once(steps(manager, message)), steps)
+
+
 OPERATIONS: Mapping[str, Operation] = {
     "RegisterExecutor": Operation(pb.RegisterExecutorRequest, _register_executor),
     "RenewExecutor": Operation(pb.RenewExecutorRequest, _renew_executor),
@@ -307,14 +410,14 @@ OPERATIONS: Mapping[str, Operation] = {
     "ReleaseSequence": Operation(pb.ReleaseSequenceRequest, _release),
     "ConfirmTransfers": Operation(pb.ConfirmTransfersRequest, _confirm),
     "SendHints": Operation(pb.SendHintsRequest, _hint),
-    "PurgeBlocks": Operation(pb.PurgeBlocksRequest, _purge),
-    "ForgetBlocks": Operation(pb.ForgetBlocksRequest, _forget),
+    "PurgeBlocks": _long(pb.PurgeBlocksRequest, _purge),
+    "ForgetBlocks": _long(pb.ForgetBlocksRequest, _forget),
     "UpdatePool": Operation(pb.UpdatePoolRequest, _update_pool),
-    "CreateRetentionRule": Operation(pb.CreateRetentionRuleRequest, _create_rule),
-    "UpdateRetentionRule": Operation(pb.UpdateRetentionRuleRequest, _update_rule),
-    "DeleteRetentionRule": Operation(pb.DeleteRetentionRuleRequest, _delete_rule),
-    "SetQuota": Operation(pb.SetQuotaRequest, _set_quota),
-    "DeleteQuota": Operation(pb.DeleteQuotaRequest, _delete_quota),
+    "CreateRetentionRule": _long(pb.CreateRetentionRuleRequest, _create_rule),
+    "UpdateRetentionRule": _long(pb.UpdateRetentionRuleRequest, _update_rule),
+    "DeleteRetentionRule": _long(pb.DeleteRetentionRuleRequest, _delete_rule),
+    "SetQuota": _long(pb.SetQuotaRequest, _set_quota),
+    "DeleteQuota": _long(pb.DeleteQuotaRequest, _delete_quota),
     "PinPrefix": Operation(pb.PinPrefixRequest, _pin),
     "ReleaseHold": Operation(pb.ReleaseHoldRequest, _release_hold),
     # No method of a service: what the store remembers, once it could be asked.

@@ -23,7 +23,7 @@ from cachemgr.operator_records import PinRecord, pin, pin_message
 from cachemgr.records import BlockRecord, RecordError, decode, encode, encode_place
 from protos.kvcache.v1 import kvcache_pb2 as pb
 
-START, EXPIRE, PUT_BACK, END_RECOVERY = "Start", "Expire", "PutBack", "EndRecovery"
+START, EXPIRE, PUT_BACK, END_RECOVERY, GO_ON = "Start", "Expire", "PutBack", "EndRecovery", "GoOn"
 _MAX_ENTRY_BYTES = 1 << 30
 ENDED = Gauge("kvkeep_operation_log_ended", "Whether the operation log ends before the present: its disk is full.")
 log = structlog.get_logger()
@@ -60,7 +60,10 @@ class OperationLog:
             _move_aside(path)
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except OSError as error:
-            raise OperationLogError(f"cannot create the operation log {path}: {error.strerror}") from error
+            raise OperationLogError(
+                f"cannot create the operation log {path}: {error.strerror}; "
+                "KVKEEP_CACHEMGR_OPERATION_LOG names another file, or none"
+            ) from error
         return cls(os.fdopen(descriptor, "wb", buffering=0), now, epoch, config)
 
     def write(
@@ -72,6 +75,7 @@ class OperationLog:
         pins: Iterable[PinRecord] = (),
         *,
         later: bool = False,
+        in_steps: bool = False,
     ) -> None:
         """Appends an entry, unless the log has ended."""
         if not self.is_whole:
@@ -85,6 +89,7 @@ class OperationLog:
             ],
             pins=[pin_message(pin) for pin in pins],
             later=later,
+            in_steps=in_steps,
         ).SerializeToString()
         data = memoryview(_varint(len(entry)) + entry)
         try:

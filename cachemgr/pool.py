@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from cachemgr.api import BlockView, EventKind, PoolSpec, RemovalCause, TierKind
@@ -11,7 +11,7 @@ from cachemgr.block import Block, Node
 from cachemgr.events import EventLog
 from cachemgr.history import LostBlocks, UseTimes
 from cachemgr.journal import IndexJournal
-from cachemgr.leases import LeaseBook, leases_of
+from cachemgr.leases import LeaseBook
 from cachemgr.making_room import Way
 from cachemgr.meters import TokenMeter
 from cachemgr.restarting import Restarting
@@ -69,6 +69,8 @@ class Pool(Restarting):
         # Blocks in use whose bytes must not outlive their use.
         self.doomed: set[Block] = set()
         self.lost = LostBlocks(lost_blocks)
+        # Whether leases of its blocks mean nothing any more.
+        self.is_lost = False
         self.tokens = TokenMeter()
         # Leases that ended by time or by their holder, and leases whose block was lost before.
         self.honoured_leases = self.broken_leases = 0
@@ -76,6 +78,8 @@ class Pool(Restarting):
         self.share_number = 0
         self.uses = 0
         self.use_times = UseTimes()
+        # Lists that hear of each block that takes the place of another in the index.
+        self.successors: list[list[Block]] = []
         self.on_moved: Callable[[Block, Block, Sequence | None], None] | None = None
         self.on_recalled: Callable[[Block, Sequence], None] | None = None
         # Called with a block in a lower tier and the device block that takes its place in the index.
@@ -83,7 +87,8 @@ class Pool(Restarting):
         # Called with the key of a block that is lost.
         self.on_gone: Callable[[bytes], None] | None = None
         self.on_doomed: Callable[[Block], None] | None = None
-        self._unlisted: list[Block] = []
+        # Called with a slot that the pool may no longer use, and whose memory others may have once it is overwritten.
+        self.on_withheld: Callable[[Block], None] | None = None
         self.offload_min_priority = offload_min_priority
         self._events = events
         self._leases = leases
@@ -218,50 +223,46 @@ class Pool(Restarting):
         if block is not None and not block.refs:
             self.discard(block, RemovalCause.PARENT_LOST)
 
-    def close_accounts(self) -> None:
-        """Ends all shares, before blocks change their accounts; `open_accounts` must follow."""
-        for tier in self.tiers:
-            for block in tier.listed():
-                tier.delist(block, account_of(block))
-                self._unlisted.append(block)
-            tier.end_shares()
+    def resize(self, total: int, written: Iterable[int] | None = None) -> None:
+        """Changes how many device slots may be used; at most the free ones go, empty before cached.
 
-    def open_accounts(self) -> None:
-        """Counts what every account has."""
-        for tier in self.tiers:
-            tier.start_shares()
-        for block in self.blocks:
-            if block is not None:
-                self.tier_of(block).count(account_of(block), blocks=1, used=int(block.refs > 0))
-        for block in self._unlisted:
-            self.tier_of(block).enlist(block, account_of(block), newest=False)
-        self._unlisted.clear()
-
-    def leased_to(self, holder: str) -> list[Block]:
-        """Blocks with a lease of this holder."""
-        return [
-            block
-            for block in self.blocks
-            if block is not None and any(lease.wish.holder == holder for lease in leases_of(block))
-        ]
-
-    def resize(self, total: int) -> None:
-        """Changes how many device slots may be used; at most the free ones go, empty before cached."""
+        Where pools share memory, slots that go are overwritten: of those in `written`, None for all.
+        """
         device = self.device
-        while device.total < total:
-            device.empty.append(device.withheld.pop())
+        if device.total < total:
+            device.give_back(total - device.total)
+        before = len(device.withheld)
         while device.total > total:
             if not device.num_empty:
                 victim = device.victim(None)
                 assert victim is not None, TAKEABLE
                 self.discard_subtree(victim, RemovalCause.POOL_SHRUNK)
-            device.withheld.append(device.take_empty(newest=True))
+            device.withhold(min(device.num_empty, device.total - total))
+        if self.spec.share_blocks:
+            gone = device.withheld[before:]
+            for place in gone if written is None else sorted({*written}.intersection(gone)):
+                self._clear(place)
         self.share_number += 1
+
+    def _clear(self, place: int) -> None:
+        assert self.on_withheld is not None
+        self.device.clearing.add(place)
+        self.on_withheld(Block(place))
+
+    def cleared(self, place: int, *, done: bool) -> None:
+        """The executor has overwritten a withheld slot, or has failed to."""
+        self.device.clearing.discard(place)
+        if not done:
+            self._clear(place)
 
     def take_over(self, block: Block, writer: Sequence) -> None:
         """An unreferenced leaf on the device leaves the index and is the writer's, with what it holds."""
         self.retain(block)
         self._unlink(block, RemovalCause.TAKEN_OVER, writer)
+        self.own(block, writer)
+
+    def own(self, block: Block, writer: Sequence) -> None:
+        """A used block of the device that is not in the index is the writer's to fill, whoever stored it before."""
         self.device.count(account_of(block), blocks=-1, used=-1)
         block.writer, block.domain = writer, writer.domain
         self.device.count(account_of(block), blocks=1, used=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -45,6 +45,8 @@ class PrefixIndex(PoolViews):
     on_superseded: Callable[[Block, Block], None] | None
     on_gone: Callable[[bytes], None] | None
     lost: LostBlocks
+    successors: list[list[Block]]
+    is_lost: bool
     uses: int
     blocks: list[Block | None]
     moving: dict[Block, Ticket]
@@ -76,6 +78,7 @@ class PrefixIndex(PoolViews):
         tier.cached += 1
         tier.counters.restored += 1
         tier.count(domain.account, blocks=1)
+        block.domain = domain
         self._enter(block, key, parent_key, tokens, depth, domain, step)
         if self.window is None and block.children is not None:
             # They have outlived what it puts back.
@@ -94,6 +97,9 @@ class PrefixIndex(PoolViews):
         block.key = key
         block.tokens = tokens
         block.depth = depth
+        if account_of(block) is not domain.account:
+            # Quotas have come or gone since it was taken.
+            self.rebook(block, domain)
         block.domain = domain
         # Who took it over from the index and ended may have had no step of its own.
         block.stored_step = max(block.stored_step, step)
@@ -117,12 +123,26 @@ class PrefixIndex(PoolViews):
         if gap is not None:
             self._adopt_children(block, gap)
         self.index[key] = block
+        self.tier_of(block).indexed += 1
         if self._has_lower:
             self.backups.want(block)
         self.lost.came_back(key)
         self._events.add(_STORED, self.view(block))
         if block.lease is not None:
             self._leases.announce(self, block)
+
+    def rebook(self, block: Block, domain: Domain) -> None:
+        """A block counts against the account of this domain, which is its own but for that."""
+        tier, before = self.tier_of(block), account_of(block)
+        is_listed, is_used = block.older is not None, int(block.refs > 0)
+        if is_listed:
+            tier.delist(block, before)
+        tier.count(before, blocks=-1, used=-is_used)
+        block.domain = domain
+        tier.count(domain.account, blocks=1, used=is_used)
+        if is_listed:
+            tier.enlist(block, domain.account, newest=False)
+        self._offer(block)
 
     def has_left(self, block: Block) -> None:
         """A block is computed: the bytes that lay in its slot before are copied, whether that is confirmed or not.
@@ -156,6 +176,10 @@ class PrefixIndex(PoolViews):
                 if parent.older is not None:
                     self.device.delist(parent, account_of(parent))
         self.index[block.key] = block
+        for heard in self.successors:
+            heard.append(block)
+        tier.indexed -= 1
+        self.device.indexed += 1
         self._leases.move(old, block)
         block.priority = effective_priority(block)
         old.parent = None
@@ -234,17 +258,6 @@ class PrefixIndex(PoolViews):
             at += 1
         return reversed(found)
 
-    def with_descendants(self, blocks: Iterable[Block]) -> dict[Block, None]:
-        """These blocks and their descendants, each visited once, in an order that depends on the blocks alone."""
-        found: dict[Block, None] = {}
-        rest = list(blocks)
-        while rest:
-            block = rest.pop()
-            if block not in found:
-                found[block] = None
-                rest.extend(siblings.each(block))
-        return found
-
     def _longer(self, block: Block) -> Block | None:
         """A sibling that holds all that a partly filled block does."""
         if len(block.tokens) == self.block_size * TOKEN_BYTES or block.parent is None:
@@ -305,6 +318,7 @@ class PrefixIndex(PoolViews):
         elif self.window is None and (parent.slot <= device.size if tier is device else self.tier_of(parent) is tier):
             self._lose_near(parent)
         del self.index[block.key]
+        tier.indexed -= 1
         if block.children is not None:
             assert self.window is not None
             gap = self.bare[block.key] = Node(block.key)

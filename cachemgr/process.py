@@ -25,6 +25,7 @@ from cachemgr.recovering import Recoveries
 from cachemgr.redis_client import open_redis
 from cachemgr.service import CacheEventService, CacheManagerService, Domain
 from cachemgr.settings import CachemgrSettings
+from cachemgr.slices import SLICE_SECONDS
 from cachemgr.store import IndexStore
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
 from protos.rpc.addresses import AddressError
@@ -71,6 +72,7 @@ class CacheManagerProcess:
             interval=settings.redis_flush_seconds,
             max_pending=settings.redis_max_pending,
             now=lambda: self._manager.now,
+            knows=lambda executor_id: self._manager.knows_executor(executor_id),
             operators=lambda: self._manager,
             stream=stream,
             restore=lambda remembered: self._operations.run("RestoreOperators", remembered),
@@ -254,7 +256,11 @@ class CacheManagerProcess:
             self._eviction_metrics.update(self._manager.evicted_sequences())
             if self._revive_redis is not None:
                 self._revive_redis()
-            await asyncio.sleep(EXPIRE_SECONDS)
+            due = time.monotonic() + EXPIRE_SECONDS
+            while self._manager.is_behind and time.monotonic() < due:
+                await asyncio.sleep(SLICE_SECONDS)
+                self._operations.expire()
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
 
 
 def _write_state(path: Path, manager: CacheManager) -> bool:

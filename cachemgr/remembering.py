@@ -7,9 +7,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from cachemgr.admin_api import PoolShare, Quota, RetentionRule
+from cachemgr.api import AccountKey
 from cachemgr.executors import fits
 from cachemgr.operator_records import Entry, Kind, PinRecord, entry_name
 from cachemgr.retention import RULE
+from cachemgr.steps import Steps, at_once
 from cachemgr.tiers import Account
 from cachemgr.views import ManagerViews
 
@@ -100,26 +102,32 @@ class ManagerMemory(ManagerViews):
         for quota in new:
             self._accounts.set(quota)
         if new:
-            self._change_accounts()
-        for share in shares:
-            if share.pool_id in self._shares:
-                continue
-            self._shares[share.pool_id] = share
-            for pool in self._selected(""):
-                if pool.pool_id == share.pool_id and self._may_have(pool, share):
-                    pool.resize(share.total_blocks)
-                    pool.share_number = share.number
+            at_once(self._change_accounts([Account(quota).key for quota in new]))
+        new_shares = {share.pool_id: share for share in shares if share.pool_id not in self._shares}
+        self._shares |= new_shares
+        # What one pool gives up is what another gets.
+        known = [(pool, new_shares[pool.pool_id]) for pool in self._selected("") if pool.pool_id in new_shares]
+        for pool, share in sorted(known, key=lambda pair: pair[1].total_blocks - pair[0].device.total):
+            if self._may_have(pool, share):
+                pool.resize(share.total_blocks)
+                pool.share_number = share.number
 
     def _may_have(self, pool: Pool, share: PoolShare) -> bool:
         executor, shrink = self._executors[pool.executor_id], pool.device.total - share.total_blocks
         memory = executor.spec.memory_bytes
         need = sum(one.device.total * one.spec.block_bytes for one in executor.pools) - shrink * pool.spec.block_bytes
-        return fits(pool, share) and shrink <= pool.device.free_for(None) and (memory is None or need <= memory)
+        possible = -pool.device.num_ready <= shrink <= pool.device.free_for(None)
+        return fits(pool, share) and possible and (memory is None or need <= memory)
 
-    def _change_accounts(self) -> None:
+    def _change_accounts(self, keys: list[AccountKey]) -> Steps[None]:
         """Accounts have come or gone."""
-        for executor in self._executors.values():
-            executor.change_accounts()
+        changing = [executor.change_accounts(keys) for executor in self._executors.values()]
+        # All first steps together: from then on nothing counts against the quotas of before.
+        for steps in changing:
+            next(steps, None)
+        for steps in changing:
+            yield
+            yield from steps
 
     def _is_deleted_rule(self, holder: str) -> bool:
         """Whether a lease's holder is a rule that is gone: blocks may have been remembered before."""

@@ -53,6 +53,9 @@ def _run(operations: Operations, entry: pb.LoggedOperation) -> None:
     if entry.method == oplog.EXPIRE:
         operations.expire()
         return
+    if entry.method == oplog.GO_ON:
+        operations.go_on()
+        return
     if entry.method in (oplog.PUT_BACK, oplog.END_RECOVERY):
         executor = _request(pb.RecoveringExecutor, entry)
         if entry.method == oplog.PUT_BACK:
@@ -66,6 +69,8 @@ def _run(operations: Operations, entry: pb.LoggedOperation) -> None:
     request = _request(operation.request, entry)
     if entry.method == "RegisterExecutor":
         operations.register_executor(request, later=entry.later)
+    elif entry.in_steps and operation.steps is not None:
+        operations.begin(entry.method, request)
     else:
         operations.run(entry.method, request)
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from cachemgr import siblings
 from cachemgr.api import EventKind, PoolSpec, RemovalCause, TierKind
 from cachemgr.block import Block, Node
 from cachemgr.making_room import MakingRoom
+from cachemgr.tiers import account_of
+
+if TYPE_CHECKING:
+    from cachemgr.leftovers import Leftovers
 
 _LOST = RemovalCause.EXECUTOR_LOST
 _DEPTH, _RECENCY = attrgetter("depth"), attrgetter("recency")
@@ -22,6 +26,7 @@ class Restarting(MakingRoom):
     """A part of a pool: how it goes on without its device."""
 
     pending: dict[bytes, Block]
+    is_lost: bool
 
     def _make_tiers(self) -> None:
         raise NotImplementedError
@@ -79,7 +84,7 @@ class Restarting(MakingRoom):
         held = set(self.backups.places.values())
         for tier in self.tiers:
             places = range(tier.offset + 1, tier.offset + tier.size + 1)
-            tier.empty = deque(place for place in places if self.blocks[place] is None and place not in held)
+            tier.set_empty(place for place in places if self.blocks[place] is None and place not in held)
 
     def _outlives(self, block: Block, filled: Mapping[TierKind, Seq[int]]) -> _Place | None:
         """Where the bytes of a block are without the device."""
@@ -101,7 +106,18 @@ class Restarting(MakingRoom):
         # Else they would hold each other until the next full garbage collection.
         block.parent = block.children = block.older = block.newer = None
 
+    def abandon(self, leftovers: Leftovers) -> None:
+        """As `forget_all`, in constant time and without an event for each block."""
+        self.is_lost = True
+        leftovers.add(self.blocks, self.index)
+        self.blocks, self.index = [], {}
+        self._start_empty()
+
     def _start_empty(self) -> None:
+        for block in self.blocks:
+            # Shared before it was computed: who waits for it wished something for it already.
+            if block is not None and block.parent is None and block.lease is not None:
+                self._leases.forget(block)
         for table in (self.index, self.bare, self.pending, self.moving, self.leaving, self.doomed):
             table.clear()
         self._make_tiers()
@@ -116,6 +132,8 @@ class Restarting(MakingRoom):
         block.children = block.older = block.newer = None
         self.blocks[block.slot] = self.index[block.key] = block
         tier.used += 1
+        tier.count(account_of(block), blocks=1, used=1)
+        tier.indexed += 1
 
     def _stand_up(self, parents: Mapping[Block, bytes]) -> None:
         """Makes the tree again from the keys of what blocks stand on."""

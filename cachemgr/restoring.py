@@ -72,7 +72,6 @@ class Recovery:
             self._leave(record)
         if pool is None or found is None:
             return
-        before = found
         if found.last_use == USED_LAST:
             # The tail is evicted first.
             found = found._replace(last_use=self._last_uses[record.group])
@@ -86,13 +85,8 @@ class Recovery:
         for lease in leases_of(block):
             if self._is_deleted_rule(lease.wish.holder):
                 self._leases.revoke(pool, block, lease.wish.holder, RemovalCause.RULE_CHANGED)
-        # The user of a lease whose clock had not started is gone: it runs from now on.
-        starts = any(lease.duration is not None and lease.remaining is None for lease in record.leases)
-        # Of blocks below the time of use is written.
-        is_dated = found != before and found.tier is not TierKind.DEVICE
-        # A lease that another covers is not restored.
-        fewer = record.leases and sum(1 for _ in leases_of(block)) < len(record.leases)
-        if before != record or starts or fewer or is_dated:
+        # It may lie where its copy was, and its leases may run now, be covered, or come from a block that it covers.
+        if _timeless(pool.record(block)) != _timeless(record):
             self._journal.stored(executor_id, *found.place, partial(pool.current_record, block))
 
     def end(self) -> None:
@@ -205,3 +199,11 @@ class Recovery:
             pool.backups.places[block] = below.offset + record.backup.slot
             below.fill(below.offset + record.backup.slot, record.backup.generation)
         return block
+
+
+def _timeless(record: BlockRecord) -> BlockRecord:
+    """What a store must be told of: not that time passes, but whether a lease's clock runs."""
+    if not record.leases:
+        return record
+    leases = [lease._replace(remaining=None if lease.remaining is None else 0.0) for lease in record.leases]
+    return record._replace(leases=tuple(leases))

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from cachemgr.rules import Rule
 
 MAX_PRIORITY = 100
+# Of one request.
+MAX_RANGES = 64
 DEFAULT_PRIORITY = 35
 # Of a wish that says something else than how long.
 NO_PRIORITY = -1
@@ -205,6 +207,8 @@ def check(retention: Retention) -> None:
         check_duration("retention.decode_retention_duration", retention.decode_duration)
         if retention.decode_priority is None:
             raise InvalidField("retention.decode_retention_duration", "needs decode_retention_priority")
+    if len(retention.ranges) > MAX_RANGES:
+        raise InvalidField("retention.ranges", f"must be at most {MAX_RANGES}")
     for index, wish in enumerate(retention.ranges):
         path = f"retention.ranges[{index}]"
         if wish.start < 0:

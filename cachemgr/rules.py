@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from hashlib import sha256
+from itertools import product
 from typing import TYPE_CHECKING
 
-from cachemgr.admin_api import RetentionRule, RuleAction
+from cachemgr.admin_api import RetentionRule, RuleAction, RuleMatch
 from cachemgr.errors import InvalidField, RuleExistsError, StaleRuleError, UnknownRuleError
-from cachemgr.keys import pack
+from cachemgr.keys import pack, packed_bytes
 from cachemgr.policies import check_rule
 from cachemgr.retention import NO_PRIORITY, RULE, Wish, check_duration, check_priority
 from cachemgr.validation import check_id
 
 if TYPE_CHECKING:
+    from array import array
+
     from cachemgr.api import AdmitRequest
 
+# Salt, tenant and adapter, None for all.
+_Scope = tuple[str | None, str | None, int | None]
+
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+# Rules about the same prompts, block ranges aside: an admission asks each of them about each of its blocks.
+MAX_ALIKE = 64
 FIELDS = ("order", "match", "action")
 
 
@@ -34,16 +45,6 @@ class Rule:
     def holder(self) -> str:
         """Who holds the leases that it gives."""
         return RULE + self.spec.name
-
-    def applies_to(self, request: AdmitRequest) -> bool:
-        """Whether it is about a request."""
-        match = self.spec.match
-        return (
-            match.salt in (None, request.salt)
-            and match.tenant_id in (None, request.tenant_id)
-            and match.adapter_id in (None, request.adapter_id)
-            and tuple(request.token_ids[: len(match.prefix_token_ids)]) == match.prefix_token_ids
-        )
 
     def covers(self, position: int) -> bool:
         """Whether it is about a block that begins at this position."""
@@ -63,8 +64,49 @@ class Rule:
         return Wish(self.holder, priority, action.duration, action.offload_min_priority)
 
 
+def _place(rule: Rule) -> tuple[int, str]:
+    """Where it stands among all: the first that says something counts."""
+    return rule.spec.order, rule.spec.name
+
+
+class _Group:
+    """Rules about the same salt, tenant and adapter, by the digest of the prefix that prompts must have."""
+
+    __slots__ = ("by_prefix", "lengths")
+
+    def __init__(self) -> None:
+        self.by_prefix: dict[bytes, list[Rule]] = {}
+        # How many prefixes there are of each length in bytes.
+        self.lengths: Counter[int] = Counter()
+
+    def add(self, rule: Rule, prefix: bytes) -> None:
+        rules = self.by_prefix.setdefault(sha256(prefix).digest(), [])
+        if not rules:
+            self.lengths[len(prefix)] += 1
+        rules.append(rule)
+
+    def remove(self, rule: Rule, prefix: bytes) -> None:
+        digest = sha256(prefix).digest()
+        self.by_prefix[digest].remove(rule)
+        if not self.by_prefix[digest]:
+            del self.by_prefix[digest]
+            self.lengths[len(prefix)] -= 1
+            if not self.lengths[len(prefix)]:
+                del self.lengths[len(prefix)]
+
+    def about(self, packed: memoryview) -> Iterator[Rule]:
+        """Rules about a prompt. It is hashed once, and looked up once per length that prefixes have."""
+        digest, end = sha256(), 0
+        for length in sorted(self.lengths):
+            if length > len(packed):
+                break
+            digest.update(packed[end:length])
+            end = length
+            yield from self.by_prefix.get(digest.digest(), ())
+
+
 class RuleBook:
-    """All rules, in the order in which they are asked.
+    """All rules, in the order in which they are asked, and those about a request without a look at all.
 
     `next_number` gives numbers that no earlier manager gave: an etag is never that of another state of a rule.
     """
@@ -73,6 +115,7 @@ class RuleBook:
         self._next_number = next_number
         self._rules: dict[str, Rule] = {}
         self._ordered: list[Rule] = []
+        self._groups: dict[_Scope, _Group] = {}
 
     def __iter__(self) -> Iterator[Rule]:
         return iter(self._ordered)
@@ -90,43 +133,51 @@ class RuleBook:
             raise UnknownRuleError(f"no rule {name}", fields={field: "is not known"})
         return rule
 
-    def for_request(self, request: AdmitRequest) -> list[Rule]:
-        """Rules that are about a request, in order."""
-        return [rule for rule in self._ordered if rule.applies_to(request)]
+    def for_request(self, request: AdmitRequest, tokens: array[int]) -> list[Rule]:
+        """Rules that are about a request with these tokens, in order."""
+        if not self._groups:
+            return []
+        packed = memoryview(packed_bytes(tokens))
+        scopes = {*product((None, request.salt), (None, request.tenant_id), (None, request.adapter_id))}
+        groups = filter(None, map(self._groups.get, scopes))
+        return sorted((rule for group in groups for rule in group.about(packed)), key=_place)
 
     def new(self, spec: RetentionRule) -> Rule:
         """Checks a rule that is to be made. Raises InvalidField, RuleExistsError."""
         check_spec(spec)
         if spec.name in self._rules:
             raise RuleExistsError(f"there is a rule {spec.name}", fields={"rule.name": "is in use"})
+        self._check_alike(spec.match)
         return Rule(spec)
 
     def add(self, rule: Rule) -> None:
         """Makes a checked rule."""
         self._stamp(rule, rule.spec)
-        self._rules[rule.spec.name] = rule
-        self._sort()
+        self._enter(rule)
 
     def restore(self, spec: RetentionRule) -> None:
         """Puts a rule back as it was, with its etag; one of that name that is there already stays."""
         if spec.name not in self._rules:
-            self._rules[spec.name] = Rule(spec)
-            self._sort()
+            self._enter(Rule(spec))
 
     def changed(self, spec: RetentionRule, mask: tuple[str, ...]) -> RetentionRule:
         """A rule as it would be after a change of the fields in the mask. Raises what `get` and a check raise."""
         known = self.get(spec.name, "rule.name").spec
         _check_etag("rule.etag", spec.etag, known.etag)
         result = known
-        for index, path in enumerate(mask or FIELDS):
+        for index, path in enumerate(mask):
             result = _with_field(result, spec, path, index)
         check_spec(result)
+        if _prompt_of(result.match) != _prompt_of(known.match):
+            self._check_alike(result.match)
         return result
 
     def update(self, spec: RetentionRule) -> None:
         """Puts a checked change in place."""
-        self._stamp(self._rules[spec.name], spec)
-        self._sort()
+        rule = self._rules[spec.name]
+        self._take_out(rule)
+        self._stamp(rule, spec)
+        self._enter(rule)
 
     def doomed(self, name: str, etag: str) -> Rule:
         """A rule that is to be deleted. Raises UnknownRuleError, StaleRuleError."""
@@ -137,14 +188,36 @@ class RuleBook:
     def remove(self, rule: Rule) -> None:
         """Deletes a rule."""
         rule.deleted = True
-        del self._rules[rule.spec.name]
-        self._sort()
+        self._take_out(rule)
 
     def _stamp(self, rule: Rule, spec: RetentionRule) -> None:
         rule.spec = replace(spec, etag=str(self._next_number()))
 
-    def _sort(self) -> None:
-        self._ordered = sorted(self._rules.values(), key=lambda rule: (rule.spec.order, rule.spec.name))
+    def _check_alike(self, match: RuleMatch) -> None:
+        scope, prefix = _prompt_of(match)
+        group = self._groups.get(scope)
+        if group is not None and len(group.by_prefix.get(sha256(prefix).digest(), ())) >= MAX_ALIKE:
+            raise InvalidField("rule.match", f"has the salt, tenant, adapter and prefix of {MAX_ALIKE} rules already")
+
+    def _enter(self, rule: Rule) -> None:
+        self._rules[rule.spec.name] = rule
+        insort(self._ordered, rule, key=_place)
+        scope, prefix = _prompt_of(rule.spec.match)
+        self._groups.setdefault(scope, _Group()).add(rule, prefix)
+
+    def _take_out(self, rule: Rule) -> None:
+        del self._rules[rule.spec.name]
+        del self._ordered[bisect_left(self._ordered, _place(rule), key=_place)]
+        scope, prefix = _prompt_of(rule.spec.match)
+        group = self._groups[scope]
+        group.remove(rule, prefix)
+        if not group.by_prefix:
+            del self._groups[scope]
+
+
+def _prompt_of(match: RuleMatch) -> tuple[_Scope, bytes]:
+    """What a rule says of the prompts that it is about."""
+    return (match.salt, match.tenant_id, match.adapter_id), packed_bytes(pack(match.prefix_token_ids))
 
 
 def _check_etag(field: str, given: str, current: str) -> None:
@@ -189,10 +262,10 @@ def check_spec(spec: RetentionRule) -> None:
     if not _NAME.fullmatch(spec.name):
         raise InvalidField("rule.name", "must be 1 to 64 letters, digits, '-', '_' or '.'")
     match, action = spec.match, spec.action
-    if match.salt == "":
-        raise InvalidField("rule.match.salt", "must not be empty; leave it out for all")
-    if match.tenant_id is not None:
-        check_id("rule.match.tenant_id", match.tenant_id)
+    for field in ("salt", "tenant_id"):
+        value = getattr(match, field)
+        if value is not None:
+            check_id(f"rule.match.{field}", value)
     try:
         pack(match.prefix_token_ids)
     except (OverflowError, TypeError) as error:

@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
-from cachemgr import convert, convert_admin, executors, tenancy
-from cachemgr.api import AccountKey, EventKind, ExecutorSpec, SchedulerEpoch
+from cachemgr import convert, convert_admin, executors
+from cachemgr.api import AccountKey, ExecutorSpec, SchedulerEpoch
 from cachemgr.errors import InvalidField, SchedulerFirstError
-from cachemgr.events import Event
+from cachemgr.event_batches import MAX_EVENTS, Batches, Wanted, pack
 from cachemgr.feed import EventFeed
 from cachemgr.manager import CacheManager
 from cachemgr.operations import Operations
 from cachemgr.recovering import Recoveries
 from cachemgr.slices import sliced
 from cachemgr.store import WAIT_SECONDS, IndexStore
+from cachemgr.validation import check_id
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
 from protos.rpc import tracing
@@ -50,6 +51,13 @@ class Domain:
         self.feed.ring()
         return answer
 
+    async def run_in_slices(self, method: str, request: Any) -> Any:
+        """As `run`, for a call that may touch very many blocks: others are answered meanwhile."""
+        try:
+            return await self.operations.run_in_slices(method, request)
+        finally:
+            self.feed.ring()
+
 
 class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
     """The data plane. Only a registration ever waits for Redis."""
@@ -68,7 +76,7 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
         # have given up steps that wrote after it.
         scheduler_came = self._manager.scheduler_came
         if known:
-            answer = domain.operations.register_executor(request, later=False)
+            answer = domain.operations.register_executor(request, spec)
             domain.store.registered(spec.executor_id, spec.executor_epoch)
         else:
             answer = await self._recall(request, spec, scheduler_came=scheduler_came)
@@ -88,7 +96,7 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
         is_empty = reading.is_complete.is_set() and not reading.num_blocks
         if not scheduler_came and not is_empty and (reading.is_complete.is_set() or spec.tells_of_contents):
             raise SchedulerFirstError
-        answer = domain.operations.register_executor(request, later=not is_empty)
+        answer = domain.operations.register_executor(request, spec, later=not is_empty)
         domain.store.registered(executor_id, spec.executor_epoch)
         domain.recoveries.begin(reading)
         with contextlib.suppress(TimeoutError):
@@ -204,13 +212,15 @@ class CacheEventService(pb_grpc.CacheEventServiceServicer):
     def __init__(self, domain: Domain) -> None:
         self._manager = domain.manager
         self._feed = domain.feed
+        self._batches = Batches()
 
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.WatchEventsResponse]:
         """A snapshot unless told where to continue, then every event. A consumer too slow gets OUT_OF_RANGE."""
-        if request.HasField("salt") and not request.salt:
-            raise InvalidField("salt", "must not be empty; leave it out for all")
+        if request.HasField("salt"):
+            check_id("salt", request.salt)
         if request.pool_id:
             self._manager.pool(request.pool_id)
+        wanted = Wanted.of(request)
         if request.HasField("after_event_number"):
             number = request.after_event_number
         else:
@@ -219,26 +229,13 @@ class CacheEventService(pb_grpc.CacheEventServiceServicer):
                     snapshot.catch_up()
             number = snapshot.number
             async for events in sliced(snapshot.events()):
-                for event in events:
-                    if event is not None and _is_wanted(request, event):
-                        yield convert.event(event, snapshot=True, token_ids=request.include_token_ids)
+                for message in pack(wanted, (event for event in events if event is not None), snapshot=True):
+                    yield message
         while True:
-            for event in self._manager.events_after(number):
-                if _is_wanted(request, event):
-                    # Who the slot was for may be of another salt.
-                    hidden = request.HasField("salt") or not tenancy.sees_all()
-                    shown = event._replace(for_sequence_id="") if hidden else event
-                    yield convert.event(shown, snapshot=False, token_ids=request.include_token_ids)
-                number = event.number
+            while happened := self._manager.events_after(number, MAX_EVENTS):
+                for message in self._batches.of(wanted, happened):
+                    yield message
+                number = happened[-1].number
+                # A filter may leave nothing to send of many events.
+                await asyncio.sleep(0)
             await self._feed.wait_for_events(number)
-
-
-def _is_wanted(request: pb.WatchEventsRequest, event: Event) -> bool:
-    block = event.block
-    if event.kind is not EventKind.CREATED and not tenancy.sees(block.domain):
-        return False
-    if request.pool_id and block.pool_id != request.pool_id:
-        return False
-    if not request.HasField("salt") or event.kind is EventKind.CREATED:
-        return True
-    return block.domain is not None and block.domain.salt == request.salt

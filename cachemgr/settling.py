@@ -37,8 +37,10 @@ def settle(sequence: Sequence, *, leaves: bool = False) -> None:
     if sequence.void or sequence.has_moved or (sequence.tickets and not leaves):
         return
     full = min([sequence.computed // sequence.block_size, *(ticket.index for ticket in sequence.tickets)])
+    full = _filled(sequence, full)
     for table in sequence.tables:
-        while table.settled < full and _settle_block(sequence, table, table.settled):
+        while table.settled < full:
+            _settle_block(sequence, table, table.settled)
             table.settled += 1
         for place, equal in [item for item in table.anchors.items() if item[0] < table.settled]:
             own = table.blocks[place]
@@ -61,27 +63,39 @@ def settle(sequence: Sequence, *, leaves: bool = False) -> None:
                 table.first += 1
 
 
-def _settle_block(sequence: Sequence, table: GroupTable, place: int) -> bool:
-    """False when the block is another sequence's to fill, and that one has not."""
+def _filled(sequence: Sequence, full: int) -> int:
+    """How many of so many leading blocks no other sequence has yet to fill in any group.
+
+    What is computed behind such a block depends on it in every group: each layer sees what all layers before it have.
+    """
+    for table in sequence.tables:
+        for place in range(table.settled, full):
+            block = table.blocks[place]
+            if block is not None and block.writer is not None and block.writer is not sequence:
+                full = place
+                break
+    return full
+
+
+def _settle_block(sequence: Sequence, table: GroupTable, place: int) -> None:
+    """Enters a block that is computed into the index, unless that has an equal one."""
     block = table.blocks[place]
     if block is None:
-        return True
+        return
     pool, key = table.pool, sequence.key(place)
     if block.writer is sequence:
         block.writer = None
         if pool.pending.get(key) is block:
             del pool.pending[key]
-    elif block.writer is not None:
-        return False
     if sequence.no_store or block.parent is not None:
-        return True
+        return
     wish = sequence.wishes.at(place * sequence.block_size)
     equal = pool.index.get(key)
     if equal is not None and not (equal.refs and pool.is_on_device(equal)):
         # Two of a kind would be one too many in a pool that is just large enough.
         pool.supersede(block, equal, sequence.step)
         pool.grant(block, wish)
-        return True
+        return
     if equal is not None:
         # Whoever of those that share it puts it into the index may not have come to a step by then.
         block.stored_step = max(block.stored_step, sequence.step)
@@ -92,13 +106,12 @@ def _settle_block(sequence: Sequence, table: GroupTable, place: int) -> bool:
             theirs = dependent.tables[pool.spec.group]
             if place < len(theirs.blocks) and theirs.blocks[place] is block:
                 anchor(theirs, place, equal)
-        return True
+        return
     pool.grant(block, wish)
     size = sequence.block_size
     start, end = place * size, (place + 1) * size
     domain = sequence.block_domain(start, end)
     pool.store(block, key, sequence.key(place - 1), sequence.packed(start, end), place, domain, sequence.step)
-    return True
 
 
 def anchor(table: GroupTable, place: int, equal: Block) -> None:
@@ -113,20 +126,24 @@ def anchor(table: GroupTable, place: int, equal: Block) -> None:
 
 
 def settle_last(sequence: Sequence) -> None:
-    """Enters the partly filled last block of a sequence that ends, unless a sibling covers it.
+    """Enters the partly filled last block of a sequence that ends, unless a sibling covers it or none could be found.
 
     Its promises must be withdrawn before.
     """
+    if not sequence.executor.stores_partial:
+        return
     size = sequence.block_size
     place, count = divmod(sequence.computed, size)
     if sequence.void or sequence.no_store or sequence.tickets or sequence.has_moved or not count:
+        return
+    if any(table.settled < place for table in sequence.tables):
         return
     tokens = sequence.packed(place * size, sequence.computed)
     parent_key = sequence.key(place - 1)
     domain = sequence.block_domain(place * size, sequence.computed)
     for table in sequence.tables:
         block = table.blocks[place] if place < len(table.blocks) else None
-        if table.settled < place or block is None or block.writer is not sequence:
+        if block is None or block.writer is not sequence:
             continue
         parent, wish = table.pool.node(parent_key), sequence.wishes.at(place * size)
         longer = None if parent is None else siblings.covering(parent, tokens, domain.extra)

@@ -24,6 +24,7 @@ from cachemgr.operator_records import Kind, PinRecord
 from cachemgr.operator_store import OperatorSource, OperatorStore
 from cachemgr.records import BlockRecord, encode, encode_place
 from cachemgr.redis_client import UNAVAILABLE, executor_key, operators_key, reason
+from cachemgr.store_absences import Absences
 from cachemgr.store_check import Difference, compare_blocks
 from cachemgr.store_clock import StoreClocks, at_rest, pin_awake
 from cachemgr.store_marks import OPERATORS, MarkedWrites, clock_key
@@ -59,7 +60,8 @@ class IndexStore:
     """The journal that the manager reports to, and the task that brings it to Redis.
 
     `snapshot` gives every indexed block of an executor; it is asked for a resync only. `now` is the manager's time.
-    `operators` is what operators said, and `restore` takes what Redis remembers of it. `stream` is for events.
+    `knows` says whether an executor is registered. `operators` is what operators said, and `restore` takes what Redis
+    remembers of it. `stream` is for events.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class IndexStore:
         max_pending: int = 200_000,
         flush_at: int = 2_000,
         now: Callable[[], float] = monotonic,
+        knows: Callable[[str], bool] = lambda _: True,
         operators: Callable[[], OperatorSource] | None = None,
         restore: Callable[[pb.RememberedOperators], None] | None = None,
         stream: EventStream | None = None,
@@ -80,6 +83,7 @@ class IndexStore:
         self._stream = stream
         self._clocks = StoreClocks(now)
         self._writes = MarkedWrites(redis, self._clocks, self._lost)
+        self._absences = Absences(redis, self._clocks, lambda one: one in self._readings or knows(one))
         self._operators = OperatorStore(redis, self._clocks, self._writes, max_pending, operators, restore)
         self._interval = interval
         self._flush_at = flush_at
@@ -107,6 +111,7 @@ class IndexStore:
     def cleared(self, executor_id: str, epoch: int) -> None:
         """The executor starts an epoch with an empty index."""
         self._epochs[executor_id] = epoch
+        self._absences.came(executor_id)
         self._queue.clear(executor_id, epoch)
         self._note()
 
@@ -188,12 +193,14 @@ class IndexStore:
 
     async def _flush(self) -> bool:
         try:
+            await self._absences.begin()
             # Before anything that takes long to make: a Redis that takes no writes now says so here.
-            await self._beat()
+            came = await self._beat()
             if self._in_doubt:
                 await asyncio.sleep(_SETTLE_SECONDS)
-                await self._beat()
+                came = await self._beat()
                 self._in_doubt = False
+            self._absences.noted(came)
             await self._operators.read()
             await self._operators.write(pins=False)
             while (taken := self._queue.take(self._readings)) is not None:
@@ -205,20 +212,47 @@ class IndexStore:
             await self._operators.write(pins=True, unread=self._readings)
             if self._stream is not None:
                 await self._stream.write()
+            await self._forget_absent()
         except UNAVAILABLE as error:
             self._in_doubt |= isinstance(error, TimeoutError | RedisTimeoutError)
             return self._is_up(False, error)
         return self._is_up(True)
 
-    async def _beat(self) -> None:
-        """Writes what time it is."""
+    async def _beat(self) -> list[str]:
+        """Writes what time it is, and who has come; tells who these are."""
         owners = list(dict.fromkeys((OPERATORS, *self._clocks)))
-        await self._writes.write(owners, lambda pipeline: pipeline.set(operators_key("schema"), SCHEMA))
+        came = self._absences.coming
+
+        def fill(pipeline: Pipeline) -> None:
+            pipeline.set(operators_key("schema"), SCHEMA)
+            self._absences.note(pipeline, came)
+
+        await self._writes.write(owners, fill)
+        return came
+
+    async def _forget_absent(self) -> None:
+        """Deletes what nobody will take back. Who registers meanwhile reads all of it or finds out at its first write.
+
+        That one's clock is deleted with the rest, and so is not what was read.
+        """
+        for executor_id in await self._absences.look():
+            if self._absences.is_here(executor_id):
+                continue
+            self._epochs.pop(executor_id, None)
+            self._queue.drop(executor_id)
+            self._clocks.forget(executor_id)
+            self._writes.forget(executor_id)
+            kept = ("blocks", Kind.PIN.value, "epoch", "clock")
+            await self._redis.delete(*(executor_key(executor_id, what) for what in kept))
+            await self._absences.forget(executor_id)
+            log.info("forgot an executor that has not come back", executor=executor_id)
 
     def _lost(self, owner: str) -> None:
         log.warning("redis has lost what it had; writing all of it again", executor=owner)
         if owner == OPERATORS:
             self._operators.rewrite_shared()
+            for executor_id in self._epochs:
+                self._absences.came(executor_id)
         elif owner in self._epochs:
             self.replace(owner, self._epochs[owner])
 
@@ -307,6 +341,7 @@ class IndexStore:
     def registered(self, executor_id: str, epoch: int) -> None:
         """The manager has accepted an epoch; its changes are written once its remembered blocks are taken back."""
         self._epochs[executor_id] = epoch
+        self._absences.came(executor_id)
         reading = self._readings.get(executor_id)
         if reading is not None and reading.has_begun:
             # Another registration took the first parts.

@@ -24,6 +24,10 @@ class StoreClocks:
         """The clock shows this time now."""
         self._zero[executor_id] = self._now() - time
 
+    def forget(self, executor_id: str) -> None:
+        """The executor has no clock any more."""
+        self._zero.pop(executor_id, None)
+
     def time(self, executor_id: str) -> float:
         """What the clock shows."""
         if executor_id not in self._zero:

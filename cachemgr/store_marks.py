@@ -34,6 +34,10 @@ class MarkedWrites:
         """Redis was read when its time of the owner was this: when it is not at the first write, something is lost."""
         self._possible.setdefault(owner, set()).add(time)
 
+    def forget(self, owner: str) -> None:
+        """Nothing of the owner is there any more."""
+        self._possible.pop(owner, None)
+
     async def write(self, owners: Sequence[str], fill: Callable[[Pipeline], object]) -> None:
         """Sends what `fill` adds to a pipeline, all of it for these owners. Raises UNAVAILABLE."""
         times = [repr(self._clocks.time(owner)) for owner in owners]

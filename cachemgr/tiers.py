@@ -6,7 +6,7 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, merge
 from itertools import compress, islice
 
 from cachemgr.admin_api import Quota
@@ -67,7 +67,7 @@ class Accounts(dict[AccountKey, Account]):
 class Share:
     """What one account has of a tier."""
 
-    __slots__ = ("account", "ceiling", "count", "first_loss", "floor", "order", "used")
+    __slots__ = ("account", "ceiling", "count", "floor", "order", "used")
 
     def __init__(self, account: Account, kind: TierKind) -> None:
         self.account = account
@@ -76,8 +76,6 @@ class Share:
         self.count = 0
         self.used = 0
         self.order = EvictionOrder()
-        # Where it stands among the shares: at or before its first block. None when it does not stand there.
-        self.first_loss: tuple[int, int] | None = None
 
     def protected(self, claimed: int = 0) -> int:
         """Cached blocks that only the account itself may evict, once so many of its cached ones are in use."""
@@ -90,26 +88,33 @@ class Share:
 
 
 class _Shares:
-    """Which of very many shares loses a block next, of those with more blocks than their floor.
+    """Which of very many shares loses a block next, of those with more blocks than their floor or of all.
 
     A heap in which a share stands at or before its first block: only what is found too early is put right.
     """
 
-    __slots__ = ("_heap", "_pushes")
+    __slots__ = ("_floors_count", "_heap", "_places", "_pushes")
 
-    def __init__(self) -> None:
-        # (priority, recency, number of the push, share); stale when the share stands elsewhere.
+    def __init__(self, *, floors_count: bool) -> None:
+        self._floors_count = floors_count
+        # (priority, recency, number of the push, share); stale when the share's place is another.
         self._heap: list[tuple[int, int, int, Share]] = []
+        self._places: dict[Share, tuple[int, int]] = {}
         self._pushes = 0
 
     def note(self, share: Share, at: tuple[int, int], most: int) -> None:
         """A block of a share may be lost; there are at most so many shares."""
-        if share.count <= share.floor or (share.first_loss is not None and share.first_loss <= at):
+        place = self._places.get(share)
+        if (place is not None and place <= at) or not self._may_lose(share):
             return
         if len(self._heap) > 64 + 2 * most:
-            self._heap = [entry for entry in self._heap if entry[3].first_loss == entry[:2]]
+            self._places = {known: at for known, at in self._places.items() if known.order.first() is not None}
+            self._heap = [entry for entry in self._heap if self._places.get(entry[3]) == entry[:2]]
             heapify(self._heap)
         self._push(share, at)
+
+    def _may_lose(self, share: Share) -> bool:
+        return not self._floors_count or share.count > share.floor
 
     def first(self) -> Block | None:
         """The first block of them all."""
@@ -117,20 +122,20 @@ class _Shares:
         while heap:
             priority, recency, _, share = heap[0]
             at = priority, recency
-            if share.first_loss != at:
+            if self._places.get(share) != at:
                 heappop(heap)
                 continue
-            block = share.order.first() if share.count > share.floor else None
+            block = share.order.first() if self._may_lose(share) else None
             if block is not None and loss(block) == at:
                 return block
             heappop(heap)
-            share.first_loss = None
+            del self._places[share]
             if block is not None:
                 self._push(share, loss(block))
         return None
 
     def _push(self, share: Share, at: tuple[int, int]) -> None:
-        share.first_loss = at
+        self._places[share] = at
         self._pushes += 1
         heappush(self._heap, (*at, self._pushes, share))
 
@@ -169,9 +174,16 @@ class TierCounters:
         self.reuse_gap_seconds += seconds
 
 
+# Places that were never taken, at a time.
+_PORTION = 4096
+
 # What is known of a slot whose remembered block is not read yet, by slot - 1.
 _NEVER_FILLED, _FILLED, _SETTLED = range(3)
-_IS_UNREAD = bytes([1, 1, *bytes(254)])
+
+
+def _settled(mark: int) -> bytes:
+    """A table that makes slots with this mark settled ones, and leaves others."""
+    return bytes(_SETTLED if number == mark else number for number in range(256))
 
 
 class UnreadSlots:
@@ -215,9 +227,26 @@ class UnreadSlots:
         self.settle(index + 1)
         return index + 1
 
-    def rest(self) -> Iterator[int]:
-        """All that are left, ascending."""
-        return compress(range(1, len(self._marks) + 1), self._marks.translate(_IS_UNREAD))
+    def take_many(self, count: int) -> list[int]:
+        """As `take` so many times, but filled slots come in ascending order."""
+        marks = self._marks
+        taken = list(islice(self._marked(_NEVER_FILLED), count))
+        if taken:
+            marks[: taken[-1]] = marks[: taken[-1]].translate(_settled(_NEVER_FILLED))
+        if len(taken) < count:
+            filled = list(self._marked(_FILLED))[len(taken) - count :]
+            marks[filled[0] - 1 :] = marks[filled[0] - 1 :].translate(_settled(_FILLED))
+            taken += filled
+        self._count -= len(taken)
+        return taken
+
+    def rest(self, offset: int = 0) -> Iterator[int]:
+        """All that are left, ascending, each as so much more."""
+        return self._marked(_NEVER_FILLED, _FILLED, offset=offset)
+
+    def _marked(self, *marks: int, offset: int = 0) -> Iterator[int]:
+        wanted = bytes(mark in marks for mark in range(256))
+        return compress(range(offset + 1, offset + len(self._marks) + 1), self._marks.translate(wanted))
 
 
 class Tier:
@@ -235,20 +264,26 @@ class Tier:
         self.size = size
         self.used = 0
         self.cached = 0
+        # Blocks of the index, in use or not.
+        self.indexed = 0
         self.withheld: list[int] = []
+        # Of these, places that the executor has yet to overwrite.
+        self.clearing: set[int] = set()
         self.counters = TierCounters()
         # By slot of a lower tier: the ticket of the copy that filled it. Steps fill those of the device.
         self.generations = array("Q", bytes(0 if kind is TierKind.DEVICE else 8 * (size + 1)))
-        # Places, those given back first to be taken first.
-        self.empty = deque(range(offset + 1, offset + size + 1))
+        # Empty places, those given back first to be taken first. Places that were never taken come in portions, as
+        # a registration would take long to list millions: some are here as long as there are any.
+        self.empty: deque[int] = deque()
+        self._fresh = range(offset + 1, offset + size + 1)
+        self._refill()
         # Set while remembered blocks are read: free slots beside the empty ones.
         self.unread: UnreadSlots | None = None
         # Evictable blocks of nobody with a quota.
         self.order = EvictionOrder()
-        # Of accounts that have blocks here, once these are counted.
+        # Of accounts that have blocks here.
         self.shares: dict[Account, Share] = {}
-        self._counts = False
-        self._losing = _Shares()
+        self._losing, self._holding = _Shares(floors_count=True), _Shares(floors_count=False)
         # Sum of what the shares protect.
         self.protected = 0
 
@@ -265,26 +300,61 @@ class Tier:
     @property
     def num_empty(self) -> int:
         """Slots that hold nothing, as far as is known."""
-        return len(self.empty) + len(self.unread or ())
+        return len(self.empty) + len(self._fresh) + len(self.unread or ())
 
     def all_empty(self) -> list[int]:
         """The places of these slots."""
-        rest = () if self.unread is None else self.unread.rest()
-        return [*self.empty, *(self.offset + slot for slot in rest)]
+        rest = () if self.unread is None else self.unread.rest(self.offset)
+        return [*self.empty, *self._fresh, *rest]
 
     def take_empty(self, *, newest: bool = False) -> int:
         """The place that has been empty for longest, or for the shortest time. Only call it when one is empty."""
         if not self.empty:
             assert self.unread is not None
             return self.offset + self.unread.take()
-        return self.empty.pop() if newest else self.empty.popleft()
+        place = self.empty.pop() if newest else self.empty.popleft()
+        if not self.empty:
+            self._refill()
+        return place
+
+    def set_empty(self, places: Iterable[int]) -> None:
+        """Makes these places the empty ones."""
+        self.empty = deque(places)
+        self._fresh = range(0)
+
+    def _refill(self) -> None:
+        self.empty.extend(self._fresh[:_PORTION])
+        self._fresh = self._fresh[_PORTION:]
+
+    def withhold(self, count: int) -> None:
+        """Lets no more than its other slots be used. So many must be empty."""
+        goal = len(self.withheld) + count
+        fresh = self._fresh[max(0, len(self._fresh) - count) :]
+        self._fresh = self._fresh[: len(self._fresh) - len(fresh)]
+        self.withheld.extend(reversed(fresh))
+        for _ in range(min(len(self.empty), count - len(fresh))):
+            self.withheld.append(self.take_empty(newest=True))
+        if len(self.withheld) < goal:
+            assert self.unread is not None
+            self.withheld.extend(map(self.offset.__add__, self.unread.take_many(goal - len(self.withheld))))
+
+    @property
+    def num_ready(self) -> int:
+        """Withheld slots that may be used again."""
+        return len(self.withheld) - len(self.clearing)
+
+    def give_back(self, count: int) -> None:
+        """Makes withheld slots empty. Only call it when so many are ready."""
+        ready = [place for place in self.withheld if place not in self.clearing]
+        self.withheld = [*self.clearing, *ready[: len(ready) - count]]
+        self.empty.extend(reversed(ready[len(ready) - count :]))
 
     def await_remembered(self, filled: Sequence[int]) -> None:
         """Sets the empty slots aside for remembered blocks; `filled` is 0 for each slot that was never filled."""
-        is_whole = len(self.empty) == self.size
-        free = None if is_whole else (place - self.offset for place in self.empty)
+        is_whole = self.num_empty == self.size
+        free = None if is_whole else (place - self.offset for place in self.all_empty())
         self.unread = UnreadSlots(islice(filled, self.size), free)
-        self.empty.clear()
+        self.set_empty(())
 
     def is_unread(self, slot: int) -> bool:
         """Whether a remembered block may be in a slot."""
@@ -293,7 +363,7 @@ class Tier:
     def end_remembered(self) -> None:
         """No remembered block will come any more."""
         if self.unread is not None:
-            self.empty.extend(map(self.offset.__add__, self.unread.rest()))
+            self.empty.extend(self.unread.rest(self.offset))
             self.unread = None
 
     def generation(self, place: int) -> int:
@@ -341,7 +411,7 @@ class Tier:
         else:
             order.insert(block)
         if share is not None:
-            self._losing.note(share, loss(block), len(self.shares))
+            self._note(share, block)
 
     def delist(self, block: Block, account: Account | None) -> None:
         """Takes a block out of the order of loss."""
@@ -362,10 +432,7 @@ class Tier:
                 best = block
         if best is None and self.kind is TierKind.DEVICE:
             # What a floor protects stands on what is needed: the floor gives way. Nobody needs a lower tier.
-            for share in self.shares.values():
-                block = share.order.first()
-                if block is not None and _goes_before(block, best):
-                    best = block
+            best = self._holding.first()
         return best
 
     def first_of_shares(self) -> Block | None:
@@ -386,12 +453,14 @@ class Tier:
 
     def is_closed(self, account: Account | None) -> bool:
         """Whether an account is at its ceiling."""
+        if account is None:
+            return False
         share = self._share(account)
         return share is not None and share.is_full
 
     def count(self, account: Account | None, *, blocks: int = 0, used: int = 0) -> None:
         """Books blocks, and blocks in use, of an account."""
-        if account is None or not self._counts:
+        if account is None:
             return
         share = self.shares.get(account)
         if share is None:
@@ -404,7 +473,7 @@ class Tier:
             return
         self.protected += share.protected()
         if blocks > 0 and share.count == share.floor + 1:
-            self._note(share)
+            self._note(share, share.order.first())
 
     def blocks_of(self, account: Account) -> int:
         """Blocks that an account has here."""
@@ -419,24 +488,13 @@ class Tier:
         self.protected -= share.protected()
         share.floor, share.ceiling = account.floor(self.kind), account.ceiling(self.kind)
         self.protected += share.protected()
-        self._note(share)
+        self._note(share, share.order.first())
 
-    def start_shares(self) -> None:
-        """From now on blocks are counted: begin with those that are here."""
-        self._counts = True
-
-    def end_shares(self) -> None:
-        """Forgets all shares: none of their blocks may be in an order of loss."""
-        self._counts = False
-        self.shares.clear()
-        self._losing = _Shares()
-        self.protected = 0
-
-    def _note(self, share: Share) -> None:
-        """A share may have come to have more than its floor."""
-        first = share.order.first()
-        if first is not None:
-            self._losing.note(share, loss(first), len(self.shares))
+    def _note(self, share: Share, block: Block | None) -> None:
+        """A share may have come to lose a block next, or to have more than its floor."""
+        if block is not None:
+            for shares in (self._losing, self._holding):
+                shares.note(share, loss(block), len(self.shares))
 
     def orders(self) -> Iterator[EvictionOrder]:
         """All orders of loss."""
@@ -449,8 +507,8 @@ class Tier:
         return [block for order in self.orders() for _, _, ring in order.rings() for block in ring]
 
     def in_order(self) -> Iterator[Block]:
-        """All evictable blocks in the order of their loss, quotas aside."""
-        yield from sorted(self.listed(), key=loss)
+        """All evictable blocks in the order of their loss, quotas aside; each takes little time when it is come to."""
+        return merge(*[order.in_order() for order in self.orders()], key=loss)
 
 
 def _goes_before(block: Block, other: Block | None) -> bool:

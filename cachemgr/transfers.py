@@ -33,6 +33,8 @@ class Purpose(enum.Enum):
     FETCH = "fetch"
     # No source: the target is overwritten.
     ZERO = "zero"
+    # No source: the target is nobody's, a slot that its pool may no longer use.
+    CLEAR = "clear"
     # What a device block holds comes to a lower tier, too. The source is nobody's to keep: None once it has gone.
     BACKUP = "backup"
 
@@ -152,6 +154,9 @@ class Ticket:
         elif self.purpose is Purpose.ZERO and outcome is not Outcome.DONE:
             # It is asked for again.
             self.pool.doomed.add(self.target)
+        elif self.purpose is Purpose.CLEAR:
+            self.pool.cleared(self.target.slot, done=outcome is Outcome.DONE)
+            return
         elif self.purpose is Purpose.FILL and outcome is Outcome.FAILED and self._is_below(self.source):
             self._lose(self.source)
         if self.fetch is not None:
@@ -297,7 +302,8 @@ class Copies:
         for pool in executor.pools:
             pool.on_moved = partial(self._move, pool)
             pool.on_recalled = partial(self._recall, pool)
-            pool.on_doomed = partial(self._zero, pool)
+            pool.on_doomed = partial(self._overwrite, pool, Purpose.ZERO)
+            pool.on_withheld = partial(self._overwrite, pool, Purpose.CLEAR)
 
     def _add(self, ticket: Ticket) -> Ticket:
         self._tickets[ticket.number] = ticket
@@ -316,8 +322,8 @@ class Copies:
         del self._tickets[ticket.number]
         del pool.leaving[ticket.source]
 
-    def _zero(self, pool: Pool, block: Block) -> None:
-        self._add(Ticket(self._next_number(), Purpose.ZERO, pool, None, block))
+    def _overwrite(self, pool: Pool, purpose: Purpose, block: Block) -> None:
+        self._add(Ticket(self._next_number(), purpose, pool, None, block))
 
     def fill(self, sequence: Sequence, pool: Pool, source: Block, target: Block, index: int, num_tokens: int) -> None:
         """The target, at this place of the sequence's table, gets what the source holds, whose reference passes on."""

@@ -1,12 +1,14 @@
 """Checks of what comes from outside that several calls share. All raise InvalidField."""
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from cachemgr.api import ExtraKey
 from cachemgr.errors import InvalidField
 
 MAX_ID_BYTES = 256
 MAX_DIGEST_BYTES = 64
+# Of one prompt: more than one piece for each 32 tokens of 128k.
+MAX_EXTRA_KEYS = 4096
 
 
 def check_id(field: str, value: str) -> None:
@@ -17,8 +19,10 @@ def check_id(field: str, value: str) -> None:
         raise InvalidField(field, f"must be at most {MAX_ID_BYTES} bytes")
 
 
-def check_extra_keys(path: str, extra_keys: Iterable[ExtraKey], num_tokens: int) -> None:
-    """Content lies within the tokens, in order and not overlapping."""
+def check_extra_keys(path: str, extra_keys: Collection[ExtraKey], num_tokens: int) -> None:
+    """Content lies within the tokens, in order and not overlapping, in few enough pieces."""
+    if len(extra_keys) > MAX_EXTRA_KEYS:
+        raise InvalidField(path, f"must be at most {MAX_EXTRA_KEYS}")
     end = 0
     for index, extra in enumerate(extra_keys):
         if extra.start < end:

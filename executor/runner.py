@@ -70,7 +70,7 @@ class Runner:
         self._limits = Limits(
             vocab_size=model.vocab_size,
             max_positions=model.max_positions,
-            num_blocks=pools.num_blocks,
+            num_blocks=tuple(pool.num_blocks for pool in pools.pools),
             block_size=pools.block_size,
             windows=tuple(group.shape.window for group in model.groups),
             lower_slots=self.tiers.slots,

@@ -2,7 +2,7 @@
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from executor.worker import Answer, Session, Worker
 from protos.execution.v1 import execution_pb2 as pb
 from protos.execution.v1 import execution_pb2_grpc as rpc
 from protos.rpc.errors import ServiceError
+from protos.rpc.identity import current
 
 SERVICE = "execution.v1.ExecutorService"
 
@@ -33,11 +34,19 @@ class Identity:
 class ExecutorServicer(rpc.ExecutorServiceServicer):
     """Served on one asyncio loop."""
 
-    def __init__(self, identity: Identity, runner: Runner, worker: Worker, tokenizer: TokenizerFiles) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        runner: Runner,
+        worker: Worker,
+        tokenizer: TokenizerFiles,
+        is_registered: Callable[[str], bool],
+    ) -> None:
+        """is_registered: whether the cache manager has a scheduler of an id."""
         self._identity = identity
         self._runner = runner
         self._worker = worker
-        self._sessions = Sessions(identity.epoch)
+        self._sessions = Sessions(identity.epoch, is_registered)
         self._layout = runner.layout
         self._model = _describe(runner.model, tokenizer)
         self._digest = hashlib.sha256(self._model.SerializeToString(deterministic=True)).digest()
@@ -86,9 +95,14 @@ class ExecutorServicer(rpc.ExecutorServiceServicer):
         def deliver(answer: Answer) -> None:
             loop.call_soon_threadsafe(answers.put_nowait, answer)
 
-        session = Session(deliver)
+        session, opening = Session(deliver), first.open
+        if (caller := current()) is not None:
+            caller.check_id(opening.scheduler_id, "open.scheduler_id")
         self._sessions.open(
-            session, scheduler_epoch=first.open.scheduler_epoch, executor_epoch=first.open.executor_epoch
+            session,
+            scheduler_id=opening.scheduler_id,
+            scheduler_epoch=opening.scheduler_epoch,
+            executor_epoch=opening.executor_epoch,
         )
         self._worker.open(session)
         reader = asyncio.create_task(self._read(requests, session))

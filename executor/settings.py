@@ -1,5 +1,6 @@
 """The executor's own settings, KVKEEP_EXECUTOR_<NAME>."""
 
+import math
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -21,8 +22,19 @@ class ExecutorSettings(ProcessSettings):
         description='Of weights and cache; "auto": the model\'s own, on a CPU bfloat16 or, if that is slow, float32.',
     )
     block_size: int = Field(16, ge=2, le=1024, description="Tokens per block, a power of two.")
-    max_tokens: int = Field(0, ge=0, description="Tokens the pools hold at most; 0 leaves it to the memory.")
+    max_tokens: int = Field(
+        0, ge=0, description="Bounds the pools to memory for so many tokens in every layer; 0 leaves it to the device."
+    )
     free_memory_fraction: float = Field(0.9, gt=0, le=1, description="Share of free device memory for the pools.")
+    expected_tokens: int = Field(
+        2048,
+        ge=1,
+        description="Usual length of a sequence, prompt and output: what it needs in each layer group decides how the "
+        "groups' pools share memory.",
+    )
+    pool_shares: str = Field(
+        "", description="Shares of the memory for each layer group, for good, as `3,1`; empty is by expected length."
+    )
     batch_invariant: bool = Field(
         False, description="Compute each token alike whatever is cached or beside it; compiled code of a CPU only."
     )
@@ -50,6 +62,22 @@ class ExecutorSettings(ProcessSettings):
     def disk_dir(self) -> Path:
         """Where the disk tier's file is kept."""
         return self.disk_cache_dir or self.cache_dir / "blocks"
+
+    @property
+    def given_shares(self) -> tuple[float, ...]:
+        """Shares of memory of each layer group; empty where none are given."""
+        return tuple(map(float, self.pool_shares.split(","))) if self.pool_shares else ()
+
+    @field_validator("pool_shares")
+    @classmethod
+    def _are_numbers(cls, value: str) -> str:
+        try:
+            shares = [float(share) for share in value.split(",")] if value else []
+        except ValueError:
+            shares = [0.0]
+        if not all(0 < share < math.inf for share in shares):
+            raise ValueError("must be numbers above zero with commas between them")
+        return value
 
     @field_validator("disk_cache_dir", mode="before")
     @classmethod

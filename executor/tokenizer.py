@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import structlog
 from transformers import AutoTokenizer
 
+from executor.errors import ModelError, first_line
 from executor.model_files import ModelFiles
 
 log = structlog.get_logger()
@@ -24,10 +26,16 @@ class TokenizerFiles:
 
 
 def load_tokenizer(files: ModelFiles) -> TokenizerFiles:
-    """Without a tokenizer the model can still be used with token ids."""
+    """Without a tokenizer the model can still be used with token ids. Raises ModelError for one that is damaged."""
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(files.source)
-    except (OSError, ValueError, KeyError) as error:
+    # Any exception: the library that reads the file raises nothing narrower.
+    except Exception as error:
+        if Path(files.source, "tokenizer.json").exists():
+            raise ModelError(
+                f"cannot read the tokenizer of {files.source}: {first_line(error)}; tokenizer.json or "
+                "tokenizer_config.json may be damaged: compare them with their origin, or download them again"
+            ) from error
         log.warning("model without tokenizer: only token ids can be used", cause=str(error))
         return TokenizerFiles()
     backend = getattr(tokenizer, "backend_tokenizer", None)

@@ -11,14 +11,15 @@ from protos.kvcache.eviction import Policy
 
 @dataclass(frozen=True)
 class Limits:
-    """What the model and the pools allow. windows: attention window per layer group, None for full attention.
+    """What the model and the pools allow. num_blocks: slots of each layer group's pool. windows: attention window of
+    each, None for full attention.
 
     lower_slots: per lower tier that there is, its slots in each layer group.
     """
 
     vocab_size: int
     max_positions: int
-    num_blocks: int
+    num_blocks: tuple[int, ...]
     block_size: int
     windows: tuple[int | None, ...]
     lower_slots: Mapping[Tier, int] = field(default_factory=dict)
@@ -103,10 +104,10 @@ def _check_joining(joining: Joining, limits: Limits) -> None:
         raise _invalid("new_sequences.num_prompt_tokens", handle, f"must be from 1 to the {known} tokens known")
     if len(joining.tables) != len(limits.windows):
         raise _invalid("new_sequences.block_tables", handle, f"must be {len(limits.windows)}, one per layer group")
-    for slots, window in zip(joining.tables, limits.windows, strict=True):
+    for slots, window, num_blocks in zip(joining.tables, limits.windows, limits.num_blocks, strict=True):
         # Blocks before this one are out of every later token's sight.
         needed = 0 if window is None else max(0, joining.num_computed_tokens - window + 1) // limits.block_size
-        _check_slots("new_sequences.block_tables.slots", handle, slots, limits, null_until=needed)
+        _check_slots("new_sequences.block_tables.slots", handle, slots, num_blocks, null_until=needed)
         if len(slots) * limits.block_size < joining.num_computed_tokens:
             raise _invalid("new_sequences.block_tables.slots", handle, "do not cover the computed tokens")
 
@@ -117,7 +118,7 @@ def _check_growth(step: Step, future: dict[int, _Future], limits: Limits) -> Non
             raise _unknown("table_sequences", growth.sequence)
         if growth.group >= len(limits.windows):
             raise _invalid("table_groups", growth.sequence, f"must be below {len(limits.windows)}")
-        _check_slots("table_slots", growth.sequence, growth.slots, limits)
+        _check_slots("table_slots", growth.sequence, growth.slots, limits.num_blocks[growth.group])
         future[growth.sequence].blocks[growth.group] += len(growth.slots)
 
 
@@ -128,7 +129,8 @@ def _check_evicting(step: Step, future: dict[int, _Future], limits: Limits) -> N
             raise _unknown("evicting_sequences", handle)
         if sequence.policy is None or sequence.evicts:
             raise _invalid("evicting_sequences", handle, "must have a policy and not evict by it yet")
-        _check_slots("evicting_slots", handle, table, limits)
+        # Policies go with one layer group.
+        _check_slots("evicting_slots", handle, table, limits.num_blocks[0])
         sequence.evicts = True
         if table:
             sequence.blocks = [len(table)]
@@ -136,10 +138,10 @@ def _check_evicting(step: Step, future: dict[int, _Future], limits: Limits) -> N
                 raise _invalid("evicting_slots", handle, f"do not hold the {sequence.slots} tokens that stay")
 
 
-def _check_slots(field: str, handle: int, slots: tuple[int, ...], limits: Limits, null_until: int = 0) -> None:
+def _check_slots(field: str, handle: int, slots: tuple[int, ...], num_blocks: int, null_until: int = 0) -> None:
     for index, slot in enumerate(slots):
-        if slot > limits.num_blocks or (slot == 0 and index >= null_until):
-            raise _invalid(field, handle, f"must be from 1 to {limits.num_blocks}, entry {index} is {slot}")
+        if slot > num_blocks or (slot == 0 and index >= null_until):
+            raise _invalid(field, handle, f"must be from 1 to {num_blocks}, entry {index} is {slot}")
 
 
 def check_copies(copies: Iterable[Copy], limits: Limits, *, zeros: bool = False) -> None:
@@ -151,7 +153,7 @@ def check_copies(copies: Iterable[Copy], limits: Limits, *, zeros: bool = False)
             ("source", copy.source_tier, copy.source),
             ("target", copy.target_tier, copy.target),
         ):
-            slots = limits.num_blocks if tier is Tier.DEVICE else limits.lower_slots.get(tier)
+            slots = limits.num_blocks[copy.group] if tier is Tier.DEVICE else limits.lower_slots.get(tier)
             if slots is None:
                 raise _invalid_copy(copy, f"copy_{end}_tiers", f"names {tier.name}, which is not here")
             if not 1 <= slot <= slots and not (zeros and end == "source" and not slot):

@@ -1,20 +1,44 @@
 """The command line: all verbs, and how errors end it."""
 
+import difflib
 from collections.abc import Sequence
+from typing import Any
 
 import typer
+import typer.core
 
 from kvctl import drain, follow, ghosts, limits, look, quota, rules, steer, top
 from kvctl.status import EXIT_STATUSES, CommandError, Status
 
-app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, epilog=EXIT_STATUSES)
-for part in (look, ghosts, steer, drain, follow, top, limits):
-    app.add_typer(part.app)
-app.add_typer(rules.app, name="rules")
-app.add_typer(quota.app, name="quota")
-
 # Whatever is wrong with a command line; typer names only some of it.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+
+class Verbs(typer.core.TyperGroup):
+    """Suggests what is near a mistyped verb, but none that asks before it acts: suggestions are soon followed."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options | {"suggest_commands": False})
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The verb that a line begins with. Raises a usage error."""
+        try:
+            return super().resolve_command(ctx, args)
+        except _UsageError as refused:
+            error: Any = refused
+            harmless = [
+                name for name, verb in self.commands.items() if not any("--yes" in param.opts for param in verb.params)
+            ]
+            if args and (close := difflib.get_close_matches(args[0], harmless, n=1)):
+                error.message += f" Did you mean '{close[0]}'?"
+            raise
+
+
+app = typer.Typer(cls=Verbs, rich_markup_mode=None, pretty_exceptions_enable=False, epilog=EXIT_STATUSES)
+for part in (look, ghosts, steer, drain, follow, top, limits):
+    app.add_typer(part.app)
+app.add_typer(rules.app, name="rules", cls=Verbs)
+app.add_typer(quota.app, name="quota", cls=Verbs)
 
 
 @app.callback(invoke_without_command=True)

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import grpc
 import typer
 
 from kvctl import tables
@@ -14,7 +13,6 @@ from kvctl.options import Pool, Salt, duration_of
 from kvctl.output import Format, as_yaml, plain
 from kvctl.session import Session, verb
 from protos.kvcache.v1 import kvcache_pb2 as pb
-from protos.rpc.errors import from_rpc_error
 
 app = typer.Typer()
 
@@ -32,22 +30,15 @@ def watch(
     """Show events as they happen. First comes what is cached; each is a line, as JSON too."""
     request = pb.WatchEventsRequest(pool_id=pool, salt=salt, after_event_number=after, include_token_ids=token_ids)
     seconds = duration_of(lasts, "--for").ToNanoseconds() / 1e9 if lasts else None
-    events = session.events
-    call = events.stub.WatchEvents(request, timeout=seconds)
-    with events.calling():
-        try:
-            for number, event in enumerate(call, start=1):
-                typer.echo(_line(event, session.output))
-                if number == count:
-                    return
-        except grpc.RpcError as error:
-            if seconds is None or from_rpc_error(error).code is not grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise
-        finally:
-            call.cancel()
+    service = session.events
+    batches = service.messages(service.stub.WatchEvents, request, seconds, ends=True)
+    for number, event in enumerate((event for batch in batches for event in batch.events), start=1):
+        typer.echo(_line(event, session.output))
+        if number == count:
+            return
 
 
-def _line(event: pb.WatchEventsResponse, output: Format) -> str:
+def _line(event: pb.Event, output: Format) -> str:
     match output:
         case Format.JSON:
             return json.dumps(plain(event), ensure_ascii=False)

@@ -250,9 +250,8 @@ def state(
 ) -> None:
     """Show the cache manager's state, or its hash. Lines of JSON, without token ids."""
     admin, whole = session.admin, pb.DumpStateResponse()
-    with admin.calling():
-        for part in admin.stub.DumpState(pb.DumpStateRequest(), timeout=session.timeout):
-            whole.MergeFrom(part)
+    for part in admin.messages(admin.stub.DumpState, pb.DumpStateRequest(), session.timeout, ends=False):
+        whole.MergeFrom(part)
     if only_hash:
         whole.ClearField("lines")
     session.show(whole, lambda _wide: whole.state_hash if only_hash else "\n".join(whole.lines))

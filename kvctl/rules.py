@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 import yaml
+from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.json_format import ParseDict, ParseError
 
 from kvctl.options import Chat, DryRun, File, Text, Tokens, Yes, duration_of, prompt_of
@@ -139,9 +140,9 @@ def _set(session: Session, rule: pb.RetentionRule, *, dry_run: bool, yes: bool) 
             return admin.call(
                 admin.stub.CreateRetentionRule, pb.CreateRetentionRuleRequest(rule=rule, validate_only=dry_run)
             )
-        return admin.call(
-            admin.stub.UpdateRetentionRule, pb.UpdateRetentionRuleRequest(rule=rule, validate_only=dry_run)
-        )
+        whole = FieldMask(paths=["order", "match", "action"])
+        update = pb.UpdateRetentionRuleRequest(rule=rule, update_mask=whole, validate_only=dry_run)
+        return admin.call(admin.stub.UpdateRetentionRule, update)
 
     answer = put(dry_run=True)
     if not dry_run:

@@ -53,16 +53,27 @@ class Remote(Generic[S]):
 
     def call(self, method: Callable[..., R], request: Any) -> R:
         """Calls a method of the stub. Raises CommandError."""
-        with self.calling():
-            return method(request, timeout=self._timeout)
-
-    @contextlib.contextmanager
-    def calling(self) -> Iterator[None]:
-        """Around a call: turns what it fails with into a CommandError."""
         try:
-            yield
+            return method(request, timeout=self._timeout)
         except grpc.RpcError as error:
             raise command_error(from_rpc_error(error), self.address) from None
+
+    def messages(self, method: Callable[..., Any], request: Any, seconds: float | None, *, ends: bool) -> Iterator[Any]:
+        """What a stream brings within so many seconds. Raises CommandError. ends: that time over is no error."""
+        call, begun = method(request, timeout=seconds), False
+        try:
+            for message in call:
+                begun = True
+                yield message
+        except grpc.RpcError as caught:
+            error = from_rpc_error(caught)
+            if ends and error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                return
+            if begun and error.code is grpc.StatusCode.UNAVAILABLE and not error.reason:
+                raise CommandError(f"the connection to {self.address} broke", Status.UNREACHABLE) from None
+            raise command_error(error, self.address) from None
+        finally:
+            call.cancel()
 
     def all_pages(self, method: Callable[..., R], request: Any, items: str, limit: int = 0) -> R:
         """The pages of a listing as one answer. items: its field; limit: how many of them at most, 0 for all."""

@@ -166,7 +166,7 @@ def check(answer: pb.CheckPoolResponse, *, store: bool, wide: bool) -> str:
     return "\n".join(lines)
 
 
-def event(one: pb.WatchEventsResponse) -> str:
+def event(one: pb.Event) -> str:
     """One event in a line."""
     block = one.block
     parts = [

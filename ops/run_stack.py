@@ -30,8 +30,11 @@ from cachemgr.settings import CachemgrSettings
 from executor.launch import settings_from
 from executor.settings import ExecutorSettings
 from protos.rpc import addresses
+from protos.rpc.addresses import AddressError
+from protos.rpc.command_line import process_parser
+from protos.rpc.files import FolderError, prepare_folder
 from protos.rpc.security import Security
-from protos.rpc.settings import STACK_METRICS, cluster_nodes, load
+from protos.rpc.settings import STACK_METRICS, ProcessSettings, cluster_nodes, load
 from scheduler.settings import SchedulerSettings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,6 +59,11 @@ class Settings:
     executor: ExecutorSettings
 
     @property
+    def processes(self) -> tuple[ProcessSettings, ...]:
+        """Those of each."""
+        return self.scheduler, self.cachemgr, self.executor
+
+    @property
     def listening(self) -> dict[str, str]:
         """Every address that will be listened on, by the variable that chooses it; "" is off."""
         return {
@@ -78,11 +86,8 @@ def load_settings(environ: Mapping[str, str]) -> Settings:
 
 @contextlib.contextmanager
 def locked(state_dir: Path) -> Iterator[None]:
-    """Holds a state folder for this stack; the lock goes with the process. Raises StackError."""
-    try:
-        state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise StackError(f"cannot make the folder for state: {error}; KVKEEP_STATE_DIR names another one") from error
+    """Holds a state folder for this stack; the lock goes with the process. Raises StackError, FolderError."""
+    prepare_folder(state_dir, "KVKEEP_STATE_DIR")
     with (state_dir / "run-stack.lock").open("a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -98,11 +103,21 @@ def locked(state_dir: Path) -> Iterator[None]:
         yield
 
 
-def check_ports(listening: Mapping[str, str]) -> None:
-    """Raises StackError that names every port that another program holds and the setting that moves ours."""
+def check_addresses(settings: Settings) -> None:
+    """What the processes would find out one after the other, the executor when it has loaded its model.
+
+    Raises AddressError for an address that two would have, or that other machines could reach without TLS; StackError
+    that names every port that another program holds and the setting that moves ours.
+    """
+    addresses.check_distinct(settings.listening)
+    securities = {process.process.upper(): process.security for process in settings.processes}
     taken = []
-    for variable, address in listening.items():
-        if not address or addresses.socket_path(address) is not None:
+    for variable, address in settings.listening.items():
+        if not address:
+            continue
+        security = securities[variable.split("_")[1]]
+        addresses.prepare(address, insecure=security.may_be_reached, setting=variable)
+        if addresses.socket_path(address) is not None:
             continue
         host, port = addresses.split_host_port(address)
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
@@ -275,15 +290,23 @@ def catch_signals(stopping: threading.Event, supervisor: Supervisor) -> None:
 
 def main() -> int:
     """Reads the settings, takes the folder and runs."""
+    process_parser(
+        "ops/run_stack.py",
+        "Runs Redis, cachemgr, executor and scheduler on this machine until Ctrl-C, and restarts those that end.\n"
+        "State and logs are in KVKEEP_STATE_DIR; KVKEEP_EXECUTOR_MODEL chooses the model.",
+    ).parse_args()
     environ = DEFAULTS | dict(os.environ)
     settings = load_settings(environ)
     try:
         with locked(settings.cachemgr.state_dir):
-            check_ports(settings.listening)
+            check_addresses(settings)
             return run(settings, environ, Display())
-    except (StackError, EmbeddedRedisError, OSError) as error:
-        print(f"run-stack: {error}", file=sys.stderr)
-        return 1
+    except OSError as error:
+        said = str(FolderError(settings.cachemgr.state_dir, "KVKEEP_STATE_DIR", error))
+    except (StackError, FolderError, AddressError, EmbeddedRedisError) as error:
+        said = str(error)
+    print(f"run-stack: {said}", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

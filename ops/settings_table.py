@@ -1,5 +1,6 @@
 """The table of docs/settings.md: `python ops/settings_table.py` checks it, with --write it is brought up to date."""
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -24,7 +25,7 @@ def default(field: FieldInfo) -> str:
         return "host name"
     if isinstance(value, bool):
         return f"`{int(value)}`"
-    return "empty" if value is None or value == "" else f"`{value}`"
+    return "empty" if value in (None, "", ()) else f"`{value}`"
 
 
 def rows(cls: type[ProcessSettings], *, shared: bool) -> list[str]:
@@ -46,13 +47,16 @@ def table() -> str:
 
 def main() -> int:
     """Returns the exit status."""
+    parser = argparse.ArgumentParser(description="Checks the table of the page of settings.")
+    parser.add_argument("--write", action="store_true", help="bring it up to date")
+    asked = parser.parse_args()
     text = PAGE.read_text()
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     wanted = before + BEGIN + table() + END + after
     if wanted == text:
         return 0
-    if "--write" in sys.argv[1:]:
+    if asked.write:
         PAGE.write_text(wanted)
         return 0
     print("the table of docs/settings.md is not that of the settings classes: make fix", file=sys.stderr)

@@ -1,5 +1,6 @@
 """Generates the stubs beside the .proto files, or verifies both: `python ops/stubs.py generate|verify`."""
 
+import argparse
 import difflib
 import os
 import shutil
@@ -86,12 +87,13 @@ def check_with_buf() -> int:
 
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit status."""
-    if arguments == ["generate"]:
+    parser = argparse.ArgumentParser(description="The stubs beside the .proto files.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("generate", help="write them")
+    commands.add_parser("verify", help="compare them, check the .proto files, and that no caller of before breaks")
+    if parser.parse_args(arguments).command == "generate":
         return generate(ROOT)
-    if arguments == ["verify"]:
-        return compare() | check_with_buf()
-    print(__doc__, file=sys.stderr)
-    return 2
+    return compare() | check_with_buf()
 
 
 if __name__ == "__main__":

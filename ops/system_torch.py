@@ -3,6 +3,7 @@
 Runs in an environment that sees the machine's packages.
 """
 
+import argparse
 import sys
 import tomllib
 from importlib.metadata import PackageNotFoundError, version
@@ -27,6 +28,9 @@ def fault(needed: Requirement) -> str:
 
 def main() -> int:
     """Returns the exit status."""
+    argparse.ArgumentParser(
+        description="Checks that the machine's torch, triton and transformers are in the range of pyproject.toml."
+    ).parse_args()
     extras = tomllib.loads(PYPROJECT.read_text())["project"]["optional-dependencies"]
     requirements = [Requirement(line) for line in extras["executor"]]
     wanted = [needed for needed in requirements if not needed.marker or needed.marker.evaluate()]

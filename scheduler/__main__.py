@@ -10,6 +10,7 @@ import uvloop
 
 from protos.rpc import addresses, logs, tracing
 from protos.rpc.addresses import AddressError
+from protos.rpc.command_line import process_parser
 from protos.rpc.garbage import collect_rarely
 from protos.rpc.guard import Guard
 from protos.rpc.http_server import HttpServer
@@ -17,7 +18,9 @@ from protos.rpc.server import Server
 from protos.rpc.settings import load, variable
 from scheduler import admin_service
 from scheduler.app import Scheduler
+from scheduler.errors import UnusableModelError
 from scheduler.http.app import create_app
+from scheduler.http.origins import Origins
 from scheduler.service import SERVICE
 from scheduler.settings import SchedulerSettings
 
@@ -51,6 +54,9 @@ async def serve(settings: SchedulerSettings) -> int:
     async def become_ready() -> None:
         try:
             await scheduler.start()
+        except UnusableModelError as error:
+            log.error("the scheduler cannot start", cause=str(error))
+            scheduler.failed.set()
         except Exception:
             log.exception("the scheduler cannot start")
             scheduler.failed.set()
@@ -76,7 +82,12 @@ def _http(scheduler: Scheduler, settings: SchedulerSettings, guard: Guard) -> Ht
     if not settings.http_address:
         return None
     return HttpServer(
-        create_app(scheduler.service, max_prompt_bytes=settings.max_prompt_bytes, guard=guard),
+        create_app(
+            scheduler.service,
+            max_prompt_bytes=settings.max_prompt_bytes,
+            guard=guard,
+            origins=Origins(settings.http_allowed_origins, local=addresses.is_loopback(settings.http_address)),
+        ),
         settings.http_address,
         security=settings.security,
         setting="KVKEEP_SCHEDULER_HTTP_ADDRESS",
@@ -87,6 +98,11 @@ def _http(scheduler: Scheduler, settings: SchedulerSettings, guard: Guard) -> Ht
 
 def main() -> int:
     """Reads the settings and serves."""
+    process_parser(
+        "python -m scheduler",
+        "Runs the scheduler until SIGTERM: it serves generation over gRPC (KVKEEP_SCHEDULER_ADDRESS) and OpenAI's API\n"
+        "over HTTP (KVKEEP_SCHEDULER_HTTP_ADDRESS), and decides what the executor computes next.",
+    ).parse_args()
     settings = load(SchedulerSettings, os.environ)
     logs.configure("scheduler", settings.log_level)
     tracing.start("scheduler", os.environ)

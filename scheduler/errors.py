@@ -119,6 +119,10 @@ def refusal(cause: RemoteError, *, has_policy: bool) -> ServiceError:
     return AdmissionError(cause)
 
 
+class UnusableModelError(Exception):
+    """The executor's model cannot be served to callers; the message is one sentence for people."""
+
+
 class ExecutorLostError(Exception):
     """The session with the executor is over; what was in flight will not be answered."""
 

@@ -1,12 +1,25 @@
 """Settings of the scheduler process."""
 
+import re
 import socket
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from protos.rpc.settings import MetricsAddress, ProcessSettings
+
+_ORIGIN = re.compile(r"https?://([A-Za-z0-9.-]+|\[[0-9a-f:]+\])(:\d{1,5})?")
+
+
+def _origins(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    found = tuple(origin for part in value.split(",") if (origin := part.strip()))
+    for origin in found:
+        if not _ORIGIN.fullmatch(origin) and found != ("*",):
+            raise ValueError("must be origins like https://chat.example.com with commas between them, or * alone")
+    return found
 
 
 class SchedulerSettings(ProcessSettings):
@@ -24,6 +37,11 @@ class SchedulerSettings(ProcessSettings):
     http_address: MetricsAddress = Field(
         "127.0.0.1:8000", description="Where the scheduler serves OpenAI's API over HTTP; empty is off."
     )
+    http_allowed_origins: Annotated[tuple[str, ...], BeforeValidator(_origins)] = Field(
+        (),
+        description="Web pages that may call it, by origin: `https://chat.example.com,http://10.0.0.7:3000`, or `*`. "
+        "Those of this machine always may where the address is a loopback one.",
+    )
     vllm_metrics: bool = Field(False, description="Serve metrics under the names that vLLM gives them, too.")
     access_log: Path | None = Field(None, description="File with a JSON line per request; empty is the usual log.")
     max_batched_tokens: int = Field(512, ge=1, le=65536, description="Tokens per step at most.")
@@ -40,3 +58,14 @@ class SchedulerSettings(ProcessSettings):
         10.0, gt=0, description="How long a request waits for blocks from host memory or disk before it computes them."
     )
     drain_seconds: float = Field(30.0, ge=0, description="How long running requests may go on after SIGTERM.")
+
+    @field_validator("http_allowed_origins")
+    @classmethod
+    def _check_origins(cls, origins: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        # Absent when they are at fault themselves.
+        if "*" in origins and not info.data.get("insecure", True) and info.data.get("tokens_file") is None:
+            raise ValueError(
+                "* lets every web page that somebody opens on this machine use the model: name the pages' origins, "
+                "give KVKEEP_TOKENS_FILE, or allow it with KVKEEP_INSECURE=1"
+            )
+        return origins

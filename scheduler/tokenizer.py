@@ -7,11 +7,13 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
+import jinja2
 from tokenizers import Tokenizer
 
 from protos.execution.v1 import execution_pb2
 from protos.kvcache.eviction import Layout, Policy
 from scheduler.chat import ChatTemplate
+from scheduler.errors import UnusableModelError
 
 # Tokenized one at a time beyond this many characters, so that short prompts find a free thread.
 LARGE_PROMPT = 65_536
@@ -31,6 +33,7 @@ class Model:
     """The served model. `max_tokens` is the longest prompt plus output that model and pool can hold."""
 
     def __init__(self, model: execution_pb2.GetModelResponse, executor: execution_pb2.GetExecutorResponse) -> None:
+        """Raises UnusableModelError."""
         self.name = model.model
         self.vocab_size = model.vocab_size
         self.dtype = model.dtype
@@ -42,9 +45,7 @@ class Model:
         )
         self._max_positions = model.max_positions
         self.eos_token_ids = tuple(model.eos_token_ids)
-        tokenizer = model.tokenizer_json.decode()
-        self.tokenizer = Tokenizer.from_str(tokenizer)
-        self._longest_token = _longest_token(tokenizer)
+        self.tokenizer, self._longest_token = _read(model)
         # A prompt that is too long must be refused, never cut.
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
@@ -53,7 +54,7 @@ class Model:
         # Whoever wants log-probabilities wants the texts of many tokens, of few different ones.
         self._token_text = lru_cache(KEPT_TEXTS)(self._decode_token)
         self._large = asyncio.Semaphore(1)
-        self._chat = ChatTemplate(model.chat_template, model.special_tokens) if model.chat_template else None
+        self._chat = _compiled(model) if model.chat_template else None
 
     def longest(self, policy: Policy | None) -> int:
         """Longest prompt plus output of a sequence that evicts by a policy: what the pool holds is no bound for it."""
@@ -139,6 +140,27 @@ def at_most(most: int | None, ids: Sequence[int]) -> list[int]:
     if most is not None and len(ids) > most:
         raise TooLongError(f"has {len(ids)} tokens")
     return list(ids)
+
+
+def _read(model: execution_pb2.GetModelResponse) -> tuple[Tokenizer, int | None]:
+    """The tokenizer, and what `_longest_token` says of it."""
+    if not model.tokenizer_json:
+        raise UnusableModelError(
+            f"the model {model.model} has no tokenizer.json, which the scheduler needs: serve a folder that has one"
+        )
+    try:
+        text = model.tokenizer_json.decode()
+        return Tokenizer.from_str(text), _longest_token(text)
+    # Any exception: the library raises nothing narrower.
+    except Exception as error:
+        raise UnusableModelError(f"the tokenizer of the model {model.model} cannot be read: {error}") from error
+
+
+def _compiled(model: execution_pb2.GetModelResponse) -> ChatTemplate:
+    try:
+        return ChatTemplate(model.chat_template, model.special_tokens)
+    except jinja2.TemplateError as error:
+        raise UnusableModelError(f"the chat template of the model {model.model} is no template: {error}") from error
 
 
 def _longest_token(tokenizer_json: str) -> int | None:

@@ -40,6 +40,32 @@ def file_name(tier: str, executor_id: str) -> str:
     return f"{tier}-{readable}-{hashlib.sha256(executor_id.encode()).hexdigest()[:16]}.kv"
 
 
+def check_room(settings: FileSettings) -> None:
+    """Raises CacheFileError where a tier of this size certainly finds no room: long before `open_file` takes it."""
+    if not settings.size:
+        return
+    try:
+        folder = _open_folder(settings)
+    except BrokenStorageError:
+        # Whoever opens the tier leaves it out.
+        return
+    try:
+        # What files of ours have is used again, or given up for it.
+        ours = sum(entry.stat().st_blocks * 512 for entry in os.scandir(folder) if entry.is_file(follow_symlinks=False))
+        found = os.fstatvfs(folder)
+    finally:
+        os.close(folder)
+    room = found.f_bavail * found.f_frsize
+    if settings.in_memory:
+        room = min(room, available_memory())
+    # The file is smaller than its size by less than a block of the model, which is not known yet.
+    if settings.size > (room + ours) * 1.1 + (1 << 20):
+        raise CacheFileError(
+            f"{settings.size_variable}: there is no room for {settings.size} bytes in {settings.folder}, which has "
+            f"{room + ours}: choose a smaller size, or another folder with {settings.folder_variable}"
+        )
+
+
 def open_file(settings: FileSettings, name: str, layout: FileLayout) -> int:
     """A descriptor of the file, locked for this process; what it holds fits the layout. Raises CacheFileError."""
     if layout.slots < 1:

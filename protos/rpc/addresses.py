@@ -3,6 +3,7 @@
 import ipaddress
 import socket
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -87,7 +88,10 @@ def prepare(address: str, *, insecure: bool, setting: str = "") -> None:
         return
     if len(bytes(path)) > _MAX_SOCKET_PATH:
         raise AddressError(f"{address}{hint} is longer than the {_MAX_SOCKET_PATH} bytes a unix socket's path may have")
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise AddressError(f"{address}{hint}: its folder cannot be made: {error.strerror}") from error
     if not path.exists():
         return
     if not stat.S_ISSOCK(path.stat().st_mode):
@@ -95,6 +99,30 @@ def prepare(address: str, *, insecure: bool, setting: str = "") -> None:
     if _answers(path):
         raise in_use(address, setting)
     path.unlink()
+
+
+def check_distinct(listening: Mapping[str, str]) -> None:
+    """Raises AddressError where two settings, the names, choose one address to listen on. Empty ones are off."""
+    seen: list[tuple[str, str]] = []
+    for setting, address in listening.items():
+        for other_setting, other in seen:
+            if address and _overlap(address, other):
+                raise AddressError(
+                    f"{address} (set by {setting}) and {other} (set by {other_setting}) are one address: "
+                    "choose another port for one of them"
+                )
+        seen.append((setting, address))
+
+
+def _overlap(one: str, other: str) -> bool:
+    if not other or socket_path(one) is not None or socket_path(other) is not None:
+        return one == other
+    (host, port), (other_host, other_port) = split_host_port(one), split_host_port(other)
+    if port != other_port or port == 0:
+        return False
+    hosts = {"127.0.0.1" if name == "localhost" else name for name in (host, other_host)}
+    # Who listens on all addresses of IPv6 has those of IPv4, too.
+    return len(hosts) == 1 or "::" in hosts or ("0.0.0.0" in hosts and not any(":" in name for name in hosts))  # noqa: S104
 
 
 def in_use(address: str, setting: str = "") -> AddressError:

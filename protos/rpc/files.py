@@ -1,6 +1,11 @@
-"""Files that a process is given: read again when they change, and refused when others can read their secrets."""
+"""Files that a process is given: read again when they change, and refused when others can read their secrets.
 
+And folders that it is given to write in.
+"""
+
+import errno
 import stat
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +21,33 @@ _FORBIDDEN = stat.S_IRWXO | stat.S_IWGRP
 log = structlog.get_logger()
 
 T = TypeVar("T")
+
+# Of what is written to a folder at the start, for a moment: with less room than this left, it is as good as full.
+_PROBE_BYTES = 1 << 16
+_ADVICE = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some room there, or ") | dict.fromkeys(
+    (errno.EROFS, errno.EACCES, errno.EPERM), "make it writable, or "
+)
+
+
+class FolderError(Exception):
+    """A folder cannot be written in; the message is one line that names it, its setting and what to do."""
+
+    def __init__(self, folder: Path, setting: str, error: OSError) -> None:
+        advice = _ADVICE.get(error.errno or 0, "")
+        super().__init__(
+            f"cannot write in the folder {folder}: {error.strerror or error}: "
+            f"{advice}choose another folder with {setting}"
+        )
+
+
+def prepare_folder(folder: Path, setting: str) -> None:
+    """Makes a folder, for its owner only, unless it is there, and tries to write in it. Raises FolderError."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:
+            probe.write(bytes(_PROBE_BYTES))
+    except OSError as error:
+        raise FolderError(folder, setting, error) from error
 
 
 def read_secret(path: Path) -> str:

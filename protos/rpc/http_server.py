@@ -94,7 +94,7 @@ class HttpServer:
         """
         self.address = address
         self._name = name
-        self._open_to_all = security.insecure or security.serves_tls
+        self._open_to_all = security.may_be_reached
         self._setting = setting
         if own_names:
             app = _OwnNames(app)

@@ -39,7 +39,11 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class ServiceInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps every handler of a server, unary or streaming on either side."""
+    """Wraps every handler of a server, unary or streaming on either side.
+
+    What ends a call with a status raises an error that gRPC keeps for as long as the call's context lives. Its frames
+    and what it was raised in must not hold the context, or all of it, requests too, waits for a garbage collection.
+    """
 
     def __init__(self, guard: Guard, check: Check | None = None) -> None:
         self._guard = guard
@@ -82,7 +86,11 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
             self._guard.audit.refused(identity, method, context.peer(), error.code.name)
             with contextlib.suppress(ServiceError), _observed(method):
                 raise error
-            await context.abort_with_status(rpc_status.to_status(to_status(error)))
+            error.__traceback__ = None
+            try:
+                await context.abort_with_status(rpc_status.to_status(to_status(error)))
+            finally:
+                del context
 
         return grpc.stream_stream_rpc_method_handler(refuse)
 
@@ -103,15 +111,19 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
                 with _observed(method, context, self._told(method, context, request)), self._holding(context)():
                     return await behavior(self._checked(method, request), context)
             except ServiceError as error:
-                await context.abort_with_status(rpc_status.to_status(to_status(error)))
+                status = rpc_status.to_status(to_status(error))
+            try:
+                await context.abort_with_status(status)
+            finally:
+                del context, request
 
         return call
 
     def _generator(self, behavior: Behavior, method: str) -> Behavior:
         async def call(request: Any, context: Any) -> AsyncIterator[Any]:
             self._begin(context, method)
+            told = self._told(method, context, request)
             try:
-                told = self._told(method, context, request)
                 if self._guard.audits(method):
                     told("STARTED")
                 with _observed(method, context, told):
@@ -125,7 +137,11 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
                                 return
                             yield response
             except ServiceError as error:
-                await context.abort_with_status(rpc_status.to_status(to_status(error)))
+                status = rpc_status.to_status(to_status(error))
+            try:
+                await context.abort_with_status(status)
+            finally:
+                del context, request, told
 
         return call
 

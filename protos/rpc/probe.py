@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.rpc import addresses
 from protos.rpc.channel import open_sync_channel
+from protos.rpc.command_line import process_parser
 from protos.rpc.security import Security
 from protos.rpc.settings import PROCESSES, ProcessSettings, load
 
@@ -43,13 +44,15 @@ def problem(address: str, security: Security) -> str:
 
 def main() -> int:
     """Returns the exit status."""
-    if len(sys.argv) != 2 or sys.argv[1] not in PROCESSES:
-        print(f"usage: python -m protos.rpc.probe {'|'.join(PROCESSES)}", file=sys.stderr)  # noqa: T201
-        return 2
+    parser = process_parser(
+        "python -m protos.rpc.probe", "Asks a process on this machine for its health: status 0 if it serves, else 1."
+    )
+    parser.add_argument("process", choices=PROCESSES)
+    process = parser.parse_args().process
     settings = load(ProcessSettings, os.environ)
-    address = getattr(settings, f"{sys.argv[1]}_address")
+    address = getattr(settings, f"{process}_address")
     if found := problem(address, settings.security):
-        print(f"{sys.argv[1]} at {address}: {found}", file=sys.stderr)  # noqa: T201
+        print(f"{process} at {address}: {found}", file=sys.stderr)  # noqa: T201
         return 1
     return 0
 

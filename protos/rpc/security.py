@@ -58,6 +58,11 @@ class Security:
         return self.tls_cert_file is not None
 
     @property
+    def may_be_reached(self) -> bool:
+        """Whether servers of this process may listen where other machines reach them."""
+        return self.insecure or self.serves_tls
+
+    @property
     def asks_callers(self) -> bool:
         """Whether callers need a certificate or a token."""
         return self.tls_client_ca_file is not None or self.tokens_file is not None

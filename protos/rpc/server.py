@@ -102,10 +102,9 @@ class Server:
         """Binds every address, then starts. Raises AddressError when one cannot be had."""
         open_files.raise_limit()
         for listener in self._listeners:
-            open_to_all = self._security.insecure or self._security.serves_tls
             if not (addresses.is_loopback(listener.address) or self._security.asks_callers):
                 log.warning("whoever reaches this address may call it", address=listener.address)
-            addresses.prepare(listener.address, insecure=open_to_all, setting=listener.setting)
+            addresses.prepare(listener.address, insecure=self._security.may_be_reached, setting=listener.setting)
             listener.address = _bind(listener, self._security)
         if self._metrics_address:
             self._stop_metrics = metrics.start_http(self._metrics_address, self._security)

@@ -6,7 +6,7 @@ silently.
 """
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
@@ -39,6 +39,9 @@ MetricsAddress = Annotated[str, AfterValidator(_validate_metrics)]
 
 
 OptionalFile = Annotated[Path | None, BeforeValidator(lambda value: value or None)]
+
+# Least likeness of a name that is suggested, of 1.
+_CLOSE = 0.65
 
 _CLUSTER_SCHEMES = {"redis+cluster": "redis", "rediss+cluster": "rediss"}
 
@@ -195,5 +198,20 @@ def _refuse_unknown(known: Mapping[str, str], environ: Mapping[str, str], proces
     for name in sorted(environ):
         if not name.startswith(PREFIX) or name in known or name.startswith(others):
             continue
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-        raise SettingsError(f"unknown setting {name}" + (f": did you mean {close[0]}?" if close else ""))
+        meant = _closest(name, known, process)
+        raise SettingsError(f"unknown setting {name}" + (f": did you mean {meant}?" if meant else ""))
+
+
+def _closest(name: str, known: Iterable[str], process: str) -> str:
+    """The known variable that is meant, or nothing. Prefixes make all names alike: what is behind them is compared."""
+
+    its_own = f"{PREFIX}{process.upper()}_"
+
+    def own(variable: str) -> str:
+        return variable.removeprefix(its_own).removeprefix(PREFIX)
+
+    # Of a shared setting both forms are known; the one of the same prefix is offered.
+    ordered = sorted(known, key=lambda one: one.startswith(its_own) == name.startswith(its_own))
+    by_own = {own(one): one for one in ordered}
+    close = difflib.get_close_matches(own(name), by_own, n=1, cutoff=_CLOSE)
+    return by_own[close[0]] if close else ""

@@ -23,6 +23,7 @@ from scheduler.http.formats import ChatFormat, CompletionFormat
 from scheduler.http.front import Api
 from scheduler.http.generating import Generating
 from scheduler.http.identity import Caller, caller_of, route_class
+from scheduler.http.origins import Origins
 from scheduler.http.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -41,6 +42,8 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     "5XX": {"model": errors.ErrorAnswer, "description": "The server is, or is not ready."},
 }
 
+NO_ORIGINS = Origins()
+
 Called = Annotated[Caller, Depends(caller_of)]
 BEARER = "A token of the server's tokens file; any where it has none."
 
@@ -54,10 +57,19 @@ def create_app(
     max_prompt_bytes: int,
     registry: CollectorRegistry = REGISTRY,
     guard: Guard | None = None,
+    origins: Origins = NO_ORIGINS,
 ) -> FastAPI:
-    """guard: who may do what; without one everybody may everything."""
+    """guard: who may do what; without one everybody may everything. origins: of web pages that may call."""
     # Pages with documentation would load scripts from elsewhere.
-    app = Api(service.access_log, title="kvkeep", version=_version(), docs_url=None, redoc_url=None, responses=ERRORS)
+    app = Api(
+        service.access_log,
+        origins,
+        title="kvkeep",
+        version=_version(),
+        docs_url=None,
+        redoc_url=None,
+        responses=ERRORS,
+    )
     _add_handlers(app)
 
     app.include_router(_watching(service, registry))

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from protos.rpc import tracing
 from protos.rpc.http_server import peer_of
 from protos.rpc.interceptors import REQUEST_ID_KEY
+from scheduler.http.origins import Origins
 from scheduler.request_log import ABORTED, AccessLog, Line
 
 REQUESTS = Counter("kvkeep_http_requests", "HTTP requests that ended, by route and status.", ["route", "code"])
@@ -50,14 +51,15 @@ def drawn_name() -> str:
 class Api(FastAPI):
     """With Front around what FastAPI puts around the routes, too: it answers what nobody expected."""
 
-    def __init__(self, access_log: AccessLog, **options: Any) -> None:
+    def __init__(self, access_log: AccessLog, origins: Origins, **options: Any) -> None:
         """options: of FastAPI."""
         super().__init__(**options)
         self._access_log = access_log
+        self._origins = origins
 
     def build_middleware_stack(self) -> ASGIApp:
         """All that a request passes."""
-        return Front(super().build_middleware_stack(), self._access_log)
+        return Front(self._origins.around(super().build_middleware_stack()), self._access_log)
 
 
 class Front:

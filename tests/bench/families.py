@@ -38,7 +38,7 @@ CHUNK, OUTPUT = 5, 16
 TIE = 1e-3
 LIMIT_SECONDS = 120
 # Larger tiny models tell nothing more.
-MOST_WEIGHTS = 60_000_000
+MOST_WEIGHTS = 80_000_000
 
 # Wherever a configuration has a field of that name.
 SIZES: dict[str, Any] = {
@@ -99,6 +99,7 @@ SIZES: dict[str, Any] = {
     "query_pre_attn_scalar": 16,
     "use_cache": True,
 }
+SPECIAL_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 # What a family needs beside the sizes, or shows another side of it: name -> fields.
 VARIANTS: dict[str, dict[str, Any]] = {
     "falcon/alibi": {"alibi": True},
@@ -126,6 +127,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "mpt": {"n_heads": 4},
+    # These want ids of special tokens, or one kind of layer.
+    "cwm": SPECIAL_TOKENS,
+    "modernbert-decoder": SPECIAL_TOKENS | {"cls_token_id": 1, "sep_token_id": 2},
+    "lfm2_moe": {"layer_types": ["full_attention"] * 4},
 }
 
 

@@ -24,6 +24,7 @@ from typing import Any
 import grpc
 import psutil
 import uvloop
+from google.protobuf.field_mask_pb2 import FieldMask
 
 from cachemgr.api import ManagerConfig
 from protos.generation.v1 import generation_pb2_grpc as generation_rpc
@@ -131,7 +132,9 @@ class Bench:
             events = 0
             while events < ManagerConfig().event_history:
                 rule.action.retention_priority ^= 2
-                answer = await admin.UpdateRetentionRule(kv.UpdateRetentionRuleRequest(rule=rule), timeout=10)
+                answer = await admin.UpdateRetentionRule(
+                    kv.UpdateRetentionRuleRequest(rule=rule, update_mask=FieldMask(paths=["action"])), timeout=10
+                )
                 events += answer.changed_leases
                 if not answer.changed_leases:
                     raise RuntimeError("a rule that changed has changed no lease")

@@ -335,12 +335,13 @@ class Table:
             await asyncio.sleep(PROBE_SECONDS)
 
     async def _cached_blocks(self) -> int:
-        """Device blocks in the index, once the cache manager answers; 0 when it does not in time."""
+        """Blocks in the index, in whatever tiers, once the cache manager answers; 0 when it does not in time."""
         deadline = time.monotonic() + SETTLE_SECONDS
         async with Manager(self._stage.stack.admin) as manager:
             while time.monotonic() < deadline:
                 with contextlib.suppress(grpc.aio.AioRpcError):
-                    return sum(pool.cached_blocks for pool in await manager.pools())
+                    index = await manager.index()
+                    return len({(pool, key) for (pool, _, _), (key, *_) in index.items()})
                 await asyncio.sleep(0.2)
         return 0
 
@@ -476,7 +477,7 @@ def outages() -> list[Outage]:
         _full_disk("executor"),
         *[_kill(name) for name in ("cachemgr", "executor", REDIS, "scheduler")],
         _kill("cachemgr", "executor", REDIS, "scheduler"),
-        _late_redis(5),
+        *[_late_redis(seconds) for seconds in (5, 60)],
         *[_clock_back(name) for name in ("cachemgr", "executor", "scheduler")],
     ]
 

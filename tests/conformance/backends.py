@@ -47,7 +47,7 @@ class Backend(Protocol):
     def call(self, method: str, request: Message) -> Any:
         """The answer. Raises Refused."""
 
-    def events(self, after: int | None) -> list[pb.WatchEventsResponse]:
+    def events(self, after: int | None) -> list[pb.Event]:
         """The snapshot, or all events behind a number. Raises Refused."""
 
     def verify(self) -> None:
@@ -103,12 +103,12 @@ class ObjectBackend:
             raise Refused(error.code.name, error.message, error.fields) from error
         raise Refused("UNIMPLEMENTED", method, {})
 
-    def events(self, after: int | None, salt: str | None = None) -> list[pb.WatchEventsResponse]:
+    def events(self, after: int | None, salt: str | None = None) -> list[pb.Event]:
         watch = self._watch.WatchEvents(pb.WatchEventsRequest(after_event_number=after, salt=salt), None)
-        found: list[pb.WatchEventsResponse] = []
+        found: list[pb.Event] = []
         try:
             while after != self.manager.last_event:
-                found.append(_finish(watch.__anext__()))
+                found += _finish(watch.__anext__()).events
         except NothingMore:
             pass
         except ServiceError as error:
@@ -185,21 +185,21 @@ class ServiceBackend:
         except grpc.aio.AioRpcError as error:
             raise _refusal(error) from error
 
-    def events(self, after: int | None) -> list[pb.WatchEventsResponse]:
+    def events(self, after: int | None) -> list[pb.Event]:
         return self._run(self._events(after))
 
-    async def _events(self, after: int | None) -> list[pb.WatchEventsResponse]:
+    async def _events(self, after: int | None) -> list[pb.Event]:
         snapshot = self._watch(pb.WatchEventsRequest(), timeout=10)
-        last = (await anext(aiter(snapshot))).event_number
+        last = (await anext(aiter(snapshot))).events[0].event_number
         snapshot.cancel()
         if after == last:
             return []
-        found: list[pb.WatchEventsResponse] = []
+        found: list[pb.Event] = []
         watch = self._watch(pb.WatchEventsRequest(after_event_number=after), timeout=10)
         try:
-            async for event in watch:
-                found.append(event)
-                if event.event_number == last:
+            async for message in watch:
+                found += message.events
+                if found[-1].event_number == last:
                     break
         except grpc.aio.AioRpcError as error:
             raise _refusal(error) from error

@@ -98,7 +98,7 @@ class Observer:
 
     # Events
 
-    def read_events(self) -> list[pb.WatchEventsResponse]:
+    def read_events(self) -> list[pb.Event]:
         """Those that have come since the last read; their numbers have no gap."""
         found = self._backend.events(self._read)
         assert [event.event_number for event in found] == [self._read + 1 + index for index in range(len(found))]
@@ -122,7 +122,7 @@ class Observer:
         self._read = last - kept
         return kept
 
-    def _event_facts(self, event: pb.WatchEventsResponse, wanted: dict[str, Any]) -> dict[str, Any]:
+    def _event_facts(self, event: pb.Event, wanted: dict[str, Any]) -> dict[str, Any]:
         facts = {"event": pb.EventKind.Name(event.kind).removeprefix("EVENT_KIND_").lower()}
         if "cause" in wanted:
             facts["cause"] = pb.RemovalCause.Name(event.removal_cause).removeprefix("REMOVAL_CAUSE_").lower()

@@ -161,3 +161,52 @@ async def test_a_token_is_asked_for_where_one_is_needed(browser: Browser, tmp_pa
         await page.get_by_role("button", name="Show the cache").click()
         await expect(page.locator("#tenants")).to_contain_text("globex")
     await server.stop()
+
+
+WIDTHS = (2560, 1440, 1024, 390)
+# What is wider than its box, or cut in it, by tag and text.
+CUT = """() => [...document.querySelectorAll("body *")]
+    .filter((one) => !one.closest("canvas, select, dialog") && one.scrollWidth > one.clientWidth + 1 && one.clientWidth)
+    .map((one) => `${one.tagName} ${one.id} ${one.textContent.slice(0, 40)}: ${one.scrollWidth}, ${one.clientWidth}`)"""
+# Per row of cards the empty width at its right, in pixels.
+HOLES = """() => {
+    const main = document.querySelector("main").getBoundingClientRect();
+    const ends = new Map();
+    for (const card of document.querySelectorAll("section")) {
+        const { top, right } = card.getBoundingClientRect();
+        ends.set(Math.round(top), Math.max(right, ends.get(Math.round(top)) ?? 0));
+    }
+    return [...ends.values()].map((right) => Math.round(main.right - right));
+}"""
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+async def test_nothing_is_cut_and_no_row_has_a_hole(browser: Browser, console: Console, width: int) -> None:
+    async with opened(browser, console) as page:
+        await page.set_viewport_size({"width": width, "height": 900})
+        await expect(page.locator("body")).to_have_attribute("data-loaded", "yes")
+        await page.get_by_role("treeitem").first.click()
+        await expect(page.get_by_role("treeitem").first).to_have_attribute("aria-expanded", "true")
+        await page.locator("#map").focus()
+        await page.keyboard.press("Home")
+        await expect(page.locator("#block")).to_contain_text("Slot 1")
+        assert await page.evaluate("document.documentElement.scrollWidth") == width
+        assert await page.evaluate(CUT) == []
+        assert set(await page.evaluate(HOLES)) == {16}
+
+
+async def test_blocks_in_use_look_different_whatever_the_colours_stand_for(browser: Browser, console: Console) -> None:
+    """Most of the pixels of a map have a colour of few."""
+    script = """() => {
+        const map = document.getElementById("map");
+        const { data } = map.getContext("2d").getImageData(0, 0, map.width, map.height);
+        const times = new Map();
+        for (const one of new Uint32Array(data.buffer)) times.set(one, (times.get(one) ?? 0) + 1);
+        return [...times.values()].filter((count) => count > map.width * map.height / 200).length;
+    }"""
+    async with opened(browser, console) as page:
+        await expect(page.locator("body")).to_have_attribute("data-loaded", "yes")
+        await expect(page.locator("#legend")).to_contain_text("in use")
+        await expect(page.locator("#legend")).to_contain_text("cached")
+        # The page behind, empty, cached, in use.
+        assert await page.evaluate(script) == 4

@@ -6,15 +6,20 @@ import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import pytest
 
+from protos.generation.v1 import generation_pb2_grpc as rpc
 from tests.fuzz.methods import discover
 from tests.fuzz.report import Report
 from tests.fuzz.run import fuzz_grpc, fuzz_http, fuzz_http_at_bounds
 from tests.fuzz.stage import Stage
+from tests.support.generation import greedy_request
 
 pytestmark = pytest.mark.model
 
+# 2,048 tokens of 30 layers with keys and values of 192 floats each.
+POOL_BYTES = 2048 * 30 * 2 * 192 * 4
 HTTP_CALLS, GRPC_CALLS, BOUNDS_CALLS = 120, 1200, 300
 
 
@@ -47,6 +52,14 @@ def test_numbers_at_the_bounds_of_their_types_cost_little_and_leave_nothing_behi
     row = report.rows["POST /v1/completions, at bounds"]
     assert row.statuses["400"]
     assert row.most_loop_seconds
+
+
+def test_a_pool_that_fills_up_is_not_taken_for_a_leak(stage: Stage) -> None:
+    with grpc.insecure_channel(stage.stack.scheduler) as channel:
+        stub: rpc.GenerationServiceStub = rpc.GenerationServiceStub(channel)
+        for begin in (3000, 6000):
+            list(stub.StreamGenerate(greedy_request(range(begin, begin + 1900), 1), timeout=60))
+    assert stage.grown()["executor"] < POOL_BYTES / 3
 
 
 def test_odd_calls_of_every_method_are_answered_and_leave_nothing_behind(stage: Stage, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from protos.kvcache.v1 import kvcache_pb2, kvcache_pb2_grpc
 from protos.rpc.channel import open_channel
 from tests.stack import Stack, free_address
 from tests.support.generation import generate
+from tests.support.kvctl import ctrl_c_is_heard
 
 # 8 blocks.
 POOL = 128
@@ -138,13 +139,12 @@ async def test_programs_get_all_rounds_in_one_answer(tiny: Stack) -> None:
 @pytest.mark.model
 async def test_ctrl_c_ends_it_and_keeps_the_rounds_so_far(tiny: Stack, tmp_path: Path) -> None:
     target = tmp_path / "limits.csv"
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "kvctl", "limits", "--mode", "gen_length", "--scheduler", tiny.scheduler,
-        "--server", tiny.admin, "--prompt-tokens", str(PROMPT), "--csv", str(target), "--yes",
-        "--policy", "sliding_window", "--recent", "64", "--compacted", stdout=PIPE, stderr=PIPE,
-        # Where the tests run in the background, a child would not hear of it.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
+    with ctrl_c_is_heard():
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "kvctl", "limits", "--mode", "gen_length", "--scheduler", tiny.scheduler,
+            "--server", tiny.admin, "--prompt-tokens", str(PROMPT), "--csv", str(target), "--yes",
+            "--policy", "sliding_window", "--recent", "64", "--compacted", stdout=PIPE, stderr=PIPE,
+        )  # fmt: skip
     assert process.stdout is not None
     for _ in range(3):
         await process.stdout.readline()

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import grpc
 import psutil
+from google.protobuf.field_mask_pb2 import FieldMask
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.generation.v1 import generation_pb2 as pb
@@ -42,6 +43,7 @@ _CALLER_GONE = "ExecuteBatchError raised in core"
 # Whose output without any cache must be the same before and after.
 _FAILED = re.compile('code="(INTERNAL|UNKNOWN|DATA_LOSS)"')
 _PROMPT = tuple(range(2000, 2040))
+_MOST_OF_POOL = MAX_TOKENS - 64
 
 
 class Stage:
@@ -65,6 +67,7 @@ class Stage:
 
     def __enter__(self) -> Self:
         self.stack.__enter__()
+        asyncio.run(self._fill())
         self._output = asyncio.run(self._generate())
         self._memory = self._resident()
         return self
@@ -87,6 +90,10 @@ class Stage:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
+
+    def grown(self) -> dict[str, int]:
+        """By how many bytes the resident memory of each process has grown since all of the pool was in use."""
+        return {name: size - self._memory[name] for name, size in self._resident().items()}
 
     async def check(self, report: Report, *, fenced: bool = False) -> None:
         """Adds what is not as it was to the faults.
@@ -111,8 +118,8 @@ class Stage:
         faults += await self._in_flight() + await self._failed_calls()
         for fault in faults:
             report.fault("left behind", fault)
-        grown = {name: size - self._memory[name] for name, size in self._resident().items()}
-        report.note("resident memory: " + ", ".join(f"{name} {size / 1e6:+.0f} MB" for name, size in grown.items()))
+        grown = ", ".join(f"{name} {size / 1e6:+.0f} MB" for name, size in self.grown().items())
+        report.note(f"resident memory: {grown}")
 
     async def recover(self, report: Report) -> None:
         """Starts all processes again, as an operator does whose processes were shut out, and checks all."""
@@ -122,8 +129,15 @@ class Stage:
             self.stack.start(name)
         for name in MODULES:
             await asyncio.to_thread(self.stack.wait_until_serving, name)
+        await self._fill()
         self._memory = self._resident()
         await self.check(report)
+
+    async def _fill(self) -> None:
+        """Writes to nearly every block of the pool, whose memory the system gives at the first write: no leak."""
+        request = greedy_request(range(2000, 2000 + _MOST_OF_POOL), 1, reuse=False)
+        async with grpc.aio.insecure_channel(self.stack.scheduler) as channel:
+            await generate(rpc.GenerationServiceStub(channel), request, SETTLE_SECONDS)
 
     async def _generate(self) -> list[int]:
         """A short output that depends on nothing but the model."""
@@ -163,7 +177,8 @@ class Stage:
         for pool in await manager.pools():
             full = kv.Pool(pool_id=pool.pool_id, total_blocks=pool.spec.num_blocks)
             if pool.total_blocks < full.total_blocks:
-                await _ignoring(admin.UpdatePool(kv.UpdatePoolRequest(pool=full), timeout=30))
+                update = kv.UpdatePoolRequest(pool=full, update_mask=FieldMask(paths=["total_blocks"]))
+                await _ignoring(admin.UpdatePool(update, timeout=30))
         quotas = (await admin.ListQuotas(kv.ListQuotasRequest(page_size=1000), timeout=30)).quotas
         for usage in quotas if len(quotas) > most else ():
             account = usage.quota.WhichOneof("account")

@@ -173,7 +173,9 @@ def test_every_method_of_the_admin_service(client: Grpcurl, stack: Stack) -> Non
     client.call(f"{ADMIN}/ListLeases", pool_id=pool_id)
     total = client.call(f"{ADMIN}/GetPool", pool_id=pool_id)["pool"]["total_blocks"]
     share = {"pool_id": pool_id, "total_blocks": total}
-    assert client.call(f"{ADMIN}/UpdatePool", pool=share, validate_only=True)["pool"]["total_blocks"] == total
+    mask = {"paths": ["total_blocks"]}
+    answer = client.call(f"{ADMIN}/UpdatePool", pool=share, update_mask=mask, validate_only=True)
+    assert answer["pool"]["total_blocks"] == total
     assert client.stream(f"{ADMIN}/DumpState")[-1]["state_hash"]
 
     blocks = client.call(f"{ADMIN}/ListBlocks", pool_id=pool_id, page_size=1000, include_token_ids=True)["blocks"]
@@ -200,8 +202,9 @@ def test_every_method_of_the_admin_service(client: Grpcurl, stack: Stack) -> Non
 def test_every_method_of_the_event_service(client: Grpcurl, stack: Stack) -> None:
     prompt = "Events tell of every block that enters the cache and of every block that leaves it again, " * 3
     Grpcurl(stack.scheduler).stream(f"{GENERATION}/StreamGenerate", text=prompt, max_tokens=2)
-    events = client.stream(f"{EVENTS}/WatchEvents", "-max-time", "2")
-    assert {"EVENT_KIND_CREATED", "EVENT_KIND_STORED"} <= {event["kind"] for event in events}
+    messages = client.stream(f"{EVENTS}/WatchEvents", "-max-time", "2")
+    kinds = {event["kind"] for message in messages for event in message["events"]}
+    assert {"EVENT_KIND_CREATED", "EVENT_KIND_STORED"} <= kinds
 
 
 @pytest.mark.parametrize("client", [DATA], indirect=True)

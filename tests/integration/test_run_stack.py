@@ -1,5 +1,6 @@
 """`make run-stack`: what people see, and that nothing stays behind."""
 
+import json
 import os
 import re
 import shutil
@@ -194,6 +195,47 @@ def test_ended_process_is_started_again_until_it_ends_too_often(run_stack: Calla
     assert "cachemgr was killed by SIGKILL, for the 4th time" in stack.output
     assert '"listening"' in stack.output.partition("last lines of its log")[2]
     assert_gone(children)
+
+
+# Read by every Python process at its start. In the cache manager's, one step's progress is taken and then fails.
+BREAK_ONCE = """
+import os
+import sys
+
+if sys.orig_argv[-2:] == ["-m", "cachemgr"]:
+    from cachemgr.manager import CacheManager
+
+    whole = CacheManager.sync
+
+    def sync(self, request):
+        answer = whole(self, request)
+        if request.handles and os.path.exists(os.environ["BREAK_ONCE"]):
+            os.unlink(os.environ["BREAK_ONCE"])
+            raise AssertionError("broken by a test")
+        return answer
+
+    CacheManager.sync = sync
+"""
+
+
+def test_a_call_that_fails_inside_the_cache_manager_costs_no_request(
+    run_stack: Callable[..., RunningStack], folder: Path
+) -> None:
+    (folder / "sitecustomize.py").write_text(BREAK_ONCE)
+    flag = folder / "break"
+    stack = run_stack(PYTHONPATH=f"{folder}:{ROOT}", BREAK_ONCE=str(flag))
+    stack.wait_for("Ctrl-C stops the stack")
+    flag.touch()
+    answer = stack.generate("What is the capital of France?")
+    assert not flag.exists()
+    assert "Paris" in answer.stdout, answer.stderr + stack.output
+    stack.wait_for("cachemgr: ended with status 1", 20)
+    stack.wait(lambda: stack.output.count("cachemgr: ready") == 2, 20, "not ready again")
+    answer = stack.generate("What is the capital of France?")
+    assert "Paris" in answer.stdout, answer.stderr + stack.output
+    state = folder / "kvkeep" / "cachemgr-failed.jsonl"
+    kinds = {json.loads(line)["kind"] for line in state.read_text().splitlines()}
+    assert {"manager", "executor", "scheduler", "sequence"} <= kinds
 
 
 def test_children_end_with_a_supervisor_that_is_killed(run_stack: Callable[..., RunningStack]) -> None:

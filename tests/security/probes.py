@@ -248,8 +248,8 @@ class Attack:
             self._look(kind, str(message))
 
     async def _watch(self, stub: kv_rpc.CacheEventServiceAsyncStub) -> None:
-        async for event in stub.WatchEvents(kv.WatchEventsRequest()):
-            self._look("event", str(event))
+        async for message in stub.WatchEvents(kv.WatchEventsRequest()):
+            self._look("event", str(message))
 
     def _look(self, where: str, text: str) -> None:
         """What the attacker itself has named after the victim's things is no leak."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,6 +28,19 @@ def verbs(group: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 VERBS = dict(verbs(typer.main.get_command(app)))
+
+
+@contextlib.contextmanager
+def ctrl_c_is_heard() -> Iterator[None]:
+    """What starts within it hears of SIGINT, which children of a process in the background ignore.
+
+    A preexec_fn could say so in the child, but forks: gRPC's threads come up in the child and write to its output.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,11 @@ export function fill(table, columns, rows, nothing) {
   head.append(...columns.map(([title, , number]) => cell("th", title, number)));
   const body = rows.map((row) => {
     const line = element("tr");
-    line.append(...columns.map(([, value, number]) => cell("td", String(value(row)), number)));
+    line.append(...columns.map(([title, value, number]) => {
+      const made = cell("td", String(value(row)), number);
+      made.dataset.title = title;
+      return made;
+    }));
     return line;
   });
   if (!rows.length) {
@@ -81,9 +85,10 @@ export function sized(canvas) {
   return { pen, width, height };
 }
 
-export function key(name, text) {
+// pale: as blocks that are cached and not in use.
+export function key(name, text, pale = false) {
   const made = element("span", "", { class: "key" });
-  const patch = element("i");
+  const patch = element("i", "", pale ? { class: "pale" } : {});
   patch.style.background = name.startsWith("--") ? `var(${name})` : name;
   made.append(patch, text);
   return made;

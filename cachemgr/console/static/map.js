@@ -9,6 +9,8 @@ const PRIORITIES = [[34, "--c7", "below 35"], [35, "--c2", "35, the usual"], [69
   [89, "--c1", "70 to 89"], [100, "--c4", "90 to 100"]];
 const AGES = [[0, "--c0", "in use"], [10, "--c6", "up to 10 s"], [60, "--c2", "1 min"],
   [600, "--c3", "10 min"], [3600, "--c1", "1 h"], [Infinity, "--c7", "longer"]];
+// How opaque a block is that is cached and not in use; style.css has the same for the legend.
+const PALE = 0.4;
 const MODES = ["tier", "tenant", "priority", "age"];
 
 export class BlockMap {
@@ -113,6 +115,11 @@ export class BlockMap {
     }
   }
 
+  // What says which blocks are in use; by age they have a colour of their own.
+  shades() {
+    return this.mode === "age" ? [] : [key("--text", "in use"), key("--text", "cached", true)];
+  }
+
   nameOf(place) {
     const among = (bounds, value) => bounds.find(([bound]) => value <= bound)[1];
     switch (this.mode) {
@@ -127,7 +134,7 @@ export class BlockMap {
     if (!this.pool) return;
     const keys = this.keys();
     document.getElementById("legend").replaceChildren(
-      ...keys.map(([name, text]) => key(name, text)), key("--empty", "empty"));
+      ...keys.map(([name, text]) => key(name, text)), ...this.shades(), key("--empty", "empty"));
     const { pen, width, height } = sized(this.canvas);
     if (!width) return;
     // The largest square with which all slots fit.
@@ -137,22 +144,27 @@ export class BlockMap {
     this.columns = Math.max(1, Math.floor(width / this.side));
     const gap = this.side > 4 ? 1 : 0;
     const colours = new Map(["--empty", "--c7", ...keys.map(([name]) => name)].map((name) => [name, colour(name)]));
-    const byColour = new Map([...colours.keys()].map((name) => [name, []]));
+    const byColour = new Map([...colours.keys()].map((name) => [name, [[], []]]));
     let used = 0;
     let cached = 0;
     for (let place = 1; place <= this.size; place += 1) {
       const state = this.present[place];
       used += state === 2;
       cached += state === 1;
-      byColour.get(state ? this.nameOf(place) : "--empty").push(place);
+      const isPale = state === 1 && this.mode !== "age";
+      byColour.get(state ? this.nameOf(place) : "--empty")[Number(isPale)].push(place);
     }
-    for (const [name, places] of byColour) {
+    for (const [name, shades] of byColour) {
       pen.fillStyle = colours.get(name);
-      for (const place of places) {
-        const [x, y] = this.at(place);
-        pen.fillRect(x, y, this.side - gap, this.side - gap);
-      }
+      shades.forEach((places, isPale) => {
+        pen.globalAlpha = isPale ? PALE : 1;
+        for (const place of places) {
+          const [x, y] = this.at(place);
+          pen.fillRect(x, y, this.side - gap, this.side - gap);
+        }
+      });
     }
+    pen.globalAlpha = 1;
     if (this.cursor) {
       const [x, y] = this.at(this.cursor);
       pen.strokeStyle = colour("--text");

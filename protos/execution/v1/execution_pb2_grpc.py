@@ -71,8 +71,9 @@ class ExecutorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def StreamSteps(self, request_iterator, context):
-        """One session: steps in, results out, in order, one result per step. The first message opens the session; a session of
-        a newer scheduler epoch ends the one before.
+        """One session: steps in, results out, in order, one result per step. The first message opens the session; a later one of
+        the same scheduler ends the one before. Another scheduler gets EXECUTOR_IN_USE as long as the cache manager has the one
+        registered that opened the last session.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -38,8 +38,9 @@ class ExecutorServiceStub:
     GetExecutor: _grpc.UnaryUnaryMultiCallable[_execution_pb2.GetExecutorRequest, _execution_pb2.GetExecutorResponse]
     """The executor's name, epoch, device and memory."""
     StreamSteps: _grpc.StreamStreamMultiCallable[_execution_pb2.StreamStepsRequest, _execution_pb2.StreamStepsResponse]
-    """One session: steps in, results out, in order, one result per step. The first message opens the session; a session of
-    a newer scheduler epoch ends the one before.
+    """One session: steps in, results out, in order, one result per step. The first message opens the session; a later one of
+    the same scheduler ends the one before. Another scheduler gets EXECUTOR_IN_USE as long as the cache manager has the one
+    registered that opened the last session.
     """
 
 @_typing.type_check_only
@@ -52,8 +53,9 @@ class ExecutorServiceAsyncStub(ExecutorServiceStub):
     GetExecutor: _aio.UnaryUnaryMultiCallable[_execution_pb2.GetExecutorRequest, _execution_pb2.GetExecutorResponse]  # type: ignore[assignment]
     """The executor's name, epoch, device and memory."""
     StreamSteps: _aio.StreamStreamMultiCallable[_execution_pb2.StreamStepsRequest, _execution_pb2.StreamStepsResponse]  # type: ignore[assignment]
-    """One session: steps in, results out, in order, one result per step. The first message opens the session; a session of
-    a newer scheduler epoch ends the one before.
+    """One session: steps in, results out, in order, one result per step. The first message opens the session; a later one of
+    the same scheduler ends the one before. Another scheduler gets EXECUTOR_IN_USE as long as the cache manager has the one
+    registered that opened the last session.
     """
 
 class ExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -81,8 +83,9 @@ class ExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_execution_pb2.StreamStepsRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_execution_pb2.StreamStepsResponse], _abc.AsyncIterator[_execution_pb2.StreamStepsResponse]]:
-        """One session: steps in, results out, in order, one result per step. The first message opens the session; a session of
-        a newer scheduler epoch ends the one before.
+        """One session: steps in, results out, in order, one result per step. The first message opens the session; a later one of
+        the same scheduler ends the one before. Another scheduler gets EXECUTOR_IN_USE as long as the cache manager has the one
+        registered that opened the last session.
         """
 
 def add_ExecutorServiceServicer_to_server(servicer: ExecutorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

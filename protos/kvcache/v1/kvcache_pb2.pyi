@@ -181,7 +181,7 @@ REMOVAL_CAUSE_RULE_CHANGED: RemovalCause
 REMOVAL_CAUSE_TOO_MANY_LEASES: RemovalCause
 
 class PoolSpec(_message.Message):
-    __slots__ = ("group", "num_blocks", "attention_window", "num_layers", "num_kv_heads", "head_dim", "dtype", "block_bytes", "last_write_steps", "host_blocks", "disk_blocks", "host_generations", "disk_generations")
+    __slots__ = ("group", "num_blocks", "attention_window", "num_layers", "num_kv_heads", "head_dim", "dtype", "block_bytes", "last_write_steps", "host_blocks", "disk_blocks", "host_generations", "disk_generations", "share_blocks")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     ATTENTION_WINDOW_FIELD_NUMBER: _ClassVar[int]
@@ -195,6 +195,7 @@ class PoolSpec(_message.Message):
     DISK_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     HOST_GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     DISK_GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    SHARE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     group: int
     num_blocks: int
     attention_window: int
@@ -208,7 +209,8 @@ class PoolSpec(_message.Message):
     disk_blocks: int
     host_generations: _containers.RepeatedScalarFieldContainer[int]
     disk_generations: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, group: _Optional[int] = ..., num_blocks: _Optional[int] = ..., attention_window: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., block_bytes: _Optional[int] = ..., last_write_steps: _Optional[_Iterable[int]] = ..., host_blocks: _Optional[int] = ..., disk_blocks: _Optional[int] = ..., host_generations: _Optional[_Iterable[int]] = ..., disk_generations: _Optional[_Iterable[int]] = ...) -> None: ...
+    share_blocks: int
+    def __init__(self, group: _Optional[int] = ..., num_blocks: _Optional[int] = ..., attention_window: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., block_bytes: _Optional[int] = ..., last_write_steps: _Optional[_Iterable[int]] = ..., host_blocks: _Optional[int] = ..., disk_blocks: _Optional[int] = ..., host_generations: _Optional[_Iterable[int]] = ..., disk_generations: _Optional[_Iterable[int]] = ..., share_blocks: _Optional[int] = ...) -> None: ...
 
 class RegisterExecutorRequest(_message.Message):
     __slots__ = ("executor_id", "executor_epoch", "model", "model_fingerprint", "block_size", "pools", "memory_bytes", "plain_rotary")
@@ -253,14 +255,16 @@ class RenewExecutorRequest(_message.Message):
     def __init__(self, executor_id: _Optional[str] = ..., executor_epoch: _Optional[int] = ..., manager_epoch: _Optional[int] = ...) -> None: ...
 
 class RenewExecutorResponse(_message.Message):
-    __slots__ = ("manager_epoch", "lease_duration", "transfers")
+    __slots__ = ("manager_epoch", "lease_duration", "transfers", "scheduler_ids")
     MANAGER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     LEASE_DURATION_FIELD_NUMBER: _ClassVar[int]
     TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULER_IDS_FIELD_NUMBER: _ClassVar[int]
     manager_epoch: int
     lease_duration: _duration_pb2.Duration
     transfers: _containers.RepeatedCompositeFieldContainer[Transfer]
-    def __init__(self, manager_epoch: _Optional[int] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ...) -> None: ...
+    scheduler_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, manager_epoch: _Optional[int] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., scheduler_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RegisterSchedulerRequest(_message.Message):
     __slots__ = ("scheduler_id", "scheduler_epoch")
@@ -1625,20 +1629,22 @@ class DumpStateResponse(_message.Message):
     def __init__(self, lines: _Optional[_Iterable[str]] = ..., state_hash: _Optional[str] = ...) -> None: ...
 
 class LoggedOperation(_message.Message):
-    __slots__ = ("time", "method", "request", "remembered", "pins", "later")
+    __slots__ = ("time", "method", "request", "remembered", "pins", "later", "in_steps")
     TIME_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     REMEMBERED_FIELD_NUMBER: _ClassVar[int]
     PINS_FIELD_NUMBER: _ClassVar[int]
     LATER_FIELD_NUMBER: _ClassVar[int]
+    IN_STEPS_FIELD_NUMBER: _ClassVar[int]
     time: float
     method: str
     request: bytes
     remembered: _containers.RepeatedCompositeFieldContainer[RememberedBlock]
     pins: _containers.RepeatedCompositeFieldContainer[RememberedPin]
     later: bool
-    def __init__(self, time: _Optional[float] = ..., method: _Optional[str] = ..., request: _Optional[bytes] = ..., remembered: _Optional[_Iterable[_Union[RememberedBlock, _Mapping]]] = ..., pins: _Optional[_Iterable[_Union[RememberedPin, _Mapping]]] = ..., later: _Optional[bool] = ...) -> None: ...
+    in_steps: bool
+    def __init__(self, time: _Optional[float] = ..., method: _Optional[str] = ..., request: _Optional[bytes] = ..., remembered: _Optional[_Iterable[_Union[RememberedBlock, _Mapping]]] = ..., pins: _Optional[_Iterable[_Union[RememberedPin, _Mapping]]] = ..., later: _Optional[bool] = ..., in_steps: _Optional[bool] = ...) -> None: ...
 
 class RecoveringExecutor(_message.Message):
     __slots__ = ("executor_id", "executor_epoch")
@@ -1723,6 +1729,12 @@ class Lease(_message.Message):
     def __init__(self, holder: _Optional[str] = ..., retention_priority: _Optional[int] = ..., remaining_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class WatchEventsResponse(_message.Message):
+    __slots__ = ("events",)
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    events: _containers.RepeatedCompositeFieldContainer[Event]
+    def __init__(self, events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ...) -> None: ...
+
+class Event(_message.Message):
     __slots__ = ("event_number", "snapshot", "kind", "block", "removal_cause", "lease", "for_sequence_id")
     EVENT_NUMBER_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]

@@ -960,21 +960,24 @@ class CacheAdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PurgeBlocks(self, request, context):
-        """Drops cached blocks that no sequence uses.
+        """Drops cached blocks that no sequence uses. Other calls are answered meanwhile: of what is cached when it begins, it
+        drops what is not in use when its turn comes, and counts that.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ForgetBlocks(self, request, context):
-        """Takes blocks out of every tier and of Redis and has their bytes overwritten with zeros.
+        """Takes blocks out of every tier and of Redis and has their bytes overwritten with zeros. Other calls are answered
+        meanwhile: nothing stays of sequences that come until it has answered and are meant, and what another session has
+        come to use by then stays. A call that was not answered may have done a part: repeat it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CreateRetentionRule(self, request, context):
-        """Makes a rule for requests that bring no wish of their own.
+        """Makes a rule for requests that bring no wish of their own. It applies from the beginning of the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -995,7 +998,7 @@ class CacheAdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UpdateRetentionRule(self, request, context):
-        """Changes a rule; leases that it gave change with it.
+        """Changes a rule; leases that it gave change with it, one after the other until the answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -1009,7 +1012,7 @@ class CacheAdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SetQuota(self, request, context):
-        """Sets what a tenant or a salt may have and keeps.
+        """Sets what a tenant or a salt may have and keeps. What was cached before counts from the answer on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -1874,7 +1877,9 @@ class CacheEventServiceServicer:
     """
 
     def WatchEvents(self, request, context):
-        """Sends a snapshot of the cache at event number S, then events S+1, S+2 … without a gap.
+        """Sends a snapshot of the cache at event number S, then events S+1, S+2 … without a gap. OUT_OF_RANGE says to begin
+        again with a snapshot: a consumer was too slow, or an executor was lost with more than 4,096 blocks, which are not
+        told of one by one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

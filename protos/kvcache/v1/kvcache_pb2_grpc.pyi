@@ -270,21 +270,26 @@ class CacheAdminServiceStub:
     ExplainPrefix: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.ExplainPrefixRequest, _kvcache_pb2.ExplainPrefixResponse]
     """Says for every block of a prompt where it is, and at the first that is missing why."""
     PurgeBlocks: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.PurgeBlocksRequest, _kvcache_pb2.PurgeBlocksResponse]
-    """Drops cached blocks that no sequence uses."""
+    """Drops cached blocks that no sequence uses. Other calls are answered meanwhile: of what is cached when it begins, it
+    drops what is not in use when its turn comes, and counts that.
+    """
     ForgetBlocks: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.ForgetBlocksRequest, _kvcache_pb2.ForgetBlocksResponse]
-    """Takes blocks out of every tier and of Redis and has their bytes overwritten with zeros."""
+    """Takes blocks out of every tier and of Redis and has their bytes overwritten with zeros. Other calls are answered
+    meanwhile: nothing stays of sequences that come until it has answered and are meant, and what another session has
+    come to use by then stays. A call that was not answered may have done a part: repeat it.
+    """
     CreateRetentionRule: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.CreateRetentionRuleRequest, _kvcache_pb2.CreateRetentionRuleResponse]
-    """Makes a rule for requests that bring no wish of their own."""
+    """Makes a rule for requests that bring no wish of their own. It applies from the beginning of the call."""
     GetRetentionRule: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.GetRetentionRuleRequest, _kvcache_pb2.GetRetentionRuleResponse]
     """One rule."""
     ListRetentionRules: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.ListRetentionRulesRequest, _kvcache_pb2.ListRetentionRulesResponse]
     """Lists rules in the order in which they are asked."""
     UpdateRetentionRule: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.UpdateRetentionRuleRequest, _kvcache_pb2.UpdateRetentionRuleResponse]
-    """Changes a rule; leases that it gave change with it."""
+    """Changes a rule; leases that it gave change with it, one after the other until the answer."""
     DeleteRetentionRule: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.DeleteRetentionRuleRequest, _kvcache_pb2.DeleteRetentionRuleResponse]
     """Deletes a rule; leases that it gave end."""
     SetQuota: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.SetQuotaRequest, _kvcache_pb2.SetQuotaResponse]
-    """Sets what a tenant or a salt may have and keeps."""
+    """Sets what a tenant or a salt may have and keeps. What was cached before counts from the answer on."""
     ListQuotas: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.ListQuotasRequest, _kvcache_pb2.ListQuotasResponse]
     """Lists quotas."""
     DeleteQuota: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.DeleteQuotaRequest, _kvcache_pb2.DeleteQuotaResponse]
@@ -329,21 +334,26 @@ class CacheAdminServiceAsyncStub(CacheAdminServiceStub):
     ExplainPrefix: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.ExplainPrefixRequest, _kvcache_pb2.ExplainPrefixResponse]  # type: ignore[assignment]
     """Says for every block of a prompt where it is, and at the first that is missing why."""
     PurgeBlocks: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.PurgeBlocksRequest, _kvcache_pb2.PurgeBlocksResponse]  # type: ignore[assignment]
-    """Drops cached blocks that no sequence uses."""
+    """Drops cached blocks that no sequence uses. Other calls are answered meanwhile: of what is cached when it begins, it
+    drops what is not in use when its turn comes, and counts that.
+    """
     ForgetBlocks: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.ForgetBlocksRequest, _kvcache_pb2.ForgetBlocksResponse]  # type: ignore[assignment]
-    """Takes blocks out of every tier and of Redis and has their bytes overwritten with zeros."""
+    """Takes blocks out of every tier and of Redis and has their bytes overwritten with zeros. Other calls are answered
+    meanwhile: nothing stays of sequences that come until it has answered and are meant, and what another session has
+    come to use by then stays. A call that was not answered may have done a part: repeat it.
+    """
     CreateRetentionRule: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.CreateRetentionRuleRequest, _kvcache_pb2.CreateRetentionRuleResponse]  # type: ignore[assignment]
-    """Makes a rule for requests that bring no wish of their own."""
+    """Makes a rule for requests that bring no wish of their own. It applies from the beginning of the call."""
     GetRetentionRule: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.GetRetentionRuleRequest, _kvcache_pb2.GetRetentionRuleResponse]  # type: ignore[assignment]
     """One rule."""
     ListRetentionRules: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.ListRetentionRulesRequest, _kvcache_pb2.ListRetentionRulesResponse]  # type: ignore[assignment]
     """Lists rules in the order in which they are asked."""
     UpdateRetentionRule: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.UpdateRetentionRuleRequest, _kvcache_pb2.UpdateRetentionRuleResponse]  # type: ignore[assignment]
-    """Changes a rule; leases that it gave change with it."""
+    """Changes a rule; leases that it gave change with it, one after the other until the answer."""
     DeleteRetentionRule: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.DeleteRetentionRuleRequest, _kvcache_pb2.DeleteRetentionRuleResponse]  # type: ignore[assignment]
     """Deletes a rule; leases that it gave end."""
     SetQuota: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.SetQuotaRequest, _kvcache_pb2.SetQuotaResponse]  # type: ignore[assignment]
-    """Sets what a tenant or a salt may have and keeps."""
+    """Sets what a tenant or a salt may have and keeps. What was cached before counts from the answer on."""
     ListQuotas: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.ListQuotasRequest, _kvcache_pb2.ListQuotasResponse]  # type: ignore[assignment]
     """Lists quotas."""
     DeleteQuota: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.DeleteQuotaRequest, _kvcache_pb2.DeleteQuotaResponse]  # type: ignore[assignment]
@@ -475,7 +485,9 @@ class CacheAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kvcache_pb2.PurgeBlocksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvcache_pb2.PurgeBlocksResponse, _abc.Awaitable[_kvcache_pb2.PurgeBlocksResponse]]:
-        """Drops cached blocks that no sequence uses."""
+        """Drops cached blocks that no sequence uses. Other calls are answered meanwhile: of what is cached when it begins, it
+        drops what is not in use when its turn comes, and counts that.
+        """
 
     @_abc_1.abstractmethod
     def ForgetBlocks(
@@ -483,7 +495,10 @@ class CacheAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kvcache_pb2.ForgetBlocksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvcache_pb2.ForgetBlocksResponse, _abc.Awaitable[_kvcache_pb2.ForgetBlocksResponse]]:
-        """Takes blocks out of every tier and of Redis and has their bytes overwritten with zeros."""
+        """Takes blocks out of every tier and of Redis and has their bytes overwritten with zeros. Other calls are answered
+        meanwhile: nothing stays of sequences that come until it has answered and are meant, and what another session has
+        come to use by then stays. A call that was not answered may have done a part: repeat it.
+        """
 
     @_abc_1.abstractmethod
     def CreateRetentionRule(
@@ -491,7 +506,7 @@ class CacheAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kvcache_pb2.CreateRetentionRuleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvcache_pb2.CreateRetentionRuleResponse, _abc.Awaitable[_kvcache_pb2.CreateRetentionRuleResponse]]:
-        """Makes a rule for requests that bring no wish of their own."""
+        """Makes a rule for requests that bring no wish of their own. It applies from the beginning of the call."""
 
     @_abc_1.abstractmethod
     def GetRetentionRule(
@@ -515,7 +530,7 @@ class CacheAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kvcache_pb2.UpdateRetentionRuleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvcache_pb2.UpdateRetentionRuleResponse, _abc.Awaitable[_kvcache_pb2.UpdateRetentionRuleResponse]]:
-        """Changes a rule; leases that it gave change with it."""
+        """Changes a rule; leases that it gave change with it, one after the other until the answer."""
 
     @_abc_1.abstractmethod
     def DeleteRetentionRule(
@@ -531,7 +546,7 @@ class CacheAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kvcache_pb2.SetQuotaRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvcache_pb2.SetQuotaResponse, _abc.Awaitable[_kvcache_pb2.SetQuotaResponse]]:
-        """Sets what a tenant or a salt may have and keeps."""
+        """Sets what a tenant or a salt may have and keeps. What was cached before counts from the answer on."""
 
     @_abc_1.abstractmethod
     def ListQuotas(
@@ -567,7 +582,10 @@ class CacheEventServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> CacheEventServiceAsyncStub: ...
     WatchEvents: _grpc.UnaryStreamMultiCallable[_kvcache_pb2.WatchEventsRequest, _kvcache_pb2.WatchEventsResponse]
-    """Sends a snapshot of the cache at event number S, then events S+1, S+2 … without a gap."""
+    """Sends a snapshot of the cache at event number S, then events S+1, S+2 … without a gap. OUT_OF_RANGE says to begin
+    again with a snapshot: a consumer was too slow, or an executor was lost with more than 4,096 blocks, which are not
+    told of one by one.
+    """
 
 @_typing.type_check_only
 class CacheEventServiceAsyncStub(CacheEventServiceStub):
@@ -575,7 +593,10 @@ class CacheEventServiceAsyncStub(CacheEventServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     WatchEvents: _aio.UnaryStreamMultiCallable[_kvcache_pb2.WatchEventsRequest, _kvcache_pb2.WatchEventsResponse]  # type: ignore[assignment]
-    """Sends a snapshot of the cache at event number S, then events S+1, S+2 … without a gap."""
+    """Sends a snapshot of the cache at event number S, then events S+1, S+2 … without a gap. OUT_OF_RANGE says to begin
+    again with a snapshot: a consumer was too slow, or an executor was lost with more than 4,096 blocks, which are not
+    told of one by one.
+    """
 
 class CacheEventServiceServicer(metaclass=_abc_1.ABCMeta):
     """What happened to blocks, for routers and auditors."""
@@ -586,6 +607,9 @@ class CacheEventServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kvcache_pb2.WatchEventsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kvcache_pb2.WatchEventsResponse], _abc.AsyncIterator[_kvcache_pb2.WatchEventsResponse]]:
-        """Sends a snapshot of the cache at event number S, then events S+1, S+2 … without a gap."""
+        """Sends a snapshot of the cache at event number S, then events S+1, S+2 … without a gap. OUT_OF_RANGE says to begin
+        again with a snapshot: a consumer was too slow, or an executor was lost with more than 4,096 blocks, which are not
+        told of one by one.
+        """
 
 def add_CacheEventServiceServicer_to_server(servicer: CacheEventServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

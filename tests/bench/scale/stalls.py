@@ -5,12 +5,28 @@ import contextlib
 import time
 from array import array
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from functools import partial
 
-from cachemgr import paging
-from cachemgr.admin_api import BlockFilter, ForgetTarget, Prefix, Quota
-from cachemgr.api import Admission, AdmitRequest, ExecutorSpec, ManagerConfig, PoolSpec, SyncRequest
+from google.protobuf.field_mask_pb2 import FieldMask
+from google.protobuf.message import Message
+
+from cachemgr import convert, paging
+from cachemgr.admin_api import BlockFilter, Prefix
+from cachemgr.api import (
+    Admission,
+    AdmitRequest,
+    ExecutorSpec,
+    ManagerConfig,
+    PoolSpec,
+    Retention,
+    RetentionRange,
+    SyncRequest,
+)
+from cachemgr.executors import MAX_SLOTS
 from cachemgr.manager import CacheManager
+from cachemgr.operations import ManagerClock, Operations
 from cachemgr.slices import sliced, steady
+from protos.kvcache.v1 import kvcache_pb2 as pb
 from tests.bench.scale.row import Row
 
 BLOCK = 16
@@ -24,7 +40,10 @@ class Cache:
 
     def __init__(self, blocks: int, host_blocks: int = 0) -> None:
         config = ManagerConfig(capacity_ahead_tokens=0, free_watermark=0.0)
-        self.manager = CacheManager(1, lambda: 0.0, config)
+        self.now = 0.0
+        self.clock = ManagerClock(lambda: self.now)
+        self.manager = CacheManager(1, self.clock, config)
+        self.operations = Operations(self.manager, self.clock)
         pools = [PoolSpec(0, blocks, host_blocks=host_blocks)]
         self.manager.register_executor(ExecutorSpec("e", 1, "m", b"f" * 32, BLOCK, pools))
         self.manager.register_scheduler("s", 1)
@@ -64,6 +83,13 @@ def rows(blocks: int) -> Iterator[Row]:
 
         return run
 
+    def long(method: str, request: Message) -> Callable[[], Awaitable[object]]:
+        return lambda: cache.operations.run_in_slices(method, request)
+
+    quota = pb.Quota(salt="s4", device_floor_blocks=10)
+    rule = pb.RetentionRule(name="r", action=pb.RuleAction(retention_priority=40))
+    tokens = range(CHAIN * BLOCK)
+    of_prefix = pb.RetentionRule(name="p", match=pb.RuleMatch(prefix_token_ids=tokens), action=rule.action)
     calls: dict[str, Callable[[], Awaitable[object]]] = {
         "CheckPool": lambda: steady(manager.check_pool_in_steps, manager.fingerprint),
         "DumpState": lambda: _dump(manager),
@@ -75,25 +101,130 @@ def rows(blocks: int) -> Iterator[Row]:
         "ExplainPrefix, 128k tokens": at_once(lambda: manager.explain(prompt, 0)),
         "expire and pools, twice a second": at_once(lambda: (manager.expire(), manager.pools())),
         "RenewExecutor": at_once(lambda: manager.renew_executor("e", 1, 1)),
-        f"ForgetBlocks of a salt, 1 of {SALTS}, validate only": at_once(
-            lambda: manager.forget(ForgetTarget(salt="s1"), validate_only=True)
+        f"ForgetBlocks of a salt, 1 of {SALTS}, validate only": long(
+            "ForgetBlocks", pb.ForgetBlocksRequest(salt="s1", validate_only=True)
         ),
-        f"ForgetBlocks of a session, 1 of {SALTS}, validate only": at_once(
-            lambda: manager.forget(ForgetTarget(session_id="t1"), validate_only=True)
+        f"ForgetBlocks of a session, 1 of {SALTS}, validate only": long(
+            "ForgetBlocks", pb.ForgetBlocksRequest(session_id="t1", validate_only=True)
         ),
-        f"PurgeBlocks of a salt, 1 of {SALTS}, validate only": at_once(
-            lambda: manager.purge(BlockFilter(salt="s1"), validate_only=True, skip_used=True)
+        f"PurgeBlocks of a salt, 1 of {SALTS}, validate only": long(
+            "PurgeBlocks", pb.PurgeBlocksRequest(filter=pb.BlockFilter(salt="s1"), validate_only=True, skip_used=True)
         ),
-        f"ForgetBlocks of a salt, 1 of {SALTS}": at_once(
-            lambda: manager.forget(ForgetTarget(salt="s2"), validate_only=False)
+        f"ForgetBlocks of a salt, 1 of {SALTS}": long("ForgetBlocks", pb.ForgetBlocksRequest(salt="s2")),
+        f"ForgetBlocks of a session, 1 of {SALTS}": long("ForgetBlocks", pb.ForgetBlocksRequest(session_id="t3")),
+        f"SetQuota of a new account with 1 of {SALTS} blocks": long("SetQuota", pb.SetQuotaRequest(quota=quota)),
+        "SetQuota of a known account": long("SetQuota", pb.SetQuotaRequest(quota=quota)),
+        f"DeleteQuota of an account with 1 of {SALTS} blocks": long("DeleteQuota", pb.DeleteQuotaRequest(salt="s4")),
+        "CreateRetentionRule for all": long("CreateRetentionRule", pb.CreateRetentionRuleRequest(rule=rule)),
+        "CreateRetentionRule for a prefix": long("CreateRetentionRule", pb.CreateRetentionRuleRequest(rule=of_prefix)),
+        "UpdateRetentionRule": long(
+            "UpdateRetentionRule", pb.UpdateRetentionRuleRequest(rule=rule, update_mask=FieldMask(paths=["action"]))
         ),
-        "SetQuota": at_once(lambda: manager.set_quota(Quota(tenant_id="t", device_ceiling=10), validate_only=False)),
+        "DeleteRetentionRule": long("DeleteRetentionRule", pb.DeleteRetentionRuleRequest(name="r")),
+        "PurgeBlocks of all": long("PurgeBlocks", pb.PurgeBlocksRequest(skip_used=True)),
     }
     yield Row("blocks that are cached", manager.pools()[0].cached_blocks, "blocks")
     for name, call in calls.items():
         stall, seconds = asyncio.run(_longest_stall(call))
         yield Row(f"{name}: longest stall", stall * 1e3, "ms", 50)
         yield Row(f"{name}: in all", seconds * 1e3, "ms")
+    yield from losses(blocks)
+    yield from ends_of_leases(blocks)
+    yield from sizes(blocks)
+    yield from restarts(blocks)
+    yield from registrations(blocks)
+
+
+def losses(blocks: int) -> Iterator[Row]:
+    """The executor is gone; its blocks are freed by the calls of `expire` that follow."""
+    cache = Cache(blocks)
+    for first in range(blocks // CHAIN):
+        cache.run(first * CHAIN * BLOCK, CHAIN * BLOCK)
+    cache.now = 1000.0
+    cache.clock.advance()
+    yield Row(f"loss of an executor with {blocks:,} blocks", _timed(cache.manager.expire), "ms", 50)
+    freeing = []
+    while cache.manager.leftovers:
+        freeing.append(_timed(cache.manager.expire))
+    yield Row("expire, that frees what is lost: longest", max(freeing), "ms", 50)
+    yield Row("expire, that frees what is lost: in all", sum(freeing), "ms")
+
+
+def ends_of_leases(blocks: int) -> Iterator[Row]:
+    """Every block has a lease, and all are over at the same moment."""
+    cache = Cache(blocks)
+    for first in range(blocks // CHAIN):
+        wish = Retention((RetentionRange(0, None, 80, 5.0),))
+        cache.run(first * CHAIN * BLOCK, CHAIN * BLOCK, session_id=f"t{first}", retention=wish)
+    cache.now = 6.0
+    cache.clock.advance()
+    ending = [_timed(cache.manager.expire)]
+    while cache.manager.is_behind:
+        ending.append(_timed(cache.manager.expire))
+    yield Row(f"expire, that ends {blocks:,} leases: longest", max(ending), "ms", 50)
+    yield Row(f"expire, that ends {blocks:,} leases: in all", sum(ending), "ms")
+
+
+def sizes(blocks: int) -> Iterator[Row]:
+    """A pool whose blocks are all cached gives up all but one slot, and gets them again."""
+    cache = Cache(blocks)
+    for first in range(blocks // CHAIN):
+        cache.run(first * CHAIN * BLOCK, CHAIN * BLOCK)
+    for total in (1, blocks):
+        call = partial(cache.manager.update_pool, "e/0", total, "", validate_only=False)
+        yield Row(f"UpdatePool of {blocks:,} slots to {total:,}", _timed(call), "ms", 50)
+
+
+def restarts(blocks: int) -> Iterator[Row]:
+    """An executor starts again; half of its blocks were on the device, the others are still in the host tier."""
+    half = blocks // 2
+    cache = Cache(half, half)
+    for first in range(blocks // CHAIN):
+        cache.run(first * CHAIN * BLOCK, CHAIN * BLOCK)
+    host = cache.manager.pool_to_read("e/0").tiers[1]
+    pools, told = [PoolSpec(0, half, host_blocks=half)], [list(host.generations)[1:]]
+    again = ExecutorSpec("e", 2, "m", b"f" * 32, BLOCK, pools, host_generations=told)
+    yield Row(
+        f"RegisterExecutor again, with {blocks:,} blocks of before",
+        _timed(lambda: cache.manager.register_executor(again)),
+        "ms",
+        50,
+    )
+
+
+def registrations(blocks: int) -> Iterator[Row]:
+    """An executor registers with very many slots, and tells of each what it holds."""
+    for slots in (blocks, MAX_SLOTS):
+        manager = CacheManager(1, lambda: 0.0)
+        manager.register_scheduler("s", 1)
+        target = 50 if slots == blocks else None
+        fresh = ExecutorSpec("e", 1, "m", b"f" * 32, BLOCK, [PoolSpec(0, slots)])
+        yield Row(f"RegisterExecutor, {slots:,} slots", _timed(lambda: manager.register_executor(fresh)), "ms", target)  # noqa: B023
+        half = slots // 2
+        told = pb.RegisterExecutorRequest(
+            executor_id="f", executor_epoch=1, model="m", model_fingerprint=b"f" * 32, block_size=BLOCK
+        )
+        pool = told.pools.add(group=0, num_blocks=half, host_blocks=half)
+        pool.last_write_steps.extend([1] * half)
+        pool.host_generations.extend([1] * half)
+        data = told.SerializeToString()
+        yield Row(
+            f"RegisterExecutor, {slots:,} slots whose contents are told",
+            _timed(lambda: manager.register_executor(_read(data), later=True)),  # noqa: B023
+            "ms",
+            target,
+        )
+        yield Row("the end of its recovery", _timed(lambda: manager.end_recovery("f", 1)), "ms", target)  # noqa: B023
+
+
+def _read(data: bytes) -> ExecutorSpec:
+    return convert.executor_spec(pb.RegisterExecutorRequest.FromString(data))
+
+
+def _timed(call: Callable[[], object]) -> float:
+    begun = time.process_time()
+    call()
+    return (time.process_time() - begun) * 1e3
 
 
 async def _snapshot(manager: CacheManager) -> None:

@@ -63,9 +63,9 @@ class Deaths(RuleBasedStateMachine):
             before = {block.place: block for block in self.world.manager.records("e")}
             self.world.restart_manager()
             after = {block.place: block for block in self.world.manager.records("e")}
-            lost = {before[place].key for place in before.keys() - after.keys()}
-            for block in sorted(before.values(), key=lambda block: block.depth):
-                if block.key in lost and block.parent_key not in lost:
+            lost = {(block.group, block.key): block for place, block in before.items() if place not in after}
+            for block in lost.values():
+                if (block.group, block.parent_key) not in lost:
                     is_covered = any(_covers(other, block) for other in after.values())
                     assert is_covered or self.world.has_untold(block), f"{block} does not come back"
 

@@ -15,6 +15,8 @@ class Memory:
         self.memory: dict[tuple[int, Slot, int], tuple[object, ...]] = {}
         # Of slots of the device: the last step that wrote there.
         self.written: dict[tuple[int, int], int] = {}
+        # Slots of the device that take memory, by group: what was written and not given back since.
+        self.resident: set[tuple[int, int]] = set()
         # Of slots of lower tiers: the ticket of the copy that filled it, 0 when that failed.
         self.generations: dict[tuple[int, TierKind, int], int] = {}
         # And what step wrote there what the manager never hears of.
@@ -26,6 +28,7 @@ class Memory:
         """The process is gone; lower tiers are not."""
         self.memory = {at: held for at, held in self.memory.items() if isinstance(at[1], tuple)}
         self.written.clear()
+        self.resident.clear()
         self.done.clear()
 
     def contents(self, pools: list[PoolSpec]) -> dict[str, list[list[int]]]:
@@ -46,7 +49,12 @@ class Memory:
         self.done[copy.ticket] = not fail
         source, target = place(copy.source_tier, copy.source_slot), place(copy.target_tier, copy.target_slot)
         if copy.target_tier is TierKind.DEVICE:
-            self.written[copy.group, copy.target_slot] = self.step_number
+            at = copy.group, copy.target_slot
+            self.written[at] = self.step_number
+            if copy.source_slot:
+                self.resident.add(at)
+            elif not fail:
+                self.resident.discard(at)
         else:
             self.generations[copy.group, copy.target_tier, copy.target_slot] = 0 if fail else copy.ticket
         for offset in range(BLOCK):
@@ -59,6 +67,7 @@ class Memory:
                 slot = table[position // BLOCK]
                 assert slot, "a position to be computed has no block"
                 self.written[group, slot] = self.step_number
+                self.resident.add((group, slot))
                 content = GARBAGE if live.tainted else live.expected(position)
                 self.memory[group, slot, position % BLOCK] = content
 

@@ -1,10 +1,14 @@
 """What operators and agents do at random to a simulated world."""
 
+import contextlib
+from functools import partial
+from inspect import GEN_SUSPENDED, getgeneratorstate
 from random import Random
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
+from cachemgr import steps
 from cachemgr.admin_api import (
     BlockFilter,
     ForgetTarget,
@@ -16,7 +20,10 @@ from cachemgr.admin_api import (
     RuleAction,
     RuleMatch,
 )
-from cachemgr.errors import InvalidField, PoolInUseError, QuotaTooLargeError
+from cachemgr.api import RemovalCause
+from cachemgr.errors import InvalidField, PoolInUseError, QuotaTooLargeError, UnknownQuotaError, UnknownRuleError
+from cachemgr.registry import account_for
+from cachemgr.rules import FIELDS
 from tests.unit.cachemgr.evicting_world import asked
 from tests.unit.cachemgr.live import BLOCK
 from tests.unit.cachemgr.lookup import cached_blocks
@@ -51,6 +58,8 @@ class Operators(RuleBasedStateMachine):
     """Operations on the cache as a whole; the machine that inherits them makes the world."""
 
     world: World
+    # A call that is carried out in steps.
+    long_call = None
 
     def prefix(self, base, cut, salt=None):
         return Prefix(tuple(BASES[base % len(BASES)][:cut]), salt=salt)
@@ -65,6 +74,7 @@ class Operators(RuleBasedStateMachine):
         before = cached_blocks(world)
         assert world.manager.purge(selected, validate_only=False, skip_used=True) == said
         assert before - said.purged_blocks == cached_blocks(world)
+        self.removed_by_others(said.purged_blocks)
 
     @rule(kind=st.integers(0, 2), base=st.integers(0, 2), cut=st.integers(1, 18), chance=st.integers(0, 3))
     def forget(self, kind, base, cut, chance):
@@ -74,9 +84,106 @@ class Operators(RuleBasedStateMachine):
         target = [ForgetTarget(salt="a"), ForgetTarget(session_id="x"), ForgetTarget(prefix=self.prefix(base, cut))]
         said = manager.forget(target[kind], validate_only=True)
         assert manager.forget(target[kind], validate_only=False) == said
+        self.removed_by_others(sum(said.removed.values()))
         again = manager.forget(target[kind], validate_only=True)
         assert again.removed == {}
         assert again.shared_blocks == said.shared_blocks
+
+    @rule(kind=st.integers(0, 8), base=st.integers(0, 2), cut=st.integers(1, 18))
+    def begin_long_call(self, kind, base, cut):
+        """Others follow between its steps."""
+        if self.long_call is None:
+            quotas = [quota for quota, *_ in self.world.manager.quotas()] or [QUOTA]
+            rule = RetentionRule("r", match=RuleMatch(prefix_token_ids=tuple(BASES[base][:cut])), action=ACTIONS[base])
+            ours = [QUOTA, TENANT_QUOTA, quotas[0], rule, rule]
+            self.target = [*self.targets(base, cut), BlockFilter(), *ours][kind]
+            self.deletes = kind in (6, 8)
+            self.long_call = self.steps_of(self.target)
+            self.before, self.caller = self.removed(), self.world.manager
+            self.pools = self.all_pools()
+            self.go_on(1)
+
+    def targets(self, base, cut):
+        return [ForgetTarget(salt="a"), ForgetTarget(session_id="x"), ForgetTarget(prefix=self.prefix(base, cut))]
+
+    def steps_of(self, target):
+        manager = self.world.manager
+        if isinstance(target, BlockFilter):
+            return manager.purge_in_steps(target, validate_only=False, skip_used=True)
+        if isinstance(target, RetentionRule):
+            if self.deletes:
+                return manager.delete_rule_in_steps(target.name, "", validate_only=False)
+            known = target.name in {one.name for one in manager.rules()}
+            change = partial(manager.update_rule_in_steps, mask=FIELDS) if known else manager.create_rule_in_steps
+            return change(target, validate_only=False)
+        if isinstance(target, Quota):
+            return (
+                manager.delete_quota_in_steps(target)
+                if self.deletes
+                else manager.set_quota_in_steps(target, validate_only=False)
+            )
+        return manager.forget_in_steps(target, validate_only=False)
+
+    def removed_by_others(self, count):
+        """Of what is removed while a call is carried out in steps."""
+        if self.long_call is not None:
+            self.before += count
+
+    def removed(self):
+        causes = (RemovalCause.PURGED, RemovalCause.FORGOTTEN)
+        return sum(tier.counters.removed[cause] for pool in self.all_pools() for tier in pool.tiers for cause in causes)
+
+    def all_pools(self):
+        return [pool for executor in self.world.manager._executors.values() for pool in executor.pools]
+
+    @precondition(lambda self: self.long_call is not None)
+    @rule(steps=st.integers(1, 6))
+    def go_on(self, steps):
+        call = self.long_call
+        if call is None:
+            return
+        if self.caller is not self.world.manager:
+            # The process that carried it out is gone.
+            self.long_call = None
+            return
+        for _ in range(steps):
+            if getgeneratorstate(call) == GEN_SUSPENDED:
+                self.world.manager.go_on()
+            try:
+                with small_steps():
+                    next(call)
+            except (UnknownQuotaError, QuotaTooLargeError, UnknownRuleError):
+                self.long_call = None
+                return
+            except StopIteration as ended:
+                self.long_call = None
+                self.check_receipt(ended.value)
+                return
+
+    def check_receipt(self, receipt):
+        world, target = self.world, self.target
+        if isinstance(target, Quota):
+            self.check_accounts()
+        if isinstance(target, Quota | RetentionRule):
+            return
+        told = receipt.purged_blocks if isinstance(target, BlockFilter) else sum(receipt.removed.values())
+        if world.windows == (None,) and self.all_pools() == self.pools:
+            # Remembered blocks that were forgotten before they were read are removed, too.
+            assert told <= self.removed() - self.before
+        if isinstance(target, ForgetTarget) and target.salt is not None:
+            for executor in world.manager._executors.values():
+                for pool in executor.pools:
+                    assert all(block.domain.salt != target.salt for block in pool.index.values())
+
+    def check_accounts(self):
+        """Every block counts against the quota that is there."""
+        manager = self.world.manager
+        for executor in manager._executors.values():
+            domains = [sequence.domain for sequence in executor.sequences.values()]
+            for pool in executor.pools:
+                domains += [block.domain for block in pool.blocks if block is not None and block.domain is not None]
+            for domain in domains:
+                assert domain.account is account_for(manager._accounts, domain.tenant_id, domain.salt)
 
     @rule(limit=st.sampled_from([None, None, 0, 1, 3]), fail=st.sampled_from([False, False, False, True]))
     def executor_copies(self, limit, fail):
@@ -141,8 +248,8 @@ class Operators(RuleBasedStateMachine):
         match = RuleMatch(salt=salt, end=end * BLOCK or None)
         spec = RetentionRule(name, match=match, action=ACTIONS[index])
         if name in {one.name for one in manager.rules()}:
-            said = manager.update_rule(spec, (), validate_only=True)
-            assert manager.update_rule(spec, (), validate_only=False)[1:] == said[1:]
+            said = manager.update_rule(spec, FIELDS, validate_only=True)
+            assert manager.update_rule(spec, FIELDS, validate_only=False)[1:] == said[1:]
         else:
             manager.create_rule(spec, validate_only=False)
 
@@ -177,9 +284,29 @@ class Operators(RuleBasedStateMachine):
         else:
             assert view.total_blocks == total
             assert view.used_blocks == pool.used_blocks
+            if total > pool.total_blocks and self.world.memory_bytes is not None:
+                pools = self.world.manager._executors["e"].pools
+                taken = sum(one.spec.block_bytes * (one.device.total + len(one.device.clearing)) for one in pools)
+                assert taken <= self.world.memory_bytes
 
+
+@contextlib.contextmanager
+def small_steps():
+    """A block per step."""
+    before = steps.LOOKS, steps.CHANGES
+    steps.LOOKS = steps.CHANGES = 1
+    try:
+        yield
+    finally:
+        steps.LOOKS, steps.CHANGES = before
+
+
+QUOTA = Quota(salt="a", device_floor=1, device_ceiling=4, host_floor=1)
+TENANT_QUOTA = Quota(tenant_id="t", device_floor=1, device_ceiling=5)
 
 OPERATIONS = {
+    "begin_long_call": 3,
+    "go_on": 12,
     "purge": 1,
     "forget": 1,
     "executor_copies": 8,
@@ -200,6 +327,8 @@ def operator_arguments(name: str, random: Random) -> dict[str, object]:
     prefix = {"base": random.randrange(3), "cut": random.randint(4, 18)}
     salt = {"salt": random.choice(SALTS)}
     return {
+        "begin_long_call": {"kind": random.randrange(9), **prefix},
+        "go_on": {"steps": random.randint(1, 6)},
         "purge": {"salt": random.choice([None, "a"]), "priority": random.choice([None, 0, 10, 35]), "chance": 3},
         "forget": {"kind": random.randrange(3), **prefix, "chance": 3},
         "executor_copies": {"limit": random.choice([None, None, 0, 1, 3]), "fail": random.random() < 0.15},

@@ -65,7 +65,7 @@ def test_the_copy_that_is_recalled_is_the_one_whose_block_goes_first(monkeypatch
         return found
 
     monkeypatch.setattr(OpenedCopies, "first", first)
-    for seed in range(300_002, 300_012):
+    for seed in range(300_002, 300_022):
         live_long(seed, 250, host=3, disk=seed % 3 * 2, num_blocks=12)
     assert compared > 10
 
@@ -103,6 +103,15 @@ def test_forgetting_a_session_that_others_share_costs_the_blocks_and_not_their_s
         return work_of(lambda: world.manager.forget(ForgetTarget(session_id="x"), validate_only=True))
 
     assert cost(200) < LINEAR * cost(100)
+
+
+def test_registering_an_executor_again_costs_the_same_whatever_is_cached():
+    def cost(blocks: int) -> int:
+        world = World(220, config=CONFIG)
+        world.cache(list(range(blocks * 4 + 1)))
+        return work_of(lambda: world.manager.register_executor(world.spec()))
+
+    assert cost(200) < 1.2 * cost(20)
 
 
 def test_explaining_a_miss_hashes_the_prompt_for_its_own_root_only():

@@ -2,6 +2,7 @@
 
 import pytest
 
+from cachemgr.admin_api import HintAction, Hints, Prefix
 from cachemgr.api import EventKind, Retention, RetentionRange, TierKind
 from cachemgr.dump import state_hash
 from cachemgr.errors import InvalidField, UnknownSequenceError
@@ -95,6 +96,25 @@ def test_what_moves_to_the_host_and_what_is_lost_are_told_apart(host_blocks):
     world.cache([60, 61, 62, 63], retention=wish(40))
     world.cache([70, 71, 72, 73], retention=wish(60))
     previewed(world, list(range(20)))
+
+
+def test_what_the_host_keeps_for_better_blocks_is_no_room():
+    world = World(6, host_blocks=2)
+    world.cache(list(range(8)), retention=wish(90))
+    down = HintAction("1", "Demote", "0.1", {"tier": "host"})
+    world.manager.hint(Prefix(tuple(range(8))), Hints("0.1", "m", (down,)), None)
+    world.run_executor_copies()
+    world.cache(list(range(50, 62)), retention=wish(40))
+    preview, _ = previewed(world, list(range(100, 120)))
+    assert [tuple(one) for one in preview.evictions] == [(0, 40, 2, 0)]
+
+
+def test_what_a_window_loses_with_the_group_of_full_attention_is_told():
+    world = World(8, windows=(None, 5))
+    world.cache(list(range(8)))
+    world.run(list(range(100, 120)), "live", no_store=True)
+    preview, _ = previewed(world, list(range(200, 208)), no_store=True)
+    assert {one.group for one in preview.evictions} == {0, 1}
 
 
 def test_a_preview_of_what_does_not_fit_says_what_is_missing():

@@ -12,6 +12,7 @@ from cachemgr.api import ExtraKey
 from cachemgr.dump import state_hash
 from cachemgr.errors import InvalidField
 from cachemgr.keys import child_key, extra_bytes, root_key
+from tests.support.work import work_of
 from tests.unit.cachemgr.world import FINGERPRINT, World
 
 # Two blocks of text, then placeholders of an image, then text.
@@ -223,3 +224,13 @@ def test_images_that_cannot_be_are_refused_and_nothing_changes(extra_keys, field
         world.admit(PROMPT, extra_keys=extra_keys)
     assert list(refused.value.fields) == [field]
     assert state_hash(world.manager.state()) == before
+
+
+def test_the_keys_of_a_prompt_with_many_images_cost_its_blocks_and_not_their_square():
+    def cost(images: int) -> int:
+        world = World(images + 4)
+        tokens = list(range(images * 4 + 1))
+        options = {"extra_keys": tuple(ExtraKey(4 * index, 2, CAT) for index in range(images))}
+        return work_of(lambda: world.manager.admit(world.request(tokens, **options)))
+
+    assert cost(400) < 2.5 * cost(200)

@@ -66,3 +66,14 @@ def test_a_fork_is_repeated_only_by_its_own_scheduler(world: World):
     world.manager.register_scheduler(*stranger)
     with pytest.raises(SequenceExistsError):
         world.manager.fork(stranger, "a", "b")
+
+
+def test_an_executor_is_told_of_the_schedulers_whose_lease_has_not_ended():
+    world = World()
+    world.manager.register_scheduler("other", 1)
+    assert sorted(world.manager.scheduler_ids()) == ["other", "s"]
+    world.now += world.config.lease_seconds / 2
+    world.manager.register_scheduler("other", 2)
+    world.now += world.config.lease_seconds / 2 + 1
+    world.manager.expire()
+    assert world.manager.scheduler_ids() == ["other"]

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from cachemgr.admin_api import ForgetTarget, Prefix
+from cachemgr.admin_api import ForgetTarget, HintAction, Hints, Prefix
 from cachemgr.api import EventKind, RemovalCause, TierKind
 from cachemgr.dump import state_hash
 from cachemgr.errors import InvalidField, UnknownExecutorError
@@ -354,3 +354,52 @@ def test_what_another_session_uses_in_a_window_stays_when_the_blocks_before_it_g
     assert (said.removed, said.shared_blocks) == ({TierKind.DEVICE: 2}, 1 + 3 * (len(windows) - 1))
     assert world.manager.forget(ForgetTarget(session_id="x"), validate_only=True).shared_blocks == said.shared_blocks
     world.check()
+
+
+def failing_on_the_way_down(world: World, tokens: list[int], group: int, depth: int) -> None:
+    """Moves a cached prompt to the host, where the block of one depth does not arrive in one group."""
+    action = HintAction("one", "Demote", "0.1", {"tier": "host"})
+    world.manager.hint(Prefix(tuple(tokens)), Hints("0.1", "m", (action,)), None)
+    slots = {block.slot for block in world.manager.records("e") if (block.group, block.depth) == (group, depth)}
+    for copy in world.manager.executor_transfers("e"):
+        world.copy(copy, copy.group == group and copy.target_slot in slots)
+    world.confirm()
+    world.check()
+
+
+def test_a_window_keeps_nothing_for_another_session_that_is_lost_with_full_attention():
+    world = World(8, windows=(None, 5), host_blocks=8)
+    first = [10, 11, 12, 13]
+    world.cache(first, session_id="x")
+    world.cache([*first, 20, 21, 22, 23], session_id="y")
+    # The window's block, on its way still, stays for now.
+    failing_on_the_way_down(world, [*first, 20, 21, 22, 23], group=0, depth=1)
+    receipt = forget(world, session_id="x")
+    assert (receipt.removed, receipt.shared_blocks) == ({TierKind.HOST: 2}, 0)
+    world.run_executor_copies()
+    below = [held for (_, slot, _), held in world.memory.items() if isinstance(slot, tuple) and held != GARBAGE]
+    assert [held[2:6] for held in below if len(held) <= 6] == []
+
+
+def test_nor_what_that_stands_on():
+    world = World(8, windows=(None, 5), host_blocks=8)
+    tokens = [*range(10, 18), 20, 21, 22, 23]
+    world.cache(tokens[:4])
+    # The first block is the session's in the window only.
+    failing_on_the_way_down(world, tokens[:4], group=1, depth=0)
+    world.cache(tokens[:8], session_id="x")
+    world.cache(tokens, session_id="y")
+    failing_on_the_way_down(world, tokens, group=0, depth=2)
+    receipt = forget(world, session_id="x")
+    assert (receipt.removed, receipt.shared_blocks) == ({TierKind.HOST: 3}, 0)
+    again = forget(world, session_id="x", validate_only=True)
+    assert (again.removed, again.shared_blocks) == ({}, 0)
+
+
+def test_a_window_with_a_gap_keeps_nothing_of_a_prefix_behind_it():
+    world = World(8, windows=(None, 5), host_blocks=8)
+    world.cache(list(range(12)))
+    failing_on_the_way_down(world, list(range(12)), group=1, depth=1)
+    receipt = forget(world, prefix=Prefix((0, 1, 2, 3)))
+    assert receipt.removed == {TierKind.HOST: 5}
+    assert receipt.zeroing_blocks == 5

@@ -10,6 +10,7 @@ from cachemgr.admin_api import HintAction, HintOutcome, Hints, Prefix
 from cachemgr.api import TierKind
 from cachemgr.dump import state_hash
 from cachemgr.errors import InvalidField
+from cachemgr.holds import MAX_PINS
 from tests.support.work import work_of
 from tests.unit.cachemgr.world import CONFIG, World, wish
 
@@ -321,3 +322,47 @@ def test_a_thousand_actions_are_refused_by_the_name_of_their_field():
     with pytest.raises(InvalidField) as refused:
         world.manager.hint(Prefix(tuple(PROMPT)), many(*[("Share", {})] * 1000), None)
     assert refused.value.fields == {"hints.actions": "must be at most 64"}
+
+
+def test_a_prefetch_takes_what_a_window_still_has_when_room_was_made_in_another_group():
+    world = World(3, windows=(None, 5), host_blocks=2)
+    world.manager.update_pool("e/0", 2, world.manager.pool("e/0").etag, validate_only=False)
+    world.cache(list(range(8)))
+    assert send(world, "Demote", list(range(8)), tier="host") == (ACCEPTED, 4)
+    world.run_executor_copies()
+    world.cache([50, 51, 52, 53], retention=wish(80))
+    world.run([60, 61], "live")
+    # In the first group the other prompt goes down, and the second block is evicted there: the window loses it, too.
+    assert send(world, "Prefetch", list(range(8))) == (CLIPPED, 2)
+    world.run_executor_copies()
+    world.check()
+
+
+def test_a_pin_costs_about_the_same_however_many_others_there_are():
+    config = dataclasses.replace(CONFIG, pin_budget=1.0)
+
+    def cost(pins: int) -> int:
+        world = World(100, config=config)
+        prompt = list(range(300))
+        world.cache(prompt)
+        prefix = Prefix(tuple(prompt))
+        for number in range(pins):
+            world.manager.hint(prefix, hints("Pin", owner=f"o{number}", duration_seconds=50), None)
+        work = work_of(lambda: world.manager.hint(prefix, hints("Pin", owner="me", duration_seconds=5), None))
+        world.check()
+        return work
+
+    assert cost(200) < 1.5 * cost(10)
+
+
+def test_callers_make_a_bounded_number_of_pins_and_operators_any():
+    world = with_prompt()
+    for number in range(MAX_PINS):
+        world.manager.hint(Prefix(tuple(PROMPT)), hints("Pin", owner=f"o{number}", duration_seconds=50), None)
+    assert send(world, "Pin", owner="more", duration_seconds=5) == (REJECTED, 0)
+    # Whose pin is there already keeps it.
+    assert send(world, "Pin", owner="o1", duration_seconds=60)[0] is not REJECTED
+    (pinned,) = world.manager.pin_prefix(Prefix(tuple(PROMPT)), "ops", 5.0, validate_only=False)
+    for name in (pinned.name, next(hold.name for hold in world.manager.holds("hint/o2"))):
+        world.manager.release_hold(name)
+    assert send(world, "Pin", owner="more", duration_seconds=5)[0] is not REJECTED

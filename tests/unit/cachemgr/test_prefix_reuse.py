@@ -151,6 +151,18 @@ def test_without_partial_reuse_a_partly_filled_block_is_found_by_its_exact_key()
     assert admit(world, list(range(10)), "ends before it") == 8
 
 
+def test_partly_filled_blocks_that_nothing_could_find_are_not_stored():
+    off = ManagerConfig(capacity_ahead_tokens=0, free_watermark=0, partial_reuse=False, copy_on_partial_reuse=False)
+    world = World(4, config=off)
+    world.cache(list(range(10)))
+    assert world.manager.pools()[0].cached_blocks == 2
+    # Another's end takes an empty slot, and all that was cached stays.
+    world.cache([90, 91])
+    world.cache([95, 96])
+    assert admit(world, list(range(9)), "finds all full blocks") == 8
+    world.check()
+
+
 def test_two_equal_prompts_that_compute_the_same_store_it_once():
     world = World(12)
     world.admit(list(range(9)), "a")

@@ -1,10 +1,15 @@
 """Quotas of tenants and salts: floors, ceilings, and changing them while blocks are there."""
 
+import random
+
 import pytest
 
-from cachemgr.admin_api import Quota
+from cachemgr.admin_api import ForgetTarget, Quota
+from cachemgr.api import TierKind
+from cachemgr.block import Block
 from cachemgr.dump import state_hash
 from cachemgr.errors import InvalidField, QuotaTooLargeError, SequenceTooLongError, UnknownQuotaError
+from cachemgr.tiers import Account, Tier, loss
 from tests.support.work import work_of
 from tests.unit.cachemgr.world import World
 
@@ -302,3 +307,101 @@ def test_a_floor_that_is_raised_or_lowered_protects_at_once():
     assert world.admit(list(range(200, 220)), "a", tenant_id="u").admitted
     world.check()
     assert cached(world)["t"] == 3
+
+
+def test_a_block_that_was_anothers_counts_as_the_sequences_own_once_truncated():
+    world = World(8)
+    quota(world, tenant_id="t", device_ceiling=4)
+    world.cache(list(range(8)), tenant_id="t")
+    # What it computes takes the place of the tenant's blocks, and is theirs.
+    world.run(list(range(8)), "live", no_read=True)
+    assert counts(world) == {"t": 2}
+    world.manager.truncate(world.caller, "live", 6)
+    world.check()
+    assert counts(world) == {"t": 1}
+    live = world.live["live"]
+    live.tokens[6:], live.computed, live.tables[0][2:] = [], 5, []
+    live.reported_tokens, live.reported_computed = 6, 5
+    world.compute(live, 9)
+    world.sync()
+    world.check()
+    assert counts(world) == {"t": 1}
+
+
+@pytest.mark.parametrize("tenant", ["t3", "nobody"])
+def test_a_quota_comes_and_goes_at_the_cost_of_its_own_blocks(tenant):
+    def cost(tenants: int) -> int:
+        world = World(400)
+        for number in range(tenants):
+            world.cache([number] * 5, tenant_id=f"t{number}", salt=f"s{number}")
+        manager = world.manager
+        work = work_of(lambda: manager.set_quota(Quota(tenant_id=tenant, device_floor=2), validate_only=False))
+        world.check()
+        work += work_of(lambda: manager.delete_quota(Quota(tenant_id=tenant)))
+        world.check()
+        return work
+
+    assert cost(100) < 1.5 * cost(5)
+
+
+def test_a_quota_finds_the_blocks_of_its_salt_in_all_sessions_and_adapters():
+    world = World(16)
+    world.cache(list(range(9)), salt="a", session_id="x")
+    world.cache(list(range(20, 29)), salt="a", adapter_id=1, tenant_id="t")
+    world.cache(list(range(40, 49)), salt="b")
+    world.run(list(range(60, 69)), salt="a")
+    quota(world, salt="a", device_floor=1)
+    assert counts(world)["a"] == 9
+    quota(world, tenant_id="t", device_floor=1)
+    assert counts(world) == {"a": 6, "t": 3}
+    world.manager.delete_quota(Quota(tenant_id="t"))
+    world.check()
+    assert counts(world) == {"a": 9}
+
+
+def protected_blocks(accounts: int) -> tuple[Tier, list[tuple[Account, Block]]]:
+    """A tier in which every account has its floor of two blocks, all of which may be lost."""
+    tier, blocks, choose = Tier(TierKind.DEVICE, 0, 2 * accounts), [], random.Random(accounts)
+    for number in range(2 * accounts):
+        account = blocks[number - accounts][0] if number >= accounts else None
+        block = Block(number + 1)
+        block.recency, block.priority = number + 1, choose.choice((20, 35, 60))
+        blocks.append((account or Account(Quota(tenant_id=f"t{number}", device_floor=2)), block))
+        tier.count(blocks[-1][0], blocks=1)
+        tier.enlist(block, blocks[-1][0], newest=True)
+    return tier, blocks
+
+
+def test_where_only_floors_are_left_the_block_that_goes_is_found_without_asking_every_account():
+    def cost(accounts: int) -> int:
+        tier, _ = protected_blocks(accounts)
+        return work_of(lambda: tier.victim(None))
+
+    assert cost(2000) <= cost(100) + 10
+
+
+def test_where_only_floors_are_left_blocks_go_in_the_order_of_their_loss():
+    tier, blocks = protected_blocks(300)
+    lost = []
+    while (block := tier.victim(None)) is not None:
+        account = next(account for account, one in blocks if one is block)
+        tier.delist(block, account)
+        tier.count(account, blocks=-1)
+        lost.append(block)
+    assert lost == sorted((block for _, block in blocks), key=loss)
+
+
+def test_a_block_counts_for_whose_sequence_stores_it_though_another_filled_it():
+    world = World(8)
+    quota(world, tenant_id="t", device_ceiling=4)
+    world.admit(list(range(8)), "first", tenant_id="t", session_id="x")
+    assert world.admit([*range(8), 50], "second", session_id="y").wait_for_handle
+    # The first stores nothing any more; what the second shares with it is the second's to store.
+    world.manager.forget(ForgetTarget(session_id="x"), validate_only=False)
+    world.step(20)
+    world.sync()
+    world.check()
+    assert cached(world) == {None: 2}
+    world.finish("first")
+    world.check()
+    assert counts(world) == {"t": 0}

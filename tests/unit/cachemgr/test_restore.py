@@ -4,12 +4,13 @@ import dataclasses
 
 import pytest
 
+from cachemgr.admin_api import ForgetTarget, Prefix
 from cachemgr.api import ExecutorSpec, TierKind
 from cachemgr.errors import SchedulerFirstError
 from cachemgr.keys import pack
 from cachemgr.manager import CacheManager
 from cachemgr.records import LeaseRecord
-from tests.unit.cachemgr.world import CONFIG, World
+from tests.unit.cachemgr.world import CONFIG, World, wish
 
 PROMPT = list(range(10))
 
@@ -48,6 +49,23 @@ def test_the_store_hears_of_a_lease_that_another_covers():
     remembered = [block._replace(leases=(session, shared)) for block in world.journal.blocks.values()]
     assert restart(world, remembered) == 3
     assert {block.leases for block in world.manager.records("e")} == {(shared,)}
+    world.check()
+
+
+def test_the_store_hears_of_a_lease_that_comes_from_a_shorter_block():
+    world = World(8)
+    world.cache([1, 2], retention=wish(60))
+    world.admit([1, 2, 3, 4, 5], "a")
+    # While it is copied from, the shorter block stays beside the longer one.
+    world.admit([1, 2, 6, 7, 8], "b")
+    world.step(20, names={"a"})
+    world.confirm()
+    world.sync()
+    remembered = sorted(world.journal.blocks.values(), key=lambda block: len(block.tokens))
+    assert [len(block.token_ids) for block in remembered] == [2, 4]
+    assert restart(world, remembered) == 1
+    (block,) = world.manager.records("e")
+    assert [lease.priority for lease in block.leases] == [60]
     world.check()
 
 
@@ -164,6 +182,25 @@ def test_an_executor_that_was_silent_and_comes_back_is_believed_what_its_slots_s
     world.now = 10.2
     assert world.manager.register_executor(world.spec(), list(world.journal.blocks.values())) == (3, 0)
     world.check()
+
+
+def test_no_copy_meets_what_still_runs_in_an_executor_that_was_silent():
+    world = World(8, host_blocks=4)
+    world.run(PROMPT, "live")
+    world.silence_executor()
+    world.manager.forget(ForgetTarget(prefix=Prefix((0, 1, 2, 3))), validate_only=False)
+    # The scheduler has not heard yet that its sequence is void: a step may read these slots, and write behind them.
+    world.renew()
+    assert world.manager.executor_transfers("e") == []
+    world.run_executor_copies()
+    world.step()
+    world.sync()
+    assert not world.live
+    world.sync()
+    assert len(world.manager.executor_transfers("e")) == 2
+    world.run_executor_copies()
+    world.check()
+    assert world.free == 8
 
 
 def test_a_shorter_block_that_a_longer_one_covers_is_not_restored():

@@ -6,7 +6,9 @@ from cachemgr.admin_api import Prefix, RetentionRule, RuleAction, RuleMatch
 from cachemgr.api import EventKind, Outcome, RemovalCause, Retention, RetentionRange, TierKind
 from cachemgr.dump import state_hash
 from cachemgr.errors import InvalidField, RuleExistsError, StaleRuleError, UnknownRuleError
-from cachemgr.keys import unpack
+from cachemgr.keys import pack, unpack
+from cachemgr.rules import FIELDS
+from tests.support.work import work_of
 from tests.unit.cachemgr.world import World, wish
 
 PROMPT = list(range(10, 19))
@@ -223,11 +225,11 @@ def test_etags_change_with_every_change_and_stale_ones_are_refused():
     world = World(12)
     first, _ = make(world, "r", priority=80)
     changed = RetentionRule("r", action=RuleAction(priority=60), etag=first.etag)
-    second, _, _ = world.manager.update_rule(changed, (), validate_only=False)
+    second, _, _ = world.manager.update_rule(changed, FIELDS, validate_only=False)
     assert second.etag != first.etag
     before = world.manager.rules()
     with pytest.raises(StaleRuleError) as refused:
-        world.manager.update_rule(changed, (), validate_only=False)
+        world.manager.update_rule(changed, FIELDS, validate_only=False)
     assert list(refused.value.fields) == ["rule.etag"]
     with pytest.raises(StaleRuleError):
         world.manager.delete_rule("r", first.etag, validate_only=False)
@@ -243,7 +245,7 @@ def test_a_mask_changes_only_what_it_names():
     assert (rule.order, rule.match, rule.action) == (3, RuleMatch(salt="b", start=4), RuleAction(60, 5.0))
     rule, _, _ = world.manager.update_rule(spec, ("order",), validate_only=False)
     assert (rule.order, rule.match.start) == (9, 4)
-    rule, _, _ = world.manager.update_rule(spec, (), validate_only=False)
+    rule, _, _ = world.manager.update_rule(spec, FIELDS, validate_only=False)
     assert (rule.match, rule.action) == (spec.match, spec.action)
 
 
@@ -253,7 +255,7 @@ def test_a_dry_run_tells_what_would_change_and_changes_nothing():
     world.cache(PROMPT)
     before, rules = state_hash(world.manager.state()), world.manager.rules()
     spec = RetentionRule("r", match=RuleMatch(end=8), action=RuleAction(priority=60))
-    assert world.manager.update_rule(spec, (), validate_only=True)[1:] == (3, 2)
+    assert world.manager.update_rule(spec, FIELDS, validate_only=True)[1:] == (3, 2)
     assert world.manager.delete_rule("r", "", validate_only=True) == 3
     new = RetentionRule("s", match=RuleMatch(prefix_token_ids=tuple(PROMPT[:4])), action=RuleAction(priority=1))
     assert world.manager.create_rule(new, validate_only=True)[1] == 1
@@ -338,9 +340,79 @@ def test_names_are_unique_and_unknown_ones_and_paths_are_refused():
         world.manager.update_rule(spec, ("order", "action.colour"), validate_only=False)
     assert list(refused.value.fields) == ["update_mask.paths[1]"]
     with pytest.raises(InvalidField):
-        world.manager.update_rule(RetentionRule("r"), (), validate_only=False)
+        world.manager.update_rule(RetentionRule("r"), FIELDS, validate_only=False)
     with pytest.raises(UnknownRuleError):
-        world.manager.update_rule(RetentionRule("s", action=ACTION), (), validate_only=False)
+        world.manager.update_rule(RetentionRule("s", action=ACTION), FIELDS, validate_only=False)
     with pytest.raises(UnknownRuleError):
         world.manager.delete_rule("s", "", validate_only=False)
     assert world.manager.rules() == before
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 8)])
+def test_leases_of_a_rule_end_with_the_device_that_their_blocks_were_to_be_computed_on(windows):
+    world = World(16, windows=windows)
+    make(world, "r", priority=80)
+    world.admit(PROMPT)
+    # It waits for the first one's blocks, and has leases on them.
+    assert world.admit(PROMPT).wait_for_handle
+    assert world.manager.delete_rule("r", "", validate_only=True) == 2 * len(windows)
+    world.start_executor()
+    assert world.manager.delete_rule("r", "", validate_only=True) == 0
+    world.check()
+
+
+def test_rules_are_found_by_what_prompts_begin_with_in_their_order():
+    world = World(12)
+    prefixes = [(10,), (10, 11), (10, 12), (11,), (), tuple(PROMPT), (*PROMPT, 7)]
+    for number, prefix in enumerate(prefixes):
+        make(world, f"r{number}", RuleMatch(prefix_token_ids=prefix), order=10 - number, priority=number)
+    make(world, "salted", RuleMatch(salt="a", prefix_token_ids=(10,)), order=-1, priority=50)
+
+    def found(**options):
+        request = world.request(PROMPT, **options)
+        return [rule.spec.name for rule in world.manager._rules.for_request(request, pack(request.token_ids))]
+
+    assert found() == ["r5", "r4", "r1", "r0"]
+    assert found(salt="a") == ["salted", "r5", "r4", "r1", "r0"]
+    world.manager.delete_rule("r4", "", validate_only=False)
+    moved = RetentionRule("r0", 10, RuleMatch(prefix_token_ids=(11,)), RuleAction(priority=0))
+    world.manager.update_rule(moved, ("match",), validate_only=False)
+    assert found() == ["r5", "r1"]
+
+
+def test_an_admission_costs_the_same_however_many_rules_are_about_others():
+    def cost(rules: int) -> int:
+        world = World(12)
+        for number in range(rules):
+            make(world, f"p{number}", RuleMatch(prefix_token_ids=(number + 100,) * 8), priority=1)
+            make(world, f"s{number}", RuleMatch(salt=f"s{number}"), priority=1)
+        return work_of(lambda: world.manager.admit(world.request(PROMPT)))
+
+    assert cost(200) < 1.2 * cost(10)
+
+
+def test_a_rule_costs_the_same_however_many_there_are_and_whatever_is_cached():
+    def cost(rules: int) -> int:
+        world = World(400)
+        for number in range(rules):
+            make(world, f"r{number}", RuleMatch(salt=f"s{number}"), priority=1)
+        world.cache(list(range(4 * rules)))
+        return work_of(lambda: world.manager.delete_rule("r1", "", validate_only=False))
+
+    assert cost(200) < 1.2 * cost(10)
+
+
+def test_there_are_few_rules_about_the_same_prompts():
+    world = World(12)
+    for number in range(64):
+        make(world, f"r{number}", RuleMatch(salt="a", start=number), priority=1)
+    with pytest.raises(InvalidField) as refused:
+        make(world, "more", RuleMatch(salt="a"), priority=1)
+    assert list(refused.value.fields) == ["rule.match"]
+    make(world, "other", RuleMatch(salt="b"), priority=1)
+    moved = RetentionRule("other", match=RuleMatch(salt="a"), action=RuleAction(priority=1))
+    with pytest.raises(InvalidField):
+        world.manager.update_rule(moved, ("match",), validate_only=False)
+    # What is about the same prompts already stays so.
+    same = RetentionRule("r1", match=RuleMatch(salt="a", end=4), action=RuleAction(priority=1))
+    world.manager.update_rule(same, ("match",), validate_only=False)

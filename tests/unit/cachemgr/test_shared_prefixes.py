@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from cachemgr.admin_api import BlockFilter, Prefix
 from tests.unit.cachemgr.live import BLOCK
 from tests.unit.cachemgr.world import World
 
@@ -176,3 +177,24 @@ def test_what_a_follower_shares_stays_takeable_though_its_writer_computed_what_a
         world.check()
     assert world.admit(list(range(100, 100 + world.free * BLOCK))).admitted
     world.check()
+
+
+def test_nothing_is_stored_in_one_group_behind_what_is_to_be_filled_in_another():
+    world = World(12, windows=(None, 5))
+    world.cache([0, 0, 0, 0])
+    world.cache([0, 9, 9, 9])
+    lost = BlockFilter(pool_id="e/1", prefix=Prefix((0, 0, 0, 0)))
+    assert world.manager.purge(lost, validate_only=False).purged_blocks == 1
+    assert world.admit([0] * 6, "first").cached_tokens == 1
+    # Its first block is cached with full attention, and the first sequence's to fill in the window.
+    admission = world.admit([0, 0, 0, 0, 1, 1, 1, 1, 1], "second")
+    assert (admission.cached_tokens, admission.wait_for_handle) == (4, world.live["first"].handle)
+    # What the first copies does not come: whatever was computed behind it is wrong, in all groups.
+    world.step(20, fail_copies=1)
+    world.sync()
+    world.check()
+    assert {block.depth for block in world.manager.records("e")} == {0}
+    world.confirm()
+    assert not world.sync().extended_handles
+    world.check()
+    assert not world.live

@@ -1,17 +1,21 @@
 """Pools that share memory: the first shares, and changing them while everything runs."""
 
+from dataclasses import replace
+
 import pytest
 
-from cachemgr.admin_api import Quota
+from cachemgr.admin_api import Prefix, Quota
 from cachemgr.api import EventKind, RemovalCause
 from cachemgr.dump import state_hash
 from cachemgr.errors import InvalidField, PoolInUseError, SequenceTooLongError, StalePoolError, UnknownPoolError
-from tests.unit.cachemgr.world import World
+from cachemgr.manager import CacheManager
+from cachemgr.operator_records import Kind
+from tests.unit.cachemgr.world import CONFIG, World
 
 
-def shared(memory_bytes: int = 900) -> World:
+def shared(share_blocks: tuple[int, int] = (6, 6), memory_bytes: int = 900) -> World:
     """A full and a windowed group, the first with blocks of twice the size."""
-    return World(12, windows=(None, 5), block_bytes=(100, 50), memory_bytes=memory_bytes)
+    return World(12, windows=(None, 5), block_bytes=(100, 50), share_blocks=share_blocks, memory_bytes=memory_bytes)
 
 
 def totals(world: World) -> list[int]:
@@ -22,27 +26,138 @@ def update(world: World, pool_id: str, total: int, etag: str = "", *, validate_o
     return world.manager.update_pool(pool_id, total, etag, validate_only=validate_only)
 
 
-def test_groups_get_equally_many_blocks_which_is_in_proportion_to_what_a_sequence_needs():
-    world = shared()
-    assert totals(world) == [6, 6]
+def give_back(world: World) -> None:
+    """The executor overwrites what it is asked to."""
+    world.renew()
+    world.run_executor_copies()
+
+
+def forget_shares(world: World) -> None:
+    """Another manager comes, which knows nothing of what operators moved."""
+    world.manager = CacheManager(world.manager.epoch + 1, lambda: world.now, world.config, world.journal)
+    world.start_scheduler()
+    world.manager.register_executor(world.spec(), list(world.journal.blocks.values()))
+
+
+def test_every_pool_has_the_share_at_first_that_its_executor_says() -> None:
+    world = shared((7, 3))
+    assert totals(world) == [7, 3]
+    assert world.manager.executor_transfers("e") == []
+    world.check()
+    world.cache(list(range(11)))
+    world.start_executor()
+    assert totals(world) == [7, 3]
     world.check()
 
 
-def test_a_pool_does_not_get_more_than_it_has_slots():
-    assert totals(shared(10_000)) == [12, 12]
-
-
-def test_what_one_pool_gives_up_another_can_have():
+def test_what_one_pool_gives_up_another_can_have_once_the_executor_has_given_it_back() -> None:
     world = shared()
     with pytest.raises(InvalidField):
         update(world, "e/1", 8)
     assert update(world, "e/0", 4).total_blocks == 4
+    with pytest.raises(PoolInUseError) as refused:
+        update(world, "e/1", 10)
+    assert refused.value.fields == {"pool.total_blocks": "must be at most 6 until the executor has given 2 blocks back"}
+    give_back(world)
     assert update(world, "e/1", 10).total_blocks == 10
-    with pytest.raises(InvalidField) as refused:
+    with pytest.raises(InvalidField) as wrong:
         update(world, "e/1", 11)
-    assert list(refused.value.fields) == ["pool.total_blocks"]
-    assert "at most 10" in str(refused.value.fields)
+    assert list(wrong.value.fields) == ["pool.total_blocks"]
+    assert "at most 10" in str(wrong.value.fields)
     assert totals(world) == [4, 10]
+    world.check()
+    assert world.run(list(range(15))).admitted
+
+
+def test_a_pool_gets_no_slot_back_before_it_is_overwritten() -> None:
+    world = shared()
+    update(world, "e/0", 4)
+    first = {transfer.target_slot for transfer in world.manager.executor_transfers("e")}
+    assert len(first) == 2
+    with pytest.raises(PoolInUseError):
+        update(world, "e/0", 5)
+    world.run_executor_copies(fail=True)
+    # It is asked again.
+    assert {transfer.target_slot for transfer in world.manager.executor_transfers("e")} == first
+    give_back(world)
+    assert update(world, "e/0", 6).total_blocks == 6
+    world.check()
+
+
+def test_copies_that_come_too_late_are_of_slots_that_are_nobodys_any_more() -> None:
+    world = shared()
+    world.cache(list(range(19)))
+    update(world, "e/0", 1)
+    assert len(world.manager.executor_transfers("e")) == 5
+    world.start_executor()
+    assert world.manager.executor_transfers("e") == []
+    assert totals(world) == [1, 6]
+    world.check()
+
+
+def test_no_renewal_brings_more_slots_than_a_message_holds() -> None:
+    world = World(30_000, windows=(None, 5), block_bytes=(1, 1), share_blocks=(30_000, 1), memory_bytes=30_001)
+    update(world, "e/0", 1)
+    seen: set[int] = set()
+    while transfers := world.manager.executor_transfers("e"):
+        assert len(transfers) <= 10_000
+        seen.update(transfer.target_slot for transfer in transfers)
+        give_back(world)
+    assert len(seen) == 29_999
+    assert update(world, "e/1", 30_000).total_blocks == 30_000
+
+
+def test_a_restarted_manager_has_overwritten_what_no_share_holds() -> None:
+    world = shared()
+    update(world, "e/0", 2)
+    give_back(world)
+    update(world, "e/1", 12)
+    for prompt in range(6):
+        world.cache([prompt] * 7)
+    world.restart_manager()
+    assert totals(world) == [2, 12]
+    forget_shares(world)
+    assert totals(world) == [6, 6]
+    world.check()
+    # Slots that were never written to hold nothing.
+    written = {key for key in world.written if key[0] == 1}
+    asked = {(transfer.group, transfer.target_slot) for transfer in world.manager.executor_transfers("e")}
+    assert asked
+    assert asked <= set(world.written)
+    assert len(written) - len(asked) <= 6
+    give_back(world)
+    assert world.manager.executor_transfers("e") == []
+
+
+def test_shares_that_an_operator_moved_come_back_in_whatever_order_they_are_read() -> None:
+    world = shared()
+    update(world, "e/0", 4)
+    give_back(world)
+    update(world, "e/1", 10)
+    shares = list(world.manager.entries(Kind.SHARE))
+    for order in (shares, shares[::-1]):
+        forget_shares(world)
+        assert totals(world) == [6, 6]
+        world.manager.restore_operators([], [], order)
+        assert totals(world) == [4, 10]
+        world.check()
+
+
+def test_pins_that_come_back_fit_the_share_and_not_all_slots() -> None:
+    config = replace(CONFIG, pin_budget=0.5)
+    world = World(40, windows=(None, 5), block_bytes=(1, 1), share_blocks=(4, 4), memory_bytes=40, config=config)
+    update(world, "e/0", 20)
+    update(world, "e/1", 20)
+    for prompt in range(3):
+        world.cache([prompt] * 15)
+        prefix = Prefix((prompt,) * 12, "e")
+        world.manager.pin_prefix(prefix, "ops", 60.0, validate_only=False)
+    pins = list(world.manager.entries(Kind.PIN, "e"))
+    assert sum(group == 0 for pin in pins for group, _ in pin.blocks) > 4
+    world.manager = CacheManager(2, lambda: world.now, world.config, world.journal)
+    world.start_scheduler()
+    world.manager.register_executor(world.spec(), list(world.journal.blocks.values()), pins)
+    assert totals(world) == [4, 4]
     world.check()
 
 
@@ -131,7 +246,7 @@ def test_a_prompt_that_no_longer_fits_is_refused_and_one_that_does_runs():
     world.check()
 
 
-def test_shares_hold_after_a_restart_of_the_manager_too():
+def test_shares_hold_after_a_restart_of_the_manager_too() -> None:
     world = shared()
     world.cache(list(range(24)))
     world.restart_manager()
@@ -141,14 +256,11 @@ def test_shares_hold_after_a_restart_of_the_manager_too():
     world.check()
 
 
-def test_more_cached_blocks_than_the_share_holds_are_lost_at_a_restart():
-    world = World(12, block_bytes=(100,))
+def test_more_cached_blocks_than_the_share_holds_are_lost_at_a_restart() -> None:
+    world = World(12, block_bytes=(100,), share_blocks=(4,), memory_bytes=1200)
+    update(world, "e/0", 12)
     world.cache(list(range(48)))
-    world.memory_bytes = 400
-    world.executor_epoch += 1
-    records = list(world.manager.records("e"))
-    world.manager = type(world.manager)(2, lambda: world.now, world.config, world.journal)
-    world.start_scheduler()
-    assert world.manager.register_executor(world.spec(), records) == (4, 0)
+    forget_shares(world)
+    assert totals(world) == [4]
     world.check()
     assert world.run(list(range(15))).cached_tokens == 14

@@ -50,6 +50,7 @@ def test_a_snapshot_that_is_read_while_the_cache_changes_is_that_of_its_number(s
         copy=True,
         pins=0.3,
         through=True,
+        movable=0,
     )
     manager: CacheManager | None = None
     reader: SnapshotReader
@@ -214,7 +215,7 @@ def test_nothing_changes_the_state_of_blocks_behind_the_fingerprint():
     """In random lives equal fingerprints mean equal blocks."""
     for seed in range(6):
         random, machine = Random(seed), CacheWorld()
-        machine.build((None,), 10, seed, 0, 0.0, 4, 3, True, 0.3, True)
+        machine.build((None,), 10, seed, 0, 0.0, 4, 3, True, 0.3, True, 0)
         before: tuple[object, list[str]] | None = None
         for _ in range(150):
             (name,) = random.choices(list(WEIGHTS), list(WEIGHTS.values()))

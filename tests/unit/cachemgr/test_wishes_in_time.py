@@ -5,6 +5,7 @@ from random import Random
 
 import pytest
 
+from cachemgr import leases
 from cachemgr.admin_api import BlockFilter
 from cachemgr.api import EventKind, RemovalCause, Retention, RetentionRange
 from cachemgr.block import Block
@@ -283,10 +284,37 @@ def test_leases_end_in_the_order_of_their_deadlines_whatever_their_durations():
         lease = Lease(None, Block(number), Wish("session/x", 1, None))
         book.add(lease, now, random.choice([1.0, 5.0, 30.0]))
         expected.append((lease.deadline, number))
-        ended += [(one.deadline, one.block.slot) for one in book.due(now)]
-    ended += [(one.deadline, one.block.slot) for one in book.due(now + 100)]
+        ended += [(one.deadline, one.block.slot) for one in book.due(now, 2000)]
+    ended += [(one.deadline, one.block.slot) for one in book.due(now + 100, 2000)]
     assert ended == sorted(expected)
     assert len(book) == 0
+
+
+def test_of_very_many_leases_that_are_over_at_once_each_call_ends_a_part(monkeypatch):
+    monkeypatch.setattr(leases, "ENDED_AT_A_TIME", 2)
+    world = patient()
+    world.cache(list(range(12)), retention=Retention((RetentionRange(0, None, 80, 5.0),)))
+    world.cache([40, 41, 42, 43], retention=Retention((RetentionRange(0, None, 90, 6.0),)))
+    world.now = 6.0
+    left = []
+    while not left or world.manager.is_behind:
+        world.manager.expire()
+        left.append(sorted(view.priority for _, view in world.manager.blocks("e/0")))
+        assert world.manager.check_pool() == []
+    assert left == [[35, 35, 80, 90], [35, 35, 35, 35]]
+
+
+def test_a_lease_that_is_over_and_not_yet_ended_covers_no_other(monkeypatch):
+    monkeypatch.setattr(leases, "ENDED_AT_A_TIME", 1)
+    world = patient()
+    world.cache([1, 2, 3, 4], retention=Retention((RetentionRange(0, None, 90, 5.0),)))
+    world.cache([5, 6, 7, 8], retention=Retention((RetentionRange(0, None, 90, 5.0),)))
+    world.now = 20.0
+    wish = Retention((RetentionRange(0, None, 60, 5.0),))
+    world.cache([5, 6, 7, 8], retention=wish)
+    while world.manager.is_behind:
+        world.manager.expire()
+    assert sorted(priorities(world).values()) == [35, 60]
 
 
 def test_wishes_that_a_session_replaces_again_and_again_do_not_pile_up():

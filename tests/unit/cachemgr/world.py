@@ -6,6 +6,7 @@ checks what it attends to, so that a block which holds anything but what the man
 
 import dataclasses
 import random
+from collections import Counter
 
 from cachemgr.api import (
     Admission,
@@ -21,8 +22,12 @@ from cachemgr.api import (
     SyncRequest,
     TierKind,
 )
+from cachemgr.holds import Holds
+from cachemgr.leases import leases_of
 from cachemgr.manager import CacheManager
+from cachemgr.operator_records import Kind
 from cachemgr.records import BlockRecord
+from cachemgr.retention import RULE
 from tests.unit.cachemgr.journal import Journal, timeless
 from tests.unit.cachemgr.live import BLOCK, Live
 from tests.unit.cachemgr.memory import Memory
@@ -43,6 +48,7 @@ class World(Memory):
         host_blocks: int = 0,
         disk_blocks: int = 0,
         block_bytes: tuple[int, ...] = (),
+        share_blocks: tuple[int, ...] = (),
         memory_bytes: int | None = None,
         config: ManagerConfig = CONFIG,
         seed: int = 0,
@@ -55,6 +61,7 @@ class World(Memory):
         self.num_blocks = num_blocks
         self.host_blocks, self.disk_blocks = host_blocks, disk_blocks
         self.block_bytes, self.memory_bytes = block_bytes or (0,) * len(windows), memory_bytes
+        self.share_blocks = share_blocks or (0,) * len(windows)
         self.random = random.Random(seed)
         self.now = 0.0
         self.executor_epoch = 0
@@ -66,6 +73,8 @@ class World(Memory):
         self.released: list[int] = []
         self.cancelled: list[int] = []
         self.fail_moves = False
+        # Slots of sequences that wrote on when the manager had given the executor up.
+        self.strays: set[tuple[int, int]] = set()
         self.trimmed: dict[int, int] = {}
         # Computed tokens of sequences that are gone, by handle.
         self.ended: dict[int, int] = {}
@@ -86,6 +95,7 @@ class World(Memory):
                 block_bytes=self.block_bytes[group],
                 host_blocks=self.host_blocks,
                 disk_blocks=self.disk_blocks,
+                share_blocks=self.share_blocks[group],
             )
             for group, window in enumerate(self.windows)
         ]
@@ -109,6 +119,9 @@ class World(Memory):
         return SchedulerEpoch("s", self.scheduler_epoch)
 
     def start_scheduler(self) -> None:
+        for live in [*self.live.values(), *self.leaving]:
+            if live.has_news:
+                self.leave_untold(live)
         self.scheduler_epoch += 1
         self.sync_number = 0
         self.live.clear()
@@ -126,14 +139,17 @@ class World(Memory):
     def lose_manager(self) -> None:
         """Another manager, which only the scheduler has registered with."""
         if self.unread is not None:
-            # Nothing was written over what was not read.
+            # Nothing was written over what was not read, and of another epoch only what is below counts.
             blocks = list(self.stored.values())
             if self.stored_epoch != self.executor_epoch:
                 blocks = [below for block in blocks if (below := block.below()) is not None]
             self.journal.blocks = {block.place: block for block in blocks}
+            self.journal.flush()
             self.unread = None
             self.journal.is_read = True
+        shares = list(self.manager.entries(Kind.SHARE))
         self.manager = CacheManager(self.manager.epoch + 1, lambda: self.now, self.config, self.journal)
+        self.manager.restore_operators([], [], shares)
         self.done.clear()
         self.start_scheduler()
 
@@ -187,6 +203,9 @@ class World(Memory):
 
     def silence_executor(self) -> None:
         """The manager gives the executor up, and hears of it again before the scheduler has stopped its sequences."""
+        self.strays |= {
+            (group, slot) for live in self.live.values() for group, slots in enumerate(live.tables) for slot in slots
+        }
         self.expire_executor()
         self.manager.register_executor(self.spec(), list(self.journal.blocks.values()))
 
@@ -430,6 +449,15 @@ class World(Memory):
         if self.unread is None:
             assert {place: timeless(block) for place, block in self.journal.blocks.items()} == records
         pools = self.manager._executors["e"].pools if self.manager.knows_executor("e") else []
+        blocks = [block for pool in pools for block in pool.blocks if block is not None]
+        ruled = {lease for block in blocks for lease in leases_of(block) if lease.wish.holder.startswith(RULE)}
+        assert {lease for leases in self.manager._leases._of_rules.values() for lease in leases} == ruled
+        if pools:
+            check_holds(self.manager._executors["e"].holds)
+        if pools and self.memory_bytes is not None:
+            going = {(pool.spec.group, slot) for pool in pools for slot in pool.device.clearing}
+            taking = self.resident - going - self.strays
+            assert sum(self.block_bytes[group] for group, _ in taking) <= self.memory_bytes
         arriving = {(pool.spec.group, block.key) for pool in pools for block in pool.moving}
         for block in self.manager.records("e"):
             arrived = block.tier is TierKind.DEVICE or self.generations.get(block.place) == block.generation
@@ -441,6 +469,15 @@ class World(Memory):
                 assert below is not None
                 assert self.generations.get(below.place) == below.generation
                 self.check_content(below)
+
+
+def check_holds(holds: Holds) -> None:
+    """What is counted of holds is what there is."""
+    pinned = {kept for hold in holds if hold.pin for kept in hold.blocks}
+    assert holds.held() == Counter(block for hold in holds for _, block in hold.blocks)
+    assert holds._pinned == Counter(block for hold in holds if hold.pin for _, block in hold.blocks)
+    assert holds._pinned_in == Counter(pool for pool, _ in pinned)
+    assert holds._num_pins == sum(hold.pin for hold in holds)
 
 
 def wish(priority: int, duration: float | None = None) -> Retention:

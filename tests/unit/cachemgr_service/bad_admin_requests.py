@@ -41,8 +41,10 @@ ADMIN_METHODS: dict[str, tuple[dict[str, Any], list[Case]]] = {
     "ListPools": ({}, pages("pools")),
     "GetPool": ({"pool_id": POOL_ID}, IN_POOL),
     "UpdatePool": (
-        {"pool": {"pool_id": POOL_ID, "total_blocks": 30, "etag": "0"}},
+        {"pool": {"pool_id": POOL_ID, "total_blocks": 30, "etag": "0"}} | mask("total_blocks"),
         [
+            (mask(), INVALID, "update_mask"),
+            ({"update_mask": None}, INVALID, "update_mask"),
             ({"pool": {"total_blocks": 30}}, INVALID, "pool.pool_id"),
             ({"pool": {"pool_id": "nobody/0", "total_blocks": 30}}, "UNKNOWN_POOL", "pool.pool_id"),
             ({"pool": {"pool_id": POOL_ID}}, INVALID, "pool.total_blocks"),
@@ -78,7 +80,7 @@ ADMIN_METHODS: dict[str, tuple[dict[str, Any], list[Case]]] = {
             ({"filter": {"pool_id": "x/0"}}, INVALID, "filter.pool_id"),
         ],
     ),
-    "ListSequences": ({}, [*pages("sequences"), *invalid("salt", "")]),
+    "ListSequences": ({}, [*pages("sequences"), *invalid("salt", "", LONG)]),
     "ListPrefixes": (
         {"pool_id": POOL_ID},
         [
@@ -127,7 +129,7 @@ ADMIN_METHODS: dict[str, tuple[dict[str, Any], list[Case]]] = {
         {"salt": "s"},
         [
             ({"salt": None}, INVALID, "target"),
-            *invalid("salt", ""),
+            *invalid("salt", "", LONG),
             ({"salt": None, "session_id": ""}, INVALID, "session_id"),
             *(({"salt": None} | changes, reason, field) for changes, reason, field in at("prefix", PREFIX, PREFIXES)),
         ],
@@ -147,8 +149,10 @@ ADMIN_METHODS: dict[str, tuple[dict[str, Any], list[Case]]] = {
     ),
     "ListRetentionRules": ({}, pages("rules")),
     "UpdateRetentionRule": (
-        {"rule": RULE | {"name": "rule-a"}},
+        {"rule": RULE | {"name": "rule-a"}} | mask("order", "match", "action"),
         [
+            (mask(), INVALID, "update_mask"),
+            ({"update_mask": None}, INVALID, "update_mask"),
             *at("rule", RULE | {"name": "rule-a"}, RULES),
             ({"rule": RULE | {"name": "nobody"}}, "UNKNOWN_RULE", "rule.name"),
             ({"rule": None}, "UNKNOWN_RULE", "rule.name"),
@@ -206,7 +210,7 @@ ADMIN_METHODS: dict[str, tuple[dict[str, Any], list[Case]]] = {
     "WatchEvents": (
         {"pool_id": POOL_ID},
         [
-            *invalid("salt", ""),
+            *invalid("salt", "", LONG),
             *unknown_pool(),
             ({"after_event_number": 1 << 40}, "EVENTS_GONE", "after_event_number"),
             ({"after_event_number": (1 << 64) - 1}, "EVENTS_GONE", "after_event_number"),

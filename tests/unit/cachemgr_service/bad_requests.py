@@ -81,6 +81,7 @@ EXTRA_KEYS: list[Case] = [
     ({"extra_keys": [span(4, 1), span(0, 1)]}, INVALID, "extra_keys[1].start"),
     ({"extra_keys": [span(0, 1, b"")]}, INVALID, "extra_keys[0].digest"),
     ({"extra_keys": [span(0, 1, b"d" * 65)]}, INVALID, "extra_keys[0].digest"),
+    ({"extra_keys": [span(0, 1)] * 4097}, INVALID, "extra_keys"),
 ]
 
 DURATIONS = ({"seconds": 0}, {"seconds": -1}, {"nanos": -1}, {"seconds": MAX_DURATION, "nanos": 1_000_000}, None)
@@ -97,6 +98,7 @@ def ranges(*wishes: dict[str, object]) -> dict[str, object]:
 RETENTION: list[Case] = [
     (ranges(wish(retention_priority=101)), INVALID, "retention.ranges[0].retention_priority"),
     (ranges(wish(start=4)), INVALID, "retention.ranges[0].end"),
+    (ranges(*(wish(start=at, end=at + 1) for at in range(65))), INVALID, "retention.ranges"),
     (ranges(wish(start=2), wish(start=0, end=3)), INVALID, "retention.ranges[0].start"),
     (ranges(wish(), wish(start=3, end=8)), INVALID, "retention.ranges[1].start"),
     (ranges({"retention_priority": 1}, wish(start=5, end=6)), INVALID, "retention.ranges[0].end"),
@@ -137,13 +139,13 @@ HINTS: list[Case] = [
 PREFIX = {"executor_id": EXECUTOR, "token_ids": CACHED_TOKENS}
 PREFIXES: list[Case] = [
     ({"token_ids": []}, INVALID, "token_ids"),
-    ({"salt": ""}, INVALID, "salt"),
+    *invalid("salt", "", LONG),
     ({"executor_id": "nobody"}, "UNKNOWN_EXECUTOR", "executor_id"),
     *EXTRA_KEYS,
 ]
 
 FILTERS: list[Case] = [
-    *invalid("salt", ""),
+    *invalid("salt", "", LONG),
     *invalid("session_id", ""),
     *invalid("tenant_id", ""),
     *invalid("max_retention_priority", 101, HUGE),
@@ -205,7 +207,7 @@ POLICIES: list[Case] = [
 MATCH = {"tenant_id": "acme"}
 RULE = {"name": "rule-b", "match": MATCH, "action": {"retention_priority": 60}}
 RULES: list[Case] = [
-    ({"match": {"salt": ""}}, INVALID, "match.salt"),
+    *(({"match": {"salt": salt}}, INVALID, "match.salt") for salt in ("", LONG)),
     ({"match": {"tenant_id": ""}}, INVALID, "match.tenant_id"),
     ({"match": {"tenant_id": LONG}}, INVALID, "match.tenant_id"),
     ({"match": {"start": 4, "end": 4}}, INVALID, "match.end"),
@@ -227,5 +229,5 @@ ACCOUNTS: list[Case] = [
     ({"tenant_id": None}, INVALID, "account"),
     ({"tenant_id": ""}, INVALID, "tenant_id"),
     ({"tenant_id": LONG}, INVALID, "tenant_id"),
-    ({"tenant_id": None, "salt": ""}, INVALID, "salt"),
+    *(({"tenant_id": None, "salt": salt}, INVALID, "salt") for salt in ("", LONG)),
 ]

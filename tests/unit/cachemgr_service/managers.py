@@ -8,6 +8,7 @@ from pathlib import Path
 import grpc
 import redis
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.field_mask_pb2 import FieldMask
 
 from cachemgr.process import CacheManagerProcess
 from protos.kvcache.v1 import kvcache_pb2 as pb
@@ -52,6 +53,11 @@ async def rules(client: Client) -> list[pb.RetentionRule]:
 
 async def quotas(client: Client) -> list[pb.Quota]:
     return [usage.quota for usage in (await client.admin.ListQuotas(pb.ListQuotasRequest())).quotas]
+
+
+async def share(client: Client, total_blocks: int) -> None:
+    pool = pb.Pool(pool_id=POOL, total_blocks=total_blocks)
+    await client.admin.UpdatePool(pb.UpdatePoolRequest(pool=pool, update_mask=FieldMask(paths=["total_blocks"])))
 
 
 async def holds(client: Client) -> list[pb.Hold]:

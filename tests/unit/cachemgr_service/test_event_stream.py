@@ -26,7 +26,7 @@ def stream(url: str) -> list[dict[bytes, bytes]]:
 async def last_number(client: Client) -> int:
     """Number of the newest event, that a snapshot carries."""
     watch = client.events.WatchEvents(pb.WatchEventsRequest())
-    number = (await anext(aiter(watch))).event_number
+    number = (await anext(aiter(watch))).events[0].event_number
     watch.cancel()
     return number
 

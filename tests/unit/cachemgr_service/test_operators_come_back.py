@@ -13,7 +13,6 @@ from cachemgr import replay
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from tests.unit.cachemgr_service.conftest import NUM_BLOCKS
 from tests.unit.cachemgr_service.managers import (
-    POOL,
     Managers,
     cached,
     holds,
@@ -24,6 +23,7 @@ from tests.unit.cachemgr_service.managers import (
     refusal,
     remaining,
     rules,
+    share,
     state_of,
     sync_redis,
     written,
@@ -109,7 +109,7 @@ async def test_a_share_of_a_pool_comes_back_with_its_etag_and_its_blocks(manager
     async with managers.run() as client:
         await client.register()
         steps = await cached(client)
-        await client.admin.UpdatePool(pb.UpdatePoolRequest(pool=pb.Pool(pool_id=POOL, total_blocks=5)))
+        await share(client, 5)
         before = await client.pool()
     async with managers.run() as client:
         assert (await client.register(last_write_steps=steps)).restored_blocks == 2
@@ -270,7 +270,7 @@ async def test_redis_away_at_the_start_keeps_nobody_waiting_and_nothing_newer_is
         await client.admin.DeleteRetentionRule(pb.DeleteRetentionRuleRequest(name="deleted"))
         changed = pb.Quota(tenant_id="acme", device_ceiling_blocks=3)
         await client.admin.SetQuota(pb.SetQuotaRequest(quota=changed))
-        await client.admin.UpdatePool(pb.UpdatePoolRequest(pool=pb.Pool(pool_id=POOL, total_blocks=9)))
+        await share(client, 9)
         server.start()
         wanted = {"both": 20, "new": 20, "old": 10}
         async with asyncio.timeout(20):
@@ -289,7 +289,7 @@ async def test_redis_away_at_the_start_keeps_nobody_waiting_and_nothing_newer_is
 async def test_a_late_share_of_a_pool_applies_at_once_when_it_fits(managers: Managers, server: Server) -> None:
     async with managers.run() as client:
         await client.register()
-        await client.admin.UpdatePool(pb.UpdatePoolRequest(pool=pb.Pool(pool_id=POOL, total_blocks=9)))
+        await share(client, 9)
     server.stop()
     async with managers.run() as client:
         await client.register()
@@ -309,7 +309,7 @@ async def test_a_log_with_everything_that_came_back_replays_to_the_same_state(
         await make_rule(client, pin_duration=timedelta(seconds=50), retention_priority=3)
         await client.admin.CreateRetentionRule(pb.CreateRetentionRuleRequest(rule=EVERYTHING))
         await client.admin.SetQuota(pb.SetQuotaRequest(quota=QUOTAS[0]))
-        await client.admin.UpdatePool(pb.UpdatePoolRequest(pool=pb.Pool(pool_id=POOL, total_blocks=20)))
+        await share(client, 20)
         steps = await cached(client, tenant_id="acme")
         managers.now += 7
         assert len(await holds(client)) == 1

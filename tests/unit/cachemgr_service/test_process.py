@@ -24,6 +24,7 @@ from protos.rpc.channel import open_sync_channel
 from protos.rpc.errors import from_rpc_error
 from tests.stack import free_address
 from tests.unit.cachemgr_service.conftest import EXECUTOR, NUM_BLOCKS, Client, settings_for
+from tests.unit.cachemgr_service.servers import SingleServer
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 
@@ -171,6 +172,33 @@ async def test_after_a_kill_the_next_process_has_the_index_and_the_redis_back(tm
     await client.close()
 
 
+async def test_a_redis_that_starts_seconds_after_the_process_costs_no_block(tmp_path: Path) -> None:
+    server = SingleServer(tmp_path / "redis-of-others")
+    client, blocks = Client(settings_for(tmp_path)), 20
+    async with running(tmp_path, KVKEEP_REDIS_URL=server.url):
+        await client.register()
+        admitted = await client.admit("a", 4 * blocks + 1)
+        await client.compute(admitted, 4 * blocks, step=5)
+        async with open_redis(server.url) as redis_client, asyncio.timeout(10):
+            while await redis_client.hlen(f"kvkeep:{{{EXECUTOR}}}:blocks") < blocks:
+                await asyncio.sleep(0.01)
+    server.stop()
+    try:
+        async with running(tmp_path, KVKEEP_REDIS_URL=server.url):
+            steps = [5 if slot in admitted.block_tables[0].slots else 0 for slot in range(1, NUM_BLOCKS + 1)]
+            # It waits for Redis for three seconds, and registers without it then.
+            assert (await client.register(last_write_steps=tuple(steps))).restored_blocks == 0
+            server.start()
+            async with asyncio.timeout(30):
+                while (await client.pool()).cached_blocks < blocks:
+                    await asyncio.sleep(0.05)
+            assert (await client.admit("b", 4 * blocks + 1)).cached_tokens == 4 * blocks
+            await client.check()
+    finally:
+        server.embedded.stop()
+        await client.close()
+
+
 async def test_on_sigterm_it_ends_its_watches_writes_what_is_pending_and_goes(tmp_path: Path) -> None:
     client = Client(settings_for(tmp_path))
     # So long that nothing would be written before the end.
@@ -181,7 +209,7 @@ async def test_on_sigterm_it_ends_its_watches_writes_what_is_pending_and_goes(tm
         await client.compute(admitted, 8, step=5)
         process.terminate()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            _ = [event async for event in watch]
+            _ = [message async for message in watch]
         error = from_rpc_error(caught.value)
         assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "SHUTTING_DOWN")
         async with asyncio.timeout(10):
@@ -189,4 +217,32 @@ async def test_on_sigterm_it_ends_its_watches_writes_what_is_pending_and_goes(tm
     async with running(tmp_path):
         steps = [5 if slot in admitted.block_tables[0].slots else 0 for slot in range(1, NUM_BLOCKS + 1)]
         assert (await client.register(last_write_steps=tuple(steps))).restored_blocks == 2
+    await client.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (signal.SIGKILL, "error: the connection to {address} broke\n"),
+        (signal.SIGTERM, "error: the cache manager is shutting down\n"),
+    ],
+)
+async def test_kvctl_says_that_a_watch_broke_and_fails(tmp_path: Path, number: signal.Signals, said: str) -> None:
+    address = f"unix:{tmp_path}/admin"
+    client = Client(settings_for(tmp_path))
+    async with running(tmp_path) as process:
+        await client.register()
+        admitted = await client.admit("a", 9)
+        await client.compute(admitted, 8, step=5)
+        watch = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "kvctl", "watch", "--server", address),
+            env=environment(tmp_path),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        assert watch.stdout is not None
+        assert await asyncio.wait_for(watch.stdout.readline(), 20)
+        process.send_signal(number)
+        _, err = await asyncio.wait_for(watch.communicate(), 20)
+    assert (watch.returncode, err.decode()) == (3, said.format(address=address))
     await client.close()

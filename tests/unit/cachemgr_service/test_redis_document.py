@@ -11,7 +11,7 @@ from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.rpc.settings import cluster_nodes
 from tests.stack import ROOT
 from tests.unit.cachemgr_service.conftest import EXECUTOR
-from tests.unit.cachemgr_service.managers import POOL, Managers, cached, make_rule, pin, rules, sync_redis
+from tests.unit.cachemgr_service.managers import Managers, cached, make_rule, pin, rules, share, sync_redis
 from tests.unit.cachemgr_service.servers import Server
 from tests.unit.cachemgr_service.test_redis_agrees import agreed
 
@@ -46,7 +46,7 @@ async def test_the_keys_are_those_of_the_document_and_its_user_may_write_them(tm
             if not await rules(client):
                 await make_rule(client, retention_priority=70)
             await client.admin.SetQuota(pb.SetQuotaRequest(quota=pb.Quota(salt="s", device_floor_blocks=1)))
-            await client.admin.UpdatePool(pb.UpdatePoolRequest(pool=pb.Pool(pool_id=POOL, total_blocks=20)))
+            await share(client, 20)
             await cached(client, 9)
             await pin(client, pb.PrefixSelector(token_ids=range(8)), "ops", 100)
             await agreed(client)

@@ -172,20 +172,18 @@ async def test_a_watch_starts_with_a_snapshot_and_goes_on_without_a_gap(client: 
     await client.register()
     await client.compute(await client.admit("a", 8), 8)
     watch = client.events.WatchEvents(pb.WatchEventsRequest(), timeout=10)
-    stored = 0
-    while stored < 2:
-        event = await watch.read()
-        assert event.snapshot
-        number = event.event_number
-        stored += event.kind == pb.EVENT_KIND_STORED
+    shown = await read_events(watch, 3)
+    assert all(event.snapshot for event in shown)
+    assert [event.kind for event in shown] == [pb.EVENT_KIND_CREATED, *[pb.EVENT_KIND_STORED] * 2]
+    number = shown[-1].event_number
     await client.admin.PurgeBlocks(pb.PurgeBlocksRequest(), timeout=5)
-    removed = [await watch.read() for _ in range(2)]
+    removed = await read_events(watch, 2)
     assert [event.event_number for event in removed] == [number + 1, number + 2]
     assert {event.kind for event in removed} == {pb.EVENT_KIND_REMOVED}
     assert {event.removal_cause for event in removed} == {pb.REMOVAL_CAUSE_PURGED}
     watch.cancel()
     resumed = client.events.WatchEvents(pb.WatchEventsRequest(after_event_number=number), timeout=10)
-    assert [await resumed.read() for _ in range(2)] == removed
+    assert await read_events(resumed, 2) == removed
     resumed.cancel()
 
 
@@ -196,12 +194,20 @@ async def test_leases_are_told_to_those_who_watch(client: Client) -> None:
     await client.compute(admission, 8)
     await client.manager.ReleaseSequence(pb.ReleaseSequenceRequest(sequence_id="a", **SCHEDULED), timeout=5)
     watch = client.events.WatchEvents(pb.WatchEventsRequest(), timeout=10)
-    while (event := await watch.read()).kind != pb.EVENT_KIND_LEASE_GRANTED:
-        assert event.snapshot
+    shown = await read_events(watch, 5)
+    assert all(event.snapshot for event in shown)
+    event = next(event for event in shown if event.kind == pb.EVENT_KIND_LEASE_GRANTED)
     assert (event.lease.holder, event.lease.retention_priority) == ("session/chat", 80)
     assert 3500 < event.lease.remaining_duration.seconds <= 3600
     assert event.block.retention_priority == 80
     watch.cancel()
+
+
+async def read_events(watch: grpc.aio.UnaryStreamCall, at_least: int) -> list[pb.Event]:
+    found: list[pb.Event] = []
+    while len(found) < at_least:
+        found += (await watch.read()).events
+    return found
 
 
 async def refusal(call: grpc.aio.UnaryUnaryCall) -> tuple[grpc.StatusCode, list[str]]:

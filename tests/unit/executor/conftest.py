@@ -15,6 +15,7 @@ from executor.kv_pool import KvPools
 from executor.model import Model, load_model
 from executor.model_files import find
 from executor.runner import Runner
+from executor.shares import Shares
 from executor.step import Joining, Outcome, Sampled, Sampling, Step
 from executor.tiers.tiers import Tiers
 from tests.kernels.conftest import interpreter
@@ -98,7 +99,7 @@ class Driver:
     """Hands out blocks and builds steps, as scheduler and cache manager do together."""
 
     model: Model
-    num_blocks: int = 200
+    num_blocks: int | Shares = 200
     block_size: int = BLOCK_SIZE
     tiers: Callable[[KvPools], Tiers] = Tiers
     runner: Runner = field(init=False)
@@ -114,7 +115,7 @@ class Driver:
             pool.v[:, 1:].fill_(torch.nan)
         self.runner = Runner(self.model, pools, self.tiers(pools))
         # Out of order, so that slot and position differ.
-        self.free = [[1 + (slot * 77) % self.num_blocks for slot in range(self.num_blocks)] for _ in groups]
+        self.free = [[1 + (slot * 77) % slots for slot in range(slots)] for slots in pools.shares.slots]
 
     def blocks(self, tokens: int) -> tuple[tuple[int, ...], ...]:
         """Fresh slots for that many tokens, per group."""

@@ -56,6 +56,7 @@ class FakeManager(kv_rpc.CacheManagerServiceServicer):
     confirmations: list[kv.ConfirmTransfersRequest] = field(default_factory=list)
     # What renewals bring, until it is confirmed.
     transfers: list[kv.Transfer] = field(default_factory=list)
+    scheduler_ids: list[str] = field(default_factory=list)
     renewals: int = 0
     known: bool = False
     replaced: bool = False
@@ -96,7 +97,10 @@ class FakeManager(kv_rpc.CacheManagerServiceServicer):
         self.renewals += 1
         self.changed.set()
         return kv.RenewExecutorResponse(
-            manager_epoch=self.epoch, lease_duration=Duration(nanos=60_000_000), transfers=self.transfers
+            manager_epoch=self.epoch,
+            lease_duration=Duration(nanos=60_000_000),
+            transfers=self.transfers,
+            scheduler_ids=self.scheduler_ids,
         )
 
     async def ConfirmTransfers(self, request: Any, context: Any) -> kv.ConfirmTransfersResponse:
@@ -123,10 +127,14 @@ class Stack:
     given_up: asyncio.Event
 
     @asynccontextmanager
-    async def session(self, scheduler_epoch: int = 1, executor_epoch: int = EPOCH) -> AsyncIterator["Stream"]:
+    async def session(
+        self, scheduler_epoch: int = 1, executor_epoch: int = EPOCH, scheduler_id: str = "s"
+    ) -> AsyncIterator["Stream"]:
         call = self.stub.StreamSteps()
         stream = Stream(call)
-        opening = pb.OpenSession(scheduler_id="s", scheduler_epoch=scheduler_epoch, executor_epoch=executor_epoch)
+        opening = pb.OpenSession(
+            scheduler_id=scheduler_id, scheduler_epoch=scheduler_epoch, executor_epoch=executor_epoch
+        )
         await call.write(pb.StreamStepsRequest(open=opening))
         try:
             answer = await stream.read()
@@ -216,7 +224,11 @@ async def running(model: Model, tmp_path: Path, tiers: Callable[[KvPools], Tiers
         watchdog.set_registered,
     )
     servicer = ExecutorServicer(
-        Identity("executor-0", EPOCH), runner, worker, TokenizerFiles(b"{}", "template", {"bos_token": "<s>"})
+        Identity("executor-0", EPOCH),
+        runner,
+        worker,
+        TokenizerFiles(b"{}", "template", {"bos_token": "<s>"}),
+        client.is_registered,
     )
     server.listen(address, {SERVICE: lambda s: rpc.add_ExecutorServiceServicer_to_server(servicer, s)})
     await manager_server.start()

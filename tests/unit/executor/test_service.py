@@ -16,8 +16,9 @@ from executor.model import Model
 from executor.worker import Session, Worker
 from protos.execution.v1 import execution_pb2 as pb
 from protos.rpc.errors import RemoteError
+from protos.rpc.identity import Identity, PermissionDeniedError, Role, assume
 from tests.unit.executor.conftest import BLOCK_SIZE
-from tests.unit.executor.running_stack import EPOCH, PROMPT, Stack, Stream, join, running
+from tests.unit.executor.running_stack import EPOCH, PROMPT, FakeManager, Stack, Stream, join, running
 
 
 @pytest.fixture
@@ -82,6 +83,51 @@ async def test_a_newer_scheduler_ends_the_older_session(stack: Stack) -> None:
                 await older.read()
             assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.ABORTED, "SESSION_REPLACED")
             assert list((await newer.run(**join(1))).sequences) == [1]
+
+
+async def test_another_scheduler_is_let_in_when_the_lease_of_the_one_before_has_ended(stack: Stack) -> None:
+    stack.manager.scheduler_ids = ["s", "other"]
+    await renewed(stack.manager)
+    async with stack.session() as own:
+        await own.run(**join(1))
+        with pytest.raises(RemoteError) as caught:
+            async with stack.session(2, scheduler_id="other"):
+                pass
+        assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.UNAVAILABLE, "EXECUTOR_IN_USE")
+        assert list(caught.value.fields) == ["open.scheduler_id"]
+        assert list((await own.run()).sequences) == [1]
+    # Nor while the one comes back after a broken stream.
+    with pytest.raises(RemoteError):
+        async with stack.session(2, scheduler_id="other"):
+            pass
+    async with stack.session() as own:
+        stack.manager.scheduler_ids = ["other"]
+        await renewed(stack.manager)
+        async with stack.session(2, scheduler_id="other") as other:
+            with pytest.raises(RemoteError) as caught:
+                await own.read()
+            assert caught.value.reason == "SESSION_REPLACED"
+            assert list((await other.run(**join(1))).sequences) == [1]
+
+
+async def test_a_token_that_is_bound_to_ids_opens_no_session_for_another(stack: Stack) -> None:
+    async def opening(scheduler_id: str) -> AsyncIterator[pb.StreamStepsRequest]:
+        session = pb.OpenSession(scheduler_id=scheduler_id, scheduler_epoch=1, executor_epoch=EPOCH)
+        yield pb.StreamStepsRequest(open=session)
+
+    assume(Identity("token", Role.SCHEDULER, ids=("s",)))
+    with pytest.raises(PermissionDeniedError) as caught:
+        await anext(stack.servicer.StreamSteps(opening("other"), None))
+    assert list(caught.value.fields) == ["open.scheduler_id"]
+    answers = stack.servicer.StreamSteps(opening("s"), None)
+    assert (await anext(answers)).opened.first_step == 1
+    await answers.aclose()
+
+
+async def renewed(manager: FakeManager) -> None:
+    """Waits until the executor has the answer to a renewal that begins now."""
+    begin = manager.renewals
+    await manager.until(lambda: manager.renewals > begin + 1)
 
 
 async def test_an_older_scheduler_and_a_wrong_epoch_are_refused_and_change_nothing(stack: Stack) -> None:

@@ -14,6 +14,7 @@ from executor.errors import (
     StepOutOfOrderError,
     UnknownSequenceError,
 )
+from executor.shares import Shares
 from executor.step import Copy, Growth, Joining, Step
 from tests.unit.executor.conftest import Driver, load
 from tests.unit.executor.tiny_models import VOCAB
@@ -139,3 +140,17 @@ def test_a_windowed_group_takes_null_blocks_that_are_out_of_sight(model_folder: 
     driver.step(joining=(Joining(1, tokens, 24, 20, tables),))
     with pytest.raises(InvalidStepError, match="entry 3 is 0"):
         driver.step(joining=(Joining(2, tokens, 24, 20, ((0, 0, 0, 0, 11, 12),)),))
+
+
+def test_each_group_has_slots_of_its_own_number(model_folder: Callable[[str], Path]) -> None:
+    driver = Driver(load(model_folder("gemma3")), num_blocks=Shares.fixed((4, 6)))
+    prompt = tuple(PROMPT)
+    for tables, last in ((((1, 5), (1, 2)), 4), (((1, 2), (1, 7)), 6)):
+        with pytest.raises(InvalidStepError, match=f"must be from 1 to {last}, entry 1 is {last + 1}"):
+            driver.step(joining=(Joining(1, prompt, 6, 0, tables),), chunks={1: 6})
+    assert len(driver.step(joining=(Joining(1, prompt, 6, 0, ((1, 4), (1, 6))),), chunks={1: 6}).sampled) == 1
+    with pytest.raises(InvalidStepError, match="must be from 1 to 4, entry 0 is 5"):
+        driver.step(growth=(Growth(1, 0, (5,)),))
+    driver.step(growth=(Growth(1, 0, (2,)), Growth(1, 1, (5,))), copies=(Copy(1, 1, 6, 3),))
+    with pytest.raises(InvalidStepError, match="copy_target_slots must be from 1 to 4, is 5"):
+        driver.step(copies=(Copy(2, 0, 1, 5),))

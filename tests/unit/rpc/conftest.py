@@ -46,8 +46,8 @@ class Events(pb_grpc.CacheEventServiceServicer):
     """Sends two events, then fails."""
 
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.WatchEventsResponse]:
-        yield pb.WatchEventsResponse(event_number=1)
-        yield pb.WatchEventsResponse(event_number=2)
+        yield pb.WatchEventsResponse(events=[pb.Event(event_number=1)])
+        yield pb.WatchEventsResponse(events=[pb.Event(event_number=2)])
         raise OutOfStockError("no third event")
 
 

@@ -1,6 +1,7 @@
 """Errors arrive at a client as what they were raised as."""
 
 import asyncio
+import gc
 import importlib
 
 import grpc
@@ -55,10 +56,42 @@ async def test_a_handler_may_abort_by_itself(served: Served) -> None:
 async def test_a_stream_fails_after_what_it_sent(served: Served) -> None:
     stub = pb_grpc.CacheEventServiceStub(served.channel)
     watch = stub.WatchEvents(pb.WatchEventsRequest(), timeout=5)
-    assert [(await watch.read()).event_number for _ in range(2)] == [1, 2]
+    assert [(await watch.read()).events[0].event_number for _ in range(2)] == [1, 2]
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await watch.read()
     assert from_rpc_error(caught.value).reason == "OUT_OF_STOCK"
+
+
+@pytest.mark.parametrize("name", ["stock", "field", "stream"])
+async def test_a_refused_call_leaves_nothing_behind_but_for_a_garbage_collection(served: Served, name: str) -> None:
+    async def refused() -> None:
+        if name == "stream":
+            stub = pb_grpc.CacheEventServiceStub(served.channel)
+            with pytest.raises(grpc.RpcError):
+                async for _ in stub.WatchEvents(pb.WatchEventsRequest(), timeout=5):
+                    pass
+        else:
+            await call(served, name)
+
+    await refused()
+    gc.collect()
+    gc.disable()
+    try:
+        before = _errors()
+        for _ in range(20):
+            await refused()
+        # The last call ends behind its answer.
+        await asyncio.sleep(0.1)
+        assert _errors() == before
+    finally:
+        gc.enable()
+
+
+def _errors() -> int:
+    """Errors that are kept, with the frames of their calls and the requests in these."""
+    kinds = ServiceError, grpc.aio.AbortError
+    # By type: to ask some objects of libraries for their class gives a warning.
+    return sum(issubclass(type(one), kinds) for one in gc.get_objects())
 
 
 async def test_a_sync_client_reads_the_same_details(served: Served) -> None:

@@ -50,6 +50,24 @@ def test_an_unknown_variable_ends_the_start_and_suggests_the_right_one() -> None
         load(CachemgrSettings, {"KVKEEP_CACHEMGR_LEASE_SECOND": "1"})
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("KVKEEP_FOO", ""),
+        ("KVKEEP_CACHEMGR_FOO", ""),
+        ("KVKEEP_DEBUG", ""),
+        ("KVKEEP_LOGLEVEL", "KVKEEP_LOG_LEVEL"),
+        ("KVKEEP_CACHEMGR_LOGLEVEL", "KVKEEP_CACHEMGR_LOG_LEVEL"),
+        ("KVKEEP_LEASE_SECONDS", "KVKEEP_CACHEMGR_LEASE_SECONDS"),
+        ("KVKEEP_CACHEMRG_LEASE_SECONDS", "KVKEEP_CACHEMGR_LEASE_SECONDS"),
+    ],
+)
+def test_only_a_name_that_is_close_beside_the_prefix_is_suggested(name: str, meant: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        load(CachemgrSettings, {name: "1"})
+    assert str(refused.value) == f"unknown setting {name}" + (f": did you mean {meant}?" if meant else "")
+
+
 def test_a_shared_setting_may_be_another_for_one_process() -> None:
     environ = {"KVKEEP_LOG_LEVEL": "error", "KVKEEP_CACHEMGR_LOG_LEVEL": "debug", "KVKEEP_EXECUTOR_LOG_LEVEL": "info"}
     assert load(CachemgrSettings, environ).log_level == "debug"

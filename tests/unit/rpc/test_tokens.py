@@ -132,7 +132,7 @@ class Yielding(pb_grpc.CacheEventServiceServicer):
     """Sends an event, and waits for one that never comes."""
 
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.WatchEventsResponse]:
-        yield pb.WatchEventsResponse(event_number=1)
+        yield pb.WatchEventsResponse(events=[pb.Event(event_number=1)])
         await asyncio.Event().wait()
 
 
@@ -140,7 +140,7 @@ class Writing(pb_grpc.CacheEventServiceServicer):
     """The same by writing to the context."""
 
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> None:  # type: ignore[override]
-        await context.write(pb.WatchEventsResponse(event_number=1))
+        await context.write(pb.WatchEventsResponse(events=[pb.Event(event_number=1)]))
         await asyncio.Event().wait()
 
 
@@ -157,7 +157,7 @@ async def test_what_goes_on_ends_with_its_token(
             channel = await exits.enter_async_context(open_channel(address, viewer))
             stub: pb_grpc.CacheEventServiceAsyncStub = pb_grpc.CacheEventServiceStub(channel)
             calls.append(stub.WatchEvents(pb.WatchEventsRequest(), timeout=10))
-            assert (await calls[-1].read()).event_number == 1
+            assert (await calls[-1].read()).events[0].event_number == 1
         _, other, same = keys.file.read_text().splitlines()
         keys.file.write_text(other.replace('"tenant":""', '"tenant":"acme"') + "\n" + same + "\n")
         for call in calls[:2]:

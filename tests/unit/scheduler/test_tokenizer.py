@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from protos.execution.v1 import execution_pb2
+from scheduler.errors import UnusableModelError
 from scheduler.tokenizer import Model, TooLongError
 from tests.unit.scheduler.text import CHAT_TEMPLATE, byte_level_tokenizer, space_prefix_tokenizer
 
@@ -24,6 +26,21 @@ def model(tokenizer_json: str | None = None) -> Model:
         tokenizer_json=(tokenizer_json or byte_level_tokenizer().to_str()).encode(),
     )  # fmt: skip
     return Model(described, execution_pb2.GetExecutorResponse(block_size=16))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"tokenizer_json": b""}, "has no tokenizer.json"),
+        ({"tokenizer_json": b"{}"}, "the tokenizer of the model m cannot be read"),
+        ({"tokenizer_json": b"\xff"}, "the tokenizer of the model m cannot be read"),
+        ({"chat_template": "{% for one in messages %}"}, "the chat template of the model m is no template"),
+    ],
+)
+def test_a_model_that_cannot_be_served_is_refused_in_a_sentence(fields: dict[str, Any], words: str) -> None:
+    whole = {"model": "m", "tokenizer_json": byte_level_tokenizer().to_str().encode()}
+    with pytest.raises(UnusableModelError, match=words):
+        Model(execution_pb2.GetModelResponse(**whole | fields), execution_pb2.GetExecutorResponse(block_size=16))
 
 
 async def turns(work: Callable[[], Awaitable[object]]) -> tuple[int, float]:

@@ -1,0 +1,120 @@
+"""How the pools of a model's layer groups share the memory for keys and values."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from executor.errors import ModelError
+from executor.layers import LayerGroup
+
+# What a cache manager with its default settings gives a running sequence ahead of need.
+AHEAD_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Blocks per layer group, the null blocks aside.
+
+    blocks: that each pool may use at first. slots: that each pool has; more than its blocks where an operator may move
+    memory to it later. memory_bytes: what all pools use together at most; None where each has its slots for good.
+    """
+
+    blocks: tuple[int, ...]
+    slots: tuple[int, ...]
+    memory_bytes: int | None = None
+
+    @classmethod
+    def fixed(cls, blocks: Sequence[int]) -> "Shares":
+        """Pools of so many blocks each, for good."""
+        return cls(tuple(blocks), tuple(blocks))
+
+
+def block_bytes(groups: Sequence[LayerGroup], block_size: int, dtype: torch.dtype) -> tuple[int, ...]:
+    """Bytes of one block of each group, K and V of all its layers together. block_size in tokens."""
+    element = torch.empty(0, dtype=dtype).element_size()
+    return tuple(
+        2 * len(group.layers) * group.shape.kv_heads * group.shape.head_dim * element * block_size for group in groups
+    )
+
+
+def share_memory(
+    windows: Sequence[int | None],
+    block_bytes: Sequence[int],
+    memory_bytes: int,
+    block_size: int,
+    *,
+    expected_tokens: int,
+    longest_tokens: int,
+    weights: Sequence[float] = (),
+    movable: bool = False,
+) -> Shares:
+    """Divides `memory_bytes`, which hold at least one block of each group.
+
+    windows: attention window of each group in tokens, None for full attention. weights: shares of the bytes that are
+    given; empty shares them as sequences of `expected_tokens` need it. No share is too small for a prompt of
+    `longest_tokens` that pools with equally many blocks would hold. movable: whether the pools get slots to grow into.
+    Raises ModelError when the weights do not fit the groups.
+    """
+    if weights:
+        return Shares.fixed(_weighted(windows, block_bytes, memory_bytes, weights))
+    if len(windows) == 1:
+        return Shares.fixed([memory_bytes // block_bytes[0]])
+    blocks = _needed(windows, block_bytes, memory_bytes, block_size, expected_tokens, longest_tokens)
+    if not movable:
+        return Shares.fixed(blocks)
+    least = sum(block_bytes)
+    return Shares(blocks, tuple((memory_bytes - least) // size + 1 for size in block_bytes), memory_bytes)
+
+
+def _weighted(
+    windows: Sequence[int | None], block_bytes: Sequence[int], memory_bytes: int, weights: Sequence[float]
+) -> list[int]:
+    if len(weights) != len(windows):
+        groups = ", ".join("full attention" if window is None else f"window {window}" for window in windows)
+        raise ModelError(
+            f"KVKEEP_EXECUTOR_POOL_SHARES: has {len(weights)} shares, and the model has {len(windows)} layer groups: "
+            f"{groups}"
+        )
+    blocks = [
+        int(memory_bytes * weight / sum(weights)) // size for weight, size in zip(weights, block_bytes, strict=True)
+    ]
+    for number, (count, size) in enumerate(zip(blocks, block_bytes, strict=True)):
+        if not count:
+            raise ModelError(
+                f"KVKEEP_EXECUTOR_POOL_SHARES: leaves layer group {number} no block of {size} bytes, of "
+                f"{memory_bytes} bytes in all"
+            )
+    return blocks
+
+
+def _needed(
+    windows: Sequence[int | None],
+    block_bytes: Sequence[int],
+    memory_bytes: int,
+    block_size: int,
+    expected_tokens: int,
+    longest_tokens: int,
+) -> tuple[int, ...]:
+    """Blocks for one sequence as it is admitted, and for as many others as possible as they are later.
+
+    An admission takes blocks for a whole prompt in every group; a window gives most of them back once it is computed.
+    """
+    whole = -(-expected_tokens // block_size)
+    least = min(-(-longest_tokens // block_size), memory_bytes // sum(block_bytes))
+    kept = [
+        whole if window is None else min(whole, -(-(window - 1 + AHEAD_TOKENS) // block_size) + 1) for window in windows
+    ]
+
+    def blocks(full: int) -> tuple[int, ...]:
+        """Where full attention has `full` blocks."""
+        others = max(0, full - whole)
+        return tuple(max(least, min(full, whole) + others * each // whole) for each in kept)
+
+    def total(full: int) -> int:
+        return sum(count * size for count, size in zip(blocks(full), block_bytes, strict=True))
+
+    # Also where all groups have windows, which get fewer.
+    most = whole * (memory_bytes // min(block_bytes) + 1)
+    return blocks(bisect_right(range(most), memory_bytes, key=total) - 1)

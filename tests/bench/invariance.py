@@ -1,0 +1,83 @@
+"""What batch-invariant computation costs: steps with it beside the same steps without it, in turns.
+
+Run it with `make bench-invariance`. The compiled decoder computes six layers of SmolLM2-135M's sizes with random
+weights and a fifth of its vocabulary, which keeps what each part of the model takes of a step as it is with thirty
+layers. It is measured in processor time of one thread, the least of many turns, so that other work on the machine
+counts little. What more threads would divide of a single long context is not seen so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from kernels.decoder import build
+from kernels.decoder.launch import DTYPES, Decoder
+from tests.kernels.decoder_cases import Case, build_world
+from tests.stack import model_cache
+
+# Tokens that each sequence computes, how long each then is, and blocks of 16 tokens that all share.
+STEPS: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
+    "a prompt of 512 tokens": ((512,), (512,), 0),
+    "256 tokens behind 2,048": ((256,), (2304,), 0),
+    "1 stream of 800 tokens": ((1,), (800,), 0),
+    "1 stream of 4,000 tokens": ((1,), (4000,), 0),
+    "4 streams of 800 tokens": ((1,) * 4, (800,) * 4, 0),
+    "32 streams of 300 tokens": ((1,) * 32, (300,) * 32, 0),
+    "12 streams behind 1,024 shared tokens": ((1,) * 12, (1060,) * 12, 64),
+    "32 streams behind 1,024 shared tokens": ((1,) * 32, (1060,) * 32, 64),
+    "8 streams of 400 tokens, and 128 of a prompt": ((1,) * 8 + (128,), (400,) * 8 + (512,), 0),
+}
+
+
+def seconds(folder: Path, name: str, dtype: torch.dtype, turns: int) -> tuple[float, float]:
+    """Of a step without batch-invariant computation, and with it."""
+    queries, lengths, shared = STEPS[name]
+    case = Case(
+        queries,
+        lengths,
+        shared=shared,
+        evicted=(0,) * len(queries),
+        q_heads=9,
+        kv_heads=3,
+        hidden=576,
+        intermediate=1536,
+        vocabulary=9830,
+        layers=6,
+    )
+    world = build_world(case, dtype)
+    decoder = Decoder(build.load(folder), world.weights, dtype, 1)
+    decoder.bind(world.caches)
+    least = [float("inf"), float("inf")]
+    for turn in range(-1, turns):
+        for invariant in (False, True):
+            decoder.invariant = invariant
+            begin = time.process_time()
+            decoder.step(*world.arguments)
+            # In the first turn memory is taken.
+            if turn >= 0:
+                least[invariant] = min(least[invariant], time.process_time() - begin)
+    return least[0], least[1]
+
+
+def main(arguments: list[str]) -> None:
+    """Prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--turns", type=int, default=15, help="steps of each kind (%(default)s)")
+    turns = parser.parse_args(arguments).turns
+    torch.set_num_threads(1)
+    print("| step | float32 | bfloat16 |\n| --- | --- | --- |")
+    for name in STEPS:
+        columns = []
+        for dtype in DTYPES:
+            plain, invariant = seconds(model_cache() / "compiled", name, dtype, turns)
+            columns.append(f"{invariant / plain - 1:+.1%} of {plain * 1e3:.1f} ms")
+        print(f"| {name} | {' | '.join(columns)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

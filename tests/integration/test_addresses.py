@@ -1,0 +1,108 @@
+"""What is wrong with the addresses of a stack is told with their settings, before anything starts."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import run_stack
+
+from protos.rpc.addresses import AddressError
+from tests.stack import ROOT, free_address
+
+NAMES = (
+    "KVKEEP_SCHEDULER_ADDRESS",
+    "KVKEEP_SCHEDULER_HTTP_ADDRESS",
+    "KVKEEP_SCHEDULER_METRICS_ADDRESS",
+    "KVKEEP_CACHEMGR_ADDRESS",
+    "KVKEEP_CACHEMGR_ADMIN_ADDRESS",
+    "KVKEEP_CACHEMGR_METRICS_ADDRESS",
+    "KVKEEP_CACHEMGR_CONSOLE_ADDRESS",
+    "KVKEEP_EXECUTOR_ADDRESS",
+    "KVKEEP_EXECUTOR_METRICS_ADDRESS",
+)
+
+
+def environment(**settings: str) -> dict[str, str]:
+    """A model that does not exist: whoever gets as far as loading it says so."""
+    return {name: free_address() for name in NAMES} | {"KVKEEP_EXECUTOR_MODEL": "/no/model"} | settings
+
+
+def check(**settings: str) -> None:
+    """What the stack does before it starts anything."""
+    run_stack.check_addresses(run_stack.load_settings(environment(**settings)))
+
+
+def start(*line: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("KVKEEP_")}
+    return subprocess.run(
+        [sys.executable, *line],
+        env=inherited | {"PYTHONPATH": str(ROOT)} | environment(**settings),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_address_for_other_machines_needs_tls(name: str) -> None:
+    with pytest.raises(AddressError, match=rf"0\.0\.0\.0:50999 \(set by {name}\).*KVKEEP_TLS_CERT_FILE"):
+        check(**{name: "0.0.0.0:50999"})
+
+
+def test_a_process_may_be_insecure_alone(tmp_path: Path) -> None:
+    check(KVKEEP_EXECUTOR_ADDRESS="0.0.0.0:50999", KVKEEP_EXECUTOR_INSECURE="1")
+    with pytest.raises(AddressError, match="KVKEEP_CACHEMGR_ADDRESS"):
+        check(KVKEEP_CACHEMGR_ADDRESS="0.0.0.0:50999", KVKEEP_EXECUTOR_INSECURE="1")
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("127.0.0.1:{port}", "127.0.0.1:{port}"),
+        ("127.0.0.1:{port}", "localhost:{port}"),
+        ("unix:{folder}/socket", "unix:{folder}/socket"),
+        ("0.0.0.0:{port}", "127.0.0.1:{port}"),
+        ("[::]:{port}", "127.0.0.1:{port}"),
+    ],
+)
+def test_an_address_given_twice_is_named_with_both_settings(one: str, other: str, tmp_path: Path) -> None:
+    port = free_address().rpartition(":")[2]
+    given = {
+        "KVKEEP_SCHEDULER_ADDRESS": one.format(port=port, folder=tmp_path),
+        "KVKEEP_EXECUTOR_ADDRESS": other.format(port=port, folder=tmp_path),
+    }
+    with pytest.raises(AddressError, match=r"KVKEEP_EXECUTOR_ADDRESS.*KVKEEP_SCHEDULER_ADDRESS.*another port"):
+        check(KVKEEP_INSECURE="1", **given)
+
+
+def test_addresses_that_only_look_alike_are_taken() -> None:
+    """Port 0 is any port, and one port of two addresses is two."""
+    port = free_address().rpartition(":")[2]
+    check(
+        KVKEEP_SCHEDULER_ADDRESS=f"127.0.0.1:{port}",
+        KVKEEP_EXECUTOR_ADDRESS=f"127.0.0.2:{port}",
+        KVKEEP_CACHEMGR_METRICS_ADDRESS="127.0.0.1:0",
+        KVKEEP_EXECUTOR_METRICS_ADDRESS="127.0.0.1:0",
+    )
+
+
+def test_the_stack_says_so_in_a_line_and_starts_nothing(tmp_path: Path) -> None:
+    done = start("ops/run_stack.py", KVKEEP_STATE_DIR=str(tmp_path), KVKEEP_CACHEMGR_CONSOLE_ADDRESS="0.0.0.0:50999")
+    assert (done.returncode, done.stdout) == (1, "")
+    [said] = done.stderr.splitlines()
+    assert said.startswith("run-stack: 0.0.0.0:50999 (set by KVKEEP_CACHEMGR_CONSOLE_ADDRESS)")
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:50999", ""])
+def test_the_executor_says_so_before_it_loads_the_model(address: str) -> None:
+    name = "KVKEEP_EXECUTOR_METRICS_ADDRESS"
+    twice = address or free_address()
+    done = start("-m", "executor", **{name: twice, "KVKEEP_EXECUTOR_ADDRESS": twice if not address else free_address()})
+    assert done.returncode == 1
+    said = done.stderr.splitlines()[-1]
+    assert said.startswith("executor: ")
+    assert name in said

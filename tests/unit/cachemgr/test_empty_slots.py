@@ -1,0 +1,61 @@
+"""Empty slots of a tier: those that were never taken come in portions, and each comes once."""
+
+from cachemgr.api import ExecutorSpec, PoolSpec, TierKind
+from cachemgr.manager import CacheManager
+from cachemgr.tiers import Tier
+from tests.support.work import work_of
+
+SLOTS = 10_000
+
+
+def test_every_slot_comes_once_in_order_and_then_those_that_were_given_back():
+    tier = Tier(TierKind.DEVICE, 100, SLOTS)
+    assert tier.num_empty == SLOTS
+    assert tier.all_empty() == list(range(101, 101 + SLOTS))
+    places = [tier.take_empty() for _ in range(SLOTS)]
+    assert places == list(range(101, 101 + SLOTS))
+    assert tier.num_empty == 0
+    for place in (205, 103):
+        tier.empty.append(place)
+    assert [tier.take_empty(), tier.take_empty()] == [205, 103]
+
+
+def test_the_last_slots_are_withheld_first_also_when_others_were_given_back():
+    tier = Tier(TierKind.DEVICE, 0, SLOTS)
+    taken = [tier.take_empty() for _ in range(5000)]
+    tier.withhold(1000)
+    assert sorted(tier.withheld) == list(range(9001, 10001))
+    tier.empty.extend(taken)
+    tier.withhold(8000)
+    assert (tier.total, tier.num_empty) == (1000, 1000)
+    assert len({*tier.withheld, *tier.all_empty()}) == SLOTS
+
+
+def test_a_registration_does_not_look_at_each_slot():
+    def cost(slots: int) -> int:
+        manager = CacheManager(1, lambda: 0.0)
+        manager.register_scheduler("s", 1)
+        half = slots // 2
+        pools = [PoolSpec(0, slots, host_blocks=slots, block_bytes=1, share_blocks=half)]
+        told = {"last_write_steps": [[1] * half + [0] * half], "host_generations": [[7] * slots]}
+        spec = ExecutorSpec("e", 1, "m", b"f" * 32, 16, pools, memory_bytes=slots // 2, **told)
+        return work_of(lambda: manager.register_executor(spec, later=True))
+
+    assert cost(80_000) < 2 * cost(20_000)
+
+
+def test_slots_that_are_set_aside_for_remembered_blocks_are_all_there_again():
+    tier = Tier(TierKind.HOST, 50, SLOTS)
+    first = tier.take_empty()
+    tier.await_remembered([1] * SLOTS)
+    assert tier.num_empty == SLOTS - 1
+    tier.end_remembered()
+    assert sorted([first, *tier.all_empty()]) == list(range(51, 51 + SLOTS))
+
+
+def test_slots_that_may_hold_a_remembered_block_are_withheld_last_those_never_filled_before_others():
+    tier = Tier(TierKind.DEVICE, 0, 12)
+    tier.await_remembered([0, 5, 5, 0, 5, 5, 5, 0, 5, 5, 5, 5])
+    tier.withhold(5)
+    assert tier.withheld == [1, 4, 8, 11, 12]
+    assert [tier.take_empty() for _ in range(tier.num_empty)] == [10, 9, 7, 6, 5, 3, 2]

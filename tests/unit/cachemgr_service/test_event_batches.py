@@ -1,0 +1,98 @@
+"""Events as messages: many in each, made once for all that watch the same."""
+
+import itertools
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from cachemgr.admin_api import BlockFilter
+from cachemgr.api import BlockView, EventKind
+from cachemgr.event_batches import MAX_BYTES, MAX_EVENTS, Wanted, pack
+from cachemgr.events import Event
+from cachemgr.feed import EventFeed
+from cachemgr.keys import pack as packed
+from cachemgr.keys import packed_bytes
+from cachemgr.operations import ManagerClock, Operations
+from cachemgr.service import CacheEventService, Domain
+from protos.kvcache.v1 import kvcache_pb2 as pb
+from tests.bench.scale.stalls import BLOCK, Cache
+
+
+class Watched(Cache):
+    """A manager, and the service that tells of its events."""
+
+    def __init__(self) -> None:
+        super().__init__(2000)
+        self.feed = EventFeed(lambda: self.manager.last_event)
+        operations = Operations(self.manager, ManagerClock(lambda: 0.0))
+        nothing: Any = None
+        self._service = CacheEventService(Domain(operations, nothing, nothing, self.feed))
+
+    def store(self, num_blocks: int, first: int = 0, **options: object) -> None:
+        """One event for each of the blocks."""
+        self.run(first, BLOCK * num_blocks, **options)
+        self.feed.ring()
+
+    def watch(self, after: int, **request: Any) -> AsyncIterator[pb.WatchEventsResponse]:
+        return self._service.WatchEvents(pb.WatchEventsRequest(after_event_number=after, **request), None)
+
+
+@pytest.fixture
+def world() -> Watched:
+    return Watched()
+
+
+def numbers(message: pb.WatchEventsResponse) -> list[int]:
+    return [event.event_number for event in message.events]
+
+
+async def test_events_that_wait_come_in_few_messages_without_a_gap(world: Watched) -> None:
+    before = world.manager.last_event
+    world.store(2 * MAX_EVENTS + 7)
+    watch = world.watch(before)
+    found = [numbers(await anext(watch)) for _ in range(3)]
+    assert [len(batch) for batch in found] == [MAX_EVENTS, MAX_EVENTS, 7]
+    assert list(itertools.chain(*found)) == list(range(before + 1, world.manager.last_event + 1))
+
+
+async def test_an_event_that_comes_alone_is_sent_alone(world: Watched) -> None:
+    watch = world.watch(world.manager.last_event)
+    for first in (1000, 2000):
+        world.store(1, first)
+        assert numbers(await anext(watch)) == [world.manager.last_event]
+
+
+async def test_equal_watchers_get_the_same_message_and_others_their_own(world: Watched) -> None:
+    world.store(5)
+    first, second, other = [await anext(world.watch(0, pool_id=pool)) for pool in ("", "", "e/0")]
+    assert first is second
+    assert other is not first
+    assert other == first
+
+
+async def test_a_message_with_prompts_is_not_kept(world: Watched) -> None:
+    before = world.manager.last_event
+    world.store(1)
+    shown = await anext(world.watch(before, include_token_ids=True))
+    assert list(shown.events[0].block.token_ids) == list(range(BLOCK))
+    assert await anext(world.watch(before, include_token_ids=True)) is not shown
+
+
+async def test_a_filter_that_leaves_nothing_of_many_events_lets_others_run(world: Watched) -> None:
+    world.store(2 * MAX_EVENTS)
+    watch = world.watch(0, salt="nobody")
+    # Of a filter by salt only the pool is left.
+    assert numbers(await anext(watch)) == [1]
+    world.manager.purge(BlockFilter(), validate_only=False)
+    world.store(1, salt="nobody")
+    assert numbers(await anext(watch)) == [world.manager.last_event]
+
+
+def test_a_message_with_long_blocks_stays_below_its_bound() -> None:
+    tokens = packed_bytes(packed([1 << 20] * 20_000))
+    events = [Event(number, EventKind.STORED, BlockView("e/0", 1, b"k", b"", tokens, 0, 35, 0)) for number in range(40)]
+    messages = list(pack(Wanted("", None, token_ids=True, tenant=""), events, snapshot=False))
+    assert list(itertools.chain(*map(numbers, messages))) == list(range(40))
+    assert len(messages) > 1
+    assert all(message.ByteSize() < MAX_BYTES + 1000 for message in messages)

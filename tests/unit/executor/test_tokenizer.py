@@ -1,0 +1,55 @@
+"""A damaged tokenizer is refused in a sentence when the model is loaded; a model without one is served by token ids."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from executor.errors import ModelError
+from executor.model_files import ModelFiles
+from executor.tokenizer import TokenizerFiles, load_tokenizer
+from tests.unit.scheduler.text import CHAT_TEMPLATE, byte_level_tokenizer
+
+
+def model(folder: Path) -> ModelFiles:
+    """Of a folder: what the tokenizer needs of it."""
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    PreTrainedTokenizerFast(tokenizer_object=byte_level_tokenizer(), chat_template=CHAT_TEMPLATE).save_pretrained(
+        folder
+    )
+    return ModelFiles("m", str(folder))
+
+
+def test_a_whole_tokenizer_is_handed_on(tmp_path: Path) -> None:
+    files = load_tokenizer(model(tmp_path))
+    assert json.loads(files.json)["model"]["type"] == "BPE"
+    assert files.chat_template == CHAT_TEMPLATE
+
+
+DAMAGED: dict[str, tuple[str, Callable[[str], str]]] = {
+    "cut": ("tokenizer.json", lambda text: text[: len(text) // 2]),
+    "empty": ("tokenizer.json", lambda _: ""),
+    "no JSON": ("tokenizer.json", lambda _: "version https://git-lfs.github.com/spec/v1"),
+    "another object": ("tokenizer.json", lambda _: "[]"),
+    "of no kind": ("tokenizer.json", lambda text: text.replace('"BPE"', '"XYZ"')),
+    "configuration cut": ("tokenizer_config.json", lambda text: text[: len(text) // 2]),
+    "configuration of another kind": ("tokenizer_config.json", lambda _: "[]"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_one_is_refused_in_a_sentence(damage: str, tmp_path: Path) -> None:
+    files = model(tmp_path)
+    name, change = DAMAGED[damage]
+    path = tmp_path / name
+    path.write_text(change(path.read_text()))
+    with pytest.raises(ModelError, match=f"tokenizer of .*{tmp_path.name}.*download them again") as refused:
+        load_tokenizer(files)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_model_without_one_is_served_by_token_ids(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    assert load_tokenizer(ModelFiles("m", str(tmp_path))) == TokenizerFiles()
