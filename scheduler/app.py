@@ -17,17 +17,22 @@ from protos.execution.v1 import execution_pb2_grpc as execution_rpc
 from protos.kvcache.v1 import kvcache_pb2
 from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
 from protos.rpc.channel import open_channel
-from protos.rpc.errors import from_rpc_error
+from protos.rpc.errors import ServiceError, from_rpc_error
 from protos.rpc.logs import FileLog
 from scheduler import executor_client
 from scheduler.admin_service import SchedulerAdminService
 from scheduler.cache_client import CacheClient
 from scheduler.engine import Engine
-from scheduler.errors import SchedulerReplacedError
+from scheduler.errors import (
+    ExecutorChangedError,
+    ExecutorReplacedError,
+    SchedulerReplacedError,
+    StepLoopError,
+)
 from scheduler.executor_client import ExecutorClient
 from scheduler.intake import Intake
 from scheduler.loop import StepLoop
-from scheduler.mailbox import Mailbox, Report, Stop
+from scheduler.mailbox import Mailbox, Report, SessionEnded, Stop
 from scheduler.metrics import RequestMetrics, StepTimes
 from scheduler.pace import Pace
 from scheduler.request_log import AccessLog
@@ -82,7 +87,7 @@ class Scheduler:
         settings, epoch = self._settings, time.time_ns()
         self._channel = open_channel(settings.cachemgr_address, settings.security)
         manager: kvcache_rpc.CacheManagerServiceAsyncStub = kvcache_rpc.CacheManagerServiceStub(self._channel)
-        model, executor = await _describe_executor(settings, partial(_introduce, manager, settings.scheduler_id, epoch))
+        executor, model = await _describe_executor(settings, partial(_introduce, manager, settings.scheduler_id, epoch))
         # The executor refuses older epochs for as long as it lives; the clock may have gone back meanwhile.
         epoch = max(epoch, executor.scheduler_epoch + 1)
         queue = WaitingQueue()
@@ -171,22 +176,27 @@ class Scheduler:
         def publish(report: Report) -> None:
             loop.call_soon_threadsafe(engine.receive, report)
 
-        def fail() -> None:
-            engine.receive(Report(failed=True))
+        def fail(cause: ServiceError) -> None:
+            engine.receive(Report(failed=cause))
             self.failed.set()
 
         def run() -> None:
             try:
                 steps.run()
+            except ExecutorChangedError as error:
+                log.error("the executor came back as another one", cause=str(error))
+                loop.call_soon_threadsafe(fail, ExecutorReplacedError(f"{error}; ask again"))
             except Exception:
                 log.exception("the step loop failed", state=steps.dump())
-                loop.call_soon_threadsafe(fail)
+                cause = StepLoopError("the step loop ended with an error of its own; the log says which")
+                loop.call_soon_threadsafe(fail, cause)
 
         client = ExecutorClient(
             settings.executor_address,
             settings.scheduler_id,
             epoch,
             executor=executor,
+            on_end=partial(self._mailbox.put, SessionEnded()),
             security=settings.security,
         )
         steps = StepLoop(
@@ -245,8 +255,8 @@ async def _introduce(manager: "kvcache_rpc.CacheManagerServiceAsyncStub", schedu
 
 async def _describe_executor(
     settings: SchedulerSettings, introduce: Callable[[], Awaitable[None]]
-) -> tuple[execution_pb2.GetModelResponse, execution_pb2.GetExecutorResponse]:
-    """Waits until the executor serves, which may itself wait for a scheduler; returns its model and itself."""
+) -> tuple[execution_pb2.GetExecutorResponse, execution_pb2.GetModelResponse]:
+    """Waits until the executor serves, which may itself wait for a scheduler; returns itself and its model."""
     address = settings.executor_address
     async with open_channel(address, settings.security) as channel:
         stub: execution_rpc.ExecutorServiceAsyncStub = execution_rpc.ExecutorServiceStub(channel)
@@ -256,9 +266,11 @@ async def _describe_executor(
             try:
                 health = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=CALL_SECONDS)
                 if health.status == health_pb2.HealthCheckResponse.SERVING:
+                    # In this order: a model that another process answers with differs from this digest, which the
+                    # step loop sees when it opens its session.
                     return (
-                        await stub.GetModel(execution_pb2.GetModelRequest(), timeout=CALL_SECONDS),
                         await stub.GetExecutor(execution_pb2.GetExecutorRequest(), timeout=CALL_SECONDS),
+                        await stub.GetModel(execution_pb2.GetModelRequest(), timeout=CALL_SECONDS),
                     )
                 cause = "it is not serving yet"
                 # Each time: it may be another manager by then.

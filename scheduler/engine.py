@@ -15,7 +15,6 @@ from scheduler.errors import (
     ExecutorFailsError,
     QueueFullError,
     RequestExistsError,
-    StepLoopError,
     TenantBusyError,
 )
 from scheduler.generation import Generation, Stream
@@ -192,9 +191,9 @@ class Engine:
         for arrival in report.given_up:
             if generation := self._live.get(arrival):
                 generation.fail(ExecutorFailsError(f"the executor failed {MAX_FAILURES} times over this request"))
-        if report.failed:
+        if report.failed is not None:
             for generation in self._live.values():
-                generation.fail(StepLoopError("the step loop ended with an error of its own; the log says which"))
+                generation.fail(report.failed)
         self._cache.receive(report)
         self._touch()
 

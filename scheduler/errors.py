@@ -67,6 +67,13 @@ class StepLoopError(ServiceError):
     reason = "STEP_LOOP_FAILED"
 
 
+class ExecutorReplacedError(ServiceError):
+    """The executor serves another model or other pools than the request was made for."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "EXECUTOR_REPLACED"
+
+
 class ExecutorFailsError(ServiceError):
     """The executor fails whenever it computes the request."""
 

@@ -2,6 +2,7 @@
 
 import queue
 import threading
+from collections.abc import Callable
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -17,6 +18,16 @@ SERVICE = "execution.v1.ExecutorService"
 CONNECT_SECONDS = 2.0
 
 
+# What a scheduler is set up for, in words.
+_SAME = {
+    "executor_id": "another name",
+    "model_digest": "another model, tokenizer, chat template or end-of-sequence ids",
+    "block_size": "another block size",
+    "num_groups": "another number of layer groups",
+    "attention_windows": "other attention windows",
+    "plain_rotary": "other rotary embeddings",
+}
+
 # What a session brings; an error as the last one.
 Answer = pb.StreamStepsResponse | ExecutorLostError
 
@@ -31,12 +42,17 @@ class ExecutorClient:
         scheduler_epoch: int,
         *,
         executor: pb.GetExecutorResponse,
+        on_end: Callable[[], None],
         security: Security = PLAIN,
     ) -> None:
-        """executor: as it was when everything that depends on it and its model was set up."""
+        """executor: as it was when everything that depends on it and its model was set up.
+
+        on_end: called on any thread when a session is over; `check` says whether it was the open one.
+        """
         self._address = address
         self._security = security
         self._executor = executor
+        self._on_end = on_end
         self._scheduler_id = scheduler_id
         self._scheduler_epoch = scheduler_epoch
         self._channel: grpc.Channel | None = None
@@ -62,8 +78,7 @@ class ExecutorClient:
             executor = stub.GetExecutor(pb.GetExecutorRequest(), timeout=CONNECT_SECONDS)
         except grpc.RpcError as error:
             raise ExecutorLostError(str(from_rpc_error(error))) from error
-        if not self._fits(executor):
-            raise ExecutorChangedError("the executor came back with another model or other pools")
+        self._check_same(executor)
         requests, answers = self._requests, queue.SimpleQueue[Answer]()
         self._answers = answers
         stream = stub.StreamSteps(iter(requests.get, None))
@@ -75,6 +90,7 @@ class ExecutorClient:
                 answers.put(ExecutorLostError("the executor ended the session"))
             except grpc.RpcError as error:
                 answers.put(ExecutorLostError(str(from_rpc_error(error))))
+            self._on_end()
 
         # A daemon: it ends with the channel.
         threading.Thread(target=listen, name="executor-answers", daemon=True).start()
@@ -108,6 +124,10 @@ class ExecutorClient:
         answer = self._next(seconds)
         return None if answer is None else answer.result
 
+    def check(self) -> None:
+        """Raises ExecutorLostError when the session is over; for times when nothing is in flight. Never blocks."""
+        self._next(0.0)
+
     def close(self) -> None:
         """Ends the session, if there is one."""
         self._requests.put(None)
@@ -115,13 +135,17 @@ class ExecutorClient:
             self._channel.close()
             self._channel = None
 
-    def _fits(self, executor: pb.GetExecutorResponse) -> bool:
-        """Whether block tables mean what they did, and what was promised to callers still has room."""
+    def _check_same(self, executor: pb.GetExecutorResponse) -> None:
+        """Raises ExecutorChangedError unless texts, tokens and block tables mean what they did.
+
+        What was promised to callers must still have room, too.
+        """
         known = self._executor
-        return (
-            (executor.executor_id, executor.model_digest, executor.block_size, executor.num_groups)
-            == (known.executor_id, known.model_digest, known.block_size, known.num_groups)
-        ) and executor.max_tokens >= known.max_tokens
+        differs = [what for field, what in _SAME.items() if getattr(executor, field) != getattr(known, field)]
+        if executor.max_tokens < known.max_tokens:
+            differs.append(f"pools for {executor.max_tokens} tokens instead of {known.max_tokens}")
+        if differs:
+            raise ExecutorChangedError(f"the executor came back with {', '.join(differs)}")
 
     def _next(self, seconds: float) -> pb.StreamStepsResponse | None:
         try:

@@ -12,7 +12,7 @@ from protos.execution.v1 import execution_pb2
 from protos.rpc import tracing
 from scheduler.errors import ExecutorLostError
 from scheduler.executor_client import ExecutorClient
-from scheduler.mailbox import Admitted, Cancel, Mail, Mailbox, ManagerLost, Report, Stop, SyncAnswer
+from scheduler.mailbox import Admitted, Cancel, Mail, Mailbox, ManagerLost, Report, SessionEnded, Stop, SyncAnswer
 from scheduler.metrics import StepTimes, Timing
 from scheduler.pace import Pace
 from scheduler.running import RunningSet
@@ -233,6 +233,7 @@ class StepLoop:
             # There are sequences, and all of them sit out: only the cache manager can help.
             self._timing.waiting_for_cachemgr += time.perf_counter() - started
         self._read(mails)
+        self._executor.check()
 
     def _read(self, mails: list[Mail]) -> None:
         for mail in mails:
@@ -246,6 +247,9 @@ class StepLoop:
                     self._running.apply(mail, valid=mail.session == self._session > 0)
                 case ManagerLost():
                     self._giving_up = True
+                case SessionEnded():
+                    # It wakes the loop, which looks.
+                    pass
                 case Stop():
                     self._stopping = True
                 case _:
@@ -301,7 +305,8 @@ class StepLoop:
             self._tell()
 
     def _restart(self) -> None:
-        self._barren += 1
+        # A session that ends while nothing is asked of it says nothing of the next one.
+        self._barren += bool(self._in_flight)
         self._executor.close()
         self._running.restart_all(executor_lost=True, in_flight=self._in_flight)
         self._in_flight.clear()

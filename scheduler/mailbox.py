@@ -5,6 +5,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from protos.execution.v1 import execution_pb2
+from protos.rpc.errors import ServiceError
 from scheduler.request import Candidate
 from scheduler.sequence import Copy, Progress, Sequence
 from scheduler.tiers import Speed
@@ -54,7 +55,12 @@ class Stop:
     """The loop ends."""
 
 
-Mail = Admitted | Cancel | SyncAnswer | ManagerLost | Stop
+@dataclass(frozen=True, slots=True)
+class SessionEnded:
+    """A session with the executor is over: a loop that sleeps looks whether it is the open one."""
+
+
+Mail = Admitted | Cancel | SyncAnswer | ManagerLost | SessionEnded | Stop
 
 
 class Mailbox:
@@ -140,7 +146,8 @@ class Report:
     # Whether the executor answers in the time that it should; None when that has not changed.
     executor_answers: bool | None = None
     all_given_up: bool = False
-    failed: bool = False
+    # Why the step loop has ended and all requests with it.
+    failed: ServiceError | None = None
     # When it was published, on the monotonic clock.
     at: float = 0.0
 
@@ -169,5 +176,5 @@ class Report:
             or self.session is not None
             or self.executor_answers is not None
             or self.all_given_up
-            or self.failed
+            or self.failed is not None
         )

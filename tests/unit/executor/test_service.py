@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,12 @@ import pytest
 import torch
 from supervisor import is_serving
 
+from executor import service
 from executor.errors import StoppingError
 from executor.messages import parse_step
 from executor.model import Model
+from executor.service import ExecutorServicer
+from executor.tokenizer import TokenizerFiles
 from executor.worker import Session, Worker
 from protos.execution.v1 import execution_pb2 as pb
 from protos.rpc.errors import RemoteError
@@ -38,6 +42,28 @@ async def test_the_model_and_the_executor_describe_themselves(stack: Stack) -> N
     executor = await stack.stub.GetExecutor(pb.GetExecutorRequest(), timeout=5)
     assert (executor.executor_epoch, executor.device, executor.num_groups) == (EPOCH, "cpu", 1)
     assert (executor.block_size, executor.max_tokens) == (BLOCK_SIZE, 800)
+
+
+async def test_another_tokenizer_or_generation_config_is_another_model(stack: Stack) -> None:
+    """A scheduler knows by the digest alone that what it was told of the model holds no longer."""
+    model, tokenizer = stack.runner.model, TokenizerFiles(b"{}", "template", {"bos_token": "<s>"})
+    changed = [
+        (model, tokenizer),
+        (model, replace(tokenizer, json=b'{"version": "1.0"}')),
+        (model, replace(tokenizer, chat_template="another")),
+        (model, replace(tokenizer, special_tokens={"bos_token": "<bos>"})),
+        (replace(model, eos_token_ids=(7,)), tokenizer),
+        (replace(model, max_positions=128), tokenizer),
+        (replace(model, name="another"), tokenizer),
+    ]
+    digests = set()
+    for one, files in changed:
+        stack.runner.model = one
+        servicer = ExecutorServicer(
+            service.Identity("executor-0", EPOCH), stack.runner, stack.worker, files, lambda _: True
+        )
+        digests.add((await servicer.GetExecutor(pb.GetExecutorRequest(), None)).model_digest)
+    assert len(digests) == len(changed)
 
 
 async def test_a_session_runs_steps_in_order(stack: Stack) -> None:

@@ -90,6 +90,12 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
         self.tokenizer = byte_level_tokenizer()
         self.tokenizer_json = self.tokenizer.to_str().encode()
         self.vocab_size = self.tokenizer.get_vocab_size()
+        self.chat_template = CHAT_TEMPLATE
+        self.eos_token_ids = [EOS]
+        self.window = 0
+        self.plain_rotary = False
+        # Another process with another template takes its place as soon as a scheduler asks for the model.
+        self.restarts_when_described = False
         self.gate = asyncio.Event()
         self.gate.set()
         # How long each step takes at least.
@@ -139,17 +145,26 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
         """Ends the session and nothing else."""
         self._break.set()
 
-    async def GetModel(self, request: pb.GetModelRequest, context: object) -> pb.GetModelResponse:
+    @property
+    def model(self) -> pb.GetModelResponse:
+        """What it says of its model."""
         return pb.GetModelResponse(
             model=MODEL,
             vocab_size=self.vocab_size,
             max_positions=self.max_positions,
-            eos_token_ids=[EOS],
+            eos_token_ids=self.eos_token_ids,
             tokenizer_json=self.tokenizer_json,
-            chat_template=CHAT_TEMPLATE,
+            chat_template=self.chat_template,
             special_tokens={"eos_token": "<eos>"},
             dtype="float32",
         )
+
+    async def GetModel(self, request: pb.GetModelRequest, context: object) -> pb.GetModelResponse:
+        if self.restarts_when_described:
+            self.restarts_when_described = False
+            self.chat_template += "!"
+            self.restart()
+        return self.model
 
     async def GetExecutor(self, request: pb.GetExecutorRequest, context: object) -> pb.GetExecutorResponse:
         return pb.GetExecutorResponse(
@@ -159,10 +174,22 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
             block_size=self.block_size,
             max_tokens=self.max_tokens,
             num_groups=1,
-            attention_windows=[0],
+            attention_windows=[self.window],
+            plain_rotary=self.plain_rotary,
             scheduler_epoch=self.scheduler_epoch,
-            model_digest=str(self.vocab_size).encode(),
+            model_digest=hashlib.sha256(self.model.SerializeToString(deterministic=True)).digest(),
         )
+
+    async def _read(self, messages: AsyncIterator[pb.StreamStepsRequest]) -> pb.StreamStepsRequest | None:
+        """The next message; None when there is none, or the session breaks before it comes."""
+        reading = asyncio.ensure_future(anext(messages, None))
+        broken = asyncio.ensure_future(self._break.wait())
+        await asyncio.wait({reading, broken}, return_when=asyncio.FIRST_COMPLETED)
+        broken.cancel()
+        if reading.done():
+            return reading.result()
+        reading.cancel()
+        return None
 
     async def StreamSteps(
         self, request_iterator: AsyncIterator[pb.StreamStepsRequest], context: object
@@ -177,7 +204,8 @@ class FakeExecutor(rpc.ExecutorServiceServicer):
             return
         self.scheduler_epoch = first.open.scheduler_epoch
         yield pb.StreamStepsResponse(opened=pb.SessionOpened(first_step=self._last_step + 1))
-        async for message in request_iterator:
+        messages = aiter(request_iterator)
+        while (message := await self._read(messages)) is not None:
             await asyncio.sleep(self.step_seconds)
             open_gate = asyncio.ensure_future(self.gate.wait())
             broken = asyncio.ensure_future(self._break.wait())

@@ -17,7 +17,7 @@ from tests.unit.scheduler.fake_executor import FakeExecutor
 from tests.unit.scheduler.fake_manager import FakeManager
 from tests.unit.scheduler.real_manager import RealManager
 from tests.unit.scheduler.test_generation import prompt_of, request, run
-from tests.unit.scheduler.text import EOS
+from tests.unit.scheduler.text import EOS, space_prefix_tokenizer
 
 
 def salted(prompt: list[int], max_tokens: int, **fields: object) -> pb.StreamGenerateRequest:
@@ -204,15 +204,69 @@ async def test_sessions_that_bring_nothing_are_opened_again_more_and_more_seldom
         assert stack.executor.sessions == MAX_FAILURES
 
 
-@pytest.mark.parametrize("change", [{"max_tokens": 80}, {"block_size": 8}, {"vocab_size": 9}])
+CHANGES: dict[str, tuple[object, str]] = {
+    "max_tokens": (80, "pools for 80 tokens instead of 400"),
+    "block_size": (8, "another block size"),
+    "vocab_size": (9, "another model, tokenizer"),
+    "tokenizer_json": (space_prefix_tokenizer().to_str().encode(), "another model, tokenizer"),
+    "chat_template": ("{{ messages[0].content }}", "another model, tokenizer"),
+    "eos_token_ids": ([1], "another model, tokenizer"),
+    "window": (16, "other attention windows"),
+    "plain_rotary": (True, "other rotary embeddings"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
 async def test_an_executor_that_comes_back_as_another_one_ends_the_scheduler(
-    run_stack: StackFactory, change: dict[str, int]
+    run_stack: StackFactory, change: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Also while nothing is asked of it: prompts must not be tokenized for a model that is gone."""
     async with run_stack() as stack:
-        for name, value in change.items():
-            setattr(stack.executor, name, value)
+        await run(stack, request([1, 2], 2))
+        value, words = CHANGES[change]
+        setattr(stack.executor, change, value)
         stack.executor.restart()
         await asyncio.wait_for(stack.scheduler.failed.wait(), 20)
+    said = capsys.readouterr().out
+    assert "the executor came back as another one" in said
+    assert words in said
+    assert "Traceback" not in said
+
+
+async def test_what_runs_when_the_executor_comes_back_as_another_one_may_be_asked_again(
+    run_stack: StackFactory,
+) -> None:
+    async with run_stack() as stack:
+        stack.executor.gate.clear()
+        running = asyncio.create_task(generate(stack.stub, request([1, 2], 5), 30))
+        await stack.manager.admitted(1)
+        stack.executor.chat_template = "another"
+        stack.executor.restart()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await running
+        error = from_rpc_error(caught.value)
+        assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "EXECUTOR_REPLACED")
+
+
+async def test_an_executor_that_is_replaced_between_two_questions_is_not_taken_for_one(
+    run_stack: StackFactory,
+) -> None:
+    executor = FakeExecutor()
+    executor.restarts_when_described = True
+    async with run_stack(executor=executor) as stack:
+        await asyncio.wait_for(stack.scheduler.failed.wait(), 20)
+
+
+async def test_an_idle_executor_that_starts_again_is_met_before_a_request_comes(run_stack: StackFactory) -> None:
+    async with run_stack() as stack:
+        await run(stack, request([1, 2], 2))
+        stack.executor.restart()
+        async with asyncio.timeout(20):
+            while stack.executor.sessions < 2:
+                await asyncio.sleep(0.01)
+        [output] = await run(stack, request([3, 4], 5))
+        assert output.token_ids == stack.executor.expected([3, 4], 5)
+        assert stack.executor.sessions == 2
 
 
 async def test_another_scheduler_of_its_name_ends_it_and_says_so(
