@@ -150,10 +150,12 @@ class Sync:
                 table.cut(keep)
 
     def _cancel(self) -> None:
+        """Only the scheduler that was told of a copy knows that it was never sent: of others nothing is cancelled."""
         for number in self._request.cancelled_tickets:
             for executor in self._executors.values():
-                ticket = executor.tickets.pop(number, None)
-                if ticket is not None:
+                ticket = executor.tickets.get(number)
+                if ticket is not None and ticket.scheduler is self._scheduler:
+                    del executor.tickets[number]
                     end_copy(ticket, Outcome.CANCELLED)
 
     def _extend(self) -> None:

@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from cachemgr.api import Freed, SchedulerEpoch
+from cachemgr.admin_api import HintAction, Hints, Prefix
+from cachemgr.api import Freed, SchedulerEpoch, SyncRequest
 from cachemgr.dump import state_hash
 from cachemgr.errors import SequenceExistsError, StaleSchedulerError, UnknownSchedulerError, UnknownSequenceError
 from cachemgr.manager import CacheManager
@@ -77,3 +78,38 @@ def test_an_executor_is_told_of_the_schedulers_whose_lease_has_not_ended():
     world.now += world.config.lease_seconds / 2 + 1
     world.manager.expire()
     assert world.manager.scheduler_ids() == ["other"]
+
+
+def test_a_scheduler_cancels_no_copy_of_another_scheduler():
+    world = World()
+    world.cache([*range(4), 10, 11, 12])
+    (copy,) = world.admit([*range(4), 10, 11, 20, 21, 22], "b").transfers
+    cancel_as_a_stranger(world, copy.ticket)
+    assert world.sync().void_handles == []
+    world.step()
+    world.confirm()
+    world.check()
+
+
+def test_a_scheduler_cancels_no_copy_that_the_executor_runs_by_itself():
+    world = World(8, host_blocks=8)
+    world.cache(list(range(8)))
+    demote = Hints("0.1", "m", (HintAction("one", "Demote", "0.1", {"tier": "host"}),))
+    world.manager.hint(Prefix(tuple(range(8))), demote, None)
+    copies = world.manager.executor_transfers("e")
+    assert copies
+    cancel_as_a_stranger(world, *(copy.ticket for copy in copies))
+    assert world.manager.executor_transfers("e") == copies
+
+
+def cancel_as_a_stranger(world: World, *tickets: int) -> None:
+    """Another scheduler says that it has not sent these copies; nothing but its own counters changes."""
+    world.manager.register_scheduler("other", 1)
+    before = blocks_and_tickets(world)
+    world.manager.sync(SyncRequest("other", 1, world.manager.epoch, 1, cancelled_tickets=tickets))
+    assert blocks_and_tickets(world) == before
+    world.check()
+
+
+def blocks_and_tickets(world: World) -> list[str]:
+    return [line for line in world.manager.state() if line.startswith(('{"kind":"block"', '{"kind":"ticket"'))]
