@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import Any
 
 from cachemgr import convert, convert_admin, executors
@@ -15,7 +15,7 @@ from cachemgr.feed import EventFeed
 from cachemgr.manager import CacheManager
 from cachemgr.operations import Operations
 from cachemgr.recovering import Recoveries
-from cachemgr.slices import sliced
+from cachemgr.slices import SLICE_SECONDS, sliced
 from cachemgr.store import WAIT_SECONDS, IndexStore
 from cachemgr.validation import check_id
 from protos.kvcache.v1 import kvcache_pb2 as pb
@@ -127,13 +127,17 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
         return answer
 
     async def AdmitSequences(self, request: pb.AdmitSequencesRequest, context: Any) -> pb.AdmitSequencesResponse:
-        """Admits as many as it can; the first one's error is the call's."""
+        """Admits as many as it can; the first one's error is the call's. Others may be answered between two of them."""
         if not 1 <= len(request.admissions) <= MAX_ADMISSIONS:
             raise InvalidField("admissions", f"must have 1 to {MAX_ADMISSIONS} entries")
         answers: list[pb.AdmitSequenceResponse] = []
         # By executor and account: the answer to the first admission that waits for its quota, for those behind it.
         full: dict[tuple[str, AccountKey | None], pb.AdmitSequenceResponse] = {}
+        end = perf_counter() + SLICE_SECONDS
         for admission in request.admissions:
+            if perf_counter() >= end:
+                await asyncio.sleep(0)
+                end = perf_counter() + SLICE_SECONDS
             spender = (admission.executor_id, self._account(admission))
             try:
                 answer = full[spender] if spender in full else self._admit_traced(admission)

@@ -146,7 +146,8 @@ class CacheManagerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def AdmitSequences(self, request, context):
-        """Admits several sequences one after the other, up to the first that cannot be admitted now.
+        """Admits several sequences one after the other, up to the first that cannot be admitted now. Other calls may be
+        answered between two of them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -44,7 +44,9 @@ class CacheManagerServiceStub:
     AdmitSequence: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.AdmitSequenceRequest, _kvcache_pb2.AdmitSequenceResponse]
     """Matches, claims and allocates for one sequence: all or nothing, and the same answer when repeated."""
     AdmitSequences: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.AdmitSequencesRequest, _kvcache_pb2.AdmitSequencesResponse]
-    """Admits several sequences one after the other, up to the first that cannot be admitted now."""
+    """Admits several sequences one after the other, up to the first that cannot be admitted now. Other calls may be
+    answered between two of them.
+    """
     SyncSequences: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.SyncSequencesRequest, _kvcache_pb2.SyncSequencesResponse]
     """Reports progress of all running sequences in columns and brings back capacity; renews the scheduler's lease."""
     ExtendSequence: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.ExtendSequenceRequest, _kvcache_pb2.ExtendSequenceResponse]
@@ -82,7 +84,9 @@ class CacheManagerServiceAsyncStub(CacheManagerServiceStub):
     AdmitSequence: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.AdmitSequenceRequest, _kvcache_pb2.AdmitSequenceResponse]  # type: ignore[assignment]
     """Matches, claims and allocates for one sequence: all or nothing, and the same answer when repeated."""
     AdmitSequences: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.AdmitSequencesRequest, _kvcache_pb2.AdmitSequencesResponse]  # type: ignore[assignment]
-    """Admits several sequences one after the other, up to the first that cannot be admitted now."""
+    """Admits several sequences one after the other, up to the first that cannot be admitted now. Other calls may be
+    answered between two of them.
+    """
     SyncSequences: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.SyncSequencesRequest, _kvcache_pb2.SyncSequencesResponse]  # type: ignore[assignment]
     """Reports progress of all running sequences in columns and brings back capacity; renews the scheduler's lease."""
     ExtendSequence: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.ExtendSequenceRequest, _kvcache_pb2.ExtendSequenceResponse]  # type: ignore[assignment]
@@ -147,7 +151,9 @@ class CacheManagerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kvcache_pb2.AdmitSequencesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvcache_pb2.AdmitSequencesResponse, _abc.Awaitable[_kvcache_pb2.AdmitSequencesResponse]]:
-        """Admits several sequences one after the other, up to the first that cannot be admitted now."""
+        """Admits several sequences one after the other, up to the first that cannot be admitted now. Other calls may be
+        answered between two of them.
+        """
 
     @_abc_1.abstractmethod
     def SyncSequences(

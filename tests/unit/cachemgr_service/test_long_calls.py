@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from cachemgr import operations, oplog, replay, steps
+from cachemgr import operations, oplog, replay, service, steps
 from cachemgr.api import ManagerConfig
 from cachemgr.dump import state_hash
 from cachemgr.errors import ManagerFailedError
+from cachemgr.feed import EventFeed
 from cachemgr.manager import CacheManager
 from cachemgr.operations import ManagerClock, Operations
 from cachemgr.oplog import OperationLog
@@ -132,6 +133,35 @@ async def test_others_are_answered_between_the_steps_and_a_replay_knows_each(
     if name == "forget":
         kept = [json.loads(line) for line in caller.manager.state()]
         assert not [one for one in kept if one["kind"] == "block" and one["key"] and one["salt"] == "a"]
+
+
+async def test_others_are_answered_between_the_admissions_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "SLICE_SECONDS", 0.0)
+    caller = filled()
+    feed: Any = EventFeed(lambda: caller.manager.last_event)
+    nothing: Any = None
+    data = service.CacheManagerService(service.Domain(caller.operations, nothing, nothing, feed))
+    admissions = [
+        pb.AdmitSequenceRequest(
+            sequence_id=f"together {number}",
+            scheduler_id="s",
+            scheduler_epoch=1,
+            executor_id="e",
+            token_ids=range(number * 100, number * 100 + 16),
+            salt="a",
+        )
+        for number in range(8)
+    ]
+    call = asyncio.create_task(data.AdmitSequences(pb.AdmitSequencesRequest(admissions=admissions), nothing))
+    live = set()
+    while not call.done():
+        live.add(len(list(caller.manager.sequences())))
+        caller.prompt(5_000, "b")
+        assert caller.manager.check_pool() == []
+        await asyncio.sleep(0)
+    assert [answer.admitted for answer in (await call).answers] == [True] * 8
+    assert live == set(range(8))
+    assert replayed(caller) == caller.state()
 
 
 def replayed(caller: Caller) -> str:
