@@ -2,7 +2,7 @@
 
 import json
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -18,6 +18,15 @@ class ChatTemplateError(ValueError):
     """The template cannot render these messages."""
 
 
+class UnreadFieldError(ValueError):
+    """The template leaves out a field of a message. message: its index."""
+
+    def __init__(self, message: int, field: str) -> None:
+        super().__init__(f"the template does not read {field} of message {message}")
+        self.message = message
+        self.field = field
+
+
 class ChatTemplate:
     """A compiled template. Templates come with the model and are not trusted: they run in jinja's sandbox."""
 
@@ -30,13 +39,24 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The prompt of a conversation, up to where the model answers. Raises ChatTemplateError."""
+        """The prompt of a conversation, up to where the model answers.
+
+        A message has a role and a content, and may have a name and a reasoning; templates read the latter as
+        reasoning_content, too. Raises ChatTemplateError, and UnreadFieldError for a field that would be lost.
+        """
+        said = [_Message(message) for message in messages]
         try:
-            return self._template.render(
-                messages=list(messages), add_generation_prompt=True, tools=None, documents=None, **self._special_tokens
+            prompt = self._template.render(
+                messages=said, add_generation_prompt=True, tools=None, documents=None, **self._special_tokens
             )
         except jinja2.TemplateError as error:
             raise ChatTemplateError(str(error)) from error
+        for index, (message, seen) in enumerate(zip(messages, said, strict=True)):
+            for field, text in message.items():
+                # A template may tell roles apart by their order.
+                if text and field != "role" and not seen.has_read(field):
+                    raise UnreadFieldError(index, field)
+        return prompt
 
     def position(self, prompt: str, messages: Sequence[Mapping[str, str]], index: int, characters: int) -> int:
         """Characters of the messages' prompt in front of a place in one of them. Raises ChatTemplateError."""
@@ -45,6 +65,50 @@ class ChatTemplate:
         # The first difference is the place, whatever the template puts around it.
         other = self.render([*messages[:index], marked, *messages[index + 1 :]])
         return bisect_left(range(1, len(prompt) + 1), True, key=lambda length: prompt[:length] != other[:length])
+
+
+class _Message(dict[str, str]):
+    """A message that notes which of its fields a template reads."""
+
+    # Behind an underscore, so that the sandbox lets no template see it.
+    __slots__ = ("_read",)
+
+    def __init__(self, message: Mapping[str, str]) -> None:
+        super().__init__(message)
+        if "reasoning" in message:
+            super().__setitem__("reasoning_content", message["reasoning"])
+        self._read: set[object] = set()
+
+    def has_read(self, field: str) -> bool:
+        return field in self._read or (field == "reasoning" and "reasoning_content" in self._read)
+
+    def __getitem__(self, field: str) -> str:
+        self._read.add(field)
+        return super().__getitem__(field)
+
+    def __contains__(self, field: object) -> bool:
+        self._read.add(field)
+        return super().__contains__(field)
+
+    def get(self, field: str, default: Any = None) -> Any:
+        self._read.add(field)
+        return super().get(field, default)
+
+    def __iter__(self) -> Iterator[str]:
+        self._read.update(super().keys())
+        return super().__iter__()
+
+    def keys(self) -> Any:
+        self._read.update(super().keys())
+        return super().keys()
+
+    def values(self) -> Any:
+        self._read.update(super().keys())
+        return super().values()
+
+    def items(self) -> Any:
+        self._read.update(super().keys())
+        return super().items()
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -18,7 +18,7 @@ from protos.rpc import tracing
 from protos.rpc.errors import InvalidField
 from scheduler import breakpoints
 from scheduler.breakpoints import Breakpoint
-from scheduler.chat import ChatTemplateError
+from scheduler.chat import ChatTemplateError, UnreadFieldError
 from scheduler.errors import ContextLengthError, ModelNotFoundError
 from scheduler.request import CacheWishes, Request
 from scheduler.tokenizer import Model, TooLongError, at_most
@@ -159,12 +159,16 @@ class Intake:
                 raise InvalidField(f"chat.messages[{index}].role", "must not be empty")
         if not self._model.has_chat_template:
             raise InvalidField("chat", "cannot be used: the model has no chat template")
-        self._check_bytes("chat.messages", sum(len(m.role.encode()) + len(m.content.encode()) for m in chat.messages))
+        messages = [_said(message) for message in chat.messages]
+        size = sum(len(text.encode()) for message in messages for text in message.values())
+        self._check_bytes("chat.messages", size)
         try:
-            messages = [{"role": m.role, "content": m.content} for m in chat.messages]
             return await self._model.encode_chat(messages, [place[:2] for place in places], most)
         except ChatTemplateError as error:
             raise InvalidField("chat.messages", f"do not fit the model's chat template: {error}") from error
+        except UnreadFieldError as error:
+            field = f"chat.messages[{error.message}].{error.field}"
+            raise InvalidField(field, "is not read by the model's chat template") from error
 
     def _check_bytes(self, field: str, size: int) -> None:
         if size == 0:
@@ -202,6 +206,13 @@ def _check_size(message: pb.StreamGenerateRequest) -> None:
         raise InvalidField("chat.messages", f"has more than {MAX_MESSAGES} entries")
     if message.cache.kv_hints.ByteSize() > MAX_HINTS_BYTES:
         raise InvalidField("cache.kv_hints", f"has more than {MAX_HINTS_BYTES} bytes")
+
+
+def _said(message: pb.ChatMessage) -> dict[str, str]:
+    """A message as templates read it; what they can do without is absent where it is empty."""
+    said = {"role": message.role, "content": message.content}
+    more = {"name": message.name, "reasoning": message.reasoning}
+    return said | {field: text for field, text in more.items() if text}
 
 
 def sample_seed(seed: int, index: int) -> int:

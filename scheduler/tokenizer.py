@@ -80,10 +80,10 @@ class Model:
     ) -> tuple[list[int], list[int]]:
         """Ids of a conversation, whose special tokens the template brings, and how many are in front of each place.
 
-        A place is a message's index, and characters of its content. Raises ChatTemplateError, and TooLongError as
-        `encode_text` does.
+        A place is a message's index, and characters of its content. Raises ChatTemplateError and UnreadFieldError, and
+        TooLongError as `encode_text` does.
         """
-        async with self._turn(sum(len(message["content"]) for message in messages)):
+        async with self._turn(sum(len(text) for message in messages for text in message.values())):
             return await asyncio.to_thread(self._encode_chat, messages, places, most)
 
     async def decode(self, token_ids: Sequence[int]) -> str:

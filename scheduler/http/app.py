@@ -151,7 +151,10 @@ def _using(service: GenerationService, guard: Guard, bodies: Bodies) -> Iterable
     @tokenizing.post("/tokenize")
     async def tokenize(request: TokenizeRequest) -> responses.Tokens:
         """The ids of a text or a conversation."""
-        token_ids = await service.tokenize(translate.tokenize(request))
+        try:
+            token_ids = await service.tokenize(translate.tokenize(request))
+        except ServiceError as error:
+            raise errors.from_service(error, translate.names_to_tokenize(request)) from error
         model = service.model()
         answer: responses.Tokens = {
             "count": len(token_ids),
@@ -165,6 +168,7 @@ def _using(service: GenerationService, guard: Guard, bodies: Bodies) -> Iterable
     @tokenizing.post("/detokenize")
     async def detokenize(request: DetokenizeRequest) -> responses.Prompt:
         """The text of ids, special tokens included."""
+        request.check()
         return {"prompt": await service.detokenize(request.model, request.tokens)}
 
     return generating, describing, tokenizing

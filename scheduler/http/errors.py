@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from typing_extensions import TypedDict
 
-from protos.rpc.errors import ServiceError, UnexpectedError
+from protos.rpc.errors import InvalidField, ServiceError, UnexpectedError
 
 _STATUSES = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
@@ -43,6 +43,10 @@ class ErrorAnswer(TypedDict):
     """Every answer with a status of 400 and more, and the last event of a stream that failed."""
 
     error: ErrorBody
+
+
+class FieldError(InvalidField):
+    """A field of a request, under the name that the request has for it."""
 
 
 class ApiError(Exception):
@@ -80,7 +84,7 @@ def from_service(error: ServiceError, names: Sequence[tuple[str, str]] = ()) -> 
     """An error of the service. names: what fields of its messages are called in the request, most special first."""
     param, message = None, error.message
     for field in error.fields:
-        renamed = rename(field, names)
+        renamed = field if isinstance(error, FieldError) else rename(field, names)
         message = message.replace(field, renamed, 1)
         param = param or renamed
     status = _STATUSES.get(error.code, 500)

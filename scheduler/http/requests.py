@@ -1,7 +1,6 @@
 """What callers send: the types of OpenAI's requests, with the extensions. Values are checked where gRPC's are."""
 
 import difflib
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -17,6 +16,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from protos.rpc.errors import InvalidField
 from scheduler import intake
+from scheduler.http.errors import FieldError
 from scheduler.http.extensions import (
     Bounded,
     CacheControl,
@@ -31,10 +31,10 @@ from scheduler.http.extensions import (
     bounds,
 )
 
-# What a text looks like that was meant to be one of our names.
-_CLOSE = 0.8
-# Names of fields that are passed over in a request, and characters of them that are looked at.
-_MAX_EXTRA = 64
+# How similar an unknown name is to the field that an error suggests: 0..1, as difflib measures it.
+_CLOSE = 0.75
+# Characters of an unknown name that an error shows and compares.
+_MAX_NAME = 64
 # Of one request, as its samples.
 MAX_PROMPTS = intake.MAX_SAMPLES
 
@@ -87,38 +87,45 @@ StopText = Annotated[Text, Field(json_schema_extra={"minLength": 1})]
 
 
 class Open(Bounded):
-    """An object of OpenAI's: fields of other servers are passed over, if they ask for nothing that is not done here."""
+    """An object of OpenAI's, in which other servers' names are known. Any other name is refused, unless it is null."""
 
     model_config = ConfigDict(extra="allow")
 
-    # What is not done here, with the values that do not ask for it; null never does.
+    # Fields that are refused, with the values that ask for nothing; null never asks.
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {}
-    # Names that are ours: what looks like one of them was meant to be it.
-    extensions: ClassVar[tuple[str, ...]] = ()
+    # Fields that change no output.
+    ignored: ClassVar[frozenset[str]] = frozenset()
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        described: dict[str, Any] = handler.resolve_ref_schema(handler(schema))
+        names = described["properties"]
+        names |= {name: {"enum": [None, *values]} for name, values in cls.unsupported.items()}
+        names |= {name: {"description": "Ignored."} for name in sorted(cls.ignored)}
+        described["additionalProperties"] = False
+        return described
 
     def objects(self) -> "Iterator[tuple[str, Open]]":
         """This and the open objects in it, each behind the beginning of its fields' paths."""
         yield "", self
 
     def check(self) -> None:
-        """Raises InvalidField for a field that is misspelt or asks for what is not done."""
-        names: set[str] = set()
+        """Raises InvalidField for a field that is not known or asks for what is not done."""
         for path, one in self.objects():
             for name, value in (one.model_extra or {}).items():
-                names.add(name)
-                if len(names) > _MAX_EXTRA:
-                    raise InvalidField(f"{path}{name}", f"is one of more than {_MAX_EXTRA} fields that are not known")
-                if name in one.unsupported and value is not None and value not in one.unsupported[name]:
-                    raise InvalidField(f"{path}{name}", "is not supported")
-                if meant := _meant(name[:_MAX_EXTRA], one.extensions):
-                    where = "it does not belong here" if name == meant else f"did you mean {meant}?"
-                    raise InvalidField(f"{path}{name}", f"is not a field: {where}")
+                if value is None or name in one.ignored:
+                    continue
+                if name not in one.unsupported:
+                    raise _unknown(path, name, type(one).model_fields)
+                if value not in one.unsupported[name]:
+                    raise FieldError(f"{path}{name}", "is not supported")
 
 
-@functools.lru_cache(1024)
-def _meant(name: str, extensions: tuple[str, ...]) -> str:
-    """The extension that a name was meant to be, or nothing."""
-    return next(iter(difflib.get_close_matches(name.lower(), extensions, n=1, cutoff=_CLOSE)), "")
+def _unknown(path: str, name: str, fields: Iterable[str]) -> FieldError:
+    # A name may be of any length.
+    shown = name[:_MAX_NAME]
+    [*meant] = difflib.get_close_matches(shown.lower(), fields, n=1, cutoff=_CLOSE)
+    return FieldError(f"{path}{shown}", "is not a field" + "".join(f": did you mean {field}?" for field in meant))
 
 
 def _of_text(kind: object) -> object:
@@ -130,7 +137,8 @@ def _of_text(kind: object) -> object:
 class TextPart(Open):
     """A part of a message."""
 
-    extensions = ("cache_control",)
+    # OpenAI's way to say what cache_control says.
+    unsupported: ClassVar = {"prompt_cache_breakpoint": ()}
 
     type: Annotated[Literal["text"], BeforeValidator(_of_text)]
     text: Text
@@ -140,12 +148,39 @@ class TextPart(Open):
 class Message(Open):
     """One message of a conversation. Several parts are joined by line breaks."""
 
-    unsupported: ClassVar = {"tool_calls": ([],), "function_call": (), "audio": ()}
-    extensions = ("cache_control",)
+    unsupported: ClassVar = {
+        "audio": (),
+        "function_call": (),
+        "prefix": (False,),
+        "refusal": ("",),
+        "task": (),
+        "tool_call_id": (),
+        "tool_calls": ([],),
+        "tools": ([],),
+    }
+    # Of answers that come back in a history, and of clients' own records.
+    ignored: ClassVar = frozenset(
+        {
+            "annotations",
+            "created_at",
+            "finish_reason",
+            "id",
+            "message_id",
+            "metadata",
+            "opts",
+            "provider_specific_fields",
+            "timestamp",
+        }
+    )
 
     role: Text = Field(json_schema_extra={"minLength": 1})
     # An assistant's may be absent, as beside calls of tools.
     content: Annotated[Items[TextPart], OrText(lambda text: {"type": "text", "text": text})] | None = None
+    name: Text | None = Field(None, description="Who speaks; only where the model's chat template reads it.")
+    reasoning_content: Text | None = Field(
+        None, description="What the assistant thought; only where the model's chat template reads it."
+    )
+    reasoning: Text | None = Field(None, description="Another name of reasoning_content.")
     # As on its last part.
     cache_control: CacheControl | None = None
 
@@ -167,6 +202,9 @@ Messages = Annotated[Items[Message], BeforeValidator(_few), Field(json_schema_ex
 
 class StreamOptions(Open):
     """Options of a stream."""
+
+    # Padding against listeners: who asks for it must not believe that it is there.
+    unsupported: ClassVar = {"include_obfuscation": (False,)}
 
     include_usage: bool | None = Field(None, description="A last event has the usage.")
     continuous_usage_stats: bool | None = Field(None, description="Each event has the usage so far.")
@@ -247,16 +285,24 @@ class Generation(Open):
         "watermark": (False,),
         "watermarking": (False,),
     }
-    extensions = (
-        "cache_control",
-        "cache_salt",
-        "eviction_policy",
-        "extra_key",
-        "kv_hints",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "retention",
-        "session_id",
+    ignored: ClassVar = frozenset(
+        {
+            # For the records of OpenAI and other servers.
+            "custom_labels",
+            "metadata",
+            "rid",
+            "safety_identifier",
+            "service_tier",
+            "store",
+            "user",
+            # How often events come.
+            "stream_interval",
+            # Of media, routed experts and skip_special_tokens: false, which are refused.
+            "mm_processor_kwargs",
+            "routed_experts_prompt_start",
+            "routed_experts_start_len",
+            "spaces_between_special_tokens",
+        }
     )
 
     model: Text = Field("", description="Empty is the one that is served.")
@@ -334,10 +380,25 @@ class ChatCompletionRequest(Generation):
         "functions": ([],),
         "modalities": (["text"],),
         "prediction": (),
+        "moderation": (),
+        "prompt_cache_options": ({}, {"mode": "implicit"}),
         "reasoning_effort": ("none",),
         "tool_choice": ("none", "auto"),
         "tools": ([],),
+        "verbosity": ("medium",),
         "web_search_options": (),
+    }
+    ignored: ClassVar = Generation.ignored | {
+        # No output has a reasoning part.
+        "include_reasoning",
+        "separate_reasoning",
+        "stream_reasoning",
+        # Of media and tools, which are refused.
+        "max_dynamic_patch",
+        "media_io_kwargs",
+        "min_dynamic_patch",
+        "parallel_tool_calls",
+        "use_audio_in_video",
     }
 
     messages: Messages
@@ -372,8 +433,12 @@ class CompletionRequest(Generation):
     logprobs: Uint32 | None = Field(None, json_schema_extra=bounds(0, intake.MAX_LOGPROBS))
 
 
+_OWN = ("add_special_tokens", "model", "return_token_strs", "prompt", "messages")
+_GENERATING = (CompletionRequest, ChatCompletionRequest)
+
+
 class TokenizeRequest(Open):
-    """POST /tokenize: a text or a conversation."""
+    """POST /tokenize: a text or a conversation. A request that generates can be sent as it is, to count its tokens."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -384,20 +449,17 @@ class TokenizeRequest(Open):
         }
     )
     unsupported: ClassVar = {
-        "add_generation_prompt": (True,),
-        "add_special_tokens": (True,),
-        "chat_template": (),
-        "chat_template_kwargs": ({},),
-        "continue_final_message": (False,),
-        "reasoning_effort": ("none",),
-        "tool_choice": ("none", "auto"),
-        "tools": ([],),
+        name: values for one in _GENERATING for name, values in one.unsupported.items() if name not in _OWN
     }
+    ignored: ClassVar = frozenset().union(*({*one.model_fields, *one.ignored} for one in _GENERATING)) - {*_OWN}
 
     model: Text = ""
     return_token_strs: bool | None = None
     prompt: Text | None = Field(None, json_schema_extra={"minLength": 1})
     messages: Messages | None = None
+    add_special_tokens: bool | None = Field(
+        None, description="Only what it is anyway: true for a prompt, false for messages, whose template has them."
+    )
 
     def objects(self) -> Iterator[tuple[str, Open]]:
         """As of every open object."""
@@ -409,10 +471,14 @@ class TokenizeRequest(Open):
         super().check()
         if (self.prompt is None) == (self.messages is None):
             raise InvalidField("prompt", "or messages must be given, and not both")
+        if self.add_special_tokens not in (None, self.messages is None):
+            raise InvalidField("add_special_tokens", "is not supported with this value")
 
 
 class DetokenizeRequest(Open):
     """POST /detokenize."""
+
+    unsupported: ClassVar = {"skip_special_tokens": (False,)}
 
     model: Text = ""
     tokens: Items[Uint32]

@@ -1,6 +1,6 @@
 """From OpenAI's requests to the message of the generation service, and its fields' names back."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.json_format import ParseDict, ParseError
@@ -88,6 +88,8 @@ def names(request: Generation) -> Names:
         own.append(("max_tokens", "max_completion_tokens"))
     if request.cache_salt is None and request.extra_key is not None:
         own.append(("cache.salt", "extra_key"))
+    if isinstance(request, ChatCompletionRequest):
+        own.extend(_reasoning(request.messages))
     if request.session_id is None:
         own.append(("cache.session_id", "prompt_cache_key"))
     if request.prompt_cache_retention is not None:
@@ -95,14 +97,32 @@ def names(request: Generation) -> Names:
     return (*own, *NAMES)
 
 
+def names_to_tokenize(request: TokenizeRequest) -> Names:
+    """The same for /tokenize."""
+    return (*_reasoning(request.messages or ()), *NAMES)
+
+
+def _reasoning(messages: Iterable[Message]) -> Iterator[tuple[str, str]]:
+    for index, message in enumerate(messages):
+        if message.reasoning_content:
+            yield f"chat.messages[{index}].reasoning", f"messages[{index}].reasoning_content"
+
+
 def conversation(messages: Iterable[Message]) -> pb.ChatInput:
-    """Roles and texts, and where they are to stay cached up to. Raises InvalidField for a message without content."""
+    """What is said, and where it is to stay cached up to. Raises InvalidField for a message without content."""
     chat = pb.ChatInput()
     for index, message in enumerate(messages):
         if message.content is None and message.role != "assistant":
             raise InvalidField(f"messages[{index}].content", "is missing")
+        if message.reasoning and message.reasoning_content not in (None, "", message.reasoning):
+            raise InvalidField(f"messages[{index}].reasoning", "cannot be given with another reasoning_content")
         parts = message.content or ()
-        said = chat.messages.add(role=message.role, content=PART_SEPARATOR.join(part.text for part in parts))
+        said = chat.messages.add(
+            role=message.role,
+            content=PART_SEPARATOR.join(part.text for part in parts),
+            name=message.name,
+            reasoning=message.reasoning_content or message.reasoning,
+        )
         end = -len(PART_SEPARATOR)
         for number, part in enumerate(parts, 1):
             end += len(PART_SEPARATOR) + len(part.text)

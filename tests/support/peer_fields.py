@@ -1,4 +1,4 @@
-"""Names of the fields that other servers' requests have: read from their published packages, kept in peer_fields.json.
+"""Names of the fields that requests of other servers and their messages have, from published packages.
 
 `pip download --no-deps vllm sglang`, then `python -m tests.support.peer_fields vllm-*.whl sglang-*.whl` writes them
 again. A test holds each name against what our requests do with it.
@@ -14,15 +14,25 @@ from pathlib import Path
 KEPT = Path(__file__).with_suffix(".json")
 # Where a package has its requests' classes.
 FOLDERS = {"vllm": "vllm/entrypoints/", "sglang": "sglang/srt/entrypoints/"}
-# Route, or a field of both ways of generating -> its class.
+# Route, or a field of requests -> its class.
 CLASSES = {
     "/v1/chat/completions": "ChatCompletionRequest",
     "/v1/completions": "CompletionRequest",
     "/tokenize": "TokenizeRequest",
+    "/detokenize": "DetokenizeRequest",
+    "messages": "Message",
     "stream_options": "StreamOptions",
 }
-# The classes of a request that may be one of several.
-UNIONS = {"TokenizeRequest": ("TokenizeRequest", "TokenizeCompletionRequest", "TokenizeChatRequest")}
+# The classes of what may be one of several. vLLM hands a message to the template as a ConversationMessage.
+UNIONS = {
+    "Message": (
+        "CustomChatCompletionMessageParam",
+        "ConversationMessage",
+        "ChatCompletionMessageGenericParam",
+        "ChatCompletionMessageUserParam",
+    ),
+    "TokenizeRequest": ("TokenizeRequest", "TokenizeCompletionRequest", "TokenizeChatRequest"),
+}
 # Not for callers: pydantic's own, and fields that begin with an underscore.
 PRIVATE = ("model_config",)
 

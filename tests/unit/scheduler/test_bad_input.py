@@ -39,6 +39,12 @@ def chat(*messages: tuple[str, str]) -> pb.StreamGenerateRequest:
     )
 
 
+def spoken(**fields: str) -> pb.StreamGenerateRequest:
+    """With what the model's template does not read."""
+    message = pb.ChatMessage(role="assistant", content="4", **fields)  # type: ignore[arg-type]
+    return pb.StreamGenerateRequest(chat=pb.ChatInput(messages=[message]))
+
+
 def kept(*places: tuple[int, int], seconds: int = 1, **fields: object) -> pb.StreamGenerateRequest:
     """Three characters with cache breakpoints: where, and with what priority."""
     request = pb.StreamGenerateRequest(**fields)  # type: ignore[arg-type]
@@ -59,6 +65,8 @@ BAD = {
     "chat.messages ": chat(("tool", "x")),
     "chat.messages   ": chat(*[("user", "x")] * 4097),
     "chat.messages[1].role": chat(("user", "x"), ("", "y")),
+    "chat.messages[0].name": spoken(name="al"),
+    "chat.messages[0].reasoning": spoken(reasoning="2+2"),
     "chat.messages[0].cache_breakpoints[1].content_end": kept((1, 5), (4, 5)),
     "chat.messages[0].cache_breakpoints[0].retention_priority": kept((1, 101)),
     "chat.messages[0].cache_breakpoints[0].retention_duration": kept((1, 5), seconds=-1),

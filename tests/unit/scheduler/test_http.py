@@ -28,6 +28,7 @@ from tests.unit.scheduler.fake_executor import FakeExecutor
 from tests.unit.scheduler.real_manager import RealManager
 
 JSON = {"Content-Type": "application/json"}
+HELLO = {"role": "user", "content": "hello"}
 LEAST = {"prompt": "the cat", "max_tokens": 3, "temperature": 0}
 
 
@@ -397,12 +398,14 @@ async def test_tokens_come_with_their_names_where_they_are_asked_for(run_stack: 
         assert "cat" in "".join(answer["token_strs"])
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    ("path", "said"), [("/v1/completions", {"prompt": [[1, 2]] * 2}), ("/v1/chat/completions", {"messages": [HELLO]})]
+)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_number_of_samples_that_is_refused_takes_no_memory(
-    run_stack: StackFactory, path: str, stream: bool
+    run_stack: StackFactory, path: str, said: dict[str, object], stream: bool
 ) -> None:
-    body = {"prompt": [[1, 2]] * 2, "messages": [{"role": "user", "content": "x"}], "n": 200_000, "stream": stream}
+    body = said | {"n": 200_000, "stream": stream}
     async with run_stack() as stack, serve(stack.scheduler.service) as address:
         tracemalloc.start()
         try:
@@ -446,3 +449,29 @@ def test_the_description_names_every_route_and_only_answers_that_there_are() -> 
             assert set(method["responses"]) == {"200", "4XX", "5XX"}
     policy = described["components"]["schemas"]["EvictionPolicy"]["properties"]
     assert "norm_sum" in policy["kind"]["enum"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "words"),
+    [
+        ("/v1/completions", {"prompt": "x", "grammar": "a"}, "grammar", "is not a field"),
+        ("/v1/completions", {"prompt": "x", "text": "a"}, "text", "is not a field"),
+        ("/v1/completions", {"prompt": "x", "max_new_tokens": 3}, "max_new_tokens", "did you mean max_tokens?"),
+        ("/v1/chat/completions", {"messages": [HELLO | {"name": "al"}]}, "messages[0].name", "is not read by the"),
+        ("/v1/chat/completions", {"messages": [HELLO, HELLO | {"reasoning_content": "a"}]},
+         "messages[1].reasoning_content", "is not read by the model's chat template"),
+        ("/v1/chat/completions", {"messages": [HELLO | {"prefix": True}]}, "messages[0].prefix", "is not supported"),
+        ("/tokenize", {"messages": [HELLO | {"reasoning_content": "a"}]}, "messages[0].reasoning_content", "not read"),
+        ("/tokenize", {"messages": [HELLO], "add_special_tokens": True}, "add_special_tokens", "is not supported"),
+        ("/tokenize", {"prompt": "x", "input": "a"}, "input", "is not a field"),
+        ("/detokenize", {"tokens": [1], "skip_special_tokens": True}, "skip_special_tokens", "is not supported"),
+    ],
+)  # fmt: skip
+async def test_no_field_is_dropped_in_silence(
+    run_stack: StackFactory, path: str, body: dict[str, object], param: str, words: str
+) -> None:
+    async with run_stack() as stack, serve(stack.scheduler.service) as address:
+        answer = await ask(address, "POST", path, json.dumps(body))
+        assert (answer.status, answer.error["param"]) == (400, param)
+        assert words in answer.error["message"]
+        assert answer.error["message"].startswith(param)

@@ -1,8 +1,11 @@
 """What of OpenAI's requests becomes what of ours."""
 
-from typing import Any
+from typing import Any, get_args
 
+import openai.types.chat as openai_chat
 import pytest
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_params
 from pydantic import ValidationError
 
 from protos.generation.v1 import generation_pb2 as pb
@@ -14,7 +17,11 @@ from scheduler.http.requests import (
     MAX_PROMPTS,
     ChatCompletionRequest,
     CompletionRequest,
+    DetokenizeRequest,
+    Message,
+    Open,
     StreamOptions,
+    TextPart,
     TokenizeRequest,
 )
 from tests.support import peer_fields
@@ -133,7 +140,7 @@ def test_fields_of_other_servers_are_passed_over_unless_they_ask_for_what_is_not
     assert chat(user="u", metadata={"a": "b"}, tools=[], tool_choice="auto", response_format={"type": "text"}) == chat()
     for field, value in {
         "tools": [{}], "tool_choice": "required", "response_format": {"type": "json_schema"}, "logit_bias": {"1": 2},
-        "min_tokens": 3, "guided_json": {}, "best_of": 2, "modalities": ["audio"],
+        "min_tokens": 3, "guided_json": {}, "best_of": 2, "modalities": ["audio"], "verbosity": "low",
     }.items():  # fmt: skip
         with pytest.raises(InvalidField, match=f"^{field} is not supported"):
             chat(**{field: value})
@@ -142,56 +149,103 @@ def test_fields_of_other_servers_are_passed_over_unless_they_ask_for_what_is_not
             completion(**{field: value})
 
 
+# Of llama.cpp, TGI, TensorRT-LLM, Ollama and transformers; nobody can list them all.
+@pytest.mark.parametrize(
+    "field",
+    ["adapter_id", "bad_words_ids", "do_sample", "enable_thinking", "extra_body", "grammar", "guided_decoding", "input",
+     "max_new_tokens", "min_length", "mirostat", "n_predict", "no_repeat_ngram_size", "num_beams", "options",
+     "reasoning", "repeat_penalty", "sampling_params", "stop_sequences", "text", "typical_p"],
+)  # fmt: skip
+def test_a_field_that_is_not_known_is_refused_wherever_it_stands(field: str) -> None:
+    for path, request in {
+        "": ChatCompletionRequest(messages=HELLO, **{field: 1}),
+        "\t": CompletionRequest(prompt="x", **{field: 1}),
+        "\n": TokenizeRequest(prompt="x", **{field: 1}),
+        "\r": DetokenizeRequest(tokens=[1], **{field: 1}),
+        "stream_options.": CompletionRequest(prompt="x", stream=True, stream_options={field: 1}),
+        "messages[1].": ChatCompletionRequest(messages=[*HELLO, HELLO[0] | {f"{field}_": 1}]),
+        "messages[0].content[0].": TokenizeRequest(
+            messages=[{"role": "user", "content": [{"type": "text", "text": "x", f"{field}_": 1}]}]
+        ),
+    }.items():
+        with pytest.raises(InvalidField) as caught:
+            request.check()
+        # What the service calls so is another field.
+        error = from_service(caught.value, translate.NAMES).body["error"]
+        assert str(error["param"]).removesuffix("_") == f"{path.strip()}{field}"
+        assert "is not a field" in error["message"]
+
+
+def test_a_field_that_is_null_asks_for_nothing() -> None:
+    assert chat(grammar=None, messages=[HELLO[0] | {"tool_calls": None, "mood": None}]) == chat()
+
+
 @pytest.mark.parametrize(
     ("written", "meant"),
     [("cache_slat", "cache_salt"), ("cacheSalt", "cache_salt"), ("sesion_id", "session_id"), ("kv_hint", "kv_hints"),
-     ("retentions", "retention"), ("evictionpolicy", "eviction_policy"), ("prompt_cache_keys", "prompt_cache_key")],
+     ("retentions", "retention"), ("evictionpolicy", "eviction_policy"), ("prompt_cache_keys", "prompt_cache_key"),
+     ("max_new_tokens", "max_tokens"), ("repeat_penalty", "repetition_penalty"), ("Temperature", "temperature")],
 )  # fmt: skip
-def test_a_misspelt_extension_is_not_passed_over(written: str, meant: str) -> None:
+def test_an_unknown_field_is_refused_with_the_nearest_name(written: str, meant: str) -> None:
     with pytest.raises(InvalidField, match=f"^{written} is not a field: did you mean {meant}"):
         completion(**{written: "x"})
 
 
-# Fields of other servers that change no output of a text decoder, and why.
-PASSED_OVER = {
-    "custom_labels": "of their metrics",
-    "include_reasoning": "no output has a reasoning part",
-    "max_dynamic_patch": "of images, which are refused",
-    "media_io_kwargs": "of media, which are refused",
-    "min_dynamic_patch": "of images, which are refused",
-    "mm_processor_kwargs": "of media, which are refused",
-    "parallel_tool_calls": "tools are refused",
-    "rid": "a name that nothing here is found by",
-    "routed_experts_prompt_start": "of return_routed_experts, which is refused",
-    "routed_experts_start_len": "of return_routed_experts, which is refused",
-    "separate_reasoning": "no output has a reasoning part",
-    "spaces_between_special_tokens": "of skip_special_tokens: false, which is refused",
-    "stream_interval": "how often events come",
-    "stream_reasoning": "no output has a reasoning part",
-    "use_audio_in_video": "of media, which are refused",
-    "user": "OpenAI's, of its own records",
-}
-CLASSES = {
+CLASSES: dict[str, type[Open]] = {
     "/v1/chat/completions": ChatCompletionRequest,
     "/v1/completions": CompletionRequest,
     "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+    "messages": Message,
     "stream_options": StreamOptions,
 }
 
 
-@pytest.mark.parametrize("package", ["vllm", "sglang"])
-@pytest.mark.parametrize("route", CLASSES)
-def test_every_field_of_other_servers_is_done_refused_or_changes_nothing(package: str, route: str) -> None:
-    kept = peer_fields.read()[package]
-    fields = set(kept["fields"][route])
-    assert len(fields) >= 2, "python -m tests.support.peer_fields finds nothing"
-    known = CLASSES[route]
-    assert fields - set(known.model_fields) - set(known.unsupported) - set(PASSED_OVER) == set(), kept["version"]
+def known(one: type[Open]) -> set[str]:
+    return {*one.model_fields, *one.unsupported, *one.ignored}
 
 
-def test_no_field_is_both_passed_over_and_something_else() -> None:
-    named = {name for one in CLASSES.values() for name in (*one.model_fields, *one.unsupported)}
-    assert not named & set(PASSED_OVER)
+@pytest.mark.parametrize(("package", "version", "route", "fields"), [
+    (package, kept["version"], route, fields)
+    for package, kept in peer_fields.read().items() for route, fields in kept["fields"].items()
+])  # fmt: skip
+def test_every_field_of_other_servers_is_known(package: str, version: str, route: str, fields: list[str]) -> None:
+    assert set(fields) - known(CLASSES[route]) == set(), (package, version)
+
+
+def test_the_other_servers_were_read_whole() -> None:
+    for kept in peer_fields.read().values():
+        assert set(kept["fields"]) >= {
+            "/v1/chat/completions",
+            "/v1/completions",
+            "/tokenize",
+            "/detokenize",
+            "messages",
+        }
+        assert all(len(fields) >= 2 for fields in kept["fields"].values())
+
+
+@pytest.mark.parametrize(
+    ("params", "ours"),
+    [
+        (completion_create_params.CompletionCreateParamsBase, CompletionRequest),
+        (chat_params.CompletionCreateParamsBase, ChatCompletionRequest),
+        (openai_chat.ChatCompletionStreamOptionsParam, StreamOptions),
+        (openai_chat.ChatCompletionContentPartTextParam, TextPart),
+        *((kind, Message) for kind in get_args(openai_chat.ChatCompletionMessageParam)),
+    ],
+)
+def test_every_field_of_openais_client_is_known(params: Any, ours: type[Open]) -> None:
+    fields = set(params.__annotations__)
+    assert len(fields) >= 2
+    assert fields - known(ours) == set()
+
+
+@pytest.mark.parametrize("one", [*CLASSES.values(), TextPart])
+def test_a_field_is_taken_refused_or_ignored_and_only_one_of_these(one: type[Open]) -> None:
+    assert len(known(one)) == len(one.model_fields) + len(one.unsupported) + len(one.ignored)
+    described = one.model_json_schema()["properties"]
+    assert set(described) == known(one)
 
 
 @pytest.mark.parametrize(
@@ -246,13 +300,63 @@ def test_a_part_that_is_no_text_is_said_to_be_none(kind: str) -> None:
         chat(messages=[{"role": "user", "content": [{"type": kind, kind: {}}]}])
 
 
-def test_more_unknown_fields_than_anybody_has_are_refused() -> None:
-    with pytest.raises(InvalidField, match="more than 64 fields"):
-        completion(**{f"x{index}": 1 for index in range(65)})
-    # Those of all messages are counted together: each is compared with the names that are ours.
-    with pytest.raises(InvalidField, match=r"^messages\[64\].x64 is one of more than 64 fields"):
-        chat(messages=[HELLO[0] | {f"x{index}": 1} for index in range(100)])
-    assert len(chat(messages=[HELLO[0] | {"name": "me", "refusal": None}] * 100).chat.messages) == 100
+def test_an_unknown_name_is_shown_in_part() -> None:
+    with pytest.raises(InvalidField) as caught:
+        completion(**{"x" * 1_000_000: 1})
+    assert caught.value.message == f"{'x' * 64} is not a field"
+
+
+def test_clients_own_records_of_a_message_are_ignored() -> None:
+    records = {"id": "1", "timestamp": 1.5, "annotations": [], "opts": {"visible": True}, "refusal": None}
+    assert len(chat(messages=[HELLO[0] | records] * 100).chat.messages) == 100
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("prefix", True), ("tools", [{}]), ("tool_call_id", "c"), ("refusal", "no"), ("task", "title"),
+     ("function_call", {}), ("audio", {"id": "a"})],
+)  # fmt: skip
+def test_what_a_message_asks_for_beside_its_text_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(InvalidField, match=rf"^messages\[1\]\.{field} is not supported"):
+        chat(messages=[*HELLO, {"role": "assistant", "content": "x", field: value}])
+
+
+def test_names_and_reasoning_go_with_their_message() -> None:
+    spoken = {"role": "assistant", "content": "4", "name": "al"}
+    for reasoning in (
+        {"reasoning": "2+2"},
+        {"reasoning_content": "2+2"},
+        {"reasoning_content": "2+2", "reasoning": ""},
+    ):
+        request = ChatCompletionRequest(messages=[*HELLO, spoken | reasoning])
+        [_, message] = translate.chat(request).chat.messages
+        assert message == pb.ChatMessage(role="assistant", content="4", name="al", reasoning="2+2")
+        sent = "reasoning_content" if "reasoning_content" in reasoning else "reasoning"
+        for names in (
+            translate.names(request),
+            translate.names_to_tokenize(TokenizeRequest(messages=request.messages)),
+        ):
+            assert rename("chat.messages[1].reasoning", names) == f"messages[1].{sent}"
+    with pytest.raises(InvalidField, match=r"^messages\[0\].reasoning cannot be given with another"):
+        chat(messages=[spoken | {"reasoning": "a", "reasoning_content": "b"}])
+
+
+def test_special_tokens_are_added_to_a_prompt_and_come_with_a_conversation() -> None:
+    for given, other in (({"prompt": "x"}, {"messages": HELLO}), ({"messages": HELLO}, {"prompt": "x"})):
+        own = "prompt" in given
+        assert translate.tokenize(TokenizeRequest(**given, add_special_tokens=own)) == translate.tokenize(
+            TokenizeRequest(**given)
+        )
+        with pytest.raises(InvalidField, match=r"^add_special_tokens is not supported with this value"):
+            translate.tokenize(TokenizeRequest(**other, add_special_tokens=own))
+
+
+def test_the_tokens_of_a_request_can_be_counted_as_it_is() -> None:
+    request = {"messages": HELLO, "temperature": 0.5, "max_tokens": 5, "stream": True, "user": "u", "cache_salt": "s"}
+    assert translate.tokenize(TokenizeRequest(**request)).chat == chat().chat
+    for field, value in {"documents": [{}], "thinking": True, "tools": [{}], "truncate_prompt_tokens": 3}.items():
+        with pytest.raises(InvalidField, match=f"^{field} is not supported"):
+            translate.tokenize(TokenizeRequest(messages=HELLO, **{field: value}))
 
 
 def test_what_would_take_long_to_look_at_is_refused() -> None:

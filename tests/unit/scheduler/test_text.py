@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.chat import ChatTemplate, ChatTemplateError
+from scheduler.chat import ChatTemplate, ChatTemplateError, UnreadFieldError
 from scheduler.detokenizer import Detokenizer
 from scheduler.stop_strings import StopStrings
 from tests.unit.scheduler.text import CHAT_TEMPLATE, byte_level_tokenizer, space_prefix_tokenizer
@@ -141,3 +141,53 @@ def test_a_template_renders_as_transformers_does() -> None:
 def test_what_a_template_must_not_do_is_an_error(source: str) -> None:
     with pytest.raises(ChatTemplateError):
         ChatTemplate(source, {}).render([])
+
+
+NAMED = {"role": "user", "content": "hello", "name": "al"}
+THOUGHT = {"role": "assistant", "content": "4", "reasoning": "2+2"}
+
+
+@pytest.mark.parametrize(
+    ("source", "message", "field"),
+    [
+        ("{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}", NAMED, "name"),
+        ("{% for m in messages %}{{ m.content }}{{ (m.tool or {}).name }}{% endfor %}", NAMED, "name"),
+        ("{% for m in messages %}{{ m.role }}{{ m['content'] }}{% endfor %}", THOUGHT, "reasoning"),
+        ("{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}{% endif %}{% endfor %}", NAMED, "content"),
+        ("{{ messages[0].content }}{{ messages[1].name }}", NAMED, "content"),
+    ],
+)
+def test_what_a_template_would_leave_out_is_an_error(source: str, message: dict[str, str], field: str) -> None:
+    with pytest.raises(UnreadFieldError) as caught:
+        ChatTemplate(source, {}).render([{"role": "system", "content": "x"}, message])
+    assert (caught.value.message, caught.value.field) == (1, field)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages %}{{ m.name }}:{{ m.content }}{% endfor %}",
+        "{% for m in messages %}{{ m['name'] }}:{{ m['content'] }}{% endfor %}",
+        "{% for m in messages %}{{ m.get('name') }}:{{ m.get('content') }}{% endfor %}",
+        "{{ messages | map(attribute='name') | join }}:{{ messages | map(attribute='content') | join }}",
+        "{% for m in messages %}{% for k, v in m.items() %}{{ (v ~ ':') if k == 'name' }}{% endfor %}hello{% endfor %}",
+        "{% for k in messages[0] %}{{ 'al:hello' if k == 'name' }}{% endfor %}",
+        "{{ messages[0] | dictsort | length and 'al:hello' }}",
+        "{{ 'al:hello' if messages | tojson(indent=1) }}",
+        "{{ 'al:hello' if 'name' in messages[0] and messages[0].values() | list }}",
+    ],
+)
+def test_a_template_reads_a_message_in_any_way(source: str) -> None:
+    assert ChatTemplate(source, {}).render([NAMED]) == "al:hello"
+
+
+@pytest.mark.parametrize("field", ["reasoning", "reasoning_content"])
+def test_reasoning_is_read_under_either_name_and_may_be_left_out_by_the_template_itself(field: str) -> None:
+    source = (
+        "{% for m in messages %}{% set thought = m." + field + " if m." + field + " is string else '' %}"
+        "{% if loop.last and thought %}<think>{{ thought }}</think>{% endif %}{{ m.content }}{% endfor %}"
+    )
+    template = ChatTemplate(source, {})
+    assert template.render([THOUGHT, THOUGHT]) == "4<think>2+2</think>4"
+    assert template.position("4<think>2+2</think>4", [THOUGHT, THOUGHT], 1, 0) == 19
+    assert template.render([{"role": "user", "content": "4"}]) == "4"
