@@ -352,13 +352,14 @@ class Copies:
                 pool.device.counters.copied_bytes += pool.spec.block_bytes
 
     def fetch(self, pool: Pool, chain: list[Block]) -> list[Transfer]:
-        """Brings blocks of a chain, parents first, to the device, as far as there is room."""
+        """Brings blocks of a chain, parents first, to the device, as far as there is room and up to one on its way."""
         here = [block for block in chain if pool.is_on_device(block)]
         below = [block for block in chain if not pool.is_on_device(block)]
         room = pool.device.free_for(None, claimed=[block for block in here if not block.refs])
+        on_the_way = {ticket.source for ticket in self._tickets.values() if ticket.purpose is Purpose.FETCH}
         sources: list[Block] = []
         for source in below[: max(0, room)]:
-            if source in pool.moving:
+            if source in pool.moving or source in on_the_way:
                 break
             sources.append(source)
         if not sources:

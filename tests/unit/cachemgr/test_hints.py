@@ -183,6 +183,20 @@ def test_a_prefetch_takes_what_room_there_is():
     world.check()
 
 
+def test_what_is_on_its_way_to_the_device_is_not_fetched_again():
+    world = with_prompt(8, host_blocks=4)
+    send(world, "Demote", tier="host")
+    world.run_executor_copies()
+    answers, begun = world.manager.hint(Prefix(tuple(PROMPT)), many(("Prefetch", {}), ("Prefetch", {})), None)
+    assert [(answer.outcome, answer.num_blocks) for answer in answers] == [(DEFERRED, 2), (REJECTED, 0)]
+    assert len(begun) == 2
+    assert send(world, "Prefetch") == (REJECTED, 0)
+    assert world.free == 6
+    world.run_executor_copies()
+    world.check()
+    assert [tier for tier, _ in blocks(world)] == [TierKind.DEVICE] * 2
+
+
 def test_sharing_is_what_happens_anyway():
     assert send(with_prompt(), "Share") == (ACCEPTED, 2)
 
