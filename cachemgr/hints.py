@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from cachemgr.pool import Pool
     from cachemgr.registry import Executor
 
+    Blocks = list[tuple[Pool, Block]]
+
+# Outcome, detail and blocks of an action.
+Result = tuple[HintOutcome, str, int]
+
 PROTOCOL_VERSION = ACTION_VERSION = "0.1"
 MAX_ACTIONS = 64
 
@@ -78,6 +83,10 @@ class HintRunner:
         self._config = config
         self._now = now
         self._is_last_wish = True
+        # To walk a long prompt for each of very many actions takes long. What is cached of the prefix, until an action
+        # moves blocks, and what types of actions came to that moved none, until one changes anything.
+        self._found: Blocks | None = None
+        self._futile: dict[str, Result] = {}
         self.transfers: list[Transfer] = []
 
     def run(self, hints: Hints, *, later: bool = False) -> list[HintAnswer]:
@@ -99,7 +108,7 @@ class HintRunner:
         ]
 
     def _answer(self, action: HintAction) -> HintAnswer:
-        kinds: dict[str, Callable[[Mapping[str, Any], list[tuple[Pool, Block]]], tuple[HintOutcome, str, int]]] = {
+        kinds: dict[str, Callable[[Mapping[str, Any], Blocks], Result]] = {
             "Retain": self._retain,
             "Pin": self._pin,
             "Demote": self._demote,
@@ -118,12 +127,28 @@ class HintRunner:
             return HintAnswer(action.action_id, HintOutcome.REJECTED, f"payload.{error}")
         return HintAnswer(action.action_id, outcome, detail, count)
 
-    def _blocks(self) -> list[tuple[Pool, Block]]:
-        return [
-            (pool, block) for executor, keys in self._prefixes for pool in executor.pools for block in chain(pool, keys)
-        ]
+    def _blocks(self) -> Blocks:
+        if self._found is None:
+            self._found = [
+                (pool, block)
+                for executor, keys in self._prefixes
+                for pool in executor.pools
+                for block in chain(pool, keys)
+            ]
+        return self._found
 
-    def _retain(self, payload: Mapping[str, Any], blocks: list[tuple[Pool, Block]]) -> tuple[HintOutcome, str, int]:
+    def _moved(self, kind: str, move: Callable[[Blocks], Result], blocks: Blocks) -> Result:
+        """What moving blocks comes to: what it came to before, when it moved none and nothing has changed since."""
+        if kind not in self._futile:
+            result = move(blocks)
+            if result[2]:
+                self._found = None
+                self._futile.clear()
+                return result
+            self._futile[kind] = result
+        return self._futile[kind]
+
+    def _retain(self, payload: Mapping[str, Any], blocks: Blocks) -> Result:
         asked = _priority(payload, "priority", None), _seconds(payload, required=False)
         if asked[0] is None:
             raise PayloadError("priority must be given")
@@ -140,11 +165,14 @@ class HintRunner:
             clipped.append(f"{len(blocks) - count} blocks have too many leases of a higher priority")
         return (HintOutcome.CLIPPED if clipped else HintOutcome.ACCEPTED), "; ".join(clipped), count
 
-    def _grant(self, wish: Wish, blocks: list[tuple[Pool, Block]]) -> int:
+    def _grant(self, wish: Wish, blocks: Blocks) -> int:
         """How many of the blocks have the wish, or had until the next action's took its place."""
-        return sum(pool.grant(block, wish) for pool, block in blocks) if self._is_last_wish else len(blocks)
+        if not self._is_last_wish:
+            return len(blocks)
+        self._futile.clear()
+        return sum(pool.grant(block, wish) for pool, block in blocks)
 
-    def _pin(self, payload: Mapping[str, Any], blocks: list[tuple[Pool, Block]]) -> tuple[HintOutcome, str, int]:
+    def _pin(self, payload: Mapping[str, Any], blocks: Blocks) -> Result:
         owner, seconds = payload.get("owner"), _seconds(payload, required=True)
         if not isinstance(owner, str) or not 1 <= len(owner.encode()) <= MAX_ID_BYTES:
             raise PayloadError(f"owner must be a text of 1 to {MAX_ID_BYTES} bytes")
@@ -155,6 +183,7 @@ class HintRunner:
         assert granted is not None
         if not blocks:
             return HintOutcome.MISSING, "", 0
+        self._futile.clear()
         count, clipped, names = 0, [] if granted == seconds else [f"for {granted:g} s"], []
         for executor, _ in self._prefixes:
             mine = [(pool, block) for pool, block in blocks if pool in executor.pools]
@@ -169,7 +198,7 @@ class HintRunner:
         detail = "; ".join([*filter(None, names), *clipped])
         return (HintOutcome.CLIPPED if clipped else HintOutcome.ACCEPTED), detail, count
 
-    def _demote(self, payload: Mapping[str, Any], blocks: list[tuple[Pool, Block]]) -> tuple[HintOutcome, str, int]:
+    def _demote(self, payload: Mapping[str, Any], blocks: Blocks) -> Result:
         priority = _priority(payload, "priority", 0)
         assert priority is not None
         tier = payload.get("tier")
@@ -184,6 +213,10 @@ class HintRunner:
             if kept:
                 return HintOutcome.CLIPPED, f"others keep {kept} of the blocks at a higher priority", len(blocks)
             return HintOutcome.ACCEPTED, "", len(blocks)
+        return self._moved("Demote", self._move_down, blocks)
+
+    @staticmethod
+    def _move_down(blocks: Blocks) -> Result:
         # Leaves first: a block can only go down when nothing on the device stands on it.
         movable = [(pool, block) for pool, block in reversed(blocks) if pool.is_on_device(block)]
         count = sum(block.older is not None and pool.demote(block) for pool, block in movable)
@@ -192,9 +225,10 @@ class HintRunner:
             return outcome, f"{len(movable) - count} blocks are in use or have no place to go", count
         return HintOutcome.ACCEPTED, "", count
 
-    def _prefetch(self, _payload: Mapping[str, Any], blocks: list[tuple[Pool, Block]]) -> tuple[HintOutcome, str, int]:
-        if not blocks:
-            return HintOutcome.MISSING, "", 0
+    def _prefetch(self, _payload: Mapping[str, Any], blocks: Blocks) -> Result:
+        return self._moved("Prefetch", self._fetch, blocks) if blocks else (HintOutcome.MISSING, "", 0)
+
+    def _fetch(self, blocks: Blocks) -> Result:
         below = sum(not pool.is_on_device(block) for pool, block in blocks)
         if not below:
             return HintOutcome.ACCEPTED, "all of it is on the device", 0
@@ -209,7 +243,7 @@ class HintRunner:
         outcome = HintOutcome.DEFERRED if len(begun) == below else HintOutcome.CLIPPED
         return outcome, f"copies of {len(begun)} blocks have begun", len(begun)
 
-    def _share(self, _: Mapping[str, Any], blocks: list[tuple[Pool, Block]]) -> tuple[HintOutcome, str, int]:
+    def _share(self, _: Mapping[str, Any], blocks: Blocks) -> Result:
         if not blocks:
             return HintOutcome.MISSING, "", 0
         return HintOutcome.ACCEPTED, "it is found by all who have its salt", len(blocks)
