@@ -5,8 +5,8 @@ that were made before.
 
 Whether a request must be taken is not checked: what the description allows may rightly be refused with 400, such as an
 id beyond the vocabulary, more tokens than the model's length has room for, two fields that exclude each other, a field
-of OpenAI's that asks for what is not done here, 1.0 where an integer is asked for. And some of what it does not allow
-is taken: fields that it does not name are passed over, as callers of OpenAI's API expect.
+of OpenAI's that asks for what is not done here, 1.0 where an integer is asked for, a name that the chat template
+does not read. And some of what it does not allow is taken: null is the same as an absent field, whatever its name.
 """
 
 from __future__ import annotations

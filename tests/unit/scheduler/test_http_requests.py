@@ -1,10 +1,12 @@
 """What of OpenAI's requests becomes what of ours."""
 
+from collections.abc import Callable
 from typing import Any, get_args
 
 import openai.types.chat as openai_chat
 import pytest
 from openai.types import completion_create_params
+from openai.types.chat import ChatCompletionMessage
 from openai.types.chat import completion_create_params as chat_params
 from pydantic import ValidationError
 
@@ -304,6 +306,12 @@ def test_an_unknown_name_is_shown_in_part() -> None:
     with pytest.raises(InvalidField) as caught:
         completion(**{"x" * 1_000_000: 1})
     assert caught.value.message == f"{'x' * 64} is not a field"
+
+
+@pytest.mark.parametrize("to_dict", [ChatCompletionMessage.model_dump, ChatCompletionMessage.to_dict])
+def test_an_answer_of_openais_client_can_come_back_in_a_history(to_dict: Callable[[Any], dict[str, Any]]) -> None:
+    answer = to_dict(ChatCompletionMessage(role="assistant", content="hi", annotations=[]))
+    assert chat(messages=[*HELLO, answer]) == chat(messages=[*HELLO, {"role": "assistant", "content": "hi"}])
 
 
 def test_clients_own_records_of_a_message_are_ignored() -> None:
