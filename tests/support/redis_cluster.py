@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from cachemgr import end_with_parent
 SLOTS = 16_384
 NODES = 3
 _START_SECONDS = 30.0
+_STOP_SECONDS = 30.0
 
 
 class Node:
@@ -51,13 +53,26 @@ class Node:
         except (redis.ConnectionError, redis.TimeoutError):
             return False
 
+    def stop(self) -> None:
+        """Ends it in order: what it has answered is in its files."""
+        self._end(signal.SIGTERM)
+
     def kill(self) -> None:
-        """Ends it without a warning."""
+        """Ends it without a warning. A write that waits for a running fsync may be lost, though it was answered."""
+        self._end(signal.SIGKILL)
+
+    def _end(self, number: int) -> None:
         self.client.close()
         if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+            self._process.send_signal(number)
+            try:
+                self._process.wait(_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+                raise
+            finally:
+                self._process = None
 
     def signal(self, number: int) -> None:
         """Sends it a signal."""
@@ -100,7 +115,12 @@ class RedisCluster:
         return all(f"{fact}\r\n" in info for fact in facts)
 
     def stop(self) -> None:
-        """Kills all nodes; what they have answered is in their files."""
+        """Ends all nodes in order; what they have answered is in their files."""
+        for node in self.nodes:
+            node.stop()
+
+    def kill(self) -> None:
+        """Ends all nodes without a warning; see `Node.kill`."""
         for node in self.nodes:
             node.kill()
 

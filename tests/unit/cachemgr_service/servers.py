@@ -31,7 +31,10 @@ class Server(Protocol):
         """Starts it again."""
 
     def stop(self) -> None:
-        """Kills it; what it has answered is kept."""
+        """Ends it in order; what it has answered is kept."""
+
+    def kill(self) -> None:
+        """Ends it without a warning. A write that waits for a running fsync may be lost, though it was answered."""
 
     def signal(self, number: int) -> None:
         """Sends its processes a signal."""
@@ -49,6 +52,9 @@ class SingleServer:
         self.embedded = EmbeddedRedis.start(self._folder)
 
     def stop(self) -> None:
+        self.embedded.stop()
+
+    def kill(self) -> None:
         self.signal(signal.SIGKILL)
         self.embedded.stop()
 

@@ -109,7 +109,7 @@ class Life:
             self.server.start()
             self.redis_runs = True
         elif self.random.random() < 0.5:
-            self.server.stop()
+            self.server.kill()
             self.redis_runs = False
         else:
             self.server.signal(signal.SIGSTOP)
