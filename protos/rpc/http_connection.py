@@ -18,6 +18,8 @@ REQUEST_SECONDS = 10.0
 # Of one request: its URL with all names and values, trailers included, and how many names there are.
 MAX_HEADER_BYTES = 1 << 16
 MAX_HEADERS = 256
+# Requests of one connection that wait while the one before them is answered.
+MAX_QUEUED = 16
 # Of one server; no server takes more than this share of the files that the process may open.
 MAX_CONNECTIONS = 16_384
 SHARE_OF_FILES = 4
@@ -118,6 +120,9 @@ class Connection(HttpToolsProtocol):
         self._unparsed = 0
         if said := self._ambiguity():
             raise self._refused("ambiguous_host", 400, said)
+        if len(self.pipeline) >= MAX_QUEUED:
+            said = f"a connection may have {MAX_QUEUED} requests waiting for their turn"
+            raise self._refused("too_many_requests", 429, said)
         self._stop_waiting()
         super().on_headers_complete()
 

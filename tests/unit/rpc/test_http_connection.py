@@ -13,7 +13,7 @@ from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
 from protos.rpc import http_connection
-from protos.rpc.http_connection import MAX_HEADER_BYTES, MAX_HEADERS
+from protos.rpc.http_connection import MAX_HEADER_BYTES, MAX_HEADERS, MAX_QUEUED
 from protos.rpc.http_server import HttpServer
 
 GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
@@ -128,6 +128,24 @@ async def test_headers_may_be_as_many_and_as_large_as_it_says(address: str) -> N
     for size, status in ((MAX_HEADER_BYTES - 100, 200), (MAX_HEADER_BYTES + 100, 431)):
         answer = await exchange(address, GET + close + b"X-A: " + b"a" * size + b"\r\n\r\n")
         assert answer.startswith(b"HTTP/1.1 %d " % status), size
+
+
+async def test_few_requests_wait_behind_one_that_is_being_answered() -> None:
+    app = App()
+    hold = GET.replace(b" / ", b" /hold ") + b"\r\n"
+    last = GET + b"Connection: close\r\n\r\n"
+    async with serving(app) as address:
+        reader, writer = await connect(address, hold + (GET + b"\r\n") * (MAX_QUEUED - 1) + last)
+        with contextlib.closing(writer):
+            await app.begun.wait()
+            app.gate.set()
+            assert (await rest(reader)).count(b" 200 OK") == 1 + MAX_QUEUED
+        app.gate.clear()
+        before = refused("too_many_requests")
+        answer = await exchange(address, hold + (GET + b"\r\n") * 10_000)
+        assert answer.startswith(b"HTTP/1.1 429 ")
+        assert answer.count(b"HTTP/1.1") == 1
+        assert refused("too_many_requests") == before + 1
 
 
 async def test_many_small_requests_and_a_large_body_are_not_taken_for_headers(address: str) -> None:
