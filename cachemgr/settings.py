@@ -13,6 +13,12 @@ class CachemgrSettings(ProcessSettings):
     """Read once by __main__."""
 
     process: ClassVar[str] = "cachemgr"
+    listens_on: ClassVar[tuple[str, ...]] = (
+        "cachemgr_address",
+        "cachemgr_admin_address",
+        "metrics_address",
+        "console_address",
+    )
 
     metrics_address: MetricsAddress = Field("", description="Where Prometheus reads metrics; empty is off.")
     console_address: MetricsAddress = Field(

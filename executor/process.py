@@ -38,11 +38,7 @@ def main(settings: ExecutorSettings) -> int:
 
 def _check_addresses(settings: ExecutorSettings) -> None:
     """What the servers would say when the model is loaded. Raises AddressError."""
-    listening = {
-        variable(ExecutorSettings, name): getattr(settings, name) for name in ("executor_address", "metrics_address")
-    }
-    addresses.check_distinct(listening)
-    for name, address in listening.items():
+    for name, address in settings.listening.items():
         if address:
             addresses.prepare(address, insecure=settings.security.may_be_reached, setting=name)
 

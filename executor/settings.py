@@ -13,6 +13,7 @@ class ExecutorSettings(ProcessSettings):
     """What to run, where, and how much memory the pools may take."""
 
     process: ClassVar[str] = "executor"
+    listens_on: ClassVar[tuple[str, ...]] = ("executor_address", "metrics_address")
 
     executor_id: str = Field("executor-0", min_length=1, max_length=256, description="Stable name of this executor.")
     model: str = Field("", description="Local path or hub id; empty is SmolLM2-135M-Instruct.")

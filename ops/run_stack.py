@@ -66,17 +66,7 @@ class Settings:
     @property
     def listening(self) -> dict[str, str]:
         """Every address that will be listened on, by the variable that chooses it; "" is off."""
-        return {
-            "KVKEEP_SCHEDULER_ADDRESS": self.scheduler.scheduler_address,
-            "KVKEEP_CACHEMGR_ADDRESS": self.cachemgr.cachemgr_address,
-            "KVKEEP_CACHEMGR_ADMIN_ADDRESS": self.cachemgr.cachemgr_admin_address,
-            "KVKEEP_EXECUTOR_ADDRESS": self.executor.executor_address,
-            "KVKEEP_SCHEDULER_HTTP_ADDRESS": self.scheduler.http_address,
-            "KVKEEP_SCHEDULER_METRICS_ADDRESS": self.scheduler.metrics_address,
-            "KVKEEP_CACHEMGR_METRICS_ADDRESS": self.cachemgr.metrics_address,
-            "KVKEEP_CACHEMGR_CONSOLE_ADDRESS": self.cachemgr.console_address,
-            "KVKEEP_EXECUTOR_METRICS_ADDRESS": self.executor.metrics_address,
-        }
+        return {name: address for process in self.processes for name, address in process.listening.items()}
 
 
 def load_settings(environ: Mapping[str, str]) -> Settings:

@@ -26,6 +26,7 @@ class SchedulerSettings(ProcessSettings):
     """Own fields are variables KVKEEP_SCHEDULER_<NAME>; those shared by all processes KVKEEP_<NAME>."""
 
     process: ClassVar[str] = "scheduler"
+    listens_on: ClassVar[tuple[str, ...]] = ("scheduler_address", "http_address", "metrics_address")
 
     scheduler_id: str = Field(
         default_factory=socket.gethostname,

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 _UNIX = "unix:"
 # sun_path holds 108 bytes with its closing zero.
 _MAX_SOCKET_PATH = 107
+_MAX_PORT = 65_535
 
 # What is said to who calls a server otherwise.
 WRONG_HOST = "without TLS and tokens this server answers to localhost or an IP address in the Host header only\n"
@@ -29,8 +30,10 @@ def socket_path(address: str) -> Path | None:
 def split_host_port(address: str) -> tuple[str, int]:
     """Host (without brackets) and port of "host:port"; raises ValueError."""
     host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdecimal() or int(port) > 65_535:
+    if not colon or not host or not (port.isascii() and port.isdecimal()):
         raise ValueError("must be host:port or unix:/path")
+    if int(port) > _MAX_PORT:
+        raise ValueError(f"must have a port of at most {_MAX_PORT}, not {port}")
     if host.startswith("[") and host.endswith("]"):
         return host[1:-1], int(port)
     if ":" in host:

@@ -39,7 +39,7 @@ class Security:
         try:
             for field in ("tls_ca_file", "tls_client_ca_file"):
                 if path := getattr(self, field):
-                    ssl.create_default_context(cafile=path)
+                    _check_authorities(path)
             field = "tls_key_file"
             if self.tls_cert_file is not None:
                 _ = self._certificate
@@ -49,7 +49,13 @@ class Security:
             field = "tokens_file"
             if self.tokens_file is not None:
                 Tokens(self.tokens_file)
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            # The library for certificates does not name its file.
+            path = Path(error.filename or getattr(self, field))
+            if path == self.tls_cert_file:
+                field = "tls_cert_file"
+            raise ValueError(f"{_variable(field)}: cannot read {path}: {error.strerror or error}") from error
+        except ValueError as error:
             raise ValueError(f"{_variable(field)}: {error}") from error
 
     @property
@@ -143,6 +149,14 @@ class Security:
     def token(self) -> str:
         """The token of this process, empty for none."""
         return "" if self.token_file is None else self._token.get()
+
+
+def _check_authorities(path: Path) -> None:
+    """Raises ValueError and OSError unless it is a file of PEM certificates."""
+    try:
+        ssl.create_default_context(cafile=path)
+    except ssl.SSLError as error:
+        raise ValueError(f"{path} holds no PEM certificates: {error.reason}") from error
 
 
 def _variable(field: str) -> str:

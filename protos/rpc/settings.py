@@ -89,6 +89,8 @@ class ProcessSettings(BaseSettings):
     model_config = SettingsConfigDict(frozen=True, extra="forbid")
 
     process: ClassVar[str] = ""
+    # Fields with the addresses that the process itself listens on.
+    listens_on: ClassVar[tuple[str, ...]] = ()
 
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
     insecure: bool = Field(
@@ -137,6 +139,19 @@ class ProcessSettings(BaseSettings):
     def serves_anybody(self) -> bool:
         """Whether neither TLS nor tokens keep anybody out who reaches an address, be it a page of another site."""
         return not self.security.serves_tls and self.tokens_file is None
+
+    @property
+    def listening(self) -> dict[str, str]:
+        """Addresses that the process listens on, by the variable that chooses each; "" is off."""
+        return {variable(type(self), field): getattr(self, field) for field in self.listens_on}
+
+    @model_validator(mode="after")
+    def _check_addresses(self) -> Self:
+        try:
+            addresses.check_distinct(self.listening)
+        except addresses.AddressError as error:
+            raise ValueError(str(error)) from error
+        return self
 
     @model_validator(mode="after")
     def _check_security(self) -> Self:

@@ -97,12 +97,26 @@ def test_the_stack_says_so_in_a_line_and_starts_nothing(tmp_path: Path) -> None:
     assert said.startswith("run-stack: 0.0.0.0:50999 (set by KVKEEP_CACHEMGR_CONSOLE_ADDRESS)")
 
 
-@pytest.mark.parametrize("address", ["0.0.0.0:50999", ""])
-def test_the_executor_says_so_before_it_loads_the_model(address: str) -> None:
-    name = "KVKEEP_EXECUTOR_METRICS_ADDRESS"
-    twice = address or free_address()
-    done = start("-m", "executor", **{name: twice, "KVKEEP_EXECUTOR_ADDRESS": twice if not address else free_address()})
+def test_the_executor_says_so_before_it_loads_the_model() -> None:
+    done = start("-m", "executor", KVKEEP_EXECUTOR_METRICS_ADDRESS="0.0.0.0:50999")
     assert done.returncode == 1
     said = done.stderr.splitlines()[-1]
     assert said.startswith("executor: ")
-    assert name in said
+    assert "KVKEEP_EXECUTOR_METRICS_ADDRESS" in said
+
+
+@pytest.mark.parametrize("process", ["scheduler", "cachemgr", "executor"])
+def test_each_process_says_which_two_of_its_settings_are_one_address(process: str) -> None:
+    names = [f"KVKEEP_{process.upper()}_{kind}" for kind in ("ADDRESS", "METRICS_ADDRESS")]
+    done = start("-m", process, **dict.fromkeys(names, free_address()))
+    assert (done.returncode, done.stdout) == (1, "")
+    [said] = done.stderr.splitlines()
+    assert "choose another port" in said
+    assert all(name in said for name in names)
+
+
+@pytest.mark.parametrize(("process", "count"), [("scheduler", 3), ("cachemgr", 4), ("executor", 2)])
+def test_each_process_knows_all_addresses_that_it_listens_on(process: str, count: int) -> None:
+    own = getattr(run_stack.load_settings(environment()), process).listening
+    assert len(own) == count
+    assert all(name.startswith(f"KVKEEP_{process.upper()}_") for name in own)

@@ -4,9 +4,9 @@
 again. A test holds each name against what our requests do with it.
 """
 
+import argparse
 import ast
 import json
-import sys
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -79,11 +79,24 @@ def read() -> dict[str, dict[str, object]]:
     return kept
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Writes peer_fields.json."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.support.peer_fields",
+        description=f"Writes {KEPT.name} from published wheels, one of each: {', '.join(FOLDERS)}.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("wheels", metavar="WHEEL", nargs="+", type=Path, help="as `pip download --no-deps` leaves it")
     told = {}
-    for argument in sys.argv[1:]:
-        package, version, found = of_wheel(Path(argument))
+    for wheel in parser.parse_args().wheels:
+        if wheel.name.split("-")[0] not in FOLDERS or not zipfile.is_zipfile(wheel):
+            parser.error(f"{wheel} is no wheel of {' or '.join(FOLDERS)}")
+        package, version, found = of_wheel(wheel)
         told[package] = {"version": version, "fields": found}
-    if set(told) != set(FOLDERS):
-        sys.exit(f"name a wheel of each: {', '.join(FOLDERS)}")
+    if missing := set(FOLDERS) - set(told):
+        parser.error(f"name a wheel of {' and of '.join(sorted(missing))}, too")
     KEPT.write_text(json.dumps(told, indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -94,3 +94,8 @@ def test_variables_of_other_processes_are_theirs() -> None:
 def test_a_bad_value_names_its_variable(name: str, value: str) -> None:
     with pytest.raises(SettingsError, match=name):
         load(CachemgrSettings, {name: value})
+
+
+def test_a_port_that_no_machine_has_is_named() -> None:
+    with pytest.raises(SettingsError, match=r"^KVKEEP_CACHEMGR_ADDRESS: must have a port of at most 65535, not 99999$"):
+        load(CachemgrSettings, {"KVKEEP_CACHEMGR_ADDRESS": "127.0.0.1:99999"})

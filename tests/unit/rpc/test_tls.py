@@ -140,8 +140,11 @@ def test_settings_say_which_file_is_wrong(tmp_path: Path) -> None:
             load(ProcessSettings, rest)
     (tmp_path / "empty.pem").touch()
     for name in ("TLS_CA_FILE", "TLS_CLIENT_CA_FILE"):
-        with pytest.raises(SettingsError, match=f"^KVKEEP_{name}: "):
+        with pytest.raises(SettingsError, match=rf"^KVKEEP_{name}: .*/empty\.pem holds no PEM certificates"):
             load(ProcessSettings, good | {f"KVKEEP_{name}": str(tmp_path / "empty.pem")})
+    for name in ("TLS_CA_FILE", "TLS_CLIENT_CA_FILE", "TLS_CERT_FILE", "TLS_KEY_FILE", "TOKEN_FILE", "TOKENS_FILE"):
+        with pytest.raises(SettingsError, match=rf"^KVKEEP_{name}: cannot read /nope: No such file or directory$"):
+            load(ProcessSettings, good | {f"KVKEEP_{name}": "/nope"})
     other = made(tmp_path / "other")
     with pytest.raises(SettingsError, match=r"^KVKEEP_TLS_KEY_FILE: .* are no certificate with its key"):
         load(ProcessSettings, good | {"KVKEEP_TLS_KEY_FILE": str(other.tls_key_file)})
