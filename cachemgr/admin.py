@@ -113,6 +113,15 @@ class ManagerAdmin(ManagerMemory):
 
         Raises InvalidField, UnknownPoolError, StalePoolError, PoolInUseError.
         """
+        return at_once(self.update_pool_in_steps(pool_id, total_blocks, etag, validate_only=validate_only))
+
+    def update_pool_in_steps(
+        self, pool_id: str, total_blocks: int, etag: str, *, validate_only: bool
+    ) -> Steps[PoolView]:
+        """As `update_pool`: the pool may use no more from now on, and what it gives up goes step by step.
+
+        What comes into use meanwhile without a free slot, as for a pin, goes once it is free again.
+        """
         self._now()
         pool = self._pool(pool_id, "pool.pool_id")
         executor = self._executors[pool.executor_id]
@@ -134,9 +143,10 @@ class ManagerAdmin(ManagerMemory):
                 fields={"pool.total_blocks": "would take blocks that are in use or protected"},
             )
         if not validate_only:
-            pool.resize(total_blocks)
-            self._shares[pool_id] = PoolShare(pool_id, total_blocks, pool.spec.num_blocks, pool.share_number)
+            number = pool.share_number + 1
+            self._shares[pool_id] = PoolShare(pool_id, total_blocks, pool.spec.num_blocks, number)
             self._tell(self._shares[pool_id])
+            yield from pool.resize_in_steps(total_blocks)
         return pool.pool_view()
 
     def _check_memory(self, executor: Executor, pool: Pool, total_blocks: int) -> None:
@@ -148,10 +158,11 @@ class ManagerAdmin(ManagerMemory):
         most = pool.device.total + (memory - used) // pool.spec.block_bytes
         if total_blocks > most:
             raise InvalidField("pool.total_blocks", f"must be at most {most}: make another pool smaller first")
-        clearing = sum(len(other.device.clearing) * other.spec.block_bytes for other in executor.pools)
+        going = [(other, len(other.device.clearing) + other.device.owed) for other in executor.pools]
+        clearing = sum(count * other.spec.block_bytes for other, count in going)
         most = min(pool.device.num_ready, (memory - used - clearing) // pool.spec.block_bytes)
         if growth > most:
-            count = sum(len(other.device.clearing) for other in executor.pools)
+            count = sum(count for _, count in going)
             text = (
                 f"must be at most {pool.device.total + max(0, most)} until the executor has given {count} blocks back"
             )

@@ -128,6 +128,7 @@ def _pool(pool: Pool) -> Iterator[str | Iterator[str]]:
             cached=tier.cached,
             empty=_numbers(tier.all_empty()),
             withheld=_numbers(tier.withheld),
+            owed=tier.owed,
             shares=shares,
             **counters,
         )

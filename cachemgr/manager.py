@@ -123,8 +123,8 @@ class CacheManager(ManagerAdmin):
 
     @property
     def is_behind(self) -> bool:
-        """Whether so many leases were over at once that `expire` is due again now."""
-        return self._leases.is_behind
+        """Whether so much is to be done at once that `expire` is due again now."""
+        return self._leases.is_behind or any(pool.device.may_pay for pool in self._selected(""))
 
     def go_on(self) -> None:
         """A call that is carried out in steps takes the next one: leases have ended meanwhile."""
@@ -488,6 +488,9 @@ class CacheManager(ManagerAdmin):
                 self._lose(executor)
                 del self._executors[executor_id]
         self._leftovers.let_go(FREED_AT_A_TIME)
+        for pool in self._selected(""):
+            if pool.device.may_pay:
+                pool.pay()
 
     # What the calls above share
 

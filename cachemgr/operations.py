@@ -318,14 +318,16 @@ def _paths(update_mask: FieldMask) -> tuple[str, ...]:
     return tuple(update_mask.paths)
 
 
-def _update_pool(manager: CacheManager, request: pb.UpdatePoolRequest) -> pb.UpdatePoolResponse:
+def _update_pool(manager: CacheManager, request: pb.UpdatePoolRequest) -> Steps[pb.UpdatePoolResponse]:
     for index, path in enumerate(_paths(request.update_mask)):
         if path != "total_blocks":
             raise InvalidField(f"update_mask.paths[{index}]", "must be total_blocks")
     if not request.pool.pool_id:
         raise InvalidField("pool.pool_id", "must name a pool as ListPools gives it")
     given = request.pool
-    view = manager.update_pool(given.pool_id, given.total_blocks, given.etag, validate_only=request.validate_only)
+    view = yield from manager.update_pool_in_steps(
+        given.pool_id, given.total_blocks, given.etag, validate_only=request.validate_only
+    )
     return pb.UpdatePoolResponse(pool=convert.pool(view))
 
 
@@ -412,7 +414,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "SendHints": Operation(pb.SendHintsRequest, _hint),
     "PurgeBlocks": _long(pb.PurgeBlocksRequest, _purge),
     "ForgetBlocks": _long(pb.ForgetBlocksRequest, _forget),
-    "UpdatePool": Operation(pb.UpdatePoolRequest, _update_pool),
+    "UpdatePool": _long(pb.UpdatePoolRequest, _update_pool),
     "CreateRetentionRule": _long(pb.CreateRetentionRuleRequest, _create_rule),
     "UpdateRetentionRule": _long(pb.UpdateRetentionRuleRequest, _update_rule),
     "DeleteRetentionRule": _long(pb.DeleteRetentionRuleRequest, _delete_rule),

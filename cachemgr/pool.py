@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from cachemgr import steps
 from cachemgr.api import BlockView, EventKind, PoolSpec, RemovalCause, TierKind
 from cachemgr.backups import Backups
 from cachemgr.block import Block, Node
@@ -16,6 +17,7 @@ from cachemgr.making_room import Way
 from cachemgr.meters import TokenMeter
 from cachemgr.restarting import Restarting
 from cachemgr.sequence import Sequence
+from cachemgr.steps import Steps
 from cachemgr.tiers import Tier, account_of
 
 if TYPE_CHECKING:
@@ -228,21 +230,48 @@ class Pool(Restarting):
 
         Where pools share memory, slots that go are overwritten: of those in `written`, None for all.
         """
+        self._owe(total)
+        device = self.device
+        self._withhold(min(device.num_empty, device.owed), written)
+        while device.may_pay:
+            self.pay()
+
+    def resize_in_steps(self, total: int) -> Steps[None]:
+        """As `resize`: no more slots than `total` can be taken from now on, and those that go are withheld in steps."""
+        self._owe(total)
+        while self.device.may_pay:
+            self.pay()
+            yield
+
+    def _owe(self, total: int) -> None:
         device = self.device
         if device.total < total:
             device.give_back(total - device.total)
+        device.owed += device.total - total
+        self.share_number += 1
+
+    def pay(self) -> None:
+        """Withholds a part of the slots that are owed, as far as they are not in use: empty before cached ones."""
+        device = self.device
+        most = steps.CHANGES if self.spec.share_blocks else steps.LOOKS
+        self._withhold(min(device.num_empty, device.owed, most))
+        for _ in range(steps.CHANGES):
+            if device.num_empty or not device.may_pay:
+                break
+            victim = device.victim(None)
+            assert victim is not None, TAKEABLE
+            self.discard_subtree(victim, RemovalCause.POOL_SHRUNK)
+            self._withhold(min(device.num_empty, device.owed))
+
+    def _withhold(self, count: int, written: Iterable[int] | None = None) -> None:
+        device = self.device
         before = len(device.withheld)
-        while device.total > total:
-            if not device.num_empty:
-                victim = device.victim(None)
-                assert victim is not None, TAKEABLE
-                self.discard_subtree(victim, RemovalCause.POOL_SHRUNK)
-            device.withhold(min(device.num_empty, device.total - total))
+        device.owed -= count
+        device.withhold(count)
         if self.spec.share_blocks:
             gone = device.withheld[before:]
             for place in gone if written is None else sorted({*written}.intersection(gone)):
                 self._clear(place)
-        self.share_number += 1
 
     def _clear(self, place: int) -> None:
         assert self.on_withheld is not None

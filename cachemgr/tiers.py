@@ -253,7 +253,8 @@ class Tier:
     """Slots 1..size of one kind of memory.
 
     A pool numbers the slots of all its tiers in one row, its places; the first slot is at place `offset` + 1. `used`
-    counts blocks with references, `cached` those without. Slots that the pool may not use are `withheld`.
+    counts blocks with references, `cached` those without. Slots that the pool may not use are `withheld`, or `owed`
+    until they are.
     """
 
     def __init__(self, kind: TierKind, offset: int, size: int, below: Tier | None = None) -> None:
@@ -267,7 +268,9 @@ class Tier:
         # Blocks of the index, in use or not.
         self.indexed = 0
         self.withheld: list[int] = []
-        # Of these, places that the executor has yet to overwrite.
+        # How many more of its slots the pool may no longer use: they are withheld once they are empty.
+        self.owed = 0
+        # Of those withheld, places that the executor has yet to overwrite.
         self.clearing: set[int] = set()
         self.counters = TierCounters()
         # By slot of a lower tier: the ticket of the copy that filled it. Steps fill those of the device.
@@ -290,12 +293,19 @@ class Tier:
     @property
     def total(self) -> int:
         """Slots that may be used."""
-        return self.size - len(self.withheld)
+        return self.size - len(self.withheld) - self.owed
 
     @property
     def free(self) -> int:
         """Slots that may be taken: empty ones and those of cached blocks."""
-        return self.size - len(self.withheld) - self.used
+        free = self.size - len(self.withheld) - self.owed - self.used
+        # Pins and overwriting need no free slot: more than the total may be in use while slots are owed.
+        return free if free > 0 else 0
+
+    @property
+    def may_pay(self) -> bool:
+        """Whether a slot that is owed can be withheld now."""
+        return self.owed > 0 and (self.num_empty > 0 or self.cached > 0)
 
     @property
     def num_empty(self) -> int:
@@ -340,14 +350,20 @@ class Tier:
 
     @property
     def num_ready(self) -> int:
-        """Withheld slots that may be used again."""
-        return len(self.withheld) - len(self.clearing)
+        """Withheld slots that may be used again, and those that are owed."""
+        return len(self.withheld) - len(self.clearing) + self.owed
 
     def give_back(self, count: int) -> None:
-        """Makes withheld slots empty. Only call it when so many are ready."""
-        ready = [place for place in self.withheld if place not in self.clearing]
-        self.withheld = [*self.clearing, *ready[: len(ready) - count]]
-        self.empty.extend(reversed(ready[len(ready) - count :]))
+        """Lets so many more slots be used; those that are owed come first. Only call it when so many are ready."""
+        kept = min(self.owed, count)
+        self.owed -= kept
+        count -= kept
+        if not count:
+            return
+        if self.clearing:
+            self.withheld.sort(key=lambda place: place not in self.clearing)
+        self.empty.extend(islice(reversed(self.withheld), count))
+        del self.withheld[-count:]
 
     def await_remembered(self, filled: Sequence[int]) -> None:
         """Sets the empty slots aside for remembered blocks; `filled` is 0 for each slot that was never filled."""

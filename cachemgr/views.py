@@ -109,7 +109,7 @@ class ManagerViews:
                 (pool.uses, pool.honoured_leases, pool.broken_leases, pool.share_number, len(pool.pending))
                 for pool in self._selected("")
             ],
-            [(tier.used, tier.cached) for pool in self._selected("") for tier in pool.tiers],
+            [(tier.used, tier.cached, tier.owed) for pool in self._selected("") for tier in pool.tiers],
         )
 
     def pools(self) -> list[PoolView]:

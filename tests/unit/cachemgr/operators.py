@@ -89,14 +89,16 @@ class Operators(RuleBasedStateMachine):
         assert again.removed == {}
         assert again.shared_blocks == said.shared_blocks
 
-    @rule(kind=st.integers(0, 8), base=st.integers(0, 2), cut=st.integers(1, 18))
+    @rule(kind=st.integers(0, 10), base=st.integers(0, 2), cut=st.integers(1, 18))
     def begin_long_call(self, kind, base, cut):
         """Others follow between its steps."""
         if self.long_call is None:
             quotas = [quota for quota, *_ in self.world.manager.quotas()] or [QUOTA]
             rule = RetentionRule("r", match=RuleMatch(prefix_token_ids=tuple(BASES[base][:cut])), action=ACTIONS[base])
             ours = [QUOTA, TENANT_QUOTA, quotas[0], rule, rule]
-            self.target = [*self.targets(base, cut), BlockFilter(), *ours][kind]
+            pools = self.world.manager.pools()
+            share = (pools[base % len(pools)].pool_id, cut + 2)
+            self.target = [*self.targets(base, cut), BlockFilter(), *ours, share, share][kind]
             self.deletes = kind in (6, 8)
             self.long_call = self.steps_of(self.target)
             self.before, self.caller = self.removed(), self.world.manager
@@ -110,6 +112,8 @@ class Operators(RuleBasedStateMachine):
         manager = self.world.manager
         if isinstance(target, BlockFilter):
             return manager.purge_in_steps(target, validate_only=False, skip_used=True)
+        if isinstance(target, tuple):
+            return manager.update_pool_in_steps(*target, "", validate_only=False)
         if isinstance(target, RetentionRule):
             if self.deletes:
                 return manager.delete_rule_in_steps(target.name, "", validate_only=False)
@@ -152,7 +156,7 @@ class Operators(RuleBasedStateMachine):
             try:
                 with small_steps():
                     next(call)
-            except (UnknownQuotaError, QuotaTooLargeError, UnknownRuleError):
+            except (UnknownQuotaError, QuotaTooLargeError, UnknownRuleError, InvalidField, PoolInUseError):
                 self.long_call = None
                 return
             except StopIteration as ended:
@@ -164,7 +168,7 @@ class Operators(RuleBasedStateMachine):
         world, target = self.world, self.target
         if isinstance(target, Quota):
             self.check_accounts()
-        if isinstance(target, Quota | RetentionRule):
+        if isinstance(target, Quota | RetentionRule | tuple):
             return
         told = receipt.purged_blocks if isinstance(target, BlockFilter) else sum(receipt.removed.values())
         if world.windows == (None,) and self.all_pools() == self.pools:
@@ -286,7 +290,10 @@ class Operators(RuleBasedStateMachine):
             assert view.used_blocks == pool.used_blocks
             if total > pool.total_blocks and self.world.memory_bytes is not None:
                 pools = self.world.manager._executors["e"].pools
-                taken = sum(one.spec.block_bytes * (one.device.total + len(one.device.clearing)) for one in pools)
+                taken = sum(
+                    one.spec.block_bytes * (one.device.total + one.device.owed + len(one.device.clearing))
+                    for one in pools
+                )
                 assert taken <= self.world.memory_bytes
 
 
@@ -327,7 +334,7 @@ def operator_arguments(name: str, random: Random) -> dict[str, object]:
     prefix = {"base": random.randrange(3), "cut": random.randint(4, 18)}
     salt = {"salt": random.choice(SALTS)}
     return {
-        "begin_long_call": {"kind": random.randrange(9), **prefix},
+        "begin_long_call": {"kind": random.randrange(11), **prefix},
         "go_on": {"steps": random.randint(1, 6)},
         "purge": {"salt": random.choice([None, "a"]), "priority": random.choice([None, 0, 10, 35]), "chance": 3},
         "forget": {"kind": random.randrange(3), **prefix, "chance": 3},

@@ -4,12 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from cachemgr.admin_api import Prefix, Quota
-from cachemgr.api import EventKind, RemovalCause
+from cachemgr.admin_api import ForgetTarget, Prefix, Quota
+from cachemgr.api import EventKind, PoolView, RemovalCause
 from cachemgr.dump import state_hash
 from cachemgr.errors import InvalidField, PoolInUseError, SequenceTooLongError, StalePoolError, UnknownPoolError
 from cachemgr.manager import CacheManager
 from cachemgr.operator_records import Kind
+from cachemgr.steps import Steps, at_once
+from tests.unit.cachemgr.operators import small_steps
 from tests.unit.cachemgr.world import CONFIG, World
 
 
@@ -264,3 +266,81 @@ def test_more_cached_blocks_than_the_share_holds_are_lost_at_a_restart() -> None
     assert totals(world) == [4]
     world.check()
     assert world.run(list(range(15))).cached_tokens == 14
+
+
+def begin_shrinking(world: World, total: int) -> Steps[PoolView]:
+    """Takes a step of the call, of one block."""
+    call = world.manager.update_pool_in_steps("e/0", total, "", validate_only=False)
+    go_on(world, call)
+    return call
+
+
+def go_on(world: World, call: Steps[PoolView]) -> None:
+    with small_steps():
+        next(call)
+    world.check()
+
+
+def test_while_a_pool_gives_slots_up_no_more_can_be_taken_than_it_keeps():
+    world = World(8)
+    world.cache(list(range(24)))
+    call = begin_shrinking(world, 3)
+    assert world.manager.pools()[0].cached_blocks == 6
+    assert totals(world) == [3]
+    assert world.free == 3
+    with pytest.raises(SequenceTooLongError):
+        world.admit([9] * 13)
+    go_on(world, call)
+    assert world.admit([9] * 12, "b", no_store=True).admitted
+    assert world.free == 0
+    world.compute(world.live["b"], 11)
+    assert at_once(call).total_blocks == 3
+    world.check()
+    assert world.manager.pools()[0].cached_blocks == 0
+    world.finish("b")
+    assert world.free == 3
+
+
+def test_what_is_forgotten_while_a_pool_gives_slots_up_goes_when_it_is_overwritten():
+    world = World(8)
+    world.cache(list(range(24)), salt="a")
+    call = begin_shrinking(world, 2)
+    world.manager.forget(ForgetTarget(salt="a"), validate_only=False)
+    world.check()
+    at_once(call)
+    device = world.manager.pool_to_read("e/0").device
+    assert (device.total, device.free, device.used, device.owed) == (2, 0, 6, 4)
+    assert not world.manager.is_behind
+    give_back(world)
+    assert world.manager.is_behind
+    world.manager.expire()
+    assert not world.manager.is_behind
+    assert (device.total, device.free, device.owed) == (2, 2, 0)
+    world.check()
+
+
+def test_memory_of_slots_that_a_pool_has_yet_to_give_up_is_not_given_to_another():
+    world = shared()
+    world.cache(list(range(20)))
+    call = begin_shrinking(world, 1)
+    give_back(world)
+    world.check()
+    with pytest.raises(PoolInUseError, match="yet to give 3 blocks back"):
+        update(world, "e/1", 12)
+    at_once(call)
+    give_back(world)
+    update(world, "e/1", 12)
+    world.check()
+
+
+def test_a_pool_that_grows_again_keeps_what_it_has_not_given_up_yet():
+    world = World(8)
+    world.cache(list(range(24)))
+    call = begin_shrinking(world, 1)
+    go_on(world, call)
+    go_on(world, call)
+    update(world, "e/0", 7)
+    at_once(call)
+    world.check()
+    assert totals(world) == [7]
+    assert world.manager.pools()[0].cached_blocks == 4

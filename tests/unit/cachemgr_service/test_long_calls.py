@@ -8,6 +8,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from google.protobuf.field_mask_pb2 import FieldMask
 
 from cachemgr import operations, oplog, replay, service, steps
 from cachemgr.api import ManagerConfig
@@ -20,9 +21,13 @@ from cachemgr.oplog import OperationLog
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.rpc.errors import ServiceError
 
+SMALLER = pb.UpdatePoolRequest(
+    pool=pb.Pool(pool_id="e/0", total_blocks=30), update_mask=FieldMask(paths=["total_blocks"])
+)
 CONFIG = ManagerConfig(capacity_ahead_tokens=0, free_watermark=0.0)
 LONG_CALLS = {
     "forget": ("ForgetBlocks", pb.ForgetBlocksRequest(salt="a")),
+    "pool": ("UpdatePool", SMALLER),
     "purge": ("PurgeBlocks", pb.PurgeBlocksRequest(skip_used=True)),
     "quota": ("SetQuota", pb.SetQuotaRequest(quota=pb.Quota(salt="a", device_floor_blocks=2))),
     "rule": (
