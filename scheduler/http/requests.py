@@ -151,6 +151,7 @@ class Message(Open):
     unsupported: ClassVar = {
         "audio": (),
         "function_call": (),
+        "phase": (),
         "prefix": (False,),
         "refusal": ("",),
         "task": (),

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 KEPT = Path(__file__).with_suffix(".json")
-# Where a package has its requests' classes.
-FOLDERS = {"vllm": "vllm/entrypoints/", "sglang": "sglang/srt/entrypoints/"}
+# Where a package has the classes of its requests and their messages.
+FOLDERS = {"vllm": ("vllm/entrypoints/", "vllm/renderers/"), "sglang": ("sglang/srt/entrypoints/",)}
 # Route, or a field of requests -> its class.
 CLASSES = {
     "/v1/chat/completions": "ChatCompletionRequest",
