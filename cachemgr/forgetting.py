@@ -73,7 +73,7 @@ class Forgetting:
             plans.append((executor, (yield from self._plan(executor, indexed))))
         for executor, doomed in plans:
             # What keeps blocks in place ends with them: forgetting is not put off by a pin.
-            holds = yield from _holds_of(executor, self._gone[executor.executor_id])
+            holds = yield from _holds_of(executor, doomed)
             held = Counter(block for hold in holds for _, block in hold.blocks)
             if validate_only:
                 for part in looks(doomed.blocks()):
@@ -282,11 +282,11 @@ def _stored(domain: Domain | None, target: ForgetTarget) -> bool:
     return target.session_id is not None and domain.session_id == target.session_id
 
 
-def _holds_of(executor: Executor, keys: set[bytes]) -> Steps[list[Hold]]:
-    """Holds that keep some of these blocks."""
+def _holds_of(executor: Executor, doomed: Doomed) -> Steps[list[Hold]]:
+    """Holds that keep some of these blocks: of equal keys in another group a hold may keep what stays."""
     holds = []
     for hold in executor.holds:
-        if any(block.key in keys and block.parent is not None for _, block in hold.blocks):
+        if any(block.parent is not None and doomed.means(pool, block) for pool, block in hold.blocks):
             holds.append(hold)
         yield
     return holds

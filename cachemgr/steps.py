@@ -71,6 +71,10 @@ class Doomed:
         if pool not in pools:
             keyed[block.key] = self._pools.setdefault((pools, pool), (*pools, pool))
 
+    def means(self, pool: Pool, block: Block) -> bool:
+        """Whether a block is one of them, in this pool."""
+        return pool in self._by_depth.get(block.depth, {}).get(block.key, ())
+
     def blocks(self) -> Iterator[tuple[Pool, Block]]:
         """Those that are still there."""
         for found in self._by_depth.values():

@@ -403,3 +403,16 @@ def test_a_window_with_a_gap_keeps_nothing_of_a_prefix_behind_it():
     receipt = forget(world, prefix=Prefix((0, 1, 2, 3)))
     assert receipt.removed == {TierKind.HOST: 5}
     assert receipt.zeroing_blocks == 5
+
+
+def test_another_sessions_hold_goes_on_where_only_a_window_loses_blocks():
+    world = World(20, windows=(None, 3))
+    world.cache([*range(12)], session_id="x")
+    world.run([*range(12), 50], "other", session_id="y", no_store=True)
+    assert world.manager.hold(world.caller, "other", "agent", 60.0)
+    world.finish("other")
+    said = forget(world, session_id="x")
+    assert (said.removed, said.shared_blocks) == ({TierKind.DEVICE: 2}, 4)
+    assert len(list(world.manager.holds())) == 1
+    again = forget(world, session_id="x")
+    assert (again.removed, again.shared_blocks) == ({}, 4)
