@@ -7,7 +7,7 @@ from typing import Any
 import typer
 import typer.core
 
-from kvctl import drain, follow, ghosts, limits, look, quota, rules, steer, top
+from kvctl import drain, follow, ghosts, limits, look, pool, quota, rules, steer, top
 from kvctl.status import EXIT_STATUSES, CommandError, Status
 
 # Whatever is wrong with a command line; typer names only some of it.
@@ -39,6 +39,7 @@ for part in (look, ghosts, steer, drain, follow, top, limits):
     app.add_typer(part.app)
 app.add_typer(rules.app, name="rules", cls=Verbs)
 app.add_typer(quota.app, name="quota", cls=Verbs)
+app.add_typer(pool.app, name="pool", cls=Verbs)
 
 
 @app.callback(invoke_without_command=True)

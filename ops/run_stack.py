@@ -29,6 +29,7 @@ from cachemgr.embedded_redis import EmbeddedRedisError
 from cachemgr.settings import CachemgrSettings
 from executor.launch import settings_from
 from executor.settings import ExecutorSettings
+from kernels.decoder.build import NoCompilerError, find_compiler
 from protos.rpc import addresses
 from protos.rpc.addresses import AddressError
 from protos.rpc.command_line import process_parser
@@ -178,6 +179,17 @@ def redis_problem(url: str) -> str:
     return ""
 
 
+def compiler_problem(device: str) -> str:
+    """Why steps on a CPU are slower here than they could be, and what to install; or nothing."""
+    if device.startswith("cuda"):
+        return ""
+    try:
+        find_compiler()
+    except NoCompilerError as error:
+        return f"{error}: on a CPU the executor serves several times slower without; install g++ (GCC 12 or newer)"
+    return ""
+
+
 def directions(settings: Settings, redis_url: str) -> str:
     """Where everything is, and what to try first."""
     scheduler, cachemgr, executor = settings.scheduler, settings.cachemgr, settings.executor
@@ -250,6 +262,8 @@ def run(settings: Settings, environ: dict[str, str], display: Display) -> int:
             if supervisor.all_ready and not announced:
                 announced = True
                 display.ready(time.monotonic() - begin, directions(settings, redis_url))
+                if problem := compiler_problem(settings.executor.device):
+                    display.warn(problem)
                 if problem := redis_problem(redis_url):
                     display.warn(f"redis does not answer, and a restart of cachemgr loses the cache: {problem}")
     except ServiceFailedError as error:

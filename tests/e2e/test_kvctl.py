@@ -238,6 +238,27 @@ def test_rules_are_set_changed_and_deleted(own: Stack, kvctl: Kvctl, tmp_path: P
     assert kvctl.data("rules", "list")["rules"] == []
 
 
+def test_a_pool_is_made_smaller_and_larger_again(kvctl: Kvctl) -> None:
+    def total() -> int:
+        return int(kvctl.data("pools")["pools"][0]["total_blocks"])
+
+    before = total()
+    said = kvctl.text("pool", "set", POOL, "--blocks", before - 8, "--dry-run")
+    assert said.strip() == f"would set pool {POOL} from {before} to {before - 8} blocks"
+    assert total() == before
+    assert kvctl.data("pool", "set", POOL, "--blocks", before - 8)["pool"]["total_blocks"] == before - 8
+    refused = kvctl.run("pool", "set", POOL, "--blocks", before + 1000000)
+    assert refused.status == 2, refused
+    assert "pool.total_blocks" in refused.err
+    assert total() == before - 8
+    deadline = time.monotonic() + 10
+    # The executor gives the memory of the blocks that went back first.
+    while kvctl.run("pool", "set", POOL, "--blocks", before).status:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert total() == before
+
+
 def test_quotas_are_set_and_deleted(kvctl: Kvctl) -> None:
     quota = ("quota", "set", "--tenant", "team", "--device-floor", 8, "--device-ceiling", 100)
     assert "would set the quota of tenant team" in kvctl.text(*quota, "--dry-run")

@@ -43,6 +43,7 @@ LINES: dict[str, tuple[str, ...]] = {
     "quota list": (),
     "quota set": ("--salt", "x"),
     "quota delete": ("--salt", "x", "--yes"),
+    "pool set": ("executor-0/0", "--blocks", "1"),
 }
 DESTRUCTIVE = ("unpin", "evict", "forget", "drain", "limits", "rules set", "rules delete", "quota delete")
 NOWHERE = ("KVCTL_SERVER", "KVKEEP_SCHEDULER_ADDRESS", "KVKEEP_CACHEMGR_ADDRESS", "KVKEEP_EXECUTOR_ADDRESS")
@@ -122,6 +123,8 @@ def test_a_server_that_is_not_there_is_said_in_a_line(kvctl: Kvctl, monkeypatch:
         (("rules", "delete", "nobody", "--yes"), 4, "nobody"),
         (("quota", "set", "--salt", "x", "--tenant", "y"), 2, "--tenant"),
         (("quota", "delete", "--salt", "x", "--yes"), 4, "salt x"),
+        (("pool", "set", "nowhere/0", "--blocks", "9"), 4, "nowhere/0"),
+        (("pool", "set", "executor-0/0"), 2, "--blocks"),
         (("describe", "thing", "x"), 2, "thing"),
         (("ghosts", "--executor", "nobody"), 4, "nobody"),
         (("ghosts", "--window", "2h"), 2, "window"),

@@ -13,7 +13,7 @@ def said(capfd: pytest.CaptureFixture[str], *line: str) -> str:
 
 @pytest.mark.parametrize(
     ("line", "suggested"),
-    [("pool", "'pools'"), ("prefixs", "'prefixes'"), ("rule", "'rules'"), ("rules lst", "'list'")],
+    [("pols", "'pools'"), ("prefixs", "'prefixes'"), ("rule", "'rules'"), ("rules lst", "'list'")],
 )
 def test_a_near_verb_is_suggested(capfd: pytest.CaptureFixture[str], line: str, suggested: str) -> None:
     assert f"Did you mean {suggested}" in said(capfd, *line.split())

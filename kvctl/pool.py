@@ -1,0 +1,33 @@
+"""`kvctl pool`: shares of memory."""
+
+from typing import Annotated
+
+import typer
+from google.protobuf.field_mask_pb2 import FieldMask
+
+from kvctl.options import DryRun
+from kvctl.session import Session, verb
+from protos.kvcache.v1 import kvcache_pb2 as pb
+
+app = typer.Typer(help="Set how many blocks a pool may use.")
+
+
+@verb(app, "set", "kvctl pool set executor-0/0 --blocks 128")
+def set_pool(
+    session: Session,
+    name: Annotated[str, typer.Argument(metavar="POOL", help="As `kvctl pools` names it.")],
+    blocks: Annotated[int, typer.Option(min=1, help="Device blocks that it may use.")],
+    dry_run: DryRun = False,
+) -> None:
+    """Set how many device blocks a pool may use; only free ones come and go."""
+    admin = session.admin
+    pool = admin.call(admin.stub.GetPool, pb.GetPoolRequest(pool_id=name)).pool
+    # The etag: what was changed in between by somebody else is not undone unseen.
+    request = pb.UpdatePoolRequest(
+        pool=pb.Pool(pool_id=name, total_blocks=blocks, etag=pool.etag),
+        update_mask=FieldMask(paths=["total_blocks"]),
+        validate_only=dry_run,
+    )
+    answer = admin.call(admin.stub.UpdatePool, request)
+    done = "would set" if dry_run else "set"
+    session.show(answer, lambda _wide: f"{done} pool {name} from {pool.total_blocks} to {blocks} blocks")
