@@ -1,12 +1,15 @@
 """From a model's folder to a transformers decoder whose every weight comes from the checkpoint, or a sentence."""
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from safetensors import safe_open
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, cached_file
 from transformers.utils import logging as transformers_logging
 from transformers.utils.peft_utils import find_adapter_config_file
 
@@ -15,6 +18,8 @@ from executor.errors import FamilyError, ModelError, first_line
 
 # Names of weights that a message repeats.
 _SHOWN = 3
+# Element types that weights are numbers in, as safetensors and torch name them; all others hold codes.
+_FLOATS = {"F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16"}
 
 
 def load_decoder(source: str, dtype: Any) -> Any:
@@ -28,6 +33,7 @@ def load_decoder(source: str, dtype: Any) -> Any:
     transformers_logging.disable_progress_bar()
     transformers_logging.get_logger("transformers.modeling_utils").setLevel(transformers_logging.ERROR)
     config = _configuration(source)
+    _check_generation_config(source, config)
     try:
         module, info = AutoModelForCausalLM.from_pretrained(
             source,
@@ -36,6 +42,8 @@ def load_decoder(source: str, dtype: Any) -> Any:
             output_loading_info=True,
             # Else it raises without naming them.
             ignore_mismatched_sizes=True,
+            # Else it asks at the terminal.
+            trust_remote_code=False,
         )
     except torch.OutOfMemoryError as error:
         raise ModelError(f"there is no room for the model {source}: {first_line(error)}") from error
@@ -48,6 +56,8 @@ def load_decoder(source: str, dtype: Any) -> Any:
             "serve the model's unquantised weights"
         )
     _check_weights(source, module, info)
+    if not method:
+        _check_types(source, module)
     return module
 
 
@@ -80,27 +90,137 @@ def _adapter(source: str) -> ModelError:
 
 def _configuration(source: str) -> Any:
     """The configuration, if it is that of a decoder. Raises ModelError."""
+    said: dict[str, Any] = {}
     try:
         if find_adapter_config_file(source) is not None:
             raise _adapter(source)
-        config = AutoConfig.from_pretrained(source)
+        said, _ = PretrainedConfig.get_config_dict(source)
+        if said.get("auto_map") and said.get("model_type") not in CONFIG_MAPPING:
+            raise _own_code(source)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except ModelError:
         raise
     except Exception as error:  # As where the weights are read.
+        if (unknown := _unknown_value(source, said, error)) is not None:
+            raise unknown from error
         raise ModelError(
             f"cannot load the model {source}: {first_line(error)}; check its config.json, "
             "or whether the installed transformers knows the model"
         ) from error
     if getattr(config, "is_encoder_decoder", False):
         raise FamilyError(f"{config.model_type}: the model has an encoder before its decoder")
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not getattr(config, "auto_map", None):
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        if getattr(config, "auto_map", None):
+            raise _own_code(source)
         raise FamilyError(f"{config.model_type}: transformers knows no decoder of text alone for this family")
     return config
+
+
+def _own_code(source: str) -> ModelError:
+    return ModelError(
+        f"the model {source} brings code of its own (auto_map in config.json), which the executor does not run: "
+        "serve a model of a family that the installed transformers knows"
+    )
+
+
+def _check_generation_config(source: str, config: Any) -> None:
+    """Raises ModelError unless generation_config.json can be read and all ids are tokens of the model."""
+    vocabulary = getattr(config.get_text_config(decoder=True), "vocab_size", None)
+    found = cached_file(source, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False)
+    said: Any = {}
+    if found is not None:
+        try:
+            said = json.loads(Path(found).read_text())
+            if not isinstance(said, dict):
+                raise ValueError("it holds no JSON object")
+            _check_ids(
+                GENERATION_CONFIG_NAME, source, said, ("eos_token_id", "bos_token_id", "pad_token_id"), vocabulary
+            )
+            GenerationConfig.from_dict(dict(said))
+        except ModelError:
+            raise
+        except Exception as error:  # As where the weights are read.
+            raise ModelError(
+                f"cannot read {GENERATION_CONFIG_NAME} of the model {source}: {first_line(error)}; "
+                "compare it with its origin, or remove it: then config.json says which tokens end an output"
+            ) from error
+    if said.get("eos_token_id") is None:
+        text = config.get_text_config(decoder=True)
+        _check_ids(
+            CONFIG_NAME, source, {"eos_token_id": getattr(text, "eos_token_id", None)}, ("eos_token_id",), vocabulary
+        )
+
+
+def _check_ids(file: str, source: str, said: Mapping[str, Any], fields: Iterable[str], vocabulary: int | None) -> None:
+    for field in fields:
+        given = said.get(field)
+        ids = given if isinstance(given, list) and field == "eos_token_id" else [given]
+        # A boolean is an int to Python alone.
+        if given is not None and not all(type(one) is int and 0 <= one < (vocabulary or one + 1) for one in ids):
+            below = f" below {vocabulary}, the size of the vocabulary" if vocabulary else ""
+            raise ModelError(
+                f"{file} of the model {source}: {field} is {json.dumps(given, default=str)[:80]}, "
+                f"which must be a token id from 0{below}: compare it with its origin, or remove the field"
+            )
+
+
+def _unknown_value(source: str, said: Mapping[str, Any], error: Exception) -> ModelError | None:
+    """The error for a field of config.json whose value transformers has no entry for; None for other errors."""
+    if not isinstance(error, KeyError) or len(error.args) != 1:
+        return None
+    fields = sorted(_fields_with(said, error.args[0]))
+    if not fields:
+        return None
+    return ModelError(
+        f"cannot load the model {source}: config.json has {fields[0]} {error.args[0]!r}, which the installed "
+        "transformers does not know: compare it with its origin, or install a transformers that knows it"
+    )
+
+
+def _fields_with(said: Mapping[str, Any], value: object, prefix: str = "") -> Iterator[str]:
+    for name, one in said.items():
+        if isinstance(one, dict):
+            yield from _fields_with(one, value, f"{prefix}{name}.")
+        elif isinstance(value, str) and one == value:
+            yield prefix + name
+
+
+def _check_types(source: str, module: Any) -> None:
+    """Raises ModelError where weights are codes: without their scales they are other numbers."""
+    weights = {name for name, _ in module.named_parameters()}
+    # Masks and counters are integers, too; a type of eight bits or fewer with a point is always a code.
+    codes = {
+        name: kind
+        for name, kind in _stored_types(source)
+        if kind not in _FLOATS and (name in weights or name.endswith(".weight") or kind.lower().startswith("f"))
+    }
+    if codes:
+        raise ModelError(
+            f"the weights of {source} are stored as codes ({', '.join(sorted(set(codes.values())))}), and config.json "
+            f"has no quantization_config that says what they mean: {_some(codes)}; serve the model's unquantised "
+            "weights, or compare config.json with its origin"
+        )
+
+
+def _stored_types(source: str) -> Iterator[tuple[str, str]]:
+    """Names and element types of the tensors in a checkpoint's files."""
+    folder = Path(str(cached_file(source, CONFIG_NAME))).parent
+    files = sorted(folder.glob("model*.safetensors"))
+    for file in files:
+        with safe_open(file, "pt") as tensors:
+            yield from ((name, str(tensors.get_slice(name).get_dtype())) for name in tensors.keys())  # noqa: SIM118
+    if not files:
+        for file in sorted(folder.glob("pytorch_model*.bin")):
+            # On "meta" no numbers are read.
+            for name, tensor in torch.load(file, map_location="meta", weights_only=True).items():
+                yield name, str(tensor.dtype).removeprefix("torch.")
 
 
 def _unreadable(source: str, config: Any, error: Exception) -> ModelError:
     if isinstance(error, KeyError) and error.args == (attention.NAME,):
         return FamilyError(f"{config.model_type}: its attention does not go through transformers' attention interface")
+    if (unknown := _unknown_value(source, config.to_dict(), error)) is not None:
+        return unknown
     if method := _quantized(config):
         return ModelError(
             f"cannot load the model {source}, whose weights are quantised ({method}): {first_line(error)}; "

@@ -34,9 +34,7 @@ def plain_rotary(module: Any, config: Any) -> Tensor | None:
     rotary, attention = module.model.rotary_emb, module.model.layers[0].self_attn
     plain = getattr(rotary, "rope_type", "default") in _PLAIN_ROTATIONS
     whole = 2 * rotary.inv_freq.shape[0] == attention.head_dim
-    # A base of 0 or below gives no angles.
-    sound = bool(rotary.inv_freq.isfinite().all())
-    return rotary.inv_freq.float() if plain and whole and sound else None
+    return rotary.inv_freq.float() if plain and whole else None
 
 
 def faster(

@@ -159,7 +159,12 @@ def _probe(module: Any, config: Any, device: torch.device) -> tuple[LayerGroup, 
 
 def _max_positions(config: Any) -> int:
     """Longest sequence. Rope that changes with the longest sequence of a batch is used up to where it starts to."""
-    longest = int(config.max_position_embeddings)
+    longest = getattr(config, "max_position_embeddings", None)
+    if not isinstance(longest, int) or longest < 1:
+        raise ModelError(
+            f"{config.model_type}: config.json has max_position_embeddings {longest!r}, which must be a number of "
+            "tokens from 1: compare it with its origin"
+        )
     rope = getattr(config, "rope_parameters", None) or {}
     for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         if parameters.get("rope_type") == "longrope":

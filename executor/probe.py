@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from executor.batch import pack
-from executor.errors import FamilyError
+from executor.errors import FamilyError, ModelError
 from executor.forward import Forward
 from executor.kv_pool import KvPools
 from executor.layers import LayerGroup
@@ -70,7 +70,10 @@ def deviation(computed: Tensor, expected: Tensor) -> float:
 def check_packing(
     forward: Forward, config: Any, groups: Sequence[LayerGroup], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Raises FamilyError unless sequences that share a step, at different positions, get what each gets alone."""
+    """Raises FamilyError unless sequences that share a step, at different positions, get what each gets alone.
+
+    Raises ModelError where outputs are no numbers.
+    """
     vocab_size, sequences = int(config.vocab_size), range(len(_LENGTHS))
     chunks = [length - last for length, last in zip(_LENGTHS, _LAST, strict=True)]
     with _Counting((sum(chunks), sum(_LAST))) as counting:
@@ -81,7 +84,13 @@ def check_packing(
         run(forward, groups, vocab_size, dtype, device, [prompt], [length])[0]
         for prompt, length in zip(sequences, _LENGTHS, strict=True)
     ]
-    # Weights that give no numbers give none alone either.
+    # A family may mask a token with negative infinity.
+    if any((own.isnan() | own.isposinf()).any() for [own] in alone):
+        kind = str(dtype).removeprefix("torch.")
+        raise ModelError(
+            f"{config.model_type}: the model computes values that are no numbers in {kind}: its weights are damaged, "
+            "or too large for this type: compare them with their origin, or set KVKEEP_EXECUTOR_DTYPE to float32"
+        )
     pairs = [(row, own[0]) for row, own in zip(packed, alone, strict=True) if own.isfinite().all()]
     errors = sorted(deviation(row, own) for row, own in pairs)
     # The middle one: where an expert is chosen by a hair, rounding may choose another one for a token.

@@ -28,7 +28,7 @@ class TokenizerFiles:
 def load_tokenizer(files: ModelFiles) -> TokenizerFiles:
     """Without a tokenizer the model can still be used with token ids. Raises ModelError for one that is damaged."""
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(files.source)
+        tokenizer: Any = AutoTokenizer.from_pretrained(files.source, trust_remote_code=False)
     # Any exception: the library that reads the file raises nothing narrower.
     except Exception as error:
         if Path(files.source, "tokenizer.json").exists():

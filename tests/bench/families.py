@@ -129,6 +129,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mpt": {"n_heads": 4},
     # These want ids of special tokens, or one kind of layer.
     "cwm": SPECIAL_TOKENS,
+    "glm": SPECIAL_TOKENS,
+    "glm4": SPECIAL_TOKENS,
     "modernbert-decoder": SPECIAL_TOKENS | {"cls_token_id": 1, "sep_token_id": 2},
     "lfm2_moe": {"layer_types": ["full_attention"] * 4},
 }

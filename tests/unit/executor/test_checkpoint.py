@@ -82,6 +82,19 @@ def broken_configuration(folder: Path) -> None:
     (folder / "config.json").write_text("{")
 
 
+def generates(text: str) -> Change:
+    """Writes generation_config.json."""
+    return lambda folder: (folder / "generation_config.json").write_text(text) and None
+
+
+def pickled_codes(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors[LAYER] = (tensors[LAYER] * 100).to(torch.int8)
+    torch.save(tensors, folder / "pytorch_model.bin")
+    file.unlink()
+
+
 CHANGES: dict[str, tuple[Change, str]] = {
     "a weight is missing": (weights(lambda tensors: tensors.pop(LAYER)), rf"lacks: {LAYER}.*random"),
     "a layer is missing": (configured(num_hidden_layers=5), r"lacks: model\.layers\.4\..* and \d+ more"),
@@ -98,6 +111,45 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "a quantisation that nobody knows": (configured(quantization_config={"quant_method": "odd"}), r"quantised by odd"),
     "a file was cut off": (truncated, r"incomplete or damaged"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), r"cannot load the model"),
+    "weights are fp8 codes": (
+        weights(lambda tensors: tensors.update({LAYER: tensors[LAYER].to(torch.float8_e4m3fn)})),
+        rf"codes \(F8_E4M3\).*no quantization_config.*: {LAYER}; serve",
+    ),
+    "weights are integer codes": (
+        weights(lambda tensors: tensors.update({LAYER: (tensors[LAYER] * 100).to(torch.int8)})),
+        rf"codes \(I8\).*no quantization_config.*: {LAYER}; serve",
+    ),
+    "integer codes in torch's format": (pickled_codes, rf"codes \(int8\).*: {LAYER}; serve"),
+    "a weight is no number": (
+        weights(lambda tensors: tensors[LAYER].fill_(float("nan"))),
+        r"no numbers in float32.*set KVKEEP_EXECUTOR_DTYPE",
+    ),
+    "generation_config.json is cut off": (generates("{"), r"generation_config\.json.*compare it.*or remove it"),
+    "generation_config.json is a list": (generates("[]"), r"generation_config\.json.*no JSON object.*compare"),
+    "an eos id beyond the vocabulary": (
+        generates('{"eos_token_id": [1, 100000]}'),
+        rf"generation_config\.json.*eos_token_id is \[1, 100000\].*below {VOCAB}.*compare",
+    ),
+    "a negative eos id": (generates('{"eos_token_id": -1}'), r"generation_config\.json.*eos_token_id is -1"),
+    "an eos id that is a text": (generates('{"eos_token_id": "</s>"}'), r"eos_token_id is \"</s>\""),
+    "an eos id that is a boolean": (generates('{"eos_token_id": true}'), r"eos_token_id is true"),
+    "a bos id beyond the vocabulary": (generates('{"bos_token_id": 100000}'), r"bos_token_id is 100000"),
+    "several pad ids": (generates('{"pad_token_id": [1, 2]}'), r"pad_token_id is \[1, 2\]"),
+    "no room for tokens": (generates('{"max_new_tokens": -1}'), r"generation_config\.json.*max_new_tokens.*compare"),
+    "an eos id of config.json beyond the vocabulary": (
+        configured(eos_token_id=100000),
+        r"^config\.json.*eos_token_id is 100000",
+    ),
+    "an activation that nobody knows": (configured(hidden_act="odd"), r"config\.json has hidden_act 'odd'.*compare"),
+    "rotary embeddings that nobody knows": (
+        configured(rope_parameters={"rope_type": "odd", "rope_theta": 10000.0}),
+        r"config\.json has rope_parameters\.rope_type 'odd'.*compare",
+    ),
+    "no positions": (configured(max_position_embeddings=0), r"max_position_embeddings 0.*compare"),
+    "code of its own": (
+        configured(model_type="nonsense", auto_map={"AutoConfig": "configuration_x.X", "AutoModelForCausalLM": "x.Y"}),
+        r"code of its own \(auto_map.*serve",
+    ),
     "no JSON": (broken_configuration, r"config\.json"),
     "a family that nobody knows": (configured(model_type="nonsense"), r"nonsense"),
 }
@@ -146,10 +198,27 @@ def test_an_encoder_is_refused(kind: Any, tmp_path: Path) -> None:
     ("config", "words"),
     [
         (FalconConfig(**_SIZES), "falcon: its attention does not go through"),
-        (GPTJConfig(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, rotary_dim=4), "gptj: its attention"),
+        (
+            GPTJConfig(
+                vocab_size=VOCAB,
+                n_embd=32,
+                n_layer=2,
+                n_head=4,
+                rotary_dim=4,
+                bos_token_id=None,
+                eos_token_id=None,
+            ),
+            "gptj: its attention",
+        ),
         (
             GPTNeoConfig(
-                vocab_size=VOCAB, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global"], 2]]
+                vocab_size=VOCAB,
+                hidden_size=32,
+                num_layers=2,
+                num_heads=4,
+                attention_types=[[["global"], 2]],
+                bos_token_id=None,
+                eos_token_id=None,
             ),
             "gpt_neo: its attention",
         ),

@@ -71,10 +71,11 @@ def test_rope_that_depends_on_the_batch_is_used_up_to_its_change(tmp_path: Path)
 
 
 @pytest.mark.parametrize("theta", [0.0, -1e4])
-def test_keys_are_not_rotated_to_angles_that_are_no_numbers(theta: float, tmp_path: Path) -> None:
+def test_rotary_embeddings_without_angles_are_refused(theta: float, tmp_path: Path) -> None:
     rope = {"rope_type": "default", "rope_theta": theta}
     folder = save_model(LlamaConfig(**CONFIGS["llama"]().to_dict() | {"rope_parameters": rope}), tmp_path / "odd")
-    assert load(folder).rotary is None
+    with pytest.raises(ModelError, match=r"no numbers in float32.*compare"):
+        load(folder)
 
 
 def test_a_package_named_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
