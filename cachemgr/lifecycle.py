@@ -52,14 +52,18 @@ def release(sequence: Sequence, now: float) -> Freed:
     return Freed(True, free_blocks(executor) - before)
 
 
-def end_tickets(executor: Executor, scheduler: Scheduler) -> None:
-    """Ends the copies of a scheduler that is gone.
+def tickets_of(executor: Executor, scheduler: Scheduler) -> list[Ticket]:
+    """Open copies of a scheduler."""
+    return [ticket for ticket in executor.tickets.values() if ticket.scheduler is scheduler]
+
+
+def end_ticket(executor: Executor, ticket: Ticket) -> None:
+    """Ends a copy of a scheduler that is gone, if it is still open.
 
     The executor ends the old session before it takes a step of another one, and runs steps in order: whoever gets
     the slots writes to them after the last copy that could still come.
     """
-    for ticket in [ticket for ticket in executor.tickets.values() if ticket.scheduler is scheduler]:
-        del executor.tickets[ticket.number]
+    if executor.tickets.pop(ticket.number, None) is not None:
         end_copy(ticket, Outcome.CANCELLED)
 
 

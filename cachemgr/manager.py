@@ -1,10 +1,11 @@
 """The cache manager: decides about every block of every executor. Synchronous, single-threaded, no clock of its own."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 
+from cachemgr import steps
 from cachemgr.admin import ManagerAdmin
 from cachemgr.admin_api import PoolShare
 from cachemgr.admission import Admitter, check_length
@@ -42,7 +43,7 @@ from cachemgr.hints import HintRunner
 from cachemgr.journal import IndexJournal, NoJournal
 from cachemgr.leases import LeaseBook
 from cachemgr.leftovers import Leftovers
-from cachemgr.lifecycle import carry_over, end_copies, end_tickets, lose, release, truncate
+from cachemgr.lifecycle import carry_over, end_copies, end_ticket, lose, release, tickets_of, truncate
 from cachemgr.operator_records import PinRecord
 from cachemgr.records import BlockRecord
 from cachemgr.registry import Executor, Scheduler
@@ -52,6 +53,7 @@ from cachemgr.retention import check_duration
 from cachemgr.rules import RuleBook
 from cachemgr.sequence import Sequence as LiveSequence
 from cachemgr.sequence import blocks_for
+from cachemgr.steps import Steps
 from cachemgr.syncing import Sync
 from cachemgr.tiers import Accounts
 from cachemgr.validation import check_id
@@ -105,6 +107,8 @@ class CacheManager(ManagerAdmin):
         # Sequences that have begun to evict tokens.
         self._evicted: Counter[Kind] = Counter()
         self._leftovers = Leftovers(self._leases)
+        # What calls have begun that did not wait for its end: each call of `expire` takes a step.
+        self._unfinished: deque[Steps[None]] = deque()
         # Calls that forget, while they run.
         self._forgetting: list[Forgetting] = []
         # Live sequences by id, in the order of their handles.
@@ -124,7 +128,9 @@ class CacheManager(ManagerAdmin):
     @property
     def is_behind(self) -> bool:
         """Whether so much is to be done at once that `expire` is due again now."""
-        return self._leases.is_behind or any(pool.device.may_pay for pool in self._selected(""))
+        return (
+            bool(self._unfinished) or self._leases.is_behind or any(pool.device.may_pay for pool in self._selected(""))
+        )
 
     def go_on(self) -> None:
         """A call that is carried out in steps takes the next one: leases have ended meanwhile."""
@@ -308,7 +314,10 @@ class CacheManager(ManagerAdmin):
     # Schedulers and sequences
 
     def register_scheduler(self, scheduler_id: str, scheduler_epoch: int) -> None:
-        """Registers a scheduler; a newer epoch frees what the older held. Raises InvalidField, StaleSchedulerError."""
+        """Registers a scheduler; a newer epoch frees what the older held, very many blocks in later calls of `expire`.
+
+        Raises InvalidField, StaleSchedulerError.
+        """
         now = self._now()
         check_id("scheduler_id", scheduler_id)
         if scheduler_epoch < 1:
@@ -325,7 +334,7 @@ class CacheManager(ManagerAdmin):
             known.deadline = deadline
             return
         if known is not None:
-            self._release_all(known, now)
+            self._release_all(known)
         self._schedulers[scheduler_id] = Scheduler(scheduler_id, scheduler_epoch, deadline)
         self._scheduler_came = True
 
@@ -475,12 +484,14 @@ class CacheManager(ManagerAdmin):
         callers ask for those in time that passes whether the manager runs or not.
         """
         now = self._now()
+        if self._unfinished:
+            self._carry_out(self._unfinished.popleft())
         owners: list[Scheduler | Executor] = [*self._schedulers.values(), *self._executors.values()]
         for owner in owners:
             owner.deadline = min(owner.deadline + late, now + self.config.lease_seconds)
         for scheduler_id, scheduler in list(self._schedulers.items()):
             if scheduler.deadline < now:
-                self._release_all(scheduler, now)
+                self._release_all(scheduler)
                 del self._schedulers[scheduler_id]
         for executor_id, executor in list(self._executors.items()):
             executor.holds.expire(now)
@@ -504,12 +515,36 @@ class CacheManager(ManagerAdmin):
             forgetting.came(sequence)
         return sequence.admission
 
-    def _release_all(self, scheduler: Scheduler, now: float) -> None:
-        for sequence in list(scheduler.sequences.values()):
+    def _carry_out(self, call: Steps[None]) -> None:
+        """Takes a step now; calls of `expire` take the others."""
+        for _ in call:
+            self._unfinished.append(call)
+            return
+
+    def _release_all(self, scheduler: Scheduler) -> None:
+        """Frees what a scheduler held that is gone, very many blocks in steps. No call can name its sequences."""
+        for sequence in scheduler.sequences.values():
             del self._sequences[sequence.sequence_id]
-            release(sequence, now)
-        for executor in self._executors.values():
-            end_tickets(executor, scheduler)
+        self._carry_out(self._release_in_steps(scheduler))
+
+    def _release_in_steps(self, scheduler: Scheduler) -> Steps[None]:
+        touched = 0
+        sequences = list(scheduler.sequences.values())[::-1]
+        # None stays: a million blocks that are freed together hold everybody up.
+        while sequences:
+            sequence = sequences.pop()
+            if touched >= steps.LOOKS:
+                touched = 0
+                yield
+            touched += sequence.num_blocks
+            release(sequence, self._leases.now)
+        for executor in list(self._executors.values()):
+            for ticket in tickets_of(executor, scheduler):
+                if touched >= steps.LOOKS:
+                    touched = 0
+                    yield
+                touched += steps.LOOKS // steps.CHANGES
+                end_ticket(executor, ticket)
 
 
 def _repeated(existing: LiveSequence, scheduler: Scheduler, content: object) -> Admission:

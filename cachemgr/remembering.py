@@ -11,7 +11,7 @@ from cachemgr.api import AccountKey
 from cachemgr.executors import fits
 from cachemgr.operator_records import Entry, Kind, PinRecord, entry_name
 from cachemgr.retention import RULE
-from cachemgr.steps import Steps, at_once
+from cachemgr.steps import Steps
 from cachemgr.tiers import Account
 from cachemgr.views import ManagerViews
 
@@ -44,6 +44,9 @@ class ManagerMemory(ManagerViews):
     _operator_journal: OperatorJournal
 
     def _now(self) -> float:
+        raise NotImplementedError
+
+    def _carry_out(self, call: Steps[None]) -> None:
         raise NotImplementedError
 
     def entries(self, kind: Kind, executor_id: str = "") -> Iterator[Entry]:
@@ -92,7 +95,8 @@ class ManagerMemory(ManagerViews):
     ) -> None:
         """Puts back what an earlier manager knew. What this one has heard since is newer and stays.
 
-        Rules and quotas apply from now on. A share of a pool that is there already applies when it fits, else from the
+        Rules and quotas apply from now on; very many cached blocks come to count against new quotas in later calls of
+        `expire`. A share of a pool that is there already applies when it fits, else from the
         executor's next registration on.
         """
         self._now()
@@ -102,7 +106,7 @@ class ManagerMemory(ManagerViews):
         for quota in new:
             self._accounts.set(quota)
         if new:
-            at_once(self._change_accounts([Account(quota).key for quota in new]))
+            self._carry_out(self._change_accounts([Account(quota).key for quota in new]))
         new_shares = {share.pool_id: share for share in shares if share.pool_id not in self._shares}
         self._shares |= new_shares
         # What one pool gives up is what another gets.

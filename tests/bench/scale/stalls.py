@@ -11,7 +11,7 @@ from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.message import Message
 
 from cachemgr import convert, paging
-from cachemgr.admin_api import BlockFilter, Prefix
+from cachemgr.admin_api import BlockFilter, Prefix, Quota
 from cachemgr.api import (
     Admission,
     AdmitRequest,
@@ -131,6 +131,8 @@ def rows(blocks: int) -> Iterator[Row]:
     yield from losses(blocks)
     yield from ends_of_leases(blocks)
     yield from sizes(blocks)
+    yield from schedulers(blocks)
+    yield from remembered_quotas(blocks)
     yield from restarts(blocks)
     yield from registrations(blocks)
 
@@ -178,6 +180,34 @@ def sizes(blocks: int) -> Iterator[Row]:
         stall, seconds = asyncio.run(_longest_stall(call))
         yield Row(f"UpdatePool of {blocks:,} slots to {total:,}: longest stall", stall * 1e3, "ms", 50)
         yield Row(f"UpdatePool of {blocks:,} slots to {total:,}: in all", seconds * 1e3, "ms")
+
+
+def schedulers(blocks: int) -> Iterator[Row]:
+    """A scheduler starts again that had all blocks."""
+    cache = Cache(blocks)
+    for first in range(0, blocks // CHAIN * CHAIN * BLOCK, CHAIN * BLOCK):
+        tokens = array("I", range(first, first + CHAIN * BLOCK))
+        assert cache.manager.admit(AdmitRequest(f"q{first}", "s", 1, "e", tokens)).admitted
+    yield from _and_behind(cache, "RegisterScheduler again", lambda: cache.manager.register_scheduler("s", 2))
+
+
+def remembered_quotas(blocks: int) -> Iterator[Row]:
+    """Quotas come back from the store when blocks of their salts are there already."""
+    cache = Cache(blocks)
+    for first in range(blocks // CHAIN):
+        cache.run(first * CHAIN * BLOCK, CHAIN * BLOCK, salt=f"s{first % 10}")
+    quotas = [Quota(salt=f"s{number}", device_floor=10) for number in range(10)]
+    call = partial(cache.manager.restore_operators, [], quotas, [])
+    yield from _and_behind(cache, "RestoreOperators of 10 quotas", call)
+
+
+def _and_behind(cache: Cache, name: str, call: Callable[[], object]) -> Iterator[Row]:
+    """A call, and what later calls of `expire` do of its work."""
+    took = [_timed(call)]
+    while cache.manager.is_behind:
+        took.append(_timed(cache.manager.expire))
+    yield Row(f"{name}, and expire behind it: longest", max(took), "ms", 50)
+    yield Row(f"{name}, and expire behind it: in all", sum(took), "ms")
 
 
 def restarts(blocks: int) -> Iterator[Row]:

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from cachemgr.records import BlockRecord
+from tests.unit.cachemgr.operators import small_steps
 from tests.unit.cachemgr.world import World
 
 # Hypothesis draws all rules equally often.
@@ -21,7 +22,8 @@ class Deaths(RuleBasedStateMachine):
     @rule(chance=CHANCE)
     def scheduler_starts_again(self, chance):
         if chance == 7:
-            self.world.start_scheduler()
+            with small_steps():
+                self.world.start_scheduler()
 
     @rule(chance=CHANCE, finished=FINISHED, lost=st.integers(0, 9))
     def executor_starts_again(self, chance, finished, lost):

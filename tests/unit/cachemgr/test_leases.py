@@ -17,6 +17,7 @@ from cachemgr.errors import (
     UnknownExecutorError,
     UnknownSchedulerError,
 )
+from tests.unit.cachemgr.operators import small_steps
 from tests.unit.cachemgr.world import World
 
 
@@ -63,6 +64,50 @@ def test_a_newer_scheduler_epoch_frees_what_the_older_held():
     assert world.free == 8
     world.check()
     assert world.cached_tokens(list(range(9))) == 8
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_what_a_scheduler_held_that_is_gone_is_freed_a_part_at_a_time_and_nothing_can_name_it(is_silent):
+    world = World(12)
+    for name in "abc":
+        world.run([ord(name)] * 9, name)
+    with small_steps():
+        if is_silent:
+            world.now = 9.0
+            world.renew()
+            world.now = 11.0
+            world.manager.expire()
+        world.start_scheduler()
+        assert [pool.used_blocks for pool in world.manager.pools()] == [6]
+        assert list(world.manager.sequences()) == []
+        assert world.manager.is_behind
+        world.check()
+        # The id is free, and what is already freed can be found.
+        assert world.admit([ord("a")] * 9, "a").cached_tokens == 8
+        world.check()
+        assert [pool.used_blocks for pool in world.manager.pools()] == [9]
+        world.manager.expire()
+        world.check()
+        assert world.manager.is_behind
+        world.manager.expire()
+        assert not world.manager.is_behind
+    assert [pool.used_blocks for pool in world.manager.pools()] == [3]
+    assert [sequence.sequence_id for sequence in world.manager.sequences()] == ["a"]
+    world.check()
+
+
+def test_a_scheduler_that_is_gone_may_have_had_sequences_in_a_lost_executor():
+    world = World(12)
+    for name in "abc":
+        world.run([ord(name)] * 9, name)
+    with small_steps():
+        world.manager.register_scheduler("s", 2)
+        world.start_executor()
+        world.check()
+        while world.manager.is_behind:
+            world.manager.expire()
+            world.check()
+    assert world.free == 12
 
 
 def test_an_older_scheduler_epoch_is_refused_and_the_same_one_changes_nothing():

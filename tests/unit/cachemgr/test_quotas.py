@@ -11,6 +11,7 @@ from cachemgr.dump import state_hash
 from cachemgr.errors import InvalidField, QuotaTooLargeError, SequenceTooLongError, UnknownQuotaError
 from cachemgr.tiers import Account, Tier, loss
 from tests.support.work import work_of
+from tests.unit.cachemgr.operators import small_steps
 from tests.unit.cachemgr.world import World
 
 
@@ -405,3 +406,21 @@ def test_a_block_counts_for_whose_sequence_stores_it_though_another_filled_it():
     world.finish("first")
     world.check()
     assert counts(world) == {"t": 0}
+
+
+def test_blocks_come_to_count_against_quotas_that_are_remembered_a_part_at_a_time():
+    world = World(12)
+    world.cache([1] * 9, salt="a")
+    world.cache([2] * 9, salt="b")
+    with small_steps():
+        world.manager.restore_operators([], [Quota(salt="a", device_floor=1), Quota(salt="b", device_floor=2)], [])
+        assert counts(world) == {"a": 0, "b": 0}
+        assert world.manager.is_behind
+        world.check()
+        # What comes from now on counts at once.
+        world.cache([3] * 4, salt="a")
+        assert counts(world)["a"] == 1
+        while world.manager.is_behind:
+            world.manager.expire()
+            world.check()
+    assert counts(world) == {"a": 4, "b": 3}
