@@ -48,14 +48,14 @@ class Connections(ServerState):
         """server: its name in the log and in metrics. open_files: how many the process may have."""
         super().__init__()
         self.most = min(MAX_CONNECTIONS, max(1, open_files // SHARE_OF_FILES))
-        # Connections without a request, the longest waiting first.
+        # Connections without a whole request, the longest waiting first.
         self.waiting: dict[Connection, None] = {}
         self._server = server
         self._refused: Counter[str] = Counter()
         self._logged_at = -LOG_SECONDS
 
     def make_room(self) -> None:
-        """Closes the connection that has waited longest for a request when there are more than may be."""
+        """Closes the connection that has waited longest for a whole request when there are more than may be."""
         if len(self.connections) > self.most:
             next(iter(self.waiting)).refuse("too_many_connections")
 
@@ -123,7 +123,8 @@ class Connection(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_QUEUED:
             said = f"a connection may have {MAX_QUEUED} requests waiting for their turn"
             raise self._refused("too_many_requests", 429, said)
-        self._stop_waiting()
+        # It goes on to wait for the body, and gives way to others. How long a body may take, the application says.
+        self._stop_timer()
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -134,14 +135,21 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """The end of a request."""
         self._unparsed = 0
+        if self._deadline is None:
+            self._stop_waiting()
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
         """Waits for the next request, unless that is there already."""
         is_last = not self.pipeline
         super().on_response_complete()
-        if is_last and not self.transport.is_closing():
+        if self.transport.is_closing():
+            return
+        if is_last:
             self._await_request()
+        elif not self.pipeline and self.cycle.more_body:
+            # The request that is served now waits for its body.
+            self._all.waiting[self] = None
 
     def send_400_response(self, msg: str) -> None:
         """The parser takes no more."""
@@ -163,11 +171,15 @@ class Connection(HttpToolsProtocol):
         self.transport.close()
 
     def _await_request(self) -> None:
+        self._stop_waiting()
         self._all.waiting[self] = None
         self._deadline = self.loop.call_later(REQUEST_SECONDS, self.refuse, "no_request")
 
     def _stop_waiting(self) -> None:
         self._all.waiting.pop(self, None)
+        self._stop_timer()
+
+    def _stop_timer(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None

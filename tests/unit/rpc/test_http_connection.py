@@ -216,6 +216,24 @@ async def test_the_longest_waiting_connection_gives_way_and_no_request_does(monk
             writer.close()
 
 
+async def test_a_body_that_does_not_come_gives_way_to_a_newcomer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_connection, "MAX_CONNECTIONS", 8)
+    async with serving(App()) as address:
+        head = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nfour"
+        sending = [await connect(address, b"") for _ in range(8)]
+        for reader, writer in sending:
+            # The second one is asked for when the first has been answered.
+            writer.write(head + b" five" + head)
+            await reader.readuntil(b"9 bytes")
+        assert b"0 bytes" in await exchange(address, GET + b"Connection: close\r\n\r\n")
+        assert await rest(sending[0][0]) == b""
+        for reader, writer in sending[1:]:
+            writer.write(b" five")
+            await reader.readuntil(b"9 bytes")
+        for _, writer in sending:
+            writer.close()
+
+
 @pytest.mark.parametrize(
     ("request_line", "hosts", "status"),
     [
