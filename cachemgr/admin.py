@@ -128,7 +128,9 @@ class ManagerAdmin(ManagerMemory):
         if etag and etag != str(pool.share_number):
             raise StalePoolError("the pool has changed since", fields={"pool.etag": "is not the current one"})
         if not 1 <= total_blocks <= pool.spec.num_blocks:
-            raise InvalidField("pool.total_blocks", f"must be from 1 to the {pool.spec.num_blocks} slots of the pool")
+            fixed = "" if executor.spec.memory_bytes is not None else "; the pools of this executor have fixed memory"
+            limit = f"must be from 1 to the {pool.spec.num_blocks} slots of the pool{fixed}"
+            raise InvalidField("pool.total_blocks", limit)
         self._check_memory(executor, pool, total_blocks)
         floors = self._accounts.floors[TierKind.DEVICE]
         if total_blocks < min(floors, pool.device.total):

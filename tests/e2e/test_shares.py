@@ -153,4 +153,5 @@ async def check_given(stack: Stack) -> None:
         await operator.update(windowed, EQUAL - 8)
         with pytest.raises(RemoteError) as refused:
             await operator.update(full, EQUAL + 8)
-        assert refused.value.fields["pool.total_blocks"] == f"must be from 1 to the {EQUAL} slots of the pool"
+        bound = f"must be from 1 to the {EQUAL} slots of the pool; the pools of this executor have fixed memory"
+        assert refused.value.fields["pool.total_blocks"] == bound
