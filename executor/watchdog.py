@@ -10,12 +10,20 @@ from executor.worker import Worker
 log = structlog.get_logger()
 
 TICK_SECONDS = 1.0
-# Ticks in which the device's thread may stand still. A tick is counted when it is over: to a process that was stopped,
-# its pause is one tick.
-STILL_TICKS = 10
+# Ticks in which the device's thread may stand still: at least so many, and so many times what the longest of the last
+# steps took. Before a step has ended nothing is known: devices compile and load at first. The scheduler calls a step
+# late by the same measure. A tick is counted when it is over: to a process that was stopped, its pause is one tick.
+STILL_TICKS, STILL_TIMES, FIRST_STEP_TICKS = 10, 5, 75
 # And ticks behind the end of the session that it works for. Its scheduler has given it up then, by a bound that knows
 # what steps take, and only another process helps.
 ABANDONED_TICKS = 30
+
+
+def still_ticks(longest_step: float | None) -> float:
+    """Ticks in which the device's thread may stand still. longest_step: seconds; None before a step has ended."""
+    if longest_step is None:
+        return FIRST_STEP_TICKS
+    return max(STILL_TICKS, STILL_TIMES * longest_step / TICK_SECONDS)
 
 
 class Watchdog:
@@ -43,8 +51,9 @@ class Watchdog:
             still = still + 1 if turn is not None and turn == last else 0
             abandoned = abandoned + 1 if still and self._worker.is_abandoned else 0
             last = turn
-            if self._moves != (still < STILL_TICKS):
-                self._moves = still < STILL_TICKS
+            moves = still < still_ticks(self._worker.longest_step)
+            if self._moves != moves:
+                self._moves = moves
                 self._tell()
                 if self._moves:
                     log.info("the device moves again")

@@ -2,6 +2,7 @@
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,6 +23,8 @@ log = structlog.get_logger()
 AWAIT_SECONDS = 0.02
 # And a process that stops for those that run.
 STOP_SECONDS = 5.0
+# Steps whose times are kept.
+KEPT_STEPS = 64
 
 # Answers of a session: the number of its first step, then outcomes; an error or None as the last one.
 Answer = int | Outcome | ServiceError | None
@@ -94,6 +97,7 @@ class Worker:
         # Which turn of its loop the thread is in, and for which session; None while it waits for work.
         self._turn: tuple[int, Session | None] | None = None
         self._turns = 0
+        self._step_seconds: deque[float] = deque(maxlen=KEPT_STEPS)
         self._thread = threading.Thread(target=self._work, name="device", daemon=True)
 
     def start(self) -> None:
@@ -121,6 +125,11 @@ class Worker:
         """Changes with everything that the device's thread does; None while it has no work. From any thread."""
         turn = self._turn
         return None if turn is None else turn[0]
+
+    @property
+    def longest_step(self) -> float | None:
+        """Seconds that the longest of the last steps took; None before the first one. From any thread."""
+        return max(self._step_seconds.copy(), default=None)
 
     @property
     def is_abandoned(self) -> bool:
@@ -247,6 +256,8 @@ class Worker:
             return
         (session, outcome), self._outcome = self._outcome, None
         metrics.STEP_SECONDS.observe(outcome.compute_time)
+        if outcome.num_tokens:
+            self._step_seconds.append(outcome.compute_time)
         metrics.IDLE_SECONDS.inc(max(outcome.idle_time, 0))
         metrics.TOKENS.inc(outcome.num_tokens)
         metrics.SAMPLED.inc(len(outcome.sampled))

@@ -13,6 +13,7 @@ from supervisor import is_serving
 from executor import watchdog, worker
 from executor.model import Model
 from protos.rpc.errors import RemoteError
+from scheduler import loop
 from tests.unit.executor.running_stack import Stack, join, running
 
 
@@ -70,6 +71,26 @@ async def test_health_tells_that_the_device_stands_still_and_that_it_moves_again
         await asyncio.sleep(watchdog.TICK_SECONDS * watchdog.STILL_TICKS * 2)
         assert await asyncio.to_thread(is_serving, address)
     assert not stack.given_up.is_set()
+
+
+async def test_a_first_step_may_take_long(stack: Stack, hanging: Hanging, tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/e.sock"
+    async with stack.session() as stream:
+        await until(lambda: is_serving(address))
+        hanging.goes_on.clear()
+        await stream.send(**join(1))
+        await until(hanging.hangs.is_set)
+        await asyncio.sleep(watchdog.TICK_SECONDS * watchdog.STILL_TICKS * 2)
+        assert await asyncio.to_thread(is_serving, address)
+        hanging.goes_on.set()
+        assert (await stream.read()).result.step == 1
+        # From then on it is known what a step takes.
+        assert stack.worker.longest_step is not None
+
+
+def test_health_allows_a_step_what_the_scheduler_does() -> None:
+    bounds = [watchdog.still_ticks(seconds) * watchdog.TICK_SECONDS for seconds in (None, 0.02, 2.0, 12.0)]
+    assert bounds == [loop.LATE_TIMES * loop.FIRST_STEP_SECONDS, 10, 10, loop.LATE_TIMES * 12.0]
 
 
 async def test_a_device_that_its_scheduler_has_given_up_ends_the_process(stack: Stack, hanging: Hanging) -> None:
