@@ -32,7 +32,7 @@ from cachemgr.errors import (
 from cachemgr.forgetting import Forgetting, is_remembered_of
 from cachemgr.hints import HintRunner
 from cachemgr.hints import check as check_hints
-from cachemgr.holds import Pinned
+from cachemgr.holds import Pinned, complete
 from cachemgr.keys import TOKEN_BYTES, pack, packed_bytes
 from cachemgr.purging import is_remembered, purge
 from cachemgr.remembering import ManagerMemory
@@ -353,7 +353,7 @@ class ManagerAdmin(ManagerMemory):
         for executor in executors:
             keys = keys_of(executor, prefix)
             blocks = [(pool, block) for pool in executor.pools for block in chain(pool, keys)]
-            pinned.append(executor.holds.pin(blocks, owner, now, duration, validate_only=validate_only))
+            pinned.append(executor.holds.pin(complete(blocks), owner, now, duration, validate_only=validate_only))
         return pinned
 
     def release_hold(self, name: str) -> int:

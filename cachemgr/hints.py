@@ -13,6 +13,7 @@ from cachemgr.admin_api import HintAction, HintAnswer, HintOutcome, Hints
 from cachemgr.api import Outcome, Retention, RetentionRange, Transfer
 from cachemgr.chains import chain
 from cachemgr.errors import InvalidField
+from cachemgr.holds import complete
 from cachemgr.retention import HINT, MAX_DURATION, MAX_PRIORITY, Wish, bounded
 from cachemgr.validation import MAX_ID_BYTES, check_id
 
@@ -86,6 +87,8 @@ class HintRunner:
         # To walk a long prompt for each of very many actions takes long. What is cached of the prefix, until an action
         # moves blocks, and what types of actions came to that moved none, until one changes anything.
         self._found: Blocks | None = None
+        # By executor: what of these a pin may keep.
+        self._pinnable: list[tuple[Executor, Blocks]] | None = None
         self._futile: dict[str, Result] = {}
         self.transfers: list[Transfer] = []
 
@@ -142,7 +145,7 @@ class HintRunner:
         if kind not in self._futile:
             result = move(blocks)
             if result[2]:
-                self._found = None
+                self._found = self._pinnable = None
                 self._futile.clear()
                 return result
             self._futile[kind] = result
@@ -185,8 +188,12 @@ class HintRunner:
             return HintOutcome.MISSING, "", 0
         self._futile.clear()
         count, clipped, names = 0, [] if granted == seconds else [f"for {granted:g} s"], []
-        for executor, _ in self._prefixes:
-            mine = [(pool, block) for pool, block in blocks if pool in executor.pools]
+        if self._pinnable is None:
+            self._pinnable = [
+                (executor, complete([(pool, block) for pool, block in blocks if pool in executor.pools]))
+                for executor, _ in self._prefixes
+            ]
+        for executor, mine in self._pinnable:
             # Whoever may send a hint may not push aside what an operator has pinned, nor pin in an operator's name.
             pinned = executor.holds.pin(mine, self._owners + owner, self._now, granted, displace=False)
             count += pinned.receipt.num_blocks

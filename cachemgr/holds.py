@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from cachemgr.api import Outcome, Receipt
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+
+_BLOCK: Callable[[tuple[Pool, Block]], Block] = itemgetter(1)
 
 # On one executor, beyond which callers' hints make no more: operators see all of them, and each is kept in Redis.
 MAX_PINS = 1000
@@ -99,12 +102,10 @@ class Holds:
         displace: bool = True,
         validate_only: bool = False,
     ) -> Pinned:
-        """Pins indexed blocks and what they stand on, those nearest to the root when not all fit.
+        """Pins blocks that `complete` gave, those nearest to the root when not all fit.
 
-        Blocks whose bytes are on their way, and what stands on these, are left out. With `displace` older pins become
-        leases where room is needed, else they leave so much less of the budget.
+        With `displace` older pins become leases where room is needed, else they leave so much less of the budget.
         """
-        blocks = _complete(blocks)
         fitting = self._fitting(blocks, displace=displace)
         if not blocks or not fitting:
             reason = "nothing of it is cached" if not blocks else "the budget for pins is too small for a block"
@@ -112,7 +113,7 @@ class Holds:
         same = self._same(fitting, owner)
         if same is None and not displace and self._num_pins >= MAX_PINS:
             return Pinned("", Receipt("pin", Outcome.REJECTED, f"there are {self._num_pins} pins already"))
-        degraded = [] if same is not None else self._to_degrade(fitting)
+        degraded = self._to_degrade(fitting) if same is None and displace else []
         clipped = len(fitting) < len(blocks)
         receipt = Receipt(
             "pin",
@@ -131,14 +132,14 @@ class Holds:
             return Pinned(same.name, receipt)
         name = f"pin-{self._next_number()}"
         # Referenced before older pins let go of what they may have in common.
-        self._add(Hold(name, fitting, {owner: now + duration}, pin=True))
+        self._add(Hold(name, list(fitting), {owner: now + duration}, pin=True))
         for hold in degraded:
             self._degrade(hold, now)
         return Pinned(name, receipt, names)
 
     def restore(self, name: str, blocks: Kept, owner: str, end: float) -> None:
         """Puts what is left of a pin of an earlier manager back; older ones come first, `keep_budget` comes last."""
-        left = _complete(blocks)
+        left = complete(blocks)
         if left:
             self._add(Hold(name, left, {owner: end}, pin=True))
         else:
@@ -157,8 +158,11 @@ class Holds:
         freed = 0
         # The tail goes first, as when a sequence ends.
         for pool, block in reversed(hold.blocks):
-            pool.drop(block)
-            freed += not block.refs
+            if block.refs > 1:
+                block.refs -= 1
+            else:
+                pool.drop(block)
+                freed += not block.refs
         return freed
 
     def expire(self, now: float) -> None:
@@ -182,14 +186,18 @@ class Holds:
 
     def keep_cached(self) -> None:
         """Blocks outside the index are gone; of the others stay those that have not lost what they stand on."""
+        standing = _Standing(arrived=False)
         for hold in self:
-            left = [(pool, block) for pool, block in hold.blocks if block.parent is not None]
             self._count(hold, hold.blocks, -1)
-            hold.blocks = [(pool, block) for pool, block in left if _is_complete(pool, block)]
-            self._count(hold, hold.blocks, 1)
-            for pool, block in left:
-                if not _is_complete(pool, block):
-                    pool.drop(block)
+            kept: Kept = []
+            lost: Kept = []
+            for pool, block in hold.blocks:
+                if block.parent is not None:
+                    (kept if standing.add(pool, block) else lost).append((pool, block))
+            hold.blocks = kept
+            self._count(hold, kept, 1)
+            for pool, block in lost:
+                pool.drop(block)
             if not hold.blocks:
                 self._remove(hold)
             if hold.pin:
@@ -197,7 +205,11 @@ class Holds:
 
     def _add(self, hold: Hold) -> None:
         for pool, block in hold.blocks:
-            pool.retain(block)
+            # Most have references, and need nothing else then.
+            if block.refs:
+                block.refs += 1
+            else:
+                pool.retain(block)
         self._holds[hold.name] = hold
         self._count(hold, hold.blocks, 1)
         self._num_pins += hold.pin
@@ -210,20 +222,28 @@ class Holds:
         self._num_pins -= hold.pin
 
     def _count(self, hold: Hold, blocks: Kept, change: int) -> None:
-        """Counts blocks that the hold has, or has no longer."""
-        for pool, block in blocks:
-            _change(self._held, block, change)
+        """Counts blocks that the hold has, or has no longer. A pin has no block twice."""
+        pinned = self._pinned
+        if change > 0:
+            self._held.update(map(_BLOCK, blocks))
             if hold.pin:
-                was_pinned = block in self._pinned
-                _change(self._pinned, block, change)
-                _change(self._pinned_in, pool, (block in self._pinned) - was_pinned)
+                self._pinned_in.update([pool for pool, block in blocks if block not in pinned])
+                pinned.update(map(_BLOCK, blocks))
+            return
+        _take_off(self._held, map(_BLOCK, blocks))
+        if hold.pin:
+            _take_off(pinned, map(_BLOCK, blocks))
+            _take_off(self._pinned_in, [pool for pool, block in blocks if block not in pinned])
 
     def _budget(self, pool: Pool) -> int:
         return int(pool.device.total * self._pin_budget)
 
     def _fitting(self, blocks: Kept, *, displace: bool) -> Kept:
         # What several pin counts once.
-        left = {pool: self._budget(pool) - (0 if displace else self._pinned_in[pool]) for pool, _ in blocks}
+        fresh = Counter(pool for pool, block in blocks if displace or block not in self._pinned)
+        left = {pool: self._budget(pool) - (0 if displace else self._pinned_in[pool]) for pool in fresh}
+        if all(count <= left[pool] for pool, count in fresh.items()):
+            return blocks
         fitting = []
         for pool, block in blocks:
             if not displace and block in self._pinned:
@@ -235,13 +255,14 @@ class Holds:
 
     def _same(self, blocks: Kept, owner: str) -> Hold | None:
         """A pin of these blocks that the owner has already."""
-        wanted = {block for _, block in blocks}
-        for hold in self._holds.values():
-            alike = hold.pin and owner in hold.owners and len(hold.blocks) == len(blocks)
-            # Most pins differ in their tails only.
-            if alike and all(block in wanted for _, block in reversed(hold.blocks)):
-                return hold
-        return None
+        alike = [
+            hold
+            for hold in self._holds.values()
+            if hold.pin and owner in hold.owners and len(hold.blocks) == len(blocks)
+        ]
+        wanted = {block for _, block in blocks} if alike else set()
+        # Most pins differ in their tails only.
+        return next((hold for hold in alike if all(block in wanted for _, block in reversed(hold.blocks))), None)
 
     def _to_degrade(self, fresh: Kept) -> list[Hold]:
         """Older pins that must give way, oldest first; a block that several pin counts once."""
@@ -259,7 +280,7 @@ class Holds:
             for pool, block in hold.blocks:
                 gone[block] += 1
                 if pool in over and gone[block] == self._pinned[block] and block not in kept:
-                    _change(over, pool, -1)
+                    _take_off(over, (pool,))
         return degraded
 
     def _degrade(self, hold: Hold, now: float) -> None:
@@ -272,37 +293,54 @@ class Holds:
         self.release(hold)
 
 
-def _change(counter: Counter[T], key: T, change: int) -> None:
-    """Counts, without an entry for what there is none of."""
-    count = counter[key] + change
-    if count:
-        counter[key] = count
-    else:
-        del counter[key]
+def _take_off(counter: Counter[T], keys: Iterable[T]) -> None:
+    """Counts down, without an entry for what there is none of."""
+    for key in keys:
+        count = counter[key] - 1
+        if count:
+            counter[key] = count
+        else:
+            del counter[key]
 
 
-def _is_complete(pool: Pool, block: Block) -> bool:
-    """Whether nothing is lost that a block stands on: what lies in a lower tier may outlive that."""
-    first = block
-    while pool.window is None and isinstance(first.parent, Block):
-        first = first.parent
-    return pool.window is not None or not first.depth
+class _Standing:
+    """Which blocks have arrived with all that they stand on; each block is looked at once, however many ask for it."""
 
+    def __init__(self, *, arrived: bool) -> None:
+        """arrived: whether a block whose bytes are on their way is left out, with what stands on it."""
+        self._arrived = arrived
+        self.complete: dict[Block, Pool] = {}
+        self._left_out: set[Block] = set()
 
-def _complete(blocks: Kept) -> Kept:
-    """Indexed blocks that have arrived, root first, and under full attention all that they stand on."""
-    blocks = [(pool, block) for pool, block in blocks if _is_complete(pool, block)]
-    found: dict[Block, Pool] = {}
-    left_out: set[Block] = set()
-    for pool, block in blocks:
+    def add(self, pool: Pool, block: Block) -> bool:
+        """Whether nothing is lost that a block stands on: what lies in a lower tier may outlive that."""
         line: list[Block] = []
         node: Node | None = block
-        while isinstance(node, Block) and node not in found:
+        is_complete = True
+        while isinstance(node, Block) and node not in self.complete:
             line.append(node)
-            if node in pool.moving or node in left_out:
-                left_out.update(line)
+            if node in self._left_out or (self._arrived and node in pool.moving):
+                is_complete = False
                 break
-            node = node.parent if pool.window is None else None
+            if pool.window is not None:
+                break
+            if not isinstance(node.parent, Block):
+                is_complete = not node.depth
+            node = node.parent
+        if is_complete:
+            self.complete.update(dict.fromkeys(reversed(line), pool))
         else:
-            found.update(dict.fromkeys(reversed(line), pool))
-    return sorted(((pool, block) for block, pool in found.items()), key=lambda kept: kept[1].depth)
+            self._left_out.update(line)
+        return is_complete
+
+
+def complete(blocks: Kept) -> Kept:
+    """Indexed blocks that have arrived, root first, and under full attention all that they stand on."""
+    standing = _Standing(arrived=True)
+    for pool, block in blocks:
+        standing.add(pool, block)
+    return sorted(((pool, block) for block, pool in standing.complete.items()), key=_depth)
+
+
+def _depth(kept: tuple[Pool, Block]) -> int:
+    return kept[1].depth

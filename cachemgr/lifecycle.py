@@ -7,6 +7,7 @@ from cachemgr.block import Block
 from cachemgr.errors import InvalidField, SharedBlockError, VoidSequenceError, WindowPassedError
 from cachemgr.events import EventLog
 from cachemgr.evicting import check_in_place, doom, left_behind
+from cachemgr.holds import complete
 from cachemgr.keys import cut_extra_keys
 from cachemgr.leftovers import Leftovers
 from cachemgr.registry import Executor, Scheduler
@@ -115,7 +116,7 @@ def _keep(sequence: Sequence, now: float) -> None:
         rule, duration = found
         size = executor.block_size
         pinned = [(pool, block) for pool, block in kept if block.parent is not None and rule.covers(block.depth * size)]
-        executor.holds.pin(pinned, rule.holder, now, duration)
+        executor.holds.pin(complete(pinned), rule.holder, now, duration)
 
 
 def lose(executor: Executor, events: EventLog, leftovers: Leftovers) -> None:

@@ -401,6 +401,37 @@ def test_a_pin_costs_about_the_same_however_many_others_there_are():
     assert cost(200) < 1.5 * cost(10)
 
 
+def test_pins_of_one_envelope_look_once_at_what_a_prompt_stands_on():
+    config = dataclasses.replace(CONFIG, pin_budget=1.0)
+
+    def cost(blocks: int) -> int:
+        world = World(blocks + 10, config=config)
+        prompt = list(range(4 * blocks))
+        world.cache(prompt)
+        pins = many(*[("Pin", {"owner": f"o{number}", "duration_seconds": 5}) for number in range(4)])
+        work = work_of(lambda: world.manager.hint(Prefix(tuple(prompt)), pins, None))
+        assert len(list(world.manager.holds())) == 4
+        world.check()
+        return work
+
+    assert cost(160) < 5 * cost(40)
+
+
+def test_all_pins_of_what_is_not_cached_are_missing():
+    world = with_prompt()
+    pin = ("Pin", {"owner": "a", "duration_seconds": 5})
+    answers, _ = world.manager.hint(Prefix((1, 2, 3, 4)), many(pin, pin), None)
+    assert [answer.outcome for answer in answers] == [MISSING, MISSING]
+
+
+def test_what_a_hint_moves_down_is_not_pinned_by_the_next_one():
+    world = with_prompt(host_blocks=8)
+    pin = ("Pin", {"owner": "a", "duration_seconds": 5})
+    answers, _ = world.manager.hint(Prefix(tuple(PROMPT)), many(("Demote", {"tier": "host"}), pin), None)
+    assert [answer.outcome for answer in answers] == [ACCEPTED, REJECTED]
+    world.check()
+
+
 def test_callers_make_a_bounded_number_of_pins_and_operators_any():
     world = with_prompt()
     for number in range(MAX_PINS):

@@ -8,6 +8,7 @@ from cachemgr.admin_api import Prefix
 from cachemgr.api import Outcome
 from cachemgr.dump import state_hash
 from cachemgr.errors import InvalidField, UnknownExecutorError, UnknownHoldError
+from tests.support.work import work_of
 from tests.unit.cachemgr.world import CONFIG, World
 
 PROMPT = list(range(10, 18))
@@ -211,3 +212,28 @@ def test_a_pin_that_means_nothing_is_refused_and_nothing_changes(prefix, owner, 
         world.manager.pin_prefix(prefix, owner, seconds, validate_only=False)
     assert list(refused.value.fields) == [field]
     assert state_hash(world.manager.state()) == before
+
+
+def test_a_pin_takes_work_in_proportion_to_its_blocks():
+    def cost(blocks: int) -> int:
+        world = roomy(blocks + 10, budget=1.0)
+        prompt = list(range(4 * blocks))
+        world.cache(prompt)
+        work = work_of(lambda: world.manager.pin_prefix(Prefix(tuple(prompt)), "ops", 5.0, validate_only=False))
+        world.check()
+        return work
+
+    assert cost(160) < 5 * cost(40)
+
+
+def test_pins_of_a_restarted_executor_take_work_in_proportion_to_their_blocks():
+    def cost(blocks: int) -> int:
+        world = roomy(blocks + 10, budget=1.0)
+        prompt = list(range(4 * blocks))
+        world.cache(prompt)
+        for number in range(4):
+            world.manager.pin_prefix(Prefix(tuple(prompt)), f"o{number}", 5.0, validate_only=False)
+        (executor,) = world.manager._executors.values()
+        return work_of(executor.holds.keep_cached)
+
+    assert cost(160) < 5 * cost(40)
