@@ -39,7 +39,11 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
     async def CheckPool(self, request: pb.CheckPoolRequest, context: Any) -> pb.CheckPoolResponse:
         """Recounts; what Redis holds is read only for who asks for it."""
         manager = self._manager
-        found = await steady(lambda: manager.check_pool_in_steps(request.pool_id), manager.fingerprint)
+        found = [
+            one
+            for part in manager.check_pool_in_parts(request.pool_id)
+            for one in await steady(part, manager.fingerprint)
+        ]
         pools = [self._manager.pool(request.pool_id)] if request.pool_id else self._manager.pools()
         differences = None
         if request.compare_with_store:

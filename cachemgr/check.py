@@ -1,8 +1,11 @@
 """Recounts an executor's pools from scratch and reports every contradiction."""
 
+from __future__ import annotations
+
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from cachemgr import siblings
 from cachemgr.admin_api import PoolViolation
@@ -15,20 +18,34 @@ from cachemgr.retention import SHARED
 from cachemgr.tiers import Tier, account_of, loss
 from cachemgr.transfers import Purpose
 
+# Each gives its contradictions, with None behind each small step. Nothing may change between its steps.
+Part = Callable[[], Iterator[PoolViolation | None]]
+
 
 def check(executor: Executor, pools: list[Pool]) -> list[PoolViolation]:
     """All contradictions in those of the pools that are this executor's."""
-    return [found for found in check_in_steps(executor, pools) if found is not None]
+    return [found for part in parts(executor, pools) for found in part() if found is not None]
 
 
-def check_in_steps(executor: Executor, pools: list[Pool]) -> Iterator[PoolViolation | None]:
-    """As `check`, with None behind each small step. Nothing may change between the steps."""
-    for pool in executor.pools:
-        if pool in pools:
-            check = _Check(executor, pool)
-            for _ in check.steps():
-                yield None
-            yield from check.violations
+def parts(executor: Executor, pools: list[Pool]) -> list[Part]:
+    """As `check`, in parts that may be of different moments: each looks at something else."""
+    return [
+        partial(_Check(executor, pool).run, part)
+        for pool in executor.pools
+        if pool in pools
+        for part in (
+            _Check.references,
+            _Check.counters,
+            _Check.places,
+            _Check.backups,
+            _Check.order,
+            _Check.leases,
+            _Check.keys,
+            _Check.index,
+            _Check.pending,
+            _Check.writers,
+        )
+    ]
 
 
 class _Check:
@@ -36,27 +53,25 @@ class _Check:
         self._executor = executor
         self._pool = pool
         self._blocks: list[Block] = []
-        self.violations: list[PoolViolation] = []
+        self._violations: list[PoolViolation] = []
 
-    def steps(self) -> Iterator[None]:
-        for block in self._pool.blocks:
-            if block is not None:
-                self._blocks.append(block)
-            yield
-        yield from self._references()
-        yield from self._counters()
-        yield from self._backups()
-        yield from self._order()
-        yield from self._leases()
-        yield from self._index()
-        yield from self._pending()
-        yield from self._writers()
+    def run(self, part: Callable[[_Check], Iterator[None]]) -> Iterator[PoolViolation | None]:
+        """Runs one part, from its beginning."""
+        self._blocks, self._violations = [], []
+        places = self._pool.blocks
+        for start in range(0, len(places), 512):
+            self._blocks += filter(None, places[start : start + 512])
+            yield None
+        for _ in part(self):
+            yield None
+        yield from self._violations
 
     def _report(self, condition: bool, slot: int, message: str) -> None:
         if not condition:
-            self.violations.append(PoolViolation(self._pool.pool_id, slot, message))
+            self._violations.append(PoolViolation(self._pool.pool_id, slot, message))
 
-    def _references(self) -> Iterator[None]:
+    def references(self) -> Iterator[None]:
+        """Each block has as many references as are known."""
         expected: Counter[Block] = Counter()
         for block in self._expected_references():
             expected[block] += 1
@@ -87,7 +102,8 @@ class _Check:
             if ticket.source is not None and ticket.holds_source:
                 yield ticket.source
 
-    def _counters(self) -> Iterator[None]:
+    def counters(self) -> Iterator[None]:
+        """The counters of tiers and quotas are what a count gives."""
         pool = self._pool
         for tier in pool.tiers:
             name = tier.kind.name.lower()
@@ -136,7 +152,10 @@ class _Check:
             right = tier.protected == protected
             self._report(right, 0, f"protects another number of {name} blocks than its shares do")
             self._report(tier.first_of_shares() is best, 0, f"would lose another {name} block than the first")
-        for place, at in enumerate(pool.blocks):
+
+    def places(self) -> Iterator[None]:
+        """Each block is where it says, and has a reason to be."""
+        for place, at in enumerate(self._pool.blocks):
             yield
             if at is not None:
                 self._report(at.slot == place, place, f"holds a block that says place {at.slot}")
@@ -148,7 +167,8 @@ class _Check:
         # The entry 0 is for slots that the tier does not have.
         seen[slot if 1 <= slot <= tier.size else 0] += seen[slot if 1 <= slot <= tier.size else 0] < 2
 
-    def _backups(self) -> Iterator[None]:
+    def backups(self) -> Iterator[None]:
+        """Backups are of device blocks that need one."""
         pool, backups = self._pool, self._pool.backups
         for block, place in backups.places.items():
             yield
@@ -168,7 +188,8 @@ class _Check:
             left = below.parent is None and below.refs > 0 and pool.blocks[below.slot] is below
             self._report(left, below.slot, "is to be inherited and not in use")
 
-    def _order(self) -> Iterator[None]:
+    def order(self) -> Iterator[None]:
+        """What may be lost is in its order of loss, and nothing else."""
         pool, listed = self._pool, set()
         for tier in pool.tiers:
             owned = [(None, tier.order), *((account, share.order) for account, share in tier.shares.items())]
@@ -197,7 +218,8 @@ class _Check:
             in_pool = pool.blocks[block.slot] is block
             self._report(in_pool, 0, "a block that is not in the pool is in the eviction order")
 
-    def _leases(self) -> Iterator[None]:
+    def leases(self) -> Iterator[None]:
+        """Priorities are those of the leases."""
         for block in self._blocks:
             yield
             leases = list(leases_of(block))
@@ -216,7 +238,8 @@ class _Check:
             waiting = any(lease.deadline is None and lease.wish.duration is not None for lease in leases)
             self._report(not waiting or block.refs > 0, block.slot, "can be taken, and the clock of a lease stands")
 
-    def _index(self) -> Iterator[None]:
+    def keys(self) -> Iterator[None]:
+        """Each block that says so is in the index, and no other."""
         pool = self._pool
         indexed = 0
         for block in self._blocks:
@@ -225,6 +248,10 @@ class _Check:
                 indexed += 1
                 self._report(pool.index.get(block.key) is block, block.slot, "is not in the index under its key")
         self._report(len(pool.index) == indexed, 0, "index and blocks do not agree")
+
+    def index(self) -> Iterator[None]:
+        """The index is a tree of what the keys say."""
+        pool = self._pool
         children_of: dict[Block, Node] = {}
         for node in itertools.chain(pool.bare.values(), pool.index.values()):
             before: tuple[object, ...] | None = None
@@ -275,7 +302,8 @@ class _Check:
             outlived = block.depth > 0 and not is_first and not self._pool.is_on_device(block)
             self._report(outlived or (is_first and block.depth == 0), block.slot, "has lost its parent")
 
-    def _pending(self) -> Iterator[None]:
+    def pending(self) -> Iterator[None]:
+        """What is promised is promised by somebody who writes it."""
         for key, block in self._pool.pending.items():
             yield
             writer = block.writer
@@ -292,7 +320,7 @@ class _Check:
             )
             self._report(promised, block.slot, "is promised under a key that its writer does not have")
 
-    def _writers(self) -> Iterator[None]:
+    def writers(self) -> Iterator[None]:
         """Whatever a sequence may still write to is its own and nobody can find it."""
         owners: dict[Block, int] = {}
         for sequence in self._executor.sequences.values():

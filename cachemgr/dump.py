@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from cachemgr.transfers import Ticket
 
 
+# Made once: there is a line for each block.
+_encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
+
+
 def state_hash(lines: Iterable[str]) -> str:
     """SHA-256 over a state."""
     digest = StateDigest()
@@ -48,7 +52,7 @@ class StateDigest:
 
 def line(kind: str, **facts: Any) -> str:
     """One fact with its kind."""
-    return json.dumps({"kind": kind, **facts}, separators=(",", ":"), ensure_ascii=False)
+    return _encode({"kind": kind, **facts})
 
 
 def scheduler_state(scheduler: Scheduler) -> str:

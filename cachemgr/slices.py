@@ -41,16 +41,21 @@ async def steady(read: Callable[[], Iterable[T | None]], state: Callable[[], obj
     give_up, seconds = time.perf_counter() + PATIENCE_SECONDS, SLICE_SECONDS
     while True:
         before = state()
-        all_found: list[T] = []
-        first = True
-        async for found in sliced(read(), seconds):
-            if not first and state() != before:
-                break
-            first = False
-            all_found += [item for item in found if item is not None]
+        found: list[T] = []
+        end = time.perf_counter() + seconds
+        for number, item in enumerate(read(), start=1):
+            if item is not None:
+                found.append(item)
+            if not number % _ITEMS and time.perf_counter() >= end:
+                await asyncio.sleep(0)
+                # Before it reads on: what it goes through may be another by now, or gone.
+                if state() != before:
+                    break
+                end = time.perf_counter() + seconds
         else:
-            return all_found
+            return found
         if time.perf_counter() >= give_up:
             raise StateChangesError("the state changes all the time while it is read", retry_after=1.0)
         seconds = min(2 * seconds, LONGEST_SLICE_SECONDS)
-        await asyncio.sleep(seconds)
+        # Not for longer: right behind a change it is longest until the next one.
+        await asyncio.sleep(SLICE_SECONDS)

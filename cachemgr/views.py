@@ -1,8 +1,9 @@
 """What operators, watchers and the store read of a manager. Nothing here changes anything."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from itertools import islice
 
 from cachemgr import matching
@@ -35,7 +36,7 @@ from cachemgr.api import (
 )
 from cachemgr.block import Block, Node
 from cachemgr.chains import all_of
-from cachemgr.check import check, check_in_steps
+from cachemgr.check import Part, check, parts
 from cachemgr.dump import executor_state, line, rule_state, scheduler_state
 from cachemgr.errors import (
     InvalidField,
@@ -92,24 +93,42 @@ class ManagerViews:
         pools = self._selected(pool_id)
         return [violation for executor in self._executors.values() for violation in check(executor, pools)]
 
-    def check_pool_in_steps(self, pool_id: str = "") -> Iterator[PoolViolation | None]:
-        """As `check_pool`, with None behind each small step; `fingerprint` must not change between them."""
+    def check_pool_in_parts(self, pool_id: str = "") -> list[Callable[[], Iterator[PoolViolation | None]]]:
+        """As `check_pool`, part by part, with None behind each small step.
+
+        `fingerprint` must not change between the steps of a part, and may between two parts.
+        """
         pools = self._selected(pool_id)
-        for executor in list(self._executors.values()):
-            yield from check_in_steps(executor, pools)
+        return [
+            partial(self._check_part, executor, part)
+            for executor in self._executors.values()
+            for part in parts(executor, pools)
+        ]
+
+    def _check_part(self, executor: Executor, part: Part) -> Iterator[PoolViolation | None]:
+        # One that has gone meanwhile has nothing to contradict itself; its pools may be another epoch's.
+        if self._executors.get(executor.executor_id) is executor:
+            yield from part()
 
     def fingerprint(self) -> object:
-        """Another one once a block, lease or sequence is another than before; time and renewals leave it as it is."""
+        """Another one once a block or lease is another than before; time and renewals leave it as it is.
+
+        So do the tokens of a sequence that goes on within its last block: else it would change with every step.
+        """
         return (
             self._number,
             self._events.last,
-            [(one.handle, one.computed, len(one.tokens), one.num_blocks) for one in self._sequences.values()],
+            [(one.handle, one.computed // one.block_size, one.num_blocks) for one in self._sequences.values()],
             [(one.executor_id, one.epoch, len(one.tickets), len(list(one.holds))) for one in self._executors.values()],
             [
                 (pool.uses, pool.honoured_leases, pool.broken_leases, pool.share_number, len(pool.pending))
                 for pool in self._selected("")
             ],
-            [(tier.used, tier.cached, tier.owed) for pool in self._selected("") for tier in pool.tiers],
+            [
+                (tier.used, tier.cached, tier.owed, len(tier.shares), tier.protected)
+                for pool in self._selected("")
+                for tier in pool.tiers
+            ],
         )
 
     def pools(self) -> list[PoolView]:

@@ -91,7 +91,7 @@ def rows(blocks: int) -> Iterator[Row]:
     tokens = range(CHAIN * BLOCK)
     of_prefix = pb.RetentionRule(name="p", match=pb.RuleMatch(prefix_token_ids=tokens), action=rule.action)
     calls: dict[str, Callable[[], Awaitable[object]]] = {
-        "CheckPool": lambda: steady(manager.check_pool_in_steps, manager.fingerprint),
+        "CheckPool": lambda: _check(manager),
         "DumpState": lambda: _dump(manager),
         "WatchEvents, snapshot": lambda: _snapshot(manager),
         "records for a resynchronisation with Redis": lambda: _resync(manager),
@@ -268,6 +268,10 @@ async def _snapshot(manager: CacheManager) -> None:
             reader.catch_up()
         async for _ in sliced(reader.events()):
             pass
+
+
+async def _check(manager: CacheManager) -> object:
+    return [await steady(part, manager.fingerprint) for part in manager.check_pool_in_parts()]
 
 
 async def _dump(manager: CacheManager) -> None:

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from cachemgr import slices
-from cachemgr.admin_api import BlockFilter
+from cachemgr.admin_api import BlockFilter, PoolViolation, Quota
 from cachemgr.api import EventKind
 from cachemgr.errors import EventsGoneError, StateChangesError
 from cachemgr.events import Event
@@ -131,6 +131,43 @@ async def test_a_steady_read_begins_again_when_the_state_has_changed(monkeypatch
     assert reads == 3
 
 
+async def test_a_steady_read_does_not_read_on_in_what_has_changed_meanwhile(monkeypatch):
+    monkeypatch.setattr(slices, "SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(slices, "LONGEST_SLICE_SECONDS", 0.0)
+    state = dict.fromkeys(range(100))
+
+    async def add() -> None:
+        await asyncio.sleep(0)
+        state[100] = None
+
+    other = asyncio.create_task(add())
+    # A dictionary that has another size cannot be read on.
+    assert await steady(lambda: iter(state), lambda: len(state)) == list(range(101))
+    await other
+
+
+def test_a_token_within_the_last_block_leaves_the_fingerprint_as_it_is():
+    world = World(20)
+    world.admit(list(range(6)), "a")
+    seen = []
+    for _ in range(9):
+        world.step(most=20)
+        world.sync()
+        seen.append(world.manager.fingerprint())
+    # Twice in nine tokens a block of four is full.
+    assert 1 < len({repr(one) for one in seen}) < 6
+
+
+def test_a_quota_that_is_set_changes_the_fingerprint():
+    world = World(20)
+    world.cache(list(range(8)), salt="x")
+    seen = [world.manager.fingerprint()]
+    for floor in (0, 2):
+        world.manager.set_quota(Quota(salt="x", device_floor=floor), validate_only=False)
+        seen.append(world.manager.fingerprint())
+    assert len({repr(one) for one in seen}) == 3
+
+
 async def test_a_steady_read_gives_up_where_the_state_never_stands_still(monkeypatch):
     monkeypatch.setattr(slices, "SLICE_SECONDS", 0.0)
     monkeypatch.setattr(slices, "LONGEST_SLICE_SECONDS", 0.0)
@@ -171,7 +208,7 @@ def cached_world(blocks: int) -> World:
 
 
 READS = {
-    "check": lambda world: world.manager.check_pool_in_steps(),
+    "check": lambda world: (item for part in world.manager.check_pool_in_parts() for item in part()),
     "dump": lambda world: next(part for part in world.manager.state_outline() if not isinstance(part, str)),
     "snapshot": lambda world: world.manager.views_in_slices().steps(),
     "blocks": lambda world: world.manager.search_blocks("e/0"),
@@ -188,6 +225,10 @@ def test_no_step_of_a_long_read_grows_with_the_cache(name):
     assert large < 2 * small
 
 
+async def checked(manager: CacheManager) -> list[PoolViolation]:
+    return [one for part in manager.check_pool_in_parts() for one in await steady(part, manager.fingerprint)]
+
+
 async def test_a_check_finds_what_is_wrong_and_nothing_else_while_others_work(monkeypatch):
     monkeypatch.setattr(slices, "SLICE_SECONDS", 0.0)
     world = cached_world(40)
@@ -202,12 +243,12 @@ async def test_a_check_finds_what_is_wrong_and_nothing_else_while_others_work(mo
             await asyncio.sleep(0.02)
 
     other = asyncio.create_task(work())
-    assert await steady(manager.check_pool_in_steps, manager.fingerprint) == []
+    assert await checked(manager) == []
     await other
     assert turns == 5
     block = next(iter(manager.pool_to_read("e/0").index.values()))
     block.priority += 1
-    assert {one.slot for one in await steady(manager.check_pool_in_steps, manager.fingerprint)} == {block.slot}
+    assert {one.slot for one in await checked(manager)} == {block.slot}
     block.priority -= 1
 
 
