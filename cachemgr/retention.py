@@ -26,7 +26,8 @@ MAX_DURATION = 315_576_000_000.0
 SESSION, REQUEST, RULE, PIN, HINT = "session/", "request/", "rule/", "pin/", "hint/"
 # Holder of a lease that stands for those of several.
 SHARED = "shared"
-# Longest wish of a session, in seconds: nobody says when a session is over. Its next wish begins a new one.
+# Longest wish of a session, in seconds: nobody says when a session is over. Its next wish begins a new one. It is that
+# of a hint without a session, too: nobody can take back what its message has asked for.
 MAX_SESSION_SECONDS = 86_400.0
 
 
@@ -164,9 +165,9 @@ class Wishes:
 
 
 def bounded(holder: str, priority: int, duration: float | None, config: ManagerConfig) -> tuple[int, float | None]:
-    """What a holder may have of a wish: the operator's bounds, and an end of what a session keeps."""
+    """What a holder may have of a wish: the operator's bounds, and an end of what a session or a hint keeps."""
     longest = config.max_retention_seconds
-    if duration is None and holder.startswith(SESSION):
+    if duration is None and holder.startswith((SESSION, HINT)):
         duration = MAX_SESSION_SECONDS
     if longest and (duration is None or duration > longest):
         duration = longest

@@ -11,6 +11,7 @@ from cachemgr.api import TierKind
 from cachemgr.dump import state_hash
 from cachemgr.errors import InvalidField
 from cachemgr.holds import MAX_PINS
+from cachemgr.retention import MAX_SESSION_SECONDS
 from tests.support.work import work_of
 from tests.unit.cachemgr.world import CONFIG, World, wish
 
@@ -69,6 +70,18 @@ def test_what_is_retained_has_the_priority_for_the_time():
     assert [priority for _, priority in blocks(world)] == [35, 35]
 
 
+def test_what_a_hint_without_a_session_keeps_without_an_end_ends_after_a_day():
+    world = World(10, config=dataclasses.replace(CONFIG, lease_seconds=1e9))
+    world.cache(PROMPT)
+    assert send(world, "Retain", priority=80) == (CLIPPED, 2)
+    world.now = MAX_SESSION_SECONDS - 1
+    world.manager.expire()
+    assert [priority for _, priority in blocks(world)] == [80, 80]
+    world.now = MAX_SESSION_SECONDS
+    world.manager.expire()
+    assert [priority for _, priority in blocks(world)] == [35, 35]
+
+
 def test_the_session_holds_what_is_retained_in_its_name():
     world = with_prompt()
     send(world, "Retain", session_id="x", priority=80)
@@ -114,7 +127,7 @@ def test_who_may_have_no_highest_priority_may_pin_nothing():
 def test_what_is_demoted_goes_first():
     world = with_prompt(4)
     world.cache([50, 51, 52, 53])
-    assert send(world, "Retain", [50, 51, 52, 53], priority=80)[0] is ACCEPTED
+    assert send(world, "Retain", [50, 51, 52, 53], priority=80, duration_seconds=5)[0] is ACCEPTED
     assert send(world, "Demote", priority=1) == (ACCEPTED, 2)
     world.cache([99] * 12, no_store=True)
     assert blocks(world) == []
@@ -324,7 +337,7 @@ def test_of_several_wishes_in_one_envelope_the_last_counts():
     world = with_prompt()
     wishes = [("Retain", {"priority": 80}), ("Demote", {}), ("Retain", {"priority": 60}), ("Retain", {"priority": 101})]
     answers, _ = world.manager.hint(Prefix(tuple(PROMPT)), many(*wishes), None)
-    assert [answer.outcome for answer in answers] == [ACCEPTED, ACCEPTED, ACCEPTED, REJECTED]
+    assert [answer.outcome for answer in answers] == [CLIPPED, ACCEPTED, CLIPPED, REJECTED]
     assert {priority for _, priority in blocks(world)} == {60}
     answers, _ = world.manager.hint(Prefix(tuple(PROMPT)), many(("Retain", {"priority": 90}), ("Demote", {})), None)
     assert {priority for _, priority in blocks(world)} == {0}
@@ -356,7 +369,9 @@ def test_a_wish_between_two_demotions_gives_the_second_a_place_to_go():
     world.run_executor_copies()
     world.cache(PROMPT)
     to_host = ("Demote", {"tier": "host"})
-    answers, _ = world.manager.hint(Prefix(tuple(PROMPT)), many(to_host, ("Retain", {"priority": 90}), to_host), None)
+    answers, _ = world.manager.hint(
+        Prefix(tuple(PROMPT)), many(to_host, ("Retain", {"priority": 90, "duration_seconds": 5}), to_host), None
+    )
     found = [(answer.outcome, answer.num_blocks) for answer in answers]
     assert found == [(REJECTED, 0), (ACCEPTED, 2), (ACCEPTED, 2)]
     world.run_executor_copies()
