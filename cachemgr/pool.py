@@ -23,6 +23,9 @@ from cachemgr.tiers import Tier, account_of
 if TYPE_CHECKING:
     from cachemgr.transfers import Ticket
 
+# Looked up once, not for each block that is taken.
+_OUT, _BY_COPY = Way.OUT, Way.BY_COPY
+
 TAKEABLE = "every block without references may be taken: what a referenced block stands on is referenced too"
 
 
@@ -132,13 +135,13 @@ class Pool(Restarting):
             assert victim is not None, TAKEABLE
             slot = victim.slot
             way = self._vacate(device, victim, writer)
-            if way is Way.OUT:
+            if way is _OUT:
                 # Its object serves again: to make one takes a tenth of an eviction.
                 block = victim
                 block.writer = writer
             else:
                 block = Block(slot, writer)
-                moved = victim if way is Way.BY_COPY else None
+                moved = victim if way is _BY_COPY else None
         block.refs = 1
         block.domain = domain
         self.blocks[block.slot] = block

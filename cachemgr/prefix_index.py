@@ -278,16 +278,14 @@ class PrefixIndex(PoolViews):
     def _is_evictable(self, block: Block) -> bool:
         return self.window is not None or not block.near
 
-    def _lose_near(self, parent: Block) -> None:
-        """A child of this block has left the block's own tier."""
+    def _lose_near(self, parent: Block, tier: Tier) -> None:
+        """A child of this block has left the block's own tier, which is this one."""
         parent.near -= 1
         if parent.near:
             return
         if parent.refs:
             self._offer(parent)
         elif parent.older is None:
-            device = self.device
-            tier = device if parent.slot <= device.size else self.tier_of(parent)
             if tier.shares:
                 tier.enlist(parent, account_of(parent), newest=False)
             else:
@@ -316,7 +314,7 @@ class PrefixIndex(PoolViews):
             if parent.children is None:
                 del self.bare[parent.key]
         elif self.window is None and (parent.slot <= device.size if tier is device else self.tier_of(parent) is tier):
-            self._lose_near(parent)
+            self._lose_near(parent, tier)
         del self.index[block.key]
         tier.indexed -= 1
         if block.children is not None:

@@ -538,9 +538,12 @@ def loss(block: Block) -> tuple[int, int]:
 
 def goes_before(block: Block, other: Block) -> bool:
     """Whether a block is lost before another."""
-    return loss(block) < loss(other)
+    if block.priority != other.priority:
+        return block.priority < other.priority
+    return block.recency < other.recency
 
 
 def account_of(block: Block) -> Account | None:
     """Whose quota a block counts against."""
-    return None if block.domain is None else block.domain.account
+    domain = block.domain
+    return None if domain is None else domain.account

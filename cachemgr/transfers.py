@@ -39,6 +39,10 @@ class Purpose(enum.Enum):
     BACKUP = "backup"
 
 
+# Looked up once, not for each of very many copies.
+_FILL, _MOVE, _FETCH = Purpose.FILL, Purpose.MOVE, Purpose.FETCH
+
+
 class Outcome(enum.Enum):
     """How a copy ended. One that is cancelled was never sent to the executor."""
 
@@ -90,7 +94,7 @@ class Ticket:
         self.target = target
         self.num_tokens = num_tokens
         self.scheduler = scheduler
-        self.holds_source = purpose in (Purpose.FILL, Purpose.FETCH)
+        self.holds_source = purpose is _FILL or purpose is _FETCH
         self.sequence: Sequence | None = None
         # As long as the copy may still be recalled.
         self.opened_by: OpenedCopies | None = None
@@ -101,19 +105,23 @@ class Ticket:
         self.transfer = self._transfer()
 
     def _transfer(self) -> Transfer:
-        spec = self.pool.spec
-        target = self.pool.tier_of(self.target)
-        target.fill(self.target.slot, self.number)
-        source = target if self.source is None else self.pool.tier_of(self.source)
-        return Transfer(
-            self.number,
-            spec.group,
-            0 if self.source is None else self.source.slot - source.offset,
-            self.target.slot - target.offset,
-            self.num_tokens or self.pool.block_size,
-            spec.block_bytes,
-            source.kind,
-            target.kind,
+        pool, source = self.pool, self.source
+        spec, slot, to = pool.spec, self.target.slot, pool.tier_of(self.target)
+        to.fill(slot, self.number)
+        origin = to if source is None else pool.tier_of(source)
+        # Half the time of Transfer(...).
+        return tuple.__new__(
+            Transfer,
+            (
+                self.number,
+                spec.group,
+                0 if source is None else source.slot - origin.offset,
+                slot - to.offset,
+                self.num_tokens or pool.block_size,
+                spec.block_bytes,
+                origin.kind,
+                to.kind,
+            ),
         )
 
     @property
@@ -208,7 +216,7 @@ class OpenedCopies:
     def add(self, ticket: Ticket) -> None:
         """A copy that has just been opened."""
         self._tickets[ticket.number] = ticket
-        if ticket.purpose is Purpose.MOVE:
+        if ticket.purpose is _MOVE:
             ticket.opened_by = self
             self.offer(ticket)
 
@@ -311,7 +319,7 @@ class Copies:
 
     def _move(self, pool: Pool, moved: Block, occupant: Block, writer: Sequence | None) -> None:
         scheduler = None if writer is None else writer.scheduler
-        ticket = self._add(Ticket(self._next_number(), Purpose.MOVE, pool, occupant, moved, scheduler=scheduler))
+        ticket = self._add(Ticket(self._next_number(), _MOVE, pool, occupant, moved, scheduler=scheduler))
         pool.moving[moved] = pool.leaving[occupant] = ticket
         if writer is not None:
             writer.opened.add(ticket)
