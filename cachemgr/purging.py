@@ -1,7 +1,5 @@
 """Selecting cached blocks by filter, and dropping them."""
 
-from itertools import chain
-
 from cachemgr.admin_api import BlockFilter, Purged
 from cachemgr.api import RemovalCause
 from cachemgr.block import Block, Node
@@ -9,7 +7,7 @@ from cachemgr.errors import BlocksInUseError
 from cachemgr.pool import Pool
 from cachemgr.records import BlockRecord
 from cachemgr.registry import Executor
-from cachemgr.steps import Doomed, Steps, changes, drained, looks, with_descendants
+from cachemgr.steps import Doomed, Steps, changes, drained, looks
 
 
 def matches(pool: Pool, block: Block, selected: BlockFilter) -> bool:
@@ -85,23 +83,15 @@ def _plan(
 ) -> Steps[tuple[list[Doomed], int]]:
     """What goes of each executor, and how many blocks are meant and stay."""
     indexed = [(executor, pool, list(pool.index), among) for executor, pool, among in pools]
-    plans: dict[Executor, Doomed] = {}
-    gone: dict[Executor, list[dict[Block, None]]] = {}
+    plans = {executor: Doomed() for executor, _, _, _ in indexed}
     used = 0
     for executor, pool, keys, among in indexed:
-        doomed, stay = yield from _select(pool, keys, among, selected)
+        going, stay = yield from _select(pool, keys, among, selected)
         used += stay
-        if pool.window is None:
-            gone.setdefault(executor, []).append(doomed)
-        plan = plans.setdefault(executor, Doomed())
-        for part in changes(doomed):
-            for block in part:
-                if block.parent is not None:
-                    plan.add(pool, block)
-            yield
+        yield from plans[executor].add_all(pool, going)
     for executor, pool, _, _ in indexed:
         if pool.window is not None:
-            yield from _add_useless(plans[executor], pool, gone.get(executor, []))
+            yield from _add_useless(plans[executor], pool)
     return list(plans.values()), used
 
 
@@ -109,11 +99,11 @@ def _is_free(pool: Pool, block: Block) -> bool:
     return not block.refs and (pool.window is not None or block.children is None)
 
 
-def _add_useless(plan: Doomed, pool: Pool, gone: list[dict[Block, None]]) -> Steps[None]:
+def _add_useless(plan: Doomed, pool: Pool) -> Steps[None]:
     """What a window has of blocks that full attention loses: it goes with them."""
-    for part in looks(chain.from_iterable(gone)):
-        for block in part:
-            useless = pool.index.get(block.key)
+    for keys in looks(plan.of_full_attention()):
+        for key in keys:
+            useless = pool.index.get(key)
             if useless is not None and not useless.refs:
                 plan.add(pool, useless)
         yield
@@ -121,8 +111,8 @@ def _add_useless(plan: Doomed, pool: Pool, gone: list[dict[Block, None]]) -> Ste
 
 def _select(
     pool: Pool, keys: list[bytes], among: set[Block] | None, selected: BlockFilter
-) -> Steps[tuple[dict[Block, None], int]]:
-    """Blocks that go, with all that stands on them, and how many are meant and stay. It uses the keys up."""
+) -> Steps[tuple[list[Block], int]]:
+    """Blocks that go, without what stands on them, and how many are meant and stay. It uses the keys up."""
     meant: list[Block] = []
     # Blocks in use, and with full attention what they stand on. What is copied to or from a lower tier is in use, too.
     stay: set[Block] = set()
@@ -139,15 +129,8 @@ def _select(
             if (among is None or block in among) and matches(pool, block, selected):
                 meant.append(block)
         yield
-    count, going = len(meant), []
+    count, going = len(meant), list[Block]()
     for some in drained(meant):
         going += [block for block in some if block not in stay]
         yield
-    used = count - len(going)
-    if pool.window is None:
-        return (yield from with_descendants(going)), used
-    found: dict[Block, None] = {}
-    for some in looks(going):
-        found.update(dict.fromkeys(some))
-        yield
-    return found, used
+    return going, count - len(going)

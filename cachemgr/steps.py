@@ -60,26 +60,56 @@ class Doomed:
     """Blocks of one executor that are to leave the index, by their keys: until their turn they may go or move."""
 
     def __init__(self) -> None:
-        self._by_depth: dict[int, dict[bytes, tuple[Pool, ...]]] = {}
-        # A tuple for all blocks of the same pools: a million objects would set off a garbage collection of everything.
-        self._pools: dict[tuple[tuple[Pool, ...], Pool], tuple[Pool, ...]] = {}
+        # By depth and key the number of the pools: a dictionary of bytes and numbers is nothing that a garbage
+        # collection walks, which takes 50 ms for a million keys.
+        self._by_depth: dict[int, dict[bytes, int]] = {}
+        self._holders: list[tuple[Pool, ...]] = [()]
+        self._numbers: dict[tuple[int, Pool], int] = {}
 
-    def add(self, pool: Pool, block: Block) -> None:
-        """One of them."""
+    def add(self, pool: Pool, block: Block) -> bool:
+        """One of them. False when it was one already."""
         keyed = self._by_depth.setdefault(block.depth, {})
-        pools = keyed.get(block.key, ())
-        if pool not in pools:
-            keyed[block.key] = self._pools.setdefault((pools, pool), (*pools, pool))
+        number = keyed.get(block.key, 0)
+        if pool in self._holders[number]:
+            return False
+        keyed[block.key] = self._with(number, pool)
+        return True
+
+    def add_all(self, pool: Pool, blocks: list[Block]) -> Steps[None]:
+        """These that are still there, with full attention and all that stands on them. It uses the list up."""
+        at = 0
+        while blocks:
+            rest = [blocks.pop()]
+            while rest:
+                block = rest.pop()
+                if block.parent is not None and self.add(pool, block) and pool.window is None:
+                    rest.extend(siblings.each(block))
+                at += 1
+                if at % LOOKS == 0:
+                    yield
+
+    def of_full_attention(self) -> Iterator[bytes]:
+        """Keys of those that a pool with full attention loses; values of known keys may be added meanwhile."""
+        for keyed in self._by_depth.values():
+            for key, number in keyed.items():
+                if any(pool.window is None for pool in self._holders[number]):
+                    yield key
+
+    def _with(self, number: int, pool: Pool) -> int:
+        if (number, pool) not in self._numbers:
+            self._numbers[number, pool] = len(self._holders)
+            self._holders.append((*self._holders[number], pool))
+        return self._numbers[number, pool]
 
     def means(self, pool: Pool, block: Block) -> bool:
         """Whether a block is one of them, in this pool."""
-        return pool in self._by_depth.get(block.depth, {}).get(block.key, ())
+        return pool in self._holders[self._by_depth.get(block.depth, {}).get(block.key, 0)]
 
     def blocks(self) -> Iterator[tuple[Pool, Block]]:
         """Those that are still there."""
         for found in self._by_depth.values():
-            for key, pools in found.items():
-                for pool in pools:
+            for key, number in found.items():
+                for pool in self._holders[number]:
                     block = pool.index.get(key)
                     if block is not None:
                         yield pool, block
@@ -87,7 +117,8 @@ class Doomed:
     def deepest_first(self) -> Iterator[tuple[bytes, tuple[Pool, ...]]]:
         """All, once: what stands on a block comes before it."""
         for depth in sorted(self._by_depth, reverse=True):
-            yield from self._by_depth.pop(depth).items()
+            for key, number in self._by_depth.pop(depth).items():
+                yield key, self._holders[number]
 
 
 def with_descendants(blocks: Iterable[Block]) -> Steps[dict[Block, None]]:

@@ -1,6 +1,7 @@
 """What calls cost as the cache grows: work is counted, and doubling the cache must not do more than double it."""
 
 import contextlib
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,7 @@ from cachemgr import keys
 from cachemgr.admin_api import ForgetTarget, Prefix
 from cachemgr.api import ManagerConfig
 from cachemgr.block import Block
+from cachemgr.steps import Doomed, at_once
 from cachemgr.tiers import Account, Tier, account_of
 from cachemgr.transfers import OpenedCopies
 from tests.support.work import work_of
@@ -137,3 +139,14 @@ def counted(owner: object, name: str) -> Iterator[list[int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, call)
         yield calls
+
+
+def test_a_plan_of_what_goes_is_nothing_that_a_garbage_collection_walks():
+    world = one_chain(64)
+    pool = world.manager.pool_to_read("e/0")
+    plan = Doomed()
+    at_once(plan.add_all(pool, list(pool.index.values())))
+    assert len(list(plan.blocks())) == len(pool.index) >= 64
+    keyed = vars(plan)["_by_depth"].values()
+    assert keyed
+    assert not any(map(gc.is_tracked, keyed))
