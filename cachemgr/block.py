@@ -97,7 +97,7 @@ class EvictionOrder:
         priority = block.priority
         ring = self._rings.get(priority)
         if ring is None:
-            ring = self._rings[priority] = _Ring(priority, self._late)
+            ring = self._rings[priority] = _Ring(self._late)
         ring.append(block)
         self._bits |= 1 << priority
 
@@ -106,7 +106,7 @@ class EvictionOrder:
         priority = block.priority
         ring = self._rings.get(priority)
         if ring is None:
-            ring = self._rings[priority] = _Ring(priority, self._late)
+            ring = self._rings[priority] = _Ring(self._late)
         ring.insert(block)
         self._bits |= 1 << priority
 
@@ -146,17 +146,17 @@ class EvictionOrder:
 class _Ring:
     """The evictable blocks of one priority."""
 
-    __slots__ = ("_end", "_late", "_mark", "_priority", "_pushes", "size")
+    __slots__ = ("_end", "_heap", "_late", "_mark", "size")
 
-    def __init__(self, priority: int, mark: Block) -> None:
-        self._priority = priority
+    def __init__(self, mark: Block) -> None:
         self._mark = mark
         end = Block(0)
         end.older = end.newer = end
         self._end = end
-        # (recency, number of the push, block); stale once the block has moved on.
-        self._late: list[tuple[int, int, Block]] = []
-        self._pushes = 0
+        # Blocks that are not linked, by their place in the order; the heap also has places that were given up. Numbers,
+        # as very many are sorted at once when too many have been given up.
+        self._late: dict[int, Block] = {}
+        self._heap: list[int] = []
         self.size = 0
 
     def append(self, block: Block) -> None:
@@ -176,34 +176,51 @@ class _Ring:
         elif recency > newest.recency:
             self._link(newest, block, end)
         else:
-            if len(self._late) > 2 * self.size:
-                self._late = [entry for entry in self._late if self._is_current(entry)]
-                heapify(self._late)
-            self._pushes += 1
-            heappush(self._late, (recency, self._pushes, block))
+            if len(self._heap) > 2 * self.size:
+                self._sort()
+            place = _place(block)
+            self._late[place] = block
+            heappush(self._heap, place)
             block.older = block.newer = self._mark
 
     def remove(self, block: Block) -> None:
         older, newer = block.older, block.newer
         assert older is not None
         assert newer is not None
-        if older is not self._mark:
+        if older is self._mark:
+            del self._late[_place(block)]
+        else:
             older.newer = newer
             newer.older = older
         block.older = block.newer = None
         self.size -= 1
 
     def first(self) -> Block | None:
-        oldest = self._end.newer
-        while self._late and not self._is_current(self._late[0]):
-            heappop(self._late)
-        if self._late and (oldest is self._end or oldest is None or self._late[0][0] < oldest.recency):
-            return self._late[0][2]
+        oldest, heap, late = self._end.newer, self._heap, self._late
+        if heap and heap[0] not in late:
+            self._pop()
+            heap = self._heap
+        if heap and (oldest is self._end or oldest is None or heap[0] >> _SLOT_BITS < oldest.recency):
+            return late[heap[0]]
         return oldest
+
+    def _pop(self) -> None:
+        """Takes places that were given up from the top of the heap."""
+        heap, late = self._heap, self._late
+        for _ in range(1 + len(heap) // 8):
+            heappop(heap)
+            if not heap or heap[0] in late:
+                return
+        # To take very many one by one takes longer.
+        self._sort()
+
+    def _sort(self) -> None:
+        self._heap = list(self._late)
+        heapify(self._heap)
 
     def blocks(self) -> list[Block]:
         """All, oldest first."""
-        found = {block for entry in self._late if self._is_current(entry) for block in entry[2:]}
+        found = {*self._late.values()}
         block = self._end.newer
         while block is not None and block is not self._end:
             found.add(block)
@@ -211,7 +228,7 @@ class _Ring:
         return sorted(found, key=_RECENCY)
 
     def in_order(self) -> Iterator[Block]:
-        late = dict.fromkeys(entry[2] for entry in sorted(self._late) if self._is_current(entry))
+        late = [self._late[place] for place in sorted(self._late)]
         return merge((block for block, is_linked in self.walk() if is_linked), late, key=_RECENCY)
 
     def walk(self) -> Iterator[tuple[Block, bool]]:
@@ -219,13 +236,9 @@ class _Ring:
         while block is not None and block is not self._end:
             yield block, True
             block = block.newer
-        for entry in self._late:
-            if self._is_current(entry):
-                yield entry[2], False
-
-    def _is_current(self, entry: tuple[int, int, Block]) -> bool:
-        recency, _, block = entry
-        return block.older is self._mark and block.recency == recency and block.priority == self._priority
+        # Others may come and go between two of them.
+        for block in list(self._late.values()):
+            yield block, False
 
     @staticmethod
     def _link(older: Block, block: Block, newer: Block) -> None:
@@ -235,4 +248,10 @@ class _Ring:
         newer.older = block
 
 
+def _place(block: Block) -> int:
+    """Where a block stands among those of its priority: by recency, each at a place of its own."""
+    return block.recency << _SLOT_BITS | block.slot
+
+
+_SLOT_BITS = 40
 _RECENCY = attrgetter("recency")

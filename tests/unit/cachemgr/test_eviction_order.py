@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachemgr.block import Block, EvictionOrder
+from tests.support.work import work_of
 from tests.unit.cachemgr.world import World
 
 
@@ -64,6 +65,49 @@ def test_a_block_that_has_changed_over_to_another_order_has_left_the_first(older
     listed = [[block.recency for _, _, ring in order.rings() for block in ring] for order in (here, there)]
     moved = sorted({older + 1, newer + 1})
     assert listed == [[0, *sorted({1, 2, 3, 4, 5, 6} - set(moved)), 100], [0, *moved, 100]]
+
+
+def between_others(count: int) -> tuple[EvictionOrder, list[Block]]:
+    """An order with so many blocks that came back between two others, the oldest first."""
+    order, blocks = EvictionOrder(), [Block(slot) for slot in range(count + 2)]
+    for recency, block in enumerate(blocks):
+        block.recency = recency
+    order.append(blocks[0])
+    order.append(blocks[-1])
+    for block in blocks[1:-1]:
+        order.insert(block)
+    return order, blocks[1:-1]
+
+
+def test_no_block_that_comes_back_has_to_wait_for_all_that_have_gone():
+    def most_work(count: int) -> int:
+        order, blocks = between_others(count)
+
+        def change_place(block: Block) -> None:
+            order.remove(block)
+            block.recency += count
+            order.insert(block)
+
+        last = Block(count + 2)
+        last.recency = 10 * count
+        order.append(last)
+        return max(work_of(lambda: change_place(block)) for _ in range(3) for block in blocks)  # noqa: B023
+
+    assert most_work(400) < 2 * most_work(100)
+
+
+def test_when_very_many_have_gone_the_first_of_the_others_is_found():
+    order, blocks = between_others(400)
+    first = order.first()
+    assert first is not None
+    order.remove(first)
+    for block in blocks[:300]:
+        order.remove(block)
+    assert order.first() is blocks[300]
+    for block in blocks[300:]:
+        order.remove(block)
+    assert order.first() is not None
+    assert order.size == 1
 
 
 def test_released_tail_is_lost_before_its_head():
