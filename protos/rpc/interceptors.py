@@ -8,6 +8,7 @@ import functools
 import inspect
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
@@ -27,6 +28,9 @@ REQUEST_ID_KEY = "x-request-id"
 _MAX_REQUEST_ID = 128
 _REFUSALS = (grpc.StatusCode.PERMISSION_DENIED.name, grpc.StatusCode.UNAUTHENTICATED.name)
 _END = object()
+# Streams that last for as long as their callers like; those that need no token end after so many seconds.
+_WATCHES = ("grpc.", "kvcache.v1.CacheEventService/", "kvcache.v1.CacheAdminService/")
+OPEN_WATCH_SECONDS = 3600.0
 
 log = structlog.get_logger()
 
@@ -38,6 +42,20 @@ Check = Callable[[str, Any], None]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
+class TooManyWatchesError(ServiceError):
+    """As many streams of this method as may be are open."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    reason = "TOO_MANY_WATCHES"
+
+
+class WatchEndedError(ServiceError):
+    """A stream that needs no token has been open for long enough; its caller may open another one."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    reason = "WATCH_ENDED"
+
+
 class ServiceInterceptor(grpc.aio.ServerInterceptor):
     """Wraps every handler of a server, unary or streaming on either side.
 
@@ -45,8 +63,11 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
     and what it was raised in must not hold the context, or all of it, requests too, waits for a garbage collection.
     """
 
-    def __init__(self, guard: Guard, check: Check | None = None) -> None:
+    def __init__(self, guard: Guard, check: Check | None = None, *, max_watches: int) -> None:
+        """max_watches: streams of one method that are open at once, of methods that wait for what happens."""
         self._guard = guard
+        self._max_watches = max_watches
+        self._watches: Counter[str] = Counter()
         self._check = check
         self._wrapped: dict[str, Handler] = {}
         self._without_deadline: set[str] = set()
@@ -123,16 +144,17 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         async def call(request: Any, context: Any) -> AsyncIterator[Any]:
             self._begin(context, method)
             told = self._told(method, context, request)
+            until = time.monotonic() + OPEN_WATCH_SECONDS if is_open(method) else None
             try:
                 if self._guard.audits(method):
                     told("STARTED")
-                with _observed(method, context, told):
+                with _observed(method, context, told), self._watching(method):
                     holding = self._holding(context)
                     async with contextlib.aclosing(behavior(self._checked(method, request), context)) as responses:
                         while True:
                             # Not around the yield: there the task waits for the caller, in gRPC's own code.
                             with holding():
-                                response = await anext(responses, _END)
+                                response = await _next(responses, until)
                             if response is _END:
                                 return
                             yield response
@@ -144,6 +166,21 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
                 del context, request, told
 
         return call
+
+    @contextlib.contextmanager
+    def _watching(self, method: str) -> Iterator[None]:
+        """Counts a stream. Raises TooManyWatchesError."""
+        if not method.startswith(_WATCHES):
+            yield
+            return
+        if self._watches[method] >= self._max_watches:
+            said = f"{method} has {self._max_watches} streams open on this address, and may not have more"
+            raise TooManyWatchesError(said, retry_after=1.0)
+        self._watches[method] += 1
+        try:
+            yield
+        finally:
+            self._watches[method] -= 1
 
     def _told(self, method: str, context: Any, request: Any) -> Callable[[str], None]:
         """What writes down how a call ended: those of operators, and who was refused by the service itself."""
@@ -210,6 +247,20 @@ def _observed(method: str, context: Any = None, told: Callable[[str], None] | No
         metrics.HANDLED.labels(method, code.name).inc()
         if told is not None:
             told(code.name)
+
+
+async def _next(responses: AsyncIterator[Any], until: float | None) -> Any:
+    """The next one, or _END. until: of the monotonic clock. Raises WatchEndedError."""
+    if until is None:
+        return await anext(responses, _END)
+    limit = asyncio.timeout(max(until - time.monotonic(), 0))
+    try:
+        async with limit:
+            return await anext(responses, _END)
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise WatchEndedError(f"the stream has been open for {OPEN_WATCH_SECONDS:g} seconds") from error
 
 
 def _request_id(context: Any) -> str:

@@ -27,6 +27,10 @@ HANDSHAKE_SECONDS = 10.0
 IDLE_SECONDS = 60.0
 # Calls at once on one connection.
 MAX_CALLS = 16_384
+# Connections of one listener are at most this share of the files that the process may open: the others need some, too.
+SHARE_OF_FILES = 8
+# Streams of one method on one listener that wait for what happens. Half of the connections are left to other calls.
+MAX_WATCHES = 1024
 
 log = structlog.get_logger()
 
@@ -84,7 +88,13 @@ class Server:
         beside the services whose health is told, for what may be away while all services go on. `check` may refuse a
         request by raising, after the caller's role has been checked.
         """
-        server = grpc.aio.server(interceptors=[ServiceInterceptor(self.guard, check)], options=self._options())
+        # gRPC closes what comes beyond them.
+        connections = max(2, open_files.raise_limit() // SHARE_OF_FILES)
+        watching = min(MAX_WATCHES, connections // 2)
+        server = grpc.aio.server(
+            interceptors=[ServiceInterceptor(self.guard, check, max_watches=watching)],
+            options=[*self._options(), ("grpc.max_allowed_incoming_connections", connections)],
+        )
         for add in services.values():
             add(server)
         health = Health((*services, *parts))
@@ -100,7 +110,6 @@ class Server:
 
     async def start(self) -> None:
         """Binds every address, then starts. Raises AddressError when one cannot be had."""
-        open_files.raise_limit()
         for listener in self._listeners:
             if not (addresses.is_loopback(listener.address) or self._security.asks_callers):
                 log.warning("whoever reaches this address may call it", address=listener.address)

@@ -1,12 +1,14 @@
 """The server's health, reflection, addresses and end."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
 import stat
 import threading
 import urllib.request
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
@@ -17,7 +19,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
-from protos.rpc import http_connection
+from protos.rpc import http_connection, interceptors, open_files
 from protos.rpc import server as server_module
 from protos.rpc.addresses import AddressError
 from protos.rpc.channel import open_channel
@@ -65,6 +67,68 @@ async def test_a_health_watch_sees_every_change_and_ends_with_the_server(served:
     await asyncio.gather(served.server.stop(), last)
     assert last.result().status == NOT_SERVING
     assert await watch.read() is grpc.aio.EOF
+
+
+async def test_few_watches_are_open_at_once_and_others_may_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "MAX_WATCHES", 3)
+    async with watched() as stub:
+        watches = [stub.Watch(health_pb2.HealthCheckRequest(), timeout=30) for _ in range(3)]
+        for watch in watches:
+            assert (await watch.read()).status == NOT_SERVING
+        with pytest.raises(grpc.aio.AioRpcError, match="Health/Watch has 3 streams open") as caught:
+            await stub.Watch(health_pb2.HealthCheckRequest(), timeout=30).read()
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await stub.Check(health_pb2.HealthCheckRequest(), timeout=30)).status == NOT_SERVING
+        watches[0].cancel()
+        while True:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                next_one = stub.Watch(health_pb2.HealthCheckRequest(), timeout=30)
+                assert (await next_one.read()).status == NOT_SERVING
+                break
+
+
+async def test_a_watch_that_needs_no_token_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interceptors, "OPEN_WATCH_SECONDS", 0.05)
+    async with watched() as stub:
+        watch = stub.Watch(health_pb2.HealthCheckRequest(), timeout=30)
+        assert (await watch.read()).status == NOT_SERVING
+        with pytest.raises(grpc.aio.AioRpcError, match="has been open") as caught:
+            await watch.read()
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_connections_of_grpc_leave_files_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "SHARE_OF_FILES", open_files.raise_limit() // 4)
+    server = Server("few", drain_seconds=0)
+    server.listen("127.0.0.1:0", {})
+    await server.start()
+    most = open_files.raise_limit() // server_module.SHARE_OF_FILES
+    opened = [await asyncio.open_connection(*server.addresses[0].split(":")) for _ in range(most + 4)]
+    for _, writer in opened:
+        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0")
+    answers = []
+    for reader, _ in opened:
+        try:
+            answers.append(await asyncio.wait_for(reader.read(1), 30))
+        except ConnectionError:
+            answers.append(b"")
+    assert sum(map(bool, answers)) == most
+    for _, writer in opened:
+        writer.close()
+    await server.stop()
+
+
+@contextlib.asynccontextmanager
+async def watched() -> AsyncIterator[health_pb2_grpc.HealthStub]:
+    """Health of a server without services."""
+    server = Server("watched", drain_seconds=0)
+    server.listen("127.0.0.1:0", {})
+    await server.start()
+    try:
+        async with open_channel(server.addresses[0]) as channel:
+            yield health_pb2_grpc.HealthStub(channel)
+    finally:
+        await server.stop()
 
 
 @pytest.mark.parametrize("version", ["v1alpha", "v1"])
