@@ -29,7 +29,8 @@ from cachemgr.errors import (
     UnknownHoldError,
     UnknownQuotaError,
 )
-from cachemgr.forgetting import Forgetting, is_remembered_of
+from cachemgr.forget_history import ForgetHistory
+from cachemgr.forgetting import Forgetting
 from cachemgr.hints import HintRunner
 from cachemgr.hints import check as check_hints
 from cachemgr.holds import Pinned, complete
@@ -53,6 +54,7 @@ class ManagerAdmin(ManagerMemory):
     """The steering half of the cache manager."""
 
     _forgetting: list[Forgetting]
+    _forgotten: ForgetHistory
 
     # Blocks
 
@@ -75,7 +77,7 @@ class ManagerAdmin(ManagerMemory):
         if not validate_only:
             for executor in dict.fromkeys(executor for executor, _, _ in pools):
                 if executor.recovery is not None:
-                    executor.recovery.forget(partial(is_remembered, selected))
+                    executor.recovery.purge(partial(is_remembered, selected))
         return purged
 
     def forget(self, target: ForgetTarget, *, validate_only: bool) -> Forgotten:
@@ -83,7 +85,10 @@ class ManagerAdmin(ManagerMemory):
         return at_once(self.forget_in_steps(target, validate_only=validate_only))
 
     def forget_in_steps(self, target: ForgetTarget, *, validate_only: bool) -> Steps[Forgotten]:
-        """As `forget`; `Forgetting` says what becomes of what comes meanwhile."""
+        """As `forget`; `Forgetting` says what becomes of what comes meanwhile.
+
+        Remembered blocks that are not back in the index yet, of whatever executor, are overwritten when they come.
+        """
         self._now()
         if target == ForgetTarget():
             raise InvalidField("target", "must name a salt, a session or a prefix")
@@ -94,16 +99,17 @@ class ManagerAdmin(ManagerMemory):
         executors = list(self._executors.values())
         if target.prefix is not None:
             executors = self.check_prefix("prefix", target.prefix)
-        if not validate_only:
-            for executor in executors:
-                if executor.recovery is not None:
-                    executor.recovery.forget(is_remembered_of(executor, target))
         forgetting = Forgetting(executors, target, self._events, self._executors)
         if validate_only:
             return (yield from forgetting.steps(validate_only=True))
+        number = self._forgotten.begin(target)
+        for executor in executors:
+            if executor.recovery is not None:
+                executor.recovery.forgotten.add(target)
         self._forgetting.append(forgetting)
         forgotten = yield from forgetting.steps(validate_only=False)
         self._forgetting.remove(forgetting)
+        self._forgotten.end(number)
         return forgotten
 
     # Pools

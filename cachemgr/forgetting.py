@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,6 @@ from cachemgr.admin_api import ForgetTarget, Forgotten
 from cachemgr.api import RemovalCause
 from cachemgr.block import Block
 from cachemgr.chains import keys_of, last_parts
-from cachemgr.keys import pack, packed_bytes
 from cachemgr.steps import Doomed, Steps, changes, looks, with_descendants
 
 if TYPE_CHECKING:
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from cachemgr.holds import Hold
     from cachemgr.keys import Domain
     from cachemgr.pool import Pool
-    from cachemgr.records import BlockRecord
     from cachemgr.registry import Executor
     from cachemgr.sequence import Sequence
 
@@ -49,8 +47,12 @@ class Forgetting:
 
     def came(self, sequence: Sequence) -> None:
         """A sequence begins meanwhile."""
-        if sequence.executor.executor_id not in self._gone:
-            return
+        executor, prefix = sequence.executor, self._target.prefix
+        if executor.executor_id not in self._gone:
+            if prefix is not None and prefix.executor_id not in ("", executor.executor_id):
+                return
+            # It has registered meanwhile.
+            self._begin(executor)
         self._came.add(sequence)
         if self._target.session_id not in (None, sequence.domain.session_id):
             for table in sequence.tables:
@@ -60,11 +62,10 @@ class Forgetting:
 
     def steps(self, *, validate_only: bool) -> Steps[Forgotten]:
         """Takes blocks out of the index; free ones are overwritten now, used ones when they are given back."""
-        target, receipt = self._target, self._receipt
+        receipt = self._receipt
         there = [(executor, [(pool, list(pool.index)) for pool in executor.pools]) for executor in self._executors]
         for executor in self._executors:
-            # Of a prompt's blocks that were lost before there may be events.
-            self._gone[executor.executor_id] = set() if target.prefix is None else set(keys_of(executor, target.prefix))
+            self._begin(executor)
             # From here on nothing of what is meant comes into the index.
             for sequence in () if validate_only else executor.sequences.values():
                 self._mark(sequence)
@@ -85,6 +86,11 @@ class Forgetting:
         if not validate_only:
             yield from self._scrub()
         return receipt
+
+    def _begin(self, executor: Executor) -> None:
+        # Of a prompt's blocks that were lost before there may be events.
+        prefix = self._target.prefix
+        self._gone[executor.executor_id] = set() if prefix is None else set(keys_of(executor, prefix))
 
     def _plan(self, executor: Executor, indexed: list[tuple[Pool, list[bytes]]]) -> Steps[Doomed]:
         doomed, gone = Doomed(), self._gone[executor.executor_id]
@@ -238,31 +244,6 @@ class Forgetting:
             yield
         target = self._target
         yield from self._events.scrub(lost, lambda block: _stored(block.domain, target) and not stays(block.key))
-
-
-def is_remembered_of(executor: Executor, target: ForgetTarget) -> Callable[[BlockRecord], bool]:
-    """Whether a block that the store remembers of an executor is to be forgotten, those behind it aside.
-
-    It goes also where another session stands on it: nothing is known of the blocks that are yet to be read.
-    """
-    if target.salt is not None:
-        return lambda record: record.salt == target.salt
-    if target.session_id is not None:
-        return lambda record: record.session_id == target.session_id
-    prefix = target.prefix
-    assert prefix is not None
-    keys = keys_of(executor, prefix)
-    known, rest = set(keys), packed_bytes(pack(prefix.token_ids[len(keys) * executor.block_size :]))
-
-    def is_of_prefix(record: BlockRecord) -> bool:
-        if record.key in known or record.parent_key in known:
-            return True
-        # A prompt of less than a block is the beginning of a first block, or goes on behind it.
-        begins = record.tokens.startswith(rest) or rest.startswith(record.tokens)
-        same = (record.parent_key, record.salt, record.adapter_id) == (None, prefix.salt, prefix.adapter_id)
-        return not known and same and begins
-
-    return is_of_prefix
 
 
 def _count(receipt: Forgotten, pool: Pool, block: Block, held: Counter[Block]) -> None:

@@ -37,6 +37,7 @@ from cachemgr.errors import (
 from cachemgr.events import EventLog
 from cachemgr.evicting import check_fork, left_behind
 from cachemgr.executors import MAX_SLOTS, check_spec, new_pools, outlives, share_memory
+from cachemgr.forget_history import ForgetHistory
 from cachemgr.forgetting import Forgetting
 from cachemgr.ghosts import ghosts_of
 from cachemgr.hints import HintRunner
@@ -111,6 +112,8 @@ class CacheManager(ManagerAdmin):
         self._unfinished: deque[Steps[None]] = deque()
         # Calls that forget, while they run.
         self._forgetting: list[Forgetting] = []
+        # And what they meant, for blocks that come back later.
+        self._forgotten = ForgetHistory()
         # Live sequences by id, in the order of their handles.
         self._sequences: dict[str, LiveSequence] = {}
 
@@ -198,7 +201,8 @@ class CacheManager(ManagerAdmin):
             self._journal.cleared(spec.executor_id, spec.executor_epoch)
         executor = self._enter_executor(spec, known, deadline)
         if remembered or later:
-            executor.recovery = Recovery(executor, spec, self._journal, self._leases, self._is_deleted_rule)
+            forgotten = self._forgotten.of(executor)
+            executor.recovery = Recovery(executor, spec, self._journal, self._leases, self._is_deleted_rule, forgotten)
         executor.spec = spec.without_contents()
         if remembered:
             self.put_back(spec.executor_id, spec.executor_epoch, sorted(remembered, key=lambda record: record.depth))
@@ -267,6 +271,8 @@ class CacheManager(ManagerAdmin):
     def _lose(self, executor: Executor) -> None:
         # What is remembered of it was used before whatever comes next.
         self._uses = max(self._uses, *(pool.uses for pool in executor.pools)) + MAX_SLOTS
+        if executor.recovery is None:
+            self._forgotten.lost(executor.executor_id)
         lose(executor, self._events, self._leftovers)
 
     def renew_executor(self, executor_id: str, executor_epoch: int, manager_epoch: int) -> None:

@@ -12,12 +12,14 @@ from cachemgr.block import Block
 from cachemgr.keys import TOKEN_BYTES, child_key
 from cachemgr.leases import leases_of
 from cachemgr.records import USED_LAST
-from cachemgr.retention import MAX_PRIORITY, NO_PRIORITY, Wish
+from cachemgr.retention import DEFAULT_PRIORITY, MAX_PRIORITY, NO_PRIORITY, Wish
 
 if TYPE_CHECKING:
     from cachemgr.api import ExecutorSpec
+    from cachemgr.forget_history import ForgottenBefore
     from cachemgr.journal import IndexJournal
     from cachemgr.leases import LeaseBook
+    from cachemgr.pool import Pool
     from cachemgr.records import BlockRecord
     from cachemgr.registry import Executor
 
@@ -37,6 +39,7 @@ class Recovery:
         journal: IndexJournal,
         leases: LeaseBook,
         is_deleted_rule: Callable[[str], bool],
+        forgotten: ForgottenBefore,
     ) -> None:
         """`spec` tells what the slots hold. `is_deleted_rule` says of a lease's holder that its rule is gone."""
         self._executor = executor
@@ -44,8 +47,9 @@ class Recovery:
         self._journal = journal
         self._leases = leases
         self._is_deleted_rule = is_deleted_rule
-        # Blocks that were forgotten before they were read.
-        self._forgotten: list[Callable[[BlockRecord], bool]] = []
+        # Blocks that were forgotten, or purged, before they were read.
+        self.forgotten = forgotten
+        self._purged: list[Callable[[BlockRecord], bool]] = []
         self._forgotten_keys: set[bytes] = set()
         # All uses since are later ones. Blocks without a known time of use count down from here.
         self._last_uses = [pool.uses for pool in executor.pools]
@@ -58,15 +62,21 @@ class Recovery:
                 if len(filled):
                     tier.await_remembered(filled)
 
-    def forget(self, is_meant: Callable[[BlockRecord], bool]) -> None:
+    def purge(self, is_meant: Callable[[BlockRecord], bool]) -> None:
         """Remembered blocks that are meant, and what stands on them, are overwritten instead of put back."""
-        self._forgotten.append(is_meant)
+        self._purged.append(is_meant)
 
     def put_back(self, record: BlockRecord) -> None:
         """Adopts a block where its bytes are; among equal priorities the least recently used one is evicted first."""
         executor_id = self._executor.executor_id
         pools = self._executor.pools
         pool = pools[record.group] if record.group < len(pools) else None
+        if pool is not None and self._is_forgotten(record):
+            # What stands on it goes, too, also where its own bytes are lost.
+            self._forgotten_keys.add(record.key)
+            self._leave(record)
+            self._overwrite(pool, record)
+            return
         found = None if pool is None else self._believed(record)
         if pool is None or (found is None or found.place != record.place):
             self._leave(record)
@@ -77,11 +87,6 @@ class Recovery:
             found = found._replace(last_use=self._last_uses[record.group])
             self._last_uses[record.group] -= 1
         block = self._adopt(found)
-        if self._is_forgotten(record):
-            self._forgotten_keys.add(record.key)
-            pool.doomed.add(block)
-            pool.discard(block, RemovalCause.FORGOTTEN)
-            return
         for lease in leases_of(block):
             if self._is_deleted_rule(lease.wish.holder):
                 self._leases.revoke(pool, block, lease.wish.holder, RemovalCause.RULE_CHANGED)
@@ -107,10 +112,27 @@ class Recovery:
                 return
         self._journal.removed(self._executor.executor_id, *record.place)
 
+    def _overwrite(self, pool: Pool, record: BlockRecord) -> None:
+        """Zeroes what a remembered block may have left, whether it could be put back or not."""
+        group = record.group
+        if record.key not in pool.index:
+            pool.lost.add(record.key, RemovalCause.FORGOTTEN, self._leases.now, "", DEFAULT_PRIORITY)
+        for at in (record, record.backup):
+            tier = None if at is None else pool.tiers[at.tier]
+            if at is None or tier is None or tier.unread is None or not tier.is_unread(at.slot):
+                continue
+            if tier is not pool.device and self._spec.generations(tier.kind, group)[at.slot - 1] != at.generation:
+                # It was filled for another block.
+                continue
+            tier.unread.settle(at.slot)
+            block = Block(tier.offset + at.slot)
+            pool.blocks[block.slot] = block
+            pool.zero(block)
+
     def _is_forgotten(self, record: BlockRecord) -> bool:
-        if not self._forgotten:
-            return False
-        return record.parent_key in self._forgotten_keys or any(is_meant(record) for is_meant in self._forgotten)
+        if record.parent_key in self._forgotten_keys or self.forgotten.means(record):
+            return True
+        return any(is_meant(record) for is_meant in self._purged)
 
     def _believed(self, record: BlockRecord) -> BlockRecord | None:
         """The record with the place where its bytes are; None when they are gone, or it cannot be right."""
