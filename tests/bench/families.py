@@ -131,6 +131,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "cwm": SPECIAL_TOKENS,
     "glm": SPECIAL_TOKENS,
     "glm4": SPECIAL_TOKENS,
+    "phi4_multimodal": SPECIAL_TOKENS,
     "modernbert-decoder": SPECIAL_TOKENS | {"cls_token_id": 1, "sep_token_id": 2},
     "lfm2_moe": {"layer_types": ["full_attention"] * 4},
 }
