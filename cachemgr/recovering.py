@@ -25,12 +25,12 @@ class Recoveries:
         self._operations = operations
         self._store = store
         self._asked: asyncio.Queue[Reading] = asyncio.Queue()
-        self._running: set[str] = set()
+        self._running: set[Reading] = set()
 
     def begin(self, reading: Reading) -> None:
         """The executor is registered: what is read, or will be, comes into the index. Once is enough."""
-        if reading.executor_id not in self._running:
-            self._running.add(reading.executor_id)
+        if reading not in self._running:
+            self._running.add(reading)
             RECOVERING.set(len(self._running))
             self._asked.put_nowait(reading)
 
@@ -40,18 +40,30 @@ class Recoveries:
             while True:
                 group.create_task(self._recover(await self._asked.get()))
 
+    def _is_wanted(self, reading: Reading) -> bool:
+        """Whether the executor is still registered for which a reading was begun."""
+        if not self._store.is_current(reading):
+            return False
+        return not reading.num_blocks or self._operations.manager.is_recovering(reading.executor_id)
+
     async def _recover(self, reading: Reading) -> None:
         executor_id, operations, store = reading.executor_id, self._operations, self._store
         await reading.is_complete.wait()
         begin = monotonic()
         for part in store.parts(reading):
+            if not self._is_wanted(reading):
+                break
             operations.put_back(executor_id, store.epoch_of(executor_id), part)
             # Calls that wait come first.
             await asyncio.sleep(0)
+        self._running.discard(reading)
+        RECOVERING.set(len(self._running))
+        if not self._is_wanted(reading):
+            store.leave(reading)
+            log.info("an executor is gone before its remembered blocks are back", executor=executor_id)
+            return
         operations.end_recovery(executor_id, store.epoch_of(executor_id), store.pins(reading))
         store.taken_back(reading)
-        self._running.discard(executor_id)
-        RECOVERING.set(len(self._running))
         restored = operations.manager.cached_blocks(executor_id)
         log.info(
             "remembered blocks are back",

@@ -83,7 +83,7 @@ class IndexStore:
         self._stream = stream
         self._clocks = StoreClocks(now)
         self._writes = MarkedWrites(redis, self._clocks, self._lost)
-        self._absences = Absences(redis, self._clocks, lambda one: one in self._readings or knows(one))
+        self._absences = Absences(redis, self._clocks, lambda one: knows(one) or self._is_awaited(one))
         self._operators = OperatorStore(redis, self._clocks, self._writes, max_pending, operators, restore)
         self._interval = interval
         self._flush_at = flush_at
@@ -239,6 +239,7 @@ class IndexStore:
             if self._absences.is_here(executor_id):
                 continue
             self._epochs.pop(executor_id, None)
+            self._readings.pop(executor_id, None)
             self._queue.drop(executor_id)
             self._clocks.forget(executor_id)
             self._writes.forget(executor_id)
@@ -288,14 +289,15 @@ class IndexStore:
         """Begins to read what Redis remembers of an executor, and waits for it for this time at most.
 
         The reading goes on for as long as it takes, also when Redis is away. Until `taken_back` nothing of the executor
-        is written: nothing is deleted unread.
+        is written: nothing is deleted unread. What was read for a registration that is over is read again.
         """
         reading = self._readings.get(executor_id)
-        if reading is None:
+        if reading is None or reading.is_spent:
+            was_stale = reading is not None and reading.is_stale
             if executor_id in self._epochs:
                 # What this process has not written yet of an earlier registration.
                 await self.flush_soon(seconds)
-            is_stale = self._queue.drop(executor_id)
+            is_stale = self._queue.drop(executor_id) or was_stale
             reading = self._readings[executor_id] = Reading(executor_id, is_stale=is_stale)
             task = asyncio.ensure_future(self._read(reading))
             self._tasks.add(task)
@@ -343,7 +345,7 @@ class IndexStore:
         self._epochs[executor_id] = epoch
         self._absences.came(executor_id)
         reading = self._readings.get(executor_id)
-        if reading is not None and reading.has_begun:
+        if reading is not None and reading.is_spent:
             # Another registration took the first parts.
             reading.is_stale = True
 
@@ -363,6 +365,19 @@ class IndexStore:
         """The pins of a complete reading, with the time that remains of them."""
         now = self._clocks.time(reading.executor_id)
         return [pin_awake(pin, now) for pin in reading.pins]
+
+    def is_current(self, reading: Reading) -> bool:
+        """Whether a reading was not begun again for another registration."""
+        return self._readings.get(reading.executor_id) is reading
+
+    def _is_awaited(self, executor_id: str) -> bool:
+        reading = self._readings.get(executor_id)
+        return reading is not None and not reading.is_spent
+
+    def leave(self, reading: Reading) -> None:
+        """The executor is gone before all was taken: Redis keeps what it has for when that comes back."""
+        reading.is_spent = True
+        reading.has_been_taken.set()
 
     def taken_back(self, reading: Reading) -> None:
         """All that was read is in the index, or cannot be: changes are written from now on."""

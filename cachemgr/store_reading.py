@@ -24,7 +24,8 @@ class Reading:
         """`is_stale` says that changes which Redis lacks are not known any more."""
         self.executor_id = executor_id
         self.is_stale = is_stale
-        self.has_begun = False
+        # Whether parts were handed out, or nobody waits for them any more.
+        self.is_spent = False
         self.is_complete = asyncio.Event()
         self.has_been_taken = asyncio.Event()
         self.clear()
@@ -51,7 +52,7 @@ class Reading:
 
         Both callables are asked at each part. For another epoch only what lies in lower tiers is told.
         """
-        self.has_begun = True
+        self.is_spent = True
         unreadable = 0
         for depth in sorted(self._by_depth):
             packed = self._by_depth.pop(depth)

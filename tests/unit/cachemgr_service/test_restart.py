@@ -10,7 +10,10 @@ from pathlib import Path
 import grpc
 import pytest
 
+from cachemgr import store_reading
+from cachemgr.operations import Operations
 from cachemgr.process import CacheManagerProcess
+from cachemgr.records import BlockRecord
 from cachemgr.recovering import RECOVERING
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.rpc.errors import from_rpc_error
@@ -136,6 +139,40 @@ async def test_host_blocks_outlive_the_manager_and_the_executor(tmp_path: Path, 
         # Redis holds the newer epoch, with all that was believed.
         assert (await client.register(host_blocks=4, host_generations=generations)).restored_lower_blocks == 2
         assert (await client.register(host_blocks=4)).restored_lower_blocks == 2
+
+
+async def test_an_executor_that_is_lost_in_its_recovery_finds_its_blocks_when_it_comes_again(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with manager(tmp_path, redis_url) as client:
+        await client.register(host_blocks=4)
+        await client.compute(await client.admit("a", 9), 8)
+        admitted = await client.admit("b", list(range(100, 100 + 4 * NUM_BLOCKS)))
+        generations = [0] * 4
+        for copy in admitted.transfers:
+            generations[copy.target_slot - 1] = copy.ticket
+        tickets = [copy.ticket for copy in admitted.transfers]
+        request = pb.ConfirmTransfersRequest(executor_id=EXECUTOR, executor_epoch=7, tickets=tickets)
+        await client.manager.ConfirmTransfers(request, timeout=5)
+    put_back, parts = Operations.put_back, 0
+
+    def and_lose_it(self: Operations, executor_id: str, executor_epoch: int, remembered: list[BlockRecord]) -> None:
+        nonlocal parts
+        put_back(self, executor_id, executor_epoch, remembered)
+        parts += 1
+        if parts == 1:
+            self.manager._executors[executor_id].deadline = 0.0
+            self.manager.expire()
+
+    monkeypatch.setattr(store_reading, "_PART", 1)
+    monkeypatch.setattr(Operations, "put_back", and_lose_it)
+    async with manager(tmp_path, redis_url, epoch=8) as client:
+        assert (await client.register(host_blocks=4, host_generations=generations)).restored_lower_blocks == 0
+        assert parts == 1
+        assert (await client.register(host_blocks=4, host_generations=generations)).restored_lower_blocks == 2
+        await client.check()
+    async with manager(tmp_path, redis_url, epoch=9) as client:
+        assert (await client.register(host_blocks=4, host_generations=generations)).restored_lower_blocks == 2
 
 
 async def come_back(client: Client) -> None:

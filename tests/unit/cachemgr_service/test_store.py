@@ -233,3 +233,20 @@ async def test_the_background_task_ends_when_it_is_cancelled_at_any_moment(ticks
     done, _ = await asyncio.wait({running}, timeout=5)
     assert done
     await store.close()
+
+
+async def test_a_registration_after_the_first_parts_were_taken_gets_all_blocks(store: IndexStore, redis: Redis) -> None:
+    store.cleared(EXECUTOR, 7)
+    for slot in range(1, 4):
+        note(store, block(slot))
+    assert await store.flush()
+    other = IndexStore(redis, lambda _: [])
+    first = await other.recall(EXECUTOR)
+    other.registered(EXECUTOR, 7)
+    assert next(other.parts(first))
+    again, blocks = await recalled(other, 7)
+    assert again is not first
+    assert not other.is_current(first)
+    assert len(blocks) == 3
+    await other.flush()
+    assert len(await loaded(IndexStore(redis, lambda _: []), 7)) == 3
