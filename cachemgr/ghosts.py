@@ -6,8 +6,9 @@ already. What is missed is counted, and what is found is the rest: many blocks a
 often, and in a sample they are or are not. The real pool's misses are known of all blocks: they say how much of what is
 missed the sample stands for. A cache of another size misses mostly the same ones, so that chance hardly counts.
 
-Beginnings of blocks are found where the blocks that the real pool copied them from would still be. Beginnings that only
-a larger cache would have are not counted, and no cache is said to find more than one that loses nothing.
+Where all blocks are followed, each cache looks for beginnings of blocks among its own. In a sample most of these are
+missing: there beginnings are found where the blocks that the real pool copied them from would still be. Beginnings that
+only a larger cache would have are not counted then, and no cache is said to find more than one that loses nothing.
 
 A block is found only if all before it are. Nothing has to check that: who uses a block uses those before it, and gives
 them back later. So the block before is lost later in every order here, and each block may be followed alone.
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cachemgr.keys import child_key
 from cachemgr.meters import BUCKET_SECONDS, MAX_WINDOW_SECONDS
-from cachemgr.nested_caches import Ghost, NestedCaches
+from cachemgr.nested_caches import Content, Ghost, NestedCaches
 from cachemgr.retention import DEFAULT_PRIORITY, Wish
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ class _Counts:
         "blocks",
         "endless",
         "found",
+        "found_tokens",
         "missed_blocks",
         "missed_partly",
         "missed_tokens",
@@ -108,6 +110,8 @@ class _Counts:
         self.sampled_missed_blocks = self.sampled_missed_tokens = 0
         # Tokens of beginnings whose source is in the sample.
         self.sampled_partly = 0
+        # By policy and cache, where all blocks are followed.
+        self.found_tokens = [[0] * zones for _ in range(policies)]
         # By policy and zone, of the sample.
         self.missed_blocks = [[0] * (zones + 1) for _ in range(policies)]
         self.missed_tokens = [[0] * (zones + 1) for _ in range(policies)]
@@ -122,8 +126,8 @@ class _Followed:
         self.caches = NestedCaches(limits)
         self.live: dict[int, list[Ghost]] = {}
 
-    def use(self, key: bytes, wish: Wish | None, tail: tuple[bytes, bytes] | None = None) -> tuple[Ghost, int]:
-        block, zone = self.caches.use(key, tail)
+    def use(self, key: bytes, wish: Wish | None, content: Content | None = None) -> tuple[Ghost, int]:
+        block, zone = self.caches.use(key, content)
         if self.policy is GhostPolicy.REUSED_LAST:
             wish = _REUSED if block.stored else None
         elif self.policy is GhostPolicy.LEAST_RECENTLY_USED:
@@ -134,10 +138,14 @@ class _Followed:
 
 
 class Ghosts:
-    """The ghost caches of one pool with full attention. `sample`: blocks followed of as many as the device has."""
+    """The ghost caches of one pool with full attention. `sample`: blocks followed of as many as the device has.
 
-    def __init__(self, pool: Pool, sample: int) -> None:
+    partial_reuse: blocks that only begin as a prompt goes on are found, too.
+    """
+
+    def __init__(self, pool: Pool, sample: int, *, partial_reuse: bool) -> None:
         self.pool = pool
+        self._partial_reuse = partial_reuse
         self._size = pool.block_size
         self._total = pool.device.total
         self.rate = min(1.0, sample / self._total)
@@ -174,11 +182,14 @@ class Ghosts:
         full = len(sequence.tokens) // size
         sequence.key(full - 1)
         keys = sequence.keys
-        reachable = min(full * size, len(sequence.tokens) - 1)
+        # The last token is computed: without partial reuse, all of a block that ends with it.
+        last = len(sequence.tokens) - 1
+        reachable = min(full * size, last if self._partial_reuse else last // size * size)
         counted = self._counted(sequence, now, full, reachable) if is_read else ()
         places = [place for place, key in enumerate(keys) if key < bound]
         wishes = self._wishes(sequence, places)
-        known = full if sequence.cached_tokens >= reachable else sequence.cached_tokens // size
+        is_whole = self._partial_reuse and sequence.cached_tokens >= reachable
+        known = full if is_whole else sequence.cached_tokens // size
         partly = sequence.cached_tokens % size if source and source < bound else 0
         endless = max(sequence.cached_tokens, min(reachable, self._count_seen(keys[:full], known) * size))
         if not sequence.no_store:
@@ -191,11 +202,15 @@ class Ghosts:
             counts.pool_missed_blocks += full - known
             counts.pool_missed_tokens += max(0, reachable - known * size)
             counts.sampled_partly += partly
-        in_use = self.pool.device.used * self.rate
+        # What the beginning is being copied from is in use besides, and among the blocks known here.
+        copied_from = bool(source and sequence.tickets)
+        in_use = (self.pool.device.used - copied_from) * self.rate
         for index, followed in enumerate(self._followed):
             caches = followed.caches
             caches.advance(now)
-            if partly:
+            if self.rate == 1.0:
+                self._count_found(index, sequence, counted)
+            elif partly:
                 copied = caches.blocks.get(source)
                 for counts in counted:
                     counts.missed_partly[index][len(self._sizes) if copied is None else copied.zone] += partly
@@ -204,7 +219,8 @@ class Ghosts:
                 if sequence.no_store and keys[place] not in caches.blocks:
                     zone = len(self._sizes)
                 else:
-                    block, zone = followed.use(keys[place], wish)
+                    content = None if keys[place] in caches.blocks else self._content(sequence, place)
+                    block, zone = followed.use(keys[place], wish, content)
                     used.append(block)
                 if zone:
                     tokens = min(size, reachable - place * size)
@@ -213,6 +229,54 @@ class Ghosts:
                         counts.missed_tokens[index][zone] += tokens
             followed.live[sequence.handle] = used
             caches.fit(in_use)
+
+    def _content(self, sequence: LiveSequence, place: int) -> Content | None:
+        """What a full block is found by, where all blocks are followed."""
+        if self.rate < 1.0:
+            return None
+        start, end = place * self._size, (place + 1) * self._size
+        return Content(sequence.key(place - 1), sequence.packed(start, end), sequence.block_domain(start, end))
+
+    def _count_found(self, index: int, sequence: LiveSequence, counted: tuple[_Counts, ...]) -> None:
+        """Where all blocks are followed: what each cache of a policy has of a prompt that looks for cached blocks."""
+        if counted:
+            for number, tokens in enumerate(self._found(sequence, self._followed[index].caches)):
+                for counts in counted:
+                    counts.found_tokens[index][number] += tokens
+
+    def _found(self, sequence: LiveSequence, caches: NestedCaches) -> list[int]:
+        """Tokens that each cache has of a prompt; what is copied to it is used last."""
+        size, number, most = self._size, len(self._sizes), len(sequence.tokens) - 1
+        found = [0] * number
+        sources: dict[Ghost, None] = {}
+        # Caches from this one on have all blocks so far.
+        first = 0
+        for place in range(most // size + 1):
+            block = caches.blocks.get(sequence.key(place)) if place < most // size else None
+            zone = number if block is None else block.zone
+            if zone <= first:
+                continue
+            start, end = place * size, min(most, (place + 1) * size)
+            found[first:zone] = [start] * (zone - first)
+            parent, extra = sequence.key(place - 1), sequence.extra_of(start, start + size)
+            if self._partial_reuse:
+                tokens = sequence.packed(start, end)
+                for cache, source, common in caches.beginnings(parent, tokens, extra, range(first, zone)):
+                    found[cache] += min(size - 1, common)
+                    sources[source] = None
+            elif start < end < start + size and sequence.executor.stores_partial:
+                key = child_key(parent, sequence.packed(start, end), sequence.extra_of(start, end))
+                exact = caches.blocks.get(key)
+                if exact is not None and exact.zone < zone:
+                    for cache in range(max(first, exact.zone), zone):
+                        found[cache] += end - start
+                    sources[exact] = None
+            first = zone
+            if first == number:
+                break
+        for source in sources:
+            caches.touch(source)
+        return found
 
     def _counted(self, sequence: LiveSequence, now: float, full: int, reachable: int) -> tuple[_Counts, ...]:
         begin = now - now % BUCKET_SECONDS
@@ -253,11 +317,11 @@ class Ghosts:
         in_use = self.pool.device.used * self.rate
         keys = sequence.keys[:stored]
         known = sequence.admission.cached_tokens // size
-        fresh: list[tuple[bytes, Wish | None, tuple[bytes, bytes] | None]] = []
-        longer: list[tuple[bytes, bytes]] = []
+        fresh: list[tuple[bytes, Wish | None, Content | None]] = []
+        longer: list[Content] = []
         if not sequence.no_store:
             fresh = [
-                (key, sequence.wishes.at(place * size), None)
+                (key, sequence.wishes.at(place * size), self._content(sequence, place))
                 for place, key in enumerate(keys[known:], known)
                 if key < bound
             ]
@@ -266,8 +330,8 @@ class Ghosts:
             is_partial = stored == sequence.computed // size and sequence.computed % size
             if is_partial and sequence.executor.stores_partial:
                 start, end = stored * size, sequence.computed
-                tail = sequence.key(stored - 1), sequence.packed(start, end)
-                last = child_key(*tail, sequence.extra_of(start, end))
+                tail = Content(sequence.key(stored - 1), sequence.packed(start, end), sequence.block_domain(start, end))
+                last = child_key(tail.parent, tail.tokens, tail.domain.extra)
                 if last < bound:
                     fresh.append((last, sequence.wishes.at(start), tail))
                 longer.append(tail)
@@ -275,13 +339,15 @@ class Ghosts:
         for followed in self._followed:
             used = followed.live.pop(sequence.handle, [])
             mine = {block.key for block in used}
-            used += [followed.use(key, wish, tail)[0] for key, wish, tail in fresh if key not in mine]
+            for key, wish, content in fresh:
+                if key not in mine and not _is_covered(followed.caches, content):
+                    used.append(followed.use(key, wish, content)[0])
             keep.update(key for key, _, _ in fresh)
             for block in reversed(used):
                 block.stored = block.stored or block.key in keep
                 followed.caches.drop(block)
-            for parent, tokens in longer:
-                followed.caches.cover(parent, tokens)
+            for content in longer:
+                followed.caches.cover(content)
             followed.caches.fit(in_use)
 
     def _see(self, keys: Sequence[bytes]) -> None:
@@ -299,13 +365,14 @@ class Ghosts:
                 return place
         return len(keys)
 
-    def _longer(self, sequence: LiveSequence, known: int, stored: int) -> list[tuple[bytes, bytes]]:
-        """Parents of its full blocks that have partly filled children as well, with the blocks' tokens."""
+    def _longer(self, sequence: LiveSequence, known: int, stored: int) -> list[Content]:
+        """Its full blocks that have siblings which are found by a beginning."""
         size, found = self._size, []
         for place in range(known, stored):
             parent = sequence.key(place - 1)
-            if any(followed.caches.has_tails(parent) for followed in self._followed):
-                found.append((parent, sequence.packed(place * size, (place + 1) * size)))
+            if any(followed.caches.has_children(parent) for followed in self._followed):
+                start, end = place * size, (place + 1) * size
+                found.append(Content(parent, sequence.packed(start, end), sequence.block_domain(start, end)))
         return found
 
     def _resize(self) -> None:
@@ -344,13 +411,14 @@ class Ghosts:
                 missed_tokens = sum(sum(counts.missed_tokens[index][zone + 1 :]) for counts in found) * per_token
                 missed_partly = sum(sum(counts.missed_partly[index][zone + 1 :]) for counts in found)
                 whole = max(0.0, reachable - missed_tokens)
+                found_tokens = sum(counts.found_tokens[index][zone] for counts in found)
                 beginnings = partly * (1 - missed_partly / sampled_partly) if sampled_partly else partly
                 caches.append(
                     GhostCache(
                         followed.policy,
                         size,
                         max(0, round(blocks - missed_blocks)),
-                        min(endless, round(whole + beginnings)),
+                        min(endless, round(whole + beginnings)) if self.rate < 1.0 else found_tokens,
                     )
                 )
         return GhostReport(caches, blocks, tokens, hit, self.rate)
@@ -364,7 +432,12 @@ def _extent(wish: Wish) -> tuple[int, float]:
     return wish.priority, float("inf") if wish.duration is None else wish.duration
 
 
-def ghosts_of(pools: Iterable[Pool], sample: int) -> Ghosts | None:
+def _is_covered(caches: NestedCaches, content: Content | None) -> bool:
+    """Whether a block begins with this one's tokens. Caches too small for it are taken to have it: one size decides."""
+    return content is not None and caches.covering(content) is not None
+
+
+def ghosts_of(pools: Iterable[Pool], sample: int, *, partial_reuse: bool) -> Ghosts | None:
     """Those of an executor: of its first pool with full attention, which decides how much of a prompt is found."""
     pool = next((pool for pool in pools if pool.window is None), None)
-    return Ghosts(pool, sample) if pool is not None and sample else None
+    return Ghosts(pool, sample, partial_reuse=partial_reuse) if pool is not None and sample else None

@@ -210,7 +210,7 @@ class CacheManager(ManagerAdmin):
         share_memory(executor, spec, self._shares)
         if not later:
             self._end_recovery(executor, pins)
-        executor.ghosts = ghosts_of(executor.pools, self.config.ghost_sample)
+        executor.ghosts = ghosts_of(executor.pools, self.config.ghost_sample, partial_reuse=self.config.partial_reuse)
         return executor.cached()
 
     def _enter_executor(self, spec: ExecutorSpec, known: Executor | None, deadline: float) -> Executor:

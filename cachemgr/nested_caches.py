@@ -7,25 +7,41 @@ hierarchies", IBM Systems Journal 9(2), 1970). What the cache of one size loses,
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from cachemgr import siblings
 from cachemgr.api import BlockView
-from cachemgr.block import Block, EvictionOrder
+from cachemgr.block import Block, EvictionOrder, Node
 from cachemgr.events import EventLog
 from cachemgr.leases import LeaseBook, effective_priority
 from cachemgr.retention import Wish
+
+if TYPE_CHECKING:
+    from cachemgr.keys import Domain
+
+
+class Content(NamedTuple):
+    """What a block's beginnings are found by: its parent's key, its packed tokens and its domain."""
+
+    parent: bytes
+    tokens: bytes
+    domain: Domain
 
 
 class Ghost(Block):
     """A block without bytes. `zone` is the number of the smallest cache that has it.
 
-    `stored` is false as long as nobody has computed it. A partly filled one has its parent's key and its packed tokens.
+    `stored` is false as long as nobody has computed it. Only one with a node, its parent's, is found by a beginning.
     """
 
-    __slots__ = ("stored", "tail", "zone")
+    __slots__ = ("node", "stored", "zone")
 
-    def __init__(self, key: bytes, tail: tuple[bytes, bytes] | None = None) -> None:
+    def __init__(self, key: bytes) -> None:
         super().__init__(0)
         self.key = key
-        self.tail = tail
+        self.node: Node | None = None
         self.zone = 0
         self.stored = False
 
@@ -38,8 +54,8 @@ class NestedCaches:
     def __init__(self, limits: tuple[float, ...]) -> None:
         self.limits = limits
         self.blocks: dict[bytes, Ghost] = {}
-        # Partly filled blocks by the key of their parent, by their length in bytes, by their tokens.
-        self._tails: dict[bytes, dict[int, dict[bytes, Ghost]]] = {}
+        # By key of their parent, blocks that are found by a beginning.
+        self._parents: dict[bytes, Node] = {}
         # Nobody asks; what ends leases counts them.
         self.honoured_leases = self.broken_leases = 0
         self.is_lost = False
@@ -54,15 +70,14 @@ class NestedCaches:
         """Ends leases."""
         self._leases.advance(now)
 
-    def use(self, key: bytes, tail: tuple[bytes, bytes] | None = None) -> tuple[Ghost, int]:
+    def use(self, key: bytes, content: Content | None = None) -> tuple[Ghost, int]:
         """The block with a reference more, and the number of the smallest cache that had it, or how many there are."""
         block = self.blocks.get(key)
         if block is None:
             zone = len(self.limits)
-            block = self.blocks[key] = Ghost(key, tail)
-            if tail is not None:
-                parent, tokens = tail
-                self._tails.setdefault(parent, {}).setdefault(len(tokens), {})[tokens] = block
+            block = self.blocks[key] = Ghost(key)
+            if content is not None:
+                self._enter(block, content)
             self._counts[0] += 1
         else:
             zone = block.zone
@@ -95,16 +110,47 @@ class NestedCaches:
         if block.lease is not None:
             self._leases.start(block)
 
-    def has_tails(self, parent: bytes) -> bool:
-        """Whether partly filled blocks have this parent."""
-        return parent in self._tails
+    def beginnings(self, parent: bytes, tokens: bytes, extra: bytes, caches: range) -> Iterator[tuple[int, Ghost, int]]:
+        """Of some caches those with a child that begins alike, with the best child and its tokens in common."""
+        node = self._parents.get(parent)
+        if node is None:
+            return
+        best, common = None, 0
+        for number in reversed(caches):
+            if best is None or best.zone > number:
+                found, common = siblings.closest(node, tokens, extra, partial(_is_in, number))
+                if found is None:
+                    return
+                assert isinstance(found, Ghost)
+                best = found
+            yield number, best, common
 
-    def cover(self, parent: bytes, tokens: bytes) -> None:
-        """Forgets partly filled children of a parent that no sequence uses and that a longer one begins with."""
-        by_length = self._tails.get(parent, {})
-        covered = [by_length[length].get(tokens[:length]) for length in by_length if length < len(tokens)]
-        for block in covered:
-            if block is not None and not block.refs:
+    def touch(self, block: Ghost) -> None:
+        """It was read in the caches that have it: of what is not in use it is lost last."""
+        if not block.refs:
+            order = self._orders[block.zone]
+            order.remove(block)
+            self._uses += 1
+            block.recency = self._uses
+            order.append(block)
+
+    def has_children(self, parent: bytes) -> bool:
+        """Whether blocks that are found by a beginning have this parent."""
+        return parent in self._parents
+
+    def covering(self, content: Content) -> Ghost | None:
+        """A block that begins with what another would hold."""
+        node = self._parents.get(content.parent)
+        found = None if node is None else siblings.covering(node, content.tokens, content.domain.extra)
+        assert found is None or isinstance(found, Ghost)
+        return found
+
+    def cover(self, content: Content) -> None:
+        """Forgets blocks that no sequence uses and that are the beginning of a longer one."""
+        node = self._parents.get(content.parent)
+        for block in [] if node is None else siblings.covered(node, content.tokens, content.domain.extra):
+            assert isinstance(block, Ghost)
+            if not block.refs:
                 self._orders[block.zone].remove(block)
                 self._forget(block)
 
@@ -150,15 +196,22 @@ class NestedCaches:
     def _forget(self, block: Ghost) -> None:
         self._counts[block.zone] -= 1
         del self.blocks[block.key]
-        if block.tail is not None:
-            self._forget_tail(*block.tail)
+        node = block.node
+        if node is not None:
+            siblings.remove(node, block)
+            if node.children is None:
+                del self._parents[node.key]
         if block.lease is not None:
             self._leases.forget(block)
 
-    def _forget_tail(self, parent: bytes, tokens: bytes) -> None:
-        by_length = self._tails[parent]
-        del by_length[len(tokens)][tokens]
-        if not by_length[len(tokens)]:
-            del by_length[len(tokens)]
-        if not by_length:
-            del self._tails[parent]
+    def _enter(self, block: Ghost, content: Content) -> None:
+        node = self._parents.get(content.parent)
+        if node is None:
+            node = self._parents[content.parent] = Node(content.parent)
+        block.node, block.tokens, block.domain = node, content.tokens, content.domain
+        siblings.add(node, block)
+
+
+def _is_in(cache: int, block: Block) -> bool:
+    assert isinstance(block, Ghost)
+    return block.zone <= cache

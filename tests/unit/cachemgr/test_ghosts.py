@@ -116,11 +116,59 @@ def test_prompts_shorter_than_a_block_take_room_and_promise_no_more_than_an_endl
     assert sum(request.input_length < BLOCK_TOKENS for request in requests) > len(requests) / 2
     for size, found in ghost_rates(replay, LRU).items():
         assert found <= endless
-        if size <= BLOCKS:
-            assert found == pytest.approx(rate(requests, size, no_wishes), abs=POINT), size
-        else:
-            # Beginnings of blocks that only a larger cache has are not promised.
-            assert found < rate(requests, size, no_wishes) + POINT, size
+        assert found == pytest.approx(rate(requests, size, no_wishes), abs=POINT), size
+
+
+def alike(rng, count, longest):
+    """Prompts of which most go on from some place in one of the last, as far as they are long enough."""
+    prompts = []
+    for _ in range(count):
+        length, base = rng.randint(4, longest), []
+        if prompts and rng.random() < 0.7:
+            earlier = prompts[-1 - min(len(prompts) - 1, int(rng.expovariate(0.02)))]
+            base = earlier[: min(length, rng.randint(1, len(earlier)))]
+        prompts.append(base + [rng.randrange(2) for _ in range(length - len(base))])
+    return prompts
+
+
+def endless_tokens(prompts):
+    """Tokens that a cache which never loses anything would find, beginnings of blocks among them."""
+    seen, found = set(), 0
+    for tokens in prompts:
+        found += next((end for end in range(len(tokens) - 1, 0, -1) if tuple(tokens[:end]) in seen), 0)
+        seen.update(tuple(tokens[:end]) for end in range(1, len(tokens) + 1))
+    return found
+
+
+@pytest.mark.parametrize("partial", [True, False])
+@pytest.mark.parametrize("block_size", [4, 8, 16, 32])
+@pytest.mark.parametrize("longest", [24, 60])
+def test_short_prompts_of_any_kind_are_promised_what_a_pool_of_that_size_finds(longest, block_size, partial):
+    prompts = alike(random.Random(longest * block_size), 700, longest)
+    asked = sum(map(len, prompts))
+    config = replace(
+        CONFIG,
+        capacity_ahead_tokens=0,
+        free_watermark=0.0,
+        ghost_sample=32,
+        partial_reuse=partial,
+        copy_on_partial_reuse=partial,
+    )
+
+    def play(num_blocks):
+        driver = Driver(num_blocks, block_size=block_size, config=config)
+        found = 0
+        for number, tokens in enumerate(prompts):
+            driver.now = number * 0.5
+            found += driver.cache(str(number), tokens).cached_tokens
+        return driver, found
+
+    driver, _ = play(32)
+    report, _ = driver.manager.ghosts("e")
+    promised = {one.total_blocks: one.hit_tokens for one in report.caches if one.policy is LRU}
+    assert max(promised.values()) <= endless_tokens(prompts)
+    for size in (32, 64, 128):
+        assert promised[size] == pytest.approx(play(size)[1], abs=POINT * asked), size
 
 
 def test_what_was_found_again_outlasts_what_never_was():
