@@ -25,6 +25,9 @@ _BLOCK: Callable[[tuple[Pool, Block]], Block] = itemgetter(1)
 # On one executor, beyond which callers' hints make no more: operators see all of them, and each is kept in Redis.
 MAX_PINS = 1000
 
+# Blocks that holds whose time is over let go of in one call: one costs some microseconds.
+LET_GO_AT_A_TIME = 2048
+
 
 class Hold:
     """Referenced blocks, root first, and until when who wants them. A pin has one owner."""
@@ -62,6 +65,8 @@ class Holds:
         self._pinned: Counter[Block] = Counter()
         self._pinned_in: Counter[Pool] = Counter()
         self._num_pins = 0
+        # Whether blocks of holds whose time is over are still held.
+        self.is_behind = False
         # Called with the name of a pin that is new, goes on for longer, or has ended.
         self.on_pin: Callable[[str], None] = lambda _name: None
 
@@ -166,11 +171,26 @@ class Holds:
         return freed
 
     def expire(self, now: float) -> None:
-        """Ends holds whose owners' times are all over."""
+        """Ends holds whose owners' times are all over; a later call ends what is too much for one.
+
+        A hold that is too long for one call keeps its owners and its name until its last block has gone.
+        """
+        left = LET_GO_AT_A_TIME
+        self.is_behind = False
         for hold in self:
-            hold.owners = {owner: end for owner, end in hold.owners.items() if end > now}
-            if not hold.owners:
-                self.release(hold)
+            lasting = {owner: end for owner, end in hold.owners.items() if end > now}
+            if lasting:
+                hold.owners = lasting
+                continue
+            while hold.blocks and left:
+                pool, block = hold.blocks.pop()
+                self._count(hold, [(pool, block)], -1)
+                pool.drop(block)
+                left -= 1
+            if hold.blocks:
+                self.is_behind = True
+                return
+            self.release(hold)
 
     def clear(self) -> None:
         """The blocks are gone."""
@@ -179,6 +199,7 @@ class Holds:
         self._pinned.clear()
         self._pinned_in.clear()
         self._num_pins = 0
+        self.is_behind = False
 
     def held(self) -> Counter[Block]:
         """References that each block has from here."""

@@ -131,9 +131,9 @@ class CacheManager(ManagerAdmin):
     @property
     def is_behind(self) -> bool:
         """Whether so much is to be done at once that `expire` is due again now."""
-        return (
-            bool(self._unfinished) or self._leases.is_behind or any(pool.device.may_pay for pool in self._selected(""))
-        )
+        is_held = any(executor.holds.is_behind for executor in self._executors.values())
+        is_paid = not any(pool.device.may_pay for pool in self._selected(""))
+        return is_held or bool(self._unfinished) or self._leases.is_behind or not is_paid
 
     def go_on(self) -> None:
         """A call that is carried out in steps takes the next one: leases have ended meanwhile."""
