@@ -971,7 +971,8 @@ class CacheAdminServiceServicer:
     def ForgetBlocks(self, request, context):
         """Takes blocks out of every tier and of Redis and has their bytes overwritten with zeros. Other calls are answered
         meanwhile: nothing stays of sequences that come until it has answered and are meant, and what another session has
-        come to use by then stays. A call that was not answered may have done a part: repeat it.
+        come to use by then stays. A call that was not answered may have done a part: repeat it. Free slots keep the bytes
+        of blocks that were evicted or moved to another tier before, until something is written there.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -282,7 +282,8 @@ class CacheAdminServiceStub:
     ForgetBlocks: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.ForgetBlocksRequest, _kvcache_pb2.ForgetBlocksResponse]
     """Takes blocks out of every tier and of Redis and has their bytes overwritten with zeros. Other calls are answered
     meanwhile: nothing stays of sequences that come until it has answered and are meant, and what another session has
-    come to use by then stays. A call that was not answered may have done a part: repeat it.
+    come to use by then stays. A call that was not answered may have done a part: repeat it. Free slots keep the bytes
+    of blocks that were evicted or moved to another tier before, until something is written there.
     """
     CreateRetentionRule: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.CreateRetentionRuleRequest, _kvcache_pb2.CreateRetentionRuleResponse]
     """Makes a rule for requests that bring no wish of their own. It applies from the beginning of the call."""
@@ -346,7 +347,8 @@ class CacheAdminServiceAsyncStub(CacheAdminServiceStub):
     ForgetBlocks: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.ForgetBlocksRequest, _kvcache_pb2.ForgetBlocksResponse]  # type: ignore[assignment]
     """Takes blocks out of every tier and of Redis and has their bytes overwritten with zeros. Other calls are answered
     meanwhile: nothing stays of sequences that come until it has answered and are meant, and what another session has
-    come to use by then stays. A call that was not answered may have done a part: repeat it.
+    come to use by then stays. A call that was not answered may have done a part: repeat it. Free slots keep the bytes
+    of blocks that were evicted or moved to another tier before, until something is written there.
     """
     CreateRetentionRule: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.CreateRetentionRuleRequest, _kvcache_pb2.CreateRetentionRuleResponse]  # type: ignore[assignment]
     """Makes a rule for requests that bring no wish of their own. It applies from the beginning of the call."""
@@ -503,7 +505,8 @@ class CacheAdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_kvcache_pb2.ForgetBlocksResponse, _abc.Awaitable[_kvcache_pb2.ForgetBlocksResponse]]:
         """Takes blocks out of every tier and of Redis and has their bytes overwritten with zeros. Other calls are answered
         meanwhile: nothing stays of sequences that come until it has answered and are meant, and what another session has
-        come to use by then stays. A call that was not answered may have done a part: repeat it.
+        come to use by then stays. A call that was not answered may have done a part: repeat it. Free slots keep the bytes
+        of blocks that were evicted or moved to another tier before, until something is written there.
         """
 
     @_abc_1.abstractmethod
