@@ -57,16 +57,24 @@ class OneOf:
         return str(self._names[value])
 
 
-def _encodable(value: str) -> str:
+def is_encodable(value: str) -> bool:
+    """Whether a text is one of UTF-8: JSON may have halves of surrogate pairs, a message may not."""
     try:
         value.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError("must not have a half of a surrogate pair") from error
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def encodable(value: str) -> str:
+    """The text. Raises ValueError for one that no message holds."""
+    if not is_encodable(value):
+        raise ValueError("must not have a half of a surrogate pair")
     return value
 
 
 # What the fields of a message hold.
-Text = Annotated[str, AfterValidator(_encodable)]
+Text = Annotated[str, AfterValidator(encodable)]
 Uint32 = Annotated[int, Field(ge=0, lt=1 << 32)]
 Int32 = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
 Uint64 = Annotated[int, Field(ge=0, lt=1 << 64)]
@@ -104,6 +112,9 @@ class Bounded(BaseModel):
     def _few(cls, value: object) -> object:
         if isinstance(value, dict) and len(value) > _MAX_FIELDS:
             raise ValueError(f"has more than {_MAX_FIELDS} fields")
+        for index, name in enumerate(value if isinstance(value, dict) else ()):
+            if not is_encodable(name):
+                raise ValueError(f"must not have a half of a surrogate pair in the name of its field {index}")
         return value
 
 
@@ -179,7 +190,8 @@ class HintAction(Closed):
     action_id: Text = Field(json_schema_extra={"minLength": 1})
     action_type: Text
     action_version: Text = "0.1"
-    payload: dict[str, JsonValue] = {}
+    # Looked at where it becomes a message: a type of JSON's values would name its branches as fields.
+    payload: Annotated[dict[Any, Any], WithJsonSchema({"type": "object"})] = {}
 
 
 class KvHints(Closed):

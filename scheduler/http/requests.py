@@ -5,11 +5,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    SkipValidation,
     WithJsonSchema,
 )
 from pydantic_core import CoreSchema, core_schema
@@ -29,6 +31,7 @@ from scheduler.http.extensions import (
     Text,
     Uint32,
     bounds,
+    encodable,
 )
 
 # How similar an unknown name is to the field that an error suggests: 0..1, as difflib measures it.
@@ -66,6 +69,10 @@ def _prompts(value: object) -> object:
     raise ValueError("must be a text or a list of token ids, or a list of texts or of such lists")
 
 
+def _encodable_prompt(prompt: str | list[int]) -> str | list[int]:
+    return encodable(prompt) if isinstance(prompt, str) else prompt
+
+
 def _is_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 32
 
@@ -75,7 +82,8 @@ _ONE: list[dict[str, Any]] = [
     {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
 ]
 Prompts = Annotated[
-    list[Text | list[int]],
+    # Of two types each, without a branch for either: its name would be taken for a field's.
+    list[Annotated[str | list[int], SkipValidation, AfterValidator(_encodable_prompt)]],
     BeforeValidator(_prompts),
     WithJsonSchema(
         {"anyOf": [*_ONE, *({"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS, "items": one} for one in _ONE)]}

@@ -1,14 +1,14 @@
 """From OpenAI's requests to the message of the generation service, and its fields' names back."""
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 
 from google.protobuf.duration_pb2 import Duration
-from google.protobuf.json_format import ParseDict, ParseError
-from google.protobuf.message import DecodeError
+from google.protobuf.json_format import ParseDict
 
 from protos.generation.v1 import generation_pb2 as pb
 from protos.rpc.errors import InvalidField
-from scheduler.http.extensions import EvictionPolicy, KvHints, Retention
+from scheduler.http.extensions import EvictionPolicy, KvHints, Retention, is_encodable
 from scheduler.http.requests import ChatCompletionRequest, CompletionRequest, Generation, Message, TokenizeRequest
 
 # OpenAI's default for completions; conversations go on as long as they fit.
@@ -17,6 +17,11 @@ COMPLETION_TOKENS = 16
 CACHED_PRIORITY = 80
 # What joins the parts of a message, as in vLLM.
 PART_SEPARATOR = "\n"
+# Of a hint's payload. A parser of protobuf takes 100 messages within each other: a level of a payload has three, and
+# what holds the payload the rest.
+_PAYLOAD_LEVELS = 30
+# Of a name in the path of a field.
+_NAME_CHARACTERS = 64
 
 Names = Sequence[tuple[str, str]]
 
@@ -209,16 +214,28 @@ def _policy(policy: EvictionPolicy) -> pb.EvictionPolicy:
 
 
 def _hints(hints: KvHints) -> pb.KvHints:
-    """The fields have the same names. Raises InvalidField for payloads that are nested too deeply for a message."""
-    try:
-        message = ParseDict(hints.model_dump(), pb.KvHints())
-        # In a place as deep as where it will be read.
-        pb.StreamGenerateRequest.FromString(
-            pb.StreamGenerateRequest(cache=pb.CacheOptions(kv_hints=message)).SerializeToString()
-        )
-    except (ParseError, DecodeError, RecursionError, UnicodeError, OverflowError) as error:
-        raise InvalidField("kv_hints.actions", "have a payload that no message holds") from error
-    return message
+    """The fields have the same names. Raises InvalidField for a payload that no message holds."""
+    for index, action in enumerate(hints.actions):
+        _check_payload(action.payload, f"kv_hints.actions[{index}].payload", _PAYLOAD_LEVELS)
+    return ParseDict(hints.model_dump(), pb.KvHints())
+
+
+def _check_payload(value: object, path: str, levels: int) -> None:
+    """Raises InvalidField for the first value, or name, that no message holds."""
+    if levels < 0:
+        raise InvalidField(path, f"is nested more than {_PAYLOAD_LEVELS} levels deep")
+    if isinstance(value, str) and not is_encodable(value):
+        raise InvalidField(path, "must not have a half of a surrogate pair")
+    if isinstance(value, int | float) and not abs(value) <= sys.float_info.max:
+        raise InvalidField(path, "must be a finite number that a double holds")
+    if isinstance(value, list):
+        for index, one in enumerate(value):
+            _check_payload(one, f"{path}[{index}]", levels - 1)
+    if isinstance(value, dict):
+        for index, (name, one) in enumerate(value.items()):
+            if not is_encodable(name):
+                raise InvalidField(path, f"must not have a half of a surrogate pair in the name of its field {index}")
+            _check_payload(one, f"{path}.{name[:_NAME_CHARACTERS]}", levels - 1)
 
 
 def duration(seconds: float) -> Duration:

@@ -93,6 +93,8 @@ def test_a_stream_to_a_process_that_is_stopped_is_given_up(
             said.put(b"x" * 1000)
             next(answers)
         os.kill(pid, signal.SIGSTOP)
+        # A thread of it may still run when the signal is sent.
+        os.waitpid(pid, os.WUNTRACED)
         said.put(b"x")
         with pytest.raises(grpc.RpcError) as caught:
             next(answers)

@@ -227,7 +227,13 @@ async def test_bodies_that_are_no_requests_are_refused(run_stack: StackFactory) 
             '{"prompt": ["x", 5]}': "a text or a list",
             json.dumps({f"x{index}": 1 for index in range(300)}): "the body has more than 256 fields",
             '{"prompt": "x", "kv_hints": {"actions": [{"action_id": "a", "action_type": "b", "payload": '
-            + '{"a":' * 110 + "1" + "}" * 111 + "]}}": "kv_hints.actions",
+            + '{"a":' * 110 + "1" + "}" * 111 + "]}}": "kv_hints.actions[0].payload.a.a",
+            '{"prompt": "x", "kv_hints": {"actions": [{"action_id": "a", "action_type": "b", "payload": '
+            '{"\\ud800": 1}}]}}': "kv_hints.actions[0].payload must not have a half of a surrogate pair in",
+            '{"prompt": "x", "kv_hints": {"actions": [{"action_id": "a", "action_type": "b", "payload": '
+            '{"p": [1e999]}}]}}': "kv_hints.actions[0].payload.p[0] must be a finite number",
+            '{"prompt": "x", "\\ud800": 1}': "half of a surrogate pair in the name of its field 1",
+            '{"prompt": ["x", "\\ud800"]}': "prompt[1] must not have a half of a surrogate pair",
         }.items():  # fmt: skip
             answer = await ask(address, "POST", path, body.encode("latin-1"))
             assert answer.status == 400, body[:50]

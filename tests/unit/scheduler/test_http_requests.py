@@ -302,6 +302,26 @@ def test_a_part_that_is_no_text_is_said_to_be_none(kind: str) -> None:
         chat(messages=[{"role": "user", "content": [{"type": kind, kind: {}}]}])
 
 
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan"), 10**400, -(10**400)])
+def test_a_number_of_a_payload_that_no_message_holds_is_named(value: float) -> None:
+    action = {"action_id": "a", "action_type": "Pin", "payload": {"priority": value}}
+    with pytest.raises(InvalidField, match=r"^kv_hints\.actions\[0\]\.payload\.priority must be a finite number"):
+        chat(kv_hints={"actions": [action]})
+
+
+@pytest.mark.parametrize("nest", [lambda value: {"a": value}, lambda value: [value]], ids=["objects", "lists"])
+def test_a_payload_is_nested_so_deep_as_a_message_can_be(nest: Callable[[Any], Any]) -> None:
+    value: Any = 1
+    for _ in range(29):
+        value = nest(value)
+    hints: Any = {"actions": [{"action_id": "a", "action_type": "Pin", "payload": {"a": value}}]}
+    message = chat(kv_hints=hints)
+    assert pb.StreamGenerateRequest.FromString(message.SerializeToString()) == message
+    hints["actions"][0]["payload"]["a"] = nest(value)
+    with pytest.raises(InvalidField, match=r"^kv_hints\.actions\[0\]\.payload\..* is nested more than 30 levels deep"):
+        chat(kv_hints=hints)
+
+
 def test_an_unknown_name_is_shown_in_part() -> None:
     with pytest.raises(InvalidField) as caught:
         completion(**{"x" * 1_000_000: 1})
