@@ -77,6 +77,7 @@ class Deaths(RuleBasedStateMachine):
         world.end_recovery()
         for live in list(world.live.values()):
             world.leave(live)
+        world.carry_out()
         world.sync()
         world.back_up()
         world.confirm()

@@ -329,11 +329,12 @@ class CacheWorld(Operators, Deaths):
         world.sync()
         world.start_scheduler()
         world.run_executor_copies()
+        # A hold that a sequence leaves behind counts from when it is released.
+        world.carry_out()
         world.now += 100
         world.renew()
         world.manager.expire()
-        while world.manager.is_behind:
-            world.manager.expire()
+        world.carry_out()
         world.run_executor_copies()
         world.check()
         assert all(pool.used_blocks == 0 for pool in world.manager.pools())

@@ -131,6 +131,11 @@ class World(Memory):
         self.trimmed.clear()
         self.manager.register_scheduler("s", self.scheduler_epoch)
 
+    def carry_out(self) -> None:
+        """All that the manager does a part at a time, as giving back what a lost scheduler held, comes to its end."""
+        while self.manager.is_behind:
+            self.manager.expire()
+
     def restart_manager(self) -> Restored:
         """The manager is gone with its memory; what the journal has and the executor still holds comes back."""
         self.lose_manager()
