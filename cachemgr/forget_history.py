@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from cachemgr.registry import Executor
 
 # Targets that are kept, and tokens of their prefixes, together.
-MOST_KEPT = 1 << 18
+MOST_KEPT = 1 << 16
+# Executors that have gone whose last call is known. Of others all targets that are kept are forgotten again.
+MOST_REACHED = 1 << 14
 
 
 class ForgetHistory:
@@ -57,7 +59,10 @@ class ForgetHistory:
 
     def lost(self, executor_id: str) -> None:
         """An executor is gone whose blocks were all in the index: calls that have ended need not reach them again."""
+        self._reached.pop(executor_id, None)
         self._reached[executor_id] = min(self._running, default=self._number + 1) - 1
+        if len(self._reached) > MOST_REACHED:
+            del self._reached[next(iter(self._reached))]
 
     def of(self, executor: Executor) -> ForgottenBefore:
         """What the targets mean of the remembered blocks of an executor that registers."""

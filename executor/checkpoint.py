@@ -9,7 +9,15 @@ import torch
 from safetensors import safe_open
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, cached_file
+from transformers.utils import (
+    CONFIG_NAME,
+    GENERATION_CONFIG_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    cached_file,
+)
 from transformers.utils import logging as transformers_logging
 from transformers.utils.peft_utils import find_adapter_config_file
 
@@ -124,7 +132,7 @@ def _own_code(source: str) -> ModelError:
 
 
 def _check_generation_config(source: str, config: Any) -> None:
-    """Raises ModelError unless generation_config.json can be read and all ids are tokens of the model."""
+    """Raises ModelError unless generation_config.json can be read and what ends an output is a token of the model."""
     vocabulary = getattr(config.get_text_config(decoder=True), "vocab_size", None)
     found = cached_file(source, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False)
     said: Any = {}
@@ -133,9 +141,7 @@ def _check_generation_config(source: str, config: Any) -> None:
             said = json.loads(Path(found).read_text())
             if not isinstance(said, dict):
                 raise ValueError("it holds no JSON object")
-            _check_ids(
-                GENERATION_CONFIG_NAME, source, said, ("eos_token_id", "bos_token_id", "pad_token_id"), vocabulary
-            )
+            _check_eos(GENERATION_CONFIG_NAME, source, said.get("eos_token_id"), vocabulary)
             GenerationConfig.from_dict(dict(said))
         except ModelError:
             raise
@@ -146,22 +152,18 @@ def _check_generation_config(source: str, config: Any) -> None:
             ) from error
     if said.get("eos_token_id") is None:
         text = config.get_text_config(decoder=True)
-        _check_ids(
-            CONFIG_NAME, source, {"eos_token_id": getattr(text, "eos_token_id", None)}, ("eos_token_id",), vocabulary
+        _check_eos(CONFIG_NAME, source, getattr(text, "eos_token_id", None), vocabulary)
+
+
+def _check_eos(file: str, source: str, given: Any, vocabulary: int | None) -> None:
+    ids = given if isinstance(given, list) else [given]
+    # A boolean is an int to Python alone.
+    if given is not None and not all(type(one) is int and 0 <= one < (vocabulary or one + 1) for one in ids):
+        below = f" below {vocabulary}, the size of the vocabulary" if vocabulary else ""
+        raise ModelError(
+            f"{file} of the model {source}: eos_token_id is {json.dumps(given, default=str)[:80]}, "
+            f"which must be a token id from 0{below}: compare it with its origin, or remove the field"
         )
-
-
-def _check_ids(file: str, source: str, said: Mapping[str, Any], fields: Iterable[str], vocabulary: int | None) -> None:
-    for field in fields:
-        given = said.get(field)
-        ids = given if isinstance(given, list) and field == "eos_token_id" else [given]
-        # A boolean is an int to Python alone.
-        if given is not None and not all(type(one) is int and 0 <= one < (vocabulary or one + 1) for one in ids):
-            below = f" below {vocabulary}, the size of the vocabulary" if vocabulary else ""
-            raise ModelError(
-                f"{file} of the model {source}: {field} is {json.dumps(given, default=str)[:80]}, "
-                f"which must be a token id from 0{below}: compare it with its origin, or remove the field"
-            )
 
 
 def _unknown_value(source: str, said: Mapping[str, Any], error: Exception) -> ModelError | None:
@@ -205,15 +207,25 @@ def _check_types(source: str, module: Any) -> None:
 def _stored_types(source: str) -> Iterator[tuple[str, str]]:
     """Names and element types of the tensors in a checkpoint's files."""
     folder = Path(str(cached_file(source, CONFIG_NAME))).parent
-    files = sorted(folder.glob("model*.safetensors"))
-    for file in files:
-        with safe_open(file, "pt") as tensors:
-            yield from ((name, str(tensors.get_slice(name).get_dtype())) for name in tensors.keys())  # noqa: SIM118
-    if not files:
-        for file in sorted(folder.glob("pytorch_model*.bin")):
-            # On "meta" no numbers are read.
-            for name, tensor in torch.load(file, map_location="meta", weights_only=True).items():
+    if files := _files(folder, SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
+        for file in files:
+            with safe_open(file, "pt") as tensors:
+                yield from ((name, str(tensors.get_slice(name).get_dtype())) for name in tensors.keys())  # noqa: SIM118
+        return
+    for file in _files(folder, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
+        # On "meta" no numbers are read.
+        for name, tensor in torch.load(file, map_location="meta", weights_only=True).items():
+            if isinstance(tensor, torch.Tensor):
                 yield name, str(tensor.dtype).removeprefix("torch.")
+
+
+def _files(folder: Path, whole: str, index: str) -> list[Path]:
+    """The files that are loaded: one that has all weights, or those that an index names."""
+    if (folder / whole).is_file():
+        return [folder / whole]
+    if (folder / index).is_file():
+        return [folder / name for name in sorted(set(json.loads((folder / index).read_text())["weight_map"].values()))]
+    return []
 
 
 def _unreadable(source: str, config: Any, error: Exception) -> ModelError:

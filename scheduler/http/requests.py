@@ -147,6 +147,8 @@ class TextPart(Open):
 
     # OpenAI's way to say what cache_control says.
     unsupported: ClassVar = {"prompt_cache_breakpoint": ()}
+    # Of parts of answers that come back in a history.
+    ignored: ClassVar = frozenset({"annotations", "id"})
 
     type: Annotated[Literal["text"], BeforeValidator(_of_text)]
     text: Text
@@ -159,10 +161,12 @@ class Message(Open):
     unsupported: ClassVar = {
         "audio": (),
         "function_call": (),
+        "images": ([],),
         "phase": (),
         "prefix": (False,),
         "refusal": ("",),
         "task": (),
+        "thinking_blocks": ([],),
         "tool_call_id": (),
         "tool_calls": ([],),
         "tools": ([],),
@@ -179,6 +183,7 @@ class Message(Open):
             "opts",
             "provider_specific_fields",
             "timestamp",
+            "usage",
         }
     )
 

@@ -228,7 +228,12 @@ def test_every_method_of_the_data_plane(client: Grpcurl) -> None:
     columns = {"handles": [handle], "computed_tokens": [10], "new_token_counts": [0]}
     client.call(f"{DATA}/SyncSequences", **scheduler, **manager, sync_number=1, step=1, **columns)
     assert client.call(f"{DATA}/EstimateSequence", **scheduler, sequence_id="a", max_new_tokens=8)["estimates"]
-    retain = {"action_id": "1", "action_type": "Retain", "action_version": "0.1", "payload": {"priority": 60}}
+    retain = {
+        "action_id": "1",
+        "action_type": "Retain",
+        "action_version": "0.1",
+        "payload": {"priority": 60, "duration_seconds": 600},
+    }
     hints = {"protocol_version": "0.1", "message_id": "grpcurl", "actions": [retain]}
     prefix = {"executor_id": "grpcurl", "token_ids": list(range(8))}
     (answer,) = client.call(f"{DATA}/SendHints", prefix=prefix, hints=hints)["answers"]

@@ -133,8 +133,6 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "a negative eos id": (generates('{"eos_token_id": -1}'), r"generation_config\.json.*eos_token_id is -1"),
     "an eos id that is a text": (generates('{"eos_token_id": "</s>"}'), r"eos_token_id is \"</s>\""),
     "an eos id that is a boolean": (generates('{"eos_token_id": true}'), r"eos_token_id is true"),
-    "a bos id beyond the vocabulary": (generates('{"bos_token_id": 100000}'), r"bos_token_id is 100000"),
-    "several pad ids": (generates('{"pad_token_id": [1, 2]}'), r"pad_token_id is \[1, 2\]"),
     "no room for tokens": (generates('{"max_new_tokens": -1}'), r"generation_config\.json.*max_new_tokens.*compare"),
     "an eos id of config.json beyond the vocabulary": (
         configured(eos_token_id=100000),
@@ -164,6 +162,26 @@ def test_a_checkpoint_that_is_not_all_there_is_refused(
     shutil.copytree(model_folder("llama"), folder)
     change(folder)
     refused(folder, words)
+
+
+def codes_beside(folder: Path) -> None:
+    tensors = {name: tensor.to(torch.int8) for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, folder / "model.int8.safetensors", {"format": "pt"})
+
+
+UNREAD: dict[str, Change] = {
+    "a pad id that means none": generates('{"eos_token_id": 2, "pad_token_id": -1}'),
+    "a pad id behind the vocabulary": generates(f'{{"eos_token_id": 2, "pad_token_id": {VOCAB}}}'),
+    "codes in another file": codes_beside,
+}
+
+
+@pytest.mark.parametrize("case", UNREAD)
+def test_what_is_not_read_refuses_no_model(case: str, model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder("llama"), folder)
+    UNREAD[case](folder)
+    on_torch(folder)
 
 
 def refused(folder: Path, words: str) -> None:

@@ -336,6 +336,9 @@ def test_an_answer_of_openais_client_can_come_back_in_a_history(to_dict: Callabl
 
 def test_clients_own_records_of_a_message_are_ignored() -> None:
     records = {"id": "1", "timestamp": 1.5, "annotations": [], "opts": {"visible": True}, "refusal": None}
+    records |= {"usage": {"total_tokens": 3}, "images": [], "thinking_blocks": []}
+    part = {"type": "text", "text": "x", "id": "p", "annotations": []}
+    assert len(chat(messages=[{"role": "user", "content": [part]} | records]).chat.messages) == 1
     assert len(chat(messages=[HELLO[0] | records] * 100).chat.messages) == 100
 
 
