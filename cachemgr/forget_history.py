@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 from cachemgr.admin_api import ForgetTarget
@@ -10,6 +11,9 @@ from cachemgr.chains import keys_of
 from cachemgr.keys import pack, packed_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from cachemgr.api import TierKind
     from cachemgr.records import BlockRecord
     from cachemgr.registry import Executor
 
@@ -17,10 +21,16 @@ if TYPE_CHECKING:
 MOST_KEPT = 1 << 16
 # Executors that have gone whose last call is known. Of others all targets that are kept are forgotten again.
 MOST_REACHED = 1 << 14
+# Slots of lost executors that are kept, all together.
+MOST_SLOTS = 1 << 16
+
+# Group, tier, and number.
+Slot = tuple[int, "TierKind", int]
 
 
 class ForgetHistory:
-    """A target applies to all that was remembered of an executor before the call ended.
+    """A target applies to all that was remembered of an executor before the call ended, and to the slots of an executor
+    that was lost before it had overwritten them.
 
     Calls are numbered. Beyond `MOST_KEPT` the oldest targets go; of executors that have been away for longer than that
     all remembered blocks are forgotten.
@@ -36,6 +46,8 @@ class ForgetHistory:
         self._dropped = 0
         # By executor: the last call that has reached all that the store remembers of it.
         self._reached: dict[str, int] = {}
+        self._slots: dict[str, list[Slot]] = {}
+        self._num_slots = 0
 
     def begin(self, target: ForgetTarget) -> int:
         """A call begins; returns its number."""
@@ -63,6 +75,23 @@ class ForgetHistory:
         self._reached[executor_id] = min(self._running, default=self._number + 1) - 1
         if len(self._reached) > MOST_REACHED:
             del self._reached[next(iter(self._reached))]
+
+    def not_overwritten(self, executor_id: str, slots: Iterable[Slot]) -> None:
+        """An executor is gone before these slots were overwritten. Beyond `MOST_SLOTS` those of the oldest loss go."""
+        known = self._slots.pop(executor_id, [])
+        # One that is lost again in its recovery.
+        found = list(dict.fromkeys(chain(islice(slots, MOST_SLOTS), known)))[:MOST_SLOTS]
+        self._num_slots += len(found) - len(known)
+        if found:
+            self._slots[executor_id] = found
+        while self._num_slots > MOST_SLOTS:
+            self._num_slots -= len(self._slots.pop(next(iter(self._slots))))
+
+    def to_overwrite(self, executor_id: str) -> list[Slot]:
+        """Slots of an executor that comes back; they are told once."""
+        found = self._slots.pop(executor_id, [])
+        self._num_slots -= len(found)
+        return found
 
     def of(self, executor: Executor) -> ForgottenBefore:
         """What the targets mean of the remembered blocks of an executor that registers."""

@@ -1,15 +1,17 @@
 """How sequences end or shrink, and how everything of an executor or scheduler that is gone ends."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
-from cachemgr.api import Freed, RemovalCause, TierKind
+from cachemgr.api import ExecutorSpec, Freed, RemovalCause, TierKind
 from cachemgr.block import Block
 from cachemgr.errors import InvalidField, SharedBlockError, VoidSequenceError, WindowPassedError
 from cachemgr.events import EventLog
 from cachemgr.evicting import check_in_place, doom, left_behind
+from cachemgr.forget_history import Slot
 from cachemgr.holds import complete
 from cachemgr.keys import cut_extra_keys
 from cachemgr.leftovers import Leftovers
+from cachemgr.pool import Pool
 from cachemgr.registry import Executor, Scheduler
 from cachemgr.sequence import GroupTable, Sequence, blocks_for, first_needed
 from cachemgr.settling import settle, settle_last, void, withdraw
@@ -17,6 +19,8 @@ from cachemgr.transfers import Outcome, Purpose, Ticket
 
 # Blocks of a lost executor that are told of one by one.
 MOST_TOLD = 4096
+# Slots of an executor that starts again whose blocks are carried over in one call: each takes some microseconds.
+MOST_CARRIED_OVER = 8192
 
 
 def free_blocks(executor: Executor) -> int:
@@ -119,6 +123,23 @@ def _keep(sequence: Sequence, now: float) -> None:
         executor.holds.pin(complete(pinned), rule.holder, now, duration)
 
 
+def to_overwrite(executor: Executor) -> Iterator[tuple[Pool, int]]:
+    """Places whose bytes were forgotten, as far as no copy has overwritten them yet."""
+    for ticket in executor.tickets.values():
+        if ticket.purpose is Purpose.ZERO:
+            yield ticket.pool, ticket.target.slot
+    for pool in executor.pools:
+        for block in pool.doomed:
+            yield pool, block.slot
+
+
+def slots_to_overwrite(executor: Executor) -> Iterator[Slot]:
+    """The same as an executor that comes back knows them."""
+    for pool, place in to_overwrite(executor):
+        tier = pool.tier_at(place)
+        yield pool.spec.group, tier.kind, place - tier.offset
+
+
 def lose(executor: Executor, events: EventLog, leftovers: Leftovers) -> None:
     """The executor is gone: nothing in it can be found or freed any more, and who lives in it is void.
 
@@ -136,15 +157,18 @@ def lose(executor: Executor, events: EventLog, leftovers: Leftovers) -> None:
             pool.forget_all()
 
 
+def can_carry_over(before: Executor, spec: ExecutorSpec) -> bool:
+    """Whether an executor that starts again has so few slots, before and now, that one call can carry blocks over."""
+    slots = sum(pool.num_blocks + pool.host_blocks + pool.disk_blocks for pool in spec.pools)
+    return max(slots, sum(len(pool.blocks) for pool in before.pools)) <= MOST_CARRIED_OVER
+
+
 def carry_over(before: Executor, executor: Executor) -> None:
     """An executor has started again: of its pools stays what it tells that lower tiers still hold.
 
     What was to be overwritten there still is.
     """
-    zeroing = [
-        (ticket.pool, ticket.target.slot) for ticket in before.tickets.values() if ticket.purpose is Purpose.ZERO
-    ]
-    zeroing += [(pool, block.slot) for pool in before.pools for block in pool.doomed]
+    zeroing = list(to_overwrite(before))
     _end_epoch(before)
     held = before.holds.held()
     for pool in executor.pools:

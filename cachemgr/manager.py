@@ -44,7 +44,17 @@ from cachemgr.hints import HintRunner
 from cachemgr.journal import IndexJournal, NoJournal
 from cachemgr.leases import LeaseBook
 from cachemgr.leftovers import Leftovers
-from cachemgr.lifecycle import carry_over, end_copies, end_ticket, lose, release, tickets_of, truncate
+from cachemgr.lifecycle import (
+    can_carry_over,
+    carry_over,
+    end_copies,
+    end_ticket,
+    lose,
+    release,
+    slots_to_overwrite,
+    tickets_of,
+    truncate,
+)
 from cachemgr.operator_records import PinRecord
 from cachemgr.records import BlockRecord
 from cachemgr.registry import Executor, Scheduler
@@ -200,9 +210,11 @@ class CacheManager(ManagerAdmin):
         if not remembered and not later:
             self._journal.cleared(spec.executor_id, spec.executor_epoch)
         executor = self._enter_executor(spec, known, deadline)
-        if remembered or later:
+        to_overwrite = self._forgotten.to_overwrite(spec.executor_id)
+        if remembered or later or to_overwrite:
             forgotten = self._forgotten.of(executor)
             executor.recovery = Recovery(executor, spec, self._journal, self._leases, self._is_deleted_rule, forgotten)
+            executor.recovery.overwrite(to_overwrite)
         executor.spec = spec.without_contents()
         if remembered:
             self.put_back(spec.executor_id, spec.executor_epoch, sorted(remembered, key=lambda record: record.depth))
@@ -232,6 +244,24 @@ class CacheManager(ManagerAdmin):
             for pool in pools:
                 pool.uses = self._uses
         return executor
+
+    def is_too_large_to_carry_over(self, spec: ExecutorSpec) -> bool:
+        """Whether an executor has started again, and to register it would hold everybody up: `end_epoch` helps."""
+        known = self._executors.get(spec.executor_id)
+        if known is None or spec.executor_epoch <= known.epoch or not outlives(known.spec, spec):
+            return False
+        return not can_carry_over(known, spec)
+
+    def end_epoch(self, executor_id: str, executor_epoch: int) -> None:
+        """The executor has started again since: it is lost now, as it is when its lease ends.
+
+        What its lower tiers still hold comes back from the store when it registers.
+        """
+        self._now()
+        executor = self._executors.get(executor_id)
+        if executor is not None and executor.epoch == executor_epoch:
+            self._lose(executor)
+            del self._executors[executor_id]
 
     def is_recovering(self, executor_id: str) -> bool:
         """Whether remembered blocks of an executor are still to come."""
@@ -273,6 +303,7 @@ class CacheManager(ManagerAdmin):
         self._uses = max(self._uses, *(pool.uses for pool in executor.pools)) + MAX_SLOTS
         if executor.recovery is None:
             self._forgotten.lost(executor.executor_id)
+        self._forgotten.not_overwritten(executor.executor_id, slots_to_overwrite(executor))
         lose(executor, self._events, self._leftovers)
 
     def renew_executor(self, executor_id: str, executor_epoch: int, manager_epoch: int) -> None:

@@ -20,7 +20,7 @@ from cachemgr.api import ExecutorSpec, SchedulerEpoch
 from cachemgr.errors import InvalidField, ManagerFailedError
 from cachemgr.manager import CacheManager
 from cachemgr.operator_records import PinRecord
-from cachemgr.oplog import END_RECOVERY, GO_ON, PUT_BACK, OperationLog
+from cachemgr.oplog import END_EPOCH, END_RECOVERY, GO_ON, PUT_BACK, OperationLog
 from cachemgr.records import BlockRecord
 from cachemgr.slices import SLICE_SECONDS
 from cachemgr.steps import Steps, at_once
@@ -164,6 +164,11 @@ class Operations:
         """
         self._note("RegisterExecutor", request, later=later)
         return self._whole("RegisterExecutor", lambda: _register_executor(self.manager, request, spec, later=later))
+
+    def end_epoch(self, executor_id: str, executor_epoch: int) -> None:
+        """The executor has started again with more than one call can keep of this epoch: the store tells it again."""
+        self._note(END_EPOCH, pb.RecoveringExecutor(executor_id=executor_id, executor_epoch=executor_epoch))
+        self._whole(END_EPOCH, lambda: self.manager.end_epoch(executor_id, executor_epoch))
 
     def put_back(self, executor_id: str, executor_epoch: int, remembered: list[BlockRecord]) -> None:
         """A part of the blocks that the store remembers."""

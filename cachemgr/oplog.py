@@ -23,7 +23,8 @@ from cachemgr.operator_records import PinRecord, pin, pin_message
 from cachemgr.records import BlockRecord, RecordError, decode, encode, encode_place
 from protos.kvcache.v1 import kvcache_pb2 as pb
 
-START, EXPIRE, PUT_BACK, END_RECOVERY, GO_ON = "Start", "Expire", "PutBack", "EndRecovery", "GoOn"
+START, EXPIRE, GO_ON = "Start", "Expire", "GoOn"
+END_EPOCH, PUT_BACK, END_RECOVERY = "EndEpoch", "PutBack", "EndRecovery"
 _MAX_ENTRY_BYTES = 1 << 30
 ENDED = Gauge("kvkeep_operation_log_ended", "Whether the operation log ends before the present: its disk is full.")
 log = structlog.get_logger()

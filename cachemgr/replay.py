@@ -56,9 +56,11 @@ def _run(operations: Operations, entry: pb.LoggedOperation) -> None:
     if entry.method == oplog.GO_ON:
         operations.go_on()
         return
-    if entry.method in (oplog.PUT_BACK, oplog.END_RECOVERY):
+    if entry.method in (oplog.END_EPOCH, oplog.PUT_BACK, oplog.END_RECOVERY):
         executor = _request(pb.RecoveringExecutor, entry)
-        if entry.method == oplog.PUT_BACK:
+        if entry.method == oplog.END_EPOCH:
+            operations.end_epoch(executor.executor_id, executor.executor_epoch)
+        elif entry.method == oplog.PUT_BACK:
             operations.put_back(executor.executor_id, executor.executor_epoch, oplog.remembered_blocks(entry))
         else:
             operations.end_recovery(executor.executor_id, executor.executor_epoch, oplog.remembered_pins(entry))

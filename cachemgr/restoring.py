@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,12 +16,13 @@ from cachemgr.retention import DEFAULT_PRIORITY, MAX_PRIORITY, NO_PRIORITY, Wish
 
 if TYPE_CHECKING:
     from cachemgr.api import ExecutorSpec
-    from cachemgr.forget_history import ForgottenBefore
+    from cachemgr.forget_history import ForgottenBefore, Slot
     from cachemgr.journal import IndexJournal
     from cachemgr.leases import LeaseBook
     from cachemgr.pool import Pool
     from cachemgr.records import BlockRecord
     from cachemgr.registry import Executor
+    from cachemgr.tiers import Tier
 
 
 class Recovery:
@@ -65,6 +66,14 @@ class Recovery:
     def purge(self, is_meant: Callable[[BlockRecord], bool]) -> None:
         """Remembered blocks that are meant, and what stands on them, are overwritten instead of put back."""
         self._purged.append(is_meant)
+
+    def overwrite(self, slots: Iterable[Slot]) -> None:
+        """Zeroes slots that were forgotten before the executor was lost: nobody got them since."""
+        for group, kind, slot in slots:
+            if group < len(self._executor.pools):
+                pool = self._executor.pools[group]
+                if pool.tiers[kind].is_unread(slot):
+                    self._zero(pool, pool.tiers[kind], slot)
 
     def put_back(self, record: BlockRecord) -> None:
         """Adopts a block where its bytes are; among equal priorities the least recently used one is evicted first."""
@@ -124,10 +133,14 @@ class Recovery:
             if tier is not pool.device and self._spec.generations(tier.kind, group)[at.slot - 1] != at.generation:
                 # It was filled for another block.
                 continue
-            tier.unread.settle(at.slot)
-            block = Block(tier.offset + at.slot)
-            pool.blocks[block.slot] = block
-            pool.zero(block)
+            self._zero(pool, tier, at.slot)
+
+    def _zero(self, pool: Pool, tier: Tier, slot: int) -> None:
+        assert tier.unread is not None
+        tier.unread.settle(slot)
+        block = Block(tier.offset + slot)
+        pool.blocks[block.slot] = block
+        pool.zero(block)
 
     def _is_forgotten(self, record: BlockRecord) -> bool:
         if record.parent_key in self._forgotten_keys or self.forgotten.means(record):

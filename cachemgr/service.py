@@ -71,6 +71,8 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
         """Brings back what the store remembers, when the manager itself does not know the executor."""
         domain = self._domain
         spec = convert.executor_spec(request)
+        if self._manager.is_too_large_to_carry_over(spec):
+            await self._end_epoch(spec)
         known = self._manager.knows_executor(spec.executor_id)
         # Asked before the wait: the request tells what was written up to now, and a scheduler that comes meanwhile may
         # have given up steps that wrote after it.
@@ -82,6 +84,15 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
             answer = await self._recall(request, spec, scheduler_came=scheduler_came)
         domain.feed.ring()
         return answer
+
+    async def _end_epoch(self, spec: ExecutorSpec) -> None:
+        """An executor has started again with very many blocks: what outlives its device is read from the store."""
+        domain, executor_id = self._domain, spec.executor_id
+        executors.check_spec(spec)
+        # What the index has and Redis does not.
+        await domain.store.flush_soon()
+        if self._manager.is_too_large_to_carry_over(spec):
+            domain.operations.end_epoch(executor_id, domain.store.epoch_of(executor_id))
 
     async def _recall(
         self, request: pb.RegisterExecutorRequest, spec: ExecutorSpec, *, scheduler_came: bool

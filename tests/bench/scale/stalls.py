@@ -23,6 +23,7 @@ from cachemgr.api import (
     SyncRequest,
 )
 from cachemgr.executors import MAX_SLOTS
+from cachemgr.lifecycle import MOST_CARRIED_OVER
 from cachemgr.manager import CacheManager
 from cachemgr.operations import ManagerClock, Operations
 from cachemgr.slices import sliced, steady
@@ -212,19 +213,22 @@ def _and_behind(cache: Cache, name: str, call: Callable[[], object]) -> Iterator
 
 def restarts(blocks: int) -> Iterator[Row]:
     """An executor starts again; half of its blocks were on the device, the others are still in the host tier."""
-    half = blocks // 2
-    cache = Cache(half, half)
-    for first in range(blocks // CHAIN):
-        cache.run(first * CHAIN * BLOCK, CHAIN * BLOCK)
-    host = cache.manager.pool_to_read("e/0").tiers[1]
-    pools, told = [PoolSpec(0, half, host_blocks=half)], [list(host.generations)[1:]]
-    again = ExecutorSpec("e", 2, "m", b"f" * 32, BLOCK, pools, host_generations=told)
-    yield Row(
-        f"RegisterExecutor again, with {blocks:,} blocks of before",
-        _timed(lambda: cache.manager.register_executor(again)),
-        "ms",
-        50,
-    )
+    for size in (MOST_CARRIED_OVER, blocks):
+        half = size // 2
+        cache = Cache(half - 2, half)
+        for first in range(size // CHAIN):
+            cache.run(first * CHAIN * BLOCK, CHAIN * BLOCK)
+        manager = cache.manager
+        host = manager.pool_to_read("e/0").tiers[1]
+        pools, told = [PoolSpec(0, half - 2, host_blocks=half)], [list(host.generations)[1:]]
+        again = ExecutorSpec("e", 2, "m", b"f" * 32, BLOCK, pools, host_generations=told)
+        is_large = manager.is_too_large_to_carry_over(again)
+        if is_large:
+            yield Row(f"the end of an epoch with {size:,} blocks", _timed(partial(manager.end_epoch, "e", 1)), "ms", 50)
+        call = partial(manager.register_executor, again, later=is_large)
+        yield Row(f"RegisterExecutor again, with {size:,} blocks of before", _timed(call), "ms", 50)
+        while manager.leftovers:
+            manager.expire()
 
 
 def registrations(blocks: int) -> Iterator[Row]:

@@ -124,3 +124,25 @@ def test_beyond_the_bound_an_executor_that_was_away_brings_nothing_back(monkeypa
         world.manager.forget(ForgetTarget(salt=salt), validate_only=False)
     assert world.manager.register_executor(world.spec(), remembered(world)) == (0, 0)
     world.check()
+
+
+@pytest.mark.parametrize("starts_again", [False, True])
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_was_still_to_be_overwritten_when_the_executor_was_lost_is_overwritten_when_it_comes_back(
+    target, starts_again
+):
+    world = World(12, host_blocks=6)
+    world.cache(PROMPT, salt="a", session_id="x")
+    world.cache(PROMPT, salt="b", session_id="y")
+    if starts_again:
+        # All of it moves down, as the device's bytes are gone.
+        world.cache(list(range(100, 148)))
+        world.run_executor_copies()
+    world.manager.forget(target, validate_only=False)
+    assert left(world, "a") == 9
+    lose_executor(world)
+    if starts_again:
+        assert world.come_back().lower_blocks == 3
+    else:
+        world.manager.register_executor(world.spec(), remembered(world))
+    check_forgotten(world)

@@ -9,12 +9,15 @@ from pathlib import Path
 
 import grpc
 import pytest
+from google.protobuf.duration_pb2 import Duration
 
-from cachemgr import store_reading
+from cachemgr import lifecycle, store_reading
+from cachemgr.dump import state_hash
 from cachemgr.operations import Operations
 from cachemgr.process import CacheManagerProcess
 from cachemgr.records import BlockRecord
 from cachemgr.recovering import RECOVERING
+from cachemgr.replay import replay
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.rpc.errors import from_rpc_error
 from tests.chaos.proxies import SocketProxy
@@ -30,14 +33,16 @@ def redis_url(server: Server) -> str:
 
 
 @asynccontextmanager
-async def manager(folder: Path, redis_url: str, *, epoch: int = 7) -> AsyncIterator[Client]:
-    settings = settings_for(folder)
+async def manager(folder: Path, redis_url: str, *, epoch: int = 7, **values: object) -> AsyncIterator[Client]:
+    settings = settings_for(folder, **values)
     process = CacheManagerProcess(settings, redis_url=redis_url)
     await process.start()
     client = Client(settings, epoch=epoch)
-    yield client
-    await client.close()
-    await process.stop()
+    try:
+        yield client
+    finally:
+        await client.close()
+        await process.stop()
 
 
 async def store_two_blocks(folder: Path, redis_url: str) -> tuple[int, tuple[int, ...]]:
@@ -55,6 +60,20 @@ def steps(slots: tuple[int, ...], *written_in: int) -> tuple[int, ...]:
     for slot, step in zip(slots, written_in, strict=False):
         last[slot - 1] = step
     return tuple(last)
+
+
+async def offload_two_blocks(client: Client) -> list[int]:
+    """Computes 8 tokens, and then a prompt that needs the whole device; gives what the host slots hold then."""
+    await client.compute(await client.admit("a", 9), 8)
+    admitted = await client.admit("b", list(range(100, 100 + 4 * NUM_BLOCKS)))
+    generations = [0] * 4
+    for copy in admitted.transfers:
+        generations[copy.target_slot - 1] = copy.ticket
+    tickets = [copy.ticket for copy in admitted.transfers]
+    request = pb.ConfirmTransfersRequest(executor_id=EXECUTOR, executor_epoch=7, tickets=tickets)
+    await client.manager.ConfirmTransfers(request, timeout=5)
+    await client.sync(1, released_handles=[admitted.sequence_handle])
+    return generations
 
 
 async def test_blocks_that_nobody_wrote_since_are_found_again(tmp_path: Path, redis_url: str) -> None:
@@ -118,18 +137,7 @@ async def test_registering_again_with_a_living_manager_keeps_everything(tmp_path
 async def test_host_blocks_outlive_the_manager_and_the_executor(tmp_path: Path, redis_url: str) -> None:
     async with manager(tmp_path, redis_url) as client:
         await client.register(host_blocks=4)
-        await client.compute(await client.admit("a", 9), 8)
-        # Both blocks make room.
-        admitted = await client.admit("b", list(range(100, 100 + 4 * NUM_BLOCKS)))
-        generations = [0] * 4
-        for copy in admitted.transfers:
-            generations[copy.target_slot - 1] = copy.ticket
-        await client.manager.ConfirmTransfers(
-            pb.ConfirmTransfersRequest(
-                executor_id=EXECUTOR, executor_epoch=7, tickets=[copy.ticket for copy in admitted.transfers]
-            ),
-            timeout=5,
-        )
+        generations = await offload_two_blocks(client)
     async with manager(tmp_path, redis_url, epoch=8) as client:
         answer = await client.register(host_blocks=4, host_generations=generations)
         assert (answer.restored_blocks, answer.restored_lower_blocks) == (0, 2)
@@ -146,14 +154,7 @@ async def test_an_executor_that_is_lost_in_its_recovery_finds_its_blocks_when_it
 ) -> None:
     async with manager(tmp_path, redis_url) as client:
         await client.register(host_blocks=4)
-        await client.compute(await client.admit("a", 9), 8)
-        admitted = await client.admit("b", list(range(100, 100 + 4 * NUM_BLOCKS)))
-        generations = [0] * 4
-        for copy in admitted.transfers:
-            generations[copy.target_slot - 1] = copy.ticket
-        tickets = [copy.ticket for copy in admitted.transfers]
-        request = pb.ConfirmTransfersRequest(executor_id=EXECUTOR, executor_epoch=7, tickets=tickets)
-        await client.manager.ConfirmTransfers(request, timeout=5)
+        generations = await offload_two_blocks(client)
     put_back, parts = Operations.put_back, 0
 
     def and_lose_it(self: Operations, executor_id: str, executor_epoch: int, remembered: list[BlockRecord]) -> None:
@@ -172,6 +173,48 @@ async def test_an_executor_that_is_lost_in_its_recovery_finds_its_blocks_when_it
         assert (await client.register(host_blocks=4, host_generations=generations)).restored_lower_blocks == 2
         await client.check()
     async with manager(tmp_path, redis_url, epoch=9) as client:
+        assert (await client.register(host_blocks=4, host_generations=generations)).restored_lower_blocks == 2
+
+
+@pytest.mark.parametrize("most", [0, lifecycle.MOST_CARRIED_OVER])
+async def test_host_blocks_outlive_an_executor_that_starts_again_beside_the_same_manager(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """Whether the manager keeps them itself or, as there are too many for one call, reads them in the store."""
+    monkeypatch.setattr(lifecycle, "MOST_CARRIED_OVER", most)
+    ended: list[int] = []
+    end_epoch = Operations.end_epoch
+
+    def and_note_it(self: Operations, executor_id: str, executor_epoch: int) -> None:
+        ended.append(executor_epoch)
+        end_epoch(self, executor_id, executor_epoch)
+
+    monkeypatch.setattr(Operations, "end_epoch", and_note_it)
+    log = tmp_path / "log"
+    async with manager(tmp_path, redis_url, pin_budget=0.5, operation_log=log) as client:
+        await client.register(host_blocks=4)
+        generations = await offload_two_blocks(client)
+        prefix = pb.PrefixSelector(token_ids=range(8))
+        await client.admin.PinPrefix(pb.PinPrefixRequest(prefix=prefix, owner="ops", duration=Duration(seconds=60)))
+        client.epoch = 6
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await client.register(host_blocks=4, host_generations=generations)
+        assert from_rpc_error(refused.value).reason == "STALE_EXECUTOR"
+        client.epoch = 8
+        answer = await client.register(host_blocks=4, host_generations=generations)
+        assert (answer.restored_blocks, answer.restored_lower_blocks) == (0, 2)
+        (hold,) = (await client.admin.ListHolds(pb.ListHoldsRequest())).holds
+        assert hold.pin
+        assert hold.num_blocks == 2
+        assert (await client.admit("c", 9)).cached_tokens == 8
+        await client.check()
+        client.epoch = 9
+        assert (await client.register(host_blocks=4, host_generations=generations)).restored_lower_blocks == 2
+        assert ended == ([7, 8] if most == 0 else [])
+        dumped = [message async for message in client.admin.DumpState(pb.DumpStateRequest())]
+        with log.open("rb") as file:
+            assert state_hash(replay(file).manager.state()) == dumped[-1].state_hash
+    async with manager(tmp_path, redis_url, epoch=10) as client:
         assert (await client.register(host_blocks=4, host_generations=generations)).restored_lower_blocks == 2
 
 
