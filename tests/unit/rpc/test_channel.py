@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import queue
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,33 +21,31 @@ from protos.rpc.channel import open_channel, open_sync_channel
 from protos.rpc.server import Server
 from tests.unit.rpc.conftest import ADMIN, Admin
 
-# Long enough for any growing pause between attempts to have grown.
-AWAY_SECONDS = 3.0
-BACK_SECONDS = 0.6
+# By default the thirtieth attempt to connect comes after half an hour.
+ATTEMPTS, ATTEMPTS_SECONDS = 30, 60
 
 
 async def test_a_server_that_comes_back_is_found_soon_however_long_it_was_away(tmp_path: Path) -> None:
-    address = f"unix:{tmp_path}/s"
+    address, attempts, tried = f"unix:{tmp_path}/s", 0, asyncio.Event()
+
+    def refuse(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal attempts
+        writer.close()
+        attempts += 1
+        if attempts == ATTEMPTS:
+            tried.set()
+
     async with open_channel(address) as channel:
         stub: pb_grpc.CacheAdminServiceAsyncStub = pb_grpc.CacheAdminServiceStub(channel)
-
-        async def answered() -> bool:
-            try:
-                await stub.PurgeBlocks(pb.PurgeBlocksRequest(), timeout=5)
-            except grpc.aio.AioRpcError as error:
-                return error.code() is not grpc.StatusCode.UNAVAILABLE
-            return True
-
-        begin = time.monotonic()
-        while time.monotonic() < begin + AWAY_SECONDS:
-            assert not await answered()
-        server = Server("test", drain_seconds=0)
-        server.listen(address, {ADMIN: lambda s: pb_grpc.add_CacheAdminServiceServicer_to_server(Admin(), s)})
-        await server.start()
-        begin = time.monotonic()
-        while not await answered():
-            pass
-        assert time.monotonic() - begin < BACK_SECONDS
+        called = asyncio.ensure_future(stub.PurgeBlocks(pb.PurgeBlocksRequest(), wait_for_ready=True))
+        async with asyncio.timeout(ATTEMPTS_SECONDS):
+            # The pause between two attempts does not grow.
+            async with await asyncio.start_unix_server(refuse, f"{tmp_path}/s"):
+                await tried.wait()
+            server = Server("test", drain_seconds=0)
+            server.listen(address, {ADMIN: lambda s: pb_grpc.add_CacheAdminServiceServicer_to_server(Admin(), s)})
+            await server.start()
+            await called
         await server.stop()
 
 
