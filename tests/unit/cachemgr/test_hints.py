@@ -5,6 +5,7 @@ from hashlib import sha256
 
 import pytest
 
+from cachemgr import hints as hint_runner
 from cachemgr import keys
 from cachemgr.admin_api import HintAction, HintOutcome, Hints, Prefix
 from cachemgr.api import TierKind
@@ -430,6 +431,18 @@ def test_pins_of_one_envelope_look_once_at_what_a_prompt_stands_on():
         return work
 
     assert cost(160) < 5 * cost(40)
+
+
+def test_pins_of_one_envelope_hold_a_bounded_number_of_blocks(monkeypatch):
+    monkeypatch.setattr(hint_runner, "MAX_PINNED_BLOCKS", 4)
+    world = with_prompt(config=dataclasses.replace(CONFIG, pin_budget=1.0))
+    pins = many(*[("Pin", {"owner": f"o{number}", "duration_seconds": 5}) for number in range(3)])
+    answers, _ = world.manager.hint(Prefix(tuple(PROMPT)), pins, None)
+    assert [(answer.outcome, answer.num_blocks) for answer in answers] == [(ACCEPTED, 2), (ACCEPTED, 2), (REJECTED, 0)]
+    assert answers[2].detail == "the pins of one request hold 4 blocks already"
+    assert len(list(world.manager.holds())) == 2
+    # The next request's are its own.
+    assert send(world, "Pin", owner="o2", duration_seconds=5) == (ACCEPTED, 2)
 
 
 def test_all_pins_of_what_is_not_cached_are_missing():
