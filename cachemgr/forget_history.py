@@ -11,18 +11,21 @@ from cachemgr.chains import keys_of
 from cachemgr.keys import pack, packed_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from cachemgr.api import TierKind
     from cachemgr.records import BlockRecord
     from cachemgr.registry import Executor
 
+    IsMeant = Callable[[BlockRecord], bool]
+
 # Targets that are kept, and tokens of their prefixes, together.
 MOST_KEPT = 1 << 16
 # Executors that have gone whose last call is known. Of others all targets that are kept are forgotten again.
 MOST_REACHED = 1 << 14
-# Slots of lost executors that are kept, all together.
+# Slots of lost executors that are kept, all together, and lost executors whose purges are.
 MOST_SLOTS = 1 << 16
+MOST_PURGED = 1 << 10
 
 # Group, tier, and number.
 Slot = tuple[int, "TierKind", int]
@@ -48,6 +51,7 @@ class ForgetHistory:
         self._reached: dict[str, int] = {}
         self._slots: dict[str, list[Slot]] = {}
         self._num_slots = 0
+        self._purged: dict[str, list[IsMeant]] = {}
 
     def begin(self, target: ForgetTarget) -> int:
         """A call begins; returns its number."""
@@ -86,6 +90,17 @@ class ForgetHistory:
             self._slots[executor_id] = found
         while self._num_slots > MOST_SLOTS:
             self._num_slots -= len(self._slots.pop(next(iter(self._slots))))
+
+    def lost_in_recovery(self, executor_id: str, purged: list[IsMeant]) -> None:
+        """An executor is gone before all that was purged was read."""
+        if purged:
+            self._purged[executor_id] = purged
+        if len(self._purged) > MOST_PURGED:
+            del self._purged[next(iter(self._purged))]
+
+    def purged(self, executor_id: str) -> list[IsMeant]:
+        """What was purged of an executor that comes back; it is told once."""
+        return self._purged.pop(executor_id, [])
 
     def to_overwrite(self, executor_id: str) -> list[Slot]:
         """Slots of an executor that comes back; they are told once."""

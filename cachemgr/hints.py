@@ -30,8 +30,8 @@ Result = tuple[HintOutcome, str, int]
 
 PROTOCOL_VERSION = ACTION_VERSION = "0.1"
 MAX_ACTIONS = 64
-# Blocks that the pins of one envelope hold when it makes no more, each counted once per pin: some 30 ms of work.
-MAX_PINNED_BLOCKS = 1 << 16
+# Blocks that the pins of one envelope go over before it makes no more, each counted once per pin: some 30 ms of work.
+MAX_PINNED_BLOCKS = 1 << 15
 
 
 def check(path: str, hints: Hints) -> None:
@@ -190,7 +190,7 @@ class HintRunner:
         if not blocks:
             return HintOutcome.MISSING, "", 0
         if self._num_pinned >= MAX_PINNED_BLOCKS:
-            return HintOutcome.REJECTED, f"the pins of one request hold {self._num_pinned} blocks already", 0
+            return HintOutcome.REJECTED, f"pins of this request are about {self._num_pinned} blocks already", 0
         self._futile.clear()
         count, clipped, names = 0, [] if granted == seconds else [f"for {granted:g} s"], []
         if self._pinnable is None:
@@ -198,6 +198,7 @@ class HintRunner:
                 (executor, complete([(pool, block) for pool, block in blocks if pool in executor.pools]))
                 for executor, _ in self._prefixes
             ]
+        self._num_pinned += sum(len(mine) for _, mine in self._pinnable)
         for executor, mine in self._pinnable:
             # Whoever may send a hint may not push aside what an operator has pinned, nor pin in an operator's name.
             pinned = executor.holds.pin(mine, self._owners + owner, self._now, granted, displace=False)
@@ -207,7 +208,6 @@ class HintRunner:
                 clipped.append(pinned.receipt.reason)
         if not count:
             return HintOutcome.REJECTED, clipped[-1], 0
-        self._num_pinned += count
         detail = "; ".join([*filter(None, names), *clipped])
         return (HintOutcome.CLIPPED if clipped else HintOutcome.ACCEPTED), detail, count
 

@@ -7,7 +7,7 @@ from cachemgr.block import Block
 from cachemgr.errors import InvalidField, SharedBlockError, VoidSequenceError, WindowPassedError
 from cachemgr.events import EventLog
 from cachemgr.evicting import check_in_place, doom, left_behind
-from cachemgr.forget_history import Slot
+from cachemgr.forget_history import MOST_SLOTS, Slot
 from cachemgr.holds import complete
 from cachemgr.keys import cut_extra_keys
 from cachemgr.leftovers import Leftovers
@@ -124,9 +124,12 @@ def _keep(sequence: Sequence, now: float) -> None:
 
 
 def to_overwrite(executor: Executor) -> Iterator[tuple[Pool, int]]:
-    """Places whose bytes were forgotten, as far as no copy has overwritten them yet."""
+    """Places whose bytes were forgotten, as far as no copy has overwritten them yet. Its sequences end."""
+    for sequence in executor.sequences.values():
+        if sequence.forgotten:
+            doom(sequence)
     for ticket in executor.tickets.values():
-        if ticket.purpose is Purpose.ZERO:
+        if ticket.purpose is Purpose.ZERO or ticket.source in ticket.pool.doomed:
             yield ticket.pool, ticket.target.slot
     for pool in executor.pools:
         for block in pool.doomed:
@@ -134,10 +137,16 @@ def to_overwrite(executor: Executor) -> Iterator[tuple[Pool, int]]:
 
 
 def slots_to_overwrite(executor: Executor) -> Iterator[Slot]:
-    """The same as an executor that comes back knows them."""
+    """The same as an executor that comes back knows them, those first that outlive its process."""
+    on_device: list[Slot] = []
     for pool, place in to_overwrite(executor):
         tier = pool.tier_at(place)
-        yield pool.spec.group, tier.kind, place - tier.offset
+        slot = pool.spec.group, tier.kind, place - tier.offset
+        if tier is not pool.device:
+            yield slot
+        elif len(on_device) < MOST_SLOTS:
+            on_device.append(slot)
+    yield from on_device
 
 
 def lose(executor: Executor, events: EventLog, leftovers: Leftovers) -> None:

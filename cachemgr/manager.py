@@ -213,7 +213,12 @@ class CacheManager(ManagerAdmin):
         to_overwrite = self._forgotten.to_overwrite(spec.executor_id)
         if remembered or later or to_overwrite:
             forgotten = self._forgotten.of(executor)
-            executor.recovery = Recovery(executor, spec, self._journal, self._leases, self._is_deleted_rule, forgotten)
+            purged = self._forgotten.purged(spec.executor_id)
+            if known is not None and known.recovery is not None:
+                purged = known.recovery.purged
+            executor.recovery = Recovery(
+                executor, spec, self._journal, self._leases, self._is_deleted_rule, forgotten, purged
+            )
             executor.recovery.overwrite(to_overwrite)
         executor.spec = spec.without_contents()
         if remembered:
@@ -246,9 +251,14 @@ class CacheManager(ManagerAdmin):
         return executor
 
     def is_too_large_to_carry_over(self, spec: ExecutorSpec) -> bool:
-        """Whether an executor has started again, and to register it would hold everybody up: `end_epoch` helps."""
+        """Whether an executor has started again, and to register it would hold everybody up: `end_epoch` helps.
+
+        Not while the store has less than the index, and not where holds would be lost that are in no store.
+        """
         known = self._executors.get(spec.executor_id)
         if known is None or spec.executor_epoch <= known.epoch or not outlives(known.spec, spec):
+            return False
+        if known.recovery is not None or any(not hold.pin for hold in known.holds):
             return False
         return not can_carry_over(known, spec)
 
@@ -303,6 +313,8 @@ class CacheManager(ManagerAdmin):
         self._uses = max(self._uses, *(pool.uses for pool in executor.pools)) + MAX_SLOTS
         if executor.recovery is None:
             self._forgotten.lost(executor.executor_id)
+        else:
+            self._forgotten.lost_in_recovery(executor.executor_id, executor.recovery.purged)
         self._forgotten.not_overwritten(executor.executor_id, slots_to_overwrite(executor))
         lose(executor, self._events, self._leftovers)
 

@@ -41,8 +41,12 @@ class Recovery:
         leases: LeaseBook,
         is_deleted_rule: Callable[[str], bool],
         forgotten: ForgottenBefore,
+        purged: list[Callable[[BlockRecord], bool]],
     ) -> None:
-        """`spec` tells what the slots hold. `is_deleted_rule` says of a lease's holder that its rule is gone."""
+        """`spec` tells what the slots hold. `is_deleted_rule` says of a lease's holder that its rule is gone.
+
+        `purged` means blocks that were dropped before they were read, and grows with `purge`.
+        """
         self._executor = executor
         self._spec = spec
         self._journal = journal
@@ -50,7 +54,7 @@ class Recovery:
         self._is_deleted_rule = is_deleted_rule
         # Blocks that were forgotten, or purged, before they were read.
         self.forgotten = forgotten
-        self._purged: list[Callable[[BlockRecord], bool]] = []
+        self.purged = purged
         self._forgotten_keys: set[bytes] = set()
         # All uses since are later ones. Blocks without a known time of use count down from here.
         self._last_uses = [pool.uses for pool in executor.pools]
@@ -65,15 +69,18 @@ class Recovery:
 
     def purge(self, is_meant: Callable[[BlockRecord], bool]) -> None:
         """Remembered blocks that are meant, and what stands on them, are overwritten instead of put back."""
-        self._purged.append(is_meant)
+        self.purged.append(is_meant)
 
     def overwrite(self, slots: Iterable[Slot]) -> None:
         """Zeroes slots that were forgotten before the executor was lost: nobody got them since."""
         for group, kind, slot in slots:
-            if group < len(self._executor.pools):
-                pool = self._executor.pools[group]
-                if pool.tiers[kind].is_unread(slot):
-                    self._zero(pool, pool.tiers[kind], slot)
+            if group >= len(self._executor.pools):
+                continue
+            pool = self._executor.pools[group]
+            tier = pool.tiers[kind]
+            # The device of a new process has nothing of before.
+            if tier.is_unread(slot) and (tier is not pool.device or self._spec.last_write_steps[group][slot - 1]):
+                self._zero(pool, tier, slot)
 
     def put_back(self, record: BlockRecord) -> None:
         """Adopts a block where its bytes are; among equal priorities the least recently used one is evicted first."""
@@ -145,7 +152,7 @@ class Recovery:
     def _is_forgotten(self, record: BlockRecord) -> bool:
         if record.parent_key in self._forgotten_keys or self.forgotten.means(record):
             return True
-        return any(is_meant(record) for is_meant in self._purged)
+        return any(is_meant(record) for is_meant in self.purged)
 
     def _believed(self, record: BlockRecord) -> BlockRecord | None:
         """The record with the place where its bytes are; None when they are gone, or it cannot be right."""

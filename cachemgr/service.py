@@ -89,9 +89,9 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
         """An executor has started again with very many blocks: what outlives its device is read from the store."""
         domain, executor_id = self._domain, spec.executor_id
         executors.check_spec(spec)
-        # What the index has and Redis does not.
-        await domain.store.flush_soon()
-        if self._manager.is_too_large_to_carry_over(spec):
+        # Else Redis lacks what the index has: to hold everybody up is better than to lose it.
+        is_stored = await domain.store.flush_soon()
+        if is_stored and self._manager.is_too_large_to_carry_over(spec):
             domain.operations.end_epoch(executor_id, domain.store.epoch_of(executor_id))
 
     async def _recall(

@@ -174,6 +174,9 @@ class Ticket:
 
     def give_up(self) -> None:
         """Drops all references."""
+        if self.holds_source and self.source in self.pool.doomed and self.target.parent is None:
+            # What was forgotten meanwhile may have come there, too.
+            self.pool.doomed.add(self.target)
         self.pool.drop(self.target)
         if self.source is not None and self.holds_source:
             self.pool.drop(self.source)

@@ -3,7 +3,8 @@
 import pytest
 
 from cachemgr import forget_history
-from cachemgr.admin_api import ForgetTarget, Prefix
+from cachemgr.admin_api import BlockFilter, ForgetTarget, HintAction, Hints, Prefix
+from cachemgr.api import Transfer
 from tests.unit.cachemgr.operators import small_steps
 from tests.unit.cachemgr.test_forgetting import PROMPT, found, left
 from tests.unit.cachemgr.world import World
@@ -146,3 +147,120 @@ def test_what_was_still_to_be_overwritten_when_the_executor_was_lost_is_overwrit
     else:
         world.manager.register_executor(world.spec(), remembered(world))
     check_forgotten(world)
+
+
+def test_what_was_purged_in_a_recovery_does_not_come_back_when_the_executor_is_lost_in_it():
+    world = cached()
+    world.begin_recovery()
+    world.manager.purge(BlockFilter(salt="a"), validate_only=False)
+    for _ in range(2):
+        lose_executor(world)
+        world.unread = sorted(world.stored.values(), key=lambda block: block.depth)
+        world.manager.register_executor(world.spec(), later=True)
+    world.end_recovery()
+    world.check()
+    assert [found(world, salt=salt) for salt in "ab"] == [0, 9]
+
+
+def test_what_was_purged_in_a_recovery_does_not_come_back_when_the_executor_starts_again():
+    world = World(12, host_blocks=6)
+    world.cache(PROMPT, salt="a")
+    world.cache(PROMPT, salt="b")
+    world.cache(list(range(100, 148)))
+    world.run_executor_copies()
+    world.begin_recovery()
+    world.manager.purge(BlockFilter(salt="a"), validate_only=False)
+    world.start_executor()
+    world.start_scheduler()
+    world.end_recovery()
+    world.check()
+    assert [found(world, salt=salt) for salt in "ab"] == [0, 9]
+
+
+def come_back_in_the_same_epoch(world: World) -> None:
+    """The scheduler stays, and gives up what it had there when the executor is back."""
+    world.expire_executor()
+    world.live.clear()
+    world.leaving.clear()
+    world.start_scheduler()
+    world.manager.register_executor(world.spec(), remembered(world))
+    for _ in range(3):
+        world.run_executor_copies()
+    world.check()
+
+
+@pytest.mark.parametrize("computed", [False, True])
+def test_bytes_of_a_forgotten_sequence_do_not_outlive_it_when_the_executor_is_lost(computed):
+    world = World(12)
+    world.cache(list(range(60, 69)), salt="b")
+    world.admit(PROMPT, "live", salt="a")
+    if computed:
+        world.compute(world.live["live"], len(PROMPT))
+        world.sync()
+    world.manager.forget(TARGETS[0], validate_only=False)
+    if not computed:
+        world.compute(world.live["live"], len(PROMPT))
+        world.sync()
+    assert left(world, "a") == 9
+    come_back_in_the_same_epoch(world)
+    assert left(world, "a") == 0
+
+
+def prefetching() -> tuple[World, list[Transfer]]:
+    """What is below comes to the device: copies that the executor has run, and not confirmed."""
+    world = World(12, host_blocks=12)
+    world.cache(PROMPT, salt="a")
+    world.cache(list(range(100, 148)))
+    world.run_executor_copies()
+    prefetch = Hints("0.1", "m", (HintAction("one", "Prefetch", "0.1", {}),))
+    world.manager.hint(Prefix(tuple(PROMPT), salt="a"), prefetch, None)
+    copies = world.manager.executor_transfers("e")
+    # Two others make room.
+    assert len(copies) == 4
+    return world, copies
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+def test_bytes_of_a_prefetch_that_is_under_way_are_overwritten(has_run):
+    world, copies = prefetching()
+    if has_run:
+        for copy in copies:
+            world.copy(copy, False)
+    world.manager.forget(TARGETS[0], validate_only=False)
+    for _ in range(4):
+        world.run_executor_copies()
+        world.check()
+    assert left(world, "a") == 0
+
+
+def test_bytes_of_a_prefetch_are_overwritten_when_the_executor_is_lost_before_it_confirms():
+    world, copies = prefetching()
+    for copy in copies:
+        world.copy(copy, False)
+    world.manager.forget(TARGETS[0], validate_only=False)
+    world.done.clear()
+    come_back_in_the_same_epoch(world)
+    assert left(world, "a") == 0
+
+
+def test_bytes_of_copies_that_a_sequence_has_left_are_overwritten():
+    world = World(12, host_blocks=12)
+    world.cache(PROMPT, salt="a")
+    world.cache(list(range(100, 148)))
+    world.run_executor_copies()
+    world.admit(PROMPT, "gone", salt="a")
+    live = world.live["gone"]
+    assert live.copies
+    # The scheduler has sent them, and gives the sequence up at once.
+    live.started = True
+    world.step_number += 1
+    world.leave(live)
+    world.sync()
+    world.manager.forget(TARGETS[0], validate_only=False)
+    for copy in live.copies:
+        world.copy(copy, False)
+    world.confirm()
+    for _ in range(4):
+        world.run_executor_copies()
+        world.check()
+    assert left(world, "a") == 0

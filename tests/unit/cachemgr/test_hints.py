@@ -433,16 +433,16 @@ def test_pins_of_one_envelope_look_once_at_what_a_prompt_stands_on():
     assert cost(160) < 5 * cost(40)
 
 
-def test_pins_of_one_envelope_hold_a_bounded_number_of_blocks(monkeypatch):
+@pytest.mark.parametrize(("budget", "first"), [(1.0, ACCEPTED), (0.1, CLIPPED), (0.01, REJECTED)])
+def test_pins_of_one_envelope_go_over_a_bounded_number_of_blocks(monkeypatch, budget, first):
     monkeypatch.setattr(hint_runner, "MAX_PINNED_BLOCKS", 4)
-    world = with_prompt(config=dataclasses.replace(CONFIG, pin_budget=1.0))
+    world = with_prompt(config=dataclasses.replace(CONFIG, pin_budget=budget))
     pins = many(*[("Pin", {"owner": f"o{number}", "duration_seconds": 5}) for number in range(3)])
     answers, _ = world.manager.hint(Prefix(tuple(PROMPT)), pins, None)
-    assert [(answer.outcome, answer.num_blocks) for answer in answers] == [(ACCEPTED, 2), (ACCEPTED, 2), (REJECTED, 0)]
-    assert answers[2].detail == "the pins of one request hold 4 blocks already"
-    assert len(list(world.manager.holds())) == 2
+    assert [answer.outcome for answer in answers] == [first, first, REJECTED]
+    assert answers[2].detail == "pins of this request are about 4 blocks already"
     # The next request's are its own.
-    assert send(world, "Pin", owner="o2", duration_seconds=5) == (ACCEPTED, 2)
+    assert send(world, "Pin", owner="o2", duration_seconds=5)[0] is first
 
 
 def test_all_pins_of_what_is_not_cached_are_missing():

@@ -218,6 +218,24 @@ async def test_host_blocks_outlive_an_executor_that_starts_again_beside_the_same
         assert (await client.register(host_blocks=4, host_generations=generations)).restored_lower_blocks == 2
 
 
+@pytest.mark.parametrize("trouble", ["away", "hung"])
+async def test_what_redis_lacks_of_a_large_executor_that_starts_again_is_kept(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    monkeypatch.setattr(lifecycle, "MOST_CARRIED_OVER", 0)
+    async with manager(tmp_path, server.url) as client:
+        await client.register(host_blocks=4)
+        server.stop() if trouble == "away" else server.signal(signal.SIGSTOP)
+        generations = await offload_two_blocks(client)
+        client.epoch = 8
+        try:
+            answer = await client.register(host_blocks=4, host_generations=generations)
+        finally:
+            server.start() if trouble == "away" else server.signal(signal.SIGCONT)
+        assert answer.restored_lower_blocks == 2
+        await client.check()
+
+
 async def come_back(client: Client) -> None:
     """Waits until a registration would wait for nothing."""
     async with asyncio.timeout(30):
