@@ -65,6 +65,10 @@ class _Check:
         for _ in part(self):
             yield None
         yield from self._violations
+        # Not all at once, and not those of all parts together.
+        while self._blocks:
+            del self._blocks[-512:]
+            yield None
 
     def _report(self, condition: bool, slot: int, message: str) -> None:
         if not condition:

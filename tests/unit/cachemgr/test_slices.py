@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import sys
 from collections.abc import Iterator
 from random import Random
 
@@ -266,3 +267,13 @@ def test_nothing_changes_the_state_of_blocks_behind_the_fingerprint():
             now = (manager.fingerprint(), [line for line in manager.state() if line.startswith('{"kind":"block"')])
             assert before is None or now[0] != before[0] or now[1] == before[1], name
             before = now
+
+
+def test_a_check_lets_go_of_what_it_has_counted():
+    world = World(4)
+    world.cache(list(range(8)))
+    block = next(iter(world.manager.pool_to_read("e/0").index.values()))
+    parts, before = world.manager.check_pool_in_parts(), sys.getrefcount(block)
+    for part in parts:
+        assert not any(part())
+        assert sys.getrefcount(block) == before
