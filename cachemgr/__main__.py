@@ -6,9 +6,9 @@ from pathlib import Path
 
 import uvloop
 
-from cachemgr import replay
-from cachemgr.embedded_redis import EmbeddedRedis, EmbeddedRedisError
-from cachemgr.oplog import OperationLogError
+from cachemgr.oplog import replay
+from cachemgr.oplog.writer import OperationLogError
+from cachemgr.persistence.embedded_redis import EmbeddedRedis, EmbeddedRedisError
 from cachemgr.process import CacheManagerProcess
 from cachemgr.settings import CachemgrSettings
 from protos.rpc import logs, tracing

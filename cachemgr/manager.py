@@ -5,23 +5,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from cachemgr import steps
-from cachemgr.admin import ManagerAdmin
-from cachemgr.admin_api import PoolShare
-from cachemgr.admission import Admitter, check_length
-from cachemgr.admit_request import check_request, content, holder
-from cachemgr.api import (
-    Admission,
-    AdmitRequest,
-    ExecutorSpec,
-    Extension,
-    Freed,
-    ManagerConfig,
-    Restored,
-    SchedulerEpoch,
-    SyncAnswer,
-    SyncRequest,
-)
+from cachemgr.blocks import steps
+from cachemgr.blocks.block_record import BlockRecord
+from cachemgr.blocks.events import EventLog
+from cachemgr.blocks.journal import IndexJournal, NoJournal
+from cachemgr.blocks.leftovers import Leftovers
+from cachemgr.blocks.recovery import Recovery
+from cachemgr.blocks.steps import Steps
+from cachemgr.blocks.tier import Accounts
 from cachemgr.errors import (
     ExecutorLeaseError,
     InvalidField,
@@ -34,17 +25,22 @@ from cachemgr.errors import (
     StaleSchedulerError,
     SyncNumberError,
 )
-from cachemgr.events import EventLog
-from cachemgr.evicting import check_fork, left_behind
-from cachemgr.executors import MAX_SLOTS, check_spec, new_pools, outlives, share_memory
-from cachemgr.forget_history import ForgetHistory
-from cachemgr.forgetting import Forgetting
-from cachemgr.ghosts import ghosts_of
-from cachemgr.hints import HintRunner
-from cachemgr.journal import IndexJournal, NoJournal
-from cachemgr.leases import LeaseBook
-from cachemgr.leftovers import Leftovers
-from cachemgr.lifecycle import (
+from cachemgr.operators.commands import ManagerAdmin
+from cachemgr.operators.forget import Forgetting
+from cachemgr.operators.forget_history import ForgetHistory
+from cachemgr.operators.hints import HintRunner
+from cachemgr.operators.operator_memory import NoOperatorJournal, OperatorJournal
+from cachemgr.operators.queries import unknown_executor
+from cachemgr.operators.types import PoolShare
+from cachemgr.persistence.operator_records import PinRecord
+from cachemgr.retention.leases import LeaseBook
+from cachemgr.retention.priority import check_duration
+from cachemgr.retention.rules import RuleBook
+from cachemgr.sequences.admission import Admitter, check_length
+from cachemgr.sequences.admission_request import check_request, content, holder
+from cachemgr.sequences.clients import Executor, Scheduler
+from cachemgr.sequences.executor_spec import MAX_SLOTS, check_spec, new_pools, outlives, share_memory
+from cachemgr.sequences.release import (
     can_carry_over,
     carry_over,
     end_copies,
@@ -55,20 +51,24 @@ from cachemgr.lifecycle import (
     tickets_of,
     truncate,
 )
-from cachemgr.operator_records import PinRecord
-from cachemgr.records import BlockRecord
-from cachemgr.registry import Executor, Scheduler
-from cachemgr.remembering import NoOperatorJournal, OperatorJournal
-from cachemgr.restoring import Recovery
-from cachemgr.retention import check_duration
-from cachemgr.rules import RuleBook
-from cachemgr.sequence import Sequence as LiveSequence
-from cachemgr.sequence import blocks_for
-from cachemgr.steps import Steps
-from cachemgr.syncing import Sync
-from cachemgr.tiers import Accounts
+from cachemgr.sequences.sequence import Sequence as LiveSequence
+from cachemgr.sequences.sequence import blocks_for
+from cachemgr.sequences.sync import Sync
+from cachemgr.sequences.token_eviction import check_fork, left_behind
+from cachemgr.telemetry.ghost_cache import ghosts_of
+from cachemgr.types import (
+    Admission,
+    AdmitRequest,
+    ExecutorSpec,
+    Extension,
+    Freed,
+    ManagerConfig,
+    Restored,
+    SchedulerEpoch,
+    SyncAnswer,
+    SyncRequest,
+)
 from cachemgr.validation import check_id
-from cachemgr.views import unknown_executor
 from protos.kvcache.eviction import Kind
 
 # Of lost blocks, by each call of `expire`: some milliseconds.

@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from cachemgr import tenancy
-from cachemgr.admin_service import CacheAdminService
-from cachemgr.api import ManagerConfig
-from cachemgr.event_stream import EventStream
-from cachemgr.feed import EventFeed
 from cachemgr.manager import CacheManager
-from cachemgr.metrics import COUNTED, EvictionMetrics, PoolCounts, PoolMetrics, Stalls, TierMetrics
-from cachemgr.operations import EXPIRE_SECONDS, ManagerClock, Operations
-from cachemgr.oplog import OperationLog
-from cachemgr.recovering import Recoveries
-from cachemgr.redis_client import open_redis
-from cachemgr.service import CacheEventService, CacheManagerService, Domain
+from cachemgr.oplog.operations import EXPIRE_SECONDS, ManagerClock, Operations
+from cachemgr.oplog.writer import OperationLog
+from cachemgr.persistence.event_stream import EventStream
+from cachemgr.persistence.recoveries import Recoveries
+from cachemgr.persistence.redis_client import open_redis
+from cachemgr.persistence.redis_index import IndexStore
+from cachemgr.rpc import tenancy
+from cachemgr.rpc.admin_service import CacheAdminService
+from cachemgr.rpc.data_service import CacheEventService, CacheManagerService, Domain
+from cachemgr.rpc.event_feed import EventFeed
+from cachemgr.rpc.slices import SLICE_SECONDS
 from cachemgr.settings import CachemgrSettings
-from cachemgr.slices import SLICE_SECONDS
-from cachemgr.store import IndexStore
+from cachemgr.telemetry.prometheus import COUNTED, EvictionMetrics, PoolCounts, PoolMetrics, Stalls, TierMetrics
+from cachemgr.types import ManagerConfig
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
 from protos.rpc.addresses import AddressError
 from protos.rpc.server import Server

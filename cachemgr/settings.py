@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from cachemgr.redis_client import without_tls
+from cachemgr.persistence.redis_client import without_tls
 from protos.rpc.settings import MetricsAddress, ProcessSettings
 
 

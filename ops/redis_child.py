@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from cachemgr.embedded_redis import EmbeddedRedis
+from cachemgr.persistence.embedded_redis import EmbeddedRedis
 
 TAIL_LINES = 20
 

@@ -25,7 +25,7 @@ from redis.exceptions import RedisClusterException
 from redis_child import RedisChild
 from supervisor import Service, ServiceFailedError, Supervisor
 
-from cachemgr.embedded_redis import EmbeddedRedisError
+from cachemgr.persistence.embedded_redis import EmbeddedRedisError
 from cachemgr.settings import CachemgrSettings
 from executor.launch import settings_from
 from executor.settings import ExecutorSettings

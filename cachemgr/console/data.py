@@ -6,15 +6,15 @@ from heapq import nlargest
 from itertools import islice
 from typing import Any
 
-from cachemgr import siblings
-from cachemgr.api import EventKind, RemovalCause
-from cachemgr.block import Block
+from cachemgr.blocks import children as siblings
+from cachemgr.blocks.block import Block
+from cachemgr.blocks.block_keys import Domain
+from cachemgr.blocks.block_pool import Pool
+from cachemgr.blocks.events import Event
 from cachemgr.errors import EventsGoneError, InvalidField
-from cachemgr.events import Event
-from cachemgr.keys import Domain
-from cachemgr.leases import Lease, leases_of, shown_priority
 from cachemgr.manager import CacheManager
-from cachemgr.pool import Pool
+from cachemgr.retention.leases import Lease, leases_of, shown_priority
+from cachemgr.types import EventKind, RemovalCause
 
 Json = dict[str, Any]
 

@@ -6,7 +6,8 @@ import math
 from array import array
 from collections.abc import Iterable, Sequence
 
-from cachemgr.api import (
+from cachemgr.manager import CacheManager
+from cachemgr.types import (
     Admission,
     AdmitRequest,
     ExecutorSpec,
@@ -16,8 +17,7 @@ from cachemgr.api import (
     SchedulerEpoch,
     SyncAnswer,
 )
-from cachemgr.api import SyncRequest as Request
-from cachemgr.manager import CacheManager
+from cachemgr.types import SyncRequest as Request
 
 # Nobody renews a lease here: neither the executor nor the scheduler is ever taken for gone.
 CONFIG = ManagerConfig(lease_seconds=math.inf)

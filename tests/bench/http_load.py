@@ -26,7 +26,7 @@ import psutil
 import uvloop
 from google.protobuf.field_mask_pb2 import FieldMask
 
-from cachemgr.api import ManagerConfig
+from cachemgr.types import ManagerConfig
 from protos.generation.v1 import generation_pb2_grpc as generation_rpc
 from protos.kvcache.v1 import kvcache_pb2 as kv
 from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc

@@ -14,16 +14,16 @@ from unittest import mock
 import uvloop
 from prometheus_client import Counter
 
-from cachemgr.api import ManagerConfig
-from cachemgr.feed import EventFeed
 from cachemgr.manager import CacheManager
-from cachemgr.operations import ManagerClock, Operations
+from cachemgr.oplog.operations import ManagerClock, Operations
+from cachemgr.persistence.index_reading import Reading
+from cachemgr.persistence.recoveries import Recoveries
+from cachemgr.persistence.redis_client import open_redis
+from cachemgr.persistence.redis_index import IndexStore
 from cachemgr.process import DATA_SERVICE
-from cachemgr.recovering import Recoveries
-from cachemgr.redis_client import open_redis
-from cachemgr.service import CacheManagerService, Domain
-from cachemgr.store import IndexStore
-from cachemgr.store_reading import Reading
+from cachemgr.rpc.data_service import CacheManagerService, Domain
+from cachemgr.rpc.event_feed import EventFeed
+from cachemgr.types import ManagerConfig
 from protos.kvcache.v1 import kvcache_pb2_grpc
 from protos.rpc import logs
 from protos.rpc.server import Server

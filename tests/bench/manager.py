@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cachemgr.api import Retention, RetentionRange
+from cachemgr.types import Retention, RetentionRange
 from protos.rpc.garbage import collect_rarely
 from tests.bench import manager_rpc
 from tests.bench.driver import CALLER, CONFIG, Driver, prompt

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from time import thread_time
 
-from cachemgr.api import EventKind, RemovalCause, Retention
-from cachemgr.events import Event
-from cachemgr.ghosts import GhostReport
+from cachemgr.blocks.events import Event
+from cachemgr.telemetry.ghost_cache import GhostReport
+from cachemgr.types import EventKind, RemovalCause, Retention
 from tests.bench.driver import CALLER, CONFIG, Driver
 from tests.bench.trace_file import BLOCK_TOKENS, Request
 

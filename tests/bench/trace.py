@@ -14,8 +14,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
-from cachemgr.api import Retention, RetentionRange
-from cachemgr.ghosts import GhostPolicy
+from cachemgr.telemetry.ghost_cache import GhostPolicy
+from cachemgr.types import Retention, RetentionRange
 from tests.bench.replay import Outcome, PoolTooSmallError, Replay, demand, upper_bound, with_pauses
 from tests.bench.trace_file import BLOCK_TOKENS, Request, TraceError, read
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import psutil
 
-from cachemgr.api import ManagerConfig
+from cachemgr.types import ManagerConfig
 from tests.bench.driver import prompt
 from tests.bench.manager_rpc import BLOCK, Client
 from tests.chaos.run import Act, Scene

@@ -22,7 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from cachemgr.embedded_redis import EmbeddedRedis
+from cachemgr.persistence.embedded_redis import EmbeddedRedis
 from executor.settings import ExecutorSettings
 from tests.chaos.meddling import Meddling
 from tests.chaos.proxies import GrpcProxy, SocketProxy

@@ -11,17 +11,17 @@ from unittest.mock import patch
 import grpc
 from google.protobuf.message import Message
 
-from cachemgr.admin_service import CacheAdminService
-from cachemgr.api import ManagerConfig
-from cachemgr.dump import state_hash
-from cachemgr.feed import EventFeed
 from cachemgr.manager import CacheManager
-from cachemgr.operations import OPERATIONS, ManagerClock, Operations
-from cachemgr.oplog import OperationLog
+from cachemgr.operators.state_dump import state_hash
+from cachemgr.oplog.operations import OPERATIONS, ManagerClock, Operations
+from cachemgr.oplog.replay import replay
+from cachemgr.oplog.writer import OperationLog
 from cachemgr.process import CacheManagerProcess
-from cachemgr.replay import replay
-from cachemgr.service import CacheEventService, CacheManagerService, Domain
+from cachemgr.rpc.admin_service import CacheAdminService
+from cachemgr.rpc.data_service import CacheEventService, CacheManagerService, Domain
+from cachemgr.rpc.event_feed import EventFeed
 from cachemgr.settings import CachemgrSettings
+from cachemgr.types import ManagerConfig
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
 from protos.rpc.channel import open_channel

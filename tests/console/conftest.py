@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from cachemgr.admin_api import Prefix, Quota
-from cachemgr.api import Retention, RetentionRange
 from cachemgr.console.app import create_app
+from cachemgr.operators.types import Prefix, Quota
+from cachemgr.types import Retention, RetentionRange
 from protos.rpc.guard import Guard
 from protos.rpc.http_server import HttpServer
 from tests.bench.driver import CONFIG, Driver, prompt

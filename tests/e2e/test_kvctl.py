@@ -20,7 +20,7 @@ import pytest
 import yaml
 from redis import Redis
 
-from cachemgr.dump import state_hash
+from cachemgr.operators.state_dump import state_hash
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
 from tests.stack import Stack, free_address

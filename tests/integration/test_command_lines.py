@@ -14,12 +14,12 @@ FOLDERS = ("cachemgr", "executor", "kernels", "kvctl", "ops", "protos", "schedul
 # Programs of the tests that people run by hand.
 BY_HAND = ("tests.support.peer_fields",)
 # Their arguments are those of another program.
-PASSES_ON = {"cachemgr.end_with_parent"}
+PASSES_ON = {"cachemgr.persistence.end_with_parent"}
 # Processes with settings: the page that lists them.
 SETTINGS = ("ops/run_stack.py", "cachemgr", "executor", "executor.prepare", "scheduler", "protos.rpc.probe")
 # What these ask for before they look at the rest.
 NEEDED = {
-    "cachemgr.embedded_redis": ["--state-dir", "/proc/none"],
+    "cachemgr.persistence.embedded_redis": ["--state-dir", "/proc/none"],
     "ops/certs.py": ["/proc/none"],
     "ops/set_up.py": ["/proc/none"],
     "ops/stubs.py": ["verify"],

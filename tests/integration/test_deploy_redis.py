@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from cachemgr.redis_client import UNAVAILABLE, open_redis
+from cachemgr.persistence.redis_client import UNAVAILABLE, open_redis
 from tests.stack import free_address
 from tests.support.deployed import Manifest, Secrets, composed, pods, render
 

@@ -7,7 +7,7 @@ import pytest
 import run_stack
 import yaml
 
-from cachemgr import tenancy
+from cachemgr.rpc import tenancy
 from protos.execution.v1 import execution_pb2
 from protos.generation.v1 import generation_pb2
 from protos.kvcache.v1 import kvcache_pb2

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import redis
 
-from cachemgr import end_with_parent
+from cachemgr.persistence import end_with_parent
 
 SLOTS = 16_384
 NODES = 3

@@ -11,8 +11,11 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 
-from cachemgr.admin_api import HintAction, Hints, Quota, RetentionRule, RuleAction, RuleMatch
-from cachemgr.api import (
+from cachemgr.errors import InvalidField
+from cachemgr.manager import CacheManager
+from cachemgr.operators.pins import MAX_PINS
+from cachemgr.operators.types import HintAction, Hints, Quota, RetentionRule, RuleAction, RuleMatch
+from cachemgr.types import (
     AdmitRequest,
     ExecutorSpec,
     ManagerConfig,
@@ -22,9 +25,6 @@ from cachemgr.api import (
     SchedulerEpoch,
     SyncRequest,
 )
-from cachemgr.errors import InvalidField
-from cachemgr.holds import MAX_PINS
-from cachemgr.manager import CacheManager
 from tests.bench.scale.row import Row
 
 BLOCK = 16

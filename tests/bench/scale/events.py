@@ -5,9 +5,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from cachemgr.feed import EventFeed
-from cachemgr.operations import ManagerClock, Operations
-from cachemgr.service import CacheEventService, Domain
+from cachemgr.oplog.operations import ManagerClock, Operations
+from cachemgr.rpc.data_service import CacheEventService, Domain
+from cachemgr.rpc.event_feed import EventFeed
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from tests.bench.scale.row import Row
 from tests.bench.scale.stalls import BLOCK, Cache

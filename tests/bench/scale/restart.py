@@ -16,15 +16,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cachemgr.api import AdmitRequest, ManagerConfig, Retention, RetentionRange, SyncRequest
-from cachemgr.embedded_redis import EmbeddedRedis
-from cachemgr.feed import EventFeed
 from cachemgr.manager import CacheManager
-from cachemgr.operations import ManagerClock, Operations
-from cachemgr.recovering import Recoveries
-from cachemgr.redis_client import open_redis
-from cachemgr.service import CacheManagerService, Domain
-from cachemgr.store import IndexStore
+from cachemgr.oplog.operations import ManagerClock, Operations
+from cachemgr.persistence.embedded_redis import EmbeddedRedis
+from cachemgr.persistence.recoveries import Recoveries
+from cachemgr.persistence.redis_client import open_redis
+from cachemgr.persistence.redis_index import IndexStore
+from cachemgr.rpc.data_service import CacheManagerService, Domain
+from cachemgr.rpc.event_feed import EventFeed
+from cachemgr.types import AdmitRequest, ManagerConfig, Retention, RetentionRange, SyncRequest
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from tests.bench.scale.row import Row
 

@@ -10,9 +10,14 @@ from functools import partial
 from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.message import Message
 
-from cachemgr import convert, paging
-from cachemgr.admin_api import BlockFilter, Prefix, Quota
-from cachemgr.api import (
+from cachemgr.manager import CacheManager
+from cachemgr.operators.types import BlockFilter, Prefix, Quota
+from cachemgr.oplog.operations import ManagerClock, Operations
+from cachemgr.rpc import convert, paging
+from cachemgr.rpc.slices import sliced, steady
+from cachemgr.sequences.executor_spec import MAX_SLOTS
+from cachemgr.sequences.release import MOST_CARRIED_OVER
+from cachemgr.types import (
     Admission,
     AdmitRequest,
     ExecutorSpec,
@@ -22,11 +27,6 @@ from cachemgr.api import (
     RetentionRange,
     SyncRequest,
 )
-from cachemgr.executors import MAX_SLOTS
-from cachemgr.lifecycle import MOST_CARRIED_OVER
-from cachemgr.manager import CacheManager
-from cachemgr.operations import ManagerClock, Operations
-from cachemgr.slices import sliced, steady
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from tests.bench.scale.row import Row
 

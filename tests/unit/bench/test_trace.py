@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from cachemgr.api import Retention, RetentionRange
+from cachemgr.types import Retention, RetentionRange
 from tests.bench.driver import Driver, prompt
 from tests.bench.replay import LeaseCount, PoolTooSmallError, Replay, demand, pause, upper_bound, with_pauses
 from tests.bench.trace import everybody_asks, no_wishes, those_who_return_ask, wishes_by_history

@@ -5,7 +5,7 @@ from random import Random
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from cachemgr.records import BlockRecord
+from cachemgr.blocks.block_record import BlockRecord
 from tests.unit.cachemgr.operators import small_steps
 from tests.unit.cachemgr.world import World
 

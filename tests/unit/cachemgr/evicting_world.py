@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from cachemgr.api import SyncAnswer, SyncRequest
-from cachemgr.policies import PolicyWish
+from cachemgr.sequences.eviction_policy import PolicyWish
+from cachemgr.types import SyncAnswer, SyncRequest
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from tests.unit.cachemgr.live import BLOCK, Live
 from tests.unit.cachemgr.world import World

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from cachemgr.api import TierKind
-from cachemgr.records import BlockRecord
+from cachemgr.blocks.block_record import BlockRecord
+from cachemgr.types import TierKind
 
 
 @dataclass

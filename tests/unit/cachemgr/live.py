@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from cachemgr.api import AdmitRequest, TierKind, Transfer
+from cachemgr.types import AdmitRequest, TierKind, Transfer
 from protos.kvcache.eviction import Policy
 
 BLOCK = 4

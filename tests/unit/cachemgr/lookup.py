@@ -1,6 +1,6 @@
 """What should be found, told from all indexed blocks without the index."""
 
-from cachemgr.records import BlockRecord
+from cachemgr.blocks.block_record import BlockRecord
 from tests.unit.cachemgr.world import World
 
 NO_TOKEN = -1

@@ -1,7 +1,7 @@
 """A simulated executor's memory in all tiers: per slot and offset, which tokens its K and V were computed from."""
 
-from cachemgr.api import PoolSpec, TierKind, Transfer
-from cachemgr.records import BlockRecord
+from cachemgr.blocks.block_record import BlockRecord
+from cachemgr.types import PoolSpec, TierKind, Transfer
 from tests.unit.cachemgr.live import BLOCK, GARBAGE, Live, Slot, place
 
 

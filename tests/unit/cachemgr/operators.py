@@ -8,8 +8,9 @@ from random import Random
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from cachemgr import steps
-from cachemgr.admin_api import (
+from cachemgr.blocks import steps
+from cachemgr.errors import InvalidField, PoolInUseError, QuotaTooLargeError, UnknownQuotaError, UnknownRuleError
+from cachemgr.operators.types import (
     BlockFilter,
     ForgetTarget,
     HintAction,
@@ -20,10 +21,9 @@ from cachemgr.admin_api import (
     RuleAction,
     RuleMatch,
 )
-from cachemgr.api import RemovalCause
-from cachemgr.errors import InvalidField, PoolInUseError, QuotaTooLargeError, UnknownQuotaError, UnknownRuleError
-from cachemgr.registry import account_for
-from cachemgr.rules import FIELDS
+from cachemgr.retention.rules import FIELDS
+from cachemgr.sequences.clients import account_for
+from cachemgr.types import RemovalCause
 from tests.unit.cachemgr.evicting_world import asked
 from tests.unit.cachemgr.live import BLOCK
 from tests.unit.cachemgr.lookup import cached_blocks

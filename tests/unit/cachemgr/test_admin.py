@@ -2,9 +2,9 @@
 
 import pytest
 
-from cachemgr.admin_api import BlockFilter, Purged
-from cachemgr.block import Block
+from cachemgr.blocks.block import Block
 from cachemgr.errors import BlocksInUseError, InvalidField, UnknownPoolError
+from cachemgr.operators.types import BlockFilter, Purged
 from tests.unit.cachemgr.world import World, wish
 
 

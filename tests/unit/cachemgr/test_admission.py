@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 
-from cachemgr.api import AdmitRequest, ManagerConfig, Retention, RetentionRange
 from cachemgr.errors import (
     InvalidField,
     SequenceExistsError,
@@ -14,6 +13,7 @@ from cachemgr.errors import (
     UnknownSchedulerError,
 )
 from cachemgr.manager import CacheManager
+from cachemgr.types import AdmitRequest, ManagerConfig, Retention, RetentionRange
 from tests.unit.cachemgr.world import World
 
 VALID = AdmitRequest("a", "s", 1, "e", (1, 2, 3))

@@ -2,9 +2,9 @@
 
 import json
 
-from cachemgr.admin_api import ForgetTarget, Prefix
-from cachemgr.api import TierKind
-from cachemgr.metrics import BACKED_UP, BACKUPS, RESTORED, TIER_CACHED, TIER_TOTAL, TierMetrics
+from cachemgr.operators.types import ForgetTarget, Prefix
+from cachemgr.telemetry.prometheus import BACKED_UP, BACKUPS, RESTORED, TIER_CACHED, TIER_TOTAL, TierMetrics
+from cachemgr.types import TierKind
 from tests.unit.cachemgr.tiered import PROMPT, backed_up, backups, fill, host
 from tests.unit.cachemgr.world import World
 

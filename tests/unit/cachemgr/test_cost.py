@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from cachemgr import keys
-from cachemgr.admin_api import ForgetTarget, Prefix
-from cachemgr.api import ManagerConfig
-from cachemgr.block import Block
-from cachemgr.steps import Doomed, at_once
-from cachemgr.tiers import Account, Tier, account_of
-from cachemgr.transfers import OpenedCopies
+from cachemgr.blocks import block_keys as keys
+from cachemgr.blocks.block import Block
+from cachemgr.blocks.steps import Doomed, at_once
+from cachemgr.blocks.tier import Account, Tier, account_of
+from cachemgr.operators.types import ForgetTarget, Prefix
+from cachemgr.sequences.transfers import OpenedCopies
+from cachemgr.types import ManagerConfig
 from tests.support.work import work_of
 from tests.unit.cachemgr.test_random_operations import live_long
 from tests.unit.cachemgr.tiered import fill

@@ -1,8 +1,8 @@
 """Empty slots of a tier: those that were never taken come in portions, and each comes once."""
 
-from cachemgr.api import ExecutorSpec, PoolSpec, TierKind
+from cachemgr.blocks.tier import Tier
 from cachemgr.manager import CacheManager
-from cachemgr.tiers import Tier
+from cachemgr.types import ExecutorSpec, PoolSpec, TierKind
 from tests.support.work import work_of
 
 SLOTS = 10_000

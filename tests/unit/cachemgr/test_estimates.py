@@ -2,10 +2,10 @@
 
 import pytest
 
-from cachemgr.admin_api import HintAction, Hints, Prefix
-from cachemgr.api import EventKind, Retention, RetentionRange, TierKind
-from cachemgr.dump import state_hash
 from cachemgr.errors import InvalidField, UnknownSequenceError
+from cachemgr.operators.state_dump import state_hash
+from cachemgr.operators.types import HintAction, Hints, Prefix
+from cachemgr.types import EventKind, Retention, RetentionRange, TierKind
 from tests.unit.cachemgr.world import BLOCK, World, wish
 
 NUM_BLOCKS = 40

@@ -2,9 +2,9 @@
 
 import pytest
 
-from cachemgr.admin_api import BlockFilter
-from cachemgr.api import EventKind, ManagerConfig, RemovalCause
 from cachemgr.errors import EventsGoneError
+from cachemgr.operators.types import BlockFilter
+from cachemgr.types import EventKind, ManagerConfig, RemovalCause
 from tests.unit.cachemgr.world import World, wish
 
 

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from cachemgr.api import ManagerConfig
-from cachemgr.dump import state_hash
 from cachemgr.errors import InvalidField
+from cachemgr.operators.state_dump import state_hash
+from cachemgr.types import ManagerConfig
 from tests.unit.cachemgr.evicting_world import POLICIES, EvictingWorld, asked
 from tests.unit.cachemgr.live import Live
 

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from cachemgr.admin_api import ForgetTarget, Prefix, Quota, RetentionRule, RuleAction
-from cachemgr.dump import state_hash
 from cachemgr.errors import SequenceEvictsError
-from cachemgr.metrics import EVICTING, EvictionMetrics
+from cachemgr.operators.state_dump import state_hash
+from cachemgr.operators.types import ForgetTarget, Prefix, Quota, RetentionRule, RuleAction
+from cachemgr.telemetry.prometheus import EVICTING, EvictionMetrics
 from protos.kvcache.eviction import Kind
 from tests.unit.cachemgr.evicting_world import EvictingWorld
 from tests.unit.cachemgr.live import GARBAGE

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachemgr.block import Block, EvictionOrder
+from cachemgr.blocks.block import Block, EvictionOrder
 from tests.support.work import work_of
 from tests.unit.cachemgr.world import World
 

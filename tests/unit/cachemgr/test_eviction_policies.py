@@ -4,9 +4,6 @@ import dataclasses
 
 import pytest
 
-from cachemgr.admin_api import RetentionRule, RuleAction, RuleMatch
-from cachemgr.api import ManagerConfig
-from cachemgr.dump import state_hash
 from cachemgr.errors import (
     InvalidField,
     PoolSpecError,
@@ -14,6 +11,9 @@ from cachemgr.errors import (
     SequenceExistsError,
     SequenceTooLongError,
 )
+from cachemgr.operators.state_dump import state_hash
+from cachemgr.operators.types import RetentionRule, RuleAction, RuleMatch
+from cachemgr.types import ManagerConfig
 from protos.kvcache.eviction import Kind
 from tests.unit.cachemgr.evicting_world import POLICIES, EvictingWorld, asked
 from tests.unit.cachemgr.live import BLOCK

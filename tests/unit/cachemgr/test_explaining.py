@@ -2,10 +2,10 @@
 
 import pytest
 
-from cachemgr.admin_api import BlockFilter, ForgetTarget, MissReason, Prefix
-from cachemgr.api import RemovalCause, TierKind
-from cachemgr.dump import state_hash
 from cachemgr.errors import InvalidField, UnknownExecutorError, UnknownSequenceError
+from cachemgr.operators.state_dump import state_hash
+from cachemgr.operators.types import BlockFilter, ForgetTarget, MissReason, Prefix
+from cachemgr.types import RemovalCause, TierKind
 from tests.unit.cachemgr.world import World, wish
 
 PROMPT = list(range(10, 18))

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachemgr.admin_api import MissReason, Prefix
-from cachemgr.api import ExtraKey
-from cachemgr.dump import state_hash
+from cachemgr.blocks.block_keys import child_key, extra_bytes, root_key
 from cachemgr.errors import InvalidField
-from cachemgr.keys import child_key, extra_bytes, root_key
+from cachemgr.operators.state_dump import state_hash
+from cachemgr.operators.types import MissReason, Prefix
+from cachemgr.types import ExtraKey
 from tests.support.work import work_of
 from tests.unit.cachemgr.world import FINGERPRINT, World
 

@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import pytest
 
-from cachemgr.admin_api import HintAction, Hints, Prefix
-from cachemgr.api import Freed, SchedulerEpoch, SyncRequest
-from cachemgr.dump import state_hash
 from cachemgr.errors import SequenceExistsError, StaleSchedulerError, UnknownSchedulerError, UnknownSequenceError
 from cachemgr.manager import CacheManager
+from cachemgr.operators.state_dump import state_hash
+from cachemgr.operators.types import HintAction, Hints, Prefix
+from cachemgr.types import Freed, SchedulerEpoch, SyncRequest
 from tests.unit.cachemgr.world import World
 
 CALLS: dict[str, Callable[[CacheManager, SchedulerEpoch], object]] = {

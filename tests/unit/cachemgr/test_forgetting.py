@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from cachemgr.admin_api import ForgetTarget, HintAction, Hints, Prefix
-from cachemgr.api import EventKind, RemovalCause, TierKind
-from cachemgr.dump import state_hash
 from cachemgr.errors import InvalidField, UnknownExecutorError
+from cachemgr.operators.state_dump import state_hash
+from cachemgr.operators.types import ForgetTarget, HintAction, Hints, Prefix
+from cachemgr.types import EventKind, RemovalCause, TierKind
 from tests.unit.cachemgr.live import GARBAGE
 from tests.unit.cachemgr.world import CONFIG, World
 

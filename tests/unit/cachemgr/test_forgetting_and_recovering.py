@@ -2,9 +2,9 @@
 
 import pytest
 
-from cachemgr import forget_history
-from cachemgr.admin_api import BlockFilter, ForgetTarget, HintAction, Hints, Prefix
-from cachemgr.api import Transfer
+from cachemgr.operators import forget_history
+from cachemgr.operators.types import BlockFilter, ForgetTarget, HintAction, Hints, Prefix
+from cachemgr.types import Transfer
 from tests.unit.cachemgr.operators import small_steps
 from tests.unit.cachemgr.test_forgetting import PROMPT, found, left
 from tests.unit.cachemgr.world import World

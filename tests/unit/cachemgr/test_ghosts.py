@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from cachemgr.api import Retention, RetentionRange
-from cachemgr.dump import state_hash
 from cachemgr.errors import UnknownExecutorError
-from cachemgr.ghosts import GhostPolicy
+from cachemgr.operators.state_dump import state_hash
+from cachemgr.telemetry.ghost_cache import GhostPolicy
+from cachemgr.types import Retention, RetentionRange
 from tests.bench.driver import CALLER, CONFIG, Driver, prompt
 from tests.bench.replay import Replay, upper_bound
 from tests.bench.trace import no_wishes

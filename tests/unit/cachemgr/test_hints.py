@@ -5,14 +5,14 @@ from hashlib import sha256
 
 import pytest
 
-from cachemgr import hints as hint_runner
-from cachemgr import keys
-from cachemgr.admin_api import HintAction, HintOutcome, Hints, Prefix
-from cachemgr.api import TierKind
-from cachemgr.dump import state_hash
+from cachemgr.blocks import block_keys as keys
 from cachemgr.errors import InvalidField
-from cachemgr.holds import MAX_PINS
-from cachemgr.retention import MAX_SESSION_SECONDS
+from cachemgr.operators import hints as hint_runner
+from cachemgr.operators.pins import MAX_PINS
+from cachemgr.operators.state_dump import state_hash
+from cachemgr.operators.types import HintAction, HintOutcome, Hints, Prefix
+from cachemgr.retention.priority import MAX_SESSION_SECONDS
+from cachemgr.types import TierKind
 from tests.support.work import work_of
 from tests.unit.cachemgr.world import CONFIG, World, wish
 

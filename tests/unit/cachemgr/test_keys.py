@@ -5,7 +5,7 @@ from itertools import combinations
 
 import pytest
 
-from cachemgr.keys import child_key, extend_chain, pack, packed_bytes, root_key, unpack
+from cachemgr.blocks.block_keys import child_key, extend_chain, pack, packed_bytes, root_key, unpack
 from tests.unit.cachemgr.world import World
 
 F = b"\x01" * 32

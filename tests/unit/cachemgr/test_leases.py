@@ -5,8 +5,7 @@ import gc
 
 import pytest
 
-from cachemgr.api import PoolSpec
-from cachemgr.block import Block
+from cachemgr.blocks.block import Block
 from cachemgr.errors import (
     ExecutorLeaseError,
     InvalidField,
@@ -17,6 +16,7 @@ from cachemgr.errors import (
     UnknownExecutorError,
     UnknownSchedulerError,
 )
+from cachemgr.types import PoolSpec
 from tests.unit.cachemgr.operators import small_steps
 from tests.unit.cachemgr.world import World
 

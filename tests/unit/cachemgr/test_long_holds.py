@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from cachemgr.holds import LET_GO_AT_A_TIME
+from cachemgr.operators.pins import LET_GO_AT_A_TIME
 from tests.bench.driver import CALLER, CONFIG, Driver, prompt
 
 BLOCKS = 2 * LET_GO_AT_A_TIME + 300

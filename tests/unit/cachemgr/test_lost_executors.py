@@ -4,10 +4,11 @@ import gc
 
 import pytest
 
-from cachemgr import lifecycle, manager
-from cachemgr.api import EventKind, RemovalCause
-from cachemgr.block import Block
+from cachemgr import manager
+from cachemgr.blocks.block import Block
 from cachemgr.errors import EventsGoneError
+from cachemgr.sequences import release as lifecycle
+from cachemgr.types import EventKind, RemovalCause
 from tests.support.work import work_of
 from tests.unit.cachemgr.test_random_operations import live_long
 from tests.unit.cachemgr.world import World, wish

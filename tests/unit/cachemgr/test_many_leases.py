@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cachemgr.api import EventKind, Outcome, RemovalCause, Retention, RetentionRange
-from cachemgr.leases import MAX_LEASES, leases_of, offload_floor
-from cachemgr.nested_caches import NestedCaches
-from cachemgr.records import LeaseRecord
-from cachemgr.retention import DEFAULT_PRIORITY, MAX_SESSION_SECONDS, Wish
+from cachemgr.blocks.block_record import LeaseRecord
+from cachemgr.retention.leases import MAX_LEASES, leases_of, offload_floor
+from cachemgr.retention.priority import DEFAULT_PRIORITY, MAX_SESSION_SECONDS, Wish
+from cachemgr.telemetry.nested_caches import NestedCaches
+from cachemgr.types import EventKind, Outcome, RemovalCause, Retention, RetentionRange
 from tests.support.work import work_of
 from tests.unit.cachemgr.world import CONFIG, World, wish
 

@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 
-from cachemgr.admin_api import BlockFilter, ForgetTarget, Prefix, Quota
-from cachemgr.api import EventKind, RemovalCause, TierKind
 from cachemgr.errors import InvalidField, SchedulerFirstError
 from cachemgr.manager import CacheManager
-from cachemgr.operator_records import Kind
+from cachemgr.operators.types import BlockFilter, ForgetTarget, Prefix, Quota
+from cachemgr.persistence.operator_records import Kind
+from cachemgr.types import EventKind, RemovalCause, TierKind
 from tests.unit.cachemgr.tiered import cached, tiers
 from tests.unit.cachemgr.world import CONFIG, World, wish
 

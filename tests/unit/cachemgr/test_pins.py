@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from cachemgr.admin_api import Prefix
-from cachemgr.api import Outcome
-from cachemgr.dump import state_hash
 from cachemgr.errors import InvalidField, UnknownExecutorError, UnknownHoldError
+from cachemgr.operators.state_dump import state_hash
+from cachemgr.operators.types import Prefix
+from cachemgr.types import Outcome
 from tests.support.work import work_of
 from tests.unit.cachemgr.world import CONFIG, World
 

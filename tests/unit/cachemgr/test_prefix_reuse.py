@@ -2,8 +2,8 @@
 
 import pytest
 
-from cachemgr.api import ManagerConfig, Retention, RetentionRange
 from cachemgr.errors import InvalidField
+from cachemgr.types import ManagerConfig, Retention, RetentionRange
 from tests.unit.cachemgr.world import World, wish
 
 N = list(range(9))

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from cachemgr.api import ExtraKey
-from cachemgr.keys import TOKEN_BYTES, child_key, extra_bytes, pack, packed_bytes, prefix_keys, root_key
+from cachemgr.blocks.block_keys import TOKEN_BYTES, child_key, extra_bytes, pack, packed_bytes, prefix_keys, root_key
+from cachemgr.types import ExtraKey
 from tests.stack import ROOT
 
 VECTORS = json.loads((ROOT / "protos/kvcache/v1/keys.json").read_text())

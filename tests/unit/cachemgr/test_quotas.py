@@ -4,12 +4,12 @@ import random
 
 import pytest
 
-from cachemgr.admin_api import ForgetTarget, Quota
-from cachemgr.api import TierKind
-from cachemgr.block import Block
-from cachemgr.dump import state_hash
+from cachemgr.blocks.block import Block
+from cachemgr.blocks.tier import Account, Tier, loss
 from cachemgr.errors import InvalidField, QuotaTooLargeError, SequenceTooLongError, UnknownQuotaError
-from cachemgr.tiers import Account, Tier, loss
+from cachemgr.operators.state_dump import state_hash
+from cachemgr.operators.types import ForgetTarget, Quota
+from cachemgr.types import TierKind
 from tests.support.work import work_of
 from tests.unit.cachemgr.operators import small_steps
 from tests.unit.cachemgr.world import World

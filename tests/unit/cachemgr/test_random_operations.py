@@ -9,7 +9,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from cachemgr.api import Admission, EventKind, ManagerConfig, RemovalCause, Retention, TierKind
 from cachemgr.errors import (
     RulePolicyError,
     SequenceEvictsError,
@@ -19,6 +18,7 @@ from cachemgr.errors import (
     VoidSequenceError,
     WindowPassedError,
 )
+from cachemgr.types import Admission, EventKind, ManagerConfig, RemovalCause, Retention, TierKind
 from tests.unit.cachemgr.deaths import DEATHS, Deaths, death_arguments
 from tests.unit.cachemgr.evicting_world import POLICIES, EvictingWorld
 from tests.unit.cachemgr.live import BLOCK

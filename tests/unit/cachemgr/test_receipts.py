@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from cachemgr.api import Outcome, Retention, RetentionRange
+from cachemgr.types import Outcome, Retention, RetentionRange
 from tests.unit.cachemgr.world import CONFIG, World, wish
 
 PROMPT = list(range(10, 19))

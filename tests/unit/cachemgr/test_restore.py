@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 
-from cachemgr.admin_api import ForgetTarget, Prefix
-from cachemgr.api import ExecutorSpec, TierKind
+from cachemgr.blocks.block_keys import pack
+from cachemgr.blocks.block_record import LeaseRecord
 from cachemgr.errors import SchedulerFirstError
-from cachemgr.keys import pack
 from cachemgr.manager import CacheManager
-from cachemgr.records import LeaseRecord
+from cachemgr.operators.types import ForgetTarget, Prefix
+from cachemgr.types import ExecutorSpec, TierKind
 from tests.unit.cachemgr.world import CONFIG, World, wish
 
 PROMPT = list(range(10))

@@ -2,9 +2,9 @@
 
 import pytest
 
-from cachemgr.api import Retention, RetentionRange
 from cachemgr.errors import InvalidField
-from cachemgr.retention import Wish, Wishes, check
+from cachemgr.retention.priority import Wish, Wishes, check
+from cachemgr.types import Retention, RetentionRange
 from tests.unit.cachemgr.world import World, wish
 
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from cachemgr.admin_api import Prefix, RetentionRule, RuleAction, RuleMatch
-from cachemgr.api import EventKind, Outcome, RemovalCause, Retention, RetentionRange, TierKind
-from cachemgr.dump import state_hash
+from cachemgr.blocks.block_keys import pack, unpack
 from cachemgr.errors import InvalidField, RuleExistsError, StaleRuleError, UnknownRuleError
-from cachemgr.keys import pack, unpack
-from cachemgr.rules import FIELDS
+from cachemgr.operators.state_dump import state_hash
+from cachemgr.operators.types import Prefix, RetentionRule, RuleAction, RuleMatch
+from cachemgr.retention.rules import FIELDS
+from cachemgr.types import EventKind, Outcome, RemovalCause, Retention, RetentionRange, TierKind
 from tests.support.work import work_of
 from tests.unit.cachemgr.world import World, wish
 

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from cachemgr.admin_api import (
+from cachemgr.errors import PoolInUseError
+from cachemgr.operators.types import (
     BlockFilter,
     ForgetTarget,
     HintAction,
@@ -15,8 +16,7 @@ from cachemgr.admin_api import (
     RuleAction,
     RuleMatch,
 )
-from cachemgr.api import ExtraKey, ManagerConfig, TierKind
-from cachemgr.errors import PoolInUseError
+from cachemgr.types import ExtraKey, ManagerConfig, TierKind
 from tests.unit.cachemgr.world import CONFIG, World, wish
 
 ONES = [1] * 4

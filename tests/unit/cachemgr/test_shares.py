@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from cachemgr.admin_api import ForgetTarget, Prefix, Quota
-from cachemgr.api import EventKind, PoolView, RemovalCause
-from cachemgr.dump import state_hash
+from cachemgr.blocks.steps import Steps, at_once
 from cachemgr.errors import InvalidField, PoolInUseError, SequenceTooLongError, StalePoolError, UnknownPoolError
 from cachemgr.manager import CacheManager
-from cachemgr.operator_records import Kind
-from cachemgr.steps import Steps, at_once
+from cachemgr.operators.state_dump import state_hash
+from cachemgr.operators.types import ForgetTarget, Prefix, Quota
+from cachemgr.persistence.operator_records import Kind
+from cachemgr.types import EventKind, PoolView, RemovalCause
 from tests.unit.cachemgr.operators import small_steps
 from tests.unit.cachemgr.world import CONFIG, World
 

@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachemgr import siblings
-from cachemgr.block import Block, Node
-from cachemgr.keys import Domain, pack, packed_bytes
+from cachemgr.blocks import children as siblings
+from cachemgr.blocks.block import Block, Node
+from cachemgr.blocks.block_keys import Domain, pack, packed_bytes
 
 DOMAIN = Domain(b"model")
 TOKENS = st.lists(st.sampled_from([0, 1, 256, 257]), min_size=1, max_size=5)

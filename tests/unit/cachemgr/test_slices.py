@@ -8,14 +8,14 @@ from random import Random
 
 import pytest
 
-from cachemgr import slices
-from cachemgr.admin_api import BlockFilter, PoolViolation, Quota
-from cachemgr.api import EventKind
+from cachemgr.blocks.events import Event
 from cachemgr.errors import EventsGoneError, StateChangesError
-from cachemgr.events import Event
 from cachemgr.manager import CacheManager
-from cachemgr.slices import sliced, steady
-from cachemgr.snapshots import SnapshotReader
+from cachemgr.operators.snapshot import SnapshotReader
+from cachemgr.operators.types import BlockFilter, PoolViolation, Quota
+from cachemgr.rpc import slices
+from cachemgr.rpc.slices import sliced, steady
+from cachemgr.types import EventKind
 from tests.support.work import work_of
 from tests.unit.cachemgr.test_random_operations import OF_A_SEQUENCE, WEIGHTS, CacheWorld, arguments
 from tests.unit.cachemgr.world import CONFIG, World

@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 
-from cachemgr.api import ManagerConfig
 from cachemgr.errors import (
     InvalidField,
     ManagerRestartedError,
@@ -12,6 +11,7 @@ from cachemgr.errors import (
     SyncNumberError,
     UnknownSchedulerError,
 )
+from cachemgr.types import ManagerConfig
 from tests.unit.cachemgr.world import World
 
 

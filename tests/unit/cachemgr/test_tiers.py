@@ -2,10 +2,10 @@
 
 import pytest
 
-from cachemgr.admin_api import BlockFilter, Prefix
-from cachemgr.api import EventKind, RemovalCause, Retention, RetentionRange, TierKind
-from cachemgr.chains import chain, keys_of
 from cachemgr.errors import BlocksInUseError, SequenceExistsError
+from cachemgr.operators.types import BlockFilter, Prefix
+from cachemgr.sequences.block_chain import chain, keys_of
+from cachemgr.types import EventKind, RemovalCause, Retention, RetentionRange, TierKind
 from tests.unit.cachemgr.world import BLOCK, World, wish
 
 

@@ -5,15 +5,15 @@ from random import Random
 
 import pytest
 
-from cachemgr import leases
-from cachemgr.admin_api import BlockFilter
-from cachemgr.api import EventKind, RemovalCause, Retention, RetentionRange
-from cachemgr.block import Block
-from cachemgr.deadlines import Deadlines
+from cachemgr.blocks.block import Block
 from cachemgr.errors import InvalidField
-from cachemgr.leases import Lease
 from cachemgr.manager import CacheManager
-from cachemgr.retention import Wish
+from cachemgr.operators.types import BlockFilter
+from cachemgr.retention import leases
+from cachemgr.retention.lease_deadlines import Deadlines
+from cachemgr.retention.leases import Lease
+from cachemgr.retention.priority import Wish
+from cachemgr.types import EventKind, RemovalCause, Retention, RetentionRange
 from tests.unit.cachemgr.world import CONFIG, World, wish
 
 PROMPT = [1, 2, 3, 4, 5]

@@ -1,8 +1,8 @@
 """A consumer of events: what it knows is what the cache holds, whatever happens."""
 
-from cachemgr.api import EventKind, TierKind
 from cachemgr.errors import EventsGoneError
 from cachemgr.manager import CacheManager
+from cachemgr.types import EventKind, TierKind
 
 
 class Watcher:

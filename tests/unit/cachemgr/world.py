@@ -8,7 +8,13 @@ import dataclasses
 import random
 from collections import Counter
 
-from cachemgr.api import (
+from cachemgr.blocks.block_record import BlockRecord
+from cachemgr.manager import CacheManager
+from cachemgr.operators.pins import Holds
+from cachemgr.persistence.operator_records import Kind
+from cachemgr.retention.leases import leases_of
+from cachemgr.retention.priority import RULE
+from cachemgr.types import (
     Admission,
     AdmitRequest,
     ExecutorSpec,
@@ -22,12 +28,6 @@ from cachemgr.api import (
     SyncRequest,
     TierKind,
 )
-from cachemgr.holds import Holds
-from cachemgr.leases import leases_of
-from cachemgr.manager import CacheManager
-from cachemgr.operator_records import Kind
-from cachemgr.records import BlockRecord
-from cachemgr.retention import RULE
 from tests.unit.cachemgr.journal import Journal, timeless
 from tests.unit.cachemgr.live import BLOCK, Live
 from tests.unit.cachemgr.memory import Memory

@@ -10,7 +10,7 @@ from typing import Protocol
 import pytest
 import redis
 
-from cachemgr.embedded_redis import EmbeddedRedis
+from cachemgr.persistence.embedded_redis import EmbeddedRedis
 from tests.support.redis_cluster import RedisCluster
 
 _redis7 = pytest.mark.redis7

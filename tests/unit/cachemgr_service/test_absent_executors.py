@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from cachemgr.redis_client import open_redis
-from cachemgr.store import IndexStore
+from cachemgr.persistence.redis_client import open_redis
+from cachemgr.persistence.redis_index import IndexStore
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from tests.unit.cachemgr_service.conftest import EXECUTOR, Client
 from tests.unit.cachemgr_service.managers import Managers, cached, sync_redis

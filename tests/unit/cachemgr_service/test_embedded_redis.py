@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from cachemgr.embedded_redis import EmbeddedRedis, EmbeddedRedisError
+from cachemgr.persistence.embedded_redis import EmbeddedRedis, EmbeddedRedisError
 from tests.unit.cachemgr_service import servers
 
 
@@ -68,7 +68,7 @@ def test_a_second_start_adopts_the_running_server_and_leaves_it_running(tmp_path
 def test_the_server_ends_when_its_starter_is_killed_and_the_next_start_keeps_its_data(tmp_path: Path) -> None:
     program = (
         "import sys, pathlib, time\n"
-        "from cachemgr.embedded_redis import EmbeddedRedis\n"
+        "from cachemgr.persistence.embedded_redis import EmbeddedRedis\n"
         "print(EmbeddedRedis.start(pathlib.Path(sys.argv[1])).url, flush=True)\n"
         "time.sleep(60)\n"
     )
@@ -108,7 +108,7 @@ def test_a_folder_too_deep_for_a_socket_gets_a_short_one(tmp_path: Path) -> None
 
 
 def test_the_module_becomes_the_server_in_the_foreground(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "cachemgr.embedded_redis", "--state-dir", str(tmp_path)]
+    command = [sys.executable, "-m", "cachemgr.persistence.embedded_redis", "--state-dir", str(tmp_path)]
     with subprocess.Popen(command) as process:
         assert eventually((tmp_path / "redis" / "lock").exists)
         adopted = EmbeddedRedis.start(tmp_path)

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from cachemgr.admin_api import BlockFilter
-from cachemgr.api import BlockView, EventKind
-from cachemgr.event_batches import MAX_BYTES, MAX_EVENTS, Wanted, pack
-from cachemgr.events import Event
-from cachemgr.feed import EventFeed
-from cachemgr.keys import pack as packed
-from cachemgr.keys import packed_bytes
-from cachemgr.operations import ManagerClock, Operations
-from cachemgr.service import CacheEventService, Domain
+from cachemgr.blocks.block_keys import pack as packed
+from cachemgr.blocks.block_keys import packed_bytes
+from cachemgr.blocks.events import Event
+from cachemgr.operators.types import BlockFilter
+from cachemgr.oplog.operations import ManagerClock, Operations
+from cachemgr.rpc.data_service import CacheEventService, Domain
+from cachemgr.rpc.event_batches import MAX_BYTES, MAX_EVENTS, Wanted, pack
+from cachemgr.rpc.event_feed import EventFeed
+from cachemgr.types import BlockView, EventKind
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from tests.bench.scale.stalls import BLOCK, Cache
 

@@ -10,14 +10,17 @@ from typing import Any
 import pytest
 from google.protobuf.field_mask_pb2 import FieldMask
 
-from cachemgr import operations, oplog, replay, service, steps
-from cachemgr.api import ManagerConfig
-from cachemgr.dump import state_hash
+from cachemgr.blocks import steps
 from cachemgr.errors import ManagerFailedError
-from cachemgr.feed import EventFeed
 from cachemgr.manager import CacheManager
-from cachemgr.operations import ManagerClock, Operations
-from cachemgr.oplog import OperationLog
+from cachemgr.operators.state_dump import state_hash
+from cachemgr.oplog import operations, replay
+from cachemgr.oplog import writer as oplog
+from cachemgr.oplog.operations import ManagerClock, Operations
+from cachemgr.oplog.writer import OperationLog
+from cachemgr.rpc import data_service as service
+from cachemgr.rpc.event_feed import EventFeed
+from cachemgr.types import ManagerConfig
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.rpc.errors import ServiceError
 

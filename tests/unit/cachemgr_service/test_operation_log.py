@@ -18,15 +18,16 @@ import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import REGISTRY
 
-from cachemgr import oplog, replay
-from cachemgr.api import ManagerConfig
-from cachemgr.dump import state_hash
-from cachemgr.keys import Domain, child_key, pack, packed_bytes
+from cachemgr.blocks.block_keys import Domain, child_key, pack, packed_bytes
+from cachemgr.blocks.block_record import BlockRecord
 from cachemgr.manager import CacheManager
-from cachemgr.operations import ManagerClock, Operations
-from cachemgr.oplog import OperationLog, OperationLogError
+from cachemgr.operators.state_dump import state_hash
+from cachemgr.oplog import replay
+from cachemgr.oplog import writer as oplog
+from cachemgr.oplog.operations import ManagerClock, Operations
+from cachemgr.oplog.writer import OperationLog, OperationLogError
 from cachemgr.process import OPERATION_LOG_HEALTH, CacheManagerProcess
-from cachemgr.records import BlockRecord
+from cachemgr.types import ManagerConfig
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
 from protos.rpc.channel import open_sync_channel

@@ -9,7 +9,7 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.field_mask_pb2 import FieldMask
 
-from cachemgr import replay
+from cachemgr.oplog import replay
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from tests.unit.cachemgr_service.conftest import NUM_BLOCKS
 from tests.unit.cachemgr_service.managers import (

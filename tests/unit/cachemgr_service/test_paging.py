@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachemgr.paging import cut, decode_number, decode_token, encode_token, page_limit
+from cachemgr.rpc.paging import cut, decode_number, decode_token, encode_token, page_limit
 from protos.rpc.errors import InvalidField
 
 

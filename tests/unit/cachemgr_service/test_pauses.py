@@ -6,13 +6,13 @@ from random import Random
 
 import pytest
 
-from cachemgr import replay
-from cachemgr.api import ManagerConfig
-from cachemgr.dump import state_hash
 from cachemgr.errors import ExecutorLeaseError
 from cachemgr.manager import CacheManager
-from cachemgr.operations import EXPIRE_SECONDS, ManagerClock, Operations
-from cachemgr.oplog import OperationLog
+from cachemgr.operators.state_dump import state_hash
+from cachemgr.oplog import replay
+from cachemgr.oplog.operations import EXPIRE_SECONDS, ManagerClock, Operations
+from cachemgr.oplog.writer import OperationLog
+from cachemgr.types import ManagerConfig
 from protos.kvcache.v1 import kvcache_pb2 as pb
 
 LEASE = 10.0

@@ -17,7 +17,7 @@ import pytest
 import redis
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cachemgr.redis_client import open_redis
+from cachemgr.persistence.redis_client import open_redis
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.rpc.channel import open_sync_channel
 from protos.rpc.errors import from_rpc_error

@@ -6,9 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachemgr.api import TierKind
-from cachemgr.keys import pack
-from cachemgr.records import BackupRecord, BlockRecord, LeaseRecord, RecordError, decode, encode, encode_place
+from cachemgr.blocks.block_keys import pack
+from cachemgr.blocks.block_record import (
+    BackupRecord,
+    BlockRecord,
+    LeaseRecord,
+    RecordError,
+    decode,
+    encode,
+    encode_place,
+)
+from cachemgr.types import TierKind
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)

@@ -11,13 +11,14 @@ import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
-from cachemgr import lifecycle, store_reading
-from cachemgr.dump import state_hash
-from cachemgr.operations import Operations
+from cachemgr.blocks.block_record import BlockRecord
+from cachemgr.operators.state_dump import state_hash
+from cachemgr.oplog.operations import Operations
+from cachemgr.oplog.replay import replay
+from cachemgr.persistence import index_reading as store_reading
+from cachemgr.persistence.recoveries import RECOVERING
 from cachemgr.process import CacheManagerProcess
-from cachemgr.records import BlockRecord
-from cachemgr.recovering import RECOVERING
-from cachemgr.replay import replay
+from cachemgr.sequences import release as lifecycle
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.rpc.errors import from_rpc_error
 from tests.chaos.proxies import SocketProxy

@@ -4,8 +4,8 @@ import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
-from cachemgr import convert
-from cachemgr.api import TierKind
+from cachemgr.rpc import convert
+from cachemgr.types import TierKind
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.rpc.errors import from_rpc_error
 from tests.unit.cachemgr_service.conftest import EXECUTOR, NUM_BLOCKS, SCHEDULED, SCHEDULER, Client

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from cachemgr.api import TierKind
-from cachemgr.records import BackupRecord, BlockRecord
-from cachemgr.redis_client import open_redis
-from cachemgr.store import IndexStore
-from cachemgr.store_reading import Reading
-from cachemgr.write_behind import Place
+from cachemgr.blocks.block_record import BackupRecord, BlockRecord
+from cachemgr.persistence.index_reading import Reading
+from cachemgr.persistence.redis_client import open_redis
+from cachemgr.persistence.redis_index import IndexStore
+from cachemgr.persistence.write_queue import Place
+from cachemgr.types import TierKind
 from tests.unit.cachemgr_service.servers import Server
 
 EXECUTOR = "gpu/0 {x}"

@@ -5,12 +5,12 @@ import itertools
 
 import pytest
 
-from cachemgr import replay
-from cachemgr.api import ManagerConfig
-from cachemgr.dump import state_hash
 from cachemgr.manager import CacheManager
-from cachemgr.operations import ManagerClock, Operations
-from cachemgr.oplog import OperationLog
+from cachemgr.operators.state_dump import state_hash
+from cachemgr.oplog import replay
+from cachemgr.oplog.operations import ManagerClock, Operations
+from cachemgr.oplog.writer import OperationLog
+from cachemgr.types import ManagerConfig
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from tests.unit.cachemgr_service.conftest import BLOCK_SIZE, EXECUTOR, SCHEDULER, Client
 

@@ -1,8 +1,8 @@
 """Pending changes: coalesced, bounded, and never older than what happened since."""
 
-from cachemgr.api import TierKind
-from cachemgr.records import BlockRecord
-from cachemgr.write_behind import WriteBehind
+from cachemgr.blocks.block_record import BlockRecord
+from cachemgr.persistence.write_queue import WriteBehind
+from cachemgr.types import TierKind
 
 DEVICE = TierKind.DEVICE
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachemgr.api import AdmitRequest, ExecutorSpec, ManagerConfig, PoolSpec, SyncRequest
 from cachemgr.manager import CacheManager
+from cachemgr.types import AdmitRequest, ExecutorSpec, ManagerConfig, PoolSpec, SyncRequest
 from executor.errors import ModelError
 from executor.settings import ExecutorSettings
 from executor.shares import Shares, share_memory

@@ -5,13 +5,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from cachemgr.admin_api import Quota, RetentionRule, RuleAction, RuleMatch
-from cachemgr.api import ExecutorSpec, ManagerConfig, PoolSpec
-from cachemgr.feed import EventFeed
 from cachemgr.manager import CacheManager
-from cachemgr.operations import ManagerClock, Operations
-from cachemgr.policies import PolicyWish
-from cachemgr.service import CacheManagerService, Domain
+from cachemgr.operators.types import Quota, RetentionRule, RuleAction, RuleMatch
+from cachemgr.oplog.operations import ManagerClock, Operations
+from cachemgr.rpc.data_service import CacheManagerService, Domain
+from cachemgr.rpc.event_feed import EventFeed
+from cachemgr.sequences.eviction_policy import PolicyWish
+from cachemgr.types import ExecutorSpec, ManagerConfig, PoolSpec
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from tests.unit.scheduler.fake_executor import FakeExecutor
 

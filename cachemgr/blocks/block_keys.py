@@ -1,0 +1,162 @@
+"""Keys of blocks: a SHA-256 chain per executor model, salt and adapter.
+
+    root  = H("kvkeep/root/1\\0"  | u32 length, fingerprint | salt | adapter)
+    child = H("kvkeep/block/2\\0" | parent, 32 bytes | u32 number of tokens, tokens as u32 | extra)
+
+All numbers are little-endian. salt: byte 0 for none, else byte 1, u32 length, UTF-8. adapter: byte 0 for none, else
+byte 1, u64. extra: for each piece of content that is no token and that a token of the block stands for, in order: i32
+first token of the piece counted from the block's first, u32 tokens of the block that stand for it, u32 length, digest;
+nothing when there is none. Every part has a fixed or a stated length, so that no two inputs run together into the same
+bytes.
+`docs/keys.md` tells the same to those who compute keys elsewhere.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from array import array
+from bisect import bisect_right
+from collections.abc import Sequence
+from hashlib import sha256
+from typing import TYPE_CHECKING
+
+from cachemgr.types import ExtraKey
+
+if TYPE_CHECKING:
+    from cachemgr.blocks.tier import Account
+    from cachemgr.sequences.clients import Named
+
+DIGEST_BYTES = 32
+TOKEN_BYTES = 4
+
+_ROOT = b"kvkeep/root/1\0"
+_CHILD = b"kvkeep/block/2\0"
+
+
+class Domain:
+    """What many blocks have in common: who may share them, who stored them, and their extra bytes, mostly none.
+
+    Blocks are shared under equal `key`, that is by sequences of one model with equal salt and equal adapter.
+    """
+
+    __slots__ = ("__weakref__", "account", "adapter_id", "extra", "key", "names", "salt", "session_id", "tenant_id")
+
+    def __init__(
+        self,
+        fingerprint: bytes,
+        salt: str | None = None,
+        adapter_id: int | None = None,
+        tenant_id: str | None = None,
+        session_id: str | None = None,
+        extra: bytes = b"",
+    ) -> None:
+        self.salt = salt
+        self.adapter_id = adapter_id
+        self.tenant_id = tenant_id
+        self.session_id = session_id
+        self.extra = extra
+        self.key = root_key(fingerprint, salt, adapter_id)
+        # Whose quota its blocks count against.
+        self.account: Account | None = None
+        # By which it is found when a quota comes or goes; they live as long as it does.
+        self.names: list[Named] = []
+
+
+def root_key(fingerprint: bytes, salt: str | None, adapter_id: int | None) -> bytes:
+    """What stands before the first block of a chain."""
+    encoded = b"" if salt is None else salt.encode()
+    return sha256(
+        b"".join(
+            (
+                _ROOT,
+                struct.pack("<I", len(fingerprint)),
+                fingerprint,
+                b"\0" if salt is None else b"\1" + struct.pack("<I", len(encoded)) + encoded,
+                b"\0" if adapter_id is None else b"\1" + struct.pack("<Q", adapter_id),
+            )
+        )
+    ).digest()
+
+
+def child_key(parent: bytes, tokens: bytes, extra: bytes = b"") -> bytes:
+    """Key of a block with these packed tokens behind `parent`."""
+    return sha256(_CHILD + parent + struct.pack("<I", len(tokens) // TOKEN_BYTES) + tokens + extra).digest()
+
+
+def cut_extra_keys(extra_keys: Sequence[ExtraKey], num_tokens: int) -> tuple[ExtraKey, ...]:
+    """What lies within so many tokens; of a piece that reaches beyond them, the part that does."""
+    return tuple(
+        extra._replace(length=min(extra.length, num_tokens - extra.start))
+        for extra in extra_keys
+        if extra.start < num_tokens
+    )
+
+
+def extra_bytes(extra_keys: Sequence[ExtraKey], start: int, end: int) -> bytes:
+    """What the tokens in [start, end) stand for besides themselves, as it enters the key of their block.
+
+    Nothing behind the block counts: a fork or a truncation within a piece leaves the keys of the blocks before it.
+    """
+    parts: list[bytes] = []
+    # They do not overlap: the first that reaches into the block is the first that ends behind its begin.
+    for index in range(bisect_right(extra_keys, start, key=_end_of), len(extra_keys)):
+        extra = extra_keys[index]
+        if extra.start >= end:
+            break
+        covered = min(extra.start + extra.length, end) - max(extra.start, start)
+        parts.append(struct.pack("<iII", extra.start - start, covered, len(extra.digest)) + extra.digest)
+    return b"".join(parts)
+
+
+def _end_of(extra: ExtraKey) -> int:
+    return extra.start + extra.length
+
+
+def extend_chain(keys: list[bytes], root: bytes, packed: bytes, block_size: int) -> None:
+    """Appends the keys of all full blocks in `packed`, the tokens behind those that `keys` is about."""
+    parent = keys[-1] if keys else root
+    count = struct.pack("<I", block_size)
+    width = block_size * TOKEN_BYTES
+    for start in range(0, len(packed) - width + 1, width):
+        parent = sha256(_CHILD + parent + count + packed[start : start + width]).digest()
+        keys.append(parent)
+
+
+def prefix_keys(root: bytes, packed: bytes, block_size: int, extra_keys: Sequence[ExtraKey] = ()) -> list[bytes]:
+    """Keys of all full blocks of a prompt."""
+    keys: list[bytes] = []
+    extend_keys(keys, root, packed, block_size, extra_keys)
+    return keys
+
+
+def extend_keys(
+    keys: list[bytes], root: bytes, packed: bytes, block_size: int, extra_keys: Sequence[ExtraKey] = ()
+) -> None:
+    """As `extend_chain`, with what tokens stand for besides themselves."""
+    if not extra_keys:
+        extend_chain(keys, root, packed, block_size)
+        return
+    width = block_size * TOKEN_BYTES
+    for at in range(0, len(packed) - width + 1, width):
+        start = len(keys) * block_size
+        extra = extra_bytes(extra_keys, start, start + block_size)
+        keys.append(child_key(keys[-1] if keys else root, packed[at : at + width], extra))
+
+
+def pack(token_ids: Sequence[int]) -> array[int]:
+    """Token ids as 32-bit numbers. Raises OverflowError or TypeError for anything else."""
+    return array("I", token_ids)
+
+
+def packed_bytes(tokens: array[int]) -> bytes:
+    """Little-endian bytes of packed tokens."""
+    if sys.byteorder == "big":
+        tokens = array("I", tokens)
+        tokens.byteswap()
+    return tokens.tobytes()
+
+
+def unpack(packed: bytes) -> tuple[int, ...]:
+    """Token ids of packed bytes."""
+    return struct.unpack(f"<{len(packed) // TOKEN_BYTES}I", packed)

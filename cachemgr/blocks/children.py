@@ -1,0 +1,141 @@
+"""The children of a node, sorted by their extra bytes and, among equal ones, by their packed tokens.
+
+Sorted that way, the sibling with the longest common prefix is a neighbour of the place where the tokens would go,
+and so is every sibling that begins with them. Only siblings with equal extra bytes have anything in common.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
+from operator import attrgetter
+
+from cachemgr.blocks.block import Block, Node
+from cachemgr.blocks.block_keys import TOKEN_BYTES
+
+_ORDER = attrgetter("domain.extra", "tokens")
+# On each side, when those next to where the tokens would stand cannot be used.
+_MOST_LOOKED_AT = 32
+
+
+def each(node: Node) -> tuple[Block, ...]:
+    """All children."""
+    children = node.children
+    if children is None:
+        return ()
+    return (children,) if isinstance(children, Block) else tuple(children)
+
+
+def add(node: Node, block: Block) -> None:
+    """Adds a child."""
+    children = node.children
+    if children is None:
+        node.children = block
+        return
+    if isinstance(children, Block):
+        children = node.children = [children]
+    children.insert(bisect_left(children, _ORDER(block), key=_ORDER), block)
+
+
+def remove(node: Node, block: Block) -> None:
+    """Removes a child."""
+    children = node.children
+    if children is block:
+        node.children = None
+        return
+    assert isinstance(children, list)
+    index = bisect_left(children, _ORDER(block), key=_ORDER)
+    while children[index] is not block:
+        index += 1
+    del children[index]
+    if len(children) == 1:
+        node.children = children[0]
+
+
+def closest(
+    node: Node, tokens: bytes, extra: bytes = b"", is_usable: Callable[[Block], bool] | None = None
+) -> tuple[Block | None, int]:
+    """The usable child with the longest common prefix, and that prefix in tokens; (None, 0) when there is none.
+
+    The further a child is from where the tokens would stand, the less it has in common with them: the search goes
+    outward from there, and ends where nothing better can come. Under a root as many may be in use as sequences run,
+    so it looks at no more than a few: a shorter match, or none, costs less than to look at all.
+    """
+    children = node.children
+    if children is None or not tokens:
+        return None, 0
+    near = children if isinstance(children, list) else [children]
+    index = bisect_left(near, (extra, tokens), key=_ORDER)
+    best, longest = None, 0
+    before = range(index - 1, max(-1, index - 1 - _MOST_LOOKED_AT), -1)
+    behind = range(index, min(len(near), index + _MOST_LOOKED_AT))
+    for side in (before, behind):
+        for at in side:
+            block = near[at]
+            common = _common_tokens(block.tokens, tokens) if _ORDER(block)[0] == extra else 0
+            if common <= longest:
+                break
+            if is_usable is None or is_usable(block):
+                best, longest = block, common
+                break
+    return best, longest
+
+
+def covering(node: Node, tokens: bytes, extra: bytes = b"") -> Block | None:
+    """A child that begins with these tokens."""
+    if node.children is not None:
+        for block in _neighbours(node.children, tokens, extra):
+            if block.tokens.startswith(tokens):
+                return block
+    return None
+
+
+def longer(node: Node, block: Block) -> Block | None:
+    """Another child that begins with all of this one's tokens."""
+    children = node.children
+    if not isinstance(children, list):
+        return None
+    # It would stand right behind: whatever begins with these tokens comes directly after them.
+    index = bisect_right(children, _ORDER(block), key=_ORDER)
+    if index < len(children):
+        other = children[index]
+        if other.tokens.startswith(block.tokens) and _ORDER(other)[0] == _ORDER(block)[0]:
+            return other
+    return None
+
+
+def covered(node: Node, tokens: bytes, extra: bytes = b"") -> list[Block]:
+    """Children whose tokens are a true beginning of these, longest first."""
+    children = [node.children] if isinstance(node.children, Block) else node.children or []
+    found: list[Block] = []
+    beginning = tokens
+    index = bisect_left(children, (extra, beginning), key=_ORDER)
+    while index > 0 and _ORDER(children[index - 1])[0] == extra:
+        # Whatever begins `beginning` stands between the last child before it and itself, or is that child.
+        block = children[index - 1]
+        common = _common_tokens(block.tokens, beginning) * TOKEN_BYTES
+        beginning = tokens[:common]
+        if not common:
+            break
+        if common == len(block.tokens):
+            found.append(block)
+            index = bisect_left(children, (extra, beginning), key=_ORDER)
+        else:
+            index = bisect_right(children, (extra, beginning), key=_ORDER)
+    return found
+
+
+def _neighbours(children: Block | list[Block], tokens: bytes, extra: bytes) -> list[Block]:
+    if isinstance(children, list):
+        index = bisect_left(children, (extra, tokens), key=_ORDER)
+        near = children[max(0, index - 1) : index + 1]
+    else:
+        near = [children]
+    return [block for block in near if _ORDER(block)[0] == extra]
+
+
+def _common_tokens(one: bytes, other: bytes) -> int:
+    shorter = min(len(one), len(other))
+    if one[:shorter] == other[:shorter]:
+        return shorter // TOKEN_BYTES
+    # The exclusive or of both has its lowest set bit in the first byte that differs.
+    differing = int.from_bytes(one[:shorter], "little") ^ int.from_bytes(other[:shorter], "little")
+    return ((differing & -differing).bit_length() - 1) // (8 * TOKEN_BYTES)

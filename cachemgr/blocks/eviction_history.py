@@ -1,0 +1,83 @@
+"""What a pool remembers of the past, within bounds: when blocks were used, and how blocks were lost."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import NamedTuple
+
+from cachemgr.types import RemovalCause
+
+# Times are kept this finely, for so many uses back.
+_RESOLUTION_SECONDS = 0.1
+_MAX_MARKS = 36_000
+
+
+class Lost(NamedTuple):
+    """How a block left the index: why, at which time, for which sequence, and the priority that it had."""
+
+    cause: RemovalCause
+    time: float
+    for_sequence_id: str
+    priority: int
+
+
+class LostBlocks:
+    """The last keys that left an index and have not come back: at least `capacity` / 2 of them, at most `capacity`."""
+
+    __slots__ = ("_half", "_newer", "_older")
+
+    def __init__(self, capacity: int) -> None:
+        self._half = capacity // 2
+        # The older half goes as a whole: to find the oldest entry of a dictionary again and again is slow.
+        self._older: dict[bytes, Lost] = {}
+        self._newer: dict[bytes, Lost] = {}
+
+    def add(self, key: bytes, cause: RemovalCause, time: float, for_sequence_id: str, priority: int) -> None:
+        """A block has left."""
+        newer = self._newer
+        if len(newer) >= self._half:
+            self._older = newer
+            newer = self._newer = {}
+        # A third of the time of Lost(...), for each block that goes.
+        newer[key] = tuple.__new__(Lost, (cause, time, for_sequence_id, priority))
+
+    def came_back(self, key: bytes) -> None:
+        """The block is in the index again."""
+        self._newer.pop(key, None)
+        self._older.pop(key, None)
+
+    def get(self, key: bytes) -> Lost | None:
+        """How a block was lost, None when that is not known."""
+        return self._newer.get(key) or self._older.get(key)
+
+
+class UseTimes:
+    """From the number of a use to the time at which it was, in seconds."""
+
+    __slots__ = ("_begin", "_end", "_last", "_numbers", "_times")
+
+    def __init__(self) -> None:
+        # The last answer, and for which numbers it holds: blocks go in the order of their uses.
+        self._begin, self._end, self._last = 0, 0, 0.0
+        self._numbers: list[int] = []
+        self._times: list[float] = []
+
+    def note(self, number: int, now: float) -> None:
+        """A use with a larger number than all before."""
+        if self._times and now - self._times[-1] < _RESOLUTION_SECONDS:
+            return
+        self._numbers.append(number)
+        self._times.append(now)
+        if len(self._times) > _MAX_MARKS:
+            del self._numbers[: _MAX_MARKS // 2], self._times[: _MAX_MARKS // 2]
+
+    def at(self, number: int) -> float:
+        """When the use was; for one too long ago the oldest time that is known."""
+        if self._begin <= number < self._end:
+            return self._last
+        if not self._times:
+            return 0.0
+        place = bisect_right(self._numbers, number)
+        if 0 < place < len(self._numbers):
+            self._begin, self._end, self._last = self._numbers[place - 1], self._numbers[place], self._times[place - 1]
+        return self._times[max(0, place - 1)]

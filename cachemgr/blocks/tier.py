@@ -1,0 +1,549 @@
+"""One tier of a pool: which of its slots are empty, which blocks may be lost next, and whose they are."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush, merge
+from itertools import compress, islice
+
+from cachemgr.blocks.block import Block, EvictionOrder
+from cachemgr.errors import SequenceTooLongError
+from cachemgr.operators.types import Quota
+from cachemgr.types import AccountKey, RemovalCause, TierKind
+
+
+class Account:
+    """A tenant or a salt with a quota: its blocks are counted, and lost in an order of their own."""
+
+    __slots__ = ("quota",)
+
+    def __init__(self, quota: Quota) -> None:
+        self.quota = quota
+
+    @property
+    def key(self) -> AccountKey:
+        """Whose it is."""
+        quota = self.quota
+        return ("salt", quota.salt or "") if quota.tenant_id is None else ("tenant_id", quota.tenant_id)
+
+    def floor(self, kind: TierKind) -> int:
+        """Blocks that others leave it."""
+        return {TierKind.DEVICE: self.quota.device_floor, TierKind.HOST: self.quota.host_floor}.get(kind, 0)
+
+    def ceiling(self, kind: TierKind) -> int | None:
+        """Blocks that it may have; None for no bound."""
+        return {TierKind.DEVICE: self.quota.device_ceiling, TierKind.HOST: self.quota.host_ceiling}.get(kind)
+
+
+class Accounts(dict[AccountKey, Account]):
+    """All accounts, and what the floors of their quotas are together."""
+
+    def __init__(self) -> None:
+        self.floors = {TierKind.DEVICE: 0, TierKind.HOST: 0}
+
+    def set(self, quota: Quota) -> Account | None:
+        """Sets the quota of an account; returns the account if there was one already."""
+        new = Account(quota)
+        known = self.setdefault(new.key, new)
+        self._add(quota, 1)
+        if known is new:
+            return None
+        self._add(known.quota, -1)
+        known.quota = quota
+        return known
+
+    def remove(self, key: AccountKey) -> None:
+        """Forgets an account."""
+        self._add(self.pop(key).quota, -1)
+
+    def _add(self, quota: Quota, sign: int) -> None:
+        self.floors[TierKind.DEVICE] += sign * quota.device_floor
+        self.floors[TierKind.HOST] += sign * quota.host_floor
+
+
+class Share:
+    """What one account has of a tier."""
+
+    __slots__ = ("account", "ceiling", "count", "floor", "order", "used")
+
+    def __init__(self, account: Account, kind: TierKind) -> None:
+        self.account = account
+        self.floor = account.floor(kind)
+        self.ceiling = account.ceiling(kind)
+        self.count = 0
+        self.used = 0
+        self.order = EvictionOrder()
+
+    def protected(self, claimed: int = 0) -> int:
+        """Cached blocks that only the account itself may evict, once so many of its cached ones are in use."""
+        return max(0, min(self.count, self.floor) - self.used - claimed)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether what comes next takes the place of something of its own."""
+        return self.ceiling is not None and self.count >= self.ceiling
+
+
+class _Shares:
+    """Which of very many shares loses a block next, of those with more blocks than their floor or of all.
+
+    A heap in which a share stands at or before its first block: only what is found too early is put right.
+    """
+
+    __slots__ = ("_floors_count", "_heap", "_places", "_pushes")
+
+    def __init__(self, *, floors_count: bool) -> None:
+        self._floors_count = floors_count
+        # (priority, recency, number of the push, share); stale when the share's place is another.
+        self._heap: list[tuple[int, int, int, Share]] = []
+        self._places: dict[Share, tuple[int, int]] = {}
+        self._pushes = 0
+
+    def note(self, share: Share, at: tuple[int, int], most: int) -> None:
+        """A block of a share may be lost; there are at most so many shares."""
+        place = self._places.get(share)
+        if (place is not None and place <= at) or not self._may_lose(share):
+            return
+        if len(self._heap) > 64 + 2 * most:
+            self._places = {known: at for known, at in self._places.items() if known.order.first() is not None}
+            self._heap = [entry for entry in self._heap if self._places.get(entry[3]) == entry[:2]]
+            heapify(self._heap)
+        self._push(share, at)
+
+    def _may_lose(self, share: Share) -> bool:
+        return not self._floors_count or share.count > share.floor
+
+    def first(self) -> Block | None:
+        """The first block of them all."""
+        heap = self._heap
+        while heap:
+            priority, recency, _, share = heap[0]
+            at = priority, recency
+            if self._places.get(share) != at:
+                heappop(heap)
+                continue
+            block = share.order.first() if self._may_lose(share) else None
+            if block is not None and loss(block) == at:
+                return block
+            heappop(heap)
+            del self._places[share]
+            if block is not None:
+                self._push(share, loss(block))
+        return None
+
+    def _push(self, share: Share, at: tuple[int, int]) -> None:
+        self._places[share] = at
+        self._pushes += 1
+        heappush(self._heap, (*at, self._pushes, share))
+
+
+@dataclass(slots=True)
+class TierCounters:
+    """What happened in a tier since its pool was registered; `removed` by cause, the gap in seconds.
+
+    `backed_up` blocks of the device were copied here to be in both, `restored` ones came back from before a restart.
+    """
+
+    allocated: int = 0
+    removed: list[int] = field(default_factory=lambda: [0] * len(RemovalCause))
+    offloaded: int = 0
+    onboarded: int = 0
+    copied_bytes: int = 0
+    failed_copies: int = 0
+    backed_up: int = 0
+    restored: int = 0
+    reuse_gaps: int = 0
+    reuse_gap_seconds: float = 0.0
+
+    @property
+    def evicted(self) -> int:
+        """Blocks lost to make room."""
+        return self.removed[RemovalCause.EVICTED]
+
+    @property
+    def mean_reuse_gap(self) -> float:
+        """Mean time between the last use of a block and the end of its stay."""
+        return self.reuse_gap_seconds / self.reuse_gaps if self.reuse_gaps else 0.0
+
+    def note_reuse_gap(self, seconds: float) -> None:
+        """A block goes that was used last so long ago."""
+        self.reuse_gaps += 1
+        self.reuse_gap_seconds += seconds
+
+
+# Places that were never taken, at a time.
+_PORTION = 4096
+
+# What is known of a slot whose remembered block is not read yet, by slot - 1.
+_NEVER_FILLED, _FILLED, _SETTLED = range(3)
+
+
+def _settled(mark: int) -> bytes:
+    """A table that makes slots with this mark settled ones, and leaves others."""
+    return bytes(_SETTLED if number == mark else number for number in range(256))
+
+
+class UnreadSlots:
+    """Slots that are free, and that a remembered block may turn out to be in.
+
+    They are allocated last, slots that were never filled before the others. Each operation takes constant time on
+    average.
+    """
+
+    def __init__(self, filled: Iterable[int], free: Iterable[int] | None) -> None:
+        """`filled` has a number for each slot 1, 2, …, 0 where nothing was written; `free` is None for all slots."""
+        marks = bytearray(map(bool, filled))
+        if free is not None:
+            told, marks = marks, bytearray([_SETTLED]) * len(marks)
+            for slot in free:
+                marks[slot - 1] = told[slot - 1]
+        self._marks = marks
+        # Slots that were never filled lie behind the one, filled ones before the other.
+        self._begin, self._end = 0, len(marks)
+        self._count = len(marks) - marks.count(_SETTLED)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __contains__(self, slot: int) -> bool:
+        return self._marks[slot - 1] != _SETTLED
+
+    def settle(self, slot: int) -> None:
+        """The slot is no longer free, or it is known that no remembered block is in it."""
+        self._marks[slot - 1] = _SETTLED
+        self._count -= 1
+
+    def take(self) -> int:
+        """A slot to allocate. Only call it when one is left."""
+        self._begin = index = self._marks.find(_NEVER_FILLED, self._begin)
+        if index < 0:
+            self._begin = len(self._marks)
+            # A prompt took its slots in ascending order: the last ones hold what least stands on.
+            self._end = index = self._marks.rfind(_FILLED, 0, self._end)
+        assert index >= 0, "no slot is left"
+        self.settle(index + 1)
+        return index + 1
+
+    def take_many(self, count: int) -> list[int]:
+        """As `take` so many times, but filled slots come in ascending order."""
+        marks = self._marks
+        taken = list(islice(self._marked(_NEVER_FILLED), count))
+        if taken:
+            marks[: taken[-1]] = marks[: taken[-1]].translate(_settled(_NEVER_FILLED))
+        if len(taken) < count:
+            filled = list(self._marked(_FILLED))[len(taken) - count :]
+            marks[filled[0] - 1 :] = marks[filled[0] - 1 :].translate(_settled(_FILLED))
+            taken += filled
+        self._count -= len(taken)
+        return taken
+
+    def rest(self, offset: int = 0) -> Iterator[int]:
+        """All that are left, ascending, each as so much more."""
+        return self._marked(_NEVER_FILLED, _FILLED, offset=offset)
+
+    def _marked(self, *marks: int, offset: int = 0) -> Iterator[int]:
+        wanted = bytes(mark in marks for mark in range(256))
+        return compress(range(offset + 1, offset + len(self._marks) + 1), self._marks.translate(wanted))
+
+
+class Tier:
+    """Slots 1..size of one kind of memory.
+
+    A pool numbers the slots of all its tiers in one row, its places; the first slot is at place `offset` + 1. `used`
+    counts blocks with references, `cached` those without. Slots that the pool may not use are `withheld`, or `owed`
+    until they are.
+    """
+
+    def __init__(self, kind: TierKind, offset: int, size: int, below: Tier | None = None) -> None:
+        """`below` is the next lower tier that has slots: evicted blocks are offloaded to it."""
+        self.kind = kind
+        self.below = below
+        self.offset = offset
+        self.size = size
+        self.used = 0
+        self.cached = 0
+        # Blocks of the index, in use or not.
+        self.indexed = 0
+        self.withheld: list[int] = []
+        # How many more of its slots the pool may no longer use: they are withheld once they are empty.
+        self.owed = 0
+        # Of those withheld, places that the executor has yet to overwrite.
+        self.clearing: set[int] = set()
+        self.counters = TierCounters()
+        # By slot of a lower tier: the ticket of the copy that filled it. Steps fill those of the device.
+        self.generations = array("Q", bytes(0 if kind is TierKind.DEVICE else 8 * (size + 1)))
+        # Empty places, those given back first to be taken first. Places that were never taken come in portions, as
+        # a registration would take long to list millions: some are here as long as there are any.
+        self.empty: deque[int] = deque()
+        self._fresh = range(offset + 1, offset + size + 1)
+        self._refill()
+        # Set while remembered blocks are read: free slots beside the empty ones.
+        self.unread: UnreadSlots | None = None
+        # Evictable blocks of nobody with a quota.
+        self.order = EvictionOrder()
+        # Of accounts that have blocks here.
+        self.shares: dict[Account, Share] = {}
+        self._losing, self._holding = _Shares(floors_count=True), _Shares(floors_count=False)
+        # Sum of what the shares protect.
+        self.protected = 0
+
+    @property
+    def total(self) -> int:
+        """Slots that may be used."""
+        return self.size - len(self.withheld) - self.owed
+
+    @property
+    def free(self) -> int:
+        """Slots that may be taken: empty ones and those of cached blocks."""
+        free = self.size - len(self.withheld) - self.owed - self.used
+        # Pins and overwriting need no free slot: more than the total may be in use while slots are owed.
+        return free if free > 0 else 0
+
+    @property
+    def may_pay(self) -> bool:
+        """Whether a slot that is owed can be withheld now."""
+        return self.owed > 0 and (self.num_empty > 0 or self.cached > 0)
+
+    @property
+    def num_empty(self) -> int:
+        """Slots that hold nothing, as far as is known."""
+        return len(self.empty) + len(self._fresh) + len(self.unread or ())
+
+    def all_empty(self) -> list[int]:
+        """The places of these slots."""
+        rest = () if self.unread is None else self.unread.rest(self.offset)
+        return [*self.empty, *self._fresh, *rest]
+
+    def take_empty(self, *, newest: bool = False) -> int:
+        """The place that has been empty for longest, or for the shortest time. Only call it when one is empty."""
+        if not self.empty:
+            assert self.unread is not None
+            return self.offset + self.unread.take()
+        place = self.empty.pop() if newest else self.empty.popleft()
+        if not self.empty:
+            self._refill()
+        return place
+
+    def set_empty(self, places: Iterable[int]) -> None:
+        """Makes these places the empty ones."""
+        self.empty = deque(places)
+        self._fresh = range(0)
+
+    def _refill(self) -> None:
+        self.empty.extend(self._fresh[:_PORTION])
+        self._fresh = self._fresh[_PORTION:]
+
+    def withhold(self, count: int) -> None:
+        """Lets no more than its other slots be used. So many must be empty."""
+        goal = len(self.withheld) + count
+        fresh = self._fresh[max(0, len(self._fresh) - count) :]
+        self._fresh = self._fresh[: len(self._fresh) - len(fresh)]
+        self.withheld.extend(reversed(fresh))
+        for _ in range(min(len(self.empty), count - len(fresh))):
+            self.withheld.append(self.take_empty(newest=True))
+        if len(self.withheld) < goal:
+            assert self.unread is not None
+            self.withheld.extend(map(self.offset.__add__, self.unread.take_many(goal - len(self.withheld))))
+
+    @property
+    def num_ready(self) -> int:
+        """Withheld slots that may be used again, and those that are owed."""
+        return len(self.withheld) - len(self.clearing) + self.owed
+
+    def give_back(self, count: int) -> None:
+        """Lets so many more slots be used; those that are owed come first. Only call it when so many are ready."""
+        kept = min(self.owed, count)
+        self.owed -= kept
+        count -= kept
+        if not count:
+            return
+        if self.clearing:
+            self.withheld.sort(key=lambda place: place not in self.clearing)
+        self.empty.extend(islice(reversed(self.withheld), count))
+        del self.withheld[-count:]
+
+    def await_remembered(self, filled: Sequence[int]) -> None:
+        """Sets the empty slots aside for remembered blocks; `filled` is 0 for each slot that was never filled."""
+        is_whole = self.num_empty == self.size
+        free = None if is_whole else (place - self.offset for place in self.all_empty())
+        self.unread = UnreadSlots(islice(filled, self.size), free)
+        self.set_empty(())
+
+    def is_unread(self, slot: int) -> bool:
+        """Whether a remembered block may be in a slot."""
+        return self.unread is not None and 1 <= slot <= self.size and slot in self.unread
+
+    def end_remembered(self) -> None:
+        """No remembered block will come any more."""
+        if self.unread is not None:
+            self.empty.extend(self.unread.rest(self.offset))
+            self.unread = None
+
+    def generation(self, place: int) -> int:
+        """The ticket of the copy that filled a place; 0 on the device."""
+        return self.generations[place - self.offset] if self.generations else 0
+
+    def fill(self, place: int, generation: int) -> None:
+        """Notes the ticket of the copy that fills a place."""
+        if self.generations:
+            self.generations[place - self.offset] = generation
+
+    def free_for(self, account: Account | None, *, claimed: Collection[Block] = (), within_ceiling: bool = True) -> int:
+        """Slots that may be taken for an account: not what others' floors protect, and within its own ceiling.
+
+        `claimed` are cached blocks that somebody is about to use. Negative for who is beyond its ceiling.
+        """
+        free = self.free - len(claimed)
+        if account is None and not self.shares:
+            return free
+        own = self._share(account)
+        theirs = Counter(account_of(block) for block in claimed) if self.shares else Counter()
+        free -= self.protected
+        for owner, count in theirs.items():
+            share = None if owner is None else self.shares.get(owner)
+            if share is not None and share is not own:
+                free += share.protected() - share.protected(count)
+        if own is not None:
+            free += own.protected()
+            if within_ceiling and own.ceiling is not None:
+                free = min(free, own.ceiling - own.used - theirs[account])
+        return free
+
+    def _share(self, account: Account | None) -> Share | None:
+        """An account's share; an empty one for an account that has nothing here."""
+        if account is None:
+            return None
+        return self.shares.get(account) or Share(account, self.kind)
+
+    def enlist(self, block: Block, account: Account | None, *, newest: bool) -> None:
+        """Puts a block into the order of loss, as the most recently used or where its recency belongs."""
+        share = self.shares.get(account) if account is not None else None
+        order = self.order if share is None else share.order
+        if newest:
+            order.append(block)
+        else:
+            order.insert(block)
+        if share is not None:
+            self._note(share, block)
+
+    def delist(self, block: Block, account: Account | None) -> None:
+        """Takes a block out of the order of loss."""
+        share = self.shares.get(account) if account is not None else None
+        (self.order if share is None else share.order).remove(block)
+
+    def victim(self, account: Account | None) -> Block | None:
+        """The block to lose next for the sake of an account."""
+        if not self.shares:
+            return self.order.first()
+        first = self.order.first()
+        own = None if account is None else self.shares.get(account)
+        if own is not None and own.is_full and (block := own.order.first()) is not None:
+            return block
+        best = first
+        for block in (self.first_of_shares(), None if own is None else own.order.first()):
+            if block is not None and _goes_before(block, best):
+                best = block
+        if best is None and self.kind is TierKind.DEVICE:
+            # What a floor protects stands on what is needed: the floor gives way. Nobody needs a lower tier.
+            best = self._holding.first()
+        return best
+
+    def first_of_shares(self) -> Block | None:
+        """The block to lose next of accounts that have more than their floor."""
+        return self._losing.first()
+
+    def wants_own(self, account: Account | None) -> bool:
+        """Whether an account is at its ceiling and has something to lose."""
+        share = self.shares.get(account) if self.shares and account is not None else None
+        return share is not None and share.is_full and share.order.first() is not None
+
+    def check_ceiling(self, account: Account | None, wanted: int) -> None:
+        """Raises SequenceTooLongError when an account may not have so many slots, whatever else ends."""
+        share = self._share(account)
+        if share is not None and share.ceiling is not None and wanted > share.ceiling:
+            text = f"{wanted} blocks are more than the {share.ceiling} of its quota"
+            raise SequenceTooLongError(text, fields={"token_ids": f"must take at most {share.ceiling} blocks"})
+
+    def is_closed(self, account: Account | None) -> bool:
+        """Whether an account is at its ceiling."""
+        if account is None:
+            return False
+        share = self._share(account)
+        return share is not None and share.is_full
+
+    def count(self, account: Account | None, *, blocks: int = 0, used: int = 0) -> None:
+        """Books blocks, and blocks in use, of an account."""
+        if account is None:
+            return
+        share = self.shares.get(account)
+        if share is None:
+            share = self.shares[account] = Share(account, self.kind)
+        self.protected -= share.protected()
+        share.count += blocks
+        share.used += used
+        if not share.count:
+            del self.shares[account]
+            return
+        self.protected += share.protected()
+        if blocks > 0 and share.count == share.floor + 1:
+            self._note(share, share.order.first())
+
+    def blocks_of(self, account: Account) -> int:
+        """Blocks that an account has here."""
+        share = self.shares.get(account)
+        return 0 if share is None else share.count
+
+    def set_quota(self, account: Account) -> None:
+        """An account's quota has changed."""
+        share = self.shares.get(account)
+        if share is None:
+            return
+        self.protected -= share.protected()
+        share.floor, share.ceiling = account.floor(self.kind), account.ceiling(self.kind)
+        self.protected += share.protected()
+        self._note(share, share.order.first())
+
+    def _note(self, share: Share, block: Block | None) -> None:
+        """A share may have come to lose a block next, or to have more than its floor."""
+        if block is not None:
+            for shares in (self._losing, self._holding):
+                shares.note(share, loss(block), len(self.shares))
+
+    def orders(self) -> Iterator[EvictionOrder]:
+        """All orders of loss."""
+        yield self.order
+        for share in self.shares.values():
+            yield share.order
+
+    def listed(self) -> list[Block]:
+        """All evictable blocks."""
+        return [block for order in self.orders() for _, _, ring in order.rings() for block in ring]
+
+    def in_order(self) -> Iterator[Block]:
+        """All evictable blocks in the order of their loss, quotas aside; each takes little time when it is come to."""
+        return merge(*[order.in_order() for order in self.orders()], key=loss)
+
+
+def _goes_before(block: Block, other: Block | None) -> bool:
+    return other is None or loss(block) < loss(other)
+
+
+def loss(block: Block) -> tuple[int, int]:
+    """Where a block stands in the order of loss."""
+    return block.priority, block.recency
+
+
+def goes_before(block: Block, other: Block) -> bool:
+    """Whether a block is lost before another."""
+    if block.priority != other.priority:
+        return block.priority < other.priority
+    return block.recency < other.recency
+
+
+def account_of(block: Block) -> Account | None:
+    """Whose quota a block counts against."""
+    domain = block.domain
+    return None if domain is None else domain.account

@@ -1,0 +1,398 @@
+"""What operators do to a manager: rules, quotas, pins, shares, purging and forgetting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from cachemgr.blocks import children as siblings
+from cachemgr.blocks import steps
+from cachemgr.blocks.block_keys import TOKEN_BYTES, pack, packed_bytes
+from cachemgr.blocks.steps import Steps, at_once, changes, looks
+from cachemgr.blocks.tier import Account
+from cachemgr.errors import (
+    InvalidField,
+    PoolInUseError,
+    QuotaTooLargeError,
+    StalePoolError,
+    UnknownHoldError,
+    UnknownQuotaError,
+)
+from cachemgr.operators.forget import Forgetting
+from cachemgr.operators.forget_history import ForgetHistory
+from cachemgr.operators.hints import HintRunner
+from cachemgr.operators.hints import check as check_hints
+from cachemgr.operators.operator_memory import ManagerMemory
+from cachemgr.operators.pins import Pinned, complete
+from cachemgr.operators.purge import is_remembered, purge
+from cachemgr.operators.types import (
+    BlockFilter,
+    ForgetTarget,
+    Forgotten,
+    HintAnswer,
+    Hints,
+    PoolShare,
+    Prefix,
+    Purged,
+    Quota,
+    RetentionRule,
+)
+from cachemgr.retention.priority import HINT, SESSION, check_duration
+from cachemgr.retention.rules import Rule
+from cachemgr.sequences.block_chain import chain, keys_of
+from cachemgr.types import RemovalCause, TierKind, Transfer
+from cachemgr.validation import check_id
+
+if TYPE_CHECKING:
+    from cachemgr.blocks.block import Block, Node
+    from cachemgr.blocks.block_pool import Pool
+    from cachemgr.sequences.clients import Executor
+    from cachemgr.types import PoolView
+
+
+class ManagerAdmin(ManagerMemory):
+    """The steering half of the cache manager."""
+
+    _forgetting: list[Forgetting]
+    _forgotten: ForgetHistory
+
+    # Blocks
+
+    def purge(self, selected: BlockFilter, *, validate_only: bool, skip_used: bool = False) -> Purged:
+        """Drops cached blocks with the blocks behind them.
+
+        Raises InvalidField, UnknownPoolError, UnknownExecutorError, BlocksInUseError.
+        """
+        return at_once(self.purge_in_steps(selected, validate_only=validate_only, skip_used=skip_used))
+
+    def purge_in_steps(self, selected: BlockFilter, *, validate_only: bool, skip_used: bool = False) -> Steps[Purged]:
+        """As `purge`. Of what is cached when it begins it drops what is not in use when its turn comes."""
+        self._now()
+        self.check_filter(selected)
+        pools = [
+            (self._executors[pool.executor_id], pool, among)
+            for pool, among in self.filtered(selected, "filter.pool_id")
+        ]
+        purged = yield from purge(pools, selected, validate_only=validate_only, skip_used=skip_used)
+        if not validate_only:
+            for executor in dict.fromkeys(executor for executor, _, _ in pools):
+                if executor.recovery is not None:
+                    executor.recovery.purge(partial(is_remembered, selected))
+        return purged
+
+    def forget(self, target: ForgetTarget, *, validate_only: bool) -> Forgotten:
+        """Takes blocks out of every tier and has their bytes overwritten. Raises InvalidField, UnknownExecutorError."""
+        return at_once(self.forget_in_steps(target, validate_only=validate_only))
+
+    def forget_in_steps(self, target: ForgetTarget, *, validate_only: bool) -> Steps[Forgotten]:
+        """As `forget`; `Forgetting` says what becomes of what comes meanwhile.
+
+        Remembered blocks that are not back in the index yet, of whatever executor, are overwritten when they come.
+        """
+        self._now()
+        if target == ForgetTarget():
+            raise InvalidField("target", "must name a salt, a session or a prefix")
+        for field in ("salt", "session_id"):
+            value = getattr(target, field)
+            if value is not None:
+                check_id(field, value)
+        executors = list(self._executors.values())
+        if target.prefix is not None:
+            executors = self.check_prefix("prefix", target.prefix)
+        forgetting = Forgetting(executors, target, self._events, self._executors)
+        if validate_only:
+            return (yield from forgetting.steps(validate_only=True))
+        number = self._forgotten.begin(target)
+        for executor in executors:
+            if executor.recovery is not None:
+                executor.recovery.forgotten.add(target)
+        self._forgetting.append(forgetting)
+        forgotten = yield from forgetting.steps(validate_only=False)
+        self._forgetting.remove(forgetting)
+        self._forgotten.end(number)
+        return forgotten
+
+    # Pools
+
+    def update_pool(self, pool_id: str, total_blocks: int, etag: str, *, validate_only: bool) -> PoolView:
+        """Changes how many device blocks a pool may use; only free ones come and go.
+
+        Raises InvalidField, UnknownPoolError, StalePoolError, PoolInUseError.
+        """
+        return at_once(self.update_pool_in_steps(pool_id, total_blocks, etag, validate_only=validate_only))
+
+    def update_pool_in_steps(
+        self, pool_id: str, total_blocks: int, etag: str, *, validate_only: bool
+    ) -> Steps[PoolView]:
+        """As `update_pool`: the pool may use no more from now on, and what it gives up goes step by step.
+
+        What comes into use meanwhile without a free slot, as for a pin, goes once it is free again.
+        """
+        self._now()
+        pool = self._pool(pool_id, "pool.pool_id")
+        executor = self._executors[pool.executor_id]
+        if etag and etag != str(pool.share_number):
+            raise StalePoolError("the pool has changed since", fields={"pool.etag": "is not the current one"})
+        if not 1 <= total_blocks <= pool.spec.num_blocks:
+            fixed = "" if executor.spec.memory_bytes is not None else "; the pools of this executor have fixed memory"
+            limit = f"must be from 1 to the {pool.spec.num_blocks} slots of the pool{fixed}"
+            raise InvalidField("pool.total_blocks", limit)
+        self._check_memory(executor, pool, total_blocks)
+        floors = self._accounts.floors[TierKind.DEVICE]
+        if total_blocks < min(floors, pool.device.total):
+            raise PoolInUseError(
+                f"the floors of quotas are {floors} blocks together",
+                fields={"pool.total_blocks": f"must be at least {floors}"},
+            )
+        shrink = pool.device.total - total_blocks
+        if shrink > pool.device.free_for(None):
+            raise PoolInUseError(
+                f"{shrink} blocks should go and {pool.device.free_for(None)} are free",
+                fields={"pool.total_blocks": "would take blocks that are in use or protected"},
+            )
+        if not validate_only:
+            number = pool.share_number + 1
+            self._shares[pool_id] = PoolShare(pool_id, total_blocks, pool.spec.num_blocks, number)
+            self._tell(self._shares[pool_id])
+            yield from pool.resize_in_steps(total_blocks)
+        return pool.pool_view()
+
+    def _check_memory(self, executor: Executor, pool: Pool, total_blocks: int) -> None:
+        """Raises InvalidField or PoolInUseError when the memory does not hold so many blocks of a pool."""
+        memory, growth = executor.spec.memory_bytes, total_blocks - pool.device.total
+        if memory is None or growth <= 0:
+            return
+        used = sum(other.device.total * other.spec.block_bytes for other in executor.pools)
+        most = pool.device.total + (memory - used) // pool.spec.block_bytes
+        if total_blocks > most:
+            raise InvalidField("pool.total_blocks", f"must be at most {most}: make another pool smaller first")
+        going = [(other, len(other.device.clearing) + other.device.owed) for other in executor.pools]
+        clearing = sum(count * other.spec.block_bytes for other, count in going)
+        most = min(pool.device.num_ready, (memory - used - clearing) // pool.spec.block_bytes)
+        if growth > most:
+            count = sum(count for _, count in going)
+            text = (
+                f"must be at most {pool.device.total + max(0, most)} until the executor has given {count} blocks back"
+            )
+            raise PoolInUseError(
+                f"the executor has yet to give {count} blocks back", fields={"pool.total_blocks": text}
+            )
+
+    # Rules
+
+    def create_rule(self, spec: RetentionRule, *, validate_only: bool) -> tuple[RetentionRule, int]:
+        """Makes a rule; returns it and the cached blocks that it is about. Raises InvalidField, RuleExistsError."""
+        return at_once(self.create_rule_in_steps(spec, validate_only=validate_only))
+
+    def create_rule_in_steps(self, spec: RetentionRule, *, validate_only: bool) -> Steps[tuple[RetentionRule, int]]:
+        """As `create_rule`: the rule applies at once, and blocks are counted as they are met."""
+        self._now()
+        rule = self._rules.new(spec)
+        if not validate_only:
+            self._rules.add(rule)
+            self._tell(rule.spec)
+        made = rule.spec
+        matching = yield from self._matching(Rule(made))
+        return made, len(matching)
+
+    def update_rule(
+        self, spec: RetentionRule, mask: tuple[str, ...], *, validate_only: bool
+    ) -> tuple[RetentionRule, int, int]:
+        """Changes a rule and its leases; returns it, how many leases changed, and the cached blocks it is about.
+
+        Raises InvalidField, UnknownRuleError, StaleRuleError.
+        """
+        return at_once(self.update_rule_in_steps(spec, mask, validate_only=validate_only))
+
+    def update_rule_in_steps(
+        self, spec: RetentionRule, mask: tuple[str, ...], *, validate_only: bool
+    ) -> Steps[tuple[RetentionRule, int, int]]:
+        """As `update_rule`: the rule changes at once, and the leases that it has given change step by step."""
+        self._now()
+        changed = self._rules.changed(spec, mask)
+        rule = self._rules.get(spec.name)
+        moved = rule.spec.match != changed.match
+        if not validate_only:
+            self._rules.update(changed)
+            changed = rule.spec
+            self._tell(changed)
+        leased = self._leases.of_rule(rule.holder)
+        matching = yield from self._matching(Rule(changed))
+        if validate_only:
+            return changed, len(leased), len(matching)
+        wish = Rule(changed).wish()
+        for part in changes(leased):
+            for lease in part:
+                block = lease.block
+                if block is None:
+                    continue
+                if wish is None or (moved and block not in matching):
+                    self._leases.revoke(lease.pool, block, rule.holder, RemovalCause.RULE_CHANGED)
+                else:
+                    self._leases.grant(lease.pool, block, wish)
+            yield
+        return changed, len(leased), len(matching)
+
+    def delete_rule(self, name: str, etag: str, *, validate_only: bool) -> int:
+        """Deletes a rule; returns how many leases end with it. Raises UnknownRuleError, StaleRuleError."""
+        return at_once(self.delete_rule_in_steps(name, etag, validate_only=validate_only))
+
+    def delete_rule_in_steps(self, name: str, etag: str, *, validate_only: bool) -> Steps[int]:
+        """As `delete_rule`: the rule gives no lease from now on, and those that it has given end step by step."""
+        self._now()
+        rule = self._rules.doomed(name, etag)
+        if not validate_only:
+            self._rules.remove(rule)
+            self._tell(rule.spec)
+        leased = self._leases.of_rule(rule.holder)
+        for part in changes(() if validate_only else leased):
+            for lease in part:
+                if lease.block is not None:
+                    self._leases.revoke(lease.pool, lease.block, rule.holder, RemovalCause.RULE_CHANGED)
+            yield
+        return len(leased)
+
+    def _matching(self, rule: Rule) -> Steps[set[Block]]:
+        """Cached blocks that a rule is about."""
+        match = rule.spec.match
+        found: set[Block] = set()
+        for executor in list(self._executors.values()):
+            for pool in executor.pools:
+                meant: Iterable[Block]
+                if match.prefix_token_ids:
+                    meant = yield from _beginning(pool, packed_bytes(pack(match.prefix_token_ids)))
+                else:
+                    keys = list(pool.index)
+                    yield
+                    meant = (block for key in keys if (block := pool.index.get(key)) is not None)
+                for part in looks(meant):
+                    for block in part:
+                        domain = block.domain
+                        if (
+                            domain is not None
+                            and match.salt in (None, domain.salt)
+                            and match.tenant_id in (None, domain.tenant_id)
+                            and match.adapter_id in (None, domain.adapter_id)
+                            and rule.covers(block.depth * pool.block_size)
+                        ):
+                            found.add(block)
+                    yield
+        return found
+
+    # Quotas
+
+    def set_quota(self, quota: Quota, *, validate_only: bool) -> Quota:
+        """Sets what an account keeps and may have. Raises InvalidField, QuotaTooLargeError."""
+        return at_once(self.set_quota_in_steps(quota, validate_only=validate_only))
+
+    def set_quota_in_steps(self, quota: Quota, *, validate_only: bool) -> Steps[Quota]:
+        """As `set_quota`: the quota is set at once, and cached blocks come to count against a new one step by step."""
+        self._now()
+        self._check_quota(quota)
+        if not validate_only:
+            account = self._accounts.set(quota)
+            self._tell(quota)
+            if account is None:
+                yield from self._change_accounts([Account(quota).key])
+            else:
+                for pool in self._selected(""):
+                    for one in pool.tiers:
+                        one.set_quota(account)
+        return quota
+
+    def _check_quota(self, quota: Quota) -> None:
+        key = _account_key(quota, "quota.")
+        for tier in ("device", "host"):
+            floor, ceiling = getattr(quota, f"{tier}_floor"), getattr(quota, f"{tier}_ceiling")
+            if ceiling is not None and ceiling < floor:
+                raise InvalidField(f"quota.{tier}_ceiling_blocks", "must not be less than the floor")
+        known = self._accounts.get(key)
+        for pool in self._selected(""):
+            for field, one in (("device_floor", pool.device), ("host_floor", pool.tiers[1])):
+                total, before = one.total, 0 if known is None else known.floor(one.kind)
+                floors = self._accounts.floors[one.kind] - before + getattr(quota, field)
+                own = getattr(quota, field)
+                if floors > total and own:
+                    raise QuotaTooLargeError(
+                        f"floors of {floors} blocks together do not fit into the {total} of {pool.pool_id}",
+                        fields={f"quota.{field}_blocks": f"must be at most {max(0, total - floors + own)}"},
+                    )
+
+    def delete_quota(self, quota: Quota) -> None:
+        """Deletes an account's quota. Raises InvalidField, UnknownQuotaError."""
+        at_once(self.delete_quota_in_steps(quota))
+
+    def delete_quota_in_steps(self, quota: Quota) -> Steps[None]:
+        """As `delete_quota`: the quota ends at once, and cached blocks cease to count against it step by step."""
+        self._now()
+        key = _account_key(quota)
+        if key not in self._accounts:
+            raise UnknownQuotaError("there is no quota of this account", fields={key[0]: "has no quota"})
+        self._accounts.remove(key)
+        self._tell(quota)
+        yield from self._change_accounts([key])
+
+    def hint(self, prefix: Prefix, hints: Hints, session_id: str | None) -> tuple[list[HintAnswer], list[Transfer]]:
+        """Carries out hints about a cached prefix. Raises InvalidField, UnknownExecutorError."""
+        now = self._now()
+        check_hints("hints", hints)
+        executors = self.check_prefix("prefix", prefix)
+        if session_id is None:
+            # It holds the leases: senders without one would end each other's.
+            check_id("hints.message_id", hints.message_id)
+        else:
+            check_id("session_id", session_id)
+        who = HINT + hints.message_id if session_id is None else SESSION + session_id
+        prefixes = [(executor, keys_of(executor, prefix)) for executor in executors]
+        runner = HintRunner(prefixes, who, self.config, now)
+        return runner.run(hints), runner.transfers
+
+    # Pins and holds
+
+    def pin_prefix(self, prefix: Prefix, owner: str, duration: float, *, validate_only: bool) -> list[Pinned]:
+        """Pins a cached prefix in each executor that has it. Raises InvalidField, UnknownExecutorError."""
+        now = self._now()
+        executors = self.check_prefix("prefix", prefix)
+        check_id("owner", owner)
+        check_duration("duration", duration)
+        pinned = []
+        for executor in executors:
+            keys = keys_of(executor, prefix)
+            blocks = [(pool, block) for pool in executor.pools for block in chain(pool, keys)]
+            pinned.append(executor.holds.pin(complete(blocks), owner, now, duration, validate_only=validate_only))
+        return pinned
+
+    def release_hold(self, name: str) -> int:
+        """Ends a hold or pin; returns the blocks that may be taken now. Raises UnknownHoldError."""
+        self._now()
+        for executor in self._executors.values():
+            hold = executor.holds.get(name)
+            if hold is not None:
+                return executor.holds.release(hold)
+        raise UnknownHoldError(f"no hold {name}", fields={"name": "is not known"})
+
+
+def _beginning(pool: Pool, packed: bytes) -> Steps[list[Block]]:
+    """Blocks that hold a part of these tokens, which all that leads to them begins with, as far as it is there."""
+    found: list[Block] = []
+    nodes: list[Node] = list(pool.bare.values())
+    while nodes:
+        seen = 0
+        while nodes and seen < steps.LOOKS:
+            for block in siblings.each(nodes.pop()):
+                seen += 1
+                start = block.depth * pool.block_size * TOKEN_BYTES
+                if start < len(packed) and block.tokens.startswith(packed[start : start + len(block.tokens)]):
+                    found.append(block)
+                    nodes.append(block)
+        yield
+    return found
+
+
+def _account_key(quota: Quota, path: str = "") -> tuple[str, str]:
+    if (quota.tenant_id is None) == (quota.salt is None):
+        raise InvalidField(f"{path}account", "must name a tenant or a salt")
+    field, name = ("tenant_id", quota.tenant_id) if quota.tenant_id is not None else ("salt", quota.salt)
+    check_id(f"{path}{field}", name or "")
+    return field, name or ""

@@ -1,0 +1,88 @@
+"""Why a prompt is found or not: block by block where it is, and at the first that is missing what became of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cachemgr.blocks import children as siblings
+from cachemgr.blocks.block_keys import TOKEN_BYTES, extra_bytes, pack, packed_bytes, prefix_keys
+from cachemgr.operators.types import Explanation, MissReason, Prefix
+from cachemgr.retention.leases import LeaseBook, leases_of
+from cachemgr.sequences.block_chain import keys_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cachemgr.blocks.block_pool import Pool
+    from cachemgr.sequences.clients import Executor
+    from cachemgr.types import ExtraKey
+
+# Roots of other salts and adapters that are looked at for a block that is missing under its own.
+_MAX_ROOTS = 1000
+# Blocks that are hashed for that, in groups whose blocks may outlive those before them.
+_MAX_HASHED = 4096
+
+
+def explain(executor: Executor, pool: Pool, prefix: Prefix, cached_tokens: int, leases: LeaseBook) -> Explanation:
+    """Looks a prompt's full blocks up in one pool, without touching them."""
+    found = Explanation(executor.executor_id, cached_tokens)
+    for place, key in enumerate(keys_of(executor, prefix)):
+        block = pool.index.get(key)
+        if block is None:
+            _explain_miss(executor, pool, prefix, place, key, leases, found)
+            return found
+        age = 0.0 if block.refs else max(0.0, leases.now - pool.use_times.at(block.recency))
+        found.blocks.append((pool.view(block), [leases.view(lease) for lease in leases_of(block)], age))
+    return found
+
+
+def _explain_miss(
+    executor: Executor, pool: Pool, prefix: Prefix, place: int, key: bytes, leases: LeaseBook, found: Explanation
+) -> None:
+    if key in pool.pending:
+        found.miss_reason = MissReason.BEING_COMPUTED
+        return
+    lost = pool.lost.get(key)
+    if lost is not None:
+        found.miss_reason, found.removal = MissReason.REMOVED, lost
+        found.removal_age = max(0.0, leases.now - lost.time)
+        return
+    found.miss_reason = _elsewhere(executor, pool, prefix, place)
+
+
+def _elsewhere(executor: Executor, pool: Pool, prefix: Prefix, place: int) -> MissReason:
+    """Whether the same tokens are cached under another salt or for another adapter.
+
+    With full attention the tokens are followed down each tree as far as they agree, which hashes nothing: most trees
+    differ in the first block.
+    """
+    size = executor.block_size
+    packed = packed_bytes(pack(prefix.token_ids[: (place + 1) * size]))
+    most = _MAX_ROOTS if pool.window is None else _MAX_HASHED // (place + 1) + 1
+    roots: set[bytes] = set()
+    reason = MissReason.NEVER_STORED
+    for domain in executor.domains():
+        if (domain.salt, domain.adapter_id) == (prefix.salt, prefix.adapter_id) or domain.key in roots:
+            continue
+        if len(roots) >= most:
+            break
+        roots.add(domain.key)
+        if _is_cached(pool, domain.key, packed, size, prefix.extra_keys):
+            if domain.salt == prefix.salt:
+                return MissReason.OTHER_ADAPTER
+            reason = MissReason.OTHER_SALT
+    return reason
+
+
+def _is_cached(pool: Pool, root: bytes, packed: bytes, size: int, extra_keys: Sequence[ExtraKey]) -> bool:
+    """Whether the last full block of these tokens is cached under a root."""
+    if pool.window is not None:
+        # The blocks before it may have been evicted.
+        return prefix_keys(root, packed, size, extra_keys)[-1] in pool.index
+    node = pool.node(root)
+    for start in range(0, len(packed) // TOKEN_BYTES, size):
+        if node is None:
+            return False
+        tokens = packed[start * TOKEN_BYTES : (start + size) * TOKEN_BYTES]
+        node = siblings.covering(node, tokens, extra_bytes(extra_keys, start, start + size))
+    return node is not None

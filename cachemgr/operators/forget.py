@@ -1,0 +1,294 @@
+"""Forgetting on demand: out of the index and of Redis, and no byte outlives its last use."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from cachemgr.blocks import children as siblings
+from cachemgr.blocks.block import Block
+from cachemgr.blocks.steps import Doomed, Steps, changes, looks, with_descendants
+from cachemgr.operators.types import ForgetTarget, Forgotten
+from cachemgr.sequences.block_chain import keys_of, last_parts
+from cachemgr.types import RemovalCause
+
+if TYPE_CHECKING:
+    from cachemgr.blocks.block_keys import Domain
+    from cachemgr.blocks.block_pool import Pool
+    from cachemgr.blocks.events import EventLog
+    from cachemgr.operators.pins import Hold
+    from cachemgr.sequences.clients import Executor
+    from cachemgr.sequences.sequence import Sequence
+
+
+class Forgetting:
+    """A call of ForgetBlocks while it runs.
+
+    What is in the index when it begins goes. A sequence that comes meanwhile and is meant counts as one of before:
+    nothing that it computes stays. What another session has come to use by then stays, as if it always had.
+    """
+
+    def __init__(
+        self, executors: list[Executor], target: ForgetTarget, events: EventLog, registered: Mapping[str, Executor]
+    ) -> None:
+        """`registered` are all executors by name, as they come and go: one may start again and keep its pools."""
+        self._executors = executors
+        self._registered = registered
+        self._target = target
+        self._events = events
+        self._receipt = Forgotten({})
+        # By executor: keys of what goes and, for a prefix, of what was lost before.
+        self._gone: dict[str, set[bytes]] = {}
+        # Blocks that other sessions use.
+        self._used: set[Block] = set()
+        self._came: set[Sequence] = set()
+
+    def came(self, sequence: Sequence) -> None:
+        """A sequence begins meanwhile."""
+        executor, prefix = sequence.executor, self._target.prefix
+        if executor.executor_id not in self._gone:
+            if prefix is not None and prefix.executor_id not in ("", executor.executor_id):
+                return
+            # It has registered meanwhile.
+            self._begin(executor)
+        self._came.add(sequence)
+        if self._target.session_id not in (None, sequence.domain.session_id):
+            for table in sequence.tables:
+                self._used.update(table.references())
+        elif self._is_meant(sequence):
+            _leave_nothing(sequence)
+
+    def steps(self, *, validate_only: bool) -> Steps[Forgotten]:
+        """Takes blocks out of the index; free ones are overwritten now, used ones when they are given back."""
+        receipt = self._receipt
+        there = [(executor, [(pool, list(pool.index)) for pool in executor.pools]) for executor in self._executors]
+        for executor in self._executors:
+            self._begin(executor)
+            # From here on nothing of what is meant comes into the index.
+            for sequence in () if validate_only else executor.sequences.values():
+                self._mark(sequence)
+        plans: list[tuple[Executor, Doomed]] = []
+        for executor, indexed in there:
+            plans.append((executor, (yield from self._plan(executor, indexed))))
+        for executor, doomed in plans:
+            # What keeps blocks in place ends with them: forgetting is not put off by a pin.
+            holds = yield from _holds_of(executor, doomed)
+            held = Counter(block for hold in holds for _, block in hold.blocks)
+            if validate_only:
+                for part in looks(doomed.blocks()):
+                    for pool, block in part:
+                        _count(receipt, pool, block, held)
+                    yield
+            else:
+                yield from self._carry_out(executor, doomed, holds, held)
+        if not validate_only:
+            yield from self._scrub()
+        return receipt
+
+    def _begin(self, executor: Executor) -> None:
+        # Of a prompt's blocks that were lost before there may be events.
+        prefix = self._target.prefix
+        self._gone[executor.executor_id] = set() if prefix is None else set(keys_of(executor, prefix))
+
+    def _plan(self, executor: Executor, indexed: list[tuple[Pool, list[bytes]]]) -> Steps[Doomed]:
+        doomed, gone = Doomed(), self._gone[executor.executor_id]
+        # Keys that a group of full attention loses: a window's block of such a key can never match again.
+        lost: set[bytes] = set()
+        for pool, keys in sorted(indexed, key=lambda one: one[0].window is not None):
+            found = yield from self._find(executor, pool, keys, lost)
+            for part in changes(found):
+                for block in part:
+                    if block.parent is not None:
+                        doomed.add(pool, block)
+                        gone.add(block.key)
+                        if pool.window is None:
+                            lost.add(block.key)
+                yield
+        return doomed
+
+    def _carry_out(self, executor: Executor, doomed: Doomed, holds: list[Hold], held: Counter[Block]) -> Steps[None]:
+        if self._target.salt is None:
+            live = self._registered.get(executor.executor_id, executor)
+            for sequence in list(live.sequences.values()):
+                if sequence not in self._came or self._target.session_id is None:
+                    self._mark(sequence)
+                yield
+        for keyed in changes(doomed.deepest_first()):
+            for key, pools in keyed:
+                self._take_out(key, pools, held)
+            yield
+        # Behind it: what is in the index may give way to a longer block when it is let go.
+        for hold in holds:
+            if executor.holds.get(hold.name) is hold:
+                executor.holds.release(hold)
+            yield
+
+    def _find(self, executor: Executor, pool: Pool, keys: list[bytes], lost: set[bytes]) -> Steps[dict[Block, None]]:
+        """The blocks of a pool that are meant. `lost` are the keys that groups of full attention lose by this."""
+        target = self._target
+        if target.prefix is not None:
+            blocks = _of_prefix(executor, pool, target)
+            if pool.window is not None:
+                # Behind a gap they are nobody's descendants.
+                blocks += [block for key in lost if (block := pool.index.get(key)) is not None]
+            return (yield from with_descendants(blocks))
+        mine: dict[Block, None] = {}
+        for part in looks(keys):
+            for key in part:
+                block = pool.index.get(key)
+                if block is not None and _stored(block.domain, target):
+                    mine[block] = None
+            yield
+        if target.salt is not None:
+            return mine
+        theirs = yield from self._of_other_sessions(executor, pool, mine, lost)
+        found: dict[Block, None] = {}
+        for some in looks(mine):
+            found.update((block, None) for block in some if block not in theirs)
+            yield
+        self._receipt.shared_blocks += len(mine) - len(found)
+        # A session's block in a window does not need its ancestors: another session may go on using it without them.
+        return found if pool.window is not None else (yield from with_descendants(found))
+
+    def _of_other_sessions(
+        self, executor: Executor, pool: Pool, mine: dict[Block, None], lost: set[bytes]
+    ) -> Steps[set[Block]]:
+        """Of a session's blocks those that other sessions use, or have stored a descendant of.
+
+        What is lost in another group, and what stands on that, can never match again and needs nothing.
+        """
+        found: set[Block] = set()
+        by_depth: dict[int, list[Block]] = {}
+        for some in looks(mine):
+            for block in some:
+                by_depth.setdefault(block.depth, []).append(block)
+            yield
+        for depth in sorted(by_depth, reverse=True):
+            for part in looks(by_depth[depth]):
+                for block in part:
+                    children = siblings.each(block) if block.key not in lost else ()
+                    if any(child in found or (child not in mine and child.key not in lost) for child in children):
+                        found.add(block)
+                yield
+        yield from self._see_other_sessions(executor, pool)
+        for some in looks(mine):
+            found.update(block for block in some if block in self._used)
+            yield
+        return found
+
+    def _see_other_sessions(self, executor: Executor, pool: Pool) -> Steps[None]:
+        """Notes the blocks that other sessions use."""
+        session_id = self._target.session_id
+        for hold in executor.holds:
+            if not hold.pin and hold.session_id != session_id:
+                self._used.update(block for holder, block in hold.blocks if holder is pool)
+                yield
+        group = executor.pools.index(pool)
+        for sequence in list(executor.sequences.values()):
+            if sequence.domain.session_id != session_id:
+                self._used.update(sequence.tables[group].references())
+                yield
+
+    def _mark(self, sequence: Sequence) -> None:
+        if self._is_meant(sequence):
+            _leave_nothing(sequence)
+
+    def _is_meant(self, sequence: Sequence) -> bool:
+        """Whether what a live sequence holds, or will compute, comes from what is forgotten."""
+        target = self._target
+        if target.salt is not None:
+            return sequence.domain.salt == target.salt
+        if target.session_id is not None and sequence.domain.session_id == target.session_id:
+            return True
+        gone = self._gone[sequence.executor.executor_id]
+        return any(key in gone for key in sequence.keys)
+
+    def _take_out(self, key: bytes, pools: tuple[Pool, ...], held: Counter[Block]) -> None:
+        """Takes the blocks of a key out of the index, with what has come to stand on them since they were found."""
+        found: list[tuple[Pool, Block]] = []
+        for pool in pools:
+            block = pool.index.get(key)
+            if block is None:
+                continue
+            all_goes = block.children is not None and (pool.window is None or self._target.prefix is not None)
+            standing = list(pool.descendants(block)) if all_goes else []
+            if self._is_shared(block, standing):
+                self._receipt.shared_blocks += 1
+                continue
+            found += [(pool, one) for one in (*standing, block)]
+        for pool, block in found:
+            pool.doomed.add(block)
+            _count(self._receipt, pool, block, held)
+        for pool, block in found:
+            # With a block of full attention those of windows may have gone already.
+            if block.parent is not None:
+                pool.discard(block, RemovalCause.FORGOTTEN)
+
+    def _is_shared(self, block: Block, standing: list[Block]) -> bool:
+        """Whether another session has come to need a block."""
+        if self._target.session_id is None:
+            return False
+        return block in self._used or any(not _stored(other.domain, self._target) for other in standing)
+
+    def _scrub(self) -> Steps[None]:
+        indexes = [pool.index for executor in self._executors for pool in executor.pools]
+
+        def stays(key: bytes) -> bool:
+            return any(key in index for index in indexes)
+
+        lost: set[bytes] = set()
+        for part in looks(chain.from_iterable(self._gone.values())):
+            lost.update(key for key in part if not stays(key))
+            yield
+        target = self._target
+        yield from self._events.scrub(lost, lambda block: _stored(block.domain, target) and not stays(block.key))
+
+
+def _count(receipt: Forgotten, pool: Pool, block: Block, held: Counter[Block]) -> None:
+    kind = pool.tier_of(block).kind
+    used = block.refs > held[block]
+    receipt.removed[kind] = receipt.removed.get(kind, 0) + 1
+    receipt.used_blocks += used
+    receipt.zeroing_blocks += not used
+
+
+def _stored(domain: Domain | None, target: ForgetTarget) -> bool:
+    """Whether the salt or session that is meant stored what lies under a domain."""
+    if domain is None:
+        return False
+    if target.salt is not None:
+        return domain.salt == target.salt
+    return target.session_id is not None and domain.session_id == target.session_id
+
+
+def _holds_of(executor: Executor, doomed: Doomed) -> Steps[list[Hold]]:
+    """Holds that keep some of these blocks: of equal keys in another group a hold may keep what stays."""
+    holds = []
+    for hold in executor.holds:
+        if any(block.parent is not None and doomed.means(pool, block) for pool, block in hold.blocks):
+            holds.append(hold)
+        yield
+    return holds
+
+
+def _of_prefix(executor: Executor, pool: Pool, target: ForgetTarget) -> list[Block]:
+    """A prompt's blocks and, where one is lost, what stood on it."""
+    assert target.prefix is not None
+    found = last_parts(executor, pool, target.prefix)
+    for key in keys_of(executor, target.prefix):
+        node = pool.node(key)
+        if isinstance(node, Block):
+            found.append(node)
+        elif node is not None:
+            found.extend(siblings.each(node))
+    return found
+
+
+def _leave_nothing(sequence: Sequence) -> None:
+    sequence.no_store = sequence.forgotten = True
+    for table in sequence.tables:
+        for place in range(table.settled, min(len(sequence.keys), len(table.blocks))):
+            if table.pool.pending.get(sequence.keys[place]) is table.blocks[place]:
+                del table.pool.pending[sequence.keys[place]]

@@ -1,0 +1,298 @@
+"""Hints of agent frameworks about cached blocks: an envelope of actions, each carried out and answered.
+
+The envelope is the one that vLLM and Dynamo use: protocol_version "0.1", message_id, and actions with action_id,
+action_type, action_version and a payload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from cachemgr.errors import InvalidField
+from cachemgr.operators.pins import complete
+from cachemgr.operators.types import HintAction, HintAnswer, HintOutcome, Hints
+from cachemgr.retention.priority import HINT, MAX_DURATION, MAX_PRIORITY, Wish, bounded
+from cachemgr.sequences.block_chain import chain
+from cachemgr.types import Outcome, Retention, RetentionRange, Transfer
+from cachemgr.validation import MAX_ID_BYTES, check_id
+
+if TYPE_CHECKING:
+    from cachemgr.blocks.block import Block
+    from cachemgr.blocks.block_pool import Pool
+    from cachemgr.sequences.clients import Executor
+    from cachemgr.types import ManagerConfig
+
+    Blocks = list[tuple[Pool, Block]]
+
+# Outcome, detail and blocks of an action.
+Result = tuple[HintOutcome, str, int]
+
+PROTOCOL_VERSION = ACTION_VERSION = "0.1"
+MAX_ACTIONS = 64
+# Blocks that the pins of one envelope go over before it makes no more, each counted once per pin: some 30 ms of work.
+MAX_PINNED_BLOCKS = 1 << 15
+
+
+def check(path: str, hints: Hints) -> None:
+    """Raises InvalidField for an envelope that cannot be read; what an action says is answered action by action."""
+    if hints.protocol_version != PROTOCOL_VERSION:
+        raise InvalidField(f"{path}.protocol_version", f'must be "{PROTOCOL_VERSION}"')
+    if not hints.actions:
+        raise InvalidField(f"{path}.actions", "must not be empty")
+    if len(hints.actions) > MAX_ACTIONS:
+        raise InvalidField(f"{path}.actions", f"must be at most {MAX_ACTIONS}")
+    for index, action in enumerate(hints.actions):
+        check_id(f"{path}.actions[{index}].action_id", action.action_id)
+
+
+def as_retention(hints: Hints) -> Retention:
+    """What the first Retain of a request wishes for its blocks, those that are still to be computed among them."""
+    for action in hints.actions:
+        if action.action_type == "Retain" and action.action_version == ACTION_VERSION:
+            try:
+                priority, seconds = (
+                    _priority(action.payload, "priority", None),
+                    _seconds(action.payload, required=False),
+                )
+            except PayloadError:
+                continue
+            if priority is not None:
+                return Retention((RetentionRange(0, None, priority, seconds),), priority, seconds)
+    return Retention()
+
+
+class PayloadError(ValueError):
+    """A payload does not say what its action needs."""
+
+
+class HintRunner:
+    """Carries out hints about one prefix. `transfers` are the copies that this began."""
+
+    def __init__(
+        self,
+        prefixes: list[tuple[Executor, list[bytes]]],
+        holder: str,
+        config: ManagerConfig,
+        now: float,
+        tenant_id: str | None = None,
+    ) -> None:
+        """prefixes: per executor the keys of the prefix's full blocks there, which are hashed once for all actions.
+        holder: of leases; pins have the owners that hints name, as those of the tenant.
+        """
+        self._owners = HINT if tenant_id is None else f"{HINT}{tenant_id}/"
+        self._prefixes = prefixes
+        self._holder = holder
+        self._config = config
+        self._now = now
+        self._is_last_wish = True
+        # To walk a long prompt for each of very many actions takes long. What is cached of the prefix, until an action
+        # moves blocks, and what types of actions came to that moved none, until one changes anything.
+        self._found: Blocks | None = None
+        # By executor: what of these a pin may keep.
+        self._pinnable: list[tuple[Executor, Blocks]] | None = None
+        self._futile: dict[str, Result] = {}
+        self._num_pinned = 0
+        self.transfers: list[Transfer] = []
+
+    def run(self, hints: Hints, *, later: bool = False) -> list[HintAnswer]:
+        """One answer per action, in order. `later`: what is retained and not there is about to be computed."""
+        wishes = [index for index, action in enumerate(hints.actions) if _is_wish(action)]
+        answers = []
+        for index, action in enumerate(hints.actions):
+            # Each takes the place of the one before: only the last is worth a lease of every block.
+            self._is_last_wish = index == wishes[-1] if wishes else False
+            answers.append(self._answer(action))
+        if not later:
+            return answers
+        retained = [action.action_type == "Retain" for action in hints.actions]
+        return [
+            answer._replace(outcome=HintOutcome.DEFERRED, detail="when the blocks are computed")
+            if is_retain and answer.outcome is HintOutcome.MISSING
+            else answer
+            for answer, is_retain in zip(answers, retained, strict=True)
+        ]
+
+    def _answer(self, action: HintAction) -> HintAnswer:
+        kinds: dict[str, Callable[[Mapping[str, Any], Blocks], Result]] = {
+            "Retain": self._retain,
+            "Pin": self._pin,
+            "Demote": self._demote,
+            "Prefetch": self._prefetch,
+            "Share": self._share,
+        }
+        run = kinds.get(action.action_type)
+        if run is None:
+            detail = f"action_type must be one of {', '.join(kinds)}"
+            return HintAnswer(action.action_id, HintOutcome.REJECTED, detail)
+        if action.action_version != ACTION_VERSION:
+            return HintAnswer(action.action_id, HintOutcome.REJECTED, f'action_version must be "{ACTION_VERSION}"')
+        try:
+            outcome, detail, count = run(action.payload, self._blocks())
+        except PayloadError as error:
+            return HintAnswer(action.action_id, HintOutcome.REJECTED, f"payload.{error}")
+        return HintAnswer(action.action_id, outcome, detail, count)
+
+    def _blocks(self) -> Blocks:
+        if self._found is None:
+            self._found = [
+                (pool, block)
+                for executor, keys in self._prefixes
+                for pool in executor.pools
+                for block in chain(pool, keys)
+            ]
+        return self._found
+
+    def _moved(self, kind: str, move: Callable[[Blocks], Result], blocks: Blocks) -> Result:
+        """What moving blocks comes to: what it came to before, when it moved none and nothing has changed since."""
+        if kind not in self._futile:
+            result = move(blocks)
+            if result[2]:
+                self._found = self._pinnable = None
+                self._futile.clear()
+                return result
+            self._futile[kind] = result
+        return self._futile[kind]
+
+    def _retain(self, payload: Mapping[str, Any], blocks: Blocks) -> Result:
+        asked = _priority(payload, "priority", None), _seconds(payload, required=False)
+        if asked[0] is None:
+            raise PayloadError("priority must be given")
+        if not blocks:
+            return HintOutcome.MISSING, "", 0
+        granted = bounded(self._holder, asked[0], asked[1], self._config)
+        wish = Wish(self._holder, *granted)
+        count = self._grant(wish, blocks)
+        clipped = []
+        if granted != asked:
+            lasts = "without end" if granted[1] is None else f"for {granted[1]:g} s"
+            clipped.append(f"priority {granted[0]} {lasts}")
+        if count < len(blocks):
+            clipped.append(f"{len(blocks) - count} blocks have too many leases of a higher priority")
+        return (HintOutcome.CLIPPED if clipped else HintOutcome.ACCEPTED), "; ".join(clipped), count
+
+    def _grant(self, wish: Wish, blocks: Blocks) -> int:
+        """How many of the blocks have the wish, or had until the next action's took its place."""
+        if not self._is_last_wish:
+            return len(blocks)
+        self._futile.clear()
+        return sum(pool.grant(block, wish) for pool, block in blocks)
+
+    def _pin(self, payload: Mapping[str, Any], blocks: Blocks) -> Result:
+        owner, seconds = payload.get("owner"), _seconds(payload, required=True)
+        if not isinstance(owner, str) or not 1 <= len(owner.encode()) <= MAX_ID_BYTES:
+            raise PayloadError(f"owner must be a text of 1 to {MAX_ID_BYTES} bytes")
+        assert seconds is not None
+        priority, granted = bounded(self._holder, MAX_PRIORITY, seconds, self._config)
+        if priority < MAX_PRIORITY:
+            return HintOutcome.REJECTED, f"a pin is above the highest priority that may be had, {priority}", 0
+        assert granted is not None
+        if not blocks:
+            return HintOutcome.MISSING, "", 0
+        if self._num_pinned >= MAX_PINNED_BLOCKS:
+            return HintOutcome.REJECTED, f"pins of this request are about {self._num_pinned} blocks already", 0
+        self._futile.clear()
+        count, clipped, names = 0, [] if granted == seconds else [f"for {granted:g} s"], []
+        if self._pinnable is None:
+            self._pinnable = [
+                (executor, complete([(pool, block) for pool, block in blocks if pool in executor.pools]))
+                for executor, _ in self._prefixes
+            ]
+        self._num_pinned += sum(len(mine) for _, mine in self._pinnable)
+        for executor, mine in self._pinnable:
+            # Whoever may send a hint may not push aside what an operator has pinned, nor pin in an operator's name.
+            pinned = executor.holds.pin(mine, self._owners + owner, self._now, granted, displace=False)
+            count += pinned.receipt.num_blocks
+            names.append(pinned.name)
+            if pinned.receipt.outcome is not Outcome.GRANTED:
+                clipped.append(pinned.receipt.reason)
+        if not count:
+            return HintOutcome.REJECTED, clipped[-1], 0
+        detail = "; ".join([*filter(None, names), *clipped])
+        return (HintOutcome.CLIPPED if clipped else HintOutcome.ACCEPTED), detail, count
+
+    def _demote(self, payload: Mapping[str, Any], blocks: Blocks) -> Result:
+        priority = _priority(payload, "priority", 0)
+        assert priority is not None
+        tier = payload.get("tier")
+        if tier not in (None, "host"):
+            raise PayloadError('tier must be "host"')
+        if not blocks:
+            return HintOutcome.MISSING, "", 0
+        if tier is None:
+            wish = Wish(self._holder, *bounded(self._holder, priority, None, self._config))
+            self._grant(wish, blocks)
+            kept = sum(block.priority > priority for _, block in blocks) if self._is_last_wish else 0
+            if kept:
+                return HintOutcome.CLIPPED, f"others keep {kept} of the blocks at a higher priority", len(blocks)
+            return HintOutcome.ACCEPTED, "", len(blocks)
+        return self._moved("Demote", self._move_down, blocks)
+
+    @staticmethod
+    def _move_down(blocks: Blocks) -> Result:
+        # Leaves first: a block can only go down when nothing on the device stands on it.
+        movable = [(pool, block) for pool, block in reversed(blocks) if pool.is_on_device(block)]
+        count = sum(block.older is not None and pool.demote(block) for pool, block in movable)
+        if count < len(movable):
+            outcome = HintOutcome.CLIPPED if count else HintOutcome.REJECTED
+            return outcome, f"{len(movable) - count} blocks are in use or have no place to go", count
+        return HintOutcome.ACCEPTED, "", count
+
+    def _prefetch(self, _payload: Mapping[str, Any], blocks: Blocks) -> Result:
+        return self._moved("Prefetch", self._fetch, blocks) if blocks else (HintOutcome.MISSING, "", 0)
+
+    def _fetch(self, blocks: Blocks) -> Result:
+        below = sum(not pool.is_on_device(block) for pool, block in blocks)
+        if not below:
+            return HintOutcome.ACCEPTED, "all of it is on the device", 0
+        begun: list[Transfer] = []
+        for executor, keys in self._prefixes:
+            for pool in executor.pools:
+                # Looked up again: room for one group's blocks may have been made by losing others of the prefix.
+                begun += executor.copies.fetch(pool, chain(pool, keys))
+        self.transfers += begun
+        if not begun:
+            return HintOutcome.REJECTED, "there is no room on the device, or copies of it are under way", 0
+        outcome = HintOutcome.DEFERRED if len(begun) == below else HintOutcome.CLIPPED
+        return outcome, f"copies of {len(begun)} blocks have begun", len(begun)
+
+    def _share(self, _: Mapping[str, Any], blocks: Blocks) -> Result:
+        if not blocks:
+            return HintOutcome.MISSING, "", 0
+        return HintOutcome.ACCEPTED, "it is found by all who have its salt", len(blocks)
+
+
+def _is_wish(action: HintAction) -> bool:
+    """Whether an action that can be carried out gives the holder's wish for the blocks."""
+    payload = action.payload
+    try:
+        if action.action_version != ACTION_VERSION:
+            return False
+        if action.action_type == "Retain":
+            _seconds(payload, required=False)
+            return _priority(payload, "priority", None) is not None
+        return (
+            action.action_type == "Demote" and "tier" not in payload and _priority(payload, "priority", 0) is not None
+        )
+    except PayloadError:
+        return False
+
+
+def _priority(payload: Mapping[str, Any], field: str, default: int | None) -> int | None:
+    value = payload.get(field, default)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not float(value).is_integer():
+        raise PayloadError(f"{field} must be a whole number")
+    if not 0 <= value <= MAX_PRIORITY:
+        raise PayloadError(f"{field} must be between 0 and {MAX_PRIORITY}")
+    return int(value)
+
+
+def _seconds(payload: Mapping[str, Any], *, required: bool) -> float | None:
+    value = payload.get("duration_seconds")
+    if value is None and not required:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_DURATION:
+        raise PayloadError("duration_seconds must be greater than zero")
+    return float(value)

@@ -1,0 +1,346 @@
+"""Recounts an executor's pools from scratch and reports every contradiction."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from cachemgr.blocks import children as siblings
+from cachemgr.blocks.block import Block, Node
+from cachemgr.blocks.block_keys import child_key
+from cachemgr.blocks.block_pool import Pool
+from cachemgr.blocks.tier import Tier, account_of, loss
+from cachemgr.operators.types import PoolViolation
+from cachemgr.retention.leases import MAX_LEASES, effective_priority, leases_of
+from cachemgr.retention.priority import SHARED
+from cachemgr.sequences.clients import Executor
+from cachemgr.sequences.transfers import Purpose
+
+# Each gives its contradictions, with None behind each small step. Nothing may change between its steps.
+Part = Callable[[], Iterator[PoolViolation | None]]
+
+
+def check(executor: Executor, pools: list[Pool]) -> list[PoolViolation]:
+    """All contradictions in those of the pools that are this executor's."""
+    return [found for part in parts(executor, pools) for found in part() if found is not None]
+
+
+def parts(executor: Executor, pools: list[Pool]) -> list[Part]:
+    """As `check`, in parts that may be of different moments: each looks at something else."""
+    return [
+        partial(_Check(executor, pool).run, part)
+        for pool in executor.pools
+        if pool in pools
+        for part in (
+            _Check.references,
+            _Check.counters,
+            _Check.places,
+            _Check.backups,
+            _Check.order,
+            _Check.leases,
+            _Check.keys,
+            _Check.index,
+            _Check.pending,
+            _Check.writers,
+        )
+    ]
+
+
+class _Check:
+    def __init__(self, executor: Executor, pool: Pool) -> None:
+        self._executor = executor
+        self._pool = pool
+        self._blocks: list[Block] = []
+        self._violations: list[PoolViolation] = []
+
+    def run(self, part: Callable[[_Check], Iterator[None]]) -> Iterator[PoolViolation | None]:
+        """Runs one part, from its beginning."""
+        self._blocks, self._violations = [], []
+        places = self._pool.blocks
+        for start in range(0, len(places), 512):
+            self._blocks += filter(None, places[start : start + 512])
+            yield None
+        for _ in part(self):
+            yield None
+        yield from self._violations
+        # Not all at once, and not those of all parts together.
+        while self._blocks:
+            del self._blocks[-512:]
+            yield None
+
+    def _report(self, condition: bool, slot: int, message: str) -> None:
+        if not condition:
+            self._violations.append(PoolViolation(self._pool.pool_id, slot, message))
+
+    def references(self) -> Iterator[None]:
+        """Each block has as many references as are known."""
+        expected: Counter[Block] = Counter()
+        for block in self._expected_references():
+            expected[block] += 1
+            yield
+        for block in self._blocks:
+            yield
+            counted = expected.pop(block, 0)
+            self._report(block.refs == counted, block.slot, f"has {block.refs} references, {counted} are known")
+        for block in expected:
+            self._report(False, block.slot, "is referred to and not in the pool")
+        for hold in self._executor.holds:
+            self._report(bool(hold.owners) and hold.name != "", 0, "a hold has no owner")
+
+    def _expected_references(self) -> Iterator[Block]:
+        for sequence in self._executor.sequences.values():
+            for table in sequence.tables:
+                if table.pool is self._pool:
+                    yield from table.references()
+                    yield from sequence.private
+        for hold in self._executor.holds:
+            yield from (block for pool, block in hold.blocks if pool is self._pool)
+        # Those that wait for others of their kind hold what they have, too.
+        groups = (ticket.together for ticket in self._executor.tickets.values() if ticket.pool is self._pool)
+        for ticket in {ticket for group in groups for ticket in group}:
+            if ticket.purpose is Purpose.CLEAR:
+                continue
+            yield from (ticket.target, *ticket.anchors)
+            if ticket.source is not None and ticket.holds_source:
+                yield ticket.source
+
+    def counters(self) -> Iterator[None]:
+        """The counters of tiers and quotas are what a count gives."""
+        pool = self._pool
+        for tier in pool.tiers:
+            name = tier.kind.name.lower()
+            used = cached = indexed = 0
+            # Slots that are met, and blocks in all and in use by account.
+            seen = bytearray(tier.size + 1)
+            accounts = {account: [0, 0] for account in tier.shares}
+            backups = pool.backups.places.values() if tier is pool.backups.tier else ()
+            for place in itertools.chain(tier.all_empty(), tier.withheld, backups):
+                self._mark(tier, seen, place)
+                yield
+            for block in self._blocks:
+                yield
+                if pool.tier_of(block) is not tier:
+                    continue
+                self._mark(tier, seen, block.slot)
+                used += block.refs > 0
+                cached += not block.refs
+                indexed += block.parent is not None
+                owner = account_of(block)
+                if owner in accounts:
+                    accounts[owner][0] += 1
+                    accounts[owner][1] += block.refs > 0
+            tickets = [ticket for ticket in self._executor.tickets.values() if ticket.purpose is Purpose.CLEAR]
+            places = sorted(one.target.slot for one in tickets if one.pool is pool and pool.tier_of(one.target) is tier)
+            self._report(places == sorted(tier.clearing), 0, f"asks for other {name} slots than it waits for")
+            possible = tier.used + tier.cached + tier.num_empty
+            self._report(0 <= tier.owed <= possible, 0, f"owes more {name} slots than it has")
+            self._report(tier.clearing.issubset(tier.withheld), 0, f"has a {name} slot overwritten that is in use")
+            self._report(tier.used == used, 0, f"counts {tier.used} used {name} blocks, {used} are")
+            self._report(tier.cached == cached, 0, f"counts {tier.cached} cached {name} blocks, {cached} are")
+            self._report(tier.indexed == indexed, 0, f"counts {tier.indexed} indexed {name} blocks, {indexed} are")
+            once = not seen[0] and seen.count(1) == tier.size
+            self._report(once, 0, f"a {name} slot is lost or has two states")
+            for account, share in tier.shares.items():
+                right = [share.count, share.used] == accounts[account]
+                self._report(right, 0, f"a quota's {name} blocks are miscounted")
+                yield
+            protected, best = 0, None
+            for share in tier.shares.values():
+                yield
+                protected += share.protected()
+                first = share.order.first() if share.count > share.floor else None
+                if first is not None and (best is None or loss(first) < loss(best)):
+                    best = first
+            right = tier.protected == protected
+            self._report(right, 0, f"protects another number of {name} blocks than its shares do")
+            self._report(tier.first_of_shares() is best, 0, f"would lose another {name} block than the first")
+
+    def places(self) -> Iterator[None]:
+        """Each block is where it says, and has a reason to be."""
+        for place, at in enumerate(self._pool.blocks):
+            yield
+            if at is not None:
+                self._report(at.slot == place, place, f"holds a block that says place {at.slot}")
+                self._report(bool(at.refs) or at.parent is not None, place, "is neither used, cached nor empty")
+
+    @staticmethod
+    def _mark(tier: Tier, seen: bytearray, place: int) -> None:
+        slot = place - tier.offset
+        # The entry 0 is for slots that the tier does not have.
+        seen[slot if 1 <= slot <= tier.size else 0] += seen[slot if 1 <= slot <= tier.size else 0] < 2
+
+    def backups(self) -> Iterator[None]:
+        """Backups are of device blocks that need one."""
+        pool, backups = self._pool, self._pool.backups
+        for block, place in backups.places.items():
+            yield
+            on_device = block.parent is not None and pool.is_on_device(block)
+            self._report(on_device and block not in backups.open, block.slot, "has a backup that it does not need")
+            filled = pool.tier_at(place) is backups.tier and backups.tier.generation(place) != 0
+            self._report(filled, place, "is a backup and was never filled")
+        running = [ticket for ticket in self._executor.tickets.values() if ticket.purpose is Purpose.BACKUP]
+        mine = {ticket for ticket in running if ticket.pool is pool}
+        wanted = {ticket for ticket in mine if ticket.source is not None}
+        self._report(backups.running == len(mine), 0, "counts backups that nobody makes")
+        self._report(set(backups.open.values()) == wanted, 0, "waits for a backup that nobody makes")
+        for block, ticket in backups.open.items():
+            right = ticket.source is block and block.parent is not None and pool.is_on_device(block)
+            self._report(right, block.slot, "has a backup under way that it does not need")
+        for below in backups.heirs:
+            left = below.parent is None and below.refs > 0 and pool.blocks[below.slot] is below
+            self._report(left, below.slot, "is to be inherited and not in use")
+
+    def order(self) -> Iterator[None]:
+        """What may be lost is in its order of loss, and nothing else."""
+        pool, listed = self._pool, set()
+        for tier in pool.tiers:
+            owned = [(None, tier.order), *((account, share.order) for account, share in tier.shares.items())]
+            for account, order in owned:
+                for priority, bit, ring in order.walk():
+                    age, some = -1, False
+                    for block, is_linked in ring:
+                        yield
+                        some = True
+                        if is_linked:
+                            self._report(age <= block.recency, 0, f"priority {priority} is not in order of use")
+                            age = block.recency
+                        listed.add(block)
+                        whose = account_of(block) if account_of(block) in tier.shares else None
+                        right = block.priority == priority and pool.tier_of(block) is tier and whose is account
+                        self._report(right, block.slot, "is in another's order of loss")
+                    self._report(bit == some, 0, f"the bit of priority {priority} is wrong")
+        for block in self._blocks:
+            yield
+            leaf = pool.window is not None or not block.near
+            self._report(
+                (block in listed) == (not block.refs and leaf), block.slot, "is wrongly in or out of the order"
+            )
+        for block in listed:
+            yield
+            in_pool = pool.blocks[block.slot] is block
+            self._report(in_pool, 0, "a block that is not in the pool is in the eviction order")
+
+    def leases(self) -> Iterator[None]:
+        """Priorities are those of the leases."""
+        for block in self._blocks:
+            yield
+            leases = list(leases_of(block))
+            self._report(block.priority == effective_priority(block), block.slot, "has not its leases' priority")
+            self._report(
+                all(lease.block is block and lease.pool is self._pool for lease in leases),
+                block.slot,
+                "has a lease of another block",
+            )
+            holders = [lease.wish.holder for lease in leases if lease.wish.holder != SHARED]
+            self._report(len(set(holders)) == len(holders), block.slot, "has two leases of one holder")
+            self._report(len(leases) <= MAX_LEASES, block.slot, "has too many leases")
+            self._report(
+                not leases or bool(block.refs) or block.parent is not None, block.slot, "has leases and is empty"
+            )
+            waiting = any(lease.deadline is None and lease.wish.duration is not None for lease in leases)
+            self._report(not waiting or block.refs > 0, block.slot, "can be taken, and the clock of a lease stands")
+
+    def keys(self) -> Iterator[None]:
+        """Each block that says so is in the index, and no other."""
+        pool = self._pool
+        indexed = 0
+        for block in self._blocks:
+            yield
+            if block.parent is not None:
+                indexed += 1
+                self._report(pool.index.get(block.key) is block, block.slot, "is not in the index under its key")
+        self._report(len(pool.index) == indexed, 0, "index and blocks do not agree")
+
+    def index(self) -> Iterator[None]:
+        """The index is a tree of what the keys say."""
+        pool = self._pool
+        children_of: dict[Block, Node] = {}
+        for node in itertools.chain(pool.bare.values(), pool.index.values()):
+            before: tuple[object, ...] | None = None
+            self._report(node.children is not None or isinstance(node, Block), 0, "a node without a child is kept")
+            for child in siblings.each(node):
+                yield
+                self._report(child.parent is node, 0, "a child has another parent")
+                extra = b"" if child.domain is None else child.domain.extra
+                self._report(before is None or before <= (extra, child.tokens), 0, "siblings are out of order")
+                before = (extra, child.tokens)
+                children_of[child] = node
+        for key, block in pool.index.items():
+            yield
+            parent = block.parent
+            if parent is None or block.domain is None:
+                self._report(False, block.slot, "is in the index without a parent or domain")
+                continue
+            self._report(block.key == key, block.slot, "is in the index under another key")
+            self._report(
+                child_key(parent.key, block.tokens, block.domain.extra) == key, block.slot, "has a key of other tokens"
+            )
+            self._report(children_of.get(block) is parent, block.slot, "is not among its parent's children")
+            self._report(pool.node(parent.key) is parent, block.slot, "stands on a node that cannot be found")
+            self._report(block.writer is None, block.slot, "is in the index and still being written")
+            waits = block in pool.leaving and block not in pool.moving
+            self._report(not waits, block.slot, "is computed and waits for a copy out of its slot")
+            if pool.window is None:
+                self._standing(block)
+                near = sum(pool.tier_of(child) is pool.tier_of(block) for child in siblings.each(block))
+                self._report(block.near == near, block.slot, f"counts {block.near} children near it, {near} are")
+        # To let go of a million entries at once takes long.
+        while children_of:
+            children_of.popitem()
+            yield
+
+    def _standing(self, block: Block) -> None:
+        parent = block.parent
+        if isinstance(parent, Block):
+            pool = self._pool
+            self._report(parent.depth == block.depth - 1, block.slot, "has a parent of another depth")
+            free_parent = block.refs > 0 and pool.is_on_device(block) and not parent.refs
+            self._report(not free_parent, block.slot, "is used and its parent is not")
+            higher = pool.tier_of(parent).kind <= pool.tier_of(block).kind
+            self._report(higher, block.slot, "lies in a higher tier than its parent")
+        else:
+            # What lies in a lower tier may outlive what it stands on, and waits for that to be computed again.
+            is_first = block.domain is not None and parent is not None and parent.key == block.domain.key
+            outlived = block.depth > 0 and not is_first and not self._pool.is_on_device(block)
+            self._report(outlived or (is_first and block.depth == 0), block.slot, "has lost its parent")
+
+    def pending(self) -> Iterator[None]:
+        """What is promised is promised by somebody who writes it."""
+        for key, block in self._pool.pending.items():
+            yield
+            writer = block.writer
+            if writer is None:
+                self._report(False, block.slot, "is promised by nobody")
+                continue
+            alive = self._executor.sequences.get(writer.handle) is writer and not writer.void and not writer.no_store
+            self._report(alive, block.slot, "is promised by a sequence that will not write it")
+            places = [table.blocks for table in writer.tables if table.pool is self._pool]
+            promised = any(
+                place < len(writer.keys) and writer.keys[place] == key and mine is block
+                for blocks in places
+                for place, mine in enumerate(blocks)
+            )
+            self._report(promised, block.slot, "is promised under a key that its writer does not have")
+
+    def writers(self) -> Iterator[None]:
+        """Whatever a sequence may still write to is its own and nobody can find it."""
+        owners: dict[Block, int] = {}
+        for sequence in self._executor.sequences.values():
+            lengths = {len(table.blocks) for table in sequence.tables}
+            self._report(len(lengths) == 1, 0, f"sequence {sequence.handle} has tables of different lengths")
+            self._report(sequence.computed <= len(sequence.tokens), 0, "more is computed than known")
+            if sequence.void:
+                continue
+            for table in sequence.tables:
+                if table.pool is not self._pool:
+                    continue
+                first = 0 if sequence.has_moved else sequence.computed // sequence.block_size
+                for block in (*table.blocks[first:], *sequence.private):
+                    yield
+                    if block is not None:
+                        self._report(block not in owners, block.slot, "is written by two sequences")
+                        self._report(block.writer is sequence, block.slot, "is written by one that does not own it")
+                        self._report(block.parent is None, block.slot, "is written while it can be found")
+                        owners[block] = sequence.handle

@@ -1,0 +1,367 @@
+"""What keeps blocks in place beyond their sequences: holds that a scheduler asked for, and operators' pins."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from operator import itemgetter
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from cachemgr.blocks.block import Block, Node
+from cachemgr.blocks.tier import account_of
+from cachemgr.retention.priority import MAX_PRIORITY, PIN, Wish
+from cachemgr.types import Outcome, Receipt
+
+if TYPE_CHECKING:
+    from cachemgr.blocks.block_pool import Pool
+
+    Kept = list[tuple[Pool, Block]]
+
+
+T = TypeVar("T")
+
+_BLOCK: Callable[[tuple[Pool, Block]], Block] = itemgetter(1)
+
+# On one executor, beyond which callers' hints make no more: operators see all of them, and each is kept in Redis.
+MAX_PINS = 1000
+
+# Blocks that holds whose time is over let go of in one call: one costs some microseconds.
+LET_GO_AT_A_TIME = 2048
+
+
+class Hold:
+    """Referenced blocks, root first, and until when who wants them. A pin has one owner."""
+
+    __slots__ = ("blocks", "name", "owners", "pin", "session_id")
+
+    def __init__(
+        self, name: str, blocks: Kept, owners: dict[str, float], *, pin: bool, session_id: str | None = None
+    ) -> None:
+        self.name = name
+        self.blocks = blocks
+        # Owner to the time at which its hold ends.
+        self.owners = owners
+        self.pin = pin
+        self.session_id = session_id
+
+
+class Pinned(NamedTuple):
+    """What a wish for a pin led to: the pin's name, empty for none, and older pins that gave way."""
+
+    name: str
+    receipt: Receipt
+    degraded: tuple[str, ...] = ()
+
+
+class Holds:
+    """The holds of one executor, oldest first. Pins together have a budget, a share of each pool."""
+
+    def __init__(self, next_number: Callable[[], int], pin_budget: float) -> None:
+        self._next_number = next_number
+        self._pin_budget = pin_budget
+        self._holds: dict[str, Hold] = {}
+        # Holds of each block, pins of each block, and pinned blocks of each pool.
+        self._held: Counter[Block] = Counter()
+        self._pinned: Counter[Block] = Counter()
+        self._pinned_in: Counter[Pool] = Counter()
+        self._num_pins = 0
+        # Whether blocks of holds whose time is over are still held.
+        self.is_behind = False
+        # Called with the name of a pin that is new, goes on for longer, or has ended.
+        self.on_pin: Callable[[str], None] = lambda _name: None
+
+    def __iter__(self) -> Iterator[Hold]:
+        return iter(list(self._holds.values()))
+
+    def get(self, name: str) -> Hold | None:
+        """A hold by its name."""
+        return self._holds.get(name)
+
+    def keep(self, blocks: Kept, owners: dict[str, float], session_id: str | None) -> None:
+        """Holds blocks of a session's sequence for owners, each until a time."""
+        self._add(Hold(f"hold-{self._next_number()}", blocks, owners, pin=False, session_id=session_id))
+
+    def replace(self, pool: Pool, old: Block, block: Block) -> None:
+        """A block has taken the place of another in the index: what holds the one holds the other."""
+        for hold in self if old in self._held else ():
+            for index, (_, held) in enumerate(hold.blocks):
+                if held is old:
+                    hold.blocks[index] = (pool, block)
+                    self._count(hold, [(pool, old)], -1)
+                    self._count(hold, [(pool, block)], 1)
+                    pool.retain(block)
+                    old.refs -= 1
+                    if not old.refs:
+                        tier = pool.tier_of(old)
+                        tier.used -= 1
+                        tier.cached += 1
+                        tier.count(account_of(old), used=-1)
+
+    def pin(
+        self,
+        blocks: Kept,
+        owner: str,
+        now: float,
+        duration: float,
+        *,
+        displace: bool = True,
+        validate_only: bool = False,
+    ) -> Pinned:
+        """Pins blocks that `complete` gave, those nearest to the root when not all fit.
+
+        With `displace` older pins become leases where room is needed, else they leave so much less of the budget.
+        """
+        fitting = self._fitting(blocks, displace=displace)
+        if not blocks or not fitting:
+            reason = "nothing of it is cached" if not blocks else "the budget for pins is too small for a block"
+            return Pinned("", Receipt("pin", Outcome.REJECTED, reason))
+        same = self._same(fitting, owner)
+        if same is None and not displace and self._num_pins >= MAX_PINS:
+            return Pinned("", Receipt("pin", Outcome.REJECTED, f"there are {self._num_pins} pins already"))
+        degraded = self._to_degrade(fitting) if same is None and displace else []
+        clipped = len(fitting) < len(blocks)
+        receipt = Receipt(
+            "pin",
+            Outcome.CLIPPED if clipped else Outcome.GRANTED,
+            f"the budget for pins holds {len(fitting)} of the {len(blocks)} blocks" if clipped else "",
+            MAX_PRIORITY,
+            duration,
+            len(fitting),
+        )
+        names = tuple(hold.name for hold in degraded)
+        if validate_only:
+            return Pinned("", receipt, names)
+        if same is not None:
+            same.owners[owner] = max(same.owners[owner], now + duration)
+            self.on_pin(same.name)
+            return Pinned(same.name, receipt)
+        name = f"pin-{self._next_number()}"
+        # Referenced before older pins let go of what they may have in common.
+        self._add(Hold(name, list(fitting), {owner: now + duration}, pin=True))
+        for hold in degraded:
+            self._degrade(hold, now)
+        return Pinned(name, receipt, names)
+
+    def restore(self, name: str, blocks: Kept, owner: str, end: float) -> None:
+        """Puts what is left of a pin of an earlier manager back; older ones come first, `keep_budget` comes last."""
+        left = complete(blocks)
+        if left:
+            self._add(Hold(name, left, {owner: end}, pin=True))
+        else:
+            self.on_pin(name)
+
+    def keep_budget(self, now: float) -> None:
+        """Makes leases of the oldest pins as far as all together are beyond the budget."""
+        for hold in self._to_degrade([]):
+            self._degrade(hold, now)
+
+    def release(self, hold: Hold) -> int:
+        """Ends a hold; returns the blocks that may be taken now and could not before."""
+        self._remove(hold)
+        if hold.pin:
+            self.on_pin(hold.name)
+        freed = 0
+        # The tail goes first, as when a sequence ends.
+        for pool, block in reversed(hold.blocks):
+            if block.refs > 1:
+                block.refs -= 1
+            else:
+                pool.drop(block)
+                freed += not block.refs
+        return freed
+
+    def expire(self, now: float) -> None:
+        """Ends holds whose owners' times are all over; a later call ends what is too much for one.
+
+        A hold that is too long for one call keeps its owners and its name until its last block has gone.
+        """
+        left = LET_GO_AT_A_TIME
+        self.is_behind = False
+        for hold in self:
+            lasting = {owner: end for owner, end in hold.owners.items() if end > now}
+            if lasting:
+                hold.owners = lasting
+                continue
+            while hold.blocks and left:
+                pool, block = hold.blocks.pop()
+                self._count(hold, [(pool, block)], -1)
+                pool.drop(block)
+                left -= 1
+            if hold.blocks:
+                self.is_behind = True
+                return
+            self.release(hold)
+
+    def clear(self) -> None:
+        """The blocks are gone."""
+        self._holds.clear()
+        self._held.clear()
+        self._pinned.clear()
+        self._pinned_in.clear()
+        self._num_pins = 0
+        self.is_behind = False
+
+    def held(self) -> Counter[Block]:
+        """References that each block has from here."""
+        return Counter(self._held)
+
+    def keep_cached(self) -> None:
+        """Blocks outside the index are gone; of the others stay those that have not lost what they stand on."""
+        standing = _Standing(arrived=False)
+        for hold in self:
+            self._count(hold, hold.blocks, -1)
+            kept: Kept = []
+            lost: Kept = []
+            for pool, block in hold.blocks:
+                if block.parent is not None:
+                    (kept if standing.add(pool, block) else lost).append((pool, block))
+            hold.blocks = kept
+            self._count(hold, kept, 1)
+            for pool, block in lost:
+                pool.drop(block)
+            if not hold.blocks:
+                self._remove(hold)
+            if hold.pin:
+                self.on_pin(hold.name)
+
+    def _add(self, hold: Hold) -> None:
+        for pool, block in hold.blocks:
+            # Most have references, and need nothing else then.
+            if block.refs:
+                block.refs += 1
+            else:
+                pool.retain(block)
+        self._holds[hold.name] = hold
+        self._count(hold, hold.blocks, 1)
+        self._num_pins += hold.pin
+        if hold.pin:
+            self.on_pin(hold.name)
+
+    def _remove(self, hold: Hold) -> None:
+        del self._holds[hold.name]
+        self._count(hold, hold.blocks, -1)
+        self._num_pins -= hold.pin
+
+    def _count(self, hold: Hold, blocks: Kept, change: int) -> None:
+        """Counts blocks that the hold has, or has no longer. A pin has no block twice."""
+        pinned = self._pinned
+        if change > 0:
+            self._held.update(map(_BLOCK, blocks))
+            if hold.pin:
+                self._pinned_in.update([pool for pool, block in blocks if block not in pinned])
+                pinned.update(map(_BLOCK, blocks))
+            return
+        _take_off(self._held, map(_BLOCK, blocks))
+        if hold.pin:
+            _take_off(pinned, map(_BLOCK, blocks))
+            _take_off(self._pinned_in, [pool for pool, block in blocks if block not in pinned])
+
+    def _budget(self, pool: Pool) -> int:
+        return int(pool.device.total * self._pin_budget)
+
+    def _fitting(self, blocks: Kept, *, displace: bool) -> Kept:
+        # What several pin counts once.
+        fresh = Counter(pool for pool, block in blocks if displace or block not in self._pinned)
+        left = {pool: self._budget(pool) - (0 if displace else self._pinned_in[pool]) for pool in fresh}
+        if all(count <= left[pool] for pool, count in fresh.items()):
+            return blocks
+        fitting = []
+        for pool, block in blocks:
+            if not displace and block in self._pinned:
+                fitting.append((pool, block))
+            elif left[pool] > 0:
+                left[pool] -= 1
+                fitting.append((pool, block))
+        return fitting
+
+    def _same(self, blocks: Kept, owner: str) -> Hold | None:
+        """A pin of these blocks that the owner has already."""
+        alike = [
+            hold
+            for hold in self._holds.values()
+            if hold.pin and owner in hold.owners and len(hold.blocks) == len(blocks)
+        ]
+        wanted = {block for _, block in blocks} if alike else set()
+        # Most pins differ in their tails only.
+        return next((hold for hold in alike if all(block in wanted for _, block in reversed(hold.blocks))), None)
+
+    def _to_degrade(self, fresh: Kept) -> list[Hold]:
+        """Older pins that must give way, oldest first; a block that several pin counts once."""
+        kept = {block for _, block in fresh}
+        together = self._pinned_in + Counter(pool for pool, block in fresh if block not in self._pinned)
+        over = +Counter({pool: count - self._budget(pool) for pool, count in together.items()})
+        degraded: list[Hold] = []
+        gone: Counter[Block] = Counter()
+        for hold in self._holds.values() if over else ():
+            if not over:
+                break
+            if not hold.pin or not any(pool in over for pool, _ in hold.blocks):
+                continue
+            degraded.append(hold)
+            for pool, block in hold.blocks:
+                gone[block] += 1
+                if pool in over and gone[block] == self._pinned[block] and block not in kept:
+                    _take_off(over, (pool,))
+        return degraded
+
+    def _degrade(self, hold: Hold, now: float) -> None:
+        remaining = max(end - now for end in hold.owners.values())
+        if remaining > 0:
+            wish = Wish(PIN + hold.name, MAX_PRIORITY, remaining)
+            for pool, block in hold.blocks:
+                if block.parent is not None:
+                    pool.grant(block, wish)
+        self.release(hold)
+
+
+def _take_off(counter: Counter[T], keys: Iterable[T]) -> None:
+    """Counts down, without an entry for what there is none of."""
+    for key in keys:
+        count = counter[key] - 1
+        if count:
+            counter[key] = count
+        else:
+            del counter[key]
+
+
+class _Standing:
+    """Which blocks have arrived with all that they stand on; each block is looked at once, however many ask for it."""
+
+    def __init__(self, *, arrived: bool) -> None:
+        """arrived: whether a block whose bytes are on their way is left out, with what stands on it."""
+        self._arrived = arrived
+        self.complete: dict[Block, Pool] = {}
+        self._left_out: set[Block] = set()
+
+    def add(self, pool: Pool, block: Block) -> bool:
+        """Whether nothing is lost that a block stands on: what lies in a lower tier may outlive that."""
+        line: list[Block] = []
+        node: Node | None = block
+        is_complete = True
+        while isinstance(node, Block) and node not in self.complete:
+            line.append(node)
+            if node in self._left_out or (self._arrived and node in pool.moving):
+                is_complete = False
+                break
+            if pool.window is not None:
+                break
+            if not isinstance(node.parent, Block):
+                is_complete = not node.depth
+            node = node.parent
+        if is_complete:
+            self.complete.update(dict.fromkeys(reversed(line), pool))
+        else:
+            self._left_out.update(line)
+        return is_complete
+
+
+def complete(blocks: Kept) -> Kept:
+    """Indexed blocks that have arrived, root first, and under full attention all that they stand on."""
+    standing = _Standing(arrived=True)
+    for pool, block in blocks:
+        standing.add(pool, block)
+    return sorted(((pool, block) for block, pool in standing.complete.items()), key=_depth)
+
+
+def _depth(kept: tuple[Pool, Block]) -> int:
+    return kept[1].depth

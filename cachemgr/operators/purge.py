@@ -1,0 +1,136 @@
+"""Selecting cached blocks by filter, and dropping them."""
+
+from cachemgr.blocks.block import Block, Node
+from cachemgr.blocks.block_pool import Pool
+from cachemgr.blocks.block_record import BlockRecord
+from cachemgr.blocks.steps import Doomed, Steps, changes, drained, looks
+from cachemgr.errors import BlocksInUseError
+from cachemgr.operators.types import BlockFilter, Purged
+from cachemgr.sequences.clients import Executor
+from cachemgr.types import RemovalCause
+
+
+def matches(pool: Pool, block: Block, selected: BlockFilter) -> bool:
+    """Whether a filter means a block, its prefix aside."""
+    domain = block.domain
+    if domain is None:
+        wanted = (selected.salt, selected.adapter_id, selected.session_id, selected.tenant_id)
+        if any(one is not None for one in wanted):
+            return False
+    elif not (
+        selected.salt in (None, domain.salt)
+        and selected.adapter_id in (None, domain.adapter_id)
+        and selected.session_id in (None, domain.session_id)
+        and selected.tenant_id in (None, domain.tenant_id)
+    ):
+        return False
+    if selected.tier is not None and pool.tier_of(block).kind is not selected.tier:
+        return False
+    return selected.max_priority is None or block.priority <= selected.max_priority
+
+
+def is_remembered(selected: BlockFilter, record: BlockRecord) -> bool:
+    """Whether a filter may mean a block that the store remembers: its tier and its priority are not known yet."""
+    return (
+        selected.salt in (None, record.salt)
+        and selected.adapter_id in (None, record.adapter_id)
+        and selected.session_id in (None, record.session_id)
+        and selected.tenant_id in (None, record.tenant_id)
+    )
+
+
+def purge(
+    pools: list[tuple[Executor, Pool, set[Block] | None]],
+    selected: BlockFilter,
+    *,
+    validate_only: bool,
+    skip_used: bool,
+) -> Steps[Purged]:
+    """Drops matching blocks that nobody uses, with all that stands on them; or only counts them.
+
+    Pools come with the only blocks that are meant, None for all. What has come to be used since they were found, or
+    has something new behind it, stays. Raises BlocksInUseError, with nothing changed, when some are in use and need not
+    be skipped.
+    """
+    plans, used = yield from _plan(pools, selected)
+    if validate_only or (used and not skip_used):
+        purged = 0
+        for plan in plans:
+            for blocks in looks(plan.blocks()):
+                purged += len(blocks)
+                yield
+        if used and not validate_only:
+            raise BlocksInUseError(f"{used} of the blocks are in use", metadata={"used_blocks": str(used)})
+        return Purged(purged, used)
+    purged = 0
+    for plan in plans:
+        for keyed in changes(plan.deepest_first()):
+            for key, holders in keyed:
+                found = [(pool, pool.index[key]) for pool in holders if key in pool.index]
+                free = [(pool, block) for pool, block in found if _is_free(pool, block)]
+                purged += len(free)
+                used += len(found) - len(free)
+                for pool, block in free:
+                    # With a block of full attention those of windows may have gone already.
+                    if block.parent is not None:
+                        pool.discard(block, RemovalCause.PURGED)
+            yield
+    return Purged(purged, used)
+
+
+def _plan(
+    pools: list[tuple[Executor, Pool, set[Block] | None]], selected: BlockFilter
+) -> Steps[tuple[list[Doomed], int]]:
+    """What goes of each executor, and how many blocks are meant and stay."""
+    indexed = [(executor, pool, list(pool.index), among) for executor, pool, among in pools]
+    plans = {executor: Doomed() for executor, _, _, _ in indexed}
+    used = 0
+    for executor, pool, keys, among in indexed:
+        going, stay = yield from _select(pool, keys, among, selected)
+        used += stay
+        yield from plans[executor].add_all(pool, going)
+    for executor, pool, _, _ in indexed:
+        if pool.window is not None:
+            yield from _add_useless(plans[executor], pool)
+    return list(plans.values()), used
+
+
+def _is_free(pool: Pool, block: Block) -> bool:
+    return not block.refs and (pool.window is not None or block.children is None)
+
+
+def _add_useless(plan: Doomed, pool: Pool) -> Steps[None]:
+    """What a window has of blocks that full attention loses: it goes with them."""
+    for keys in looks(plan.of_full_attention()):
+        for key in keys:
+            useless = pool.index.get(key)
+            if useless is not None and not useless.refs:
+                plan.add(pool, useless)
+        yield
+
+
+def _select(
+    pool: Pool, keys: list[bytes], among: set[Block] | None, selected: BlockFilter
+) -> Steps[tuple[list[Block], int]]:
+    """Blocks that go, without what stands on them, and how many are meant and stay. It uses the keys up."""
+    meant: list[Block] = []
+    # Blocks in use, and with full attention what they stand on. What is copied to or from a lower tier is in use, too.
+    stay: set[Block] = set()
+    for part in drained(keys):
+        for key in part:
+            block = pool.index.get(key)
+            if block is None:
+                continue
+            if block.refs:
+                node: Node | None = block
+                while isinstance(node, Block) and node not in stay:
+                    stay.add(node)
+                    node = node.parent if pool.window is None else None
+            if (among is None or block in among) and matches(pool, block, selected):
+                meant.append(block)
+        yield
+    count, going = len(meant), list[Block]()
+    for some in drained(meant):
+        going += [block for block in some if block not in stay]
+        yield
+    return going, count - len(going)

@@ -1,0 +1,498 @@
+"""What operators, watchers and the store read of a manager. Nothing here changes anything."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import partial
+from itertools import islice
+
+from cachemgr.blocks.block import Block, Node
+from cachemgr.blocks.block_keys import pack
+from cachemgr.blocks.block_pool import Pool
+from cachemgr.blocks.block_record import BlockRecord
+from cachemgr.blocks.events import Event, EventLog, Snapshot
+from cachemgr.blocks.tier import Accounts, Tier
+from cachemgr.errors import (
+    InvalidField,
+    StaleSchedulerError,
+    UnknownExecutorError,
+    UnknownPoolError,
+    UnknownSchedulerError,
+    UnknownSequenceError,
+    VoidSequenceError,
+)
+from cachemgr.operators.explain import explain
+from cachemgr.operators.integrity import Part, check, parts
+from cachemgr.operators.purge import matches
+from cachemgr.operators.snapshot import SnapshotReader
+from cachemgr.operators.state_dump import executor_state, line, rule_state, scheduler_state
+from cachemgr.operators.types import (
+    BlockEstimate,
+    BlockFilter,
+    Explanation,
+    HoldView,
+    PoolShare,
+    PoolViolation,
+    Prefix,
+    PrefixView,
+    Preview,
+    Quota,
+    RetentionRule,
+)
+from cachemgr.retention.leases import LeaseBook, leases_of
+from cachemgr.retention.priority import MAX_PRIORITY
+from cachemgr.retention.rules import RuleBook
+from cachemgr.sequences import prefix_match as matching
+from cachemgr.sequences.admission import Admitter
+from cachemgr.sequences.admission_request import check_request
+from cachemgr.sequences.block_chain import all_of
+from cachemgr.sequences.clients import Executor, Scheduler, account_for
+from cachemgr.sequences.estimates import while_running
+from cachemgr.sequences.sequence import Sequence
+from cachemgr.telemetry.counters import TokenMeter
+from cachemgr.telemetry.ghost_cache import GhostReport
+from cachemgr.types import (
+    AccountKey,
+    AdmitRequest,
+    BlockView,
+    LeaseView,
+    ManagerConfig,
+    PoolView,
+    SchedulerEpoch,
+    SequenceView,
+    TierKind,
+    Transfer,
+)
+from cachemgr.validation import check_extra_keys, check_id
+from protos.kvcache.eviction import Kind
+
+# So many copies come with an executor's renewal at most: a message holds 4 MB.
+MAX_TRANSFERS = 10_000
+
+
+class ManagerViews:
+    """The reading half of the cache manager; the other half owns the fields."""
+
+    epoch: int
+    _number: int
+    _scheduler_came: bool
+    _events: EventLog
+    _leases: LeaseBook
+    _schedulers: dict[str, Scheduler]
+    _rules: RuleBook
+    _admitter: Admitter
+    config: ManagerConfig
+    _accounts: Accounts
+    _shares: dict[str, PoolShare]
+    _executors: dict[str, Executor]
+    _sequences: dict[str, Sequence]
+    _evicted: Counter[Kind]
+
+    def check_pool(self, pool_id: str = "") -> list[PoolViolation]:
+        """Recounts a pool, or all of them, from scratch. Raises UnknownPoolError."""
+        pools = self._selected(pool_id)
+        return [violation for executor in self._executors.values() for violation in check(executor, pools)]
+
+    def check_pool_in_parts(self, pool_id: str = "") -> list[Callable[[], Iterator[PoolViolation | None]]]:
+        """As `check_pool`, part by part, with None behind each small step.
+
+        `fingerprint` must not change between the steps of a part, and may between two parts.
+        """
+        pools = self._selected(pool_id)
+        return [
+            partial(self._check_part, executor, part)
+            for executor in self._executors.values()
+            for part in parts(executor, pools)
+        ]
+
+    def _check_part(self, executor: Executor, part: Part) -> Iterator[PoolViolation | None]:
+        # One that has gone meanwhile has nothing to contradict itself; its pools may be another epoch's.
+        if self._executors.get(executor.executor_id) is executor:
+            yield from part()
+
+    def fingerprint(self) -> object:
+        """Another one once a block or lease is another than before; time and renewals leave it as it is.
+
+        So do the tokens of a sequence that goes on within its last block: else it would change with every step.
+        """
+        return (
+            self._number,
+            self._events.last,
+            [(one.handle, one.computed // one.block_size, one.num_blocks) for one in self._sequences.values()],
+            [(one.executor_id, one.epoch, len(one.tickets), len(list(one.holds))) for one in self._executors.values()],
+            [
+                (pool.uses, pool.honoured_leases, pool.broken_leases, pool.share_number, len(pool.pending))
+                for pool in self._selected("")
+            ],
+            [
+                (tier.used, tier.cached, tier.owed, len(tier.shares), tier.protected)
+                for pool in self._selected("")
+                for tier in pool.tiers
+            ],
+        )
+
+    def pools(self) -> list[PoolView]:
+        """All pools by name."""
+        return [pool.pool_view() for pool in self._selected("")]
+
+    def pool(self, pool_id: str) -> PoolView:
+        """One pool. Raises UnknownPoolError."""
+        return self._pool(pool_id).pool_view()
+
+    def pool_to_read(self, pool_id: str) -> Pool:
+        """One pool itself, for who changes nothing of it. Raises UnknownPoolError."""
+        return self._pool(pool_id)
+
+    def blocks(self, pool_id: str, after_place: int = 0) -> Iterator[tuple[int, BlockView]]:
+        """Used and cached blocks with their places, the device first. Raises UnknownPoolError."""
+        pool = self._pool(pool_id)
+        return ((block.slot, pool.view(block)) for block in _from(pool, after_place) if block is not None)
+
+    def search_blocks(self, pool_id: str, after_place: int = 0) -> Iterator[tuple[int, BlockView] | None]:
+        """As `blocks`, with None for each empty slot."""
+        pool = self._pool(pool_id)
+        return (None if block is None else (block.slot, pool.view(block)) for block in _from(pool, after_place))
+
+    def filtered_blocks(self, selected: BlockFilter, after_place: int = 0) -> Iterator[tuple[int, BlockView] | None]:
+        """Blocks of one pool that a filter means, None for others.
+
+        Raises UnknownPoolError, InvalidField, UnknownExecutorError.
+        """
+        for pool, among in self.filtered(selected):
+            for block in _from(pool, after_place):
+                if block is not None and (among is None or block in among) and matches(pool, block, selected):
+                    yield block.slot, pool.view(block)
+                else:
+                    yield None
+
+    def prefixes(self, selected: BlockFilter, after_place: int = 0) -> Iterator[PrefixView | None]:
+        """Cached chains of one pool whose last block a filter means, None for other blocks.
+
+        Raises as `filtered_blocks`.
+        """
+        for pool, among in self.filtered(selected):
+            for block in _from(pool, after_place):
+                is_last = block is not None and block.parent is not None and block.children is None
+                if block is None or not is_last or (among is not None and block not in among):
+                    yield None
+                else:
+                    yield _prefix_view(pool, block) if matches(pool, block, selected) else None
+
+    def leases(self, pool_id: str, holder: str, after_place: int = 0) -> Iterator[tuple[int, BlockView, LeaseView]]:
+        """Leases of a pool by place; with a name those of one holder. Raises UnknownPoolError."""
+        return (found for found in self.search_leases(pool_id, holder, after_place) if found is not None)
+
+    def search_leases(
+        self, pool_id: str, holder: str, after_place: int = 0
+    ) -> Iterator[tuple[int, BlockView, LeaseView] | None]:
+        """As `leases`, with None behind each slot."""
+        pool = self._pool(pool_id)
+        for block in _from(pool, after_place):
+            if block is not None:
+                for lease in leases_of(block):
+                    if holder in ("", lease.wish.holder):
+                        yield block.slot, pool.view(block), self._leases.view(lease)
+            yield None
+
+    def holds(self, owner: str = "") -> Iterator[HoldView]:
+        """Holds and pins, each by owner, oldest first."""
+        now = self._leases.now
+        for _, executor in sorted(self._executors.items()):
+            for hold in executor.holds:
+                domain = hold.blocks[0][1].domain if hold.blocks else None
+                salt = None if domain is None else domain.salt
+                for name, end in sorted(hold.owners.items()):
+                    if owner in ("", name):
+                        left = max(0.0, end - now)
+                        yield HoldView(hold.name, hold.pin, name, left, executor.executor_id, len(hold.blocks), salt)
+
+    def executor_transfers(self, executor_id: str) -> list[Transfer]:
+        """Open copies that no scheduler sends, in the order in which they must run: as many as a message holds.
+
+        None while steps of sequences of before may read and write slots that have been free since.
+        """
+        executor = self._executors.get(executor_id)
+        if executor is None or any(one.may_write_to_lost(executor) for one in self._schedulers.values()):
+            return []
+        transfers = (ticket.transfer for ticket in executor.tickets.values() if ticket.scheduler is None)
+        return list(islice(transfers, MAX_TRANSFERS))
+
+    def scheduler_ids(self) -> list[str]:
+        """Schedulers whose lease has not ended."""
+        return list(self._schedulers)
+
+    def rules(self) -> list[RetentionRule]:
+        """Rules in the order in which they are asked."""
+        return [rule.spec for rule in self._rules]
+
+    def rule(self, name: str) -> RetentionRule:
+        """One rule. Raises UnknownRuleError."""
+        return self._rules.get(name).spec
+
+    def quotas(self) -> Iterator[tuple[Quota, str, int, int]]:
+        """Quotas by account, with the device and host blocks that each pool has of it; an empty name for no pool."""
+        for _, account in sorted(self._accounts.items()):
+            pools = self._selected("")
+            for pool in pools:
+                device, host = (tier.blocks_of(account) for tier in pool.tiers[:2])
+                yield account.quota, pool.pool_id, device, host
+            if not pools:
+                yield account.quota, "", 0, 0
+
+    def account_of(self, tenant_id: str | None, salt: str | None) -> AccountKey | None:
+        """The account that blocks of a tenant under a salt count against; None when there is no quota."""
+        account = account_for(self._accounts, tenant_id, salt)
+        return None if account is None else account.key
+
+    def tiers(self, pool_id: str) -> list[Tier]:
+        """The tiers of a pool, with what happened in them. Raises UnknownPoolError."""
+        return [tier for tier in self._pool(pool_id).tiers if tier.size]
+
+    def backups(self, pool_id: str) -> int:
+        """Blocks of a pool's device that lie one tier below, too. Raises UnknownPoolError."""
+        return len(self._pool(pool_id).backups.places)
+
+    def meter(self, pool_id: str) -> TokenMeter:
+        """Lookups in a pool. Raises UnknownPoolError."""
+        return self._pool(pool_id).tokens
+
+    @property
+    def now(self) -> float:
+        """The time of the last call that changed something."""
+        return self._leases.now
+
+    def ghosts(self, executor_id: str, since: float | None = None) -> tuple[GhostReport, PoolView] | None:
+        """What ghost caches tell from about a time on, and of which pool; None without. Raises UnknownExecutorError."""
+        executor = self._executors.get(executor_id)
+        if executor is None:
+            raise unknown_executor(executor_id)
+        ghosts = executor.ghosts
+        return None if ghosts is None else (ghosts.report(since), ghosts.pool.pool_view())
+
+    def lease_counts(self, pool_id: str) -> tuple[int, int]:
+        """Leases of a pool that ended as they should, and that broke. Raises UnknownPoolError."""
+        pool = self._pool(pool_id)
+        return pool.honoured_leases, pool.broken_leases
+
+    def explain(self, prefix: Prefix, group: int) -> list[Explanation]:
+        """What is known of a prompt. Raises InvalidField, UnknownExecutorError."""
+        found = []
+        for executor in self.check_prefix("prefix", prefix):
+            if group >= len(executor.pools):
+                if prefix.executor_id:
+                    raise InvalidField("group", f"must be less than {len(executor.pools)}")
+                continue
+            sequence = Sequence.probe(executor, prefix)
+            cached = matching.find(sequence, matching.Partial.COPY).tokens
+            found.append(explain(executor, executor.pools[group], prefix, cached, self._leases))
+        if group and not found:
+            raise InvalidField("group", "is in no executor")
+        return found
+
+    def explain_sequence(self, sequence_id: str, group: int) -> list[Explanation]:
+        """As `explain`, about the tokens of a live sequence. Raises UnknownSequenceError."""
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None:
+            raise UnknownSequenceError(f"no sequence {sequence_id}", fields={"sequence_id": "is not known"})
+        domain, executor_id = sequence.domain, sequence.executor.executor_id
+        tokens = tuple(sequence.tokens)
+        return self.explain(Prefix(tokens, executor_id, domain.salt, domain.adapter_id, sequence.extra_keys), group)
+
+    def sequences(self, after_handle: int = 0) -> Iterator[SequenceView]:
+        """Live sequences by handle."""
+        for sequence in list(self._sequences.values()):
+            if sequence.handle > after_handle:
+                yield sequence.view()
+
+    def evicted_sequences(self) -> dict[Kind, int]:
+        """Sequences that have begun to evict tokens, by the kind of their policy."""
+        return dict(self._evicted)
+
+    def preview(self, request: AdmitRequest, max_new_tokens: int) -> Preview:
+        """What an admission would do; changes nothing. Raises as `admit`, but for sequences that exist."""
+        tokens = check_request(request)
+        scheduler = self._scheduler(request.scheduler_id, request.scheduler_epoch)
+        executor = self._executors.get(request.executor_id)
+        if executor is None:
+            raise unknown_executor(request.executor_id)
+        return self._admitter.preview(request, tokens, scheduler, executor, max_new_tokens)
+
+    def estimate(
+        self, caller: SchedulerEpoch, sequence_id: str, step_tokens: int | None, max_new_tokens: int
+    ) -> list[BlockEstimate]:
+        """Blocks that a live sequence takes from now on.
+
+        Raises UnknownSchedulerError, StaleSchedulerError, InvalidField, UnknownSequenceError, VoidSequenceError.
+        """
+        sequence = self._live(caller, sequence_id)
+        if step_tokens is not None and step_tokens < 1:
+            raise InvalidField("step_tokens", "must be at least 1")
+        if step_tokens is None:
+            step_tokens = len(sequence.tokens) - sequence.computed
+        return while_running(sequence, step_tokens, max_new_tokens)
+
+    def check_filter(self, selected: BlockFilter) -> None:
+        """Raises InvalidField, UnknownExecutorError."""
+        for field in ("salt", "session_id", "tenant_id"):
+            value = getattr(selected, field)
+            if value is not None:
+                check_id(f"filter.{field}", value)
+        if selected.max_priority is not None and not 0 <= selected.max_priority <= MAX_PRIORITY:
+            raise InvalidField("filter.max_retention_priority", f"must be between 0 and {MAX_PRIORITY}")
+        if selected.prefix is not None:
+            self.check_prefix("filter.prefix", selected.prefix)
+
+    def filtered(self, selected: BlockFilter, field: str = "pool_id") -> list[tuple[Pool, set[Block] | None]]:
+        """Pools that a filter is about, each with the only blocks that its prefix leaves."""
+        found: list[tuple[Pool, set[Block] | None]] = []
+        self.check_filter(selected)
+        pools = self._selected(selected.pool_id, field)
+        for executor in self._executors.values():
+            for pool in executor.pools:
+                if pool not in pools:
+                    continue
+                if selected.prefix is None:
+                    found.append((pool, None))
+                elif selected.prefix.executor_id in ("", executor.executor_id):
+                    found.append((pool, set(all_of(executor, pool, selected.prefix))))
+        return found
+
+    def check_prefix(self, path: str, prefix: Prefix) -> list[Executor]:
+        """The executors that a prefix may lie in. Raises InvalidField, UnknownExecutorError."""
+        if not prefix.token_ids:
+            raise InvalidField(f"{path}.token_ids", "must not be empty")
+        try:
+            pack(prefix.token_ids)
+        except (OverflowError, TypeError) as error:
+            raise InvalidField(f"{path}.token_ids", "must be numbers from 0 to 4294967295") from error
+        if prefix.salt is not None:
+            check_id(f"{path}.salt", prefix.salt)
+        check_extra_keys(f"{path}.extra_keys", prefix.extra_keys, len(prefix.token_ids))
+        if not prefix.executor_id:
+            return list(self._executors.values())
+        executor = self._executors.get(prefix.executor_id)
+        if executor is None:
+            raise unknown_executor(prefix.executor_id, f"{path}.executor_id")
+        return [executor]
+
+    def records(self, executor_id: str) -> Iterator[BlockRecord]:
+        """Every indexed block of an executor by place, as it is when it is asked for; nothing for an unknown one."""
+        executor = self._executors.get(executor_id)
+        for pool in executor.pools if executor is not None else ():
+            yield from pool.records()
+
+    def state(self) -> Iterator[str]:
+        """Everything that decides what happens next, as lines of JSON."""
+        for part in self.state_outline():
+            yield from (part,) if isinstance(part, str) else part
+
+    def state_outline(self) -> Iterator[str | Iterator[str]]:
+        """As `state`, with iterators in the places of what may be long.
+
+        The whole outline is taken at one moment. What its iterators give is the state of that moment as long as the
+        `fingerprint` does not change.
+        """
+        yield line(
+            "manager",
+            epoch=self.epoch,
+            now=self._leases.now,
+            number=self._number,
+            last_event=self._events.last,
+            scheduler_came=self._scheduler_came,
+        )
+        yield (rule_state(spec) for spec in self.rules())
+        quotas = [account.quota for _, account in sorted(self._accounts.items())]
+        yield (line("quota", **asdict(quota)) for quota in quotas)
+        for _, share in sorted(self._shares.items()):
+            yield line("share", **share._asdict())
+        for _, scheduler in sorted(self._schedulers.items()):
+            yield scheduler_state(scheduler)
+        for _, executor in sorted(self._executors.items()):
+            yield from executor_state(executor)
+
+    @property
+    def last_event(self) -> int:
+        """Number of the newest event, 0 before the first."""
+        return self._events.last
+
+    def snapshot(self) -> Snapshot:
+        """The cache at `last_event`."""
+        return self._events.snapshot(change for pool in self._selected("") for change in pool.state())
+
+    def views_in_slices(self) -> SnapshotReader:
+        """Reads the cache for a watcher, slice by slice."""
+        return SnapshotReader(self._events, self._leases, lambda: self._selected(""))
+
+    def events_after(self, number: int, limit: int = 1000) -> list[Event]:
+        """Events number+1, number+2, … as many as there are. Raises EventsGoneError."""
+        return self._events.after(number, limit)
+
+    def _selected(self, pool_id: str, field: str = "pool_id") -> list[Pool]:
+        if pool_id:
+            return [self._pool(pool_id, field)]
+        return sorted(
+            (pool for executor in self._executors.values() for pool in executor.pools), key=lambda pool: pool.pool_id
+        )
+
+    def _pool(self, pool_id: str, field: str = "pool_id") -> Pool:
+        for executor in self._executors.values():
+            for pool in executor.pools:
+                if pool.pool_id == pool_id:
+                    return pool
+        raise UnknownPoolError(f"no pool {pool_id}", fields={field: "is not known"})
+
+    def _scheduler(self, scheduler_id: str, scheduler_epoch: int) -> Scheduler:
+        scheduler = self._schedulers.get(scheduler_id)
+        if scheduler is None:
+            raise UnknownSchedulerError(
+                f"scheduler {scheduler_id} is not registered", fields={"scheduler_id": "is not registered"}
+            )
+        if scheduler.epoch != scheduler_epoch:
+            raise StaleSchedulerError(
+                f"scheduler {scheduler_id} is registered with another epoch",
+                fields={"scheduler_epoch": f"is not {scheduler.epoch}"},
+            )
+        return scheduler
+
+    def _own(self, caller: SchedulerEpoch, sequence_id: str) -> Sequence | None:
+        """A sequence of the caller; None for one that is not known, or another scheduler's.
+
+        Raises UnknownSchedulerError, StaleSchedulerError.
+        """
+        scheduler = self._scheduler(*caller)
+        sequence = self._sequences.get(sequence_id)
+        return sequence if sequence is not None and sequence.scheduler is scheduler else None
+
+    def _live(self, caller: SchedulerEpoch, sequence_id: str, field: str = "sequence_id") -> Sequence:
+        sequence = self._own(caller, sequence_id)
+        if sequence is None:
+            raise UnknownSequenceError(f"no sequence {sequence_id}", fields={field: "is not known"})
+        if sequence.void:
+            raise VoidSequenceError(
+                f"sequence {sequence_id} can only be released", fields={field: "names one that can only be released"}
+            )
+        return sequence
+
+
+def unknown_executor(executor_id: str, field: str = "executor_id") -> UnknownExecutorError:
+    """What is raised where an executor is named that is not registered."""
+    return UnknownExecutorError(f"executor {executor_id} is not registered", fields={field: "is not registered"})
+
+
+def _from(pool: Pool, after_place: int) -> Iterator[Block | None]:
+    # By index, as blocks may come and go between two of them, and a copy of the list takes as long as many calls.
+    for place in range(after_place + 1, len(pool.blocks)):
+        yield pool.blocks[place] if place < len(pool.blocks) else None
+
+
+def _prefix_view(pool: Pool, last: Block) -> PrefixView:
+    counts: dict[TierKind, int] = {}
+    least = last.priority
+    node: Node | None = last
+    while isinstance(node, Block):
+        kind = pool.tier_of(node).kind
+        counts[kind] = counts.get(kind, 0) + 1
+        least = min(least, node.priority)
+        node = node.parent
+    view = pool.view(last)
+    return PrefixView(last.slot, view, last.depth * pool.block_size + view.num_tokens, counts, least)

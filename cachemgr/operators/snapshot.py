@@ -1,0 +1,96 @@
+"""The cache at one event number, read while it changes: what changes behind the reader is read again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from cachemgr.blocks.events import Event, EventLog
+from cachemgr.retention.leases import LeaseBook, leases_of
+from cachemgr.types import BlockView, EventKind, LeaseView
+
+if TYPE_CHECKING:
+    from cachemgr.blocks.block import Block
+    from cachemgr.blocks.block_pool import Pool
+
+
+class _Seen(NamedTuple):
+    view: BlockView
+    # With its deadline, None while the clock of a lease stands.
+    leases: list[tuple[LeaseView, float | None]]
+
+
+class SnapshotReader:
+    """Every change of a block is an event, or a quiet change of its leases.
+
+    So a reader that looks again at all blocks that have changed behind it has, in the end, what a look at everything at
+    once would have shown. Only reference counts may be older.
+    """
+
+    def __init__(self, events: EventLog, leases: LeaseBook, pools: Callable[[], list[Pool]]) -> None:
+        self._events = events
+        self._leases = leases
+        self._pools = pools
+        self._seen: dict[str, dict[bytes, _Seen]] = {}
+        self._now = 0.0
+        self.number = events.last
+        self._touched: dict[tuple[str, bytes], None] = {}
+        events.quiet.append(self._touch)
+
+    def close(self) -> None:
+        """Hears of no more changes."""
+        self._events.quiet.remove(self._touch)
+
+    def _touch(self, pool_id: str, key: bytes) -> None:
+        self._touched[pool_id, key] = None
+
+    def steps(self) -> Iterator[None]:
+        """Reads a block per step; others may change the cache in between, and `catch_up` must follow each time."""
+        for pool in self._pools():
+            for place in range(len(pool.blocks)):
+                block = pool.blocks[place] if place < len(pool.blocks) else None
+                if block is not None and block.parent is not None:
+                    self._read(pool, block)
+                yield
+
+    def catch_up(self) -> None:
+        """Reads again what has changed. Raises EventsGoneError when too much has, to know all of it."""
+        pools = {pool.pool_id: pool for pool in self._pools()}
+        while self.number < self._events.last:
+            for event in self._events.after(self.number, 1000):
+                self.number = event.number
+                self._touch(event.block.pool_id, event.block.key)
+        for pool_id, key in self._touched:
+            pool = pools.get(pool_id)
+            block = None if pool is None else pool.index.get(key)
+            if pool is not None and block is not None:
+                self._read(pool, block)
+            else:
+                self._seen.get(pool_id, {}).pop(key, None)
+        self._touched.clear()
+        self._now = self._leases.now
+        self._seen = {pool_id: self._seen.get(pool_id, {}) for pool_id in pools}
+
+    def _read(self, pool: Pool, block: Block) -> None:
+        leases = [(self._leases.view(lease), lease.deadline) for lease in leases_of(block)]
+        self._seen.setdefault(pool.pool_id, {})[block.key] = _Seen(pool.view(block), leases)
+
+    def events(self) -> Iterator[Event | None]:
+        """The snapshot at `number`, once: each pool, then its blocks, parents before children. None while it sorts."""
+        for pool_id, found in self._seen.items():
+            yield Event(self.number, EventKind.CREATED, BlockView.of_pool(pool_id))
+            by_depth: dict[int, list[_Seen]] = {}
+            # Taken from the end and given back in the first order; to let go of all at once would take long.
+            while found:
+                _, seen = found.popitem()
+                by_depth.setdefault(seen.view.depth, []).append(seen)
+                yield None
+            for depth in sorted(by_depth):
+                rest = by_depth[depth]
+                while rest:
+                    view, leases = rest.pop()
+                    yield Event(self.number, EventKind.STORED, view)
+                    for lease, deadline in leases:
+                        if deadline is not None:
+                            lease = lease._replace(remaining=max(0.0, deadline - self._now))
+                        yield Event(self.number, EventKind.LEASE_GRANTED, view, lease=lease)

@@ -1,0 +1,246 @@
+"""The whole state of a manager as lines of JSON, the same for the same history. No token ids in it."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
+
+from cachemgr.blocks.block_keys import pack, packed_bytes
+from cachemgr.retention.leases import leases_of
+
+if TYPE_CHECKING:
+    from cachemgr.blocks.block import Block
+    from cachemgr.blocks.block_pool import Pool
+    from cachemgr.blocks.write_through import Backups
+    from cachemgr.operators.types import RetentionRule
+    from cachemgr.sequences.clients import Executor, Scheduler
+    from cachemgr.sequences.eviction_policy import Eviction
+    from cachemgr.sequences.sequence import GroupTable, Sequence
+    from cachemgr.sequences.transfers import Ticket
+
+
+# Made once: there is a line for each block.
+_encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
+
+
+def state_hash(lines: Iterable[str]) -> str:
+    """SHA-256 over a state."""
+    digest = StateDigest()
+    digest.add(lines)
+    return digest.hexdigest()
+
+
+class StateDigest:
+    """SHA-256 over a state that comes in pieces."""
+
+    def __init__(self) -> None:
+        self._digest = sha256()
+
+    def add(self, lines: Iterable[str]) -> None:
+        """Takes the next lines."""
+        for line in lines:
+            self._digest.update(line.encode() + b"\n")
+
+    def hexdigest(self) -> str:
+        """The digest of all lines."""
+        return self._digest.hexdigest()
+
+
+def line(kind: str, **facts: Any) -> str:
+    """One fact with its kind."""
+    return _encode({"kind": kind, **facts})
+
+
+def scheduler_state(scheduler: Scheduler) -> str:
+    """A registered scheduler."""
+    return line(
+        "scheduler",
+        id=scheduler.scheduler_id,
+        epoch=scheduler.epoch,
+        deadline=scheduler.deadline,
+        sync_number=scheduler.sync_number,
+        executors=sorted(scheduler.executors),
+        void=sorted(scheduler.void),
+    )
+
+
+def rule_state(spec: RetentionRule) -> str:
+    """A rule; of its tokens only what tells them from others."""
+    facts = asdict(spec)
+    prefix = facts["match"].pop("prefix_token_ids")
+    wish = spec.action.eviction_policy
+    facts["action"]["eviction_policy"] = None if wish is None else wish.encoded.hex()
+    return line("rule", prefix=sha256(packed_bytes(pack(prefix))).hexdigest(), **facts)
+
+
+def executor_state(executor: Executor) -> Iterator[str | Iterator[str]]:
+    """A registered executor with its pools, sequences, copies and holds; an iterator for the blocks of each pool."""
+    yield line(
+        "executor",
+        id=executor.executor_id,
+        epoch=executor.epoch,
+        deadline=executor.deadline,
+        model_fingerprint=executor.spec.model_fingerprint.hex(),
+        block_size=executor.block_size,
+        plain_rotary=executor.spec.plain_rotary,
+    )
+    for pool in executor.pools:
+        yield from _pool(pool)
+    for sequence in executor.sequences.values():
+        yield _sequence(sequence)
+    for ticket in sorted(executor.tickets.values(), key=lambda ticket: ticket.number):
+        yield _ticket(ticket)
+    for hold in executor.holds:
+        blocks = [[pool.spec.group, block.slot] for pool, block in hold.blocks]
+        yield line("hold", name=hold.name, pin=hold.pin, blocks=blocks, owners=hold.owners)
+
+
+def _numbers(numbers: Iterable[int]) -> list[int | str]:
+    """How many there are, and a digest of them in their order: there may be millions."""
+    packed = array("Q", numbers)
+    return [len(packed), sha256(packed.tobytes()).hexdigest()]
+
+
+def _pool(pool: Pool) -> Iterator[str | Iterator[str]]:
+    yield line(
+        "pool",
+        id=pool.pool_id,
+        tokens=pool.tokens.total,
+        uses=pool.uses,
+        moving=sorted(block.slot for block in pool.moving),
+        leaving=sorted([block.slot, ticket.number] for block, ticket in pool.leaving.items() if block is not None),
+        doomed=sorted(block.slot for block in pool.doomed),
+        **_backups(pool.backups),
+        share_number=pool.share_number,
+        leases=[pool.honoured_leases, pool.broken_leases],
+        gaps=sorted(key.hex() for key in pool.bare),
+        promised=sorted([key.hex(), block.slot] for key, block in pool.pending.items()),
+    )
+    for tier in pool.tiers:
+        counters = {name: value for name, value in asdict(tier.counters).items() if not name.startswith("_")}
+        owned = sorted(tier.shares.items(), key=lambda item: item[0].key)
+        shares = [[asdict(account.quota), share.count, share.used] for account, share in owned]
+        yield line(
+            "tier",
+            pool=pool.pool_id,
+            tier=tier.kind.name,
+            used=tier.used,
+            cached=tier.cached,
+            empty=_numbers(tier.all_empty()),
+            withheld=_numbers(tier.withheld),
+            owed=tier.owed,
+            shares=shares,
+            **counters,
+        )
+    yield (_block(pool, block) for block in pool.blocks if block is not None)
+
+
+def _backups(backups: Backups) -> dict[str, Any]:
+    tier = backups.tier
+    numbers = (
+        number
+        for block, place in backups.places.items()
+        if tier is not None
+        for number in (block.slot, place, tier.generation(place))
+    )
+    return {
+        # In the order in which they were made.
+        "backups": [len(backups.places), _numbers(numbers)[1]],
+        "backups_open": [[block.slot, ticket.number] for block, ticket in backups.open.items()],
+        "backups_running": backups.running,
+        "backups_wanted": _numbers(block.slot for block in backups.wanting),
+        "heirs": [[below.slot, heir.slot] for below, heir in backups.heirs.items()],
+    }
+
+
+def _block(pool: Pool, block: Block) -> str:
+    domain = block.domain
+    return line(
+        "block",
+        pool=pool.pool_id,
+        slot=block.slot,
+        key="" if block.parent is None else block.key.hex(),
+        parent=None if block.parent is None else block.parent.key.hex(),
+        depth=0 if block.parent is None else block.depth,
+        salt=None if domain is None else domain.salt,
+        adapter_id=None if domain is None else domain.adapter_id,
+        tenant_id=None if domain is None else domain.tenant_id,
+        session_id=None if domain is None else domain.session_id,
+        extra="" if domain is None else domain.extra.hex(),
+        tokens=0 if block.parent is None else len(block.tokens) // 4,
+        references=block.refs,
+        priority=block.priority,
+        recency=block.recency,
+        evictable=block.older is not None,
+        stored_step=block.stored_step,
+        generation=pool.tier_of(block).generation(block.slot),
+        writer=None if block.writer is None else block.writer.handle,
+        leases=[[*lease.wish, lease.deadline] for lease in leases_of(block)],
+    )
+
+
+def _sequence(sequence: Sequence) -> str:
+    return line(
+        "sequence",
+        id=sequence.sequence_id,
+        handle=sequence.handle,
+        scheduler=sequence.scheduler.scheduler_id,
+        tokens=len(sequence.tokens),
+        content=sha256(sequence.packed(0, len(sequence.tokens))).hexdigest(),
+        computed=sequence.computed,
+        cached=sequence.cached_tokens,
+        step=sequence.step,
+        void=sequence.void,
+        no_store=sequence.no_store,
+        forgotten=sequence.forgotten,
+        salt=sequence.domain.salt,
+        adapter_id=sequence.domain.adapter_id,
+        tenant_id=sequence.domain.tenant_id,
+        session_id=sequence.domain.session_id,
+        extra_keys=[[extra.start, extra.length, extra.digest.hex()] for extra in sequence.extra_keys],
+        wishes=sequence.wishes.state(),
+        opened=[ticket.number for ticket in sequence.opened],
+        tables=[_table(table) for table in sequence.tables],
+        waits_on=sorted(writer.handle for writer in sequence.waits_on),
+        holds=sequence.holds,
+        eviction=None if sequence.eviction is None else _eviction(sequence.eviction),
+    )
+
+
+def _eviction(eviction: Eviction) -> dict[str, Any]:
+    return {
+        "policy": asdict(eviction.policy),
+        "prompt": eviction.prompt,
+        "granted": eviction.granted,
+        "private": [block.slot for block in eviction.private],
+        "moved": eviction.moved,
+        "settled": eviction.settled,
+        "evicted": eviction.evicted,
+    }
+
+
+def _table(table: GroupTable) -> dict[str, Any]:
+    return {
+        "slots": table.slots().slots,
+        "settled": table.settled,
+        "first": table.first,
+        "anchors": {place: block.slot for place, block in sorted(table.anchors.items())},
+    }
+
+
+def _ticket(ticket: Ticket) -> str:
+    return line(
+        "ticket",
+        number=ticket.number,
+        group=ticket.pool.spec.group,
+        purpose=ticket.purpose.value,
+        source=None if ticket.source is None else ticket.source.slot,
+        target=ticket.target.slot,
+        tokens=ticket.num_tokens,
+        sequence=None if ticket.sequence is None else ticket.sequence.handle,
+        anchors=[block.slot for block in ticket.anchors],
+    )

@@ -1,0 +1,191 @@
+"""The operation log: every call that changes a manager, with its time, in a file that can be replayed.
+
+Each entry is a varint with its length and a LoggedOperation. The first tells the manager's epoch and settings. The
+file holds token ids, so only its owner may read it.
+"""
+
+import contextlib
+import itertools
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import BinaryIO
+
+import structlog
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import DecodeError, Message
+from prometheus_client import Gauge
+
+from cachemgr.blocks.block_record import BlockRecord, RecordError, decode, encode, encode_place
+from cachemgr.persistence.operator_records import PinRecord, pin, pin_message
+from cachemgr.types import ManagerConfig
+from protos.kvcache.v1 import kvcache_pb2 as pb
+
+START, EXPIRE, GO_ON = "Start", "Expire", "GoOn"
+END_EPOCH, PUT_BACK, END_RECOVERY = "EndEpoch", "PutBack", "EndRecovery"
+_MAX_ENTRY_BYTES = 1 << 30
+ENDED = Gauge("kvkeep_operation_log_ended", "Whether the operation log ends before the present: its disk is full.")
+log = structlog.get_logger()
+
+
+class OperationLogError(ValueError):
+    """A file that is no operation log, or one that another version wrote."""
+
+
+class OperationLog:
+    """Writes entries as they happen, each before its call, so that a crash loses none.
+
+    No call fails over the log. When an entry cannot be written, the log ends before it for good, as a replay needs
+    every call: `is_whole` says so, with a metric and one line in the process's log.
+    """
+
+    def __init__(self, file: BinaryIO, now: float, epoch: int, config: ManagerConfig) -> None:
+        """`file` is unbuffered: an entry that is refused leaves nothing behind to be written later."""
+        self._file = file
+        self._end = 0
+        self.is_whole = True
+        ENDED.set(0)
+        start = pb.LoggedStart(manager_epoch=epoch)
+        start.settings.update(asdict(config))
+        self.write(now, START, start)
+
+    @classmethod
+    def create(cls, path: Path, now: float, epoch: int, config: ManagerConfig) -> "OperationLog":
+        """A new file that only its owner can read; the file of an earlier start is renamed to PATH.1, PATH.2 and so on.
+
+        Raises OperationLogError.
+        """
+        try:
+            _move_aside(path)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except OSError as error:
+            raise OperationLogError(
+                f"cannot create the operation log {path}: {error.strerror}; "
+                "KVKEEP_CACHEMGR_OPERATION_LOG names another file, or none"
+            ) from error
+        return cls(os.fdopen(descriptor, "wb", buffering=0), now, epoch, config)
+
+    def write(
+        self,
+        now: float,
+        method: str,
+        request: Message | None,
+        remembered: Iterable[BlockRecord] = (),
+        pins: Iterable[PinRecord] = (),
+        *,
+        later: bool = False,
+        in_steps: bool = False,
+    ) -> None:
+        """Appends an entry, unless the log has ended."""
+        if not self.is_whole:
+            return
+        entry = pb.LoggedOperation(
+            time=now,
+            method=method,
+            request=b"" if request is None else request.SerializeToString(),
+            remembered=[
+                pb.RememberedBlock(place=encode_place(*block.place), record=encode(block)) for block in remembered
+            ],
+            pins=[pin_message(pin) for pin in pins],
+            later=later,
+            in_steps=in_steps,
+        ).SerializeToString()
+        data = memoryview(_varint(len(entry)) + entry)
+        try:
+            written = 0
+            while written < len(data):
+                written += self._file.write(data[written:])
+        except OSError as error:
+            self._give_up(error)
+        else:
+            self._end += len(data)
+
+    def _give_up(self, error: OSError) -> None:
+        self.is_whole = False
+        ENDED.set(1)
+        log.error("the operation log ends here: an entry could not be written", error=error.strerror)
+        with contextlib.suppress(OSError):
+            # The rest of an entry would be all that a replay stumbles over.
+            self._file.truncate(self._end)
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def _move_aside(path: Path) -> None:
+    """Renames the file of an earlier start. Raises OSError, also for what is no file of its own."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if stat.S_ISREG(mode):
+        numbered = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
+        path.rename(next(free for free in numbered if not os.path.lexists(free)))
+
+
+def read(file: BinaryIO) -> Iterator[pb.LoggedOperation]:
+    """All entries. Raises OperationLogError; an entry that a crash has cut short ends the log."""
+    while (length := _read_varint(file)) is not None:
+        data = file.read(length)
+        if len(data) < length:
+            return
+        try:
+            yield pb.LoggedOperation.FromString(data)
+        except DecodeError as error:
+            raise OperationLogError("this is no operation log") from error
+
+
+def settings_of(start: pb.LoggedOperation) -> tuple[int, ManagerConfig]:
+    """Epoch and settings of the manager that wrote the log. Raises OperationLogError."""
+    try:
+        if start.method != START:
+            raise OperationLogError("this is no operation log: it does not begin with a start")
+        begun = pb.LoggedStart.FromString(start.request)
+        values = MessageToDict(begun.settings)
+        fields = asdict(ManagerConfig())
+        given = {name: type(fields[name])(value) for name, value in values.items()}
+        return begun.manager_epoch, ManagerConfig(**given)
+    except (DecodeError, KeyError, TypeError) as error:
+        raise OperationLogError("another version of the cache manager wrote this operation log") from error
+
+
+def remembered_blocks(entry: pb.LoggedOperation) -> list[BlockRecord]:
+    """What the store remembered of an executor. Raises OperationLogError."""
+    try:
+        return [decode(block.place, block.record) for block in entry.remembered]
+    except RecordError as error:
+        raise OperationLogError("another version of the cache manager wrote this operation log") from error
+
+
+def remembered_pins(entry: pb.LoggedOperation) -> list[PinRecord]:
+    """Pins that the store remembered of an executor. Raises OperationLogError."""
+    try:
+        return [pin(message) for message in entry.pins]
+    except RecordError as error:
+        raise OperationLogError("another version of the cache manager wrote this operation log") from error
+
+
+def _varint(number: int) -> bytes:
+    encoded = bytearray()
+    while number > 0x7F:
+        encoded.append(number & 0x7F | 0x80)
+        number >>= 7
+    encoded.append(number)
+    return bytes(encoded)
+
+
+def _read_varint(file: BinaryIO) -> int | None:
+    number = shift = 0
+    while byte := file.read(1):
+        number |= (byte[0] & 0x7F) << shift
+        shift += 7
+        if not byte[0] & 0x80:
+            if number > _MAX_ENTRY_BYTES:
+                raise OperationLogError("this is no operation log")
+            return number
+        if shift > 35:
+            raise OperationLogError("this is no operation log")
+    return None

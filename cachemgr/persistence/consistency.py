@@ -1,0 +1,103 @@
+"""Where Redis and the manager disagree, once Redis has taken all changes."""
+
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import NamedTuple
+
+from cachemgr.blocks.block_record import BlockRecord, LeaseRecord, RecordError, decode, encode_place
+from cachemgr.persistence.operator_records import Entry, PinRecord, entry_name
+from cachemgr.persistence.write_queue import Place
+from cachemgr.rpc.slices import sliced
+
+# Seconds: times are sums of others.
+_TOLERANCE = 0.001
+
+
+class Difference(NamedTuple):
+    """One of them; no executor and group when it is about what operators said, slot 0 when about no block."""
+
+    message: str
+    executor_id: str = ""
+    group: int = 0
+    slot: int = 0
+
+
+async def compare_blocks(
+    executor_id: str,
+    stored: AsyncIterator[tuple[bytes, bytes]],
+    indexed: Iterable[BlockRecord],
+    is_pending: Callable[[Place], bool],
+) -> list[Difference]:
+    """Compares fields and values of a hash with records at rest.
+
+    Whatever is pending when it is looked at has changed since the comparison began, and is left out.
+    """
+    expected: dict[bytes, BlockRecord] = {}
+    async for part in sliced(indexed):
+        expected.update((encode_place(*record.place), record) for record in part)
+    found = []
+    # A hash that grows meanwhile may tell a field twice.
+    seen: set[bytes] = set()
+    async for field, value in stored:
+        if field in seen:
+            continue
+        seen.add(field)
+        try:
+            record = decode(field, value)
+        except RecordError as error:
+            found.append(Difference(f"Redis holds what cannot be read: {error}", executor_id))
+            expected.pop(field, None)
+            continue
+        present = expected.pop(field, None)
+        if is_pending(record.place):
+            continue
+        if present is None:
+            found.append(_difference(executor_id, record, "is in Redis and not in the index"))
+        elif not _are_same(record, present):
+            found.append(_difference(executor_id, record, "is another in Redis than in the index"))
+    missing = [record for record in expected.values() if not is_pending(record.place)]
+    return found + [_difference(executor_id, record, "is in the index and not in Redis") for record in missing]
+
+
+def compare_entries(
+    what: str,
+    stored: Iterable[Entry],
+    present: Iterable[Entry],
+    is_pending: Callable[[str], bool],
+    executor_id: str = "",
+) -> list[Difference]:
+    """The same for what operators said; pins are at rest."""
+    have = {entry_name(entry): entry for entry in stored}
+    want = {entry_name(entry): entry for entry in present}
+    names = [name for name in {**have, **want} if not is_pending(name)]
+    return [
+        Difference(f"{name} is not in Redis as it is among the {what}", executor_id)
+        for name in names
+        if not _are_same_entries(have.get(name), want.get(name))
+    ]
+
+
+def _difference(executor_id: str, record: BlockRecord, message: str) -> Difference:
+    return Difference(f"a block on {record.tier.name.lower()} {message}", executor_id, record.group, record.slot)
+
+
+def _are_same(one: BlockRecord, other: BlockRecord) -> bool:
+    return (
+        one._replace(leases=()) == other._replace(leases=())
+        and len(one.leases) == len(other.leases)
+        and all(map(_are_same_leases, one.leases, other.leases))
+    )
+
+
+def _are_same_leases(one: LeaseRecord, other: LeaseRecord) -> bool:
+    if one._replace(remaining=None) != other._replace(remaining=None):
+        return False
+    if one.remaining is None or other.remaining is None:
+        return one.remaining is other.remaining
+    return abs(one.remaining - other.remaining) < _TOLERANCE
+
+
+def _are_same_entries(one: Entry | None, other: Entry | None) -> bool:
+    if isinstance(one, PinRecord) and isinstance(other, PinRecord):
+        near = abs(one.remaining - other.remaining) < _TOLERANCE
+        return near and one._replace(remaining=0.0) == other._replace(remaining=0.0)
+    return one == other

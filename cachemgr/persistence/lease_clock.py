@@ -1,0 +1,67 @@
+"""What time it is for an executor's leases and pins: a clock that runs while a manager does.
+
+Redis keeps its time beside the records. These say when on this clock something ends: what remains is the difference,
+so that nothing need be written as time passes but the clock, and no two hosts' clocks are compared.
+"""
+
+from collections.abc import Callable, Iterator
+
+from cachemgr.blocks.block_record import BlockRecord
+from cachemgr.persistence.operator_records import PinRecord
+
+
+class StoreClocks:
+    """A clock for each executor; `now` is the manager's time. All in seconds."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._zero: dict[str, float] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._zero))
+
+    def start(self, executor_id: str, time: float = 0.0) -> None:
+        """The clock shows this time now."""
+        self._zero[executor_id] = self._now() - time
+
+    def forget(self, executor_id: str) -> None:
+        """The executor has no clock any more."""
+        self._zero.pop(executor_id, None)
+
+    def time(self, executor_id: str) -> float:
+        """What the clock shows."""
+        if executor_id not in self._zero:
+            self.start(executor_id)
+        return self._now() - self._zero[executor_id]
+
+
+def at_rest(record: BlockRecord, time: float) -> BlockRecord:
+    """A record whose leases say when they end, for one whose leases say what remains."""
+    if not record.leases:
+        return record
+    leases = (
+        lease if lease.remaining is None else lease._replace(remaining=lease.remaining + time)
+        for lease in record.leases
+    )
+    return record._replace(leases=tuple(leases))
+
+
+def awake(record: BlockRecord, time: float) -> BlockRecord:
+    """The reverse; what should have ended is about to."""
+    if not record.leases:
+        return record
+    leases = (
+        lease if lease.remaining is None else lease._replace(remaining=max(0.0, lease.remaining - time))
+        for lease in record.leases
+    )
+    return record._replace(leases=tuple(leases))
+
+
+def pin_at_rest(pin: PinRecord, time: float) -> PinRecord:
+    """As `at_rest`, for a pin."""
+    return pin._replace(remaining=pin.remaining + time)
+
+
+def pin_awake(pin: PinRecord, time: float) -> PinRecord:
+    """As `awake`, for a pin."""
+    return pin._replace(remaining=max(0.0, pin.remaining - time))

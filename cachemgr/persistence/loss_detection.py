@@ -1,0 +1,60 @@
+"""Writes to Redis that find out when it has lost what it had acknowledged.
+
+It does when it comes back empty, from an older file, or as a replica that did not have everything yet.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.asyncio.client import Pipeline
+
+from cachemgr.persistence.lease_clock import StoreClocks
+from cachemgr.persistence.redis_client import executor_key, operators_key
+
+# What owns the keys that belong to no executor.
+OPERATORS = ""
+
+
+class MarkedWrites:
+    """Sends pipelines with the owner's clock behind all else, and asks for the time that was there before.
+
+    All keys of an owner lie on one node, which loses what came last. Whoever finds the last acknowledged time there
+    finds everything that was acknowledged; else `lost` is told the owner.
+    """
+
+    def __init__(self, redis: Redis, clocks: StoreClocks, lost: Callable[[str], None]) -> None:
+        self._redis = redis
+        self._clocks = clocks
+        self._lost = lost
+        # What may be there: the time that was acknowledged last, and those sent since without an answer.
+        self._possible: dict[str, set[bytes | None]] = {}
+
+    def found(self, owner: str, time: bytes | None) -> None:
+        """Redis was read when its time of the owner was this: when it is not at the first write, something is lost."""
+        self._possible.setdefault(owner, set()).add(time)
+
+    def forget(self, owner: str) -> None:
+        """Nothing of the owner is there any more."""
+        self._possible.pop(owner, None)
+
+    async def write(self, owners: Sequence[str], fill: Callable[[Pipeline], object]) -> None:
+        """Sends what `fill` adds to a pipeline, all of it for these owners. Raises UNAVAILABLE."""
+        times = [repr(self._clocks.time(owner)) for owner in owners]
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            fill(pipeline)
+            for owner, time in zip(owners, times, strict=True):
+                pipeline.set(clock_key(owner), time, get=True)
+                if owner in self._possible:
+                    self._possible[owner].add(time.encode())
+            answers: list[Any] = await pipeline.execute()
+        for owner, time, before in zip(owners, times, answers[-len(owners) :], strict=True):
+            possible = self._possible.get(owner)
+            self._possible[owner] = {time.encode()}
+            if possible is not None and before not in possible:
+                self._lost(owner)
+
+
+def clock_key(owner: str) -> str:
+    """Where an owner's clock lies."""
+    return operators_key("time") if owner == OPERATORS else executor_key(owner, "clock")

@@ -1,0 +1,355 @@
+"""Wishes for blocks as leases: their holder, their priority, their time.
+
+A block has the largest priority among its leases, or the default one. The clock of a lease starts when its block can
+be taken for the first time, and runs on from then, whether the block is used again or not.
+
+A block that very many share has few leases all the same. One lease covers another when it lasts at least as long, with
+at least its priority: then the other changes nothing, as long as the first cannot be taken back. So the first becomes
+a `SHARED` lease, which no later wish replaces, and the other is dropped: the block has the same priority at every
+time as with both. Requests' leases, which are hardly ever replaced, are shared as soon as one covers another.
+Sessions' leases stay as they are, to be renewed and replaced, until a block has more than `MAX_LEASES`. Then they
+are shared, the oldest first, until enough of them cover each other. Only where that is not enough does the lease of
+the lowest priority break. A rule's lease ends with its rule: it is never shared, and breaks after those of callers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import inf
+from typing import TYPE_CHECKING, Protocol
+
+from cachemgr.retention.lease_deadlines import Deadlines
+from cachemgr.retention.priority import DEFAULT_PRIORITY, NO_PRIORITY, REQUEST, RULE, SHARED, Wish
+from cachemgr.types import BlockView, EventKind, LeaseView, RemovalCause
+
+if TYPE_CHECKING:
+    from cachemgr.blocks.block import Block
+    from cachemgr.blocks.events import EventLog
+
+
+class LeasedPool(Protocol):
+    """What a lease needs of the pool that its block is in."""
+
+    honoured_leases: int
+    broken_leases: int
+    is_lost: bool
+
+    def reprioritise(self, block: Block) -> BlockView:
+        """Gives a block whose leases have changed the priority that these have now, and shows it."""
+
+    def view(self, block: Block) -> BlockView:
+        """The block as seen from outside."""
+
+
+# Of one block. Whatever is done with a block's leases looks at all of them, and its record in Redis holds them.
+MAX_LEASES = 16
+
+# Leases that one call ends: very many may be over at the same moment. To end one takes some microseconds.
+ENDED_AT_A_TIME = 2048
+
+# Looked up once: very many may end at a time.
+_EXPIRED, _NONE = EventKind.LEASE_EXPIRED, RemovalCause.NONE
+
+
+def shown_priority(wish: Wish) -> int:
+    """What a wish comes to by itself."""
+    return DEFAULT_PRIORITY if wish.priority == NO_PRIORITY else wish.priority
+
+
+class Lease:
+    """One holder's wish for one block, in a list that begins at `block.lease`. `block` is None when it has ended.
+
+    `deadline` is None as long as the clock does not run, and for a wish without a duration.
+    """
+
+    __slots__ = ("block", "deadline", "next", "pool", "wish")
+
+    def __init__(self, pool: LeasedPool, block: Block, wish: Wish) -> None:
+        self.pool = pool
+        self.block: Block | None = block
+        self.wish = wish
+        self.deadline: float | None = None
+        self.next: Lease | None = None
+
+    def remaining(self, now: float) -> float | None:
+        """Seconds until it ends; None for no end."""
+        return self.wish.duration if self.deadline is None else max(0.0, self.deadline - now)
+
+
+def leases_of(block: Block) -> Iterator[Lease]:
+    """All leases of a block, the newest first."""
+    lease = block.lease
+    while lease is not None:
+        # Taken first: whoever walks may end the lease.
+        following = lease.next
+        yield lease
+        lease = following
+
+
+def effective_priority(block: Block) -> int:
+    """The largest priority among a block's leases."""
+    if block.lease is None:
+        return DEFAULT_PRIORITY
+    largest = max(lease.wish.priority for lease in leases_of(block))
+    return DEFAULT_PRIORITY if largest == NO_PRIORITY else largest
+
+
+def offload_floor(block: Block, default: int) -> int:
+    """The priority that a block must have to be moved to a lower tier rather than dropped."""
+    floors = [lease.wish.offload_min_priority for lease in leases_of(block)]
+    return max((floor for floor in floors if floor is not None), default=default)
+
+
+class LeaseBook:
+    """The clock of all leases of a manager. `now` is the time of the call that is being served."""
+
+    def __init__(self, events: EventLog) -> None:
+        self.now = 0.0
+        self._events = events
+        self._deadlines = Deadlines()
+        # By holder, in the order in which they were given.
+        self._of_rules: dict[str, dict[Lease, None]] = {}
+
+    def advance(self, now: float) -> None:
+        """Ends leases whose time is over, the earliest first; a later call ends what is too many for one."""
+        self.now = max(now, self.now)
+        for lease in self._deadlines.due(self.now, ENDED_AT_A_TIME):
+            if lease.block is not None and not lease.pool.is_lost:
+                self._expire(lease, lease.block)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether leases whose time is over still count."""
+        return self._deadlines.is_due(self.now)
+
+    def grant(self, pool: LeasedPool, block: Block, wish: Wish) -> bool:
+        """Adds a lease, or puts it in the place of the holder's older one.
+
+        False when the block has nothing of it, because of too many others with a higher priority.
+        """
+        lease = Lease(pool, block, wish)
+        if not self._end_older(lease, block) and not _is_rule(lease) and self._is_covered(lease, block):
+            return True
+        broken = self._add(lease, block)
+        is_kept, is_refused = lease.block is not None, lease in broken
+        if is_kept and not block.refs:
+            self.start(block)
+        if block.parent is None:
+            block.priority = effective_priority(block)
+            return not is_refused
+        view = pool.reprioritise(block)
+        self._tell_broken(broken, lease, view)
+        if is_kept:
+            granted = LeaseView(wish.holder, shown_priority(wish), wish.duration)
+            self._events.add(EventKind.LEASE_GRANTED, view, lease=granted)
+        return not is_refused
+
+    def start(self, block: Block) -> bool:
+        """The block can be taken: clocks that do not run yet begin to. Whether there were any."""
+        started = [lease for lease in leases_of(block) if lease.deadline is None and lease.wish.duration is not None]
+        for lease in started:
+            assert lease.wish.duration is not None
+            self._run(lease, lease.wish.duration)
+        for lease in started:
+            # Only now it is known which of them ends first.
+            if lease.block is not None and _folds(lease):
+                self._fold(lease, block)
+        return bool(started)
+
+    def restore(self, pool: LeasedPool, block: Block, wish: Wish, remaining: float | None) -> None:
+        """Gives a block that is being put back a lease of before; its clock runs on, or starts."""
+        lease = Lease(pool, block, wish)
+        seconds = wish.duration if remaining is None else remaining
+        if seconds is not None:
+            self._run(lease, seconds)
+        self._end_older(lease, block)
+        self._add(lease, block)
+        block.priority = effective_priority(block)
+
+    def move(self, source: Block, target: Block) -> None:
+        """Passes leases on to a block that holds the same tokens and more.
+
+        Both keep their priorities, as they may stand in the eviction order: the caller discards the source and
+        reprioritises the target.
+        """
+        for lease in leases_of(source):
+            self._unlink(lease, source)
+            # What the target's own holder wishes is newer.
+            if lease.wish.holder == SHARED or _held_by(target, lease.wish.holder) is None:
+                broken = self._add(lease, target)
+                if broken:
+                    self._tell_broken(broken, None, lease.pool.view(target))
+
+    def announce(self, pool: LeasedPool, block: Block) -> None:
+        """Tells of the leases of a block that has just entered the index."""
+        view = pool.view(block)
+        for lease in leases_of(block):
+            self._events.add(EventKind.LEASE_GRANTED, view, lease=self.view(lease))
+
+    def forget(self, block: Block) -> None:
+        """Ends all leases of a block that never entered the index; nobody has heard of them."""
+        for lease in leases_of(block):
+            self._unlink(lease, block)
+        # Its slot may have to wait for a copy.
+        block.priority = DEFAULT_PRIORITY
+
+    def break_all(self, block: Block, view: BlockView, cause: RemovalCause) -> None:
+        """Ends all leases of a block that leaves the index, `view` being how it was seen last."""
+        for lease in leases_of(block):
+            lease.pool.broken_leases += 1
+            self._events.add(EventKind.LEASE_BROKEN, view, cause, self.view(lease))
+            self._unlink(lease, block)
+        block.priority = DEFAULT_PRIORITY
+
+    def revoke(self, pool: LeasedPool, block: Block, holder: str, cause: RemovalCause) -> None:
+        """Ends a holder's lease of a block that stays."""
+        for lease in leases_of(block):
+            if lease.wish.holder == holder:
+                view = self.view(lease)
+                self._unlink(lease, block)
+                pool.broken_leases += 1
+                if block.parent is None:
+                    block.priority = effective_priority(block)
+                    continue
+                pool.reprioritise(block)
+                self._events.add(EventKind.LEASE_BROKEN, pool.view(block), cause, view)
+
+    def of_rule(self, holder: str) -> list[Lease]:
+        """All leases that a rule has given."""
+        return [lease for lease in self._of_rules.get(holder, ()) if not lease.pool.is_lost]
+
+    def view(self, lease: Lease) -> LeaseView:
+        """The lease as seen from outside."""
+        wish = lease.wish
+        return LeaseView(wish.holder, shown_priority(wish), lease.remaining(self.now))
+
+    def _add(self, lease: Lease, block: Block) -> list[Lease]:
+        """Links a lease unless another covers it; returns those that break as there are too many of them."""
+        self._link(lease, block)
+        if lease.next is None or _is_rule(lease):
+            pass
+        elif _folds(lease):
+            self._fold(lease, block)
+        elif self._is_covered(lease, block):
+            self._unlink(lease, block)
+        broken: list[Lease] = []
+        while len(leases := list(leases_of(block))) > MAX_LEASES:
+            named = [one for one in reversed(leases) if one.wish.holder != SHARED and not _is_rule(one)]
+            if named:
+                # A session may still want to change its wish, a request hardly ever does.
+                oldest = next(filter(_folds, named), named[0])
+                if self._is_covered(oldest, block):
+                    self._unlink(oldest, block)
+                else:
+                    self._share(oldest, block)
+                continue
+            least = min(leases, key=lambda one: (_is_rule(one), one.wish.priority, self._end(one)))
+            self._unlink(least, block)
+            broken.append(least)
+        return broken
+
+    def _fold(self, lease: Lease, block: Block) -> None:
+        """Shares a lease that covers another one, or drops it if another covers it."""
+        others = [other for other in leases_of(block) if other is not lease and _folds(other)]
+        covering = next((other for other in others if _covers(other, lease, self.now)), None)
+        if covering is not None:
+            self._unlink(lease, block)
+            self._share(covering, block)
+        elif any(_covers(lease, other, self.now) for other in others):
+            self._share(lease, block)
+
+    def _share(self, lease: Lease, block: Block) -> None:
+        """From now on no wish takes the place of this lease; callers' leases that it covers are dropped."""
+        lease.wish = lease.wish._replace(holder=SHARED)
+        for other in leases_of(block):
+            if other is not lease and not _is_rule(other) and _covers(lease, other, self.now):
+                self._unlink(other, block)
+
+    def _is_covered(self, lease: Lease, block: Block) -> bool:
+        """Whether a shared lease makes this one unnecessary."""
+        shared = (other for other in leases_of(block) if other is not lease and other.wish.holder == SHARED)
+        return any(_covers(other, lease, self.now) for other in shared)
+
+    def _end(self, lease: Lease) -> float:
+        remaining = lease.remaining(self.now)
+        return inf if remaining is None else remaining
+
+    def _tell_broken(self, broken: list[Lease], refused: Lease | None, view: BlockView) -> None:
+        for lease in broken:
+            if lease is not refused:
+                lease.pool.broken_leases += 1
+                self._events.add(EventKind.LEASE_BROKEN, view, RemovalCause.TOO_MANY_LEASES, self.view(lease))
+
+    def _end_older(self, lease: Lease, block: Block) -> bool:
+        """Ends the older lease of the same holder. Whether there was one."""
+        older = None if lease.wish.holder == SHARED else _held_by(block, lease.wish.holder)
+        if older is None:
+            return False
+        # It lasted until its holder wished something else.
+        older.pool.honoured_leases += 1
+        self._unlink(older, block)
+        return True
+
+    def _link(self, lease: Lease, block: Block) -> None:
+        lease.block = block
+        lease.next, block.lease = block.lease, lease
+        if _is_rule(lease):
+            self._of_rules.setdefault(lease.wish.holder, {})[lease] = None
+
+    def _unlink(self, lease: Lease, block: Block) -> None:
+        if block.lease is lease:
+            block.lease = lease.next
+        else:
+            for before in leases_of(block):
+                if before.next is lease:
+                    before.next = lease.next
+                    break
+        lease.block = lease.next = None
+        if _is_rule(lease):
+            leases = self._of_rules[lease.wish.holder]
+            del leases[lease]
+            if not leases:
+                del self._of_rules[lease.wish.holder]
+
+    def _run(self, lease: Lease, seconds: float) -> None:
+        self._deadlines.add(lease, self.now, seconds)
+
+    def _expire(self, lease: Lease, block: Block) -> None:
+        self._unlink(lease, block)
+        lease.pool.honoured_leases += 1
+        wish = lease.wish
+        ended = tuple.__new__(LeaseView, (wish.holder, shown_priority(wish), 0.0))
+        self._events.add(_EXPIRED, lease.pool.reprioritise(block), _NONE, ended)
+
+
+def _held_by(block: Block, holder: str) -> Lease | None:
+    return next((lease for lease in leases_of(block) if lease.wish.holder == holder), None)
+
+
+def _folds(lease: Lease) -> bool:
+    """Whether the lease is shared as soon as it covers another, or dropped when one like it covers it."""
+    holder = lease.wish.holder
+    return holder == SHARED or holder.startswith(REQUEST)
+
+
+def _is_rule(lease: Lease) -> bool:
+    return lease.wish.holder.startswith(RULE)
+
+
+def _covers(lease: Lease, other: Lease, now: float) -> bool:
+    """Whether a block that has the first lease is at every time as if it had both.
+
+    A clock that stands may begin now or at any later time, but those of one block begin together.
+    """
+    mine, theirs = lease.wish, other.wish
+    if mine.priority < theirs.priority or _floor(mine) < _floor(theirs):
+        return False
+    if mine.duration is None or theirs.duration is None:
+        return mine.duration is None
+    if other.deadline is None:
+        return lease.deadline is None and mine.duration >= theirs.duration
+    return (now + mine.duration if lease.deadline is None else lease.deadline) >= other.deadline
+
+
+def _floor(wish: Wish) -> int:
+    return -1 if wish.offload_min_priority is None else wish.offload_min_priority

@@ -1,0 +1,328 @@
+"""The operators' gRPC service: parse, call the manager, convert. What a manager's method raises reaches the caller."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from cachemgr.blocks.tier import Account
+from cachemgr.operators.state_dump import StateDigest
+from cachemgr.operators.types import BlockFilter, HoldView, PoolViolation, Quota, RetentionRule
+from cachemgr.rpc import convert, convert_admin, paging, tenancy
+from cachemgr.rpc.data_service import Domain
+from cachemgr.rpc.slices import sliced, steady
+from cachemgr.telemetry.counters import MAX_WINDOW_SECONDS
+from cachemgr.types import BlockView
+from cachemgr.validation import check_id
+from protos.kvcache.v1 import kvcache_pb2 as pb
+from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
+from protos.rpc.errors import InvalidField
+
+# gRPC hands every method its context, of which nothing is needed here.
+# ruff: noqa: N802, ARG002
+
+_DUMP_LINES = 1000
+
+T = TypeVar("T")
+
+
+class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
+    """The operator's view and hand."""
+
+    def __init__(self, domain: Domain) -> None:
+        self._manager = domain.manager
+        self._store = domain.store
+        self._run = domain.run
+        self._run_in_slices = domain.run_in_slices
+
+    async def CheckPool(self, request: pb.CheckPoolRequest, context: Any) -> pb.CheckPoolResponse:
+        """Recounts; what Redis holds is read only for who asks for it."""
+        manager = self._manager
+        found = [
+            one
+            for part in manager.check_pool_in_parts(request.pool_id)
+            for one in await steady(part, manager.fingerprint)
+        ]
+        pools = [self._manager.pool(request.pool_id)] if request.pool_id else self._manager.pools()
+        differences = None
+        if request.compare_with_store:
+            differences = await self._store.compare(dict.fromkeys(pool.executor_id for pool in pools))
+        for one in differences or ():
+            pool_id = f"{one.executor_id}/{one.group}" if one.executor_id else ""
+            if request.pool_id in ("", pool_id) or not pool_id:
+                found.append(PoolViolation(pool_id, one.slot, one.message))
+        return pb.CheckPoolResponse(
+            violations=[pb.PoolViolation(pool_id=one.pool_id, slot=one.slot, message=one.message) for one in found],
+            pools=[convert.pool(view) for view in pools],
+            store_compared=differences is not None,
+        )
+
+    async def ListPools(self, request: pb.ListPoolsRequest, context: Any) -> pb.ListPoolsResponse:
+        """Pools by name."""
+        limit = paging.page_limit(request.page_size)
+        after = paging.decode_token("pools", request.page_token)
+        rest = (view for view in self._manager.pools() if view.pool_id > after)
+        page, token = paging.cut(rest, limit, "pools", lambda view: view.pool_id)
+        return pb.ListPoolsResponse(
+            pools=[tenancy.pool_seen(convert.pool(view)) for view in page], next_page_token=token
+        )
+
+    async def GetPool(self, request: pb.GetPoolRequest, context: Any) -> pb.GetPoolResponse:
+        """One pool."""
+        found = convert.pool(self._manager.pool(_required_pool(request.pool_id)))
+        return pb.GetPoolResponse(pool=tenancy.pool_seen(found))
+
+    async def ListBlocks(self, request: pb.ListBlocksRequest, context: Any) -> pb.ListBlocksResponse:
+        """Blocks of a pool by place."""
+        limit = paging.page_limit(request.page_size)
+        after = paging.decode_number("blocks", request.page_token)
+        pool_id = _required_pool(request.pool_id)
+        rest: Iterable[tuple[int, BlockView] | None]
+        if request.HasField("filter"):
+            rest = self._manager.filtered_blocks(_in_pool(request.filter, pool_id), after)
+        else:
+            rest = self._manager.search_blocks(pool_id, after)
+        seen = (item if item is not None and tenancy.sees(item[1].domain) else None for item in rest)
+        page, token = await paging.cut_in_slices(seen, limit, "blocks", _place)
+        blocks = [convert.block(view, token_ids=request.include_token_ids) for _, view in page]
+        return pb.ListBlocksResponse(blocks=blocks, next_page_token=token)
+
+    async def ListPrefixes(self, request: pb.ListPrefixesRequest, context: Any) -> pb.ListPrefixesResponse:
+        """Chains by the place of their last block."""
+        limit = paging.page_limit(request.page_size)
+        after = paging.decode_number("prefixes", request.page_token)
+        rest = self._manager.prefixes(_in_pool(request.filter, _required_pool(request.pool_id)), after)
+        seen = (view if view is not None and tenancy.sees(view.last_block.domain) else None for view in rest)
+        page, token = await paging.cut_in_slices(seen, limit, "prefixes", lambda view: view.place)
+        return pb.ListPrefixesResponse(
+            prefixes=[convert_admin.cached_prefix(view) for view in page], next_page_token=token
+        )
+
+    async def ListLeases(self, request: pb.ListLeasesRequest, context: Any) -> pb.ListLeasesResponse:
+        """Leases by the place of their block; a page ends with all leases of its last block."""
+        limit = paging.page_limit(request.page_size)
+        after = paging.decode_number("leases", request.page_token)
+        found: list[pb.BlockLease] = []
+        last, more = after, False
+        leases = self._manager.search_leases(_required_pool(request.pool_id), request.holder, after)
+        async for part in sliced(leases):
+            for place, view, lease in (item for item in part if item is not None and tenancy.sees(item[1].domain)):
+                if len(found) >= limit and place != last:
+                    more = True
+                    break
+                last = place
+                found.append(convert_admin.block_lease(view, lease))
+            if more:
+                break
+        token = paging.encode_token("leases", str(last)) if more else ""
+        return pb.ListLeasesResponse(leases=found, next_page_token=token)
+
+    async def ListHolds(self, request: pb.ListHoldsRequest, context: Any) -> pb.ListHoldsResponse:
+        """Holds and pins."""
+        seen = sorted(filter(tenancy.sees_hold, self._manager.holds(request.owner)), key=_hold_key)
+        page, token = await _keyed(seen, _hold_key, (str, int, str), request, "holds")
+        return pb.ListHoldsResponse(holds=[convert_admin.hold(view) for view in page], next_page_token=token)
+
+    async def ListRetentionRules(
+        self, request: pb.ListRetentionRulesRequest, context: Any
+    ) -> pb.ListRetentionRulesResponse:
+        """Rules in the order in which they are asked."""
+        seen = filter(tenancy.sees_rule, self._manager.rules())
+        page, token = await _keyed(seen, _rule_key, (int, str), request, "rules")
+        rules = [convert_admin.rule_message(rule) for rule in page]
+        return pb.ListRetentionRulesResponse(rules=rules, next_page_token=token)
+
+    async def GetRetentionRule(self, request: pb.GetRetentionRuleRequest, context: Any) -> pb.GetRetentionRuleResponse:
+        """One rule."""
+        rule = tenancy.rule_seen(self._manager.rule(request.name))
+        return pb.GetRetentionRuleResponse(rule=convert_admin.rule_message(rule))
+
+    async def ListQuotas(self, request: pb.ListQuotasRequest, context: Any) -> pb.ListQuotasResponse:
+        """Quotas by account and pool."""
+        seen = (usage for usage in self._manager.quotas() if tenancy.sees_account(usage[0]))
+        page, token = await _keyed(seen, _quota_key, (str, str, str), request, "quotas")
+        quotas = [
+            pb.QuotaUsage(
+                quota=convert_admin.quota_message(quota), pool_id=pool_id, device_blocks=device, host_blocks=host
+            )
+            for quota, pool_id, device, host in page
+        ]
+        return pb.ListQuotasResponse(quotas=quotas, next_page_token=token)
+
+    async def ExplainPrefix(self, request: pb.ExplainPrefixRequest, context: Any) -> pb.ExplainPrefixResponse:
+        """Why a prompt is found or not."""
+        match request.WhichOneof("subject"):
+            case "prefix":
+                found = self._manager.explain(convert_admin.prefix(request.prefix), request.group)
+            case "sequence_id":
+                for view in self._manager.sequences():
+                    if view.sequence_id == request.sequence_id:
+                        tenancy.check_sequence(view.sequence_id, view.domain)
+                found = self._manager.explain_sequence(request.sequence_id, request.group)
+            case _:
+                raise InvalidField("subject", "must be a prefix or a sequence_id")
+        return pb.ExplainPrefixResponse(
+            explanations=[convert_admin.explanation(tenancy.explanation_seen(one)) for one in found]
+        )
+
+    async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
+        """What happened in a pool."""
+        pool_id = _required_pool(request.pool_id)
+        meter = tenancy.meter_seen(self._manager.meter(pool_id))
+        since = _begin(request, self._manager.now)
+        tokens = meter.total if since is None else meter.since(since)
+        if not tenancy.sees_all():
+            return convert_admin.stats([], meter, tokens, (0, 0))
+        return convert_admin.stats(self._manager.tiers(pool_id), meter, tokens, self._manager.lease_counts(pool_id))
+
+    async def GetGhostCaches(self, request: pb.GetGhostCachesRequest, context: Any) -> pb.GetGhostCachesResponse:
+        """What other caches would find."""
+        if not request.executor_id:
+            raise InvalidField("executor_id", "must name a registered executor")
+        since = _begin(request, self._manager.now)
+        return convert_admin.ghost_caches(self._manager.ghosts(request.executor_id, since))
+
+    async def DumpState(self, request: pb.DumpStateRequest, context: Any) -> AsyncIterator[pb.DumpStateResponse]:
+        """The state in pieces; all of it at one moment."""
+        lines = await steady(self._state, self._manager.fingerprint)
+        digest = StateDigest()
+        # From the end, and let go of at once: to free all of them together would take long.
+        lines.reverse()
+        while lines:
+            part = lines[: -_DUMP_LINES - 1 : -1]
+            del lines[-_DUMP_LINES:]
+            digest.add(part)
+            yield pb.DumpStateResponse(lines=part)
+            await asyncio.sleep(0)
+        yield pb.DumpStateResponse(state_hash=digest.hexdigest())
+
+    def _state(self) -> Iterable[str]:
+        for part in list(self._manager.state_outline()):
+            yield from (part,) if isinstance(part, str) else part
+
+    async def _run_and_keep(self, method: str, request: Any) -> Any:
+        """What an operator says is in Redis with the answer, if that can be reached: a death must not take it back."""
+        answer = await self._run_in_slices(method, request)
+        await self._store.flush_soon()
+        return answer
+
+    async def ForgetBlocks(self, request: pb.ForgetBlocksRequest, context: Any) -> pb.ForgetBlocksResponse:
+        """Waits for Redis, for a while: the receipt must be true."""
+        receipt: pb.ForgetBlocksResponse = await self._run_in_slices("ForgetBlocks", request)
+        if not request.validate_only:
+            receipt.store_updated = await self._store.flush_soon()
+        return receipt
+
+    async def ListSequences(self, request: pb.ListSequencesRequest, context: Any) -> pb.ListSequencesResponse:
+        """Sequences by handle."""
+        limit = paging.page_limit(request.page_size)
+        after = paging.decode_number("sequences", request.page_token)
+        if request.HasField("salt"):
+            check_id("salt", request.salt)
+        rest = (
+            view
+            for view in self._manager.sequences(after)
+            if tenancy.sees(view.domain)
+            and request.executor_id in ("", view.executor_id)
+            and request.scheduler_id in ("", view.scheduler_id)
+            and (not request.HasField("salt") or (view.domain is not None and view.domain.salt == request.salt))
+        )
+        page, token = paging.cut(rest, limit, "sequences", lambda view: view.sequence_handle)
+        return pb.ListSequencesResponse(sequences=[convert.sequence(view) for view in page], next_page_token=token)
+
+    async def PurgeBlocks(self, request: pb.PurgeBlocksRequest, context: Any) -> Any:
+        """Drops cached blocks."""
+        return await self._run_in_slices("PurgeBlocks", request)
+
+    async def UpdatePool(self, request: pb.UpdatePoolRequest, context: Any) -> Any:
+        """Changes a share."""
+        return await self._run_and_keep("UpdatePool", request)
+
+    async def CreateRetentionRule(self, request: pb.CreateRetentionRuleRequest, context: Any) -> Any:
+        """Makes a rule."""
+        return await self._run_and_keep("CreateRetentionRule", request)
+
+    async def UpdateRetentionRule(self, request: pb.UpdateRetentionRuleRequest, context: Any) -> Any:
+        """Changes a rule."""
+        return await self._run_and_keep("UpdateRetentionRule", request)
+
+    async def DeleteRetentionRule(self, request: pb.DeleteRetentionRuleRequest, context: Any) -> Any:
+        """Deletes a rule."""
+        return await self._run_and_keep("DeleteRetentionRule", request)
+
+    async def SetQuota(self, request: pb.SetQuotaRequest, context: Any) -> Any:
+        """Sets a quota."""
+        return await self._run_and_keep("SetQuota", request)
+
+    async def DeleteQuota(self, request: pb.DeleteQuotaRequest, context: Any) -> Any:
+        """Deletes a quota."""
+        return await self._run_and_keep("DeleteQuota", request)
+
+    async def PinPrefix(self, request: pb.PinPrefixRequest, context: Any) -> Any:
+        """Pins a prefix. Where a tenant asks for it, pins of others do not give way."""
+        if not tenancy.sees_all():
+            trial = pb.PinPrefixRequest()
+            trial.CopyFrom(request)
+            trial.validate_only = True
+            own = {view.name for view in filter(tenancy.sees_hold, self._manager.holds())}
+            if not own.issuperset(self._run("PinPrefix", trial).degraded_hold_names):
+                receipt = pb.RetentionReceipt(
+                    wish="pin", outcome="OUTCOME_REJECTED", reason="the budget for pins is used up"
+                )
+                return pb.PinPrefixResponse(receipt=receipt)
+        return await self._run_and_keep("PinPrefix", request)
+
+    async def ReleaseHold(self, request: pb.ReleaseHoldRequest, context: Any) -> Any:
+        """Ends a hold."""
+        tenancy.check_hold(request.name, self._manager.holds())
+        return await self._run_and_keep("ReleaseHold", request)
+
+
+def _required_pool(pool_id: str) -> str:
+    if not pool_id:
+        raise InvalidField("pool_id", "must name a pool as ListPools gives it")
+    return pool_id
+
+
+def _begin(request: pb.GetStatsRequest | pb.GetGhostCachesRequest, now: float) -> float | None:
+    """When a request's window begins; None without one."""
+    if not request.HasField("window"):
+        return None
+    window = convert.seconds(request.window)
+    if not 0 < window <= MAX_WINDOW_SECONDS:
+        raise InvalidField("window", "must be greater than zero, and at most an hour")
+    return now - window
+
+
+def _in_pool(selected: pb.BlockFilter, pool_id: str) -> BlockFilter:
+    if selected.pool_id not in ("", pool_id):
+        raise InvalidField("filter.pool_id", "must be empty or the pool_id of the request")
+    return replace(convert_admin.block_filter(selected), pool_id=pool_id)
+
+
+def _place(item: tuple[int, BlockView]) -> int:
+    return item[0]
+
+
+async def _keyed(
+    items: Iterable[T], key: Callable[[T], tuple[Any, ...]], kinds: tuple[type, ...], request: Any, listing: str
+) -> tuple[list[T], str]:
+    """A page of a listing in the order of keys: what comes or goes between two pages moves no other item."""
+    limit = paging.page_limit(request.page_size)
+    after = paging.decode_key(listing, request.page_token, *kinds)
+    rest = (item if key(item) > after else None for item in items)
+    return await paging.cut_in_slices(rest, limit, listing, lambda item: json.dumps(key(item)))
+
+
+def _hold_key(view: HoldView) -> tuple[str, int, str]:
+    """By executor, oldest first, by owner."""
+    return view.executor_id, int(view.name.rpartition("-")[2]), view.owner
+
+
+def _rule_key(rule: RetentionRule) -> tuple[int, str]:
+    return rule.order, rule.name
+
+
+def _quota_key(usage: tuple[Quota, str, int, int]) -> tuple[str, str, str]:
+    return *Account(usage[0]).key, usage[1]

@@ -1,0 +1,386 @@
+"""Between messages and the domain's types, one function per message. Nothing is decided here."""
+
+from collections.abc import Iterable
+from datetime import timedelta
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.json_format import MessageToDict
+
+from cachemgr import types as api
+from cachemgr.blocks.block_keys import unpack
+from cachemgr.blocks.events import Event
+from cachemgr.errors import InvalidField
+from cachemgr.operators import types as admin
+from cachemgr.sequences.eviction_policy import PolicyWish
+from protos.kvcache.eviction import Policy, write
+from protos.kvcache.v1 import kvcache_pb2 as pb
+
+# Enum values are given by name, which the generated types take as they take numbers.
+_KINDS = {kind: f"EVENT_KIND_{kind.name}" for kind in api.EventKind}
+TIERS = {tier: f"TIER_{tier.name}" for tier in api.TierKind}
+_TIERS = {pb.Tier.Value(name): tier for tier, name in TIERS.items()}
+_CAUSES = {cause: f"REMOVAL_CAUSE_{cause.name if cause else 'UNSPECIFIED'}" for cause in api.RemovalCause}
+
+
+def duration(seconds: float) -> Duration:
+    """Seconds as a message."""
+    message = Duration()
+    message.FromTimedelta(timedelta(seconds=seconds))
+    return message
+
+
+def seconds(message: Duration) -> float:
+    """A message as seconds, also where it is out of range."""
+    return message.seconds + message.nanos / 1e9
+
+
+def executor_spec(request: pb.RegisterExecutorRequest) -> api.ExecutorSpec:
+    """What an executor announces."""
+    return api.ExecutorSpec(
+        executor_id=request.executor_id,
+        executor_epoch=request.executor_epoch,
+        model=request.model,
+        model_fingerprint=request.model_fingerprint,
+        block_size=request.block_size,
+        pools=[_pool_spec(pool) for pool in request.pools],
+        last_write_steps=[list(pool.last_write_steps) for pool in request.pools],
+        memory_bytes=request.memory_bytes if request.HasField("memory_bytes") else None,
+        plain_rotary=request.plain_rotary,
+        host_generations=[list(pool.host_generations) for pool in request.pools],
+        disk_generations=[list(pool.disk_generations) for pool in request.pools],
+    )
+
+
+def _pool_spec(pool: pb.PoolSpec) -> api.PoolSpec:
+    return api.PoolSpec(
+        group=pool.group,
+        num_blocks=pool.num_blocks,
+        attention_window=pool.attention_window if pool.HasField("attention_window") else None,
+        num_layers=pool.num_layers,
+        num_kv_heads=pool.num_kv_heads,
+        head_dim=pool.head_dim,
+        dtype=pool.dtype,
+        block_bytes=pool.block_bytes,
+        host_blocks=pool.host_blocks,
+        disk_blocks=pool.disk_blocks,
+        share_blocks=pool.share_blocks,
+    )
+
+
+def admit_request(request: pb.AdmitSequenceRequest) -> api.AdmitRequest:
+    """A sequence that wants its blocks."""
+    lowest = tier("lowest_tier", request.lowest_tier)
+    return api.AdmitRequest(
+        sequence_id=request.sequence_id,
+        scheduler_id=request.scheduler_id,
+        scheduler_epoch=request.scheduler_epoch,
+        executor_id=request.executor_id,
+        token_ids=list(request.token_ids),
+        salt=request.salt if request.HasField("salt") else None,
+        adapter_id=request.adapter_id if request.HasField("adapter_id") else None,
+        session_id=request.session_id if request.HasField("session_id") else None,
+        request_id=request.request_id if request.HasField("request_id") else None,
+        num_prompt_tokens=request.num_prompt_tokens if request.HasField("num_prompt_tokens") else None,
+        tenant_id=request.tenant_id if request.HasField("tenant_id") else None,
+        extra_keys=extra_keys(request.extra_keys),
+        retention=_retention(request.retention),
+        hints=hints(request.hints) if request.HasField("hints") else None,
+        eviction_policy=PolicyWish.of(request.eviction_policy) if request.HasField("eviction_policy") else None,
+        no_read=request.no_read,
+        no_store=request.no_store,
+        lowest_tier=api.TierKind.DISK if lowest is None else lowest,
+    )
+
+
+def tier(field: str, number: int) -> api.TierKind | None:
+    """A tier, None when it is not said. Raises InvalidField for a number that is none's."""
+    if number and number not in _TIERS:
+        raise InvalidField(field, "is not a known tier")
+    return _TIERS.get(number)
+
+
+def extra_keys(keys: Iterable[pb.ExtraKey]) -> tuple[api.ExtraKey, ...]:
+    """Content that is no token."""
+    return tuple(api.ExtraKey(key.start, key.length, key.digest) for key in keys)
+
+
+def _retention(config: pb.RetentionConfig) -> api.Retention:
+    has_priority = config.HasField("decode_retention_priority")
+    has_duration = config.HasField("decode_retention_duration")
+    return api.Retention(
+        ranges=tuple(
+            api.RetentionRange(
+                wish.start,
+                wish.end if wish.HasField("end") else None,
+                wish.retention_priority,
+                seconds(wish.retention_duration) if wish.HasField("retention_duration") else None,
+            )
+            for wish in config.ranges
+        ),
+        decode_priority=config.decode_retention_priority if has_priority else None,
+        decode_duration=seconds(config.decode_retention_duration) if has_duration else None,
+    )
+
+
+def admit_response(manager_epoch: int, admission: api.Admission) -> pb.AdmitSequenceResponse:
+    """Answer to an admission."""
+    return pb.AdmitSequenceResponse(
+        manager_epoch=manager_epoch,
+        admitted=admission.admitted,
+        blocks_short=admission.blocks_short,
+        full_account=_account(admission.full_account),
+        sequence_handle=admission.sequence_handle,
+        cached_tokens=admission.cached_tokens,
+        wait_for_handle=admission.wait_for_handle,
+        capacity_tokens=admission.capacity_tokens,
+        block_tables=_tables(admission.block_tables),
+        transfers=transfers(admission.transfers),
+        receipts=[receipt(given) for given in admission.receipts],
+        hint_answers=[hint_answer(answer) for answer in admission.hint_answers],
+        eviction_policy=_eviction_policy(admission.eviction_policy),
+    )
+
+
+def _eviction_policy(policy: Policy | None) -> pb.EvictionPolicy | None:
+    if policy is None:
+        return None
+    message = pb.EvictionPolicy()
+    write(policy, message)
+    return message
+
+
+def _account(key: api.AccountKey | None) -> pb.QuotaAccount | None:
+    if key is None:
+        return None
+    kind, name = key
+    return pb.QuotaAccount(tenant_id=name) if kind == "tenant_id" else pb.QuotaAccount(salt=name)
+
+
+def fork_response(admission: api.Admission) -> pb.ForkSequenceResponse:
+    """Answer to a fork."""
+    return pb.ForkSequenceResponse(
+        admitted=admission.admitted,
+        blocks_short=admission.blocks_short,
+        full_account=_account(admission.full_account),
+        sequence_handle=admission.sequence_handle,
+        cached_tokens=admission.cached_tokens,
+        block_tables=_tables(admission.block_tables),
+        transfers=transfers(admission.transfers),
+    )
+
+
+def extend_response(extension: api.Extension) -> pb.ExtendSequenceResponse:
+    """Answer to an extension."""
+    return pb.ExtendSequenceResponse(
+        extended=extension.extended,
+        blocks_short=extension.blocks_short,
+        new_blocks=_tables(extension.new_blocks),
+        transfers=transfers(extension.transfers),
+        capacity_tokens=extension.capacity_tokens,
+    )
+
+
+def _tables(tables: Iterable[api.Table]) -> list[pb.BlockTable]:
+    return [pb.BlockTable(group=table.group, slots=table.slots) for table in tables]
+
+
+def transfers(opened: Iterable[api.Transfer]) -> list[pb.Transfer]:
+    """Tickets."""
+    return [
+        pb.Transfer(
+            ticket=transfer.ticket,
+            group=transfer.group,
+            source_tier=TIERS[transfer.source_tier],
+            source_slot=transfer.source_slot,
+            target_tier=TIERS[transfer.target_tier],
+            target_slot=transfer.target_slot,
+            num_tokens=transfer.num_tokens,
+            bytes=transfer.num_bytes,
+        )
+        for transfer in opened
+    ]
+
+
+def sync_request(request: pb.SyncSequencesRequest) -> api.SyncRequest:
+    """Progress in columns."""
+    return api.SyncRequest(
+        scheduler_id=request.scheduler_id,
+        scheduler_epoch=request.scheduler_epoch,
+        manager_epoch=request.manager_epoch,
+        sync_number=request.sync_number,
+        step=request.step,
+        handles=list(request.handles),
+        computed_tokens=list(request.computed_tokens),
+        new_token_counts=list(request.new_token_counts),
+        new_token_ids=list(request.new_token_ids),
+        released_handles=list(request.released_handles),
+        trimmed_handles=list(request.trimmed_handles),
+        trimmed_capacity_tokens=list(request.trimmed_capacity_tokens),
+        cancelled_tickets=list(request.cancelled_tickets),
+        evicting_handles=list(request.evicting_handles),
+        moved_handles=list(request.moved_handles),
+        moved_computed_tokens=list(request.moved_computed_tokens),
+    )
+
+
+def sync_response(manager_epoch: int, answer: api.SyncAnswer, lease: Duration) -> pb.SyncSequencesResponse:
+    """What a sync brings back."""
+    return pb.SyncSequencesResponse(
+        manager_epoch=manager_epoch,
+        extended_handles=answer.extended_handles,
+        extended_groups=answer.extended_groups,
+        extended_counts=answer.extended_counts,
+        extended_slots=answer.extended_slots,
+        void_handles=answer.void_handles,
+        unknown_handles=answer.unknown_handles,
+        blocks_short=answer.blocks_short,
+        free_blocks=answer.free_blocks,
+        total_blocks=answer.total_blocks,
+        transfers=transfers(answer.transfers),
+        lease_duration=lease,
+        evicting_handles=answer.evicting_handles,
+        evicting_counts=answer.evicting_counts,
+        evicting_slots=answer.evicting_slots,
+    )
+
+
+def pool(view: api.PoolView) -> pb.Pool:
+    """A pool with its counters."""
+    spec = view.spec
+    return pb.Pool(
+        pool_id=view.pool_id,
+        spec=pb.PoolSpec(
+            group=spec.group,
+            num_blocks=spec.num_blocks,
+            attention_window=spec.attention_window,
+            num_layers=spec.num_layers,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            dtype=spec.dtype,
+            block_bytes=spec.block_bytes,
+            host_blocks=spec.host_blocks,
+            disk_blocks=spec.disk_blocks,
+            share_blocks=spec.share_blocks,
+        ),
+        block_size=view.block_size,
+        total_blocks=view.total_blocks,
+        free_blocks=view.free_blocks,
+        used_blocks=view.used_blocks,
+        cached_blocks=view.cached_blocks,
+        evicted_blocks=view.evicted_blocks,
+        queried_tokens=view.queried_tokens,
+        hit_tokens=view.hit_tokens,
+        lower_tiers=[
+            pb.TierUsage(
+                tier=TIERS[usage.tier],
+                total_blocks=usage.total_blocks,
+                free_blocks=usage.free_blocks,
+                used_blocks=usage.used_blocks,
+                cached_blocks=usage.cached_blocks,
+            )
+            for usage in view.lower_tiers
+        ],
+        etag=view.etag,
+    )
+
+
+def block(view: api.BlockView, *, token_ids: bool = False) -> pb.Block:
+    """A block, with its token ids only where they were asked for."""
+    return pb.Block(
+        pool_id=view.pool_id,
+        slot=view.slot,
+        tier=TIERS[view.tier],
+        key=view.key,
+        parent_key=view.parent_key,
+        num_tokens=view.num_tokens,
+        references=view.references,
+        retention_priority=view.priority,
+        depth=view.depth,
+        salt=None if view.domain is None else view.domain.salt,
+        adapter_id=None if view.domain is None else view.domain.adapter_id,
+        tenant_id=None if view.domain is None else view.domain.tenant_id,
+        session_id=None if view.domain is None else view.domain.session_id,
+        token_ids=unpack(view.tokens) if token_ids else (),
+    )
+
+
+def sequence(view: api.SequenceView) -> pb.Sequence:
+    """A live sequence."""
+    return pb.Sequence(
+        sequence_id=view.sequence_id,
+        sequence_handle=view.sequence_handle,
+        scheduler_id=view.scheduler_id,
+        executor_id=view.executor_id,
+        num_tokens=view.num_tokens,
+        computed_tokens=view.computed_tokens,
+        cached_tokens=view.cached_tokens,
+        capacity_tokens=view.capacity_tokens,
+        num_blocks=view.num_blocks,
+        salt=None if view.domain is None else view.domain.salt,
+        tenant_id=None if view.domain is None else view.domain.tenant_id,
+        session_id=None if view.domain is None else view.domain.session_id,
+        eviction_policy=_eviction_policy(view.eviction_policy),
+        evicting=view.evicting,
+    )
+
+
+def lease(view: api.LeaseView) -> pb.Lease:
+    """A lease."""
+    return pb.Lease(
+        holder=view.holder,
+        retention_priority=view.priority,
+        remaining_duration=None if view.remaining is None else duration(view.remaining),
+    )
+
+
+def event(happened: Event, *, snapshot: bool, token_ids: bool = False) -> pb.Event:
+    """An event."""
+    created = happened.kind is api.EventKind.CREATED
+    return pb.Event(
+        event_number=happened.number,
+        snapshot=snapshot,
+        kind=_KINDS[happened.kind],
+        block=pb.Block(pool_id=happened.block.pool_id) if created else block(happened.block, token_ids=token_ids),
+        removal_cause=_CAUSES[happened.cause],
+        lease=None if happened.lease is None else lease(happened.lease),
+        for_sequence_id=happened.for_sequence_id,
+    )
+
+
+def receipt(given: api.Receipt) -> pb.RetentionReceipt:
+    """Answer to a wish."""
+    return pb.RetentionReceipt(
+        wish=given.wish,
+        outcome=f"OUTCOME_{given.outcome.name}",
+        reason=given.reason,
+        retention_priority=given.priority,
+        retention_duration=None if given.duration is None else duration(given.duration),
+        num_blocks=given.num_blocks,
+    )
+
+
+def hints(message: pb.KvHints) -> admin.Hints:
+    """The envelope. Raises InvalidField for a payload that is no JSON."""
+    return admin.Hints(
+        message.protocol_version,
+        message.message_id,
+        tuple(_action(action, f"hints.actions[{index}]") for index, action in enumerate(message.actions)),
+    )
+
+
+def _action(message: pb.HintAction, path: str) -> admin.HintAction:
+    try:
+        payload = MessageToDict(message.payload)
+    except ValueError as error:
+        raise InvalidField(f"{path}.payload", "must not have numbers that JSON does not have") from error
+    return admin.HintAction(message.action_id, message.action_type, message.action_version, payload)
+
+
+def hint_answer(answer: admin.HintAnswer) -> pb.HintAnswer:
+    """Answer to one hint."""
+    return pb.HintAnswer(
+        action_id=answer.action_id,
+        outcome=f"HINT_OUTCOME_{answer.outcome.name}",
+        detail=answer.detail,
+        num_blocks=answer.num_blocks,
+    )

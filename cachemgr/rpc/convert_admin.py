@@ -1,0 +1,324 @@
+"""Between the operators' messages and the domain's types, one function per message. Nothing is decided here."""
+
+from cachemgr import types as api
+from cachemgr.blocks.tier import Tier
+from cachemgr.operators import types as admin
+from cachemgr.operators.pins import Pinned
+from cachemgr.rpc.convert import TIERS, block, duration, extra_keys, lease, receipt, seconds, tier
+from cachemgr.sequences.eviction_policy import PolicyWish
+from cachemgr.telemetry.counters import TokenCount, TokenMeter
+from cachemgr.telemetry.ghost_cache import GhostReport
+from protos.kvcache.v1 import kvcache_pb2 as pb
+
+_CAUSES = {cause: f"REMOVAL_CAUSE_{cause.name if cause else 'UNSPECIFIED'}" for cause in api.RemovalCause}
+_REASONS = {reason: f"MISS_REASON_{reason.name if reason else 'UNSPECIFIED'}" for reason in admin.MissReason}
+
+
+def prefix(selector: pb.PrefixSelector) -> admin.Prefix:
+    """A prompt in one domain of sharing."""
+    return admin.Prefix(
+        tuple(selector.token_ids),
+        selector.executor_id,
+        selector.salt if selector.HasField("salt") else None,
+        selector.adapter_id if selector.HasField("adapter_id") else None,
+        extra_keys(selector.extra_keys),
+    )
+
+
+def block_filter(selected: pb.BlockFilter) -> admin.BlockFilter:
+    """Which blocks an operator means. Raises InvalidField for a tier that is none."""
+    has_priority = selected.HasField("max_retention_priority")
+    return admin.BlockFilter(
+        pool_id=selected.pool_id,
+        salt=selected.salt if selected.HasField("salt") else None,
+        max_priority=selected.max_retention_priority if has_priority else None,
+        session_id=selected.session_id if selected.HasField("session_id") else None,
+        tenant_id=selected.tenant_id if selected.HasField("tenant_id") else None,
+        adapter_id=selected.adapter_id if selected.HasField("adapter_id") else None,
+        tier=tier("filter.tier", selected.tier),
+        prefix=prefix(selected.prefix) if selected.HasField("prefix") else None,
+    )
+
+
+def forget_target(request: pb.ForgetBlocksRequest) -> admin.ForgetTarget:
+    """What is to be forgotten."""
+    target = request.WhichOneof("target")
+    return admin.ForgetTarget(
+        salt=request.salt if target == "salt" else None,
+        session_id=request.session_id if target == "session_id" else None,
+        prefix=prefix(request.prefix) if target == "prefix" else None,
+    )
+
+
+def forgotten(receipt: admin.Forgotten) -> pb.ForgetBlocksResponse:
+    """The receipt."""
+    return pb.ForgetBlocksResponse(
+        removed=_tier_counts(receipt.removed),
+        used_blocks=receipt.used_blocks,
+        shared_blocks=receipt.shared_blocks,
+        zeroing_blocks=receipt.zeroing_blocks,
+    )
+
+
+def _tier_counts(counts: dict[api.TierKind, int]) -> list[pb.TierCount]:
+    return [pb.TierCount(tier=TIERS[tier], num_blocks=count) for tier, count in sorted(counts.items())]
+
+
+def rule(message: pb.RetentionRule) -> admin.RetentionRule:
+    """A rule."""
+    match, action = message.match, message.action
+    floor = action.offload_min_priority if action.HasField("offload_min_priority") else None
+    return admin.RetentionRule(
+        name=message.name,
+        order=message.order,
+        match=admin.RuleMatch(
+            salt=match.salt if match.HasField("salt") else None,
+            tenant_id=match.tenant_id if match.HasField("tenant_id") else None,
+            adapter_id=match.adapter_id if match.HasField("adapter_id") else None,
+            prefix_token_ids=tuple(match.prefix_token_ids),
+            start=match.start,
+            end=match.end if match.HasField("end") else None,
+        ),
+        action=admin.RuleAction(
+            priority=action.retention_priority if action.HasField("retention_priority") else None,
+            duration=seconds(action.retention_duration) if action.HasField("retention_duration") else None,
+            pin_duration=seconds(action.pin_duration) if action.HasField("pin_duration") else None,
+            no_store=action.no_store,
+            offload_min_priority=floor,
+            eviction_policy=PolicyWish.of(action.eviction_policy) if action.HasField("eviction_policy") else None,
+        ),
+        etag=message.etag,
+    )
+
+
+def rule_message(spec: admin.RetentionRule) -> pb.RetentionRule:
+    """A rule as a message."""
+    match, action = spec.match, spec.action
+    return pb.RetentionRule(
+        name=spec.name,
+        etag=spec.etag,
+        order=spec.order,
+        match=pb.RuleMatch(
+            salt=match.salt,
+            tenant_id=match.tenant_id,
+            adapter_id=match.adapter_id,
+            prefix_token_ids=match.prefix_token_ids,
+            start=match.start or None,
+            end=match.end,
+        ),
+        action=pb.RuleAction(
+            retention_priority=action.priority,
+            retention_duration=None if action.duration is None else duration(action.duration),
+            pin_duration=None if action.pin_duration is None else duration(action.pin_duration),
+            no_store=action.no_store,
+            offload_min_priority=action.offload_min_priority,
+            eviction_policy=None if action.eviction_policy is None else action.eviction_policy.message(),
+        ),
+    )
+
+
+def quota(message: pb.Quota) -> admin.Quota:
+    """A quota."""
+    account = message.WhichOneof("account")
+    device, host = message.HasField("device_ceiling_blocks"), message.HasField("host_ceiling_blocks")
+    return admin.Quota(
+        tenant_id=message.tenant_id if account == "tenant_id" else None,
+        salt=message.salt if account == "salt" else None,
+        device_floor=message.device_floor_blocks,
+        device_ceiling=message.device_ceiling_blocks if device else None,
+        host_floor=message.host_floor_blocks,
+        host_ceiling=message.host_ceiling_blocks if host else None,
+    )
+
+
+def account(request: pb.DeleteQuotaRequest) -> admin.Quota:
+    """Whose quota."""
+    which = request.WhichOneof("account")
+    return admin.Quota(
+        tenant_id=request.tenant_id if which == "tenant_id" else None, salt=request.salt if which == "salt" else None
+    )
+
+
+def quota_message(spec: admin.Quota) -> pb.Quota:
+    """A quota as a message."""
+    return pb.Quota(
+        tenant_id=spec.tenant_id,
+        salt=spec.salt,
+        device_floor_blocks=spec.device_floor,
+        device_ceiling_blocks=spec.device_ceiling,
+        host_floor_blocks=spec.host_floor,
+        host_ceiling_blocks=spec.host_ceiling,
+    )
+
+
+def share(message: pb.PoolShare) -> admin.PoolShare:
+    """An operator's share of a pool."""
+    return admin.PoolShare(message.pool_id, message.total_blocks, message.num_blocks, message.share_number)
+
+
+def share_message(share: admin.PoolShare) -> pb.PoolShare:
+    """An operator's share of a pool as a message."""
+    return pb.PoolShare(
+        pool_id=share.pool_id,
+        total_blocks=share.total_blocks,
+        num_blocks=share.num_blocks,
+        share_number=share.number,
+    )
+
+
+def pinned(found: list[Pinned]) -> pb.PinPrefixResponse:
+    """Answer for all executors: what the one that pinned most says, with all names."""
+    best = max(found, key=lambda one: one.receipt.num_blocks, default=None)
+    if best is None:
+        return pb.PinPrefixResponse(
+            receipt=pb.RetentionReceipt(wish="pin", outcome="OUTCOME_REJECTED", reason="no executor is registered")
+        )
+    return pb.PinPrefixResponse(
+        hold_name=best.name,
+        hold_names=[one.name for one in found if one.name],
+        receipt=receipt(best.receipt),
+        degraded_hold_names=[name for one in found for name in one.degraded],
+    )
+
+
+def hold(view: admin.HoldView) -> pb.Hold:
+    """A hold."""
+    return pb.Hold(
+        name=view.name,
+        pin=view.pin,
+        owner=view.owner,
+        remaining_duration=duration(view.remaining),
+        executor_id=view.executor_id,
+        num_blocks=view.num_blocks,
+    )
+
+
+def block_lease(view: api.BlockView, held: api.LeaseView) -> pb.BlockLease:
+    """A lease and its block."""
+    return pb.BlockLease(block=block(view), lease=lease(held))
+
+
+def cached_prefix(view: admin.PrefixView) -> pb.CachedPrefix:
+    """A cached chain."""
+    return pb.CachedPrefix(
+        last_block=block(view.last_block),
+        num_tokens=view.num_tokens,
+        blocks=_tier_counts(view.blocks),
+        min_retention_priority=view.min_priority,
+    )
+
+
+def explanation(found: admin.Explanation) -> pb.Explanation:
+    """What an executor knows of a prompt."""
+    lost = found.removal
+    return pb.Explanation(
+        executor_id=found.executor_id,
+        cached_tokens=found.cached_tokens,
+        blocks=[
+            pb.ExplainedBlock(block=block(view), leases=[lease(one) for one in leases], last_hit_age=duration(age))
+            for view, leases, age in found.blocks
+        ],
+        miss_reason=_REASONS[found.miss_reason],
+        removal=None
+        if lost is None
+        else pb.Removal(
+            cause=_CAUSES[lost.cause],
+            age=duration(found.removal_age),
+            for_sequence_id=lost.for_sequence_id,
+            retention_priority=lost.priority,
+        ),
+    )
+
+
+def stats(tiers: list[Tier], meter: TokenMeter, tokens: TokenCount, leases: tuple[int, int]) -> pb.GetStatsResponse:
+    """What happened in a pool."""
+    salts = sorted(meter.salts.items(), key=lambda item: -item[1].queried)
+    per_salt = [pb.SaltStats(salt=salt, tokens=_tokens(count)) for salt, count in salts]
+    if meter.others.queried:
+        per_salt.append(pb.SaltStats(others=True, tokens=_tokens(meter.others)))
+    return pb.GetStatsResponse(
+        tiers=[_tier_stats(tier) for tier in tiers],
+        tokens=_tokens(tokens),
+        salts=per_salt,
+        honoured_leases=leases[0],
+        broken_leases=leases[1],
+    )
+
+
+def ghost_caches(found: tuple[GhostReport, api.PoolView] | None) -> pb.GetGhostCachesResponse:
+    """What other caches would find."""
+    if found is None:
+        return pb.GetGhostCachesResponse()
+    report, pool = found
+    return pb.GetGhostCachesResponse(
+        caches=[
+            pb.GhostCache(
+                policy=f"GHOST_POLICY_{one.policy.name}",
+                total_blocks=one.total_blocks,
+                hit_blocks=one.hit_blocks,
+                hit_tokens=one.hit_tokens,
+            )
+            for one in report.caches
+        ],
+        tokens=_tokens(TokenCount(report.queried_tokens, report.hit_tokens)),
+        queried_blocks=report.queried_blocks,
+        device_blocks=pool.total_blocks,
+        tier_blocks=pool.total_blocks + sum(tier.total_blocks for tier in pool.lower_tiers if tier.tier),
+        sample_rate=report.sample_rate,
+    )
+
+
+def _tokens(count: TokenCount) -> pb.TokenStats:
+    return pb.TokenStats(queried_tokens=count.queried, hit_tokens=count.hit)
+
+
+def _tier_stats(tier: Tier) -> pb.TierStats:
+    counters = tier.counters
+    return pb.TierStats(
+        tier=TIERS[tier.kind],
+        total_blocks=tier.total,
+        free_blocks=tier.free,
+        used_blocks=tier.used,
+        cached_blocks=tier.cached,
+        evictable_blocks=sum(order.size for order in tier.orders()),
+        allocated_blocks=counters.allocated,
+        removed=[
+            pb.CauseCount(cause=_CAUSES[cause], num_blocks=counters.removed[cause])
+            for cause in api.RemovalCause
+            if counters.removed[cause]
+        ],
+        offloaded_blocks=counters.offloaded,
+        onboarded_blocks=counters.onboarded,
+        copied_bytes=counters.copied_bytes,
+        failed_copies=counters.failed_copies,
+        mean_reuse_gap=duration(max(0.0, counters.mean_reuse_gap)),
+    )
+
+
+def preview(found: admin.Preview) -> pb.PreviewAdmissionResponse:
+    """What an admission would do."""
+    return pb.PreviewAdmissionResponse(
+        admitted=found.admitted,
+        blocks_short=found.blocks_short,
+        cached_tokens=found.cached_tokens,
+        estimates=[estimate(one) for one in found.estimates],
+        evictions=[
+            pb.PredictedEviction(
+                group=one.group,
+                retention_priority=one.priority,
+                num_blocks=one.num_blocks,
+                offloaded_blocks=one.offloaded,
+            )
+            for one in found.evictions
+        ],
+    )
+
+
+def estimate(found: admin.BlockEstimate) -> pb.BlockEstimate:
+    """Blocks of a sequence in one group."""
+    return pb.BlockEstimate(
+        group=found.group,
+        reusable_blocks=found.reusable,
+        next_step_blocks=found.next_step,
+        completion_blocks=found.completion,
+    )

@@ -1,0 +1,83 @@
+"""Pages of a listing: sizes within bounds, and tokens that say behind which item the next page begins."""
+
+import base64
+import binascii
+import json
+import sys
+from collections.abc import Callable, Iterable
+from itertools import islice
+from typing import Any, TypeVar
+
+from cachemgr.rpc.slices import sliced
+from protos.rpc.errors import InvalidField
+
+DEFAULT_SIZE = 50
+MAX_SIZE = 1000
+
+T = TypeVar("T")
+
+
+def page_limit(page_size: int) -> int:
+    """Items of a page: 0 means 50, more than 1000 means 1000. Raises InvalidField for a negative size."""
+    if page_size < 0:
+        raise InvalidField("page_size", "must not be negative")
+    return min(page_size or DEFAULT_SIZE, MAX_SIZE)
+
+
+def encode_token(listing: str, cursor: str) -> str:
+    """A token for one listing; opaque to clients."""
+    return base64.urlsafe_b64encode(f"{listing}:{cursor}".encode()).decode()
+
+
+def decode_token(listing: str, token: str) -> str:
+    """The cursor in a token, empty for an empty one. Raises InvalidField for a token that this listing did not give."""
+    if not token:
+        return ""
+    try:
+        given_by, colon, cursor = base64.urlsafe_b64decode(token.encode()).decode().partition(":")
+    except (binascii.Error, ValueError) as error:
+        raise InvalidField("page_token", "is not one that this method gave") from error
+    if given_by != listing or not colon or not cursor:
+        raise InvalidField("page_token", "is not one that this method gave")
+    return cursor
+
+
+def decode_number(listing: str, token: str) -> int:
+    """As `decode_token`, for listings in the order of a number; 0 for an empty token."""
+    cursor = decode_token(listing, token) or "0"
+    # Longer ones are not even read: Python refuses to.
+    if not cursor.isdecimal() or len(cursor) > len(str(sys.maxsize)) or int(cursor) > sys.maxsize:
+        raise InvalidField("page_token", "is not one that this method gave")
+    return int(cursor)
+
+
+def decode_key(listing: str, token: str, *kinds: type) -> tuple[Any, ...]:
+    """As `decode_token`, for listings in the order of several values of these types; () for an empty token."""
+    cursor = decode_token(listing, token) or "[]"
+    try:
+        key = json.loads(cursor)
+    except (ValueError, RecursionError) as error:
+        raise InvalidField("page_token", "is not one that this method gave") from error
+    if not isinstance(key, list) or (key and [type(value) for value in key] != list(kinds)):
+        raise InvalidField("page_token", "is not one that this method gave")
+    return tuple(key)
+
+
+async def cut_in_slices(
+    items: Iterable[T | None], limit: int, listing: str, cursor: Callable[[T], object]
+) -> tuple[list[T], str]:
+    """As `cut`, for a long search: others are served meanwhile. None stands for what the search passes over."""
+    found: list[T] = []
+    async for part in sliced(items):
+        found += [item for item in part if item is not None]
+        if len(found) > limit:
+            break
+    return cut(found, limit, listing, cursor)
+
+
+def cut(items: Iterable[T], limit: int, listing: str, cursor: Callable[[T], object]) -> tuple[list[T], str]:
+    """The first `limit` items and the token of the next page, empty when nothing is left."""
+    found = list(islice(items, limit + 1))
+    if len(found) <= limit:
+        return found, ""
+    return found[:limit], encode_token(listing, str(cursor(found[limit - 1])))

@@ -1,0 +1,211 @@
+"""What an operator whose token has a tenant may ask for, and see of the answers; without one all of it."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from cachemgr.blocks.block_keys import Domain
+from cachemgr.errors import InvalidField, UnknownHoldError, UnknownRuleError, UnknownSequenceError
+from cachemgr.operators.types import Explanation, HoldView, MissReason, Quota, RetentionRule
+from cachemgr.telemetry.counters import TokenCount, TokenMeter
+from protos.kvcache.v1 import kvcache_pb2 as pb
+from protos.rpc.identity import Identity, PermissionDeniedError, Role, current
+
+
+def check(method: str, request: Any) -> None:
+    """Refuses what is about others, before the call is served, whether there is such a thing or not.
+
+    Raises PermissionDeniedError, InvalidField.
+    """
+    identity = current()
+    if identity is None:
+        return
+    if identity.role is not Role.OPERATOR and getattr(request, "include_token_ids", False):
+        raise PermissionDeniedError(
+            "prompts are for operators only", fields={"include_token_ids": "needs the role operator"}
+        )
+    if not identity.tenant:
+        return
+    name = method.rpartition("/")[2]
+    if name not in _CHECKS:
+        # How the cache is divided between tenants is for those who see all of them.
+        raise PermissionDeniedError("this method is about all tenants, and the token about one")
+    _CHECKS[name](identity, request)
+
+
+def check_ids(_method: str, request: Any) -> None:
+    """Refuses an executor or a scheduler that speaks as another one. Raises PermissionDeniedError."""
+    identity = current()
+    if identity is None or not identity.ids:
+        return
+    field = f"{identity.role}_id"
+    for path, message in _named(request):
+        if field in message.DESCRIPTOR.fields_by_name:
+            identity.check_id(getattr(message, field), path + field)
+
+
+def _named(request: Any) -> Iterable[tuple[str, Any]]:
+    """The messages of a request that may say whose call it is, with their paths."""
+    yield "", request
+    if isinstance(request, pb.PreviewAdmissionRequest):
+        yield "admission.", request.admission
+    if isinstance(request, pb.AdmitSequencesRequest):
+        yield from ((f"admissions[{index}].", admission) for index, admission in enumerate(request.admissions))
+
+
+def _nothing(_identity: Identity, _request: Any) -> None:
+    """All that such a request can name is its own answer's filter."""
+
+
+def _check_name(identity: Identity, message: Any, field: str, path: str) -> None:
+    if message.HasField(field) and not identity.owns(getattr(message, field)):
+        raise _foreign(identity, path + field)
+
+
+def _foreign(identity: Identity, path: str) -> PermissionDeniedError:
+    return PermissionDeniedError(
+        f"{path} must be of the token's tenant",
+        fields={path: f'must be "{identity.tenant}" or begin with "{identity.tenant}/"'},
+    )
+
+
+def _check_prefix(identity: Identity, prefix: pb.PrefixSelector, path: str) -> None:
+    if not prefix.HasField("salt") or not identity.owns(prefix.salt):
+        raise _foreign(identity, f"{path}.salt")
+
+
+def _check_salt(identity: Identity, request: Any) -> None:
+    _check_name(identity, request, "salt", "")
+
+
+def _check_filter(identity: Identity, request: Any) -> None:
+    _check_name(identity, request.filter, "salt", "filter.")
+    _check_name(identity, request.filter, "session_id", "filter.")
+    _check_name(identity, request.filter, "tenant_id", "filter.")
+    if request.filter.HasField("prefix"):
+        _check_prefix(identity, request.filter.prefix, "filter.prefix")
+
+
+def _check_purge(identity: Identity, request: pb.PurgeBlocksRequest) -> None:
+    _check_filter(identity, request)
+    if not request.filter.HasField("salt"):
+        raise _foreign(identity, "filter.salt")
+
+
+def _check_forget(identity: Identity, request: pb.ForgetBlocksRequest) -> None:
+    if request.HasField("prefix"):
+        _check_prefix(identity, request.prefix, "prefix")
+    _check_name(identity, request, "salt", "")
+    _check_name(identity, request, "session_id", "")
+
+
+def _check_explain(identity: Identity, request: pb.ExplainPrefixRequest) -> None:
+    if request.HasField("prefix"):
+        _check_prefix(identity, request.prefix, "prefix")
+
+
+def _check_pin(identity: Identity, request: pb.PinPrefixRequest) -> None:
+    _check_prefix(identity, request.prefix, "prefix")
+
+
+def _check_stats(_identity: Identity, request: pb.GetStatsRequest) -> None:
+    if request.HasField("window"):
+        raise InvalidField("window", "is known for all tenants together only")
+
+
+_CHECKS: Mapping[str, Callable[[Identity, Any], None]] = {
+    "ListPools": _nothing,
+    "GetPool": _nothing,
+    "GetStats": _check_stats,
+    "ListBlocks": _check_filter,
+    "ListPrefixes": _check_filter,
+    "ListSequences": _check_salt,
+    "ListLeases": _nothing,
+    "ListHolds": _nothing,
+    "ReleaseHold": _nothing,
+    "PinPrefix": _check_pin,
+    "ExplainPrefix": _check_explain,
+    "PurgeBlocks": _check_purge,
+    "ForgetBlocks": _check_forget,
+    "GetRetentionRule": _nothing,
+    "ListRetentionRules": _nothing,
+    "ListQuotas": _nothing,
+    "WatchEvents": _check_salt,
+}
+
+
+def sees_all() -> bool:
+    """Whether the caller is about no single tenant."""
+    identity = current()
+    return identity is None or not identity.tenant
+
+
+def sees(domain: Domain | None) -> bool:
+    """Whether the caller may see what lies in a domain of sharing."""
+    return sees_all() or (domain is not None and _owns(domain.salt))
+
+
+def _owns(salt: str | None) -> bool:
+    identity = current()
+    return identity is None or identity.owns(salt)
+
+
+def sees_account(account: Quota) -> bool:
+    """Whether a quota is the caller's."""
+    return _owns(account.tenant_id if account.tenant_id is not None else account.salt)
+
+
+def sees_rule(rule: RetentionRule) -> bool:
+    """Whether a rule is about the caller's requests only."""
+    return sees_all() or any(_owns(name) for name in (rule.match.salt, rule.match.tenant_id))
+
+
+def rule_seen(rule: RetentionRule) -> RetentionRule:
+    """The rule. Raises UnknownRuleError as if there were none, where there is one of others."""
+    if not sees_rule(rule):
+        raise UnknownRuleError(f"no rule {rule.name}", fields={"name": "is not known"})
+    return rule
+
+
+def sees_hold(hold: HoldView) -> bool:
+    """Whether a hold is of the caller's blocks."""
+    return _owns(hold.salt)
+
+
+def check_hold(name: str, holds: Iterable[HoldView]) -> None:
+    """Raises UnknownHoldError as if there were none, where a hold is of others."""
+    if not any(hold.name == name and sees_hold(hold) for hold in holds):
+        raise UnknownHoldError(f"no hold {name}", fields={"name": "is not known"})
+
+
+def check_sequence(sequence_id: str, domain: Domain | None) -> None:
+    """Raises UnknownSequenceError as if there were none, where a sequence is of others."""
+    if not sees(domain):
+        raise UnknownSequenceError(f"no sequence {sequence_id}", fields={"sequence_id": "is not known"})
+
+
+def explanation_seen(found: Explanation) -> Explanation:
+    """An explanation that says nothing of others' prompts."""
+    if not sees_all():
+        if found.miss_reason is MissReason.OTHER_SALT:
+            found.miss_reason = MissReason.NEVER_STORED
+        if found.removal is not None:
+            found.removal = found.removal._replace(for_sequence_id="")
+    return found
+
+
+def pool_seen(pool: pb.Pool) -> pb.Pool:
+    """A pool without what all tenants together do in it."""
+    if sees_all():
+        return pool
+    return pb.Pool(pool_id=pool.pool_id, spec=pool.spec, block_size=pool.block_size, total_blocks=pool.total_blocks)
+
+
+def meter_seen(meter: TokenMeter) -> TokenMeter:
+    """What the caller's salts looked up."""
+    if sees_all():
+        return meter
+    seen = TokenMeter()
+    seen.salts = {salt: count for salt, count in meter.salts.items() if _owns(salt)}
+    counts = seen.salts.values()
+    seen.total = TokenCount(sum(count.queried for count in counts), sum(count.hit for count in counts))
+    return seen

@@ -1,0 +1,373 @@
+"""Matching, claiming and allocating for one sequence, in one go."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+
+from cachemgr.blocks.block import Block
+from cachemgr.blocks.block_keys import cut_extra_keys
+from cachemgr.blocks.block_pool import Pool
+from cachemgr.blocks.tier import Account, account_of
+from cachemgr.errors import InvalidField, SequenceTooLongError, WindowPassedError
+from cachemgr.operators.types import Preview
+from cachemgr.retention.priority import Wishes
+from cachemgr.retention.rules import RuleBook
+from cachemgr.sequences import estimates
+from cachemgr.sequences import prefix_match as matching
+from cachemgr.sequences.admission_request import content, holder, wished
+from cachemgr.sequences.clients import Executor, Scheduler
+from cachemgr.sequences.commit import promise
+from cachemgr.sequences.eviction_forecast import evictions
+from cachemgr.sequences.eviction_policy import Eviction, resolve
+from cachemgr.sequences.prefix_match import Match, Partial
+from cachemgr.sequences.sequence import GroupTable, Sequence, blocks_for, first_needed
+from cachemgr.types import Admission, AdmitRequest, ManagerConfig, Receipt, TierKind
+from protos.kvcache.eviction import Policy
+
+
+def watermark(pool: Pool, config: ManagerConfig) -> int:
+    """Blocks of a pool that are left free for sequences that run already."""
+    return int(pool.device.total * config.free_watermark)
+
+
+def check_length(executor: Executor, tokens: int, field: str) -> None:
+    """Raises SequenceTooLongError when so many tokens can never fit."""
+    blocks = _least_blocks(executor)
+    if blocks_for(tokens, executor.block_size) > blocks:
+        text = f"{tokens} tokens do not fit into {blocks} blocks of {executor.block_size}"
+        raise SequenceTooLongError(text, fields={field: f"must be at most {blocks * executor.block_size} tokens"})
+
+
+def _least_blocks(executor: Executor) -> int:
+    return min(pool.device.total for pool in executor.pools)
+
+
+def _check_size(sequence: Sequence, max_new_tokens: int = 0) -> None:
+    """Raises SequenceTooLongError when a new sequence can never have the blocks that it needs at once."""
+    executor, known, eviction = sequence.executor, len(sequence.tokens), sequence.eviction
+    if eviction is None:
+        check_length(executor, known, "token_ids")
+        check_length(executor, known + max_new_tokens, "max_new_tokens")
+        return
+    check_length(executor, eviction.usable(known), "token_ids")
+    blocks = _least_blocks(executor)
+    for tokens, field in ((eviction.past_first(known), "eviction_policy"), (known + max_new_tokens, "max_new_tokens")):
+        peak = sequence.peak_blocks(tokens)
+        if peak > blocks:
+            text = f"to evict tokens it needs {peak} blocks at once, there are {blocks}"
+            raise SequenceTooLongError(text, fields={field: f"takes {peak} blocks, at most {blocks} can be had"})
+
+
+def _lowest_tier(request: AdmitRequest, sequence: Sequence) -> TierKind | None:
+    """Down to where it uses what is cached; None when it uses nothing.
+
+    That is so where only a table of its own blocks leaves room to evict.
+    """
+    eviction = sequence.eviction
+    if request.no_read:
+        return None
+    if eviction is not None:
+        past = eviction.past_first(len(sequence.tokens))
+        if eviction.peak_blocks(past, sequence.block_size, no_store=False) > _least_blocks(sequence.executor):
+            return None
+    return request.lowest_tier
+
+
+class GroupPlan:
+    """What an admission uses in one group: matched blocks, and `fresh` slots beside those that are on the device.
+
+    `matched` are those in all tiers, `here` those on the device, and `idle` those of them that nothing refers to yet.
+    """
+
+    __slots__ = ("fresh", "here", "idle", "matched", "pool")
+
+    def __init__(self, pool: Pool, match: Match, group: int, needed: int) -> None:
+        blocks, sources = match.blocks[group], match.sources[group : group + 1]
+        self.pool = pool
+        self.matched = [block for block in (*blocks, *sources) if block is not None]
+        self.here = [block for block in self.matched if pool.is_on_device(block)]
+        self.idle = [block for block in self.here if not block.refs]
+        fetched = sum(block is not None and not pool.is_on_device(block) for block in blocks)
+        self.fresh = needed - len(blocks) + fetched - (match.in_place and bool(sources))
+
+    def spare(self, account: Account | None, config: ManagerConfig, *, within_ceiling: bool = True) -> int:
+        """Free slots that the admission leaves above the watermark; negative when slots are missing."""
+        device = self.pool.device
+        free = device.free_for(account, claimed=self.idle, within_ceiling=within_ceiling)
+        return free - self.fresh - watermark(self.pool, config)
+
+    def check_ceiling(self, account: Account | None) -> None:
+        """Raises SequenceTooLongError when a quota does not allow so many slots, whatever else ends."""
+        own = sum(account_of(block) is account for block in self.here)
+        self.pool.device.check_ceiling(account, own + self.fresh)
+
+
+class Plan:
+    """The decision about an admission: `preview` tells it and `admit` carries it out as it is.
+
+    Making it changes nothing. Each table gets `needed` blocks for the known tokens and `ahead` behind them; `short`
+    blocks are missing over all groups.
+    """
+
+    __slots__ = ("ahead", "groups", "match", "needed", "short")
+
+    def __init__(self, sequence: Sequence, match: Match, needed: int, blocks_ahead: int, config: ManagerConfig) -> None:
+        self.match = match
+        self.needed = needed
+        self.groups = [GroupPlan(pool, match, group, needed) for group, pool in enumerate(sequence.executor.pools)]
+        spare = [group.spare(sequence.domain.account, config) for group in self.groups]
+        self.short = self._short(sequence, spare, config)
+        self.ahead = max(0, min(blocks_ahead, *spare))
+
+    def short_in_all(self, sequence: Sequence, config: ManagerConfig) -> int:
+        """Blocks that would be missing without a ceiling, too."""
+        account = sequence.domain.account
+        spare = [group.spare(account, config, within_ceiling=False) for group in self.groups]
+        return self._short(sequence, spare, config)
+
+    def _short(self, sequence: Sequence, spare: list[int], config: ManagerConfig) -> int:
+        """Missing blocks. A sequence that is alone on its executor may go below the watermark."""
+        alone = not sequence.executor.sequences
+        return sum(
+            max(0, -free - (watermark(group.pool, config) if alone else 0))
+            for group, free in zip(self.groups, spare, strict=True)
+        )
+
+
+class Admitter:
+    """Takes blocks for sequences. Numbers come from `next_number`, which never gives one twice."""
+
+    def __init__(self, config: ManagerConfig, rules: RuleBook, next_number: Callable[[], int]) -> None:
+        self._config = config
+        self._rules = rules
+        self._next_number = next_number
+
+    def admit(
+        self, request: AdmitRequest, tokens: array[int], scheduler: Scheduler, executor: Executor, now: float
+    ) -> Sequence | Admission:
+        """The sequence with its blocks, or an answer that says what is missing, with nothing changed."""
+        if scheduler.may_write_to_lost(executor):
+            return Admission(False, blocks_short=1)
+        sequence = self._draft(request, tokens, scheduler, executor)
+        plan = self._plan(request, sequence)
+        if plan.short:
+            return self._refusal(plan.short, plan.short_in_all(sequence, self._config), sequence.domain.account)
+        match = plan.match
+        sequence.handle = self._next_number()
+        sequence.content = content(request, tokens)
+        # Which block a beginning is of, before the block is taken over.
+        sources = [block.key for block in match.sources]
+        self._claim(sequence, plan)
+        for pool in executor.pools:
+            if not request.no_read:
+                pool.tokens.add(now, request.salt, len(tokens), match.tokens)
+        promise(sequence)
+        if executor.ghosts is not None:
+            source = sources[executor.ghosts.pool.spec.group] if sources else b""
+            executor.ghosts.admitted(sequence, now, is_read=not request.no_read, source=source)
+        scheduler.executors.add(executor.executor_id)
+        wait_for = 0 if match.writer is None else match.writer.handle
+        receipts = sequence.wishes.receipts(
+            wished(request), executor.block_size, no_store=sequence.no_store, config=self._config
+        )
+        sequence.admission = self._answer(sequence, wait_for, tuple(receipts))
+        return sequence
+
+    def preview(
+        self, request: AdmitRequest, tokens: array[int], scheduler: Scheduler, executor: Executor, max_new_tokens: int
+    ) -> Preview:
+        """What `admit` would do now."""
+        sequence = self._draft(request, tokens, scheduler, executor)
+        plan = self._plan(request, sequence, max_new_tokens)
+        short = 1 if scheduler.may_write_to_lost(executor) else plan.short
+        evicted = (
+            []
+            if short
+            else evictions((group.pool, {*group.matched}, group.fresh + plan.ahead) for group in plan.groups)
+        )
+        return Preview(
+            not short,
+            short,
+            plan.match.tokens,
+            estimates.before_admission(sequence, plan.match, max_new_tokens),
+            evicted,
+        )
+
+    def _draft(self, request: AdmitRequest, tokens: array[int], scheduler: Scheduler, executor: Executor) -> Sequence:
+        """The sequence as the request and the rules want it, without a number and without blocks."""
+        domain = executor.domain(request.salt, request.adapter_id, request.tenant_id, request.session_id)
+        rules = self._rules.for_request(request, tokens)
+        no_store = request.no_store or any(rule.spec.action.no_store for rule in rules)
+        policy = resolve(request, rules, executor)
+        prompt = request.num_prompt_tokens or len(tokens)
+        wishes = Wishes(wished(request), prompt, holder(request), rules, self._config)
+        name, extra_keys = request.sequence_id, request.extra_keys
+        sequence = Sequence(name, 0, scheduler, executor, tokens, domain, wishes, no_store, extra_keys)
+        sequence.eviction = self._eviction(policy, prompt)
+        return sequence
+
+    def _eviction(self, policy: Policy | None, prompt: int) -> Eviction | None:
+        return None if policy is None else Eviction(policy, prompt, ahead=self._config.capacity_ahead_tokens)
+
+    def _blocks_ahead(self, sequence: Sequence) -> int:
+        """A block's worth more than what is known, to carry it to its first sync."""
+        size = sequence.block_size
+        ahead = min(size, self._config.capacity_ahead_tokens)
+        return blocks_for(sequence.slots_for(len(sequence.tokens) + ahead), size)
+
+    def _plan(self, request: AdmitRequest, sequence: Sequence, max_new_tokens: int = 0) -> Plan:
+        """What the sequence uses of what is cached, and takes besides.
+
+        Raises SequenceTooLongError when it can never have that, or its quota does not allow it, whatever else ends.
+        """
+        _check_size(sequence, max_new_tokens)
+        plan = self._best_plan(sequence, _lowest_tier(request, sequence))
+        if plan.short:
+            for group in plan.groups:
+                group.check_ceiling(sequence.domain.account)
+        return plan
+
+    def _best_plan(self, sequence: Sequence, lowest: TierKind | None) -> Plan:
+        needed = blocks_for(sequence.slots_for(len(sequence.tokens)), sequence.block_size)
+        # No more than carries it to its first sync: whole runways for all who come would leave none to admit.
+        ahead = self._blocks_ahead(sequence) - needed
+        if lowest is None:
+            return Plan(sequence, matching.nothing(sequence), needed, ahead, self._config)
+        ways = [Partial.TAKE_OVER, Partial.NONE] if self._config.partial_reuse else [Partial.NONE]
+        if self._config.copy_on_partial_reuse:
+            ways.insert(0, Partial.COPY if self._config.partial_reuse else Partial.EXACT)
+        for way in ways:
+            # The source of a copy is kept besides the block that it is copied to: without room it is taken over.
+            plan = Plan(sequence, matching.find(sequence, way, lowest), needed, ahead, self._config)
+            if not plan.short or (way is Partial.COPY and not plan.match.num_copied):
+                break
+        return plan
+
+    def _claim(self, sequence: Sequence, plan: Plan) -> None:
+        size, match = sequence.block_size, plan.match
+        for table, blocks in zip(sequence.tables, match.blocks, strict=True):
+            for place, block in enumerate(blocks):
+                if block is not None:
+                    block.hits += 1
+                    table.pool.retain(block)
+                    if not table.pool.grant(block, sequence.wishes.at(place * size)):
+                        sequence.wishes.refused.add(place * size)
+        for source, table in zip(match.sources, sequence.tables, strict=False):
+            table.pool.retain(source)
+        for table, blocks in zip(sequence.tables, match.blocks, strict=True):
+            self._fetch(sequence, table, blocks)
+            settled = [block is None or block.writer is None for block in blocks]
+            table.settled = len(blocks) if all(settled) else settled.index(False)
+            table.first = next((place for place, block in enumerate(blocks) if block is not None), len(blocks))
+        if match.in_place:
+            for source, table in zip(match.sources, sequence.tables, strict=True):
+                table.pool.take_over(source, sequence)
+                table.pool.drop(source)
+                table.blocks.append(source)
+        else:
+            self._copy(sequence, match.sources, match.num_copied)
+        self.grow(sequence, plan.needed + plan.ahead)
+        sequence.computed = sequence.cached_tokens = match.tokens
+        sequence.depend_on_writers()
+
+    def _fetch(self, sequence: Sequence, table: GroupTable, blocks: list[Block | None]) -> None:
+        """Makes the matched blocks the table; those in lower tiers are copied to the device first."""
+        pool, table.blocks = table.pool, blocks
+        for place, block in enumerate(blocks):
+            if block is not None and not pool.is_on_device(block):
+                target = blocks[place] = pool.take(sequence)
+                sequence.executor.copies.fill(sequence, pool, block, target, place, 0)
+
+    def _copy(self, sequence: Sequence, sources: list[Block], num_tokens: int) -> None:
+        """Appends a block to each table that begins with a copy of a source, whose reference passes to the copy."""
+        for table, source in zip(sequence.tables, sources, strict=False):
+            target = table.pool.take(sequence)
+            place = len(table.blocks)
+            sequence.executor.copies.fill(sequence, table.pool, source, target, place, num_tokens)
+            table.blocks.append(target)
+
+    def grow(self, sequence: Sequence, num_blocks: int) -> None:
+        """Appends empty blocks to every table until it has so many; they must be free."""
+        for table in sequence.tables:
+            take, blocks = table.pool.take, table.blocks
+            blocks += [take(sequence) for _ in range(num_blocks - len(blocks))]
+
+    def fork(self, parent: Sequence, sequence_id: str, num_tokens: int | None) -> Sequence | Admission:
+        """A sequence that shares the parent's computed blocks, or an answer that says what is missing.
+
+        It has the parent's first `num_tokens` tokens, or all. Raises InvalidField, WindowPassedError.
+        """
+        executor = parent.executor
+        size = executor.block_size
+        tokens = parent.tokens[:num_tokens]
+        if num_tokens is not None and (num_tokens < 1 or num_tokens != len(tokens)):
+            raise InvalidField("num_tokens", f"must be from 1 to the first sequence's {len(parent.tokens)} tokens")
+        # The last token is the new one's own to compute, for what follows it.
+        computed = min(parent.computed, len(tokens) - 1)
+        if any(table.first > first_needed(computed, table.pool.window, size) for table in parent.tables):
+            raise WindowPassedError("the window before that length is given back already")
+        full, copied = divmod(computed, size)
+        eviction = self._eviction(None if parent.eviction is None else parent.eviction.policy, len(tokens))
+        needed = blocks_for(len(tokens) if eviction is None else eviction.slots_for(len(tokens)), size)
+        account = parent.domain.account
+
+        def missing(*, within_ceiling: bool = True) -> int:
+            free = (table.pool.device.free_for(account, within_ceiling=within_ceiling) for table in parent.tables)
+            return sum(max(0, needed - full - one) for one in free)
+
+        if short := missing():
+            return self._refusal(short, missing(within_ceiling=False), account)
+        child = Sequence(
+            sequence_id,
+            self._next_number(),
+            parent.scheduler,
+            executor,
+            tokens,
+            parent.domain,
+            parent.wishes,
+            parent.no_store,
+            cut_extra_keys(parent.extra_keys, len(tokens)),
+        )
+        child.eviction = eviction
+        child.forgotten = parent.forgotten
+        child.content = ("fork", parent.sequence_id, num_tokens)
+        child.step = parent.step
+        child.keys = parent.keys[:full]
+        sources = []
+        for mine, theirs in zip(child.tables, parent.tables, strict=True):
+            mine.blocks = theirs.blocks[:full]
+            mine.anchors = {place: block for place, block in theirs.anchors.items() if place < full}
+            mine.settled, mine.first = full, min(theirs.first, full)
+            for block in mine.references():
+                mine.pool.retain(block)
+            if copied:
+                source = theirs.blocks[full]
+                assert source is not None
+                mine.pool.retain(source)
+                sources.append(source)
+        self._copy(child, sources, copied)
+        self.grow(child, needed)
+        child.computed = child.cached_tokens = computed
+        child.admission = self._answer(child, 0)
+        return child
+
+    @staticmethod
+    def _refusal(short: int, short_in_all: int, account: Account | None) -> Admission:
+        """For want of blocks; `short_in_all`: so many would be missing also if there were no ceiling."""
+        full = None if short_in_all or account is None else account.key
+        return Admission(False, blocks_short=short, full_account=full)
+
+    @staticmethod
+    def _answer(sequence: Sequence, wait_for: int, receipts: tuple[Receipt, ...] = ()) -> Admission:
+        return Admission(
+            admitted=True,
+            sequence_handle=sequence.handle,
+            cached_tokens=sequence.cached_tokens,
+            wait_for_handle=wait_for,
+            capacity_tokens=sequence.capacity,
+            block_tables=sequence.slots(),
+            transfers=sequence.take_transfers(),
+            receipts=receipts,
+            eviction_policy=None if sequence.eviction is None else sequence.eviction.policy,
+        )

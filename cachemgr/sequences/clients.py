@@ -1,0 +1,206 @@
+"""Who is there: executors with their pools, and schedulers with their sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from functools import partial
+from itertools import compress
+from operator import attrgetter
+from typing import TYPE_CHECKING
+from weakref import WeakSet, WeakValueDictionary
+
+from cachemgr.blocks.block_keys import Domain
+from cachemgr.blocks.steps import Steps, looks
+from cachemgr.operators.pins import Holds
+from cachemgr.sequences.commit import anchor
+from cachemgr.sequences.transfers import Copies
+from cachemgr.telemetry.ghost_cache import Ghosts
+from cachemgr.types import AccountKey, ExecutorSpec, Restored, SyncAnswer
+
+if TYPE_CHECKING:
+    from cachemgr.blocks.block import Block
+    from cachemgr.blocks.block_pool import Pool
+    from cachemgr.blocks.recovery import Recovery
+    from cachemgr.blocks.tier import Account
+    from cachemgr.sequences.sequence import Sequence
+    from cachemgr.sequences.transfers import Ticket
+
+
+_DOMAIN = attrgetter("domain")
+
+
+def account_for(accounts: Mapping[AccountKey, Account], tenant_id: str | None, salt: str | None) -> Account | None:
+    """Whose quota blocks count against, None for nobody's: a tenant's quota goes before that of its salt."""
+    tenants = None if tenant_id is None else accounts.get(("tenant_id", tenant_id))
+    return tenants or (None if salt is None else accounts.get(("salt", salt)))
+
+
+def _discard_useless(windowed: list[Pool], key: bytes) -> None:
+    for pool in windowed:
+        pool.discard_useless(key)
+
+
+class Named:
+    """The domains of one tenant or salt."""
+
+    __slots__ = ("__weakref__", "domains")
+
+    def __init__(self) -> None:
+        self.domains: WeakSet[Domain] = WeakSet()
+
+
+class Executor:
+    """One epoch of an executor."""
+
+    def __init__(
+        self,
+        spec: ExecutorSpec,
+        pools: list[Pool],
+        deadline: float,
+        next_number: Callable[[], int],
+        pin_budget: float,
+        accounts: Mapping[AccountKey, Account],
+        before: Executor | None = None,
+    ) -> None:
+        """`before` is the epoch whose pools it takes over."""
+        self.spec = spec
+        self.executor_id = spec.executor_id
+        self.epoch = spec.executor_epoch
+        self.block_size = spec.block_size
+        self.pools = pools
+        self.deadline = deadline
+        self.sequences: dict[int, Sequence] = {}
+        self.tickets: dict[int, Ticket] = {}
+        self.copies = Copies(self, next_number)
+        self.ghosts: Ghosts | None = None
+        # Whether anything can find partly filled blocks.
+        self.stores_partial = True
+        # Set while what the store remembers is still to come.
+        self.recovery: Recovery | None = None
+        self.holds: Holds = Holds(next_number, pin_budget) if before is None else before.holds
+        windowed = [pool for pool in pools if pool.window is not None]
+        for pool in pools:
+            pool.on_superseded = partial(self._superseded, pool)
+            if windowed and pool.window is None:
+                pool.on_gone = partial(_discard_useless, windowed)
+        self._accounts = accounts
+        self._domains: WeakValueDictionary[tuple[object, ...], Domain]
+        self._domains = WeakValueDictionary() if before is None else before._domains
+        # By what a quota may be of, as long as there are domains of that.
+        self._named: WeakValueDictionary[tuple[str, str | None], Named]
+        self._named = WeakValueDictionary() if before is None else before._named
+
+    def _superseded(self, pool: Pool, old: Block, block: Block) -> None:
+        """A device block has the place of one in use: what stands on that one stands on it."""
+        self.holds.replace(pool, old, block)
+        for ticket in self.tickets.values():
+            if ticket.source is old and ticket.sequence is not None and not ticket.num_tokens:
+                # It copies the one below for itself, and may share what others compute behind it.
+                anchor(ticket.sequence.tables[pool.spec.group], ticket.index, block)
+
+    def domain(
+        self,
+        salt: str | None,
+        adapter_id: int | None,
+        tenant_id: str | None = None,
+        session_id: str | None = None,
+        extra: bytes = b"",
+    ) -> Domain:
+        """One object for all blocks that have so much in common, as long as there are any."""
+        parts = (salt, adapter_id, tenant_id, session_id, extra)
+        domain, account = self._domains.get(parts), account_for(self._accounts, tenant_id, salt)
+        # Where quotas have come or gone, another one takes its place.
+        if domain is None or domain.account is not account:
+            domain = Domain(self.spec.model_fingerprint, *parts)
+            domain.account = account
+            domain.names = [self._name(key) for key in (("tenant_id", tenant_id), ("salt", salt)) if key[1] is not None]
+            for named in domain.names:
+                named.domains.add(domain)
+            self._domains[parts] = domain
+        return domain
+
+    def _name(self, key: tuple[str, str | None]) -> Named:
+        named = self._named.get(key)
+        if named is None:
+            named = self._named[key] = Named()
+        return named
+
+    def with_extra(self, domain: Domain, extra: bytes) -> Domain:
+        """The domain of blocks of another's with these extra bytes."""
+        if extra == domain.extra:
+            return domain
+        return self.domain(domain.salt, domain.adapter_id, domain.tenant_id, domain.session_id, extra)
+
+    def cached(self) -> Restored:
+        """Its indexed blocks, in use or not."""
+        device = sum(pool.device.indexed for pool in self.pools)
+        return Restored(device, sum(len(pool.index) for pool in self.pools) - device)
+
+    def _renewed(self, domain: Domain) -> Domain:
+        """The domain itself, or the one that has its place since quotas have come or gone."""
+        if not self._renews(domain):
+            return domain
+        return self.domain(domain.salt, domain.adapter_id, domain.tenant_id, domain.session_id, domain.extra)
+
+    def _renews(self, domain: Domain) -> bool:
+        return domain.account is not account_for(self._accounts, domain.tenant_id, domain.salt)
+
+    def change_accounts(self, changed: Iterable[AccountKey]) -> Steps[None]:
+        """Books the blocks anew that these quotas are about, which have come or gone.
+
+        Until its turn comes, a block counts against the quota of before; what comes meanwhile counts against the new.
+        """
+        named = [one for key in changed if (one := self._named.get(key)) is not None]
+        domains = {domain for one in named for domain in one.domains if self._renews(domain)}
+        if not domains:
+            return
+        for sequence in self.sequences.values():
+            sequence.domain = self._renewed(sequence.domain)
+        heard: list[tuple[Pool, list[Block]]] = [(pool, []) for pool in self.pools]
+        for pool, successors in heard:
+            pool.successors.append(successors)
+        yield
+        for pool, successors in heard:
+            for part in looks(range(len(pool.blocks))):
+                self._rebook(pool, pool.blocks[part[0] : part[-1] + 1], domains)
+                yield
+            # What they have the place of may not have been looked at.
+            pool.successors = [one for one in pool.successors if one is not successors]
+            self._rebook(pool, [block for block in successors if pool.blocks[block.slot] is block], domains)
+
+    def _rebook(self, pool: Pool, blocks: Iterable[Block | None], domains: AbstractSet[Domain]) -> None:
+        there = list(filter(None, blocks))
+        # Not block by block in Python: most are of other domains.
+        for block in compress(there, map(domains.__contains__, map(_DOMAIN, there))):
+            assert block.domain is not None
+            pool.rebook(block, self._renewed(block.domain))
+
+    def domains(self) -> Iterator[Domain]:
+        """All that blocks are stored under. None may come or go meanwhile."""
+        return iter(self._domains.values())
+
+
+class Scheduler:
+    """One epoch of a scheduler."""
+
+    def __init__(self, scheduler_id: str, epoch: int, deadline: float) -> None:
+        self.scheduler_id = scheduler_id
+        self.epoch = epoch
+        self.deadline = deadline
+        self.sequences: dict[int, Sequence] = {}
+        # Names of executors that it has had sequences in.
+        self.executors: set[str] = set()
+        self.void: set[int] = set()
+        self.sync_number = 0
+        self.sync_answer = SyncAnswer()
+
+    def may_write_to_lost(self, executor: Executor) -> bool:
+        """Whether it has sequences in an earlier registration of the executor, whose slots are others' by now.
+
+        Their steps stop when the scheduler has heard that they are void and has released them.
+        """
+        return bool(self.void) and any(
+            sequence.executor is not executor and sequence.executor.executor_id == executor.executor_id
+            for sequence in self.sequences.values()
+        )

@@ -1,0 +1,229 @@
+"""How much of a prompt is there already, over all groups of an executor."""
+
+import enum
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from cachemgr.blocks import children as siblings
+from cachemgr.blocks.block import Block, Node
+from cachemgr.blocks.block_keys import child_key, extra_bytes
+from cachemgr.blocks.block_pool import Pool
+from cachemgr.sequences.sequence import Sequence, first_needed
+from cachemgr.types import TierKind
+
+_START = attrgetter("start")
+
+
+class Partial(enum.Enum):
+    """What is done with a block that only begins as the prompt goes on."""
+
+    NONE = "nothing"
+    # It is copied when it ends where the prompt does: its key is an exact one.
+    EXACT = "exact key"
+    # Its beginning is copied.
+    COPY = "copy"
+    # It is taken from the cache, when nobody uses it and nothing stands on it.
+    TAKE_OVER = "take over"
+
+
+@dataclass(slots=True)
+class Match:
+    """`tokens` leading tokens are there. Per group: the whole blocks, None where the window needs none.
+
+    With `num_copied` the last of the tokens are the beginning of `sources[group]`, to be copied, or taken over when
+    `in_place`. `writer` is the sequence that has yet to compute the end of the match.
+    """
+
+    tokens: int = 0
+    blocks: list[list[Block | None]] = field(default_factory=list)
+    sources: list[Block] = field(default_factory=list)
+    num_copied: int = 0
+    in_place: bool = False
+    writer: Sequence | None = None
+
+
+def find(sequence: Sequence, partial: Partial, lowest: TierKind = TierKind.DISK) -> Match:
+    """The longest match in a tier and those above.
+
+    It leaves at least the last token to compute, and all whose attention counts.
+    """
+    match = _Finder(sequence, partial, lowest, pending=True).find()
+    if match.writer is not None and not _one_wait_is_enough(match):
+        match = _Finder(sequence, partial, lowest, pending=False).find()
+    match.in_place = partial is Partial.TAKE_OVER and match.num_copied > 0
+    return match
+
+
+def nothing(sequence: Sequence) -> Match:
+    """No match."""
+    return Match(blocks=[[] for _ in sequence.tables])
+
+
+class _Finder:
+    def __init__(self, sequence: Sequence, partial: Partial, lowest: TierKind, *, pending: bool) -> None:
+        self._sequence = sequence
+        self._lowest = lowest
+        self._partly = partial
+        self._pending = pending
+        self._size = sequence.block_size
+        self._limit = len(sequence.tokens) - 1
+        if sequence.eviction is not None:
+            eviction = sequence.eviction
+            self._limit = min(self._limit, eviction.policy.reusable(len(sequence.tokens), eviction.prompt))
+        self._pools = [table.pool for table in sequence.tables]
+        # Per group: the indexed or promised block at each place, up to the first that full attention misses.
+        self._found: list[list[Block | None]] = []
+        # Per windowed group and place: where the run of present blocks that ends there begins.
+        self._runs: list[list[int] | None] = []
+        self._top = self._limit // self._size
+
+    def find(self) -> Match:
+        for pool in self._pools:
+            if pool.window is None:
+                self._top = min(self._top, self._leading(pool))
+        self._look_up()
+        for place in range(self._top, -1, -1):
+            start = place * self._size
+            if self._partly is not Partial.NONE:
+                sources, copied = self._exact(place) if self._partly is Partial.EXACT else self._partial(place)
+                if copied and self._is_covered(place, start + copied):
+                    return self._match(place, start + copied, sources)
+            if self._is_covered(place, start):
+                return self._match(place, start, [])
+        raise AssertionError("nothing is always covered")
+
+    def _leading(self, pool: Pool) -> int:
+        for place in range(self._top):
+            if self._block(pool, place) is None:
+                return place
+        return self._top
+
+    def _block(self, pool: Pool, place: int) -> Block | None:
+        key = self._sequence.key(place)
+        block = pool.index.get(key)
+        if block is not None:
+            return block if self._is_usable(pool, block) else None
+        if self._pending:
+            block = pool.pending.get(key)
+            if block is not None:
+                assert block.writer is not None
+                if block.writer.scheduler is not self._sequence.scheduler:
+                    return None
+        return block
+
+    def _is_usable(self, pool: Pool, block: Block) -> bool:
+        """Whether its bytes are there, and not too far down."""
+        return pool.is_on_device(block) or (block not in pool.moving and pool.tier_of(block).kind <= self._lowest)
+
+    def _look_up(self) -> None:
+        for pool in self._pools:
+            found = [self._block(pool, place) for place in range(self._top)]
+            self._found.append(found)
+            if pool.window is None:
+                self._runs.append(None)
+                continue
+            runs, begin = [0], 0
+            for place, block in enumerate(found):
+                if block is None:
+                    begin = place + 1
+                runs.append(begin)
+            self._runs.append(runs)
+
+    def _is_covered(self, place: int, tokens: int) -> bool:
+        """Whether every windowed group has what the token behind `tokens` attends to before `place`."""
+        for pool, runs in zip(self._pools, self._runs, strict=True):
+            if runs is not None and runs[place] > first_needed(tokens, pool.window, self._size):
+                return False
+        return True
+
+    def _partial(self, place: int) -> tuple[list[Block], int]:
+        """The best beginning of a block that lies in every group, and how many of its tokens that is."""
+        start = place * self._size
+        end = min(start + self._size, self._limit)
+        parent_key = self._sequence.key(place - 1)
+        parents = [pool.node(parent_key) for pool in self._pools]
+        best: tuple[list[Block], int] = [], 0
+        for stop, extra in self._beginnings(start, end):
+            wanted = self._sequence.packed(start, stop)
+            found = [
+                (None, 0) if node is None else self._closest(pool, node, wanted, extra)
+                for pool, node in zip(self._pools, parents, strict=True)
+            ]
+            sources = [source for source, _ in found if source is not None]
+            common = min(self._size - 1, *(tokens for _, tokens in found))
+            if len(sources) == len(parents) and common > best[1]:
+                best = sources, common
+        return best
+
+    def _beginnings(self, start: int, end: int) -> Iterable[tuple[int, bytes]]:
+        """Ends of what may be common with a block, with the block's extra bytes then: of text, only the one.
+
+        A block that ends before an image begins knows nothing of it, and the image of a block may be cut off earlier or
+        go on longer than the sequence's, which makes a difference only behind the shorter one's end.
+        """
+        own_keys = self._sequence.extra_keys
+        # Of what begins before the block only the last one may reach into it.
+        first = max(0, bisect_left(own_keys, start, key=_START) - 1)
+        keys = own_keys[first : bisect_left(own_keys, start + self._size, key=_START)]
+        yield end, extra_bytes(keys, start, start + self._size)
+        for index, key in enumerate(keys):
+            if start < key.start < end:
+                yield key.start, extra_bytes(keys[:index], start, start + self._size)
+            behind = keys[index + 1].start if index + 1 < len(keys) else start + self._size
+            own = min(key.start + key.length, end)
+            for other in range(max(key.start, start) + 1, behind + 1):
+                cut = (*keys[:index], key._replace(length=other - key.start))
+                yield min(other, own), extra_bytes(cut, start, start + self._size)
+
+    def _exact(self, place: int) -> tuple[list[Block], int]:
+        """The block of every group that holds just the rest of the prompt, and how many tokens that is."""
+        start, end = place * self._size, self._limit
+        if not 0 < end - start < self._size:
+            return [], 0
+        tokens, extra = self._sequence.packed(start, end), self._sequence.extra_of(start, end)
+        key = child_key(self._sequence.key(place - 1), tokens, extra)
+        sources: list[Block] = []
+        for pool in self._pools:
+            block = pool.index.get(key)
+            if block is None or not self._is_usable(pool, block):
+                return [], 0
+            sources.append(block)
+        return sources, end - start
+
+    def _closest(self, pool: Pool, node: Node, wanted: bytes, extra: bytes) -> tuple[Block | None, int]:
+        if self._partly is Partial.COPY and not pool.moving and self._lowest is TierKind.DISK:
+            return siblings.closest(node, wanted, extra)
+
+        def is_usable(block: Block) -> bool:
+            if self._partly is Partial.COPY and self._is_usable(pool, block):
+                return True
+            return not block.refs and block.children is None and pool.is_on_device(block)
+
+        return siblings.closest(node, wanted, extra, is_usable)
+
+    def _match(self, place: int, tokens: int, sources: list[Block]) -> Match:
+        match = Match(tokens, sources=sources, num_copied=tokens - place * self._size)
+        last = -1
+        for pool, found in zip(self._pools, self._found, strict=True):
+            needed = min(place, first_needed(tokens, pool.window, self._size))
+            blocks: list[Block | None] = [None for _ in range(needed)]
+            blocks += found[needed:place]
+            match.blocks.append(blocks)
+            for index, block in enumerate(blocks):
+                if block is not None and block.writer is not None and index > last:
+                    last, match.writer = index, block.writer
+        return match
+
+
+def _one_wait_is_enough(match: Match) -> bool:
+    """Whether the writer of the match's end itself waits for every other writer."""
+    assert match.writer is not None
+    for table, blocks in zip(match.writer.tables, match.blocks, strict=True):
+        for index, block in enumerate(blocks):
+            if block is None or block.writer is None or block.writer is match.writer:
+                continue
+            if index >= len(table.blocks) or table.blocks[index] is not block:
+                return False
+    return True

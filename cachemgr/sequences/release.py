@@ -1,0 +1,284 @@
+"""How sequences end or shrink, and how everything of an executor or scheduler that is gone ends."""
+
+from collections.abc import Iterable, Iterator
+
+from cachemgr.blocks.block import Block
+from cachemgr.blocks.block_keys import cut_extra_keys
+from cachemgr.blocks.block_pool import Pool
+from cachemgr.blocks.events import EventLog
+from cachemgr.blocks.leftovers import Leftovers
+from cachemgr.errors import InvalidField, SharedBlockError, VoidSequenceError, WindowPassedError
+from cachemgr.operators.forget_history import MOST_SLOTS, Slot
+from cachemgr.operators.pins import complete
+from cachemgr.sequences.clients import Executor, Scheduler
+from cachemgr.sequences.commit import settle, settle_last, void, withdraw
+from cachemgr.sequences.sequence import GroupTable, Sequence, blocks_for, first_needed
+from cachemgr.sequences.token_eviction import check_in_place, doom, left_behind
+from cachemgr.sequences.transfers import Outcome, Purpose, Ticket
+from cachemgr.types import ExecutorSpec, Freed, RemovalCause, TierKind
+
+# Blocks of a lost executor that are told of one by one.
+MOST_TOLD = 4096
+# Slots of an executor that starts again whose blocks are carried over in one call: each takes some microseconds.
+MOST_CARRIED_OVER = 8192
+
+
+def free_blocks(executor: Executor) -> int:
+    """Blocks that may be taken, over all groups."""
+    return sum(pool.free for pool in executor.pools)
+
+
+def release(sequence: Sequence, now: float) -> Freed:
+    """Stores what can be stored and gives all blocks back, or to a hold."""
+    executor = sequence.executor
+    before = free_blocks(executor)
+    settle(sequence, leaves=True)
+    # Before the last block is stored: who was promised all of it gets less.
+    withdraw(sequence)
+    settle_last(sequence)
+    stored = 0 if executor.ghosts is None else executor.ghosts.stored(sequence)
+    for ticket in list(sequence.tickets):
+        ticket.detach(sequence.tables[ticket.pool.spec.group])
+    if not sequence.void:
+        _keep(sequence, now)
+    if sequence.forgotten:
+        doom(sequence)
+    for block in reversed(sequence.private):
+        sequence.tables[0].pool.drop(block)
+    for table in sequence.tables:
+        table.cut(0)
+    for writer in sequence.waits_on:
+        writer.dependents.discard(sequence)
+    del executor.sequences[sequence.handle]
+    del sequence.scheduler.sequences[sequence.handle]
+    sequence.scheduler.void.discard(sequence.handle)
+    if executor.ghosts is not None:
+        executor.ghosts.released(sequence, stored)
+    return Freed(True, free_blocks(executor) - before)
+
+
+def tickets_of(executor: Executor, scheduler: Scheduler) -> list[Ticket]:
+    """Open copies of a scheduler."""
+    return [ticket for ticket in executor.tickets.values() if ticket.scheduler is scheduler]
+
+
+def end_ticket(executor: Executor, ticket: Ticket) -> None:
+    """Ends a copy of a scheduler that is gone, if it is still open.
+
+    The executor ends the old session before it takes a step of another one, and runs steps in order: whoever gets
+    the slots writes to them after the last copy that could still come.
+    """
+    if executor.tickets.pop(ticket.number, None) is not None:
+        end_copy(ticket, Outcome.CANCELLED)
+
+
+def end_copies(executor: Executor, done: Iterable[int], failed: Iterable[int], step: int) -> int:
+    """Ends copies that the executor reports, by their tickets; returns how many of them were not open.
+
+    Nothing was written for them behind this step.
+    """
+    unknown = 0
+    for numbers, outcome in ((failed, Outcome.FAILED), (done, Outcome.DONE)):
+        for number in numbers:
+            ticket = executor.tickets.pop(number, None)
+            if ticket is None:
+                unknown += 1
+                continue
+            if ticket.sequence is not None:
+                ticket.sequence.step = max(ticket.sequence.step, step)
+            elif ticket.purpose is Purpose.FETCH:
+                # No step of a sequence will say later which step wrote it.
+                ticket.target.stored_step = max(ticket.target.stored_step, step)
+            end_copy(ticket, outcome)
+    return unknown
+
+
+def end_copy(ticket: Ticket, outcome: Outcome) -> None:
+    """Ends a copy that is no longer among the open ones, and what depends on it."""
+    sequence = ticket.sequence
+    ticket.end(outcome)
+    if sequence is None:
+        return
+    if outcome is Outcome.DONE:
+        settle(sequence)
+    else:
+        void(sequence)
+
+
+def _keep(sequence: Sequence, now: float) -> None:
+    """Gives the blocks to those who hold them, and pins those that a rule pins."""
+    executor = sequence.executor
+    if sequence.has_moved:
+        kept = list(left_behind(sequence))
+    else:
+        kept = [(table.pool, block) for table in sequence.tables for block in reversed(list(table.references()))]
+    if sequence.holds:
+        owners = {owner: now + duration for owner, duration in sequence.holds.items()}
+        executor.holds.keep(kept, owners, sequence.domain.session_id)
+    found = sequence.wishes.pin()
+    if found is not None:
+        rule, duration = found
+        size = executor.block_size
+        pinned = [(pool, block) for pool, block in kept if block.parent is not None and rule.covers(block.depth * size)]
+        executor.holds.pin(complete(pinned), rule.holder, now, duration)
+
+
+def to_overwrite(executor: Executor) -> Iterator[tuple[Pool, int]]:
+    """Places whose bytes were forgotten, as far as no copy has overwritten them yet. Its sequences end."""
+    for sequence in executor.sequences.values():
+        if sequence.forgotten:
+            doom(sequence)
+    for ticket in executor.tickets.values():
+        if ticket.purpose is Purpose.ZERO or ticket.source in ticket.pool.doomed:
+            yield ticket.pool, ticket.target.slot
+    for pool in executor.pools:
+        for block in pool.doomed:
+            yield pool, block.slot
+
+
+def slots_to_overwrite(executor: Executor) -> Iterator[Slot]:
+    """The same as an executor that comes back knows them, those first that outlive its process."""
+    on_device: list[Slot] = []
+    for pool, place in to_overwrite(executor):
+        tier = pool.tier_at(place)
+        slot = pool.spec.group, tier.kind, place - tier.offset
+        if tier is not pool.device:
+            yield slot
+        elif len(on_device) < MOST_SLOTS:
+            on_device.append(slot)
+    yield from on_device
+
+
+def lose(executor: Executor, events: EventLog, leftovers: Leftovers) -> None:
+    """The executor is gone: nothing in it can be found or freed any more, and who lives in it is void.
+
+    Watchers hear of each block; of too many they hear that they must begin again.
+    """
+    _end_epoch(executor)
+    executor.holds.clear()
+    count = sum(len(pool.index) for pool in executor.pools)
+    if count > MOST_TOLD:
+        events.skip(count)
+    for pool in executor.pools:
+        if count > MOST_TOLD:
+            pool.abandon(leftovers)
+        else:
+            pool.forget_all()
+
+
+def can_carry_over(before: Executor, spec: ExecutorSpec) -> bool:
+    """Whether an executor that starts again has so few slots, before and now, that one call can carry blocks over."""
+    slots = sum(pool.num_blocks + pool.host_blocks + pool.disk_blocks for pool in spec.pools)
+    return max(slots, sum(len(pool.blocks) for pool in before.pools)) <= MOST_CARRIED_OVER
+
+
+def carry_over(before: Executor, executor: Executor) -> None:
+    """An executor has started again: of its pools stays what it tells that lower tiers still hold.
+
+    What was to be overwritten there still is.
+    """
+    zeroing = list(to_overwrite(before))
+    _end_epoch(before)
+    held = before.holds.held()
+    for pool in executor.pools:
+        spec = executor.spec.pools[pool.spec.group]
+        filled = {tier: executor.spec.generations(tier, spec.group) for tier in (TierKind.HOST, TierKind.DISK)}
+        pool.restart(spec, filled, held, [place for other, place in zeroing if other is pool])
+    executor.holds.keep_cached()
+
+
+def _end_epoch(executor: Executor) -> None:
+    """Whoever lives in its device memory is void, and no copy comes to an end."""
+    for sequence in executor.sequences.values():
+        void(sequence)
+        sequence.tickets.clear()
+        sequence.opened.clear()
+        for table in sequence.tables:
+            table.blocks, table.anchors = [], {}
+            table.settled = table.first = 0
+        sequence.private.clear()
+    executor.tickets.clear()
+
+
+def truncate(sequence: Sequence, num_tokens: int) -> Freed:
+    """Keeps the first `num_tokens` tokens. What is rejected is not findable, unless others rely on it."""
+    if num_tokens < 1:
+        raise InvalidField("num_tokens", "must be at least 1")
+    if num_tokens > len(sequence.tokens):
+        raise InvalidField("num_tokens", f"must be at most the sequence's {len(sequence.tokens)} tokens")
+    if sequence.void:
+        raise VoidSequenceError(
+            f"sequence {sequence.sequence_id} can only be released",
+            fields={"sequence_id": "names one that can only be released"},
+        )
+    check_in_place(sequence, "sequence_id")
+    size = sequence.block_size
+    # The newest token's K and V do not count: the next step writes them, to `cut`.
+    computed = min(sequence.computed, num_tokens - 1)
+    cut, keep = computed // size, blocks_for(num_tokens, size)
+    rewritten = computed < sequence.computed
+    discarded = [_check_truncation(sequence, table, computed, cut, rewritten) for table in sequence.tables]
+
+    before = free_blocks(sequence.executor)
+    if rewritten:
+        _void_copies_from(sequence, cut, computed - cut * size)
+    withdraw(sequence, cut if rewritten else num_tokens // size)
+    for ticket in list(sequence.tickets):
+        if ticket.index >= keep:
+            ticket.detach(sequence.tables[ticket.pool.spec.group])
+    for table, blocks in zip(sequence.tables, discarded, strict=True):
+        for block in blocks:
+            table.pool.discard(block, RemovalCause.TRUNCATED)
+        if rewritten:
+            _own(sequence, table, cut)
+        table.cut(keep)
+    del sequence.tokens[num_tokens:]
+    sequence.extra_keys = cut_extra_keys(sequence.extra_keys, num_tokens)
+    del sequence.keys[num_tokens // size :]
+    sequence.computed = computed
+    return Freed(True, free_blocks(sequence.executor) - before)
+
+
+def _check_truncation(sequence: Sequence, table: GroupTable, computed: int, cut: int, rewritten: bool) -> list[Block]:
+    """The blocks to take out of the index, tail first."""
+    if not rewritten:
+        return []
+    if table.first > first_needed(computed, table.pool.window, sequence.block_size):
+        text = "the window before that length is given back already"
+        raise WindowPassedError(text, fields={"num_tokens": "is too small"})
+    own_from = sequence.cached_tokens // sequence.block_size
+    discarded: list[Block] = []
+    for place in range(len(table.blocks) - 1, max(cut, own_from) - 1, -1):
+        block = table.blocks[place]
+        if block is not None and block.parent is not None and block.refs == 1 and _stands_alone(block, discarded):
+            discarded.append(block)
+    block = table.blocks[cut]
+    assert block is not None
+    if cut < own_from or (block.writer is not sequence and block.refs > 1) or (block.parent and block not in discarded):
+        text = "the sequence would write into a block that others can read; release it instead"
+        raise SharedBlockError(text, fields={"num_tokens": "ends in a shared block"})
+    return discarded
+
+
+def _stands_alone(block: Block, discarded: list[Block]) -> bool:
+    children = block.children
+    return children is None or (isinstance(children, Block) and bool(discarded) and children is discarded[-1])
+
+
+def _own(sequence: Sequence, table: GroupTable, cut: int) -> None:
+    """Makes the block at `cut` the sequence's to fill again."""
+    block = table.blocks[cut]
+    assert block is not None
+    table.pool.own(block, sequence)
+    anchor = table.anchors.pop(cut, None)
+    if anchor is not None:
+        table.pool.drop(anchor)
+    table.settled = min(table.settled, cut)
+
+
+def _void_copies_from(sequence: Sequence, cut: int, kept: int) -> None:
+    """A fork whose copy has not run would read what the sequence writes next."""
+    sources = {table.blocks[cut] for table in sequence.tables}
+    for ticket in sequence.executor.tickets.values():
+        if ticket.source in sources and ticket.num_tokens > kept and ticket.sequence is not None:
+            void(ticket.sequence)

@@ -1,0 +1,255 @@
+"""A live sequence: its tokens, its tables, and whom it waits for."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from cachemgr.blocks.block_keys import Domain, extend_keys, extra_bytes, pack, packed_bytes
+from cachemgr.operators.types import Prefix
+from cachemgr.retention.priority import Wishes
+from cachemgr.sequences.transfers import OpenedCopies
+from cachemgr.types import Admission, ExtraKey, Retention, SequenceView, Table, Transfer
+
+if TYPE_CHECKING:
+    from cachemgr.blocks.block import Block
+    from cachemgr.blocks.block_pool import Pool
+    from cachemgr.sequences.clients import Executor, Scheduler
+    from cachemgr.sequences.eviction_policy import Eviction
+    from cachemgr.sequences.transfers import Ticket
+
+
+class GroupTable:
+    """The blocks of one sequence in one pool; None where the window does not need one.
+
+    Blocks before `settled` hold what their keys say, and are indexed where they may be. `first` is the first index
+    that the window has not given back. `anchors` are indexed blocks that equal own ones and that others use too:
+    references to them keep what stands on them takeable in order.
+    """
+
+    __slots__ = ("anchors", "blocks", "first", "pool", "settled")
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.blocks: list[Block | None] = []
+        self.settled = 0
+        self.first = 0
+        self.anchors: dict[int, Block] = {}
+
+    def slots(self, start: int = 0) -> Table:
+        """The table from an index on."""
+        slots = tuple([0 if block is None else block.slot for block in self.blocks[start:]])
+        return Table(self.pool.spec.group, slots)
+
+    def references(self, start: int = 0) -> Iterator[Block]:
+        """All blocks that it refers to from an index on, last ones first."""
+        for index in range(len(self.blocks) - 1, start - 1, -1):
+            block = self.blocks[index]
+            if block is not None:
+                yield block
+            if index in self.anchors:
+                yield self.anchors[index]
+
+    def cut(self, start: int) -> None:
+        """Gives back the blocks from an index on, tail first."""
+        for block in self.references(start):
+            self.pool.drop(block)
+        del self.blocks[start:]
+        self.anchors = {index: block for index, block in self.anchors.items() if index < start}
+        self.settled = min(self.settled, start)
+        self.first = min(self.first, start)
+
+
+class Sequence:
+    """Lengths in tokens: computed <= known, and both <= capacity once the sequence is admitted or extended.
+
+    With an eviction policy the capacity is for what is kept.
+    """
+
+    __slots__ = (
+        "admission",
+        "cached_tokens",
+        "computed",
+        "content",
+        "dependents",
+        "domain",
+        "eviction",
+        "executor",
+        "extra_keys",
+        "forgotten",
+        "handle",
+        "holds",
+        "keys",
+        "no_store",
+        "opened",
+        "scheduler",
+        "sequence_id",
+        "step",
+        "tables",
+        "tickets",
+        "tokens",
+        "void",
+        "waits_on",
+        "wishes",
+    )
+
+    def __init__(
+        self,
+        sequence_id: str,
+        handle: int,
+        scheduler: Scheduler | None,
+        executor: Executor,
+        tokens: array[int],
+        domain: Domain,
+        wishes: Wishes,
+        no_store: bool,
+        extra_keys: tuple[ExtraKey, ...] = (),
+    ) -> None:
+        self.sequence_id = sequence_id
+        self.handle = handle
+        # None only for one that is looked up and never admitted.
+        self.scheduler: Scheduler = scheduler  # type: ignore[assignment]
+        self.executor = executor
+        self.tokens = tokens
+        self.domain = domain
+        self.wishes = wishes
+        self.no_store = no_store
+        self.extra_keys = extra_keys
+        self.computed = 0
+        self.cached_tokens = 0
+        # Keys of its full blocks, as far as they were needed.
+        self.keys: list[bytes] = []
+        # Last executor step that may have written to its blocks.
+        self.step = 0
+        self.void = False
+        # Nothing that it wrote may outlive it.
+        self.forgotten = False
+        self.tables = [GroupTable(pool) for pool in executor.pools]
+        # None for one that keeps all its tokens.
+        self.eviction: Eviction | None = None
+        # Open copies into its blocks.
+        self.tickets: set[Ticket] = set()
+        # Copies that its blocks made necessary and that nobody has been told of.
+        self.opened = OpenedCopies()
+        # Sequences that may share blocks this one has not filled, and those whose blocks this one shares.
+        self.dependents: set[Sequence] = set()
+        self.waits_on: set[Sequence] = set()
+        # Owner of a hold and its seconds from the release.
+        self.holds: dict[str, float] = {}
+        self.content: object = None
+        self.admission = Admission(False)
+
+    @classmethod
+    def probe(cls, executor: Executor, prefix: Prefix) -> Sequence:
+        """A sequence that is only looked up, with one token more, as the last is never matched."""
+        tokens = pack([*prefix.token_ids, 0])
+        domain = executor.domain(prefix.salt, prefix.adapter_id)
+        return cls("", 0, None, executor, tokens, domain, Wishes(Retention(), 0, ""), True, prefix.extra_keys)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self.executor.block_size
+
+    @property
+    def num_blocks(self) -> int:
+        """Length of each of its tables."""
+        return len(self.tables[0].blocks)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit into its tables."""
+        return self.num_blocks * self.executor.block_size
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether it has evicted tokens: its slots are not those of its leading tokens any more."""
+        return self.eviction is not None and self.eviction.moved
+
+    @property
+    def private(self) -> list[Block]:
+        """Blocks that wait for its first eviction, besides those in its table."""
+        return [] if self.eviction is None else self.eviction.private
+
+    @property
+    def most_computed(self) -> int:
+        """Tokens that can be computed into its table; once it has moved its slots tell nothing of them."""
+        eviction = self.eviction
+        if eviction is None:
+            return self.capacity
+        return len(self.tokens) if eviction.moved else eviction.usable(self.capacity)
+
+    def slots_for(self, tokens: int) -> int:
+        """Slots that it uses at most in its present table with so many known tokens."""
+        return tokens if self.eviction is None else self.eviction.slots_for(tokens)
+
+    def peak_blocks(self, tokens: int) -> int:
+        """Blocks that it has at once in each pool, at most, until it has so many tokens."""
+        if self.eviction is None:
+            return blocks_for(tokens, self.block_size)
+        return self.eviction.peak_blocks(tokens, self.block_size, no_store=self.no_store)
+
+    def packed(self, start: int, end: int) -> bytes:
+        """Bytes of the tokens in [start, end)."""
+        return packed_bytes(self.tokens[start:end])
+
+    def key(self, index: int) -> bytes:
+        """Key of a full block; of the root for -1."""
+        if index < 0:
+            return self.domain.key
+        if index >= len(self.keys):
+            fresh = packed_bytes(self.tokens[len(self.keys) * self.block_size :])
+            extend_keys(self.keys, self.domain.key, fresh, self.block_size, self.extra_keys)
+        return self.keys[index]
+
+    def extra_of(self, start: int, end: int) -> bytes:
+        """What the tokens of a block stand for besides themselves."""
+        return extra_bytes(self.extra_keys, start, end) if self.extra_keys else b""
+
+    def block_domain(self, start: int, end: int) -> Domain:
+        """The domain that a block with these tokens is stored under."""
+        return self.executor.with_extra(self.domain, self.extra_of(start, end)) if self.extra_keys else self.domain
+
+    def slots(self, start: int = 0) -> tuple[Table, ...]:
+        """Its tables from an index on."""
+        return tuple([table.slots(start) for table in self.tables])
+
+    def take_transfers(self) -> tuple[Transfer, ...]:
+        """Copies to be told of, once, in the order in which they must run."""
+        return self.opened.take()
+
+    def view(self) -> SequenceView:
+        """The sequence as seen from outside."""
+        return SequenceView(
+            sequence_id=self.sequence_id,
+            sequence_handle=self.handle,
+            scheduler_id=self.scheduler.scheduler_id,
+            executor_id=self.executor.executor_id,
+            num_tokens=len(self.tokens),
+            computed_tokens=self.computed,
+            cached_tokens=self.cached_tokens,
+            capacity_tokens=self.capacity,
+            num_blocks=sum(block is not None for table in self.tables for block in table.blocks) + len(self.private),
+            domain=self.domain,
+            eviction_policy=None if self.eviction is None else self.eviction.policy,
+            evicting=self.has_moved,
+        )
+
+    def depend_on_writers(self) -> None:
+        """Notes every sequence that has yet to fill a block of this one."""
+        for table in self.tables:
+            for block in table.blocks:
+                if block is not None and block.writer is not None and block.writer is not self:
+                    self.waits_on.add(block.writer)
+                    block.writer.dependents.add(self)
+
+
+def blocks_for(tokens: int, block_size: int) -> int:
+    """Blocks that hold so many tokens."""
+    return -(-tokens // block_size)
+
+
+def first_needed(tokens: int, window: int | None, block_size: int) -> int:
+    """Index of the first block that the token at position `tokens` attends to: it sees itself and window - 1 before."""
+    return 0 if window is None else max(0, (tokens - window + 1) // block_size)

@@ -1,0 +1,230 @@
+"""One sync: columns of progress in, columns of capacity out."""
+
+from collections.abc import Sequence as Seq
+
+from cachemgr.errors import InvalidField
+from cachemgr.sequences import token_eviction as evicting
+from cachemgr.sequences.admission import Admitter, watermark
+from cachemgr.sequences.clients import Executor, Scheduler
+from cachemgr.sequences.commit import settle, withdraw
+from cachemgr.sequences.release import end_copy, release
+from cachemgr.sequences.sequence import Sequence, blocks_for
+from cachemgr.sequences.transfers import Outcome
+from cachemgr.types import ManagerConfig, SyncAnswer, SyncRequest
+from protos.kvcache.eviction import Kind
+
+
+class Sync:
+    """One request of one scheduler. `check` changes nothing; `apply` cannot fail after it."""
+
+    def __init__(
+        self,
+        request: SyncRequest,
+        scheduler: Scheduler,
+        executors: dict[str, Executor],
+        config: ManagerConfig,
+        admitter: Admitter,
+    ) -> None:
+        self._request = request
+        self._scheduler = scheduler
+        self._executors = executors
+        self._config = config
+        self._admitter = admitter
+        self._running: list[Sequence] = []
+        self.answer = SyncAnswer()
+        self.released: list[Sequence] = []
+        # Policies of those that have begun to evict.
+        self.evicted: list[Kind] = []
+
+    def check(self) -> None:
+        """Raises InvalidField for columns that do not fit together or to what is known."""
+        request = self._request
+        _same_length("computed_tokens", request.computed_tokens, request.handles)
+        _same_length("new_token_counts", request.new_token_counts, request.handles)
+        _same_length("trimmed_capacity_tokens", request.trimmed_capacity_tokens, request.trimmed_handles)
+        _same_length("moved_computed_tokens", request.moved_computed_tokens, request.moved_handles)
+        for field in ("handles", "released_handles", "trimmed_handles", "evicting_handles", "moved_handles"):
+            column = getattr(request, field)
+            if len(set(column)) != len(column):
+                raise InvalidField(field, "must not name a sequence twice")
+        if sum(request.new_token_counts) != len(request.new_token_ids):
+            raise InvalidField("new_token_ids", "must have as many entries as new_token_counts says")
+        known = self._check_progress()
+        evicting.check_columns(request, self._scheduler.sequences)
+        trims = zip(request.trimmed_handles, request.trimmed_capacity_tokens, strict=True)
+        for row, (handle, capacity) in enumerate(trims):
+            sequence = self._scheduler.sequences.get(handle)
+            if sequence is None or sequence.void:
+                continue
+            if capacity < sequence.slots_for(known.get(handle, len(sequence.tokens))):
+                raise InvalidField(f"trimmed_capacity_tokens[{row}]", "must not be less than the known tokens")
+
+    def _check_progress(self) -> dict[int, int]:
+        """Known tokens by handle. Raises InvalidField."""
+        request, moved = self._request, set(self._request.moved_handles)
+        known: dict[int, int] = {}
+        columns = zip(request.handles, request.computed_tokens, request.new_token_counts, strict=True)
+        for row, (handle, computed, count) in enumerate(columns):
+            sequence = self._scheduler.sequences.get(handle)
+            if sequence is None or sequence.void:
+                continue
+            most = known[handle] = len(sequence.tokens) + count
+            if handle not in moved and not sequence.has_moved:
+                most = min(most, sequence.most_computed)
+            if not sequence.computed <= computed <= most:
+                raise InvalidField(f"computed_tokens[{row}]", f"must be from {sequence.computed} to {most}")
+        return known
+
+    def apply(self, now: float) -> SyncAnswer:
+        """Progress, then moves, releases, trims and cancellations, and what that leaves for those who run on."""
+        self._progress()
+        for handle in self._request.released_handles:
+            sequence = self._find(handle)
+            if sequence is not None:
+                release(sequence, now)
+                self.released.append(sequence)
+        self._trim()
+        self._cancel()
+        self._extend()
+        self.answer.void_handles = sorted(self._scheduler.void)
+        used = [self._executors[name] for name in self._scheduler.executors if name in self._executors]
+        pools = [pool for executor in used for pool in executor.pools]
+        if pools:
+            fullest = min(pools, key=lambda pool: pool.free)
+            self.answer.free_blocks, self.answer.total_blocks = fullest.free, fullest.device.total
+        return self.answer
+
+    def _find(self, handle: int) -> Sequence | None:
+        sequence = self._scheduler.sequences.get(handle)
+        if sequence is None:
+            self.answer.unknown_handles.append(handle)
+        return sequence
+
+    def _progress(self) -> None:
+        request, at = self._request, 0
+        clean = dict(zip(request.moved_handles, request.moved_computed_tokens, strict=True))
+        moved: list[tuple[Sequence, int]] = []
+        columns = zip(request.handles, request.computed_tokens, request.new_token_counts, strict=True)
+        for handle, computed, count in columns:
+            start, at = at, at + count
+            sequence = self._find(handle)
+            if sequence is None or sequence.void:
+                continue
+            if count:
+                sequence.tokens.extend(request.new_token_ids[start:at])
+            if handle in clean:
+                moved.append((sequence, computed))
+            self._advance(sequence, clean.pop(handle, computed))
+        for handle, computed in clean.items():
+            sequence = self._find(handle)
+            if sequence is not None and not sequence.void:
+                moved.append((sequence, computed))
+                self._advance(sequence, computed)
+        # Older sequences fill the blocks that younger ones share: they go first.
+        self._running.sort(key=_handle)
+        for sequence in self._running:
+            settle(sequence)
+        for sequence, computed in moved:
+            self._move(sequence, computed)
+
+    def _advance(self, sequence: Sequence, computed: int) -> None:
+        sequence.computed = computed
+        sequence.step = max(sequence.step, self._request.step)
+        self._running.append(sequence)
+
+    def _move(self, sequence: Sequence, computed: int) -> None:
+        evicting.move(sequence)
+        assert sequence.eviction is not None
+        self.evicted.append(sequence.eviction.policy.kind)
+        sequence.computed = computed
+
+    def _trim(self) -> None:
+        request = self._request
+        for handle, capacity in zip(request.trimmed_handles, request.trimmed_capacity_tokens, strict=True):
+            sequence = self._find(handle)
+            if sequence is None or sequence.void:
+                continue
+            keep = blocks_for(capacity, sequence.block_size)
+            withdraw(sequence, keep)
+            for table in sequence.tables:
+                table.cut(keep)
+
+    def _cancel(self) -> None:
+        """Only the scheduler that was told of a copy knows that it was never sent: of others nothing is cancelled."""
+        for number in self._request.cancelled_tickets:
+            for executor in self._executors.values():
+                ticket = executor.tickets.get(number)
+                if ticket is not None and ticket.scheduler is self._scheduler:
+                    del executor.tickets[number]
+                    end_copy(ticket, Outcome.CANCELLED)
+
+    def _extend(self) -> None:
+        """What the next two steps need comes before what is only ahead of need."""
+        trimmed = set(self._request.trimmed_handles)
+        running = [sequence for sequence in self._running if not sequence.void and self._is_live(sequence)]
+        before = [sequence.num_blocks for sequence in running]
+        for sequence in running:
+            tokens = max(len(sequence.tokens), sequence.computed + 2)
+            self.answer.blocks_short += self._grow(sequence, tokens, above_watermark=False)
+        self._grant()
+        if not self.answer.blocks_short:
+            for sequence in running:
+                if sequence.handle not in trimmed:
+                    tokens = len(sequence.tokens) + self._config.capacity_ahead_tokens
+                    self._grow(sequence, tokens, above_watermark=True)
+        for sequence, start in zip(running, before, strict=True):
+            if sequence.num_blocks > start:
+                self._report(sequence, start)
+
+    def _grant(self) -> None:
+        """Blocks for those that are about to evict: each gets all that it needs for that, or none."""
+        for handle in sorted(self._request.evicting_handles):
+            sequence = self._find(handle)
+            if sequence is None or sequence.void or sequence.has_moved or not evicting.may_evict(sequence):
+                continue
+            short = evicting.grant(sequence)
+            self.answer.blocks_short += short
+            if not short:
+                self.answer.transfers.extend(sequence.take_transfers())
+                self.answer.evicting_handles.append(handle)
+                self.answer.evicting_counts.append(len(sequence.private))
+                self.answer.evicting_slots.extend(block.slot for block in sequence.private)
+
+    def _is_live(self, sequence: Sequence) -> bool:
+        return sequence.handle in self._scheduler.sequences
+
+    def _grow(self, sequence: Sequence, tokens: int, *, above_watermark: bool) -> int:
+        """Gives blocks for so many tokens as far as they are there; returns how many are not."""
+        wanted = blocks_for(sequence.slots_for(tokens), sequence.block_size)
+        have = sequence.num_blocks
+        if wanted <= have:
+            return 0
+        pools = sequence.executor.pools
+        account = sequence.domain.account
+        # What runs goes on beyond its ceiling, at the cost of its own cached blocks first.
+        spare = min(
+            pool.device.free_for(account, within_ceiling=False)
+            - (watermark(pool, self._config) if above_watermark else 0)
+            for pool in pools
+        )
+        given = min(wanted - have, max(0, spare))
+        if given:
+            self._admitter.grow(sequence, have + given)
+        return wanted - have - given
+
+    def _report(self, sequence: Sequence, start: int) -> None:
+        self.answer.transfers.extend(sequence.take_transfers())
+        for table in sequence.slots(start):
+            self.answer.extended_handles.append(sequence.handle)
+            self.answer.extended_groups.append(table.group)
+            self.answer.extended_counts.append(len(table.slots))
+            self.answer.extended_slots.extend(table.slots)
+
+
+def _handle(sequence: Sequence) -> int:
+    return sequence.handle
+
+
+def _same_length(field: str, column: Seq[int], handles: Seq[int]) -> None:
+    if len(column) != len(handles):
+        raise InvalidField(field, f"must have one entry per handle, {len(handles)}")

@@ -1,0 +1,390 @@
+"""Tickets for copies: source and target stay reserved until the executor answers or the scheduler cancels."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator
+from functools import partial
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING
+
+from cachemgr.blocks.block import Block
+from cachemgr.blocks.tier import account_of
+from cachemgr.types import RemovalCause, Transfer
+
+if TYPE_CHECKING:
+    from cachemgr.blocks.block_pool import Pool
+    from cachemgr.blocks.tier import Account, Tier
+    from cachemgr.sequences.clients import Executor, Scheduler
+    from cachemgr.sequences.sequence import GroupTable, Sequence
+
+# Backups that are copied at a time, over all pools of an executor.
+MAX_BACKUPS = 64
+
+
+class Purpose(enum.Enum):
+    """What a copy is for."""
+
+    # A block of a sequence that others have, in whole or in part.
+    FILL = "fill"
+    # A block moves to a lower tier; the source is the block that has its place now.
+    MOVE = "move"
+    # A block comes to the device before anybody asks for it.
+    FETCH = "fetch"
+    # No source: the target is overwritten.
+    ZERO = "zero"
+    # No source: the target is nobody's, a slot that its pool may no longer use.
+    CLEAR = "clear"
+    # What a device block holds comes to a lower tier, too. The source is nobody's to keep: None once it has gone.
+    BACKUP = "backup"
+
+
+# Looked up once, not for each of very many copies.
+_FILL, _MOVE, _FETCH = Purpose.FILL, Purpose.MOVE, Purpose.FETCH
+
+
+class Outcome(enum.Enum):
+    """How a copy ended. One that is cancelled was never sent to the executor."""
+
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class Ticket:
+    """One open copy. It takes over a reference to its source and one to its target.
+
+    The source of a move is the block that got its place. That needs no reference as long as it is somebody's: whoever
+    computes it has run the copy before. It gets one, `holds_source`, when it would become empty.
+    Without a scheduler the executor gets it with its next renewal.
+    """
+
+    __slots__ = (
+        "anchors",
+        "fetch",
+        "holds_source",
+        "index",
+        "num_tokens",
+        "number",
+        "opened_by",
+        "pool",
+        "purpose",
+        "scheduler",
+        "sequence",
+        "source",
+        "target",
+        "transfer",
+    )
+
+    def __init__(
+        self,
+        number: int,
+        purpose: Purpose,
+        pool: Pool,
+        source: Block | None,
+        target: Block,
+        *,
+        num_tokens: int = 0,
+        scheduler: Scheduler | None = None,
+    ) -> None:
+        self.number = number
+        self.purpose = purpose
+        self.pool = pool
+        self.source = source
+        self.target = target
+        self.num_tokens = num_tokens
+        self.scheduler = scheduler
+        self.holds_source = purpose is _FILL or purpose is _FETCH
+        self.sequence: Sequence | None = None
+        # As long as the copy may still be recalled.
+        self.opened_by: OpenedCopies | None = None
+        # Place of the target in the sequence's table.
+        self.index = 0
+        self.anchors: list[Block] = []
+        self.fetch: Fetch | None = None
+        self.transfer = self._transfer()
+
+    def _transfer(self) -> Transfer:
+        pool, source = self.pool, self.source
+        spec, slot, to = pool.spec, self.target.slot, pool.tier_of(self.target)
+        to.fill(slot, self.number)
+        origin = to if source is None else pool.tier_of(source)
+        # Half the time of Transfer(...).
+        return tuple.__new__(
+            Transfer,
+            (
+                self.number,
+                spec.group,
+                0 if source is None else source.slot - origin.offset,
+                slot - to.offset,
+                self.num_tokens or pool.block_size,
+                spec.block_bytes,
+                origin.kind,
+                to.kind,
+            ),
+        )
+
+    @property
+    def together(self) -> list[Ticket]:
+        """The copies that let go of their blocks together: it and others, or it alone."""
+        return [self] if self.fetch is None else self.fetch.tickets
+
+    def detach(self, table: GroupTable) -> None:
+        """Lets the sequence go. What a device source stands on stays referenced: its parent could not be taken."""
+        assert self.sequence is not None
+        assert self.source is not None
+        self.sequence.tickets.discard(self)
+        self.sequence = None
+        if self.pool.tier_of(self.source) is not self.pool.device:
+            return
+        for index, block in enumerate(table.blocks[: self.index]):
+            standing = table.anchors.get(index, block)
+            if standing is not None:
+                self.pool.retain(standing)
+                self.anchors.append(standing)
+
+    def end(self, outcome: Outcome) -> None:
+        """Gives up everything that it reserves; a block whose bytes did not come is lost."""
+        if self.sequence is not None:
+            self.sequence.tickets.discard(self)
+        if outcome is Outcome.FAILED:
+            self.pool.tier_of(self.source or self.target).counters.failed_copies += 1
+        if self.purpose is Purpose.MOVE:
+            self.pool.moving.pop(self.target, None)
+            if self.pool.leaving.get(self.source) is self:
+                del self.pool.leaving[self.source]
+            if outcome is Outcome.DONE:
+                self.pool.has_left(self.target)
+            else:
+                self._lose(self.target)
+        elif self.purpose is Purpose.BACKUP:
+            self.pool.backups.ended(self, done=outcome is Outcome.DONE)
+        elif self.purpose is Purpose.ZERO and outcome is not Outcome.DONE:
+            # It is asked for again.
+            self.pool.doomed.add(self.target)
+        elif self.purpose is Purpose.CLEAR:
+            self.pool.cleared(self.target.slot, done=outcome is Outcome.DONE)
+            return
+        elif self.purpose is Purpose.FILL and outcome is Outcome.FAILED and self._is_below(self.source):
+            self._lose(self.source)
+        if self.fetch is not None:
+            self.fetch.ended(self, failed=outcome is not Outcome.DONE)
+            return
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Drops all references."""
+        if self.holds_source and self.source in self.pool.doomed and self.target.parent is None:
+            # What was forgotten meanwhile may have come there, too.
+            self.pool.doomed.add(self.target)
+        self.pool.drop(self.target)
+        if self.source is not None and self.holds_source:
+            self.pool.drop(self.source)
+        for block in reversed(self.anchors):
+            self.pool.drop(block)
+
+    def lose_source(self) -> None:
+        """What it was to bring cannot be read."""
+        self._lose(self.source)
+
+    def _is_below(self, block: Block | None) -> bool:
+        return block is not None and self.pool.tier_of(block) is not self.pool.device
+
+    def _lose(self, block: Block | None) -> None:
+        if block is None:
+            return
+        self.pool.backups.disown(block)
+        if block.parent is not None:
+            self.pool.discard_subtree(block, RemovalCause.COPY_FAILED)
+
+
+class OpenedCopies:
+    """The copies that a sequence has made necessary and that no scheduler has been told of, in their order.
+
+    Until then a lower tier may evict the block that such a copy moves there: the copy is recalled. Finding the block
+    that goes first takes a heap per tier, as a long prompt beside full tiers opens a copy for each of its blocks.
+    """
+
+    __slots__ = ("_heaps", "_tickets")
+
+    def __init__(self) -> None:
+        self._tickets: dict[int, Ticket] = {}
+        # By tier, of one account or for None of all blocks: (priority, recency, number, ticket). An entry is stale once
+        # its block has a child in its tier, has stopped moving, or has another priority; `offer` adds the next one.
+        self._heaps: dict[tuple[Tier, Account | None], list[tuple[int, int, int, Ticket]]] = {}
+
+    def __iter__(self) -> Iterator[Ticket]:
+        return iter(self._tickets.values())
+
+    def add(self, ticket: Ticket) -> None:
+        """A copy that has just been opened."""
+        self._tickets[ticket.number] = ticket
+        if ticket.purpose is _MOVE:
+            ticket.opened_by = self
+            self.offer(ticket)
+
+    def offer(self, ticket: Ticket) -> None:
+        """The moving block may have become evictable, or is evicted at another time."""
+        block = ticket.target
+        if block.near:
+            return
+        tier, account = ticket.pool.tier_of(block), account_of(block)
+        entry = (block.priority, block.recency, ticket.number, ticket)
+        heappush(self._heaps.setdefault((tier, None), []), entry)
+        if account is not None:
+            heappush(self._heaps.setdefault((tier, account), []), entry)
+
+    def first(self, tier: Tier, account: Account | None) -> Block | None:
+        """The moving block that a tier evicts first, of one account or of all."""
+        heap = self._heaps.get((tier, account))
+        while heap:
+            priority, _, _, ticket = heap[0]
+            block = ticket.target
+            moving = ticket.opened_by is self and ticket.pool.moving.get(block) is ticket
+            if moving and block.parent is not None and not block.near and block.priority == priority:
+                return block
+            heappop(heap)
+        return None
+
+    def recall(self, ticket: Ticket) -> None:
+        """A copy will not take place."""
+        del self._tickets[ticket.number]
+        ticket.opened_by = None
+
+    def take(self) -> tuple[Transfer, ...]:
+        """The copies, for the scheduler: from now on none can be recalled."""
+        transfers = tuple([ticket.transfer for ticket in self._tickets.values()])
+        self.clear()
+        return transfers
+
+    def clear(self) -> None:
+        """Forgets the copies."""
+        for ticket in self._tickets.values():
+            ticket.opened_by = None
+        self._tickets.clear()
+        self._heaps.clear()
+
+
+class Fetch:
+    """Copies of a chain to the device, for nobody: the blocks change places together, when all are there."""
+
+    def __init__(self, pool: Pool, tickets: list[Ticket]) -> None:
+        self._pool = pool
+        self.tickets = tickets
+        self._open = len(tickets)
+        self._failed: set[Ticket] = set()
+        for ticket in tickets:
+            ticket.fetch = self
+
+    def ended(self, ticket: Ticket, *, failed: bool) -> None:
+        """One of the copies has ended."""
+        self._open -= 1
+        if failed:
+            self._failed.add(ticket)
+        if self._open:
+            return
+        good = True
+        for ticket in self.tickets:
+            source = ticket.source
+            assert source is not None
+            good = good and ticket not in self._failed
+            if self._pool.index.get(source.key) is not source:
+                continue
+            parent = source.parent
+            good = good and (
+                not isinstance(parent, Block) or self._pool.window is not None or self._pool.is_on_device(parent)
+            )
+            if good:
+                self._pool.supersede(ticket.target, source, 0)
+        for ticket in self.tickets:
+            if ticket in self._failed:
+                ticket.lose_source()
+        for ticket in reversed(self.tickets):
+            ticket.give_up()
+
+
+class Copies:
+    """Opens the tickets of one executor."""
+
+    def __init__(self, executor: Executor, next_number: Callable[[], int]) -> None:
+        self._tickets = executor.tickets
+        self._pools = executor.pools
+        self._next_number = next_number
+        for pool in executor.pools:
+            pool.on_moved = partial(self._move, pool)
+            pool.on_recalled = partial(self._recall, pool)
+            pool.on_doomed = partial(self._overwrite, pool, Purpose.ZERO)
+            pool.on_withheld = partial(self._overwrite, pool, Purpose.CLEAR)
+
+    def _add(self, ticket: Ticket) -> Ticket:
+        self._tickets[ticket.number] = ticket
+        return ticket
+
+    def _move(self, pool: Pool, moved: Block, occupant: Block, writer: Sequence | None) -> None:
+        scheduler = None if writer is None else writer.scheduler
+        ticket = self._add(Ticket(self._next_number(), _MOVE, pool, occupant, moved, scheduler=scheduler))
+        pool.moving[moved] = pool.leaving[occupant] = ticket
+        if writer is not None:
+            writer.opened.add(ticket)
+
+    def _recall(self, pool: Pool, block: Block, writer: Sequence) -> None:
+        ticket = pool.moving.pop(block)
+        writer.opened.recall(ticket)
+        del self._tickets[ticket.number]
+        del pool.leaving[ticket.source]
+
+    def _overwrite(self, pool: Pool, purpose: Purpose, block: Block) -> None:
+        self._add(Ticket(self._next_number(), purpose, pool, None, block))
+
+    def fill(self, sequence: Sequence, pool: Pool, source: Block, target: Block, index: int, num_tokens: int) -> None:
+        """The target, at this place of the sequence's table, gets what the source holds, whose reference passes on."""
+        pool.retain(target)
+        number = self._next_number()
+        ticket = Ticket(number, Purpose.FILL, pool, source, target, num_tokens=num_tokens, scheduler=sequence.scheduler)
+        ticket.sequence, ticket.index = sequence, index
+        sequence.tickets.add(self._add(ticket))
+        sequence.opened.add(ticket)
+        tier = pool.tier_of(source)
+        if tier is not pool.device:
+            tier.counters.onboarded += 1
+            tier.counters.copied_bytes += pool.spec.block_bytes
+
+    def back_up(self) -> None:
+        """Begins copies of device blocks to empty slots below; the executor gets them with its next renewal."""
+        for pool in self._pools:
+            backups, tier = pool.backups, pool.backups.tier
+            for block in backups.next(MAX_BACKUPS // len(self._pools) - backups.running):
+                assert tier is not None
+                target = Block(tier.take_empty())
+                target.refs = 1
+                pool.blocks[target.slot] = target
+                tier.used += 1
+                backups.begun(self._add(Ticket(self._next_number(), Purpose.BACKUP, pool, block, target)))
+                pool.device.counters.copied_bytes += pool.spec.block_bytes
+
+    def fetch(self, pool: Pool, chain: list[Block]) -> list[Transfer]:
+        """Brings blocks of a chain, parents first, to the device, as far as there is room and up to one on its way."""
+        here = [block for block in chain if pool.is_on_device(block)]
+        below = [block for block in chain if not pool.is_on_device(block)]
+        room = pool.device.free_for(None, claimed=[block for block in here if not block.refs])
+        on_the_way = {ticket.source for ticket in self._tickets.values() if ticket.purpose is Purpose.FETCH}
+        sources: list[Block] = []
+        for source in below[: max(0, room)]:
+            if source in pool.moving or source in on_the_way:
+                break
+            sources.append(source)
+        if not sources:
+            return []
+        for block in (*here, *sources):
+            pool.retain(block)
+        tickets = []
+        for source in sources:
+            tier = pool.tier_of(source)
+            tier.counters.onboarded += 1
+            tier.counters.copied_bytes += pool.spec.block_bytes
+            target = pool.take(None)
+            tickets.append(self._add(Ticket(self._next_number(), Purpose.FETCH, pool, source, target)))
+        # What is on the device already stays until the rest stands on it.
+        tickets[0].anchors = here
+        Fetch(pool, tickets)
+        return [ticket.transfer for ticket in tickets]

@@ -1,0 +1,407 @@
+"""What goes into the manager and what comes out. Tokens are ids, lengths are in tokens, times in seconds."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from cachemgr.blocks.block_keys import Domain
+    from cachemgr.operators.types import HintAnswer, Hints
+    from cachemgr.sequences.eviction_policy import PolicyWish
+    from protos.kvcache.eviction import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerConfig:
+    """Settings of the domain."""
+
+    lease_seconds: float = 10.0
+    capacity_ahead_tokens: int = 32
+    # Share of a pool that capacity ahead and admissions leave free.
+    free_watermark: float = 0.01
+    partial_reuse: bool = True
+    # Blocks of a lower priority are dropped rather than moved to a lower tier.
+    secondary_offload_min_priority: int = 35
+    # Whether blocks of the device are copied to empty host slots before they must go.
+    write_through: bool = True
+    # Blocks lost that are remembered, to say why they are missing.
+    lost_blocks: int = 20_000
+    # Whether the beginning of a longer block is copied; else such a block is taken over when nobody uses it.
+    copy_on_partial_reuse: bool = True
+    # What a wish is granted at most; 0 seconds for no bound.
+    max_retention_priority: int = 100
+    max_retention_seconds: float = 0.0
+    # Share of a pool that pins may keep.
+    pin_budget: float = 0.1
+    # Events that a consumer may be behind.
+    event_history: int = 100_000
+    # Blocks that ghost caches follow of as many as the device has; 0 for no ghost caches.
+    ghost_sample: int = 0
+
+
+class TierKind(enum.IntEnum):
+    """Where a block's bytes are, fastest first."""
+
+    DEVICE = 0
+    HOST = 1
+    DISK = 2
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSpec:
+    """One pool as its executor announces it; see the message of the same name."""
+
+    group: int
+    num_blocks: int
+    attention_window: int | None = None
+    num_layers: int = 1
+    num_kv_heads: int = 1
+    head_dim: int = 1
+    dtype: str = "float32"
+    block_bytes: int = 0
+    host_blocks: int = 0
+    disk_blocks: int = 0
+    share_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorSpec:
+    """What an executor announces: settings, and what its memory holds.
+
+    `last_write_steps[group]` has an entry per slot 1..num_blocks, or is empty; `generations` of a lower tier the same
+    for its slots: the ticket of the copy that filled each.
+    """
+
+    executor_id: str
+    executor_epoch: int
+    model: str
+    model_fingerprint: bytes
+    block_size: int
+    pools: Sequence[PoolSpec]
+    last_write_steps: Sequence[Sequence[int]] = ()
+    memory_bytes: int | None = None
+    plain_rotary: bool = False
+    host_generations: Sequence[Sequence[int]] = ()
+    disk_generations: Sequence[Sequence[int]] = ()
+
+    @property
+    def tells_of_contents(self) -> bool:
+        """Whether some slot holds what was written before the registration."""
+        return any(
+            any(slots)
+            for told in (self.last_write_steps, self.host_generations, self.disk_generations)
+            for slots in told
+        )
+
+    def without_contents(self) -> ExecutorSpec:
+        """The settings alone."""
+        return replace(self, last_write_steps=(), host_generations=(), disk_generations=())
+
+    def generations(self, tier: TierKind, group: int) -> Sequence[int]:
+        """Of the slots 1, 2, … of a lower tier of a pool; empty when they are not known."""
+        known = self.host_generations if tier is TierKind.HOST else self.disk_generations
+        return known[group] if known else ()
+
+
+class Restored(NamedTuple):
+    """Cached blocks of an executor that count after a registration: on its device, and in its lower tiers."""
+
+    device_blocks: int
+    lower_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionRange:
+    """A wish for the blocks whose first token lies in [start, end); no end: to the end of the prompt."""
+
+    start: int
+    end: int | None
+    priority: int
+    duration: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """What a request wishes for its blocks. Durations in seconds, None for no end."""
+
+    ranges: tuple[RetentionRange, ...] = ()
+    decode_priority: int | None = None
+    decode_duration: float | None = None
+
+
+class ExtraKey(NamedTuple):
+    """Content that is no token, for which the tokens in [start, start + length) stand."""
+
+    start: int
+    length: int
+    digest: bytes
+
+
+class Outcome(enum.IntEnum):
+    """What became of a wish; numbers as in the message."""
+
+    GRANTED = 1
+    CLIPPED = 2
+    REJECTED = 3
+
+
+class Receipt(NamedTuple):
+    """Answer to one wish: what was granted instead, or why nothing."""
+
+    wish: str
+    outcome: Outcome
+    reason: str = ""
+    priority: int = 0
+    duration: float | None = None
+    num_blocks: int = 0
+
+
+class SchedulerEpoch(NamedTuple):
+    """A scheduler, and which of its processes: every call about a sequence says it."""
+
+    scheduler_id: str
+    epoch: int
+
+
+# Of an account that quotas are about: "tenant_id" or "salt", and its name.
+AccountKey = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class AdmitRequest:
+    """A sequence that wants its blocks."""
+
+    sequence_id: str
+    scheduler_id: str
+    scheduler_epoch: int
+    executor_id: str
+    token_ids: Sequence[int]
+    salt: str | None = None
+    adapter_id: int | None = None
+    session_id: str | None = None
+    request_id: str | None = None
+    num_prompt_tokens: int | None = None
+    tenant_id: str | None = None
+    extra_keys: tuple[ExtraKey, ...] = ()
+    retention: Retention = field(default_factory=Retention)
+    hints: Hints | None = None
+    eviction_policy: PolicyWish | None = None
+    no_read: bool = False
+    no_store: bool = False
+    # Of tiers below it nothing is used.
+    lowest_tier: TierKind = TierKind.DISK
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Slots of one sequence in one group; 0 where the window does not need the block."""
+
+    group: int
+    slots: tuple[int, ...]
+
+
+class Transfer(NamedTuple):
+    """A ticket for one copy within a group, or, with source slot 0, for overwriting the target with zeros."""
+
+    ticket: int
+    group: int
+    source_slot: int
+    target_slot: int
+    num_tokens: int
+    num_bytes: int
+    source_tier: TierKind = TierKind.DEVICE
+    target_tier: TierKind = TierKind.DEVICE
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Answer to an admission or a fork. Not admitted: nothing was taken, `blocks_short` were missing.
+
+    `full_account`: for the ceiling of this account alone, others have room.
+    """
+
+    admitted: bool
+    blocks_short: int = 0
+    full_account: AccountKey | None = None
+    sequence_handle: int = 0
+    cached_tokens: int = 0
+    wait_for_handle: int = 0
+    capacity_tokens: int = 0
+    block_tables: tuple[Table, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
+    receipts: tuple[Receipt, ...] = ()
+    hint_answers: tuple[HintAnswer, ...] = ()
+    eviction_policy: Policy | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SyncRequest:
+    """Progress in columns, exactly as in the message."""
+
+    scheduler_id: str
+    scheduler_epoch: int
+    manager_epoch: int
+    sync_number: int
+    step: int = 0
+    handles: Sequence[int] = ()
+    computed_tokens: Sequence[int] = ()
+    new_token_counts: Sequence[int] = ()
+    new_token_ids: Sequence[int] = ()
+    released_handles: Sequence[int] = ()
+    trimmed_handles: Sequence[int] = ()
+    trimmed_capacity_tokens: Sequence[int] = ()
+    cancelled_tickets: Sequence[int] = ()
+    evicting_handles: Sequence[int] = ()
+    moved_handles: Sequence[int] = ()
+    moved_computed_tokens: Sequence[int] = ()
+
+
+@dataclass(slots=True)
+class SyncAnswer:
+    """What a sync brings back, in columns."""
+
+    extended_handles: list[int] = field(default_factory=list)
+    extended_groups: list[int] = field(default_factory=list)
+    extended_counts: list[int] = field(default_factory=list)
+    extended_slots: list[int] = field(default_factory=list)
+    void_handles: list[int] = field(default_factory=list)
+    unknown_handles: list[int] = field(default_factory=list)
+    blocks_short: int = 0
+    free_blocks: int = 0
+    total_blocks: int = 0
+    transfers: list[Transfer] = field(default_factory=list)
+    evicting_handles: list[int] = field(default_factory=list)
+    evicting_counts: list[int] = field(default_factory=list)
+    evicting_slots: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Extension:
+    """Answer to an extension; not extended: nothing was taken."""
+
+    extended: bool
+    blocks_short: int
+    new_blocks: tuple[Table, ...]
+    capacity_tokens: int
+    transfers: tuple[Transfer, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """Answer to a truncation or release. `freed_blocks`: blocks that may be taken now and could not before."""
+
+    found: bool
+    freed_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolView:
+    """A pool with its counters: free = empty + cached, free + used = total."""
+
+    pool_id: str
+    executor_id: str
+    spec: PoolSpec
+    block_size: int
+    total_blocks: int
+    free_blocks: int
+    used_blocks: int
+    cached_blocks: int
+    evicted_blocks: int
+    queried_tokens: int
+    hit_tokens: int
+    lower_tiers: tuple[TierUsage, ...] = ()
+    etag: str = ""
+
+
+class TierUsage(NamedTuple):
+    """Slots of one tier, as in the pool that it belongs to."""
+
+    tier: TierKind
+    total_blocks: int
+    free_blocks: int
+    used_blocks: int
+    cached_blocks: int
+
+
+class BlockView(NamedTuple):
+    """A block as seen from outside. Keys and tokens, packed, are empty where there are none."""
+
+    pool_id: str
+    slot: int
+    key: bytes
+    parent_key: bytes
+    tokens: bytes
+    references: int
+    priority: int
+    depth: int
+    tier: TierKind = TierKind.DEVICE
+    domain: Domain | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens it holds."""
+        return len(self.tokens) // 4
+
+    @classmethod
+    def of_pool(cls, pool_id: str) -> BlockView:
+        """What an event about a pool carries."""
+        return cls(pool_id, 0, b"", b"", b"", 0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceView:
+    """A live sequence as seen from outside."""
+
+    sequence_id: str
+    sequence_handle: int
+    scheduler_id: str
+    executor_id: str
+    num_tokens: int
+    computed_tokens: int
+    cached_tokens: int
+    capacity_tokens: int
+    num_blocks: int
+    domain: Domain | None = None
+    eviction_policy: Policy | None = None
+    evicting: bool = False
+
+
+class EventKind(enum.IntEnum):
+    """Numbers as in the message."""
+
+    CREATED = 1
+    STORED = 2
+    REMOVED = 3
+    UPDATED = 4
+    LEASE_GRANTED = 5
+    LEASE_EXPIRED = 6
+    LEASE_BROKEN = 7
+
+
+class RemovalCause(enum.IntEnum):
+    """Numbers as in the message; NONE for events that remove nothing."""
+
+    NONE = 0
+    EVICTED = 1
+    PURGED = 2
+    EXECUTOR_LOST = 3
+    COVERED = 4
+    TRUNCATED = 5
+    FORGOTTEN = 6
+    TAKEN_OVER = 7
+    COPY_FAILED = 8
+    PARENT_LOST = 9
+    POOL_SHRUNK = 10
+    RULE_CHANGED = 11
+    TOO_MANY_LEASES = 12
+
+
+class LeaseView(NamedTuple):
+    """A lease as seen from outside. `remaining` seconds until its end; None for no end."""
+
+    holder: str
+    priority: int
+    remaining: float | None
