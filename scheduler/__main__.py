@@ -16,12 +16,12 @@ from protos.rpc.guard import Guard
 from protos.rpc.http_server import HttpServer
 from protos.rpc.server import Server
 from protos.rpc.settings import load, variable
-from scheduler import admin_service
 from scheduler.app import Scheduler
 from scheduler.errors import UnusableModelError
-from scheduler.http.app import create_app
-from scheduler.http.origins import Origins
-from scheduler.service import SERVICE
+from scheduler.frontend import admin_service
+from scheduler.frontend.grpc_service import SERVICE
+from scheduler.frontend.openai.app import create_app
+from scheduler.frontend.openai.origins import Origins
 from scheduler.settings import SchedulerSettings
 
 # Longest time that one thread keeps others from running, in seconds: a tenth of what Python sets. The step loop has

@@ -19,28 +19,28 @@ from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
 from protos.rpc.channel import open_channel
 from protos.rpc.errors import ServiceError, from_rpc_error
 from protos.rpc.logs import FileLog
-from scheduler import executor_client
-from scheduler.admin_service import SchedulerAdminService
-from scheduler.cache_client import CacheClient
-from scheduler.engine import Engine
+from scheduler.bridge import Mailbox, Report, SessionEnded, Stop
+from scheduler.cache.client import CacheClient
+from scheduler.cache.waiting_queue import WaitingQueue
+from scheduler.core import executor_client
+from scheduler.core.executor_client import ExecutorClient
+from scheduler.core.loop import StepLoop
+from scheduler.core.prefill_budget import Pace
 from scheduler.errors import (
     ExecutorChangedError,
     ExecutorReplacedError,
     SchedulerReplacedError,
     StepLoopError,
 )
-from scheduler.executor_client import ExecutorClient
-from scheduler.intake import Intake
-from scheduler.loop import StepLoop
-from scheduler.mailbox import Mailbox, Report, SessionEnded, Stop
+from scheduler.frontend.access_log import AccessLog
+from scheduler.frontend.admin_service import SchedulerAdminService
+from scheduler.frontend.grpc_service import GenerationService
+from scheduler.frontend.requests import Engine
+from scheduler.frontend.tokenizer import Model
+from scheduler.frontend.validation import Intake
+from scheduler.frontend.vllm_metrics import VllmMetrics
 from scheduler.metrics import RequestMetrics, StepTimes
-from scheduler.pace import Pace
-from scheduler.request_log import AccessLog
-from scheduler.service import GenerationService
 from scheduler.settings import SchedulerSettings
-from scheduler.tokenizer import Model
-from scheduler.vllm_metrics import VllmMetrics
-from scheduler.waiting_queue import WaitingQueue
 
 CALL_SECONDS = 10.0
 RETRY_SECONDS = 0.5

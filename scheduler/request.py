@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from protos.execution.v1 import execution_pb2
 from protos.kvcache.v1 import kvcache_pb2
-from scheduler.tiers import Tier
+from scheduler.cache.tier_costs import Tier
 
 
 class Account(NamedTuple):

@@ -5,9 +5,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from scheduler.eviction import Eviction
+from scheduler.cache.tier_costs import Tier
+from scheduler.core.token_eviction import Eviction
 from scheduler.request import Candidate, Request
-from scheduler.tiers import Tier
 
 # Tokens of room with which a decoding sequence is said to run out of it soon: a few steps more than a sync takes.
 SOON = 8

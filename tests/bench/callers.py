@@ -20,8 +20,8 @@ import grpc
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
 from protos.rpc.errors import from_rpc_error
-from scheduler.http import translate
-from scheduler.http.requests import ChatCompletionRequest, CompletionRequest
+from scheduler.frontend.openai import translate
+from scheduler.frontend.openai.requests import ChatCompletionRequest, CompletionRequest
 
 # English technical prose that every Python carries.
 TEXT = "\n\n".join(text for _, text in sorted(topics.items()))

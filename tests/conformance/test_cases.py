@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from scheduler.cache.waiting_queue import WaitingQueue
 from scheduler.request import Candidate, Request
-from scheduler.waiting_queue import WaitingQueue
 from tests.conformance import runner
 from tests.conformance.cases import BACKEND_NAMES, VECTORS, Part, all_cases
 

@@ -13,7 +13,7 @@ from supervisor import is_serving
 from executor import watchdog, worker
 from executor.model import Model
 from protos.rpc.errors import RemoteError
-from scheduler import loop
+from scheduler.core import loop
 from tests.unit.executor.running_stack import Stack, join, running
 
 

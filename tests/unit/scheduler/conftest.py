@@ -15,7 +15,7 @@ from protos.generation.v1 import generation_pb2_grpc
 from protos.kvcache.v1 import kvcache_pb2_grpc
 from protos.rpc.server import Server
 from scheduler.app import Scheduler
-from scheduler.service import SERVICE
+from scheduler.frontend.grpc_service import SERVICE
 from scheduler.settings import SchedulerSettings
 from tests.unit.scheduler.fake_executor import FakeExecutor
 from tests.unit.scheduler.fake_manager import FakeManager

@@ -3,8 +3,8 @@
 from google.protobuf.duration_pb2 import Duration
 
 from protos.generation.v1 import generation_pb2 as pb
-from scheduler.breakpoints import Breakpoint, ranges
-from scheduler.chat import ChatTemplate
+from scheduler.frontend.breakpoints import Breakpoint, ranges
+from scheduler.frontend.chat_template import ChatTemplate
 from tests.support.generation import generate
 from tests.unit.scheduler.conftest import StackFactory
 from tests.unit.scheduler.fake_executor import FakeExecutor

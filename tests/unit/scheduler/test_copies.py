@@ -6,12 +6,12 @@ import pytest
 
 from protos.execution.v1 import execution_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2
-from scheduler.mailbox import SyncAnswer
-from scheduler.planner import plan_step
-from scheduler.running import RunningSet
+from scheduler.bridge import SyncAnswer
+from scheduler.cache.tier_costs import Tier
+from scheduler.core.batch import RunningSet
+from scheduler.core.planner import plan_step
+from scheduler.core.step_message import Flight, build_step
 from scheduler.sequence import Copy, Exit, Sequence
-from scheduler.step_message import Flight, build_step
-from scheduler.tiers import Tier
 from tests.unit.scheduler.test_planner import BLOCK, admitted, sequence
 
 

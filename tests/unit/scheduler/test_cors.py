@@ -15,8 +15,8 @@ from protos.rpc.guard import Guard
 from protos.rpc.http_server import HttpServer
 from protos.rpc.identity import Role
 from protos.rpc.settings import SettingsError, load
-from scheduler.http.origins import Origins
-from scheduler.service import GenerationService
+from scheduler.frontend.grpc_service import GenerationService
+from scheduler.frontend.openai.origins import Origins
 from scheduler.settings import SchedulerSettings
 from tests.console.conftest import CHROMIUM
 from tests.stack import free_address

@@ -9,8 +9,8 @@ import pytest
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
 from protos.rpc.errors import from_rpc_error
-from scheduler import loop
-from scheduler.running import MAX_FAILURES
+from scheduler.core import loop
+from scheduler.core.batch import MAX_FAILURES
 from tests.support.generation import generate
 from tests.unit.scheduler.conftest import Stack, StackFactory
 from tests.unit.scheduler.fake_executor import FakeExecutor

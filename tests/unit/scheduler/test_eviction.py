@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from protos.execution.v1 import execution_pb2 as pb
 from protos.kvcache.eviction import Layout, Policy, parse
-from scheduler.eviction import Eviction
-from scheduler.mailbox import SyncAnswer
+from scheduler.bridge import SyncAnswer
+from scheduler.core.batch import RunningSet
+from scheduler.core.step_message import Flight, build_step
+from scheduler.core.token_eviction import Eviction
 from scheduler.request import Candidate, Request
-from scheduler.running import RunningSet
 from scheduler.sequence import Sequence
-from scheduler.step_message import Flight, build_step
 from tests.unit.scheduler.test_planner import depths
 
 BLOCK = 4

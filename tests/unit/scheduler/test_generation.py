@@ -6,7 +6,7 @@ import random
 import pytest
 
 from protos.generation.v1 import generation_pb2 as pb
-from scheduler import turns
+from scheduler.frontend import turns
 from tests.support.generation import Output, generate, greedy_request
 from tests.unit.scheduler.conftest import Stack, StackFactory
 from tests.unit.scheduler.fake_executor import FakeExecutor

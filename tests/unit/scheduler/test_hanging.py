@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from scheduler import loop
-from scheduler.mailbox import Mailbox
+from scheduler.bridge import Mailbox
+from scheduler.core import loop
 from tests.support.generation import generate
 from tests.unit.scheduler.conftest import StackFactory
 from tests.unit.scheduler.test_generation import request

@@ -19,9 +19,9 @@ from protos.rpc.addresses import AddressError
 from protos.rpc.guard import Guard
 from protos.rpc.http_server import HttpServer
 from protos.rpc.identity import Role
-from scheduler.http.app import create_app
-from scheduler.http.formats import CompletionFormat
-from scheduler.service import GenerationService
+from scheduler.frontend.grpc_service import GenerationService
+from scheduler.frontend.openai.app import create_app
+from scheduler.frontend.openai.formats import CompletionFormat
 from tests.support.keyring import Keyring
 from tests.unit.scheduler.conftest import Stack, StackFactory
 from tests.unit.scheduler.fake_executor import FakeExecutor

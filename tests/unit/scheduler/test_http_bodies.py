@@ -10,9 +10,9 @@ import pytest
 
 from protos.rpc.guard import Guard
 from protos.rpc.identity import Role
-from scheduler.http import bodies
-from scheduler.http.app import create_app
-from scheduler.service import GenerationService
+from scheduler.frontend.grpc_service import GenerationService
+from scheduler.frontend.openai import bodies
+from scheduler.frontend.openai.app import create_app
 from tests.support.keyring import Keyring
 from tests.unit.scheduler.conftest import StackFactory
 from tests.unit.scheduler.test_http import LEAST, ask, serve

@@ -16,7 +16,7 @@ from protos.generation.v1 import generation_pb2_grpc as rpc
 from protos.rpc.guard import Guard
 from protos.rpc.identity import Role
 from scheduler.app import Scheduler
-from scheduler.service import GenerationService
+from scheduler.frontend.grpc_service import GenerationService
 from scheduler.settings import SchedulerSettings
 from tests.support.keyring import Keyring
 from tests.unit.scheduler.conftest import StackFactory, _serve

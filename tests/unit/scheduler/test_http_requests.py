@@ -12,10 +12,10 @@ from pydantic import ValidationError
 
 from protos.generation.v1 import generation_pb2 as pb
 from protos.rpc.errors import InvalidField
-from scheduler.http import translate
-from scheduler.http.errors import from_service, rename
-from scheduler.http.extensions import EvictionPolicy
-from scheduler.http.requests import (
+from scheduler.frontend.openai import translate
+from scheduler.frontend.openai.errors import from_service, rename
+from scheduler.frontend.openai.extensions import EvictionPolicy
+from scheduler.frontend.openai.requests import (
     MAX_PROMPTS,
     ChatCompletionRequest,
     CompletionRequest,

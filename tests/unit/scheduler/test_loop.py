@@ -8,10 +8,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from protos.execution.v1 import execution_pb2 as pb
-from scheduler.loop import StepLoop
-from scheduler.mailbox import Admitted, Mailbox, Report, Stop, SyncAnswer
+from scheduler.bridge import Admitted, Mailbox, Report, Stop, SyncAnswer
+from scheduler.core.loop import StepLoop
+from scheduler.core.prefill_budget import Pace
 from scheduler.metrics import StepTimes
-from scheduler.pace import Pace
 from tests.unit.scheduler.test_copies import down, synced
 from tests.unit.scheduler.test_planner import sequence
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from scheduler.mailbox import Report
-from scheduler.pace import DEFAULT_SHARE, LEAST_CHUNK, LONGEST_STEP, MIN_TOKENS, REFRESH_STEPS, Pace
-from scheduler.planner import plan_step
-from scheduler.running import RunningSet
+from scheduler.bridge import Report
+from scheduler.core.batch import RunningSet
+from scheduler.core.planner import plan_step
+from scheduler.core.prefill_budget import DEFAULT_SHARE, LEAST_CHUNK, LONGEST_STEP, MIN_TOKENS, REFRESH_STEPS, Pace
+from scheduler.core.step_message import Flight, build_step
 from scheduler.sequence import Sequence
-from scheduler.step_message import Flight, build_step
 from tests.unit.scheduler.test_planner import answer, depths, sequence
 
 BUDGET = 512

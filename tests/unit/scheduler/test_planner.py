@@ -4,13 +4,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protos.execution.v1 import execution_pb2 as pb
-from scheduler.loop import MOST_AHEAD
-from scheduler.mailbox import SyncAnswer
-from scheduler.planner import choose_victim, plan_step, trimmable
+from scheduler.bridge import SyncAnswer
+from scheduler.core.batch import RunningSet
+from scheduler.core.loop import MOST_AHEAD
+from scheduler.core.planner import choose_victim, plan_step, trimmable
+from scheduler.core.step_message import Flight, build_step
 from scheduler.request import Candidate, Request
-from scheduler.running import RunningSet
 from scheduler.sequence import Exit, Sequence
-from scheduler.step_message import Flight, build_step
 
 BLOCK = 4
 

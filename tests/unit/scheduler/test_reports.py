@@ -5,10 +5,10 @@ from collections import defaultdict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.mailbox import Report
-from scheduler.running import GATHER_STEPS
+from scheduler.bridge import Report
+from scheduler.core.batch import GATHER_STEPS
+from scheduler.core.step_message import Flight, build_step
 from scheduler.sequence import Sequence
-from scheduler.step_message import Flight, build_step
 from tests.unit.scheduler.test_planner import BLOCK, admitted, answer, depths, sequence, traffic
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from protos.generation.v1 import generation_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2
-from scheduler.intake import sample_seed
+from scheduler.frontend.validation import sample_seed
 from tests.support.generation import generate_samples
 from tests.unit.scheduler.conftest import Stack, StackFactory
 from tests.unit.scheduler.fake_executor import FakeExecutor

@@ -5,7 +5,7 @@ import pytest
 from protos.generation.v1 import generation_pb2 as pb
 from protos.rpc.errors import ServiceError
 from protos.rpc.identity import Identity, Role
-from scheduler.tenancy import bind
+from scheduler.frontend.tenancy import bind
 
 ACME = Identity("app", Role.CALLER, "acme")
 

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.chat import ChatTemplate, ChatTemplateError, UnreadFieldError
-from scheduler.detokenizer import Detokenizer
-from scheduler.stop_strings import StopStrings
+from scheduler.frontend.chat_template import ChatTemplate, ChatTemplateError, UnreadFieldError
+from scheduler.frontend.detokenizer import Detokenizer
+from scheduler.frontend.stop_strings import StopStrings
 from tests.unit.scheduler.text import CHAT_TEMPLATE, byte_level_tokenizer, space_prefix_tokenizer
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\N{REPLACEMENT CHARACTER}"), max_size=40)

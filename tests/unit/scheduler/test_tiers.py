@@ -2,8 +2,8 @@
 
 import pytest
 
-from scheduler.pace import Pace
-from scheduler.tiers import RETRY_SECONDS, Rates, Speed, Tier
+from scheduler.cache.tier_costs import RETRY_SECONDS, Rates, Speed, Tier
+from scheduler.core.prefill_budget import Pace
 
 # Computing a block of 16 tokens takes 16 ms.
 TOKEN = 1e-3

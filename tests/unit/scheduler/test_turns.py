@@ -6,11 +6,11 @@ import time
 import pytest
 
 from protos.execution.v1 import execution_pb2
-from scheduler import turns
-from scheduler.generation import Stream
+from scheduler.frontend import turns
+from scheduler.frontend.output import Stream
+from scheduler.frontend.tokenizer import Model
+from scheduler.frontend.turns import Turns
 from scheduler.request import Request
-from scheduler.tokenizer import Model
-from scheduler.turns import Turns
 from tests.unit.scheduler.text import byte_level_tokenizer
 
 LETTER = 5

@@ -16,12 +16,12 @@ from protos.kvcache.eviction import Policy, parse
 from protos.kvcache.v1 import kvcache_pb2
 from protos.rpc import tracing
 from protos.rpc.errors import InvalidField
-from scheduler import breakpoints
-from scheduler.breakpoints import Breakpoint
-from scheduler.chat import ChatTemplateError, UnreadFieldError
 from scheduler.errors import ContextLengthError, ModelNotFoundError
+from scheduler.frontend import breakpoints
+from scheduler.frontend.breakpoints import Breakpoint
+from scheduler.frontend.chat_template import ChatTemplateError, UnreadFieldError
+from scheduler.frontend.tokenizer import Model, TooLongError, at_most
 from scheduler.request import CacheWishes, Request
-from scheduler.tokenizer import Model, TooLongError, at_most
 
 MAX_REQUEST_ID_BYTES = 128
 MAX_NAME_BYTES = 256

@@ -1,7 +1,7 @@
 """Everything that the next sync tells the cache manager."""
 
 from protos.kvcache.v1 import kvcache_pb2 as pb
-from scheduler.mailbox import Report
+from scheduler.bridge import Report
 from scheduler.sequence import Progress
 
 

@@ -8,11 +8,11 @@ from protos.execution.v1 import execution_pb2
 from protos.generation.v1 import generation_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2
 from protos.rpc.errors import ServiceError
-from scheduler.detokenizer import Detokenizer
-from scheduler.mailbox import Detail
+from scheduler.bridge import Detail
+from scheduler.frontend.detokenizer import Detokenizer
+from scheduler.frontend.stop_strings import StopStrings
+from scheduler.frontend.tokenizer import Model
 from scheduler.request import Request
-from scheduler.stop_strings import StopStrings
-from scheduler.tokenizer import Model
 
 
 @dataclass(slots=True)

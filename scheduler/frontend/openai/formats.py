@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from protos.generation.v1 import generation_pb2 as pb
-from scheduler.http import responses
-from scheduler.http.front import drawn_name
-from scheduler.tokenizer import Model
+from scheduler.frontend.openai import responses
+from scheduler.frontend.openai.front import drawn_name
+from scheduler.frontend.tokenizer import Model
 
 
 @dataclass

@@ -8,7 +8,7 @@ from google.protobuf.json_format import MessageToDict
 from typing_extensions import TypedDict
 
 from protos.generation.v1 import generation_pb2 as pb
-from scheduler.tokenizer import Model
+from scheduler.frontend.tokenizer import Model
 
 # Stands for a probability of zero, which JSON has no logarithm of.
 LEAST_LOGPROB = -9999.0

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 
 from protos.execution.v1 import execution_pb2
 from protos.kvcache.eviction import Layout, Policy
-from scheduler.chat import ChatTemplate
 from scheduler.errors import UnusableModelError
+from scheduler.frontend.chat_template import ChatTemplate
 
 # Tokenized one at a time beyond this many characters, so that short prompts find a free thread.
 LARGE_PROMPT = 65_536

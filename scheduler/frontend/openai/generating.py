@@ -14,12 +14,12 @@ from protos.generation.v1 import generation_pb2 as pb
 from protos.rpc.errors import ServiceError
 from protos.rpc.http_server import peer_of
 from scheduler.errors import DrainingError
-from scheduler.http.errors import ApiError, from_service, unexpected
-from scheduler.http.formats import Format, Sample
-from scheduler.http.front import FAILED
-from scheduler.http.identity import Caller
-from scheduler.http.translate import Names, of_prompt
-from scheduler.service import GenerationService
+from scheduler.frontend.grpc_service import GenerationService
+from scheduler.frontend.openai.errors import ApiError, from_service, unexpected
+from scheduler.frontend.openai.formats import Format, Sample
+from scheduler.frontend.openai.front import FAILED
+from scheduler.frontend.openai.identity import Caller
+from scheduler.frontend.openai.translate import Names, of_prompt
 
 # Takes a piece of the output.
 Write = Callable[[pb.StreamGenerateResponse], Awaitable[object]]

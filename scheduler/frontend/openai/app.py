@@ -17,22 +17,22 @@ from starlette.requests import Request
 from protos.rpc.errors import ServiceError
 from protos.rpc.guard import Guard
 from scheduler.errors import NotReadyError
-from scheduler.http import errors, responses, translate
-from scheduler.http.bodies import Bodies
-from scheduler.http.formats import ChatFormat, CompletionFormat
-from scheduler.http.front import Api
-from scheduler.http.generating import Generating
-from scheduler.http.identity import Caller, caller_of, route_class
-from scheduler.http.origins import Origins
-from scheduler.http.requests import (
+from scheduler.frontend.access_log import note
+from scheduler.frontend.grpc_service import GenerationService
+from scheduler.frontend.openai import errors, responses, translate
+from scheduler.frontend.openai.bodies import Bodies
+from scheduler.frontend.openai.formats import ChatFormat, CompletionFormat
+from scheduler.frontend.openai.front import Api
+from scheduler.frontend.openai.generating import Generating
+from scheduler.frontend.openai.identity import Caller, caller_of, route_class
+from scheduler.frontend.openai.origins import Origins
+from scheduler.frontend.openai.requests import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
     Generation,
     TokenizeRequest,
 )
-from scheduler.request_log import note
-from scheduler.service import GenerationService
 
 # JSON that is nothing but escapes has so many bytes for one of its text; other fields come on top.
 BODY_FACTOR, BODY_BYTES = 3, 1 << 16

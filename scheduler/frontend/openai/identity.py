@@ -11,8 +11,8 @@ from starlette.responses import Response
 from protos.rpc.guard import Guard
 from protos.rpc.http_server import peer_of
 from protos.rpc.identity import Identity, PermissionDeniedError, UnauthenticatedError, assume
-from scheduler.http.bodies import Bodies
-from scheduler.service import SERVICE
+from scheduler.frontend.grpc_service import SERVICE
+from scheduler.frontend.openai.bodies import Bodies
 
 
 class Caller:

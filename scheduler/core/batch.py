@@ -4,14 +4,14 @@ import bisect
 from collections.abc import Iterable
 
 from protos.execution.v1 import execution_pb2
-from scheduler.copies import Copies
+from scheduler.bridge import Detail, Report, SyncAnswer
+from scheduler.cache.tier_costs import Tier
+from scheduler.core.onloading import Copies
+from scheduler.core.planner import Plan, choose_victim, plan_step, trimmable
+from scheduler.core.prefill_budget import Pace
+from scheduler.core.step_message import Flight
 from scheduler.errors import ExecutorLostError
-from scheduler.mailbox import Detail, Report, SyncAnswer
-from scheduler.pace import Pace
-from scheduler.planner import Plan, choose_victim, plan_step, trimmable
 from scheduler.sequence import Exit, Sequence
-from scheduler.step_message import Flight
-from scheduler.tiers import Tier
 
 # Progress that nobody waits for is told once in so many steps: the cache manager gives capacity ahead, and a call
 # per step would cost more than all else that it does.

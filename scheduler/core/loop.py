@@ -10,14 +10,14 @@ import structlog
 
 from protos.execution.v1 import execution_pb2
 from protos.rpc import tracing
+from scheduler.bridge import Admitted, Cancel, Mail, Mailbox, ManagerLost, Report, SessionEnded, Stop, SyncAnswer
+from scheduler.cache.tier_costs import Speed
+from scheduler.core.batch import RunningSet
+from scheduler.core.executor_client import ExecutorClient
+from scheduler.core.prefill_budget import Pace
+from scheduler.core.step_message import Flight, build_step
 from scheduler.errors import ExecutorLostError
-from scheduler.executor_client import ExecutorClient
-from scheduler.mailbox import Admitted, Cancel, Mail, Mailbox, ManagerLost, Report, SessionEnded, Stop, SyncAnswer
 from scheduler.metrics import StepTimes, Timing
-from scheduler.pace import Pace
-from scheduler.running import RunningSet
-from scheduler.step_message import Flight, build_step
-from scheduler.tiers import Speed
 
 RECONNECT_SECONDS = 0.2
 LONGEST_PAUSE_SECONDS = 5.0

@@ -8,8 +8,11 @@ from collections.abc import Sequence as Seq
 
 from protos.kvcache.v1 import kvcache_pb2
 from protos.rpc.errors import ServiceError
-from scheduler import answers
-from scheduler.cache_client import CacheClient
+from scheduler.bridge import Cancel, Detail, Mailbox, Report
+from scheduler.cache import answers
+from scheduler.cache.client import CacheClient
+from scheduler.cache.waiting_queue import WaitingQueue
+from scheduler.core.batch import MAX_FAILURES
 from scheduler.errors import (
     DrainingError,
     ExecutorFailsError,
@@ -17,14 +20,11 @@ from scheduler.errors import (
     RequestExistsError,
     TenantBusyError,
 )
-from scheduler.generation import Generation, Stream
-from scheduler.mailbox import Cancel, Detail, Mailbox, Report
+from scheduler.frontend.output import Generation, Stream
+from scheduler.frontend.tokenizer import Model
+from scheduler.frontend.turns import Turns
 from scheduler.metrics import RequestMetrics
 from scheduler.request import Candidate, Request
-from scheduler.running import MAX_FAILURES
-from scheduler.tokenizer import Model
-from scheduler.turns import Turns
-from scheduler.waiting_queue import WaitingQueue
 
 RETRY_SECONDS = 1.0
 

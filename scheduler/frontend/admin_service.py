@@ -8,8 +8,8 @@ import structlog
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
 from protos.rpc.identity import PermissionDeniedError, current
-from scheduler.engine import Engine
 from scheduler.errors import NotReadyError
+from scheduler.frontend.requests import Engine
 
 SERVICE = "generation.v1.SchedulerAdminService"
 

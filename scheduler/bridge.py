@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from protos.execution.v1 import execution_pb2
 from protos.rpc.errors import ServiceError
+from scheduler.cache.tier_costs import Speed
 from scheduler.request import Candidate
 from scheduler.sequence import Copy, Progress, Sequence
-from scheduler.tiers import Speed
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections import deque
 
-from scheduler.generation import Generation
+from scheduler.frontend.output import Generation
 
 # Every stream gets a message as often as one such time for each stream has passed: with few streams that is for every
 # token, with very many for several at once, or writing would leave no time for anything else.

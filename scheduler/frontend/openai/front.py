@@ -16,8 +16,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from protos.rpc import tracing
 from protos.rpc.http_server import peer_of
 from protos.rpc.interceptors import REQUEST_ID_KEY
-from scheduler.http.origins import Origins
-from scheduler.request_log import ABORTED, AccessLog, Line
+from scheduler.frontend.access_log import ABORTED, AccessLog, Line
+from scheduler.frontend.openai.origins import Origins
 
 REQUESTS = Counter("kvkeep_http_requests", "HTTP requests that ended, by route and status.", ["route", "code"])
 SECONDS = Histogram(

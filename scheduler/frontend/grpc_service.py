@@ -10,14 +10,14 @@ from prometheus_client import CollectorRegistry
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
 from protos.rpc.identity import current
-from scheduler.engine import Engine
 from scheduler.errors import DeadlineError, NotReadyError
-from scheduler.generation import Chunk, Generation
-from scheduler.intake import Intake
+from scheduler.frontend.access_log import AccessLog, watched
+from scheduler.frontend.output import Chunk, Generation
+from scheduler.frontend.requests import Engine
+from scheduler.frontend.tenancy import bind
+from scheduler.frontend.tokenizer import Model
+from scheduler.frontend.validation import Intake
 from scheduler.metrics import RequestMetrics
-from scheduler.request_log import AccessLog, watched
-from scheduler.tenancy import bind
-from scheduler.tokenizer import Model
 
 SERVICE = "generation.v1.GenerationService"
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from scheduler.pace import Pace
+from scheduler.core.prefill_budget import Pace
 from scheduler.sequence import Sequence
 
 

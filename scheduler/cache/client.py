@@ -12,14 +12,14 @@ import structlog
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as rpc
 from protos.rpc.errors import RemoteError, ServiceError, from_rpc_error
-from scheduler import answers
+from scheduler.bridge import Admitted, Cancel, Mailbox, ManagerLost, Report, SyncAnswer
+from scheduler.cache import answers
+from scheduler.cache.sync import SyncBatch
+from scheduler.cache.tier_costs import Rates, Tier
+from scheduler.cache.waiting_queue import WaitingQueue
 from scheduler.errors import ManagerLostError, SchedulerReplacedError, refusal
-from scheduler.mailbox import Admitted, Cancel, Mailbox, ManagerLost, Report, SyncAnswer
 from scheduler.metrics import RequestMetrics
 from scheduler.request import Account, Candidate
-from scheduler.sync_batch import SyncBatch
-from scheduler.tiers import Rates, Tier
-from scheduler.waiting_queue import WaitingQueue
 
 CALL_SECONDS = 5.0
 FIRST_BACKOFF = 0.05

@@ -17,8 +17,8 @@ from protos.rpc import tracing
 from protos.rpc.errors import ServiceError, UnexpectedError
 from protos.rpc.identity import current
 from protos.rpc.logs import short_hash
-from scheduler.engine import Engine
-from scheduler.generation import Stream
+from scheduler.frontend.output import Stream
+from scheduler.frontend.requests import Engine
 from scheduler.metrics import RequestMetrics
 
 # The caller left, or its deadline passed.

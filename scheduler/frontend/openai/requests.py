@@ -17,9 +17,9 @@ from pydantic import (
 from pydantic_core import CoreSchema, core_schema
 
 from protos.rpc.errors import InvalidField
-from scheduler import intake
-from scheduler.http.errors import FieldError
-from scheduler.http.extensions import (
+from scheduler.frontend import validation as intake
+from scheduler.frontend.openai.errors import FieldError
+from scheduler.frontend.openai.extensions import (
     Bounded,
     CacheControl,
     EvictionPolicy,

@@ -8,8 +8,14 @@ from google.protobuf.json_format import ParseDict
 
 from protos.generation.v1 import generation_pb2 as pb
 from protos.rpc.errors import InvalidField
-from scheduler.http.extensions import EvictionPolicy, KvHints, Retention, is_encodable
-from scheduler.http.requests import ChatCompletionRequest, CompletionRequest, Generation, Message, TokenizeRequest
+from scheduler.frontend.openai.extensions import EvictionPolicy, KvHints, Retention, is_encodable
+from scheduler.frontend.openai.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    Generation,
+    Message,
+    TokenizeRequest,
+)
 
 # OpenAI's default for completions; conversations go on as long as they fit.
 COMPLETION_TOKENS = 16

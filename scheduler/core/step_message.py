@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 from protos.execution.v1 import execution_pb2 as pb
 from protos.kvcache.eviction import write
-from scheduler.planner import Plan
+from scheduler.cache.tier_costs import Tier
+from scheduler.core.planner import Plan
 from scheduler.sequence import Copy, Sequence
-from scheduler.tiers import Tier
 
 _TIERS = {Tier.DEVICE: pb.STEP_TIER_DEVICE, Tier.HOST: pb.STEP_TIER_HOST, Tier.DISK: pb.STEP_TIER_DISK}
 

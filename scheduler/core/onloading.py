@@ -1,7 +1,7 @@
 """Copies of blocks that the cache manager asks for: those to be sent to the executor, and those that are waited for."""
 
+from scheduler.cache.tier_costs import Tier
 from scheduler.sequence import Copy, Exit, Sequence
-from scheduler.tiers import Tier
 
 
 class Copies:

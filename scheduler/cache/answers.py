@@ -5,10 +5,10 @@ from collections.abc import Iterable
 from protos.kvcache.eviction import Layout, parse
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.rpc.columns import cut
-from scheduler.eviction import Eviction
+from scheduler.cache.tier_costs import Tier
+from scheduler.core.token_eviction import Eviction
 from scheduler.request import Candidate
 from scheduler.sequence import Copy, Sequence
-from scheduler.tiers import Tier
 
 
 def copies(transfers: Iterable[pb.Transfer]) -> tuple[Copy, ...]:
