@@ -7,11 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from executor.counting import Counted, CountedRows, CountingAttention, check_counted
+from executor.cache.pool import KvPools
+from executor.core.state import Running
+from executor.core.transfer import ALIGNMENT, send
 from executor.eviction.policy import Attention
-from executor.kv_pool import KvPools
-from executor.running import Running
-from executor.transfer import ALIGNMENT, send
+from executor.models.attention_counts import Counted, CountedRows, CountingAttention, check_counted
 from kernels.paged_attention.launch import PagedBatch
 from kernels.store_kv.launch import store_kv
 

@@ -50,21 +50,21 @@ async def _serve(settings: ExecutorSettings) -> int:
     # Imported late, so that a wrong setting is told at once and not after seconds.
     import torch
 
-    from executor.cpu_decoder import CpuDecoder
-    from executor.fingerprint import fingerprint
-    from executor.kv_pool import KvPools, count_blocks, free_memory
-    from executor.manager_client import Announcement, ManagerClient
+    from executor.cache.pool import KvPools, count_blocks, free_memory
+    from executor.cache.shares import block_bytes, share_memory
+    from executor.cache.tiers.opening import FileSettings, check_room
+    from executor.cache.tiers.tiers import open_tiers
+    from executor.core.runner import Runner
+    from executor.core.watchdog import Watchdog
+    from executor.core.worker import Worker
     from executor.metrics import WEIGHT_BYTES, KindSeconds
-    from executor.model import choose_device, load_model, release_unused_memory
-    from executor.model_files import find
-    from executor.runner import Runner
-    from executor.service import SERVICE, ExecutorServicer, Identity
-    from executor.shares import block_bytes, share_memory
-    from executor.tiers.opening import FileSettings, check_room
-    from executor.tiers.tiers import open_tiers
-    from executor.tokenizer import load_tokenizer
-    from executor.watchdog import Watchdog
-    from executor.worker import Worker
+    from executor.models.cpu import CpuDecoder
+    from executor.models.files import find
+    from executor.models.fingerprint import fingerprint
+    from executor.models.load import choose_device, load_model, release_unused_memory
+    from executor.models.tokenizer import load_tokenizer
+    from executor.rpc.manager_client import Announcement, ManagerClient
+    from executor.rpc.service import SERVICE, ExecutorServicer, Identity
     from protos.execution.v1 import execution_pb2_grpc as rpc
     from protos.rpc.channel import open_channel
     from protos.rpc.server import Server

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from executor.counting import Counted
+from executor.cache.pool import KvPools
+from executor.core.state import Running
 from executor.eviction.policy import Attention, Contents, Evictor, Space, counted_rows
 from executor.eviction.registry import evictor
 from executor.eviction.rotation import turns
-from executor.kv_pool import KvPools
-from executor.running import Running
+from executor.models.attention_counts import Counted
 from executor.step import Evicted
 from kernels.compact_kv.launch import compact_kv
 from kernels.rotate_keys.launch import rotate_keys

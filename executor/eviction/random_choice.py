@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from executor.core.sampler import uniform
 from executor.eviction.policy import Contents
 from executor.eviction.ranked import Ranked
-from executor.sampler import uniform
 from protos.kvcache.eviction import Policy
 
 

@@ -18,8 +18,8 @@ import torch
 from transformers import AutoTokenizer
 
 from executor.errors import ModelError
-from executor.model import Model, load_model
-from executor.model_files import ModelFiles, find
+from executor.models.files import ModelFiles, find
+from executor.models.load import Model, load_model
 from tests.bench import RESULTS
 from tests.bench.eviction import generation, passkey, pictures, stream, windows
 from tests.bench.eviction.cache import Cache

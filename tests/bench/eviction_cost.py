@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 from tokenizers import Tokenizer
 
-from executor.model_files import find
+from executor.models.files import find
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
 from tests.bench import RESULTS

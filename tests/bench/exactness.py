@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import grpc
 from tokenizers import Tokenizer
 
-from executor.model_files import resolve
+from executor.models.files import resolve
 from protos.kvcache.v1 import kvcache_pb2 as kv
 from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
 from tests.stack import Stack, model_cache

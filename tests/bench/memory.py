@@ -17,7 +17,7 @@ import sys
 import grpc
 import psutil
 
-from executor.model_files import resolve
+from executor.models.files import resolve
 from protos.execution.v1 import execution_pb2 as execution
 from protos.execution.v1 import execution_pb2_grpc as execution_rpc
 from tests.bench.limits import ELEMENT_BYTES, ModelShape

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from executor.model_files import resolve
+from executor.models.files import resolve
 from tests.stack import Stack
 from tests.support.generation import Output, generate_all, greedy_request
 from tests.support.prompts import shared_prefix_prompts

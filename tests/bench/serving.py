@@ -25,7 +25,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from executor.errors import ModelError
-from executor.model_files import resolve
+from executor.models.files import resolve
 from tests.bench import RESULTS, gate, limits, plots
 from tests.bench.runs import Run, WrongCountError, run
 from tests.bench.tables import table

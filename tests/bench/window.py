@@ -20,7 +20,7 @@ from typing import Any
 import grpc
 from tokenizers import Tokenizer
 
-from executor.model_files import resolve
+from executor.models.files import resolve
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as generation_rpc
 from protos.kvcache.eviction import Layout, parse

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from executor.batch import Work, pack
-from executor.counting import Counted
+from executor.cache.pool import KvPools
+from executor.core.state import Running
 from executor.eviction.engine import TokenEviction
 from executor.eviction.policy import Attention
-from executor.kv_pool import KvPools
-from executor.model import Model
-from executor.running import Running
+from executor.models.attention_counts import Counted
+from executor.models.load import Model
 from executor.step import Sampling
 from protos.kvcache.eviction import Layout, Policy
 

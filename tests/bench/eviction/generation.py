@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from executor.kv_pool import KvPools
-from executor.model import Model
-from executor.runner import Runner
+from executor.cache.pool import KvPools
+from executor.core.runner import Runner
+from executor.models.load import Model
 from executor.step import Joining, Step
 from protos.kvcache.eviction import Policy
 from tests.bench.eviction.cache import BLOCK_SIZE

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from executor import attention
 from executor.batch import PagedLayers
-from executor.model_files import ModelFiles
-from executor.running import Running
+from executor.core.state import Running
+from executor.models import attention
+from executor.models.files import ModelFiles
 from tests.bench.eviction.cache import Cache
 
 

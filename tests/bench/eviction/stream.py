@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from executor.model import Model
+from executor.models.load import Model
 from protos.execution.v1 import execution_pb2 as pb
 from protos.kvcache.eviction import Kind, parse
 from tests.bench.eviction.cache import Cache

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from executor.counting import Counted
-from executor.running import Running
+from executor.core.state import Running
+from executor.models.attention_counts import Counted
 from tests.bench.eviction.cache import Cache
 from tests.bench.eviction.outputs import Outputs, relative_error
 from tests.bench.eviction.policies import FULL, policy

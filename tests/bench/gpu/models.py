@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, PretrainedConfig, Qwen2Config
 
-from executor.attention import NAME
 from executor.batch import Batch
-from executor.cuda_decoder import Buffers, CudaDecoder
-from executor.forward import Forward, TorchForward
-from executor.kv_pool import KvPools
-from executor.llama import faster, probe
-from executor.model import Model, model_of
-from executor.runner import Pending, Runner
+from executor.cache.pool import KvPools
+from executor.core.runner import Pending, Runner
+from executor.models.attention import NAME
+from executor.models.cuda import Buffers, CudaDecoder
+from executor.models.forward import Forward, TorchForward
+from executor.models.llama import faster, probe
+from executor.models.load import Model, model_of
 from executor.step import Joining, Step
 from tests.bench.gpu.parts import Bench, CannotRunError, Figure, WrongError, note
 from tests.bench.workloads import chosen

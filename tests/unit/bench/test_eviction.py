@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from executor.model import Model
-from executor.model_files import ModelFiles
+from executor.models.files import ModelFiles
+from executor.models.load import Model
 from tests.bench.eviction import generation, passkey, statistics, stream, windows
 from tests.bench.eviction.cache import Cache
 from tests.bench.eviction.outputs import Outputs

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig
 
-from executor.kv_pool import KvPools
-from executor.runner import Runner
+from executor.cache.pool import KvPools
+from executor.core.runner import Runner
 from tests.bench.gpu import __main__ as gpu
 from tests.bench.gpu import kernels, models
 from tests.bench.gpu.parts import (
@@ -222,7 +222,7 @@ def test_the_check_of_models_is_red_when_a_way_gives_other_tokens(monkeypatch: p
 
 
 def test_the_check_of_models_is_red_when_a_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("executor.cuda_decoder.rms_norm", lambda x, *args, **options: x)
+    monkeypatch.setattr("executor.models.cuda.rms_norm", lambda x, *args, **options: x)
     with pytest.raises(WrongError, match="the probe refuses CudaDecoder"):
         models.check_on("cpu", "tiny", TINY)
 

@@ -8,16 +8,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from executor.attention import NAME
-from executor.cuda_decoder import fused
-from executor.forward import TorchForward
-from executor.kv_pool import KvPools
-from executor.model import Model, load_model
-from executor.model_files import find
-from executor.runner import Runner
-from executor.shares import Shares
+from executor.cache.pool import KvPools
+from executor.cache.shares import Shares
+from executor.cache.tiers.tiers import Tiers
+from executor.core.runner import Runner
+from executor.models.attention import NAME
+from executor.models.cuda import fused
+from executor.models.files import find
+from executor.models.forward import TorchForward
+from executor.models.load import Model, load_model
 from executor.step import Joining, Outcome, Sampled, Sampling, Step
-from executor.tiers.tiers import Tiers
 from tests.kernels.conftest import interpreter
 from tests.stack import model_cache
 from tests.unit.executor.tiny_models import COMPILED_CONFIGS, CONFIGS

@@ -11,15 +11,15 @@ import grpc
 import torch
 from google.protobuf.duration_pb2 import Duration
 
-from executor.kv_pool import KvPools
-from executor.manager_client import Announcement, ManagerClient
-from executor.model import Model
-from executor.runner import Runner
-from executor.service import SERVICE, ExecutorServicer, Identity
-from executor.tiers.tiers import Tiers
-from executor.tokenizer import TokenizerFiles
-from executor.watchdog import Watchdog
-from executor.worker import Worker
+from executor.cache.pool import KvPools
+from executor.cache.tiers.tiers import Tiers
+from executor.core.runner import Runner
+from executor.core.watchdog import Watchdog
+from executor.core.worker import Worker
+from executor.models.load import Model
+from executor.models.tokenizer import TokenizerFiles
+from executor.rpc.manager_client import Announcement, ManagerClient
+from executor.rpc.service import SERVICE, ExecutorServicer, Identity
 from protos.execution.v1 import execution_pb2 as pb
 from protos.execution.v1 import execution_pb2_grpc as rpc
 from protos.kvcache.v1 import kvcache_pb2 as kv

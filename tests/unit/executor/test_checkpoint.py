@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from executor.errors import ModelError
-from executor.forward import TorchForward
+from executor.models.forward import TorchForward
 from tests.bench import families
 from tests.unit.executor.conftest import load, on_torch, save_model
 from tests.unit.executor.tiny_models import _SIZES, CONFIGS, VOCAB

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from executor.batch import Work, pack
-from executor.counting import Counted
-from executor.forward import Scores
-from executor.kv_pool import KvPools
-from executor.model import Model
-from executor.running import Running, RunningSet
+from executor.cache.pool import KvPools
+from executor.core.state import Running, RunningSet
+from executor.models.attention_counts import Counted
+from executor.models.forward import Scores
+from executor.models.load import Model
 from executor.step import Joining
 from tests.unit.executor.conftest import load, load_fused, on_torch
 from tests.unit.executor.tiny_models import VOCAB

@@ -9,11 +9,11 @@ import torch
 from structlog.testing import capture_logs
 from transformers import LlamaConfig
 
-from executor.cpu_decoder import CpuDecoder
-from executor.forward import Scores, TorchForward
-from executor.llama import probe
-from executor.model import load_model, multiplies_bfloat16
-from executor.model_files import find
+from executor.models.cpu import CpuDecoder
+from executor.models.files import find
+from executor.models.forward import Scores, TorchForward
+from executor.models.llama import probe
+from executor.models.load import load_model, multiplies_bfloat16
 from tests.kernels.decoder_cases import compiled_decoder
 from tests.stack import model_cache
 from tests.unit.executor.conftest import Driver, load, on_torch, save_model

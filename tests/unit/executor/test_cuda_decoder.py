@@ -12,15 +12,15 @@ from structlog.testing import capture_logs
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from executor import cuda_decoder
-from executor.attention import NAME
 from executor.batch import Batch, Work, pack
-from executor.cuda_decoder import SIZES, Buffers, CudaDecoder, fused
-from executor.forward import Scores, TorchForward
-from executor.kv_pool import KvPools
-from executor.llama import FAMILIES, faster
-from executor.model import Model
-from executor.running import RunningSet
+from executor.cache.pool import KvPools
+from executor.core.state import RunningSet
+from executor.models import cuda as cuda_decoder
+from executor.models.attention import NAME
+from executor.models.cuda import SIZES, Buffers, CudaDecoder, fused
+from executor.models.forward import Scores, TorchForward
+from executor.models.llama import FAMILIES, faster
+from executor.models.load import Model
 from executor.step import Growth, Joining
 from tests.support.reference import first_mismatch, greedy
 from tests.unit.executor.conftest import BLOCK_SIZE, Driver, load_fused, on_torch, save_model
@@ -132,8 +132,8 @@ class Replaying(CudaDecoder):
 @contextmanager
 def replaying(folder: Path) -> Iterator[Model]:
     """In Triton's interpreter: a model that launches every kernel as on CUDA, and repeats decoding steps."""
-    from executor import cuda_decoder
-    from executor.attention import NAME
+    from executor.models import cuda as cuda_decoder
+    from executor.models.attention import NAME
     from kernels.paged_attention import launch as attention
     from kernels.rms_norm import launch as norms
     from kernels.rotary_store import launch as rotary

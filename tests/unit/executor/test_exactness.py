@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from executor.cuda_decoder import CudaDecoder
-from executor.llama import FAMILIES
-from executor.model import Model
+from executor.models.cuda import CudaDecoder
+from executor.models.llama import FAMILIES
+from executor.models.load import Model
 from tests.support.reference import first_mismatch, greedy
 from tests.unit.executor.conftest import Driver, load, load_fused
 from tests.unit.executor.tiny_models import COMPILED_CONFIGS, CONFIGS, VOCAB

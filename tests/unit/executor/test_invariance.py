@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from executor.cpu_decoder import CpuDecoder
-from executor.kv_pool import KvPools
-from executor.model import Model, load_model
-from executor.model_files import find
-from executor.runner import Runner
+from executor.cache.pool import KvPools
+from executor.core.runner import Runner
+from executor.models.cpu import CpuDecoder
+from executor.models.files import find
+from executor.models.load import Model, load_model
 from executor.step import Joining, Logprobs, Sampling, Step
 from tests.kernels.decoder_cases import compiled_decoder
 from tests.stack import model_cache

@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers import Gemma2Config, LlamaConfig, MambaConfig, MambaForCausalLM, Phi3Config
 
-from executor.attention import paged
 from executor.errors import FamilyError, ModelError
-from executor.fingerprint import fingerprint
 from executor.launch import settings_from
-from executor.layers import LayerShape, Recorder, check_layers
-from executor.model import choose_device, load_model, refuse_other_kernels
-from executor.model_files import find
+from executor.models.attention import paged
+from executor.models.files import find
+from executor.models.fingerprint import fingerprint
+from executor.models.layers import LayerShape, Recorder, check_layers
+from executor.models.load import choose_device, load_model, refuse_other_kernels
 from tests.unit.executor.conftest import load, save_model
 from tests.unit.executor.tiny_models import CONFIGS
 

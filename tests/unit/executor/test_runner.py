@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from executor.kv_pool import KvPools, count_blocks
-from executor.model import Model
-from executor.runner import disjoint_runs
+from executor.cache.pool import KvPools, count_blocks
+from executor.core.runner import disjoint_runs
+from executor.models.load import Model
 from executor.step import Copy, Joining, Sampling
 from tests.unit.executor.conftest import BLOCK_SIZE, PATHS, Driver, on_torch
 

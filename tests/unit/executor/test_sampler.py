@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from executor.sampler import Row, TokenCounts, sample, uniform
+from executor.core.sampler import Row, TokenCounts, sample, uniform
 from executor.step import Sampling
 
 VOCAB = 40

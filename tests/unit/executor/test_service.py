@@ -11,13 +11,13 @@ import pytest
 import torch
 from supervisor import is_serving
 
-from executor import service
+from executor.core.worker import Session, Worker
 from executor.errors import StoppingError
-from executor.messages import parse_step
-from executor.model import Model
-from executor.service import ExecutorServicer
-from executor.tokenizer import TokenizerFiles
-from executor.worker import Session, Worker
+from executor.models.load import Model
+from executor.models.tokenizer import TokenizerFiles
+from executor.rpc import service
+from executor.rpc.convert import parse_step
+from executor.rpc.service import ExecutorServicer
 from protos.execution.v1 import execution_pb2 as pb
 from protos.rpc.errors import RemoteError
 from protos.rpc.identity import Identity, PermissionDeniedError, Role, assume

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from cachemgr.manager import CacheManager
 from cachemgr.types import AdmitRequest, ExecutorSpec, ManagerConfig, PoolSpec, SyncRequest
+from executor.cache.shares import Shares, share_memory
 from executor.errors import ModelError
 from executor.settings import ExecutorSettings
-from executor.shares import Shares, share_memory
 from protos.rpc.settings import SettingsError, load
 
 BLOCK_SIZE = 16

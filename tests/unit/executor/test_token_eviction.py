@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from executor.errors import CapacityExceededError, InvalidStepError, UnknownSequenceError
-from executor.model import Model
+from executor.models.load import Model
 from executor.step import Evicted, Step
 from protos.execution.v1 import execution_pb2 as pb
 from protos.kvcache.eviction import AREAS, Kind, Policy, parse

@@ -8,8 +8,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from executor.errors import ModelError
-from executor.model_files import ModelFiles
-from executor.tokenizer import TokenizerFiles, load_tokenizer
+from executor.models.files import ModelFiles
+from executor.models.tokenizer import TokenizerFiles, load_tokenizer
 from tests.unit.scheduler.text import CHAT_TEMPLATE, byte_level_tokenizer
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from executor.cache.shares import Shares
 from executor.errors import (
     CapacityExceededError,
     ExecutorError,
@@ -14,7 +15,6 @@ from executor.errors import (
     StepOutOfOrderError,
     UnknownSequenceError,
 )
-from executor.shares import Shares
 from executor.step import Copy, Growth, Joining, Step
 from tests.unit.executor.conftest import Driver, load
 from tests.unit.executor.tiny_models import VOCAB

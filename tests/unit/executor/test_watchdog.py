@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from supervisor import is_serving
 
-from executor import watchdog, worker
-from executor.model import Model
+from executor.core import watchdog, worker
+from executor.models.load import Model
 from protos.rpc.errors import RemoteError
 from scheduler.core import loop
 from tests.unit.executor.running_stack import Stack, join, running

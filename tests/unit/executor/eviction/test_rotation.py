@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from executor.eviction.rotation import turns
-from executor.model import Model
+from executor.models.load import Model
 from tests.support.rotary import frequencies
 
 

@@ -4,9 +4,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from executor.kv_pool import KvPools
-from executor.tiers.slot_file import HostFile
-from executor.tiers.tiers import Tiers
+from executor.cache.pool import KvPools
+from executor.cache.tiers.slot_file import HostFile
+from executor.cache.tiers.tiers import Tiers
 from tests.unit.executor.tiers.world import make_file
 
 

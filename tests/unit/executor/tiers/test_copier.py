@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from executor.cache.tiers import copier as copier_module
+from executor.cache.tiers.copier import Copier
 from executor.step import Copy, Tier
-from executor.tiers import copier as copier_module
-from executor.tiers.copier import Copier
 from tests.unit.executor.tiers.world import Ends, down, up
 
 DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from executor.kv_pool import KvPools
-from executor.tiers.device import CpuBlocks, gathered, scatter, shaped
+from executor.cache.pool import KvPools
+from executor.cache.tiers.device import CpuBlocks, gathered, scatter, shaped
 from tests.unit.executor.tiers.world import GROUPS
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from executor.cache.tiers import opening
+from executor.cache.tiers.layout import PAGE, layout_of, slots_within
+from executor.cache.tiers.opening import file_name, open_file
+from executor.cache.tiers.slot_file import DiskFile, HostFile, SlotFile
+from executor.cache.tiers.tiers import open_tiers
 from executor.errors import CacheFileError
 from executor.step import Tier
-from executor.tiers import opening
-from executor.tiers.layout import PAGE, layout_of, slots_within
-from executor.tiers.opening import file_name, open_file
-from executor.tiers.slot_file import DiskFile, HostFile, SlotFile
-from executor.tiers.tiers import open_tiers
 from tests.unit.executor.tiers.world import FINGERPRINT, held, make_file, make_pools, put, settings, size_for
 
 POOLS = make_pools()
@@ -70,7 +70,7 @@ def test_without_checksums_a_file_is_good_until_the_machine_starts_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     boot = tmp_path / "boot_id"
-    monkeypatch.setattr("executor.tiers.layout._BOOT_ID", boot)
+    monkeypatch.setattr("executor.cache.tiers.layout._BOOT_ID", boot)
     found = []
     for life in ("one", "one", "two"):
         boot.write_text(life)

@@ -15,13 +15,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from executor.cache.tiers import copier as copier_module
+from executor.cache.tiers.copier import Copier
+from executor.cache.tiers.device import CpuBlocks
+from executor.cache.tiers.mover import Mover
+from executor.cache.tiers.order import Place
+from executor.cache.tiers.slot_file import DiskFile, HostFile, SlotFile
 from executor.step import Copy, Tier
-from executor.tiers import copier as copier_module
-from executor.tiers.copier import Copier
-from executor.tiers.device import CpuBlocks
-from executor.tiers.mover import Mover
-from executor.tiers.order import Place
-from executor.tiers.slot_file import DiskFile, HostFile, SlotFile
 from tests.unit.executor.tiers.world import Ends, block, fill, held, make_file, make_pools
 
 DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK

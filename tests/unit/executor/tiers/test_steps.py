@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from executor.errors import InvalidStepError
-from executor.model import Model
+from executor.models.load import Model
 from executor.step import Copy, Joining, Outcome, Step, Tier
 from protos.execution.v1 import execution_pb2 as pb
 from protos.kvcache.eviction import Kind, parse
@@ -234,7 +234,7 @@ def test_every_copy_is_told_of_when_the_step_fails(slow: Driver, monkeypatch: py
 
     ends, copies = Ends(), (down(1, 1, 1), Copy(2, 0, 3, 4), down(3, 5, 2))
     with monkeypatch.context() as patch:
-        patch.setattr("executor.runner.copy_blocks", broken)
+        patch.setattr("executor.core.runner.copy_blocks", broken)
         with pytest.raises(RuntimeError):
             slow.runner.launch(Step(1, copies=copies), ended=ends)
     until_idle(slow.runner.tiers)

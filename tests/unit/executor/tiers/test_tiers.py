@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from prometheus_client import REGISTRY
 
-from executor.kv_pool import KvPools
+from executor.cache.pool import KvPools
+from executor.cache.tiers.device import CpuBlocks
+from executor.cache.tiers.slot_file import DiskFile, HostFile
+from executor.cache.tiers.tiers import Tiers
 from executor.step import Copy, Tier
-from executor.tiers.device import CpuBlocks
-from executor.tiers.slot_file import DiskFile, HostFile
-from executor.tiers.tiers import Tiers
 from tests.stack import ROOT
 from tests.unit.executor.tiers.world import (
     Ends,
@@ -67,7 +67,7 @@ def path_of(folder: Path, tier: Tier) -> Path:
 
 def flip(folder: Path, tier: Tier, pools: KvPools, group: int, slot: int) -> None:
     """One bit of a block in a file."""
-    from executor.tiers.layout import layout_of
+    from executor.cache.tiers.layout import layout_of
 
     layout = layout_of(pools, b"f" * 32, size_for(pools, 4), checksums=True)
     with path_of(folder, tier).open("r+b") as file:
@@ -254,10 +254,10 @@ def test_tiers_that_do_not_exist_cost_nothing(pools: KvPools) -> None:
 KILLED = """
 import sys, time
 from pathlib import Path
-from executor.tiers.device import CpuBlocks
-from executor.tiers import tiers as module
-from executor.tiers.device import CpuBlocks
-from executor.tiers.slot_file import DiskFile
+from executor.cache.tiers.device import CpuBlocks
+from executor.cache.tiers import tiers as module
+from executor.cache.tiers.device import CpuBlocks
+from executor.cache.tiers.slot_file import DiskFile
 from tests.unit.executor.tiers.world import Ends, down, make_pools, make_tiers, until_idle
 from executor.step import Tier
 

@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from executor.kv_pool import KvPools
-from executor.layers import LayerGroup, LayerShape
+from executor.cache.pool import KvPools
+from executor.cache.tiers.layout import FileLayout, layout_of, least_size
+from executor.cache.tiers.opening import FileSettings, open_file
+from executor.cache.tiers.slot_file import SlotFile
+from executor.cache.tiers.tiers import Tiers, open_tiers
+from executor.models.layers import LayerGroup, LayerShape
 from executor.step import Copy, Tier
-from executor.tiers.layout import FileLayout, layout_of, least_size
-from executor.tiers.opening import FileSettings, open_file
-from executor.tiers.slot_file import SlotFile
-from executor.tiers.tiers import Tiers, open_tiers
 
 FINGERPRINT = b"f" * 32
 # Two layer groups whose blocks are of different sizes.

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import structlog
 
 from executor import metrics
+from executor.cache.tiers.order import CopyOrder, Job, Place
 from executor.step import Copy, Tier
-from executor.tiers.order import CopyOrder, Job, Place
 
 log = structlog.get_logger()
 

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from executor.checkpoint import load_decoder
-from executor.cpu_decoder import compiled
-from executor.cuda_decoder import fused
 from executor.errors import FamilyError, ModelError, first_line
-from executor.forward import Forward, TorchForward
-from executor.layers import LayerGroup, Recorder, check_layers, group_layers
-from executor.llama import plain_rotary
-from executor.model_files import ModelFiles
-from executor.probe import check_packing
+from executor.models.checkpoint import load_decoder
+from executor.models.cpu import compiled
+from executor.models.cuda import fused
+from executor.models.files import ModelFiles
+from executor.models.forward import Forward, TorchForward
+from executor.models.layers import LayerGroup, Recorder, check_layers, group_layers
+from executor.models.llama import plain_rotary
+from executor.models.probe import check_packing
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -9,10 +9,10 @@ import grpc
 import numpy as np
 import structlog
 
-from executor.kv_pool import KvPools
+from executor.cache.pool import KvPools
+from executor.cache.tiers.order import Place
+from executor.cache.tiers.tiers import Tiers
 from executor.step import Copy, Tier
-from executor.tiers.order import Place
-from executor.tiers.tiers import Tiers
 from protos.kvcache.v1 import kvcache_pb2 as kv
 from protos.kvcache.v1 import kvcache_pb2_grpc as kv_rpc
 from protos.rpc.errors import from_rpc_error

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from executor.core.transfer import to_device, to_host
 from executor.step import Sampling
-from executor.transfer import to_device, to_host
 
 _MASK = (1 << 64) - 1
 # Of a sorted distribution, top-p seldom looks further than this; a row that does is sorted in full.

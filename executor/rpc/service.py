@@ -6,15 +6,15 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from executor import worker as workers
+from executor.core import worker as workers
+from executor.core.runner import Runner
+from executor.core.worker import Answer, Session, Worker
 from executor.errors import InvalidStepError, SessionNotOpenError, StoppingError
-from executor.messages import build_result, parse_step
-from executor.model import Model
-from executor.runner import Runner
-from executor.sessions import Sessions
+from executor.models.load import Model
+from executor.models.tokenizer import TokenizerFiles
+from executor.rpc.convert import build_result, parse_step
+from executor.rpc.sessions import Sessions
 from executor.step import Outcome, Step
-from executor.tokenizer import TokenizerFiles
-from executor.worker import Answer, Session, Worker
 from protos.execution.v1 import execution_pb2 as pb
 from protos.execution.v1 import execution_pb2_grpc as rpc
 from protos.rpc.errors import ServiceError

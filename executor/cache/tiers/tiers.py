@@ -6,16 +6,16 @@ from dataclasses import dataclass
 import numpy as np
 import structlog
 
+from executor.cache.pool import KvPools
+from executor.cache.tiers.copier import Copier, Ended
+from executor.cache.tiers.device import blocks_of
+from executor.cache.tiers.layout import layout_of
+from executor.cache.tiers.mover import Mover
+from executor.cache.tiers.opening import FileSettings, file_name, open_file
+from executor.cache.tiers.order import Place
+from executor.cache.tiers.slot_file import DiskFile, Generations, HostFile, SlotFile
 from executor.errors import BrokenStorageError
-from executor.kv_pool import KvPools
 from executor.step import Copy, Tier
-from executor.tiers.copier import Copier, Ended
-from executor.tiers.device import blocks_of
-from executor.tiers.layout import layout_of
-from executor.tiers.mover import Mover
-from executor.tiers.opening import FileSettings, file_name, open_file
-from executor.tiers.order import Place
-from executor.tiers.slot_file import DiskFile, Generations, HostFile, SlotFile
 
 log = structlog.get_logger()
 

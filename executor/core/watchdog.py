@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import structlog
 
-from executor.worker import Worker
+from executor.core.worker import Worker
 
 log = structlog.get_logger()
 

@@ -7,9 +7,9 @@ import structlog
 import torch
 from torch import Tensor
 
-from executor.forward import Forward
-from executor.layers import LayerGroup, place_of_layers
-from executor.probe import TOLERANCES, deviation, run
+from executor.models.forward import Forward
+from executor.models.layers import LayerGroup, place_of_layers
+from executor.models.probe import TOLERANCES, deviation, run
 from kernels.decoder.launch import LayerWeights, Weights
 
 log = structlog.get_logger()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from executor.errors import ModelError
-from executor.layers import LayerGroup
+from executor.models.layers import LayerGroup
 
 # What a cache manager with its default settings gives a running sequence ahead of need.
 AHEAD_TOKENS = 32

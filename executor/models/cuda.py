@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from executor.batch import Batch, Work, pack, sent_bytes
-from executor.counting import CountingAttention
+from executor.cache.pool import KvPools
 from executor.eviction.policy import Attention
-from executor.forward import Forward, Scores
-from executor.kv_pool import KvPools
-from executor.layers import LayerGroup
-from executor.llama import faster
+from executor.models.attention_counts import CountingAttention
+from executor.models.forward import Forward, Scores
+from executor.models.layers import LayerGroup
+from executor.models.llama import faster
 from kernels.decoder.launch import Weights
 from kernels.rms_norm.launch import rms_norm
 from kernels.rotary_store.launch import rotary_store

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from executor.batch import pack
+from executor.cache.pool import KvPools
+from executor.core.state import RunningSet
 from executor.errors import FamilyError, ModelError
-from executor.forward import Forward
-from executor.kv_pool import KvPools
-from executor.layers import LayerGroup
-from executor.running import RunningSet
+from executor.models.forward import Forward
+from executor.models.layers import LayerGroup
 from executor.step import Joining
 
 # Largest root mean square error of a probe's logits, relative to theirs.

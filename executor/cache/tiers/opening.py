@@ -13,9 +13,9 @@ from pathlib import Path
 
 import structlog
 
+from executor.cache.pool import available_memory
+from executor.cache.tiers.layout import FileLayout, least_size
 from executor.errors import BrokenStorageError, CacheFileError
-from executor.kv_pool import available_memory
-from executor.tiers.layout import FileLayout, least_size
 
 log = structlog.get_logger()
 

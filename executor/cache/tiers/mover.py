@@ -8,9 +8,9 @@ from typing import Any
 import xxhash
 
 from executor import metrics
+from executor.cache.tiers.device import DeviceBlocks
+from executor.cache.tiers.slot_file import Bytes, CacheSlotError, SlotFile
 from executor.step import Copy, Tier
-from executor.tiers.device import DeviceBlocks
-from executor.tiers.slot_file import Bytes, CacheSlotError, SlotFile
 
 # Weight of the newest measurement in what a block takes.
 NEWEST = 0.1

@@ -21,8 +21,8 @@ from transformers.utils import (
 from transformers.utils import logging as transformers_logging
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from executor import attention
 from executor.errors import FamilyError, ModelError, first_line
+from executor.models import attention
 
 # Names of weights that a message repeats.
 _SHOWN = 3

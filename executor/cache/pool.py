@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from executor.cache.shares import Shares, block_bytes
 from executor.errors import ModelError
-from executor.layers import LayerGroup, place_of_layers
-from executor.shares import Shares, block_bytes
+from executor.models.layers import LayerGroup, place_of_layers
 
 # What a CPU executor takes when nobody says more: a laptop survives it.
 CPU_BYTES = 4 << 30

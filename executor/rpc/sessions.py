@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from executor.core.worker import Session
 from executor.errors import (
     ExecutorInUseError,
     SessionReplacedError,
@@ -9,7 +10,6 @@ from executor.errors import (
     StoppingError,
     WrongExecutorEpochError,
 )
-from executor.worker import Session
 
 
 class Sessions:

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from executor.core.state import RunningSet, tokens_due
 from executor.errors import CapacityExceededError, InvalidStepError, StepOutOfOrderError, UnknownSequenceError
-from executor.running import RunningSet, tokens_due
 from executor.step import Copy, Joining, Step, Tier
 from protos.kvcache.eviction import Policy
 

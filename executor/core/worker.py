@@ -11,9 +11,9 @@ import structlog
 import torch
 
 from executor import metrics
-from executor.arrivals import Arrivals
+from executor.core.arrivals import Arrivals
+from executor.core.runner import Pending, Runner
 from executor.errors import ExecutorError, StepFailedError
-from executor.runner import Pending, Runner
 from executor.step import Copy, Outcome, Step, Tier
 from protos.rpc.errors import ServiceError
 

@@ -4,8 +4,8 @@ import hashlib
 import json
 from pathlib import Path
 
-from executor.model import Model
-from executor.model_files import ModelFiles
+from executor.models.files import ModelFiles
+from executor.models.load import Model
 
 # Raise when the meaning of the pools' bytes changes.
 LAYOUT_VERSION = 1

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from executor.kv_pool import KvPools
+from executor.cache.pool import KvPools
 
 PAGE = 4096
 MAGIC = b"kvkeep\r\n"

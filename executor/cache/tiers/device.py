@@ -11,8 +11,8 @@ import structlog
 import torch
 from torch import Tensor
 
-from executor.kv_pool import KvPools, Pool
-from executor.tiers.slot_file import Bytes
+from executor.cache.pool import KvPools, Pool
+from executor.cache.tiers.slot_file import Bytes
 
 log = structlog.get_logger()
 

@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 
+from executor.cache.tiers.layout import ENTRY, PAGE, FileLayout
 from executor.step import Tier
-from executor.tiers.layout import ENTRY, PAGE, FileLayout
 
 # Bytes of a block or of room for one, [bytes] uint8, contiguous.
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]

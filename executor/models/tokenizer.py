@@ -9,7 +9,7 @@ import structlog
 from transformers import AutoTokenizer
 
 from executor.errors import ModelError, first_line
-from executor.model_files import ModelFiles
+from executor.models.files import ModelFiles
 
 log = structlog.get_logger()
 

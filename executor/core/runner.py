@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 from executor.batch import Work, pack
+from executor.cache.pool import KvPools
+from executor.cache.tiers.copier import Ended
+from executor.cache.tiers.order import Place
+from executor.cache.tiers.tiers import Tiers
+from executor.core.sampler import Choice, Row, TokenCounts, sample
+from executor.core.state import Running, RunningSet, tokens_due
+from executor.core.timing import Clock, Span
+from executor.core.transfer import to_device
+from executor.core.validation import Limits, check_copies, check_step
 from executor.errors import InvalidStepError
 from executor.eviction.engine import TokenEviction
-from executor.kv_pool import KvPools
-from executor.model import Model
-from executor.running import Running, RunningSet, tokens_due
-from executor.sampler import Choice, Row, TokenCounts, sample
+from executor.models.load import Model
 from executor.step import Copy, Evicted, Logprobs, Outcome, Sampled, Step, Tier
-from executor.tiers.copier import Ended
-from executor.tiers.order import Place
-from executor.tiers.tiers import Tiers
-from executor.timing import Clock, Span
-from executor.transfer import to_device
-from executor.validation import Limits, check_copies, check_step
 from kernels.copy_blocks.launch import copy_blocks
 from protos.kvcache.eviction import Layout
 

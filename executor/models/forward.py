@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from executor.batch import PagedLayers, Work
+from executor.cache.pool import KvPools
 from executor.eviction.policy import Attention
-from executor.kv_pool import KvPools
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from executor.batch import Work
-from executor.counting import Counted
+from executor.cache.pool import KvPools
 from executor.eviction.policy import Attention
-from executor.forward import Forward, Scores
-from executor.kv_pool import KvPools
-from executor.layers import LayerGroup
-from executor.llama import UnsuitableError, faster
+from executor.models.attention_counts import Counted
+from executor.models.forward import Forward, Scores
+from executor.models.layers import LayerGroup
+from executor.models.llama import UnsuitableError, faster
 from kernels.decoder import build
 from kernels.decoder.launch import Decoder, Sums, TokenGroup, Weights, obstacle
 
