@@ -7,7 +7,7 @@ import os
 
 from executor.launch import settings_from
 from executor.models.files import find
-from kernels.decoder import build
+from kernels.cpu_decoder import build
 from protos.rpc import logs
 from protos.rpc.command_line import process_parser
 

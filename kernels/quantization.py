@@ -6,7 +6,7 @@ What is stored is x / scale, rounded to the nearest value of the type (of two, t
 import torch
 from torch import Tensor
 
-from kernels.arguments import check_device, check_dtype, check_like, check_shape
+from kernels.checks import check_device, check_dtype, check_like, check_shape
 
 LARGEST = {torch.int8: (-128.0, 127.0), torch.float8_e4m3fn: (-448.0, 448.0)}
 # Of devices that convert float8_e4m3fn; Triton does not compile it for older ones.

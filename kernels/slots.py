@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.arguments import check_device, check_dtype
+from kernels.checks import check_device, check_dtype
 
 
 def check_slots(name: str, slots: Tensor, k_cache: Tensor) -> None:

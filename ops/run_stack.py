@@ -29,7 +29,7 @@ from cachemgr.persistence.embedded_redis import EmbeddedRedisError
 from cachemgr.settings import CachemgrSettings
 from executor.launch import settings_from
 from executor.settings import ExecutorSettings
-from kernels.decoder.build import NoCompilerError, find_compiler
+from kernels.cpu_decoder.build import NoCompilerError, find_compiler
 from protos.rpc import addresses
 from protos.rpc.addresses import AddressError
 from protos.rpc.command_line import process_parser

@@ -14,7 +14,7 @@ from executor.eviction.policy import Attention, Contents, Evictor, Space
 from executor.eviction.random_choice import source
 from executor.eviction.ranked import rest
 from executor.eviction.scores import Sums, share
-from kernels.decoder.launch import Totals
+from kernels.cpu_decoder.launch import Totals
 from protos.kvcache.eviction import Kind, KvCrush, Policy
 
 # Tokens over which the maximum of scores is taken.

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kernels.decoder.launch import Totals
+from kernels.cpu_decoder.launch import Totals
 from protos.kvcache.eviction import Kind, Policy
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from executor.eviction.policy import Attention
 from kernels.attention_scores.launch import attention_scores
-from kernels.decoder.launch import Totals
+from kernels.cpu_decoder.launch import Totals
 from kernels.paged_attention.launch import PagedBatch, paged_attention
 
 

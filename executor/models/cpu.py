@@ -15,8 +15,8 @@ from executor.models.attention_counts import Counted
 from executor.models.forward import Forward, Scores
 from executor.models.layers import LayerGroup
 from executor.models.llama import UnsuitableError, faster
-from kernels.decoder import build
-from kernels.decoder.launch import Decoder, Sums, TokenGroup, Weights, obstacle
+from kernels.cpu_decoder import build
+from kernels.cpu_decoder.launch import Decoder, Sums, TokenGroup, Weights, obstacle
 
 
 class CpuDecoder:

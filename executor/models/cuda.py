@@ -22,7 +22,7 @@ from executor.models.attention_counts import CountingAttention
 from executor.models.forward import Forward, Scores
 from executor.models.layers import LayerGroup
 from executor.models.llama import faster
-from kernels.decoder.launch import Weights
+from kernels.cpu_decoder.launch import Weights
 from kernels.rms_norm.launch import rms_norm
 from kernels.rotary_store.launch import rotary_store
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from executor.models.forward import Forward
 from executor.models.layers import LayerGroup, place_of_layers
 from executor.models.probe import TOLERANCES, deviation, run
-from kernels.decoder.launch import LayerWeights, Weights
+from kernels.cpu_decoder.launch import LayerWeights, Weights
 
 log = structlog.get_logger()
 
-# Families whose layers are those of kernels.decoder; a probe holds each model to it.
+# Families whose layers are those of kernels.cpu_decoder; a probe holds each model to it.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 # Rotations that depend on nothing but the position.
 _FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.arguments import (
+from kernels.checks import (
     check_contiguous,
     check_device,
     check_dtype,
@@ -18,7 +18,7 @@ from kernels.arguments import (
     check_shape,
 )
 from kernels.paged_attention.batch import PagedBatch
-from kernels.paged_attention.sizes import power_of_two
+from kernels.paged_attention.tiling import power_of_two
 from kernels.quantization import check_quantization, dequantize
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.arguments import check_caches
+from kernels.checks import check_caches
 from kernels.slots import as_rows, check_slots, row_numbers
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.arguments import check_caches, check_device, check_dtype, check_shape
+from kernels.checks import check_caches, check_device, check_dtype, check_shape
 
 
 def copy_blocks(k_cache: Tensor, v_cache: Tensor, sources: Tensor, targets: Tensor) -> None:

@@ -7,7 +7,7 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
-from kernels.arguments import check_device, check_dtype, check_shape
+from kernels.checks import check_device, check_dtype, check_shape
 
 T = TypeVar("T")
 

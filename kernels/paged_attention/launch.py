@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.arguments import (
+from kernels.checks import (
     check_caches,
     check_contiguous,
     check_device,
@@ -19,9 +19,9 @@ from kernels.arguments import (
     check_query,
     check_shape,
 )
-from kernels.paged_attention import host
+from kernels.paged_attention import cpu as host
 from kernels.paged_attention.batch import PagedBatch
-from kernels.paged_attention.sizes import TileSizes, choose_sizes, power_of_two
+from kernels.paged_attention.tiling import TileSizes, choose_sizes, power_of_two
 from kernels.quantization import check_quantization
 
 __all__ = ["PagedBatch", "paged_attention"]

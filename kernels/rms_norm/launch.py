@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from kernels.arguments import check_contiguous, check_like, check_shape
+from kernels.checks import check_contiguous, check_like, check_shape
 from kernels.rms_norm import reference
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.arguments import check_caches, check_device, check_dtype, check_like, check_query, check_shape
+from kernels.checks import check_caches, check_device, check_dtype, check_like, check_query, check_shape
 from kernels.quantization import check_quantization
 from kernels.rotary_store import reference
 from kernels.store_kv.launch import check_slots, store_with_torch

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.arguments import check_contiguous, check_device, check_dtype, check_shape
+from kernels.checks import check_contiguous, check_device, check_dtype, check_shape
 from kernels.quantization import LARGEST, check_float8
 from kernels.rotate_keys import reference
 from kernels.slots import as_rows, check_slots, row_numbers

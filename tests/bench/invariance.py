@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from kernels.decoder import build
-from kernels.decoder.launch import DTYPES, Decoder
+from kernels.cpu_decoder import build
+from kernels.cpu_decoder.launch import DTYPES, Decoder
 from tests.kernels.decoder_cases import Case, build_world
 from tests.stack import model_cache
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels.paged_attention import reference
 from kernels.paged_attention.launch import PagedBatch, attend_with_triton, paged_attention
-from kernels.paged_attention.sizes import TileSizes
+from kernels.paged_attention.tiling import TileSizes
 from kernels.quantization import quantize
 
 NAN = float("nan")

@@ -10,8 +10,8 @@ import torch
 from gguf import GGMLQuantizationType, quants
 from torch import Tensor
 
-from kernels.decoder import build
-from kernels.decoder.launch import LayerWeights, Sums, TokenGroup, Weights
+from kernels.cpu_decoder import build
+from kernels.cpu_decoder.launch import LayerWeights, Sums, TokenGroup, Weights
 from tests.stack import model_cache
 
 BARS = {torch.float32: 1e-5, torch.bfloat16: 3e-2}

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kernels.decoder.launch import Decoder, Totals, obstacle
+from kernels.cpu_decoder.launch import Decoder, Totals, obstacle
 from tests.kernels.decoder_cases import BARS, CASES, COUNTED, KINDS, Case, build_world, error_of, quantized, sums_of
 
 # A step that begins while threads are late in the one before is the hardest to get right.

@@ -15,7 +15,7 @@ from kernels.attention_scores.launch import score_with_triton
 from kernels.compact_kv.launch import compact_with_triton
 from kernels.copy_blocks.launch import copy_with_triton
 from kernels.paged_attention.launch import PagedBatch, attend_with_triton
-from kernels.paged_attention.sizes import choose_sizes
+from kernels.paged_attention.tiling import choose_sizes
 from kernels.rms_norm.launch import norm_with_triton
 from kernels.rotary_store.launch import rotate_with_triton
 from kernels.rotate_keys.launch import rotate_with_triton as turn_with_triton

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.decoder import build
-from kernels.decoder.launch import Decoder, TokenGroup, obstacle
-from kernels.decoder.reference import step
+from kernels.cpu_decoder import build
+from kernels.cpu_decoder.launch import Decoder, TokenGroup, obstacle
+from kernels.cpu_decoder.reference import step
 from tests.kernels.decoder_cases import (
     BARS,
     CASES,

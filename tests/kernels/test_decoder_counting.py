@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.decoder.launch import Decoder, Totals, obstacle
-from kernels.decoder.reference import step
+from kernels.cpu_decoder.launch import Decoder, Totals, obstacle
+from kernels.cpu_decoder.reference import step
 from tests.kernels.decoder_cases import BARS, COUNTED, KINDS, Case, build_world, error_of, library, sums_of
 
 __all__ = ["library"]

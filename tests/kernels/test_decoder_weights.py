@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.decoder.launch import Decoder, Weights
-from kernels.decoder.reference import step
+from kernels.cpu_decoder.launch import Decoder, Weights
+from kernels.cpu_decoder.reference import step
 from tests.kernels.decoder_cases import BARS, KINDS, Case, World, build_world, error_of, library, quantized
 
 __all__ = ["library"]

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.paged_attention import host
+from kernels.paged_attention import cpu as host
 from kernels.paged_attention.launch import PagedBatch, paged_attention
-from kernels.paged_attention.sizes import TileSizes
+from kernels.paged_attention.tiling import TileSizes
 from kernels.quantization import LARGEST
 from tests.kernels.attention_cases import Case, attend, attend_and_keep, build, error_ratio, exact
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels.decoder import build
+from kernels.cpu_decoder import build
 from tests.kernels.decoder_cases import compiled_decoder
 from tests.stack import ROOT, model_cache
 

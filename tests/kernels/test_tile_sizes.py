@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kernels.paged_attention.sizes import MAX_SPLITS, TileSizes, choose_sizes
+from kernels.paged_attention.tiling import MAX_SPLITS, TileSizes, choose_sizes
 
 # A batch of single tokens on a large device.
 DECODE: dict[str, Any] = {

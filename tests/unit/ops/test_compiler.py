@@ -5,7 +5,7 @@ import shutil
 import pytest
 from run_stack import compiler_problem
 
-from kernels.decoder.build import COMPILERS
+from kernels.cpu_decoder.build import COMPILERS
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu"])

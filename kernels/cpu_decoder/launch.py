@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.arguments import check_caches, check_contiguous, check_dtype, check_shape
-from kernels.decoder import abi
+from kernels.checks import check_caches, check_contiguous, check_dtype, check_shape
+from kernels.cpu_decoder import abi
 
 DTYPES = (torch.float32, torch.bfloat16)
 # Share of its bytes up to which a matrix stays squeezed: else unpacking gains too little.

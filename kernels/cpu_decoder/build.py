@@ -1,6 +1,6 @@
 """Compiles the decoder for this machine, once; later processes find what was built.
 
-`python -m kernels.decoder.build FOLDER` builds it ahead of need.
+`python -m kernels.cpu_decoder.build FOLDER` builds it ahead of need.
 """
 
 import argparse
@@ -102,7 +102,7 @@ def _compile(compiler: str, flags: tuple[str, ...], library: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
-        prog="python -m kernels.decoder.build", description="Compiles the CPU decoder for this machine."
+        prog="python -m kernels.cpu_decoder.build", description="Compiles the CPU decoder for this machine."
     )
     parser.add_argument("folder", nargs="?", type=Path, default=Path(), help="where it is kept; else the current one")
     try:

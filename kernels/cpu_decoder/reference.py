@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.attention_scores.reference import attention_scores
-from kernels.decoder.launch import Sums, TokenGroup, Weights
+from kernels.cpu_decoder.launch import Sums, TokenGroup, Weights
 from kernels.paged_attention.reference import paged_attention
 
 
