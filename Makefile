@@ -96,9 +96,9 @@ bench-scale: dev ## What the cache manager costs with a million blocks and very 
 bench-invariance: dev ## What batch-invariant computation costs, step by step
 bench-eviction-cost: dev ## What token eviction costs and gains in speed, policy by policy
 $(MEASUREMENTS):
-	@$(PY) -m tests.bench.$(subst -,_,$(@:bench-%=%)) $(ARGS)
+	@$(PY) -m bench.$(subst -,_,$(@:bench-%=%)) $(ARGS)
 peers: dev ## Install other engines to compare with, each in an environment of its own
-	@$(PY) -m tests.bench.peers.set_up $(ARGS)
+	@$(PY) -m bench.peers.set_up $(ARGS)
 pictures: dev ## Make the pictures of the console and of kvctl top for docs/ anew
 	@$(PY) -m tests.pictures
 

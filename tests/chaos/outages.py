@@ -29,8 +29,8 @@ import grpc
 import openai
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from bench.tables import table
 from protos.kvcache.v1 import kvcache_pb2 as kv
-from tests.bench.tables import table
 from tests.chaos.checks import CHECK_SECONDS
 from tests.chaos.measuring import Manager
 from tests.chaos.stage import REDIS, Stage, Tiers

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.bench.tables import table
+from bench.tables import table
 from tests.chaos.load import Tally
 from tests.chaos.measuring import Death
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import psutil
 
+from bench.driver import prompt
+from bench.manager_rpc import BLOCK, Client
 from cachemgr.types import ManagerConfig
-from tests.bench.driver import prompt
-from tests.bench.manager_rpc import BLOCK, Client
 from tests.chaos.run import Act, Scene
 from tests.chaos.stage import PROCESSES
 

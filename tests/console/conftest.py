@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from bench.driver import CONFIG, Driver, prompt
 from cachemgr.console.app import create_app
 from cachemgr.operators.types import Prefix, Quota
 from cachemgr.types import Retention, RetentionRange
 from protos.rpc.guard import Guard
 from protos.rpc.http_server import HttpServer
-from tests.bench.driver import CONFIG, Driver, prompt
 
 # Ids that no number on the page is.
 SECRET = 3_987_654_000

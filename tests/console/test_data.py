@@ -12,10 +12,10 @@ from urllib.parse import urlencode
 
 import pytest
 
+from bench.driver import CONFIG, Driver
 from cachemgr.console import app, data
 from protos.rpc.guard import Guard
 from protos.rpc.identity import Role
-from tests.bench.driver import CONFIG, Driver
 from tests.console.conftest import SECRET, Console, fill, serve
 from tests.support.keyring import Keyring
 

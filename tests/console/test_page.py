@@ -9,9 +9,9 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, Page, async_playwright, expect
 
+from bench.driver import CONFIG, Driver
 from protos.rpc.guard import Guard
 from protos.rpc.identity import Role
-from tests.bench.driver import CONFIG, Driver
 from tests.console.conftest import CHROMIUM, SECRET, Console, fill, serve
 from tests.support.keyring import Keyring
 

@@ -11,7 +11,7 @@ SEQUENCES, TOKENS = 2, 64
 def test_both_wirings_do_the_same_work(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
     arguments = ["--sequences", str(SEQUENCES), "--step-ms", "2", "--repeats", "1"]
-    command = [sys.executable, "-m", "tests.bench.overhead", *arguments, "--output-tokens", str(TOKENS)]
+    command = [sys.executable, "-m", "bench.overhead", *arguments, "--output-tokens", str(TOKENS)]
     done = subprocess.run([*command, "--json", str(results)], capture_output=True, text=True, timeout=120, check=False)
     assert not done.returncode, done.stderr
     own, inside = json.loads(results.read_text())

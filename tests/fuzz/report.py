@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.bench.tables import table
+from bench.tables import table
 from tests.fuzz.pauses import Pauses
 
 # Of the same kind at the same place, faults that are kept.

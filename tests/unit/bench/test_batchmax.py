@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.bench.batchmax import Run, formula, methods, smallest_budget
-from tests.bench.quality import rouge_2
+from bench.batchmax import Run, formula, methods, smallest_budget
+from bench.quality import rouge_2
 from tests.support.generation import Output
 
 

@@ -12,15 +12,15 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
+from bench.eviction import generation, passkey, statistics, stream, windows
+from bench.eviction.cache import Cache
+from bench.eviction.outputs import Outputs
+from bench.eviction.policies import FULL, POLICIES, policy
+from bench.eviction.report import Windows, expectations, report
+from bench.eviction.rouge import rouge_2, rouge_l
+from bench.prose import NoTextError, novel, spread
 from executor.models.files import ModelFiles
 from executor.models.load import Model
-from tests.bench.eviction import generation, passkey, statistics, stream, windows
-from tests.bench.eviction.cache import Cache
-from tests.bench.eviction.outputs import Outputs
-from tests.bench.eviction.policies import FULL, POLICIES, policy
-from tests.bench.eviction.report import Windows, expectations, report
-from tests.bench.eviction.rouge import rouge_2, rouge_l
-from tests.bench.prose import NoTextError, novel, spread
 from tests.unit.executor.conftest import load, save_model
 from tests.unit.executor.tiny_models import COMPILED_CONFIGS, VOCAB
 

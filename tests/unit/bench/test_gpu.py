@@ -11,11 +11,9 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig
 
-from executor.cache.pool import KvPools
-from executor.core.runner import Runner
-from tests.bench.gpu import __main__ as gpu
-from tests.bench.gpu import kernels, models
-from tests.bench.gpu.parts import (
+from bench.gpu import __main__ as gpu
+from bench.gpu import kernels, models
+from bench.gpu.parts import (
     Bench,
     CannotRunError,
     Figure,
@@ -27,6 +25,8 @@ from tests.bench.gpu.parts import (
     run_all,
     show,
 )
+from executor.cache.pool import KvPools
+from executor.core.runner import Runner
 
 FAST = Figure("speed", 90, "%", at_least=85)
 

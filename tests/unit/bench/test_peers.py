@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.peers import processes
-from tests.bench.peers.__main__ import report, still_of_interest
-from tests.bench.peers.processes import PeerError, PeerProcess
-from tests.bench.peers.set_up import ADAPTERS, PEERS, STAMP, Peer
-from tests.bench.workloads import Case
+from bench.peers import processes
+from bench.peers.__main__ import report, still_of_interest
+from bench.peers.processes import PeerError, PeerProcess
+from bench.peers.set_up import ADAPTERS, PEERS, STAMP, Peer
+from bench.workloads import Case
 
 CASE = Case("T", "", own=(2, 3), output_tokens=2)
 PROMPTS = [[5, 6], [7, 8, 9]]

@@ -2,12 +2,12 @@
 
 import pytest
 
-from tests.bench import gate, limits
-from tests.bench.limits import Limits, ModelShape, work
-from tests.bench.runs import Times, percentile
-from tests.bench.serving import show
-from tests.bench.tables import table
-from tests.bench.workloads import CASES, Case, Corpus, chosen
+from bench import gate, limits
+from bench.limits import Limits, ModelShape, work
+from bench.runs import Times, percentile
+from bench.serving import show
+from bench.tables import table
+from bench.workloads import CASES, Case, Corpus, chosen
 from tests.support.reference import TIE, Reference
 
 BY_NAME = {case.name: case for case in CASES}

@@ -6,11 +6,11 @@ import random
 
 import pytest
 
+from bench.driver import Driver, prompt
+from bench.replay import LeaseCount, PoolTooSmallError, Replay, demand, pause, upper_bound, with_pauses
+from bench.trace import everybody_asks, no_wishes, those_who_return_ask, wishes_by_history
+from bench.trace_file import TraceError, read
 from cachemgr.types import Retention, RetentionRange
-from tests.bench.driver import Driver, prompt
-from tests.bench.replay import LeaseCount, PoolTooSmallError, Replay, demand, pause, upper_bound, with_pauses
-from tests.bench.trace import everybody_asks, no_wishes, those_who_return_ask, wishes_by_history
-from tests.bench.trace_file import TraceError, read
 
 VALID = {"timestamp": 1500, "input_length": 600, "output_length": 3, "hash_ids": [0, 7]}
 

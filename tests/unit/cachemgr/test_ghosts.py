@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 
+from bench.driver import CALLER, CONFIG, Driver, prompt
+from bench.replay import Replay, upper_bound
+from bench.trace import no_wishes
+from bench.trace_file import BLOCK_TOKENS, Conversations, Request
 from cachemgr.errors import UnknownExecutorError
 from cachemgr.operators.state_dump import state_hash
 from cachemgr.telemetry.ghost_cache import GhostPolicy
 from cachemgr.types import Retention, RetentionRange
-from tests.bench.driver import CALLER, CONFIG, Driver, prompt
-from tests.bench.replay import Replay, upper_bound
-from tests.bench.trace import no_wishes
-from tests.bench.trace_file import BLOCK_TOKENS, Conversations, Request
 
 BLOCKS = 400
 POINT = 0.01

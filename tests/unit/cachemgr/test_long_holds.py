@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
+from bench.driver import CALLER, CONFIG, Driver, prompt
 from cachemgr.operators.pins import LET_GO_AT_A_TIME
-from tests.bench.driver import CALLER, CONFIG, Driver, prompt
 
 BLOCKS = 2 * LET_GO_AT_A_TIME + 300
 

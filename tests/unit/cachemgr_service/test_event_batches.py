@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from bench.scale.stalls import BLOCK, Cache
 from cachemgr.blocks.block_keys import pack as packed
 from cachemgr.blocks.block_keys import packed_bytes
 from cachemgr.blocks.events import Event
@@ -16,7 +17,6 @@ from cachemgr.rpc.event_batches import MAX_BYTES, MAX_EVENTS, Wanted, pack
 from cachemgr.rpc.event_feed import EventFeed
 from cachemgr.types import BlockView, EventKind
 from protos.kvcache.v1 import kvcache_pb2 as pb
-from tests.bench.scale.stalls import BLOCK, Cache
 
 
 class Watched(Cache):

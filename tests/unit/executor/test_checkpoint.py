@@ -26,9 +26,9 @@ from transformers import (
     WhisperConfig,
 )
 
+from bench import families
 from executor.errors import ModelError
 from executor.models.forward import TorchForward
-from tests.bench import families
 from tests.unit.executor.conftest import load, on_torch, save_model
 from tests.unit.executor.tiny_models import _SIZES, CONFIGS, VOCAB
 

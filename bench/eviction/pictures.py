@@ -1,0 +1,83 @@
+"""Curves of what was measured. Without matplotlib there are none, and nothing else is missing."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.eviction.report import Windows, stream_bins
+
+_MARKS = "osv^D<>Pp*Xh+xd"
+
+
+def _figure(rows: int, columns: int) -> Any:
+    """A figure with panels, or None."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    figure = Figure(figsize=(5 * columns, 4.4 * rows), dpi=110, layout="constrained")
+    figure.subplots(rows, columns)
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(color="#dddddd")
+        axes.set_axisbelow(True)
+    return figure
+
+
+def budgets(records: Sequence[Mapping[str, Any]], target: Path) -> bool:
+    """Perplexity, kept attention and divergence against the budget. False without matplotlib."""
+    figure = _figure(1, 3)
+    if figure is None:
+        return False
+    from matplotlib import colormaps
+
+    windows = Windows(records)
+    perplexity, mass, divergence = figure.axes
+    for number, name in enumerate(windows.policies):
+        style = {"label": name, "color": colormaps["tab20"](number), "marker": _MARKS[number % len(_MARKS)]}
+        for axes, heights in (
+            (perplexity, [windows.ratio(name, budget).value for budget in windows.budgets]),
+            (mass, [_mean(windows, name, budget, "mass") for budget in windows.budgets]),
+            (divergence, [_mean(windows, name, budget, "kl") for budget in windows.budgets]),
+        ):
+            axes.plot(windows.budgets, heights, markersize=4, linewidth=1.2, **style)
+    for axes, title in (
+        (perplexity, "perplexity beside the full cache's"),
+        (mass, "share of the true attention that stays"),
+        (divergence, "KL divergence from the full cache, nats"),
+    ):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(windows.budgets, [str(budget) for budget in windows.budgets])
+        axes.set_xlabel("tokens kept")
+        axes.set_title(title, fontsize=10, loc="left")
+    # What lies above is in the table; here it would hide how the others differ.
+    perplexity.set_ylim(0.99, 1.3)
+    divergence.set_yscale("log")
+    handles, labels = perplexity.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=8, frameon=False, fontsize=8)
+    figure.savefig(target)
+    return True
+
+
+def _mean(windows: Windows, name: str, budget: int, figure: str) -> float:
+    return statistics.mean(windows.values(name, budget, figure))
+
+
+def streams(records: Sequence[Mapping[str, Any]], size: int, target: Path) -> bool:
+    """Perplexity over the stream. False without matplotlib."""
+    figure = _figure(1, 1)
+    if figure is None:
+        return False
+    (axes,) = figure.axes
+    for name, values in stream_bins(records).items():
+        axes.plot([size * (place + 1) for place in range(len(values))], values, marker="o", markersize=4, label=name)
+    axes.set_xlabel("tokens")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_title("perplexity, window of 1,020 tokens and 4 sinks", fontsize=10, loc="left")
+    axes.legend(frameon=False, fontsize=9)
+    figure.savefig(target)
+    return True

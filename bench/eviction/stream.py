@@ -1,0 +1,67 @@
+"""A text much longer than its window, with positions as they are in the text and compacted ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from bench.eviction.cache import Cache
+from executor.models.load import Model
+from protos.execution.v1 import execution_pb2 as pb
+from protos.kvcache.eviction import Kind, parse
+
+SINKS, RECENT = 4, 1020
+CHUNK = 64
+BIN = 1000
+# Values of EvictionPositions.
+POSITIONS = {"absolute": 1, "compacted": 2}
+# The same bins with a cache that is computed anew for each: how hard the text itself is there.
+FRESH = "computed anew"
+
+
+def losses(model: Model, tokens: Sequence[int], positions: str) -> Iterator[list[float]]:
+    """Negative log likelihoods of the tokens behind the first, chunk by chunk, with a window that slides."""
+    cache = Cache(model, SINKS + RECENT + CHUNK)
+    message = pb.EvictionPolicy(
+        kind=pb.EVICTION_KIND_SLIDING_WINDOW,
+        start_tokens=SINKS,
+        recent_tokens=RECENT,
+        period_tokens=CHUNK,
+        positions=POSITIONS[positions],  # type: ignore[arg-type]
+    )
+    policy = parse(message, cache.layout)
+    assert policy is not None
+    assert policy.kind is Kind.SLIDING_WINDOW
+    # Evicts from the first chunk on.
+    sequence = cache.sequence(tokens[:CHUNK], policy)
+    for start in range(0, len(tokens) - 1, CHUNK):
+        targets = tokens[start + 1 : start + CHUNK + 1]
+        cache.evict(sequence, ())
+        logits = cache.compute(sequence, tokens[start : start + len(targets)]).logits
+        yield F.cross_entropy(logits, torch.tensor(targets), reduction="none").tolist()
+
+
+def fresh(model: Model, tokens: Sequence[int]) -> Iterator[list[float]]:
+    """The same of each bin, computed at once together with as many tokens before it as the window has."""
+    cache = Cache(model, SINKS + RECENT + BIN)
+    for start in range(0, len(tokens) - 1, BIN):
+        first = max(0, start - SINKS - RECENT)
+        sequence = cache.sequence(tokens[first:start])
+        if first < start:
+            cache.compute(sequence, tokens[first:start])
+        targets = tokens[start + 1 : start + BIN + 1]
+        logits = cache.compute(sequence, tokens[start : start + len(targets)]).logits
+        yield F.cross_entropy(logits, torch.tensor(targets), reduction="none").tolist()
+
+
+def measure(model: Model, streams: Sequence[Sequence[int]]) -> Iterator[dict[str, Any]]:
+    """One record per stream and kind of positions: the mean loss of each bin that is full."""
+    for number, tokens in enumerate(streams):
+        for name in (*POSITIONS, FRESH):
+            chunks = fresh(model, tokens) if name == FRESH else losses(model, tokens, name)
+            flat = [loss for chunk in chunks for loss in chunk]
+            bins = [sum(flat[at : at + BIN]) / BIN for at in range(0, len(flat) - BIN + 1, BIN)]
+            yield {"stream": number, "positions": name, "nll": bins}

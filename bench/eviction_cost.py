@@ -1,0 +1,159 @@
+"""What token eviction costs and gains in speed: the same requests with policies and without, in turns.
+
+Run it with `make bench-eviction-cost`. "scores alone" counts attention in every step and never evicts: its budget is
+above every length. Prompts are computed one after the other, for one token each, by turns with a policy and without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+from tokenizers import Tokenizer
+
+from bench import RESULTS
+from bench.runs import Others, processes, watched
+from bench.tables import table
+from bench.workloads import CASES, Case, Corpus
+from executor.models.files import find
+from protos.generation.v1 import generation_pb2 as pb
+from protos.generation.v1 import generation_pb2_grpc as rpc
+from tests.stack import Stack, model_cache
+from tests.support.generation import generate, generate_all, greedy_request
+
+KEPT = RESULTS / "eviction_cost.json"
+AREAS = {"start_tokens": 32, "recent_tokens": 32, "max_cache_tokens": 128}
+ROOMY = {"start_tokens": 32, "recent_tokens": 32, "max_cache_tokens": 4096}
+POLICIES: dict[str, dict[str, Any] | None] = {
+    "none": None,
+    "scores alone": {"kind": "EVICTION_KIND_NORM_SUM", **ROOMY},
+    "norm sum 32/32/128": {"kind": "EVICTION_KIND_NORM_SUM", **AREAS},
+    "norm sum, prompts cached": {"kind": "EVICTION_KIND_NORM_SUM", **AREAS},
+    "sum 32/32/128": {"kind": "EVICTION_KIND_SUM", **AREAS},
+    "adaptive rkv 32/32/128": {"kind": "EVICTION_KIND_ADAPTIVE_RKV", **AREAS},
+    "window 4 + 124": {"kind": "EVICTION_KIND_SLIDING_WINDOW", "start_tokens": 4, "recent_tokens": 124},
+    "h2o 128": {"kind": "EVICTION_KIND_H2O", "max_cache_tokens": 128},
+    "tova 128": {"kind": "EVICTION_KIND_TOVA", "max_cache_tokens": 128},
+    "snapkv 128": {"kind": "EVICTION_KIND_SNAPKV", "max_cache_tokens": 128},
+    "batch-max 128": {"kind": "EVICTION_KIND_AVERAGE", "max_cache_tokens": 128, "during_prefill": True},
+    "key difference 128": {"kind": "EVICTION_KIND_KEYDIFF", "max_cache_tokens": 128},
+    "key norm 128": {"kind": "EVICTION_KIND_KNORM", "max_cache_tokens": 128},
+}
+# What leaves its prompt to others moves to blocks of its own; all others leave nothing behind.
+CACHED = "norm sum, prompts cached"
+DECODE = next(case for case in CASES if case.name == "W3")
+PROMPTS = Case("prompts", "prompts alone", (2048,) * 6, 1)
+
+
+def _requests(case: Case, corpus: Corpus, variant: int, name: str) -> list[pb.StreamGenerateRequest]:
+    """Of one policy."""
+    requests = [greedy_request(prompt, case.output_tokens, reuse=False) for prompt in corpus.prompts(case, variant)]
+    fields = POLICIES[name]
+    for request in requests:
+        request.cache.no_store = name != CACHED
+        if fields is not None:
+            request.eviction_policy.CopyFrom(pb.EvictionPolicy(**fields))
+    return requests
+
+
+async def _decode(stack: Stack, requests: list[pb.StreamGenerateRequest]) -> dict[str, float]:
+    """All at once: tokens per second behind the first tokens, and blocks."""
+    async with watched(stack) as usage:
+        outputs = await generate_all(stack.scheduler, requests, concurrency=len(requests))
+    begin, end = max(one.token_times[0] for one in outputs), max(one.token_times[-1] for one in outputs)
+    count = sum(sum(time > begin for time in one.token_times) for one in outputs)
+    return {
+        "tokens_per_s": count / (end - begin),
+        "blocks": float(usage.kv_blocks),
+        "evicted": float(sum(one.usage.eviction.evicted_tokens for one in outputs)),
+    }
+
+
+async def _prefill(stack: Stack, corpus: Corpus, variant: int, name: str) -> dict[str, float]:
+    """Prompt tokens per second, and beside those of the same prompts without a policy, each right after the other."""
+    seconds = {True: 0.0, False: 0.0}
+    pairs = zip(_requests(PROMPTS, corpus, variant, name), _requests(PROMPTS, corpus, variant, "none"), strict=True)
+    async with grpc.aio.insecure_channel(stack.scheduler) as channel:
+        stub: rpc.GenerationServiceAsyncStub = rpc.GenerationServiceStub(channel)
+        for turn, pair in enumerate(pairs):
+            for with_policy in (True, False) if turn % 2 else (False, True):
+                output = await generate(stub, pair[0 if with_policy else 1])
+                seconds[with_policy] += output.token_times[0] - output.started
+    tokens = sum(PROMPTS.prompt_tokens)
+    return {"prompt_tokens_per_s": tokens / seconds[True], "prompt_ratio": seconds[False] / seconds[True]}
+
+
+async def measure(stack: Stack, corpus: Corpus, names: list[str], repeats: int) -> dict[str, dict[str, list[float]]]:
+    """All figures of all repeats, by policy; the first turn warms everything up and is not kept."""
+    found: dict[str, dict[str, list[float]]] = {name: {} for name in names}
+    others = Others(processes(stack).values())
+    short = replace(DECODE, output_tokens=64)
+    for name in names:
+        await _decode(stack, _requests(short, corpus, 0, name))
+    for repeat in range(1, repeats + 1):
+        order = names[repeat % len(names) :] + names[: repeat % len(names)]
+        for name in order:
+            decode = await _decode(stack, _requests(DECODE, corpus, repeat, name))
+            figures = decode | await _prefill(stack, corpus, repeat, name)
+            for key, value in figures.items():
+                found[name].setdefault(key, []).append(value)
+            print(f"{name}, repeat {repeat}: {decode['tokens_per_s']:.1f} tokens/s", file=sys.stderr, flush=True)
+    print(f"other processes took {others.share():.0%} of the cores", file=sys.stderr)
+    return found
+
+
+def report(found: dict[str, dict[str, list[float]]]) -> str:
+    """Medians, and ratios to none of the same repeat."""
+    rows = []
+    for name, figures in found.items():
+        ratios = {
+            key: statistics.median(a / b for a, b in zip(figures[key], found["none"][key], strict=True))
+            for key in ("tokens_per_s", "blocks")
+        }
+        rows.append(
+            [
+                name,
+                f"{statistics.median(figures['tokens_per_s']):.1f}",
+                f"{ratios['tokens_per_s']:.3f}",
+                f"{statistics.median(figures['prompt_tokens_per_s']):.0f}",
+                f"{statistics.median(figures['prompt_ratio']):.3f}",
+                f"{statistics.median(figures['blocks']):.0f}",
+                f"{ratios['blocks']:.2f}",
+                f"{statistics.median(figures['evicted']):.0f}",
+            ]
+        )
+    of = "of\nnone"
+    speeds = ["decoding\ntokens/s", of, "prompts\ntokens/s", of]
+    return table(["", *speeds, "most\nblocks", of, "tokens\nevicted"], rows)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=list(POLICIES))
+    parser.add_argument("--json", type=Path, default=KEPT)
+    arguments = parser.parse_args()
+    names = list(dict.fromkeys(["none", *arguments.policies]))
+    encode = Tokenizer.from_file(str(Path(find("", model_cache()).source, "tokenizer.json"))).encode
+    corpus = Corpus(lambda text: encode(text, add_special_tokens=False).ids)
+    with Stack(executor_dtype=arguments.dtype) as stack:
+        found = asyncio.run(measure(stack, corpus, names, arguments.repeats))
+    print(f"{arguments.dtype}, medians of {arguments.repeats}: long decode (W3), and prompts of 2,048 tokens")
+    print(report(found))
+    arguments.json.write_text(json.dumps({"dtype": arguments.dtype, "figures": found}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,356 @@
+"""Kernels on a CUDA device: right against their references, then attention beside bandwidth and torch's own."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from bench.gpu.parts import Bench, CannotRunError, Figure, WrongError, note
+from kernels.attention_scores import reference as scores_reference
+from kernels.attention_scores.launch import attention_scores
+from kernels.compact_kv import reference as compact_reference
+from kernels.compact_kv.launch import compact_kv
+from kernels.copy_blocks import reference as copy_reference
+from kernels.copy_blocks.launch import copy_blocks
+from kernels.paged_attention.launch import PagedBatch, TileSizes, paged_attention
+from kernels.rms_norm import reference as norm_reference
+from kernels.rms_norm.launch import rms_norm
+from kernels.rotary_store import reference as rotary_reference
+from kernels.rotary_store.launch import rotary_store
+from kernels.rotate_keys import reference as turn_reference
+from kernels.rotate_keys.launch import rotate_keys
+from kernels.store_kv import reference as store_reference
+from kernels.store_kv.launch import store_kv
+from tests.kernels.attention_cases import Case, build, error_ratio, exact
+
+# Root mean square of the error over that of the truth.
+BARS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+# What two right ways in bfloat16 may differ by.
+BETWEEN = 2e-2
+QUERY_HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 16
+HEADS = Case(query_heads=QUERY_HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, block_size=BLOCK)
+CASES = {
+    "decode": replace(HEADS, queries=(1, 1, 0, 1), lengths=(3, 150, 9, 64)),
+    "prefill beside decode": replace(HEADS, queries=(1, 20, 33), lengths=(40, 20, 50)),
+    "decode, few sequences, long": replace(HEADS, queries=(1,), lengths=(700,)),
+    "head size 64, 9 heads over 3": replace(Case(), query_heads=9, kv_heads=3, head_dim=64, block_size=BLOCK),
+    "window, soft cap and sinks": replace(Case(), head_dim=64, window=11, softcap=1.5, sinks=True),
+}
+SWEEP_SECONDS = 35.0
+
+
+def check(_: Bench) -> Sequence[Figure]:
+    """Raises WrongError unless every kernel is as close to its reference as its data type allows."""
+    check_on("cuda")
+    return []
+
+
+def check_on(device: str) -> None:
+    """The same on any device; on a CPU torch takes the kernels' place."""
+    wrong = []
+    backend = "cuda" if device == "cuda" else "torch"
+    for dtype, bar in BARS.items():
+        errors = {
+            f"attention, {name}": error_ratio(backend, replace(case, dtype=dtype)) for name, case in CASES.items()
+        }
+        for name, op in (
+            ("norm", _norm),
+            ("norm of a sum", _norm_of_sum),
+            ("rotary", _rotary),
+            ("keys turned back", _turned),
+            ("scores", _scores),
+        ):
+            errors[name] = ratio(*op(dtype, device))
+        for name, op in (("store", _store), ("copy", _copy), ("compaction", _compacted)):
+            # These move bytes.
+            errors[name] = 0.0 if torch.equal(*op(dtype, device)) else torch.inf
+        for name, error in errors.items():
+            note(f"  {name}, {dtype}: error {error:.1e}")
+            if not error < bar:
+                wrong.append(f"{name} in {dtype} is off by {error:.1e}")
+    if wrong:
+        raise WrongError("; ".join(wrong))
+
+
+def ratio(got: Tensor, truth: Tensor) -> float:
+    """NaN when anything is none."""
+    got, truth = got.double().cpu(), truth.double().cpu()
+    return float((got - truth).norm() / truth.norm())
+
+
+def _random(dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _norm(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    x, weight = _random(dtype, 7, 4096), _random(dtype, 4096, seed=1)
+    return rms_norm(x.to(device), weight.to(device), 1e-5), norm_reference.rms_norm(x.double(), weight.double(), 1e-5)
+
+
+def _norm_of_sum(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    x, weight, total = _random(dtype, 5, 3, 128), _random(dtype, 128, seed=1), _random(dtype, 5, 3, 128, seed=2)
+    on_device, truth = total.to(device, copy=True), total.double()
+    got = rms_norm(x.to(device), weight.to(device), 1e-5, residual=on_device)
+    normed = norm_reference.rms_norm(x.double(), weight.double(), 1e-5, residual=truth)
+    return torch.cat([got.flatten(), on_device.flatten()]), torch.cat([normed.flatten(), truth.flatten()])
+
+
+def _rotary(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    """What is left of query and caches; the last row belongs to no sequence."""
+    angles = torch.arange(64)[:, None] * torch.rand(HEAD_DIM // 2, generator=torch.Generator().manual_seed(3))
+    cos, sin = (f(torch.cat([angles, angles], -1)) for f in (torch.cos, torch.sin))
+    qkv = _random(dtype, 5, QUERY_HEADS + 2 * KV_HEADS, HEAD_DIM)
+    positions, slots = [30, 31, 32, 7, 0], torch.tensor([94, 95, 16, 55, -1])
+
+    def result(where: str, wide: torch.dtype) -> Tensor:
+        parts = torch.split(qkv.to(where, wide, copy=True), [QUERY_HEADS, KV_HEADS, KV_HEADS], 1)
+        caches = torch.zeros(2, 6, BLOCK, KV_HEADS, HEAD_DIM, dtype=wide, device=where)
+        # What the device multiplies with is rounded.
+        angles = [one.to(where, dtype).to(wide) for one in (cos, sin)]
+        if wide == dtype:
+            rotary_store(*parts, *angles, torch.tensor(positions, device=where), slots.to(where), *caches)
+        else:
+            rotary_reference.rotary_store(*parts, *angles, positions, slots, *caches)
+        return torch.cat([parts[0][:4].flatten(), caches.flatten()])
+
+    return result(device, dtype), result("cpu", torch.float64)
+
+
+def _store(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    key, value = _random(dtype, 5, KV_HEADS, HEAD_DIM), _random(dtype, 5, KV_HEADS, HEAD_DIM, seed=1)
+    slots = torch.tensor([17, 3, -1, 40, 95])
+    got, truth = (torch.zeros(2, 6, BLOCK, KV_HEADS, HEAD_DIM, dtype=dtype, device=one) for one in (device, "cpu"))
+    store_kv(key.to(device), value.to(device), *got, slots.to(device))
+    store_reference.store_kv(key, value, *truth, slots)
+    return got.cpu(), truth
+
+
+def _copy(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    truth = _random(dtype, 2, 3, 9, BLOCK, KV_HEADS, HEAD_DIM)
+    got, sources, targets = truth.to(device), torch.tensor([1, 4, 8]), torch.tensor([2, 3, 0])
+    copy_blocks(*got, sources.to(device), targets.to(device))
+    copy_reference.copy_blocks(*truth, sources, targets)
+    return got.cpu(), truth
+
+
+def _compacted(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    """Each layer and head moves its own slots, some of which others leave."""
+    truth = _random(dtype, 2, 3, 9, BLOCK, KV_HEADS, HEAD_DIM)
+    sources, targets = _slots(1), _slots(2)
+    got = truth.to(device, copy=True)
+    compact_kv(*got, sources.to(device), targets.to(device))
+    compact_reference.compact_kv(*truth, sources, targets)
+    return got.cpu(), truth
+
+
+def _turned(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    truth, slots = _random(dtype, 3, 9, BLOCK, KV_HEADS, HEAD_DIM), _slots(3)
+    deltas = torch.randint(0, 900, slots.shape, generator=torch.Generator().manual_seed(4))
+    frequencies = torch.rand(HEAD_DIM // 2, generator=torch.Generator().manual_seed(5))
+    got = truth.to(device, copy=True)
+    rotate_keys(got, *(one.to(device) for one in (slots, deltas, frequencies)))
+    turn_reference.rotate_keys(truth, slots, deltas, frequencies)
+    return got, truth
+
+
+def _slots(seed: int) -> Tensor:
+    """Of 3 layers' heads each, 40 of nine blocks in any order: [3, Hkv, 40]."""
+    order = torch.rand(3, KV_HEADS, 9 * BLOCK, generator=torch.Generator().manual_seed(seed)).argsort(-1)
+    return order[..., :40]
+
+
+def _scores(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    """Of the last queries of each sequence."""
+    case, counts = replace(CASES["prefill beside decode"], dtype=dtype), [1, 8, 0]
+    problem = build(case)
+    lse = torch.zeros(problem.query.shape[:2], dtype=torch.float64)
+    exact(case, problem, lse)
+    got = attention_scores(
+        problem.query.to(device),
+        problem.k_cache.to(device),
+        problem.batch(case, device),
+        lse.float().to(device),
+        torch.tensor(counts, dtype=torch.int32, device=device),
+        scale=problem.scale,
+    )
+    truth, _ = scores_reference.attention_scores(
+        problem.query.double(),
+        problem.k_cache,
+        list(case.queries),
+        list(case.lengths),
+        problem.tables,
+        counts,
+        got.shape[2],
+        scale=problem.scale,
+    )
+    return got, truth
+
+
+def seconds_of(call: Callable[[], object], rounds: int = 30) -> float:
+    """Median time of a call's work on the device, launched as a CUDA graph, so that launching takes no part in it."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(rounds + 3)]
+    for begin, end in events:
+        begin.record()
+        graph.replay()
+        end.record()
+    torch.cuda.synchronize()
+    # The first ones warm up.
+    return statistics.median(begin.elapsed_time(end) for begin, end in events[3:]) / 1e3
+
+
+def bandwidth(_: Bench) -> Sequence[Figure]:
+    """Of a copy on the device, many times as large as its caches: bytes read and bytes written."""
+    free = torch.cuda.mem_get_info()[0]
+    source = torch.empty(min(4 << 30, free // 4), dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    seconds = seconds_of(lambda: target.copy_(source))
+    return [Figure("copy bandwidth", 2 * source.nbytes / seconds / 1e9, "GB/s")]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Attention of `queries` last tokens of each of some equally long sequences, paged and in one piece."""
+
+    query: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    batch: PagedBatch
+    sequences: int
+    length: int
+
+    @classmethod
+    def make(cls, sequences: int, length: int, queries: int, device: str = "cuda") -> Problem:
+        """Random numbers in bfloat16; blocks in no order."""
+        blocks = length // BLOCK
+        if device == "cuda":
+            free, needed = torch.cuda.mem_get_info()[0], 6 * sequences * length * KV_HEADS * HEAD_DIM * 2
+            if needed > free:
+                raise CannotRunError(f"it takes {needed / 1e9:.1f} GB of device memory, {free / 1e9:.1f} are free")
+        with torch.device(device):
+            k_cache, v_cache = (
+                torch.randn(sequences * blocks + 1, BLOCK, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16) for _ in range(2)
+            )
+            query = torch.randn(sequences * queries, QUERY_HEADS, HEAD_DIM, dtype=torch.bfloat16)
+            batch = PagedBatch(
+                query_start=torch.arange(sequences + 1, dtype=torch.int32) * queries,
+                seq_lens=torch.full((sequences,), length, dtype=torch.int32),
+                block_tables=(torch.randperm(sequences * blocks) + 1).view(sequences, blocks).to(torch.int32),
+                max_query_len=queries,
+                max_seq_len=length,
+            )
+        return cls(query, k_cache, v_cache, batch, sequences, length)
+
+    def paged(self, **options: Any) -> Tensor:
+        """[T, Hq, D]; options of paged_attention."""
+        return paged_attention(self.query, self.k_cache, self.v_cache, self.batch, scale=HEAD_DIM**-0.5, **options)
+
+    def in_one_piece(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Query [S, Hq, Q, D], keys and values [S, Hkv, L, D] as torch's attention takes them."""
+        query = self.query.view(self.sequences, -1, QUERY_HEADS, HEAD_DIM).transpose(1, 2).contiguous()
+        tables = self.batch.block_tables.long()
+        keys, values = (
+            cache[tables].view(self.sequences, self.length, KV_HEADS, HEAD_DIM).transpose(1, 2).contiguous()
+            for cache in (self.k_cache, self.v_cache)
+        )
+        return query, keys, values
+
+    def hold_to(self, theirs: Tensor) -> None:
+        """Raises WrongError when ours is not theirs, [S, Hq, Q, D]."""
+        ours = self.paged().view(self.sequences, -1, QUERY_HEADS, HEAD_DIM).transpose(1, 2)
+        error = ratio(ours, theirs)
+        note(f"  ours beside torch's: {error:.1e}")
+        if not error < BETWEEN:
+            raise WrongError(f"attention is off by {error:.1e} from torch's")
+
+    def sweep(self, candidates: Iterator[TileSizes]) -> tuple[float, TileSizes]:
+        """The least time, and of which sizes."""
+        begin, best = time.monotonic(), (torch.inf, TileSizes(0, 0, 0, 0, 0))
+        for sizes in candidates:
+            if time.monotonic() - begin > SWEEP_SECONDS:
+                note("  no time for more sizes")
+                break
+            try:
+                seconds = seconds_of(lambda sizes=sizes: self.paged(sizes=sizes), 10)
+            except Exception as error:  # Sizes that this device has no room for; Triton's errors have no one base.
+                note(f"  {sizes}: {type(error).__name__}")
+                continue
+            if seconds < best[0]:
+                best = seconds, sizes
+        note(f"  best sizes: {best[1]}")
+        return best
+
+
+def decode_attention(bench: Bench) -> Sequence[Figure]:
+    """One new token of 64 sequences of 4,096 tokens."""
+    problem = Problem.make(64, 4096, 1)
+    query, keys, values = problem.in_one_piece()
+    theirs = {"SDPA": lambda: F.scaled_dot_product_attention(query, keys, values, enable_gqa=True)}
+    problem.hold_to(theirs["SDPA"]())
+    seconds = seconds_of(problem.paged)
+    cache_bytes = 2 * problem.sequences * problem.length * KV_HEADS * HEAD_DIM * 2
+    rate = cache_bytes / seconds / 1e9
+    figures = [
+        Figure("decode attention, K and V read", rate, "GB/s"),
+        Figure("decode attention, of copy bandwidth", 100 * rate / bench.value("copy bandwidth"), "%", at_least=85),
+    ]
+    times = {"SDPA": seconds_of(theirs["SDPA"])}
+    try:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        flex = torch.compile(flex_attention, dynamic=False)
+        times["FlexAttention"] = seconds_of(lambda: flex(query, keys, values, enable_gqa=True))
+    except Exception as error:  # It needs a compiler, which is not what is measured.
+        note(f"  FlexAttention does not run here: {type(error).__name__}: {error}"[:300])
+    for name, other in times.items():
+        figures.append(Figure(f"decode attention, speed by {name}'s", other / seconds, at_least=1))
+    best, sizes = problem.sweep(
+        TileSizes(16, 4, keys, warps, stages, splits)
+        for keys, warps, stages, splits in itertools.product((64, 128), (4, 8), (2, 3, 4), (1, 2, 4))
+    )
+    label = f"keys {sizes.keys}, warps {sizes.num_warps}, stages {sizes.num_stages}, splits {sizes.splits}"
+    figures.append(Figure(f"decode attention, chosen by best sizes ({label})", best / seconds))
+    return figures
+
+
+def prefill_attention(_: Bench) -> Sequence[Figure]:
+    """Whole prompts: one of 4,096 tokens, and four of 2,048."""
+    figures = []
+    for sequences, length in ((1, 4096), (4, 2048)):
+        problem = Problem.make(sequences, length, length)
+
+        def flash(pieces: tuple[Tensor, Tensor, Tensor] = problem.in_one_piece()) -> Tensor:
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+                return F.scaled_dot_product_attention(*pieces, is_causal=True, enable_gqa=True)
+
+        problem.hold_to(flash())
+        seconds, theirs = seconds_of(problem.paged), seconds_of(flash)
+        # Two products, of which the causal half is wanted.
+        work = 4 * sequences * QUERY_HEADS * HEAD_DIM * length * length / 2
+        name = f"prefill attention {sequences} x {length:,}"
+        figures += [
+            Figure(name, work / seconds / 1e12, "TFLOP/s"),
+            Figure(f"{name}, speed by flash SDPA's", 100 * theirs / seconds, "%", at_least=60),
+        ]
+        if sequences == 1:
+            best, sizes = problem.sweep(
+                TileSizes(rows, rows // (QUERY_HEADS // KV_HEADS), keys, warps, stages)
+                for rows, keys, warps, stages in itertools.product((128, 64), (64, 128), (4, 8), (2, 3))
+            )
+            label = f"rows {sizes.rows}, keys {sizes.keys}, warps {sizes.num_warps}, stages {sizes.num_stages}"
+            figures.append(Figure(f"{name}, chosen by best sizes ({label})", best / seconds))
+    return figures

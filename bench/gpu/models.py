@@ -1,0 +1,345 @@
+"""Whole models on a CUDA device, in this process: exact first, then steps of an 8B model, and a load of requests."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, PretrainedConfig, Qwen2Config
+
+from bench.gpu.parts import Bench, CannotRunError, Figure, WrongError, note
+from bench.workloads import chosen
+from executor.batch import Batch
+from executor.cache.pool import KvPools
+from executor.core.runner import Pending, Runner
+from executor.models.attention import NAME
+from executor.models.cuda import Buffers, CudaDecoder
+from executor.models.forward import Forward, TorchForward
+from executor.models.llama import faster, probe
+from executor.models.load import Model, model_of
+from executor.step import Joining, Step
+from tests.support.reference import first_mismatch, greedy
+
+_NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+_SMALL = {
+    **_NO_TOKENS,
+    "vocab_size": 2048,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+}
+SMALL = {
+    "Llama": LlamaConfig(**_SMALL),
+    "Qwen2 with windows": Qwen2Config(**_SMALL, use_sliding_window=True, sliding_window=50, max_window_layers=2),
+}
+# Llama 3 8B.
+LARGE = LlamaConfig(
+    **_NO_TOKENS,
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    max_position_embeddings=8192,
+    rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+)
+PROMPTS, OUTPUT = (1, 3, 16, 45, 100, 171), 24
+BLOCK = 16
+BATCHES, CONTEXT, STEPS, WARM = (1, 64, 256), 1024, 60, 10
+(W1,) = chosen(["W1"])
+# Tokens of a step with prompts.
+BUDGET = 2048
+
+
+class WithoutGraphs(CudaDecoder):
+    """Launches decoding steps piece by piece."""
+
+    def _run(self, buffers: Buffers, batch: Batch, size: int) -> None:
+        self._launch(buffers, batch, size)
+
+
+KINDS = {"graphs": CudaDecoder, "no graphs": WithoutGraphs}
+# What bfloat16 may be further off than transformers' own.
+ROUNDING = 1.5
+
+
+def build(config: PretrainedConfig, dtype: torch.dtype, device: str) -> Any:
+    """A model with random weights."""
+    torch.manual_seed(1)
+    with torch.device(device):
+        module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)
+    return module.eval().requires_grad_(False)
+
+
+def check(_: Bench) -> Sequence[Figure]:
+    """Raises WrongError unless every way gives the tokens of generate(), and bfloat16 is as close as torch's."""
+    for name, config in SMALL.items():
+        check_on("cuda", name, config)
+    return []
+
+
+def check_on(device: str, name: str, config: PretrainedConfig) -> None:
+    """The same for one model, on any device."""
+    exact, rounded = (build(config, dtype, device) for dtype in (torch.float32, torch.bfloat16))
+    for parameter in exact.parameters():
+        if parameter.dim() > 1:
+            # Large enough that outputs vary.
+            parameter.normal_(0, 0.2)
+    rounded.load_state_dict(exact.state_dict())
+    model = model_of(exact, name)
+    if device == "cuda" and not isinstance(model.forward, CudaDecoder):
+        raise WrongError(f"{name} runs on torch; the log says why")
+    groups, vocabulary = model.groups, model.vocab_size
+    ways = {way: _fused(kind, exact, model) for way, kind in KINDS.items()}
+    rng = random.Random(5)
+    prompts = [[rng.randrange(vocabulary) for _ in range(length)] for length in PROMPTS]
+    exact.set_attn_implementation("sdpa")
+    expected = [greedy(exact, prompt, OUTPUT) for prompt in prompts]
+    exact.set_attn_implementation(NAME)
+    wrong = []
+    for way, forward in {**ways, "torch": TorchForward(exact)}.items():
+        pools = KvPools(groups, 100, BLOCK, torch.float32, model.device)
+        outputs, _ = run_requests(Runner(replace(model, forward=forward), pools), prompts, OUTPUT, 64)
+        found = [first_mismatch(*pair) for pair in zip(expected, outputs, strict=True)]
+        bad = [mismatch for mismatch in found if mismatch is not None and not mismatch.is_tie]
+        note(f"  {name}, {way}: {found.count(None)} of {len(found)} outputs are those of generate()")
+        wrong += [f"{name}, {way}: another token at {one.position}, margin {one.margin:.2g}" for one in bad]
+    truth = probe(TorchForward(exact), groups, vocabulary, torch.float32, model.device)
+
+    def error(forward: Forward) -> float:
+        logits = probe(forward, groups, vocabulary, torch.bfloat16, model.device)
+        return float((logits - truth).norm() / truth.norm())
+
+    usual = error(TorchForward(rounded))
+    for way, kind in KINDS.items():
+        off = error(_fused(kind, rounded, model))
+        note(f"  {name}, {way}, bfloat16: logits off by {off:.1e}; through transformers' modules by {usual:.1e}")
+        if not off < ROUNDING * usual:
+            wrong.append(f"{name}, {way}: bfloat16 is off by {off:.1e}")
+    if wrong:
+        raise WrongError("; ".join(wrong))
+
+
+def _fused(kind: type[CudaDecoder], module: Any, model: Model) -> Forward:
+    """Raises WrongError when the probe refuses it."""
+    groups, positions = model.groups, model.max_positions
+    forward = faster(TorchForward(module), module, groups, lambda weights: kind(weights, groups, positions), "decoder")
+    if not isinstance(forward, kind):
+        raise WrongError(f"{model.name}: the probe refuses {kind.__name__}; the log says why")
+    return forward
+
+
+class Loop:
+    """Steps one ahead of their outcomes, as the scheduler sends them."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._pending: Pending | None = None
+        self.outcomes: list[Any] = []
+
+    def step(self, **changes: Any) -> None:
+        """Launches one, then waits for the one before."""
+        launched = self._runner.launch(Step(self._runner.last_step + 1, **changes))
+        self.finish()
+        self._pending = launched
+        if not self._runner.overlaps:
+            self.finish()
+
+    def finish(self) -> None:
+        """Waits for the last one."""
+        if self._pending is not None:
+            self.outcomes.append(self._pending.result())
+            self._pending = None
+
+
+def run_requests(
+    runner: Runner, prompts: Sequence[Sequence[int]], count: int, budget: int
+) -> tuple[list[list[int]], float]:
+    """Greedy outputs of requests that come at once, at most `budget` tokens per step, and how long all of it took."""
+    runner.clear()
+    joining, first = [], 1
+    for number, prompt in enumerate(prompts):
+        blocks = -(-(len(prompt) + count) // runner.pools.block_size)
+        tables = (tuple(range(first, first + blocks)),) * len(runner.pools.pools)
+        joining.append(Joining(number, tuple(prompt), len(prompt), 0, tables))
+        first += blocks
+    left, launched = [len(prompt) for prompt in prompts], [0] * len(prompts)
+    loop, begin, gone = Loop(runner), time.perf_counter(), 0
+    while gone < len(prompts):
+        # All tokens are wanted, so what comes next is known without the outcomes.
+        removed = tuple(i for i, made in enumerate(launched) if made == count)
+        for i in removed:
+            launched[i] = -1
+        gone += len(removed)
+        room = budget - sum(1 for i, made in enumerate(launched) if made > 0)
+        chunks = {}
+        for i in (i for i, tokens in enumerate(left) if tokens):
+            # A sequence with one token left computes it without being told.
+            chunks[i] = min(left[i], max(room, 1 if left[i] == 1 else 0))
+            room -= chunks[i]
+        chunks = {i: tokens for i, tokens in chunks.items() if tokens}
+        loop.step(removed=removed, joining=tuple(joining), chunks=chunks)
+        joining = []
+        for i, tokens in chunks.items():
+            left[i] -= tokens
+        for i, tokens in enumerate(left):
+            launched[i] += not tokens and launched[i] >= 0
+    loop.finish()
+    seconds = time.perf_counter() - begin
+    outputs: list[list[int]] = [[] for _ in prompts]
+    for outcome in loop.outcomes:
+        for sampled in outcome.sampled:
+            outputs[sampled.sequence].append(sampled.token_id)
+    return outputs, seconds
+
+
+@dataclass
+class Large:
+    """The 8B model, and a runner over pools for as many sequences as there is room for."""
+
+    module: Any
+    runner: Runner | None
+    sequences: int
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the weights that a step reads: of the embedding it reads a few rows."""
+        embedding = self.module.get_input_embeddings().weight
+        return sum(one.nbytes for one in self.module.parameters() if one is not embedding)
+
+    @classmethod
+    def make(cls) -> Large:
+        """Raises CannotRunError without the memory."""
+        free = torch.cuda.mem_get_info()[0]
+        if free < 20e9:
+            raise CannotRunError(f"an 8B model takes 20 GB of device memory, {free / 1e9:.1f} are free")
+        module = build(LARGE, torch.bfloat16, "cuda")
+        model = model_of(module, "8B")
+        if not isinstance(model.forward, CudaDecoder):
+            raise WrongError("the 8B model runs on torch; the log says why")
+        torch.cuda.empty_cache()
+        blocks = -(-(CONTEXT + STEPS + WARM) // BLOCK)
+        token_bytes = 2 * LARGE.num_hidden_layers * LARGE.num_key_value_heads * LARGE.head_dim * 2
+        room = int(0.9 * torch.cuda.mem_get_info()[0]) // (blocks * BLOCK * token_bytes)
+        sequences = max((batch for batch in BATCHES if batch <= room), default=0)
+        if not sequences:
+            raise CannotRunError("there is no memory for K and V beside the 8B model")
+        pools = KvPools(model.groups, sequences * blocks, BLOCK, torch.bfloat16, model.device)
+        for pool in pools.pools:
+            pool.k.normal_()
+            pool.v.normal_()
+        return cls(module, Runner(model, pools), sequences)
+
+
+def decode_steps(bench: Bench) -> Sequence[Figure]:
+    """Time of a step of 1, 64 and 256 sequences of 1,024 tokens, beside the least that reading takes."""
+    if "8B" not in bench.kept:
+        bench.kept["8B"] = Large.make()
+    large: Large = bench.kept["8B"]
+    assert large.runner is not None
+    begin = time.perf_counter()
+    large.runner.prepare()
+    figures = [Figure("8B, capturing the graphs of all sizes", time.perf_counter() - begin, "s")]
+    token_bytes = sum(pool.block_bytes for pool in large.runner.pools.pools) / BLOCK
+    for batch in BATCHES:
+        if batch > large.sequences:
+            note(f"  no memory for {batch} sequences")
+            continue
+        outcomes = _decode(large.runner, batch)
+        seconds = statistics.median(one.compute_time + one.idle_time for one in outcomes)
+        idle = sum(one.idle_time for one in outcomes) / sum(one.compute_time + one.idle_time for one in outcomes)
+        length = CONTEXT + WARM + len(outcomes) / 2
+        least = (large.weight_bytes + batch * length * token_bytes) / (bench.value("copy bandwidth") * 1e9)
+        name = f"8B decode, batch {batch}"
+        figures += [
+            Figure(f"{name}: step", seconds * 1e3, "ms"),
+            Figure(f"{name}: step by reading weights, K and V", seconds / least, at_most=1.25),
+            Figure(f"{name}: idle", 100 * idle, "%", at_most=3),
+        ]
+    return figures
+
+
+def _decode(runner: Runner, batch: int) -> list[Any]:
+    """Outcomes of steps of so many sequences, without those that warm up."""
+    runner.clear()
+    rng, groups = random.Random(batch), len(runner.pools.pools)
+    each = -(-(CONTEXT + STEPS + WARM) // BLOCK)
+    joining = tuple(
+        Joining(
+            number,
+            tuple(rng.randrange(runner.model.vocab_size) for _ in range(CONTEXT)),
+            CONTEXT,
+            CONTEXT - 1,
+            (tuple(range(1 + number * each, 1 + (number + 1) * each)),) * groups,
+        )
+        for number in range(batch)
+    )
+    loop = Loop(runner)
+    for _ in range(WARM + STEPS):
+        loop.step(joining=joining)
+        joining = ()
+    loop.finish()
+    return loop.outcomes[WARM:]
+
+
+def _prompts(variant: int, vocabulary: int) -> list[list[int]]:
+    """Token ids of no meaning with the lengths of W1."""
+    rng = random.Random(variant)
+    return [[rng.randrange(vocabulary) for _ in range(length)] for length in W1.prompt_tokens]
+
+
+def throughput(bench: Bench) -> Sequence[Figure]:
+    """Output tokens per second of 32 requests that come at once; the better of two runs, after one to warm up."""
+    runner = bench.kept["8B"].runner
+    if sum(-(-(length + W1.output_tokens) // BLOCK) for length in W1.prompt_tokens) > runner.pools.num_blocks:
+        raise CannotRunError("there is no memory for its K and V")
+    seconds = []
+    for variant in range(3):
+        prompts = _prompts(variant, runner.model.vocab_size)
+        outputs, took = run_requests(runner, prompts, W1.output_tokens, BUDGET)
+        if lengths := {len(output) for output in outputs} - {W1.output_tokens}:
+            raise WrongError(f"the runner made outputs of {sorted(lengths)} tokens instead of {W1.output_tokens}")
+        seconds.append(took)
+    return [Figure("W1 on the 8B model", W1.requests * W1.output_tokens / min(seconds[1:]), "output tokens/s")]
+
+
+def beside_transformers(bench: Bench) -> Sequence[Figure]:
+    """The same load through transformers' continuous batching, with the settings that it chooses."""
+    large: Large = bench.kept["8B"]
+    # Its pools take what is free.
+    large.runner = None
+    gc.collect()
+    torch.cuda.empty_cache()
+    large.module.set_attn_implementation("sdpa")
+    count = W1.output_tokens
+    generation = GenerationConfig(max_new_tokens=count, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    options: dict[str, Any] = {"generation_config": generation, "progress_bar": False}
+    if "persistent_manager" in inspect.signature(large.module.generate_batch).parameters:
+        # Else every call would capture its graphs anew.
+        options["persistent_manager"] = True
+    seconds = []
+    for variant in range(3):
+        prompts = _prompts(variant, LARGE.vocab_size)
+        begin = time.perf_counter()
+        results = large.module.generate_batch(inputs=prompts, **options)
+        seconds.append(time.perf_counter() - begin)
+        lengths = {len(one.generated_tokens) for one in results.values()}
+        if lengths != {count} or len(results) != len(prompts):
+            raise WrongError(f"generate_batch made outputs of {sorted(lengths)} tokens instead of {count}")
+    rate = W1.requests * count / min(seconds[1:])
+    return [
+        Figure("W1 through generate_batch", rate, "output tokens/s"),
+        Figure("W1, speed by generate_batch's", bench.value("W1 on the 8B model") / rate, at_least=3),
+    ]

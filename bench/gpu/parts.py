@@ -1,0 +1,173 @@
+"""Parts of a measurement that must not spoil one another: budgets of time, gates, errors, and the table at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from bench.tables import table
+
+OUT_OF_TIME = ("not run", "out of time")
+
+
+class WrongError(Exception):
+    """Something computes what it must not; the message says what."""
+
+
+class CannotRunError(Exception):
+    """A part has no sense here; the message says why."""
+
+
+class OutOfTimeError(BaseException):
+    """A part took longer than it may. Not an Exception: what catches those within a part must not catch this."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured number, and the target it has if it has one."""
+
+    name: str
+    value: float
+    unit: str = ""
+    at_least: float | None = None
+    at_most: float | None = None
+
+    @property
+    def target(self) -> str:
+        """In words."""
+        if self.at_least is not None:
+            return f">= {self.at_least:g} {self.unit}".rstrip()
+        return f"<= {self.at_most:g} {self.unit}".rstrip() if self.at_most is not None else ""
+
+    @property
+    def met(self) -> bool | None:
+        """None where there is no target."""
+        if self.at_least is not None:
+            return self.value >= self.at_least
+        return self.value <= self.at_most if self.at_most is not None else None
+
+
+@dataclass
+class Bench:
+    """What parts know of each other: figures by name, and what is too expensive to make twice."""
+
+    figures: dict[str, Figure] = field(default_factory=dict)
+    kept: dict[str, Any] = field(default_factory=dict)
+
+    def value(self, name: str) -> float:
+        """A figure of a part that this one needs."""
+        return self.figures[name].value
+
+
+@dataclass(frozen=True)
+class Part:
+    """seconds: the most it may take. needs: parts that must have gone well, its gates among them."""
+
+    name: str
+    run: Callable[[Bench], Sequence[Figure]]
+    seconds: float
+    needs: tuple[str, ...] = ()
+
+
+@dataclass
+class Result:
+    """status: done, wrong (it computes nonsense), failed (an error), skipped (it has no sense here), or not run for
+    want of time or of what it needs. detail: why."""
+
+    status: str
+    detail: str = ""
+    seconds: float = 0.0
+    figures: list[Figure] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def deadline(seconds: float) -> Iterator[None]:
+    """Raises OutOfTimeError in the main thread when that much time has passed."""
+
+    def over(*_: object) -> None:
+        raise OutOfTimeError
+
+    before = signal.signal(signal.SIGALRM, over)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def note(line: str) -> None:
+    """Progress, which is no result."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def run_all(parts: Sequence[Part], results: dict[str, Result], ends: float) -> None:
+    """Runs parts in order and puts each one's result into `results`. ends: by time.monotonic, when all must be over."""
+    bench = Bench()
+    for part in parts:
+        note(f"{part.name} ...")
+        result = results[part.name] = _run(part, bench, results, ends - time.monotonic())
+        note(f"{part.name}: {result.status} {result.detail} ({result.seconds:.0f} s)")
+        bench.figures |= {figure.name: figure for figure in result.figures}
+
+
+def _run(part: Part, bench: Bench, results: Mapping[str, Result], left: float) -> Result:
+    for name in part.needs:
+        if (status := results[name].status) != "done":
+            return Result("skipped" if status == "skipped" else "not run", f"{name} is {status}")
+    if left <= 0:
+        return Result(*OUT_OF_TIME)
+    begin = time.monotonic()
+
+    def result(status: str, detail: str = "", figures: Sequence[Figure] = ()) -> Result:
+        return Result(status, detail, time.monotonic() - begin, list(figures))
+
+    try:
+        with deadline(min(part.seconds, left)):
+            return result("done", figures=part.run(bench))
+    except OutOfTimeError:
+        return result(*OUT_OF_TIME)
+    except CannotRunError as error:
+        return result("skipped", str(error))
+    except WrongError as error:
+        return result("wrong", str(error))
+    except ModuleNotFoundError as error:
+        return result("failed", f"the Python package {error.name} is missing")
+    except Exception as error:  # One part's error must not lose the others.
+        traceback.print_exc()
+        return result("failed", f"{type(error).__name__}: {error}".splitlines()[0][:100])
+
+
+def show(results: Mapping[str, Result]) -> str:
+    """One table of all figures, and a line for each part that has none."""
+    rows = []
+    for name, result in results.items():
+        if result.status != "done":
+            rows.append([name, "", f"{result.status}: {result.detail}", ""])
+        for figure in result.figures:
+            met = {True: "yes", False: "NO", None: ""}[figure.met]
+            rows.append([figure.name, figure.target, f"{figure.value:.4g} {figure.unit}".rstrip(), met])
+        if result.status == "done" and not result.figures:
+            rows.append([name, "", "right", ""])
+    return table(("", "target", "measured", "met"), rows)
+
+
+def exit_status(results: Mapping[str, Result], parts: Sequence[Part]) -> int:
+    """0 when every part is done or has no sense here; a target that is missed is a result, not an error."""
+    return 0 if all(results[part.name].status in ("done", "skipped") for part in parts) else 1
+
+
+def as_json(results: Mapping[str, Result], facts: Mapping[str, Any]) -> str:
+    """All of it."""
+    found = {
+        name: asdict(result) | {"figures": [asdict(figure) | {"met": figure.met} for figure in result.figures]}
+        for name, result in results.items()
+    }
+    return json.dumps({"facts": dict(facts), "parts": found}, indent=1) + "\n"

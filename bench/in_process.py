@@ -1,0 +1,96 @@
+"""The scheduler with an allocator in its own process, `python -m bench.in_process`: what kvkeep is compared with.
+
+The same classes decide about the same blocks; what is missing is the process between them: no call leaves the process,
+nothing is copied to Redis. Only executors come over gRPC, to register.
+"""
+
+import asyncio
+import os
+import sys
+import time
+from typing import Any
+from unittest import mock
+
+import uvloop
+from prometheus_client import Counter
+
+from cachemgr.manager import CacheManager
+from cachemgr.oplog.operations import ManagerClock, Operations
+from cachemgr.persistence.index_reading import Reading
+from cachemgr.persistence.recoveries import Recoveries
+from cachemgr.persistence.redis_client import open_redis
+from cachemgr.persistence.redis_index import IndexStore
+from cachemgr.process import DATA_SERVICE
+from cachemgr.rpc.data_service import CacheManagerService, Domain
+from cachemgr.rpc.event_feed import EventFeed
+from cachemgr.types import ManagerConfig
+from protos.kvcache.v1 import kvcache_pb2_grpc
+from protos.rpc import logs
+from protos.rpc.server import Server
+from protos.rpc.settings import load
+from scheduler import __main__ as scheduler
+from scheduler.settings import SchedulerSettings
+
+SYNC_BYTES = Counter("kvkeep_bench_sync_bytes", "Bytes that syncs would have on the wire.", ["direction"])
+# Nobody renews a lease here.
+LEASE_SECONDS = 36_000.0
+
+
+class NoStore(IndexStore):
+    """Remembers nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(open_redis("unix:///nonexistent"), lambda _: [])
+
+    async def recall(self, executor_id: str, seconds: float = 0.0) -> Reading:
+        """An empty one."""
+        reading = self._readings[executor_id] = Reading(executor_id, is_stale=False)
+        reading.is_complete.set()
+        reading.has_been_taken.set()
+        return reading
+
+
+class LocalStub:
+    """The calls of the scheduler's cache client, answered where they are made."""
+
+    def __init__(self, service: CacheManagerService) -> None:
+        self._service = service
+
+    def __getattr__(self, method: str) -> Any:
+        async def call(request: Any, **_: object) -> Any:
+            # Others on the loop get their turn, as they do while a call is on its way.
+            await asyncio.sleep(0)
+            answer = await getattr(self._service, method)(request, None)
+            if method == "SyncSequences":
+                SYNC_BYTES.labels("request").inc(request.ByteSize())
+                SYNC_BYTES.labels("answer").inc(answer.ByteSize())
+            return answer
+
+        return call
+
+
+async def serve(settings: SchedulerSettings) -> int:
+    """Serves until a signal; returns the exit status."""
+    clock = ManagerClock(time.monotonic)
+    manager = CacheManager(time.time_ns(), clock, ManagerConfig(lease_seconds=LEASE_SECONDS))
+    operations = Operations(manager, clock)
+    store = NoStore()
+    service = CacheManagerService(
+        Domain(operations, store, Recoveries(operations, store), EventFeed(lambda: manager.last_event))
+    )
+    server = Server("cachemgr")
+    server.listen(
+        settings.cachemgr_address,
+        {DATA_SERVICE: lambda to: kvcache_pb2_grpc.add_CacheManagerServiceServicer_to_server(service, to)},
+    )
+    await server.start()
+    server.set_serving(True)
+    with mock.patch.object(kvcache_pb2_grpc, "CacheManagerServiceStub", return_value=LocalStub(service)):
+        status = await scheduler.serve(settings)
+    await server.stop()
+    return status
+
+
+if __name__ == "__main__":
+    logs.configure("scheduler", "info")
+    sys.exit(uvloop.run(serve(load(SchedulerSettings, os.environ))))

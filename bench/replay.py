@@ -1,0 +1,265 @@
+"""Replays requests through a cache manager with a virtual clock, and counts what it found and what became of leases."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from time import thread_time
+
+from bench.driver import CALLER, CONFIG, Driver
+from bench.trace_file import BLOCK_TOKENS, Request
+from cachemgr.blocks.events import Event
+from cachemgr.telemetry.ghost_cache import GhostReport
+from cachemgr.types import EventKind, RemovalCause, Retention
+
+# A request keeps its blocks so long: prompts take no time, as what they take depends on what is found.
+START_SECONDS, SECONDS_PER_TOKEN = 0.2, 0.01
+# Generated tokens are unlike all others; see the ids of a trace.
+_FIRST_GENERATED = 1 << 31
+
+
+class PoolTooSmallError(ValueError):
+    """Some request needs more than the whole pool."""
+
+
+def service_seconds(request: Request) -> float:
+    """From a request's arrival to its end."""
+    return START_SECONDS + SECONDS_PER_TOKEN * request.output_length
+
+
+def pause(rng: random.Random) -> float:
+    """Seconds that a conversation waits for a tool: 86 % up to 1 s, 95 % up to 10 s, the rest 70 s on average."""
+    share = rng.random()
+    if share < 0.86:
+        return rng.uniform(0.0, 1.0)
+    if share < 0.95:
+        return rng.uniform(1.0, 10.0)
+    return 10.0 + rng.expovariate(1 / 60)
+
+
+def with_pauses(requests: Sequence[Request], seed: int) -> list[Request]:
+    """The same requests, but each that follows another one of its conversation comes a pause after that one's end."""
+    rng = random.Random(seed)
+    ends: dict[int, float] = {}
+    moved = []
+    for request in requests:
+        if request.follows:
+            request = replace(request, time=ends[request.conversation] + pause(rng))
+        ends[request.conversation] = request.time + service_seconds(request)
+        moved.append(request)
+    return sorted(moved, key=lambda request: request.time)
+
+
+def upper_bound(requests: Iterable[Request]) -> int:
+    """Tokens that a cache which never loses anything would find."""
+    longest: dict[int, int] = {}
+    found = 0
+    for request in requests:
+        own, matching = 0, True
+        for index, number in enumerate(request.hash_ids):
+            length = min(BLOCK_TOKENS, request.input_length - index * BLOCK_TOKENS)
+            known = min(length, longest.get(number, 0))
+            if matching:
+                own += known
+                matching = known == BLOCK_TOKENS
+            longest[number] = max(length, longest.get(number, 0))
+        found += min(own, request.input_length - 1)
+    return found
+
+
+def demand(requests: Sequence[Request], keep_seconds: float) -> tuple[float, float]:
+    """Tokens, in whole blocks of the trace, that are in use or to be kept: the mean over time, and the most.
+
+    A prompt and what is generated from it are to be kept for `keep_seconds` after the request's end.
+    """
+    changes: list[tuple[float, int, int]] = []
+    for index, request in enumerate(requests):
+        end = request.time + service_seconds(request) + keep_seconds
+        changes += [(request.time, 1, index), (end, -1, index)]
+    changes.sort()
+    users: dict[int, int] = {}
+    outputs, before, area, most = 0, changes[0][0], 0.0, 0
+    for time, change, index in changes:
+        blocks = len(users) + outputs
+        area += blocks * (time - before)
+        before, most = time, max(most, blocks)
+        for number in requests[index].hash_ids:
+            users[number] = users.get(number, 0) + change
+            if not users[number]:
+                del users[number]
+        outputs += change * -(-requests[index].output_length // BLOCK_TOKENS)
+    return area / (before - changes[0][0]) * BLOCK_TOKENS, most * float(BLOCK_TOKENS)
+
+
+@dataclass
+class LeaseCount:
+    """What became of leases, from the manager's events.
+
+    Honoured: the block was there until the lease's own end, or until a wish of the same holder or a longer block with
+    the same tokens took its place. Broken: the block was lost before. The rest has not ended.
+    """
+
+    granted: int = 0
+    honoured: int = 0
+    broken: int = 0
+    _open: dict[bytes, set[str]] = field(default_factory=dict)
+
+    def see(self, event: Event) -> None:
+        """Takes the next event."""
+        key = event.block.key
+        if event.kind is EventKind.REMOVED and event.cause is RemovalCause.COVERED:
+            self.honoured += len(self._open.pop(key, ()))
+        if event.lease is None:
+            return
+        holders = self._open.setdefault(key, set())
+        if event.kind is EventKind.LEASE_GRANTED:
+            self.granted += 1
+            self.honoured += event.lease.holder in holders
+            holders.add(event.lease.holder)
+            return
+        holders.discard(event.lease.holder)
+        if not holders:
+            del self._open[key]
+        self.honoured += event.kind is EventKind.LEASE_EXPIRED
+        self.broken += event.kind is EventKind.LEASE_BROKEN
+
+
+@dataclass
+class Outcome:
+    """Tokens asked for and found, of all requests and of those that follow another one of their conversation."""
+
+    asked: int = 0
+    found: int = 0
+    asked_following: int = 0
+    found_following: int = 0
+    # Requests that found too few free blocks when they came.
+    waited: int = 0
+    leases: LeaseCount = field(default_factory=LeaseCount)
+
+    @property
+    def hit_rate(self) -> float:
+        """Of all prompt tokens."""
+        return self.found / self.asked
+
+    @property
+    def following_hit_rate(self) -> float:
+        """Of the prompt tokens of requests that follow another one."""
+        return self.found_following / max(1, self.asked_following)
+
+
+class Replay:
+    """One pool. A request begins when all blocks that it may need are free; until then it and those behind it wait."""
+
+    def __init__(self, num_blocks: int, block_size: int, ghost_sample: int = 0) -> None:
+        # Blocks are taken for the whole output at once, and none ahead of that.
+        config = replace(CONFIG, capacity_ahead_tokens=0, ghost_sample=ghost_sample)
+        self._driver = Driver(num_blocks, block_size=block_size, config=config)
+        # Admissions leave some blocks free; a copy needs its source besides its target.
+        self._room = num_blocks - int(num_blocks * CONFIG.free_watermark) - 1
+        self._block_size = block_size
+        self._generated = _FIRST_GENERATED
+        self._names = 0
+        self._seen = self._driver.manager.last_event
+        self._waiting: deque[tuple[Request, Retention | None]] = deque()
+        # (end, handle) of those that run.
+        self._running: list[tuple[float, int]] = []
+        self._requests: dict[int, Request] = {}
+        self.outcome = Outcome()
+
+    def run(self, requests: Iterable[Request], wishes: Iterable[Retention | None]) -> Outcome:
+        """All requests, each with what it wishes, until the last has ended. Raises PoolTooSmallError."""
+        for request, wish in zip(requests, wishes, strict=True):
+            if self._needed(request) > self._room:
+                raise PoolTooSmallError(f"a request of {request.input_length} tokens does not fit into the pool")
+            self._end_until(request.time)
+            self._driver.now = request.time
+            self._waiting.append((request, wish))
+            self._start_waiting()
+            self.outcome.waited += bool(self._waiting)
+        self._end_until(math.inf)
+        return self.outcome
+
+    def ghosts(self) -> GhostReport:
+        """What the manager's ghost caches tell of all of it."""
+        found = self._driver.manager.ghosts("e")
+        assert found is not None
+        return found[0]
+
+    def time_ghosts(self) -> list[float]:
+        """Has the seconds of the CPU that ghost caches take from now on added to a list, call by call."""
+        seconds: list[float] = []
+        followed = self._driver.manager._executors["e"].ghosts
+        for name in ("admitted", "released"):
+            setattr(followed, name, _timed(getattr(followed, name), seconds))
+        return seconds
+
+    def _needed(self, request: Request) -> int:
+        return -(-_capacity(request) // self._block_size)
+
+    def _end_until(self, time: float) -> None:
+        while self._running and self._running[0][0] <= time:
+            self._driver.now, handle = heapq.heappop(self._running)
+            request = self._requests.pop(handle)
+            count = request.output_length
+            generated = range(self._generated, self._generated + count)
+            self._generated += count
+            # The last generated token is never computed.
+            computed = request.input_length + max(0, count - 1)
+            self._driver.sync({handle: computed}, [generated], released=[handle])
+            self._watch()
+            self._start_waiting()
+
+    def _start_waiting(self) -> None:
+        while self._waiting:
+            used = self._driver.pool.used_blocks
+            if used + self._needed(self._waiting[0][0]) > self._room:
+                return
+            self._start(*self._waiting.popleft())
+
+    def _start(self, request: Request, wish: Retention | None) -> None:
+        """Takes the blocks for the prompt and all that will be generated; computes the prompt."""
+        driver, outcome = self._driver, self.outcome
+        self._names += 1
+        name = str(self._names)
+        options: dict[str, object] = {} if wish is None else {"retention": wish}
+        if wish is not None and any(part.duration is not None for part in wish.ranges):
+            # What has an end is wished for by the conversation: its next request takes the place of this wish.
+            options["session_id"] = f"c{request.conversation}"
+        admission = driver.admit(name, request.tokens(), **options)
+        assert admission.admitted
+        driver.confirm(admission)
+        extension = driver.manager.extend(CALLER, name, _capacity(request))
+        assert extension.extended
+        driver.sync({admission.sequence_handle: request.input_length})
+        heapq.heappush(self._running, (driver.now + service_seconds(request), admission.sequence_handle))
+        self._requests[admission.sequence_handle] = request
+        outcome.asked += request.input_length
+        outcome.found += admission.cached_tokens
+        if request.follows:
+            outcome.asked_following += request.input_length
+            outcome.found_following += admission.cached_tokens
+        self._watch()
+
+    def _watch(self) -> None:
+        manager = self._driver.manager
+        for event in manager.events_after(self._seen, manager.last_event - self._seen):
+            self.outcome.leases.see(event)
+        self._seen = manager.last_event
+
+
+def _timed(call: Callable[..., None], seconds: list[float]) -> Callable[..., None]:
+    def timed(*arguments: object, **options: object) -> None:
+        start = thread_time()
+        call(*arguments, **options)
+        seconds.append(thread_time() - start)
+
+    return timed
+
+
+def _capacity(request: Request) -> int:
+    """Tokens that it needs blocks for; a sync gives room for two more than are computed."""
+    return request.input_length + max(2, request.output_length)

@@ -1,0 +1,40 @@
+"""What the cache manager costs at scale: a million blocks, sessions and rules by the hundred thousand, long prompts.
+
+Run it with `make bench-scale`. Every module of this package with a function `rows(blocks)` adds its rows. Stalls and
+costs are process time, so that a busy machine disturbs them little. Nothing fails for being slow.
+"""
+
+import argparse
+import importlib
+import json
+import pkgutil
+from dataclasses import asdict
+from pathlib import Path
+
+from bench import scale
+from bench.scale.row import Row
+from protos.rpc.garbage import collect_rarely
+
+
+def main() -> None:
+    """Measures, prints a table and writes it as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [module.name for module in pkgutil.iter_modules(scale.__path__) if module.name not in ("row", "__main__")]
+    parser.add_argument("--blocks", type=int, default=1_000_000, help="blocks of the cache")
+    parser.add_argument("--only", choices=names, action="append", help="a part; may be repeated")
+    parser.add_argument("--output", type=Path, help="a JSON file for the rows")
+    arguments = parser.parse_args()
+    collect_rarely()
+    found: dict[str, list[Row]] = {}
+    for name in arguments.only or names:
+        found[name] = []
+        for row in importlib.import_module(f"{scale.__name__}.{name}").rows(arguments.blocks):
+            row.show()
+            found[name].append(row)
+    if arguments.output is not None:
+        parts = {name: [asdict(row) for row in rows] for name, rows in found.items()}
+        arguments.output.write_text(json.dumps({"blocks": arguments.blocks, "parts": parts}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

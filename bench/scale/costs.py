@@ -1,0 +1,203 @@
+"""What an admission costs, by how many tenants, rules, quotas, sessions, hints, pins and salts there are.
+
+Each row is the median process time of one call on a prompt that is cached; it should not grow with what others have.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median
+
+from bench.scale.row import Row
+from cachemgr.errors import InvalidField
+from cachemgr.manager import CacheManager
+from cachemgr.operators.pins import MAX_PINS
+from cachemgr.operators.types import HintAction, Hints, Quota, RetentionRule, RuleAction, RuleMatch
+from cachemgr.types import (
+    AdmitRequest,
+    ExecutorSpec,
+    ManagerConfig,
+    PoolSpec,
+    Retention,
+    RetentionRange,
+    SchedulerEpoch,
+    SyncRequest,
+)
+
+BLOCK = 16
+PROMPT = array("I", range(64 * BLOCK + 1))
+# A million sessions compute behind it, which takes as long as it is.
+SYSTEM_PROMPT = array("I", range(4 * BLOCK + 1))
+SIZES = (1, 1_000, 100_000)
+RUNS = 31
+# Those that callers make.
+CALLS = ("admission", "release", "refused admission")
+# Of others, in seconds.
+LASTS = 3600.0
+# What a call may cost beside very much that others have, as a multiple of what it costs alone.
+GROWTH = 2.0
+
+
+class Costs:
+    """A manager with one executor and one scheduler; process times of its calls in ms."""
+
+    def __init__(self, blocks: int, **config: object) -> None:
+        settings = ManagerConfig(capacity_ahead_tokens=0, free_watermark=0.0, **config)
+        self.blocks = blocks
+        self.manager = CacheManager(1, lambda: 0.0, settings)
+        self.manager.register_executor(ExecutorSpec("e", 1, "m", b"f" * 32, BLOCK, [PoolSpec(0, blocks)]))
+        self.manager.register_scheduler("s", 1)
+        self._runs = 0
+
+    def run(self, tokens: array[int] = PROMPT, **options: object) -> tuple[float, float]:
+        """Admits a prompt, computes and releases it; what the admission cost, and the sync that releases."""
+        self._runs += 1
+        request = AdmitRequest(f"q{self._runs}", "s", 1, "e", tokens, **options)
+        begun = time.process_time()
+        admission = self.manager.admit(request)
+        admitted = time.process_time()
+        assert admission.admitted
+        handles, number = [admission.sequence_handle], self._runs
+        done = SyncRequest("s", 1, 1, number, number, handles, [len(tokens)], [0], [], released_handles=handles)
+        computed = time.process_time()
+        self.manager.sync(done)
+        return (admitted - begun) * 1e3, (time.process_time() - computed) * 1e3
+
+    def typical(self, **options: object) -> tuple[float, float]:
+        """Medians of both, once the prompt is cached."""
+        self.run(**options)
+        times = [self.run(**options) for _ in range(RUNS)]
+        return median(one for one, _ in times), median(other for _, other in times)
+
+    def refused(self) -> float:
+        """The median of an admission that finds no room."""
+        room = self.manager.pools()[0].free_blocks - 8
+        while room > 0:
+            hog = AdmitRequest("hog", "s", 1, "e", array("I", bytes(4 * room * BLOCK)), no_store=True, no_read=True)
+            admission = self.manager.admit(hog)
+            if admission.admitted:
+                break
+            # Floors of others are not for it.
+            room -= admission.blocks_short
+
+        def refuse() -> float:
+            begun = time.process_time()
+            admission = self.manager.admit(AdmitRequest("late", "s", 1, "e", PROMPT, salt="of nobody"))
+            assert not admission.admitted
+            return (time.process_time() - begun) * 1e3
+
+        found = median(refuse() for _ in range(RUNS))
+        self.manager.release(SchedulerEpoch("s", 1), "hog")
+        return found
+
+
+def rows(blocks: int) -> Iterator[Row]:
+    """The rows of this module; there are at most so many of others as there are blocks."""
+    sizes = [size for size in SIZES if size <= blocks]
+    yield from _grown("rules, each with its own prefix", sizes, _rules(prefix=True))
+    yield from _grown("rules, each with its own salt", sizes, _rules(prefix=False))
+    yield from _grown("tenants with a salt and a quota each", sizes, _tenants(quotas=True))
+    yield from _grown("tenants with a salt each", sizes, _tenants(quotas=False))
+    yield from _grown("actions of a hint", [1, 64], _hints)
+    yield from _grown("pins of others", [1, MAX_PINS], _pins)
+    yield from _sessions([*sizes, *([blocks] if blocks > sizes[-1] else [])])
+    try:
+        Costs(1_000).run(hints=_envelope(1_000))
+    except InvalidField as refused:
+        yield Row(f"1,000 actions of a hint are refused: {refused.message}", 1, "")
+
+
+Made = Iterator[tuple[str, float]]
+
+
+def _grown(name: str, sizes: Sequence[int], measure: Callable[[int], Made]) -> Iterator[Row]:
+    """What each call costs at each size, and by how much more at the last than at the first."""
+    first: dict[str, float] = {}
+    for size in sizes:
+        gc.collect()
+        for call, cost in measure(size):
+            yield Row(f"{call}, {size:,} {name}", cost, "ms")
+            first.setdefault(call, cost)
+            if size == sizes[-1] and call in CALLS:
+                yield Row(f"{call}: as a multiple", cost / first[call], "x", GROWTH)
+
+
+def _both(costs: Costs, **options: object) -> Made:
+    admission, release = costs.typical(**options)
+    yield "admission", admission
+    yield "release", release
+
+
+def _rules(*, prefix: bool) -> Callable[[int], Made]:
+    def measure(size: int) -> Made:
+        costs = Costs(1_000)
+        begun = time.process_time()
+        for number in range(size):
+            match = RuleMatch(prefix_token_ids=(number + 5,) * 64) if prefix else RuleMatch(salt=f"s{number}")
+            rule = RetentionRule(f"r{number}", number % 7, match, RuleAction(priority=50))
+            costs.manager.create_rule(rule, validate_only=False)
+        yield "to create one", (time.process_time() - begun) * 1e3 / size
+        yield from _both(costs)
+        begun = time.process_time()
+        costs.manager.delete_rule("r0", "", validate_only=False)
+        yield "to delete one", (time.process_time() - begun) * 1e3
+
+    return measure
+
+
+def _tenants(*, quotas: bool) -> Callable[[int], Made]:
+    def measure(size: int) -> Made:
+        # In a cache of one size, so that what grows is what others have.
+        costs = Costs(2 * max(SIZES))
+        for number in range(size):
+            names = {"salt": f"s{number}", "tenant_id": f"t{number}"}
+            if quotas:
+                costs.manager.set_quota(Quota(tenant_id=f"t{number}", device_floor=1), validate_only=False)
+            costs.run(array("I", [number, *range(BLOCK)]), **names)
+        yield from _both(costs, tenant_id="t0", salt="s0")
+        yield "refused admission", costs.refused()
+        if quotas:
+            begun = time.process_time()
+            costs.manager.delete_quota(Quota(tenant_id="t0"))
+            yield "to delete a quota", (time.process_time() - begun) * 1e3
+
+    return measure
+
+
+def _envelope(actions: int, kind: str = "Retain", **payload: object) -> Hints:
+    said = payload or {"priority": 60}
+    return Hints("0.1", "m", tuple(HintAction(f"a{number}", kind, "0.1", said) for number in range(actions)))
+
+
+def _hints(size: int) -> Made:
+    yield from _both(Costs(1_000), hints=_envelope(size))
+
+
+def _pins(size: int) -> Made:
+    costs = Costs(1_000)
+    costs.run()
+    for number in range(size):
+        costs.run(hints=_envelope(1, "Pin", owner=f"o{number}", duration_seconds=LASTS))
+    yield from _both(costs, hints=_envelope(1, "Pin", owner="o0", duration_seconds=LASTS))
+
+
+def _sessions(sizes: list[int]) -> Iterator[Row]:
+    """All lease one system prompt, and each goes on behind it by itself."""
+    costs = Costs(100_000)
+    retention = Retention((RetentionRange(0, None, 60, LASTS),), 60, LASTS)
+    begun, first, longest = 0, (0.0, 0.0), 0.0
+    for size in sizes:
+        for number in range(begun, size):
+            longest = max(longest, *costs.run(SYSTEM_PROMPT, session_id=f"x{number}", retention=retention))
+        begun = size
+        times = [costs.run(SYSTEM_PROMPT, session_id=f"y{size}-{at}", retention=retention) for at in range(RUNS)]
+        found = median(one for one, _ in times), median(other for _, other in times)
+        first = first if any(first) else found
+        for call, cost in zip(("admission", "release"), found, strict=True):
+            yield Row(f"{call}, {size:,} sessions lease one prompt", cost, "ms")
+    for call, cost, before in zip(("admission", "release"), found, first, strict=True):
+        yield Row(f"{call}: as a multiple", cost / before, "x", GROWTH)
+    yield Row("longest call of them all", longest, "ms", 50)

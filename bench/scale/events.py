@@ -1,0 +1,53 @@
+"""What those who watch events cost the cache manager, with as many messages as it takes and without the network."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from bench.scale.row import Row
+from bench.scale.stalls import BLOCK, Cache
+from cachemgr.oplog.operations import ManagerClock, Operations
+from cachemgr.rpc.data_service import CacheEventService, Domain
+from cachemgr.rpc.event_feed import EventFeed
+from protos.kvcache.v1 import kvcache_pb2 as pb
+
+EVENTS, PROMPT_BLOCKS = 50_000, 50
+
+
+def rows(blocks: int) -> Iterator[Row]:
+    """The rows of this module."""
+    cache = Cache(EVENTS)
+    begin = cache.manager.last_event
+    for number in range(EVENTS // PROMPT_BLOCKS):
+        cache.run(number * PROMPT_BLOCKS * BLOCK, PROMPT_BLOCKS * BLOCK)
+    for watchers in (1, 4, 16):
+        seconds, messages = asyncio.run(_watched(cache, begin, watchers))
+        yield Row(f"events for {watchers} watchers: each, for all of them", seconds / EVENTS * 1e6, "µs")
+        yield Row(f"events for {watchers} watchers: in a message", EVENTS * watchers / messages, "events")
+
+
+async def _watched(cache: Cache, begin: int, watchers: int) -> tuple[float, int]:
+    """Process time until all have all events, and the messages that they got."""
+    manager = cache.manager
+    feed = EventFeed(lambda: manager.last_event)
+    nothing: Any = None
+    domain = Domain(Operations(manager, ManagerClock(lambda: 0.0)), nothing, nothing, feed)
+    service, last = CacheEventService(domain), manager.last_event
+
+    async def watch() -> int:
+        stream: Any = service.WatchEvents(pb.WatchEventsRequest(after_event_number=begin), None)
+        messages = 0
+        async for message in stream:
+            messages += 1
+            message.SerializeToString()
+            # As the network does: others go on meanwhile.
+            await asyncio.sleep(0)
+            if message.events[-1].event_number == last:
+                break
+        await stream.aclose()
+        return messages
+
+    begun = time.process_time()
+    counts = await asyncio.gather(*(watch() for _ in range(watchers)))
+    return time.process_time() - begun, sum(counts)

@@ -1,0 +1,290 @@
+"""How fast the stack serves the workloads of bench.workloads, through all processes, beside the machine's limits.
+
+Run it with `make bench-serving`, for example ARGS="--workloads W1 W4 --dtypes bfloat16 --repeats 1". Each data type has
+a stack of its own; its greedy output is checked first, which also warms it up, and a red check ends the run without a
+speed. Each repeat measures the machine and then each case once, with text that no cache has seen. Tables show medians;
+"of limit" compares with the least time that bench.limits computes from the best rates of the same run. Every
+run is kept in a JSON file, with a picture of the same name beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from bench import RESULTS, gate, limits, plots
+from bench.runs import Run, WrongCountError, run
+from bench.tables import table
+from bench.workloads import Case, Corpus, chosen
+from executor.errors import ModelError
+from executor.models.files import resolve
+from tests.stack import Stack, free_address, model_cache
+from tests.support.reference import TIE, Reference, references
+
+RED, INTERRUPTED = 1, 130
+
+# Runs requests of a case to their number of output tokens.
+Runs = Callable[[Case, Sequence[Sequence[int]], int], Run]
+
+
+class WrongOutputError(Exception):
+    """Greedy output that is not what it must be."""
+
+
+def note(line: str) -> None:
+    """Progress, which is no result."""
+    print(line, file=sys.stderr, flush=True)
+
+
+@dataclass
+class Bench:
+    """What a run needs and what it has found."""
+
+    model: Path
+    cases: list[Case]
+    repeats: int
+    settings: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.shape = limits.ModelShape.read(self.model)
+        encode = Tokenizer.from_file(str(self.model / "tokenizer.json")).encode
+        self.corpus = Corpus(lambda text: encode(text, add_special_tokens=False).ids)
+
+    def stack(self, dtype: str) -> Stack:
+        """A stack that runs the model in `dtype`."""
+        settings = {"executor_dtype": dtype, "executor_model": self.model, "executor_metrics_address": free_address()}
+        return Stack(**{**settings, **self.settings})
+
+    def references(self, dtype: str) -> tuple[dict[str, list[Reference]], float]:
+        """Expected output of each case's sample, and the margin below which another token is no error."""
+        note(f"{dtype}: expected output")
+        found, margin = {}, TIE
+        for case in self.cases:
+            prompts = self.corpus.prompts(case, 0)
+            inputs = (self.model, [prompts[index] for index in gate.sample(case)], gate.tokens_compared(case))
+            found[case.name] = gate.apart(references, *inputs, model_cache())
+            if dtype != "float32":
+                margin = max(margin, gate.apart(gate.allowed_margin, *inputs, model_cache()))
+        return found, margin
+
+    def check(self, name: str, runs: Runs, expected: dict[str, list[Reference]], margin: float, *, whole: bool) -> None:
+        """Runs variant 0 of every case, or of its sample alone; raises WrongOutputError. Ready for measuring then."""
+        wrong: list[str] = []
+        for case in self.cases:
+            prompts, picked = self.corpus.prompts(case, 0), gate.sample(case)
+            if not (whole and case.reuse):
+                # Without reuse the whole batch takes long, and shows nothing that the sample does not.
+                prompts, picked = [prompts[index] for index in picked], list(range(len(picked)))
+            outputs = runs(case, prompts, gate.tokens_compared(case)).outputs
+            label = f"{name} {case.name}"
+            found, near = gate.differences(label, expected[case.name], [outputs[index] for index in picked], margin)
+            wrong += found
+            differing = f"; margins where others differ: {', '.join(map('{:.2g}'.format, near))}" if near else ""
+            note(f"{label}: {len(picked) - len(near) - len(found)} of {len(picked)} as expected{differing}")
+        if wrong:
+            raise WrongOutputError("\n".join(wrong))
+
+    def machine(self, dtype: str) -> limits.Limits:
+        """What the machine can do at this moment."""
+        note(f"{dtype}: the machine's limits")
+        return gate.apart(limits.measure, self.shape, dtype)
+
+
+@dataclass
+class Report:
+    """Everything about one data type."""
+
+    dtype: str
+    limits: list[limits.Limits] = field(default_factory=list)
+    runs: list[tuple[Case, int, Run]] = field(default_factory=list)
+
+    @property
+    def best_limits(self) -> limits.Limits:
+        """The best rates that the machine showed meanwhile."""
+        return reduce(limits.Limits.best, self.limits)
+
+    def records(self, shape: limits.ModelShape) -> list[dict[str, Any]]:
+        """Every run, for JSON."""
+        return [
+            {
+                "dtype": self.dtype,
+                "case": case.name,
+                "repeat": repeat,
+                **{name: round(value, 5) for name, value in result.times.summary().items()},
+                **result.usage.summary(),
+                "cached_tokens": result.cached_tokens,
+                "limit_s": round(self.best_limits.seconds(limits.work(shape, case, self.dtype)), 5),
+                "limit_step_ms": round(self.best_limits.step_seconds(limits.work(shape, case, self.dtype)) * 1e3, 5),
+            }
+            for case, repeat, result in self.runs
+        ]
+
+
+def show(records: Sequence[dict[str, Any]], lines: Sequence[str]) -> str:
+    """The tables of one data type: speed and limits, what each process took, what the executor's steps went to."""
+    names = list(dict.fromkeys(record["case"] for record in records))
+    speed, cost, kinds = [], [], []
+    processes, names_of_kinds = list(records[0]["cpu_s"]), list(records[0]["kind_s"])
+    for name in names:
+        runs = [record for record in records if record["case"] == name]
+
+        def middle(key: str, runs: Sequence[dict[str, Any]] = runs) -> float:
+            return statistics.median(record[key] for record in runs)
+
+        speed.append(
+            [
+                name,
+                f"{middle('output_tokens_per_s'):.1f}",
+                f"{middle('total_tokens_per_s'):.0f}",
+                f"{middle('limit_s') / middle('seconds'):.0%}",
+                *(f"{middle(f'first_token_{kind}_s'):.2f}" for kind in ("mean", "p99")),
+                *(f"{middle(f'inter_token_{kind}_ms'):.1f}" for kind in ("mean", "p50", "p99")),
+                f"{middle('inter_token_mean_ms') / middle('limit_step_ms'):.2f}",
+                f"{middle('kv_blocks'):.0f}",
+                f"{middle('cached_tokens'):.0f}",
+                f"{middle('others_cpu'):.0%}",
+            ]
+        )
+        cells = [name]
+        for process in processes:
+            seconds, resident = (
+                statistics.median(run[key][process] for run in runs) for key in ("cpu_s", "resident_mb")
+            )
+            cells.append(f"{seconds:.2f} s {resident:5.0f} MB")
+        cost.append(cells)
+        spent = [statistics.median(run["kind_s"][kind] for run in runs) for kind in names_of_kinds]
+        kinds.append([name, f"{sum(spent):.2f}", *(f"{seconds / sum(spent):.1%}" for seconds in spent)])
+    head = (
+        "",
+        "output\ntokens/s",
+        "total\ntokens/s",
+        "of\nlimit",
+        "first token\nmean s",
+        "\np99 s",
+        "inter-token\nmean ms",
+        "\np50 ms",
+        "\np99 ms",
+        "mean by\nlimit",
+        "KV\nblocks",
+        "cached\ntokens",
+        "others\nof CPU",
+    )
+    repeats = len(records) // len(names)
+    title = f"{records[0]['dtype']}, medians of {repeats}"
+    tables = [table(head, speed), table(("CPU time and resident memory", *processes), cost)]
+    if names_of_kinds:
+        tables.append(table(("the executor's steps", "s", *names_of_kinds), kinds))
+    return "\n\n".join(["\n".join([f"\n{title}", *lines]), *tables])
+
+
+def machine_facts() -> dict[str, Any]:
+    """Where the figures come from."""
+    found = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return {
+        "processor": found[0].partition(": ")[2] if found else platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+    }
+
+
+def kvkeep(stack: Stack) -> Runs:
+    """Runs cases on a stack."""
+    return lambda case, prompts, count: asyncio.run(run(stack, case, prompts, count))
+
+
+def one_dtype(bench: Bench, dtype: str) -> Report:
+    """Checks and measures one data type."""
+    report = Report(dtype)
+    expected, margin = bench.references(dtype)
+    with bench.stack(dtype) as stack:
+        runs = kvkeep(stack)
+        bench.check(f"kvkeep {dtype}", runs, expected, margin, whole=True)
+        for repeat in range(1, bench.repeats + 1):
+            report.limits.append(bench.machine(dtype))
+            for case in bench.cases:
+                result = runs(case, bench.corpus.prompts(case, repeat), case.output_tokens)
+                report.runs.append((case, repeat, result))
+                note(f"{dtype} {case.name}, repeat {repeat}: {result.times.output_rate:.1f} output tokens/s")
+        report.limits.append(bench.machine(dtype))
+    return report
+
+
+def parser(description: str | None, results: str) -> argparse.ArgumentParser:
+    """Arguments that the benchmarks of speed have in common."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--workloads", nargs="+", default=["W1", "W2", "W3", "W4"], help="W1 W2 W2-on W2-off W3 W4")
+    made.add_argument("--dtypes", nargs="+", choices=limits.ELEMENT_BYTES, default=[*limits.ELEMENT_BYTES])
+    made.add_argument("--repeats", type=int, default=3)
+    made.add_argument("--model", default="", help="as KVKEEP_EXECUTOR_MODEL")
+    made.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings: executor_threads=1")
+    made.add_argument("--json", type=Path, default=RESULTS / results, help="where every run is kept")
+    return made
+
+
+def parse(made: argparse.ArgumentParser) -> tuple[argparse.Namespace, Bench]:
+    """The command line, and the benchmark it asks for."""
+    given = made.parse_args()
+    try:
+        cases = chosen(given.workloads)
+        settings = dict(pair.split("=", 1) for pair in given.set)
+        model = resolve(given.model)
+    except (ValueError, ModelError) as error:
+        made.error(str(error))
+    if given.repeats < 1:
+        made.error("--repeats must be at least 1")
+    return given, Bench(model, cases, given.repeats, settings)
+
+
+def keep(kept: dict[str, Any], target: Path, plot: Callable[[dict[str, Any], Path], bool]) -> None:
+    """Writes what was measured, and its picture."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(kept, indent=1) + "\n")
+    note(f"every run is in {target}")
+    picture = target.with_suffix(".png")
+    note(f"drawn in {picture}" if plot(kept, picture) else "not drawn: there is no matplotlib")
+
+
+def red_or_interrupted(measure: Callable[[], None]) -> int:
+    """Runs a benchmark to its end; the exit status."""
+    try:
+        measure()
+    except (WrongOutputError, WrongCountError) as error:
+        print(f"The output is wrong, so no speed is shown:\n{error}")
+        return RED
+    except KeyboardInterrupt:
+        note("interrupted")
+        return INTERRUPTED
+    return 0
+
+
+def main() -> int:
+    """Measures and reports."""
+    given, bench = parse(parser(__doc__, "serving.json"))
+    kept: dict[str, Any] = {"machine": machine_facts(), "settings": bench.settings, "limits": {}, "runs": []}
+
+    def measure() -> None:
+        for dtype in given.dtypes:
+            report = one_dtype(bench, dtype)
+            records = report.records(bench.shape)
+            kept["limits"][dtype] = [asdict(one) for one in report.limits]
+            kept["runs"] += records
+            print(show(records, report.best_limits.lines()), flush=True)
+            keep(kept, given.json, plots.serving)
+
+    return red_or_interrupted(measure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,226 @@
+"""What the cache manager finds of recorded requests, in pools of several sizes, with wishes and without.
+
+Run it with `make bench-trace TRACE=file`, a JSONL file in Mooncake's format. No model runs, and the clock is virtual: a
+request keeps its blocks for 0.2 s and 10 ms per generated token; generated tokens are found again by nobody.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import takewhile
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
+
+from bench.replay import Outcome, PoolTooSmallError, Replay, demand, upper_bound, with_pauses
+from bench.trace_file import BLOCK_TOKENS, Request, TraceError, read
+from cachemgr.telemetry.ghost_cache import GhostPolicy
+from cachemgr.types import Retention, RetentionRange
+
+SIZES = (0.5, 1.0, 2.0, 4.0)
+PRESSURES = (1.2, 2.0)
+WINDOW_SECONDS = 300.0
+KEEP_SECONDS = 600.0
+# Conversations that a block must have been in to count as shared by all.
+SHARED_BY = 4
+LEASE_SECONDS = 10.0
+SEED = 7
+
+Wishes = Callable[[Sequence[Request]], list[Retention | None]]
+
+
+def no_wishes(requests: Sequence[Request]) -> list[Retention | None]:
+    """Plain least recently used."""
+    return [None] * len(requests)
+
+
+def wishes_by_history(requests: Sequence[Request]) -> list[Retention | None]:
+    """What a router could ask for that knows only what came before.
+
+    The first request of a conversation wishes for the leading blocks that many conversations have had, without an end;
+    a request that follows wishes for the rest of its conversation.
+    """
+    owners: dict[int, set[int]] = {}
+    wishes: list[Retention | None] = []
+    for request in requests:
+        for number in request.hash_ids:
+            known = owners.setdefault(number, set())
+            if len(known) < SHARED_BY:
+                known.add(request.conversation)
+        leading = takewhile(lambda number: len(owners[number]) == SHARED_BY, request.hash_ids)
+        common = min(sum(1 for _ in leading) * BLOCK_TOKENS, request.input_length)
+        if request.follows and common < request.input_length:
+            wishes.append(Retention((RetentionRange(common, None, 60, KEEP_SECONDS),)))
+        elif common and not request.follows:
+            wishes.append(Retention((RetentionRange(0, common, 80),)))
+        else:
+            wishes.append(None)
+    return wishes
+
+
+KEEP = Retention((RetentionRange(0, None, 60, LEASE_SECONDS),), 60, LEASE_SECONDS)
+
+
+def everybody_asks(requests: Sequence[Request]) -> list[Retention | None]:
+    """Each request asks to keep its conversation."""
+    return [KEEP] * len(requests)
+
+
+def those_who_return_ask(requests: Sequence[Request]) -> list[Retention | None]:
+    """As an agent does that knows whether it calls a tool: the last request of a conversation asks for nothing."""
+    last = {request.conversation: index for index, request in enumerate(requests)}
+    return [None if last[request.conversation] == index else KEEP for index, request in enumerate(requests)]
+
+
+def shown(requests: Sequence[Request], description: str) -> Iterable[Request]:
+    """The requests, with progress on a terminal."""
+    console = Console(stderr=True)
+    return track(requests, description, console=console, transient=True, disable=not console.is_terminal)
+
+
+def blocks_in(tokens: float, block_size: int) -> int:
+    """Whole blocks, at least one."""
+    return max(1, round(tokens / block_size))
+
+
+def replays(
+    requests: Sequence[Request], pools: dict[str, float], policies: dict[str, Wishes], block_size: int
+) -> Iterator[tuple[str, str, Outcome]]:
+    """Every policy in every pool; pools by label, in tokens. One that is too small is left out with a note."""
+    for label, tokens in pools.items():
+        for name, policy in policies.items():
+            replay = Replay(blocks_in(tokens, block_size), block_size)
+            try:
+                yield label, name, replay.run(shown(requests, f"{label}, {name}"), policy(requests))
+            except PoolTooSmallError as error:
+                print(f"{label:>10}  {error}")
+                break
+
+
+def sizes(requests: Sequence[Request], block_size: int) -> None:
+    """The first table."""
+    base, _ = demand(requests, WINDOW_SECONDS)
+    bound = upper_bound(requests) / sum(request.input_length for request in requests)
+    print(
+        f"\nHit rate in prompt tokens. 1x = {base:,.0f} tokens: what is in use or was in the last"
+        f" {WINDOW_SECONDS:.0f} s, as the mean over time.\n"
+        f"Wishes: priority 80 without an end for leading blocks that {SHARED_BY} conversations"
+        f" have had; 60 for {KEEP_SECONDS:.0f} s,\nby session, for the rest of a conversation that came back; else the"
+        f" default 35.\n{'pool':>10}{'blocks':>10}  {'policy':<20}{'hit rate':>10}{'of follow-ups':>15}"
+        f"{'of the bound':>14}{'waited':>8}"
+    )
+    pools = {f"{size:g}x": size * base for size in SIZES}
+    policies = {"least recently used": no_wishes, "wishes": wishes_by_history}
+    for label, name, outcome in replays(requests, pools, policies, block_size):
+        print(
+            f"{label:>10}{blocks_in(pools[label], block_size):>10,}  {name:<20}{outcome.hit_rate:>10.2%}"
+            f"{outcome.following_hit_rate:>15.2%}{outcome.hit_rate / max(bound, 1e-9):>14.1%}{outcome.waited:>8,}",
+            flush=True,
+        )
+    print(f"{'endless':>10}{'':>10}  {'upper bound':<20}{bound:>10.2%}")
+
+
+def agents(requests: Sequence[Request], block_size: int) -> None:
+    """The second table."""
+    moved = with_pauses(requests, SEED)
+    bound = upper_bound(moved) / sum(request.input_length for request in moved)
+    mean, most = demand(moved, LEASE_SECONDS)
+    print(
+        f"\nAgents: {sum(request.follows for request in moved):,} requests follow another one of their conversation, a"
+        f" pause after its end: 86 % within 1 s,\n95 % within 10 s, the rest 70 s on average. Wish: priority 60 for"
+        f" {LEASE_SECONDS:.0f} s by session, prompt and output.\n"
+        f"Demand is what is in use or was in the last {LEASE_SECONDS:.0f} s: {mean:,.0f} tokens as the mean over time,"
+        f" {most:,.0f} at its peak.\nPressure = demand / pool. Honoured: the block was there until its lease ended or"
+        " was replaced.\n"
+        f"{'pressure':>10}{'blocks':>10}  {'policy':<20}{'hit rate':>10}{'of follow-ups':>15}{'granted':>10}"
+        f"{'honoured':>10}{'broken':>9}{'share':>9}{'waited':>8}"
+    )
+    pools = {
+        f"{pressure:g}x {name}": tokens / pressure
+        for name, tokens in (("peak", most), ("mean", mean))
+        for pressure in PRESSURES
+    }
+    policies = {
+        "least recently used": no_wishes,
+        "everybody asks": everybody_asks,
+        "who returns asks": those_who_return_ask,
+    }
+    for label, name, outcome in replays(moved, pools, policies, block_size):
+        leases = outcome.leases
+        share = f"{leases.honoured / leases.granted:.2%}" if leases.granted else "-"
+        print(
+            f"{label:>10}{blocks_in(pools[label], block_size):>10,}  {name:<20}{outcome.hit_rate:>10.2%}"
+            f"{outcome.following_hit_rate:>15.2%}{leases.granted:>10,}{leases.honoured:>10,}{leases.broken:>9,}{share:>9}"
+            f"{outcome.waited:>8,}",
+            flush=True,
+        )
+    print(f"{'endless':>10}{'':>10}  {'upper bound':<20}{bound:>10.2%}")
+
+
+def ghosts(requests: Sequence[Request], block_size: int, sample: int) -> None:
+    """What ghost caches of one pool tell, beside pools that really have these sizes."""
+    base, _ = demand(requests, WINDOW_SECONDS)
+    blocks = blocks_in(base, block_size)
+    policies = {"least recently used": no_wishes, "wishes": wishes_by_history}
+    print(
+        f"\nGhost caches of a pool of {blocks:,} blocks that follow {min(sample, blocks):,}, beside pools of these"
+        f" sizes.\n{'policy':<20}{'blocks':>10}{'pool':>10}{'ghost':>10}{'error':>10}"
+    )
+    for name, policy in policies.items():
+        replay = Replay(blocks, block_size, sample)
+        seconds = replay.time_ghosts()
+        replay.run(shown(requests, f"ghosts, {name}"), policy(requests))
+        report = replay.ghosts()
+        of = {one.total_blocks: one for one in report.caches if one.policy is GhostPolicy.RETENTION}
+        pools = {f"{size:g}x": blocks_in(size * blocks * block_size, block_size) * float(block_size) for size in SIZES}
+        for label, _, outcome in replays(requests, pools, {name: policy}, block_size):
+            total = blocks_in(pools[label], block_size)
+            found = of[total].hit_tokens / report.queried_tokens
+            print(
+                f"{name:<20}{total:>10,}{outcome.hit_rate:>10.2%}{found:>10.2%}{found - outcome.hit_rate:>10.2%}",
+                flush=True,
+            )
+        taken = sum(seconds)
+        print(
+            f"  all caches together took {taken / len(requests) * 1e6:,.0f} us of the CPU per request, "
+            f"{taken / report.queried_blocks * 1e6:.2f} us per block: 1 % of a core for"
+            f" {0.01 / taken * report.queried_tokens:,.0f} prompt tokens per second"
+        )
+
+
+def main() -> int:
+    """Reads the trace and prints both tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, help="only so many requests, from the beginning")
+    parser.add_argument("--block-size", type=int, choices=(16, 512), default=512, help="tokens per block (512)")
+    parser.add_argument("--ghosts", type=int, metavar="N", help="only how good ghost caches are that follow N blocks")
+    arguments = parser.parse_args()
+    trace = os.environ.get("TRACE", "")
+    if not trace:
+        print(
+            "say which trace: make bench-trace TRACE=file, a JSONL file in Mooncake's format with timestamp (ms),\n"
+            "input_length, output_length and hash_ids (one per 512 tokens) in each line",
+            file=sys.stderr,
+        )
+        return 2
+    try:
+        requests = read(Path(trace), arguments.requests)
+    except TraceError as error:
+        print(f"bench-trace: {error}", file=sys.stderr)
+        return 2
+    conversations = len({request.conversation for request in requests})
+    seconds = requests[-1].time - requests[0].time
+    print(f"{len(requests):,} requests of {conversations:,} conversations in {seconds:,.0f} s, blocks of", end=" ")
+    print(f"{arguments.block_size} tokens")
+    if arguments.ghosts:
+        ghosts(requests, arguments.block_size, arguments.ghosts)
+        return 0
+    sizes(requests, arguments.block_size)
+    agents(requests, arguments.block_size)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
