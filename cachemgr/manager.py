@@ -265,7 +265,7 @@ class CacheManager(ManagerAdmin):
     def end_epoch(self, executor_id: str, executor_epoch: int) -> None:
         """The executor has started again since: it is lost now, as it is when its lease ends.
 
-        What its lower tiers still hold comes back from the store when it registers.
+        Blocks of its lower tiers come back from the store when the executor registers.
         """
         self._now()
         executor = self._executors.get(executor_id)

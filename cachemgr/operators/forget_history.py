@@ -1,4 +1,4 @@
-"""Targets of ForgetBlocks, for executors whose remembered blocks come into the index after the call has begun."""
+"""What operators forgot or purged of executors that are away, for when their blocks and slots come back."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from cachemgr.blocks import children as siblings
 from cachemgr.blocks.block import Block, Node
 from cachemgr.blocks.block_keys import child_key
 from cachemgr.blocks.block_pool import Pool
+from cachemgr.blocks.steps import drained
 from cachemgr.blocks.tier import Tier, account_of, loss
 from cachemgr.operators.types import PoolViolation
 from cachemgr.retention.leases import MAX_LEASES, effective_priority, leases_of
@@ -66,8 +67,7 @@ class _Check:
             yield None
         yield from self._violations
         # Not all at once, and not those of all parts together.
-        while self._blocks:
-            del self._blocks[-512:]
+        for _ in drained(self._blocks):
             yield None
 
     def _report(self, condition: bool, slot: int, message: str) -> None:

@@ -16,7 +16,7 @@ from cachemgr.rpc import convert, convert_admin
 from cachemgr.rpc.event_batches import MAX_EVENTS, Batches, Wanted, pack
 from cachemgr.rpc.event_feed import EventFeed
 from cachemgr.rpc.slices import SLICE_SECONDS, sliced
-from cachemgr.sequences import executor_spec as executors
+from cachemgr.sequences.executor_spec import check_spec
 from cachemgr.types import AccountKey, ExecutorSpec, SchedulerEpoch
 from cachemgr.validation import check_id
 from protos.kvcache.v1 import kvcache_pb2 as pb
@@ -72,6 +72,7 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
         """Brings back what the store remembers, when the manager itself does not know the executor."""
         domain = self._domain
         spec = convert.executor_spec(request)
+        check_spec(spec)
         if self._manager.is_too_large_to_carry_over(spec):
             await self._end_epoch(spec)
         known = self._manager.knows_executor(spec.executor_id)
@@ -89,7 +90,6 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
     async def _end_epoch(self, spec: ExecutorSpec) -> None:
         """An executor has started again with very many blocks: what outlives its device is read from the store."""
         domain, executor_id = self._domain, spec.executor_id
-        executors.check_spec(spec)
         # Else Redis lacks what the index has: to hold everybody up is better than to lose it.
         is_stored = await domain.store.flush_soon()
         if is_stored and self._manager.is_too_large_to_carry_over(spec):
@@ -102,7 +102,6 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
 
         Raises SchedulerFirstError when there may be something, and sequences of an earlier manager may be writing yet.
         """
-        executors.check_spec(spec)
         domain, executor_id, begin = self._domain, spec.executor_id, monotonic()
         reading = await domain.store.recall(executor_id)
         is_empty = reading.is_complete.is_set() and not reading.num_blocks

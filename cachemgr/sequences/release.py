@@ -8,7 +8,7 @@ from cachemgr.blocks.block_pool import Pool
 from cachemgr.blocks.events import EventLog
 from cachemgr.blocks.leftovers import Leftovers
 from cachemgr.errors import InvalidField, SharedBlockError, VoidSequenceError, WindowPassedError
-from cachemgr.operators.forget_history import MOST_SLOTS, Slot
+from cachemgr.operators.forget_history import Slot
 from cachemgr.operators.pins import complete
 from cachemgr.sequences.clients import Executor, Scheduler
 from cachemgr.sequences.commit import settle, settle_last, void, withdraw
@@ -137,15 +137,15 @@ def to_overwrite(executor: Executor) -> Iterator[tuple[Pool, int]]:
 
 
 def slots_to_overwrite(executor: Executor) -> Iterator[Slot]:
-    """The same as an executor that comes back knows them, those first that outlive its process."""
+    """The same slots as an executor that comes back numbers them; lower tiers first, which outlive its process."""
     on_device: list[Slot] = []
     for pool, place in to_overwrite(executor):
         tier = pool.tier_at(place)
         slot = pool.spec.group, tier.kind, place - tier.offset
-        if tier is not pool.device:
-            yield slot
-        elif len(on_device) < MOST_SLOTS:
+        if tier is pool.device:
             on_device.append(slot)
+        else:
+            yield slot
     yield from on_device
 
 
