@@ -210,10 +210,11 @@ class CacheManager(ManagerAdmin):
         if not remembered and not later:
             self._journal.cleared(spec.executor_id, spec.executor_epoch)
         executor = self._enter_executor(spec, known, deadline)
+        # Taken in any case: neither means what comes later.
         to_overwrite = self._forgotten.to_overwrite(spec.executor_id)
+        purged = self._forgotten.purged(spec.executor_id)
         if remembered or later or to_overwrite:
             forgotten = self._forgotten.of(executor)
-            purged = self._forgotten.purged(spec.executor_id)
             if known is not None and known.recovery is not None:
                 purged = known.recovery.purged
             executor.recovery = Recovery(

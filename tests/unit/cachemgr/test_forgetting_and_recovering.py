@@ -177,6 +177,25 @@ def test_what_was_purged_in_a_recovery_does_not_come_back_when_the_executor_star
     assert [found(world, salt=salt) for salt in "ab"] == [0, 9]
 
 
+def test_a_purge_in_a_recovery_means_nothing_that_is_cached_after_it():
+    world = cached()
+    world.begin_recovery()
+    world.manager.purge(BlockFilter(salt="a"), validate_only=False)
+    lose_executor(world)
+    world.unread = None
+    world.journal.is_read = True
+    # The store has nothing any more.
+    world.executor_epoch += 1
+    world.lose_device()
+    world.manager.register_executor(world.spec())
+    world.start_scheduler()
+    world.cache(PROMPT, salt="a")
+    records = list(world.manager.records("e"))
+    lose_executor(world)
+    world.manager.register_executor(world.spec(), records)
+    assert found(world, salt="a") == 9
+
+
 def come_back_in_the_same_epoch(world: World) -> None:
     """The scheduler stays, and gives up what it had there when the executor is back."""
     world.expire_executor()
