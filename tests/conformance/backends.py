@@ -26,6 +26,7 @@ from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
 from protos.rpc.channel import open_channel
 from protos.rpc.errors import ServiceError, from_rpc_error
+from tests.support.shared_redis import empty_redis
 
 Clock = Callable[[], float]
 # Exact counts, and no lease of the scheduler or the executor that ends while a case lets time pass.
@@ -168,7 +169,7 @@ class ServiceBackend:
         # What operators cannot set, cases can.
         beyond = {name: value for name, value in values.items() if name not in known}
         with patch("cachemgr.process.ManagerConfig", partial(ManagerConfig, **beyond)):
-            self._process = CacheManagerProcess(read, redis_url=f"unix://{folder}/no-redis-here", clock=clock)
+            self._process = CacheManagerProcess(read, redis_url=empty_redis(), clock=clock)
         await self._process.start()
         self._channels = [open_channel(address) for address in addresses.values()]
         data, admin = self._channels

@@ -13,6 +13,7 @@ from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
 from protos.rpc.channel import open_channel
 from tests.support.redis_cluster import RedisCluster
+from tests.support.shared_redis import empty_redis
 from tests.unit.cachemgr_service import servers
 
 EXECUTOR, SCHEDULER = "gpu-0", "front"
@@ -157,7 +158,7 @@ def server(
 @pytest.fixture
 async def client(tmp_path: Path) -> AsyncIterator[Client]:
     settings = settings_for(tmp_path)
-    process = CacheManagerProcess(settings, redis_url=f"unix://{tmp_path}/no-redis-here")
+    process = CacheManagerProcess(settings, redis_url=empty_redis())
     await process.start()
     client = Client(settings)
     yield client

@@ -33,6 +33,7 @@ from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
 from protos.rpc.channel import open_sync_channel
 from protos.rpc.errors import ServiceError
 from tests.stack import ROOT
+from tests.support.shared_redis import empty_redis
 from tests.unit.cachemgr_service.conftest import Client, settings_for
 from tests.unit.cachemgr_service.test_process import environment
 
@@ -46,7 +47,7 @@ async def test_a_log_of_a_process_replays_to_its_state(tmp_path: Path) -> None:
     log = tmp_path / "operations"
     now = 5.0
     settings = settings_for(tmp_path, operation_log=log)
-    process = CacheManagerProcess(settings, redis_url=f"unix://{tmp_path}/no-redis-here", clock=lambda: now)
+    process = CacheManagerProcess(settings, redis_url=empty_redis(), clock=lambda: now)
     await process.start()
     client = Client(settings)
     await client.register()
@@ -78,7 +79,7 @@ def command(*arguments: str, environment: dict[str, str] | None = None) -> "subp
 
 
 def settings_of_process(folder: Path, log: Path) -> dict[str, str]:
-    redis = f"unix://{folder}/no-redis-here"
+    redis = empty_redis()
     return environment(folder, KVKEEP_CACHEMGR_OPERATION_LOG=str(log), KVKEEP_REDIS_URL=redis)
 
 

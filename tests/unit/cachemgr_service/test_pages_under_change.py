@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 
 from protos.kvcache.v1 import kvcache_pb2 as pb
+from tests.support.shared_redis import empty_redis
 from tests.unit.cachemgr_service.managers import Managers, cached, pin
 
 
 @pytest.fixture
 def managers(tmp_path: Path) -> Managers:
-    return Managers(tmp_path, f"unix://{tmp_path}/no-redis-here")
+    return Managers(tmp_path, empty_redis())
 
 
 Read = Callable[[str], Awaitable[tuple[list[str], str]]]
