@@ -38,7 +38,7 @@ class Driver:
     @property
     def pool(self) -> PoolView:
         """The pool with its counters."""
-        return self.manager.pools()[0]
+        return self.manager.queries.pools()[0]
 
     def admit(self, name: str, tokens: Sequence[int], **options: object) -> Admission:
         """Asks for the blocks of a prompt."""

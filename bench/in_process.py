@@ -76,7 +76,7 @@ async def serve(settings: SchedulerSettings) -> int:
     operations = Operations(manager, clock)
     store = NoStore()
     service = CacheManagerService(
-        Domain(operations, store, Recoveries(operations, store), EventFeed(lambda: manager.last_event))
+        Domain(operations, store, Recoveries(operations, store), EventFeed(lambda: manager.queries.last_event))
     )
     server = Server("cachemgr")
     server.listen(

@@ -190,9 +190,9 @@ def expiry(runs: int) -> Row:
             driver.cache(f"{run}/{number}", tokens, session_id=f"session {number}", retention=wish)
             driver.now += 0.001
         driver.now += 60.0
-        before = driver.manager.last_event
+        before = driver.manager.queries.last_event
         values.append(timed(driver.manager.expire)[0] * 1e3)
-        assert driver.manager.last_event - before == 2 * LEASES
+        assert driver.manager.queries.last_event - before == 2 * LEASES
     return Row(f"expiry of {LEASES:,} leases", "ms", values, 200)
 
 

@@ -163,7 +163,7 @@ class Replay:
         self._block_size = block_size
         self._generated = _FIRST_GENERATED
         self._names = 0
-        self._seen = self._driver.manager.last_event
+        self._seen = self._driver.manager.queries.last_event
         self._waiting: deque[tuple[Request, Retention | None]] = deque()
         # (end, handle) of those that run.
         self._running: list[tuple[float, int]] = []
@@ -185,14 +185,14 @@ class Replay:
 
     def ghosts(self) -> GhostReport:
         """What the manager's ghost caches tell of all of it."""
-        found = self._driver.manager.ghosts("e")
+        found = self._driver.manager.queries.ghosts("e")
         assert found is not None
         return found[0]
 
     def time_ghosts(self) -> list[float]:
         """Has the seconds of the CPU that ghost caches take from now on added to a list, call by call."""
         seconds: list[float] = []
-        followed = self._driver.manager._executors["e"].ghosts
+        followed = self._driver.manager._state.executors["e"].ghosts
         for name in ("admitted", "released"):
             setattr(followed, name, _timed(getattr(followed, name), seconds))
         return seconds
@@ -246,9 +246,9 @@ class Replay:
 
     def _watch(self) -> None:
         manager = self._driver.manager
-        for event in manager.events_after(self._seen, manager.last_event - self._seen):
+        for event in manager.queries.events_after(self._seen, manager.queries.last_event - self._seen):
             self.outcome.leases.see(event)
-        self._seen = manager.last_event
+        self._seen = manager.queries.last_event
 
 
 def _timed(call: Callable[..., None], seconds: list[float]) -> Callable[..., None]:

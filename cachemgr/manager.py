@@ -1,18 +1,14 @@
 """The cache manager: decides about every block of every executor. Synchronous, single-threaded, no clock of its own."""
 
-from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 
 from cachemgr.blocks import steps
 from cachemgr.blocks.block_record import BlockRecord
-from cachemgr.blocks.events import EventLog
 from cachemgr.blocks.journal import IndexJournal, NoJournal
-from cachemgr.blocks.leftovers import Leftovers
 from cachemgr.blocks.recovery import Recovery
 from cachemgr.blocks.steps import Steps
-from cachemgr.blocks.tier import Accounts
 from cachemgr.errors import (
     ExecutorLeaseError,
     InvalidField,
@@ -25,18 +21,13 @@ from cachemgr.errors import (
     StaleSchedulerError,
     SyncNumberError,
 )
-from cachemgr.operators.commands import ManagerAdmin
-from cachemgr.operators.forget import Forgetting
-from cachemgr.operators.forget_history import ForgetHistory
+from cachemgr.operators.commands import OperatorCommands
 from cachemgr.operators.hints import HintRunner
-from cachemgr.operators.operator_memory import NoOperatorJournal, OperatorJournal
-from cachemgr.operators.queries import unknown_executor
-from cachemgr.operators.types import PoolShare
-from cachemgr.persistence.operator_records import PinRecord
-from cachemgr.retention.leases import LeaseBook
+from cachemgr.operators.operator_memory import NoOperatorJournal, OperatorJournal, OperatorMemory, PinRecord
+from cachemgr.operators.queries import Queries
+from cachemgr.operators.state import ManagerState
 from cachemgr.retention.priority import check_duration
-from cachemgr.retention.rules import RuleBook
-from cachemgr.sequences.admission import Admitter, check_length
+from cachemgr.sequences.admission import check_length
 from cachemgr.sequences.admission_request import check_request, content, holder
 from cachemgr.sequences.clients import Executor, Scheduler
 from cachemgr.sequences.executor_spec import MAX_SLOTS, check_spec, new_pools, outlives, share_memory
@@ -69,14 +60,15 @@ from cachemgr.types import (
     SyncRequest,
 )
 from cachemgr.validation import check_id
-from protos.kvcache.eviction import Kind
 
 # Of lost blocks, by each call of `expire`: some milliseconds.
 FREED_AT_A_TIME = 20_000
 
 
-class CacheManager(ManagerAdmin):
-    """Every call is all or nothing: after a ServiceError nothing has changed.
+class CacheManager:
+    """Calls of executors and schedulers; `queries` has those that read, and `operators` those of operators.
+
+    Every call is all or nothing: after a ServiceError nothing has changed.
 
     Any other error is a fault of this program and may leave half of a call: `Operations` ends the process then.
     """
@@ -94,64 +86,37 @@ class CacheManager(ManagerAdmin):
         `clock` gives a monotonic time in seconds; every call that depends on time reads it once.
         """
         self.epoch = epoch
-        self._clock = clock
         self.config = config or ManagerConfig()
+        self._state = ManagerState(epoch, clock, self.config)
         self._journal = journal or NoJournal()
-        self._operator_journal = operator_journal or NoOperatorJournal()
-        # Numbers of handles and tickets, never given twice, also not by a later manager process.
-        self._number = epoch << 20 if epoch < 1 << 43 else epoch
-        # The first number of a use in a new pool: behind all that may be remembered, of as many blocks as there can be.
-        self._uses = self._number + MAX_SLOTS
-        self._events = EventLog(self.config.event_history)
-        self._leases = LeaseBook(self._events)
-        self._rules = RuleBook(self._next_number)
-        self._accounts = Accounts()
-        # Calls that have begun to change something.
-        self.begun = 0
-        # By pool: what operators changed at run time.
-        self._shares: dict[str, PoolShare] = {}
-        self._admitter = Admitter(self.config, self._rules, self._next_number)
-        self._executors: dict[str, Executor] = {}
-        self._schedulers: dict[str, Scheduler] = {}
-        # A scheduler registers once none of its steps can write into blocks that an earlier manager gave it.
-        self._scheduler_came = False
-        # Sequences that have begun to evict tokens.
-        self._evicted: Counter[Kind] = Counter()
-        self._leftovers = Leftovers(self._leases)
-        # What calls have begun that did not wait for its end: each call of `expire` takes a step.
-        self._unfinished: deque[Steps[None]] = deque()
-        # Calls that forget, while they run.
-        self._forgetting: list[Forgetting] = []
-        # And what they meant, for blocks that come back later.
-        self._forgotten = ForgetHistory()
-        # Live sequences by id, in the order of their handles.
-        self._sequences: dict[str, LiveSequence] = {}
+        self._memory = OperatorMemory(self._state, operator_journal or NoOperatorJournal())
+        self.queries = Queries(self._state)
+        self.operators = OperatorCommands(self._state, self.queries, self._memory)
 
-    def _now(self) -> float:
-        """The time, once leases that it ends have ended: each call that changes something begins with it."""
-        self.begun += 1
-        self._leases.advance(self._clock())
-        return self._leases.now
+    @property
+    def begun(self) -> int:
+        """Calls that have begun to change something."""
+        return self._state.begun
 
     @property
     def leftovers(self) -> int:
         """Entries of lost executors that later calls of `expire` free."""
-        return len(self._leftovers)
+        return len(self._state.leftovers)
 
     @property
     def is_behind(self) -> bool:
         """Whether so much is to be done at once that `expire` is due again now."""
-        is_held = any(executor.holds.is_behind for executor in self._executors.values())
-        is_paid = not any(pool.device.may_pay for pool in self._selected(""))
-        return is_held or bool(self._unfinished) or self._leases.is_behind or not is_paid
+        is_held = any(executor.holds.is_behind for executor in self._state.executors.values())
+        is_paid = not any(pool.device.may_pay for pool in self._state.pools())
+        return is_held or bool(self._state.unfinished) or self._state.leases.is_behind or not is_paid
 
     def go_on(self) -> None:
         """A call that is carried out in steps takes the next one: leases have ended meanwhile."""
-        self._now()
+        self._state.begin()
 
     def _next_number(self) -> int:
-        self._number += 1
-        return self._number
+        self._state.number += 1
+        return self._state.number
 
     def _number_behind(self, spec: ExecutorSpec) -> None:
         """Gives no number again by which a slot of a lower tier is known: the clock may be behind that of the epoch."""
@@ -159,18 +124,18 @@ class CacheManager(ManagerAdmin):
             newest = max(slots, default=0)
             if newest >= 1 << 63:
                 newest = max((number for number in slots if number < 1 << 63), default=0)
-            self._number = max(self._number, newest)
+            self._state.number = max(self._state.number, newest)
 
     # Executors
 
     @property
     def scheduler_came(self) -> bool:
         """Whether blocks of an earlier manager can be believed to be written no more."""
-        return self._scheduler_came
+        return self._state.scheduler_came
 
     def knows_executor(self, executor_id: str) -> bool:
         """False when a registration should bring what the store remembers."""
-        return executor_id in self._executors
+        return executor_id in self._state.executors
 
     def register_executor(
         self,
@@ -189,9 +154,9 @@ class CacheManager(ManagerAdmin):
         Raises InvalidField, StaleExecutorError, PoolSpecError, and SchedulerFirstError when there may be something to
         remember and sequences of an earlier manager may still be writing.
         """
-        now = self._now()
+        now = self._state.begin()
         check_spec(spec)
-        known = self._executors.get(spec.executor_id)
+        known = self._state.executors.get(spec.executor_id)
         # The epoch ends with the lease: the clock that epochs are taken from may go back between two starts.
         if known is not None and spec.executor_epoch < known.epoch:
             raise StaleExecutorError(
@@ -205,27 +170,27 @@ class CacheManager(ManagerAdmin):
             return known.cached()
         remembered = [] if known is not None else list(remembered)
         later = later or (known is not None and known.recovery is not None)
-        if (remembered or (later and spec.tells_of_contents)) and not self._scheduler_came:
+        if (remembered or (later and spec.tells_of_contents)) and not self._state.scheduler_came:
             raise SchedulerFirstError
         if not remembered and not later:
             self._journal.cleared(spec.executor_id, spec.executor_epoch)
         executor = self._enter_executor(spec, known, deadline)
         # Taken in any case: neither means what comes later.
-        to_overwrite = self._forgotten.to_overwrite(spec.executor_id)
-        purged = self._forgotten.purged(spec.executor_id)
+        to_overwrite = self._state.forgotten.to_overwrite(spec.executor_id)
+        purged = self._state.forgotten.purged(spec.executor_id)
         if remembered or later or to_overwrite:
-            forgotten = self._forgotten.of(executor)
+            forgotten = self._state.forgotten.of(executor)
             if known is not None and known.recovery is not None:
                 purged = known.recovery.purged
             executor.recovery = Recovery(
-                executor, spec, self._journal, self._leases, self._is_deleted_rule, forgotten, purged
+                executor, spec, self._journal, self._state.leases, self._state.rules.is_deleted, forgotten, purged
             )
             executor.recovery.overwrite(to_overwrite)
         executor.spec = spec.without_contents()
         if remembered:
             self.put_back(spec.executor_id, spec.executor_epoch, sorted(remembered, key=lambda record: record.depth))
         # Before pins come back: their budget is a share of the pool.
-        share_memory(executor, spec, self._shares)
+        share_memory(executor, spec, self._state.shares)
         if not later:
             self._end_recovery(executor, pins)
         executor.ghosts = ghosts_of(executor.pools, self.config.ghost_sample, partial_reuse=self.config.partial_reuse)
@@ -235,20 +200,24 @@ class CacheManager(ManagerAdmin):
         """A new epoch, with the pools of the one before where these outlive it."""
         before = known if known is not None and outlives(known.spec, spec) else None
         if known is not None and before is None:
-            self._lose_pins(known)
+            self._memory.lose_pins(known)
             self._lose(known)
-        pools = before.pools if before else new_pools(spec, self.config, self._events, self._leases, self._journal)
+        pools = (
+            before.pools
+            if before
+            else new_pools(spec, self.config, self._state.events, self._state.leases, self._journal)
+        )
         budget = self.config.pin_budget
-        executor = Executor(spec, pools, deadline, self._next_number, budget, self._accounts, before)
+        executor = Executor(spec, pools, deadline, self._state.next_number, budget, self._state.accounts, before)
         executor.stores_partial = self.config.partial_reuse or self.config.copy_on_partial_reuse
         if before is not None:
             carry_over(before, executor)
-        self._executors[spec.executor_id] = executor
-        self._number_behind(spec)
-        self._hear_of_pins(executor)
+        self._state.executors[spec.executor_id] = executor
+        self._state.number_behind(spec)
+        self._memory.hear_of_pins(executor)
         if before is None:
             for pool in pools:
-                pool.uses = self._uses
+                pool.uses = self._state.uses
         return executor
 
     def is_too_large_to_carry_over(self, spec: ExecutorSpec) -> bool:
@@ -256,7 +225,7 @@ class CacheManager(ManagerAdmin):
 
         Not while the store has less than the index, and not where holds would be lost that are in no store.
         """
-        known = self._executors.get(spec.executor_id)
+        known = self._state.executors.get(spec.executor_id)
         if known is None or spec.executor_epoch <= known.epoch or not outlives(known.spec, spec):
             return False
         if known.recovery is not None or any(not hold.pin for hold in known.holds):
@@ -268,20 +237,20 @@ class CacheManager(ManagerAdmin):
 
         Blocks of its lower tiers come back from the store when the executor registers.
         """
-        self._now()
-        executor = self._executors.get(executor_id)
+        self._state.begin()
+        executor = self._state.executors.get(executor_id)
         if executor is not None and executor.epoch == executor_epoch:
             self._lose(executor)
-            del self._executors[executor_id]
+            del self._state.executors[executor_id]
 
     def is_recovering(self, executor_id: str) -> bool:
         """Whether remembered blocks of an executor are still to come."""
-        executor = self._executors.get(executor_id)
+        executor = self._state.executors.get(executor_id)
         return executor is not None and executor.recovery is not None
 
     def cached_blocks(self, executor_id: str) -> Restored:
         """Cached blocks of an executor, none of an unknown one."""
-        executor = self._executors.get(executor_id)
+        executor = self._state.executors.get(executor_id)
         return Restored(0, 0) if executor is None else executor.cached()
 
     def put_back(self, executor_id: str, executor_epoch: int, remembered: Iterable[BlockRecord]) -> None:
@@ -289,8 +258,8 @@ class CacheManager(ManagerAdmin):
 
         Blocks that do not hold are reported to the journal as removed. Of an epoch that is gone nothing is taken.
         """
-        self._now()
-        executor = self._executors.get(executor_id)
+        self._state.begin()
+        executor = self._state.executors.get(executor_id)
         if executor is None or executor.epoch != executor_epoch or executor.recovery is None:
             return
         for record in remembered:
@@ -298,8 +267,8 @@ class CacheManager(ManagerAdmin):
 
     def end_recovery(self, executor_id: str, executor_epoch: int, pins: Iterable[PinRecord] = ()) -> None:
         """The store has told everything: `pins` are made again, as far as their blocks have come back."""
-        self._now()
-        executor = self._executors.get(executor_id)
+        self._state.begin()
+        executor = self._state.executors.get(executor_id)
         if executor is not None and executor.epoch == executor_epoch and executor.recovery is not None:
             self._end_recovery(executor, pins)
 
@@ -307,29 +276,29 @@ class CacheManager(ManagerAdmin):
         if executor.recovery is not None:
             executor.recovery.end()
             executor.recovery = None
-        self._restore_pins(executor, pins)
+        self._memory.restore_pins(executor, pins)
 
     def _lose(self, executor: Executor) -> None:
         # What is remembered of it was used before whatever comes next.
-        self._uses = max(self._uses, *(pool.uses for pool in executor.pools)) + MAX_SLOTS
+        self._state.uses = max(self._state.uses, *(pool.uses for pool in executor.pools)) + MAX_SLOTS
         if executor.recovery is None:
-            self._forgotten.lost(executor.executor_id)
+            self._state.forgotten.lost(executor.executor_id)
         else:
-            self._forgotten.lost_in_recovery(executor.executor_id, executor.recovery.purged)
-        self._forgotten.not_overwritten(executor.executor_id, slots_to_overwrite(executor))
-        lose(executor, self._events, self._leftovers)
+            self._state.forgotten.lost_in_recovery(executor.executor_id, executor.recovery.purged)
+        self._state.forgotten.not_overwritten(executor.executor_id, slots_to_overwrite(executor))
+        lose(executor, self._state.events, self._state.leftovers)
 
     def renew_executor(self, executor_id: str, executor_epoch: int, manager_epoch: int) -> None:
         """Keeps the lease, and begins backups.
 
         Raises ExecutorLeaseError or ManagerRestartedError when it must register again.
         """
-        now = self._now()
+        now = self._state.begin()
         if manager_epoch != self.epoch:
             raise ManagerRestartedError(
                 "the cache manager has started again: register", fields={"manager_epoch": f"is not {self.epoch}"}
             )
-        executor = self._executors.get(executor_id)
+        executor = self._state.executors.get(executor_id)
         if executor is None or executor.epoch != executor_epoch:
             raise ExecutorLeaseError(
                 f"executor {executor_id} is not registered with this epoch",
@@ -350,10 +319,8 @@ class CacheManager(ManagerAdmin):
 
         Raises UnknownExecutorError, StaleExecutorError.
         """
-        self._now()
-        executor = self._executors.get(executor_id)
-        if executor is None:
-            raise unknown_executor(executor_id)
+        self._state.begin()
+        executor = self._state.executor(executor_id)
         if executor.epoch != executor_epoch:
             raise StaleExecutorError(
                 f"executor {executor_id} is registered with another epoch",
@@ -368,11 +335,11 @@ class CacheManager(ManagerAdmin):
 
         Raises InvalidField, StaleSchedulerError.
         """
-        now = self._now()
+        now = self._state.begin()
         check_id("scheduler_id", scheduler_id)
         if scheduler_epoch < 1:
             raise InvalidField("scheduler_epoch", "must be at least 1")
-        known = self._schedulers.get(scheduler_id)
+        known = self._state.schedulers.get(scheduler_id)
         deadline = now + self.config.lease_seconds
         if known is not None and scheduler_epoch < known.epoch:
             raise StaleSchedulerError(
@@ -385,8 +352,8 @@ class CacheManager(ManagerAdmin):
             return
         if known is not None:
             self._release_all(known)
-        self._schedulers[scheduler_id] = Scheduler(scheduler_id, scheduler_epoch, deadline)
-        self._scheduler_came = True
+        self._state.schedulers[scheduler_id] = Scheduler(scheduler_id, scheduler_epoch, deadline)
+        self._state.scheduler_came = True
 
     def admit(self, request: AdmitRequest) -> Admission:
         """Matches, claims and allocates; renews the scheduler's lease. The same content gives the same answer.
@@ -394,16 +361,14 @@ class CacheManager(ManagerAdmin):
         Raises InvalidField, UnknownExecutorError, UnknownSchedulerError, StaleSchedulerError, SequenceExistsError,
         SequenceTooLongError.
         """
-        now = self._now()
+        now = self._state.begin()
         tokens = check_request(request)
-        scheduler = self._scheduler(request.scheduler_id, request.scheduler_epoch)
-        executor = self._executors.get(request.executor_id)
-        if executor is None:
-            raise unknown_executor(request.executor_id)
-        existing = self._sequences.get(request.sequence_id)
+        scheduler = self._state.scheduler(request.scheduler_id, request.scheduler_epoch)
+        executor = self._state.executor(request.executor_id)
+        existing = self._state.sequences.get(request.sequence_id)
         if existing is not None:
             return _repeated(existing, scheduler, content(request, tokens))
-        found = self._admitter.admit(request, tokens, scheduler, executor, now)
+        found = self._state.admitter.admit(request, tokens, scheduler, executor, now)
         scheduler.deadline = now + self.config.lease_seconds
         admission = self._enter(found)
         if not isinstance(found, Admission) and request.hints is not None:
@@ -418,13 +383,13 @@ class CacheManager(ManagerAdmin):
 
         Raises InvalidField, UnknownSchedulerError, StaleSchedulerError, ManagerRestartedError, SyncNumberError.
         """
-        now = self._now()
+        now = self._state.begin()
         if request.manager_epoch != self.epoch:
             raise ManagerRestartedError(
                 "the handles belong to another process of the cache manager",
                 fields={"manager_epoch": f"is not {self.epoch}"},
             )
-        scheduler = self._scheduler(request.scheduler_id, request.scheduler_epoch)
+        scheduler = self._state.scheduler(request.scheduler_id, request.scheduler_epoch)
         if scheduler.sync_number and request.sync_number == scheduler.sync_number:
             scheduler.deadline = now + self.config.lease_seconds
             return scheduler.sync_answer
@@ -434,13 +399,13 @@ class CacheManager(ManagerAdmin):
                 fields={"sync_number": f"is not {scheduler.sync_number + 1}"},
                 metadata={"expected": str(scheduler.sync_number + 1)},
             )
-        sync = Sync(request, scheduler, self._executors, self.config, self._admitter)
+        sync = Sync(request, scheduler, self._state.executors, self.config, self._state.admitter)
         sync.check()
         scheduler.deadline = now + self.config.lease_seconds
         answer = sync.apply(now)
-        self._evicted.update(sync.evicted)
+        self._state.evicted.update(sync.evicted)
         for sequence in sync.released:
-            del self._sequences[sequence.sequence_id]
+            del self._state.sequences[sequence.sequence_id]
         # Together and last: a repeat gets the answer of this number or none.
         scheduler.sync_number, scheduler.sync_answer = request.sync_number, answer
         return answer
@@ -452,8 +417,8 @@ class CacheManager(ManagerAdmin):
         Raises UnknownSchedulerError, StaleSchedulerError, UnknownSequenceError, VoidSequenceError,
         SequenceTooLongError.
         """
-        self._now()
-        sequence = self._live(caller, sequence_id)
+        self._state.begin()
+        sequence = self._state.live_sequence(caller, sequence_id)
         executor = sequence.executor
         usable = capacity_tokens if sequence.eviction is None else sequence.eviction.usable(capacity_tokens)
         check_length(executor, usable, "capacity_tokens")
@@ -465,7 +430,7 @@ class CacheManager(ManagerAdmin):
         short = sum(max(0, wanted - start - one) for one in free)
         if short:
             return Extension(False, short, (), sequence.capacity)
-        self._admitter.grow(sequence, wanted)
+        self._state.admitter.grow(sequence, wanted)
         return Extension(True, 0, sequence.slots(start), sequence.capacity, sequence.take_transfers())
 
     def truncate(self, caller: SchedulerEpoch, sequence_id: str, num_tokens: int) -> Freed:
@@ -474,8 +439,8 @@ class CacheManager(ManagerAdmin):
         Raises UnknownSchedulerError, StaleSchedulerError, InvalidField, SharedBlockError, WindowPassedError,
         VoidSequenceError, SequenceEvictsError.
         """
-        self._now()
-        sequence = self._own(caller, sequence_id)
+        self._state.begin()
+        sequence = self._state.own_sequence(caller, sequence_id)
         return Freed(False) if sequence is None else truncate(sequence, num_tokens)
 
     def fork(
@@ -486,13 +451,13 @@ class CacheManager(ManagerAdmin):
         Raises UnknownSchedulerError, StaleSchedulerError, InvalidField, UnknownSequenceError, SequenceExistsError,
         VoidSequenceError, SequenceUnsettledError, WindowPassedError, SequenceEvictsError.
         """
-        self._now()
+        self._state.begin()
         check_id("sequence_id", sequence_id)
-        scheduler = self._scheduler(*caller)
-        existing = self._sequences.get(sequence_id)
+        scheduler = self._state.scheduler(*caller)
+        existing = self._state.sequences.get(sequence_id)
         if existing is not None:
             return _repeated(existing, scheduler, ("fork", parent_sequence_id, num_tokens))
-        parent = self._live(caller, parent_sequence_id, "parent_sequence_id")
+        parent = self._state.live_sequence(caller, parent_sequence_id, "parent_sequence_id")
         check_fork(parent)
         full = parent.computed // parent.block_size
         if parent.tickets or any(table.settled < full for table in parent.tables):
@@ -500,7 +465,7 @@ class CacheManager(ManagerAdmin):
                 f"sequence {parent_sequence_id} waits for a copy or a shared prefix",
                 fields={"parent_sequence_id": "names one that waits"},
             )
-        return self._enter(self._admitter.fork(parent, sequence_id, num_tokens))
+        return self._enter(self._state.admitter.fork(parent, sequence_id, num_tokens))
 
     def hold(self, caller: SchedulerEpoch, sequence_id: str, owner: str, duration: float) -> int:
         """Keeps a sequence's blocks for `duration` seconds from its release on; returns how many.
@@ -508,10 +473,10 @@ class CacheManager(ManagerAdmin):
         Of one that has evicted tokens it keeps what it computed before, as far as that is cached.
         Raises UnknownSchedulerError, StaleSchedulerError, InvalidField, UnknownSequenceError.
         """
-        self._now()
+        self._state.begin()
         check_id("owner", owner)
         check_duration("duration", duration)
-        sequence = self._live(caller, sequence_id)
+        sequence = self._state.live_sequence(caller, sequence_id)
         sequence.holds[owner] = duration
         if sequence.has_moved:
             return sum(1 for _ in left_behind(sequence))
@@ -519,11 +484,11 @@ class CacheManager(ManagerAdmin):
 
     def release(self, caller: SchedulerEpoch, sequence_id: str) -> Freed:
         """Gives a sequence's blocks back. Raises UnknownSchedulerError, StaleSchedulerError."""
-        now = self._now()
-        sequence = self._own(caller, sequence_id)
+        now = self._state.begin()
+        sequence = self._state.own_sequence(caller, sequence_id)
         if sequence is None:
             return Freed(False)
-        del self._sequences[sequence_id]
+        del self._state.sequences[sequence_id]
         return release(sequence, now)
 
     def expire(self, late: float = 0.0) -> None:
@@ -533,23 +498,23 @@ class CacheManager(ManagerAdmin):
         so the leases of schedulers and executors last longer by that time. Holds and retention durations do not:
         callers ask for those in time that passes whether the manager runs or not.
         """
-        now = self._now()
-        if self._unfinished:
-            self._carry_out(self._unfinished.popleft())
-        owners: list[Scheduler | Executor] = [*self._schedulers.values(), *self._executors.values()]
+        now = self._state.begin()
+        if self._state.unfinished:
+            self._state.carry_out(self._state.unfinished.popleft())
+        owners: list[Scheduler | Executor] = [*self._state.schedulers.values(), *self._state.executors.values()]
         for owner in owners:
             owner.deadline = min(owner.deadline + late, now + self.config.lease_seconds)
-        for scheduler_id, scheduler in list(self._schedulers.items()):
+        for scheduler_id, scheduler in list(self._state.schedulers.items()):
             if scheduler.deadline < now:
                 self._release_all(scheduler)
-                del self._schedulers[scheduler_id]
-        for executor_id, executor in list(self._executors.items()):
+                del self._state.schedulers[scheduler_id]
+        for executor_id, executor in list(self._state.executors.items()):
             executor.holds.expire(now)
             if executor.deadline < now:
                 self._lose(executor)
-                del self._executors[executor_id]
-        self._leftovers.let_go(FREED_AT_A_TIME)
-        for pool in self._selected(""):
+                del self._state.executors[executor_id]
+        self._state.leftovers.let_go(FREED_AT_A_TIME)
+        for pool in self._state.pools():
             if pool.device.may_pay:
                 pool.pay()
 
@@ -558,24 +523,24 @@ class CacheManager(ManagerAdmin):
     def _enter(self, sequence: LiveSequence | Admission) -> Admission:
         if isinstance(sequence, Admission):
             return sequence
-        self._sequences[sequence.sequence_id] = sequence
+        self._state.sequences[sequence.sequence_id] = sequence
         sequence.executor.sequences[sequence.handle] = sequence
         sequence.scheduler.sequences[sequence.handle] = sequence
-        for forgetting in self._forgetting:
+        for forgetting in self._state.forgetting:
             forgetting.came(sequence)
         return sequence.admission
 
     def _carry_out(self, call: Steps[None]) -> None:
         """Takes a step now; calls of `expire` take the others."""
         for _ in call:
-            self._unfinished.append(call)
+            self._state.unfinished.append(call)
             return
 
     def _release_all(self, scheduler: Scheduler) -> None:
         """Frees what a scheduler held that is gone, very many blocks in steps. No call can name its sequences."""
         for sequence in scheduler.sequences.values():
-            del self._sequences[sequence.sequence_id]
-        self._carry_out(self._release_in_steps(scheduler))
+            del self._state.sequences[sequence.sequence_id]
+        self._state.carry_out(self._release_in_steps(scheduler))
 
     def _release_in_steps(self, scheduler: Scheduler) -> Steps[None]:
         touched = 0
@@ -587,8 +552,8 @@ class CacheManager(ManagerAdmin):
                 touched = 0
                 yield
             touched += sequence.num_blocks
-            release(sequence, self._leases.now)
-        for executor in list(self._executors.values()):
+            release(sequence, self._state.leases.now)
+        for executor in list(self._state.executors.values()):
             for ticket in tickets_of(executor, scheduler):
                 if touched >= steps.LOOKS:
                     touched = 0

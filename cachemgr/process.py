@@ -68,12 +68,12 @@ class CacheManagerProcess:
         stream = EventStream(redis, settings.redis_events, lambda: self._manager) if settings.redis_events else None
         self._store = IndexStore(
             redis,
-            lambda executor_id: self._manager.records(executor_id),
+            lambda executor_id: self._manager.queries.records(executor_id),
             interval=settings.redis_flush_seconds,
             max_pending=settings.redis_max_pending,
-            now=lambda: self._manager.now,
+            now=lambda: self._manager.queries.now,
             knows=lambda executor_id: self._manager.knows_executor(executor_id),
-            operators=lambda: self._manager,
+            operators=lambda: self._manager.queries,
             stream=stream,
             restore=lambda remembered: self._operations.run("RestoreOperators", remembered),
         )
@@ -101,7 +101,7 @@ class CacheManagerProcess:
         # Set to the error of a call that may have left half of its work.
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._recoveries = Recoveries(self._operations, self._store)
-        self._feed = EventFeed(lambda: self._manager.last_event)
+        self._feed = EventFeed(lambda: self._manager.queries.last_event)
         self._metrics = PoolMetrics()
         self._tier_metrics = TierMetrics()
         self._eviction_metrics = EvictionMetrics()
@@ -245,15 +245,18 @@ class CacheManagerProcess:
             if self._log is not None and not self._log.is_whole:
                 self._server.set_serving(False, OPERATION_LOG_HEALTH)
             self._feed.ring()
-            pools = self._manager.pools()
+            pools = self._manager.queries.pools()
             self._metrics.update(pools)
             manager, names = self._manager, [pool.pool_id for pool in pools]
-            tiers = {name: manager.tiers(name) for name in names}
-            self._tier_metrics.update({name: (tiers[name], manager.backups(name)) for name in names})
+            tiers = {name: manager.queries.tiers(name) for name in names}
+            self._tier_metrics.update({name: (tiers[name], manager.queries.backups(name)) for name in names})
             COUNTED.update(
-                {name: PoolCounts(tiers[name], manager.meter(name), manager.lease_counts(name)) for name in names}
+                {
+                    name: PoolCounts(tiers[name], manager.queries.meter(name), manager.queries.lease_counts(name))
+                    for name in names
+                }
             )
-            self._eviction_metrics.update(self._manager.evicted_sequences())
+            self._eviction_metrics.update(self._manager.queries.evicted_sequences())
             if self._revive_redis is not None:
                 self._revive_redis()
             due = time.monotonic() + EXPIRE_SECONDS
@@ -270,7 +273,7 @@ def _write_state(path: Path, manager: CacheManager) -> bool:
         path.unlink(missing_ok=True)
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             # Line by line: a state that is half changed may not be readable to its end.
-            for line in itertools.islice(manager.state(), _MAX_STATE_LINES):
+            for line in itertools.islice(manager.queries.state(), _MAX_STATE_LINES):
                 file.write(line + "\n")
     except Exception as error:
         log.warning("the state of the cache manager is not written in whole", error=type(error).__name__)

@@ -74,7 +74,7 @@ class Costs:
 
     def refused(self) -> float:
         """The median of an admission that finds no room."""
-        room = self.manager.pools()[0].free_blocks - 8
+        room = self.manager.queries.pools()[0].free_blocks - 8
         while room > 0:
             hog = AdmitRequest("hog", "s", 1, "e", array("I", bytes(4 * room * BLOCK)), no_store=True, no_read=True)
             admission = self.manager.admit(hog)
@@ -138,11 +138,11 @@ def _rules(*, prefix: bool) -> Callable[[int], Made]:
         for number in range(size):
             match = RuleMatch(prefix_token_ids=(number + 5,) * 64) if prefix else RuleMatch(salt=f"s{number}")
             rule = RetentionRule(f"r{number}", number % 7, match, RuleAction(priority=50))
-            costs.manager.create_rule(rule, validate_only=False)
+            costs.manager.operators.create_rule(rule, validate_only=False)
         yield "to create one", (time.process_time() - begun) * 1e3 / size
         yield from _both(costs)
         begun = time.process_time()
-        costs.manager.delete_rule("r0", "", validate_only=False)
+        costs.manager.operators.delete_rule("r0", "", validate_only=False)
         yield "to delete one", (time.process_time() - begun) * 1e3
 
     return measure
@@ -155,13 +155,13 @@ def _tenants(*, quotas: bool) -> Callable[[int], Made]:
         for number in range(size):
             names = {"salt": f"s{number}", "tenant_id": f"t{number}"}
             if quotas:
-                costs.manager.set_quota(Quota(tenant_id=f"t{number}", device_floor=1), validate_only=False)
+                costs.manager.operators.set_quota(Quota(tenant_id=f"t{number}", device_floor=1), validate_only=False)
             costs.run(array("I", [number, *range(BLOCK)]), **names)
         yield from _both(costs, tenant_id="t0", salt="s0")
         yield "refused admission", costs.refused()
         if quotas:
             begun = time.process_time()
-            costs.manager.delete_quota(Quota(tenant_id="t0"))
+            costs.manager.operators.delete_quota(Quota(tenant_id="t0"))
             yield "to delete a quota", (time.process_time() - begun) * 1e3
 
     return measure

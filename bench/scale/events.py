@@ -18,7 +18,7 @@ EVENTS, PROMPT_BLOCKS = 50_000, 50
 def rows(blocks: int) -> Iterator[Row]:
     """The rows of this module."""
     cache = Cache(EVENTS)
-    begin = cache.manager.last_event
+    begin = cache.manager.queries.last_event
     for number in range(EVENTS // PROMPT_BLOCKS):
         cache.run(number * PROMPT_BLOCKS * BLOCK, PROMPT_BLOCKS * BLOCK)
     for watchers in (1, 4, 16):
@@ -30,10 +30,10 @@ def rows(blocks: int) -> Iterator[Row]:
 async def _watched(cache: Cache, begin: int, watchers: int) -> tuple[float, int]:
     """Process time until all have all events, and the messages that they got."""
     manager = cache.manager
-    feed = EventFeed(lambda: manager.last_event)
+    feed = EventFeed(lambda: manager.queries.last_event)
     nothing: Any = None
     domain = Domain(Operations(manager, ManagerClock(lambda: 0.0)), nothing, nothing, feed)
-    service, last = CacheEventService(domain), manager.last_event
+    service, last = CacheEventService(domain), manager.queries.last_event
 
     async def watch() -> int:
         stream: Any = service.WatchEvents(pb.WatchEventsRequest(after_event_number=begin), None)

@@ -42,12 +42,12 @@ class Life:
 
     def __init__(self, epoch: int, url: str) -> None:
         self.clock = clock = ManagerClock(time.monotonic)
-        self.store = IndexStore(open_redis(url), lambda one: self.manager.records(one), now=lambda: clock.now)
+        self.store = IndexStore(open_redis(url), lambda one: self.manager.queries.records(one), now=lambda: clock.now)
         config = ManagerConfig(capacity_ahead_tokens=0, free_watermark=0.0, lease_seconds=1e6)
         self.manager = CacheManager(epoch, clock, config, self.store, self.store)
         self.operations = Operations(self.manager, clock)
         self.recoveries = Recoveries(self.operations, self.store)
-        feed = EventFeed(lambda: self.manager.last_event)
+        feed = EventFeed(lambda: self.manager.queries.last_event)
         self.service = CacheManagerService(Domain(self.operations, self.store, self.recoveries, feed))
         self.syncs = 0
         self._recovering: asyncio.Task[None] | None = None
@@ -144,7 +144,7 @@ async def _fill(blocks: int, url: str) -> tuple[int, int]:
 
 def _kept(manager: CacheManager) -> tuple[int, int]:
     """Cached blocks, and leases of them."""
-    return manager.cached_blocks(EXECUTOR).device_blocks, sum(1 for _ in manager.leases(f"{EXECUTOR}/0", ""))
+    return manager.cached_blocks(EXECUTOR).device_blocks, sum(1 for _ in manager.queries.leases(f"{EXECUTOR}/0", ""))
 
 
 @contextmanager

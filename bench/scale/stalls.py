@@ -96,11 +96,11 @@ def rows(blocks: int) -> Iterator[Row]:
         "DumpState": lambda: _dump(manager),
         "WatchEvents, snapshot": lambda: _snapshot(manager),
         "records for a resynchronisation with Redis": lambda: _resync(manager),
-        "ListBlocks, filter without a match": listing(manager.filtered_blocks(missing)),
-        "ListPrefixes, filter without a match": listing(manager.prefixes(missing)),
-        "ListLeases, holder without a lease": listing(manager.search_leases("e/0", "none")),
-        "ExplainPrefix, 128k tokens": at_once(lambda: manager.explain(prompt, 0)),
-        "expire and pools, twice a second": at_once(lambda: (manager.expire(), manager.pools())),
+        "ListBlocks, filter without a match": listing(manager.queries.filtered_blocks(missing)),
+        "ListPrefixes, filter without a match": listing(manager.queries.prefixes(missing)),
+        "ListLeases, holder without a lease": listing(manager.queries.search_leases("e/0", "none")),
+        "ExplainPrefix, 128k tokens": at_once(lambda: manager.queries.explain(prompt, 0)),
+        "expire and pools, twice a second": at_once(lambda: (manager.expire(), manager.queries.pools())),
         "RenewExecutor": at_once(lambda: manager.renew_executor("e", 1, 1)),
         f"ForgetBlocks of a salt, 1 of {SALTS}, validate only": long(
             "ForgetBlocks", pb.ForgetBlocksRequest(salt="s1", validate_only=True)
@@ -124,7 +124,7 @@ def rows(blocks: int) -> Iterator[Row]:
         "DeleteRetentionRule": long("DeleteRetentionRule", pb.DeleteRetentionRuleRequest(name="r")),
         "PurgeBlocks of all": long("PurgeBlocks", pb.PurgeBlocksRequest(skip_used=True)),
     }
-    yield Row("blocks that are cached", manager.pools()[0].cached_blocks, "blocks")
+    yield Row("blocks that are cached", manager.queries.pools()[0].cached_blocks, "blocks")
     for name, call in calls.items():
         stall, seconds = asyncio.run(_longest_stall(call))
         yield Row(f"{name}: longest stall", stall * 1e3, "ms", 50)
@@ -198,7 +198,7 @@ def remembered_quotas(blocks: int) -> Iterator[Row]:
     for first in range(blocks // CHAIN):
         cache.run(first * CHAIN * BLOCK, CHAIN * BLOCK, salt=f"s{first % 10}")
     quotas = [Quota(salt=f"s{number}", device_floor=10) for number in range(10)]
-    call = partial(cache.manager.restore_operators, [], quotas, [])
+    call = partial(cache.manager.operators.restore, [], quotas, [])
     yield from _and_behind(cache, "RestoreOperators of 10 quotas", call)
 
 
@@ -219,7 +219,7 @@ def restarts(blocks: int) -> Iterator[Row]:
         for first in range(size // CHAIN):
             cache.run(first * CHAIN * BLOCK, CHAIN * BLOCK)
         manager = cache.manager
-        host = manager.pool_to_read("e/0").tiers[1]
+        host = manager.queries.pool_to_read("e/0").tiers[1]
         pools, told = [PoolSpec(0, half - 2, host_blocks=half)], [list(host.generations)[1:]]
         again = ExecutorSpec("e", 2, "m", b"f" * 32, BLOCK, pools, host_generations=told)
         is_large = manager.is_too_large_to_carry_over(again)
@@ -267,7 +267,7 @@ def _timed(call: Callable[[], object]) -> float:
 
 
 async def _snapshot(manager: CacheManager) -> None:
-    with contextlib.closing(manager.views_in_slices()) as reader:
+    with contextlib.closing(manager.queries.views_in_slices()) as reader:
         async for _ in sliced(reader.steps()):
             reader.catch_up()
         async for _ in sliced(reader.events()):
@@ -275,22 +275,22 @@ async def _snapshot(manager: CacheManager) -> None:
 
 
 async def _check(manager: CacheManager) -> object:
-    return [await steady(part, manager.fingerprint) for part in manager.check_pool_in_parts()]
+    return [await steady(part, manager.queries.fingerprint) for part in manager.queries.check_pool_in_parts()]
 
 
 async def _dump(manager: CacheManager) -> None:
     def lines() -> Iterator[str]:
-        for part in list(manager.state_outline()):
+        for part in list(manager.queries.state_outline()):
             yield from (part,) if isinstance(part, str) else part
 
-    found = await steady(lines, manager.fingerprint)
+    found = await steady(lines, manager.queries.fingerprint)
     while found:
         del found[-1000:]
         await asyncio.sleep(0)
 
 
 async def _resync(manager: CacheManager) -> None:
-    async for _ in sliced(manager.records("e")):
+    async for _ in sliced(manager.queries.records("e")):
         pass
 
 

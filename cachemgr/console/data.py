@@ -33,8 +33,8 @@ EVENTS = 200
 def pools(manager: CacheManager) -> Json:
     """All pools and executors, with the places of their tiers."""
     found = []
-    for view in manager.pools():
-        pool = manager.pool_to_read(view.pool_id)
+    for view in manager.queries.pools():
+        pool = manager.queries.pool_to_read(view.pool_id)
         tiers = [
             {
                 "tier": tier.kind.name.lower(),
@@ -59,12 +59,12 @@ def pools(manager: CacheManager) -> Json:
                 "hit_tokens": view.hit_tokens,
             }
         )
-    return {"pools": found, "last_event": manager.last_event}
+    return {"pools": found, "last_event": manager.queries.last_event}
 
 
 def blocks(manager: CacheManager, pool_id: str, after: int) -> Json:
     """Used and cached blocks behind a place, in columns; `domain` points into `domains`."""
-    pool = manager.pool_to_read(pool_id)
+    pool = manager.queries.pool_to_read(pool_id)
     domains: dict[Domain | None, int] = {}
     columns: dict[str, list[Any]] = {
         name: [] for name in ("place", "priority", "references", "idle", "hits", "tokens", "domain")
@@ -77,7 +77,7 @@ def blocks(manager: CacheManager, pool_id: str, after: int) -> Json:
         place.append(block.slot)
         priority.append(block.priority)
         references.append(block.refs)
-        idle.append(_idle(pool, block, manager.now))
+        idle.append(_idle(pool, block, manager.queries.now))
         hits.append(block.hits)
         tokens.append(len(block.tokens) // 4)
         domain.append(domains.setdefault(block.domain, len(domains)))
@@ -90,7 +90,7 @@ def blocks(manager: CacheManager, pool_id: str, after: int) -> Json:
 
 def block(manager: CacheManager, pool_id: str, place: int) -> Json:
     """One block, if there is one."""
-    pool = manager.pool_to_read(pool_id)
+    pool = manager.queries.pool_to_read(pool_id)
     found = pool.blocks[place] if 0 < place < len(pool.blocks) else None
     if found is None:
         return {"place": place, "empty": True}
@@ -104,7 +104,7 @@ def block(manager: CacheManager, pool_id: str, place: int) -> Json:
         "references": found.refs,
         "priority": found.priority,
         "hits": found.hits,
-        "idle": _idle(pool, found, manager.now),
+        "idle": _idle(pool, found, manager.queries.now),
         "leases": [_lease(manager, lease) for lease in leases_of(found)],
         **_domain(found.domain),
     }
@@ -115,7 +115,7 @@ def tree(manager: CacheManager, pool_id: str, key: str) -> Json:
 
     A chain without branches is one row. Raises InvalidField.
     """
-    pool = manager.pool_to_read(pool_id)
+    pool = manager.queries.pool_to_read(pool_id)
     if key:
         try:
             node = pool.node(bytes.fromhex(key))
@@ -154,7 +154,7 @@ def _chain(first: Block) -> Json:
 
 def leases(manager: CacheManager, pool_id: str, after: int) -> Json:
     """Leases of the blocks behind a place, those together that nobody can tell apart: their blocks are counted."""
-    pool, now = manager.pool_to_read(pool_id), manager.now
+    pool, now = manager.queries.pool_to_read(pool_id), manager.queries.now
     end = min(len(pool.blocks), after + 1 + LEASE_PAGE)
     found: dict[tuple[object, ...], Json] = {}
     for one in islice(pool.blocks, after + 1, end):
@@ -185,14 +185,14 @@ def holds(manager: CacheManager) -> Json:
                 "executor_id": hold.executor_id,
                 "blocks": hold.num_blocks,
             }
-            for hold in islice(manager.holds(), LEASES)
+            for hold in islice(manager.queries.holds(), LEASES)
         ]
     }
 
 
 def tenants(manager: CacheManager, pool_id: str) -> Json:
     """Lookups by salt, and quotas."""
-    meter = manager.meter(pool_id)
+    meter = manager.queries.meter(pool_id)
     salts = [{"salt": salt, "queried": count.queried, "hit": count.hit} for salt, count in meter.salts.items()]
     quotas = [
         {
@@ -202,7 +202,7 @@ def tenants(manager: CacheManager, pool_id: str) -> Json:
             "ceiling": quota.device_ceiling,
             "blocks": device,
         }
-        for quota, pool, device, _ in manager.quotas()
+        for quota, pool, device, _ in manager.queries.quotas()
         if pool == pool_id
     ]
     return {"salts": salts, "quotas": quotas}
@@ -210,10 +210,10 @@ def tenants(manager: CacheManager, pool_id: str) -> Json:
 
 def events(manager: CacheManager, after: int) -> Json:
     """The newest events behind a number; `skipped` are older ones that are left out."""
-    last = manager.last_event
+    last = manager.queries.last_event
     begin = max(after, last - EVENTS)
     try:
-        found = manager.events_after(begin, EVENTS) if begin <= last else []
+        found = manager.queries.events_after(begin, EVENTS) if begin <= last else []
     except EventsGoneError:
         found = []
     return {"last": last, "skipped": max(0, begin - after), "events": [_event(event) for event in found]}
@@ -237,7 +237,7 @@ def _event(event: Event) -> Json:
 
 def ghosts(manager: CacheManager, executor_id: str) -> Json:
     """Ghost caches of the last hour."""
-    found = manager.ghosts(executor_id, manager.now - 3600)
+    found = manager.queries.ghosts(executor_id, manager.queries.now - 3600)
     if found is None:
         return {"caches": []}
     report, pool = found
@@ -271,6 +271,6 @@ def _lease(manager: CacheManager, lease: Lease) -> Json:
     return {
         "holder": wish.holder,
         "priority": shown_priority(wish),
-        "remaining": lease.remaining(manager.now),
+        "remaining": lease.remaining(manager.queries.now),
         "running": lease.deadline is not None,
     }

@@ -20,10 +20,8 @@ from cachemgr.errors import (
     UnknownQuotaError,
 )
 from cachemgr.operators.forget import Forgetting
-from cachemgr.operators.forget_history import ForgetHistory
 from cachemgr.operators.hints import HintRunner
 from cachemgr.operators.hints import check as check_hints
-from cachemgr.operators.operator_memory import ManagerMemory
 from cachemgr.operators.pins import Pinned, complete
 from cachemgr.operators.purge import is_remembered, purge
 from cachemgr.operators.types import (
@@ -41,21 +39,27 @@ from cachemgr.operators.types import (
 from cachemgr.retention.priority import HINT, SESSION, check_duration
 from cachemgr.retention.rules import Rule
 from cachemgr.sequences.block_chain import chain, keys_of
-from cachemgr.types import RemovalCause, TierKind, Transfer
+from cachemgr.sequences.executor_spec import fits
+from cachemgr.types import AccountKey, RemovalCause, TierKind, Transfer
 from cachemgr.validation import check_id
 
 if TYPE_CHECKING:
     from cachemgr.blocks.block import Block, Node
     from cachemgr.blocks.block_pool import Pool
+    from cachemgr.operators.operator_memory import OperatorMemory
+    from cachemgr.operators.queries import Queries
+    from cachemgr.operators.state import ManagerState
     from cachemgr.sequences.clients import Executor
     from cachemgr.types import PoolView
 
 
-class ManagerAdmin(ManagerMemory):
-    """The steering half of the cache manager."""
+class OperatorCommands:
+    """All calls of operators that change something."""
 
-    _forgetting: list[Forgetting]
-    _forgotten: ForgetHistory
+    def __init__(self, state: ManagerState, queries: Queries, memory: OperatorMemory) -> None:
+        self._state = state
+        self._queries = queries
+        self._memory = memory
 
     # Blocks
 
@@ -68,11 +72,11 @@ class ManagerAdmin(ManagerMemory):
 
     def purge_in_steps(self, selected: BlockFilter, *, validate_only: bool, skip_used: bool = False) -> Steps[Purged]:
         """As `purge`. Of what is cached when it begins it drops what is not in use when its turn comes."""
-        self._now()
-        self.check_filter(selected)
+        self._state.begin()
+        self._queries.check_filter(selected)
         pools = [
-            (self._executors[pool.executor_id], pool, among)
-            for pool, among in self.filtered(selected, "filter.pool_id")
+            (self._state.executors[pool.executor_id], pool, among)
+            for pool, among in self._queries.filtered(selected, "filter.pool_id")
         ]
         purged = yield from purge(pools, selected, validate_only=validate_only, skip_used=skip_used)
         if not validate_only:
@@ -90,27 +94,27 @@ class ManagerAdmin(ManagerMemory):
 
         Remembered blocks that are not back in the index yet, of whatever executor, are overwritten when they come.
         """
-        self._now()
+        self._state.begin()
         if target == ForgetTarget():
             raise InvalidField("target", "must name a salt, a session or a prefix")
         for field in ("salt", "session_id"):
             value = getattr(target, field)
             if value is not None:
                 check_id(field, value)
-        executors = list(self._executors.values())
+        executors = list(self._state.executors.values())
         if target.prefix is not None:
-            executors = self.check_prefix("prefix", target.prefix)
-        forgetting = Forgetting(executors, target, self._events, self._executors)
+            executors = self._queries.check_prefix("prefix", target.prefix)
+        forgetting = Forgetting(executors, target, self._state.events, self._state.executors)
         if validate_only:
             return (yield from forgetting.steps(validate_only=True))
-        number = self._forgotten.begin(target)
+        number = self._state.forgotten.begin(target)
         for executor in executors:
             if executor.recovery is not None:
                 executor.recovery.forgotten.add(target)
-        self._forgetting.append(forgetting)
+        self._state.forgetting.append(forgetting)
         forgotten = yield from forgetting.steps(validate_only=False)
-        self._forgetting.remove(forgetting)
-        self._forgotten.end(number)
+        self._state.forgetting.remove(forgetting)
+        self._state.forgotten.end(number)
         return forgotten
 
     # Pools
@@ -129,9 +133,9 @@ class ManagerAdmin(ManagerMemory):
 
         What comes into use meanwhile without a free slot, as for a pin, goes once it is free again.
         """
-        self._now()
-        pool = self._pool(pool_id, "pool.pool_id")
-        executor = self._executors[pool.executor_id]
+        self._state.begin()
+        pool = self._state.pool(pool_id, "pool.pool_id")
+        executor = self._state.executors[pool.executor_id]
         if etag and etag != str(pool.share_number):
             raise StalePoolError("the pool has changed since", fields={"pool.etag": "is not the current one"})
         if not 1 <= total_blocks <= pool.spec.num_blocks:
@@ -139,7 +143,7 @@ class ManagerAdmin(ManagerMemory):
             limit = f"must be from 1 to the {pool.spec.num_blocks} slots of the pool{fixed}"
             raise InvalidField("pool.total_blocks", limit)
         self._check_memory(executor, pool, total_blocks)
-        floors = self._accounts.floors[TierKind.DEVICE]
+        floors = self._state.accounts.floors[TierKind.DEVICE]
         if total_blocks < min(floors, pool.device.total):
             raise PoolInUseError(
                 f"the floors of quotas are {floors} blocks together",
@@ -153,8 +157,8 @@ class ManagerAdmin(ManagerMemory):
             )
         if not validate_only:
             number = pool.share_number + 1
-            self._shares[pool_id] = PoolShare(pool_id, total_blocks, pool.spec.num_blocks, number)
-            self._tell(self._shares[pool_id])
+            self._state.shares[pool_id] = PoolShare(pool_id, total_blocks, pool.spec.num_blocks, number)
+            self._memory.tell(self._state.shares[pool_id])
             yield from pool.resize_in_steps(total_blocks)
         return pool.pool_view()
 
@@ -187,11 +191,11 @@ class ManagerAdmin(ManagerMemory):
 
     def create_rule_in_steps(self, spec: RetentionRule, *, validate_only: bool) -> Steps[tuple[RetentionRule, int]]:
         """As `create_rule`: the rule applies at once, and blocks are counted as they are met."""
-        self._now()
-        rule = self._rules.new(spec)
+        self._state.begin()
+        rule = self._state.rules.new(spec)
         if not validate_only:
-            self._rules.add(rule)
-            self._tell(rule.spec)
+            self._state.rules.add(rule)
+            self._memory.tell(rule.spec)
         made = rule.spec
         matching = yield from self._matching(Rule(made))
         return made, len(matching)
@@ -209,15 +213,15 @@ class ManagerAdmin(ManagerMemory):
         self, spec: RetentionRule, mask: tuple[str, ...], *, validate_only: bool
     ) -> Steps[tuple[RetentionRule, int, int]]:
         """As `update_rule`: the rule changes at once, and the leases that it has given change step by step."""
-        self._now()
-        changed = self._rules.changed(spec, mask)
-        rule = self._rules.get(spec.name)
+        self._state.begin()
+        changed = self._state.rules.changed(spec, mask)
+        rule = self._state.rules.get(spec.name)
         moved = rule.spec.match != changed.match
         if not validate_only:
-            self._rules.update(changed)
+            self._state.rules.update(changed)
             changed = rule.spec
-            self._tell(changed)
-        leased = self._leases.of_rule(rule.holder)
+            self._memory.tell(changed)
+        leased = self._state.leases.of_rule(rule.holder)
         matching = yield from self._matching(Rule(changed))
         if validate_only:
             return changed, len(leased), len(matching)
@@ -228,9 +232,9 @@ class ManagerAdmin(ManagerMemory):
                 if block is None:
                     continue
                 if wish is None or (moved and block not in matching):
-                    self._leases.revoke(lease.pool, block, rule.holder, RemovalCause.RULE_CHANGED)
+                    self._state.leases.revoke(lease.pool, block, rule.holder, RemovalCause.RULE_CHANGED)
                 else:
-                    self._leases.grant(lease.pool, block, wish)
+                    self._state.leases.grant(lease.pool, block, wish)
             yield
         return changed, len(leased), len(matching)
 
@@ -240,16 +244,16 @@ class ManagerAdmin(ManagerMemory):
 
     def delete_rule_in_steps(self, name: str, etag: str, *, validate_only: bool) -> Steps[int]:
         """As `delete_rule`: the rule gives no lease from now on, and those that it has given end step by step."""
-        self._now()
-        rule = self._rules.doomed(name, etag)
+        self._state.begin()
+        rule = self._state.rules.doomed(name, etag)
         if not validate_only:
-            self._rules.remove(rule)
-            self._tell(rule.spec)
-        leased = self._leases.of_rule(rule.holder)
+            self._state.rules.remove(rule)
+            self._memory.tell(rule.spec)
+        leased = self._state.leases.of_rule(rule.holder)
         for part in changes(() if validate_only else leased):
             for lease in part:
                 if lease.block is not None:
-                    self._leases.revoke(lease.pool, lease.block, rule.holder, RemovalCause.RULE_CHANGED)
+                    self._state.leases.revoke(lease.pool, lease.block, rule.holder, RemovalCause.RULE_CHANGED)
             yield
         return len(leased)
 
@@ -257,7 +261,7 @@ class ManagerAdmin(ManagerMemory):
         """Cached blocks that a rule is about."""
         match = rule.spec.match
         found: set[Block] = set()
-        for executor in list(self._executors.values()):
+        for executor in list(self._state.executors.values()):
             for pool in executor.pools:
                 meant: Iterable[Block]
                 if match.prefix_token_ids:
@@ -288,15 +292,15 @@ class ManagerAdmin(ManagerMemory):
 
     def set_quota_in_steps(self, quota: Quota, *, validate_only: bool) -> Steps[Quota]:
         """As `set_quota`: the quota is set at once, and cached blocks come to count against a new one step by step."""
-        self._now()
+        self._state.begin()
         self._check_quota(quota)
         if not validate_only:
-            account = self._accounts.set(quota)
-            self._tell(quota)
+            account = self._state.accounts.set(quota)
+            self._memory.tell(quota)
             if account is None:
                 yield from self._change_accounts([Account(quota).key])
             else:
-                for pool in self._selected(""):
+                for pool in self._state.pools():
                     for one in pool.tiers:
                         one.set_quota(account)
         return quota
@@ -307,11 +311,11 @@ class ManagerAdmin(ManagerMemory):
             floor, ceiling = getattr(quota, f"{tier}_floor"), getattr(quota, f"{tier}_ceiling")
             if ceiling is not None and ceiling < floor:
                 raise InvalidField(f"quota.{tier}_ceiling_blocks", "must not be less than the floor")
-        known = self._accounts.get(key)
-        for pool in self._selected(""):
+        known = self._state.accounts.get(key)
+        for pool in self._state.pools():
             for field, one in (("device_floor", pool.device), ("host_floor", pool.tiers[1])):
                 total, before = one.total, 0 if known is None else known.floor(one.kind)
-                floors = self._accounts.floors[one.kind] - before + getattr(quota, field)
+                floors = self._state.accounts.floors[one.kind] - before + getattr(quota, field)
                 own = getattr(quota, field)
                 if floors > total and own:
                     raise QuotaTooLargeError(
@@ -325,19 +329,19 @@ class ManagerAdmin(ManagerMemory):
 
     def delete_quota_in_steps(self, quota: Quota) -> Steps[None]:
         """As `delete_quota`: the quota ends at once, and cached blocks cease to count against it step by step."""
-        self._now()
+        self._state.begin()
         key = _account_key(quota)
-        if key not in self._accounts:
+        if key not in self._state.accounts:
             raise UnknownQuotaError("there is no quota of this account", fields={key[0]: "has no quota"})
-        self._accounts.remove(key)
-        self._tell(quota)
+        self._state.accounts.remove(key)
+        self._memory.tell(quota)
         yield from self._change_accounts([key])
 
     def hint(self, prefix: Prefix, hints: Hints, session_id: str | None) -> tuple[list[HintAnswer], list[Transfer]]:
         """Carries out hints about a cached prefix. Raises InvalidField, UnknownExecutorError."""
-        now = self._now()
+        now = self._state.begin()
         check_hints("hints", hints)
-        executors = self.check_prefix("prefix", prefix)
+        executors = self._queries.check_prefix("prefix", prefix)
         if session_id is None:
             # It holds the leases: senders without one would end each other's.
             check_id("hints.message_id", hints.message_id)
@@ -345,15 +349,15 @@ class ManagerAdmin(ManagerMemory):
             check_id("session_id", session_id)
         who = HINT + hints.message_id if session_id is None else SESSION + session_id
         prefixes = [(executor, keys_of(executor, prefix)) for executor in executors]
-        runner = HintRunner(prefixes, who, self.config, now)
+        runner = HintRunner(prefixes, who, self._state.config, now)
         return runner.run(hints), runner.transfers
 
     # Pins and holds
 
     def pin_prefix(self, prefix: Prefix, owner: str, duration: float, *, validate_only: bool) -> list[Pinned]:
         """Pins a cached prefix in each executor that has it. Raises InvalidField, UnknownExecutorError."""
-        now = self._now()
-        executors = self.check_prefix("prefix", prefix)
+        now = self._state.begin()
+        executors = self._queries.check_prefix("prefix", prefix)
         check_id("owner", owner)
         check_duration("duration", duration)
         pinned = []
@@ -365,12 +369,55 @@ class ManagerAdmin(ManagerMemory):
 
     def release_hold(self, name: str) -> int:
         """Ends a hold or pin; returns the blocks that may be taken now. Raises UnknownHoldError."""
-        self._now()
-        for executor in self._executors.values():
+        self._state.begin()
+        for executor in self._state.executors.values():
             hold = executor.holds.get(name)
             if hold is not None:
                 return executor.holds.release(hold)
         raise UnknownHoldError(f"no hold {name}", fields={"name": "is not known"})
+
+    # What an earlier manager knew
+
+    def restore(self, rules: Iterable[RetentionRule], quotas: Iterable[Quota], shares: Iterable[PoolShare]) -> None:
+        """Puts back what an earlier manager knew. What this one has heard since is newer and stays.
+
+        Rules and quotas apply from now on; very many cached blocks come to count against new quotas in later calls of
+        `expire`. A share of a pool that is there already applies when it fits, else from the
+        executor's next registration on.
+        """
+        self._state.begin()
+        for spec in rules:
+            self._state.rules.restore(spec)
+        new = [quota for quota in quotas if Account(quota).key not in self._state.accounts]
+        for quota in new:
+            self._state.accounts.set(quota)
+        if new:
+            self._state.carry_out(self._change_accounts([Account(quota).key for quota in new]))
+        new_shares = {share.pool_id: share for share in shares if share.pool_id not in self._state.shares}
+        self._state.shares |= new_shares
+        # What one pool gives up is what another gets.
+        known = [(pool, new_shares[pool.pool_id]) for pool in self._state.pools() if pool.pool_id in new_shares]
+        for pool, share in sorted(known, key=lambda pair: pair[1].total_blocks - pair[0].device.total):
+            if self._may_have(pool, share):
+                pool.resize(share.total_blocks)
+                pool.share_number = share.number
+
+    def _may_have(self, pool: Pool, share: PoolShare) -> bool:
+        executor, shrink = self._state.executors[pool.executor_id], pool.device.total - share.total_blocks
+        memory = executor.spec.memory_bytes
+        need = sum(one.device.total * one.spec.block_bytes for one in executor.pools) - shrink * pool.spec.block_bytes
+        possible = -pool.device.num_ready <= shrink <= pool.device.free_for(None)
+        return fits(pool, share) and possible and (memory is None or need <= memory)
+
+    def _change_accounts(self, keys: list[AccountKey]) -> Steps[None]:
+        """Accounts have come or gone."""
+        changing = [executor.change_accounts(keys) for executor in self._state.executors.values()]
+        # All first steps together: from then on nothing counts against the quotas of before.
+        for change in changing:
+            next(change, None)
+        for change in changing:
+            yield
+            yield from change
 
 
 def _beginning(pool: Pool, packed: bytes) -> Steps[list[Block]]:

@@ -1,6 +1,5 @@
-"""What operators, watchers and the store read of a manager. Nothing here changes anything."""
+"""What operators, watchers and the store read of a manager."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
@@ -10,28 +9,26 @@ from cachemgr.blocks.block import Block, Node
 from cachemgr.blocks.block_keys import pack
 from cachemgr.blocks.block_pool import Pool
 from cachemgr.blocks.block_record import BlockRecord
-from cachemgr.blocks.events import Event, EventLog, Snapshot
-from cachemgr.blocks.tier import Accounts, Tier
+from cachemgr.blocks.events import Event, Snapshot
+from cachemgr.blocks.tier import Tier
 from cachemgr.errors import (
     InvalidField,
-    StaleSchedulerError,
-    UnknownExecutorError,
-    UnknownPoolError,
-    UnknownSchedulerError,
     UnknownSequenceError,
-    VoidSequenceError,
 )
 from cachemgr.operators.explain import explain
 from cachemgr.operators.integrity import Part, check, parts
+from cachemgr.operators.operator_memory import Entry, PinRecord
+from cachemgr.operators.operator_memory import Kind as EntryKind
+from cachemgr.operators.pins import Hold
 from cachemgr.operators.purge import matches
 from cachemgr.operators.snapshot import SnapshotReader
+from cachemgr.operators.state import ManagerState
 from cachemgr.operators.state_dump import executor_state, line, rule_state, scheduler_state
 from cachemgr.operators.types import (
     BlockEstimate,
     BlockFilter,
     Explanation,
     HoldView,
-    PoolShare,
     PoolViolation,
     Prefix,
     PrefixView,
@@ -39,14 +36,12 @@ from cachemgr.operators.types import (
     Quota,
     RetentionRule,
 )
-from cachemgr.retention.leases import LeaseBook, leases_of
+from cachemgr.retention.leases import leases_of
 from cachemgr.retention.priority import MAX_PRIORITY
-from cachemgr.retention.rules import RuleBook
 from cachemgr.sequences import prefix_match as matching
-from cachemgr.sequences.admission import Admitter
 from cachemgr.sequences.admission_request import check_request
 from cachemgr.sequences.block_chain import all_of
-from cachemgr.sequences.clients import Executor, Scheduler, account_for
+from cachemgr.sequences.clients import Executor, account_for
 from cachemgr.sequences.estimates import while_running
 from cachemgr.sequences.sequence import Sequence
 from cachemgr.telemetry.counters import TokenMeter
@@ -56,7 +51,6 @@ from cachemgr.types import (
     AdmitRequest,
     BlockView,
     LeaseView,
-    ManagerConfig,
     PoolView,
     SchedulerEpoch,
     SequenceView,
@@ -70,44 +64,32 @@ from protos.kvcache.eviction import Kind
 MAX_TRANSFERS = 10_000
 
 
-class ManagerViews:
-    """The reading half of the cache manager; the other half owns the fields."""
+class Queries:
+    """All calls that read. Nothing here changes anything."""
 
-    epoch: int
-    _number: int
-    _scheduler_came: bool
-    _events: EventLog
-    _leases: LeaseBook
-    _schedulers: dict[str, Scheduler]
-    _rules: RuleBook
-    _admitter: Admitter
-    config: ManagerConfig
-    _accounts: Accounts
-    _shares: dict[str, PoolShare]
-    _executors: dict[str, Executor]
-    _sequences: dict[str, Sequence]
-    _evicted: Counter[Kind]
+    def __init__(self, state: ManagerState) -> None:
+        self._state = state
 
     def check_pool(self, pool_id: str = "") -> list[PoolViolation]:
         """Recounts a pool, or all of them, from scratch. Raises UnknownPoolError."""
-        pools = self._selected(pool_id)
-        return [violation for executor in self._executors.values() for violation in check(executor, pools)]
+        pools = self._state.pools(pool_id)
+        return [violation for executor in self._state.executors.values() for violation in check(executor, pools)]
 
     def check_pool_in_parts(self, pool_id: str = "") -> list[Callable[[], Iterator[PoolViolation | None]]]:
         """As `check_pool`, part by part, with None behind each small step.
 
         `fingerprint` must not change between the steps of a part, and may between two parts.
         """
-        pools = self._selected(pool_id)
+        pools = self._state.pools(pool_id)
         return [
             partial(self._check_part, executor, part)
-            for executor in self._executors.values()
+            for executor in self._state.executors.values()
             for part in parts(executor, pools)
         ]
 
     def _check_part(self, executor: Executor, part: Part) -> Iterator[PoolViolation | None]:
         # One that has gone meanwhile has nothing to contradict itself; its pools may be another epoch's.
-        if self._executors.get(executor.executor_id) is executor:
+        if self._state.executors.get(executor.executor_id) is executor:
             yield from part()
 
     def fingerprint(self) -> object:
@@ -116,41 +98,44 @@ class ManagerViews:
         So do the tokens of a sequence that goes on within its last block: else it would change with every step.
         """
         return (
-            self._number,
-            self._events.last,
-            [(one.handle, one.computed // one.block_size, one.num_blocks) for one in self._sequences.values()],
-            [(one.executor_id, one.epoch, len(one.tickets), len(list(one.holds))) for one in self._executors.values()],
+            self._state.number,
+            self._state.events.last,
+            [(one.handle, one.computed // one.block_size, one.num_blocks) for one in self._state.sequences.values()],
+            [
+                (one.executor_id, one.epoch, len(one.tickets), len(list(one.holds)))
+                for one in self._state.executors.values()
+            ],
             [
                 (pool.uses, pool.honoured_leases, pool.broken_leases, pool.share_number, len(pool.pending))
-                for pool in self._selected("")
+                for pool in self._state.pools()
             ],
             [
                 (tier.used, tier.cached, tier.owed, len(tier.shares), tier.protected)
-                for pool in self._selected("")
+                for pool in self._state.pools()
                 for tier in pool.tiers
             ],
         )
 
     def pools(self) -> list[PoolView]:
         """All pools by name."""
-        return [pool.pool_view() for pool in self._selected("")]
+        return [pool.pool_view() for pool in self._state.pools()]
 
     def pool(self, pool_id: str) -> PoolView:
         """One pool. Raises UnknownPoolError."""
-        return self._pool(pool_id).pool_view()
+        return self._state.pool(pool_id).pool_view()
 
     def pool_to_read(self, pool_id: str) -> Pool:
         """One pool itself, for who changes nothing of it. Raises UnknownPoolError."""
-        return self._pool(pool_id)
+        return self._state.pool(pool_id)
 
     def blocks(self, pool_id: str, after_place: int = 0) -> Iterator[tuple[int, BlockView]]:
         """Used and cached blocks with their places, the device first. Raises UnknownPoolError."""
-        pool = self._pool(pool_id)
+        pool = self._state.pool(pool_id)
         return ((block.slot, pool.view(block)) for block in _from(pool, after_place) if block is not None)
 
     def search_blocks(self, pool_id: str, after_place: int = 0) -> Iterator[tuple[int, BlockView] | None]:
         """As `blocks`, with None for each empty slot."""
-        pool = self._pool(pool_id)
+        pool = self._state.pool(pool_id)
         return (None if block is None else (block.slot, pool.view(block)) for block in _from(pool, after_place))
 
     def filtered_blocks(self, selected: BlockFilter, after_place: int = 0) -> Iterator[tuple[int, BlockView] | None]:
@@ -186,18 +171,18 @@ class ManagerViews:
         self, pool_id: str, holder: str, after_place: int = 0
     ) -> Iterator[tuple[int, BlockView, LeaseView] | None]:
         """As `leases`, with None behind each slot."""
-        pool = self._pool(pool_id)
+        pool = self._state.pool(pool_id)
         for block in _from(pool, after_place):
             if block is not None:
                 for lease in leases_of(block):
                     if holder in ("", lease.wish.holder):
-                        yield block.slot, pool.view(block), self._leases.view(lease)
+                        yield block.slot, pool.view(block), self._state.leases.view(lease)
             yield None
 
     def holds(self, owner: str = "") -> Iterator[HoldView]:
         """Holds and pins, each by owner, oldest first."""
-        now = self._leases.now
-        for _, executor in sorted(self._executors.items()):
+        now = self._state.leases.now
+        for _, executor in sorted(self._state.executors.items()):
             for hold in executor.holds:
                 domain = hold.blocks[0][1].domain if hold.blocks else None
                 salt = None if domain is None else domain.salt
@@ -211,28 +196,28 @@ class ManagerViews:
 
         None while steps of sequences of before may read and write slots that have been free since.
         """
-        executor = self._executors.get(executor_id)
-        if executor is None or any(one.may_write_to_lost(executor) for one in self._schedulers.values()):
+        executor = self._state.executors.get(executor_id)
+        if executor is None or any(one.may_write_to_lost(executor) for one in self._state.schedulers.values()):
             return []
         transfers = (ticket.transfer for ticket in executor.tickets.values() if ticket.scheduler is None)
         return list(islice(transfers, MAX_TRANSFERS))
 
     def scheduler_ids(self) -> list[str]:
         """Schedulers whose lease has not ended."""
-        return list(self._schedulers)
+        return list(self._state.schedulers)
 
     def rules(self) -> list[RetentionRule]:
         """Rules in the order in which they are asked."""
-        return [rule.spec for rule in self._rules]
+        return [rule.spec for rule in self._state.rules]
 
     def rule(self, name: str) -> RetentionRule:
         """One rule. Raises UnknownRuleError."""
-        return self._rules.get(name).spec
+        return self._state.rules.get(name).spec
 
     def quotas(self) -> Iterator[tuple[Quota, str, int, int]]:
         """Quotas by account, with the device and host blocks that each pool has of it; an empty name for no pool."""
-        for _, account in sorted(self._accounts.items()):
-            pools = self._selected("")
+        for _, account in sorted(self._state.accounts.items()):
+            pools = self._state.pools()
             for pool in pools:
                 device, host = (tier.blocks_of(account) for tier in pool.tiers[:2])
                 yield account.quota, pool.pool_id, device, host
@@ -241,37 +226,66 @@ class ManagerViews:
 
     def account_of(self, tenant_id: str | None, salt: str | None) -> AccountKey | None:
         """The account that blocks of a tenant under a salt count against; None when there is no quota."""
-        account = account_for(self._accounts, tenant_id, salt)
+        account = account_for(self._state.accounts, tenant_id, salt)
         return None if account is None else account.key
+
+    def entries(self, kind: EntryKind, executor_id: str = "") -> Iterator[Entry]:
+        """All entries of a kind; pins only of one executor, oldest first."""
+        match kind:
+            case EntryKind.RULE:
+                yield from self.rules()
+            case EntryKind.QUOTA:
+                yield from (account.quota for account in self._state.accounts.values())
+            case EntryKind.SHARE:
+                yield from self._state.shares.values()
+            case EntryKind.PIN:
+                executor = self._state.executors.get(executor_id)
+                for hold in () if executor is None else executor.holds:
+                    if hold.pin:
+                        yield _pin_record(hold, self._state.leases.now)
+
+    def entry(self, kind: EntryKind, name: str, executor_id: str = "") -> Entry | None:
+        """One entry as it is now, None when there is none."""
+        match kind:
+            case EntryKind.RULE:
+                return self.rule(name) if name in self._state.rules else None
+            case EntryKind.QUOTA:
+                field, _, account = name.partition("/")
+                found = self._state.accounts.get((field, account))
+                return None if found is None else found.quota
+            case EntryKind.SHARE:
+                return self._state.shares.get(name)
+            case EntryKind.PIN:
+                executor = self._state.executors.get(executor_id)
+                hold = None if executor is None else executor.holds.get(name)
+                return None if hold is None else _pin_record(hold, self._state.leases.now)
 
     def tiers(self, pool_id: str) -> list[Tier]:
         """The tiers of a pool, with what happened in them. Raises UnknownPoolError."""
-        return [tier for tier in self._pool(pool_id).tiers if tier.size]
+        return [tier for tier in self._state.pool(pool_id).tiers if tier.size]
 
     def backups(self, pool_id: str) -> int:
         """Blocks of a pool's device that lie one tier below, too. Raises UnknownPoolError."""
-        return len(self._pool(pool_id).backups.places)
+        return len(self._state.pool(pool_id).backups.places)
 
     def meter(self, pool_id: str) -> TokenMeter:
         """Lookups in a pool. Raises UnknownPoolError."""
-        return self._pool(pool_id).tokens
+        return self._state.pool(pool_id).tokens
 
     @property
     def now(self) -> float:
         """The time of the last call that changed something."""
-        return self._leases.now
+        return self._state.leases.now
 
     def ghosts(self, executor_id: str, since: float | None = None) -> tuple[GhostReport, PoolView] | None:
         """What ghost caches tell from about a time on, and of which pool; None without. Raises UnknownExecutorError."""
-        executor = self._executors.get(executor_id)
-        if executor is None:
-            raise unknown_executor(executor_id)
+        executor = self._state.executor(executor_id)
         ghosts = executor.ghosts
         return None if ghosts is None else (ghosts.report(since), ghosts.pool.pool_view())
 
     def lease_counts(self, pool_id: str) -> tuple[int, int]:
         """Leases of a pool that ended as they should, and that broke. Raises UnknownPoolError."""
-        pool = self._pool(pool_id)
+        pool = self._state.pool(pool_id)
         return pool.honoured_leases, pool.broken_leases
 
     def explain(self, prefix: Prefix, group: int) -> list[Explanation]:
@@ -284,14 +298,14 @@ class ManagerViews:
                 continue
             sequence = Sequence.probe(executor, prefix)
             cached = matching.find(sequence, matching.Partial.COPY).tokens
-            found.append(explain(executor, executor.pools[group], prefix, cached, self._leases))
+            found.append(explain(executor, executor.pools[group], prefix, cached, self._state.leases))
         if group and not found:
             raise InvalidField("group", "is in no executor")
         return found
 
     def explain_sequence(self, sequence_id: str, group: int) -> list[Explanation]:
         """As `explain`, about the tokens of a live sequence. Raises UnknownSequenceError."""
-        sequence = self._sequences.get(sequence_id)
+        sequence = self._state.sequences.get(sequence_id)
         if sequence is None:
             raise UnknownSequenceError(f"no sequence {sequence_id}", fields={"sequence_id": "is not known"})
         domain, executor_id = sequence.domain, sequence.executor.executor_id
@@ -300,22 +314,20 @@ class ManagerViews:
 
     def sequences(self, after_handle: int = 0) -> Iterator[SequenceView]:
         """Live sequences by handle."""
-        for sequence in list(self._sequences.values()):
+        for sequence in list(self._state.sequences.values()):
             if sequence.handle > after_handle:
                 yield sequence.view()
 
     def evicted_sequences(self) -> dict[Kind, int]:
         """Sequences that have begun to evict tokens, by the kind of their policy."""
-        return dict(self._evicted)
+        return dict(self._state.evicted)
 
     def preview(self, request: AdmitRequest, max_new_tokens: int) -> Preview:
         """What an admission would do; changes nothing. Raises as `admit`, but for sequences that exist."""
         tokens = check_request(request)
-        scheduler = self._scheduler(request.scheduler_id, request.scheduler_epoch)
-        executor = self._executors.get(request.executor_id)
-        if executor is None:
-            raise unknown_executor(request.executor_id)
-        return self._admitter.preview(request, tokens, scheduler, executor, max_new_tokens)
+        scheduler = self._state.scheduler(request.scheduler_id, request.scheduler_epoch)
+        executor = self._state.executor(request.executor_id)
+        return self._state.admitter.preview(request, tokens, scheduler, executor, max_new_tokens)
 
     def estimate(
         self, caller: SchedulerEpoch, sequence_id: str, step_tokens: int | None, max_new_tokens: int
@@ -324,7 +336,7 @@ class ManagerViews:
 
         Raises UnknownSchedulerError, StaleSchedulerError, InvalidField, UnknownSequenceError, VoidSequenceError.
         """
-        sequence = self._live(caller, sequence_id)
+        sequence = self._state.live_sequence(caller, sequence_id)
         if step_tokens is not None and step_tokens < 1:
             raise InvalidField("step_tokens", "must be at least 1")
         if step_tokens is None:
@@ -346,8 +358,8 @@ class ManagerViews:
         """Pools that a filter is about, each with the only blocks that its prefix leaves."""
         found: list[tuple[Pool, set[Block] | None]] = []
         self.check_filter(selected)
-        pools = self._selected(selected.pool_id, field)
-        for executor in self._executors.values():
+        pools = self._state.pools(selected.pool_id, field)
+        for executor in self._state.executors.values():
             for pool in executor.pools:
                 if pool not in pools:
                     continue
@@ -369,15 +381,12 @@ class ManagerViews:
             check_id(f"{path}.salt", prefix.salt)
         check_extra_keys(f"{path}.extra_keys", prefix.extra_keys, len(prefix.token_ids))
         if not prefix.executor_id:
-            return list(self._executors.values())
-        executor = self._executors.get(prefix.executor_id)
-        if executor is None:
-            raise unknown_executor(prefix.executor_id, f"{path}.executor_id")
-        return [executor]
+            return list(self._state.executors.values())
+        return [self._state.executor(prefix.executor_id, f"{path}.executor_id")]
 
     def records(self, executor_id: str) -> Iterator[BlockRecord]:
         """Every indexed block of an executor by place, as it is when it is asked for; nothing for an unknown one."""
-        executor = self._executors.get(executor_id)
+        executor = self._state.executors.get(executor_id)
         for pool in executor.pools if executor is not None else ():
             yield from pool.records()
 
@@ -394,89 +403,45 @@ class ManagerViews:
         """
         yield line(
             "manager",
-            epoch=self.epoch,
-            now=self._leases.now,
-            number=self._number,
-            last_event=self._events.last,
-            scheduler_came=self._scheduler_came,
+            epoch=self._state.epoch,
+            now=self._state.leases.now,
+            number=self._state.number,
+            last_event=self._state.events.last,
+            scheduler_came=self._state.scheduler_came,
         )
         yield (rule_state(spec) for spec in self.rules())
-        quotas = [account.quota for _, account in sorted(self._accounts.items())]
+        quotas = [account.quota for _, account in sorted(self._state.accounts.items())]
         yield (line("quota", **asdict(quota)) for quota in quotas)
-        for _, share in sorted(self._shares.items()):
+        for _, share in sorted(self._state.shares.items()):
             yield line("share", **share._asdict())
-        for _, scheduler in sorted(self._schedulers.items()):
+        for _, scheduler in sorted(self._state.schedulers.items()):
             yield scheduler_state(scheduler)
-        for _, executor in sorted(self._executors.items()):
+        for _, executor in sorted(self._state.executors.items()):
             yield from executor_state(executor)
 
     @property
     def last_event(self) -> int:
         """Number of the newest event, 0 before the first."""
-        return self._events.last
+        return self._state.events.last
 
     def snapshot(self) -> Snapshot:
         """The cache at `last_event`."""
-        return self._events.snapshot(change for pool in self._selected("") for change in pool.state())
+        return self._state.events.snapshot(change for pool in self._state.pools() for change in pool.state())
 
     def views_in_slices(self) -> SnapshotReader:
         """Reads the cache for a watcher, slice by slice."""
-        return SnapshotReader(self._events, self._leases, lambda: self._selected(""))
+        return SnapshotReader(self._state.events, self._state.leases, self._state.pools)
 
     def events_after(self, number: int, limit: int = 1000) -> list[Event]:
         """Events number+1, number+2, … as many as there are. Raises EventsGoneError."""
-        return self._events.after(number, limit)
-
-    def _selected(self, pool_id: str, field: str = "pool_id") -> list[Pool]:
-        if pool_id:
-            return [self._pool(pool_id, field)]
-        return sorted(
-            (pool for executor in self._executors.values() for pool in executor.pools), key=lambda pool: pool.pool_id
-        )
-
-    def _pool(self, pool_id: str, field: str = "pool_id") -> Pool:
-        for executor in self._executors.values():
-            for pool in executor.pools:
-                if pool.pool_id == pool_id:
-                    return pool
-        raise UnknownPoolError(f"no pool {pool_id}", fields={field: "is not known"})
-
-    def _scheduler(self, scheduler_id: str, scheduler_epoch: int) -> Scheduler:
-        scheduler = self._schedulers.get(scheduler_id)
-        if scheduler is None:
-            raise UnknownSchedulerError(
-                f"scheduler {scheduler_id} is not registered", fields={"scheduler_id": "is not registered"}
-            )
-        if scheduler.epoch != scheduler_epoch:
-            raise StaleSchedulerError(
-                f"scheduler {scheduler_id} is registered with another epoch",
-                fields={"scheduler_epoch": f"is not {scheduler.epoch}"},
-            )
-        return scheduler
-
-    def _own(self, caller: SchedulerEpoch, sequence_id: str) -> Sequence | None:
-        """A sequence of the caller; None for one that is not known, or another scheduler's.
-
-        Raises UnknownSchedulerError, StaleSchedulerError.
-        """
-        scheduler = self._scheduler(*caller)
-        sequence = self._sequences.get(sequence_id)
-        return sequence if sequence is not None and sequence.scheduler is scheduler else None
-
-    def _live(self, caller: SchedulerEpoch, sequence_id: str, field: str = "sequence_id") -> Sequence:
-        sequence = self._own(caller, sequence_id)
-        if sequence is None:
-            raise UnknownSequenceError(f"no sequence {sequence_id}", fields={field: "is not known"})
-        if sequence.void:
-            raise VoidSequenceError(
-                f"sequence {sequence_id} can only be released", fields={field: "names one that can only be released"}
-            )
-        return sequence
+        return self._state.events.after(number, limit)
 
 
-def unknown_executor(executor_id: str, field: str = "executor_id") -> UnknownExecutorError:
-    """What is raised where an executor is named that is not registered."""
-    return UnknownExecutorError(f"executor {executor_id} is not registered", fields={field: "is not registered"})
+def _pin_record(hold: Hold, now: float) -> PinRecord:
+    ((owner, end),) = hold.owners.items()
+    blocks = tuple((pool.spec.group, block.key) for pool, block in hold.blocks)
+    # Below 0 until it is noticed that the time is over: its end is what it was.
+    return PinRecord(hold.name, owner, end - now, blocks)
 
 
 def _from(pool: Pool, after_place: int) -> Iterator[Block | None]:

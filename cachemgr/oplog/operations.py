@@ -19,8 +19,8 @@ from cachemgr.blocks.block_record import BlockRecord
 from cachemgr.blocks.steps import Steps, at_once
 from cachemgr.errors import InvalidField, ManagerFailedError
 from cachemgr.manager import CacheManager
+from cachemgr.operators.operator_memory import PinRecord
 from cachemgr.oplog.writer import END_EPOCH, END_RECOVERY, GO_ON, PUT_BACK, OperationLog
-from cachemgr.persistence.operator_records import PinRecord
 from cachemgr.rpc import convert, convert_admin
 from cachemgr.rpc.slices import SLICE_SECONDS
 from cachemgr.types import ExecutorSpec, SchedulerEpoch
@@ -247,8 +247,8 @@ def _renew_executor(manager: CacheManager, request: pb.RenewExecutorRequest) -> 
     return pb.RenewExecutorResponse(
         manager_epoch=manager.epoch,
         lease_duration=_lease(manager),
-        transfers=convert.transfers(manager.executor_transfers(request.executor_id)),
-        scheduler_ids=manager.scheduler_ids(),
+        transfers=convert.transfers(manager.queries.executor_transfers(request.executor_id)),
+        scheduler_ids=manager.queries.scheduler_ids(),
     )
 
 
@@ -304,7 +304,7 @@ def _confirm(manager: CacheManager, request: pb.ConfirmTransfersRequest) -> pb.C
 
 def _purge(manager: CacheManager, request: pb.PurgeBlocksRequest) -> Steps[pb.PurgeBlocksResponse]:
     selected = convert_admin.block_filter(request.filter)
-    purged = yield from manager.purge_in_steps(
+    purged = yield from manager.operators.purge_in_steps(
         selected, validate_only=request.validate_only, skip_used=request.skip_used
     )
     return pb.PurgeBlocksResponse(purged_blocks=purged.purged_blocks, used_blocks=purged.used_blocks)
@@ -312,7 +312,7 @@ def _purge(manager: CacheManager, request: pb.PurgeBlocksRequest) -> Steps[pb.Pu
 
 def _forget(manager: CacheManager, request: pb.ForgetBlocksRequest) -> Steps[pb.ForgetBlocksResponse]:
     target = convert_admin.forget_target(request)
-    forgotten = yield from manager.forget_in_steps(target, validate_only=request.validate_only)
+    forgotten = yield from manager.operators.forget_in_steps(target, validate_only=request.validate_only)
     return convert_admin.forgotten(forgotten)
 
 
@@ -330,7 +330,7 @@ def _update_pool(manager: CacheManager, request: pb.UpdatePoolRequest) -> Steps[
     if not request.pool.pool_id:
         raise InvalidField("pool.pool_id", "must name a pool as ListPools gives it")
     given = request.pool
-    view = yield from manager.update_pool_in_steps(
+    view = yield from manager.operators.update_pool_in_steps(
         given.pool_id, given.total_blocks, given.etag, validate_only=request.validate_only
     )
     return pb.UpdatePoolResponse(pool=convert.pool(view))
@@ -340,14 +340,14 @@ def _create_rule(
     manager: CacheManager, request: pb.CreateRetentionRuleRequest
 ) -> Steps[pb.CreateRetentionRuleResponse]:
     given = convert_admin.rule(request.rule)
-    rule, matching = yield from manager.create_rule_in_steps(given, validate_only=request.validate_only)
+    rule, matching = yield from manager.operators.create_rule_in_steps(given, validate_only=request.validate_only)
     return pb.CreateRetentionRuleResponse(rule=convert_admin.rule_message(rule), matching_blocks=matching)
 
 
 def _update_rule(
     manager: CacheManager, request: pb.UpdateRetentionRuleRequest
 ) -> Steps[pb.UpdateRetentionRuleResponse]:
-    rule, leases, matching = yield from manager.update_rule_in_steps(
+    rule, leases, matching = yield from manager.operators.update_rule_in_steps(
         convert_admin.rule(request.rule), _paths(request.update_mask), validate_only=request.validate_only
     )
     return pb.UpdateRetentionRuleResponse(
@@ -358,41 +358,47 @@ def _update_rule(
 def _delete_rule(
     manager: CacheManager, request: pb.DeleteRetentionRuleRequest
 ) -> Steps[pb.DeleteRetentionRuleResponse]:
-    ended = yield from manager.delete_rule_in_steps(request.name, request.etag, validate_only=request.validate_only)
+    ended = yield from manager.operators.delete_rule_in_steps(
+        request.name, request.etag, validate_only=request.validate_only
+    )
     return pb.DeleteRetentionRuleResponse(ended_leases=ended)
 
 
 def _set_quota(manager: CacheManager, request: pb.SetQuotaRequest) -> Steps[pb.SetQuotaResponse]:
     given = convert_admin.quota(request.quota)
-    quota = yield from manager.set_quota_in_steps(given, validate_only=request.validate_only)
+    quota = yield from manager.operators.set_quota_in_steps(given, validate_only=request.validate_only)
     return pb.SetQuotaResponse(quota=convert_admin.quota_message(quota))
 
 
 def _delete_quota(manager: CacheManager, request: pb.DeleteQuotaRequest) -> Steps[pb.DeleteQuotaResponse]:
-    yield from manager.delete_quota_in_steps(convert_admin.account(request))
+    yield from manager.operators.delete_quota_in_steps(convert_admin.account(request))
     return pb.DeleteQuotaResponse()
 
 
 def _pin(manager: CacheManager, request: pb.PinPrefixRequest) -> pb.PinPrefixResponse:
     seconds = convert.seconds(request.duration)
     prefix = convert_admin.prefix(request.prefix)
-    return convert_admin.pinned(manager.pin_prefix(prefix, request.owner, seconds, validate_only=request.validate_only))
+    return convert_admin.pinned(
+        manager.operators.pin_prefix(prefix, request.owner, seconds, validate_only=request.validate_only)
+    )
 
 
 def _release_hold(manager: CacheManager, request: pb.ReleaseHoldRequest) -> pb.ReleaseHoldResponse:
-    return pb.ReleaseHoldResponse(freed_blocks=manager.release_hold(request.name))
+    return pb.ReleaseHoldResponse(freed_blocks=manager.operators.release_hold(request.name))
 
 
 def _hint(manager: CacheManager, request: pb.SendHintsRequest) -> pb.SendHintsResponse:
     session_id = request.session_id if request.HasField("session_id") else None
-    answers, begun = manager.hint(convert_admin.prefix(request.prefix), convert.hints(request.hints), session_id)
+    answers, begun = manager.operators.hint(
+        convert_admin.prefix(request.prefix), convert.hints(request.hints), session_id
+    )
     return pb.SendHintsResponse(
         answers=[convert.hint_answer(answer) for answer in answers], transfers=convert.transfers(begun)
     )
 
 
 def _restore_operators(manager: CacheManager, request: pb.RememberedOperators) -> Message:
-    manager.restore_operators(
+    manager.operators.restore(
         [convert_admin.rule(rule) for rule in request.rules],
         [convert_admin.quota(quota) for quota in request.quotas],
         [convert_admin.share(share) for share in request.shares],

@@ -93,8 +93,8 @@ def report(path: Path) -> str:
     lines += [
         f"pool {pool.pool_id}: {pool.used_blocks} used, {pool.cached_blocks} cached, {pool.free_blocks} free"
         f" of {pool.total_blocks} blocks"
-        for pool in manager.pools()
+        for pool in manager.queries.pools()
     ]
-    lines += [f"violation in {one.pool_id}, slot {one.slot}: {one.message}" for one in manager.check_pool()]
-    lines.append(f"state {state_hash(manager.state())}")
+    lines += [f"violation in {one.pool_id}, slot {one.slot}: {one.message}" for one in manager.queries.check_pool()]
+    lines.append(f"state {state_hash(manager.queries.state())}")
     return "\n".join(lines)

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from typing import NamedTuple
 
 from cachemgr.blocks.block_record import BlockRecord, LeaseRecord, RecordError, decode, encode_place
-from cachemgr.persistence.operator_records import Entry, PinRecord, entry_name
+from cachemgr.operators.operator_memory import Entry, PinRecord, entry_name
 from cachemgr.persistence.write_queue import Place
 from cachemgr.rpc.slices import sliced
 

@@ -43,9 +43,9 @@ class EventStream:
 
     def _next(self) -> list[Event]:
         try:
-            return self._manager().events_after(self._last, _CHUNK)
+            return self._manager().queries.events_after(self._last, _CHUNK)
         except EventsGoneError as error:
-            return self._manager().events_after(int(error.metadata["oldest"]) - 1, _CHUNK)
+            return self._manager().queries.events_after(int(error.metadata["oldest"]) - 1, _CHUNK)
 
     def _fields(self, event: Event) -> dict[Any, Any]:
         block = event.block

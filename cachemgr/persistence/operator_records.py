@@ -5,13 +5,12 @@ Times of pins are those of the executor's clock, as in `cachemgr/persistence/lea
 
 from __future__ import annotations
 
-import enum
 import re
-from typing import NamedTuple
 
 from google.protobuf.message import DecodeError, Message
 
 from cachemgr.blocks.block_record import RecordError
+from cachemgr.operators.operator_memory import Entry, Kind, PinRecord, entry_name
 from cachemgr.operators.types import PoolShare, Quota, RetentionRule
 from cachemgr.retention.rules import check_spec
 from cachemgr.rpc import convert_admin
@@ -21,40 +20,6 @@ from protos.rpc.errors import ServiceError
 _VERSION = b"\x01"
 _DIGEST_BYTES = 32
 _PIN_NAME = re.compile(r"pin-[0-9]{1,19}")
-
-
-class Kind(enum.Enum):
-    """What there is, by the last part of the name of its hash in Redis. Pins have a hash per executor."""
-
-    RULE = "rules"
-    QUOTA = "quotas"
-    SHARE = "shares"
-    PIN = "pins"
-
-
-class PinRecord(NamedTuple):
-    """A pin; `remaining` in seconds, `blocks` as groups and keys, root first."""
-
-    name: str
-    owner: str
-    remaining: float
-    blocks: tuple[tuple[int, bytes], ...]
-
-    @property
-    def number(self) -> int:
-        """Pins are numbered as they are made."""
-        return int(self.name.partition("-")[2])
-
-
-Entry = RetentionRule | Quota | PoolShare | PinRecord
-
-
-def entry_name(entry: Entry) -> str:
-    """The field of its hash."""
-    if isinstance(entry, Quota):
-        field = "tenant_id" if entry.tenant_id is not None else "salt"
-        return f"{field}/{getattr(entry, field)}"
-    return entry.pool_id if isinstance(entry, PoolShare) else entry.name
 
 
 def to_message(entry: Entry) -> Message:

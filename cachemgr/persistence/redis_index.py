@@ -19,13 +19,13 @@ from redis.asyncio.client import Pipeline
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from cachemgr.blocks.block_record import BlockRecord, encode, encode_place
+from cachemgr.operators.operator_memory import Kind, PinRecord
 from cachemgr.persistence.absent_executors import Absences
 from cachemgr.persistence.consistency import Difference, compare_blocks
 from cachemgr.persistence.event_stream import EventStream
 from cachemgr.persistence.index_reading import Reading
 from cachemgr.persistence.lease_clock import StoreClocks, at_rest, pin_awake
 from cachemgr.persistence.loss_detection import OPERATORS, MarkedWrites, clock_key
-from cachemgr.persistence.operator_records import Kind, PinRecord
 from cachemgr.persistence.operator_state import OperatorSource, OperatorStore
 from cachemgr.persistence.redis_client import UNAVAILABLE, executor_key, operators_key, reason
 from cachemgr.persistence.write_queue import Changes, Current, Place, WriteBehind

@@ -133,6 +133,10 @@ class RuleBook:
             raise UnknownRuleError(f"no rule {name}", fields={field: "is not known"})
         return rule
 
+    def is_deleted(self, holder: str) -> bool:
+        """Whether a lease's holder is a rule that is gone: blocks may have been remembered before."""
+        return holder.startswith(RULE) and holder.removeprefix(RULE) not in self._rules
+
     def for_request(self, request: AdmitRequest, tokens: array[int]) -> list[Rule]:
         """Rules that are about a request with these tokens, in order."""
         if not self._groups:

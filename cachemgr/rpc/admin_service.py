@@ -41,10 +41,10 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         manager = self._manager
         found = [
             one
-            for part in manager.check_pool_in_parts(request.pool_id)
-            for one in await steady(part, manager.fingerprint)
+            for part in manager.queries.check_pool_in_parts(request.pool_id)
+            for one in await steady(part, manager.queries.fingerprint)
         ]
-        pools = [self._manager.pool(request.pool_id)] if request.pool_id else self._manager.pools()
+        pools = [self._manager.queries.pool(request.pool_id)] if request.pool_id else self._manager.queries.pools()
         differences = None
         if request.compare_with_store:
             differences = await self._store.compare(dict.fromkeys(pool.executor_id for pool in pools))
@@ -62,7 +62,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         """Pools by name."""
         limit = paging.page_limit(request.page_size)
         after = paging.decode_token("pools", request.page_token)
-        rest = (view for view in self._manager.pools() if view.pool_id > after)
+        rest = (view for view in self._manager.queries.pools() if view.pool_id > after)
         page, token = paging.cut(rest, limit, "pools", lambda view: view.pool_id)
         return pb.ListPoolsResponse(
             pools=[tenancy.pool_seen(convert.pool(view)) for view in page], next_page_token=token
@@ -70,7 +70,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
 
     async def GetPool(self, request: pb.GetPoolRequest, context: Any) -> pb.GetPoolResponse:
         """One pool."""
-        found = convert.pool(self._manager.pool(_required_pool(request.pool_id)))
+        found = convert.pool(self._manager.queries.pool(_required_pool(request.pool_id)))
         return pb.GetPoolResponse(pool=tenancy.pool_seen(found))
 
     async def ListBlocks(self, request: pb.ListBlocksRequest, context: Any) -> pb.ListBlocksResponse:
@@ -80,9 +80,9 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         pool_id = _required_pool(request.pool_id)
         rest: Iterable[tuple[int, BlockView] | None]
         if request.HasField("filter"):
-            rest = self._manager.filtered_blocks(_in_pool(request.filter, pool_id), after)
+            rest = self._manager.queries.filtered_blocks(_in_pool(request.filter, pool_id), after)
         else:
-            rest = self._manager.search_blocks(pool_id, after)
+            rest = self._manager.queries.search_blocks(pool_id, after)
         seen = (item if item is not None and tenancy.sees(item[1].domain) else None for item in rest)
         page, token = await paging.cut_in_slices(seen, limit, "blocks", _place)
         blocks = [convert.block(view, token_ids=request.include_token_ids) for _, view in page]
@@ -92,7 +92,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         """Chains by the place of their last block."""
         limit = paging.page_limit(request.page_size)
         after = paging.decode_number("prefixes", request.page_token)
-        rest = self._manager.prefixes(_in_pool(request.filter, _required_pool(request.pool_id)), after)
+        rest = self._manager.queries.prefixes(_in_pool(request.filter, _required_pool(request.pool_id)), after)
         seen = (view if view is not None and tenancy.sees(view.last_block.domain) else None for view in rest)
         page, token = await paging.cut_in_slices(seen, limit, "prefixes", lambda view: view.place)
         return pb.ListPrefixesResponse(
@@ -105,7 +105,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         after = paging.decode_number("leases", request.page_token)
         found: list[pb.BlockLease] = []
         last, more = after, False
-        leases = self._manager.search_leases(_required_pool(request.pool_id), request.holder, after)
+        leases = self._manager.queries.search_leases(_required_pool(request.pool_id), request.holder, after)
         async for part in sliced(leases):
             for place, view, lease in (item for item in part if item is not None and tenancy.sees(item[1].domain)):
                 if len(found) >= limit and place != last:
@@ -120,7 +120,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
 
     async def ListHolds(self, request: pb.ListHoldsRequest, context: Any) -> pb.ListHoldsResponse:
         """Holds and pins."""
-        seen = sorted(filter(tenancy.sees_hold, self._manager.holds(request.owner)), key=_hold_key)
+        seen = sorted(filter(tenancy.sees_hold, self._manager.queries.holds(request.owner)), key=_hold_key)
         page, token = await _keyed(seen, _hold_key, (str, int, str), request, "holds")
         return pb.ListHoldsResponse(holds=[convert_admin.hold(view) for view in page], next_page_token=token)
 
@@ -128,19 +128,19 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         self, request: pb.ListRetentionRulesRequest, context: Any
     ) -> pb.ListRetentionRulesResponse:
         """Rules in the order in which they are asked."""
-        seen = filter(tenancy.sees_rule, self._manager.rules())
+        seen = filter(tenancy.sees_rule, self._manager.queries.rules())
         page, token = await _keyed(seen, _rule_key, (int, str), request, "rules")
         rules = [convert_admin.rule_message(rule) for rule in page]
         return pb.ListRetentionRulesResponse(rules=rules, next_page_token=token)
 
     async def GetRetentionRule(self, request: pb.GetRetentionRuleRequest, context: Any) -> pb.GetRetentionRuleResponse:
         """One rule."""
-        rule = tenancy.rule_seen(self._manager.rule(request.name))
+        rule = tenancy.rule_seen(self._manager.queries.rule(request.name))
         return pb.GetRetentionRuleResponse(rule=convert_admin.rule_message(rule))
 
     async def ListQuotas(self, request: pb.ListQuotasRequest, context: Any) -> pb.ListQuotasResponse:
         """Quotas by account and pool."""
-        seen = (usage for usage in self._manager.quotas() if tenancy.sees_account(usage[0]))
+        seen = (usage for usage in self._manager.queries.quotas() if tenancy.sees_account(usage[0]))
         page, token = await _keyed(seen, _quota_key, (str, str, str), request, "quotas")
         quotas = [
             pb.QuotaUsage(
@@ -154,12 +154,12 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         """Why a prompt is found or not."""
         match request.WhichOneof("subject"):
             case "prefix":
-                found = self._manager.explain(convert_admin.prefix(request.prefix), request.group)
+                found = self._manager.queries.explain(convert_admin.prefix(request.prefix), request.group)
             case "sequence_id":
-                for view in self._manager.sequences():
+                for view in self._manager.queries.sequences():
                     if view.sequence_id == request.sequence_id:
                         tenancy.check_sequence(view.sequence_id, view.domain)
-                found = self._manager.explain_sequence(request.sequence_id, request.group)
+                found = self._manager.queries.explain_sequence(request.sequence_id, request.group)
             case _:
                 raise InvalidField("subject", "must be a prefix or a sequence_id")
         return pb.ExplainPrefixResponse(
@@ -169,23 +169,25 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
         """What happened in a pool."""
         pool_id = _required_pool(request.pool_id)
-        meter = tenancy.meter_seen(self._manager.meter(pool_id))
-        since = _begin(request, self._manager.now)
+        meter = tenancy.meter_seen(self._manager.queries.meter(pool_id))
+        since = _begin(request, self._manager.queries.now)
         tokens = meter.total if since is None else meter.since(since)
         if not tenancy.sees_all():
             return convert_admin.stats([], meter, tokens, (0, 0))
-        return convert_admin.stats(self._manager.tiers(pool_id), meter, tokens, self._manager.lease_counts(pool_id))
+        return convert_admin.stats(
+            self._manager.queries.tiers(pool_id), meter, tokens, self._manager.queries.lease_counts(pool_id)
+        )
 
     async def GetGhostCaches(self, request: pb.GetGhostCachesRequest, context: Any) -> pb.GetGhostCachesResponse:
         """What other caches would find."""
         if not request.executor_id:
             raise InvalidField("executor_id", "must name a registered executor")
-        since = _begin(request, self._manager.now)
-        return convert_admin.ghost_caches(self._manager.ghosts(request.executor_id, since))
+        since = _begin(request, self._manager.queries.now)
+        return convert_admin.ghost_caches(self._manager.queries.ghosts(request.executor_id, since))
 
     async def DumpState(self, request: pb.DumpStateRequest, context: Any) -> AsyncIterator[pb.DumpStateResponse]:
         """The state in pieces; all of it at one moment."""
-        lines = await steady(self._state, self._manager.fingerprint)
+        lines = await steady(self._state, self._manager.queries.fingerprint)
         digest = StateDigest()
         # From the end, and let go of at once: to free all of them together would take long.
         lines.reverse()
@@ -198,7 +200,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         yield pb.DumpStateResponse(state_hash=digest.hexdigest())
 
     def _state(self) -> Iterable[str]:
-        for part in list(self._manager.state_outline()):
+        for part in list(self._manager.queries.state_outline()):
             yield from (part,) if isinstance(part, str) else part
 
     async def _run_and_keep(self, method: str, request: Any) -> Any:
@@ -222,7 +224,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
             check_id("salt", request.salt)
         rest = (
             view
-            for view in self._manager.sequences(after)
+            for view in self._manager.queries.sequences(after)
             if tenancy.sees(view.domain)
             and request.executor_id in ("", view.executor_id)
             and request.scheduler_id in ("", view.scheduler_id)
@@ -265,7 +267,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
             trial = pb.PinPrefixRequest()
             trial.CopyFrom(request)
             trial.validate_only = True
-            own = {view.name for view in filter(tenancy.sees_hold, self._manager.holds())}
+            own = {view.name for view in filter(tenancy.sees_hold, self._manager.queries.holds())}
             if not own.issuperset(self._run("PinPrefix", trial).degraded_hold_names):
                 receipt = pb.RetentionReceipt(
                     wish="pin", outcome="OUTCOME_REJECTED", reason="the budget for pins is used up"
@@ -275,7 +277,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
 
     async def ReleaseHold(self, request: pb.ReleaseHoldRequest, context: Any) -> Any:
         """Ends a hold."""
-        tenancy.check_hold(request.name, self._manager.holds())
+        tenancy.check_hold(request.name, self._manager.queries.holds())
         return await self._run_and_keep("ReleaseHold", request)
 
 

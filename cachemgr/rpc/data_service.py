@@ -166,7 +166,7 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
 
     def _account(self, admission: pb.AdmitSequenceRequest) -> AccountKey | None:
         tenant_id = admission.tenant_id if admission.HasField("tenant_id") else None
-        return self._manager.account_of(tenant_id, admission.salt if admission.HasField("salt") else None)
+        return self._manager.queries.account_of(tenant_id, admission.salt if admission.HasField("salt") else None)
 
     async def SyncSequences(self, request: pb.SyncSequencesRequest, context: Any) -> Any:
         """Takes progress, gives capacity."""
@@ -204,7 +204,7 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
         """Looks without touching."""
         try:
             admission = convert.admit_request(request.admission)
-            found = self._manager.preview(admission, request.max_new_tokens)
+            found = self._manager.queries.preview(admission, request.max_new_tokens)
         except ServiceError as error:
             error.fields = {
                 field if field == "max_new_tokens" else f"admission.{field}": text
@@ -217,7 +217,7 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
         """Counts without touching."""
         step = request.step_tokens if request.HasField("step_tokens") else None
         caller = SchedulerEpoch(request.scheduler_id, request.scheduler_epoch)
-        found = self._manager.estimate(caller, request.sequence_id, step, request.max_new_tokens)
+        found = self._manager.queries.estimate(caller, request.sequence_id, step, request.max_new_tokens)
         return pb.EstimateSequenceResponse(estimates=[convert_admin.estimate(one) for one in found])
 
 
@@ -234,12 +234,12 @@ class CacheEventService(pb_grpc.CacheEventServiceServicer):
         if request.HasField("salt"):
             check_id("salt", request.salt)
         if request.pool_id:
-            self._manager.pool(request.pool_id)
+            self._manager.queries.pool(request.pool_id)
         wanted = Wanted.of(request)
         if request.HasField("after_event_number"):
             number = request.after_event_number
         else:
-            with contextlib.closing(self._manager.views_in_slices()) as snapshot:
+            with contextlib.closing(self._manager.queries.views_in_slices()) as snapshot:
                 async for _ in sliced(snapshot.steps()):
                     snapshot.catch_up()
             number = snapshot.number
@@ -247,7 +247,7 @@ class CacheEventService(pb_grpc.CacheEventServiceServicer):
                 for message in pack(wanted, (event for event in events if event is not None), snapshot=True):
                     yield message
         while True:
-            while happened := self._manager.events_after(number, MAX_EVENTS):
+            while happened := self._manager.queries.events_after(number, MAX_EVENTS):
                 for message in self._batches.of(wanted, happened):
                     yield message
                 number = happened[-1].number

@@ -108,7 +108,7 @@ class ObjectBackend:
         watch = self._watch.WatchEvents(pb.WatchEventsRequest(after_event_number=after, salt=salt), None)
         found: list[pb.Event] = []
         try:
-            while after != self.manager.last_event:
+            while after != self.manager.queries.last_event:
                 found += _finish(watch.__anext__()).events
         except NothingMore:
             pass
@@ -144,7 +144,7 @@ class LoggedBackend(ObjectBackend):
 
     def verify(self) -> None:
         again = replay(io.BytesIO(self._file.getvalue())).manager
-        assert state_hash(again.state()) == state_hash(self.manager.state())
+        assert state_hash(again.queries.state()) == state_hash(self.manager.queries.state())
         replayed = _Replayed(again)
         for method, request in self.READS:
             assert replayed.call(method, request) == self.call(method, request), method

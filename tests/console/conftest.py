@@ -38,8 +38,8 @@ def fill(driver: Driver) -> None:
         driver.now += 20.0
     driver.cache("again", [*system, *prompt(1, 64)], salt="acme", tenant_id="acme")
     driver.admit("running", [*system, *prompt(9, 40)], salt="acme", tenant_id="acme")
-    driver.manager.pin_prefix(Prefix(tuple(system), salt="globex"), "ops", 300.0, validate_only=False)
-    driver.manager.set_quota(Quota(salt="globex", device_floor=4, device_ceiling=100), validate_only=False)
+    driver.manager.operators.pin_prefix(Prefix(tuple(system), salt="globex"), "ops", 300.0, validate_only=False)
+    driver.manager.operators.set_quota(Quota(salt="globex", device_floor=4, device_ceiling=100), validate_only=False)
 
 
 async def serve(driver: Driver, guard: Guard | None = None, *, any_name: bool = False) -> tuple[HttpServer, Console]:

@@ -51,7 +51,7 @@ async def get(
 async def test_blocks_are_those_that_operators_list(console: Console) -> None:
     page = await get(console, "blocks", **POOL)
     assert page["next"] is None
-    listed = dict(console.driver.manager.blocks("e/0"))
+    listed = dict(console.driver.manager.queries.blocks("e/0"))
     columns = page["columns"]
     assert columns["place"] == list(listed)
     assert columns["references"] == [view.references for view in listed.values()]
@@ -63,7 +63,7 @@ async def test_blocks_are_those_that_operators_list(console: Console) -> None:
 
 
 async def test_the_tree_leads_to_every_chain(console: Console) -> None:
-    (pool,) = console.driver.manager.pools()
+    (pool,) = console.driver.manager.queries.pools()
     found, waiting = 0, [""]
     while waiting:
         level = await get(console, "tree", key=waiting.pop(), **POOL)
@@ -72,7 +72,7 @@ async def test_the_tree_leads_to_every_chain(console: Console) -> None:
         assert hits == sorted(hits, reverse=True)
         found += sum(node["blocks"] for node in level["nodes"])
         waiting += [node["end"] for node in level["nodes"] if node["branches"]]
-    assert found == len(console.driver.manager._pool("e/0").index) > pool.cached_blocks / 2
+    assert found == len(console.driver.manager._state.pool("e/0").index) > pool.cached_blocks / 2
     first, *_ = (await get(console, "tree", **POOL))["nodes"]
     # Found by the second request of this salt, by the one that came again, and by the one that runs.
     assert (first["salt"], first["hits"], first["blocks"]) == ("acme", 3, 4)
@@ -81,7 +81,9 @@ async def test_the_tree_leads_to_every_chain(console: Console) -> None:
 async def test_leases_holds_tenants_and_ghosts(console: Console) -> None:
     page = await get(console, "leases", **POOL)
     assert page["next"] is None
-    assert sum(lease["blocks"] for lease in page["leases"]) == sum(1 for _ in console.driver.manager.leases("e/0", ""))
+    assert sum(lease["blocks"] for lease in page["leases"]) == sum(
+        1 for _ in console.driver.manager.queries.leases("e/0", "")
+    )
     kinds = [(lease["holder"], lease["priority"], lease["remaining"], lease["running"]) for lease in page["leases"]]
     assert len(set(kinds)) == len(kinds) < sum(lease["blocks"] for lease in page["leases"])
     assert {lease["priority"] for lease in page["leases"]} == {80}
@@ -95,7 +97,7 @@ async def test_leases_holds_tenants_and_ghosts(console: Console) -> None:
 
 
 async def test_only_the_newest_events_are_told(console: Console) -> None:
-    last = console.driver.manager.last_event
+    last = console.driver.manager.queries.last_event
     first = await get(console, "events")
     assert first["last"] == last
     assert len(first["events"]) == min(last, data.EVENTS)

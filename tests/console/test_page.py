@@ -133,7 +133,7 @@ async def test_events_arrive_and_what_is_new_is_shown(browser: Browser, console:
         await expect(page.locator("body")).to_have_attribute("data-loaded", "yes")
         console.driver.cache("late", list(range(5_000, 5_100)), salt="initech", tenant_id="initech")
         await expect(page.locator("#tenants")).to_contain_text("initech", timeout=30_000)
-        await expect(page.locator("#events")).to_contain_text(f"{console.driver.manager.last_event:,}")
+        await expect(page.locator("#events")).to_contain_text(f"{console.driver.manager.queries.last_event:,}")
 
 
 async def test_a_pool_of_100_000_blocks_is_shown(browser: Browser) -> None:

@@ -179,7 +179,7 @@ class Counted:
 
     def leases(self):
         self.count = LeaseCount()
-        for event in self.driver.manager.events_after(0, 1000):
+        for event in self.driver.manager.queries.events_after(0, 1000):
             self.count.see(event)
         return self.count.granted, self.count.honoured, self.count.broken
 

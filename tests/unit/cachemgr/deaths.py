@@ -62,9 +62,9 @@ class Deaths(RuleBasedStateMachine):
     def manager_starts_again_at_rest(self, chance):
         if chance == 7:
             self.rest()
-            before = {block.place: block for block in self.world.manager.records("e")}
+            before = {block.place: block for block in self.world.manager.queries.records("e")}
             self.world.restart_manager()
-            after = {block.place: block for block in self.world.manager.records("e")}
+            after = {block.place: block for block in self.world.manager.queries.records("e")}
             lost = {(block.group, block.key): block for place, block in before.items() if place not in after}
             for block in lost.values():
                 if (block.group, block.parent_key) not in lost:
@@ -108,7 +108,7 @@ class Deaths(RuleBasedStateMachine):
         """Of the copies that somebody was told of the first ones have run, and the next is broken off."""
         world = self.world
         told = [copy for live in world.live.values() if not live.started for copy in live.copies]
-        told += [copy for copy in world.manager.executor_transfers("e") if copy.ticket not in world.done]
+        told += [copy for copy in world.manager.queries.executor_transfers("e") if copy.ticket not in world.done]
         world.step_number += 1
         for number, copy in enumerate(sorted(told, key=lambda copy: copy.ticket)[: finished + 1]):
             world.copy(copy, number == finished)

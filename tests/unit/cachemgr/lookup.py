@@ -8,13 +8,13 @@ NO_TOKEN = -1
 
 def cached_blocks(world: World) -> int:
     """Cached blocks of all pools and tiers."""
-    pools = world.manager.pools()
+    pools = world.manager.queries.pools()
     return sum(pool.cached_blocks + sum(tier.cached_blocks for tier in pool.lower_tiers) for pool in pools)
 
 
 def naive_match(world: World, tokens: list[int], salt: str | None, adapter_id: int | None) -> int:
     """The longest beginning of the tokens, all but the last, that the indexed blocks of group 0 hold."""
-    blocks = [one for one in world.manager.records("e") if one.group == 0]
+    blocks = [one for one in world.manager.queries.records("e") if one.group == 0]
     known = {one.key: one for one in blocks if (one.salt, one.adapter_id) == (salt, adapter_id)}
     best = 0
     for block in known.values():

@@ -70,9 +70,9 @@ class Operators(RuleBasedStateMachine):
         if chance != 3:
             return
         selected = BlockFilter(salt=salt, max_priority=priority)
-        said = world.manager.purge(selected, validate_only=True)
+        said = world.manager.operators.purge(selected, validate_only=True)
         before = cached_blocks(world)
-        assert world.manager.purge(selected, validate_only=False, skip_used=True) == said
+        assert world.manager.operators.purge(selected, validate_only=False, skip_used=True) == said
         assert before - said.purged_blocks == cached_blocks(world)
         self.removed_by_others(said.purged_blocks)
 
@@ -82,10 +82,10 @@ class Operators(RuleBasedStateMachine):
         if chance != 3:
             return
         target = [ForgetTarget(salt="a"), ForgetTarget(session_id="x"), ForgetTarget(prefix=self.prefix(base, cut))]
-        said = manager.forget(target[kind], validate_only=True)
-        assert manager.forget(target[kind], validate_only=False) == said
+        said = manager.operators.forget(target[kind], validate_only=True)
+        assert manager.operators.forget(target[kind], validate_only=False) == said
         self.removed_by_others(sum(said.removed.values()))
-        again = manager.forget(target[kind], validate_only=True)
+        again = manager.operators.forget(target[kind], validate_only=True)
         assert again.removed == {}
         assert again.shared_blocks == said.shared_blocks
 
@@ -93,10 +93,10 @@ class Operators(RuleBasedStateMachine):
     def begin_long_call(self, kind, base, cut):
         """Others follow between its steps."""
         if self.long_call is None:
-            quotas = [quota for quota, *_ in self.world.manager.quotas()] or [QUOTA]
+            quotas = [quota for quota, *_ in self.world.manager.queries.quotas()] or [QUOTA]
             rule = RetentionRule("r", match=RuleMatch(prefix_token_ids=tuple(BASES[base][:cut])), action=ACTIONS[base])
             ours = [QUOTA, TENANT_QUOTA, quotas[0], rule, rule]
-            pools = self.world.manager.pools()
+            pools = self.world.manager.queries.pools()
             share = (pools[base % len(pools)].pool_id, cut + 2)
             self.target = [*self.targets(base, cut), BlockFilter(), *ours, share, share][kind]
             self.deletes = kind in (6, 8)
@@ -111,22 +111,26 @@ class Operators(RuleBasedStateMachine):
     def steps_of(self, target):
         manager = self.world.manager
         if isinstance(target, BlockFilter):
-            return manager.purge_in_steps(target, validate_only=False, skip_used=True)
+            return manager.operators.purge_in_steps(target, validate_only=False, skip_used=True)
         if isinstance(target, tuple):
-            return manager.update_pool_in_steps(*target, "", validate_only=False)
+            return manager.operators.update_pool_in_steps(*target, "", validate_only=False)
         if isinstance(target, RetentionRule):
             if self.deletes:
-                return manager.delete_rule_in_steps(target.name, "", validate_only=False)
-            known = target.name in {one.name for one in manager.rules()}
-            change = partial(manager.update_rule_in_steps, mask=FIELDS) if known else manager.create_rule_in_steps
+                return manager.operators.delete_rule_in_steps(target.name, "", validate_only=False)
+            known = target.name in {one.name for one in manager.queries.rules()}
+            change = (
+                partial(manager.operators.update_rule_in_steps, mask=FIELDS)
+                if known
+                else manager.operators.create_rule_in_steps
+            )
             return change(target, validate_only=False)
         if isinstance(target, Quota):
             return (
-                manager.delete_quota_in_steps(target)
+                manager.operators.delete_quota_in_steps(target)
                 if self.deletes
-                else manager.set_quota_in_steps(target, validate_only=False)
+                else manager.operators.set_quota_in_steps(target, validate_only=False)
             )
-        return manager.forget_in_steps(target, validate_only=False)
+        return manager.operators.forget_in_steps(target, validate_only=False)
 
     def removed_by_others(self, count):
         """Of what is removed while a call is carried out in steps."""
@@ -138,7 +142,7 @@ class Operators(RuleBasedStateMachine):
         return sum(tier.counters.removed[cause] for pool in self.all_pools() for tier in pool.tiers for cause in causes)
 
     def all_pools(self):
-        return [pool for executor in self.world.manager._executors.values() for pool in executor.pools]
+        return [pool for executor in self.world.manager._state.executors.values() for pool in executor.pools]
 
     @precondition(lambda self: self.long_call is not None)
     @rule(steps=st.integers(1, 6))
@@ -175,19 +179,19 @@ class Operators(RuleBasedStateMachine):
             # Remembered blocks that were forgotten before they were read are removed, too.
             assert told <= self.removed() - self.before
         if isinstance(target, ForgetTarget) and target.salt is not None:
-            for executor in world.manager._executors.values():
+            for executor in world.manager._state.executors.values():
                 for pool in executor.pools:
                     assert all(block.domain.salt != target.salt for block in pool.index.values())
 
     def check_accounts(self):
         """Every block counts against the quota that is there."""
         manager = self.world.manager
-        for executor in manager._executors.values():
+        for executor in manager._state.executors.values():
             domains = [sequence.domain for sequence in executor.sequences.values()]
             for pool in executor.pools:
                 domains += [block.domain for block in pool.blocks if block is not None and block.domain is not None]
             for domain in domains:
-                assert domain.account is account_for(manager._accounts, domain.tenant_id, domain.salt)
+                assert domain.account is account_for(manager._state.accounts, domain.tenant_id, domain.salt)
 
     @rule(limit=st.sampled_from([None, None, 0, 1, 3]), fail=st.sampled_from([False, False, False, True]))
     def executor_copies(self, limit, fail):
@@ -212,34 +216,34 @@ class Operators(RuleBasedStateMachine):
             host_floor=host_floor,
             host_ceiling=None if host_room is None else host_floor + host_room,
         )
-        before = list(self.world.manager.quotas())
+        before = list(self.world.manager.queries.quotas())
         try:
-            assert self.world.manager.set_quota(quota, validate_only=False) == quota
+            assert self.world.manager.operators.set_quota(quota, validate_only=False) == quota
         except QuotaTooLargeError:
-            assert list(self.world.manager.quotas()) == before
+            assert list(self.world.manager.queries.quotas()) == before
 
-    @precondition(lambda self: any(True for _ in self.world.manager.quotas()))
+    @precondition(lambda self: any(True for _ in self.world.manager.queries.quotas()))
     @rule(index=st.integers(0, 5))
     def delete_quota(self, index):
-        quotas = [quota for quota, *_ in self.world.manager.quotas()]
+        quotas = [quota for quota, *_ in self.world.manager.queries.quotas()]
         if quotas:
-            self.world.manager.delete_quota(quotas[index % len(quotas)])
+            self.world.manager.operators.delete_quota(quotas[index % len(quotas)])
 
     @rule(base=st.integers(0, 2), cut=st.integers(1, 18), salt=st.sampled_from(SALTS))
     def pin(self, base, cut, salt):
         prefix = self.prefix(base, cut, salt)
-        (said,) = self.world.manager.pin_prefix(prefix, "ops", 6.0, validate_only=True)
-        (pinned,) = self.world.manager.pin_prefix(prefix, "ops", 6.0, validate_only=False)
+        (said,) = self.world.manager.operators.pin_prefix(prefix, "ops", 6.0, validate_only=True)
+        (pinned,) = self.world.manager.operators.pin_prefix(prefix, "ops", 6.0, validate_only=False)
         assert (pinned.receipt, pinned.degraded) == (said.receipt, said.degraded)
 
     @rule(index=st.integers(0, 20))
     def release_hold(self, index):
-        names = [hold.name for hold in self.world.manager.holds()]
+        names = [hold.name for hold in self.world.manager.queries.holds()]
         if names:
-            before = sum(pool.free_blocks for pool in self.world.manager.pools())
-            freed = self.world.manager.release_hold(names[index % len(names)])
+            before = sum(pool.free_blocks for pool in self.world.manager.queries.pools())
+            freed = self.world.manager.operators.release_hold(names[index % len(names)])
             assert freed >= 0
-            assert sum(pool.free_blocks for pool in self.world.manager.pools()) <= before + freed
+            assert sum(pool.free_blocks for pool in self.world.manager.queries.pools()) <= before + freed
 
     @rule(
         name=st.sampled_from(["r", "s"]),
@@ -251,45 +255,47 @@ class Operators(RuleBasedStateMachine):
         manager = self.world.manager
         match = RuleMatch(salt=salt, end=end * BLOCK or None)
         spec = RetentionRule(name, match=match, action=ACTIONS[index])
-        if name in {one.name for one in manager.rules()}:
-            said = manager.update_rule(spec, FIELDS, validate_only=True)
-            assert manager.update_rule(spec, FIELDS, validate_only=False)[1:] == said[1:]
+        if name in {one.name for one in manager.queries.rules()}:
+            said = manager.operators.update_rule(spec, FIELDS, validate_only=True)
+            assert manager.operators.update_rule(spec, FIELDS, validate_only=False)[1:] == said[1:]
         else:
-            manager.create_rule(spec, validate_only=False)
+            manager.operators.create_rule(spec, validate_only=False)
 
     @rule(index=st.integers(0, 1))
     def delete_rule(self, index):
-        rules = self.world.manager.rules()
+        rules = self.world.manager.queries.rules()
         if rules:
             name = rules[index % len(rules)].name
-            self.world.manager.delete_rule(name, "", validate_only=False)
-            leases = [lease for pool in self.world.manager.pools() for lease in self.leases_of(pool, f"rule/{name}")]
+            self.world.manager.operators.delete_rule(name, "", validate_only=False)
+            leases = [
+                lease for pool in self.world.manager.queries.pools() for lease in self.leases_of(pool, f"rule/{name}")
+            ]
             assert leases == []
 
     def leases_of(self, pool, holder):
-        return list(self.world.manager.leases(pool.pool_id, holder))
+        return list(self.world.manager.queries.leases(pool.pool_id, holder))
 
     @rule(index=st.integers(0, 7), base=st.integers(0, 2), cut=st.integers(4, 18), salt=st.sampled_from(SALTS))
     def hint(self, index, base, cut, salt):
         kind, payload = HINTS[index]
         hints = Hints("0.1", "m", (HintAction("one", kind, "0.1", payload),))
-        (answer,), begun = self.world.manager.hint(self.prefix(base, cut, salt), hints, None)
+        (answer,), begun = self.world.manager.operators.hint(self.prefix(base, cut, salt), hints, None)
         assert answer.action_id == "one"
         assert not begun or kind == "Prefetch"
 
     @rule(group=st.integers(0, 2), total=st.integers(3, 20))
     def update_pool(self, group, total):
-        pools = self.world.manager.pools()
+        pools = self.world.manager.queries.pools()
         pool = pools[group % len(pools)]
         try:
-            view = self.world.manager.update_pool(pool.pool_id, total, pool.etag, validate_only=False)
+            view = self.world.manager.operators.update_pool(pool.pool_id, total, pool.etag, validate_only=False)
         except (InvalidField, PoolInUseError):
-            assert self.world.manager.pool(pool.pool_id) == pool
+            assert self.world.manager.queries.pool(pool.pool_id) == pool
         else:
             assert view.total_blocks == total
             assert view.used_blocks == pool.used_blocks
             if total > pool.total_blocks and self.world.memory_bytes is not None:
-                pools = self.world.manager._executors["e"].pools
+                pools = self.world.manager._state.executors["e"].pools
                 taken = sum(
                     one.spec.block_bytes * (one.device.total + one.device.owed + len(one.device.clearing))
                     for one in pools

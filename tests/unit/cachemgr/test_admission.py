@@ -42,13 +42,13 @@ VALID = AdmitRequest("a", "s", 1, "e", (1, 2, 3))
 )
 def test_a_wrong_request_is_refused_and_changes_nothing(change, error, field):
     world = World(8)
-    before = world.manager.pools()
+    before = world.manager.queries.pools()
     with pytest.raises(error) as refused:
         world.manager.admit(dataclasses.replace(VALID, **change))
     if field is not None:
         assert list(refused.value.fields) == [field]
-    assert world.manager.pools() == before
-    assert list(world.manager.sequences()) == []
+    assert world.manager.queries.pools() == before
+    assert list(world.manager.queries.sequences()) == []
     world.check()
 
 
@@ -68,7 +68,7 @@ def test_repeating_an_admission_gives_the_same_answer_also_after_progress():
     world.confirm()
     world.sync()
     assert world.manager.admit(world.live["a"].request) == first
-    assert len(list(world.manager.sequences())) == 1
+    assert len(list(world.manager.queries.sequences())) == 1
     world.check()
 
 
@@ -106,10 +106,10 @@ def test_running_out_of_blocks_is_an_answer_that_takes_nothing():
 def test_with_several_groups_nothing_is_taken_when_one_is_full():
     world = World(4, windows=(None, 3))
     world.run(list(range(13)), "a")
-    free = {pool.pool_id: pool.free_blocks for pool in world.manager.pools()}
+    free = {pool.pool_id: pool.free_blocks for pool in world.manager.queries.pools()}
     assert free == {"e/0": 0, "e/1": 2}
     assert not world.admit([50]).admitted
-    assert {pool.pool_id: pool.free_blocks for pool in world.manager.pools()} == free
+    assert {pool.pool_id: pool.free_blocks for pool in world.manager.queries.pools()} == free
     world.check()
 
 
@@ -190,7 +190,7 @@ def test_only_what_was_admitted_counts_as_queried():
     world.cache(list(range(9)))
     world.run(list(range(9)), "a")
     assert not world.admit(list(range(50, 60))).admitted
-    pool = world.manager.pool("e/0")
+    pool = world.manager.queries.pool("e/0")
     assert (pool.queried_tokens, pool.hit_tokens) == (18, 8)
 
 
@@ -216,7 +216,7 @@ def test_an_admission_takes_slots_of_computed_blocks_whose_offload_is_not_confir
     world.finish("b")
     # A full block of the first group that is evicted takes the window's block of the same key with it.
     request = world.request([0, 0, 0, 0, 1, 0, 0, 1, 1], "c")
-    assert world.manager.preview(request, 1).admitted
+    assert world.manager.queries.preview(request, 1).admitted
     assert world.manager.admit(request).admitted
     world.check()
     world.confirm()

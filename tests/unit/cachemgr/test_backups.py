@@ -16,9 +16,9 @@ from tests.unit.cachemgr.world import BLOCK, CONFIG, World, wish
 def test_cached_blocks_are_copied_to_empty_host_slots_in_the_background_heads_first():
     world = World(4, host_blocks=2)
     world.cache(PROMPT)
-    assert world.manager.executor_transfers("e") == []
+    assert world.manager.queries.executor_transfers("e") == []
     world.renew()
-    copies = world.manager.executor_transfers("e")
+    copies = world.manager.queries.executor_transfers("e")
     assert [(copy.source_slot, copy.source_tier, copy.target_tier) for copy in copies] == [
         (1, TierKind.DEVICE, TierKind.HOST),
         (2, TierKind.DEVICE, TierKind.HOST),
@@ -40,7 +40,7 @@ def test_blocks_in_use_are_copied_too_and_those_below_the_floor_are_not():
     world.back_up()
     world.check()
     assert backups(world) == 3
-    assert {block.token_ids[0] for block in world.manager.records("e") if block.backup is None} == {50}
+    assert {block.token_ids[0] for block in world.manager.queries.records("e") if block.backup is None} == {50}
 
 
 def test_a_block_whose_priority_rises_is_copied_later():
@@ -63,7 +63,7 @@ def test_what_stands_above_what_is_worth_it_is_copied_whatever_its_priority():
     assert fill_rest.transfers
     assert tiers(world)["host"] == 1
     world.back_up()
-    head = next(block for block in world.manager.records("e") if block.token_ids == (0, 1, 2, 3))
+    head = next(block for block in world.manager.queries.records("e") if block.token_ids == (0, 1, 2, 3))
     assert head.backup is not None
     world.check()
 
@@ -77,7 +77,7 @@ def test_what_has_come_to_stand_above_lower_blocks_is_copied():
     world.cache(list(range(100, 112)))
     assert tiers(world)["host"] == 1
     world.renew()
-    copies = world.manager.executor_transfers("e")
+    copies = world.manager.queries.executor_transfers("e")
     assert world.live["first"].tables[0][0] in {copy.source_slot for copy in copies}
     world.back_up()
     world.check()
@@ -88,10 +88,10 @@ def test_only_so_many_are_copied_at_a_time():
     world.cache(list(range(2 * MAX_BACKUPS * BLOCK)))
     world.renew()
     world.renew()
-    assert len(world.manager.executor_transfers("e")) == MAX_BACKUPS
+    assert len(world.manager.queries.executor_transfers("e")) == MAX_BACKUPS
     world.run_executor_copies()
     world.renew()
-    assert len(world.manager.executor_transfers("e")) == MAX_BACKUPS
+    assert len(world.manager.queries.executor_transfers("e")) == MAX_BACKUPS
     world.back_up()
     assert backups(world) == 2 * MAX_BACKUPS
     world.check()
@@ -101,7 +101,7 @@ def test_write_through_can_be_switched_off():
     world = World(4, host_blocks=4, config=dataclasses.replace(CONFIG, write_through=False))
     world.cache(PROMPT)
     world.renew()
-    assert world.manager.executor_transfers("e") == []
+    assert world.manager.queries.executor_transfers("e") == []
     # What comes back from the host keeps its slot all the same.
     fill(world)
     world.finish("fill100")
@@ -118,17 +118,17 @@ def test_a_failed_copy_is_no_backup_and_is_not_tried_again():
     world.check()
     assert (backups(world), host(world).free_blocks) == (0, 4)
     world.renew()
-    assert world.manager.executor_transfers("e") == []
+    assert world.manager.queries.executor_transfers("e") == []
 
 
 def test_a_tenant_at_its_ceiling_gets_none():
     world = World(8, host_blocks=8)
-    world.manager.set_quota(Quota(salt="a", host_ceiling=0), validate_only=False)
+    world.manager.operators.set_quota(Quota(salt="a", host_ceiling=0), validate_only=False)
     world.cache(PROMPT, salt="a")
     world.cache(PROMPT)
     world.back_up()
     world.check()
-    assert {block.salt for block in world.manager.records("e") if block.backup is not None} == {None}
+    assert {block.salt for block in world.manager.queries.records("e") if block.backup is not None} == {None}
 
 
 def test_a_block_that_was_brought_to_the_device_keeps_its_slot_below():
@@ -168,7 +168,7 @@ def test_prefetched_blocks_keep_their_slots_below():
     fill(world)
     world.finish("fill100")
     hints = Hints("0.1", "m", (HintAction("one", "Prefetch", "0.1", {}),))
-    world.manager.hint(Prefix(tuple(PROMPT)), hints, None)
+    world.manager.operators.hint(Prefix(tuple(PROMPT)), hints, None)
     world.run_executor_copies()
     world.check()
     assert backups(world) == 3
@@ -178,12 +178,14 @@ def test_blocks_from_the_disk_get_theirs_in_the_host():
     world = World(2, host_blocks=1, disk_blocks=6)
     for first in (0, 10, 20, 30):
         world.cache(list(range(first, first + 4)))
-    on_disk = next(block.token_ids[0] for block in world.manager.records("e") if block.tier is TierKind.DISK)
+    on_disk = next(block.token_ids[0] for block in world.manager.queries.records("e") if block.tier is TierKind.DISK)
     world.run(list(range(on_disk, on_disk + 5)), "again")
     world.check()
-    assert all(block.backup is None or block.backup.tier is TierKind.HOST for block in world.manager.records("e"))
+    assert all(
+        block.backup is None or block.backup.tier is TierKind.HOST for block in world.manager.queries.records("e")
+    )
     assert not any(
-        block.token_ids[0] == on_disk and block.tier is TierKind.DISK for block in world.manager.records("e")
+        block.token_ids[0] == on_disk and block.tier is TierKind.DISK for block in world.manager.queries.records("e")
     )
 
 
@@ -192,11 +194,11 @@ def test_blocks_from_the_disk_get_theirs_in_the_host():
 
 def test_an_eviction_of_what_lies_below_already_needs_no_copy():
     world = backed_up()
-    before = world.manager.last_event
+    before = world.manager.queries.last_event
     assert fill(world).transfers == ()
     world.check()
     assert tiers(world)["host"] == 3
-    moved = [event for event in world.manager.events_after(before) if event.kind is EventKind.UPDATED]
+    moved = [event for event in world.manager.queries.events_after(before) if event.kind is EventKind.UPDATED]
     assert {event.block.tier for event in moved} == {TierKind.HOST}
     assert len(moved) == 3
     world.finish("fill100")
@@ -207,9 +209,9 @@ def test_an_eviction_of_what_lies_below_already_needs_no_copy():
 def test_a_demotion_of_what_lies_below_already_needs_no_copy():
     world = backed_up()
     hints = Hints("0.1", "m", (HintAction("one", "Demote", "0.1", {"tier": "host"}),))
-    ((answer,), _) = world.manager.hint(Prefix(tuple(PROMPT)), hints, None)
+    ((answer,), _) = world.manager.operators.hint(Prefix(tuple(PROMPT)), hints, None)
     assert answer.num_blocks == 3
-    assert world.manager.executor_transfers("e") == []
+    assert world.manager.queries.executor_transfers("e") == []
     assert (tiers(world), world.free) == ({"host": 3}, 4)
     world.check()
 
@@ -228,11 +230,11 @@ def test_what_is_not_worth_moving_any_more_goes_with_its_backup():
 
 def test_device_blocks_with_backups_outlive_the_executor():
     world = backed_up()
-    before = world.manager.last_event
+    before = world.manager.queries.last_event
     world.cache(list(range(50, 53)))
     assert world.start_executor() == (0, 3)
     world.check()
-    told = [(event.kind, event.cause) for event in world.manager.events_after(before)]
+    told = [(event.kind, event.cause) for event in world.manager.queries.events_after(before)]
     assert told.count((EventKind.REMOVED, RemovalCause.EXECUTOR_LOST)) == 1
     assert told.count((EventKind.UPDATED, RemovalCause.NONE)) == 3
     world.sync()
@@ -244,7 +246,7 @@ def test_a_backup_whose_copy_was_completed_and_not_confirmed_outlives_the_execut
     world = World(4, host_blocks=4)
     world.cache(PROMPT)
     world.renew()
-    first, second, _ = world.manager.executor_transfers("e")
+    first, second, _ = world.manager.queries.executor_transfers("e")
     world.copy(first, False)
     world.copy(second, True)
     assert world.start_executor() == (0, 1)

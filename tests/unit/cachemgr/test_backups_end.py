@@ -20,7 +20,7 @@ def test_backups_give_their_slots_to_whoever_wants_them_tails_first():
     (copy,) = world.run([100], "more").transfers
     assert copy.target_tier is TierKind.HOST
     world.check()
-    with_backup = [block.token_ids[0] for block in world.manager.records("e") if block.backup is not None]
+    with_backup = [block.token_ids[0] for block in world.manager.queries.records("e") if block.backup is not None]
     assert with_backup == [0, 4]
 
 
@@ -36,11 +36,11 @@ def test_a_backup_goes_with_its_block():
 
 def test_a_backup_of_what_is_forgotten_is_overwritten():
     world = backed_up()
-    world.manager.forget(ForgetTarget(prefix=Prefix(tuple(PROMPT))), validate_only=False)
+    world.manager.operators.forget(ForgetTarget(prefix=Prefix(tuple(PROMPT))), validate_only=False)
     world.check()
-    targets = {(copy.target_tier, copy.target_slot) for copy in world.manager.executor_transfers("e")}
+    targets = {(copy.target_tier, copy.target_slot) for copy in world.manager.queries.executor_transfers("e")}
     assert len(targets) == 6
-    assert all(not copy.source_slot for copy in world.manager.executor_transfers("e"))
+    assert all(not copy.source_slot for copy in world.manager.queries.executor_transfers("e"))
     world.run_executor_copies()
     world.check()
     assert not any(held[2:3] == (0,) for held in world.memory.values())
@@ -52,7 +52,7 @@ def test_a_backup_that_is_being_made_of_what_is_forgotten_is_overwritten_behind_
     world.cache(PROMPT)
     world.renew()
     world.run_executor_copies(3)
-    world.manager.forget(ForgetTarget(prefix=Prefix(tuple(PROMPT))), validate_only=False)
+    world.manager.operators.forget(ForgetTarget(prefix=Prefix(tuple(PROMPT))), validate_only=False)
     world.check()
     world.run_executor_copies()
     world.check()
@@ -72,7 +72,7 @@ def test_a_source_that_is_forgotten_while_it_is_copied_from_is_overwritten():
     world.step(20)
     world.confirm(3)
     world.sync()
-    world.manager.forget(ForgetTarget(prefix=Prefix(tuple(PROMPT))), validate_only=False)
+    world.manager.operators.forget(ForgetTarget(prefix=Prefix(tuple(PROMPT))), validate_only=False)
     world.check()
     world.confirm()
     for name in ("a", "b"):
@@ -122,11 +122,11 @@ def value(metric, *labels: str) -> float:
 def test_metrics_tell_of_tiers_and_of_those_of_pools_that_are_gone_nothing():
     world = backed_up()
     metrics, manager = TierMetrics(), world.manager
-    metrics.update({"x/0": (manager.tiers("e/0"), manager.backups("e/0"))})
+    metrics.update({"x/0": (manager.queries.tiers("e/0"), manager.queries.backups("e/0"))})
     backed, restored = value(BACKED_UP, "x/0", "host"), value(RESTORED, "x/0", "host")
     assert (backed, value(BACKUPS, "x/0"), value(TIER_TOTAL, "x/0", "host")) == (3, 3, 4)
     world.start_executor()
-    metrics.update({"x/0": (manager.tiers("e/0"), manager.backups("e/0"))})
+    metrics.update({"x/0": (manager.queries.tiers("e/0"), manager.queries.backups("e/0"))})
     assert (value(BACKED_UP, "x/0", "host"), value(RESTORED, "x/0", "host")) == (backed, restored + 3)
     assert (value(BACKUPS, "x/0"), value(TIER_CACHED, "x/0", "host")) == (0, 3)
     metrics.update({})
@@ -137,9 +137,9 @@ def test_metrics_tell_of_tiers_and_of_those_of_pools_that_are_gone_nothing():
 def test_the_state_tells_of_backups():
     world = World(4, host_blocks=4)
     world.cache(PROMPT)
-    empty = list(world.manager.state())
+    empty = list(world.manager.queries.state())
     world.back_up()
-    assert list(world.manager.state()) != empty
-    (line,) = [line for line in world.manager.state() if '"kind":"pool"' in line]
+    assert list(world.manager.queries.state()) != empty
+    (line,) = [line for line in world.manager.queries.state() if '"kind":"pool"' in line]
     pool = json.loads(line)
     assert pool["backups"][0] == 3

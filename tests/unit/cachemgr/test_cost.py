@@ -91,7 +91,7 @@ TARGETS = [
 def test_forgetting_a_chain_costs_its_blocks_and_not_their_square(target, validate_only):
     def cost(blocks: int) -> int:
         world = one_chain(blocks, salt="a", session_id="x")
-        return work_of(lambda: world.manager.forget(target, validate_only=validate_only))
+        return work_of(lambda: world.manager.operators.forget(target, validate_only=validate_only))
 
     assert cost(200) < LINEAR * cost(100)
 
@@ -102,7 +102,7 @@ def test_forgetting_a_session_that_others_share_costs_the_blocks_and_not_their_s
         # Another session goes on behind the chain, and a third one uses it.
         world.cache([*range(blocks * 4), 1, 2, 3, 4, 5], session_id="y")
         world.run(list(range(blocks * 4 + 1)), session_id="z")
-        return work_of(lambda: world.manager.forget(ForgetTarget(session_id="x"), validate_only=True))
+        return work_of(lambda: world.manager.operators.forget(ForgetTarget(session_id="x"), validate_only=True))
 
     assert cost(200) < LINEAR * cost(100)
 
@@ -122,7 +122,7 @@ def test_explaining_a_miss_hashes_the_prompt_for_its_own_root_only():
     for number in range(100):
         world.cache([number + 1_000] * 5, salt=f"s{number}")
     with counted(keys, "sha256") as hashes:
-        world.manager.explain(Prefix(prompt), 0)
+        world.manager.queries.explain(Prefix(prompt), 0)
     # For the look-up, for the walk, and for the roots themselves.
     assert hashes[0] <= 3 * len(prompt) // 4
 
@@ -143,7 +143,7 @@ def counted(owner: object, name: str) -> Iterator[list[int]]:
 
 def test_a_plan_of_what_goes_is_nothing_that_a_garbage_collection_walks():
     world = one_chain(64)
-    pool = world.manager.pool_to_read("e/0")
+    pool = world.manager.queries.pool_to_read("e/0")
     plan = Doomed()
     at_once(plan.add_all(pool, list(pool.index.values())))
     assert len(list(plan.blocks())) == len(pool.index) >= 64

@@ -17,7 +17,7 @@ def test_blocks_to_completion_are_the_most_that_are_held_at_once(window, prompt,
     """Between what the steps need and what the manager, a step ahead of them, gives."""
     world = World(NUM_BLOCKS, windows=(window,))
     tokens = list(range(100, 100 + prompt))
-    (estimate,) = world.manager.preview(world.request(tokens), new).estimates
+    (estimate,) = world.manager.queries.preview(world.request(tokens), new).estimates
     world.admit(tokens, "a", no_store=True)
     live = world.live["a"]
     needed = given = NUM_BLOCKS - world.free
@@ -34,7 +34,7 @@ def test_blocks_to_completion_are_the_most_that_are_held_at_once(window, prompt,
 def evicted(world: World, before: int) -> list[tuple[int, int, int, int]]:
     """Group, priority, blocks and how many of them moved down, of what left the device since an event."""
     found: dict[tuple[int, int], list[int]] = {}
-    for event in world.manager.events_after(before):
+    for event in world.manager.queries.events_after(before):
         group = int(event.block.pool_id.split("/")[1])
         lost = event.kind is EventKind.REMOVED and event.block.tier is TierKind.DEVICE
         moved = event.kind is EventKind.UPDATED and event.block.tier is TierKind.HOST
@@ -48,16 +48,16 @@ def evicted(world: World, before: int) -> list[tuple[int, int, int, int]]:
 def previewed(world: World, tokens: list[int], **options: object):
     """A preview that changes nothing, and the admission that it is about."""
     request = world.request(tokens, **options)
-    before = state_hash(world.manager.state())
-    preview = world.manager.preview(request, 0)
-    assert state_hash(world.manager.state()) == before
-    number, used = world.manager.last_event, [pool.used_blocks for pool in world.manager.pools()]
+    before = state_hash(world.manager.queries.state())
+    preview = world.manager.queries.preview(request, 0)
+    assert state_hash(world.manager.queries.state()) == before
+    number, used = world.manager.queries.last_event, [pool.used_blocks for pool in world.manager.queries.pools()]
     admission = world.manager.admit(request)
     assert (preview.admitted, preview.blocks_short) == (admission.admitted, admission.blocks_short)
     assert preview.cached_tokens == admission.cached_tokens
     assert [tuple(one) for one in preview.evictions] == evicted(world, number)
-    assert world.manager.check_pool() == []
-    return preview, [now.used_blocks - then for now, then in zip(world.manager.pools(), used, strict=True)]
+    assert world.manager.queries.check_pool() == []
+    return preview, [now.used_blocks - then for now, then in zip(world.manager.queries.pools(), used, strict=True)]
 
 
 @pytest.mark.parametrize("windows", [(None,), (5,), (None, 5)])
@@ -102,7 +102,7 @@ def test_what_the_host_keeps_for_better_blocks_is_no_room():
     world = World(6, host_blocks=2)
     world.cache(list(range(8)), retention=wish(90))
     down = HintAction("1", "Demote", "0.1", {"tier": "host"})
-    world.manager.hint(Prefix(tuple(range(8))), Hints("0.1", "m", (down,)), None)
+    world.manager.operators.hint(Prefix(tuple(range(8))), Hints("0.1", "m", (down,)), None)
     world.run_executor_copies()
     world.cache(list(range(50, 62)), retention=wish(40))
     preview, _ = previewed(world, list(range(100, 120)))
@@ -140,7 +140,7 @@ def test_the_next_step_takes_what_the_estimate_says(window):
     world.run(list(range(7)), "a", no_store=True)
     for _ in range(20):
         live = world.live["a"]
-        (estimate,) = world.manager.estimate(world.caller, "a", 1, 0)
+        (estimate,) = world.manager.queries.estimate(world.caller, "a", 1, 0)
         assert estimate.next_step == max(0, -(-(live.computed + 1) // BLOCK) - len(live.tables[0]))
         world.step()
         world.sync()
@@ -152,7 +152,7 @@ def test_an_estimate_of_no_step_is_refused(steps, error):
     world = World(8)
     world.run([1, 2], "a")
     with pytest.raises(error) as refused:
-        world.manager.estimate(world.caller, "a", steps, 0)
+        world.manager.queries.estimate(world.caller, "a", steps, 0)
     assert list(refused.value.fields) == ["step_tokens"]
     with pytest.raises(UnknownSequenceError):
-        world.manager.estimate(world.caller, "b", 1, 0)
+        world.manager.queries.estimate(world.caller, "b", 1, 0)

@@ -20,7 +20,7 @@ def test_what_has_evicted_tokens_is_neither_forked_nor_cut(options):
     world.sync()
     world.step()
     world.sync()
-    before = state_hash(world.manager.state())
+    before = state_hash(world.manager.queries.state())
     for call, field in (
         (lambda: world.manager.fork(world.caller, "a", "b"), "parent_sequence_id"),
         (lambda: world.manager.truncate(world.caller, "a", 15), "sequence_id"),
@@ -28,7 +28,7 @@ def test_what_has_evicted_tokens_is_neither_forked_nor_cut(options):
         with pytest.raises(SequenceEvictsError, match="has evicted tokens") as refused:
             call()
         assert list(refused.value.fields) == [field]
-    assert state_hash(world.manager.state()) == before
+    assert state_hash(world.manager.queries.state()) == before
 
 
 def test_who_is_told_to_stay_may_be_moving_already():
@@ -63,11 +63,11 @@ def test_what_has_another_table_waiting_can_still_be_forked_and_cut():
 def test_a_fork_would_not_know_the_scores():
     world = EvictingWorld(20)
     world.run(PROMPT[:5], "a", eviction_policy=H2O)
-    before = state_hash(world.manager.state())
+    before = state_hash(world.manager.queries.state())
     with pytest.raises(SequenceEvictsError, match="scores") as refused:
         world.manager.fork(world.caller, "a", "b")
     assert list(refused.value.fields) == ["parent_sequence_id"]
-    assert state_hash(world.manager.state()) == before
+    assert state_hash(world.manager.queries.state()) == before
 
 
 def test_a_fork_evicts_by_its_own_prompt():
@@ -90,7 +90,7 @@ def test_a_hold_keeps_what_it_computed_before_and_nothing_of_its_own():
     world.sync()
     assert world.manager.hold(world.caller, "a", "owner", 5.0) == 5
     world.finish("a")
-    (hold,) = world.manager.holds()
+    (hold,) = world.manager.queries.holds()
     assert hold.num_blocks == 5
     assert used(world) == 5
     world.cache([1] * 40)
@@ -112,26 +112,26 @@ def test_a_hold_of_what_is_not_stored_keeps_nothing():
 def test_a_rule_pins_what_it_computed_before():
     world = EvictingWorld(60)
     spec = RetentionRule("r", action=RuleAction(pin_duration=5.0, eviction_policy=KEYDIFF))
-    world.manager.create_rule(spec, validate_only=False)
+    world.manager.operators.create_rule(spec, validate_only=False)
     world.admit(PROMPT, "b")
     live = world.live["b"]
     world.compute(live, 40)
     world.finish("b")
-    (pin,) = world.manager.holds()
+    (pin,) = world.manager.queries.holds()
     assert pin.num_blocks == 5
     world.check()
 
 
 def test_both_tables_count_for_the_quota_and_may_go_beyond_its_ceiling():
     world = EvictingWorld(20)
-    world.manager.set_quota(Quota(tenant_id="t", device_ceiling=5), validate_only=False)
+    world.manager.operators.set_quota(Quota(tenant_id="t", device_ceiling=5), validate_only=False)
     world.admit(PROMPT, "a", eviction_policy=KEYDIFF, tenant_id="t")
     live = world.live["a"]
     world.step(19)
     world.step(19)
     world.sync()
     assert live.granted
-    assert [device for *_, device, _ in world.manager.quotas()] == [7]
+    assert [device for *_, device, _ in world.manager.queries.quotas()] == [7]
     assert not world.admit([1], tenant_id="t").admitted
     world.check()
     world.compute(live, 40)
@@ -142,7 +142,7 @@ def test_both_tables_count_for_the_quota_and_may_go_beyond_its_ceiling():
 
 def test_others_floors_are_not_taken_to_move_to():
     world = EvictingWorld(8)
-    world.manager.set_quota(Quota(tenant_id="u", device_floor=2), validate_only=False)
+    world.manager.operators.set_quota(Quota(tenant_id="u", device_floor=2), validate_only=False)
     world.cache([1] * 8, tenant_id="u")
     world.admit(PROMPT, "a", eviction_policy=KEYDIFF, tenant_id="t")
     world.step(19)
@@ -169,7 +169,7 @@ def test_no_byte_of_what_is_forgotten_outlives_its_use(state, options):
         world.step()
     if state == "reported":
         world.sync()
-    world.manager.forget(ForgetTarget(salt="a"), validate_only=False)
+    world.manager.operators.forget(ForgetTarget(salt="a"), validate_only=False)
     world.check()
     world.sync()
     world.check()
@@ -185,7 +185,7 @@ def test_nor_does_a_table_outlive_it_that_it_has_moved_to_untold():
     world, live = ready(salt="a")
     world.sync()
     world.step()
-    world.manager.forget(ForgetTarget(salt="a"), validate_only=False)
+    world.manager.operators.forget(ForgetTarget(salt="a"), validate_only=False)
     world.forget(live)
     world.manager.release(world.caller, "a")
     world.run_executor_copies()
@@ -199,9 +199,9 @@ def test_its_tokens_can_still_be_explained():
     world.sync()
     world.compute(live, 30)
     world.sync()
-    (found,) = world.manager.explain(Prefix((*PROMPT, 1)), 0)
+    (found,) = world.manager.queries.explain(Prefix((*PROMPT, 1)), 0)
     assert found.cached_tokens == 19
-    (found,) = world.manager.explain_sequence("a", 0)
+    (found,) = world.manager.queries.explain_sequence("a", 0)
     assert found.cached_tokens == 19
 
 
@@ -220,19 +220,19 @@ def test_trimming_leaves_what_it_keeps():
 def test_a_table_that_is_missing_or_shared_is_reported_by_a_check():
     world, live = ready()
     world.sync()
-    sequence = world.manager._sequences["a"]
+    sequence = world.manager._state.sequences["a"]
     table, eviction = sequence.tables[0], sequence.eviction
     lost = eviction.private.pop()
-    assert [one.slot for one in world.manager.check_pool()] == [lost.slot]
+    assert [one.slot for one in world.manager.queries.check_pool()] == [lost.slot]
     eviction.private.append(lost)
     eviction.private[0].writer = None
-    assert [one.slot for one in world.manager.check_pool()] == [eviction.private[0].slot]
+    assert [one.slot for one in world.manager.queries.check_pool()] == [eviction.private[0].slot]
     eviction.private[0].writer = sequence
     world.compute(live, 30)
     world.sync()
-    assert world.manager.check_pool() == []
+    assert world.manager.queries.check_pool() == []
     table.blocks[0].writer = None
-    assert [one.slot for one in world.manager.check_pool()] == [table.blocks[0].slot]
+    assert [one.slot for one in world.manager.queries.check_pool()] == [table.blocks[0].slot]
 
 
 def test_those_that_begin_to_evict_are_counted_by_kind_once():
@@ -242,11 +242,11 @@ def test_those_that_begin_to_evict_are_counted_by_kind_once():
     world, live = ready()
     metrics, before = EvictionMetrics(), counted("keydiff")
     world.sync()
-    metrics.update(world.manager.evicted_sequences())
+    metrics.update(world.manager.queries.evicted_sequences())
     assert counted("keydiff") == before
     world.compute(live, 40)
     world.sync()
     for _ in range(2):
-        metrics.update(world.manager.evicted_sequences())
-    assert world.manager.evicted_sequences() == {Kind.KEYDIFF: 1}
+        metrics.update(world.manager.queries.evicted_sequences())
+    assert world.manager.queries.evicted_sequences() == {Kind.KEYDIFF: 1}
     assert counted("keydiff") == before + 1

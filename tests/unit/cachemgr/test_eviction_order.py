@@ -134,7 +134,7 @@ def test_empty_blocks_are_taken_before_cached_ones():
     world.cache(list(range(8)))
     world.cache([9] * 12, no_store=True)
     assert world.cached_tokens([*range(8), 8]) == 8
-    assert world.manager.pool("e/0").evicted_blocks == 0
+    assert world.manager.queries.pool("e/0").evicted_blocks == 0
 
 
 def test_a_parent_whose_last_child_goes_keeps_its_place_by_its_own_last_use():

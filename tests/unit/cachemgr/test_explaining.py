@@ -12,9 +12,9 @@ PROMPT = list(range(10, 18))
 
 
 def explain(world: World, tokens: list[int] = PROMPT, group: int = 0, **options: object):
-    before = state_hash(world.manager.state())
-    (found,) = world.manager.explain(Prefix(tuple(tokens), **options), group)
-    assert state_hash(world.manager.state()) == before
+    before = state_hash(world.manager.queries.state())
+    (found,) = world.manager.queries.explain(Prefix(tuple(tokens), **options), group)
+    assert state_hash(world.manager.queries.state()) == before
     return found
 
 
@@ -65,17 +65,17 @@ def test_what_was_evicted_when_and_for_whom():
 def test_what_was_purged_or_forgotten():
     world = World(8)
     world.cache(PROMPT)
-    world.manager.purge(BlockFilter(), validate_only=False)
+    world.manager.operators.purge(BlockFilter(), validate_only=False)
     assert explain(world).removal.cause is RemovalCause.PURGED
     world.cache(PROMPT, salt="a")
-    world.manager.forget(ForgetTarget(salt="a"), validate_only=False)
+    world.manager.operators.forget(ForgetTarget(salt="a"), validate_only=False)
     assert explain(world, salt="a").removal.cause is RemovalCause.FORGOTTEN
 
 
 def test_what_came_back_is_no_longer_lost():
     world = World(8)
     world.cache(PROMPT)
-    world.manager.purge(BlockFilter(), validate_only=False)
+    world.manager.operators.purge(BlockFilter(), validate_only=False)
     world.cache(PROMPT)
     assert explain(world).miss_reason is MissReason.NONE
 
@@ -107,7 +107,7 @@ def test_the_reason_is_that_of_the_first_block_that_is_missing():
     world = World(12)
     world.cache(PROMPT)
     world.cache(PROMPT, salt="a")
-    world.manager.purge(BlockFilter(prefix=Prefix(tuple(PROMPT))), validate_only=False)
+    world.manager.operators.purge(BlockFilter(prefix=Prefix(tuple(PROMPT))), validate_only=False)
     world.cache(PROMPT[:4])
     assert explain(world).removal.cause is RemovalCause.PURGED
     assert len(explain(world).blocks) == 1
@@ -123,7 +123,7 @@ def test_blocks_in_lower_tiers_say_so():
 def test_each_group_is_explained_by_itself():
     world = World(8, windows=(None, 3))
     world.cache([*PROMPT, 1])
-    world.manager.purge(BlockFilter(pool_id="e/1"), validate_only=False)
+    world.manager.operators.purge(BlockFilter(pool_id="e/1"), validate_only=False)
     assert explain(world, group=0).miss_reason is MissReason.NONE
     assert explain(world, group=1).removal.cause is RemovalCause.PURGED
     assert explain(world, group=0).cached_tokens == 0
@@ -132,10 +132,10 @@ def test_each_group_is_explained_by_itself():
 def test_a_sequence_is_explained_by_its_tokens():
     world = World(8)
     world.run([*PROMPT, 1], "a", salt="a", adapter_id=3)
-    (found,) = world.manager.explain_sequence("a", 0)
+    (found,) = world.manager.queries.explain_sequence("a", 0)
     assert [view.references for view, _, _ in found.blocks] == [1, 1]
     with pytest.raises(UnknownSequenceError) as refused:
-        world.manager.explain_sequence("b", 0)
+        world.manager.queries.explain_sequence("b", 0)
     assert list(refused.value.fields) == ["sequence_id"]
 
 
@@ -151,5 +151,5 @@ def test_a_sequence_is_explained_by_its_tokens():
 def test_a_question_that_means_nothing_is_refused(prefix, group, error, field):
     world = World(8)
     with pytest.raises(error) as refused:
-        world.manager.explain(prefix, group)
+        world.manager.queries.explain(prefix, group)
     assert list(refused.value.fields) == [field]

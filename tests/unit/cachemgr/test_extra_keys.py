@@ -165,7 +165,7 @@ def test_indexed_blocks_have_the_keys_that_a_router_computes():
         tokens = struct.pack("<4I", *PROMPT[start : start + 4])
         key = child_key(key, tokens, extra_bytes(image(), start, start + 4))
         keys.append(key)
-    assert [block.key for block in sorted(world.manager.records("e"), key=lambda block: block.depth)] == keys
+    assert [block.key for block in sorted(world.manager.queries.records("e"), key=lambda block: block.depth)] == keys
 
 
 def test_admissions_with_the_same_image_compute_it_once_and_others_do_not_wait():
@@ -200,9 +200,9 @@ def test_images_outlast_a_restart_of_the_manager():
 def test_a_prompt_with_an_image_is_explained():
     world = World(16)
     world.cache(PROMPT, extra_keys=image())
-    (found,) = world.manager.explain(Prefix(tuple(PROMPT), extra_keys=image()), 0)
+    (found,) = world.manager.queries.explain(Prefix(tuple(PROMPT), extra_keys=image()), 0)
     assert (len(found.blocks), found.miss_reason) == (3, MissReason.NONE)
-    (found,) = world.manager.explain(Prefix(tuple(PROMPT), extra_keys=image(DOG)), 0)
+    (found,) = world.manager.queries.explain(Prefix(tuple(PROMPT), extra_keys=image(DOG)), 0)
     assert (len(found.blocks), found.miss_reason) == (1, MissReason.NEVER_STORED)
 
 
@@ -219,11 +219,11 @@ def test_a_prompt_with_an_image_is_explained():
 )
 def test_images_that_cannot_be_are_refused_and_nothing_changes(extra_keys, field):
     world = World(16)
-    before = state_hash(world.manager.state())
+    before = state_hash(world.manager.queries.state())
     with pytest.raises(InvalidField) as refused:
         world.admit(PROMPT, extra_keys=extra_keys)
     assert list(refused.value.fields) == [field]
-    assert state_hash(world.manager.state()) == before
+    assert state_hash(world.manager.queries.state()) == before
 
 
 def test_the_keys_of_a_prompt_with_many_images_cost_its_blocks_and_not_their_square():

@@ -46,8 +46,8 @@ def check_forgotten(world: World) -> None:
 def test_what_was_forgotten_before_the_executor_registered_does_not_come_back(target):
     world = cached()
     world.lose_manager()
-    assert world.manager.forget(target, validate_only=True).removed == {}
-    assert world.manager.forget(target, validate_only=False).removed == {}
+    assert world.manager.operators.forget(target, validate_only=True).removed == {}
+    assert world.manager.operators.forget(target, validate_only=False).removed == {}
     assert world.manager.register_executor(world.spec(), remembered(world)) == (3, 0)
     check_forgotten(world)
 
@@ -56,7 +56,7 @@ def test_what_was_forgotten_before_the_executor_registered_does_not_come_back(ta
 def test_what_was_forgotten_while_the_executor_was_lost_does_not_come_back(target):
     world = cached()
     lose_executor(world)
-    world.manager.forget(target, validate_only=False)
+    world.manager.operators.forget(target, validate_only=False)
     assert world.manager.register_executor(world.spec(), remembered(world)) == (3, 0)
     check_forgotten(world)
 
@@ -65,7 +65,7 @@ def test_what_was_forgotten_while_the_executor_was_lost_does_not_come_back(targe
 def test_an_executor_that_is_lost_during_the_call_brings_nothing_back(target):
     world = cached()
     with small_steps():
-        steps = world.manager.forget_in_steps(target, validate_only=False)
+        steps = world.manager.operators.forget_in_steps(target, validate_only=False)
         next(steps)
         lose_executor(world)
         world.manager.register_executor(world.spec(), remembered(world))
@@ -79,7 +79,7 @@ def test_an_executor_that_is_lost_in_its_recovery_brings_nothing_back(target):
     world = cached()
     world.begin_recovery()
     world.read_store(1)
-    world.manager.forget(target, validate_only=False)
+    world.manager.operators.forget(target, validate_only=False)
     world.read_store(1)
     lose_executor(world)
     world.unread = sorted(world.stored.values(), key=lambda block: block.depth)
@@ -90,7 +90,7 @@ def test_an_executor_that_is_lost_in_its_recovery_brings_nothing_back(target):
 
 def test_what_is_cached_after_it_was_forgotten_comes_back():
     world = cached()
-    world.manager.forget(TARGETS[0], validate_only=False)
+    world.manager.operators.forget(TARGETS[0], validate_only=False)
     world.run_executor_copies()
     world.cache(PROMPT, salt="a")
     lose_executor(world)
@@ -104,7 +104,7 @@ def test_what_stands_on_a_forgotten_block_whose_bytes_are_lost_does_not_come_bac
     world.cache(list(range(10, 15)), salt="a", session_id="x")
     world.cache(list(range(10, 27)), salt="a", session_id="y")
     world.lose_manager()
-    world.manager.forget(ForgetTarget(session_id="x"), validate_only=False)
+    world.manager.operators.forget(ForgetTarget(session_id="x"), validate_only=False)
     assert world.manager.register_executor(world.spec(), remembered(world)) == (0, 0)
     world.check()
 
@@ -114,15 +114,15 @@ def test_beyond_the_bound_an_executor_that_was_away_brings_nothing_back(monkeypa
     world = cached()
     world.lose_manager()
     for salt in "cdc":
-        world.manager.forget(ForgetTarget(salt=salt), validate_only=False)
+        world.manager.operators.forget(ForgetTarget(salt=salt), validate_only=False)
     assert world.manager.register_executor(world.spec(), remembered(world)) == (6, 0)
     lose_executor(world)
     for salt in "ce":
-        world.manager.forget(ForgetTarget(salt=salt), validate_only=False)
+        world.manager.operators.forget(ForgetTarget(salt=salt), validate_only=False)
     assert world.manager.register_executor(world.spec(), remembered(world)) == (6, 0)
     lose_executor(world)
     for salt in "cde":
-        world.manager.forget(ForgetTarget(salt=salt), validate_only=False)
+        world.manager.operators.forget(ForgetTarget(salt=salt), validate_only=False)
     assert world.manager.register_executor(world.spec(), remembered(world)) == (0, 0)
     world.check()
 
@@ -139,7 +139,7 @@ def test_what_was_still_to_be_overwritten_when_the_executor_was_lost_is_overwrit
         # All of it moves down, as the device's bytes are gone.
         world.cache(list(range(100, 148)))
         world.run_executor_copies()
-    world.manager.forget(target, validate_only=False)
+    world.manager.operators.forget(target, validate_only=False)
     assert left(world, "a") == 9
     lose_executor(world)
     if starts_again:
@@ -152,7 +152,7 @@ def test_what_was_still_to_be_overwritten_when_the_executor_was_lost_is_overwrit
 def test_what_was_purged_in_a_recovery_does_not_come_back_when_the_executor_is_lost_in_it():
     world = cached()
     world.begin_recovery()
-    world.manager.purge(BlockFilter(salt="a"), validate_only=False)
+    world.manager.operators.purge(BlockFilter(salt="a"), validate_only=False)
     for _ in range(2):
         lose_executor(world)
         world.unread = sorted(world.stored.values(), key=lambda block: block.depth)
@@ -169,7 +169,7 @@ def test_what_was_purged_in_a_recovery_does_not_come_back_when_the_executor_star
     world.cache(list(range(100, 148)))
     world.run_executor_copies()
     world.begin_recovery()
-    world.manager.purge(BlockFilter(salt="a"), validate_only=False)
+    world.manager.operators.purge(BlockFilter(salt="a"), validate_only=False)
     world.start_executor()
     world.start_scheduler()
     world.end_recovery()
@@ -180,7 +180,7 @@ def test_what_was_purged_in_a_recovery_does_not_come_back_when_the_executor_star
 def test_a_purge_in_a_recovery_means_nothing_that_is_cached_after_it():
     world = cached()
     world.begin_recovery()
-    world.manager.purge(BlockFilter(salt="a"), validate_only=False)
+    world.manager.operators.purge(BlockFilter(salt="a"), validate_only=False)
     lose_executor(world)
     world.unread = None
     world.journal.is_read = True
@@ -190,7 +190,7 @@ def test_a_purge_in_a_recovery_means_nothing_that_is_cached_after_it():
     world.manager.register_executor(world.spec())
     world.start_scheduler()
     world.cache(PROMPT, salt="a")
-    records = list(world.manager.records("e"))
+    records = list(world.manager.queries.records("e"))
     lose_executor(world)
     world.manager.register_executor(world.spec(), records)
     assert found(world, salt="a") == 9
@@ -216,7 +216,7 @@ def test_bytes_of_a_forgotten_sequence_do_not_outlive_it_when_the_executor_is_lo
     if computed:
         world.compute(world.live["live"], len(PROMPT))
         world.sync()
-    world.manager.forget(TARGETS[0], validate_only=False)
+    world.manager.operators.forget(TARGETS[0], validate_only=False)
     if not computed:
         world.compute(world.live["live"], len(PROMPT))
         world.sync()
@@ -232,8 +232,8 @@ def prefetching() -> tuple[World, list[Transfer]]:
     world.cache(list(range(100, 148)))
     world.run_executor_copies()
     prefetch = Hints("0.1", "m", (HintAction("one", "Prefetch", "0.1", {}),))
-    world.manager.hint(Prefix(tuple(PROMPT), salt="a"), prefetch, None)
-    copies = world.manager.executor_transfers("e")
+    world.manager.operators.hint(Prefix(tuple(PROMPT), salt="a"), prefetch, None)
+    copies = world.manager.queries.executor_transfers("e")
     # Two others make room.
     assert len(copies) == 4
     return world, copies
@@ -245,7 +245,7 @@ def test_bytes_of_a_prefetch_that_is_under_way_are_overwritten(has_run):
     if has_run:
         for copy in copies:
             world.copy(copy, False)
-    world.manager.forget(TARGETS[0], validate_only=False)
+    world.manager.operators.forget(TARGETS[0], validate_only=False)
     for _ in range(4):
         world.run_executor_copies()
         world.check()
@@ -256,7 +256,7 @@ def test_bytes_of_a_prefetch_are_overwritten_when_the_executor_is_lost_before_it
     world, copies = prefetching()
     for copy in copies:
         world.copy(copy, False)
-    world.manager.forget(TARGETS[0], validate_only=False)
+    world.manager.operators.forget(TARGETS[0], validate_only=False)
     world.done.clear()
     come_back_in_the_same_epoch(world)
     assert left(world, "a") == 0
@@ -275,7 +275,7 @@ def test_bytes_of_copies_that_a_sequence_has_left_are_overwritten():
     world.step_number += 1
     world.leave(live)
     world.sync()
-    world.manager.forget(TARGETS[0], validate_only=False)
+    world.manager.operators.forget(TARGETS[0], validate_only=False)
     for copy in live.copies:
         world.copy(copy, False)
     world.confirm()

@@ -164,7 +164,7 @@ def test_short_prompts_of_any_kind_are_promised_what_a_pool_of_that_size_finds(l
         return driver, found
 
     driver, _ = play(32)
-    report, _ = driver.manager.ghosts("e")
+    report, _ = driver.manager.queries.ghosts("e")
     promised = {one.total_blocks: one.hit_tokens for one in report.caches if one.policy is LRU}
     assert max(promised.values()) <= endless_tokens(prompts)
     for size in (32, 64, 128):
@@ -178,7 +178,7 @@ def test_what_was_found_again_outlasts_what_never_was():
     for number in range(1, 5):
         driver.cache(f"once {number}", prompt(number, 64))
     assert driver.cache("late", prompt(0, 64)).cached_tokens == 0
-    found, _ = driver.manager.ghosts("e")
+    found, _ = driver.manager.queries.ghosts("e")
     hits = {one.policy: one.hit_blocks for one in found.caches if one.total_blocks == 10}
     assert hits == {RETENTION: 4, LRU: 4, REUSED: 8}
 
@@ -191,7 +191,7 @@ def test_only_what_somebody_has_computed_stays():
     driver.cache("looks for nothing", prompt(2, 64), no_read=True)
     for number in range(3):
         driver.cache(f"comes {number}", prompt(number, 64))
-    found, pool = driver.manager.ghosts("e")
+    found, pool = driver.manager.queries.ghosts("e")
     assert pool.pool_id == "e/0"
     assert found.queried_tokens == 5 * 64
     assert {one.hit_blocks for one in found.caches if one.total_blocks == 16} == {4}
@@ -202,19 +202,19 @@ def test_only_what_lies_in_the_window_counts():
     driver.cache("before", prompt(0, 64))
     driver.now = 100.0
     driver.cache("since", prompt(0, 64))
-    found, _ = driver.manager.ghosts("e", 90.0)
+    found, _ = driver.manager.queries.ghosts("e", 90.0)
     assert (found.queried_tokens, found.hit_tokens) == (64, 63)
     assert {one.hit_tokens for one in found.caches if one.total_blocks == 16} == {63}
-    assert driver.manager.ghosts("e", 120.0)[0].queried_tokens == 0
+    assert driver.manager.queries.ghosts("e", 120.0)[0].queried_tokens == 0
 
 
 def test_a_pool_that_an_operator_changes_has_ghosts_of_its_present_size():
     driver = Driver(16, config=replace(CONFIG, ghost_sample=16))
     driver.cache("before", prompt(0, 64))
-    driver.manager.update_pool("e/0", 8, "", validate_only=False)
+    driver.manager.operators.update_pool("e/0", 8, "", validate_only=False)
     for number in range(3):
         driver.cache(f"more {number}", prompt(number, 64))
-    found, _ = driver.manager.ghosts("e")
+    found, _ = driver.manager.queries.ghosts("e")
     assert {one.total_blocks for one in found.caches} == {2, 4, 8, 16, 32}
 
 
@@ -222,8 +222,8 @@ def test_ghosts_change_nothing_and_are_off_without_a_sample(requests):
     with_ghosts, without = (Replay(BLOCKS, BLOCK_TOKENS, sample) for sample in (BLOCKS, 0))
     for replay in (with_ghosts, without):
         replay.run(requests[:500], some_wish(requests[:500]))
-    first, second = (list(replay._driver.manager.state()) for replay in (with_ghosts, without))
+    first, second = (list(replay._driver.manager.queries.state()) for replay in (with_ghosts, without))
     assert state_hash(first) == state_hash(second)
-    assert without._driver.manager.ghosts("e") is None
+    assert without._driver.manager.queries.ghosts("e") is None
     with pytest.raises(UnknownExecutorError):
-        without._driver.manager.ghosts("nobody")
+        without._driver.manager.queries.ghosts("nobody")

@@ -34,7 +34,7 @@ def test_a_silent_scheduler_loses_its_sequences_and_their_blocks_stay_cached():
     world.manager.renew_executor("e", 1, 1)
     world.now = 10.1
     world.manager.expire()
-    assert list(world.manager.sequences()) == []
+    assert list(world.manager.queries.sequences()) == []
     assert world.free == 8
     world.check()
     with pytest.raises(UnknownSchedulerError):
@@ -54,13 +54,13 @@ def test_a_sync_and_an_admission_keep_the_scheduler():
     world.manager.renew_executor("e", 1, 1)
     world.now = 25.0
     world.manager.expire()
-    assert len(list(world.manager.sequences())) == 1
+    assert len(list(world.manager.queries.sequences())) == 1
 
 
 def test_a_newer_scheduler_epoch_frees_what_the_older_held():
     world = running()
     world.start_scheduler()
-    assert list(world.manager.sequences()) == []
+    assert list(world.manager.queries.sequences()) == []
     assert world.free == 8
     world.check()
     assert world.cached_tokens(list(range(9))) == 8
@@ -78,21 +78,21 @@ def test_what_a_scheduler_held_that_is_gone_is_freed_a_part_at_a_time_and_nothin
             world.now = 11.0
             world.manager.expire()
         world.start_scheduler()
-        assert [pool.used_blocks for pool in world.manager.pools()] == [6]
-        assert list(world.manager.sequences()) == []
+        assert [pool.used_blocks for pool in world.manager.queries.pools()] == [6]
+        assert list(world.manager.queries.sequences()) == []
         assert world.manager.is_behind
         world.check()
         # The id is free, and what is already freed can be found.
         assert world.admit([ord("a")] * 9, "a").cached_tokens == 8
         world.check()
-        assert [pool.used_blocks for pool in world.manager.pools()] == [9]
+        assert [pool.used_blocks for pool in world.manager.queries.pools()] == [9]
         world.manager.expire()
         world.check()
         assert world.manager.is_behind
         world.manager.expire()
         assert not world.manager.is_behind
-    assert [pool.used_blocks for pool in world.manager.pools()] == [3]
-    assert [sequence.sequence_id for sequence in world.manager.sequences()] == ["a"]
+    assert [pool.used_blocks for pool in world.manager.queries.pools()] == [3]
+    assert [sequence.sequence_id for sequence in world.manager.queries.sequences()] == ["a"]
     world.check()
 
 
@@ -118,7 +118,7 @@ def test_an_older_scheduler_epoch_is_refused_and_the_same_one_changes_nothing():
     assert stale.value.metadata == {"newest_epoch": "2"}
     world.admit([1], "b")
     world.manager.register_scheduler("s", 2)
-    assert len(list(world.manager.sequences())) == 1
+    assert len(list(world.manager.queries.sequences())) == 1
     for scheduler_id, epoch, field in (("", 1, "scheduler_id"), ("s", 0, "scheduler_epoch")):
         with pytest.raises(InvalidField) as refused:
             world.manager.register_scheduler(scheduler_id, epoch)
@@ -132,14 +132,14 @@ def test_a_silent_executor_loses_its_pool_and_its_sequences_are_void():
     world.sync()
     world.now = 10.1
     world.manager.expire()
-    assert world.manager.pools() == []
+    assert world.manager.queries.pools() == []
     with pytest.raises(UnknownExecutorError):
         world.admit([1])
     answer = world.sync()
     assert answer.void_handles == [handle]
     assert answer.free_blocks == 0
     world.sync()
-    assert list(world.manager.sequences()) == []
+    assert list(world.manager.queries.sequences()) == []
 
 
 def test_a_lost_pool_leaves_nothing_to_the_garbage_collector():
@@ -171,7 +171,7 @@ def test_a_newer_executor_epoch_voids_everything_of_the_older_and_its_copies():
     assert world.free == 8
     assert world.manager.confirm_transfers("e", 2, [ticket], []) == 1
     assert world.manager.sync(world.next_sync()).void_handles == []
-    assert handle not in {view.sequence_handle for view in world.manager.sequences()}
+    assert handle not in {view.sequence_handle for view in world.manager.queries.sequences()}
     assert world.cached_tokens(list(range(8))) == 0
 
 
@@ -263,7 +263,7 @@ def test_a_renewal_that_fits_no_registration_asks_for_one():
     world.sync()
     world.now = 12.0
     world.manager.expire()
-    assert len(world.manager.pools()) == 1
+    assert len(world.manager.queries.pools()) == 1
 
 
 def test_executors_share_nothing():
@@ -272,5 +272,5 @@ def test_executors_share_nothing():
     world.manager.register_executor(dataclasses.replace(world.spec(), executor_id="f", last_write_steps=()))
     request = dataclasses.replace(world.request(list(range(9)), "x"), executor_id="f")
     assert world.manager.admit(request).cached_tokens == 0
-    assert [view.pool_id for view in world.manager.pools()] == ["e/0", "f/0"]
-    assert world.manager.check_pool() == []
+    assert [view.pool_id for view in world.manager.queries.pools()] == ["e/0", "f/0"]
+    assert world.manager.queries.check_pool() == []

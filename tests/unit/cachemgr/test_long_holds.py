@@ -28,8 +28,8 @@ def ended(driver: Driver) -> list[int]:
         driver.manager.expire()
         parts.append(before - driver.pool.used_blocks)
         assert driver.manager.is_behind == bool(driver.pool.used_blocks)
-        assert driver.manager.check_pool() == []
-    assert list(driver.manager.holds()) == []
+        assert driver.manager.queries.check_pool() == []
+    assert list(driver.manager.queries.holds()) == []
     return parts
 
 
@@ -51,5 +51,5 @@ def test_what_lasts_is_kept_while_another_one_ends_in_parts() -> None:
         driver.manager.expire()
     assert not driver.manager.is_behind
     assert driver.pool.used_blocks == 100
-    assert [hold.owner for hold in driver.manager.holds()] == ["other"]
-    assert driver.manager.check_pool() == []
+    assert [hold.owner for hold in driver.manager.queries.holds()] == ["other"]
+    assert driver.manager.queries.check_pool() == []

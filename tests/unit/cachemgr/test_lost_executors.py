@@ -24,14 +24,14 @@ def cached(blocks: int) -> World:
 def lose(world: World) -> None:
     world.now += 1000
     world.manager.expire()
-    assert world.manager.pools() == []
+    assert world.manager.queries.pools() == []
 
 
 def test_of_a_few_blocks_watchers_hear_one_by_one():
     world = cached(40)
-    number, count = world.manager.last_event, world.manager.pools()[0].cached_blocks
+    number, count = world.manager.queries.last_event, world.manager.queries.pools()[0].cached_blocks
     lose(world)
-    events = world.manager.events_after(number)
+    events = world.manager.queries.events_after(number)
     causes = [event.cause for event in events if event.kind is EventKind.REMOVED]
     assert causes == [RemovalCause.EXECUTOR_LOST] * count
 
@@ -39,21 +39,21 @@ def test_of_a_few_blocks_watchers_hear_one_by_one():
 def test_of_too_many_blocks_watchers_hear_that_they_begin_again(monkeypatch):
     monkeypatch.setattr(lifecycle, "MOST_TOLD", 10)
     world = cached(40)
-    number, count = world.manager.last_event, world.manager.pools()[0].cached_blocks
+    number, count = world.manager.queries.last_event, world.manager.queries.pools()[0].cached_blocks
     lose(world)
-    assert world.manager.last_event >= number + count
+    assert world.manager.queries.last_event >= number + count
     with pytest.raises(EventsGoneError):
-        world.manager.events_after(number)
+        world.manager.queries.events_after(number)
     # No lease of a lost block ends later.
-    number = world.manager.last_event
+    number = world.manager.queries.last_event
     world.now += 1000
     world.manager.expire()
-    assert world.manager.events_after(number) == []
+    assert world.manager.queries.events_after(number) == []
     world.start_scheduler()
     world.start_executor()
     world.cache(list(range(40)))
     world.check()
-    assert next(event.kind for event in world.manager.events_after(number)) is EventKind.CREATED
+    assert next(event.kind for event in world.manager.queries.events_after(number)) is EventKind.CREATED
 
 
 def test_what_a_loss_costs_does_not_grow_with_the_blocks(monkeypatch):
@@ -64,7 +64,7 @@ def test_what_a_loss_costs_does_not_grow_with_the_blocks(monkeypatch):
     def cost(blocks: int) -> int:
         world = cached(blocks)
         world.now += 1000
-        world.manager._leases.advance(world.now)
+        world.manager._state.leases.advance(world.now)
         return work_of(world.manager.expire)
 
     assert cost(400) < 1.2 * cost(100)

@@ -16,7 +16,7 @@ def metrics_of(world: World) -> CollectorRegistry:
     """Of the only pool, under the name "x"."""
     registry = CollectorRegistry()
     manager = world.manager
-    counts = PoolCounts(manager.tiers("e/0"), manager.meter("e/0"), manager.lease_counts("e/0"))
+    counts = PoolCounts(manager.queries.tiers("e/0"), manager.queries.meter("e/0"), manager.queries.lease_counts("e/0"))
     CountedMetrics(registry).update({"x": counts})
     return registry
 
@@ -29,7 +29,7 @@ def test_losses_are_told_by_their_cause_and_with_the_time_since_the_last_use():
     world = World(4)
     world.cache(list(range(13)))
     world.cache(list(range(100, 113)))
-    [device] = world.manager.tiers("e/0")
+    [device] = world.manager.queries.tiers("e/0")
     assert device.counters.evicted > 0
     registry = metrics_of(world)
     for cause in list(RemovalCause)[1:]:
@@ -69,7 +69,7 @@ def test_leases_are_told_by_how_they_ended():
     world.now = 5.0
     world.manager.expire()
     world.cache(list(range(4)), session_id="s", retention=wish(80, 5.0))
-    world.manager.purge(BlockFilter(), validate_only=False)
+    world.manager.operators.purge(BlockFilter(), validate_only=False)
     registry = metrics_of(world)
     assert (value(registry, "pool_honoured_leases_total"), value(registry, "pool_broken_leases_total")) == (3, 1)
 

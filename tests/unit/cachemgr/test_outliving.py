@@ -6,8 +6,8 @@ import pytest
 
 from cachemgr.errors import InvalidField, SchedulerFirstError
 from cachemgr.manager import CacheManager
+from cachemgr.operators.operator_memory import Kind
 from cachemgr.operators.types import BlockFilter, ForgetTarget, Prefix, Quota
-from cachemgr.persistence.operator_records import Kind
 from cachemgr.types import EventKind, RemovalCause, TierKind
 from tests.unit.cachemgr.tiered import cached, tiers
 from tests.unit.cachemgr.world import CONFIG, World, wish
@@ -71,7 +71,7 @@ def test_a_manager_whose_clock_went_back_gives_no_number_again_that_a_slot_is_kn
     world.done.clear()
     world.start_scheduler()
     world.manager.register_executor(world.spec(), list(world.journal.blocks.values()))
-    newest = max(record.generation for record in world.manager.records("e"))
+    newest = max(record.generation for record in world.manager.queries.records("e"))
     assert newest
     assert world.admit([1, 2, 3], "after").sequence_handle > newest
     world.check()
@@ -136,12 +136,12 @@ def test_what_has_lost_its_beginning_goes_as_others_do():
     for first in (300, 400, 500, 600):
         world.cache(list(range(first, first + 8)))
         world.check()
-    assert not any(block.token_ids[0] in PROMPT for block in world.manager.records("e"))
+    assert not any(block.token_ids[0] in PROMPT for block in world.manager.queries.records("e"))
 
 
 def test_what_has_lost_its_beginning_is_forgotten_with_it():
     world = beheaded()
-    receipt = world.manager.forget(ForgetTarget(prefix=Prefix(tuple(PROMPT[:4]))), validate_only=False)
+    receipt = world.manager.operators.forget(ForgetTarget(prefix=Prefix(tuple(PROMPT[:4]))), validate_only=False)
     assert receipt.removed == {TierKind.HOST: 2}
     world.check()
     world.run_executor_copies()
@@ -151,10 +151,10 @@ def test_what_has_lost_its_beginning_is_forgotten_with_it():
 def test_what_has_lost_its_beginning_is_purged_and_listed_by_its_prefix():
     world = beheaded()
     selected = BlockFilter(prefix=Prefix(tuple(PROMPT[:12])), pool_id="e/0")
-    assert sum(block is not None for block in world.manager.filtered_blocks(selected)) == 2
-    assert world.manager.purge(selected, validate_only=False).purged_blocks == 2
+    assert sum(block is not None for block in world.manager.queries.filtered_blocks(selected)) == 2
+    assert world.manager.operators.purge(selected, validate_only=False).purged_blocks == 2
     world.check()
-    assert list(world.manager.records("e")) == []
+    assert list(world.manager.queries.records("e")) == []
 
 
 def test_who_computes_past_a_lost_beginning_takes_the_place_of_what_lies_below():
@@ -172,13 +172,13 @@ def test_the_order_of_use_comes_back_with_lower_blocks():
     world.run([0, 1, 2, 3, 4], "again")
     world.finish("again")
     world.cache(list(range(80, 84)))
-    in_host = {block.token_ids[0] for block in world.manager.records("e") if block.tier is TierKind.HOST}
+    in_host = {block.token_ids[0] for block in world.manager.queries.records("e") if block.tier is TierKind.HOST}
     world.lose_manager()
     world.come_back()
     for first in (100, 110, 120, 130, 140, 150):
         world.cache(list(range(first, first + 4)))
         world.check()
-    left = {block.token_ids[0] for block in world.manager.records("e")}
+    left = {block.token_ids[0] for block in world.manager.queries.records("e")}
     assert left & in_host == set(sorted(in_host, key=lambda first: first or 75)[2:])
 
 
@@ -191,7 +191,7 @@ def test_leases_come_back_with_lower_blocks():
     world.sync()
     world.lose_manager()
     world.come_back()
-    (lease,) = [lease for _, _, lease in world.manager.leases("e/0", "")]
+    (lease,) = [lease for _, _, lease in world.manager.queries.leases("e/0", "")]
     assert (lease.priority, lease.remaining) == (90, 50.0)
     world.check()
 
@@ -201,12 +201,12 @@ def test_leases_come_back_with_lower_blocks():
 
 def test_lower_blocks_stay_when_the_executor_starts_again():
     world = offloaded()
-    before = world.manager.last_event
-    keys = {block.key for block in world.manager.records("e") if block.tier is TierKind.HOST}
+    before = world.manager.queries.last_event
+    keys = {block.key for block in world.manager.queries.records("e") if block.tier is TierKind.HOST}
     assert world.start_executor() == (0, 4)
     world.check()
-    assert {block.key for block in world.manager.records("e")} == keys
-    events = world.manager.events_after(before)
+    assert {block.key for block in world.manager.queries.records("e")} == keys
+    events = world.manager.queries.events_after(before)
     assert {(event.kind, event.cause) for event in events} == {(EventKind.REMOVED, RemovalCause.EXECUTOR_LOST)}
     assert len(events) == 4
     world.sync()
@@ -222,14 +222,14 @@ def test_what_the_executor_has_lost_below_is_removed():
     world.generations.clear()
     assert world.start_executor() == (0, 0)
     world.check()
-    assert world.manager.pools()[0].lower_tiers[0].free_blocks == 4
+    assert world.manager.queries.pools()[0].lower_tiers[0].free_blocks == 4
 
 
 def test_another_model_finds_nothing_below():
     world = offloaded()
     spec = dataclasses.replace(world.spec(), executor_epoch=2, model_fingerprint=b"g" * 32)
     assert world.manager.register_executor(spec) == (0, 0)
-    assert world.manager.check_pool() == []
+    assert world.manager.queries.check_pool() == []
 
 
 def test_sizes_may_change_when_the_executor_starts_again():
@@ -243,7 +243,7 @@ def test_sizes_may_change_when_the_executor_starts_again():
     world.host_blocks = 6
     assert world.start_executor().lower_blocks == 3
     world.check()
-    (host, _) = world.manager.pools()[0].lower_tiers
+    (host, _) = world.manager.queries.pools()[0].lower_tiers
     assert (host.total_blocks, host.free_blocks, host.cached_blocks) == (6, 6, 3)
 
 
@@ -260,42 +260,42 @@ def test_copies_down_that_were_completed_count_and_others_do_not():
 
 def test_leases_holds_and_quotas_go_on_below():
     world = World(4, host_blocks=4, config=dataclasses.replace(CONFIG, pin_budget=1.0))
-    world.manager.set_quota(Quota(salt="a", host_ceiling=2), validate_only=False)
+    world.manager.operators.set_quota(Quota(salt="a", host_ceiling=2), validate_only=False)
     world.cache(PROMPT[:8], salt="a", retention=wish(90, 50.0))
     world.cache(list(range(100, 116)))
     prefix = Prefix(tuple(PROMPT[:8]), salt="a")
-    (pinned,) = world.manager.pin_prefix(prefix, "ops", 60.0, validate_only=False)
+    (pinned,) = world.manager.operators.pin_prefix(prefix, "ops", 60.0, validate_only=False)
     assert pinned.receipt.num_blocks == 2
     world.now = 5.0
     world.sync()
     world.renew()
     assert world.start_executor().lower_blocks == 2
     world.check()
-    (hold,) = world.manager.holds()
-    assert (hold.num_blocks, world.manager.pools()[0].lower_tiers[0].used_blocks) == (2, 2)
-    assert [lease.remaining for _, _, lease in world.manager.leases("e/0", "")] == [45.0, 45.0]
-    assert [(quota.salt, host) for quota, _, _, host in world.manager.quotas()] == [("a", 2)]
-    world.manager.release_hold(hold.name)
+    (hold,) = world.manager.queries.holds()
+    assert (hold.num_blocks, world.manager.queries.pools()[0].lower_tiers[0].used_blocks) == (2, 2)
+    assert [lease.remaining for _, _, lease in world.manager.queries.leases("e/0", "")] == [45.0, 45.0]
+    assert [(quota.salt, host) for quota, _, _, host in world.manager.queries.quotas()] == [("a", 2)]
+    world.manager.operators.release_hold(hold.name)
     world.check()
 
 
 def test_a_hold_of_what_was_on_the_device_ends():
     world = World(4, host_blocks=4, config=dataclasses.replace(CONFIG, pin_budget=1.0))
     world.cache(PROMPT[:8])
-    world.manager.pin_prefix(Prefix(tuple(PROMPT[:8])), "ops", 60.0, validate_only=False)
+    world.manager.operators.pin_prefix(Prefix(tuple(PROMPT[:8])), "ops", 60.0, validate_only=False)
     assert world.start_executor().lower_blocks == 0
     world.check()
-    assert list(world.manager.holds()) == []
+    assert list(world.manager.queries.holds()) == []
 
 
 def test_what_was_to_be_overwritten_below_still_is():
     world = offloaded()
-    world.manager.forget(ForgetTarget(prefix=Prefix(tuple(PROMPT[:8]))), validate_only=False)
-    zeroing = {(copy.target_tier, copy.target_slot) for copy in world.manager.executor_transfers("e")}
+    world.manager.operators.forget(ForgetTarget(prefix=Prefix(tuple(PROMPT[:8]))), validate_only=False)
+    zeroing = {(copy.target_tier, copy.target_slot) for copy in world.manager.queries.executor_transfers("e")}
     assert {tier for tier, _ in zeroing} == {TierKind.HOST}
     world.start_executor()
     world.check()
-    again = {(copy.target_tier, copy.target_slot) for copy in world.manager.executor_transfers("e")}
+    again = {(copy.target_tier, copy.target_slot) for copy in world.manager.queries.executor_transfers("e")}
     assert again == zeroing
     world.run_executor_copies()
     world.check()
@@ -307,7 +307,7 @@ def test_nobody_is_admitted_before_the_sequences_of_the_epoch_before_are_release
     world.run([1], "old")
     assert world.start_executor().lower_blocks == 4
     request = world.request(PROMPT)
-    preview, admission = world.manager.preview(request, 1), world.manager.admit(request)
+    preview, admission = world.manager.queries.preview(request, 1), world.manager.admit(request)
     assert (preview.admitted, preview.blocks_short) == (admission.admitted, admission.blocks_short) == (False, 1)
     world.check()
     world.sync()
@@ -323,7 +323,7 @@ def test_the_order_of_use_stays_when_the_executor_starts_again():
     for first in (100, 110, 120, 130, 140, 150):
         world.cache(list(range(first, first + 4)))
         world.check()
-    left = {block.token_ids[0] for block in world.manager.records("e")}
+    left = {block.token_ids[0] for block in world.manager.queries.records("e")}
     assert {first for first in left if first < 100} == {20, 30}
 
 
@@ -333,7 +333,7 @@ def pinned() -> World:
     world.cache(PROMPT[:12])
     world.run([*PROMPT[:4], 99], "first")
     world.cache(list(range(100, 108)))
-    (made,) = world.manager.pin_prefix(Prefix(tuple(PROMPT[:12])), "ops", 60.0, validate_only=False)
+    (made,) = world.manager.operators.pin_prefix(Prefix(tuple(PROMPT[:12])), "ops", 60.0, validate_only=False)
     assert (made.receipt.num_blocks, tiers(world)) == (3, {"device": 3, "host": 2})
     return world
 
@@ -345,7 +345,7 @@ def test_nothing_is_pinned_that_has_lost_what_it_stands_on(way):
         assert world.start_executor() == (0, 2)
         world.sync()
     else:
-        (pin,) = world.manager.entries(Kind.PIN, "e")
+        (pin,) = world.manager.queries.entries(Kind.PIN, "e")
         world.lose_manager()
         world.executor_epoch += 1
         world.lose_device()
@@ -353,7 +353,7 @@ def test_nothing_is_pinned_that_has_lost_what_it_stands_on(way):
         world.journal.blocks = {block.place: block for block in below}
         assert world.manager.register_executor(world.spec(), below, [pin]) == (0, 2)
     world.check()
-    assert list(world.manager.holds()) == []
+    assert list(world.manager.queries.holds()) == []
     # Once its beginning is there again, all of it is used and let go.
     world.run([*PROMPT[:4], 99], "again")
     world.run(PROMPT[:12], "whole")

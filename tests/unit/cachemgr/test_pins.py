@@ -21,13 +21,15 @@ def roomy(num_blocks: int = 10, budget: float = 0.3, **options: object) -> World
 
 
 def pin(world: World, tokens: list[int] = PROMPT, owner: str = "ops", seconds: float = 10.0, **options: object):
-    (pinned,) = world.manager.pin_prefix(Prefix(tuple(tokens), **options), owner, seconds, validate_only=False)
+    (pinned,) = world.manager.operators.pin_prefix(
+        Prefix(tuple(tokens), **options), owner, seconds, validate_only=False
+    )
     world.check()
     return pinned
 
 
 def cached(world: World, tokens: list[int] = PROMPT) -> int:
-    return world.manager.explain(Prefix(tuple(tokens)), 0)[0].cached_tokens
+    return world.manager.queries.explain(Prefix(tuple(tokens)), 0)[0].cached_tokens
 
 
 def flood(world: World, blocks: int, **options: object) -> bool:
@@ -57,12 +59,12 @@ def test_a_pin_has_an_owner_and_ends_with_its_time():
     pinned = pin(world)
     world.now = 4.0
     world.manager.expire()
-    (hold,) = world.manager.holds("ops")
+    (hold,) = world.manager.queries.holds("ops")
     assert (hold.name, hold.pin, hold.remaining, hold.num_blocks) == (pinned.name, True, 6.0, 2)
-    assert list(world.manager.holds("nobody")) == []
+    assert list(world.manager.queries.holds("nobody")) == []
     world.now = 10.0
     world.manager.expire()
-    assert list(world.manager.holds()) == []
+    assert list(world.manager.queries.holds()) == []
     assert world.free == 10
     assert cached(world) == 8
     world.check()
@@ -73,11 +75,11 @@ def test_a_released_pin_leaves_its_blocks_cached():
     world = roomy()
     world.cache(PROMPT)
     pinned = pin(world)
-    assert world.manager.release_hold(pinned.name) == 2
+    assert world.manager.operators.release_hold(pinned.name) == 2
     world.check()
     assert (world.free, cached(world)) == (10, 8)
     with pytest.raises(UnknownHoldError) as refused:
-        world.manager.release_hold(pinned.name)
+        world.manager.operators.release_hold(pinned.name)
     assert list(refused.value.fields) == ["name"]
 
 
@@ -85,7 +87,7 @@ def test_a_released_pin_of_blocks_in_use_frees_none():
     world = roomy()
     world.run([*PROMPT, 1], "live")
     pinned = pin(world)
-    assert world.manager.release_hold(pinned.name) == 0
+    assert world.manager.operators.release_hold(pinned.name) == 0
     world.check()
 
 
@@ -103,11 +105,11 @@ def test_what_exceeds_the_budget_is_clipped_from_the_tail():
 def test_a_pin_without_budget_or_blocks_is_rejected_and_changes_nothing(tokens, budget):
     world = roomy(budget=budget)
     world.cache(PROMPT)
-    before = state_hash(world.manager.state())
+    before = state_hash(world.manager.queries.state())
     pinned = pin(world, tokens)
     assert (pinned.name, pinned.receipt.outcome, bool(pinned.receipt.reason)) == ("", Outcome.REJECTED, True)
-    assert list(world.manager.holds()) == []
-    assert state_hash(world.manager.state()) == before
+    assert list(world.manager.queries.holds()) == []
+    assert state_hash(world.manager.queries.state()) == before
 
 
 def test_the_oldest_pin_becomes_a_lease_when_a_newer_one_needs_the_budget():
@@ -116,15 +118,17 @@ def test_the_oldest_pin_becomes_a_lease_when_a_newer_one_needs_the_budget():
     world.cache(OTHER)
     old = pin(world, owner="old", seconds=20.0)
     world.now = 5.0
-    (said,) = world.manager.pin_prefix(Prefix(tuple(OTHER)), "new", 10.0, validate_only=True)
+    (said,) = world.manager.operators.pin_prefix(Prefix(tuple(OTHER)), "new", 10.0, validate_only=True)
     new = pin(world, OTHER, owner="new")
     assert said.degraded == new.degraded == (old.name,)
-    assert [hold.owner for hold in world.manager.holds()] == ["new"]
-    leases = [(view.slot, lease.priority, lease.remaining) for _, view, lease in world.manager.leases("e/0", "")]
+    assert [hold.owner for hold in world.manager.queries.holds()] == ["new"]
+    leases = [
+        (view.slot, lease.priority, lease.remaining) for _, view, lease in world.manager.queries.leases("e/0", "")
+    ]
     assert leases == [(1, 100, 15.0), (2, 100, 15.0)]
     world.now = 20.0
     world.manager.expire()
-    assert list(world.manager.leases("e/0", "")) == []
+    assert list(world.manager.queries.leases("e/0", "")) == []
     world.check()
 
 
@@ -135,17 +139,17 @@ def test_only_as_many_pins_give_way_as_are_needed_oldest_first():
         world.cache(prompt)
     names = [pin(world, prompt).name for prompt in prompts[:3]]
     assert pin(world, prompts[3]).degraded == (names[0],)
-    assert [hold.name for hold in world.manager.holds()][:2] == names[1:]
+    assert [hold.name for hold in world.manager.queries.holds()][:2] == names[1:]
 
 
 def test_two_pins_of_one_block_keep_it_until_both_are_gone():
     world = roomy(budget=0.5)
     world.cache(PROMPT)
     first, second = pin(world, owner="a"), pin(world, owner="b")
-    world.manager.release_hold(first.name)
+    world.manager.operators.release_hold(first.name)
     world.check()
     assert world.free == 8
-    assert world.manager.release_hold(second.name) == 2
+    assert world.manager.operators.release_hold(second.name) == 2
     assert world.free == 10
 
 
@@ -179,7 +183,7 @@ def test_a_pin_does_not_outlive_its_executor():
     world.cache(PROMPT)
     pin(world)
     world.start_executor()
-    assert list(world.manager.holds()) == []
+    assert list(world.manager.queries.holds()) == []
     world.check()
     assert world.free == 10
 
@@ -187,10 +191,10 @@ def test_a_pin_does_not_outlive_its_executor():
 def test_a_dry_run_tells_the_receipt_and_changes_nothing():
     world = roomy()
     world.cache(PROMPT)
-    before = state_hash(world.manager.state())
-    (said,) = world.manager.pin_prefix(Prefix(tuple(PROMPT)), "ops", 10.0, validate_only=True)
+    before = state_hash(world.manager.queries.state())
+    (said,) = world.manager.operators.pin_prefix(Prefix(tuple(PROMPT)), "ops", 10.0, validate_only=True)
     assert (said.name, said.receipt.num_blocks) == ("", 2)
-    assert state_hash(world.manager.state()) == before
+    assert state_hash(world.manager.queries.state()) == before
     assert pin(world).receipt == said.receipt
 
 
@@ -207,11 +211,11 @@ def test_a_dry_run_tells_the_receipt_and_changes_nothing():
 def test_a_pin_that_means_nothing_is_refused_and_nothing_changes(prefix, owner, seconds, error, field):
     world = roomy()
     world.cache(PROMPT)
-    before = state_hash(world.manager.state())
+    before = state_hash(world.manager.queries.state())
     with pytest.raises(error) as refused:
-        world.manager.pin_prefix(prefix, owner, seconds, validate_only=False)
+        world.manager.operators.pin_prefix(prefix, owner, seconds, validate_only=False)
     assert list(refused.value.fields) == [field]
-    assert state_hash(world.manager.state()) == before
+    assert state_hash(world.manager.queries.state()) == before
 
 
 def test_a_pin_takes_work_in_proportion_to_its_blocks():
@@ -219,7 +223,9 @@ def test_a_pin_takes_work_in_proportion_to_its_blocks():
         world = roomy(blocks + 10, budget=1.0)
         prompt = list(range(4 * blocks))
         world.cache(prompt)
-        work = work_of(lambda: world.manager.pin_prefix(Prefix(tuple(prompt)), "ops", 5.0, validate_only=False))
+        work = work_of(
+            lambda: world.manager.operators.pin_prefix(Prefix(tuple(prompt)), "ops", 5.0, validate_only=False)
+        )
         world.check()
         return work
 
@@ -232,8 +238,8 @@ def test_pins_of_a_restarted_executor_take_work_in_proportion_to_their_blocks():
         prompt = list(range(4 * blocks))
         world.cache(prompt)
         for number in range(4):
-            world.manager.pin_prefix(Prefix(tuple(prompt)), f"o{number}", 5.0, validate_only=False)
-        (executor,) = world.manager._executors.values()
+            world.manager.operators.pin_prefix(Prefix(tuple(prompt)), f"o{number}", 5.0, validate_only=False)
+        (executor,) = world.manager._state.executors.values()
         return work_of(executor.holds.keep_cached)
 
     assert cost(160) < 5 * cost(40)

@@ -41,17 +41,17 @@ PRIORITY = st.one_of(st.none(), st.sampled_from([0, 10, 35, 90]))
 def admit_as_previewed(world: EvictingWorld, tokens: list[int], **options: object) -> Admission:
     """Admits a sequence if and only if its preview says so, and takes and evicts just what that says."""
     request, manager = world.request(tokens, **options), world.manager
-    number = manager.last_event
-    on_device = {block.key for block in manager.records("e") if block.tier is TierKind.DEVICE}
+    number = manager.queries.last_event
+    on_device = {block.key for block in manager.queries.records("e") if block.tier is TierKind.DEVICE}
     # Beside other groups a block may move down and be lost with its key, and quotas are left aside.
-    tiers = [tier for pool in manager._executors["e"].pools for tier in pool.tiers]
-    is_exact = len(world.windows) == 1 and not any(tier.shares for tier in tiers) and not any(manager.quotas())
-    preview = manager.preview(request, 0)
-    used = [pool.used_blocks for pool in manager.pools()]
-    assert manager.last_event == number
+    tiers = [tier for pool in manager._state.executors["e"].pools for tier in pool.tiers]
+    is_exact = len(world.windows) == 1 and not any(tier.shares for tier in tiers) and not any(manager.queries.quotas())
+    preview = manager.queries.preview(request, 0)
+    used = [pool.used_blocks for pool in manager.queries.pools()]
+    assert manager.queries.last_event == number
     admission = manager.admit(request)
     assert (admission.admitted, admission.blocks_short) == (preview.admitted, preview.blocks_short)
-    now_used = [pool.used_blocks for pool in manager.pools()]
+    now_used = [pool.used_blocks for pool in manager.queries.pools()]
     if not admission.admitted:
         assert now_used == used
         return admission
@@ -72,7 +72,7 @@ def admit_as_previewed(world: EvictingWorld, tokens: list[int], **options: objec
 def evicted(world: EvictingWorld, number: int, on_device: set[bytes]) -> list[tuple[int, int, int, int]]:
     """Of the only group: priority, blocks that have left the device since an event, and how many of them moved down."""
     left: dict[bytes, tuple[int, bool]] = {}
-    for event in world.manager.events_after(number):
+    for event in world.manager.queries.events_after(number):
         block, key = event.block, event.block.key
         lost = event.kind is EventKind.REMOVED and block.tier is TierKind.DEVICE
         moved = event.kind is EventKind.UPDATED and block.tier is not TierKind.DEVICE
@@ -173,7 +173,7 @@ class CacheWorld(Operators, Deaths):
         assert admission.capacity_tokens >= len(tokens)
         lower = world.host_blocks or world.disk_blocks
         assert not full or admission.wait_for_handle or admission.cached_tokens <= stored
-        exact = not lower and not any(world.manager.quotas()) and world.manager.config.copy_on_partial_reuse
+        exact = not lower and not any(world.manager.queries.quotas()) and world.manager.config.copy_on_partial_reuse
         if full and exact and not admission.wait_for_handle:
             # Without a block to spare for the source of a copy the copy is left out.
             reserve = int(world.longest // BLOCK * world.manager.config.free_watermark)
@@ -260,11 +260,11 @@ class CacheWorld(Operators, Deaths):
         if not live.started or not reported or live.tainted:
             return
         length = max(1, len(live.tokens) - drop)
-        before = world.manager.snapshot().events
+        before = world.manager.queries.snapshot().events
         try:
             world.manager.truncate(world.caller, live.request.sequence_id, length)
         except (SharedBlockError, WindowPassedError, VoidSequenceError, SequenceEvictsError):
-            assert world.manager.snapshot().events == before
+            assert world.manager.queries.snapshot().events == before
             return
         del live.tokens[length:]
         live.computed = min(live.computed, length - 1)
@@ -337,7 +337,7 @@ class CacheWorld(Operators, Deaths):
         world.carry_out()
         world.run_executor_copies()
         world.check()
-        assert all(pool.used_blocks == 0 for pool in world.manager.pools())
+        assert all(pool.used_blocks == 0 for pool in world.manager.queries.pools())
 
 
 TestCacheWorld = CacheWorld.TestCase

@@ -63,7 +63,7 @@ def test_generated_blocks_take_the_decode_wish_and_open_ranges_end_with_the_prom
 
 
 def priorities(world):
-    return {view.slot: view.priority for _, view in world.manager.blocks("e/0")}
+    return {view.slot: view.priority for _, view in world.manager.queries.blocks("e/0")}
 
 
 def test_a_block_without_a_wish_has_priority_35():

@@ -19,17 +19,17 @@ ALL = RuleMatch()
 
 def make(world: World, name: str, match: RuleMatch = ALL, order: int = 0, **action: object):
     spec = RetentionRule(name, order, match, RuleAction(**action))
-    return world.manager.create_rule(spec, validate_only=False)
+    return world.manager.operators.create_rule(spec, validate_only=False)
 
 
 def priorities(world: World) -> dict[int, int]:
     """Priority of the block with each first token."""
     world.manager.expire()
-    return {unpack(view.tokens)[0]: view.priority for _, view in world.manager.blocks("e/0") if view.key}
+    return {unpack(view.tokens)[0]: view.priority for _, view in world.manager.queries.blocks("e/0") if view.key}
 
 
 def holders(world: World) -> set[str]:
-    return {lease.holder for _, _, lease in world.manager.leases("e/0", "")}
+    return {lease.holder for _, _, lease in world.manager.queries.leases("e/0", "")}
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_the_first_rule_in_order_speaks_and_names_decide_among_equals():
     make(world, "b", RuleMatch(start=4), order=2, priority=60)
     make(world, "a", RuleMatch(start=4), order=2, priority=50)
     make(world, "y", order=3, priority=10)
-    assert [rule.name for rule in world.manager.rules()] == ["z", "a", "b", "y"]
+    assert [rule.name for rule in world.manager.queries.rules()] == ["z", "a", "b", "y"]
     world.cache(PROMPT)
     assert priorities(world) == {10: 90, 14: 50, 18: 50}
 
@@ -113,7 +113,7 @@ def test_generated_blocks_are_covered_too():
     world = World(12)
     make(world, "r", priority=90)
     world.cache(PROMPT[:4], generate=4)
-    assert [view.priority for _, view in world.manager.blocks("e/0") if view.key] == [90, 90]
+    assert [view.priority for _, view in world.manager.queries.blocks("e/0") if view.key] == [90, 90]
 
 
 def test_receipts_tell_what_rules_grant():
@@ -138,10 +138,10 @@ def test_a_floor_for_offload_decides_what_moves_down_also_for_requests_with_wish
     make(world, "r", RuleMatch(salt="a"), offload_min_priority=60)
     world.cache(PROMPT, salt="a")
     world.cache(list(range(100, 116)), no_store=True)
-    assert world.manager.explain(Prefix(tuple(PROMPT), salt="a"), 0)[0].blocks == []
+    assert world.manager.queries.explain(Prefix(tuple(PROMPT), salt="a"), 0)[0].blocks == []
     world.cache(PROMPT, salt="a", retention=wish(70))
     world.cache(list(range(100, 116)), no_store=True)
-    below = world.manager.explain(Prefix(tuple(PROMPT), salt="a"), 0)[0].blocks
+    below = world.manager.queries.explain(Prefix(tuple(PROMPT), salt="a"), 0)[0].blocks
     assert {view.tier for view, _, _ in below} == {TierKind.HOST}
     world.check()
 
@@ -150,12 +150,12 @@ def test_a_change_reaches_cached_blocks_at_once_and_is_told():
     world = World(12)
     make(world, "r", priority=80)
     world.cache(PROMPT)
-    before = world.manager.last_event
+    before = world.manager.queries.last_event
     spec = RetentionRule("r", action=RuleAction(priority=60))
-    _, leases, matching = world.manager.update_rule(spec, ("action.retention_priority",), validate_only=False)
+    _, leases, matching = world.manager.operators.update_rule(spec, ("action.retention_priority",), validate_only=False)
     assert (leases, matching) == (3, 3)
     assert set(priorities(world).values()) == {60}
-    told = {(event.kind, event.lease and event.lease.priority) for event in world.manager.events_after(before)}
+    told = {(event.kind, event.lease and event.lease.priority) for event in world.manager.queries.events_after(before)}
     assert (EventKind.LEASE_GRANTED, 60) in told
     world.check()
 
@@ -164,7 +164,9 @@ def test_a_change_reaches_what_running_sequences_store_later():
     world = World(12)
     make(world, "r", priority=80)
     world.admit(PROMPT, "a")
-    world.manager.update_rule(RetentionRule("r", action=RuleAction(priority=60)), ("action",), validate_only=False)
+    world.manager.operators.update_rule(
+        RetentionRule("r", action=RuleAction(priority=60)), ("action",), validate_only=False
+    )
     world.compute(world.live["a"], 9)
     world.finish("a")
     assert set(priorities(world).values()) == {60}
@@ -175,7 +177,7 @@ def test_a_change_of_what_it_is_about_ends_the_leases_that_it_no_longer_gives():
     make(world, "r", priority=80)
     world.cache(PROMPT)
     spec = RetentionRule("r", match=RuleMatch(end=4))
-    world.manager.update_rule(spec, ("match.end",), validate_only=False)
+    world.manager.operators.update_rule(spec, ("match.end",), validate_only=False)
     assert priorities(world) == {10: 80, 14: 35, 18: 35}
     world.check()
 
@@ -194,11 +196,11 @@ def test_a_rule_that_no_longer_wishes_breaks_its_leases():
     world = World(12)
     make(world, "r", priority=80)
     world.cache(PROMPT)
-    before = world.manager.last_event
+    before = world.manager.queries.last_event
     spec = RetentionRule("r", action=RuleAction(no_store=True))
-    world.manager.update_rule(spec, ("action",), validate_only=False)
+    world.manager.operators.update_rule(spec, ("action",), validate_only=False)
     assert set(priorities(world).values()) == {35}
-    broken = [event for event in world.manager.events_after(before) if event.kind is EventKind.LEASE_BROKEN]
+    broken = [event for event in world.manager.queries.events_after(before) if event.kind is EventKind.LEASE_BROKEN]
     assert [(event.cause, event.lease.holder) for event in broken] == [(RemovalCause.RULE_CHANGED, "rule/r")] * 3
 
 
@@ -209,13 +211,13 @@ def test_a_deleted_rule_ends_its_leases_with_events_and_others_stay():
     world.cache(PROMPT)
     world.cache(PROMPT, session_id="x", retention=wish(50))
     world.run(PROMPT, "live", salt="a")
-    before = world.manager.last_event
-    assert world.manager.delete_rule("r", "", validate_only=True) == 3
-    assert world.manager.delete_rule("r", "", validate_only=False) == 3
+    before = world.manager.queries.last_event
+    assert world.manager.operators.delete_rule("r", "", validate_only=True) == 3
+    assert world.manager.operators.delete_rule("r", "", validate_only=False) == 3
     assert holders(world) == {"session/x", "rule/s"}
-    broken = [event for event in world.manager.events_after(before) if event.kind is EventKind.LEASE_BROKEN]
+    broken = [event for event in world.manager.queries.events_after(before) if event.kind is EventKind.LEASE_BROKEN]
     assert [(event.cause, event.lease.holder) for event in broken] == [(RemovalCause.RULE_CHANGED, "rule/r")] * 3
-    assert [rule.name for rule in world.manager.rules()] == ["s"]
+    assert [rule.name for rule in world.manager.queries.rules()] == ["s"]
     world.check()
     world.cache([1, 2, 3, 4])
     assert holders(world) == {"session/x", "rule/s"}
@@ -225,27 +227,29 @@ def test_etags_change_with_every_change_and_stale_ones_are_refused():
     world = World(12)
     first, _ = make(world, "r", priority=80)
     changed = RetentionRule("r", action=RuleAction(priority=60), etag=first.etag)
-    second, _, _ = world.manager.update_rule(changed, FIELDS, validate_only=False)
+    second, _, _ = world.manager.operators.update_rule(changed, FIELDS, validate_only=False)
     assert second.etag != first.etag
-    before = world.manager.rules()
+    before = world.manager.queries.rules()
     with pytest.raises(StaleRuleError) as refused:
-        world.manager.update_rule(changed, FIELDS, validate_only=False)
+        world.manager.operators.update_rule(changed, FIELDS, validate_only=False)
     assert list(refused.value.fields) == ["rule.etag"]
     with pytest.raises(StaleRuleError):
-        world.manager.delete_rule("r", first.etag, validate_only=False)
-    assert world.manager.rules() == before
-    world.manager.delete_rule("r", second.etag, validate_only=False)
+        world.manager.operators.delete_rule("r", first.etag, validate_only=False)
+    assert world.manager.queries.rules() == before
+    world.manager.operators.delete_rule("r", second.etag, validate_only=False)
 
 
 def test_a_mask_changes_only_what_it_names():
     world = World(12)
     make(world, "r", RuleMatch(salt="a", start=4), order=3, priority=80, duration=5.0)
     spec = RetentionRule("r", 9, RuleMatch(salt="b"), RuleAction(priority=60))
-    rule, _, _ = world.manager.update_rule(spec, ("action.retention_priority", "match.salt"), validate_only=False)
+    rule, _, _ = world.manager.operators.update_rule(
+        spec, ("action.retention_priority", "match.salt"), validate_only=False
+    )
     assert (rule.order, rule.match, rule.action) == (3, RuleMatch(salt="b", start=4), RuleAction(60, 5.0))
-    rule, _, _ = world.manager.update_rule(spec, ("order",), validate_only=False)
+    rule, _, _ = world.manager.operators.update_rule(spec, ("order",), validate_only=False)
     assert (rule.order, rule.match.start) == (9, 4)
-    rule, _, _ = world.manager.update_rule(spec, FIELDS, validate_only=False)
+    rule, _, _ = world.manager.operators.update_rule(spec, FIELDS, validate_only=False)
     assert (rule.match, rule.action) == (spec.match, spec.action)
 
 
@@ -253,21 +257,21 @@ def test_a_dry_run_tells_what_would_change_and_changes_nothing():
     world = World(12)
     make(world, "r", priority=80)
     world.cache(PROMPT)
-    before, rules = state_hash(world.manager.state()), world.manager.rules()
+    before, rules = state_hash(world.manager.queries.state()), world.manager.queries.rules()
     spec = RetentionRule("r", match=RuleMatch(end=8), action=RuleAction(priority=60))
-    assert world.manager.update_rule(spec, FIELDS, validate_only=True)[1:] == (3, 2)
-    assert world.manager.delete_rule("r", "", validate_only=True) == 3
+    assert world.manager.operators.update_rule(spec, FIELDS, validate_only=True)[1:] == (3, 2)
+    assert world.manager.operators.delete_rule("r", "", validate_only=True) == 3
     new = RetentionRule("s", match=RuleMatch(prefix_token_ids=tuple(PROMPT[:4])), action=RuleAction(priority=1))
-    assert world.manager.create_rule(new, validate_only=True)[1] == 1
-    assert world.manager.rules() == rules
-    assert state_hash(world.manager.state()) == before
+    assert world.manager.operators.create_rule(new, validate_only=True)[1] == 1
+    assert world.manager.queries.rules() == rules
+    assert state_hash(world.manager.queries.state()) == before
 
 
 def test_a_rule_pins_what_a_request_leaves():
     world = World(20)
     make(world, "r", RuleMatch(end=8), pin_duration=5.0)
     world.cache(PROMPT)
-    (hold,) = world.manager.holds()
+    (hold,) = world.manager.queries.holds()
     assert (hold.pin, hold.owner, hold.num_blocks, hold.remaining) == (True, "rule/r", 2, 5.0)
     world.check()
     assert world.free == 18
@@ -275,7 +279,7 @@ def test_a_rule_pins_what_a_request_leaves():
     assert {10, 14} <= set(priorities(world))
     world.now = 5.0
     world.manager.expire()
-    assert (list(world.manager.holds()), world.free) == ([], 20)
+    assert (list(world.manager.queries.holds()), world.free) == ([], 20)
     world.check()
 
 
@@ -283,7 +287,7 @@ def test_a_rule_that_pins_later_blocks_pins_what_they_stand_on():
     world = World(20)
     make(world, "r", RuleMatch(start=4, end=8), pin_duration=5.0)
     world.cache(PROMPT)
-    (hold,) = world.manager.holds()
+    (hold,) = world.manager.queries.holds()
     assert hold.num_blocks == 2
     world.check()
 
@@ -293,9 +297,9 @@ def test_a_rule_does_not_pin_for_requests_with_wishes_nor_when_it_is_deleted():
     make(world, "r", pin_duration=5.0)
     world.cache(PROMPT, retention=wish(10))
     world.run(PROMPT, "a")
-    world.manager.delete_rule("r", "", validate_only=False)
+    world.manager.operators.delete_rule("r", "", validate_only=False)
     world.finish("a")
-    assert list(world.manager.holds()) == []
+    assert list(world.manager.queries.holds()) == []
     world.check()
 
 
@@ -324,28 +328,28 @@ ACTION = RuleAction(priority=1)
 def test_a_rule_that_means_nothing_is_refused_and_not_made(spec, field):
     world = World(12)
     with pytest.raises(InvalidField) as refused:
-        world.manager.create_rule(spec, validate_only=False)
+        world.manager.operators.create_rule(spec, validate_only=False)
     assert list(refused.value.fields) == [field]
-    assert world.manager.rules() == []
+    assert world.manager.queries.rules() == []
 
 
 def test_names_are_unique_and_unknown_ones_and_paths_are_refused():
     world = World(12)
     make(world, "r", priority=80)
-    before = world.manager.rules()
+    before = world.manager.queries.rules()
     spec = RetentionRule("r", action=ACTION)
     with pytest.raises(RuleExistsError):
-        world.manager.create_rule(spec, validate_only=False)
+        world.manager.operators.create_rule(spec, validate_only=False)
     with pytest.raises(InvalidField) as refused:
-        world.manager.update_rule(spec, ("order", "action.colour"), validate_only=False)
+        world.manager.operators.update_rule(spec, ("order", "action.colour"), validate_only=False)
     assert list(refused.value.fields) == ["update_mask.paths[1]"]
     with pytest.raises(InvalidField):
-        world.manager.update_rule(RetentionRule("r"), FIELDS, validate_only=False)
+        world.manager.operators.update_rule(RetentionRule("r"), FIELDS, validate_only=False)
     with pytest.raises(UnknownRuleError):
-        world.manager.update_rule(RetentionRule("s", action=ACTION), FIELDS, validate_only=False)
+        world.manager.operators.update_rule(RetentionRule("s", action=ACTION), FIELDS, validate_only=False)
     with pytest.raises(UnknownRuleError):
-        world.manager.delete_rule("s", "", validate_only=False)
-    assert world.manager.rules() == before
+        world.manager.operators.delete_rule("s", "", validate_only=False)
+    assert world.manager.queries.rules() == before
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 8)])
@@ -355,9 +359,9 @@ def test_leases_of_a_rule_end_with_the_device_that_their_blocks_were_to_be_compu
     world.admit(PROMPT)
     # It waits for the first one's blocks, and has leases on them.
     assert world.admit(PROMPT).wait_for_handle
-    assert world.manager.delete_rule("r", "", validate_only=True) == 2 * len(windows)
+    assert world.manager.operators.delete_rule("r", "", validate_only=True) == 2 * len(windows)
     world.start_executor()
-    assert world.manager.delete_rule("r", "", validate_only=True) == 0
+    assert world.manager.operators.delete_rule("r", "", validate_only=True) == 0
     world.check()
 
 
@@ -370,13 +374,13 @@ def test_rules_are_found_by_what_prompts_begin_with_in_their_order():
 
     def found(**options):
         request = world.request(PROMPT, **options)
-        return [rule.spec.name for rule in world.manager._rules.for_request(request, pack(request.token_ids))]
+        return [rule.spec.name for rule in world.manager._state.rules.for_request(request, pack(request.token_ids))]
 
     assert found() == ["r5", "r4", "r1", "r0"]
     assert found(salt="a") == ["salted", "r5", "r4", "r1", "r0"]
-    world.manager.delete_rule("r4", "", validate_only=False)
+    world.manager.operators.delete_rule("r4", "", validate_only=False)
     moved = RetentionRule("r0", 10, RuleMatch(prefix_token_ids=(11,)), RuleAction(priority=0))
-    world.manager.update_rule(moved, ("match",), validate_only=False)
+    world.manager.operators.update_rule(moved, ("match",), validate_only=False)
     assert found() == ["r5", "r1"]
 
 
@@ -397,7 +401,7 @@ def test_a_rule_costs_the_same_however_many_there_are_and_whatever_is_cached():
         for number in range(rules):
             make(world, f"r{number}", RuleMatch(salt=f"s{number}"), priority=1)
         world.cache(list(range(4 * rules)))
-        return work_of(lambda: world.manager.delete_rule("r1", "", validate_only=False))
+        return work_of(lambda: world.manager.operators.delete_rule("r1", "", validate_only=False))
 
     assert cost(200) < 1.2 * cost(10)
 
@@ -412,7 +416,7 @@ def test_there_are_few_rules_about_the_same_prompts():
     make(world, "other", RuleMatch(salt="b"), priority=1)
     moved = RetentionRule("other", match=RuleMatch(salt="a"), action=RuleAction(priority=1))
     with pytest.raises(InvalidField):
-        world.manager.update_rule(moved, ("match",), validate_only=False)
+        world.manager.operators.update_rule(moved, ("match",), validate_only=False)
     # What is about the same prompts already stays so.
     same = RetentionRule("r1", match=RuleMatch(salt="a", end=4), action=RuleAction(priority=1))
-    world.manager.update_rule(same, ("match",), validate_only=False)
+    world.manager.operators.update_rule(same, ("match",), validate_only=False)

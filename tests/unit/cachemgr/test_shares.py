@@ -7,9 +7,9 @@ import pytest
 from cachemgr.blocks.steps import Steps, at_once
 from cachemgr.errors import InvalidField, PoolInUseError, SequenceTooLongError, StalePoolError, UnknownPoolError
 from cachemgr.manager import CacheManager
+from cachemgr.operators.operator_memory import Kind
 from cachemgr.operators.state_dump import state_hash
 from cachemgr.operators.types import ForgetTarget, Prefix, Quota
-from cachemgr.persistence.operator_records import Kind
 from cachemgr.types import EventKind, PoolView, RemovalCause
 from tests.unit.cachemgr.operators import small_steps
 from tests.unit.cachemgr.world import CONFIG, World
@@ -21,11 +21,11 @@ def shared(share_blocks: tuple[int, int] = (6, 6), memory_bytes: int = 900) -> W
 
 
 def totals(world: World) -> list[int]:
-    return [pool.total_blocks for pool in world.manager.pools()]
+    return [pool.total_blocks for pool in world.manager.queries.pools()]
 
 
 def update(world: World, pool_id: str, total: int, etag: str = "", *, validate_only: bool = False):
-    return world.manager.update_pool(pool_id, total, etag, validate_only=validate_only)
+    return world.manager.operators.update_pool(pool_id, total, etag, validate_only=validate_only)
 
 
 def give_back(world: World) -> None:
@@ -44,7 +44,7 @@ def forget_shares(world: World) -> None:
 def test_every_pool_has_the_share_at_first_that_its_executor_says() -> None:
     world = shared((7, 3))
     assert totals(world) == [7, 3]
-    assert world.manager.executor_transfers("e") == []
+    assert world.manager.queries.executor_transfers("e") == []
     world.check()
     world.cache(list(range(11)))
     world.start_executor()
@@ -74,13 +74,13 @@ def test_what_one_pool_gives_up_another_can_have_once_the_executor_has_given_it_
 def test_a_pool_gets_no_slot_back_before_it_is_overwritten() -> None:
     world = shared()
     update(world, "e/0", 4)
-    first = {transfer.target_slot for transfer in world.manager.executor_transfers("e")}
+    first = {transfer.target_slot for transfer in world.manager.queries.executor_transfers("e")}
     assert len(first) == 2
     with pytest.raises(PoolInUseError):
         update(world, "e/0", 5)
     world.run_executor_copies(fail=True)
     # It is asked again.
-    assert {transfer.target_slot for transfer in world.manager.executor_transfers("e")} == first
+    assert {transfer.target_slot for transfer in world.manager.queries.executor_transfers("e")} == first
     give_back(world)
     assert update(world, "e/0", 6).total_blocks == 6
     world.check()
@@ -90,9 +90,9 @@ def test_copies_that_come_too_late_are_of_slots_that_are_nobodys_any_more() -> N
     world = shared()
     world.cache(list(range(19)))
     update(world, "e/0", 1)
-    assert len(world.manager.executor_transfers("e")) == 5
+    assert len(world.manager.queries.executor_transfers("e")) == 5
     world.start_executor()
-    assert world.manager.executor_transfers("e") == []
+    assert world.manager.queries.executor_transfers("e") == []
     assert totals(world) == [1, 6]
     world.check()
 
@@ -101,7 +101,7 @@ def test_no_renewal_brings_more_slots_than_a_message_holds() -> None:
     world = World(30_000, windows=(None, 5), block_bytes=(1, 1), share_blocks=(30_000, 1), memory_bytes=30_001)
     update(world, "e/0", 1)
     seen: set[int] = set()
-    while transfers := world.manager.executor_transfers("e"):
+    while transfers := world.manager.queries.executor_transfers("e"):
         assert len(transfers) <= 10_000
         seen.update(transfer.target_slot for transfer in transfers)
         give_back(world)
@@ -123,12 +123,12 @@ def test_a_restarted_manager_has_overwritten_what_no_share_holds() -> None:
     world.check()
     # Slots that were never written to hold nothing.
     written = {key for key in world.written if key[0] == 1}
-    asked = {(transfer.group, transfer.target_slot) for transfer in world.manager.executor_transfers("e")}
+    asked = {(transfer.group, transfer.target_slot) for transfer in world.manager.queries.executor_transfers("e")}
     assert asked
     assert asked <= set(world.written)
     assert len(written) - len(asked) <= 6
     give_back(world)
-    assert world.manager.executor_transfers("e") == []
+    assert world.manager.queries.executor_transfers("e") == []
 
 
 def test_shares_that_an_operator_moved_come_back_in_whatever_order_they_are_read() -> None:
@@ -136,11 +136,11 @@ def test_shares_that_an_operator_moved_come_back_in_whatever_order_they_are_read
     update(world, "e/0", 4)
     give_back(world)
     update(world, "e/1", 10)
-    shares = list(world.manager.entries(Kind.SHARE))
+    shares = list(world.manager.queries.entries(Kind.SHARE))
     for order in (shares, shares[::-1]):
         forget_shares(world)
         assert totals(world) == [6, 6]
-        world.manager.restore_operators([], [], order)
+        world.manager.operators.restore([], [], order)
         assert totals(world) == [4, 10]
         world.check()
 
@@ -153,8 +153,8 @@ def test_pins_that_come_back_fit_the_share_and_not_all_slots() -> None:
     for prompt in range(3):
         world.cache([prompt] * 15)
         prefix = Prefix((prompt,) * 12, "e")
-        world.manager.pin_prefix(prefix, "ops", 60.0, validate_only=False)
-    pins = list(world.manager.entries(Kind.PIN, "e"))
+        world.manager.operators.pin_prefix(prefix, "ops", 60.0, validate_only=False)
+    pins = list(world.manager.queries.entries(Kind.PIN, "e"))
     assert sum(group == 0 for pin in pins for group, _ in pin.blocks) > 4
     world.manager = CacheManager(2, lambda: world.now, world.config, world.journal)
     world.start_scheduler()
@@ -167,14 +167,14 @@ def test_empty_blocks_go_before_cached_ones_and_those_in_the_order_of_loss():
     world = World(8)
     world.cache([1, 2, 3, 4])
     world.cache([5, 6, 7, 8])
-    before = world.manager.last_event
+    before = world.manager.queries.last_event
     update(world, "e/0", 2)
-    assert world.manager.events_after(before) == []
+    assert world.manager.queries.events_after(before) == []
     update(world, "e/0", 1)
-    (lost,) = world.manager.events_after(before)
+    (lost,) = world.manager.queries.events_after(before)
     assert (lost.kind, lost.cause) == (EventKind.REMOVED, RemovalCause.POOL_SHRUNK)
     world.check()
-    assert [block.token_ids[0] for block in world.manager.records("e")] == [5]
+    assert [block.token_ids[0] for block in world.manager.queries.records("e")] == [5]
     update(world, "e/0", 8)
     world.check()
     assert world.free == 8
@@ -184,12 +184,12 @@ def test_empty_blocks_go_before_cached_ones_and_those_in_the_order_of_loss():
 def test_blocks_in_use_do_not_go():
     world = World(8)
     world.run(list(range(12)), "a")
-    before = state_hash(world.manager.state())
-    used = world.manager.pools()[0].used_blocks
+    before = state_hash(world.manager.queries.state())
+    used = world.manager.queries.pools()[0].used_blocks
     with pytest.raises(PoolInUseError) as refused:
         update(world, "e/0", used - 1)
     assert list(refused.value.fields) == ["pool.total_blocks"]
-    assert state_hash(world.manager.state()) == before
+    assert state_hash(world.manager.queries.state()) == before
     assert update(world, "e/0", used).free_blocks == 0
     world.check()
 
@@ -197,9 +197,9 @@ def test_blocks_in_use_do_not_go():
 def test_what_a_quota_protects_does_not_go():
     world = World(8)
     world.cache([1, 2, 3, 4], salt="a")
-    world.manager.set_quota(Quota(salt="a", device_floor=1), validate_only=False)
+    world.manager.operators.set_quota(Quota(salt="a", device_floor=1), validate_only=False)
     world.run([9] * 24, "b", no_store=True)
-    used = world.manager.pools()[0].used_blocks
+    used = world.manager.queries.pools()[0].used_blocks
     with pytest.raises(PoolInUseError):
         update(world, "e/0", used)
     assert totals(world) == [8]
@@ -219,19 +219,19 @@ def test_what_a_quota_protects_does_not_go():
 def test_a_change_that_cannot_be_is_refused_and_changes_nothing(pool_id, total, etag, error, field):
     world = World(8)
     world.cache(list(range(9)))
-    before = state_hash(world.manager.state())
+    before = state_hash(world.manager.queries.state())
     with pytest.raises(error) as refused:
         update(world, pool_id, total, etag)
     assert list(refused.value.fields) == [field]
-    assert state_hash(world.manager.state()) == before
+    assert state_hash(world.manager.queries.state()) == before
 
 
 def test_the_etag_changes_with_every_change_and_not_by_a_dry_run():
     world = World(8)
-    (pool,) = world.manager.pools()
-    before = state_hash(world.manager.state())
+    (pool,) = world.manager.queries.pools()
+    before = state_hash(world.manager.queries.state())
     assert update(world, "e/0", 4, pool.etag, validate_only=True) == pool
-    assert state_hash(world.manager.state()) == before
+    assert state_hash(world.manager.queries.state()) == before
     changed = update(world, "e/0", 4, pool.etag)
     assert changed.etag != pool.etag
     with pytest.raises(StalePoolError):
@@ -270,7 +270,7 @@ def test_more_cached_blocks_than_the_share_holds_are_lost_at_a_restart() -> None
 
 def begin_shrinking(world: World, total: int) -> Steps[PoolView]:
     """Takes a step of the call, of one block."""
-    call = world.manager.update_pool_in_steps("e/0", total, "", validate_only=False)
+    call = world.manager.operators.update_pool_in_steps("e/0", total, "", validate_only=False)
     go_on(world, call)
     return call
 
@@ -285,7 +285,7 @@ def test_while_a_pool_gives_slots_up_no_more_can_be_taken_than_it_keeps():
     world = World(8)
     world.cache(list(range(24)))
     call = begin_shrinking(world, 3)
-    assert world.manager.pools()[0].cached_blocks == 6
+    assert world.manager.queries.pools()[0].cached_blocks == 6
     assert totals(world) == [3]
     assert world.free == 3
     with pytest.raises(SequenceTooLongError):
@@ -296,7 +296,7 @@ def test_while_a_pool_gives_slots_up_no_more_can_be_taken_than_it_keeps():
     world.compute(world.live["b"], 11)
     assert at_once(call).total_blocks == 3
     world.check()
-    assert world.manager.pools()[0].cached_blocks == 0
+    assert world.manager.queries.pools()[0].cached_blocks == 0
     world.finish("b")
     assert world.free == 3
 
@@ -305,10 +305,10 @@ def test_what_is_forgotten_while_a_pool_gives_slots_up_goes_when_it_is_overwritt
     world = World(8)
     world.cache(list(range(24)), salt="a")
     call = begin_shrinking(world, 2)
-    world.manager.forget(ForgetTarget(salt="a"), validate_only=False)
+    world.manager.operators.forget(ForgetTarget(salt="a"), validate_only=False)
     world.check()
     at_once(call)
-    device = world.manager.pool_to_read("e/0").device
+    device = world.manager.queries.pool_to_read("e/0").device
     assert (device.total, device.free, device.used, device.owed) == (2, 0, 6, 4)
     assert not world.manager.is_behind
     give_back(world)
@@ -343,4 +343,4 @@ def test_a_pool_that_grows_again_keeps_what_it_has_not_given_up_yet():
     at_once(call)
     world.check()
     assert totals(world) == [7]
-    assert world.manager.pools()[0].cached_blocks == 4
+    assert world.manager.queries.pools()[0].cached_blocks == 4

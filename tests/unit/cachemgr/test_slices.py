@@ -63,8 +63,8 @@ def test_a_snapshot_that_is_read_while_the_cache_changes_is_that_of_its_number(s
             getattr(machine, name)(**arguments(name, random))
         if machine.world.manager is not manager:
             manager = machine.world.manager
-            reader = manager.views_in_slices()
-            steps, begun = reader.steps(), manager.last_event
+            reader = manager.queries.views_in_slices()
+            steps, begun = reader.steps(), manager.queries.last_event
         try:
             reader.catch_up()
             ended = False
@@ -74,11 +74,11 @@ def test_a_snapshot_that_is_read_while_the_cache_changes_is_that_of_its_number(s
                 # The last step was in this turn, and nothing came behind it.
                 reader.catch_up()
                 found = [event for event in reader.events() if event is not None]
-                whole = manager.snapshot()
+                whole = manager.queries.snapshot()
                 assert reader.number == whole.number
                 assert comparable(found) == comparable(list(whole.events))
                 depths = [event.block.depth for event in found if event.kind is EventKind.STORED]
-                assert len(manager.pools()) > 1 or depths == sorted(depths)
+                assert len(manager.queries.pools()) > 1 or depths == sorted(depths)
                 compared += 1
                 changed += whole.number - begun
                 manager = None
@@ -90,7 +90,7 @@ def test_a_snapshot_that_is_read_while_the_cache_changes_is_that_of_its_number(s
 
 def test_a_snapshot_gives_up_when_more_has_changed_than_is_kept():
     world = World(4, config=dataclasses.replace(CONFIG, event_history=5))
-    reader = world.manager.views_in_slices()
+    reader = world.manager.queries.views_in_slices()
     for number in range(3):
         world.cache([number] * 13)
     with pytest.raises(EventsGoneError):
@@ -154,7 +154,7 @@ def test_a_token_within_the_last_block_leaves_the_fingerprint_as_it_is():
     for _ in range(9):
         world.step(most=20)
         world.sync()
-        seen.append(world.manager.fingerprint())
+        seen.append(world.manager.queries.fingerprint())
     # Twice in nine tokens a block of four is full.
     assert 1 < len({repr(one) for one in seen}) < 6
 
@@ -162,10 +162,10 @@ def test_a_token_within_the_last_block_leaves_the_fingerprint_as_it_is():
 def test_a_quota_that_is_set_changes_the_fingerprint():
     world = World(20)
     world.cache(list(range(8)), salt="x")
-    seen = [world.manager.fingerprint()]
+    seen = [world.manager.queries.fingerprint()]
     for floor in (0, 2):
-        world.manager.set_quota(Quota(salt="x", device_floor=floor), validate_only=False)
-        seen.append(world.manager.fingerprint())
+        world.manager.operators.set_quota(Quota(salt="x", device_floor=floor), validate_only=False)
+        seen.append(world.manager.queries.fingerprint())
     assert len({repr(one) for one in seen}) == 3
 
 
@@ -209,13 +209,13 @@ def cached_world(blocks: int) -> World:
 
 
 READS = {
-    "check": lambda world: (item for part in world.manager.check_pool_in_parts() for item in part()),
-    "dump": lambda world: next(part for part in world.manager.state_outline() if not isinstance(part, str)),
-    "snapshot": lambda world: world.manager.views_in_slices().steps(),
-    "blocks": lambda world: world.manager.search_blocks("e/0"),
-    "filtered": lambda world: world.manager.filtered_blocks(BlockFilter(pool_id="e/0", salt="none")),
-    "prefixes": lambda world: world.manager.prefixes(BlockFilter(pool_id="e/0", salt="none")),
-    "leases": lambda world: world.manager.search_leases("e/0", ""),
+    "check": lambda world: (item for part in world.manager.queries.check_pool_in_parts() for item in part()),
+    "dump": lambda world: next(part for part in world.manager.queries.state_outline() if not isinstance(part, str)),
+    "snapshot": lambda world: world.manager.queries.views_in_slices().steps(),
+    "blocks": lambda world: world.manager.queries.search_blocks("e/0"),
+    "filtered": lambda world: world.manager.queries.filtered_blocks(BlockFilter(pool_id="e/0", salt="none")),
+    "prefixes": lambda world: world.manager.queries.prefixes(BlockFilter(pool_id="e/0", salt="none")),
+    "leases": lambda world: world.manager.queries.search_leases("e/0", ""),
 }
 
 
@@ -227,7 +227,9 @@ def test_no_step_of_a_long_read_grows_with_the_cache(name):
 
 
 async def checked(manager: CacheManager) -> list[PoolViolation]:
-    return [one for part in manager.check_pool_in_parts() for one in await steady(part, manager.fingerprint)]
+    return [
+        one for part in manager.queries.check_pool_in_parts() for one in await steady(part, manager.queries.fingerprint)
+    ]
 
 
 async def test_a_check_finds_what_is_wrong_and_nothing_else_while_others_work(monkeypatch):
@@ -247,7 +249,7 @@ async def test_a_check_finds_what_is_wrong_and_nothing_else_while_others_work(mo
     assert await checked(manager) == []
     await other
     assert turns == 5
-    block = next(iter(manager.pool_to_read("e/0").index.values()))
+    block = next(iter(manager.queries.pool_to_read("e/0").index.values()))
     block.priority += 1
     assert {one.slot for one in await checked(manager)} == {block.slot}
     block.priority -= 1
@@ -264,7 +266,10 @@ def test_nothing_changes_the_state_of_blocks_behind_the_fingerprint():
             if name not in OF_A_SEQUENCE or machine.world.live:
                 getattr(machine, name)(**arguments(name, random))
             manager = machine.world.manager
-            now = (manager.fingerprint(), [line for line in manager.state() if line.startswith('{"kind":"block"')])
+            now = (
+                manager.queries.fingerprint(),
+                [line for line in manager.queries.state() if line.startswith('{"kind":"block"')],
+            )
             assert before is None or now[0] != before[0] or now[1] == before[1], name
             before = now
 
@@ -272,8 +277,8 @@ def test_nothing_changes_the_state_of_blocks_behind_the_fingerprint():
 def test_a_check_lets_go_of_what_it_has_counted():
     world = World(4)
     world.cache(list(range(8)))
-    block = next(iter(world.manager.pool_to_read("e/0").index.values()))
-    parts, before = world.manager.check_pool_in_parts(), sys.getrefcount(block)
+    block = next(iter(world.manager.queries.pool_to_read("e/0").index.values()))
+    parts, before = world.manager.queries.check_pool_in_parts(), sys.getrefcount(block)
     for part in parts:
         assert not any(part())
         assert sys.getrefcount(block) == before

@@ -64,11 +64,15 @@ def test_columns_that_do_not_fit_are_refused_and_nothing_changes(columns, field)
     handle = world.live["a"].handle
     request = world.next_sync()
     named = {name: [handle if entry == "a" else entry for entry in column] for name, column in columns.items()}
-    before = (list(world.manager.sequences()), world.manager.pools(), world.manager.last_event)
+    before = (list(world.manager.queries.sequences()), world.manager.queries.pools(), world.manager.queries.last_event)
     with pytest.raises(InvalidField) as refused:
         world.manager.sync(dataclasses.replace(request, **named))
     assert list(refused.value.fields) == [field]
-    assert (list(world.manager.sequences()), world.manager.pools(), world.manager.last_event) == before
+    assert (
+        list(world.manager.queries.sequences()),
+        world.manager.queries.pools(),
+        world.manager.queries.last_event,
+    ) == before
     world.manager.sync(request)
     world.check()
 
@@ -195,7 +199,7 @@ def test_stored_blocks_remember_the_step_of_their_sync():
     world.sync()
     world.step(3)
     world.sync()
-    assert [block.stored_step for block in world.manager.records("e")] == [1, 2]
+    assert [block.stored_step for block in world.manager.queries.records("e")] == [1, 2]
 
 
 def test_free_blocks_are_the_least_over_the_groups():
@@ -203,5 +207,5 @@ def test_free_blocks_are_the_least_over_the_groups():
     world.admit(list(range(9)), "a")
     world.step(20)
     answer = world.sync()
-    assert answer.free_blocks == min(pool.free_blocks for pool in world.manager.pools()) == 5
+    assert answer.free_blocks == min(pool.free_blocks for pool in world.manager.queries.pools()) == 5
     assert answer.total_blocks == 8

@@ -17,11 +17,11 @@ def backed_up(num_blocks: int = 4, host_blocks: int = 4, **options: object) -> W
 
 
 def backups(world: World) -> int:
-    return sum(block.backup is not None for block in world.manager.records("e"))
+    return sum(block.backup is not None for block in world.manager.queries.records("e"))
 
 
 def host(world: World):
-    return world.manager.pools()[0].lower_tiers[0]
+    return world.manager.queries.pools()[0].lower_tiers[0]
 
 
 def fill(world: World, first: int = 100, **options: object):
@@ -32,7 +32,7 @@ def fill(world: World, first: int = 100, **options: object):
 def tiers(world: World) -> dict[str, int]:
     """Indexed blocks by tier."""
     found: dict[str, int] = {}
-    for _, view in world.manager.blocks("e/0"):
+    for _, view in world.manager.queries.blocks("e/0"):
         if view.key:
             found[view.tier.name.lower()] = found.get(view.tier.name.lower(), 0) + 1
     return found
@@ -40,4 +40,4 @@ def tiers(world: World) -> dict[str, int]:
 
 def cached(world: World, tokens: list[int], **options: object) -> int:
     """What a prompt would find, all tiers together."""
-    return world.manager.explain(Prefix(tuple(tokens), **options), 0)[0].cached_tokens
+    return world.manager.queries.explain(Prefix(tuple(tokens), **options), 0)[0].cached_tokens

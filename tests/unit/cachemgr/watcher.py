@@ -19,14 +19,14 @@ class Watcher:
         try:
             if manager is not self._manager:
                 raise EventsGoneError("another manager")
-            self._follow(manager.events_after(self._seen, limit=1_000_000))
+            self._follow(manager.queries.events_after(self._seen, limit=1_000_000))
         except EventsGoneError:
             self._manager, self._known = manager, {}
-            self._follow(manager.snapshot().events)
-        self._seen = manager.last_event
+            self._follow(manager.queries.snapshot().events)
+        self._seen = manager.queries.last_event
         there = {}
-        for pool in manager.pools():
-            for _, view in manager.blocks(pool.pool_id):
+        for pool in manager.queries.pools():
+            for _, view in manager.queries.blocks(pool.pool_id):
                 if view.key:
                     there[pool.pool_id, view.key] = (view.tier, view.slot)
         assert self._known == there

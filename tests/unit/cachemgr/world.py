@@ -10,8 +10,8 @@ from collections import Counter
 
 from cachemgr.blocks.block_record import BlockRecord
 from cachemgr.manager import CacheManager
+from cachemgr.operators.operator_memory import Kind
 from cachemgr.operators.pins import Holds
-from cachemgr.persistence.operator_records import Kind
 from cachemgr.retention.leases import leases_of
 from cachemgr.retention.priority import RULE
 from cachemgr.types import (
@@ -152,9 +152,9 @@ class World(Memory):
             self.journal.flush()
             self.unread = None
             self.journal.is_read = True
-        shares = list(self.manager.entries(Kind.SHARE))
+        shares = list(self.manager.queries.entries(Kind.SHARE))
         self.manager = CacheManager(self.manager.epoch + 1, lambda: self.now, self.config, self.journal)
-        self.manager.restore_operators([], [], shares)
+        self.manager.operators.restore([], [], shares)
         self.done.clear()
         self.start_scheduler()
 
@@ -184,7 +184,7 @@ class World(Memory):
         self.unread = None
         self.journal.is_read = True
         if self.stored_epoch != self.executor_epoch:
-            self.journal.blocks = {block.place: block for block in self.manager.records("e")}
+            self.journal.blocks = {block.place: block for block in self.manager.queries.records("e")}
         self.journal.flush()
 
     def come_back(self) -> Restored:
@@ -193,7 +193,7 @@ class World(Memory):
         self.journal.blocks = {block.place: block for block in remembered}
         restored = self.start_executor(remembered)
         # What the journal has of another epoch gives way to what is there.
-        self.journal.blocks = {block.place: block for block in self.manager.records("e")}
+        self.journal.blocks = {block.place: block for block in self.manager.queries.records("e")}
         self.journal.flush()
         return restored
 
@@ -381,7 +381,7 @@ class World(Memory):
 
     def run_executor_copies(self, limit: int | None = None, *, fail: bool = False) -> None:
         """What an executor does with the copies that come with its renewals: each is begun once."""
-        begun = [copy for copy in self.manager.executor_transfers("e") if copy.ticket not in self.done]
+        begun = [copy for copy in self.manager.queries.executor_transfers("e") if copy.ticket not in self.done]
         # What they write comes behind the last step, as the next one's writes do.
         self.step_number += 1
         for copy in begun[:limit]:
@@ -392,7 +392,7 @@ class World(Memory):
     def back_up(self) -> None:
         """Renews until there is nothing more to copy down."""
         self.renew()
-        while self.manager.executor_transfers("e"):
+        while self.manager.queries.executor_transfers("e"):
             self.run_executor_copies()
             self.renew()
 
@@ -441,30 +441,30 @@ class World(Memory):
     @property
     def longest(self) -> int:
         """Tokens that fit into the smallest pool."""
-        return min(pool.total_blocks for pool in self.manager.pools()) * BLOCK
+        return min(pool.total_blocks for pool in self.manager.queries.pools()) * BLOCK
 
     @property
     def free(self) -> int:
-        return min(pool.free_blocks for pool in self.manager.pools())
+        return min(pool.free_blocks for pool in self.manager.queries.pools())
 
     def check(self) -> None:
-        assert self.manager.check_pool() == []
+        assert self.manager.queries.check_pool() == []
         self.watcher.check(self.manager)
-        records = {block.place: timeless(block) for block in self.manager.records("e")}
+        records = {block.place: timeless(block) for block in self.manager.queries.records("e")}
         if self.unread is None:
             assert {place: timeless(block) for place, block in self.journal.blocks.items()} == records
-        pools = self.manager._executors["e"].pools if self.manager.knows_executor("e") else []
+        pools = self.manager._state.executors["e"].pools if self.manager.knows_executor("e") else []
         blocks = [block for pool in pools for block in pool.blocks if block is not None]
         ruled = {lease for block in blocks for lease in leases_of(block) if lease.wish.holder.startswith(RULE)}
-        assert {lease for leases in self.manager._leases._of_rules.values() for lease in leases} == ruled
+        assert {lease for leases in self.manager._state.leases._of_rules.values() for lease in leases} == ruled
         if pools:
-            check_holds(self.manager._executors["e"].holds)
+            check_holds(self.manager._state.executors["e"].holds)
         if pools and self.memory_bytes is not None:
             going = {(pool.spec.group, slot) for pool in pools for slot in pool.device.clearing}
             taking = self.resident - going - self.strays
             assert sum(self.block_bytes[group] for group, _ in taking) <= self.memory_bytes
         arriving = {(pool.spec.group, block.key) for pool in pools for block in pool.moving}
-        for block in self.manager.records("e"):
+        for block in self.manager.queries.records("e"):
             arrived = block.tier is TierKind.DEVICE or self.generations.get(block.place) == block.generation
             assert arrived or (block.group, block.key) in arriving, f"{block.place} was not filled by the ticket"
             if arrived:

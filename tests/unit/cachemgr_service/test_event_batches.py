@@ -24,7 +24,7 @@ class Watched(Cache):
 
     def __init__(self) -> None:
         super().__init__(2000)
-        self.feed = EventFeed(lambda: self.manager.last_event)
+        self.feed = EventFeed(lambda: self.manager.queries.last_event)
         operations = Operations(self.manager, ManagerClock(lambda: 0.0))
         nothing: Any = None
         self._service = CacheEventService(Domain(operations, nothing, nothing, self.feed))
@@ -48,19 +48,19 @@ def numbers(message: pb.WatchEventsResponse) -> list[int]:
 
 
 async def test_events_that_wait_come_in_few_messages_without_a_gap(world: Watched) -> None:
-    before = world.manager.last_event
+    before = world.manager.queries.last_event
     world.store(2 * MAX_EVENTS + 7)
     watch = world.watch(before)
     found = [numbers(await anext(watch)) for _ in range(3)]
     assert [len(batch) for batch in found] == [MAX_EVENTS, MAX_EVENTS, 7]
-    assert list(itertools.chain(*found)) == list(range(before + 1, world.manager.last_event + 1))
+    assert list(itertools.chain(*found)) == list(range(before + 1, world.manager.queries.last_event + 1))
 
 
 async def test_an_event_that_comes_alone_is_sent_alone(world: Watched) -> None:
-    watch = world.watch(world.manager.last_event)
+    watch = world.watch(world.manager.queries.last_event)
     for first in (1000, 2000):
         world.store(1, first)
-        assert numbers(await anext(watch)) == [world.manager.last_event]
+        assert numbers(await anext(watch)) == [world.manager.queries.last_event]
 
 
 async def test_equal_watchers_get_the_same_message_and_others_their_own(world: Watched) -> None:
@@ -72,7 +72,7 @@ async def test_equal_watchers_get_the_same_message_and_others_their_own(world: W
 
 
 async def test_a_message_with_prompts_is_not_kept(world: Watched) -> None:
-    before = world.manager.last_event
+    before = world.manager.queries.last_event
     world.store(1)
     shown = await anext(world.watch(before, include_token_ids=True))
     assert list(shown.events[0].block.token_ids) == list(range(BLOCK))
@@ -84,9 +84,9 @@ async def test_a_filter_that_leaves_nothing_of_many_events_lets_others_run(world
     watch = world.watch(0, salt="nobody")
     # Of a filter by salt only the pool is left.
     assert numbers(await anext(watch)) == [1]
-    world.manager.purge(BlockFilter(), validate_only=False)
+    world.manager.operators.purge(BlockFilter(), validate_only=False)
     world.store(1, salt="nobody")
-    assert numbers(await anext(watch)) == [world.manager.last_event]
+    assert numbers(await anext(watch)) == [world.manager.queries.last_event]
 
 
 def test_a_message_with_long_blocks_stays_below_its_bound() -> None:

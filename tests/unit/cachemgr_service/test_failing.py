@@ -25,7 +25,7 @@ async def test_a_call_that_fails_inside_ends_the_process_with_its_state_in_a_fil
     assert (await client.admit("first", PROMPT)).admitted
     # As a fault of the manager would: it counts more slots as free than there are.
     manager = process._manager
-    manager._executors[EXECUTOR].pools[0].device.used -= NUM_BLOCKS
+    manager._state.executors[EXECUTOR].pools[0].device.used -= NUM_BLOCKS
     with pytest.raises(grpc.aio.AioRpcError) as failed:
         await client.admit("second", NUM_BLOCKS * BLOCK_SIZE)
     assert failed.value.code() is grpc.StatusCode.INTERNAL

@@ -87,7 +87,7 @@ class Caller:
         )
 
     def state(self) -> str:
-        return state_hash(self.manager.state())
+        return state_hash(self.manager.queries.state())
 
 
 @pytest.fixture
@@ -118,7 +118,9 @@ def test_without_calls_in_between_steps_come_to_what_the_call_comes_to_at_once(
         pass
     assert in_steps.operations.answer == answer
     # The clocks differ, as each step has its own time.
-    without_time = [[line for line in caller.manager.state() if '"now"' not in line] for caller in (at_once, in_steps)]
+    without_time = [
+        [line for line in caller.manager.queries.state() if '"now"' not in line] for caller in (at_once, in_steps)
+    ]
     assert without_time[0] == without_time[1]
 
 
@@ -132,21 +134,21 @@ async def test_others_are_answered_between_the_steps_and_a_replay_knows_each(
     between = 0
     while not call.done():
         caller.prompt(random.randrange(9) * 100, random.choice("ab"))
-        assert caller.manager.check_pool() == []
+        assert caller.manager.queries.check_pool() == []
         between += 1
         await asyncio.sleep(0)
     await call
     assert between > 5
     assert replayed(caller) == caller.state()
     if name == "forget":
-        kept = [json.loads(line) for line in caller.manager.state()]
+        kept = [json.loads(line) for line in caller.manager.queries.state()]
         assert not [one for one in kept if one["kind"] == "block" and one["key"] and one["salt"] == "a"]
 
 
 async def test_others_are_answered_between_the_admissions_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "SLICE_SECONDS", 0.0)
     caller = filled()
-    feed: Any = EventFeed(lambda: caller.manager.last_event)
+    feed: Any = EventFeed(lambda: caller.manager.queries.last_event)
     nothing: Any = None
     data = service.CacheManagerService(service.Domain(caller.operations, nothing, nothing, feed))
     admissions = [
@@ -163,9 +165,9 @@ async def test_others_are_answered_between_the_admissions_of_one_call(monkeypatc
     call = asyncio.create_task(data.AdmitSequences(pb.AdmitSequencesRequest(admissions=admissions), nothing))
     live = set()
     while not call.done():
-        live.add(len(list(caller.manager.sequences())))
+        live.add(len(list(caller.manager.queries.sequences())))
         caller.prompt(5_000, "b")
-        assert caller.manager.check_pool() == []
+        assert caller.manager.queries.check_pool() == []
         await asyncio.sleep(0)
     assert [answer.admitted for answer in (await call).answers] == [True] * 8
     assert live == set(range(8))
@@ -173,7 +175,7 @@ async def test_others_are_answered_between_the_admissions_of_one_call(monkeypatc
 
 
 def replayed(caller: Caller) -> str:
-    return state_hash(replay.replay(io.BytesIO(caller.file.getvalue())).manager.state())
+    return state_hash(replay.replay(io.BytesIO(caller.file.getvalue())).manager.queries.state())
 
 
 async def test_a_call_whose_caller_has_gone_is_carried_out(one_block_per_step: None) -> None:
@@ -184,10 +186,10 @@ async def test_a_call_whose_caller_has_gone_is_carried_out(one_block_per_step: N
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    assert caller.manager.pools()[0].cached_blocks > 0
+    assert caller.manager.queries.pools()[0].cached_blocks > 0
     for _ in range(1000):
         await asyncio.sleep(0)
-    assert caller.manager.pools()[0].cached_blocks == 0
+    assert caller.manager.queries.pools()[0].cached_blocks == 0
 
 
 async def test_long_calls_come_one_after_the_other(one_block_per_step: None) -> None:
@@ -218,7 +220,7 @@ async def test_a_step_that_fails_inside_is_the_last_thing_that_the_manager_does(
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("broken")
 
-    pool = caller.manager.pool_to_read("e/0")
+    pool = caller.manager.queries.pool_to_read("e/0")
     monkeypatch.setattr(pool, "discard", fail)
     with pytest.raises(RuntimeError):
         await call

@@ -119,7 +119,7 @@ def logged(*requests: pb.AdmitSequenceRequest, remembered: tuple[BlockRecord, ..
     for request in requests:
         operations.run("AdmitSequence", request)
     operations.expire()
-    return file.getvalue(), state_hash(manager.state())
+    return file.getvalue(), state_hash(manager.queries.state())
 
 
 def admission(name: str) -> pb.AdmitSequenceRequest:
@@ -137,8 +137,8 @@ def test_what_the_store_remembered_is_in_the_log() -> None:
     record = BlockRecord(0, 2, child_key(Domain(b"f").key, tokens), None, 0, tokens, None, None, 0)
     data, state = logged(remembered=(record,))
     found = replay.replay(io.BytesIO(data)).manager
-    assert state_hash(found.state()) == state
-    assert found.pools()[0].cached_blocks == 1
+    assert state_hash(found.queries.state()) == state
+    assert found.queries.pools()[0].cached_blocks == 1
 
 
 def test_settings_come_back_from_the_log() -> None:
@@ -151,7 +151,7 @@ def test_an_entry_that_a_crash_cut_short_ends_the_log() -> None:
     found = replay.replay(io.BytesIO(whole[: len(whole) - 20]))
     # Both registrations: of the admission a part is missing.
     assert found.operations == 2
-    assert not found.manager.check_pool()
+    assert not found.manager.queries.check_pool()
 
 
 def test_a_refused_call_is_refused_again() -> None:

@@ -71,7 +71,7 @@ class Life:
 
     @property
     def sequences(self) -> list[str]:
-        return [view.sequence_id for view in self.manager.sequences()]
+        return [view.sequence_id for view in self.manager.queries.sequences()]
 
 
 @pytest.mark.parametrize("seconds", [3.0, 12.0, 60.0, 3600.0])
@@ -113,9 +113,9 @@ def test_a_hold_counts_a_pause_as_time() -> None:
     hold.duration.FromSeconds(30)
     life.operations.run("HoldSequence", hold)
     life.operations.run("ReleaseSequence", pb.ReleaseSequenceRequest(**mine))
-    assert len(list(life.manager.holds())) == 1
+    assert len(list(life.manager.queries.holds())) == 1
     life.pause(60.0)
-    assert not list(life.manager.holds())
+    assert not list(life.manager.queries.holds())
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -148,4 +148,4 @@ def test_a_replay_sees_the_same_pauses() -> None:
     life.log.seek(0)
     replayed = replay.replay(life.log)
     assert replayed.manager.knows_executor("e")
-    assert state_hash(replayed.manager.state()) == state_hash(life.manager.state())
+    assert state_hash(replayed.manager.queries.state()) == state_hash(life.manager.queries.state())

@@ -163,7 +163,7 @@ async def test_an_executor_that_is_lost_in_its_recovery_finds_its_blocks_when_it
         put_back(self, executor_id, executor_epoch, remembered)
         parts += 1
         if parts == 1:
-            self.manager._executors[executor_id].deadline = 0.0
+            self.manager._state.executors[executor_id].deadline = 0.0
             self.manager.expire()
 
     monkeypatch.setattr(store_reading, "_PART", 1)
@@ -214,7 +214,7 @@ async def test_host_blocks_outlive_an_executor_that_starts_again_beside_the_same
         assert ended == ([7, 8] if most == 0 else [])
         dumped = [message async for message in client.admin.DumpState(pb.DumpStateRequest())]
         with log.open("rb") as file:
-            assert state_hash(replay(file).manager.state()) == dumped[-1].state_hash
+            assert state_hash(replay(file).manager.queries.state()) == dumped[-1].state_hash
     async with manager(tmp_path, redis_url, epoch=10) as client:
         assert (await client.register(host_blocks=4, host_generations=generations)).restored_lower_blocks == 2
 

@@ -101,9 +101,9 @@ def test_the_operation_log_leads_to_the_same_evictions(rotary: bool) -> None:
         ({"evicting_handles": handles}, {"moved_handles": handles[:1], "moved_computed_tokens": [10]}), 1
     ):
         operations.run("SyncSequences", pb.SyncSequencesRequest(sync_number=number, **common, **columns))
-        states.add(state_hash(manager.state()))
+        states.add(state_hash(manager.queries.state()))
         replayed = replay.replay(io.BytesIO(file.getvalue()))
         assert replayed.refused == 0
-        assert state_hash(replayed.manager.state()) == state_hash(manager.state())
+        assert state_hash(replayed.manager.queries.state()) == state_hash(manager.queries.state())
     assert len(states) == 2
-    assert [(one.evicting, one.num_blocks) for one in manager.sequences()] == [(True, 2), (False, 5)]
+    assert [(one.evicting, one.num_blocks) for one in manager.queries.sequences()] == [(True, 2), (False, 5)]

@@ -38,7 +38,7 @@ class RealManager(CacheManagerService):
         self.epoch += 1
         clock = ManagerClock(time.monotonic)
         manager = CacheManager(self.epoch, clock, CONFIG)
-        super().__init__(Domain(Operations(manager, clock), None, None, EventFeed(lambda: manager.last_event)))  # type: ignore[arg-type]
+        super().__init__(Domain(Operations(manager, clock), None, None, EventFeed(lambda: manager.queries.last_event)))  # type: ignore[arg-type]
         run, self._run = self._run, lambda method, request: self._admit(run, method, request)
         self.register()
 
@@ -52,11 +52,11 @@ class RealManager(CacheManagerService):
     def rule(self, salt: str, policy: pb.EvictionPolicy) -> None:
         """An operator's: who has this salt evicts so."""
         action = RuleAction(eviction_policy=PolicyWish.of(policy))
-        self._manager.create_rule(RetentionRule(salt, 0, RuleMatch(salt=salt), action), validate_only=False)
+        self._manager.operators.create_rule(RetentionRule(salt, 0, RuleMatch(salt=salt), action), validate_only=False)
 
     def bound(self, salt: str, blocks: int) -> None:
         """An operator's: who has this salt may have so many blocks of the device."""
-        self._manager.set_quota(Quota(salt=salt, device_ceiling=blocks), validate_only=False)
+        self._manager.operators.set_quota(Quota(salt=salt, device_ceiling=blocks), validate_only=False)
 
     def replace_scheduler(self, name: str) -> None:
         """Another process is given the same name."""
@@ -68,7 +68,7 @@ class RealManager(CacheManagerService):
 
     def shrink(self, total_blocks: int) -> None:
         """An operator's: the pool has so many blocks."""
-        self._manager.update_pool("executor/0", total_blocks, "", validate_only=False)
+        self._manager.operators.update_pool("executor/0", total_blocks, "", validate_only=False)
 
     def confirm(self, ticket: int) -> None:
         """A copy has run."""
@@ -100,18 +100,18 @@ class RealManager(CacheManagerService):
 
     async def admitted(self, count: int) -> None:
         """Waits until so many sequences are live."""
-        await self.until(lambda: len(list(self._manager.sequences())) >= count)
+        await self.until(lambda: len(list(self._manager.queries.sequences())) >= count)
 
     async def released(self) -> None:
         """Waits until no sequence is live."""
-        await self.until(lambda: not list(self._manager.sequences()))
+        await self.until(lambda: not list(self._manager.queries.sequences()))
 
     async def settled(self) -> None:
         """Waits until every block is free or cached, in all tiers."""
         await self.released()
         await self.until(lambda: not self._used_blocks())
-        assert self._manager.check_pool() == []
+        assert self._manager.queries.check_pool() == []
 
     def _used_blocks(self) -> int:
-        [pool] = self._manager.pools()
+        [pool] = self._manager.queries.pools()
         return pool.used_blocks + sum(tier.used_blocks for tier in pool.lower_tiers)

@@ -1,0 +1,154 @@
+"""What the façade, the queries and the commands of one manager share."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from cachemgr.blocks.events import EventLog
+from cachemgr.blocks.leftovers import Leftovers
+from cachemgr.blocks.tier import Accounts
+from cachemgr.errors import (
+    StaleSchedulerError,
+    UnknownExecutorError,
+    UnknownPoolError,
+    UnknownSchedulerError,
+    UnknownSequenceError,
+    VoidSequenceError,
+)
+from cachemgr.operators.forget_history import ForgetHistory
+from cachemgr.retention.leases import LeaseBook
+from cachemgr.retention.rules import RuleBook
+from cachemgr.sequences.admission import Admitter
+from cachemgr.sequences.executor_spec import MAX_SLOTS
+
+if TYPE_CHECKING:
+    from cachemgr.blocks.block_pool import Pool
+    from cachemgr.blocks.steps import Steps
+    from cachemgr.operators.forget import Forgetting
+    from cachemgr.operators.types import PoolShare
+    from cachemgr.sequences.clients import Executor, Scheduler
+    from cachemgr.sequences.sequence import Sequence
+    from cachemgr.types import ExecutorSpec, ManagerConfig, SchedulerEpoch
+    from protos.kvcache.eviction import Kind
+
+
+class ManagerState:
+    """Everything that a manager knows, and how its parts are found by their names."""
+
+    def __init__(self, epoch: int, clock: Callable[[], float], config: ManagerConfig) -> None:
+        self.epoch = epoch
+        self.clock = clock
+        self.config = config
+        # Numbers of handles and tickets, never given twice, also not by a later manager process.
+        self.number = epoch << 20 if epoch < 1 << 43 else epoch
+        # The first number of a use in a new pool: behind all that may be remembered, of as many blocks as there can be.
+        self.uses = self.number + MAX_SLOTS
+        # Calls that have begun to change something.
+        self.begun = 0
+        self.events = EventLog(config.event_history)
+        self.leases = LeaseBook(self.events)
+        self.rules = RuleBook(self.next_number)
+        self.accounts = Accounts()
+        # By pool: what operators changed at run time.
+        self.shares: dict[str, PoolShare] = {}
+        self.admitter = Admitter(config, self.rules, self.next_number)
+        self.executors: dict[str, Executor] = {}
+        self.schedulers: dict[str, Scheduler] = {}
+        # A scheduler registers once none of its steps can write into blocks that an earlier manager gave it.
+        self.scheduler_came = False
+        # Live sequences by id, in the order of their handles.
+        self.sequences: dict[str, Sequence] = {}
+        # Sequences that have begun to evict tokens.
+        self.evicted: Counter[Kind] = Counter()
+        self.leftovers = Leftovers(self.leases)
+        # What calls have begun that did not wait for its end: each call of `expire` takes a step.
+        self.unfinished: deque[Steps[None]] = deque()
+        # Calls that forget, while they run.
+        self.forgetting: list[Forgetting] = []
+        # And what they meant, for blocks that come back later.
+        self.forgotten = ForgetHistory()
+
+    def begin(self) -> float:
+        """The time, once leases that it ends have ended: each call that changes something begins with it."""
+        self.begun += 1
+        self.leases.advance(self.clock())
+        return self.leases.now
+
+    def next_number(self) -> int:
+        """A number that no handle, ticket or name has had."""
+        self.number += 1
+        return self.number
+
+    def number_behind(self, spec: ExecutorSpec) -> None:
+        """Gives no number again by which a slot of a lower tier is known: the clock may be behind that of the epoch."""
+        for slots in chain(spec.host_generations, spec.disk_generations):
+            newest = max(slots, default=0)
+            if newest >= 1 << 63:
+                newest = max((number for number in slots if number < 1 << 63), default=0)
+            self.number = max(self.number, newest)
+
+    def carry_out(self, call: Steps[None]) -> None:
+        """Takes a step now; calls of `expire` take the others."""
+        for _ in call:
+            self.unfinished.append(call)
+            return
+
+    def executor(self, executor_id: str, field: str = "executor_id") -> Executor:
+        """Raises UnknownExecutorError."""
+        executor = self.executors.get(executor_id)
+        if executor is None:
+            raise UnknownExecutorError(f"executor {executor_id} is not registered", fields={field: "is not registered"})
+        return executor
+
+    def pools(self, pool_id: str = "", field: str = "pool_id") -> list[Pool]:
+        """All pools by name, or the named one. Raises UnknownPoolError."""
+        if pool_id:
+            return [self.pool(pool_id, field)]
+        return sorted(
+            (pool for executor in self.executors.values() for pool in executor.pools), key=lambda pool: pool.pool_id
+        )
+
+    def pool(self, pool_id: str, field: str = "pool_id") -> Pool:
+        """Raises UnknownPoolError."""
+        for executor in self.executors.values():
+            for pool in executor.pools:
+                if pool.pool_id == pool_id:
+                    return pool
+        raise UnknownPoolError(f"no pool {pool_id}", fields={field: "is not known"})
+
+    def scheduler(self, scheduler_id: str, scheduler_epoch: int) -> Scheduler:
+        """Raises UnknownSchedulerError, StaleSchedulerError."""
+        scheduler = self.schedulers.get(scheduler_id)
+        if scheduler is None:
+            raise UnknownSchedulerError(
+                f"scheduler {scheduler_id} is not registered", fields={"scheduler_id": "is not registered"}
+            )
+        if scheduler.epoch != scheduler_epoch:
+            raise StaleSchedulerError(
+                f"scheduler {scheduler_id} is registered with another epoch",
+                fields={"scheduler_epoch": f"is not {scheduler.epoch}"},
+            )
+        return scheduler
+
+    def own_sequence(self, caller: SchedulerEpoch, sequence_id: str) -> Sequence | None:
+        """A sequence of the caller; None for one that is not known, or another scheduler's.
+
+        Raises UnknownSchedulerError, StaleSchedulerError.
+        """
+        scheduler = self.scheduler(*caller)
+        sequence = self.sequences.get(sequence_id)
+        return sequence if sequence is not None and sequence.scheduler is scheduler else None
+
+    def live_sequence(self, caller: SchedulerEpoch, sequence_id: str, field: str = "sequence_id") -> Sequence:
+        """As `own_sequence`. Raises UnknownSequenceError and VoidSequenceError, too."""
+        sequence = self.own_sequence(caller, sequence_id)
+        if sequence is None:
+            raise UnknownSequenceError(f"no sequence {sequence_id}", fields={field: "is not known"})
+        if sequence.void:
+            raise VoidSequenceError(
+                f"sequence {sequence_id} can only be released", fields={field: "names one that can only be released"}
+            )
+        return sequence
