@@ -15,14 +15,19 @@ from bench.scale.row import Row
 from cachemgr.errors import InvalidField
 from cachemgr.manager import CacheManager
 from cachemgr.operators.pins import MAX_PINS
-from cachemgr.operators.types import HintAction, Hints, Quota, RetentionRule, RuleAction, RuleMatch
 from cachemgr.types import (
     AdmitRequest,
     ExecutorSpec,
+    HintAction,
+    Hints,
     ManagerConfig,
     PoolSpec,
+    Quota,
     Retention,
     RetentionRange,
+    RetentionRule,
+    RuleAction,
+    RuleMatch,
     SchedulerEpoch,
     SyncRequest,
 )

@@ -12,7 +12,6 @@ from google.protobuf.message import Message
 
 from bench.scale.row import Row
 from cachemgr.manager import CacheManager
-from cachemgr.operators.types import BlockFilter, Prefix, Quota
 from cachemgr.oplog.operations import ManagerClock, Operations
 from cachemgr.rpc import convert, paging
 from cachemgr.rpc.slices import sliced, steady
@@ -21,9 +20,12 @@ from cachemgr.sequences.release import MOST_CARRIED_OVER
 from cachemgr.types import (
     Admission,
     AdmitRequest,
+    BlockFilter,
     ExecutorSpec,
     ManagerConfig,
     PoolSpec,
+    Prefix,
+    Quota,
     Retention,
     RetentionRange,
     SyncRequest,

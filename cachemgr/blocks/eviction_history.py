@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import NamedTuple
 
-from cachemgr.types import RemovalCause
+from cachemgr.types import Lost, RemovalCause
 
 # Times are kept this finely, for so many uses back.
 _RESOLUTION_SECONDS = 0.1
 _MAX_MARKS = 36_000
-
-
-class Lost(NamedTuple):
-    """How a block left the index: why, at which time, for which sequence, and the priority that it had."""
-
-    cause: RemovalCause
-    time: float
-    for_sequence_id: str
-    priority: int
 
 
 class LostBlocks:

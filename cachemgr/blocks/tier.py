@@ -11,8 +11,7 @@ from itertools import compress, islice
 
 from cachemgr.blocks.block import Block, EvictionOrder
 from cachemgr.errors import SequenceTooLongError
-from cachemgr.operators.types import Quota
-from cachemgr.types import AccountKey, RemovalCause, TierKind
+from cachemgr.types import AccountKey, Quota, RemovalCause, TierKind
 
 
 class Account:

@@ -24,7 +24,12 @@ from cachemgr.operators.hints import HintRunner
 from cachemgr.operators.hints import check as check_hints
 from cachemgr.operators.pins import Pinned, complete
 from cachemgr.operators.purge import is_remembered, purge
-from cachemgr.operators.types import (
+from cachemgr.retention.priority import HINT, SESSION, check_duration
+from cachemgr.retention.rules import Rule
+from cachemgr.sequences.block_chain import chain, keys_of
+from cachemgr.sequences.executor_spec import fits
+from cachemgr.types import (
+    AccountKey,
     BlockFilter,
     ForgetTarget,
     Forgotten,
@@ -34,13 +39,11 @@ from cachemgr.operators.types import (
     Prefix,
     Purged,
     Quota,
+    RemovalCause,
     RetentionRule,
+    TierKind,
+    Transfer,
 )
-from cachemgr.retention.priority import HINT, SESSION, check_duration
-from cachemgr.retention.rules import Rule
-from cachemgr.sequences.block_chain import chain, keys_of
-from cachemgr.sequences.executor_spec import fits
-from cachemgr.types import AccountKey, RemovalCause, TierKind, Transfer
 from cachemgr.validation import check_id
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from cachemgr.blocks import children as siblings
 from cachemgr.blocks.block_keys import TOKEN_BYTES, extra_bytes, pack, packed_bytes, prefix_keys
-from cachemgr.operators.types import Explanation, MissReason, Prefix
 from cachemgr.retention.leases import LeaseBook, leases_of
 from cachemgr.sequences.block_chain import keys_of
+from cachemgr.types import Explanation, MissReason, Prefix
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

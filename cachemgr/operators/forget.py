@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING
 from cachemgr.blocks import children as siblings
 from cachemgr.blocks.block import Block
 from cachemgr.blocks.steps import Doomed, Steps, changes, looks, with_descendants
-from cachemgr.operators.types import ForgetTarget, Forgotten
 from cachemgr.sequences.block_chain import keys_of, last_parts
-from cachemgr.types import RemovalCause
+from cachemgr.types import ForgetTarget, Forgotten, RemovalCause, Scope
 
 if TYPE_CHECKING:
-    from cachemgr.blocks.block_keys import Domain
     from cachemgr.blocks.block_pool import Pool
     from cachemgr.blocks.events import EventLog
     from cachemgr.operators.pins import Hold
@@ -254,7 +252,7 @@ def _count(receipt: Forgotten, pool: Pool, block: Block, held: Counter[Block]) -
     receipt.zeroing_blocks += not used
 
 
-def _stored(domain: Domain | None, target: ForgetTarget) -> bool:
+def _stored(domain: Scope | None, target: ForgetTarget) -> bool:
     """Whether the salt or session that is meant stored what lies under a domain."""
     if domain is None:
         return False

@@ -7,8 +7,8 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 from cachemgr.blocks.block_keys import pack, packed_bytes
-from cachemgr.operators.types import ForgetTarget
 from cachemgr.sequences.block_chain import keys_of
+from cachemgr.types import ForgetTarget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

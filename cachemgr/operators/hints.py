@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from cachemgr.errors import InvalidField
 from cachemgr.operators.pins import complete
-from cachemgr.operators.types import HintAction, HintAnswer, HintOutcome, Hints
 from cachemgr.retention.priority import HINT, MAX_DURATION, MAX_PRIORITY, Wish, bounded
 from cachemgr.sequences.block_chain import chain
-from cachemgr.types import Outcome, Retention, RetentionRange, Transfer
+from cachemgr.types import HintAction, HintAnswer, HintOutcome, Hints, Outcome, Retention, RetentionRange, Transfer
 from cachemgr.validation import MAX_ID_BYTES, check_id
 
 if TYPE_CHECKING:

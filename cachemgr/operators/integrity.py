@@ -13,11 +13,11 @@ from cachemgr.blocks.block_keys import child_key
 from cachemgr.blocks.block_pool import Pool
 from cachemgr.blocks.steps import drained
 from cachemgr.blocks.tier import Tier, account_of, loss
-from cachemgr.operators.types import PoolViolation
 from cachemgr.retention.leases import MAX_LEASES, effective_priority, leases_of
 from cachemgr.retention.priority import SHARED
 from cachemgr.sequences.clients import Executor
 from cachemgr.sequences.transfers import Purpose
+from cachemgr.types import PoolViolation
 
 # Each gives its contradictions, with None behind each small step. Nothing may change between its steps.
 Part = Callable[[], Iterator[PoolViolation | None]]

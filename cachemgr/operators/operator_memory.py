@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from cachemgr.operators.types import PoolShare, Quota, RetentionRule
+from cachemgr.types import PoolShare, Quota, RetentionRule
 
 if TYPE_CHECKING:
     from cachemgr.operators.state import ManagerState

@@ -5,9 +5,8 @@ from cachemgr.blocks.block_pool import Pool
 from cachemgr.blocks.block_record import BlockRecord
 from cachemgr.blocks.steps import Doomed, Steps, changes, drained, looks
 from cachemgr.errors import BlocksInUseError
-from cachemgr.operators.types import BlockFilter, Purged
 from cachemgr.sequences.clients import Executor
-from cachemgr.types import RemovalCause
+from cachemgr.types import BlockFilter, Purged, RemovalCause
 
 
 def matches(pool: Pool, block: Block, selected: BlockFilter) -> bool:

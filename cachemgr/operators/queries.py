@@ -24,18 +24,6 @@ from cachemgr.operators.purge import matches
 from cachemgr.operators.snapshot import SnapshotReader
 from cachemgr.operators.state import ManagerState
 from cachemgr.operators.state_dump import executor_state, line, rule_state, scheduler_state
-from cachemgr.operators.types import (
-    BlockEstimate,
-    BlockFilter,
-    Explanation,
-    HoldView,
-    PoolViolation,
-    Prefix,
-    PrefixView,
-    Preview,
-    Quota,
-    RetentionRule,
-)
 from cachemgr.retention.leases import leases_of
 from cachemgr.retention.priority import MAX_PRIORITY
 from cachemgr.sequences import prefix_match as matching
@@ -49,9 +37,19 @@ from cachemgr.telemetry.ghost_cache import GhostReport
 from cachemgr.types import (
     AccountKey,
     AdmitRequest,
+    BlockEstimate,
+    BlockFilter,
     BlockView,
+    Explanation,
+    HoldView,
     LeaseView,
     PoolView,
+    PoolViolation,
+    Prefix,
+    PrefixView,
+    Preview,
+    Quota,
+    RetentionRule,
     SchedulerEpoch,
     SequenceView,
     TierKind,

@@ -28,10 +28,9 @@ if TYPE_CHECKING:
     from cachemgr.blocks.block_pool import Pool
     from cachemgr.blocks.steps import Steps
     from cachemgr.operators.forget import Forgetting
-    from cachemgr.operators.types import PoolShare
     from cachemgr.sequences.clients import Executor, Scheduler
     from cachemgr.sequences.sequence import Sequence
-    from cachemgr.types import ExecutorSpec, ManagerConfig, SchedulerEpoch
+    from cachemgr.types import ExecutorSpec, ManagerConfig, PoolShare, SchedulerEpoch
     from protos.kvcache.eviction import Kind
 
 

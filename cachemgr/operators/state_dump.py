@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from cachemgr.blocks.block import Block
     from cachemgr.blocks.block_pool import Pool
     from cachemgr.blocks.write_through import Backups
-    from cachemgr.operators.types import RetentionRule
     from cachemgr.sequences.clients import Executor, Scheduler
     from cachemgr.sequences.eviction_policy import Eviction
     from cachemgr.sequences.sequence import GroupTable, Sequence
     from cachemgr.sequences.transfers import Ticket
+    from cachemgr.types import RetentionRule
 
 
 # Made once: there is a line for each block.

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 
 from cachemgr.blocks.block_keys import pack, packed_bytes
 from cachemgr.errors import InvalidField, RuleExistsError, StaleRuleError, UnknownRuleError
-from cachemgr.operators.types import RetentionRule, RuleAction, RuleMatch
 from cachemgr.retention.priority import NO_PRIORITY, RULE, Wish, check_duration, check_priority
-from cachemgr.sequences.eviction_policy import check_rule
+from cachemgr.types import RetentionRule, RuleAction, RuleMatch
 from cachemgr.validation import check_id
 
 if TYPE_CHECKING:
@@ -285,6 +284,7 @@ def check_spec(spec: RetentionRule) -> None:
             check_duration(f"rule.action.{field}", duration)
     if action.duration is not None and action.priority is None:
         raise InvalidField("rule.action.retention_duration", "needs retention_priority")
-    check_rule(action.eviction_policy, "rule.action.eviction_policy")
+    if action.eviction_policy is not None:
+        action.eviction_policy.check("rule.action.eviction_policy")
     if action == RuleAction():
         raise InvalidField("rule.action", "must say what to do")

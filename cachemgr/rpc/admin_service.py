@@ -8,12 +8,11 @@ from typing import Any, TypeVar
 
 from cachemgr.blocks.tier import Account
 from cachemgr.operators.state_dump import StateDigest
-from cachemgr.operators.types import BlockFilter, HoldView, PoolViolation, Quota, RetentionRule
 from cachemgr.rpc import convert, convert_admin, paging, tenancy
 from cachemgr.rpc.data_service import Domain
 from cachemgr.rpc.slices import sliced, steady
 from cachemgr.telemetry.counters import MAX_WINDOW_SECONDS
-from cachemgr.types import BlockView
+from cachemgr.types import BlockFilter, BlockView, HoldView, PoolViolation, Quota, RetentionRule
 from cachemgr.validation import check_id
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc

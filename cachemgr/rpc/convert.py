@@ -6,20 +6,19 @@ from datetime import timedelta
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.json_format import MessageToDict
 
-from cachemgr import types as api
+from cachemgr import types
 from cachemgr.blocks.block_keys import unpack
 from cachemgr.blocks.events import Event
 from cachemgr.errors import InvalidField
-from cachemgr.operators import types as admin
-from cachemgr.sequences.eviction_policy import PolicyWish
 from protos.kvcache.eviction import Policy, write
+from protos.kvcache.eviction_request import EvictionPolicyRequest
 from protos.kvcache.v1 import kvcache_pb2 as pb
 
 # Enum values are given by name, which the generated types take as they take numbers.
-_KINDS = {kind: f"EVENT_KIND_{kind.name}" for kind in api.EventKind}
-TIERS = {tier: f"TIER_{tier.name}" for tier in api.TierKind}
+_KINDS = {kind: f"EVENT_KIND_{kind.name}" for kind in types.EventKind}
+TIERS = {tier: f"TIER_{tier.name}" for tier in types.TierKind}
 _TIERS = {pb.Tier.Value(name): tier for tier, name in TIERS.items()}
-_CAUSES = {cause: f"REMOVAL_CAUSE_{cause.name if cause else 'UNSPECIFIED'}" for cause in api.RemovalCause}
+_CAUSES = {cause: f"REMOVAL_CAUSE_{cause.name if cause else 'UNSPECIFIED'}" for cause in types.RemovalCause}
 
 
 def duration(seconds: float) -> Duration:
@@ -34,9 +33,9 @@ def seconds(message: Duration) -> float:
     return message.seconds + message.nanos / 1e9
 
 
-def executor_spec(request: pb.RegisterExecutorRequest) -> api.ExecutorSpec:
+def executor_spec(request: pb.RegisterExecutorRequest) -> types.ExecutorSpec:
     """What an executor announces."""
-    return api.ExecutorSpec(
+    return types.ExecutorSpec(
         executor_id=request.executor_id,
         executor_epoch=request.executor_epoch,
         model=request.model,
@@ -51,8 +50,8 @@ def executor_spec(request: pb.RegisterExecutorRequest) -> api.ExecutorSpec:
     )
 
 
-def _pool_spec(pool: pb.PoolSpec) -> api.PoolSpec:
-    return api.PoolSpec(
+def _pool_spec(pool: pb.PoolSpec) -> types.PoolSpec:
+    return types.PoolSpec(
         group=pool.group,
         num_blocks=pool.num_blocks,
         attention_window=pool.attention_window if pool.HasField("attention_window") else None,
@@ -67,10 +66,10 @@ def _pool_spec(pool: pb.PoolSpec) -> api.PoolSpec:
     )
 
 
-def admit_request(request: pb.AdmitSequenceRequest) -> api.AdmitRequest:
+def admit_request(request: pb.AdmitSequenceRequest) -> types.AdmitRequest:
     """A sequence that wants its blocks."""
     lowest = tier("lowest_tier", request.lowest_tier)
-    return api.AdmitRequest(
+    return types.AdmitRequest(
         sequence_id=request.sequence_id,
         scheduler_id=request.scheduler_id,
         scheduler_epoch=request.scheduler_epoch,
@@ -85,31 +84,33 @@ def admit_request(request: pb.AdmitSequenceRequest) -> api.AdmitRequest:
         extra_keys=extra_keys(request.extra_keys),
         retention=_retention(request.retention),
         hints=hints(request.hints) if request.HasField("hints") else None,
-        eviction_policy=PolicyWish.of(request.eviction_policy) if request.HasField("eviction_policy") else None,
+        eviction_policy=EvictionPolicyRequest.of(request.eviction_policy)
+        if request.HasField("eviction_policy")
+        else None,
         no_read=request.no_read,
         no_store=request.no_store,
-        lowest_tier=api.TierKind.DISK if lowest is None else lowest,
+        lowest_tier=types.TierKind.DISK if lowest is None else lowest,
     )
 
 
-def tier(field: str, number: int) -> api.TierKind | None:
+def tier(field: str, number: int) -> types.TierKind | None:
     """A tier, None when it is not said. Raises InvalidField for a number that is none's."""
     if number and number not in _TIERS:
         raise InvalidField(field, "is not a known tier")
     return _TIERS.get(number)
 
 
-def extra_keys(keys: Iterable[pb.ExtraKey]) -> tuple[api.ExtraKey, ...]:
+def extra_keys(keys: Iterable[pb.ExtraKey]) -> tuple[types.ExtraKey, ...]:
     """Content that is no token."""
-    return tuple(api.ExtraKey(key.start, key.length, key.digest) for key in keys)
+    return tuple(types.ExtraKey(key.start, key.length, key.digest) for key in keys)
 
 
-def _retention(config: pb.RetentionConfig) -> api.Retention:
+def _retention(config: pb.RetentionConfig) -> types.Retention:
     has_priority = config.HasField("decode_retention_priority")
     has_duration = config.HasField("decode_retention_duration")
-    return api.Retention(
+    return types.Retention(
         ranges=tuple(
-            api.RetentionRange(
+            types.RetentionRange(
                 wish.start,
                 wish.end if wish.HasField("end") else None,
                 wish.retention_priority,
@@ -122,7 +123,7 @@ def _retention(config: pb.RetentionConfig) -> api.Retention:
     )
 
 
-def admit_response(manager_epoch: int, admission: api.Admission) -> pb.AdmitSequenceResponse:
+def admit_response(manager_epoch: int, admission: types.Admission) -> pb.AdmitSequenceResponse:
     """Answer to an admission."""
     return pb.AdmitSequenceResponse(
         manager_epoch=manager_epoch,
@@ -149,14 +150,14 @@ def _eviction_policy(policy: Policy | None) -> pb.EvictionPolicy | None:
     return message
 
 
-def _account(key: api.AccountKey | None) -> pb.QuotaAccount | None:
+def _account(key: types.AccountKey | None) -> pb.QuotaAccount | None:
     if key is None:
         return None
     kind, name = key
     return pb.QuotaAccount(tenant_id=name) if kind == "tenant_id" else pb.QuotaAccount(salt=name)
 
 
-def fork_response(admission: api.Admission) -> pb.ForkSequenceResponse:
+def fork_response(admission: types.Admission) -> pb.ForkSequenceResponse:
     """Answer to a fork."""
     return pb.ForkSequenceResponse(
         admitted=admission.admitted,
@@ -169,7 +170,7 @@ def fork_response(admission: api.Admission) -> pb.ForkSequenceResponse:
     )
 
 
-def extend_response(extension: api.Extension) -> pb.ExtendSequenceResponse:
+def extend_response(extension: types.Extension) -> pb.ExtendSequenceResponse:
     """Answer to an extension."""
     return pb.ExtendSequenceResponse(
         extended=extension.extended,
@@ -180,11 +181,11 @@ def extend_response(extension: api.Extension) -> pb.ExtendSequenceResponse:
     )
 
 
-def _tables(tables: Iterable[api.Table]) -> list[pb.BlockTable]:
+def _tables(tables: Iterable[types.Table]) -> list[pb.BlockTable]:
     return [pb.BlockTable(group=table.group, slots=table.slots) for table in tables]
 
 
-def transfers(opened: Iterable[api.Transfer]) -> list[pb.Transfer]:
+def transfers(opened: Iterable[types.Transfer]) -> list[pb.Transfer]:
     """Tickets."""
     return [
         pb.Transfer(
@@ -201,9 +202,9 @@ def transfers(opened: Iterable[api.Transfer]) -> list[pb.Transfer]:
     ]
 
 
-def sync_request(request: pb.SyncSequencesRequest) -> api.SyncRequest:
+def sync_request(request: pb.SyncSequencesRequest) -> types.SyncRequest:
     """Progress in columns."""
-    return api.SyncRequest(
+    return types.SyncRequest(
         scheduler_id=request.scheduler_id,
         scheduler_epoch=request.scheduler_epoch,
         manager_epoch=request.manager_epoch,
@@ -223,7 +224,7 @@ def sync_request(request: pb.SyncSequencesRequest) -> api.SyncRequest:
     )
 
 
-def sync_response(manager_epoch: int, answer: api.SyncAnswer, lease: Duration) -> pb.SyncSequencesResponse:
+def sync_response(manager_epoch: int, answer: types.SyncAnswer, lease: Duration) -> pb.SyncSequencesResponse:
     """What a sync brings back."""
     return pb.SyncSequencesResponse(
         manager_epoch=manager_epoch,
@@ -244,7 +245,7 @@ def sync_response(manager_epoch: int, answer: api.SyncAnswer, lease: Duration) -
     )
 
 
-def pool(view: api.PoolView) -> pb.Pool:
+def pool(view: types.PoolView) -> pb.Pool:
     """A pool with its counters."""
     spec = view.spec
     return pb.Pool(
@@ -284,7 +285,7 @@ def pool(view: api.PoolView) -> pb.Pool:
     )
 
 
-def block(view: api.BlockView, *, token_ids: bool = False) -> pb.Block:
+def block(view: types.BlockView, *, token_ids: bool = False) -> pb.Block:
     """A block, with its token ids only where they were asked for."""
     return pb.Block(
         pool_id=view.pool_id,
@@ -304,7 +305,7 @@ def block(view: api.BlockView, *, token_ids: bool = False) -> pb.Block:
     )
 
 
-def sequence(view: api.SequenceView) -> pb.Sequence:
+def sequence(view: types.SequenceView) -> pb.Sequence:
     """A live sequence."""
     return pb.Sequence(
         sequence_id=view.sequence_id,
@@ -324,7 +325,7 @@ def sequence(view: api.SequenceView) -> pb.Sequence:
     )
 
 
-def lease(view: api.LeaseView) -> pb.Lease:
+def lease(view: types.LeaseView) -> pb.Lease:
     """A lease."""
     return pb.Lease(
         holder=view.holder,
@@ -335,7 +336,7 @@ def lease(view: api.LeaseView) -> pb.Lease:
 
 def event(happened: Event, *, snapshot: bool, token_ids: bool = False) -> pb.Event:
     """An event."""
-    created = happened.kind is api.EventKind.CREATED
+    created = happened.kind is types.EventKind.CREATED
     return pb.Event(
         event_number=happened.number,
         snapshot=snapshot,
@@ -347,7 +348,7 @@ def event(happened: Event, *, snapshot: bool, token_ids: bool = False) -> pb.Eve
     )
 
 
-def receipt(given: api.Receipt) -> pb.RetentionReceipt:
+def receipt(given: types.Receipt) -> pb.RetentionReceipt:
     """Answer to a wish."""
     return pb.RetentionReceipt(
         wish=given.wish,
@@ -359,24 +360,24 @@ def receipt(given: api.Receipt) -> pb.RetentionReceipt:
     )
 
 
-def hints(message: pb.KvHints) -> admin.Hints:
+def hints(message: pb.KvHints) -> types.Hints:
     """The envelope. Raises InvalidField for a payload that is no JSON."""
-    return admin.Hints(
+    return types.Hints(
         message.protocol_version,
         message.message_id,
         tuple(_action(action, f"hints.actions[{index}]") for index, action in enumerate(message.actions)),
     )
 
 
-def _action(message: pb.HintAction, path: str) -> admin.HintAction:
+def _action(message: pb.HintAction, path: str) -> types.HintAction:
     try:
         payload = MessageToDict(message.payload)
     except ValueError as error:
         raise InvalidField(f"{path}.payload", "must not have numbers that JSON does not have") from error
-    return admin.HintAction(message.action_id, message.action_type, message.action_version, payload)
+    return types.HintAction(message.action_id, message.action_type, message.action_version, payload)
 
 
-def hint_answer(answer: admin.HintAnswer) -> pb.HintAnswer:
+def hint_answer(answer: types.HintAnswer) -> pb.HintAnswer:
     """Answer to one hint."""
     return pb.HintAnswer(
         action_id=answer.action_id,

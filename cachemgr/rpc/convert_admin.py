@@ -1,22 +1,21 @@
 """Between the operators' messages and the domain's types, one function per message. Nothing is decided here."""
 
-from cachemgr import types as api
+from cachemgr import types
 from cachemgr.blocks.tier import Tier
-from cachemgr.operators import types as admin
 from cachemgr.operators.pins import Pinned
 from cachemgr.rpc.convert import TIERS, block, duration, extra_keys, lease, receipt, seconds, tier
-from cachemgr.sequences.eviction_policy import PolicyWish
 from cachemgr.telemetry.counters import TokenCount, TokenMeter
 from cachemgr.telemetry.ghost_cache import GhostReport
+from protos.kvcache.eviction_request import EvictionPolicyRequest
 from protos.kvcache.v1 import kvcache_pb2 as pb
 
-_CAUSES = {cause: f"REMOVAL_CAUSE_{cause.name if cause else 'UNSPECIFIED'}" for cause in api.RemovalCause}
-_REASONS = {reason: f"MISS_REASON_{reason.name if reason else 'UNSPECIFIED'}" for reason in admin.MissReason}
+_CAUSES = {cause: f"REMOVAL_CAUSE_{cause.name if cause else 'UNSPECIFIED'}" for cause in types.RemovalCause}
+_REASONS = {reason: f"MISS_REASON_{reason.name if reason else 'UNSPECIFIED'}" for reason in types.MissReason}
 
 
-def prefix(selector: pb.PrefixSelector) -> admin.Prefix:
+def prefix(selector: pb.PrefixSelector) -> types.Prefix:
     """A prompt in one domain of sharing."""
-    return admin.Prefix(
+    return types.Prefix(
         tuple(selector.token_ids),
         selector.executor_id,
         selector.salt if selector.HasField("salt") else None,
@@ -25,10 +24,10 @@ def prefix(selector: pb.PrefixSelector) -> admin.Prefix:
     )
 
 
-def block_filter(selected: pb.BlockFilter) -> admin.BlockFilter:
+def block_filter(selected: pb.BlockFilter) -> types.BlockFilter:
     """Which blocks an operator means. Raises InvalidField for a tier that is none."""
     has_priority = selected.HasField("max_retention_priority")
-    return admin.BlockFilter(
+    return types.BlockFilter(
         pool_id=selected.pool_id,
         salt=selected.salt if selected.HasField("salt") else None,
         max_priority=selected.max_retention_priority if has_priority else None,
@@ -40,17 +39,17 @@ def block_filter(selected: pb.BlockFilter) -> admin.BlockFilter:
     )
 
 
-def forget_target(request: pb.ForgetBlocksRequest) -> admin.ForgetTarget:
+def forget_target(request: pb.ForgetBlocksRequest) -> types.ForgetTarget:
     """What is to be forgotten."""
     target = request.WhichOneof("target")
-    return admin.ForgetTarget(
+    return types.ForgetTarget(
         salt=request.salt if target == "salt" else None,
         session_id=request.session_id if target == "session_id" else None,
         prefix=prefix(request.prefix) if target == "prefix" else None,
     )
 
 
-def forgotten(receipt: admin.Forgotten) -> pb.ForgetBlocksResponse:
+def forgotten(receipt: types.Forgotten) -> pb.ForgetBlocksResponse:
     """The receipt."""
     return pb.ForgetBlocksResponse(
         removed=_tier_counts(receipt.removed),
@@ -60,18 +59,18 @@ def forgotten(receipt: admin.Forgotten) -> pb.ForgetBlocksResponse:
     )
 
 
-def _tier_counts(counts: dict[api.TierKind, int]) -> list[pb.TierCount]:
+def _tier_counts(counts: dict[types.TierKind, int]) -> list[pb.TierCount]:
     return [pb.TierCount(tier=TIERS[tier], num_blocks=count) for tier, count in sorted(counts.items())]
 
 
-def rule(message: pb.RetentionRule) -> admin.RetentionRule:
+def rule(message: pb.RetentionRule) -> types.RetentionRule:
     """A rule."""
     match, action = message.match, message.action
     floor = action.offload_min_priority if action.HasField("offload_min_priority") else None
-    return admin.RetentionRule(
+    return types.RetentionRule(
         name=message.name,
         order=message.order,
-        match=admin.RuleMatch(
+        match=types.RuleMatch(
             salt=match.salt if match.HasField("salt") else None,
             tenant_id=match.tenant_id if match.HasField("tenant_id") else None,
             adapter_id=match.adapter_id if match.HasField("adapter_id") else None,
@@ -79,19 +78,21 @@ def rule(message: pb.RetentionRule) -> admin.RetentionRule:
             start=match.start,
             end=match.end if match.HasField("end") else None,
         ),
-        action=admin.RuleAction(
+        action=types.RuleAction(
             priority=action.retention_priority if action.HasField("retention_priority") else None,
             duration=seconds(action.retention_duration) if action.HasField("retention_duration") else None,
             pin_duration=seconds(action.pin_duration) if action.HasField("pin_duration") else None,
             no_store=action.no_store,
             offload_min_priority=floor,
-            eviction_policy=PolicyWish.of(action.eviction_policy) if action.HasField("eviction_policy") else None,
+            eviction_policy=EvictionPolicyRequest.of(action.eviction_policy)
+            if action.HasField("eviction_policy")
+            else None,
         ),
         etag=message.etag,
     )
 
 
-def rule_message(spec: admin.RetentionRule) -> pb.RetentionRule:
+def rule_message(spec: types.RetentionRule) -> pb.RetentionRule:
     """A rule as a message."""
     match, action = spec.match, spec.action
     return pb.RetentionRule(
@@ -117,11 +118,11 @@ def rule_message(spec: admin.RetentionRule) -> pb.RetentionRule:
     )
 
 
-def quota(message: pb.Quota) -> admin.Quota:
+def quota(message: pb.Quota) -> types.Quota:
     """A quota."""
     account = message.WhichOneof("account")
     device, host = message.HasField("device_ceiling_blocks"), message.HasField("host_ceiling_blocks")
-    return admin.Quota(
+    return types.Quota(
         tenant_id=message.tenant_id if account == "tenant_id" else None,
         salt=message.salt if account == "salt" else None,
         device_floor=message.device_floor_blocks,
@@ -131,15 +132,15 @@ def quota(message: pb.Quota) -> admin.Quota:
     )
 
 
-def account(request: pb.DeleteQuotaRequest) -> admin.Quota:
+def account(request: pb.DeleteQuotaRequest) -> types.Quota:
     """Whose quota."""
     which = request.WhichOneof("account")
-    return admin.Quota(
+    return types.Quota(
         tenant_id=request.tenant_id if which == "tenant_id" else None, salt=request.salt if which == "salt" else None
     )
 
 
-def quota_message(spec: admin.Quota) -> pb.Quota:
+def quota_message(spec: types.Quota) -> pb.Quota:
     """A quota as a message."""
     return pb.Quota(
         tenant_id=spec.tenant_id,
@@ -151,12 +152,12 @@ def quota_message(spec: admin.Quota) -> pb.Quota:
     )
 
 
-def share(message: pb.PoolShare) -> admin.PoolShare:
+def share(message: pb.PoolShare) -> types.PoolShare:
     """An operator's share of a pool."""
-    return admin.PoolShare(message.pool_id, message.total_blocks, message.num_blocks, message.share_number)
+    return types.PoolShare(message.pool_id, message.total_blocks, message.num_blocks, message.share_number)
 
 
-def share_message(share: admin.PoolShare) -> pb.PoolShare:
+def share_message(share: types.PoolShare) -> pb.PoolShare:
     """An operator's share of a pool as a message."""
     return pb.PoolShare(
         pool_id=share.pool_id,
@@ -181,7 +182,7 @@ def pinned(found: list[Pinned]) -> pb.PinPrefixResponse:
     )
 
 
-def hold(view: admin.HoldView) -> pb.Hold:
+def hold(view: types.HoldView) -> pb.Hold:
     """A hold."""
     return pb.Hold(
         name=view.name,
@@ -193,12 +194,12 @@ def hold(view: admin.HoldView) -> pb.Hold:
     )
 
 
-def block_lease(view: api.BlockView, held: api.LeaseView) -> pb.BlockLease:
+def block_lease(view: types.BlockView, held: types.LeaseView) -> pb.BlockLease:
     """A lease and its block."""
     return pb.BlockLease(block=block(view), lease=lease(held))
 
 
-def cached_prefix(view: admin.PrefixView) -> pb.CachedPrefix:
+def cached_prefix(view: types.PrefixView) -> pb.CachedPrefix:
     """A cached chain."""
     return pb.CachedPrefix(
         last_block=block(view.last_block),
@@ -208,7 +209,7 @@ def cached_prefix(view: admin.PrefixView) -> pb.CachedPrefix:
     )
 
 
-def explanation(found: admin.Explanation) -> pb.Explanation:
+def explanation(found: types.Explanation) -> pb.Explanation:
     """What an executor knows of a prompt."""
     lost = found.removal
     return pb.Explanation(
@@ -245,7 +246,7 @@ def stats(tiers: list[Tier], meter: TokenMeter, tokens: TokenCount, leases: tupl
     )
 
 
-def ghost_caches(found: tuple[GhostReport, api.PoolView] | None) -> pb.GetGhostCachesResponse:
+def ghost_caches(found: tuple[GhostReport, types.PoolView] | None) -> pb.GetGhostCachesResponse:
     """What other caches would find."""
     if found is None:
         return pb.GetGhostCachesResponse()
@@ -284,7 +285,7 @@ def _tier_stats(tier: Tier) -> pb.TierStats:
         allocated_blocks=counters.allocated,
         removed=[
             pb.CauseCount(cause=_CAUSES[cause], num_blocks=counters.removed[cause])
-            for cause in api.RemovalCause
+            for cause in types.RemovalCause
             if counters.removed[cause]
         ],
         offloaded_blocks=counters.offloaded,
@@ -295,7 +296,7 @@ def _tier_stats(tier: Tier) -> pb.TierStats:
     )
 
 
-def preview(found: admin.Preview) -> pb.PreviewAdmissionResponse:
+def preview(found: types.Preview) -> pb.PreviewAdmissionResponse:
     """What an admission would do."""
     return pb.PreviewAdmissionResponse(
         admitted=found.admitted,
@@ -314,7 +315,7 @@ def preview(found: admin.Preview) -> pb.PreviewAdmissionResponse:
     )
 
 
-def estimate(found: admin.BlockEstimate) -> pb.BlockEstimate:
+def estimate(found: types.BlockEstimate) -> pb.BlockEstimate:
     """Blocks of a sequence in one group."""
     return pb.BlockEstimate(
         group=found.group,

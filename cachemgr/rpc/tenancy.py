@@ -3,10 +3,9 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from cachemgr.blocks.block_keys import Domain
 from cachemgr.errors import InvalidField, UnknownHoldError, UnknownRuleError, UnknownSequenceError
-from cachemgr.operators.types import Explanation, HoldView, MissReason, Quota, RetentionRule
 from cachemgr.telemetry.counters import TokenCount, TokenMeter
+from cachemgr.types import Explanation, HoldView, MissReason, Quota, RetentionRule, Scope
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.rpc.identity import Identity, PermissionDeniedError, Role, current
 
@@ -139,7 +138,7 @@ def sees_all() -> bool:
     return identity is None or not identity.tenant
 
 
-def sees(domain: Domain | None) -> bool:
+def sees(domain: Scope | None) -> bool:
     """Whether the caller may see what lies in a domain of sharing."""
     return sees_all() or (domain is not None and _owns(domain.salt))
 
@@ -177,7 +176,7 @@ def check_hold(name: str, holds: Iterable[HoldView]) -> None:
         raise UnknownHoldError(f"no hold {name}", fields={"name": "is not known"})
 
 
-def check_sequence(sequence_id: str, domain: Domain | None) -> None:
+def check_sequence(sequence_id: str, domain: Scope | None) -> None:
     """Raises UnknownSequenceError as if there were none, where a sequence is of others."""
     if not sees(domain):
         raise UnknownSequenceError(f"no sequence {sequence_id}", fields={"sequence_id": "is not known"})

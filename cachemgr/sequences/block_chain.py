@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from cachemgr.blocks import children as siblings
 from cachemgr.blocks.block_keys import pack, packed_bytes, prefix_keys, root_key
-from cachemgr.operators.types import Prefix
+from cachemgr.types import Prefix
 
 if TYPE_CHECKING:
     from cachemgr.blocks.block import Block

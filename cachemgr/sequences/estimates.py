@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cachemgr.operators.types import BlockEstimate
 from cachemgr.sequences.sequence import blocks_for, first_needed
+from cachemgr.types import BlockEstimate
 
 if TYPE_CHECKING:
     from cachemgr.sequences.prefix_match import Match

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from cachemgr.blocks import children as siblings
 from cachemgr.blocks.block import Block
 from cachemgr.blocks.tier import goes_before
-from cachemgr.operators.types import PredictedEviction
 from cachemgr.retention.leases import offload_floor
+from cachemgr.types import PredictedEviction
 
 if TYPE_CHECKING:
     from cachemgr.blocks.block_pool import Pool

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from cachemgr.errors import InvalidField, RulePolicyError
 from cachemgr.sequences.sequence import blocks_for
-from protos.kvcache.eviction import Layout, Policy, parse
-from protos.kvcache.v1 import kvcache_pb2 as pb
+from protos.kvcache.eviction import Layout, Policy
 
 if TYPE_CHECKING:
     from cachemgr.blocks.block import Block
@@ -18,33 +17,6 @@ if TYPE_CHECKING:
 
 # A sync gives room for the next two steps.
 _STEPS_AHEAD = 2
-# Whatever it refuses no executor can carry: every number is a multiple of its block size.
-_ANY_LAYOUT = Layout(1, (None,), plain_rotary=True)
-
-
-class PolicyWish(NamedTuple):
-    """A policy as a request or a rule asks for it, with much left open: an EvictionPolicy, encoded."""
-
-    encoded: bytes
-
-    @classmethod
-    def of(cls, message: pb.EvictionPolicy) -> PolicyWish:
-        """Equal messages are equal wishes."""
-        return cls(message.SerializeToString(deterministic=True))
-
-    def message(self) -> pb.EvictionPolicy:
-        """As it was asked for."""
-        return pb.EvictionPolicy.FromString(self.encoded)
-
-    def policy(self, layout: Layout, field: str) -> Policy | None:
-        """The policy with nothing open; None to keep everything. Raises InvalidField with a path below `field`."""
-        return parse(self.message(), layout, field)
-
-
-def check_rule(wish: PolicyWish | None, field: str) -> None:
-    """Raises InvalidField for a policy that suits no executor; which it must suit is not known before an admission."""
-    if wish is not None:
-        wish.policy(_ANY_LAYOUT, field)
 
 
 def resolve(request: AdmitRequest, rules: Iterable[Rule], executor: Executor) -> Policy | None:

@@ -8,10 +8,9 @@ from cachemgr.blocks.block_pool import Pool
 from cachemgr.blocks.events import EventLog
 from cachemgr.blocks.journal import IndexJournal
 from cachemgr.errors import InvalidField
-from cachemgr.operators.types import PoolShare
 from cachemgr.retention.leases import LeaseBook
 from cachemgr.sequences.clients import Executor
-from cachemgr.types import ExecutorSpec, ManagerConfig, TierKind
+from cachemgr.types import ExecutorSpec, ManagerConfig, PoolShare, TierKind
 from cachemgr.validation import check_id
 
 # Each slot costs memory of this process from the start.

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from cachemgr.blocks.block_keys import Domain, extend_keys, extra_bytes, pack, packed_bytes
-from cachemgr.operators.types import Prefix
 from cachemgr.retention.priority import Wishes
 from cachemgr.sequences.transfers import OpenedCopies
-from cachemgr.types import Admission, ExtraKey, Retention, SequenceView, Table, Transfer
+from cachemgr.types import Admission, ExtraKey, Prefix, Retention, SequenceView, Table, Transfer
 
 if TYPE_CHECKING:
     from cachemgr.blocks.block import Block

@@ -8,8 +8,7 @@ import pytest
 
 from bench.driver import CONFIG, Driver, prompt
 from cachemgr.console.app import create_app
-from cachemgr.operators.types import Prefix, Quota
-from cachemgr.types import Retention, RetentionRange
+from cachemgr.types import Prefix, Quota, Retention, RetentionRange
 from protos.rpc.guard import Guard
 from protos.rpc.http_server import HttpServer
 

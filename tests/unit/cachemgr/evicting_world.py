@@ -2,16 +2,16 @@
 
 import dataclasses
 
-from cachemgr.sequences.eviction_policy import PolicyWish
 from cachemgr.types import SyncAnswer, SyncRequest
+from protos.kvcache.eviction_request import EvictionPolicyRequest
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from tests.unit.cachemgr.live import BLOCK, Live
 from tests.unit.cachemgr.world import World
 
 
-def asked(kind: str, **fields: object) -> PolicyWish:
+def asked(kind: str, **fields: object) -> EvictionPolicyRequest:
     """A policy as a request asks for it, by the name of its kind."""
-    return PolicyWish.of(pb.EvictionPolicy(kind=f"EVICTION_KIND_{kind}", **fields))
+    return EvictionPolicyRequest.of(pb.EvictionPolicy(kind=f"EVICTION_KIND_{kind}", **fields))
 
 
 # Of every way in which lengths go, small enough for prompts of a few blocks.

@@ -10,20 +10,20 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from cachemgr.blocks import steps
 from cachemgr.errors import InvalidField, PoolInUseError, QuotaTooLargeError, UnknownQuotaError, UnknownRuleError
-from cachemgr.operators.types import (
+from cachemgr.retention.rules import FIELDS
+from cachemgr.sequences.clients import account_for
+from cachemgr.types import (
     BlockFilter,
     ForgetTarget,
     HintAction,
     Hints,
     Prefix,
     Quota,
+    RemovalCause,
     RetentionRule,
     RuleAction,
     RuleMatch,
 )
-from cachemgr.retention.rules import FIELDS
-from cachemgr.sequences.clients import account_for
-from cachemgr.types import RemovalCause
 from tests.unit.cachemgr.evicting_world import asked
 from tests.unit.cachemgr.live import BLOCK
 from tests.unit.cachemgr.lookup import cached_blocks

@@ -4,7 +4,7 @@ import pytest
 
 from cachemgr.blocks.block import Block
 from cachemgr.errors import BlocksInUseError, InvalidField, UnknownPoolError
-from cachemgr.operators.types import BlockFilter, Purged
+from cachemgr.types import BlockFilter, Purged
 from tests.unit.cachemgr.world import World, wish
 
 

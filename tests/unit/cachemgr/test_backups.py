@@ -4,9 +4,8 @@ import dataclasses
 
 import pytest
 
-from cachemgr.operators.types import HintAction, Hints, Prefix, Quota
 from cachemgr.sequences.transfers import MAX_BACKUPS
-from cachemgr.types import EventKind, RemovalCause, TierKind
+from cachemgr.types import EventKind, HintAction, Hints, Prefix, Quota, RemovalCause, TierKind
 from tests.unit.cachemgr.tiered import PROMPT, backed_up, backups, cached, fill, host, tiers
 from tests.unit.cachemgr.world import BLOCK, CONFIG, World, wish
 

@@ -2,9 +2,8 @@
 
 import json
 
-from cachemgr.operators.types import ForgetTarget, Prefix
 from cachemgr.telemetry.prometheus import BACKED_UP, BACKUPS, RESTORED, TIER_CACHED, TIER_TOTAL, TierMetrics
-from cachemgr.types import TierKind
+from cachemgr.types import ForgetTarget, Prefix, TierKind
 from tests.unit.cachemgr.tiered import PROMPT, backed_up, backups, fill, host
 from tests.unit.cachemgr.world import World
 

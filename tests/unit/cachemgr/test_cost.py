@@ -10,9 +10,8 @@ from cachemgr.blocks import block_keys as keys
 from cachemgr.blocks.block import Block
 from cachemgr.blocks.steps import Doomed, at_once
 from cachemgr.blocks.tier import Account, Tier, account_of
-from cachemgr.operators.types import ForgetTarget, Prefix
 from cachemgr.sequences.transfers import OpenedCopies
-from cachemgr.types import ManagerConfig
+from cachemgr.types import ForgetTarget, ManagerConfig, Prefix
 from tests.support.work import work_of
 from tests.unit.cachemgr.test_random_operations import live_long
 from tests.unit.cachemgr.tiered import fill

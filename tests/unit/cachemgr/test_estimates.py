@@ -4,8 +4,7 @@ import pytest
 
 from cachemgr.errors import InvalidField, UnknownSequenceError
 from cachemgr.operators.state_dump import state_hash
-from cachemgr.operators.types import HintAction, Hints, Prefix
-from cachemgr.types import EventKind, Retention, RetentionRange, TierKind
+from cachemgr.types import EventKind, HintAction, Hints, Prefix, Retention, RetentionRange, TierKind
 from tests.unit.cachemgr.world import BLOCK, World, wish
 
 NUM_BLOCKS = 40

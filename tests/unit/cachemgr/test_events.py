@@ -3,8 +3,7 @@
 import pytest
 
 from cachemgr.errors import EventsGoneError
-from cachemgr.operators.types import BlockFilter
-from cachemgr.types import EventKind, ManagerConfig, RemovalCause
+from cachemgr.types import BlockFilter, EventKind, ManagerConfig, RemovalCause
 from tests.unit.cachemgr.world import World, wish
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from cachemgr.errors import SequenceEvictsError
 from cachemgr.operators.state_dump import state_hash
-from cachemgr.operators.types import ForgetTarget, Prefix, Quota, RetentionRule, RuleAction
 from cachemgr.telemetry.prometheus import EVICTING, EvictionMetrics
+from cachemgr.types import ForgetTarget, Prefix, Quota, RetentionRule, RuleAction
 from protos.kvcache.eviction import Kind
 from tests.unit.cachemgr.evicting_world import EvictingWorld
 from tests.unit.cachemgr.live import GARBAGE

@@ -12,8 +12,7 @@ from cachemgr.errors import (
     SequenceTooLongError,
 )
 from cachemgr.operators.state_dump import state_hash
-from cachemgr.operators.types import RetentionRule, RuleAction, RuleMatch
-from cachemgr.types import ManagerConfig
+from cachemgr.types import ManagerConfig, RetentionRule, RuleAction, RuleMatch
 from protos.kvcache.eviction import Kind
 from tests.unit.cachemgr.evicting_world import POLICIES, EvictingWorld, asked
 from tests.unit.cachemgr.live import BLOCK

@@ -4,8 +4,7 @@ import pytest
 
 from cachemgr.errors import InvalidField, UnknownExecutorError, UnknownSequenceError
 from cachemgr.operators.state_dump import state_hash
-from cachemgr.operators.types import BlockFilter, ForgetTarget, MissReason, Prefix
-from cachemgr.types import RemovalCause, TierKind
+from cachemgr.types import BlockFilter, ForgetTarget, MissReason, Prefix, RemovalCause, TierKind
 from tests.unit.cachemgr.world import World, wish
 
 PROMPT = list(range(10, 18))

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from cachemgr.blocks.block_keys import child_key, extra_bytes, root_key
 from cachemgr.errors import InvalidField
 from cachemgr.operators.state_dump import state_hash
-from cachemgr.operators.types import MissReason, Prefix
-from cachemgr.types import ExtraKey
+from cachemgr.types import ExtraKey, MissReason, Prefix
 from tests.support.work import work_of
 from tests.unit.cachemgr.world import FINGERPRINT, World
 

@@ -7,8 +7,7 @@ import pytest
 from cachemgr.errors import SequenceExistsError, StaleSchedulerError, UnknownSchedulerError, UnknownSequenceError
 from cachemgr.manager import CacheManager
 from cachemgr.operators.state_dump import state_hash
-from cachemgr.operators.types import HintAction, Hints, Prefix
-from cachemgr.types import Freed, SchedulerEpoch, SyncRequest
+from cachemgr.types import Freed, HintAction, Hints, Prefix, SchedulerEpoch, SyncRequest
 from tests.unit.cachemgr.world import World
 
 CALLS: dict[str, Callable[[CacheManager, SchedulerEpoch], object]] = {

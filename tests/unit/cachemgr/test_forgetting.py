@@ -6,8 +6,7 @@ import pytest
 
 from cachemgr.errors import InvalidField, UnknownExecutorError
 from cachemgr.operators.state_dump import state_hash
-from cachemgr.operators.types import ForgetTarget, HintAction, Hints, Prefix
-from cachemgr.types import EventKind, RemovalCause, TierKind
+from cachemgr.types import EventKind, ForgetTarget, HintAction, Hints, Prefix, RemovalCause, TierKind
 from tests.unit.cachemgr.live import GARBAGE
 from tests.unit.cachemgr.world import CONFIG, World
 

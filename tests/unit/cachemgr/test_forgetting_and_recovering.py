@@ -3,8 +3,7 @@
 import pytest
 
 from cachemgr.operators import forget_history
-from cachemgr.operators.types import BlockFilter, ForgetTarget, HintAction, Hints, Prefix
-from cachemgr.types import Transfer
+from cachemgr.types import BlockFilter, ForgetTarget, HintAction, Hints, Prefix, Transfer
 from tests.unit.cachemgr.operators import small_steps
 from tests.unit.cachemgr.test_forgetting import PROMPT, found, left
 from tests.unit.cachemgr.world import World

@@ -10,9 +10,8 @@ from cachemgr.errors import InvalidField
 from cachemgr.operators import hints as hint_runner
 from cachemgr.operators.pins import MAX_PINS
 from cachemgr.operators.state_dump import state_hash
-from cachemgr.operators.types import HintAction, HintOutcome, Hints, Prefix
 from cachemgr.retention.priority import MAX_SESSION_SECONDS
-from cachemgr.types import TierKind
+from cachemgr.types import HintAction, HintOutcome, Hints, Prefix, TierKind
 from tests.support.work import work_of
 from tests.unit.cachemgr.world import CONFIG, World, wish
 

@@ -4,10 +4,9 @@ import dataclasses
 
 from prometheus_client import CollectorRegistry
 
-from cachemgr.operators.types import BlockFilter
 from cachemgr.telemetry.counters import MAX_SALTS
 from cachemgr.telemetry.prometheus import LONGEST_STALL, CountedMetrics, PoolCounts, Stalls
-from cachemgr.types import RemovalCause
+from cachemgr.types import BlockFilter, RemovalCause
 from protos.rpc.logs import short_hash
 from tests.unit.cachemgr.world import CONFIG, World, wish
 

@@ -7,8 +7,7 @@ import pytest
 from cachemgr.errors import InvalidField, SchedulerFirstError
 from cachemgr.manager import CacheManager
 from cachemgr.operators.operator_memory import Kind
-from cachemgr.operators.types import BlockFilter, ForgetTarget, Prefix, Quota
-from cachemgr.types import EventKind, RemovalCause, TierKind
+from cachemgr.types import BlockFilter, EventKind, ForgetTarget, Prefix, Quota, RemovalCause, TierKind
 from tests.unit.cachemgr.tiered import cached, tiers
 from tests.unit.cachemgr.world import CONFIG, World, wish
 

@@ -6,8 +6,7 @@ import pytest
 
 from cachemgr.errors import InvalidField, UnknownExecutorError, UnknownHoldError
 from cachemgr.operators.state_dump import state_hash
-from cachemgr.operators.types import Prefix
-from cachemgr.types import Outcome
+from cachemgr.types import Outcome, Prefix
 from tests.support.work import work_of
 from tests.unit.cachemgr.world import CONFIG, World
 

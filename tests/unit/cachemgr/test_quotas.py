@@ -8,8 +8,7 @@ from cachemgr.blocks.block import Block
 from cachemgr.blocks.tier import Account, Tier, loss
 from cachemgr.errors import InvalidField, QuotaTooLargeError, SequenceTooLongError, UnknownQuotaError
 from cachemgr.operators.state_dump import state_hash
-from cachemgr.operators.types import ForgetTarget, Quota
-from cachemgr.types import TierKind
+from cachemgr.types import ForgetTarget, Quota, TierKind
 from tests.support.work import work_of
 from tests.unit.cachemgr.operators import small_steps
 from tests.unit.cachemgr.world import World

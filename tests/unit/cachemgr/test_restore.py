@@ -8,8 +8,7 @@ from cachemgr.blocks.block_keys import pack
 from cachemgr.blocks.block_record import LeaseRecord
 from cachemgr.errors import SchedulerFirstError
 from cachemgr.manager import CacheManager
-from cachemgr.operators.types import ForgetTarget, Prefix
-from cachemgr.types import ExecutorSpec, TierKind
+from cachemgr.types import ExecutorSpec, ForgetTarget, Prefix, TierKind
 from tests.unit.cachemgr.world import CONFIG, World, wish
 
 PROMPT = list(range(10))

@@ -5,9 +5,19 @@ import pytest
 from cachemgr.blocks.block_keys import pack, unpack
 from cachemgr.errors import InvalidField, RuleExistsError, StaleRuleError, UnknownRuleError
 from cachemgr.operators.state_dump import state_hash
-from cachemgr.operators.types import Prefix, RetentionRule, RuleAction, RuleMatch
 from cachemgr.retention.rules import FIELDS
-from cachemgr.types import EventKind, Outcome, RemovalCause, Retention, RetentionRange, TierKind
+from cachemgr.types import (
+    EventKind,
+    Outcome,
+    Prefix,
+    RemovalCause,
+    Retention,
+    RetentionRange,
+    RetentionRule,
+    RuleAction,
+    RuleMatch,
+    TierKind,
+)
 from tests.support.work import work_of
 from tests.unit.cachemgr.world import World, wish
 

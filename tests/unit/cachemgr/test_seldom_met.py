@@ -5,18 +5,20 @@ from dataclasses import replace
 import pytest
 
 from cachemgr.errors import PoolInUseError
-from cachemgr.operators.types import (
+from cachemgr.types import (
     BlockFilter,
+    ExtraKey,
     ForgetTarget,
     HintAction,
     Hints,
+    ManagerConfig,
     Prefix,
     Quota,
     RetentionRule,
     RuleAction,
     RuleMatch,
+    TierKind,
 )
-from cachemgr.types import ExtraKey, ManagerConfig, TierKind
 from tests.unit.cachemgr.world import CONFIG, World, wish
 
 ONES = [1] * 4

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from cachemgr.operators.types import BlockFilter, Prefix
+from cachemgr.types import BlockFilter, Prefix
 from tests.unit.cachemgr.live import BLOCK
 from tests.unit.cachemgr.world import World
 

@@ -9,8 +9,7 @@ from cachemgr.errors import InvalidField, PoolInUseError, SequenceTooLongError, 
 from cachemgr.manager import CacheManager
 from cachemgr.operators.operator_memory import Kind
 from cachemgr.operators.state_dump import state_hash
-from cachemgr.operators.types import ForgetTarget, Prefix, Quota
-from cachemgr.types import EventKind, PoolView, RemovalCause
+from cachemgr.types import EventKind, ForgetTarget, PoolView, Prefix, Quota, RemovalCause
 from tests.unit.cachemgr.operators import small_steps
 from tests.unit.cachemgr.world import CONFIG, World
 

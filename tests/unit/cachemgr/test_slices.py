@@ -12,10 +12,9 @@ from cachemgr.blocks.events import Event
 from cachemgr.errors import EventsGoneError, StateChangesError
 from cachemgr.manager import CacheManager
 from cachemgr.operators.snapshot import SnapshotReader
-from cachemgr.operators.types import BlockFilter, PoolViolation, Quota
 from cachemgr.rpc import slices
 from cachemgr.rpc.slices import sliced, steady
-from cachemgr.types import EventKind
+from cachemgr.types import BlockFilter, EventKind, PoolViolation, Quota
 from tests.support.work import work_of
 from tests.unit.cachemgr.test_random_operations import OF_A_SEQUENCE, WEIGHTS, CacheWorld, arguments
 from tests.unit.cachemgr.world import CONFIG, World

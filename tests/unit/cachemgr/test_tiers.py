@@ -3,9 +3,8 @@
 import pytest
 
 from cachemgr.errors import BlocksInUseError, SequenceExistsError
-from cachemgr.operators.types import BlockFilter, Prefix
 from cachemgr.sequences.block_chain import chain, keys_of
-from cachemgr.types import EventKind, RemovalCause, Retention, RetentionRange, TierKind
+from cachemgr.types import BlockFilter, EventKind, Prefix, RemovalCause, Retention, RetentionRange, TierKind
 from tests.unit.cachemgr.world import BLOCK, World, wish
 
 

@@ -8,12 +8,11 @@ import pytest
 from cachemgr.blocks.block import Block
 from cachemgr.errors import InvalidField
 from cachemgr.manager import CacheManager
-from cachemgr.operators.types import BlockFilter
 from cachemgr.retention import leases
 from cachemgr.retention.lease_deadlines import Deadlines
 from cachemgr.retention.leases import Lease
 from cachemgr.retention.priority import Wish
-from cachemgr.types import EventKind, RemovalCause, Retention, RetentionRange
+from cachemgr.types import BlockFilter, EventKind, RemovalCause, Retention, RetentionRange
 from tests.unit.cachemgr.world import CONFIG, World, wish
 
 PROMPT = [1, 2, 3, 4, 5]

@@ -1,6 +1,6 @@
 """Worlds with lower tiers, and what is looked at in them."""
 
-from cachemgr.operators.types import Prefix
+from cachemgr.types import Prefix
 from tests.unit.cachemgr.world import BLOCK, World
 
 PROMPT = list(range(12))

@@ -10,12 +10,11 @@ from bench.scale.stalls import BLOCK, Cache
 from cachemgr.blocks.block_keys import pack as packed
 from cachemgr.blocks.block_keys import packed_bytes
 from cachemgr.blocks.events import Event
-from cachemgr.operators.types import BlockFilter
 from cachemgr.oplog.operations import ManagerClock, Operations
 from cachemgr.rpc.data_service import CacheEventService, Domain
 from cachemgr.rpc.event_batches import MAX_BYTES, MAX_EVENTS, Wanted, pack
 from cachemgr.rpc.event_feed import EventFeed
-from cachemgr.types import BlockView, EventKind
+from cachemgr.types import BlockFilter, BlockView, EventKind
 from protos.kvcache.v1 import kvcache_pb2 as pb
 
 

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from cachemgr.manager import CacheManager
-from cachemgr.operators.types import Quota, RetentionRule, RuleAction, RuleMatch
 from cachemgr.oplog.operations import ManagerClock, Operations
 from cachemgr.rpc.data_service import CacheManagerService, Domain
 from cachemgr.rpc.event_feed import EventFeed
-from cachemgr.sequences.eviction_policy import PolicyWish
-from cachemgr.types import ExecutorSpec, ManagerConfig, PoolSpec
+from cachemgr.types import ExecutorSpec, ManagerConfig, PoolSpec, Quota, RetentionRule, RuleAction, RuleMatch
+from protos.kvcache.eviction_request import EvictionPolicyRequest
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from tests.unit.scheduler.fake_executor import FakeExecutor
 
@@ -51,7 +50,7 @@ class RealManager(CacheManagerService):
 
     def rule(self, salt: str, policy: pb.EvictionPolicy) -> None:
         """An operator's: who has this salt evicts so."""
-        action = RuleAction(eviction_policy=PolicyWish.of(policy))
+        action = RuleAction(eviction_policy=EvictionPolicyRequest.of(policy))
         self._manager.operators.create_rule(RetentionRule(salt, 0, RuleMatch(salt=salt), action), validate_only=False)
 
     def bound(self, salt: str, blocks: int) -> None:
