@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import structlog
+from prometheus_client import REGISTRY
 
 from cachemgr.manager import CacheManager
 from cachemgr.oplog.operations import EXPIRE_SECONDS, ManagerClock, Operations
 from cachemgr.oplog.writer import OperationLog
-from cachemgr.persistence.event_stream import EventStream
 from cachemgr.persistence.recoveries import Recoveries
 from cachemgr.persistence.redis_client import open_redis
 from cachemgr.persistence.redis_index import IndexStore
@@ -25,7 +25,7 @@ from cachemgr.rpc.data_service import CacheEventService, CacheManagerService, Do
 from cachemgr.rpc.event_feed import EventFeed
 from cachemgr.rpc.slices import SLICE_SECONDS
 from cachemgr.settings import CachemgrSettings
-from cachemgr.telemetry.prometheus import COUNTED, EvictionMetrics, PoolCounts, PoolMetrics, Stalls, TierMetrics
+from cachemgr.telemetry.prometheus import CacheCollector, Stalls
 from cachemgr.types import ManagerConfig
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
 from protos.rpc.addresses import AddressError
@@ -65,7 +65,6 @@ class CacheManagerProcess:
     ) -> None:
         self._revive_redis = revive_redis
         redis = open_redis(redis_url)
-        stream = EventStream(redis, settings.redis_events, lambda: self._manager) if settings.redis_events else None
         self._store = IndexStore(
             redis,
             lambda executor_id: self._manager.queries.records(executor_id),
@@ -74,7 +73,6 @@ class CacheManagerProcess:
             now=lambda: self._manager.queries.now,
             knows=lambda executor_id: self._manager.knows_executor(executor_id),
             operators=lambda: self._manager.queries,
-            stream=stream,
             restore=lambda remembered: self._operations.run("RestoreOperators", remembered),
         )
         config = ManagerConfig(
@@ -102,9 +100,7 @@ class CacheManagerProcess:
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._recoveries = Recoveries(self._operations, self._store)
         self._feed = EventFeed(lambda: self._manager.queries.last_event)
-        self._metrics = PoolMetrics()
-        self._tier_metrics = TierMetrics()
-        self._eviction_metrics = EvictionMetrics()
+        self._collector = CacheCollector(self._manager.queries)
         self._server = self._build_server(settings)
         self._console = self._build_console(settings) if settings.console_address else None
         self._background: list[asyncio.Future[None]] = []
@@ -171,6 +167,7 @@ class CacheManagerProcess:
             await self._stop_console()
             raise
         work = (self._store.run(), self._recoveries.run(), self._keep_house(), self._watch_for_stalls())
+        REGISTRY.register(self._collector)
         self._background = [self._failure, *(asyncio.create_task(part) for part in work)]
         self._server.set_serving(True)
         self._server.set_serving(self._store.up, REDIS_HEALTH)
@@ -200,6 +197,7 @@ class CacheManagerProcess:
         self._feed.close()
 
     async def _finish(self) -> None:
+        REGISTRY.unregister(self._collector)
         await self._stop_console()
         self._stop_background()
         await asyncio.wait(self._background)
@@ -245,18 +243,6 @@ class CacheManagerProcess:
             if self._log is not None and not self._log.is_whole:
                 self._server.set_serving(False, OPERATION_LOG_HEALTH)
             self._feed.ring()
-            pools = self._manager.queries.pools()
-            self._metrics.update(pools)
-            manager, names = self._manager, [pool.pool_id for pool in pools]
-            tiers = {name: manager.queries.tiers(name) for name in names}
-            self._tier_metrics.update({name: (tiers[name], manager.queries.backups(name)) for name in names})
-            COUNTED.update(
-                {
-                    name: PoolCounts(tiers[name], manager.queries.meter(name), manager.queries.lease_counts(name))
-                    for name in names
-                }
-            )
-            self._eviction_metrics.update(self._manager.queries.evicted_sequences())
             if self._revive_redis is not None:
                 self._revive_redis()
             due = time.monotonic() + EXPIRE_SECONDS

@@ -51,7 +51,6 @@ class CachemgrSettings(ProcessSettings):
     redis_max_pending: int = Field(
         200_000, gt=0, description="Changed blocks that wait for Redis; beyond it the index is copied later."
     )
-    redis_events: int = Field(0, ge=0, description="How many events a stream in Redis keeps, about; 0 writes none.")
     operation_log: Path | None = Field(
         None,
         description="File that keeps every call, token ids too, for `python -m cachemgr replay FILE`. The file of the "

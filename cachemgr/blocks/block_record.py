@@ -1,25 +1,16 @@
-"""How an indexed block is written to Redis: little-endian, binary-safe, versioned, no pickle."""
+"""What of a block outlives the process, and how Redis keeps it."""
 
-import math
 import struct
 from typing import NamedTuple
 
+from google.protobuf.message import DecodeError
+
 from cachemgr.blocks.block_keys import TOKEN_BYTES, unpack
 from cachemgr.types import TierKind
+from protos.kvcache.v1 import kvcache_pb2 as pb
 
-_VERSION = 5
-# version, flags, depth, stored step, generation, last use, number of tokens, number of leases, extra bytes, bytes of
-# tenant and session
-_HEAD = struct.Struct("<BBIQQqIIIHH")
-# Of version 4, which is read as well: it counts fewer leases.
-_HEAD_4 = struct.Struct("<BBIQQqIHIHH")
-# priority, duration, remaining time (each NaN for none), least priority to be moved (-1), bytes of the holder's name
-_LEASE = struct.Struct("<bddbH")
 # group, tier, slot
 _PLACE = struct.Struct("<IBI")
-# tier, slot, generation
-_BACKUP = struct.Struct("<BIQ")
-_HAS_PARENT, _HAS_SALT, _HAS_ADAPTER, _HAS_TENANT, _HAS_SESSION, _HAS_BACKUP = 1, 2, 4, 8, 16, 32
 _DIGEST_BYTES = 32
 # `last_use` of all blocks of the device, which are not written again for every use.
 USED_LAST = (1 << 63) - 1
@@ -97,128 +88,82 @@ def encode_place(group: int, tier: TierKind, slot: int) -> bytes:
 
 def encode(record: BlockRecord) -> bytes:
     """The hash value of a block; its place is in the field."""
-    flags = (
-        _HAS_PARENT * (record.parent_key is not None)
-        | _HAS_SALT * (record.salt is not None)
-        | _HAS_ADAPTER * (record.adapter_id is not None)
-        | _HAS_TENANT * (record.tenant_id is not None)
-        | _HAS_SESSION * (record.session_id is not None)
-        | _HAS_BACKUP * (record.backup is not None)
+    message = pb.BlockRecord(
+        depth=record.depth,
+        key=record.key,
+        parent_key=record.parent_key,
+        tokens=record.tokens,
+        stored_step=record.stored_step,
+        generation=record.generation,
+        last_use=record.last_use,
+        extra=record.extra,
+        salt=record.salt,
+        adapter_id=record.adapter_id,
+        tenant_id=record.tenant_id,
+        session_id=record.session_id,
     )
-    tenant, session = ((name or "").encode() for name in (record.tenant_id, record.session_id))
-    num_tokens = len(record.tokens) // TOKEN_BYTES
-    parts = [
-        _HEAD.pack(
-            _VERSION,
-            flags,
-            record.depth,
-            record.stored_step,
-            record.generation,
-            record.last_use,
-            num_tokens,
-            len(record.leases),
-            len(record.extra),
-            len(tenant),
-            len(session),
-        ),
-        record.key,
-        record.parent_key or b"",
-        b"" if record.adapter_id is None else struct.pack("<Q", record.adapter_id),
-        b"" if record.backup is None else _BACKUP.pack(*record.backup),
-        record.tokens,
-        *(_encode_lease(lease) for lease in record.leases),
-        record.extra,
-        tenant,
-        session,
-        (record.salt or "").encode(),
-    ]
-    return b"".join(parts)
+    for holder, priority, duration, remaining, floor in record.leases:
+        message.leases.add(
+            holder=holder,
+            retention_priority=priority,
+            duration=duration,
+            remaining=remaining,
+            offload_min_priority=floor,
+        )
+    if record.backup is not None:
+        message.backup.tier, message.backup.slot, message.backup.generation = record.backup
+    return message.SerializeToString()
 
 
 def depth_of(value: bytes) -> int:
     """The depth of a block whose record need not be readable: 0 then."""
-    return int.from_bytes(value[2:6], "little") if len(value) >= _HEAD.size else 0
+    try:
+        return pb.BlockRecord.FromString(value).depth
+    except DecodeError:
+        return 0
 
 
 def decode(place: bytes, value: bytes) -> BlockRecord:
     """Reads a record back. Raises RecordError for anything that `encode` did not write."""
     try:
+        message = pb.BlockRecord.FromString(value)
+    except DecodeError as error:
+        raise RecordError("record of another version") from error
+    key, parent_key, tokens, has = message.key, message.parent_key, message.tokens, message.HasField
+    if len(key) != _DIGEST_BYTES or len(parent_key) not in (0, _DIGEST_BYTES) or len(tokens) % TOKEN_BYTES:
+        raise RecordError("record cannot be read")
+    try:
         group, tier, slot = _PLACE.unpack(place)
-        head = {_VERSION: _HEAD, 4: _HEAD_4}.get(value[0]) if value else None
-        if head is None:
-            raise RecordError("record of another version")
-        _, flags, depth, stored_step, generation, last_use, num_tokens, num_leases, *lengths = head.unpack_from(value)
-        reader = _Reader(value, head.size)
-        key = reader.take(_DIGEST_BYTES)
-        parent_key = reader.take(_DIGEST_BYTES) if flags & _HAS_PARENT else None
-        adapter_id = int.from_bytes(reader.take(8), "little") if flags & _HAS_ADAPTER else None
-        backup = _decode_backup(reader) if flags & _HAS_BACKUP else None
-        tokens = reader.take(TOKEN_BYTES * num_tokens)
-        leases = tuple([_decode_lease(reader) for _ in range(num_leases)])
-        extra, tenant, session = (reader.take(length) for length in lengths)
-        tenant_id = tenant.decode() if flags & _HAS_TENANT else None
-        session_id = session.decode() if flags & _HAS_SESSION else None
-        salt = reader.rest().decode() if flags & _HAS_SALT else None
+        backup = message.backup if has("backup") else None
         return BlockRecord(
             group,
             slot,
             key,
-            parent_key,
-            depth,
+            parent_key or None,
+            message.depth,
             tokens,
-            salt,
-            adapter_id,
-            stored_step,
-            leases,
-            tenant_id,
-            session_id,
-            extra,
+            message.salt if has("salt") else None,
+            message.adapter_id if has("adapter_id") else None,
+            message.stored_step,
+            tuple([_lease(lease) for lease in message.leases]),
+            message.tenant_id if has("tenant_id") else None,
+            message.session_id if has("session_id") else None,
+            message.extra,
             TierKind(tier),
-            generation,
-            last_use,
-            backup,
+            message.generation,
+            message.last_use,
+            None if backup is None else BackupRecord(TierKind(backup.tier), backup.slot, backup.generation),
         )
-    except RecordError:
-        raise
     except (struct.error, ValueError) as error:
         raise RecordError("record cannot be read") from error
 
 
-def _decode_backup(reader: "_Reader") -> BackupRecord:
-    tier, slot, generation = _BACKUP.unpack(reader.take(_BACKUP.size))
-    return BackupRecord(TierKind(tier), slot, generation)
-
-
-def _encode_lease(lease: LeaseRecord) -> bytes:
-    holder = lease.holder.encode()
-    duration, remaining = (math.nan if one is None else one for one in (lease.duration, lease.remaining))
-    floor = -1 if lease.offload_min_priority is None else lease.offload_min_priority
-    return _LEASE.pack(lease.priority, duration, remaining, floor, len(holder)) + holder
-
-
-def _decode_lease(reader: "_Reader") -> LeaseRecord:
-    priority, duration, remaining, floor, length = _LEASE.unpack(reader.take(_LEASE.size))
-    holder = reader.take(length).decode()
+def _lease(message: pb.BlockRecord.Lease) -> LeaseRecord:
+    has = message.HasField
     return LeaseRecord(
-        holder,
-        priority,
-        None if math.isnan(duration) else duration,
-        None if math.isnan(remaining) else remaining,
-        None if floor < 0 else floor,
+        message.holder,
+        message.retention_priority,
+        message.duration if has("duration") else None,
+        message.remaining if has("remaining") else None,
+        message.offload_min_priority if has("offload_min_priority") else None,
     )
-
-
-class _Reader:
-    def __init__(self, data: bytes, position: int) -> None:
-        self._data = data
-        self._position = position
-
-    def take(self, count: int) -> bytes:
-        end = self._position + count
-        if end > len(self._data):
-            raise RecordError("record is cut short")
-        taken, self._position = self._data[self._position : end], end
-        return taken
-
-    def rest(self) -> bytes:
-        return self._data[self._position :]

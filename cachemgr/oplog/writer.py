@@ -1,19 +1,21 @@
 """The operation log: every call that changes a manager, with its time, in a file that can be replayed.
 
-Each entry is a varint with its length and a LoggedOperation. The first tells the manager's epoch and settings. The
+Each entry is a length-prefixed LoggedOperation. The first tells the manager's epoch and settings. The
 file holds token ids, so only its owner may read it.
 """
 
 import contextlib
+import io
 import itertools
 import os
 import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import structlog
+from google.protobuf import proto
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import DecodeError, Message
 from prometheus_client import Gauge
@@ -26,7 +28,6 @@ from protos.kvcache.v1 import kvcache_pb2 as pb
 
 START, EXPIRE, GO_ON = "Start", "Expire", "GoOn"
 END_EPOCH, PUT_BACK, END_RECOVERY = "EndEpoch", "PutBack", "EndRecovery"
-_MAX_ENTRY_BYTES = 1 << 30
 ENDED = Gauge("kvkeep_operation_log_ended", "Whether the operation log ends before the present: its disk is full.")
 log = structlog.get_logger()
 
@@ -92,8 +93,10 @@ class OperationLog:
             pins=[pin_message(pin) for pin in pins],
             later=later,
             in_steps=in_steps,
-        ).SerializeToString()
-        data = memoryview(_varint(len(entry)) + entry)
+        )
+        framed = io.BytesIO()
+        proto.serialize_length_prefixed(entry, framed)
+        data = framed.getbuffer()
         try:
             written = 0
             while written < len(data):
@@ -129,14 +132,20 @@ def _move_aside(path: Path) -> None:
 
 def read(file: BinaryIO) -> Iterator[pb.LoggedOperation]:
     """All entries. Raises OperationLogError; an entry that a crash has cut short ends the log."""
-    while (length := _read_varint(file)) is not None:
-        data = file.read(length)
-        if len(data) < length:
-            return
+    while True:
         try:
-            yield pb.LoggedOperation.FromString(data)
-        except DecodeError as error:
+            # It needs `read` only, and gives None at the end.
+            entry = cast(
+                "pb.LoggedOperation | None",
+                proto.parse_length_prefixed(pb.LoggedOperation, cast("io.BytesIO", file)),
+            )
+        except (DecodeError, ValueError, OverflowError, MemoryError) as error:
+            if not file.read(1):
+                return
             raise OperationLogError("this is no operation log") from error
+        if entry is None:
+            return
+        yield entry
 
 
 def settings_of(start: pb.LoggedOperation) -> tuple[int, ManagerConfig]:
@@ -167,26 +176,3 @@ def remembered_pins(entry: pb.LoggedOperation) -> list[PinRecord]:
         return [pin(message) for message in entry.pins]
     except RecordError as error:
         raise OperationLogError("another version of the cache manager wrote this operation log") from error
-
-
-def _varint(number: int) -> bytes:
-    encoded = bytearray()
-    while number > 0x7F:
-        encoded.append(number & 0x7F | 0x80)
-        number >>= 7
-    encoded.append(number)
-    return bytes(encoded)
-
-
-def _read_varint(file: BinaryIO) -> int | None:
-    number = shift = 0
-    while byte := file.read(1):
-        number |= (byte[0] & 0x7F) << shift
-        shift += 7
-        if not byte[0] & 0x80:
-            if number > _MAX_ENTRY_BYTES:
-                raise OperationLogError("this is no operation log")
-            return number
-        if shift > 35:
-            raise OperationLogError("this is no operation log")
-    return None

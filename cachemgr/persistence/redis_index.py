@@ -22,7 +22,6 @@ from cachemgr.blocks.block_record import BlockRecord, encode, encode_place
 from cachemgr.operators.operator_memory import Kind, PinRecord
 from cachemgr.persistence.absent_executors import Absences
 from cachemgr.persistence.consistency import Difference, compare_blocks
-from cachemgr.persistence.event_stream import EventStream
 from cachemgr.persistence.index_reading import Reading
 from cachemgr.persistence.lease_clock import StoreClocks, at_rest, pin_awake
 from cachemgr.persistence.loss_detection import OPERATORS, MarkedWrites, clock_key
@@ -37,7 +36,7 @@ PENDING = Gauge("kvkeep_redis_pending_blocks", "Blocks whose change is not in Re
 FLUSH_SECONDS = Histogram("kvkeep_redis_flush_seconds", "Time of one flush to Redis.")
 RESYNCS = Counter("kvkeep_redis_resyncs", "Times that an executor's whole index was written again.")
 
-SCHEMA = b"1"
+SCHEMA = b"2"
 # How long others wait for Redis, at most: a start, and whoever needs what it holds or has written.
 START_SECONDS = 1.0
 WAIT_SECONDS = 3.0
@@ -61,7 +60,7 @@ class IndexStore:
 
     `snapshot` gives every indexed block of an executor; it is asked for a resync only. `now` is the manager's time.
     `knows` says whether an executor is registered. `operators` is what operators said, and `restore` takes what Redis
-    remembers of it. `stream` is for events.
+    remembers of it.
     """
 
     def __init__(
@@ -76,11 +75,9 @@ class IndexStore:
         knows: Callable[[str], bool] = lambda _: True,
         operators: Callable[[], OperatorSource] | None = None,
         restore: Callable[[pb.RememberedOperators], None] | None = None,
-        stream: EventStream | None = None,
     ) -> None:
         self._redis = redis
         self._snapshot = snapshot
-        self._stream = stream
         self._clocks = StoreClocks(now)
         self._writes = MarkedWrites(redis, self._clocks, self._lost)
         self._absences = Absences(redis, self._clocks, lambda one: knows(one) or self._is_awaited(one))
@@ -210,8 +207,6 @@ class IndexStore:
                     self._queue.give_back(*taken)
                     raise
             await self._operators.write(pins=True, unread=self._readings)
-            if self._stream is not None:
-                await self._stream.write()
             await self._forget_absent()
         except UNAVAILABLE as error:
             self._in_doubt |= isinstance(error, TimeoutError | RedisTimeoutError)

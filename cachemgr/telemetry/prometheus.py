@@ -1,106 +1,177 @@
-"""Metrics of the pools, brought up to date by the process's housekeeping."""
+"""What a cache manager has counted, for Prometheus: read when it is scraped."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from __future__ import annotations
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
-from prometheus_client.metrics_core import CounterMetricFamily, Metric, SummaryMetricFamily
+import asyncio
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import Gauge
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
-from cachemgr.blocks.tier import Tier
-from cachemgr.telemetry.counters import TokenMeter
-from cachemgr.types import PoolView, RemovalCause
-from protos.kvcache.eviction import Kind
+from cachemgr.types import RemovalCause
 from protos.rpc.logs import short_hash
 
-_POOL = ["pool"]
-TOTAL = Gauge("kvkeep_pool_blocks", "Usable blocks.", _POOL)
-FREE = Gauge("kvkeep_pool_free_blocks", "Blocks that may be taken, cached ones among them.", _POOL)
-USED = Gauge("kvkeep_pool_used_blocks", "Blocks with at least one reference.", _POOL)
-CACHED = Gauge("kvkeep_pool_cached_blocks", "Free blocks that can still be matched.", _POOL)
-EVICTED = Counter("kvkeep_pool_evicted_blocks", "Cached blocks lost to make room.", _POOL)
-QUERIED = Counter("kvkeep_pool_queried_tokens", "Prompt tokens that were looked up.", _POOL)
-HIT = Counter("kvkeep_pool_hit_tokens", "Prompt tokens that were found.", _POOL)
-_TIER = ["pool", "tier"]
-TIER_TOTAL = Gauge("kvkeep_tier_blocks", "Usable slots of a tier.", _TIER)
-TIER_USED = Gauge("kvkeep_tier_used_blocks", "Slots under a copy, a hold or a pin; on the device also in use.", _TIER)
-TIER_CACHED = Gauge("kvkeep_tier_cached_blocks", "Free slots with a block that can be matched.", _TIER)
-BACKUPS = Gauge("kvkeep_pool_backup_blocks", "Blocks of the device that lie one tier below, too.", _POOL)
-OFFLOADED = Counter("kvkeep_tier_offloaded_blocks", "Blocks that went from here to a lower tier.", _TIER)
-ONBOARDED = Counter("kvkeep_tier_onboarded_blocks", "Blocks copied from here to the device.", _TIER)
-BACKED_UP = Counter("kvkeep_tier_backed_up_blocks", "Blocks copied here in the background, to be in both.", _TIER)
-RESTORED = Counter("kvkeep_tier_restored_blocks", "Blocks that were here still after a restart.", _TIER)
-FAILED = Counter("kvkeep_tier_failed_copies", "Copies from here that failed.", _TIER)
-EVICTING = Counter("kvkeep_cachemgr_evicting_sequences", "Sequences that began to evict tokens.", ["kind"])
+if TYPE_CHECKING:
+    from cachemgr.blocks.tier import Tier
+    from cachemgr.operators.queries import Queries
+    from cachemgr.types import PoolView
+
 LONGEST_STALL = Gauge(
     "kvkeep_cachemgr_longest_stall_seconds", "Longest time in the last minute in which no call was answered."
 )
+# A scrape that meets a longer stall gets what the one before got.
+_SCRAPE_SECONDS = 5.0
+_POOL, _TIER = ["pool"], ["pool", "tier"]
 
 
-_TIER_GAUGES = (TIER_TOTAL, TIER_USED, TIER_CACHED)
-_TIER_COUNTERS = (OFFLOADED, ONBOARDED, BACKED_UP, RESTORED, FAILED)
+class CacheCollector(Collector):
+    """Reads a manager's counters in the thread that made the collector: scrapes come in another one."""
+
+    def __init__(self, queries: Queries) -> None:
+        """To be made in the event loop that runs the queries."""
+        self._queries = queries
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        self._families: list[Metric] = []
+
+    def describe(self) -> list[Metric]:
+        """Nothing: to register the collector reads no counter."""
+        return []
+
+    def collect(self) -> list[Metric]:
+        """The families as they are now."""
+        if threading.get_ident() == self._thread:
+            return list(families(self._queries))
+        with contextlib.suppress(TimeoutError):
+            self._families = asyncio.run_coroutine_threadsafe(self._read(), self._loop).result(_SCRAPE_SECONDS)
+        return self._families
+
+    async def _read(self) -> list[Metric]:
+        return list(families(self._queries))
 
 
-class PoolMetrics:
-    """Turns what the manager counts since its start into what Prometheus wants."""
+def families(queries: Queries) -> Iterator[Metric]:
+    """All families of a manager's pools, tiers, salts and sequences. A pool that is gone is in none."""
+    pools = queries.pools()
+    tiers = {pool.pool_id: queries.tiers(pool.pool_id) for pool in pools}
+    yield from _pool_families(queries, pools)
+    yield from _tier_families(tiers)
+    yield from _lower_tier_families(queries, {pool_id: found for pool_id, found in tiers.items() if len(found) > 1})
+    yield from _salt_families(queries, pools)
+    evicting = CounterMetricFamily(
+        "kvkeep_cachemgr_evicting_sequences", "Sequences that began to evict tokens.", labels=["kind"]
+    )
+    for kind, count in queries.evicted_sequences().items():
+        evicting.add_metric([kind.name.lower()], count)
+    yield evicting
 
-    def __init__(self) -> None:
-        self._counted: dict[str, tuple[int, int, int]] = {}
 
-    def update(self, pools: Iterable[PoolView]) -> None:
-        """Sets every pool's metrics; those of a pool that is gone disappear."""
-        present = set()
-        for pool in pools:
-            present.add(pool.pool_id)
-            for gauge, value in (
-                (TOTAL, pool.total_blocks),
-                (FREE, pool.free_blocks),
-                (USED, pool.used_blocks),
-                (CACHED, pool.cached_blocks),
+def _pool_families(queries: Queries, pools: list[PoolView]) -> Iterator[Metric]:
+    total = GaugeMetricFamily("kvkeep_pool_blocks", "Usable blocks.", labels=_POOL)
+    free = GaugeMetricFamily(
+        "kvkeep_pool_free_blocks", "Blocks that may be taken, cached ones among them.", labels=_POOL
+    )
+    used = GaugeMetricFamily("kvkeep_pool_used_blocks", "Blocks with at least one reference.", labels=_POOL)
+    cached = GaugeMetricFamily("kvkeep_pool_cached_blocks", "Free blocks that can still be matched.", labels=_POOL)
+    evicted = CounterMetricFamily("kvkeep_pool_evicted_blocks", "Cached blocks lost to make room.", labels=_POOL)
+    queried = CounterMetricFamily("kvkeep_pool_queried_tokens", "Prompt tokens that were looked up.", labels=_POOL)
+    hit = CounterMetricFamily("kvkeep_pool_hit_tokens", "Prompt tokens that were found.", labels=_POOL)
+    honoured = CounterMetricFamily("kvkeep_pool_honoured_leases", "Leases that ended in time.", labels=_POOL)
+    broken = CounterMetricFamily("kvkeep_pool_broken_leases", "Leases whose block was lost before.", labels=_POOL)
+    for pool in pools:
+        leases = queries.lease_counts(pool.pool_id)
+        for family, value in (
+            (total, pool.total_blocks),
+            (free, pool.free_blocks),
+            (used, pool.used_blocks),
+            (cached, pool.cached_blocks),
+            (evicted, pool.evicted_blocks),
+            (queried, pool.queried_tokens),
+            (hit, pool.hit_tokens),
+            (honoured, leases[0]),
+            (broken, leases[1]),
+        ):
+            family.add_metric([pool.pool_id], value)
+    yield from (total, free, used, cached, evicted, queried, hit, honoured, broken)
+
+
+def _tier_families(pools: dict[str, list[Tier]]) -> Iterator[Metric]:
+    allocated = CounterMetricFamily("kvkeep_tier_allocated_blocks", "Slots given to blocks.", labels=_TIER)
+    removed = CounterMetricFamily(
+        "kvkeep_tier_removed_blocks", "Cached blocks that went, by why.", labels=[*_TIER, "cause"]
+    )
+    gaps = SummaryMetricFamily(
+        "kvkeep_tier_reuse_gap_seconds", "From the last use of an evicted block to its end.", labels=_TIER
+    )
+    for pool_id, tiers in pools.items():
+        for tier in tiers:
+            labels, counts = [pool_id, tier.kind.name.lower()], tier.counters
+            allocated.add_metric(labels, counts.allocated)
+            gaps.add_metric(labels, counts.reuse_gaps, counts.reuse_gap_seconds)
+            for cause in list(RemovalCause)[1:]:
+                removed.add_metric([*labels, cause.name.lower()], counts.removed[cause])
+    yield from (allocated, removed, gaps)
+
+
+def _lower_tier_families(queries: Queries, pools: dict[str, list[Tier]]) -> Iterator[Metric]:
+    """Of pools with more than the device."""
+    total = GaugeMetricFamily("kvkeep_tier_blocks", "Usable slots of a tier.", labels=_TIER)
+    used = GaugeMetricFamily(
+        "kvkeep_tier_used_blocks", "Slots under a copy, a hold or a pin; on the device also in use.", labels=_TIER
+    )
+    cached = GaugeMetricFamily(
+        "kvkeep_tier_cached_blocks", "Free slots with a block that can be matched.", labels=_TIER
+    )
+    offloaded = CounterMetricFamily(
+        "kvkeep_tier_offloaded_blocks", "Blocks that went from here to a lower tier.", labels=_TIER
+    )
+    onboarded = CounterMetricFamily(
+        "kvkeep_tier_onboarded_blocks", "Blocks copied from here to the device.", labels=_TIER
+    )
+    backed_up = CounterMetricFamily(
+        "kvkeep_tier_backed_up_blocks", "Blocks copied here in the background, to be in both.", labels=_TIER
+    )
+    restored = CounterMetricFamily(
+        "kvkeep_tier_restored_blocks", "Blocks that were here still after a restart.", labels=_TIER
+    )
+    failed = CounterMetricFamily("kvkeep_tier_failed_copies", "Copies from here that failed.", labels=_TIER)
+    backups = GaugeMetricFamily(
+        "kvkeep_pool_backup_blocks", "Blocks of the device that lie one tier below, too.", labels=_POOL
+    )
+    for pool_id, tiers in pools.items():
+        backups.add_metric([pool_id], queries.backups(pool_id))
+        for tier in tiers:
+            counts = tier.counters
+            for family, value in (
+                (total, tier.total),
+                (used, tier.used),
+                (cached, tier.cached),
+                (offloaded, counts.offloaded),
+                (onboarded, counts.onboarded),
+                (backed_up, counts.backed_up),
+                (restored, counts.restored),
+                (failed, counts.failed_copies),
             ):
-                gauge.labels(pool.pool_id).set(value)
-            counts = (pool.evicted_blocks, pool.queried_tokens, pool.hit_tokens)
-            before = self._counted.get(pool.pool_id, (0, 0, 0))
-            for counter, count, last in zip((EVICTED, QUERIED, HIT), counts, before, strict=True):
-                # A pool registered anew counts from zero again.
-                counter.labels(pool.pool_id).inc(count - last if count >= last else count)
-            self._counted[pool.pool_id] = counts
-        for gone in self._counted.keys() - present:
-            del self._counted[gone]
-            for metric in (TOTAL, FREE, USED, CACHED, EVICTED, QUERIED, HIT):
-                metric.remove(gone)
+                family.add_metric([pool_id, tier.kind.name.lower()], value)
+    yield from (total, used, cached, offloaded, onboarded, backed_up, restored, failed, backups)
 
 
-class TierMetrics:
-    """The same for the tiers of pools that have several."""
-
-    def __init__(self) -> None:
-        self._counted: dict[tuple[str, str], tuple[int, ...]] = {}
-
-    def update(self, pools: Mapping[str, tuple[Sequence[Tier], int]]) -> None:
-        """Takes the tiers of each pool and how many backups it has; those of a pool that is gone disappear."""
-        present = set()
-        for pool_id, (tiers, backups) in pools.items():
-            if len(tiers) < 2:
-                continue
-            BACKUPS.labels(pool_id).set(backups)
-            for tier in tiers:
-                labels = (pool_id, tier.kind.name.lower())
-                present.add(labels)
-                for gauge, value in zip(_TIER_GAUGES, (tier.total, tier.used, tier.cached), strict=True):
-                    gauge.labels(*labels).set(value)
-                of = tier.counters
-                counts = (of.offloaded, of.onboarded, of.backed_up, of.restored, of.failed_copies)
-                before = self._counted.get(labels, (0,) * len(counts))
-                for counter, count, last in zip(_TIER_COUNTERS, counts, before, strict=True):
-                    counter.labels(*labels).inc(count - last if count >= last else count)
-                self._counted[labels] = counts
-        for gone in self._counted.keys() - present:
-            del self._counted[gone]
-            for metric in (*_TIER_GAUGES, *_TIER_COUNTERS):
-                metric.remove(*gone)
-            if gone[1] == "device":
-                BACKUPS.remove(gone[0])
+def _salt_families(queries: Queries, pools: list[PoolView]) -> Iterator[Metric]:
+    # A salt itself opens what is cached under it.
+    labels = [*_POOL, "salt_sha256"]
+    queried = CounterMetricFamily("kvkeep_salt_queried_tokens", "Prompt tokens looked up, by salt.", labels=labels)
+    hit = CounterMetricFamily("kvkeep_salt_hit_tokens", "Of these, tokens that were found.", labels=labels)
+    for pool in pools:
+        meter = queries.meter(pool.pool_id)
+        counts = {"" if salt is None else short_hash(salt): count for salt, count in meter.salts.items()}
+        for salt, count in (counts | {"others": meter.others}).items():
+            queried.add_metric([pool.pool_id, salt], count.queried)
+            hit.add_metric([pool.pool_id, salt], count.hit)
+    yield from (queried, hit)
 
 
 class Stalls:
@@ -119,69 +190,3 @@ class Stalls:
             self._before, self._longest, self._begun = self._longest if is_next else 0.0, 0.0, now
         self._longest = max(self._longest, seconds)
         LONGEST_STALL.set(max(self._longest, self._before))
-
-
-class EvictionMetrics:
-    """The same for sequences that evict tokens."""
-
-    def __init__(self) -> None:
-        self._counted: dict[Kind, int] = {}
-
-    def update(self, sequences: Mapping[Kind, int]) -> None:
-        """Counts those that have come since."""
-        for kind, count in sequences.items():
-            EVICTING.labels(kind.name.lower()).inc(count - self._counted.get(kind, 0))
-        self._counted = dict(sequences)
-
-
-class PoolCounts(NamedTuple):
-    """What a pool counts; leases that ended as they should, and that broke."""
-
-    tiers: Sequence[Tier]
-    tokens: TokenMeter
-    leases: tuple[int, int]
-
-
-class CountedMetrics(Collector):
-    """What pools count by themselves, as it was at the last update: Prometheus asks in a thread of its own."""
-
-    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
-        self._families: list[Metric] = []
-        registry.register(self)
-
-    def collect(self) -> Iterator[Metric]:
-        """The families."""
-        return iter(self._families)
-
-    def update(self, pools: Mapping[str, PoolCounts]) -> None:
-        """Takes what all pools have counted."""
-        allocated = CounterMetricFamily("kvkeep_tier_allocated_blocks", "Slots given to blocks.", labels=_TIER)
-        removed = CounterMetricFamily(
-            "kvkeep_tier_removed_blocks", "Cached blocks that went, by why.", labels=[*_TIER, "cause"]
-        )
-        gaps = SummaryMetricFamily(
-            "kvkeep_tier_reuse_gap_seconds", "From the last use of an evicted block to its end.", labels=_TIER
-        )
-        honoured = CounterMetricFamily("kvkeep_pool_honoured_leases", "Leases that ended in time.", labels=_POOL)
-        broken = CounterMetricFamily("kvkeep_pool_broken_leases", "Leases whose block was lost before.", labels=_POOL)
-        # Who knows a salt may use what is cached under it.
-        salts = [*_POOL, "salt_sha256"]
-        queried = CounterMetricFamily("kvkeep_salt_queried_tokens", "Prompt tokens looked up, by salt.", labels=salts)
-        hit = CounterMetricFamily("kvkeep_salt_hit_tokens", "Of these, tokens that were found.", labels=salts)
-        for pool_id, counts in pools.items():
-            for tier in counts.tiers:
-                labels, of = [pool_id, tier.kind.name.lower()], tier.counters
-                allocated.add_metric(labels, of.allocated)
-                gaps.add_metric(labels, of.reuse_gaps, of.reuse_gap_seconds)
-                for cause in list(RemovalCause)[1:]:
-                    removed.add_metric([*labels, cause.name.lower()], of.removed[cause])
-            for family, count in zip((honoured, broken), counts.leases, strict=True):
-                family.add_metric([pool_id], count)
-            named = {"" if salt is None else short_hash(salt): found for salt, found in counts.tokens.salts.items()}
-            for salt, found in (named | {"others": counts.tokens.others}).items():
-                queried.add_metric([pool_id, salt], found.queried)
-                hit.add_metric([pool_id, salt], found.hit)
-        self._families = [allocated, removed, gaps, honoured, broken, queried, hit]
-
-
-COUNTED = CountedMetrics()

@@ -1662,6 +1662,60 @@ class LoggedStart(_message.Message):
     settings: _struct_pb2.Struct
     def __init__(self, manager_epoch: _Optional[int] = ..., settings: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ...) -> None: ...
 
+class BlockRecord(_message.Message):
+    __slots__ = ("depth", "key", "parent_key", "tokens", "stored_step", "generation", "last_use", "extra", "leases", "salt", "adapter_id", "tenant_id", "session_id", "backup")
+    class Lease(_message.Message):
+        __slots__ = ("holder", "retention_priority", "duration", "remaining", "offload_min_priority")
+        HOLDER_FIELD_NUMBER: _ClassVar[int]
+        RETENTION_PRIORITY_FIELD_NUMBER: _ClassVar[int]
+        DURATION_FIELD_NUMBER: _ClassVar[int]
+        REMAINING_FIELD_NUMBER: _ClassVar[int]
+        OFFLOAD_MIN_PRIORITY_FIELD_NUMBER: _ClassVar[int]
+        holder: str
+        retention_priority: int
+        duration: float
+        remaining: float
+        offload_min_priority: int
+        def __init__(self, holder: _Optional[str] = ..., retention_priority: _Optional[int] = ..., duration: _Optional[float] = ..., remaining: _Optional[float] = ..., offload_min_priority: _Optional[int] = ...) -> None: ...
+    class Backup(_message.Message):
+        __slots__ = ("tier", "slot", "generation")
+        TIER_FIELD_NUMBER: _ClassVar[int]
+        SLOT_FIELD_NUMBER: _ClassVar[int]
+        GENERATION_FIELD_NUMBER: _ClassVar[int]
+        tier: int
+        slot: int
+        generation: int
+        def __init__(self, tier: _Optional[int] = ..., slot: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
+    DEPTH_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    PARENT_KEY_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STORED_STEP_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    LAST_USE_FIELD_NUMBER: _ClassVar[int]
+    EXTRA_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    BACKUP_FIELD_NUMBER: _ClassVar[int]
+    depth: int
+    key: bytes
+    parent_key: bytes
+    tokens: bytes
+    stored_step: int
+    generation: int
+    last_use: int
+    extra: bytes
+    leases: _containers.RepeatedCompositeFieldContainer[BlockRecord.Lease]
+    salt: str
+    adapter_id: int
+    tenant_id: str
+    session_id: str
+    backup: BlockRecord.Backup
+    def __init__(self, depth: _Optional[int] = ..., key: _Optional[bytes] = ..., parent_key: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., stored_step: _Optional[int] = ..., generation: _Optional[int] = ..., last_use: _Optional[int] = ..., extra: _Optional[bytes] = ..., leases: _Optional[_Iterable[_Union[BlockRecord.Lease, _Mapping]]] = ..., salt: _Optional[str] = ..., adapter_id: _Optional[int] = ..., tenant_id: _Optional[str] = ..., session_id: _Optional[str] = ..., backup: _Optional[_Union[BlockRecord.Backup, _Mapping]] = ...) -> None: ...
+
 class RememberedBlock(_message.Message):
     __slots__ = ("place", "record")
     PLACE_FIELD_NUMBER: _ClassVar[int]

@@ -2,8 +2,8 @@
 
 import json
 
-from cachemgr.telemetry.prometheus import BACKED_UP, BACKUPS, RESTORED, TIER_CACHED, TIER_TOTAL, TierMetrics
 from cachemgr.types import ForgetTarget, Prefix, TierKind
+from tests.support.scrape import scraped
 from tests.unit.cachemgr.tiered import PROMPT, backed_up, backups, fill, host
 from tests.unit.cachemgr.world import World
 
@@ -114,23 +114,20 @@ def test_a_recomputed_block_takes_the_backup_of_the_one_whose_place_it_takes():
 # How they are seen
 
 
-def value(metric, *labels: str) -> float:
-    return metric.labels(*labels)._value.get()
-
-
 def test_metrics_tell_of_tiers_and_of_those_of_pools_that_are_gone_nothing():
     world = backed_up()
-    metrics, manager = TierMetrics(), world.manager
-    metrics.update({"x/0": (manager.queries.tiers("e/0"), manager.queries.backups("e/0"))})
-    backed, restored = value(BACKED_UP, "x/0", "host"), value(RESTORED, "x/0", "host")
-    assert (backed, value(BACKUPS, "x/0"), value(TIER_TOTAL, "x/0", "host")) == (3, 3, 4)
+    host_tier, manager = {"pool": "e/0", "tier": "host"}, world.manager
+    assert scraped(manager, "tier_backed_up_blocks_total", **host_tier) == 3
+    assert scraped(manager, "pool_backup_blocks", pool="e/0") == 3
+    assert scraped(manager, "tier_blocks", **host_tier) == 4
     world.start_executor()
-    metrics.update({"x/0": (manager.queries.tiers("e/0"), manager.queries.backups("e/0"))})
-    assert (value(BACKED_UP, "x/0", "host"), value(RESTORED, "x/0", "host")) == (backed, restored + 3)
-    assert (value(BACKUPS, "x/0"), value(TIER_CACHED, "x/0", "host")) == (0, 3)
-    metrics.update({})
-    assert not [sample for sample in BACKUPS.collect()[0].samples if sample.labels["pool"] == "x/0"]
-    assert not [sample for sample in RESTORED.collect()[0].samples if sample.labels["pool"] == "x/0"]
+    assert scraped(manager, "tier_restored_blocks_total", **host_tier) == 3
+    assert scraped(manager, "pool_backup_blocks", pool="e/0") == 0
+    assert scraped(manager, "tier_cached_blocks", **host_tier) == 3
+    world.now += 1000
+    manager.expire()
+    assert scraped(manager, "pool_backup_blocks", pool="e/0") is None
+    assert scraped(manager, "tier_restored_blocks_total", **host_tier) is None
 
 
 def test_the_state_tells_of_backups():

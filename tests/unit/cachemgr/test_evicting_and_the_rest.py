@@ -6,9 +6,8 @@ import pytest
 
 from cachemgr.errors import SequenceEvictsError
 from cachemgr.operators.state_dump import state_hash
-from cachemgr.telemetry.prometheus import EVICTING, EvictionMetrics
 from cachemgr.types import ForgetTarget, Prefix, Quota, RetentionRule, RuleAction
-from protos.kvcache.eviction import Kind
+from tests.support.scrape import scraped
 from tests.unit.cachemgr.evicting_world import EvictingWorld
 from tests.unit.cachemgr.live import GARBAGE
 from tests.unit.cachemgr.test_evicting import H2O, KEYDIFF, PROMPT, ready, used
@@ -236,17 +235,9 @@ def test_a_table_that_is_missing_or_shared_is_reported_by_a_check():
 
 
 def test_those_that_begin_to_evict_are_counted_by_kind_once():
-    def counted(kind: str) -> float:
-        return EVICTING.labels(kind)._value.get()
-
     world, live = ready()
-    metrics, before = EvictionMetrics(), counted("keydiff")
     world.sync()
-    metrics.update(world.manager.queries.evicted_sequences())
-    assert counted("keydiff") == before
+    assert scraped(world.manager, "cachemgr_evicting_sequences_total", kind="keydiff") is None
     world.compute(live, 40)
     world.sync()
-    for _ in range(2):
-        metrics.update(world.manager.queries.evicted_sequences())
-    assert world.manager.queries.evicted_sequences() == {Kind.KEYDIFF: 1}
-    assert counted("keydiff") == before + 1
+    assert scraped(world.manager, "cachemgr_evicting_sequences_total", kind="keydiff") == 1

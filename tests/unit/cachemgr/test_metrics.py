@@ -2,26 +2,12 @@
 
 import dataclasses
 
-from prometheus_client import CollectorRegistry
-
 from cachemgr.telemetry.counters import MAX_SALTS
-from cachemgr.telemetry.prometheus import LONGEST_STALL, CountedMetrics, PoolCounts, Stalls
+from cachemgr.telemetry.prometheus import LONGEST_STALL, Stalls, families
 from cachemgr.types import BlockFilter, RemovalCause
 from protos.rpc.logs import short_hash
+from tests.support.scrape import scraped
 from tests.unit.cachemgr.world import CONFIG, World, wish
-
-
-def metrics_of(world: World) -> CollectorRegistry:
-    """Of the only pool, under the name "x"."""
-    registry = CollectorRegistry()
-    manager = world.manager
-    counts = PoolCounts(manager.queries.tiers("e/0"), manager.queries.meter("e/0"), manager.queries.lease_counts("e/0"))
-    CountedMetrics(registry).update({"x": counts})
-    return registry
-
-
-def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
-    return registry.get_sample_value(f"kvkeep_{name}", {"pool": "x", **labels})
 
 
 def test_losses_are_told_by_their_cause_and_with_the_time_since_the_last_use():
@@ -30,12 +16,19 @@ def test_losses_are_told_by_their_cause_and_with_the_time_since_the_last_use():
     world.cache(list(range(100, 113)))
     [device] = world.manager.queries.tiers("e/0")
     assert device.counters.evicted > 0
-    registry = metrics_of(world)
     for cause in list(RemovalCause)[1:]:
-        told = value(registry, "tier_removed_blocks_total", tier="device", cause=cause.name.lower())
+        told = scraped(world.manager, "tier_removed_blocks_total", pool="e/0", tier="device", cause=cause.name.lower())
         assert told == device.counters.removed[cause]
-    assert value(registry, "tier_reuse_gap_seconds_count", tier="device") == device.counters.reuse_gaps > 0
-    assert value(registry, "tier_allocated_blocks_total", tier="device") == device.counters.allocated > 4
+    assert (
+        scraped(world.manager, "tier_reuse_gap_seconds_count", pool="e/0", tier="device")
+        == device.counters.reuse_gaps
+        > 0
+    )
+    assert (
+        scraped(world.manager, "tier_allocated_blocks_total", pool="e/0", tier="device")
+        == device.counters.allocated
+        > 4
+    )
 
 
 def test_salts_are_told_by_their_hash_and_only_so_many():
@@ -43,12 +36,11 @@ def test_salts_are_told_by_their_hash_and_only_so_many():
     for index in range(MAX_SALTS + 3):
         world.run(list(range(9)), f"s{index}", salt=f"salt-{index}")
         world.finish(f"s{index}")
-    registry = metrics_of(world)
     newest = short_hash(f"salt-{MAX_SALTS + 2}")
-    assert value(registry, "salt_queried_tokens_total", salt_sha256=newest) == 9
-    assert value(registry, "salt_hit_tokens_total", salt_sha256=newest) == 0
-    assert value(registry, "salt_queried_tokens_total", salt_sha256="others") == 3 * 9
-    [family] = [one for one in registry.collect() if one.name == "kvkeep_salt_queried_tokens"]
+    assert scraped(world.manager, "salt_queried_tokens_total", pool="e/0", salt_sha256=newest) == 9
+    assert scraped(world.manager, "salt_hit_tokens_total", pool="e/0", salt_sha256=newest) == 0
+    assert scraped(world.manager, "salt_queried_tokens_total", pool="e/0", salt_sha256="others") == 3 * 9
+    [family] = [one for one in families(world.manager.queries) if one.name == "kvkeep_salt_queried_tokens"]
     assert len(family.samples) == MAX_SALTS + 1
     assert not any("salt-" in sample.labels["salt_sha256"] for sample in family.samples)
 
@@ -57,9 +49,8 @@ def test_requests_without_a_salt_are_told_apart_from_all_others():
     world = World(8)
     world.cache(list(range(9)))
     world.cache(list(range(9)))
-    registry = metrics_of(world)
-    assert value(registry, "salt_queried_tokens_total", salt_sha256="") == 18
-    assert value(registry, "salt_hit_tokens_total", salt_sha256="") == 8
+    assert scraped(world.manager, "salt_queried_tokens_total", pool="e/0", salt_sha256="") == 18
+    assert scraped(world.manager, "salt_hit_tokens_total", pool="e/0", salt_sha256="") == 8
 
 
 def test_leases_are_told_by_how_they_ended():
@@ -69,8 +60,8 @@ def test_leases_are_told_by_how_they_ended():
     world.manager.expire()
     world.cache(list(range(4)), session_id="s", retention=wish(80, 5.0))
     world.manager.operators.purge(BlockFilter(), validate_only=False)
-    registry = metrics_of(world)
-    assert (value(registry, "pool_honoured_leases_total"), value(registry, "pool_broken_leases_total")) == (3, 1)
+    assert scraped(world.manager, "pool_honoured_leases_total", pool="e/0") == 3
+    assert scraped(world.manager, "pool_broken_leases_total", pool="e/0") == 1
 
 
 def test_the_longest_stall_of_the_last_minute_is_told_and_then_forgotten():

@@ -41,7 +41,7 @@ async def test_the_keys_are_those_of_the_document_and_its_user_may_write_them(tm
         client.set("other", "1")
     managers = Managers(tmp_path, url)
     for _ in range(2):
-        async with managers.run(redis_events=100) as client:
+        async with managers.run() as client:
             await client.register()
             if not await rules(client):
                 await make_rule(client, retention_priority=70)
