@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import structlog
 from prometheus_client import REGISTRY
@@ -28,12 +28,8 @@ from cachemgr.settings import CachemgrSettings
 from cachemgr.telemetry.prometheus import CacheCollector, Stalls
 from cachemgr.types import ManagerConfig
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
-from protos.rpc.addresses import AddressError
 from protos.rpc.server import Server
 from protos.rpc.settings import variable
-
-if TYPE_CHECKING:
-    from protos.rpc.http_server import HttpServer
 
 DATA_SERVICE = "kvcache.v1.CacheManagerService"
 ADMIN_SERVICE = "kvcache.v1.CacheAdminService"
@@ -102,7 +98,6 @@ class CacheManagerProcess:
         self._feed = EventFeed(lambda: self._manager.queries.last_event)
         self._collector = CacheCollector(self._manager.queries)
         self._server = self._build_server(settings)
-        self._console = self._build_console(settings) if settings.console_address else None
         self._background: list[asyncio.Future[None]] = []
 
     def _build_server(self, settings: CachemgrSettings) -> Server:
@@ -139,33 +134,10 @@ class CacheManagerProcess:
         )
         return server
 
-    def _build_console(self, settings: CachemgrSettings) -> HttpServer:
-        # A fifth of the time that a start takes: only for who wants it.
-        from cachemgr.console.app import create_app
-        from protos.rpc.http_server import HttpServer
-
-        app = create_app(self._manager, self._server.guard)
-        setting = variable(CachemgrSettings, "console_address")
-        # Also where other machines come: browsers do, and no program that would need a name.
-        return HttpServer(
-            app,
-            settings.console_address,
-            name="console",
-            security=settings.security,
-            setting=setting,
-            own_names=settings.serves_anybody,
-        )
-
     async def start(self) -> None:
         """Reads what operators said, listens, and is healthy. Raises AddressError."""
         await self._store.start()
-        if self._console is not None:
-            await self._console.start()
-        try:
-            await self._server.start()
-        except AddressError:
-            await self._stop_console()
-            raise
+        await self._server.start()
         work = (self._store.run(), self._recoveries.run(), self._keep_house(), self._watch_for_stalls())
         REGISTRY.register(self._collector)
         self._background = [self._failure, *(asyncio.create_task(part) for part in work)]
@@ -198,7 +170,6 @@ class CacheManagerProcess:
 
     async def _finish(self) -> None:
         REGISTRY.unregister(self._collector)
-        await self._stop_console()
         self._stop_background()
         await asyncio.wait(self._background)
         await self._store.close(write=not self._operations.failed)
@@ -220,10 +191,6 @@ class CacheManagerProcess:
         )
         if not self._failure.done():
             self._failure.set_exception(error)
-
-    async def _stop_console(self) -> None:
-        if self._console is not None:
-            await self._console.stop()
 
     async def _watch_for_stalls(self) -> None:
         stalls = Stalls(time.monotonic())

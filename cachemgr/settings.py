@@ -13,17 +13,9 @@ class CachemgrSettings(ProcessSettings):
     """Read once by __main__."""
 
     process: ClassVar[str] = "cachemgr"
-    listens_on: ClassVar[tuple[str, ...]] = (
-        "cachemgr_address",
-        "cachemgr_admin_address",
-        "metrics_address",
-        "console_address",
-    )
+    listens_on: ClassVar[tuple[str, ...]] = ("cachemgr_address", "cachemgr_admin_address", "metrics_address")
 
     metrics_address: MetricsAddress = Field("", description="Where Prometheus reads metrics; empty is off.")
-    console_address: MetricsAddress = Field(
-        "", description="Where people look at the cache with a browser, read only; empty is off."
-    )
     lease_seconds: float = Field(10.0, gt=0, description="Time after which a silent executor or scheduler is gone.")
     capacity_ahead_tokens: int = Field(32, ge=0, description="Capacity that running sequences get ahead of need.")
     free_watermark: float = Field(

@@ -346,6 +346,9 @@ class BlockView(NamedTuple):
     depth: int
     tier: TierKind = TierKind.DEVICE
     domain: Scope | None = None
+    # Both only in a listing. `idle`: seconds since the last use, None while it is in use.
+    hits: int = 0
+    idle: float | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -407,11 +410,15 @@ class RemovalCause(enum.IntEnum):
 
 
 class LeaseView(NamedTuple):
-    """A lease as seen from outside. `remaining` seconds until its end; None for no end."""
+    """A lease as seen from outside. `remaining` seconds until its end; None for no end.
+
+    `started`: whether its clock runs; only in a listing.
+    """
 
     holder: str
     priority: int
     remaining: float | None
+    started: bool = False
 
 
 class Lost(NamedTuple):

@@ -8,6 +8,7 @@ import typer
 import typer.core
 
 from kvctl import drain, follow, ghosts, limits, look, pool, quota, rules, steer, top
+from kvctl.console import command as console
 from kvctl.status import EXIT_STATUSES, CommandError, Status
 
 # Whatever is wrong with a command line; typer names only some of it.
@@ -37,6 +38,7 @@ class Verbs(typer.core.TyperGroup):
 app = typer.Typer(cls=Verbs, rich_markup_mode=None, pretty_exceptions_enable=False, epilog=EXIT_STATUSES)
 for part in (look, ghosts, steer, drain, follow, top, limits):
     app.add_typer(part.app)
+app.add_typer(console.app)
 app.add_typer(rules.app, name="rules", cls=Verbs)
 app.add_typer(quota.app, name="quota", cls=Verbs)
 app.add_typer(pool.app, name="pool", cls=Verbs)

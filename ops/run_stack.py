@@ -1,4 +1,4 @@
-"""Runs Redis, cachemgr, executor and scheduler on this machine until Ctrl-C: `make run-stack`."""
+"""Runs Redis, cachemgr, executor, scheduler and the console on this machine until Ctrl-C: `make run-stack`."""
 
 import contextlib
 import fcntl
@@ -30,6 +30,7 @@ from cachemgr.settings import CachemgrSettings
 from executor.launch import settings_from
 from executor.settings import ExecutorSettings
 from kernels.cpu_decoder.build import NoCompilerError, find_compiler
+from kvctl.console.settings import ConsoleSettings
 from protos.rpc import addresses
 from protos.rpc.addresses import AddressError
 from protos.rpc.command_line import process_parser
@@ -43,8 +44,8 @@ TICK_SECONDS = 0.1
 # On top of what a process itself grants to running calls.
 STOP_MARGIN_SECONDS = 5.0
 EXECUTOR_STOP_SECONDS = 15.0
+CONSOLE_STOP_SECONDS = 5.0
 DEFAULTS = {f"KVKEEP_{process.upper()}_METRICS_ADDRESS": address for process, address in STACK_METRICS.items()}
-DEFAULTS["KVKEEP_CACHEMGR_CONSOLE_ADDRESS"] = "127.0.0.1:9112"
 
 
 class StackError(Exception):
@@ -53,16 +54,17 @@ class StackError(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of all three processes, which share addresses and folders."""
+    """The settings of all processes, which share addresses and folders."""
 
     scheduler: SchedulerSettings
     cachemgr: CachemgrSettings
     executor: ExecutorSettings
+    console: ConsoleSettings
 
     @property
     def processes(self) -> tuple[ProcessSettings, ...]:
         """Those of each."""
-        return self.scheduler, self.cachemgr, self.executor
+        return self.scheduler, self.cachemgr, self.executor, self.console
 
     @property
     def listening(self) -> dict[str, str]:
@@ -72,7 +74,12 @@ class Settings:
 
 def load_settings(environ: Mapping[str, str]) -> Settings:
     """What the processes will read. Raises SettingsError as they would."""
-    return Settings(load(SchedulerSettings, environ), load(CachemgrSettings, environ), settings_from(environ))
+    return Settings(
+        load(SchedulerSettings, environ),
+        load(CachemgrSettings, environ),
+        settings_from(environ),
+        load(ConsoleSettings, environ),
+    )
 
 
 @contextlib.contextmanager
@@ -135,12 +142,12 @@ def make_services(settings: Settings, environ: Mapping[str, str]) -> list[Servic
     """The processes, in the order in which they need each other."""
     state_dir = settings.cachemgr.state_dir
 
-    def child(name: str, stop_seconds: float) -> Child:
+    def child(name: str, stop_seconds: float, module: str = "") -> Child:
         log = log_file(state_dir, name)
-        return Child(name, environ, folder=ROOT, log=log, stop_seconds=stop_seconds + STOP_MARGIN_SECONDS)
+        return Child(module or name, environ, folder=ROOT, log=log, stop_seconds=stop_seconds + STOP_MARGIN_SECONDS)
 
     cachemgr, executor, scheduler = settings.cachemgr, settings.executor, settings.scheduler
-    return [
+    services = [
         Service(
             "cachemgr",
             child("cachemgr", cachemgr.drain_seconds),
@@ -155,6 +162,9 @@ def make_services(settings: Settings, environ: Mapping[str, str]) -> list[Servic
             scheduler.security,
         ),
     ]
+    if settings.console.address:
+        services.append(Service("console", child("console", CONSOLE_STOP_SECONDS, "kvctl.console")))
+    return services
 
 
 def without_password(url: str) -> str:
@@ -198,7 +208,7 @@ def directions(settings: Settings, redis_url: str) -> str:
         ("scheduler", scheduler.scheduler_address, scheduler.metrics_address),
         *([("  http", f"{scheme}://{scheduler.http_address}/v1", "")] if scheduler.http_address else []),
         ("cachemgr", cachemgr.cachemgr_address, cachemgr.metrics_address),
-        *([("  console", f"{scheme}://{cachemgr.console_address}/", "")] if cachemgr.console_address else []),
+        *([("  console", f"{scheme}://{settings.console.address}/", "")] if settings.console.address else []),
         ("  admin", cachemgr.cachemgr_admin_address, ""),
         ("executor", executor.executor_address, executor.metrics_address),
         ("redis", without_password(redis_url), ""),
@@ -253,8 +263,8 @@ def run(settings: Settings, environ: dict[str, str], display: Display) -> int:
             display.expect(services[0])
             supervisor.start(services[0])
             redis_url = environ["KVKEEP_REDIS_URL"] = redis.url
-        services += make_services(settings, environ)
-        for service in services[-3:]:
+        for service in make_services(settings, environ):
+            services.append(service)
             display.expect(service)
             supervisor.start(service)
         while not stopping.wait(TICK_SECONDS):
@@ -296,8 +306,8 @@ def main() -> int:
     """Reads the settings, takes the folder and runs."""
     process_parser(
         "ops/run_stack.py",
-        "Runs Redis, cachemgr, executor and scheduler on this machine until Ctrl-C, and restarts those that end.\n"
-        "State and logs are in KVKEEP_STATE_DIR; KVKEEP_EXECUTOR_MODEL chooses the model.",
+        "Runs Redis, cachemgr, executor, scheduler and the console on this machine until Ctrl-C,\n"
+        "and restarts those that end. State and logs are in KVKEEP_STATE_DIR; KVKEEP_EXECUTOR_MODEL chooses the model.",
     ).parse_args()
     environ = DEFAULTS | dict(os.environ)
     settings = load_settings(environ)

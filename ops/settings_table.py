@@ -8,12 +8,18 @@ from pydantic.fields import FieldInfo
 
 from cachemgr.settings import CachemgrSettings
 from executor.settings import ExecutorSettings
+from kvctl.console.settings import ConsoleSettings
 from protos.rpc.settings import ProcessSettings, variable
 from scheduler.settings import SchedulerSettings
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/settings.md"
 BEGIN, END = "<!-- settings: written by make fix -->\n", "<!-- end of settings -->\n"
-PROCESSES: tuple[type[ProcessSettings], ...] = (SchedulerSettings, CachemgrSettings, ExecutorSettings)
+PROCESSES: tuple[type[ProcessSettings], ...] = (
+    SchedulerSettings,
+    CachemgrSettings,
+    ExecutorSettings,
+    ConsoleSettings,
+)
 
 
 def default(field: FieldInfo) -> str:

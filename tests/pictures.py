@@ -26,7 +26,7 @@ from protos.generation.v1 import generation_pb2_grpc as rpc
 from protos.kvcache.v1 import kvcache_pb2 as kv
 from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
 from tests.console.conftest import CHROMIUM
-from tests.stack import ROOT, Stack, free_address
+from tests.stack import CONSOLE, MODULES, ROOT, Stack, free_address
 
 FOLDER = ROOT / "docs/images"
 COLUMNS = 110
@@ -119,7 +119,8 @@ def pictures(folder: Path) -> None:
     stack = Stack(
         executor_max_tokens=4096,
         executor_host_cache_size="256MiB",
-        cachemgr_console_address=console_address,
+        modules=MODULES | CONSOLE,
+        console_address=console_address,
         scheduler_metrics_address=metrics["scheduler"],
         executor_metrics_address=metrics["executor"],
     )

@@ -23,6 +23,7 @@ START_SECONDS = 120.0
 STOP_SECONDS = 15.0
 # What runs as each process, in the order in which they start.
 MODULES = {"cachemgr": "cachemgr", "executor": "executor", "scheduler": "scheduler"}
+CONSOLE = {"console": "kvctl.console"}
 
 
 def model_cache() -> Path:
@@ -69,7 +70,6 @@ class Stack:
             "scheduler_http_address": "",
             "scheduler_metrics_address": "",
             "cachemgr_metrics_address": "",
-            "cachemgr_console_address": "",
             "executor_metrics_address": "",
             "executor_dtype": "float32",
             "executor_max_tokens": 65_536,
@@ -119,14 +119,18 @@ class Stack:
 
     def wait_until_serving(self, name: str) -> None:
         """Waits for grpc.health.v1; an ended process or a long wait is an error that shows its log."""
-        address = {"cachemgr": self.cachemgr, "executor": self.executor, "scheduler": self.scheduler}[name]
+        address = {"cachemgr": self.cachemgr, "executor": self.executor, "scheduler": self.scheduler}.get(name)
         security = load(ProcessSettings, self._environment).security
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline and not self._children[name].ended():
-            if is_serving(address, security):
+            if self._is_listening(name) if address is None else is_serving(address, security):
                 return
             time.sleep(0.05)
         raise RuntimeError(f"{name} did not begin to serve\n{self.logs()}")
+
+    def _is_listening(self, name: str) -> bool:
+        """Whether a process without health of its own, the console, says so in its log."""
+        return '"event": "listening"' in self.log_path(name).read_text()
 
     def log_path(self, name: str) -> Path:
         """Log of a process."""

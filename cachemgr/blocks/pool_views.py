@@ -7,6 +7,7 @@ from operator import attrgetter
 
 from cachemgr.blocks.block import Block
 from cachemgr.blocks.block_record import USED_LAST, BackupRecord, BlockRecord, LeaseRecord
+from cachemgr.blocks.eviction_history import UseTimes
 from cachemgr.blocks.tier import Tier
 from cachemgr.blocks.write_through import Backups
 from cachemgr.retention.leases import LeaseBook, leases_of
@@ -31,6 +32,7 @@ class PoolViews:
     backups: Backups
     tokens: TokenMeter
     share_number: int
+    use_times: UseTimes
     honoured_leases: int
     broken_leases: int
     _leases: LeaseBook
@@ -73,8 +75,16 @@ class PoolViews:
                 depth,
                 tier.kind,
                 block.domain,
+                0,
+                None,
             ),
         )
+
+    def listed(self, block: Block) -> BlockView:
+        """As `view`, with how often and when it was used."""
+        used = block.refs or not block.recency
+        idle = None if used else max(0.0, self._leases.now - self.use_times.at(block.recency))
+        return self.view(block)._replace(hits=block.hits, idle=idle)
 
     def current_record(self, block: Block) -> BlockRecord | None:
         """A block as the store keeps it; None when it has left the index."""

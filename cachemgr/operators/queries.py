@@ -129,12 +129,12 @@ class Queries:
     def blocks(self, pool_id: str, after_place: int = 0) -> Iterator[tuple[int, BlockView]]:
         """Used and cached blocks with their places, the device first. Raises UnknownPoolError."""
         pool = self._state.pool(pool_id)
-        return ((block.slot, pool.view(block)) for block in _from(pool, after_place) if block is not None)
+        return ((block.slot, pool.listed(block)) for block in _from(pool, after_place) if block is not None)
 
     def search_blocks(self, pool_id: str, after_place: int = 0) -> Iterator[tuple[int, BlockView] | None]:
         """As `blocks`, with None for each empty slot."""
         pool = self._state.pool(pool_id)
-        return (None if block is None else (block.slot, pool.view(block)) for block in _from(pool, after_place))
+        return (None if block is None else (block.slot, pool.listed(block)) for block in _from(pool, after_place))
 
     def filtered_blocks(self, selected: BlockFilter, after_place: int = 0) -> Iterator[tuple[int, BlockView] | None]:
         """Blocks of one pool that a filter means, None for others.
@@ -144,7 +144,7 @@ class Queries:
         for pool, among in self.filtered(selected):
             for block in _from(pool, after_place):
                 if block is not None and (among is None or block in among) and matches(pool, block, selected):
-                    yield block.slot, pool.view(block)
+                    yield block.slot, pool.listed(block)
                 else:
                     yield None
 

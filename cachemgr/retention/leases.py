@@ -221,7 +221,7 @@ class LeaseBook:
     def view(self, lease: Lease) -> LeaseView:
         """The lease as seen from outside."""
         wish = lease.wish
-        return LeaseView(wish.holder, shown_priority(wish), lease.remaining(self.now))
+        return LeaseView(wish.holder, shown_priority(wish), lease.remaining(self.now), lease.deadline is not None)
 
     def _add(self, lease: Lease, block: Block) -> list[Lease]:
         """Links a lease unless another covers it; returns those that break as there are too many of them."""

@@ -302,6 +302,8 @@ def block(view: types.BlockView, *, token_ids: bool = False) -> pb.Block:
         tenant_id=None if view.domain is None else view.domain.tenant_id,
         session_id=None if view.domain is None else view.domain.session_id,
         token_ids=unpack(view.tokens) if token_ids else (),
+        hits=view.hits,
+        last_use_age=None if view.idle is None else duration(view.idle),
     )
 
 
@@ -331,6 +333,7 @@ def lease(view: types.LeaseView) -> pb.Lease:
         holder=view.holder,
         retention_priority=view.priority,
         remaining_duration=None if view.remaining is None else duration(view.remaining),
+        started=view.started,
     )
 
 

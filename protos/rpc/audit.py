@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,6 +18,8 @@ from protos.rpc.identity import Identity
 # So many refusals are told one by one within a second; the others are counted.
 _REFUSALS = 20
 _WINDOW_SECONDS = 1.0
+# Reads that a console repeats: one in so many seconds is written per token and method.
+REPEAT_SECONDS = 60.0
 # Longest request that is written as it is.
 _MAX_REQUEST = 4096
 # Prompts, in whatever message they come.
@@ -32,6 +35,15 @@ class Audit:
         self._file = file
         self._refusals = 0
         self._timer: asyncio.TimerHandle | None = None
+        self._told: dict[tuple[Identity | None, str], float] = {}
+
+    def was_told(self, identity: Identity | None, method: str) -> bool:
+        """Whether a repeated read of this token was written a short while ago; if not, it counts as written now."""
+        key, now = (identity, method), time.monotonic()
+        if now - self._told.get(key, -REPEAT_SECONDS) < REPEAT_SECONDS:
+            return True
+        self._told[key] = now
+        return False
 
     def called(self, identity: Identity | None, method: str, peer: str, request: Any, outcome: str) -> None:
         """An operator's call has ended, or a stream has begun."""

@@ -21,11 +21,14 @@ from protos.rpc import metrics, tracing
 from protos.rpc.errors import MalformedMessageError, ServiceError, UnexpectedError, to_status
 from protos.rpc.guard import Guard, header
 from protos.rpc.identity import Identity, assume, current
-from protos.rpc.roles import is_open
+from protos.rpc.roles import is_open, is_reading
 from protos.rpc.wire import parse_strictly
 
 REQUEST_ID_KEY = "x-request-id"
 _MAX_REQUEST_ID = 128
+# Whom a console calls for. An open page reads every second: such reads leave a line a minute.
+FORWARDED_KEY = "x-forwarded-for"
+_MAX_FORWARDED = 64
 _REFUSALS = (grpc.StatusCode.PERMISSION_DENIED.name, grpc.StatusCode.UNAUTHENTICATED.name)
 _END = object()
 # Streams that last for as long as their callers like; those that need no token end after so many seconds.
@@ -184,13 +187,15 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
 
     def _told(self, method: str, context: Any, request: Any) -> Callable[[str], None]:
         """What writes down how a call ended: those of operators, and who was refused by the service itself."""
-        identity, audit = current(), self._guard.audit
-        if self._guard.audits(method):
-            return functools.partial(audit.called, identity, method, context.peer(), request)
+        identity, audit, peer = current(), self._guard.audit, context.peer()
+        if viewer := _text(context, FORWARDED_KEY)[:_MAX_FORWARDED]:
+            peer = f"{peer} for {viewer}"
+        if self._guard.audits(method) and not (viewer and is_reading(method) and audit.was_told(identity, method)):
+            return functools.partial(audit.called, identity, method, peer, request)
 
         def refused(outcome: str) -> None:
             if outcome in _REFUSALS:
-                audit.refused(identity, method, context.peer(), outcome)
+                audit.refused(identity, method, peer, outcome)
 
         return refused
 

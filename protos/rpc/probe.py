@@ -14,7 +14,7 @@ from protos.rpc import addresses
 from protos.rpc.channel import open_sync_channel
 from protos.rpc.command_line import process_parser
 from protos.rpc.security import Security
-from protos.rpc.settings import PROCESSES, ProcessSettings, load
+from protos.rpc.settings import STACK_METRICS, ProcessSettings, load
 
 ANSWER_SECONDS = 3.0
 
@@ -47,7 +47,7 @@ def main() -> int:
     parser = process_parser(
         "python -m protos.rpc.probe", "Asks a process on this machine for its health: status 0 if it serves, else 1."
     )
-    parser.add_argument("process", choices=PROCESSES)
+    parser.add_argument("process", choices=list(STACK_METRICS))
     process = parser.parse_args().process
     settings = load(ProcessSettings, os.environ)
     address = getattr(settings, f"{process}_address")

@@ -51,6 +51,11 @@ def is_whole(method: str) -> bool:
     return method.startswith(_WHOLE)
 
 
+def is_reading(method: str) -> bool:
+    """Whether a method changes nothing, by its name."""
+    return method.rpartition("/")[2].startswith(_READING)
+
+
 def is_audited(method: str) -> bool:
     """Whether a call of it leaves a line in the audit log."""
     return method.startswith(_AUDITED)

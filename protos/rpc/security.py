@@ -138,13 +138,16 @@ class Security:
         return None
 
     def check_target(self, address: str) -> None:
+        """Raises AddressError where this process's token would travel in the clear to another machine."""
+        if self.token_file is not None:
+            self.check_private(address)
+
+    def check_private(self, address: str) -> None:
         """Raises AddressError where a token would travel in the clear to another machine."""
-        if self.token_file is None or self.tls_ca_file is not None or self.insecure or is_loopback(address):
-            return
-        raise AddressError(
-            f"{address} would get the token of this process without TLS: give KVKEEP_TLS_CA_FILE, "
-            "or allow it with KVKEEP_INSECURE=1"
-        )
+        if self.tls_ca_file is None and not self.insecure and not is_loopback(address):
+            raise AddressError(
+                f"{address} would get a token without TLS: give KVKEEP_TLS_CA_FILE, or allow it with KVKEEP_INSECURE=1"
+            )
 
     def token(self) -> str:
         """The token of this process, empty for none."""

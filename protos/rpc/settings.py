@@ -20,7 +20,7 @@ from protos.rpc import addresses
 from protos.rpc.security import Security
 
 PREFIX = "KVKEEP_"
-PROCESSES = ("scheduler", "cachemgr", "executor")
+PROCESSES = ("scheduler", "cachemgr", "executor", "console")
 # Where the metrics of a stack for people are; a process by itself leaves them off.
 STACK_METRICS = {"scheduler": "127.0.0.1:9101", "cachemgr": "127.0.0.1:9102", "executor": "127.0.0.1:9103"}
 

@@ -2,15 +2,24 @@
 
 import shutil
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 import pytest
 
 from bench.driver import CONFIG, Driver, prompt
-from cachemgr.console.app import create_app
+from cachemgr.oplog.operations import ManagerClock, Operations
+from cachemgr.rpc import tenancy
+from cachemgr.rpc.admin_service import CacheAdminService
+from cachemgr.rpc.data_service import CacheEventService, Domain
+from cachemgr.rpc.event_feed import EventFeed
 from cachemgr.types import Prefix, Quota, Retention, RetentionRange
-from protos.rpc.guard import Guard
+from kvctl.console.app import create_app
+from protos.kvcache.v1 import kvcache_pb2_grpc as rpc
+from protos.rpc.channel import open_channel
 from protos.rpc.http_server import HttpServer
+from protos.rpc.security import PLAIN, Security
+from protos.rpc.server import Server
 
 # Ids that no number on the page is.
 SECRET = 3_987_654_000
@@ -41,17 +50,39 @@ def fill(driver: Driver) -> None:
     driver.manager.operators.set_quota(Quota(salt="globex", device_floor=4, device_ceiling=100), validate_only=False)
 
 
-async def serve(driver: Driver, guard: Guard | None = None, *, any_name: bool = False) -> tuple[HttpServer, Console]:
-    app = create_app(driver.manager, guard or Guard(None, None))
-    server = HttpServer(app, "127.0.0.1:0", own_names=not any_name)
-    await server.start()
-    return server, Console(driver, f"http://{server.address}")
+def small() -> Driver:
+    """A manager with 200 blocks and ghost caches."""
+    driver = Driver(200, config=replace(CONFIG, ghost_sample=200))
+    fill(driver)
+    return driver
+
+
+@asynccontextmanager
+async def served(driver: Driver, security: Security = PLAIN, *, any_name: bool = False) -> AsyncIterator[Console]:
+    """The manager's admin address with this security, and a console that reads from there."""
+    manager = driver.manager
+    operations = Operations(manager, ManagerClock(lambda: driver.now))
+    domain = Domain(operations, None, None, EventFeed(lambda: manager.queries.last_event))  # type: ignore[arg-type]
+    admin = Server("cachemgr", drain_seconds=0, security=security)
+    services = {
+        "kvcache.v1.CacheAdminService": lambda to: rpc.add_CacheAdminServiceServicer_to_server(
+            CacheAdminService(domain), to
+        ),
+        "kvcache.v1.CacheEventService": lambda to: rpc.add_CacheEventServiceServicer_to_server(
+            CacheEventService(domain), to
+        ),
+    }
+    admin.listen("127.0.0.1:0", services, check=tenancy.check)
+    await admin.start()
+    async with open_channel(admin.addresses[0]) as channel:
+        server = HttpServer(create_app(channel), "127.0.0.1:0", own_names=not any_name)
+        await server.start()
+        yield Console(driver, f"http://{server.address}")
+        await server.stop()
+    await admin.stop()
 
 
 @pytest.fixture
 async def console() -> AsyncIterator[Console]:
-    driver = Driver(200, config=replace(CONFIG, ghost_sample=200))
-    fill(driver)
-    server, console = await serve(driver)
-    yield console
-    await server.stop()
+    async with served(small()) as console:
+        yield console

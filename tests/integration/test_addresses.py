@@ -18,7 +18,7 @@ NAMES = (
     "KVKEEP_CACHEMGR_ADDRESS",
     "KVKEEP_CACHEMGR_ADMIN_ADDRESS",
     "KVKEEP_CACHEMGR_METRICS_ADDRESS",
-    "KVKEEP_CACHEMGR_CONSOLE_ADDRESS",
+    "KVKEEP_CONSOLE_ADDRESS",
     "KVKEEP_EXECUTOR_ADDRESS",
     "KVKEEP_EXECUTOR_METRICS_ADDRESS",
 )
@@ -91,10 +91,10 @@ def test_addresses_that_only_look_alike_are_taken() -> None:
 
 
 def test_the_stack_says_so_in_a_line_and_starts_nothing(tmp_path: Path) -> None:
-    done = start("ops/run_stack.py", KVKEEP_STATE_DIR=str(tmp_path), KVKEEP_CACHEMGR_CONSOLE_ADDRESS="0.0.0.0:50999")
+    done = start("ops/run_stack.py", KVKEEP_STATE_DIR=str(tmp_path), KVKEEP_CONSOLE_ADDRESS="0.0.0.0:50999")
     assert (done.returncode, done.stdout) == (1, "")
     [said] = done.stderr.splitlines()
-    assert said.startswith("run-stack: 0.0.0.0:50999 (set by KVKEEP_CACHEMGR_CONSOLE_ADDRESS)")
+    assert said.startswith("run-stack: 0.0.0.0:50999 (set by KVKEEP_CONSOLE_ADDRESS)")
 
 
 def test_the_executor_says_so_before_it_loads_the_model() -> None:
@@ -115,7 +115,7 @@ def test_each_process_says_which_two_of_its_settings_are_one_address(process: st
     assert all(name in said for name in names)
 
 
-@pytest.mark.parametrize(("process", "count"), [("scheduler", 3), ("cachemgr", 4), ("executor", 2)])
+@pytest.mark.parametrize(("process", "count"), [("scheduler", 3), ("cachemgr", 3), ("executor", 2), ("console", 1)])
 def test_each_process_knows_all_addresses_that_it_listens_on(process: str, count: int) -> None:
     own = getattr(run_stack.load_settings(environment()), process).listening
     assert len(own) == count

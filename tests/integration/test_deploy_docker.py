@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stack import ROOT
+from tests.stack import MODULES, ROOT
 from tests.support.deployed import CLASSES, COMPOSE, Secrets, composed, shortest_stop, tool, understood
 from tests.support.names import unknown_settings
 
@@ -32,7 +32,7 @@ def test_every_setting_is_one() -> None:
 
 def test_every_image_can_send_traces() -> None:
     installed = [set(extras.split(",")) for extras in re.findall(r'"/src\[(.*)\]"', DOCKERFILE.read_text())]
-    assert {process for extras in installed for process in extras & set(CLASSES)} == set(CLASSES)
+    assert {process for extras in installed for process in extras & set(CLASSES)} == set(MODULES)
     assert all("tracing" in extras for extras in installed)
 
 
@@ -104,8 +104,8 @@ def test_only_the_scheduler_is_open_to_other_machines(overlay: str) -> None:
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_console_is_on_this_machine(overlay: str) -> None:
-    service = composed(overlay)["services"]["cachemgr"]
-    _, _, port = service["environment"]["KVKEEP_CACHEMGR_CONSOLE_ADDRESS"].rpartition(":")
+    service = composed(overlay)["services"]["console"]
+    _, _, port = service["environment"]["KVKEEP_CONSOLE_ADDRESS"].rpartition(":")
     (published,) = service["ports"]
     assert (published["host_ip"], published["published"], published["target"]) == ("127.0.0.1", port, int(port))
     # What is only in a network without a way out is not published.

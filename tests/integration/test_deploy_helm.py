@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.stack import ROOT
-from tests.support.deployed import CHART, CLASSES, Manifest, Secrets, pods, render, shortest_stop, understood
+from tests.support.deployed import CHART, Manifest, Secrets, pods, render, shortest_stop, understood
 from tests.support.names import unknown_settings
 
 # The oldest that the chart says, and a late one.
@@ -40,7 +40,7 @@ VALUES: dict[str, dict[str, Any]] = {
             ],
             "envFrom": [{"secretRef": {"name": "more"}}],
         }
-        for process in CLASSES
+        for process in TOKENS
     },
     "watched": {"monitoring": {"serviceMonitor": True, "prometheusRule": True, "dashboards": True}},
 }
@@ -74,7 +74,7 @@ def test_processes_understand_what_pods_tell_them(case: str, tmp_path: Path) -> 
     seen = []
     for process, pod in pods(render(VALUES[case])):
         assert pod["securityContext"]["runAsNonRoot"] is True
-        (container,) = pod["containers"]
+        container, *_ = pod["containers"]
         assert container["securityContext"]["readOnlyRootFilesystem"] is True
         if process == "redis":
             continue
@@ -92,13 +92,13 @@ def test_processes_understand_what_pods_tell_them(case: str, tmp_path: Path) -> 
         assert pod.get("terminationGracePeriodSeconds", 30) >= shortest_stop(settings)
         mounted = {mount["name"] for mount in container["volumeMounts"]}
         assert {volume["name"] for volume in pod["volumes"]} <= mounted
-    assert set(seen) == set(CLASSES)
+    assert set(seen) == set(TOKENS)
 
 
 def test_processes_get_variables_that_are_no_settings() -> None:
     given = VALUES["traced"]
     found = {part: pod["containers"][0] for part, pod in pods(render(given)) if part != "redis"}
-    assert set(found) == set(CLASSES)
+    assert set(found) == set(TOKENS)
     for process, container in found.items():
         assert container["env"][-2:] == given[process]["extraEnv"]
         assert container["envFrom"] == given[process]["envFrom"]
@@ -127,7 +127,7 @@ def test_operators_reach_each_scheduler_by_a_name_of_its_own() -> None:
 def test_network_lets_in_whom_a_process_works_for_and_nobody_else() -> None:
     manifests = render({"networkPolicy": {"callers": [{"podSelector": {}}], "operators": [], "monitoring": []}})
     open_to: dict[str, dict[int, set[str]]] = {}
-    for part in (*CLASSES, "redis"):
+    for part in (*TOKENS, "redis"):
         doors = open_to[part] = {}
         for rule in named(manifests, "NetworkPolicy", part)["spec"]["ingress"]:
             assert rule["from"]
@@ -144,17 +144,24 @@ def test_network_lets_in_whom_a_process_works_for_and_nobody_else() -> None:
 
 
 @pytest.mark.parametrize("console", [False, True], ids=["off", "on"])
-def test_console_is_for_operators_where_it_is_wanted(console: bool) -> None:
+def test_console_is_for_operators_where_it_is_wanted(console: bool, tmp_path: Path) -> None:
     manifests = render(VALUES["console"] | {"cachemgr": {"console": console}})
-    (container,) = named(manifests, "StatefulSet", "cachemgr")["spec"]["template"]["spec"]["containers"]
-    addresses = {one["name"]: one.get("value", "") for one in container["env"]}
-    assert addresses.get("KVKEEP_CACHEMGR_CONSOLE_ADDRESS", "") == ("0.0.0.0:9112" if console else "")
+    _, *beside = named(manifests, "StatefulSet", "cachemgr")["spec"]["template"]["spec"]["containers"]
+    assert [container["name"] for container in beside] == ["console"] * console
+    files = {"tls/ca.crt": "ca", "tls/tls.crt": "certificate", "tls/tls.key": "key", "tokens/tokens": "tokens"}
+    Secrets(tmp_path, {what: name for name, what in files.items()} | {"token": "tokens/operator.token"})
+    for container in beside:
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True
+        told = {one["name"]: one["value"].replace("/run/secrets", str(tmp_path)) for one in container["env"]}
+        settings = understood("console", told)
+        assert settings.listening == {"KVKEEP_CONSOLE_ADDRESS": "0.0.0.0:9112"}
+        assert settings.security.serves_tls
     service = named(manifests, "Service", "cachemgr")["spec"]["ports"]
     rules = named(manifests, "NetworkPolicy", "cachemgr")["spec"]["ingress"]
     (operators,) = ([port["port"] for port in rule["ports"]] for rule in rules if {"podSelector": {}} in rule["from"])
     assert operators == ([50062, 9112] if console else [50062])
-    for ports, key in ((service, "port"), (container["ports"], "containerPort")):
-        assert (9112 in {port[key] for port in ports}) is console
+    assert (9112 in {port["port"] for port in service}) is console
+    assert all(container["ports"] == [{"name": "console", "containerPort": 9112}] for container in beside)
 
 
 def test_watchers_get_the_alerts_and_dashboards_that_there_are() -> None:

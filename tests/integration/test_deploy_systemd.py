@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.stack import ROOT
+from tests.stack import CONSOLE, MODULES, ROOT
 from tests.support.deployed import CLASSES, Secrets, shortest_stop, understood
 from tests.support.names import unknown_settings
 
 FOLDER = ROOT / "ops/deploy/systemd"
 PYTHON = "/opt/kvkeep/bin/python"
 # Tenths of systemd's measure of what a service could do to the machine; 10.0 is everything.
-MOST_EXPOSED = {"cachemgr": 15, "executor": 20, "scheduler": 15}
+MOST_EXPOSED = {"cachemgr": 15, "executor": 20, "scheduler": 15, "console": 15}
 
 needs_systemd = pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="there is no systemd on the PATH")
 
@@ -86,7 +86,7 @@ def test_users_and_folders_are_made(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
 def test_processes_understand_what_units_tell_them(process: str, tls: bool, tmp_path: Path) -> None:
     unit = options(FOLDER / f"kvkeep-{process}.service")
-    assert unit["ExecStart"] == [f"{PYTHON} -m {process}"]
+    assert unit["ExecStart"] == [f"{PYTHON} -m {(MODULES | CONSOLE)[process]}"]
     told = environment(unit.get("Environment", []))
     if tls:
         drop_in = options(FOLDER / f"kvkeep-{process}.service.d/tls.conf")

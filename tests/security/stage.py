@@ -21,7 +21,7 @@ from protos.kvcache.v1 import kvcache_pb2_grpc as kv_rpc
 from protos.rpc.channel import open_channel
 from protos.rpc.identity import Role
 from protos.rpc.security import Security
-from tests.stack import Stack, free_address
+from tests.stack import CONSOLE, MODULES, Stack, free_address
 from tests.support.generation import generate
 from tests.support.keyring import Keyring
 
@@ -72,7 +72,8 @@ class Stage:
             audit_file=self.audit_file,
             executor_max_tokens=8192,
             scheduler_http_address=http,
-            cachemgr_console_address=console,
+            modules=MODULES | CONSOLE,
+            console_address=console,
             executor_metrics_address=metrics,
             scheduler_max_tenant_requests=MAX_TENANT_REQUESTS,
         )

@@ -9,7 +9,7 @@ from tests.stack import ROOT
 
 SOURCE = "\n".join(
     path.read_text()
-    for folder in ("cachemgr", "executor", "scheduler", "protos", "ops")
+    for folder in ("cachemgr", "executor", "scheduler", "protos", "kvctl", "ops")
     for path in sorted((ROOT / folder).rglob("*.py"))
 )
 SETTINGS = {variable(cls, name) for cls in PROCESSES for name in cls.model_fields}
@@ -24,7 +24,7 @@ def settings_in(text: str) -> set[str]:
 
 def unknown_settings(text: str) -> set[str]:
     """Names of variables of ours in a text that are no setting, nor a shared one for one process."""
-    own = re.compile(r"^KVKEEP_(SCHEDULER|CACHEMGR|EXECUTOR)_")
+    own = re.compile(r"^KVKEEP_(SCHEDULER|CACHEMGR|EXECUTOR|CONSOLE)_")
     return {name for name in settings_in(text) - SETTINGS if own.sub("KVKEEP_", name) not in SETTINGS}
 
 

@@ -1051,7 +1051,7 @@ class SaltStats(_message.Message):
     def __init__(self, salt: _Optional[str] = ..., others: _Optional[bool] = ..., tokens: _Optional[_Union[TokenStats, _Mapping]] = ...) -> None: ...
 
 class Block(_message.Message):
-    __slots__ = ("pool_id", "slot", "tier", "key", "parent_key", "num_tokens", "references", "retention_priority", "depth", "salt", "adapter_id", "tenant_id", "session_id", "token_ids")
+    __slots__ = ("pool_id", "slot", "tier", "key", "parent_key", "num_tokens", "references", "retention_priority", "depth", "salt", "adapter_id", "tenant_id", "session_id", "token_ids", "hits", "last_use_age")
     POOL_ID_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
@@ -1066,6 +1066,8 @@ class Block(_message.Message):
     TENANT_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    LAST_USE_AGE_FIELD_NUMBER: _ClassVar[int]
     pool_id: str
     slot: int
     tier: Tier
@@ -1080,7 +1082,9 @@ class Block(_message.Message):
     tenant_id: str
     session_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, pool_id: _Optional[str] = ..., slot: _Optional[int] = ..., tier: _Optional[_Union[Tier, str]] = ..., key: _Optional[bytes] = ..., parent_key: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., references: _Optional[int] = ..., retention_priority: _Optional[int] = ..., depth: _Optional[int] = ..., salt: _Optional[str] = ..., adapter_id: _Optional[int] = ..., tenant_id: _Optional[str] = ..., session_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    hits: int
+    last_use_age: _duration_pb2.Duration
+    def __init__(self, pool_id: _Optional[str] = ..., slot: _Optional[int] = ..., tier: _Optional[_Union[Tier, str]] = ..., key: _Optional[bytes] = ..., parent_key: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., references: _Optional[int] = ..., retention_priority: _Optional[int] = ..., depth: _Optional[int] = ..., salt: _Optional[str] = ..., adapter_id: _Optional[int] = ..., tenant_id: _Optional[str] = ..., session_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., hits: _Optional[int] = ..., last_use_age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class ListBlocksRequest(_message.Message):
     __slots__ = ("pool_id", "page_size", "page_token", "filter", "include_token_ids")
@@ -1773,14 +1777,16 @@ class WatchEventsRequest(_message.Message):
     def __init__(self, after_event_number: _Optional[int] = ..., pool_id: _Optional[str] = ..., salt: _Optional[str] = ..., include_token_ids: _Optional[bool] = ...) -> None: ...
 
 class Lease(_message.Message):
-    __slots__ = ("holder", "retention_priority", "remaining_duration")
+    __slots__ = ("holder", "retention_priority", "remaining_duration", "started")
     HOLDER_FIELD_NUMBER: _ClassVar[int]
     RETENTION_PRIORITY_FIELD_NUMBER: _ClassVar[int]
     REMAINING_DURATION_FIELD_NUMBER: _ClassVar[int]
+    STARTED_FIELD_NUMBER: _ClassVar[int]
     holder: str
     retention_priority: int
     remaining_duration: _duration_pb2.Duration
-    def __init__(self, holder: _Optional[str] = ..., retention_priority: _Optional[int] = ..., remaining_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    started: bool
+    def __init__(self, holder: _Optional[str] = ..., retention_priority: _Optional[int] = ..., remaining_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., started: _Optional[bool] = ...) -> None: ...
 
 class WatchEventsResponse(_message.Message):
     __slots__ = ("events",)

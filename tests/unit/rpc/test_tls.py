@@ -160,7 +160,7 @@ def test_a_token_needs_tls_on_its_way_to_another_machine(tmp_path: Path) -> None
     environ = {"KVKEEP_TOKEN_FILE": str(token)}
     assert load(ProcessSettings, environ).security.token() == "kvk_x"
     far = environ | {"KVKEEP_EXECUTOR_ADDRESS": "10.0.0.1:50053"}
-    with pytest.raises(SettingsError, match=r"10\.0\.0\.1:50053 would get the token of this process without TLS"):
+    with pytest.raises(SettingsError, match=r"10\.0\.0\.1:50053 would get a token without TLS"):
         load(ProcessSettings, far)
     load(ProcessSettings, far | {"KVKEEP_INSECURE": "1"})
     token.write_text("two words")

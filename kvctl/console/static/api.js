@@ -1,4 +1,4 @@
-// Reads the cache manager's JSON. A token is asked for only where one is needed, and forgotten with the tab.
+// Reads the console's JSON. A token is asked for only where one is needed, and forgotten with the tab.
 
 let asking = null;
 
@@ -27,6 +27,21 @@ export async function read(name, parameters = {}) {
     await login();
   }
 }
+
+// All pages of a listing, one after the other.
+export async function* pages(name, parameters) {
+  for (let page = ""; ;) {
+    const found = await read(name, { ...parameters, page });
+    yield found;
+    if (!found.next) return;
+    page = found.next;
+  }
+}
+
+// Parts of protobuf's JSON: an enum's name without its prefix, bytes in hexadecimal, a duration in seconds.
+export const word = (name, prefix) => name.slice(prefix.length).toLowerCase().replaceAll("_", " ");
+export const hex = (bytes) => Array.from(atob(bytes), (one) => one.charCodeAt(0).toString(16).padStart(2, "0")).join("");
+export const durationOf = (text) => (text === undefined ? null : parseFloat(text));
 
 // What every view needs to write.
 export const count = (value) => value.toLocaleString("en");

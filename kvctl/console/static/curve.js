@@ -1,22 +1,40 @@
 // Hit rates of ghost caches over their size.
 
-import { colour, count, key, read, share, sized } from "./api.js";
+import { colour, count, key, read, share, sized, word } from "./api.js";
 
-const POLICIES = { retention: ["--c0", "as it is"], least_recently_used: ["--c2", "least recently used"],
-  reused_last: ["--c1", "what was found again last"] };
+const POLICIES = { retention: ["--c0", "as it is"], "least recently used": ["--c2", "least recently used"],
+  "reused last": ["--c1", "what was found again last"] };
 
 export class GhostCurve {
   constructor() {
     this.canvas = document.getElementById("curve");
     this.found = null;
+    this.problem = "";
     document.getElementById("curve-legend").replaceChildren(
       ...Object.values(POLICIES).map(([name, text]) => key(name, text)), key("--mark", "the real cache"));
     new ResizeObserver(() => this.draw()).observe(this.canvas);
   }
 
   async load(pool) {
-    this.found = await read("ghosts", { executor: pool.executor_id });
+    // A token of one tenant is refused each time.
+    if (this.problem) return;
+    try {
+      this.found = this.figures(await read("ghosts", { executor: pool.executor_id }));
+    } catch (error) {
+      [this.found, this.problem] = [null, error.message];
+    }
     this.draw();
+  }
+
+  figures({ caches, tokens, device_blocks, sample_rate }) {
+    return {
+      caches: caches.map(({ policy, total_blocks, hit_tokens }) => (
+        { policy: word(policy, "GHOST_POLICY_"), blocks: total_blocks, hit_tokens: Number(hit_tokens) })),
+      queried_tokens: Number(tokens?.queried_tokens ?? 0),
+      hit_tokens: Number(tokens?.hit_tokens ?? 0),
+      device_blocks,
+      sample_rate,
+    };
   }
 
   draw() {
@@ -25,7 +43,8 @@ export class GhostCurve {
     const { found } = this;
     if (!found?.caches.length || !found.queried_tokens) {
       const on = found?.caches.length;
-      text.textContent = on ? "No prompt in the last hour." : "Ghost caches are off for this executor.";
+      const off = found ? "Ghost caches are off for this executor." : this.problem;
+      text.textContent = on ? "No prompt in the last hour." : off;
       return;
     }
     const sizes = [...new Set(found.caches.map((one) => one.blocks))];

@@ -1,6 +1,6 @@
 // Puts the parts together and keeps them up to date, one request at a time.
 
-import { count, element, fill, owner, read, seconds, share } from "./api.js";
+import { count, durationOf, element, fill, hex, owner, pages, read, seconds, share, word } from "./api.js";
 import { GhostCurve } from "./curve.js";
 import { BlockMap } from "./map.js";
 import { PrefixTree } from "./tree.js";
@@ -45,8 +45,22 @@ function choose(poolId) {
   slow.due = 0;
 }
 
+// A pool with its tiers. A block's place is its slot behind those of the tiers above.
+function poolOf({ pool_id, spec, lower_tiers: lower, queried_tokens, hit_tokens, ...device }) {
+  const usage = (name) => lower.find(({ tier }) => tier === name) ?? {};
+  let offset = 0;
+  const tiers = [["device", spec.num_blocks, device], ["host", spec.host_blocks, usage("TIER_HOST")],
+    ["disk", spec.disk_blocks, usage("TIER_DISK")]].map(([tier, size, counts], index) => {
+    offset += size;
+    return { tier, number: index + 1, offset: offset - size, size, total: counts.total_blocks ?? size,
+      used: counts.used_blocks ?? 0, cached: counts.cached_blocks ?? 0 };
+  });
+  return { pool_id, executor_id: pool_id.slice(0, pool_id.lastIndexOf("/")), tiers: tiers.filter(({ size }) => size),
+    queried_tokens: Number(queried_tokens), hit_tokens: Number(hit_tokens) };
+}
+
 async function loadPools() {
-  const { pools } = await read("pools");
+  const pools = (await read("pools")).pools.map(poolOf);
   const names = pools.map((pool) => pool.pool_id);
   const changed = names.join() !== state.pools.map((pool) => pool.pool_id).join()
     || JSON.stringify(pools.map(shape)) !== JSON.stringify(state.pools.map(shape));
@@ -73,18 +87,20 @@ function gauges() {
 }
 
 async function loadEvents() {
-  const found = await read("events", { after: state.lastEvent ?? 0 });
+  const found = await read("events", state.lastEvent === null ? {} : { after: state.lastEvent });
   // A manager that started again counts from the beginning.
   if (state.lastEvent !== null && found.last < state.lastEvent) state.events = [];
   state.lastEvent = found.last;
   if (!found.events.length && state.events.length) return;
   state.events = [...found.events.reverse(), ...state.events].slice(0, KEPT_EVENTS);
   fill(byId("events"), [
-    ["number", (event) => count(event.number), true], ["what", (event) => event.kind.replaceAll("_", " ")],
-    ["pool", (event) => event.pool_id], ["slot", (event) => (event.slot ? `${event.tier} ${event.slot}` : "")],
-    ["key", (event) => event.key], ["tokens", (event) => event.tokens || "", true],
-    ["priority", (event) => (event.key ? event.priority : ""), true],
-    ["cause", (event) => event.cause.replaceAll("_", " ")], ["holder", (event) => event.holder],
+    ["number", (event) => count(Number(event.event_number)), true], ["what", ({ kind }) => word(kind, "EVENT_KIND_")],
+    ["pool", ({ block }) => block.pool_id],
+    ["slot", ({ block }) => (block.slot ? `${word(block.tier, "TIER_")} ${block.slot}` : "")],
+    ["key", ({ block }) => hex(block.key).slice(0, 12)], ["tokens", ({ block }) => block.num_tokens || "", true],
+    ["priority", ({ block }) => (block.key ? block.retention_priority : ""), true],
+    ["cause", ({ removal_cause: cause }) => word(cause, "REMOVAL_CAUSE_").replace("unspecified", "")],
+    ["holder", ({ lease }) => lease?.holder ?? ""],
   ], state.events, "Nothing has happened.");
 }
 
@@ -98,11 +114,13 @@ async function loadTenants() {
     if (meant.length === 1) return meant[0];
     return rows[rows.push({ ...names, name: owner(names), blocks: 0, queried: 0, hit: 0, quota: "" }) - 1];
   };
-  for (const { salt, queried, hit } of found.salts) {
-    Object.assign(rowOf({ tenant: null, salt }, (row) => row.salt === salt), { queried, hit });
+  for (const { salt = null, tokens } of found.salts.filter(({ others }) => !others)) {
+    const counted = { queried: Number(tokens.queried_tokens), hit: Number(tokens.hit_tokens) };
+    Object.assign(rowOf({ tenant: null, salt }, (row) => row.salt === salt), counted);
   }
-  for (const { tenant, salt, floor, ceiling, blocks } of found.quotas) {
-    const most = ceiling === null ? "no ceiling" : `at most ${count(ceiling)}`;
+  for (const { quota, device_blocks: blocks } of found.quotas.filter((one) => one.pool_id === state.pool.pool_id)) {
+    const { tenant_id: tenant = null, salt = null, device_floor_blocks: floor, device_ceiling_blocks: ceiling } = quota;
+    const most = ceiling === undefined ? "no ceiling" : `at most ${count(ceiling)}`;
     const row = rowOf({ tenant, salt }, (one) => (tenant === null ? one.salt === salt : one.tenant === tenant));
     row.quota = `at least ${count(floor)}, ${most}; has ${count(blocks)}`;
   }
@@ -118,22 +136,27 @@ async function loadTenants() {
 async function loadLeases() {
   const { holds } = await read("holds");
   const rows = holds.map((hold) => ({
-    what: hold.pin ? "pin" : "hold", holder: hold.owner, blocks: hold.blocks, priority: "", remaining: hold.remaining,
-    where: hold.executor_id,
+    what: hold.pin ? "pin" : "hold", holder: hold.owner, blocks: hold.num_blocks, priority: "",
+    remaining: durationOf(hold.remaining_duration), where: hold.executor_id,
   }));
-  const groups = new Map();
+  const [groups, leases] = [new Map(), new Map()];
   const { pool_id: pool } = state.pool;
-  for (let after = 0; after !== null && groups.size < MAX_ROWS;) {
-    const page = await read("leases", { pool, after });
+  for await (const page of pages("leases", { pool })) {
     for (const lease of page.leases) {
-      const name = [lease.holder, lease.priority, seconds(lease.remaining), lease.running].join();
+      const name = [lease.holder, lease.priority, seconds(lease.remaining), lease.started].join();
       const group = groups.get(name) ?? groups.set(name, { ...lease, what: "lease", blocks: 0, where: pool }).get(name);
-      group.blocks += lease.blocks;
+      group.blocks += lease.slots.length;
+      for (const [tier, slot] of lease.slots) {
+        const place = map.placeOf(tier, slot);
+        leases.set(place, [...(leases.get(place) ?? []), lease]);
+      }
     }
-    after = page.next;
+    if (groups.size >= MAX_ROWS) break;
   }
+  map.leases = leases;
+  map.describe();
   rows.push(...groups.values());
-  const waits = (row) => row.running === false && row.remaining !== null;
+  const waits = (row) => row.started === false && row.remaining !== null;
   const left = (row) => (row.remaining ?? Infinity);
   fill(byId("leases"), [
     ["what", (row) => row.what], ["holder", (row) => row.holder], ["blocks", (row) => count(row.blocks), true],
@@ -146,7 +169,7 @@ async function loadLeases() {
 // What reads many blocks comes less often.
 const slow = { due: 0, async run() {
   await map.load();
-  await tree.load();
+  tree.load(map);
   await curve.load(state.pool);
   await loadTenants();
   await loadLeases();

@@ -1,6 +1,6 @@
 // The pool as a picture: one square per slot, drawn from columns of numbers.
 
-import { colour, count, element, key, owner, read, seconds, sized } from "./api.js";
+import { colour, count, element, key, owner, pages, seconds, sized } from "./api.js";
 
 const TIERS = { device: "--c0", host: "--c1", disk: "--c2" };
 const OWNERS = ["--c0", "--c1", "--c2", "--c3", "--c4", "--c5", "--c6"];
@@ -37,6 +37,9 @@ export class BlockMap {
 
   reset() {
     this.size = this.pool ? Math.max(...this.pool.tiers.map((tier) => tier.offset + tier.size)) : 0;
+    // By place.
+    this.blocks = [];
+    this.leases = new Map();
     // By place: which colour, 0 for an empty slot.
     this.present = new Uint8Array(this.size + 1);
     this.priority = new Uint8Array(this.size + 1);
@@ -57,12 +60,11 @@ export class BlockMap {
   // All pages; what has gone meanwhile disappears with the next round.
   async load() {
     const { pool } = this;
-    const [present, known, blocksOf] = [new Uint8Array(this.size + 1), new Map(), []];
+    const [present, known, blocksOf, blocks] = [new Uint8Array(this.size + 1), new Map(), [], []];
     this.owners.forEach((name, index) => known.set(name, index));
-    for (let after = 0; after !== null;) {
-      const page = await read("blocks", { pool: pool.pool_id, after });
+    for await (const page of pages("blocks", { pool: pool.pool_id })) {
       if (this.pool !== pool) return;
-      const names = page.domains.map((domain) => {
+      const names = page.owners.map((domain) => {
         const name = owner(domain);
         if (!known.has(name)) {
           this.domains[known.size] = domain;
@@ -70,21 +72,28 @@ export class BlockMap {
         }
         return known.get(name);
       });
-      const { place, priority, references, idle, domain } = page.columns;
-      place.forEach((at, row) => {
-        if (at > this.size) return;
-        present[at] = references[row] ? 2 : 1;
-        this.priority[at] = priority[row];
-        this.idle[at] = references[row] ? 0 : Math.max(idle[row], 0.001);
-        this.owner[at] = names[domain[row]];
-        blocksOf[names[domain[row]]] = (blocksOf[names[domain[row]]] ?? 0) + 1;
-      });
-      after = page.next;
+      for (const [tier, slot, key, parent, depth, tokens, references, priority, hits, idle, index] of page.rows) {
+        const place = this.placeOf(tier, slot);
+        if (!place) continue;
+        present[place] = references ? 2 : 1;
+        this.priority[place] = priority;
+        this.idle[place] = references ? 0 : Math.max(idle, 0.001);
+        this.owner[place] = names[index];
+        blocksOf[names[index]] = (blocksOf[names[index]] ?? 0) + 1;
+        blocks[place] = { key, parent, depth, tokens, references, priority, hits, idle, owner: names[index] };
+      }
     }
     this.present = present;
+    this.blocks = blocks;
     this.owners = [...known.keys()];
     this.blocksOf = blocksOf;
     this.draw();
+  }
+
+  // 0 for a slot that this pool does not have.
+  placeOf(tier, slot) {
+    const found = this.pool.tiers.find(({ number }) => number === tier);
+    return found && slot <= found.size ? found.offset + slot : 0;
   }
 
   choose(mode) {
@@ -196,21 +205,27 @@ export class BlockMap {
     if (place >= 1 && place <= this.size) this.select(place);
   }
 
-  async select(place) {
+  select(place) {
     this.cursor = place;
     this.draw();
-    const found = await read("block", { pool: this.pool.pool_id, place });
-    if (this.cursor !== place) return;
-    const leases = (found.leases ?? []).map(({ holder, priority, remaining }) => (
+    this.describe();
+  }
+
+  // The chosen block in words.
+  describe() {
+    const place = this.cursor;
+    if (!place) return;
+    const found = this.blocks[place];
+    const leases = (this.leases.get(place) ?? []).map(({ holder, priority, remaining }) => (
       `${holder} ${priority}, ${seconds(remaining)}`));
-    this.detail.textContent = found.empty ? `Slot ${place}: empty` : [
-      `Slot ${place}, ${found.tier}`,
+    this.detail.textContent = !found ? `Slot ${place}: empty` : [
+      `Slot ${place}, ${this.pool.tiers.findLast((tier) => place > tier.offset).tier}`,
       found.key ? `key ${found.key.slice(0, 12)}…` : "not in the index",
       `block ${count(found.depth)} of its chain, ${found.tokens} tokens`,
       `references ${found.references}, found ${count(found.hits)} times`,
       `priority ${found.priority}`,
       found.references ? "in use" : `last used ${seconds(found.idle)} ago`,
-      owner(found),
+      owner(this.domains[found.owner]),
       ...leases,
     ].join(" · ");
   }

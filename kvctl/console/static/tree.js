@@ -1,11 +1,17 @@
-// The prefix tree, opened piece by piece.
+// The prefix tree, opened piece by piece. A chain without branches is one row.
 
-import { count, element, owner, read } from "./api.js";
+import { count, element, owner } from "./api.js";
+
+// Children of a node that are shown: those found most often first.
+const MAX_CHILDREN = 100;
+const byHits = (a, b) => b.hits - a.hits || b.references - a.references || a.idle - b.idle;
 
 export class PrefixTree {
   constructor() {
     this.root = document.getElementById("tree");
     this.pool = null;
+    this.children = new Map();
+    this.domains = [];
     this.open = new Set();
     this.focused = "";
     this.root.addEventListener("keydown", (event) => this.pressed(event));
@@ -20,8 +26,19 @@ export class PrefixTree {
     this.pool = pool;
   }
 
-  async load() {
-    const rows = await this.rows("", 1);
+  load({ blocks, domains }) {
+    this.children = new Map();
+    this.domains = domains;
+    blocks.filter(({ key }) => key).forEach((block) => {
+      const siblings = this.children.get(block.parent);
+      if (siblings) siblings.push(block);
+      else this.children.set(block.parent, [block]);
+    });
+    this.draw();
+  }
+
+  draw() {
+    const rows = this.rows("", 1);
     const inside = this.root.contains(document.activeElement);
     this.root.replaceChildren(...rows);
     if (!rows.length) this.root.append(element("p", "Nothing is cached.", { class: "quiet" }));
@@ -30,21 +47,37 @@ export class PrefixTree {
     if (inside) row?.focus();
   }
 
-  async rows(key, level) {
-    const { nodes, more } = await read("tree", { pool: this.pool.pool_id, key });
+  rows(key, level) {
+    const children = this.childrenOf(key).toSorted(byHits);
     const rows = [];
-    for (const node of nodes) {
+    for (const node of children.slice(0, MAX_CHILDREN).map((child) => this.chain(child))) {
       rows.push(this.row(node, level));
-      if (node.branches && this.open.has(node.end)) rows.push(...await this.rows(node.end, level + 1));
+      if (node.branches && this.open.has(node.end)) rows.push(...this.rows(node.end, level + 1));
     }
-    if (more > 0) rows.push(element("p", `and ${count(more)} more or so`, { class: "quiet" }));
+    const more = children.length - MAX_CHILDREN;
+    if (more > 0) rows.push(element("p", `and ${count(more)} more`, { class: "quiet" }));
     return rows;
+  }
+
+  childrenOf(key) {
+    return this.children.get(key) ?? [];
+  }
+
+  chain(first) {
+    let [last, blocks, { tokens }] = [first, 1, first];
+    for (let next = this.childrenOf(last.key); next.length === 1; next = this.childrenOf(last.key)) {
+      [last] = next;
+      blocks += 1;
+      tokens += last.tokens;
+    }
+    return { ...first, end: last.key, end_hits: last.hits, blocks, tokens,
+      branches: this.childrenOf(last.key).length };
   }
 
   row(node, level) {
     const blocks = node.blocks === 1 ? "1 block" : `${count(node.blocks)} blocks`;
     const hits = node.hits === node.end_hits ? count(node.hits) : `${count(node.hits)} to ${count(node.end_hits)}`;
-    const parts = level === 1 ? [owner(node)] : [];
+    const parts = level === 1 ? [owner(this.domains[node.owner])] : [];
     parts.push(`found ${hits}×`, `${blocks}, ${count(node.tokens)} tokens`, `priority ${node.priority}`);
     if (node.references) parts.push("in use");
     if (node.branches) parts.push(`${count(node.branches)} branches`);
@@ -56,12 +89,12 @@ export class PrefixTree {
     return row;
   }
 
-  async toggle(row) {
+  toggle(row) {
     this.focused = row.dataset.end;
     row.focus();
     if (!row.hasAttribute("aria-expanded")) return;
     if (!this.open.delete(row.dataset.end)) this.open.add(row.dataset.end);
-    await this.load();
+    this.draw();
   }
 
   pressed(event) {

@@ -1,1 +1,0 @@
-"""The console: one page that shows the cache and changes nothing."""

@@ -1,0 +1,136 @@
+"""The console over HTTP: its own files, and what it shows as JSON. It changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvctl.console.data import Cache, Read
+from kvctl.console.settings import ConsoleSettings
+from protos.rpc.authorized import AUTHORIZATION_KEY
+from protos.rpc.channel import open_channel
+from protos.rpc.errors import InvalidField, RemoteError, from_rpc_error
+from protos.rpc.http_server import HttpServer, peer_of
+from protos.rpc.interceptors import FORWARDED_KEY
+from protos.rpc.settings import variable
+
+# The page loads from its own server only, and no other page may show it in a frame.
+CONTENT_SECURITY_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "content-security-policy": CONTENT_SECURITY_POLICY,
+    "cache-control": "no-store",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
+CALL_SECONDS = 10.0
+_STATUSES = {
+    grpc.StatusCode.INVALID_ARGUMENT: 400,
+    grpc.StatusCode.UNAUTHENTICATED: 401,
+    grpc.StatusCode.PERMISSION_DENIED: 403,
+    grpc.StatusCode.NOT_FOUND: 404,
+    grpc.StatusCode.UNAVAILABLE: 503,
+    grpc.StatusCode.DEADLINE_EXCEEDED: 504,
+}
+
+
+def create_app(channel: grpc.aio.Channel) -> Starlette:
+    """The page and its data. channel: to the cache manager's admin address, without a token of its own."""
+    cache = Cache(channel)
+    reads: dict[str, Read] = {
+        "pools": cache.pools,
+        "blocks": cache.blocks,
+        "leases": cache.leases,
+        "holds": cache.holds,
+        "tenants": cache.tenants,
+        "events": cache.events,
+        "ghosts": cache.ghosts,
+    }
+    routes = [
+        *(Route(f"/api/{name}", _endpoint(read), methods=["GET"]) for name, read in reads.items()),
+        Mount("/", StaticFiles(directory=Path(__file__).parent / "static", html=True)),
+    ]
+    return Starlette(routes=routes, middleware=[Middleware(_Headers)])
+
+
+async def serve(settings: ConsoleSettings) -> None:
+    """Serves until SIGTERM or SIGINT. Raises AddressError."""
+    admin, security = settings.cachemgr_admin_address, settings.security
+    security.check_private(admin)
+    stopping, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    # Each call carries the token of the viewer, never that of this process.
+    async with open_channel(admin, replace(security, token_file=None)) as channel:
+        server = HttpServer(
+            create_app(channel),
+            settings.address,
+            name="console",
+            security=security,
+            setting=variable(ConsoleSettings, "address"),
+            # Also where other machines come: browsers do, and no program that would need a name.
+            own_names=settings.serves_anybody,
+        )
+        await server.start()
+        await stopping.wait()
+        await server.stop()
+
+
+def _endpoint(read: Read) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        options = {"metadata": _metadata(request), "timeout": CALL_SECONDS}
+        try:
+            return JSONResponse(await read(request.query_params, options))
+        except InvalidField as error:
+            return _refusal(error)
+        except grpc.aio.AioRpcError as error:
+            return _refusal(from_rpc_error(error))
+
+    return answer
+
+
+def _metadata(request: Request) -> tuple[tuple[str, str], ...]:
+    """The viewer's token and address, for the cache manager to check and to write down."""
+    authorization = request.headers.get("authorization", "")
+    forwarded = ((FORWARDED_KEY, peer_of(request)),)
+    # What gRPC would not send is no token.
+    if authorization.isascii() and authorization.isprintable() and authorization:
+        return ((AUTHORIZATION_KEY, authorization), *forwarded)
+    return forwarded
+
+
+def _refusal(error: InvalidField | RemoteError) -> Response:
+    body = {"reason": error.reason, "message": error.message, "fields": error.fields}
+    return JSONResponse(body, _STATUSES.get(error.code, 502))
+
+
+class _Headers:
+    """Adds headers to every answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                added = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+                message["headers"] = [*message["headers"], *added]
+            await send(message)
+
+        await self._app(scope, receive, with_headers)

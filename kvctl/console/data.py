@@ -1,0 +1,153 @@
+"""Reads what the page shows from the cache manager, as JSON. It never asks for token ids."""
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+
+from kvctl.output import plain
+from protos.kvcache.v1 import kvcache_pb2 as pb
+from protos.kvcache.v1 import kvcache_pb2_grpc as rpc
+from protos.rpc.errors import InvalidField, from_rpc_error
+
+Json = dict[str, Any]
+Query = Mapping[str, str]
+# Metadata and timeout of a call.
+Options = dict[str, Any]
+Read = Callable[[Query, Options], Awaitable[Json]]
+
+PAGE = 1000
+EVENTS = 200
+# How long a read of events waits for more of them.
+EVENT_SECONDS = 0.2
+GHOST_SECONDS = 3600
+# Enough digits of a key to tell the blocks of a pool apart.
+_KEY_BYTES = 8
+# No event has this number: the cache manager answers with the newest that it has.
+_NO_EVENT = (1 << 64) - 1
+
+
+class Cache:
+    """The cache manager as the viewer of a call may see it. All reads raise AioRpcError, `events` also InvalidField."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._admin: rpc.CacheAdminServiceAsyncStub = rpc.CacheAdminServiceStub(channel)
+        self._events: rpc.CacheEventServiceAsyncStub = rpc.CacheEventServiceStub(channel)
+
+    async def pools(self, _query: Query, options: Options) -> Json:
+        """The pools with their counters."""
+        return _plain(await self._admin.ListPools(pb.ListPoolsRequest(page_size=PAGE), **options))
+
+    async def blocks(self, query: Query, options: Options) -> Json:
+        """A page of blocks in use or cached, a row each; a row's last value points into `owners`.
+
+        A row: tier, slot, key and parent's key in hexadecimal, depth, tokens, references, priority, hits, seconds since
+        the last use, owner.
+        """
+        request = pb.ListBlocksRequest(pool_id=_pool(query), page_size=PAGE, page_token=query.get("page", ""))
+        page = await self._admin.ListBlocks(request, **options)
+        owners: dict[tuple[str | None, str | None], int] = {}
+        rows = [
+            (
+                one.tier,
+                one.slot,
+                one.key[:_KEY_BYTES].hex(),
+                one.parent_key[:_KEY_BYTES].hex(),
+                one.depth,
+                one.num_tokens,
+                one.references,
+                one.retention_priority,
+                one.hits,
+                round(_seconds(one.last_use_age), 1),
+                owners.setdefault(_owner(one), len(owners)),
+            )
+            for one in page.blocks
+        ]
+        told = [{"tenant": tenant, "salt": salt} for tenant, salt in owners]
+        return {"rows": rows, "owners": told, "next": page.next_page_token}
+
+    async def leases(self, query: Query, options: Options) -> Json:
+        """A page of leases; those that differ in their block only are one, with the tier and slot of each block."""
+        request = pb.ListLeasesRequest(pool_id=_pool(query), page_size=PAGE, page_token=query.get("page", ""))
+        page = await self._admin.ListLeases(request, **options)
+        groups: dict[tuple[object, ...], Json] = {}
+        for one in page.leases:
+            lease = one.lease
+            left = round(_seconds(lease.remaining_duration)) if lease.HasField("remaining_duration") else None
+            group = {
+                "holder": lease.holder,
+                "priority": lease.retention_priority,
+                "remaining": left,
+                "started": lease.started,
+            }
+            found = groups.setdefault(tuple(group.values()), group | {"slots": []})
+            found["slots"].append((one.block.tier, one.block.slot))
+        return {"leases": list(groups.values()), "next": page.next_page_token}
+
+    async def holds(self, _query: Query, options: Options) -> Json:
+        """Holds and pins."""
+        return _plain(await self._admin.ListHolds(pb.ListHoldsRequest(page_size=PAGE), **options))
+
+    async def tenants(self, query: Query, options: Options) -> Json:
+        """Lookups by salt, and quotas."""
+        stats = await self._admin.GetStats(pb.GetStatsRequest(pool_id=_pool(query)), **options)
+        quotas = await self._admin.ListQuotas(pb.ListQuotasRequest(page_size=PAGE), **options)
+        return _plain(stats) | _plain(quotas)
+
+    async def ghosts(self, query: Query, options: Options) -> Json:
+        """Ghost caches of the last hour."""
+        request = pb.GetGhostCachesRequest(
+            executor_id=query.get("executor", ""), window=Duration(seconds=GHOST_SECONDS)
+        )
+        return _plain(await self._admin.GetGhostCaches(request, **options))
+
+    async def events(self, query: Query, options: Options) -> Json:
+        """The newest events behind a number, and the number of the last one."""
+        after = query.get("after", str(_NO_EVENT))
+        if not (
+            after.isascii() and after.isdecimal() and len(after) <= len(str(_NO_EVENT)) and int(after) <= _NO_EVENT
+        ):
+            raise InvalidField("after", "must be the number of an event")
+        number = int(after)
+        try:
+            found = await self._events_behind(number, options)
+        except grpc.aio.AioRpcError as error:
+            remote = from_rpc_error(error)
+            if remote.reason != "EVENTS_GONE":
+                raise
+            number = max(int(remote.metadata["oldest"]) - 1, int(remote.metadata["newest"]) - EVENTS)
+            found = await self._events_behind(number, options)
+        last = found[-1].event_number if found else number
+        return {"last": last, "events": [_plain(event) for event in found[-EVENTS:]]}
+
+    async def _events_behind(self, number: int, options: Options) -> list[pb.Event]:
+        request = pb.WatchEventsRequest(after_event_number=number)
+        found: list[pb.Event] = []
+        try:
+            async for batch in self._events.WatchEvents(request, **options | {"timeout": EVENT_SECONDS}):
+                found += batch.events
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise
+        return found
+
+
+def _plain(message: Any) -> Json:
+    fields: Json = plain(message)
+    return fields
+
+
+def _pool(query: Query) -> str:
+    return query.get("pool", "")
+
+
+def _seconds(duration: Duration) -> float:
+    return duration.seconds + duration.nanos / 1e9
+
+
+def _owner(block: pb.Block) -> tuple[str | None, str | None]:
+    return (
+        block.tenant_id if block.HasField("tenant_id") else None,
+        block.salt if block.HasField("salt") else None,
+    )
