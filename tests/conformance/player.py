@@ -8,7 +8,7 @@ from typing import Any
 
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from tests.conformance.backends import Backend
-from tests.conformance.device import Device, contents
+from tests.support.device import Content, Device, contents
 
 EXECUTOR, SCHEDULER = "gpu", "front"
 SCHEDULED = {"scheduler_id": SCHEDULER, "scheduler_epoch": 1}
@@ -21,7 +21,7 @@ class Live:
     name: str
     handle: int
     tokens: list[int]
-    root: object
+    scope: tuple[str | None, int | None]
     extra: list[pb.ExtraKey]
     tables: list[list[int]]
     cached: int
@@ -31,9 +31,9 @@ class Live:
     ended: bool = False
 
     @property
-    def contents(self) -> list[int]:
+    def contents(self) -> list[Content]:
         """What each of its tokens leaves in memory."""
-        return contents(self.root, self.tokens, self.extra)
+        return contents(self.scope, self.tokens, self.extra)
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Player:
     def __post_init__(self) -> None:
         windows = [pool.attention_window if pool.HasField("attention_window") else None for pool in self.pools]
         self.windowed = any(windows)
-        self.device = Device(self.block_size, windows)
+        self.device = Device(self.block_size, windows, pb.TIER_DEVICE)
         self._sync_numbers = count(1)
         self._step = 0
         self.manager_epoch = self.backend.call(
@@ -80,8 +80,8 @@ class Player:
         """Admits a sequence and runs its copies; computes nothing."""
         answer = self.backend.call("AdmitSequence", self.admission(name, token_ids, **options))
         if answer.admitted:
-            root = (options.get("salt"), options.get("adapter_id"))
-            self._enter(name, answer, token_ids, root, options.get("extra_keys", []))
+            scope = (options.get("salt"), options.get("adapter_id"))
+            self._enter(name, answer, token_ids, scope, options.get("extra_keys", []))
             self.sequences[name].wait_for = answer.wait_for_handle
             self.sequences[name].cached = answer.cached_tokens
             self.sequences[name].computed = self.sequences[name].reported = answer.cached_tokens
@@ -93,14 +93,14 @@ class Player:
         request = pb.ForkSequenceRequest(parent_sequence_id=parent_name, sequence_id=name, **SCHEDULED)
         answer = self.backend.call("ForkSequence", request)
         if answer.admitted:
-            self._enter(name, answer, parent.tokens, parent.root, parent.extra)
+            self._enter(name, answer, parent.tokens, parent.scope, parent.extra)
             child = self.sequences[name]
             child.cached = child.computed = child.reported = parent.reported
         return answer
 
-    def _enter(self, name: str, answer: Any, token_ids: list[int], root: object, extra: list[pb.ExtraKey]) -> None:
+    def _enter(self, name: str, answer: Any, token_ids: list[int], scope: Any, extra: list[pb.ExtraKey]) -> None:
         tables = [list(table.slots) for table in answer.block_tables]
-        self.sequences[name] = Live(name, answer.sequence_handle, list(token_ids), root, extra, tables, 0)
+        self.sequences[name] = Live(name, answer.sequence_handle, list(token_ids), scope, extra, tables, 0)
         self.copy(answer.transfers)
 
     def compute(self, name: str, length: int | None = None) -> None:
@@ -141,7 +141,7 @@ class Player:
             self.backend.call("ReleaseSequence", pb.ReleaseSequenceRequest(sequence_id=name, **SCHEDULED))
             return
         self._compute(live, len(live.tokens) - 1)
-        self.device.check(live.tables, live.contents, live.computed, live.computed)
+        self.device.read(live.tables, live.contents, live.computed, live.computed)
         self._sync(
             live,
             handles=[live.handle],
@@ -165,7 +165,8 @@ class Player:
                 self._report(writer)
         if end > live.computed:
             self._step += 1
-            self.device.compute(live.tables, live.contents, live.computed, end)
+            self.device.write(live.tables, live.contents, live.computed, end)
+            self.device.read(live.tables, live.contents, live.computed, end)
             live.computed = end
 
     def _report(self, live: Live, new_tokens: list[int] | None = None) -> int:
@@ -221,7 +222,8 @@ class Player:
         self.transfers = list(transfers)
         if not self.transfers:
             return
-        self.device.copy(self.transfers)
+        for transfer in self.transfers:
+            self.device.copy(transfer)
         request = pb.ConfirmTransfersRequest(
             executor_id=EXECUTOR, executor_epoch=1, tickets=[transfer.ticket for transfer in self.transfers]
         )

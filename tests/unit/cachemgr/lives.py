@@ -12,7 +12,7 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-from tests.unit.cachemgr.test_random_operations import live_long
+from tests.support.random_operations import live_long
 
 # The settings of a life by its seed and its number of operations; any exception says that it failed.
 Life = Callable[[int, int], dict[str, Any]]

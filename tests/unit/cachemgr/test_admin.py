@@ -5,7 +5,7 @@ import pytest
 from cachemgr.blocks.block import Block
 from cachemgr.errors import BlocksInUseError, InvalidField, UnknownPoolError
 from cachemgr.types import BlockFilter, Purged
-from tests.unit.cachemgr.world import World, wish
+from tests.support.in_process_manager import World, wish
 
 
 def test_a_purge_drops_what_nobody_uses_and_says_so_before():

@@ -14,7 +14,7 @@ from cachemgr.errors import (
 )
 from cachemgr.manager import CacheManager
 from cachemgr.types import AdmitRequest, ManagerConfig, Retention, RetentionRange
-from tests.unit.cachemgr.world import World
+from tests.support.in_process_manager import World
 
 VALID = AdmitRequest("a", "s", 1, "e", (1, 2, 3))
 

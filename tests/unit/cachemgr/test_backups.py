@@ -6,8 +6,8 @@ import pytest
 
 from cachemgr.sequences.transfers import MAX_BACKUPS
 from cachemgr.types import EventKind, HintAction, Hints, Prefix, Quota, RemovalCause, TierKind
-from tests.unit.cachemgr.tiered import PROMPT, backed_up, backups, cached, fill, host, tiers
-from tests.unit.cachemgr.world import BLOCK, CONFIG, World, wish
+from tests.support.in_process_manager import BLOCK, CONFIG, World, wish
+from tests.unit.cachemgr.tiered import PROMPT, backed_up
 
 # How they come about
 
@@ -22,14 +22,14 @@ def test_cached_blocks_are_copied_to_empty_host_slots_in_the_background_heads_fi
         (1, TierKind.DEVICE, TierKind.HOST),
         (2, TierKind.DEVICE, TierKind.HOST),
     ]
-    assert host(world).used_blocks == 2
+    assert world.host.used_blocks == 2
     world.check()
     world.run_executor_copies()
     world.check()
-    assert backups(world) == 2
+    assert world.backups == 2
     # Their slots may be taken.
-    assert (host(world).used_blocks, host(world).free_blocks, host(world).cached_blocks) == (0, 2, 0)
-    assert tiers(world) == {"device": 3}
+    assert (world.host.used_blocks, world.host.free_blocks, world.host.cached_blocks) == (0, 2, 0)
+    assert world.tiers() == {"device": 3}
 
 
 def test_blocks_in_use_are_copied_too_and_those_below_the_floor_are_not():
@@ -38,7 +38,7 @@ def test_blocks_in_use_are_copied_too_and_those_below_the_floor_are_not():
     world.cache(list(range(50, 54)), retention=wish(34))
     world.back_up()
     world.check()
-    assert backups(world) == 3
+    assert world.backups == 3
     assert {block.token_ids[0] for block in world.manager.queries.records("e") if block.backup is None} == {50}
 
 
@@ -46,10 +46,10 @@ def test_a_block_whose_priority_rises_is_copied_later():
     world = World(8, host_blocks=8)
     world.cache(list(range(4)), retention=wish(10))
     world.back_up()
-    assert backups(world) == 0
+    assert world.backups == 0
     world.cache(list(range(5)), session_id="other", retention=wish(50))
     world.back_up()
-    assert backups(world) == 2
+    assert world.backups == 2
     world.check()
 
 
@@ -60,7 +60,7 @@ def test_what_stands_above_what_is_worth_it_is_copied_whatever_its_priority():
     world.run([*PROMPT[:4], 70], "first")
     fill_rest = world.cache([80, 81, 82])
     assert fill_rest.transfers
-    assert tiers(world)["host"] == 1
+    assert world.tiers()["host"] == 1
     world.back_up()
     head = next(block for block in world.manager.queries.records("e") if block.token_ids == (0, 1, 2, 3))
     assert head.backup is not None
@@ -74,7 +74,7 @@ def test_what_has_come_to_stand_above_lower_blocks_is_copied():
     world.run_executor_copies(fail=True)
     world.run([*PROMPT[:4], 70], "first")
     world.cache(list(range(100, 112)))
-    assert tiers(world)["host"] == 1
+    assert world.tiers()["host"] == 1
     world.renew()
     copies = world.manager.queries.executor_transfers("e")
     assert world.live["first"].tables[0][0] in {copy.source_slot for copy in copies}
@@ -92,7 +92,7 @@ def test_only_so_many_are_copied_at_a_time():
     world.renew()
     assert len(world.manager.queries.executor_transfers("e")) == MAX_BACKUPS
     world.back_up()
-    assert backups(world) == 2 * MAX_BACKUPS
+    assert world.backups == 2 * MAX_BACKUPS
     world.check()
 
 
@@ -102,11 +102,11 @@ def test_write_through_can_be_switched_off():
     world.renew()
     assert world.manager.queries.executor_transfers("e") == []
     # What comes back from the host keeps its slot all the same.
-    fill(world)
+    world.fill()
     world.finish("fill100")
     world.run(PROMPT, "again")
     world.check()
-    assert backups(world) == 2
+    assert world.backups == 2
 
 
 def test_a_failed_copy_is_no_backup_and_is_not_tried_again():
@@ -115,7 +115,7 @@ def test_a_failed_copy_is_no_backup_and_is_not_tried_again():
     world.renew()
     world.run_executor_copies(fail=True)
     world.check()
-    assert (backups(world), host(world).free_blocks) == (0, 4)
+    assert (world.backups, world.host.free_blocks) == (0, 4)
     world.renew()
     assert world.manager.queries.executor_transfers("e") == []
 
@@ -133,19 +133,19 @@ def test_a_tenant_at_its_ceiling_gets_none():
 def test_a_block_that_was_brought_to_the_device_keeps_its_slot_below():
     world = World(4, host_blocks=6)
     world.cache(PROMPT)
-    fill(world)
+    world.fill()
     world.finish("fill100")
     assert world.run(PROMPT, "again").cached_tokens == 11
     world.check()
     # The last one has given its slot to a block that had to go there.
-    assert backups(world) == 2
-    assert tiers(world) == {"device": 3, "host": 4}
+    assert world.backups == 2
+    assert world.tiers() == {"device": 3, "host": 4}
 
 
 def test_blocks_that_many_bring_up_at_once_keep_their_slots_below():
     world = World(12, host_blocks=12)
     world.cache(PROMPT)
-    fill(world)
+    world.fill()
     world.finish("fill100")
     for name in ("a", "b"):
         assert world.admit([*PROMPT, 70], name).cached_tokens == 12
@@ -158,19 +158,19 @@ def test_blocks_that_many_bring_up_at_once_keep_their_slots_below():
     world.confirm()
     world.sync()
     world.check()
-    assert backups(world) == 3
+    assert world.backups == 3
 
 
 def test_prefetched_blocks_keep_their_slots_below():
     world = World(4, host_blocks=8)
     world.cache(PROMPT)
-    fill(world)
+    world.fill()
     world.finish("fill100")
     hints = Hints("0.1", "m", (HintAction("one", "Prefetch", "0.1", {}),))
     world.manager.operators.hint(Prefix(tuple(PROMPT)), hints, None)
     world.run_executor_copies()
     world.check()
-    assert backups(world) == 3
+    assert world.backups == 3
 
 
 def test_blocks_from_the_disk_get_theirs_in_the_host():
@@ -194,9 +194,9 @@ def test_blocks_from_the_disk_get_theirs_in_the_host():
 def test_an_eviction_of_what_lies_below_already_needs_no_copy():
     world = backed_up()
     before = world.manager.queries.last_event
-    assert fill(world).transfers == ()
+    assert world.fill().transfers == ()
     world.check()
-    assert tiers(world)["host"] == 3
+    assert world.tiers()["host"] == 3
     moved = [event for event in world.manager.queries.events_after(before) if event.kind is EventKind.UPDATED]
     assert {event.block.tier for event in moved} == {TierKind.HOST}
     assert len(moved) == 3
@@ -211,7 +211,7 @@ def test_a_demotion_of_what_lies_below_already_needs_no_copy():
     ((answer,), _) = world.manager.operators.hint(Prefix(tuple(PROMPT)), hints, None)
     assert answer.num_blocks == 3
     assert world.manager.queries.executor_transfers("e") == []
-    assert (tiers(world), world.free) == ({"host": 3}, 4)
+    assert (world.tiers(), world.free) == ({"host": 3}, 4)
     world.check()
 
 
@@ -219,12 +219,12 @@ def test_what_is_not_worth_moving_any_more_goes_with_its_backup():
     world = World(4, host_blocks=4)
     world.cache(PROMPT, retention=wish(90, 5.0), session_id="s")
     world.back_up()
-    assert backups(world) == 3
+    assert world.backups == 3
     world.cache([*PROMPT, 70], retention=wish(10), session_id="s")
-    fill(world)
+    world.fill()
     world.check()
-    assert "host" not in tiers(world)
-    assert host(world).free_blocks == 4
+    assert "host" not in world.tiers()
+    assert world.host.free_blocks == 4
 
 
 def test_device_blocks_with_backups_outlive_the_executor():
@@ -255,7 +255,7 @@ def test_a_backup_whose_copy_was_completed_and_not_confirmed_outlives_the_execut
 def test_a_block_that_is_being_brought_up_outlives_the_executor():
     world = World(4, host_blocks=4)
     world.cache(PROMPT)
-    fill(world)
+    world.fill()
     world.finish("fill100")
     world.admit([*PROMPT, 70], "a")
     world.step(20)
@@ -270,19 +270,19 @@ def test_backups_come_back_to_a_manager_that_starts_again(executor_too):
         world.lose_manager()
         assert world.come_back() == (0, 3)
         world.check()
-        assert cached(world, PROMPT) == 12
+        assert world.found(PROMPT) == 12
     else:
         assert world.restart_manager() == (3, 0)
         world.check()
-        assert backups(world) == 3
-        assert fill(world).transfers == ()
+        assert world.backups == 3
+        assert world.fill().transfers == ()
         world.check()
 
 
 def test_what_the_device_has_lost_comes_back_from_its_backup():
     world = backed_up()
     # A step wrote to the second block's slot.
-    world.written[0, 2] = 99
+    world.device.written[0, 2] = 99
     assert world.restart_manager() == (1, 2)
     world.check()
-    assert cached(world, PROMPT) == 12
+    assert world.found(PROMPT) == 12

@@ -3,9 +3,9 @@
 import json
 
 from cachemgr.types import ForgetTarget, Prefix, TierKind
+from tests.support.in_process_manager import World
 from tests.support.scrape import scraped
-from tests.unit.cachemgr.tiered import PROMPT, backed_up, backups, fill, host
-from tests.unit.cachemgr.world import World
+from tests.unit.cachemgr.tiered import PROMPT, backed_up
 
 # How they go
 
@@ -27,10 +27,10 @@ def test_a_backup_goes_with_its_block():
     world = World(4, host_blocks=4)
     world.run(PROMPT, "live")
     world.back_up()
-    assert backups(world) == 3
+    assert world.backups == 3
     world.manager.truncate(world.caller, "live", 6)
     world.check()
-    assert (backups(world), host(world).free_blocks) == (1, 4)
+    assert (world.backups, world.host.free_blocks) == (1, 4)
 
 
 def test_a_backup_of_what_is_forgotten_is_overwritten():
@@ -42,8 +42,8 @@ def test_a_backup_of_what_is_forgotten_is_overwritten():
     assert all(not copy.source_slot for copy in world.manager.queries.executor_transfers("e"))
     world.run_executor_copies()
     world.check()
-    assert not any(held[2:3] == (0,) for held in world.memory.values())
-    assert host(world).free_blocks == 4
+    assert not world.device.count(None, 0)
+    assert world.host.free_blocks == 4
 
 
 def test_a_backup_that_is_being_made_of_what_is_forgotten_is_overwritten_behind_the_copy():
@@ -57,14 +57,14 @@ def test_a_backup_that_is_being_made_of_what_is_forgotten_is_overwritten_behind_
     world.check()
     world.run_executor_copies()
     world.check()
-    assert not any(held[2:3] == (0,) for held in world.memory.values())
-    assert host(world).free_blocks == 4
+    assert not world.device.count(None, 0)
+    assert world.host.free_blocks == 4
 
 
 def test_a_source_that_is_forgotten_while_it_is_copied_from_is_overwritten():
     world = World(12, host_blocks=12)
     world.cache(PROMPT)
-    fill(world)
+    world.fill()
     world.finish("fill100")
     for name in ("a", "b"):
         world.admit([*PROMPT, 70], name)
@@ -79,7 +79,7 @@ def test_a_source_that_is_forgotten_while_it_is_copied_from_is_overwritten():
     world.sync()
     world.run_executor_copies()
     world.check()
-    assert not any(held[2:3] == (0,) for held in world.memory.values())
+    assert not world.device.count(None, 0)
 
 
 def test_an_evicted_block_does_not_wait_for_its_backup_and_that_is_believed_by_nobody():
@@ -105,10 +105,10 @@ def test_a_recomputed_block_takes_the_backup_of_the_one_whose_place_it_takes():
     world = backed_up(num_blocks=8)
     world.run(PROMPT, "a", no_read=True)
     world.check()
-    assert backups(world) == 3
+    assert world.backups == 3
     world.finish("a")
     world.check()
-    assert backups(world) == 3
+    assert world.backups == 3
 
 
 # How they are seen

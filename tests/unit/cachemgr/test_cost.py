@@ -12,10 +12,9 @@ from cachemgr.blocks.steps import Doomed, at_once
 from cachemgr.blocks.tier import Account, Tier, account_of
 from cachemgr.sequences.transfers import OpenedCopies
 from cachemgr.types import ForgetTarget, ManagerConfig, Prefix
+from tests.support.in_process_manager import World
+from tests.support.random_operations import live_long
 from tests.support.work import work_of
-from tests.unit.cachemgr.test_random_operations import live_long
-from tests.unit.cachemgr.tiered import fill
-from tests.unit.cachemgr.world import World
 
 # A linear call has 2, a quadratic call comes near 4; the rest is what the call does besides.
 LINEAR = 2.2
@@ -27,7 +26,7 @@ def beside_a_full_host_tier(blocks: int, through: bool, disk: int = 0) -> World:
     config = ManagerConfig(capacity_ahead_tokens=0, free_watermark=0.0, event_history=10, write_through=through)
     world = World(blocks, host_blocks=blocks, disk_blocks=disk * blocks, config=config)
     for first in (10_000, 20_000):
-        fill(world, first)
+        world.fill(first)
         world.confirm()
         world.finish(f"fill{first}")
     return world

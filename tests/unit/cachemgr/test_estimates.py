@@ -5,7 +5,7 @@ import pytest
 from cachemgr.errors import InvalidField, UnknownSequenceError
 from cachemgr.operators.state_dump import state_hash
 from cachemgr.types import EventKind, HintAction, Hints, Prefix, Retention, RetentionRange, TierKind
-from tests.unit.cachemgr.world import BLOCK, World, wish
+from tests.support.in_process_manager import BLOCK, World, wish
 
 NUM_BLOCKS = 40
 

@@ -4,7 +4,7 @@ import pytest
 
 from cachemgr.errors import EventsGoneError
 from cachemgr.types import BlockFilter, EventKind, ManagerConfig, RemovalCause
-from tests.unit.cachemgr.world import World, wish
+from tests.support.in_process_manager import World, wish
 
 
 def kinds(events):

@@ -7,8 +7,7 @@ import pytest
 from cachemgr.errors import InvalidField
 from cachemgr.operators.state_dump import state_hash
 from cachemgr.types import ManagerConfig
-from tests.unit.cachemgr.evicting_world import POLICIES, EvictingWorld, asked
-from tests.unit.cachemgr.live import Live
+from tests.support.in_process_manager import POLICIES, Live, World, asked
 
 KEYDIFF = asked("KEYDIFF", start_tokens=1, recent_tokens=2, max_cache_tokens=8, period_tokens=3)
 AVERAGE = asked("AVERAGE", max_cache_tokens=8, period_tokens=2, during_prefill=True)
@@ -18,18 +17,18 @@ NAMES = [str(wish.message().kind) for wish in POLICIES]
 PROMPT = list(range(10, 29))
 
 
-def ready(num_blocks: int = 20, policy: object = KEYDIFF, **options: object) -> tuple[EvictingWorld, Live]:
+def ready(num_blocks: int = 20, policy: object = KEYDIFF, **options: object) -> tuple[World, Live]:
     """Sequence "a", whose prompt of 19 tokens is computed and reported, which evicts before it computes more."""
-    world = EvictingWorld(num_blocks)
+    world = World(num_blocks)
     world.admit(PROMPT, "a", eviction_policy=policy, **options)
     live = world.live["a"]
     world.step(19)
     world.step(19)
-    assert world.must_move(live)
+    assert live.must_move
     return world, live
 
 
-def used(world: EvictingWorld) -> int:
+def used(world: World) -> int:
     return world.num_blocks - world.free
 
 
@@ -59,7 +58,7 @@ def test_it_gets_another_table_leaves_the_first_and_grows_no_more():
 @pytest.mark.parametrize("wish", POLICIES, ids=NAMES)
 @pytest.mark.parametrize("prompt", [3, 12, 31])
 def test_others_find_what_was_computed_before_and_nothing_of_what_came_later(wish, prompt):
-    world = EvictingWorld(40)
+    world = World(40)
     tokens = list(range(100, 100 + prompt))
     world.admit(tokens, "a", eviction_policy=wish)
     live = world.live["a"]
@@ -120,7 +119,7 @@ def test_without_enough_blocks_it_gets_none_and_they_are_counted():
 
 
 def test_blocks_to_move_to_come_before_those_ahead_of_need():
-    world = EvictingWorld(13, config=ManagerConfig(capacity_ahead_tokens=16, free_watermark=0))
+    world = World(13, config=ManagerConfig(capacity_ahead_tokens=16, free_watermark=0))
     for name in "ab":
         world.admit([ord(name) * 100 + place for place in range(19)], name, eviction_policy=KEYDIFF)
     world.step(19)
@@ -133,7 +132,7 @@ def test_blocks_to_move_to_come_before_those_ahead_of_need():
 
 
 def test_room_is_made_in_the_cache_and_moves_down_before_it_is_used():
-    world = EvictingWorld(7, host_blocks=4)
+    world = World(7, host_blocks=4)
     world.cache([1] * 8)
     world.admit(PROMPT, "a", eviction_policy=KEYDIFF)
     world.step(19)
@@ -147,7 +146,7 @@ def test_room_is_made_in_the_cache_and_moves_down_before_it_is_used():
 
 
 def test_during_prefill_it_moves_before_its_prompt_is_computed():
-    world = EvictingWorld(40)
+    world = World(40)
     world.admit(list(range(100, 160)), "a", eviction_policy=AVERAGE)
     live = world.live["a"]
     world.compute(live, 60)
@@ -178,7 +177,7 @@ def test_what_is_not_stored_stays_in_its_own_blocks_and_gives_back_the_rest():
 
 
 def test_what_shares_blocks_does_not_stay_in_them():
-    world = EvictingWorld(20)
+    world = World(20)
     world.cache(PROMPT)
     world.admit([*PROMPT, 1], "a", eviction_policy=KEYDIFF, no_store=True)
     live = world.live["a"]
@@ -193,7 +192,7 @@ def test_what_shares_blocks_does_not_stay_in_them():
 
 
 def test_a_short_table_that_it_stays_in_still_grows_to_all_that_it_keeps():
-    world = EvictingWorld(20)
+    world = World(20)
     world.admit([1, 2, 3], "a", eviction_policy=asked("LAST", max_cache_tokens=12), no_store=True)
     live = world.live["a"]
     world.step()
@@ -218,7 +217,7 @@ def test_with_a_policy_that_bounds_nothing_later_its_own_table_grows_with_what_i
 
 
 def test_who_waits_for_a_copy_or_for_anothers_blocks_gets_no_table_yet():
-    world = EvictingWorld(30)
+    world = World(30)
     world.cache(PROMPT)
     world.admit([*PROMPT, 1], "a", eviction_policy=KEYDIFF)
     world.admit([*PROMPT, 1, 2], "b", eviction_policy=KEYDIFF)
@@ -270,7 +269,7 @@ def test_who_waits_for_a_copy_or_for_anothers_blocks_gets_no_table_yet():
     ids=str,
 )
 def test_columns_about_evictions_that_do_not_fit_are_refused_and_nothing_changes(columns, field):
-    world = EvictingWorld(40)
+    world = World(40)
     for name, wish in (("told", KEYDIFF), ("a", KEYDIFF), ("never", asked("SNAPKV")), ("plain", None)):
         first = 100 * ord(name[0])
         world.admit(list(range(first, first + 19)), name, eviction_policy=wish)
@@ -323,7 +322,7 @@ def test_a_move_may_come_without_progress():
 
 
 def test_the_first_tokens_of_what_has_moved_are_nobody_elses():
-    world = EvictingWorld(20)
+    world = World(20)
     world.admit([5, 6], "a", eviction_policy=asked("LAST", max_cache_tokens=4))
     world.compute(world.live["a"], 3)
     known = world.live["a"].tokens
@@ -334,7 +333,7 @@ def test_the_first_tokens_of_what_has_moved_are_nobody_elses():
 
 
 def test_who_moves_before_all_that_was_promised_is_computed_takes_the_rest_back():
-    world = EvictingWorld(30)
+    world = World(30)
     world.admit(PROMPT, "a", eviction_policy=KEYDIFF)
     live = world.live["a"]
     assert world.admit(PROMPT, "b").wait_for_handle == live.handle
@@ -345,7 +344,7 @@ def test_who_moves_before_all_that_was_promised_is_computed_takes_the_rest_back(
     assert world.manager.queries.check_pool() == []
 
 
-def away(world: EvictingWorld, live: Live, how: str) -> None:
+def away(world: World, live: Live, how: str) -> None:
     if how == "release":
         world.forget(live)
         world.manager.release(world.caller, "a")

@@ -7,9 +7,8 @@ import pytest
 from cachemgr.errors import SequenceEvictsError
 from cachemgr.operators.state_dump import state_hash
 from cachemgr.types import ForgetTarget, Prefix, Quota, RetentionRule, RuleAction
+from tests.support.in_process_manager import World
 from tests.support.scrape import scraped
-from tests.unit.cachemgr.evicting_world import EvictingWorld
-from tests.unit.cachemgr.live import GARBAGE
 from tests.unit.cachemgr.test_evicting import H2O, KEYDIFF, PROMPT, ready, used
 
 
@@ -60,7 +59,7 @@ def test_what_has_another_table_waiting_can_still_be_forked_and_cut():
 
 
 def test_a_fork_would_not_know_the_scores():
-    world = EvictingWorld(20)
+    world = World(20)
     world.run(PROMPT[:5], "a", eviction_policy=H2O)
     before = state_hash(world.manager.queries.state())
     with pytest.raises(SequenceEvictsError, match="scores") as refused:
@@ -70,7 +69,7 @@ def test_a_fork_would_not_know_the_scores():
 
 
 def test_a_fork_evicts_by_its_own_prompt():
-    world = EvictingWorld(20)
+    world = World(20)
     world.run(PROMPT[:5], "a", eviction_policy=KEYDIFF)
     fork = world.manager.fork(world.caller, "a", "b")
     world.enter(world.request(world.live["a"].tokens, "b"), fork, list(world.live["a"].tokens))
@@ -109,7 +108,7 @@ def test_a_hold_of_what_is_not_stored_keeps_nothing():
 
 
 def test_a_rule_pins_what_it_computed_before():
-    world = EvictingWorld(60)
+    world = World(60)
     spec = RetentionRule("r", action=RuleAction(pin_duration=5.0, eviction_policy=KEYDIFF))
     world.manager.operators.create_rule(spec, validate_only=False)
     world.admit(PROMPT, "b")
@@ -122,7 +121,7 @@ def test_a_rule_pins_what_it_computed_before():
 
 
 def test_both_tables_count_for_the_quota_and_may_go_beyond_its_ceiling():
-    world = EvictingWorld(20)
+    world = World(20)
     world.manager.operators.set_quota(Quota(tenant_id="t", device_ceiling=5), validate_only=False)
     world.admit(PROMPT, "a", eviction_policy=KEYDIFF, tenant_id="t")
     live = world.live["a"]
@@ -140,7 +139,7 @@ def test_both_tables_count_for_the_quota_and_may_go_beyond_its_ceiling():
 
 
 def test_others_floors_are_not_taken_to_move_to():
-    world = EvictingWorld(8)
+    world = World(8)
     world.manager.operators.set_quota(Quota(tenant_id="u", device_floor=2), validate_only=False)
     world.cache([1] * 8, tenant_id="u")
     world.admit(PROMPT, "a", eviction_policy=KEYDIFF, tenant_id="t")
@@ -176,7 +175,7 @@ def test_no_byte_of_what_is_forgotten_outlives_its_use(state, options):
     world.finish("a")
     world.run_executor_copies()
     world.check()
-    assert {held for held in world.memory.values() if held != GARBAGE} == set()
+    assert world.device.held() == []
     assert world.free == 20
 
 
@@ -189,7 +188,7 @@ def test_nor_does_a_table_outlive_it_that_it_has_moved_to_untold():
     world.manager.release(world.caller, "a")
     world.run_executor_copies()
     world.check()
-    assert {held for held in world.memory.values() if held != GARBAGE} == set()
+    assert world.device.held() == []
     assert world.free == 20
 
 

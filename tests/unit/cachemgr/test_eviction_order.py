@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachemgr.blocks.block import Block, EvictionOrder
+from tests.support.in_process_manager import World
 from tests.support.work import work_of
-from tests.unit.cachemgr.world import World
 
 
 @given(st.lists(st.tuples(st.sampled_from([0, 5, 35, 100]), st.integers(1, 1000)), unique_by=lambda item: item[1]))

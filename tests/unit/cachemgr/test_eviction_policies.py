@@ -14,8 +14,7 @@ from cachemgr.errors import (
 from cachemgr.operators.state_dump import state_hash
 from cachemgr.types import ManagerConfig, RetentionRule, RuleAction, RuleMatch
 from protos.kvcache.eviction import Kind
-from tests.unit.cachemgr.evicting_world import POLICIES, EvictingWorld, asked
-from tests.unit.cachemgr.live import BLOCK
+from tests.support.in_process_manager import BLOCK, POLICIES, World, asked
 
 WINDOW = asked("SLIDING_WINDOW", recent_tokens=6)
 KEYDIFF = asked("KEYDIFF", start_tokens=1, recent_tokens=2, max_cache_tokens=8, period_tokens=3)
@@ -24,13 +23,13 @@ SUM = asked("SUM", start_tokens=4, recent_tokens=4, max_cache_tokens=12, score_w
 PROMPT = list(range(10, 29))
 
 
-def make(world: EvictingWorld, name: str, policy: object, order: int = 0, **match: object) -> None:
+def make(world: World, name: str, policy: object, order: int = 0, **match: object) -> None:
     spec = RetentionRule(name, order, RuleMatch(**match), RuleAction(eviction_policy=policy))
     world.manager.operators.create_rule(spec, validate_only=False)
 
 
 def test_the_answer_has_the_whole_policy_and_so_has_the_sequence():
-    world = EvictingWorld(20)
+    world = World(20)
     policy = world.admit(PROMPT, "a", eviction_policy=WINDOW).eviction_policy
     assert policy is not None
     assert (policy.kind, policy.start, policy.recent, policy.maximum) == (Kind.SLIDING_WINDOW, 0, 6, 6)
@@ -53,7 +52,7 @@ def test_the_answer_has_the_whole_policy_and_so_has_the_sequence():
     ],
 )
 def test_a_request_speaks_for_itself_and_else_the_first_rule_that_says_anything(rules, own, kind):
-    world = EvictingWorld(20)
+    world = World(20)
     for order, wish in enumerate(rules):
         action = RuleAction(priority=50, eviction_policy=wish)
         world.manager.operators.create_rule(RetentionRule(f"r{order}", order, action=action), validate_only=False)
@@ -62,7 +61,7 @@ def test_a_request_speaks_for_itself_and_else_the_first_rule_that_says_anything(
 
 
 def test_rules_of_others_say_nothing():
-    world = EvictingWorld(20)
+    world = World(20)
     make(world, "r", WINDOW, salt="a")
     assert world.admit(PROMPT).eviction_policy is None
     assert world.admit(PROMPT, salt="a").eviction_policy is not None
@@ -80,7 +79,7 @@ def test_rules_of_others_say_nothing():
     ],
 )
 def test_a_policy_that_does_not_suit_the_model_is_refused_by_its_field(wish, windows, field):
-    world = EvictingWorld(20, windows=windows)
+    world = World(20, windows=windows)
     before = state_hash(world.manager.queries.state())
     for call in (world.manager.admit, lambda request: world.manager.queries.preview(request, 4)):
         with pytest.raises(InvalidField) as refused:
@@ -90,7 +89,7 @@ def test_a_policy_that_does_not_suit_the_model_is_refused_by_its_field(wish, win
 
 
 def test_positions_are_compacted_where_keys_can_be_rotated_and_that_does_not_change_within_an_epoch():
-    world = EvictingWorld(20)
+    world = World(20)
     wish = asked("KEYDIFF", max_cache_tokens=8, period_tokens=2, start_tokens=1, recent_tokens=2, positions=2)
     spec = dataclasses.replace(world.spec(), plain_rotary=True)
     with pytest.raises(PoolSpecError):
@@ -104,7 +103,7 @@ def test_positions_are_compacted_where_keys_can_be_rotated_and_that_does_not_cha
 
 
 def test_a_rule_that_the_executor_cannot_carry_is_named():
-    world = EvictingWorld(20)
+    world = World(20)
     make(world, "six", asked("SUM", start_tokens=6))
     before = state_hash(world.manager.queries.state())
     with pytest.raises(RulePolicyError, match=r"rule six.*start_tokens") as refused:
@@ -124,7 +123,7 @@ def test_a_rule_that_the_executor_cannot_carry_is_named():
     ],
 )
 def test_a_rule_whose_policy_suits_no_model_is_not_made(wish, field):
-    world = EvictingWorld(20)
+    world = World(20)
     with pytest.raises(InvalidField) as refused:
         make(world, "r", wish)
     assert list(refused.value.fields) == [f"rule.action.eviction_policy.{field}"]
@@ -137,7 +136,7 @@ def test_a_rule_whose_policy_suits_no_model_is_not_made(wish, field):
 
 
 def test_a_change_of_a_rule_is_for_those_who_come_later():
-    world = EvictingWorld(40)
+    world = World(40)
     make(world, "r", WINDOW)
     hashes = [state_hash(world.manager.queries.state())]
     first = world.admit(PROMPT, "a")
@@ -156,7 +155,7 @@ def test_a_change_of_a_rule_is_for_those_who_come_later():
 
 @pytest.mark.parametrize("other", [None, KEYDIFF, asked("NONE"), asked("SLIDING_WINDOW", recent_tokens=7)])
 def test_the_same_id_with_another_policy_is_refused(other):
-    world = EvictingWorld(20)
+    world = World(20)
     first = world.admit(PROMPT, "a", eviction_policy=WINDOW)
     request = world.live["a"].request
     again = asked("SLIDING_WINDOW", recent_tokens=6)
@@ -184,7 +183,7 @@ def test_the_same_id_with_another_policy_is_refused(other):
     ],
 )
 def test_no_more_is_reused_than_leaves_the_queries_that_count(wish, cached):
-    world = EvictingWorld(30)
+    world = World(30)
     world.cache(PROMPT)
     preview = world.manager.queries.preview(world.request(PROMPT, eviction_policy=wish), 0)
     assert world.admit(PROMPT, eviction_policy=wish).cached_tokens == preview.cached_tokens == cached
@@ -192,7 +191,7 @@ def test_no_more_is_reused_than_leaves_the_queries_that_count(wish, cached):
 
 
 def test_during_prefill_it_gets_blocks_for_what_is_computed_before_it_evicts():
-    world = EvictingWorld(40, config=ManagerConfig(capacity_ahead_tokens=8, free_watermark=0))
+    world = World(40, config=ManagerConfig(capacity_ahead_tokens=8, free_watermark=0))
     long = list(range(100, 160))
     assert world.admit(long, "a", eviction_policy=AVERAGE).capacity_tokens == 8
     assert world.admit(list(range(200, 203)), "b", eviction_policy=AVERAGE).capacity_tokens == 8
@@ -202,7 +201,7 @@ def test_during_prefill_it_gets_blocks_for_what_is_computed_before_it_evicts():
 
 
 def test_only_what_is_computed_before_it_evicts_is_promised():
-    world = EvictingWorld(40)
+    world = World(40)
     world.admit(PROMPT, "a", eviction_policy=AVERAGE)
     later = world.admit(PROMPT, "b")
     assert (later.cached_tokens, later.wait_for_handle) == (8, world.live["a"].handle)
@@ -215,7 +214,7 @@ def test_only_what_is_computed_before_it_evicts_is_promised():
 
 
 def test_capacity_ahead_stops_where_it_first_evicts():
-    world = EvictingWorld(40, config=ManagerConfig(capacity_ahead_tokens=16, free_watermark=0))
+    world = World(40, config=ManagerConfig(capacity_ahead_tokens=16, free_watermark=0))
     world.admit([1, 2], "a", eviction_policy=KEYDIFF)
     world.step()
     world.sync()
@@ -244,20 +243,20 @@ def test_capacity_ahead_stops_where_it_first_evicts():
     ],
 )
 def test_what_it_has_at_once_must_fit_into_the_pool(wish, tokens, blocks, options, field):
-    tight = EvictingWorld(blocks - 1)
+    tight = World(blocks - 1)
     before = state_hash(tight.manager.queries.state())
     with pytest.raises(SequenceTooLongError) as refused:
         tight.admit(PROMPT[:tokens], eviction_policy=wish, **options)
     assert list(refused.value.fields) == [field]
     assert state_hash(tight.manager.queries.state()) == before
-    world = EvictingWorld(blocks)
+    world = World(blocks)
     generate = 1 if wish.message().kind == Kind.SNAPKV else 12
     world.run(PROMPT[:tokens], "a", eviction_policy=wish, generate=generate, **options)
     world.check()
 
 
 def test_a_sequence_without_room_for_a_second_table_reads_nothing_and_stays_in_its_own():
-    world = EvictingWorld(5)
+    world = World(5)
     world.cache(PROMPT[:8])
     assert world.admit(PROMPT, "a", eviction_policy=KEYDIFF, no_store=True).cached_tokens == 0
     world.compute(world.live["a"], 30)
@@ -270,7 +269,7 @@ def test_a_sequence_without_room_for_a_second_table_reads_nothing_and_stays_in_i
 def test_a_preview_tells_the_blocks_to_completion(wish, prompt, new):
     """They are what it has at once, but for what the manager gives a step ahead."""
     tokens = list(range(100, 100 + prompt))
-    world = EvictingWorld(40)
+    world = World(40)
     (estimate,) = world.manager.queries.preview(world.request(tokens, eviction_policy=wish), new).estimates
     world.admit(tokens, "a", eviction_policy=wish)
     live = world.live["a"]
@@ -288,10 +287,10 @@ def test_a_preview_tells_the_blocks_to_completion(wish, prompt, new):
 
 
 def test_a_preview_asks_the_rules_as_an_admission_does():
-    world = EvictingWorld(40)
+    world = World(40)
     make(world, "r", AVERAGE)
     preview = world.manager.queries.preview(world.request(PROMPT), 10)
     assert [one.next_step for one in preview.estimates] == [2]
     with pytest.raises(SequenceTooLongError) as refused:
-        EvictingWorld(4).manager.queries.preview(world.request(PROMPT[:3]), 20)
+        World(4).manager.queries.preview(world.request(PROMPT[:3]), 20)
     assert list(refused.value.fields) == ["max_new_tokens"]

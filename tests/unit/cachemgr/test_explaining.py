@@ -5,7 +5,7 @@ import pytest
 from cachemgr.errors import InvalidField, UnknownExecutorError, UnknownSequenceError
 from cachemgr.operators.state_dump import state_hash
 from cachemgr.types import BlockFilter, ForgetTarget, MissReason, Prefix, RemovalCause, TierKind
-from tests.unit.cachemgr.world import World, wish
+from tests.support.in_process_manager import World, wish
 
 PROMPT = list(range(10, 18))
 

@@ -11,8 +11,8 @@ from cachemgr.blocks.block_keys import child_key, extra_bytes, root_key
 from cachemgr.errors import InvalidField
 from cachemgr.operators.state_dump import state_hash
 from cachemgr.types import ExtraKey, MissReason, Prefix
+from tests.support.in_process_manager import FINGERPRINT, World
 from tests.support.work import work_of
-from tests.unit.cachemgr.world import FINGERPRINT, World
 
 # Two blocks of text, then placeholders of an image, then text.
 PROMPT = [1, 2, 3, 4, 5, 6, 9, 9, 9, 9, 7, 8, 1]

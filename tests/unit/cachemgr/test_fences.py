@@ -8,7 +8,7 @@ from cachemgr.errors import SequenceExistsError, StaleSchedulerError, UnknownSch
 from cachemgr.manager import CacheManager
 from cachemgr.operators.state_dump import state_hash
 from cachemgr.types import Freed, HintAction, Hints, Prefix, SchedulerEpoch, SyncRequest
-from tests.unit.cachemgr.world import World
+from tests.support.in_process_manager import World
 
 CALLS: dict[str, Callable[[CacheManager, SchedulerEpoch], object]] = {
     "extend": lambda manager, caller: manager.extend(caller, "a", 20),

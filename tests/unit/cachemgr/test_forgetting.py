@@ -7,8 +7,7 @@ import pytest
 from cachemgr.errors import InvalidField, UnknownExecutorError
 from cachemgr.operators.state_dump import state_hash
 from cachemgr.types import EventKind, ForgetTarget, HintAction, Hints, Prefix, RemovalCause, TierKind
-from tests.unit.cachemgr.live import GARBAGE
-from tests.unit.cachemgr.world import CONFIG, World
+from tests.support.in_process_manager import CONFIG, World
 
 PROMPT = list(range(10, 19))
 
@@ -21,7 +20,7 @@ def forget(world: World, *, validate_only: bool = False, **target: object):
 
 def left(world: World, salt: str | None = None, tokens: object = PROMPT) -> int:
     """Places of the device's memory, in any tier, that hold something that comes from these tokens."""
-    return sum(held != GARBAGE and held[0] == salt and held[2] == tokens[0] for held in world.memory.values())
+    return world.device.count(salt, tokens[0])
 
 
 def found(world: World, tokens: list[int] = PROMPT, salt: str | None = None) -> int:
@@ -379,8 +378,8 @@ def test_a_window_keeps_nothing_for_another_session_that_is_lost_with_full_atten
     receipt = forget(world, session_id="x")
     assert (receipt.removed, receipt.shared_blocks) == ({TierKind.HOST: 2}, 0)
     world.run_executor_copies()
-    below = [held for (_, slot, _), held in world.memory.items() if isinstance(slot, tuple) and held != GARBAGE]
-    assert [held[2:6] for held in below if len(held) <= 6] == []
+    below = [held for (_, tier, _), slot in world.device.memory.items() if tier for held in slot if held]
+    assert [held for held in below if held.position < 4] == []
 
 
 def test_nor_what_that_stands_on():

@@ -4,9 +4,9 @@ import pytest
 
 from cachemgr.operators import forget_history
 from cachemgr.types import BlockFilter, ForgetTarget, HintAction, Hints, Prefix, Transfer
-from tests.unit.cachemgr.operators import small_steps
+from tests.support.in_process_manager import World
+from tests.support.random_operations import small_steps
 from tests.unit.cachemgr.test_forgetting import PROMPT, found, left
-from tests.unit.cachemgr.world import World
 
 TARGETS = [
     ForgetTarget(salt="a"),
@@ -81,8 +81,7 @@ def test_an_executor_that_is_lost_in_its_recovery_brings_nothing_back(target):
     world.manager.operators.forget(target, validate_only=False)
     world.read_store(1)
     lose_executor(world)
-    world.unread = sorted(world.stored.values(), key=lambda block: block.depth)
-    world.manager.register_executor(world.spec(), later=True)
+    world.read_again()
     world.end_recovery()
     check_forgotten(world)
 
@@ -154,8 +153,7 @@ def test_what_was_purged_in_a_recovery_does_not_come_back_when_the_executor_is_l
     world.manager.operators.purge(BlockFilter(salt="a"), validate_only=False)
     for _ in range(2):
         lose_executor(world)
-        world.unread = sorted(world.stored.values(), key=lambda block: block.depth)
-        world.manager.register_executor(world.spec(), later=True)
+        world.read_again()
     world.end_recovery()
     world.check()
     assert [found(world, salt=salt) for salt in "ab"] == [0, 9]
@@ -185,7 +183,7 @@ def test_a_purge_in_a_recovery_means_nothing_that_is_cached_after_it():
     world.journal.is_read = True
     # The store has nothing any more.
     world.executor_epoch += 1
-    world.lose_device()
+    world.device.lose()
     world.manager.register_executor(world.spec())
     world.start_scheduler()
     world.cache(PROMPT, salt="a")

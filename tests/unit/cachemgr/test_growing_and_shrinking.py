@@ -12,7 +12,7 @@ from cachemgr.errors import (
     VoidSequenceError,
     WindowPassedError,
 )
-from tests.unit.cachemgr.world import World
+from tests.support.in_process_manager import World
 
 
 def test_an_extension_brings_the_blocks_to_append():

@@ -12,8 +12,8 @@ from cachemgr.operators.pins import MAX_PINS
 from cachemgr.operators.state_dump import state_hash
 from cachemgr.retention.priority import MAX_SESSION_SECONDS
 from cachemgr.types import HintAction, HintOutcome, Hints, Prefix, TierKind
+from tests.support.in_process_manager import CONFIG, World, wish
 from tests.support.work import work_of
-from tests.unit.cachemgr.world import CONFIG, World, wish
 
 PROMPT = list(range(10, 18))
 ACCEPTED, CLIPPED, DEFERRED = HintOutcome.ACCEPTED, HintOutcome.CLIPPED, HintOutcome.DEFERRED

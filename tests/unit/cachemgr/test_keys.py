@@ -6,7 +6,7 @@ from itertools import combinations
 import pytest
 
 from cachemgr.blocks.block_keys import child_key, extend_chain, pack, packed_bytes, root_key, unpack
-from tests.unit.cachemgr.world import World
+from tests.support.in_process_manager import World
 
 F = b"\x01" * 32
 CALLERS = [{}, {"salt": "x"}, {"salt": "y"}, {"adapter_id": 0}, {"adapter_id": 1}, {"salt": "x", "adapter_id": 0}]

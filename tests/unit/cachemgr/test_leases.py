@@ -17,8 +17,8 @@ from cachemgr.errors import (
     UnknownSchedulerError,
 )
 from cachemgr.types import PoolSpec
-from tests.unit.cachemgr.operators import small_steps
-from tests.unit.cachemgr.world import World
+from tests.support.in_process_manager import World
+from tests.support.random_operations import small_steps
 
 
 def running():

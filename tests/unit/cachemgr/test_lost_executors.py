@@ -9,9 +9,9 @@ from cachemgr.blocks.block import Block
 from cachemgr.errors import EventsGoneError
 from cachemgr.sequences import release as lifecycle
 from cachemgr.types import EventKind, RemovalCause
+from tests.support.in_process_manager import World, wish
+from tests.support.random_operations import live_long
 from tests.support.work import work_of
-from tests.unit.cachemgr.test_random_operations import live_long
-from tests.unit.cachemgr.world import World, wish
 
 
 def cached(blocks: int) -> World:

@@ -12,8 +12,8 @@ from cachemgr.retention.leases import MAX_LEASES, leases_of, offload_floor
 from cachemgr.retention.priority import DEFAULT_PRIORITY, MAX_SESSION_SECONDS, Wish
 from cachemgr.telemetry.nested_caches import NestedCaches
 from cachemgr.types import EventKind, Outcome, RemovalCause, Retention, RetentionRange
+from tests.support.in_process_manager import CONFIG, World, wish
 from tests.support.work import work_of
-from tests.unit.cachemgr.world import CONFIG, World, wish
 
 PROMPT = [1, 2, 3, 4, 5]
 # Below every wish.

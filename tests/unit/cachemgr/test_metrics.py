@@ -6,8 +6,8 @@ from cachemgr.telemetry.counters import MAX_SALTS
 from cachemgr.telemetry.prometheus import LONGEST_STALL, Stalls, families
 from cachemgr.types import BlockFilter, RemovalCause
 from protos.rpc.logs import short_hash
+from tests.support.in_process_manager import CONFIG, World, wish
 from tests.support.scrape import scraped
-from tests.unit.cachemgr.world import CONFIG, World, wish
 
 
 def test_losses_are_told_by_their_cause_and_with_the_time_since_the_last_use():

@@ -8,8 +8,7 @@ from cachemgr.errors import InvalidField, SchedulerFirstError
 from cachemgr.manager import CacheManager
 from cachemgr.operators.operator_memory import Kind
 from cachemgr.types import BlockFilter, EventKind, ForgetTarget, Prefix, Quota, RemovalCause, TierKind
-from tests.unit.cachemgr.tiered import cached, tiers
-from tests.unit.cachemgr.world import CONFIG, World, wish
+from tests.support.in_process_manager import CONFIG, World, wish
 
 PROMPT = list(range(13))
 
@@ -20,7 +19,7 @@ def offloaded(**options: object) -> World:
     world.cache(PROMPT)
     world.cache(list(range(100, 112)))
     world.cache(list(range(200, 204)))
-    assert tiers(world) == {"device": 4, "host": 4}
+    assert world.tiers() == {"device": 4, "host": 4}
     return world
 
 
@@ -54,8 +53,8 @@ def test_lower_blocks_come_back_when_the_executor_has_started_again_too():
 def test_a_slot_that_another_copy_has_filled_is_not_believed_nor_is_one_that_broke_off():
     world = offloaded()
     keys = {block.key for block in world.journal.blocks.values() if block.tier is TierKind.HOST}
-    world.generations[0, TierKind.HOST, 1] += 1
-    world.generations[0, TierKind.HOST, 2] = 0
+    world.device.generations[0, TierKind.HOST, 1] += 1
+    world.device.generations[0, TierKind.HOST, 2] = 0
     assert world.restart_manager() == (4, 2)
     world.check()
     left = {block.key for block in world.journal.blocks.values() if block.tier is TierKind.HOST}
@@ -112,7 +111,7 @@ def beheaded() -> World:
     # The first block is in use: only what stands on it moves down.
     world.run([*PROMPT[:4], 99], "first")
     world.cache(list(range(100, 108)))
-    assert tiers(world) == {"device": 3, "host": 2}
+    assert world.tiers() == {"device": 3, "host": 2}
     world.lose_manager()
     assert world.come_back() == (0, 2)
     world.check()
@@ -121,10 +120,10 @@ def beheaded() -> World:
 
 def test_what_has_lost_its_beginning_stays_until_that_is_computed_again():
     world = beheaded()
-    assert cached(world, PROMPT) == 0
+    assert world.found(PROMPT) == 0
     assert world.run(PROMPT[:4], "once more").cached_tokens == 0
     world.check()
-    assert cached(world, PROMPT) == 12
+    assert world.found(PROMPT) == 12
     world.finish("once more")
     assert world.run(PROMPT[:12], "whole").cached_tokens == 11
     world.check()
@@ -144,7 +143,7 @@ def test_what_has_lost_its_beginning_is_forgotten_with_it():
     assert receipt.removed == {TierKind.HOST: 2}
     world.check()
     world.run_executor_copies()
-    assert not any(held[2:3] == (0,) for held in world.memory.values())
+    assert not world.device.count(None, 0)
 
 
 def test_what_has_lost_its_beginning_is_purged_and_listed_by_its_prefix():
@@ -160,7 +159,7 @@ def test_who_computes_past_a_lost_beginning_takes_the_place_of_what_lies_below()
     world = beheaded()
     assert world.run(PROMPT[:12], "whole").cached_tokens == 0
     world.check()
-    assert tiers(world) == {"device": 3}
+    assert world.tiers() == {"device": 3}
 
 
 def test_the_order_of_use_comes_back_with_lower_blocks():
@@ -185,7 +184,7 @@ def test_leases_come_back_with_lower_blocks():
     world = World(2, host_blocks=2)
     world.cache([1, 2, 3, 4], retention=wish(90, 50.0))
     world.cache(list(range(100, 108)))
-    assert tiers(world) == {"device": 2, "host": 1}
+    assert world.tiers() == {"device": 2, "host": 1}
     world.now = 20.0
     world.sync()
     world.lose_manager()
@@ -215,10 +214,10 @@ def test_lower_blocks_stay_when_the_executor_starts_again():
 
 def test_what_the_executor_has_lost_below_is_removed():
     world = offloaded()
-    world.generations[0, TierKind.HOST, 1] += 1
+    world.device.generations[0, TierKind.HOST, 1] += 1
     assert world.start_executor() == (0, 3)
     world.check()
-    world.generations.clear()
+    world.device.generations.clear()
     assert world.start_executor() == (0, 0)
     world.check()
     assert world.manager.queries.pools()[0].lower_tiers[0].free_blocks == 4
@@ -235,7 +234,7 @@ def test_sizes_may_change_when_the_executor_starts_again():
     world = offloaded(disk_blocks=2)
     world.num_blocks, world.host_blocks = 9, 3
     for slot in (4,):
-        del world.generations[0, TierKind.HOST, slot]
+        del world.device.generations[0, TierKind.HOST, slot]
     assert world.start_executor().lower_blocks == 3
     world.check()
     assert world.free == 9
@@ -298,7 +297,7 @@ def test_what_was_to_be_overwritten_below_still_is():
     assert again == zeroing
     world.run_executor_copies()
     world.check()
-    assert not any(held[2:3] == (0,) for held in world.memory.values())
+    assert not world.device.count(None, 0)
 
 
 def test_nobody_is_admitted_before_the_sequences_of_the_epoch_before_are_released():
@@ -333,7 +332,7 @@ def pinned() -> World:
     world.run([*PROMPT[:4], 99], "first")
     world.cache(list(range(100, 108)))
     (made,) = world.manager.operators.pin_prefix(Prefix(tuple(PROMPT[:12])), "ops", 60.0, validate_only=False)
-    assert (made.receipt.num_blocks, tiers(world)) == (3, {"device": 3, "host": 2})
+    assert (made.receipt.num_blocks, world.tiers()) == (3, {"device": 3, "host": 2})
     return world
 
 
@@ -347,7 +346,7 @@ def test_nothing_is_pinned_that_has_lost_what_it_stands_on(way):
         (pin,) = world.manager.queries.entries(Kind.PIN, "e")
         world.lose_manager()
         world.executor_epoch += 1
-        world.lose_device()
+        world.device.lose()
         below = [block for block in world.journal.blocks.values() if block.tier is TierKind.HOST]
         world.journal.blocks = {block.place: block for block in below}
         assert world.manager.register_executor(world.spec(), below, [pin]) == (0, 2)

@@ -7,8 +7,8 @@ import pytest
 from cachemgr.errors import InvalidField, UnknownExecutorError, UnknownHoldError
 from cachemgr.operators.state_dump import state_hash
 from cachemgr.types import Outcome, Prefix
+from tests.support.in_process_manager import CONFIG, World
 from tests.support.work import work_of
-from tests.unit.cachemgr.world import CONFIG, World
 
 PROMPT = list(range(10, 18))
 OTHER = list(range(50, 58))

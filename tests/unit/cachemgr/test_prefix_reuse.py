@@ -4,7 +4,7 @@ import pytest
 
 from cachemgr.errors import InvalidField
 from cachemgr.types import ManagerConfig, Retention, RetentionRange
-from tests.unit.cachemgr.world import World, wish
+from tests.support.in_process_manager import World, wish
 
 N = list(range(9))
 

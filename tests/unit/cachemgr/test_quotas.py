@@ -9,9 +9,9 @@ from cachemgr.blocks.tier import Account, Tier, loss
 from cachemgr.errors import InvalidField, QuotaTooLargeError, SequenceTooLongError, UnknownQuotaError
 from cachemgr.operators.state_dump import state_hash
 from cachemgr.types import ForgetTarget, Quota, TierKind
+from tests.support.in_process_manager import World
+from tests.support.random_operations import small_steps
 from tests.support.work import work_of
-from tests.unit.cachemgr.operators import small_steps
-from tests.unit.cachemgr.world import World
 
 
 def quota(world: World, **fields: object) -> None:

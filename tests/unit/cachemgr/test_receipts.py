@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from cachemgr.types import Outcome, Retention, RetentionRange
-from tests.unit.cachemgr.world import CONFIG, World, wish
+from tests.support.in_process_manager import CONFIG, World, wish
 
 PROMPT = list(range(10, 19))
 BOUNDED = dataclasses.replace(CONFIG, max_retention_priority=60, max_retention_seconds=5.0)

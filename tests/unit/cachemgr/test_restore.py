@@ -9,7 +9,7 @@ from cachemgr.blocks.block_record import LeaseRecord
 from cachemgr.errors import SchedulerFirstError
 from cachemgr.manager import CacheManager
 from cachemgr.types import ExecutorSpec, ForgetTarget, Prefix, TierKind
-from tests.unit.cachemgr.world import CONFIG, World, wish
+from tests.support.in_process_manager import CONFIG, World, wish
 
 PROMPT = list(range(10))
 
@@ -88,7 +88,7 @@ def test_restored_tails_are_lost_before_their_heads():
 def test_a_block_that_was_written_after_it_was_stored_is_dropped_with_what_stands_on_it():
     world = cached()
     slot = next(block.slot for block in world.journal.blocks.values() if block.depth == 1)
-    world.written[0, slot] = 100
+    world.device.written[0, slot] = 100
     assert restart(world) == 1
     world.check()
 

@@ -5,7 +5,7 @@ import pytest
 from cachemgr.errors import InvalidField
 from cachemgr.retention.priority import Wish, Wishes, check
 from cachemgr.types import Retention, RetentionRange
-from tests.unit.cachemgr.world import World, wish
+from tests.support.in_process_manager import World, wish
 
 
 def ranges(*wishes):

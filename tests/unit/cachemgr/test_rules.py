@@ -18,8 +18,8 @@ from cachemgr.types import (
     RuleMatch,
     TierKind,
 )
+from tests.support.in_process_manager import World, wish
 from tests.support.work import work_of
-from tests.unit.cachemgr.world import World, wish
 
 PROMPT = list(range(10, 19))
 

@@ -19,7 +19,7 @@ from cachemgr.types import (
     RuleMatch,
     TierKind,
 )
-from tests.unit.cachemgr.world import CONFIG, World, wish
+from tests.support.in_process_manager import CONFIG, World, wish
 
 ONES = [1] * 4
 

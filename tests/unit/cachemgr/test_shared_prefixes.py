@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cachemgr.types import BlockFilter, Prefix
-from tests.unit.cachemgr.live import BLOCK
-from tests.unit.cachemgr.world import World
+from tests.support.in_process_manager import BLOCK, World
 
 PROMPT = list(range(9))
 

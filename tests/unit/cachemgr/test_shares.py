@@ -10,8 +10,8 @@ from cachemgr.manager import CacheManager
 from cachemgr.operators.operator_memory import Kind
 from cachemgr.operators.state_dump import state_hash
 from cachemgr.types import EventKind, ForgetTarget, PoolView, Prefix, Quota, RemovalCause
-from tests.unit.cachemgr.operators import small_steps
-from tests.unit.cachemgr.world import CONFIG, World
+from tests.support.in_process_manager import CONFIG, World
+from tests.support.random_operations import small_steps
 
 
 def shared(share_blocks: tuple[int, int] = (6, 6), memory_bytes: int = 900) -> World:
@@ -121,10 +121,10 @@ def test_a_restarted_manager_has_overwritten_what_no_share_holds() -> None:
     assert totals(world) == [6, 6]
     world.check()
     # Slots that were never written to hold nothing.
-    written = {key for key in world.written if key[0] == 1}
+    written = {key for key in world.device.written if key[0] == 1}
     asked = {(transfer.group, transfer.target_slot) for transfer in world.manager.queries.executor_transfers("e")}
     assert asked
-    assert asked <= set(world.written)
+    assert asked <= set(world.device.written)
     assert len(written) - len(asked) <= 6
     give_back(world)
     assert world.manager.queries.executor_transfers("e") == []

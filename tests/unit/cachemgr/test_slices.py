@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import sys
 from collections.abc import Iterator
-from random import Random
 
 import pytest
 
@@ -15,9 +14,9 @@ from cachemgr.operators.snapshot import SnapshotReader
 from cachemgr.rpc import slices
 from cachemgr.rpc.slices import sliced, steady
 from cachemgr.types import BlockFilter, EventKind, PoolViolation, Quota
+from tests.support.in_process_manager import CONFIG, World
+from tests.support.random_operations import RandomLife
 from tests.support.work import work_of
-from tests.unit.cachemgr.test_random_operations import OF_A_SEQUENCE, WEIGHTS, CacheWorld, arguments
-from tests.unit.cachemgr.world import CONFIG, World
 
 
 def comparable(events: list[Event]) -> list[tuple[object, ...]]:
@@ -38,36 +37,21 @@ def comparable(events: list[Event]) -> list[tuple[object, ...]]:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_a_snapshot_that_is_read_while_the_cache_changes_is_that_of_its_number(seed):
-    random, machine = Random(seed), CacheWorld()
-    machine.build(
-        windows=random.choice([(None,), (None, 5), (3,)]),
-        num_blocks=12,
-        seed=seed,
-        ahead=0,
-        low=0.0,
-        host=random.choice([0, 4]),
-        disk=random.choice([0, 3]),
-        copy=True,
-        pins=0.3,
-        through=True,
-        movable=0,
-    )
+    life = RandomLife(seed, num_blocks=12, movable=0)
     manager: CacheManager | None = None
     reader: SnapshotReader
     steps: Iterator[None]
     compared = changed = 0
     for _ in range(400):
-        (name,) = random.choices(list(WEIGHTS), list(WEIGHTS.values()))
-        if name not in OF_A_SEQUENCE or machine.world.live:
-            getattr(machine, name)(**arguments(name, random))
-        if machine.world.manager is not manager:
-            manager = machine.world.manager
+        life.operate()
+        if life.world.manager is not manager:
+            manager = life.world.manager
             reader = manager.queries.views_in_slices()
             steps, begun = reader.steps(), manager.queries.last_event
         try:
             reader.catch_up()
             ended = False
-            for _ in range(random.randrange(8)):
+            for _ in range(life.random.randrange(8)):
                 ended = ended or next(steps, "end") == "end"
             if ended:
                 # The last step was in this turn, and nothing came behind it.
@@ -257,14 +241,11 @@ async def test_a_check_finds_what_is_wrong_and_nothing_else_while_others_work(mo
 def test_nothing_changes_the_state_of_blocks_behind_the_fingerprint():
     """In random lives equal fingerprints mean equal blocks."""
     for seed in range(6):
-        random, machine = Random(seed), CacheWorld()
-        machine.build((None,), 10, seed, 0, 0.0, 4, 3, True, 0.3, True, 0)
+        life = RandomLife(seed, windows=(None,), num_blocks=10, host=4, disk=3, movable=0)
         before: tuple[object, list[str]] | None = None
         for _ in range(150):
-            (name,) = random.choices(list(WEIGHTS), list(WEIGHTS.values()))
-            if name not in OF_A_SEQUENCE or machine.world.live:
-                getattr(machine, name)(**arguments(name, random))
-            manager = machine.world.manager
+            name = life.operate()
+            manager = life.world.manager
             now = (
                 manager.queries.fingerprint(),
                 [line for line in manager.queries.state() if line.startswith('{"kind":"block"')],

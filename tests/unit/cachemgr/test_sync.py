@@ -12,7 +12,7 @@ from cachemgr.errors import (
     UnknownSchedulerError,
 )
 from cachemgr.types import ManagerConfig
-from tests.unit.cachemgr.world import World
+from tests.support.in_process_manager import World
 
 
 def started():

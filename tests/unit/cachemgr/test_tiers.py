@@ -5,7 +5,7 @@ import pytest
 from cachemgr.errors import BlocksInUseError, SequenceExistsError
 from cachemgr.sequences.block_chain import chain, keys_of
 from cachemgr.types import BlockFilter, EventKind, Prefix, RemovalCause, Retention, RetentionRange, TierKind
-from tests.unit.cachemgr.world import BLOCK, World, wish
+from tests.support.in_process_manager import BLOCK, World, wish
 
 
 def places(world: World) -> list[tuple[str, int]]:

@@ -3,7 +3,7 @@
 import pytest
 
 from cachemgr.errors import StaleExecutorError, UnknownExecutorError
-from tests.unit.cachemgr.world import World
+from tests.support.in_process_manager import World
 
 
 def copying(num_blocks=8):

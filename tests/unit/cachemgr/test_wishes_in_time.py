@@ -13,7 +13,7 @@ from cachemgr.retention.lease_deadlines import Deadlines
 from cachemgr.retention.leases import Lease
 from cachemgr.retention.priority import Wish
 from cachemgr.types import BlockFilter, EventKind, RemovalCause, Retention, RetentionRange
-from tests.unit.cachemgr.world import CONFIG, World, wish
+from tests.support.in_process_manager import CONFIG, World, wish
 
 PROMPT = [1, 2, 3, 4, 5]
 LEASES = (EventKind.LEASE_GRANTED, EventKind.LEASE_EXPIRED, EventKind.LEASE_BROKEN)

@@ -1,0 +1,834 @@
+"""A real cache manager in this process, with a simulated scheduler, executor, store and consumer of events around it.
+
+The device knows what is in its slots: a sequence that computes checks everything that it attends to, so that a block
+with other bytes than the manager says is noticed at once. `World.check` compares all that they know.
+"""
+
+import dataclasses
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from cachemgr.blocks.block_keys import cut_extra_keys
+from cachemgr.blocks.block_record import BlockRecord
+from cachemgr.errors import EventsGoneError
+from cachemgr.manager import CacheManager
+from cachemgr.operators.operator_memory import Kind
+from cachemgr.operators.pins import Holds
+from cachemgr.retention.leases import leases_of
+from cachemgr.retention.priority import RULE
+from cachemgr.types import (
+    Admission,
+    AdmitRequest,
+    EventKind,
+    ExecutorSpec,
+    Freed,
+    ManagerConfig,
+    PoolSpec,
+    Prefix,
+    Restored,
+    Retention,
+    RetentionRange,
+    SchedulerEpoch,
+    SyncAnswer,
+    SyncRequest,
+    TierKind,
+    Transfer,
+)
+from protos.kvcache.eviction import Policy
+from protos.kvcache.eviction_request import EvictionPolicyRequest
+from protos.kvcache.v1 import kvcache_pb2 as pb
+from tests.support.device import Content, Device, contents
+
+BLOCK = 4
+FINGERPRINT = b"f" * 32
+CONFIG = ManagerConfig(capacity_ahead_tokens=0, free_watermark=0.0)
+# Leases of processes do not end while a test lets time pass.
+PATIENT = dataclasses.replace(CONFIG, lease_seconds=1e12)
+
+
+def wish(priority: int, duration: float | None = None) -> Retention:
+    """One priority and duration for all blocks."""
+    return Retention((RetentionRange(0, None, priority, duration),), priority, duration)
+
+
+def asked(kind: str, **fields: object) -> EvictionPolicyRequest:
+    """An eviction policy as a request asks for it, by the name of its kind."""
+    return EvictionPolicyRequest.of(pb.EvictionPolicy(kind=f"EVICTION_KIND_{kind}", **fields))
+
+
+# Of every way in which lengths go, small enough for prompts of a few blocks.
+POLICIES = [
+    asked("SLIDING_WINDOW", start_tokens=1, recent_tokens=6),
+    asked("AVERAGE", max_cache_tokens=6, period_tokens=2, during_prefill=True),
+    asked("H2O", max_cache_tokens=8, period_tokens=2),
+    asked("SNAPKV", max_cache_tokens=5, recent_tokens=2, score_window_tokens=2),
+    asked("LAST", max_cache_tokens=5),
+    asked("NORM_SUM", start_tokens=4, recent_tokens=4, max_cache_tokens=12),
+    asked("RANDOM", max_cache_tokens=6, start_tokens=1, recent_tokens=2, period_tokens=2, during_prefill=True),
+    asked("KEYDIFF", max_cache_tokens=7, start_tokens=1, recent_tokens=2, period_tokens=3),
+]
+
+
+@dataclass(eq=False)
+class Live:
+    """A sequence as its scheduler sees it."""
+
+    request: AdmitRequest
+    handle: int
+    tokens: list[int]
+    computed: int
+    tables: list[list[int]]
+    copies: list[Transfer]
+    wait_for: int = 0
+    promised: int = 0
+    started: bool = False
+    reported_tokens: int = 0
+    reported_computed: int = 0
+    # What it computes is wrong because a copy failed; the manager must not let anybody find it.
+    tainted: bool = False
+    policy: Policy | None = None
+    prompt: int = 0
+    evicted: int = 0
+    # Slots to move to; empty when it stays in its own.
+    granted: list[int] | None = None
+    moved: bool = False
+    # Tokens computed before it moved, until that is reported.
+    clean: int | None = None
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the manager has something to hear."""
+        return (self.reported_computed, self.reported_tokens) != (self.computed, len(self.tokens))
+
+    @property
+    def kept(self) -> int:
+        return self.computed - self.evicted
+
+    @property
+    def capacity(self) -> int:
+        return min(len(table) for table in self.tables) * BLOCK
+
+    @property
+    def stays(self) -> int:
+        """Tokens that are kept when it computes more."""
+        return self.kept if self.policy is None else self.policy.kept_after(self.kept, self.computed, self.prompt)
+
+    @property
+    def must_move(self) -> bool:
+        return not self.moved and self.stays < self.kept
+
+    def expected(self) -> list[Any]:
+        """What its slots must hold, in their order: once it has moved, its own mark, as others may find nothing of it.
+
+        Behind a copy that has failed it is nothing.
+        """
+        if self.moved:
+            return [("kept by", self.handle)] * (len(self.tables[0]) * BLOCK)
+        if self.tainted:
+            return [None] * len(self.tokens)
+        return contents((self.request.salt, self.request.adapter_id), self.tokens, self.request.extra_keys)
+
+    def cut(self, length: int) -> None:
+        """Its tokens from a length on are rejected."""
+        del self.tokens[length:]
+        extra_keys = tuple(cut_extra_keys(self.request.extra_keys, length))
+        self.request = dataclasses.replace(self.request, extra_keys=extra_keys)
+        self.computed = self.reported_computed = min(self.computed, length - 1)
+        self.reported_tokens = length
+        for table in self.tables:
+            del table[-(-length // BLOCK) :]
+
+
+@dataclass
+class Journal:
+    """A store that is a dictionary: the indexed blocks by place."""
+
+    epoch: int = 0
+    blocks: dict[tuple[int, TierKind, int], BlockRecord] = field(default_factory=dict)
+    # What reached the store some time ago.
+    written: dict[tuple[int, TierKind, int], BlockRecord] = field(default_factory=dict)
+    # False while blocks that were remembered are not read: they may be gone from here already.
+    is_read: bool = True
+
+    def cleared(self, executor_id: str, epoch: int) -> None:
+        self.epoch = epoch
+        self.blocks.clear()
+        self.written.clear()
+
+    def set(self, blocks: Iterable[BlockRecord]) -> None:
+        """The store has just these."""
+        self.blocks = {block.place: block for block in blocks}
+        self.flush()
+
+    def flush(self) -> None:
+        """All changes up to now reach the store."""
+        self.written = dict(self.blocks)
+
+    def fall_back(self) -> None:
+        """Changes since the last flush are lost."""
+        self.blocks = dict(self.written)
+
+    def stored(
+        self, executor_id: str, group: int, tier: TierKind, slot: int, current: Callable[[], BlockRecord | None]
+    ) -> None:
+        block = current()
+        assert block is not None
+        assert block.place == (group, tier, slot)
+        self.blocks[block.place] = block
+
+    def removed(self, executor_id: str, group: int, tier: TierKind, slot: int) -> None:
+        if self.is_read:
+            del self.blocks[group, tier, slot]
+        else:
+            self.blocks.pop((group, tier, slot), None)
+
+
+def _timeless(block: BlockRecord) -> BlockRecord:
+    """The journal does not hear of every second: only whether a clock runs."""
+    leases = (lease._replace(remaining=None if lease.remaining is None else 0.0) for lease in block.leases)
+    return block._replace(leases=tuple(leases))
+
+
+class Watcher:
+    """A consumer of events, which begins anew with a snapshot when the manager is another one or it was too slow."""
+
+    def __init__(self) -> None:
+        self._manager: CacheManager | None = None
+        self._seen = 0
+        # Indexed blocks by pool and key: where they are.
+        self._known: dict[tuple[str, bytes], tuple[TierKind, int]] = {}
+
+    def check(self, manager: CacheManager) -> None:
+        """Takes all events, and compares what they come to with what the cache holds."""
+        try:
+            if manager is not self._manager:
+                raise EventsGoneError("another manager")
+            self._follow(manager.queries.events_after(self._seen, limit=1_000_000))
+        except EventsGoneError:
+            self._manager, self._known = manager, {}
+            self._follow(manager.queries.snapshot().events)
+        self._seen = manager.queries.last_event
+        there = {}
+        for pool in manager.queries.pools():
+            for _, view in manager.queries.blocks(pool.pool_id):
+                if view.key:
+                    there[pool.pool_id, view.key] = (view.tier, view.slot)
+        assert self._known == there
+
+    def _follow(self, events: Iterable[Any]) -> None:
+        for event in events:
+            name = (event.block.pool_id, event.block.key)
+            if event.kind is EventKind.REMOVED:
+                del self._known[name]
+            elif event.kind in (EventKind.STORED, EventKind.UPDATED):
+                assert (name in self._known) == (event.kind is EventKind.UPDATED)
+                self._known[name] = (event.block.tier, event.block.slot)
+
+
+class World:
+    """One executor "e", one scheduler "s", and a manager, of epoch 1 at first. `now` is the time in seconds."""
+
+    def __init__(
+        self,
+        num_blocks: int = 8,
+        *,
+        windows: tuple[int | None, ...] = (None,),
+        host_blocks: int = 0,
+        disk_blocks: int = 0,
+        block_bytes: tuple[int, ...] = (),
+        share_blocks: tuple[int, ...] = (),
+        memory_bytes: int | None = None,
+        config: ManagerConfig = CONFIG,
+        seed: int = 0,
+    ) -> None:
+        self.device = Device(BLOCK, windows)
+        self.windows = windows
+        self.step_number = 0
+        # Tickets whose copy has run, or has failed to run.
+        self.done: dict[int, bool] = {}
+        # Steps that wrote to slots of the device which the manager never hears of.
+        self.untold: dict[tuple[int, int], int] = {}
+        self.journal = Journal()
+        self.watcher = Watcher()
+        self.config = config
+        self.manager = CacheManager(1, lambda: self.now, config, self.journal)
+        self.num_blocks = num_blocks
+        self.host_blocks, self.disk_blocks = host_blocks, disk_blocks
+        self.block_bytes, self.memory_bytes = block_bytes or (0,) * len(windows), memory_bytes
+        self.share_blocks = share_blocks or (0,) * len(windows)
+        self.random = random.Random(seed)
+        self.now = 0.0
+        self.executor_epoch = 0
+        self.scheduler_epoch = 0
+        self.names = 0
+        self.live: dict[str, Live] = {}
+        # Released sequences whose last progress the next sync reports.
+        self.leaving: list[Live] = []
+        self.released: list[int] = []
+        self.cancelled: list[int] = []
+        self.fail_moves = False
+        # Slots of sequences that wrote on when the manager had given the executor up.
+        self.strays: set[tuple[int, int]] = set()
+        self.trimmed: dict[int, int] = {}
+        # Computed tokens of sequences that are gone, by handle.
+        self.ended: dict[int, int] = {}
+        self.tainted: set[int] = set()
+        # While the store is read: blocks that are still to come, what the store holds, and the epoch that it is of.
+        self.unread: list[BlockRecord] | None = None
+        self.stored: list[BlockRecord] = []
+        self.stored_epoch = 0
+        self.start_executor()
+        self.start_scheduler()
+
+    # Processes that start, die and come back
+
+    def spec(self) -> ExecutorSpec:
+        pools = [
+            PoolSpec(
+                group,
+                self.num_blocks,
+                window,
+                block_bytes=self.block_bytes[group],
+                host_blocks=self.host_blocks,
+                disk_blocks=self.disk_blocks,
+                share_blocks=self.share_blocks[group],
+            )
+            for group, window in enumerate(self.windows)
+        ]
+        settings = ExecutorSpec(
+            "e", self.executor_epoch, "m", FINGERPRINT, BLOCK, pools, memory_bytes=self.memory_bytes
+        )
+        return dataclasses.replace(settings, **self.device.registered(pools))
+
+    def start_executor(self, remembered: Iterable[BlockRecord] = ()) -> Restored:
+        """A newer epoch with an empty device, lower tiers stay; the scheduler gives all its sequences up."""
+        self.executor_epoch += 1
+        self.device.lose()
+        self.done.clear()
+        restored = self.manager.register_executor(self.spec(), remembered)
+        self.released += [live.handle for live in self.live.values()]
+        self.live.clear()
+        return restored
+
+    @property
+    def caller(self) -> SchedulerEpoch:
+        """The scheduler as it names itself."""
+        return SchedulerEpoch("s", self.scheduler_epoch)
+
+    def start_scheduler(self) -> None:
+        for live in [*self.live.values(), *self.leaving]:
+            if live.has_news:
+                self.leave_untold(live)
+        self.scheduler_epoch += 1
+        self.sync_number = 0
+        for known in (self.live, self.leaving, self.released, self.cancelled, self.trimmed):
+            known.clear()
+        self.manager.register_scheduler("s", self.scheduler_epoch)
+
+    def carry_out(self) -> None:
+        """All that the manager does a part at a time comes to its end."""
+        while self.manager.is_behind:
+            self.manager.expire()
+
+    def restart_manager(self) -> Restored:
+        """The manager is gone with its memory; what the journal has and the executor still holds comes back."""
+        self.lose_manager()
+        return self.manager.register_executor(self.spec(), list(self.journal.blocks.values()))
+
+    def lose_manager(self, epochs: int = 1) -> None:
+        """Another manager, which only the scheduler has registered with."""
+        if self.unread is not None:
+            # Nothing was written over what was not read.
+            self.journal.set(self._of_this_epoch(self.stored))
+            self.unread = None
+            self.journal.is_read = True
+        shares = list(self.manager.queries.entries(Kind.SHARE))
+        self.manager = CacheManager(self.manager.epoch + epochs, lambda: self.now, self.config, self.journal)
+        self.manager.operators.restore([], [], shares)
+        self.done.clear()
+        self.start_scheduler()
+
+    def begin_recovery(self) -> None:
+        """The manager is gone with its memory, and what the journal has is read later."""
+        self.lose_manager()
+        self.stored, self.stored_epoch = list(self.journal.blocks.values()), self.executor_epoch
+        self.read_again()
+
+    def read_again(self) -> None:
+        """The executor registers, and what the store has is read later."""
+        self.unread = sorted(self.stored, key=lambda block: block.depth)
+        self.journal.is_read = False
+        self.manager.register_executor(self.spec(), later=True)
+
+    def _of_this_epoch(self, blocks: list[BlockRecord]) -> list[BlockRecord]:
+        """Of another epoch only what lies in lower tiers."""
+        if self.stored_epoch == self.executor_epoch:
+            return blocks
+        return [below for block in blocks if (below := block.below()) is not None]
+
+    def read_store(self, count: int) -> None:
+        """So many remembered blocks are put back."""
+        assert self.unread is not None
+        part = self.unread[:count]
+        del self.unread[:count]
+        self.manager.put_back("e", self.executor_epoch, self._of_this_epoch(part))
+
+    def end_recovery(self) -> None:
+        """The rest is put back, and the store is written again."""
+        if self.unread is None:
+            return
+        self.read_store(len(self.unread))
+        self.manager.end_recovery("e", self.executor_epoch)
+        self.unread = None
+        self.journal.is_read = True
+        self.journal.set(
+            self.manager.queries.records("e") if self.stored_epoch != self.executor_epoch else self._stored()
+        )
+
+    def _stored(self) -> list[BlockRecord]:
+        return list(self.journal.blocks.values())
+
+    def come_back(self) -> Restored:
+        """The executor starts again after the manager has forgotten it, which asks the journal."""
+        remembered = [below for block in self._stored() if (below := block.below()) is not None]
+        self.journal.set(remembered)
+        restored = self.start_executor(remembered)
+        # What the journal has of another epoch gives way to what is there.
+        self.journal.set(self.manager.queries.records("e"))
+        return restored
+
+    def expire_executor(self) -> None:
+        """The manager gives the executor up."""
+        self.end_recovery()
+        for _ in range(2):
+            self.now += self.config.lease_seconds * 0.6
+            self.sync()
+        self.manager.expire()
+        assert not self.manager.knows_executor("e")
+
+    def silence_executor(self) -> None:
+        """The manager gives the executor up, and hears of it again before the scheduler has stopped its sequences."""
+        self.strays |= {
+            (group, slot) for live in self.live.values() for group, slots in enumerate(live.tables) for slot in slots
+        }
+        self.expire_executor()
+        self.manager.register_executor(self.spec(), self._stored())
+
+    def renew(self) -> None:
+        self.manager.renew_executor("e", self.executor_epoch, self.manager.epoch)
+
+    def pass_time(self, seconds: float) -> None:
+        """Nobody is silent meanwhile."""
+        self.now += seconds
+        self.sync()
+        self.renew()
+        self.manager.expire()
+
+    # Sequences
+
+    def request(self, token_ids: list[int], name: str = "", **options: object) -> AdmitRequest:
+        self.names += 1
+        return AdmitRequest(name or f"q{self.names}", "s", self.scheduler_epoch, "e", tuple(token_ids), **options)
+
+    def admit(self, token_ids: list[int], name: str = "", **options: object) -> Admission:
+        request = self.request(token_ids, name, **options)
+        admission = self.manager.admit(request)
+        if admission.admitted:
+            self.enter(request, admission, token_ids)
+        return admission
+
+    def enter(self, request: AdmitRequest, admission: Admission, token_ids: list[int]) -> Live:
+        live = self.live[request.sequence_id] = Live(
+            request,
+            admission.sequence_handle,
+            list(token_ids),
+            admission.cached_tokens,
+            [list(table.slots) for table in admission.block_tables],
+            list(admission.transfers),
+            admission.wait_for_handle,
+            admission.cached_tokens,
+            reported_tokens=len(token_ids),
+            reported_computed=admission.cached_tokens,
+            policy=admission.eviction_policy,
+            prompt=len(token_ids),
+        )
+        return live
+
+    def fork(self, parent: str, name: str, length: int | None = None) -> Live:
+        """A fork that is admitted."""
+        first = self.live[parent]
+        admission = self.manager.fork(self.caller, parent, name, length)
+        assert admission.admitted
+        tokens = first.tokens[:length]
+        extra_keys = tuple(cut_extra_keys(first.request.extra_keys, len(tokens)))
+        request = dataclasses.replace(first.request, sequence_id=name, extra_keys=extra_keys)
+        return self.enter(request, admission, tokens)
+
+    def truncate(self, name: str, length: int) -> Freed:
+        freed = self.manager.truncate(self.caller, name, length)
+        self.live[name].cut(length)
+        return freed
+
+    def release(self, name: str) -> Freed:
+        """Releases a sequence by a call, with nothing reported."""
+        self.forget(self.live[name])
+        return self.manager.release(self.caller, name)
+
+    def leave(self, live: Live) -> None:
+        """Names the sequence in the next sync as released, and its copies as never sent when it has not started."""
+        self.forget(live)
+        self.leaving.append(live)
+        self.released.append(live.handle)
+        if not live.started:
+            self.cancelled += [copy.ticket for copy in live.copies]
+
+    def give_up_on(self, writer: Live) -> None:
+        """Releases sequences that wait for tokens which the writer has truncated; others hear of it by a sync."""
+        for live in list(self.live.values()):
+            waits = live.wait_for == writer.handle and not live.started and live.promised > len(writer.tokens)
+            if waits and live.request.sequence_id in self.live:
+                self.leave(live)
+
+    def forget(self, live: Live) -> None:
+        del self.live[live.request.sequence_id]
+        self.ended[live.handle] = live.computed
+
+    def leave_untold(self, live: Live) -> None:
+        """The manager never hears what this sequence has computed last."""
+        for group, table in enumerate(live.tables):
+            self.untold |= {(group, slot): self.device.written.get((group, slot), 0) for slot in table}
+
+    def has_untold(self, block: BlockRecord) -> bool:
+        """Whether a slot of the device was written to without the manager's knowledge."""
+        at = block.group, block.slot
+        return block.tier is TierKind.DEVICE and self.device.written.get(at, 0) == self.untold.get(at)
+
+    # Steps
+
+    def may_start(self, live: Live, planned: dict[int, int]) -> bool:
+        if live.started or not live.wait_for:
+            return True
+        if live.wait_for in planned:
+            return planned[live.wait_for] >= live.promised
+        return self.ended[live.wait_for] >= live.promised
+
+    def step(self, most: int = 5, names: set[str] | None = None, fail_copies: float = False) -> None:
+        """One device step: removals, copies, all writes, then all reads, as each layer writes before it attends.
+
+        Copies fail with a probability.
+        """
+        self.step_number += 1
+        planned = {live.handle: live.computed for live in self.live.values()}
+        work = []
+        for name, live in self.live.items():
+            if (names is not None and name not in names) or not self.may_start(live, planned):
+                continue
+            count = min(most, self.room(live))
+            if count > 0:
+                work.append((live, count))
+                planned[live.handle] = live.computed + count
+        for live, _ in work:
+            if not live.started:
+                self.start(live, fail_copies)
+        for live, count in work:
+            self.evict(live)
+            self.device.write(live.tables, live.expected(), live.kept, live.kept + count, self.step_number)
+        for live, count in work:
+            if not live.tainted:
+                self.device.read(live.tables, live.expected(), 0 if live.moved else live.kept, live.kept + count)
+            live.computed += count
+            if live.computed == len(live.tokens):
+                live.tokens.append(self.random.randrange(3))
+
+    def room(self, live: Live) -> int:
+        """Tokens that the next step may compute."""
+        if live.policy is None:
+            return min(len(live.tokens), live.capacity) - live.computed
+        if live.must_move and live.granted is None:
+            return 0
+        slots = len(live.granted) * BLOCK if live.must_move and live.granted else live.capacity
+        left = min(len(live.tokens) - live.computed, slots - live.stays)
+        room = live.policy.room(live.stays, live.computed, live.prompt)
+        return left if room is None else min(left, room)
+
+    def start(self, live: Live, fail: float) -> None:
+        live.started = True
+        live.tainted = live.tainted or live.wait_for in self.tainted
+        for copy in live.copies:
+            failed = self.random.random() < fail
+            self.copy(copy, failed)
+            live.tainted |= failed and copy.target_tier is TierKind.DEVICE
+        if live.tainted:
+            self.tainted.add(live.handle)
+
+    def evict(self, live: Live) -> None:
+        """Drops tokens before a step; the first time it moves to the granted slots, or keeps the first of its own."""
+        kept = live.stays
+        if kept == live.kept:
+            return
+        if live.must_move:
+            assert live.granted is not None
+            assert live.policy is not None
+            live.moved, live.clean = True, live.computed
+            most = live.policy.most_kept
+            live.tables = [list(live.granted) or live.tables[0][: None if most is None else -(-most // BLOCK)]]
+        live.evicted = live.computed - kept
+        self.device.write(live.tables, live.expected(), 0, kept, self.step_number)
+
+    def copy(self, copy: Transfer, failed: bool = False) -> None:
+        self.done[copy.ticket] = not failed
+        self.device.copy(copy, self.step_number, failed=failed)
+
+    def confirm(self, limit: int | None = None) -> int:
+        """Reports copies that have run or failed."""
+        reported = dict(list(self.done.items())[:limit])
+        for ticket in reported:
+            del self.done[ticket]
+        return self.manager.confirm_transfers(
+            "e",
+            self.executor_epoch,
+            [ticket for ticket, succeeded in reported.items() if succeeded],
+            [ticket for ticket, succeeded in reported.items() if not succeeded],
+            self.step_number,
+        )
+
+    def run_executor_copies(self, limit: int | None = None, *, fail: bool = False) -> None:
+        """What an executor does with the copies that come with its renewals: each is begun once."""
+        begun = [copy for copy in self.manager.queries.executor_transfers("e") if copy.ticket not in self.done]
+        # What they write comes behind the last step, as the next one's writes do.
+        self.step_number += 1
+        for copy in begun[:limit]:
+            self.copy(copy, fail)
+        if limit is None:
+            self.confirm()
+
+    def back_up(self) -> None:
+        """Renews until there is nothing more to copy down."""
+        self.renew()
+        while self.manager.queries.executor_transfers("e"):
+            self.run_executor_copies()
+            self.renew()
+
+    # Syncs
+
+    def sync(self, names: set[str] | None = None) -> SyncAnswer:
+        request = self.next_sync(names)
+        answer = self.manager.sync(request)
+        assert self.manager.sync(request) == answer
+        self.released.clear()
+        self.cancelled.clear()
+        self.trimmed.clear()
+        self.take(answer)
+        return answer
+
+    def next_sync(self, names: set[str] | None = None) -> SyncRequest:
+        self.sync_number += 1
+        running = [live for name, live in self.live.items() if names is None or name in names]
+        # A sequence that leaves without news is not named.
+        told = running + [live for live in self.leaving if live.has_news]
+        moved = [live for live in [*running, *self.leaving] if live.clean is not None]
+        clean = [live.clean for live in moved]
+        self.leaving = []
+        self.random.shuffle(told)
+        fresh = [live.tokens[live.reported_tokens :] for live in told]
+        for live in told:
+            live.reported_tokens = len(live.tokens)
+            live.reported_computed = live.computed
+        asking = [live.handle for live in running if live.must_move]
+        for live in moved:
+            live.clean = None
+        return SyncRequest(
+            "s",
+            self.scheduler_epoch,
+            self.manager.epoch,
+            self.sync_number,
+            self.step_number,
+            [live.handle for live in told],
+            [live.computed for live in told],
+            [len(tokens) for tokens in fresh],
+            [token for tokens in fresh for token in tokens],
+            list(self.released),
+            list(self.trimmed),
+            list(self.trimmed.values()),
+            list(self.cancelled),
+            evicting_handles=asking,
+            moved_handles=[live.handle for live in moved],
+            moved_computed_tokens=clean,
+        )
+
+    def take(self, answer: SyncAnswer) -> None:
+        by_handle = {live.handle: live for live in self.live.values()}
+        for copy in answer.transfers:
+            self.copy(copy, self.fail_moves)
+        at = 0
+        columns = zip(answer.extended_handles, answer.extended_groups, answer.extended_counts, strict=True)
+        for handle, group, count in columns:
+            assert by_handle[handle].clean is None, "a table grows that the sequence has left"
+            by_handle[handle].tables[group].extend(answer.extended_slots[at : at + count])
+            at += count
+        for handle in answer.void_handles:
+            if handle in by_handle:
+                self.leave(by_handle[handle])
+        at = 0
+        for handle, count in zip(answer.evicting_handles, answer.evicting_counts, strict=True):
+            slots = answer.evicting_slots[at : at + count]
+            at += count
+            assert by_handle[handle].granted in (None, slots)
+            by_handle[handle].granted = slots
+
+    # Shorthands for tests
+
+    def run(self, token_ids: list[int], name: str = "", *, generate: int = 0, **options: object) -> Admission:
+        """Admits a sequence and computes its tokens and so many generated ones; reports all of it."""
+        admission = self.admit(token_ids, name, **options)
+        assert admission.admitted
+        self.compute(self.live[name or f"q{self.names}"], len(token_ids) + generate)
+        self.sync()
+        return admission
+
+    def compute(self, live: Live, length: int) -> None:
+        """Computes so many tokens of one sequence; syncs whenever nothing can be computed, which must help."""
+        name = live.request.sequence_id
+        while live.computed < length:
+            before = live.computed
+            for _ in range(2):
+                self.step(min(5, length - live.computed), names={name})
+                self.confirm()
+                if live.computed > before:
+                    break
+                self.sync({name})
+            else:
+                raise AssertionError(f"{name} is stuck behind {before} tokens")
+        assert self.live[name] is live
+
+    def work(self, rounds: int) -> None:
+        """So many rounds of a step, what it confirms, and a sync; everything is checked after each."""
+        for _ in range(rounds):
+            self.step()
+            self.confirm()
+            self.sync()
+            self.check()
+
+    def finish(self, name: str) -> None:
+        """Releases a sequence by a sync."""
+        self.leave(self.live[name])
+        self.sync()
+
+    def cache(self, token_ids: list[int], *, generate: int = 0, **options: object) -> Admission:
+        """Computes these tokens and so many generated ones, and reports that together with the release."""
+        admission = self.admit(token_ids, **options)
+        assert admission.admitted
+        live = self.live[f"q{self.names}"]
+        self.compute(live, len(token_ids) + generate)
+        self.leave(live)
+        self.sync()
+        return admission
+
+    def fill(self, first: int = 100, **options: object) -> Admission:
+        """A sequence, called "fill" and its first token, that takes the whole device."""
+        return self.run(list(range(first, first + self.num_blocks * BLOCK)), f"fill{first}", **options)
+
+    def cached_tokens(self, token_ids: list[int], **options: object) -> int:
+        """What an admission of these tokens finds; leaves the sequence admitted and without open copies."""
+        admission = self.admit(token_ids, **options)
+        assert admission.admitted
+        self.sync()
+        return admission.cached_tokens
+
+    def found(self, token_ids: list[int], **scope: object) -> int:
+        """What a prompt would find, all tiers together, with nothing changed."""
+        return self.manager.queries.explain(Prefix(tuple(token_ids), **scope), 0)[0].cached_tokens
+
+    def tiers_of(self, token_ids: list[int], **scope: object) -> list[str]:
+        """Of the blocks of a prompt, in their order."""
+        blocks = self.manager.queries.explain(Prefix(tuple(token_ids), **scope), 0)[0].blocks
+        return [view.tier.name.lower() for view, _, _ in blocks]
+
+    def tiers(self) -> dict[str, int]:
+        """Indexed blocks of the first group by tier."""
+        views = (view for _, view in self.manager.queries.blocks("e/0"))
+        return dict(Counter(view.tier.name.lower() for view in views if view.key))
+
+    def priorities(self) -> dict[int, int]:
+        """Of indexed blocks of the first group, by their first token; leases whose time is over have ended."""
+        self.manager.expire()
+        records = {block.slot: block for block in self.manager.queries.records("e") if block.tier is TierKind.DEVICE}
+        views = [view for _, view in self.manager.queries.blocks("e/0") if view.key and view.tier is TierKind.DEVICE]
+        return {records[view.slot].token_ids[0]: view.priority for view in views}
+
+    def first_tokens(self) -> set[int]:
+        """Of indexed blocks."""
+        return {block.token_ids[0] for block in self.manager.queries.records("e")}
+
+    @property
+    def host(self) -> Any:
+        """The host tier as operators see it."""
+        return self.manager.queries.pools()[0].lower_tiers[0]
+
+    @property
+    def backups(self) -> int:
+        return sum(block.backup is not None for block in self.manager.queries.records("e"))
+
+    @property
+    def longest(self) -> int:
+        """Tokens that fit into the smallest pool."""
+        return min(pool.total_blocks for pool in self.manager.queries.pools()) * BLOCK
+
+    @property
+    def free(self) -> int:
+        return min(pool.free_blocks for pool in self.manager.queries.pools())
+
+    # Checks
+
+    def check(self) -> None:
+        """Counts, contents, events, the store and leases of rules agree."""
+        assert self.manager.queries.check_pool() == []
+        self.watcher.check(self.manager)
+        records = {block.place: block for block in self.manager.queries.records("e")}
+        if self.unread is None:
+            stored = {place: _timeless(block) for place, block in self.journal.blocks.items()}
+            assert stored == {place: _timeless(block) for place, block in records.items()}
+        pools = self.manager._state.executors["e"].pools if self.manager.knows_executor("e") else []
+        blocks = [block for pool in pools for block in pool.blocks if block is not None]
+        ruled = {lease for block in blocks for lease in leases_of(block) if lease.wish.holder.startswith(RULE)}
+        assert {lease for leases in self.manager._state.leases._of_rules.values() for lease in leases} == ruled
+        if pools:
+            check_holds(self.manager._state.executors["e"].holds)
+        if pools and self.memory_bytes is not None:
+            going = {(pool.spec.group, slot) for pool in pools for slot in pool.device.clearing}
+            taking = self.device.resident - going - self.strays
+            assert sum(self.block_bytes[group] for group, _ in taking) <= self.memory_bytes
+        arriving = {(pool.spec.group, block.key) for pool in pools for block in pool.moving}
+        for block in records.values():
+            arrived = block.tier is TierKind.DEVICE or self.is_filled(block)
+            assert arrived or (block.group, block.key) in arriving, f"{block.place} was not filled by the ticket"
+            if arrived:
+                self.check_content(block)
+            if block.backup is not None:
+                below = block.below()
+                assert below is not None
+                assert self.is_filled(below)
+                self.check_content(below)
+
+    def is_filled(self, block: BlockRecord) -> bool:
+        return self.device.generations.get(block.place) == block.generation
+
+    def check_content(self, block: BlockRecord) -> None:
+        """What is findable is there, for every token of the block."""
+        for offset, token in enumerate(block.token_ids):
+            held = self.device.slot(*block.place)[offset]
+            assert isinstance(held, Content), f"slot {block.slot} holds {held}"
+            assert held.scope == (block.salt, block.adapter_id)
+            assert (held.position, held.token[0]) == (block.depth * BLOCK + offset, token)
+
+
+def check_holds(holds: Holds) -> None:
+    """What is counted of holds is what there is."""
+    pinned = {kept for hold in holds if hold.pin for kept in hold.blocks}
+    assert holds.held() == Counter(block for hold in holds for _, block in hold.blocks)
+    assert holds._pinned == Counter(block for hold in holds if hold.pin for _, block in hold.blocks)
+    assert holds._pinned_in == Counter(pool for pool, _ in pinned)
+    assert holds._num_pins == sum(hold.pin for hold in holds)

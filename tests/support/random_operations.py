@@ -1,0 +1,733 @@
+"""Random lives of the in-process manager: all that schedulers, executors, operators, agents and time can do to it.
+
+Every operation draws its own arguments. Operations are weighted so that blocks are shared, copied, evicted and
+truncated often; `World.check` recounts everything after each.
+"""
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from inspect import GEN_SUSPENDED, getgeneratorstate
+from random import Random
+from typing import Any
+
+from cachemgr.blocks import steps
+from cachemgr.blocks.block_record import BlockRecord
+from cachemgr.errors import (
+    InvalidField,
+    PoolInUseError,
+    QuotaTooLargeError,
+    RulePolicyError,
+    SequenceEvictsError,
+    SequenceTooLongError,
+    SequenceUnsettledError,
+    SharedBlockError,
+    UnknownQuotaError,
+    UnknownRuleError,
+    VoidSequenceError,
+    WindowPassedError,
+)
+from cachemgr.retention.rules import FIELDS
+from cachemgr.sequences.clients import account_for
+from cachemgr.types import (
+    Admission,
+    BlockFilter,
+    EventKind,
+    ForgetTarget,
+    HintAction,
+    Hints,
+    ManagerConfig,
+    Prefix,
+    Quota,
+    RemovalCause,
+    Retention,
+    RetentionRule,
+    RuleAction,
+    RuleMatch,
+    TierKind,
+)
+from tests.support.in_process_manager import BLOCK, POLICIES, Live, World, asked, wish
+
+# Prompts that share beginnings of every length.
+BASES = [[0] * 20, [0, 0, 0, 0, 1] + [0] * 15, [1, 2] * 10]
+SALTS = [None, None, None, "a"]
+TENANTS = [None, None, "t", "u"]
+ACTIONS = [
+    RuleAction(priority=80),
+    RuleAction(priority=10, duration=4.0),
+    RuleAction(offload_min_priority=60),
+    RuleAction(pin_duration=5.0),
+    RuleAction(no_store=True),
+    RuleAction(eviction_policy=asked("SLIDING_WINDOW", recent_tokens=6)),
+    RuleAction(eviction_policy=asked("NONE")),
+]
+HINTS = [
+    ("Retain", {"priority": 70, "duration_seconds": 3}),
+    ("Pin", {"owner": "agent", "duration_seconds": 4}),
+    ("Demote", {}),
+    ("Demote", {"tier": "host"}),
+    ("Demote", {"tier": "host"}),
+    ("Prefetch", {}),
+    ("Prefetch", {}),
+    ("Share", {}),
+]
+LAYOUTS = [(None,), (None,), (None, 5), (3,), (None, 2, 9)]
+QUOTA = Quota(salt="a", device_floor=1, device_ceiling=4, host_floor=1)
+TENANT_QUOTA = Quota(tenant_id="t", device_floor=1, device_ceiling=5)
+
+WEIGHTS = {
+    "admit": 30,
+    "step": 15,
+    "work": 12,
+    "confirm": 12,
+    "sync": 10,
+    "sync_half": 8,
+    "leave": 8,
+    "release": 8,
+    "truncate": 5,
+    "fork": 5,
+    "trim": 3,
+    "extend": 3,
+    "hold": 2,
+    "wait": 2,
+    # Operators and agents.
+    "begin_long_call": 3,
+    "go_on": 12,
+    "purge": 1,
+    "forget": 1,
+    "executor_copies": 8,
+    "renew": 6,
+    "set_quota": 1,
+    "delete_quota": 1,
+    "pin": 2,
+    "release_hold": 1,
+    "make_rule": 1,
+    "delete_rule": 1,
+    "hint": 4,
+    "update_pool": 1,
+    # Processes that die, with copies in every state.
+    "write_store": 2,
+    "read_store": 5,
+    "restart_scheduler": 0.25,
+    "restart_executor": 0.5,
+    "restart_manager": 0.5,
+    "restart_manager_before_the_store": 0.75,
+    "restart_manager_at_rest": 0.25,
+    "restart_both": 0.25,
+    "silence_executor": 0.25,
+    "lose_executor": 0.25,
+}
+OF_A_SEQUENCE = {"leave", "release", "truncate", "fork", "trim", "extend", "hold"}
+
+
+def live_long(seed: int, operations: int, *, moves: float = WEIGHTS["update_pool"], **fixed: Any) -> dict[str, Any]:
+    """A life of so many operations, which ends with every block free or cached; returns its settings.
+
+    moves: how often the size of a pool changes, as a weight.
+    """
+    life = RandomLife(seed, moves=moves, **fixed)
+    for _ in range(operations):
+        life.operate()
+        life.world.check()
+    life.end()
+    return life.settings
+
+
+@contextlib.contextmanager
+def small_steps() -> Iterator[None]:
+    """Long calls take a step for each block."""
+    before = steps.LOOKS, steps.CHANGES
+    steps.LOOKS = steps.CHANGES = 1
+    try:
+        yield
+    finally:
+        steps.LOOKS, steps.CHANGES = before
+
+
+class RandomLife:
+    """One world, and what happens to it."""
+
+    def __init__(self, seed: int, *, moves: float = WEIGHTS["update_pool"], **fixed: Any) -> None:
+        self.random = Random(seed)
+        self._weights = WEIGHTS | {"update_pool": moves}
+        self.settings = self._settings(seed) | fixed
+        drawn = self.settings
+        windows, num_blocks, movable = drawn["windows"], drawn["num_blocks"], drawn["movable"]
+        shared: dict[str, Any] = {}
+        if movable:
+            # Pools that share memory, with so many slots more than they may use.
+            sizes = (2, 1, 1)[: len(windows)]
+            shared = {"block_bytes": sizes, "share_blocks": (num_blocks,) * len(windows)}
+            shared["memory_bytes"] = num_blocks * sum(sizes)
+        self.world = World(
+            num_blocks + movable,
+            windows=windows,
+            host_blocks=drawn["host"],
+            disk_blocks=drawn["disk"],
+            seed=seed,
+            config=ManagerConfig(lease_seconds=10, event_history=50, **drawn["config"]),
+            **shared,
+        )
+        self.forks = 0
+        # A call that is carried out in steps.
+        self.long_call: Any = None
+
+    def _settings(self, seed: int) -> dict[str, Any]:
+        choose = self.random.choice
+        return {
+            "windows": choose(LAYOUTS),
+            "num_blocks": choose([4, 6, 8, 12, 12, 20]),
+            "host": choose([0, 2, 6]),
+            "disk": choose([0, 3]),
+            "movable": 6 * (seed % 3 == 1),
+            "config": {
+                "capacity_ahead_tokens": choose([0, 3, 8]),
+                "free_watermark": choose([0.0, 0.2]),
+                "copy_on_partial_reuse": self.random.random() < 0.8,
+                "pin_budget": choose([0.1, 0.3, 0.7]),
+                "write_through": self.random.random() < 0.8,
+            },
+        }
+
+    def operate(self) -> str:
+        """Any operation; returns its name."""
+        (name,) = self.random.choices(list(self._weights), list(self._weights.values()))
+        if name not in OF_A_SEQUENCE:
+            getattr(self, name)()
+        elif self.world.live:
+            getattr(self, name)(self.random.choice(list(self.world.live.values())))
+        return name
+
+    def end(self) -> None:
+        """All leave: every block is free or cached then."""
+        world = self.world
+        world.cancelled = [copy.ticket for live in world.live.values() if not live.started for copy in live.copies]
+        world.sync()
+        world.start_scheduler()
+        world.run_executor_copies()
+        # A hold that a sequence leaves behind counts from when it is released.
+        world.carry_out()
+        world.now += 100
+        world.renew()
+        world.manager.expire()
+        world.carry_out()
+        world.run_executor_copies()
+        world.check()
+        assert all(pool.used_blocks == 0 for pool in world.manager.queries.pools())
+
+    # Sequences
+
+    def admit(self) -> None:
+        world, choose, draw = self.world, self.random.choice, self.random.random
+        tokens = choose(BASES)[: self.random.randint(1, 18)] + [choose(range(3)) for _ in range(choose(range(4)))]
+        priority = choose([None, None, 0, 10, 35, 90])
+        options: dict[str, Any] = {
+            "salt": choose([None] * 6 + ["a"]),
+            "adapter_id": choose([None] * 8 + [0]),
+            "retention": Retention() if priority is None else wish(priority, choose([None, 1.0, 4.0, 30.0])),
+            "session_id": choose([None, None, "x", "y"]),
+            "tenant_id": choose(TENANTS),
+            "no_store": draw() < 0.08,
+            "no_read": draw() < 0.08,
+            "lowest_tier": choose([*TierKind, TierKind.DISK, TierKind.DISK]),
+        }
+        if len(tokens) > world.longest:
+            return
+        full = world.windows == (None,)
+        stored = 0
+        if full:
+            options["eviction_policy"] = choose([None, choose(POLICIES)])
+            stored = 0 if options["no_read"] else naive_match(world, tokens, options["salt"], options["adapter_id"])
+        before = world.free
+        try:
+            admission = admit_as_previewed(world, tokens, **options)
+        except (SequenceTooLongError, RulePolicyError):
+            return
+        if not admission.admitted:
+            assert admission.blocks_short > 0
+            return
+        assert admission.cached_tokens < len(tokens)
+        live = world.live[f"q{world.names}"]
+        assert world.manager.admit(live.request) == admission
+        if live.policy is not None:
+            assert admission.capacity_tokens >= live.policy.clean_tokens(len(tokens), len(tokens))
+            assert admission.cached_tokens <= live.policy.reusable(len(tokens), len(tokens))
+            return
+        assert admission.capacity_tokens >= len(tokens)
+        lower = world.host_blocks or world.disk_blocks
+        assert not full or admission.wait_for_handle or admission.cached_tokens <= stored
+        exact = not lower and not any(world.manager.queries.quotas()) and world.manager.config.copy_on_partial_reuse
+        if full and exact and not admission.wait_for_handle:
+            # Without a block to spare for the source of a copy the copy is left out.
+            reserve = int(world.longest // BLOCK * world.manager.config.free_watermark)
+            tight = before - (len(tokens) // BLOCK + 2) < reserve
+            assert admission.cached_tokens in (set(range(stored - stored % BLOCK, stored + 1)) if tight else {stored})
+
+    def step(self) -> None:
+        fail = self.random.choice([0] * 8 + [0.5, 1])
+        self.world.fail_moves = fail > 0
+        self.world.step(self.random.randint(1, 9), fail_copies=fail)
+
+    def work(self) -> None:
+        for _ in range(self.random.randint(1, 5)):
+            self.world.step()
+            self.world.confirm()
+            self.world.sync()
+
+    def sync(self) -> None:
+        self.world.sync()
+
+    def sync_half(self) -> None:
+        self.world.sync(set(list(self.world.live)[::2]))
+
+    def confirm(self) -> None:
+        self.world.confirm(self.random.randrange(3))
+
+    def leave(self, live: Live) -> None:
+        self.world.leave(live)
+
+    def release(self, live: Live) -> None:
+        world = self.world
+        cancelled = [] if live.started else [copy.ticket for copy in live.copies]
+        if live.has_news:
+            world.leave_untold(live)
+        assert world.release(live.request.sequence_id).found
+        assert not world.manager.release(world.caller, live.request.sequence_id).found
+        world.cancelled += cancelled
+
+    def trim(self, live: Live) -> None:
+        if live.moved:
+            return
+        capacity = -(-(len(live.tokens) + 2) // BLOCK) * BLOCK
+        for table in live.tables:
+            del table[capacity // BLOCK :]
+        self.world.trimmed[live.handle] = capacity
+        self.world.sync()
+
+    def extend(self, live: Live) -> None:
+        world = self.world
+        if live.clean is not None:
+            return
+        wanted = min(live.capacity + self.random.randrange(9), world.longest)
+        try:
+            extension = world.manager.extend(world.caller, live.request.sequence_id, wanted)
+        except VoidSequenceError:
+            return
+        for copy in extension.transfers:
+            world.copy(copy)
+        for table in extension.new_blocks:
+            live.tables[table.group].extend(table.slots)
+        assert extension.capacity_tokens == live.capacity
+        # With a policy it gets no more than it will ever use.
+        assert extension.extended == (live.capacity >= wanted) or live.policy is not None
+
+    def truncate(self, live: Live) -> None:
+        world = self.world
+        if not live.started or live.has_news or live.tainted:
+            return
+        before = world.manager.queries.snapshot().events
+        try:
+            world.truncate(live.request.sequence_id, max(1, len(live.tokens) - self.random.randrange(7)))
+        except (SharedBlockError, WindowPassedError, VoidSequenceError, SequenceEvictsError):
+            assert world.manager.queries.snapshot().events == before
+            return
+        world.give_up_on(live)
+
+    def fork(self, parent: Live) -> None:
+        world = self.world
+        self.forks += 1
+        name = f"fork{self.forks}"
+        if parent.reported_tokens != len(parent.tokens):
+            return
+        length = self.random.choice([None, min(self.random.randint(1, 24), len(parent.tokens))])
+        try:
+            admission = world.manager.fork(world.caller, parent.request.sequence_id, name, length)
+        except (SequenceUnsettledError, VoidSequenceError, WindowPassedError, SequenceEvictsError):
+            return
+        if not admission.admitted:
+            assert admission.blocks_short > 0
+            return
+        # The answer to a repeated call is the same.
+        child = world.fork(parent.request.sequence_id, name, length)
+        child.tainted = parent.tainted
+        # What the manager has not heard of is not shared.
+        assert child.computed <= parent.computed
+
+    def hold(self, live: Live) -> None:
+        with contextlib.suppress(VoidSequenceError):
+            seconds = self.random.choice([1.0, 6.0])
+            self.world.manager.hold(self.world.caller, live.request.sequence_id, "owner", seconds)
+
+    def wait(self) -> None:
+        # What a lost scheduler held is freed a sequence at a time.
+        with small_steps():
+            self.world.pass_time(self.random.choice([0.5, 5.0]))
+
+    # Operators and agents
+
+    def _prefix(self, salt: str | None = None) -> Prefix:
+        return Prefix(tuple(self.random.choice(BASES)[: self.random.randint(4, 18)]), salt=salt)
+
+    def _target(self) -> ForgetTarget:
+        return self.random.choice(
+            [ForgetTarget(salt="a"), ForgetTarget(session_id="x"), ForgetTarget(prefix=self._prefix())]
+        )
+
+    def purge(self) -> None:
+        world = self.world
+        priority = self.random.choice([None, 0, 10, 35])
+        selected = BlockFilter(salt=self.random.choice([None, "a"]), max_priority=priority)
+        said = world.manager.operators.purge(selected, validate_only=True)
+        before = cached_blocks(world)
+        assert world.manager.operators.purge(selected, validate_only=False, skip_used=True) == said
+        assert before - said.purged_blocks == cached_blocks(world)
+        self._removed_by_others(said.purged_blocks)
+
+    def forget(self) -> None:
+        manager, target = self.world.manager, self._target()
+        said = manager.operators.forget(target, validate_only=True)
+        assert manager.operators.forget(target, validate_only=False) == said
+        self._removed_by_others(sum(said.removed.values()))
+        again = manager.operators.forget(target, validate_only=True)
+        assert (again.removed, again.shared_blocks) == ({}, said.shared_blocks)
+
+    def begin_long_call(self) -> None:
+        """Other operations follow between its steps."""
+        if self.long_call is not None:
+            return
+        manager, choose = self.world.manager, self.random.choice
+        pool, quota = choose(manager.queries.pools()), next((quota for quota, *_ in manager.queries.quotas()), QUOTA)
+        rule = RetentionRule("r", match=RuleMatch(prefix_token_ids=self._prefix().token_ids), action=choose(ACTIONS))
+        known = rule.name in {one.name for one in manager.queries.rules()}
+        change = (
+            partial(manager.operators.update_rule_in_steps, mask=FIELDS)
+            if known
+            else manager.operators.create_rule_in_steps
+        )
+        forgotten, total = self._target(), self.random.randint(3, 20)
+        calls: list[tuple[object, Callable[[], Any]]] = [
+            (forgotten, lambda: manager.operators.forget_in_steps(forgotten, validate_only=False)),
+            (forgotten, lambda: manager.operators.forget_in_steps(forgotten, validate_only=False)),
+            (
+                BlockFilter(),
+                lambda: manager.operators.purge_in_steps(BlockFilter(), validate_only=False, skip_used=True),
+            ),
+            (QUOTA, lambda: manager.operators.set_quota_in_steps(choose([QUOTA, TENANT_QUOTA]), validate_only=False)),
+            (quota, lambda: manager.operators.delete_quota_in_steps(quota)),
+            (rule, lambda: change(rule, validate_only=False)),
+            (rule, lambda: manager.operators.delete_rule_in_steps("r", "", validate_only=False)),
+            (pool, lambda: manager.operators.update_pool_in_steps(pool.pool_id, total, "", validate_only=False)),
+        ]
+        self.meant, call = choose(calls)
+        self.long_call, self.caller = call(), manager
+        self.removed_before, self.pools = self._removed(), self._pools()
+        self._steps(1)
+
+    def go_on(self) -> None:
+        if self.long_call is not None:
+            self._steps(self.random.randint(1, 6))
+
+    def _steps(self, count: int) -> None:
+        call = self.long_call
+        if self.caller is not self.world.manager:
+            # The process that carried it out is gone.
+            self.long_call = None
+            return
+        for _ in range(count):
+            if getgeneratorstate(call) == GEN_SUSPENDED:
+                self.world.manager.go_on()
+            try:
+                with small_steps():
+                    next(call)
+            except (UnknownQuotaError, QuotaTooLargeError, UnknownRuleError, InvalidField, PoolInUseError):
+                self.long_call = None
+                return
+            except StopIteration as ended:
+                self.long_call = None
+                self._check_receipt(ended.value)
+                return
+
+    def _removed_by_others(self, count: int) -> None:
+        """Of what is removed while a call is carried out in steps."""
+        if self.long_call is not None:
+            self.removed_before += count
+
+    def _removed(self) -> int:
+        causes = (RemovalCause.PURGED, RemovalCause.FORGOTTEN)
+        return sum(tier.counters.removed[cause] for pool in self._pools() for tier in pool.tiers for cause in causes)
+
+    def _pools(self) -> list[Any]:
+        return [pool for executor in self.world.manager._state.executors.values() for pool in executor.pools]
+
+    def _check_receipt(self, receipt: Any) -> None:
+        meant = self.meant
+        if isinstance(meant, Quota):
+            self._check_accounts()
+        if not isinstance(meant, BlockFilter | ForgetTarget):
+            return
+        told = receipt.purged_blocks if isinstance(meant, BlockFilter) else sum(receipt.removed.values())
+        if self.world.windows == (None,) and self._pools() == self.pools:
+            # Remembered blocks that were forgotten before they were read are removed, too.
+            assert told <= self._removed() - self.removed_before
+        if isinstance(meant, ForgetTarget) and meant.salt is not None:
+            for pool in self._pools():
+                assert all(block.domain.salt != meant.salt for block in pool.index.values())
+
+    def _check_accounts(self) -> None:
+        """Every block counts against the quota that is there."""
+        manager = self.world.manager
+        for executor in manager._state.executors.values():
+            domains = [sequence.domain for sequence in executor.sequences.values()]
+            for pool in executor.pools:
+                domains += [block.domain for block in pool.blocks if block is not None and block.domain is not None]
+            for domain in domains:
+                assert domain.account is account_for(manager._state.accounts, domain.tenant_id, domain.salt)
+
+    def executor_copies(self) -> None:
+        self.world.run_executor_copies(self.random.choice([None, None, 0, 1, 3]), fail=self.random.random() < 0.15)
+
+    def renew(self) -> None:
+        self.world.renew()
+
+    def set_quota(self) -> None:
+        choose, manager = self.random.choice, self.world.manager
+        floor, room = self.random.randrange(5), choose([None, 0, 1, 4])
+        host_floor, host_room = self.random.randrange(3), choose([None, 0, 2])
+        quota = Quota(
+            **dict([choose([("tenant_id", "t"), ("tenant_id", "u"), ("salt", "a")])]),
+            device_floor=floor,
+            device_ceiling=None if room is None else floor + room,
+            host_floor=host_floor,
+            host_ceiling=None if host_room is None else host_floor + host_room,
+        )
+        before = list(manager.queries.quotas())
+        try:
+            assert manager.operators.set_quota(quota, validate_only=False) == quota
+        except QuotaTooLargeError:
+            assert list(manager.queries.quotas()) == before
+
+    def delete_quota(self) -> None:
+        if quotas := [quota for quota, *_ in self.world.manager.queries.quotas()]:
+            self.world.manager.operators.delete_quota(self.random.choice(quotas))
+
+    def pin(self) -> None:
+        prefix = self._prefix(self.random.choice(SALTS))
+        (said,) = self.world.manager.operators.pin_prefix(prefix, "ops", 6.0, validate_only=True)
+        (pinned,) = self.world.manager.operators.pin_prefix(prefix, "ops", 6.0, validate_only=False)
+        assert (pinned.receipt, pinned.degraded) == (said.receipt, said.degraded)
+
+    def release_hold(self) -> None:
+        manager = self.world.manager
+        if names := [hold.name for hold in manager.queries.holds()]:
+            before = sum(pool.free_blocks for pool in manager.queries.pools())
+            freed = manager.operators.release_hold(self.random.choice(names))
+            assert freed >= 0
+            assert sum(pool.free_blocks for pool in manager.queries.pools()) <= before + freed
+
+    def make_rule(self) -> None:
+        manager, choose = self.world.manager, self.random.choice
+        match = RuleMatch(salt=choose(SALTS), end=self.random.randrange(3) * BLOCK or None)
+        spec = RetentionRule(choose("rs"), match=match, action=choose(ACTIONS))
+        if spec.name in {one.name for one in manager.queries.rules()}:
+            said = manager.operators.update_rule(spec, FIELDS, validate_only=True)
+            assert manager.operators.update_rule(spec, FIELDS, validate_only=False)[1:] == said[1:]
+        else:
+            manager.operators.create_rule(spec, validate_only=False)
+
+    def delete_rule(self) -> None:
+        manager = self.world.manager
+        if rules := manager.queries.rules():
+            name = self.random.choice(rules).name
+            manager.operators.delete_rule(name, "", validate_only=False)
+            assert not [
+                one for pool in manager.queries.pools() for one in manager.queries.leases(pool.pool_id, f"rule/{name}")
+            ]
+
+    def hint(self) -> None:
+        kind, payload = self.random.choice(HINTS)
+        hints = Hints("0.1", "m", (HintAction("one", kind, "0.1", payload),))
+        (answer,), begun = self.world.manager.operators.hint(self._prefix(self.random.choice(SALTS)), hints, None)
+        assert answer.action_id == "one"
+        assert not begun or kind == "Prefetch"
+
+    def update_pool(self) -> None:
+        world, manager = self.world, self.world.manager
+        pool, total = self.random.choice(manager.queries.pools()), self.random.randint(3, 20)
+        try:
+            view = manager.operators.update_pool(pool.pool_id, total, pool.etag, validate_only=False)
+        except (InvalidField, PoolInUseError):
+            assert manager.queries.pool(pool.pool_id) == pool
+            return
+        assert (view.total_blocks, view.used_blocks) == (total, pool.used_blocks)
+        if total > pool.total_blocks and world.memory_bytes is not None:
+            taken = sum(
+                one.spec.block_bytes * (one.device.total + one.device.owed + len(one.device.clearing))
+                for one in manager._state.executors["e"].pools
+            )
+            assert taken <= world.memory_bytes
+
+    # Processes
+
+    def write_store(self) -> None:
+        if self.world.unread is None:
+            self.world.journal.flush()
+
+    def read_store(self) -> None:
+        if self.world.unread:
+            self.world.read_store(self.random.randrange(7))
+        else:
+            self.world.end_recovery()
+
+    def restart_scheduler(self) -> None:
+        with small_steps():
+            self.world.start_scheduler()
+
+    def restart_executor(self) -> None:
+        self._break_off()
+        self._lose_slots()
+        self.world.start_executor()
+
+    def restart_manager(self) -> None:
+        self._break_off()
+        self._fall_back()
+        self.world.restart_manager()
+
+    def restart_manager_before_the_store(self) -> None:
+        self._break_off()
+        self._fall_back()
+        self.world.begin_recovery()
+
+    def restart_manager_at_rest(self) -> None:
+        """Once all have left, all copies have run and the store has everything, nothing is lost by it."""
+        world = self.world
+        world.end_recovery()
+        for live in list(world.live.values()):
+            world.leave(live)
+        world.carry_out()
+        world.sync()
+        world.back_up()
+        world.confirm()
+        world.journal.flush()
+        before = {block.place: block for block in world.manager.queries.records("e")}
+        world.restart_manager()
+        after = {block.place: block for block in world.manager.queries.records("e")}
+        lost = {(block.group, block.key): block for place, block in before.items() if place not in after}
+        for block in lost.values():
+            if (block.group, block.parent_key) not in lost:
+                is_covered = any(_covers(other, block) for other in after.values())
+                assert is_covered or world.has_untold(block), f"{block} does not come back"
+
+    def restart_both(self) -> None:
+        self._break_off()
+        self._lose_slots()
+        self._fall_back()
+        self.world.lose_manager()
+        self.world.come_back()
+
+    def silence_executor(self) -> None:
+        self.world.silence_executor()
+
+    def lose_executor(self) -> None:
+        self._break_off()
+        self.world.expire_executor()
+        self.world.come_back()
+
+    def _break_off(self) -> None:
+        """Of the copies that the executor or a scheduler knows the first have run, and the next is broken off."""
+        world, finished = self.world, self.random.randrange(8)
+        told = [copy for live in world.live.values() if not live.started for copy in live.copies]
+        told += [copy for copy in world.manager.queries.executor_transfers("e") if copy.ticket not in world.done]
+        world.step_number += 1
+        for number, copy in enumerate(sorted(told, key=lambda copy: copy.ticket)[: finished + 1]):
+            world.copy(copy, number == finished)
+
+    def _fall_back(self) -> None:
+        """The store may have been behind the manager when that died."""
+        if self.random.random() < 0.5 and self.world.unread is None:
+            self.world.journal.fall_back()
+
+    def _lose_slots(self) -> None:
+        """Slots of lower tiers may be lost, too."""
+        generations, first = self.world.device.generations, self.random.randrange(10)
+        for place in list(generations)[first::5] if first < 5 else ():
+            generations[place] = 0
+
+
+def _covers(longer: BlockRecord, block: BlockRecord) -> bool:
+    """Whether a longer sibling holds the tokens of a partly filled block, which then is of no use beside it."""
+    siblings = (longer.group, longer.parent_key, longer.salt) == (block.group, block.parent_key, block.salt)
+    return siblings and len(longer.tokens) > len(block.tokens) and longer.tokens.startswith(block.tokens)
+
+
+# What should happen, told without the index
+
+
+def cached_blocks(world: World) -> int:
+    """Cached blocks of all pools and tiers."""
+    pools = world.manager.queries.pools()
+    return sum(pool.cached_blocks + sum(tier.cached_blocks for tier in pool.lower_tiers) for pool in pools)
+
+
+def naive_match(world: World, tokens: list[int], salt: str | None, adapter_id: int | None) -> int:
+    """The longest beginning of the tokens, all but the last, that the indexed blocks of group 0 hold."""
+    blocks = [one for one in world.manager.queries.records("e") if one.group == 0]
+    known = {one.key: one for one in blocks if (one.salt, one.adapter_id) == (salt, adapter_id)}
+
+    def path(block: BlockRecord) -> list[int]:
+        if block.parent_key is None:
+            return list(block.token_ids)
+        # The parent of a block in a lower tier may be lost: then no prompt begins as the block does.
+        before = path(known[block.parent_key]) if block.parent_key in known else [-1]
+        return [*before, *block.token_ids]
+
+    return max((_common(path(block), tokens[:-1]) for block in known.values()), default=0)
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def admit_as_previewed(world: World, tokens: list[int], **options: Any) -> Admission:
+    """Admits a sequence if and only if its preview says so, and takes and evicts just what that says."""
+    request, manager = world.request(tokens, **options), world.manager
+    number = manager.queries.last_event
+    on_device = {block.key for block in manager.queries.records("e") if block.tier is TierKind.DEVICE}
+    # Beside other groups a block may move down and be lost with its key, and quotas are left aside.
+    tiers = [tier for pool in manager._state.executors["e"].pools for tier in pool.tiers]
+    is_exact = len(world.windows) == 1 and not any(tier.shares for tier in tiers) and not any(manager.queries.quotas())
+    preview = manager.queries.preview(request, 0)
+    used = [pool.used_blocks for pool in manager.queries.pools()]
+    assert manager.queries.last_event == number
+    admission = manager.admit(request)
+    assert (admission.admitted, admission.blocks_short) == (preview.admitted, preview.blocks_short)
+    now_used = [pool.used_blocks for pool in manager.queries.pools()]
+    if not admission.admitted:
+        assert now_used == used
+        return admission
+    live = world.enter(request, admission, list(tokens))
+    assert admission.cached_tokens == preview.cached_tokens
+    if is_exact:
+        assert [tuple(one) for one in preview.evictions] == evicted(world, number, on_device)
+    copied = Counter(copy.group for copy in admission.transfers if copy.source_tier is copy.target_tier)
+    for group, estimate in enumerate(preview.estimates):
+        slots = len(tokens) if live.policy is None else live.policy.clean_tokens(len(tokens), len(tokens))
+        ahead = len(live.tables[group]) - -(-slots // BLOCK)
+        taken = now_used[group] - used[group] - estimate.next_step
+        # The source of a copy is kept, too, until the copy has ended.
+        assert 0 <= taken - ahead <= copied[group], f"{taken} blocks beyond the estimate, {ahead} ahead"
+    return admission
+
+
+def evicted(world: World, number: int, on_device: set[bytes]) -> list[tuple[int, int, int, int]]:
+    """Of the only group: priority, blocks that have left the device since an event, and how many of them moved down."""
+    left: dict[bytes, tuple[int, bool]] = {}
+    for event in world.manager.queries.events_after(number):
+        block, key = event.block, event.block.key
+        lost = event.kind is EventKind.REMOVED and block.tier is TierKind.DEVICE
+        moved = event.kind is EventKind.UPDATED and block.tier is not TierKind.DEVICE
+        if key in on_device and key not in left and (moved or (lost and event.cause is not RemovalCause.TAKEN_OVER)):
+            left[key] = block.priority, moved
+    counts = Counter(priority for priority, _ in left.values())
+    down = Counter(priority for priority, moved in left.values() if moved)
+    return [(0, priority, counts[priority], down[priority]) for priority in sorted(counts)]
