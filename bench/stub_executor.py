@@ -27,7 +27,7 @@ from protos.kvcache.v1 import kvcache_pb2 as kv
 from protos.kvcache.v1 import kvcache_pb2_grpc as kv_rpc
 from protos.rpc.channel import open_sync_channel
 from protos.rpc.settings import load
-from tests.unit.scheduler.text import EOS, byte_level_tokenizer
+from tests.support.scheduler.tokenizers import EOS, byte_level_tokenizer
 
 SERVICE = "execution.v1.ExecutorService"
 RECORDS = "steps.bin"

@@ -34,12 +34,12 @@ log = structlog.get_logger()
 async def serve(settings: SchedulerSettings) -> int:
     """Serves until a signal; returns the exit status."""
     sys.setswitchinterval(SWITCH_SECONDS)
+    server = Server("scheduler", metrics_address=settings.metrics_address, security=settings.security)
     try:
-        scheduler = Scheduler(settings, on_serving=lambda serving: server.set_serving(serving))
+        scheduler = Scheduler(settings, server)
     except OSError as error:
         log.error("cannot write the access log", setting=variable(SchedulerSettings, "access_log"), cause=str(error))
         return 1
-    server = Server("scheduler", metrics_address=settings.metrics_address, security=settings.security)
     services = {SERVICE: scheduler.service.add_to, admin_service.SERVICE: scheduler.admin.add_to}
     server.listen(settings.scheduler_address, services, setting="KVKEEP_SCHEDULER_ADDRESS")
     http = _http(scheduler, settings, server.guard)

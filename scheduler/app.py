@@ -1,4 +1,4 @@
-"""Puts the parts together: the engine on the asyncio loop, the step loop on its thread."""
+"""Puts the parts together: front end and cache client on the asyncio loop, the step loop on its thread."""
 
 import asyncio
 import contextlib
@@ -19,27 +19,27 @@ from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
 from protos.rpc.channel import open_channel
 from protos.rpc.errors import ServiceError, from_rpc_error
 from protos.rpc.logs import FileLog
-from scheduler.bridge import Mailbox, Report, SessionEnded, Stop
+from scheduler.bridge import CacheUpdate, CommandQueue, Stop, TokenBatch
 from scheduler.cache.client import CacheClient
 from scheduler.cache.waiting_queue import WaitingQueue
 from scheduler.core import executor_client
 from scheduler.core.executor_client import ExecutorClient
 from scheduler.core.loop import StepLoop
-from scheduler.core.prefill_budget import Pace
+from scheduler.core.prefill_budget import PrefillBudget
 from scheduler.errors import (
     ExecutorChangedError,
     ExecutorReplacedError,
+    NotReadyError,
     SchedulerReplacedError,
     StepLoopError,
 )
 from scheduler.frontend.access_log import AccessLog
 from scheduler.frontend.admin_service import SchedulerAdminService
 from scheduler.frontend.grpc_service import GenerationService
-from scheduler.frontend.requests import Engine
+from scheduler.frontend.requests import Health, RequestTable
 from scheduler.frontend.tokenizer import Model
-from scheduler.frontend.validation import Intake
-from scheduler.frontend.vllm_metrics import VllmMetrics
-from scheduler.metrics import RequestMetrics, StepTimes
+from scheduler.frontend.validation import RequestValidator
+from scheduler.metrics import RequestMetrics, StepTimes, VllmMetrics
 from scheduler.settings import SchedulerSettings
 
 CALL_SECONDS = 10.0
@@ -55,32 +55,32 @@ log = structlog.get_logger()
 class Scheduler:
     """The running scheduler. `failed` is set when it cannot go on, also when it never could begin."""
 
-    def __init__(
-        self,
-        settings: SchedulerSettings,
-        registry: CollectorRegistry = REGISTRY,
-        on_serving: Callable[[bool], None] = lambda _serving: None,
-    ) -> None:
-        """on_serving: called with whether requests are served, once they are and with every change.
-
-        Raises OSError where the access log cannot be opened.
-        """
-        self._on_serving = on_serving
+    def __init__(self, settings: SchedulerSettings, health: Health, registry: CollectorRegistry = REGISTRY) -> None:
+        """Raises OSError where the access log cannot be opened."""
         self._access_log = None if settings.access_log is None else FileLog("scheduler", settings.access_log)
         self._metrics = RequestMetrics(registry)
-        self.service = GenerationService(AccessLog(self._metrics, self._access_log and self._access_log.log))
-        self.admin = SchedulerAdminService()
+        access_log = AccessLog(self._metrics, self._access_log and self._access_log.log)
+        self.service = GenerationService(self, access_log)
+        self.admin = SchedulerAdminService(self)
         self.failed = asyncio.Event()
         self.times = StepTimes(registry)
         self._settings = settings
+        self._health = health
         self._registry = registry
-        self._mailbox = Mailbox()
-        self._engine: Engine | None = None
+        self._commands = CommandQueue()
+        self._requests: RequestTable | None = None
         self._cache: CacheClient | None = None
         self._channel: grpc.aio.Channel | None = None
         self._cache_task: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
         self._thread: threading.Thread | None = None
+
+    @property
+    def requests(self) -> RequestTable:
+        """Raises NotReadyError until `start` has ended."""
+        if self._requests is None:
+            raise NotReadyError("the scheduler still waits for the executor and the cache manager", retry_after=1.0)
+        return self._requests
 
     async def start(self) -> None:
         """Waits for the executor and the cache manager, however long, and serves; returns also when it `failed`."""
@@ -91,19 +91,24 @@ class Scheduler:
         # The executor refuses older epochs for as long as it lives; the clock may have gone back meanwhile.
         epoch = max(epoch, executor.scheduler_epoch + 1)
         queue = WaitingQueue()
-        engine = Engine(
-            Model(model, executor),
+        requests = RequestTable(
+            RequestValidator(
+                Model(model, executor),
+                max_prompt_bytes=settings.max_prompt_bytes,
+                onboarding_timeout=settings.onboarding_timeout_seconds,
+            ),
             queue,
-            self._mailbox,
+            self._commands,
             self._metrics,
+            self._health,
             max_waiting=settings.max_waiting,
             max_tenant_requests=settings.max_tenant_requests,
         )
         cache = CacheClient(
             manager,
             queue,
-            self._mailbox,
-            engine,
+            self._commands,
+            requests,
             self._metrics,
             scheduler_id=settings.scheduler_id,
             scheduler_epoch=epoch,
@@ -111,43 +116,62 @@ class Scheduler:
             block_size=executor.block_size,
             max_running=settings.max_running,
         )
-        engine.attach(cache)
         if settings.vllm_metrics:
-            self._registry.register(_vllm_metrics(self._metrics, model, executor))
-        self._engine, self._cache = engine, cache
+            self._registry.register(
+                VllmMetrics(
+                    self._metrics,
+                    model_name=model.model,
+                    block_size=executor.block_size,
+                    num_blocks=executor.max_tokens // executor.block_size,
+                    cache_dtype=model.dtype,
+                )
+            )
+        self._cache = cache
         self._cache_task = asyncio.create_task(cache.run())
         self._cache_task.add_done_callback(self._cache_ended)
-        self._start_loop(engine, epoch, executor)
-        await self._first(cache.registered, self.failed)
+        steps = StepLoop(
+            ExecutorClient(
+                settings.executor_address,
+                settings.scheduler_id,
+                epoch,
+                executor=executor,
+                commands=self._commands,
+                security=settings.security,
+            ),
+            self._commands,
+            _Updates(requests, cache),
+            self.times,
+            max_batched_tokens=settings.max_batched_tokens,
+            budget=PrefillBudget(settings.target_inter_token_seconds),
+        )
+        # A daemon: an executor that never answers must not keep the process from ending.
+        arguments = (steps, requests, asyncio.get_running_loop())
+        self._thread = threading.Thread(target=self._run, args=arguments, name="step-loop", daemon=True)
+        self._thread.start()
+        await _first(cache.registered, self.failed)
         if self.failed.is_set():
             return
-        self._watching = asyncio.create_task(self._watch_manager(engine, cache))
-        intake = Intake(
-            engine.model,
-            max_prompt_bytes=settings.max_prompt_bytes,
-            onboarding_timeout=settings.onboarding_timeout_seconds,
-        )
-        self.service.attach(engine, intake)
-        self.admin.attach(engine)
-        engine.watch(self._on_serving)
-        log.info("ready", model=engine.model.name, max_tokens=engine.model.max_tokens)
+        self._watching = asyncio.create_task(self._watch_manager(requests, cache))
+        self._requests = requests
+        requests.open()
+        log.info("ready", model=requests.model.name, max_tokens=requests.model.max_tokens)
 
     async def drain(self) -> None:
         """Takes no more requests and waits for the running ones."""
-        if self._engine is not None:
-            await self._engine.drain(self._settings.drain_seconds)
+        if self._requests is not None:
+            await self._requests.drain(self._settings.drain_seconds)
 
     async def stop(self, seconds: float = STOP_SECONDS) -> None:
-        """Ends everything that `start` began; the neighbours get so long to answer what is under way."""
+        """Ends everything that `start` began; the neighbours get so many seconds to answer calls in flight."""
         if self._watching is not None:
             self._watching.cancel()
         if self._thread is not None:
-            self._mailbox.put(Stop())
+            self._commands.put(Stop())
             await asyncio.to_thread(self._thread.join, seconds)
         if self._cache is not None and self._cache_task is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
-                    await self._cache.tell_all()
+                    await self._cache.report_all()
             self._cache_task.cancel()
             await asyncio.wait({self._cache_task})
         if self._channel is not None:
@@ -155,68 +179,28 @@ class Scheduler:
         if self._access_log is not None:
             await asyncio.to_thread(self._access_log.close)
 
-    @staticmethod
-    async def _first(*events: asyncio.Event) -> None:
-        """Waits until one of them is set."""
-        waiting = [asyncio.create_task(event.wait()) for event in events]
+    def _run(self, steps: StepLoop, requests: RequestTable, loop: asyncio.AbstractEventLoop) -> None:
+        """The step loop's thread."""
         try:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in waiting:
-                task.cancel()
+            steps.run()
+        except ExecutorChangedError as error:
+            log.error("the executor came back as another one", cause=str(error))
+            loop.call_soon_threadsafe(self._fail, requests, ExecutorReplacedError(f"{error}; ask again"))
+        except Exception:
+            log.exception("the step loop failed", state=steps.dump())
+            cause = StepLoopError("the step loop ended with an error of its own; the log says which")
+            loop.call_soon_threadsafe(self._fail, requests, cause)
 
-    def _start_loop(
-        self,
-        engine: Engine,
-        epoch: int,
-        executor: execution_pb2.GetExecutorResponse,
-    ) -> None:
-        settings, loop = self._settings, asyncio.get_running_loop()
+    def _fail(self, requests: RequestTable, cause: ServiceError) -> None:
+        requests.fail_all(cause)
+        self.failed.set()
 
-        def publish(report: Report) -> None:
-            loop.call_soon_threadsafe(engine.receive, report)
-
-        def fail(cause: ServiceError) -> None:
-            engine.receive(Report(failed=cause))
-            self.failed.set()
-
-        def run() -> None:
-            try:
-                steps.run()
-            except ExecutorChangedError as error:
-                log.error("the executor came back as another one", cause=str(error))
-                loop.call_soon_threadsafe(fail, ExecutorReplacedError(f"{error}; ask again"))
-            except Exception:
-                log.exception("the step loop failed", state=steps.dump())
-                cause = StepLoopError("the step loop ended with an error of its own; the log says which")
-                loop.call_soon_threadsafe(fail, cause)
-
-        client = ExecutorClient(
-            settings.executor_address,
-            settings.scheduler_id,
-            epoch,
-            executor=executor,
-            on_end=partial(self._mailbox.put, SessionEnded()),
-            security=settings.security,
-        )
-        steps = StepLoop(
-            client,
-            self._mailbox,
-            publish,
-            self.times,
-            max_batched_tokens=settings.max_batched_tokens,
-            pace=Pace(settings.target_inter_token_seconds),
-        )
-        # A daemon: an executor that never answers must not keep the process from ending.
-        self._thread = threading.Thread(target=run, name="step-loop", daemon=True)
-        self._thread.start()
-
-    async def _watch_manager(self, engine: Engine, cache: CacheClient) -> None:
-        """Health says when the cache manager does not answer: requests that come then wait."""
+    async def _watch_manager(self, requests: RequestTable, cache: CacheClient) -> None:
+        """Health says when the cache manager does not answer: new requests then wait."""
         while True:
             silence = cache.silence
             self._metrics.manager_silence.set(silence)
-            if engine.set_answering("cache manager", silence < SILENCE_SECONDS):
+            if requests.set_answering("cache manager", silence < SILENCE_SECONDS):
                 if silence >= SILENCE_SECONDS:
                     log.warning("the cache manager does not answer", seconds=round(silence, 1))
                 else:
@@ -234,20 +218,36 @@ class Scheduler:
         self.failed.set()
 
 
-def _vllm_metrics(
-    metrics: RequestMetrics, model: execution_pb2.GetModelResponse, executor: execution_pb2.GetExecutorResponse
-) -> VllmMetrics:
-    return VllmMetrics(
-        metrics,
-        model_name=model.model,
-        block_size=executor.block_size,
-        num_blocks=executor.max_tokens // executor.block_size,
-        cache_dtype=model.dtype,
-    )
+class _Updates:
+    """Carries updates from the step loop's thread to the asyncio loop."""
+
+    def __init__(self, requests: RequestTable, cache: CacheClient) -> None:
+        self._requests = requests
+        self._cache = cache
+        self._loop = asyncio.get_running_loop()
+
+    def publish(self, tokens: TokenBatch | None, cache: CacheUpdate | None) -> None:
+        self._loop.call_soon_threadsafe(self._deliver, tokens, cache)
+
+    def _deliver(self, tokens: TokenBatch | None, cache: CacheUpdate | None) -> None:
+        if tokens is not None:
+            self._requests.receive(tokens)
+        if cache is not None:
+            self._cache.receive(cache)
+
+
+async def _first(*events: asyncio.Event) -> None:
+    """Waits until an event is set."""
+    waiting = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waiting:
+            task.cancel()
 
 
 async def _introduce(manager: "kvcache_rpc.CacheManagerServiceAsyncStub", scheduler_id: str, epoch: int) -> None:
-    """Tells the cache manager that a scheduler has come: before that it gives no executor what it remembers of it."""
+    """Registers the scheduler: before that the cache manager gives no executor its recovered blocks."""
     message = kvcache_pb2.RegisterSchedulerRequest(scheduler_id=scheduler_id, scheduler_epoch=epoch)
     with contextlib.suppress(grpc.aio.AioRpcError):
         await manager.RegisterScheduler(message, timeout=CALL_SECONDS)

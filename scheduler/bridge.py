@@ -1,53 +1,62 @@
-"""What the step loop's thread and the server's asyncio loop tell each other. Nothing else passes between them."""
+"""What passes between front end, step loop and cache client: commands in, updates out, attempts that wait for blocks.
+
+The step loop runs on a thread of its own, the other two on the asyncio loop.
+"""
 
 import queue
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 from protos.execution.v1 import execution_pb2
+from protos.kvcache.v1 import kvcache_pb2
 from protos.rpc.errors import ServiceError
-from scheduler.cache.tier_costs import Speed
-from scheduler.request import Candidate
+from scheduler.request import AdmissionAttempt
 from scheduler.sequence import Copy, Progress, Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A sequence has its blocks. From here on it belongs to the step loop."""
+    """A sequence has its blocks. From here on the step loop owns it."""
 
     sequence: Sequence
-    # Session with the executor in which the blocks were asked for.
+    # Session with the executor in which the blocks were requested.
     session: int
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Nobody wants the request's output any more."""
+    """The request's caller has left."""
 
     arrival: int
 
 
 @dataclass(frozen=True, slots=True)
 class SyncAnswer:
-    """Answer of the cache manager to a sync, with what that sync had reported."""
+    """The cache manager's answer to a sync, with what that sync had reported."""
 
     # Handle, layer group, slots to append.
     extensions: Seq[tuple[int, int, list[int]]]
     void_handles: Seq[int]
-    blocks_short: int
+    missing_blocks: int
     released: Seq[int]
     trimmed: Seq[int]
-    # Handles that moved into blocks of their own, and the blocks of those that may.
-    moved: Seq[int] = ()
-    own: Seq[tuple[int, list[int]]] = ()
-    # What has to leave the slots that it brings, and the session with the executor in which these were given.
+    # Handles that moved to their private blocks, and handles with the private blocks they are given.
+    relocated: Seq[int] = ()
+    private_blocks: Seq[tuple[int, list[int]]] = ()
+    # Copies that empty or fill the slots above, and the session with the executor that these belong to.
     copies: Seq[Copy] = ()
     session: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ManagerLost:
-    """The cache manager forgot every sequence: give all up and say `all_given_up`."""
+    """The cache manager forgot every sequence: the loop gives all up and reports `all_given_up`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEnded:
+    """A session with the executor is over: a loop that sleeps checks whether it was the open one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,35 +64,30 @@ class Stop:
     """The loop ends."""
 
 
-@dataclass(frozen=True, slots=True)
-class SessionEnded:
-    """A session with the executor is over: a loop that sleeps looks whether it is the open one."""
+Command = Admitted | Cancel | SyncAnswer | ManagerLost | SessionEnded | Stop
 
 
-Mail = Admitted | Cancel | SyncAnswer | ManagerLost | SessionEnded | Stop
-
-
-class Mailbox:
-    """Mail for the step loop, from any thread."""
+class CommandQueue:
+    """Commands for the step loop, from any thread."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Mail] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Command] = queue.SimpleQueue()
 
-    def put(self, mail: Mail) -> None:
-        """Delivers mail; never blocks."""
-        self._queue.put(mail)
+    def put(self, command: Command) -> None:
+        """Queues a command; never blocks."""
+        self._queue.put(command)
 
-    def take(self) -> list[Mail]:
-        """All mail that is there; never blocks."""
-        mails: list[Mail] = []
+    def take(self) -> list[Command]:
+        """All queued commands; never blocks."""
+        commands: list[Command] = []
         while True:
             try:
-                mails.append(self._queue.get_nowait())
+                commands.append(self._queue.get_nowait())
             except queue.Empty:
-                return mails
+                return commands
 
-    def wait(self, seconds: float | None = None) -> list[Mail]:
-        """Blocks until there is mail, at most so long; returns all of it."""
+    def wait(self, seconds: float | None = None) -> list[Command]:
+        """Blocks until there is a command, for at most so many seconds; returns all queued ones."""
         try:
             first = self._queue.get(timeout=seconds)
         except queue.Empty:
@@ -92,8 +96,8 @@ class Mailbox:
 
 
 @dataclass(frozen=True, slots=True)
-class Detail:
-    """What there is to say of a new token beside its id: of an attempt's first and last ones, and of logprobs."""
+class TokenMeta:
+    """Present for the first and the last token of an attempt, and for tokens with log-probabilities."""
 
     # Handle of its sequence.
     sequence: int
@@ -103,78 +107,108 @@ class Detail:
     logprobs: execution_pb2.TokenLogprobs | None = None
 
 
-# A new token: its request, its id, and what most tokens lack. Plain, for there are very many.
-Output = tuple[int, int, Detail | None]
+# A new token: its request's arrival, its id, and what most tokens lack. Plain, for there are very many.
+Output = tuple[int, int, TokenMeta | None]
 
 
 @dataclass(slots=True)
-class Report:
-    """What the step loop publishes, once per step for all requests. Requests are named by their arrival."""
+class TokenBatch:
+    """What answered steps mean for requests, named by their arrival. Published once per step at most."""
 
-    # Number of the last answered step, and steps answered since the last report.
-    step: int = 0
-    steps: int = 0
+    # Answered steps.
+    steps: int = field(default=0, compare=False)
     outputs: list[Output] = field(default_factory=list)
     started: list[int] = field(default_factory=list)
-    # By handle.
+    # Arrival, evicted tokens, and the share of the scores that was kept, of each eviction.
+    evicted: list[tuple[int, int, float]] = field(default_factory=list)
+    # The most tokens that each arrival with a policy has kept at once.
+    most_kept: dict[int, int] = field(default_factory=dict, compare=False)
+    preempted: list[int] = field(default_factory=list)
+    # Arrival, and the tokens that came from host memory and from disk.
+    onloaded: list[tuple[int, int, int]] = field(default_factory=list)
+    # Arrivals whose onloads came too late.
+    late: list[int] = field(default_factory=list)
+    retried: list[AdmissionAttempt] = field(default_factory=list)
+    # Arrivals over which the executor fails: these are not admitted again.
+    given_up: list[int] = field(default_factory=list)
+    # Whether the executor answers in time; None when that has not changed.
+    executor_answers: bool | None = None
+    # Time of its publication, in seconds of the monotonic clock.
+    at: float = field(default=0.0, compare=False)
+
+
+class CopySpeed(NamedTuple):
+    """Recent durations, in seconds: a block's way to the device, and a prompt token. None: not measured."""
+
+    host_block: float | None = None
+    disk_block: float | None = None
+    prompt_token: float | None = None
+
+
+@dataclass(slots=True)
+class CacheUpdate:
+    """What the cache client needs to know of answered steps. Sequences are named by their handle."""
+
+    # Number of the last answered step.
+    step: int = field(default=0, compare=False)
     progress: dict[int, Progress] = field(default_factory=dict)
     released: list[int] = field(default_factory=list)
     cancelled_tickets: list[int] = field(default_factory=list)
-    # Handle to the capacity it keeps, in tokens.
+    # The capacity that a sequence keeps, in tokens.
     trimmed: dict[int, int] = field(default_factory=dict)
-    # Sequences that sit out for want of blocks, with their computed tokens.
+    # Sequences that skip steps for want of blocks, with their computed tokens.
     starving: dict[int, int] = field(default_factory=dict)
-    # Sequences that want blocks of their own to evict tokens; whether they ask for the first time.
+    # Sequences that need private blocks to evict tokens; whether they ask for the first time.
     evicting: dict[int, bool] = field(default_factory=dict)
-    # Sequences that have moved into theirs, with the tokens that were computed before.
-    moved: dict[int, int] = field(default_factory=dict)
-    # Arrival, tokens and the share of the scores that stayed, of each eviction.
-    evicted: list[tuple[int, int, float]] = field(default_factory=list)
-    # Most tokens that each arrival with a policy has kept at once.
-    most_kept: dict[int, int] = field(default_factory=dict)
-    again: list[Candidate] = field(default_factory=list)
-    # Those who are not admitted again: the executor fails over them.
-    given_up: list[int] = field(default_factory=list)
-    preempted: list[int] = field(default_factory=list)
-    # Arrival and tokens that came for it from host memory and from disk; who waited for its blocks too long.
-    onboarded: list[tuple[int, int, int]] = field(default_factory=list)
-    late: list[int] = field(default_factory=list)
-    # None when nothing was measured.
-    speed: Speed | None = None
+    # Sequences that have moved to theirs, with the tokens that were computed before.
+    relocated: dict[int, int] = field(default_factory=dict)
+    # None when no copy has ended.
+    speed: CopySpeed | None = None
     # Session with the executor, not positive while there is none; None when it has not changed.
     session: int | None = None
-    # Whether the executor answers in the time that it should; None when that has not changed.
-    executor_answers: bool | None = None
     all_given_up: bool = False
-    # Why the step loop has ended and all requests with it.
-    failed: ServiceError | None = None
-    # When it was published, on the monotonic clock.
-    at: float = 0.0
 
-    @property
-    def empty(self) -> bool:
-        """Whether there is nothing to tell."""
-        return not self.outputs and self.only_outputs
 
-    @property
-    def only_outputs(self) -> bool:
-        """Whether it concerns nobody but those who get tokens."""
-        return not (
-            self.started
-            or self.progress
-            or self.released
-            or self.cancelled_tickets
-            or self.trimmed
-            or self.starving
-            or self.evicting
-            or self.moved
-            or self.evicted
-            or self.again
-            or self.given_up
-            or self.onboarded
-            or self.speed is not None
-            or self.session is not None
-            or self.executor_answers is not None
-            or self.all_given_up
-            or self.failed is not None
-        )
+class UpdateListener(Protocol):
+    """Receives the step loop's updates, on its thread."""
+
+    def publish(self, tokens: TokenBatch | None, cache: CacheUpdate | None) -> None:
+        """None stands for an empty update. Must not block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """The part of the cache manager's answer to an admission that callers are told of."""
+
+    cached_tokens: int
+    # Whether blocks come from lower tiers.
+    has_onloads: bool
+    receipts: Seq[kvcache_pb2.RetentionReceipt]
+    hint_answers: Seq[kvcache_pb2.HintAnswer]
+    # As the cache manager resolved it; None when no token is evicted.
+    eviction_policy: kvcache_pb2.EvictionPolicy | None
+
+
+class AdmissionListener(Protocol):
+    """Receives what became of admission attempts, on the asyncio loop."""
+
+    def admitted(self, attempt: AdmissionAttempt, admission: Admission) -> None:
+        """The attempt has its blocks."""
+
+    def refused(self, attempt: AdmissionAttempt, error: ServiceError) -> None:
+        """No attempt of this request will ever have blocks."""
+
+
+class AdmissionQueue(Protocol):
+    """The attempts that wait for blocks. On the asyncio loop."""
+
+    # Samples that hold blocks.
+    num_running: int
+
+    def __len__(self) -> int: ...
+
+    def push(self, attempt: AdmissionAttempt) -> None:
+        """Queues an attempt by rank."""
+
+    def remove(self, arrival: int) -> bool:
+        """Removes a request; False when it does not wait."""

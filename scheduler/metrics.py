@@ -2,12 +2,12 @@
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.metrics_core import HistogramMetricFamily, Metric
+from prometheus_client.metrics_core import GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -16,8 +16,8 @@ _LATENCY_BUCKETS = (1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1, 2, 5, 
 
 
 @dataclass(slots=True)
-class Timing:
-    """Where the time of one step went, in seconds."""
+class StepTiming:
+    """Times of one step, in seconds."""
 
     planning: float = 0.0
     sending: float = 0.0
@@ -32,7 +32,7 @@ class StepTimes:
     """The last steps' timings, and histograms over all of them. Written by the step loop only."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY, kept: int = 4096) -> None:
-        self.last: deque[Timing] = deque(maxlen=kept)
+        self.last: deque[StepTiming] = deque(maxlen=kept)
         self.steps = 0
 
         def histogram(name: str, text: str) -> Histogram:
@@ -44,7 +44,7 @@ class StepTimes:
         self._executor = histogram("executor_wait", "Waiting for the executor's answer.")
         self._idle = histogram("executor_idle", "The device had nothing to do before the step.")
 
-    def add(self, timing: Timing) -> None:
+    def add(self, timing: StepTiming) -> None:
         """Counts one answered step."""
         self.steps += 1
         self.last.append(timing)
@@ -127,3 +127,52 @@ class RequestMetrics:
         self.refused = Counter(
             f"{prefix}_refused_requests", "Requests that were not taken, by why.", ["reason"], registry=registry
         )
+
+
+class VllmMetrics(Collector):
+    """Some of the metrics under the names and labels that vLLM gives them, for dashboards that exist."""
+
+    def __init__(
+        self, metrics: RequestMetrics, *, model_name: str, block_size: int, num_blocks: int, cache_dtype: str
+    ) -> None:
+        self._labels = {"model_name": model_name, "engine": "0"}
+        self._config = {
+            "block_size": str(block_size),
+            "num_gpu_blocks": str(num_blocks),
+            "cache_dtype": cache_dtype,
+            "enable_prefix_caching": "True",
+        }
+        # Families have no "_total" in their names.
+        self._sources = (
+            ("kv_cache_usage_perc", metrics.cache_usage),
+            ("num_requests_running", metrics.running),
+            ("num_requests_waiting", metrics.waiting),
+            ("num_preemptions", metrics.preemptions),
+            ("prompt_tokens", metrics.prompt_tokens),
+            ("generation_tokens", metrics.output_tokens),
+            ("prefix_cache_queries", metrics.prompt_tokens),
+            ("prefix_cache_hits", metrics.cached_tokens),
+            ("request_success", metrics.requests),
+            ("request_queue_time_seconds", metrics.queue),
+            ("time_to_first_token_seconds", metrics.first_token),
+            ("inter_token_latency_seconds", metrics.inter_token),
+            ("e2e_request_latency_seconds", metrics.request),
+        )
+
+    def collect(self) -> Iterator[Metric]:
+        """The families."""
+        for name, source in self._sources:
+            for family in source.collect():
+                renamed = Metric(f"vllm:{name}", family.documentation, family.type)
+                for sample in family.samples:
+                    suffix = sample.name.removeprefix(family.name)
+                    renamed.add_sample(renamed.name + suffix, self._labels | _renamed(sample.labels), sample.value)
+                yield renamed
+        config = self._labels | self._config
+        info = GaugeMetricFamily("vllm:cache_config_info", "The cache as it is set up.", labels=list(config))
+        info.add_metric(list(config.values()), 1)
+        yield info
+
+
+def _renamed(labels: Mapping[str, str]) -> dict[str, str]:
+    return {"finished_reason" if name == "finish_reason" else name: value for name, value in labels.items()}

@@ -1,24 +1,37 @@
 """A request as accepted: immutable. Its progress is a Sequence (step loop) and a Generation (output)."""
 
+import enum
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from protos.execution.v1 import execution_pb2
 from protos.kvcache.v1 import kvcache_pb2
-from scheduler.cache.tier_costs import Tier
+
+# The executor may be lost so often in a row over one request before the scheduler gives the request up: twice in
+# company, and then alone. An unrelated crash does not strike a request so often; one that the request causes costs
+# every sequence its blocks.
+MAX_FAILURES = 3
+
+
+class Tier(enum.IntEnum):
+    """Where a block's bytes live; the numbers are those of both protocols."""
+
+    DEVICE = 1
+    HOST = 2
+    DISK = 3
 
 
 class Account(NamedTuple):
-    """What a quota may be about: all of a tenant, or with a salt what of it is under that."""
+    """The account of a quota: a tenant, or a salt of a tenant."""
 
     tenant_id: str | None
     salt: str | None
 
 
 @dataclass(frozen=True, slots=True)
-class CacheWishes:
-    """What the request wishes of the cache, in the cache manager's terms."""
+class CacheOptions:
+    """The request's options for the cache, in the cache manager's terms."""
 
     salt: str | None = None
     session_id: str | None = None
@@ -31,11 +44,11 @@ class CacheWishes:
 
     @property
     def accounts(self) -> tuple[Account, Account]:
-        """Those that its blocks may count against: the tenant's, or the salt's where the tenant has no quota."""
+        """The accounts that may own its blocks: the tenant's, or the salt's where the tenant has no quota."""
         return Account(self.tenant_id, None), Account(self.tenant_id, self.salt)
 
     def account(self, full: kvcache_pb2.QuotaAccount) -> Account:
-        """That of the two which the cache manager names."""
+        """The account that the cache manager names."""
         return self.accounts[full.WhichOneof("account") == "salt"]
 
 
@@ -43,8 +56,8 @@ class CacheWishes:
 class Request:
     """One sample of an accepted generation; most have only one. Samples share a request_id and nothing that changes.
 
-    `arrival` names and orders requests, `arrived_at` is in seconds of the monotonic clock. `onboarding_timeout` is how
-    many seconds it waits for blocks from lower tiers.
+    `arrival` names and orders requests, `arrived_at` is in seconds of the monotonic clock. `onboarding_timeout`:
+    seconds that it waits for onloads.
     """
 
     request_id: str
@@ -56,9 +69,9 @@ class Request:
     onboarding_timeout: float = math.inf
     stop: tuple[str, ...] = ()
     priority: int = 0
-    wishes: CacheWishes = CacheWishes()
+    cache: CacheOptions = CacheOptions()
     sample_index: int = 0
-    # W3C trace context of the scheduler's part in it; empty for none.
+    # W3C trace context of the scheduler's span; empty for none.
     traceparent: str = ""
 
     @property
@@ -68,22 +81,23 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Candidate:
-    """A request that wants blocks: new, or again with what it has generated so far."""
+class AdmissionAttempt:
+    """A request that waits for blocks: new, or again with the tokens it has generated so far."""
 
     request: Request
     token_ids: tuple[int, ...]
-    attempt: int = 0
-    # Handle of the sequence to share the prompt with while that one is live; 0 for none.
+    # Counted from 0.
+    number: int = 0
+    # Handle of the sequence to fork from while that one is live; 0 for none.
     parent: int = 0
-    # Blocks below this tier were too late for the attempt before, or did not come.
+    # Blocks of lower tiers came too late for the attempt before, or not at all.
     lowest_tier: Tier = Tier.DISK
-    # Whether the attempt before gave its blocks to others.
+    # Whether the attempt before was preempted.
     preempted: bool = False
     # Attempts in a row in which the executor was lost over it and no token came.
     failures: int = 0
 
     @property
     def sequence_id(self) -> str:
-        """Key of this attempt at the cache manager; a request_id that is used again gets another one."""
-        return f"{self.request.request_id}#{self.request.arrival}.{self.attempt}"
+        """Key of this attempt at the cache manager; a reused request_id gets another one."""
+        return f"{self.request.request_id}#{self.request.arrival}.{self.number}"

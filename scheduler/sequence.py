@@ -1,36 +1,37 @@
-"""One attempt to run a request: its tokens, blocks and how far the planned steps take it."""
+"""One attempt to run a request: its tokens, its blocks, and how far the sent steps take it."""
 
 import enum
 import math
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-from scheduler.cache.tier_costs import Tier
-from scheduler.core.token_eviction import Eviction
-from scheduler.request import Candidate, Request
+from protos.kvcache.eviction import Policy
+from scheduler.request import AdmissionAttempt, Request, Tier
 
-# Tokens of room with which a decoding sequence is said to run out of it soon: a few steps more than a sync takes.
+# A decoding sequence runs out of blocks soon with room for so many tokens: a few steps more than a sync takes.
 SOON = 8
+# So many tokens before its first eviction, a decoding sequence asks for private blocks: more than a sync takes.
+ASK_AHEAD = 32
 
 
-class Exit(enum.Enum):
-    """Why a sequence leaves the running set."""
+class LeaveReason(enum.Enum):
+    """Why a sequence leaves the running batch."""
 
     FINISHED = enum.auto()
     CANCELLED = enum.auto()
     PREEMPTED = enum.auto()
-    # Its promised prefix will not come, or the other side lost its blocks.
+    # Its promised prefix will not come, or another process lost its blocks.
     RESTARTED = enum.auto()
 
     @property
     def comes_back(self) -> bool:
-        """Whether the request is admitted again from its ids."""
-        return self in (Exit.PREEMPTED, Exit.RESTARTED)
+        """Whether the request is admitted again from its token ids."""
+        return self in (LeaveReason.PREEMPTED, LeaveReason.RESTARTED)
 
 
 @dataclass(slots=True)
 class Progress:
-    """What one sequence has computed and generated since the last report."""
+    """The computed tokens of a sequence, and the ids it has sampled since the last report."""
 
     computed: int
     token_ids: list[int] = field(default_factory=list)
@@ -38,7 +39,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A transfer of the cache manager's; slots are counted from 1 in each tier."""
+    """A copy of a block that the cache manager asks for; slots are counted from 1 in each tier."""
 
     ticket: int
     group: int
@@ -46,135 +47,148 @@ class Copy:
     target_slot: int
     source_tier: Tier = Tier.DEVICE
     target_tier: Tier = Tier.DEVICE
-    # Tokens of the block that matter.
+    # Valid tokens of the block.
     num_tokens: int = 0
 
     @property
-    def onboards(self) -> bool:
+    def is_onload(self) -> bool:
         """Whether it brings a block from a lower tier to the device."""
         return self.source_tier != Tier.DEVICE == self.target_tier
 
     @property
     def is_within_device(self) -> bool:
-        """Whether no lower tier has to do with it."""
+        """Whether both slots are the device's."""
         return self.source_tier == Tier.DEVICE == self.target_tier
 
 
-# Of a sequence, what a log shows when the step loop fails.
+@dataclass(slots=True)
+class Eviction:
+    """Token eviction of one sequence, as of all sent steps unless a field says otherwise.
+
+    prompt: tokens of the request's prompt. private_blocks: slots that the sequence moves to with its first eviction;
+    empty when it stays where it is, None until the cache manager has answered.
+    """
+
+    policy: Policy
+    prompt: int
+    private_blocks: list[int] | None = None
+    requested: bool = False
+    has_evicted: bool = False
+    # From the first eviction until the step that announces it is sent.
+    relocating: bool = False
+    # Whether the cache manager has confirmed the move.
+    relocation_synced: bool = False
+    # Of the answered steps only: tokens evicted, and the most tokens that were kept at once.
+    evicted: int = 0
+    most: int = 0
+
+    def evict(self, tokens: int, computed: int) -> None:
+        """An answered step evicted so many tokens, after `computed` tokens and before its own."""
+        self.keep(computed)
+        self.evicted += tokens
+
+    def keep(self, computed: int) -> int:
+        """The most tokens kept at once, now that so many are computed."""
+        self.most = max(self.most, computed - self.evicted)
+        return self.most
+
+    def bound(self, kept: int, planned: int) -> float:
+        """The number of planned tokens with which the policy decides again."""
+        if self.kept_after(kept, planned) < kept:
+            return planned
+        room = self.policy.room(kept, planned, self.prompt)
+        return math.inf if room is None else planned + room
+
+    def kept_after(self, kept: int, planned: int) -> int:
+        """Tokens that stay when the sequence computes more."""
+        return self.policy.kept_after(kept, planned, self.prompt)
+
+    def needs_private_blocks(self, planned: int, last: int) -> bool:
+        """Whether it is time to ask for private blocks. last: tokens that are computed when the request ends."""
+        first = self.policy.first_eviction(self.prompt)
+        if self.has_evicted or self.private_blocks is not None or first is None or first >= last:
+            return False
+        if planned < self.prompt and not self.policy.during_prefill:
+            return False
+        return planned + ASK_AHEAD >= first
+
+
+# The fields of a sequence that the log shows when the step loop fails.
 _DUMPED = (
-    *("handle", "attempt", "failures", "cached_tokens", "computed", "planned", "known", "evicted", "capacity"),
-    *("limit", "sent_blocks", "started", "stopped", "exit", "last_step", "trim_unanswered", "wait_for"),
+    *("handle", "failures", "cached_tokens", "computed", "planned", "known", "evicted", "capacity", "limit"),
+    *("sent_blocks", "started", "stopped", "leave_reason", "last_step", "trim_unanswered", "wait_for"),
 )
 
 
+@dataclass(slots=True, eq=False)
 class Sequence:
     """Lengths, in tokens: computed (answered steps) <= planned (sent steps) <= capacity; planned < known <= limit.
 
-    Of the planned tokens, `evicted` have no slots any more; the others fill as many slots of its tables. Capacity says
-    with how many planned tokens the tables are full, or the sequence has to evict.
+    Of the planned tokens, `evicted` have lost their slots; the others fill as many slots of the block tables. With
+    `capacity` planned tokens the tables are full, or the sequence has to evict.
 
-    `known` counts sampled tokens in flight too; `token_ids` holds only those that came back. The step loop's thread
-    owns every sequence from its admission on. What it looks at in every step is kept, not computed.
+    `known` counts sampled tokens in flight too; `token_ids` holds only answered ones. The step loop's thread owns
+    every sequence from its admission on. Values that every step reads are kept, not computed.
     """
 
-    __slots__ = (
-        "arriving",
-        "attempt",
-        "block_size",
-        "cached_tokens",
-        "capacity",
-        "computed",
-        "copies",
-        "evicted",
-        "eviction",
-        "exit",
-        "failures",
-        "handle",
-        "known",
-        "known_before",
-        "last_step",
-        "limit",
-        "onboard_by",
-        "planned",
-        "request",
-        "retry_tier",
-        "sent_blocks",
-        "sent_tokens",
-        "started",
-        "stopped",
-        "streams_since",
-        "tables",
-        "tight_at",
-        "token_ids",
-        "told",
-        "told_tokens",
-        "trim_unanswered",
-        "wait_for",
-    )
+    attempt: AdmissionAttempt
+    handle: int
+    _: KW_ONLY
+    cached_tokens: int
+    # Slots per layer group.
+    tables: list[list[int]]
+    block_size: int
+    # Handle of the sequence that still computes cached blocks of this one; 0 for none.
+    wait_for: int = 0
+    copies: tuple[Copy, ...] = ()
+    # How long its onloads are waited for, in seconds of the monotonic clock.
+    onload_deadline: float = math.inf
+    eviction: Eviction | None = None
 
-    def __init__(
-        self,
-        candidate: Candidate,
-        handle: int,
-        *,
-        cached_tokens: int,
-        tables: list[list[int]],
-        block_size: int,
-        wait_for: int = 0,
-        copies: tuple[Copy, ...] = (),
-        onboard_by: float = math.inf,
-        eviction: Eviction | None = None,
-    ) -> None:
-        self.request: Request = candidate.request
-        self.attempt = candidate.attempt
-        self.failures = candidate.failures
-        self.handle = handle
-        self.token_ids = list(candidate.token_ids)
-        self.cached_tokens = cached_tokens
-        self.computed = cached_tokens
-        self.planned = cached_tokens
-        self.known = self.known_before = len(self.token_ids)
-        # With so many known tokens, the sent steps bring all the output that it may have.
+    request: Request = field(init=False)
+    token_ids: list[int] = field(init=False)
+    failures: int = field(init=False)
+    computed: int = field(init=False)
+    planned: int = field(init=False)
+    known: int = field(init=False)
+    # Known tokens after which no step samples any more.
+    limit: int = field(init=False)
+    evicted: int = field(init=False, default=0)
+    capacity: int = field(init=False, default=0)
+    # With more planned tokens, the sequence runs out of blocks soon.
+    low_capacity_at: float = field(init=False, default=0)
+    # Tickets of onloads that have not ended: before that the sequence computes nothing.
+    pending_onloads: set[int] = field(init=False)
+    # The lowest tier that the next attempt may use.
+    retry_tier: Tier = field(init=False, default=Tier.DISK)
+    started: bool = field(init=False, default=False)
+    stopped: bool = field(init=False, default=False)
+    # Reported to the cache manager: computed tokens, and the length of `token_ids`.
+    synced: int = field(init=False)
+    synced_tokens: int = field(init=False)
+    leave_reason: LeaveReason | None = field(init=False, default=None)
+    last_step: int = field(init=False, default=0)
+    # Time of the attempt's first token, in seconds of the monotonic clock.
+    first_token_at: float = field(init=False, default=math.inf)
+    # Blocks per table that the executor has, and the tokens that fit into them; only blocks behind these are spare.
+    sent_blocks: int = field(init=False, default=0)
+    sent_tokens: int = field(init=False, default=0)
+    trim_unanswered: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        self.request = self.attempt.request
+        self.failures = self.attempt.failures
+        self.token_ids = list(self.attempt.token_ids)
+        self.known = self.synced_tokens = len(self.token_ids)
+        self.computed = self.planned = self.synced = self.cached_tokens
         self.limit = len(self.request.prompt_ids) + self.request.max_tokens
-        self.tables = tables
-        self.block_size = block_size
-        self.eviction = eviction
-        self.evicted = 0
-        self.capacity = 0
-        # With more planned tokens, it needs more capacity soon.
-        self.tight_at: float = 0
-        self._measure()
-        self.wait_for = wait_for
-        self.copies = copies
-        # Tickets of those that bring blocks from lower tiers and have not ended: before that it computes nothing.
-        self.arriving = {copy.ticket for copy in copies if copy.onboards}
-        # How long that is waited for, on the monotonic clock, and the lowest tier that another attempt may use.
-        self.onboard_by = onboard_by
-        self.retry_tier = Tier.DISK
-        self.started = False
-        self.stopped = False
-        # What the cache manager has been told: computed tokens, and how many of the ids.
-        self.told = cached_tokens
-        self.told_tokens = len(self.token_ids)
-        self.exit: Exit | None = None
-        self.last_step = 0
-        # When this attempt had its first token, on the monotonic clock.
-        self.streams_since = math.inf
-        # Blocks per table that the executor has, and the tokens that fit into them; only what lies behind them can be
-        # given back.
-        self.sent_blocks = 0
-        self.sent_tokens = 0
-        self.trim_unanswered = False
+        self.pending_onloads = {copy.ticket for copy in self.copies if copy.is_onload}
+        self._update_capacity()
 
     @property
     def remaining(self) -> int:
         """Known tokens not yet planned; 1 means that the sequence decodes."""
         return self.known - self.planned
-
-    @property
-    def output_planned(self) -> int:
-        """Output tokens once all sent steps are answered."""
-        return self.known - len(self.request.prompt_ids)
 
     def advance(self, count: int, step: int) -> bool:
         """Plans `count` more tokens in a step; returns whether that step samples."""
@@ -192,48 +206,48 @@ class Sequence:
         self.sent_tokens = blocks * self.block_size + self.evicted
 
     def extend(self, group: int, slots: list[int]) -> None:
-        """Appends blocks to a table."""
-        # What was given before the manager knew of the move belongs to the table that is gone.
-        if self.eviction is None or self.eviction.settled == self.eviction.evicts:
+        """Appends slots to a layer group's table."""
+        # Slots allocated before the cache manager knew of the move belong to the table before it.
+        if self.eviction is None or self.eviction.relocation_synced == self.eviction.has_evicted:
             self.tables[group] += slots
-            self._measure()
+            self._update_capacity()
 
-    def make_room(self) -> bool:
-        """Evicts what the policy says before more is planned; whether that waits for blocks of its own.
+    def evict_tokens(self) -> bool:
+        """Evicts as the policy says before more is planned; returns whether the sequence waits for private blocks.
 
-        The executor does the same by the same rule before it computes the sequence's next tokens.
+        The executor evicts by the same rule before it computes the sequence's next tokens.
         """
         eviction = self.eviction
         assert eviction is not None
         kept = self.planned - self.evicted
         if self.known >= self.limit:
             return False
-        if eviction.needs_own(self.planned, self.limit - 1):
+        if eviction.needs_private_blocks(self.planned, self.limit - 1):
             return True
-        left = eviction.leaves(kept, self.planned)
+        left = eviction.kept_after(kept, self.planned)
         if left < kept:
-            if not eviction.evicts:
-                self._move(eviction)
+            if not eviction.has_evicted:
+                self._relocate(eviction)
             self.evicted += kept - left
             self.send(self.sent_blocks)
-        self._measure()
+        self._update_capacity()
         return False
 
-    def _move(self, eviction: Eviction) -> None:
-        """Into the blocks of its own, or into the first ones of those that it has, when these are."""
-        eviction.evicts = eviction.moving = True
+    def _relocate(self, eviction: Eviction) -> None:
+        """Moves to the private blocks, or to the first of its own blocks where these are private."""
+        eviction.has_evicted = eviction.relocating = True
         most = eviction.policy.most_kept
-        if eviction.own:
-            self.tables = [list(eviction.own)]
-            self.sent_blocks = len(eviction.own)
+        if eviction.private_blocks:
+            self.tables = [list(eviction.private_blocks)]
+            self.sent_blocks = len(eviction.private_blocks)
         elif most is not None:
             del self.tables[0][-(-most // self.block_size) :]
             self.sent_blocks = min(self.sent_blocks, len(self.tables[0]))
 
-    def whole_window(self, count: int) -> int:
-        """So many tokens, or fewer: the queries at a prompt's end that its policy counts are computed in one step.
+    def align_to_score_window(self, count: int) -> int:
+        """So many tokens or fewer, so that one step computes all queries whose attention the policy pools.
 
-        Their attention is pooled together, and where others leave room must not decide what that makes of it.
+        Other sequences' use of the token budget must not change the scores.
         """
         if self.eviction is None or not self.eviction.policy.score_window:
             return count
@@ -241,88 +255,76 @@ class Sequence:
         first = prompt - self.eviction.policy.counted_rows(prompt)
         return first - self.planned if self.planned < first < self.planned + count < prompt else count
 
-    def asks_first(self) -> bool:
-        """Whether nobody has asked for blocks of its own yet; now somebody has."""
-        assert self.eviction is not None
-        asked, self.eviction.asked = self.eviction.asked, True
-        return not asked
-
-    def own_blocks_given(self, slots: list[int]) -> None:
-        """The blocks that it moves to when it first evicts."""
-        if self.eviction is not None and self.eviction.own is None:
-            self.eviction.own = slots
-
-    def own_blocks_settled(self) -> None:
-        """The cache manager has heard of the move."""
-        assert self.eviction is not None
-        self.eviction.settled = True
-
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that hold that many tokens, but for those evicted."""
+        """Blocks that hold that many tokens, without the evicted ones."""
         return -(-(tokens - self.evicted) // self.block_size)
 
-    def spare_blocks_from(self) -> int:
-        """First block that is neither at the executor nor needed within two tokens."""
+    def first_spare_block(self) -> int:
+        """Index of the first block that is neither at the executor nor needed within two tokens."""
         return max(self.sent_blocks, self.blocks_for(self.known + 2))
 
     def trim(self) -> int:
-        """Gives spare blocks back; returns the capacity that is kept, in tokens."""
-        keep = self.spare_blocks_from()
+        """Releases spare blocks; returns the capacity that is kept, in tokens."""
+        keep = self.first_spare_block()
         for table in self.tables:
             del table[keep:]
-        self._measure()
+        self._update_capacity()
         self.trim_unanswered = True
         return keep * self.block_size
 
-    def progress(self) -> Progress:
-        """What is new since the last call."""
-        told, self.told, self.told_tokens = self.told_tokens, self.computed, len(self.token_ids)
-        return Progress(self.computed, self.token_ids[told:])
+    def take_progress(self) -> Progress:
+        """Progress since the last call."""
+        start, self.synced, self.synced_tokens = self.synced_tokens, self.computed, len(self.token_ids)
+        return Progress(self.computed, self.token_ids[start:])
 
     @property
-    def reliable(self) -> int:
-        """Leading tokens that others may build on once it is gone: none where a block of them has not come."""
-        return 0 if self.arriving else self.computed
+    def shareable_tokens(self) -> int:
+        """Leading tokens whose blocks stay valid once it is released: none while an onload is pending."""
+        return 0 if self.pending_onloads else self.computed
 
-    def onboarded_tokens(self, tier: Tier) -> int:
+    def onloaded_tokens(self, tier: Tier) -> int:
         """Tokens that its copies bring from a tier, in the layer group that gets most."""
         tokens = [0] * len(self.tables)
         for copy in self.copies:
-            if copy.source_tier == tier and copy.onboards:
+            if copy.source_tier == tier and copy.is_onload:
                 tokens[copy.group] += copy.num_tokens
         return max(tokens)
 
     @property
     def is_suspect(self) -> bool:
-        """Whether the executor may fail because of it: it did so more than once, and has brought no token since."""
-        return self.failures > 1 and not self.has_gained
+        """Whether the executor may fail because of it: it did so more than once, and no token came since."""
+        return self.failures > 1 and not self.has_new_tokens
 
     @property
-    def has_gained(self) -> bool:
-        """Whether this attempt has brought a token."""
-        return len(self.token_ids) > self.known_before
+    def has_new_tokens(self) -> bool:
+        """Whether this attempt has sampled a token."""
+        return len(self.token_ids) > len(self.attempt.token_ids)
 
     def dump(self) -> dict[str, Any]:
         """Its numbers, for a log."""
         numbers = {name: getattr(self, name) for name in _DUMPED}
-        return numbers | {"tokens": len(self.token_ids), "blocks": [len(table) for table in self.tables]}
+        return numbers | {
+            "attempt": self.attempt.number,
+            "tokens": len(self.token_ids),
+            "blocks": [len(table) for table in self.tables],
+        }
 
-    def again(self) -> Candidate:
-        """The request with all it has, as a fresh attempt."""
-        return Candidate(
+    def next_attempt(self) -> AdmissionAttempt:
+        """The request with all tokens it has, for another admission."""
+        return AdmissionAttempt(
             self.request,
             tuple(self.token_ids),
-            self.attempt + 1,
+            self.attempt.number + 1,
             lowest_tier=self.retry_tier,
-            preempted=self.exit is Exit.PREEMPTED,
-            failures=0 if self.has_gained else self.failures,
+            preempted=self.leave_reason is LeaveReason.PREEMPTED,
+            failures=0 if self.has_new_tokens else self.failures,
         )
 
-    def _measure(self) -> None:
+    def _update_capacity(self) -> None:
         capacity = min(map(len, self.tables)) * self.block_size + self.evicted
-        self.tight_at = capacity - SOON
+        self.low_capacity_at = capacity - SOON
         if self.eviction is not None:
             bound = self.eviction.bound(self.planned - self.evicted, self.planned)
             if bound <= capacity:
-                capacity, self.tight_at = int(bound), math.inf
+                capacity, self.low_capacity_at = int(bound), math.inf
         self.capacity = capacity

@@ -4,22 +4,23 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as Seq
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import grpc
 import structlog
 
+from protos.kvcache.eviction import Layout, parse
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as rpc
-from protos.rpc.errors import RemoteError, ServiceError, from_rpc_error
-from scheduler.bridge import Admitted, Cancel, Mailbox, ManagerLost, Report, SyncAnswer
-from scheduler.cache import answers
-from scheduler.cache.sync import SyncBatch
-from scheduler.cache.tier_costs import Rates, Tier
+from protos.rpc.errors import RemoteError, from_rpc_error
+from scheduler.bridge import Admission, AdmissionListener, Admitted, CacheUpdate, Cancel, CommandQueue, ManagerLost
+from scheduler.cache.sync import SyncBatch, copies
+from scheduler.cache.tier_costs import TierCosts
 from scheduler.cache.waiting_queue import WaitingQueue
 from scheduler.errors import ManagerLostError, SchedulerReplacedError, refusal
 from scheduler.metrics import RequestMetrics
-from scheduler.request import Account, Candidate
+from scheduler.request import Account, AdmissionAttempt, Tier
+from scheduler.sequence import Eviction, Sequence
 
 CALL_SECONDS = 5.0
 FIRST_BACKOFF = 0.05
@@ -45,16 +46,6 @@ M = TypeVar("M")
 A = TypeVar("A")
 
 
-class Admissions(Protocol):
-    """Who wants to hear what became of candidates."""
-
-    def admitted(self, candidate: Candidate, answer: pb.AdmitSequenceResponse) -> None:
-        """It has its blocks."""
-
-    def refused(self, candidate: Candidate, error: ServiceError) -> None:
-        """It will never have any."""
-
-
 class CacheClient:
     """One call at a time, so that what the step loop hears is in the order in which the manager decided it."""
 
@@ -62,8 +53,8 @@ class CacheClient:
         self,
         stub: "rpc.CacheManagerServiceAsyncStub",
         queue: WaitingQueue,
-        mailbox: Mailbox,
-        admissions: Admissions,
+        commands: CommandQueue,
+        listener: AdmissionListener,
         metrics: RequestMetrics,
         *,
         scheduler_id: str,
@@ -74,8 +65,8 @@ class CacheClient:
     ) -> None:
         self._stub = stub
         self._queue = queue
-        self._mailbox = mailbox
-        self._admissions = admissions
+        self._commands = commands
+        self._listener = listener
         self._metrics = metrics
         self._scheduler_id = scheduler_id
         self._scheduler_epoch = scheduler_epoch
@@ -90,7 +81,6 @@ class CacheClient:
         self._live: dict[int, str] = {}
         self._lost = False
         self._given_up = asyncio.Event()
-        self._wake = asyncio.Event()
         # Whether the manager has heard all news.
         self._told = asyncio.Event()
         self._told.set()
@@ -101,48 +91,40 @@ class CacheClient:
         self._synced_at = 0.0
         self._short = 0
         self._free_blocks = 0
-        # The candidate that the manager has no blocks for, when it said so, and how many were free then.
-        self._refused: Candidate | None = None
+        # The attempt that the manager has no blocks for, when it said so, and how many were free then.
+        self._refused: AdmissionAttempt | None = None
         self._refused_at = 0.0
         self._free_at_refusal = 0
         # Accounts whose quota has reached its ceiling, as far as the manager said so since this time.
         self._full: set[Account] = set()
         self._full_since = 0.0
-        self._rates = Rates(block_size)
-
-    @property
-    def live(self) -> int:
-        """Sequences that hold blocks."""
-        return len(self._live)
+        self._tier_costs = TierCosts(block_size)
 
     @property
     def silence(self) -> float:
         """Seconds for which the manager has not answered; 0 when no call waits for it."""
         return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
 
-    def receive(self, report: Report) -> None:
-        """Takes what a step brought, for the next sync."""
-        if report.session is not None:
-            self._session = report.session
-        if report.speed is not None:
-            self._rates.observe(report.speed, report.at)
+    def receive(self, update: CacheUpdate) -> None:
+        """Takes what answered steps brought, for the next sync."""
+        if update.session is not None:
+            self._session = update.session
+        if update.speed is not None:
+            self._tier_costs.observe(update.speed, time.monotonic())
         if self._lost:
-            if report.all_given_up:
+            if update.all_given_up:
                 self._given_up.set()
         else:
-            self._batch.merge(report)
-            for handle in report.released:
+            self._batch.merge(update)
+            for handle in update.released:
                 self._live.pop(handle, None)
+            self._queue.num_running = len(self._live)
             if self._batch.urgent:
                 self._told.clear()
-        self.wake()
+        self._queue.changed.set()
 
-    def wake(self) -> None:
-        """There is something to do."""
-        self._wake.set()
-
-    async def tell_all(self) -> None:
-        """Waits until the manager has heard all news."""
+    async def report_all(self) -> None:
+        """Waits until the manager has all updates."""
         await self._told.wait()
 
     async def run(self) -> None:
@@ -154,7 +136,7 @@ class CacheClient:
                 while True:
                     await self._turn()
             except ManagerLostError as error:
-                log.warning("cache manager lost", cause=str(error), sequences=self.live)
+                log.warning("cache manager lost", cause=str(error), sequences=len(self._live))
             await self._give_up()
 
     async def _register(self) -> None:
@@ -182,12 +164,13 @@ class CacheClient:
         """Has the step loop give all sequences up: their blocks are no longer theirs."""
         self._lost = True
         self._given_up.clear()
-        self._mailbox.put(ManagerLost())
+        self._commands.put(ManagerLost())
         await self._given_up.wait()
         self._lost = False
         self._batch = SyncBatch()
         self._told.set()
         self._live.clear()
+        self._queue.num_running = 0
         self._short = 0
         self._forget_refusals()
 
@@ -198,14 +181,14 @@ class CacheClient:
     async def _turn(self) -> None:
         if self._batch.urgent or time.monotonic() >= self._next_sync:
             await self._sync()
-        candidates = self._next_candidates()
-        if candidates:
-            await self._admit(candidates)
+        attempts = self._next_attempts()
+        if attempts:
+            await self._admit(attempts)
         elif not self._batch.urgent:
-            self._wake.clear()
+            self._queue.changed.clear()
             try:
                 async with asyncio.timeout(max(0.0, self._next_sync - time.monotonic())):
-                    await self._wake.wait()
+                    await self._queue.changed.wait()
             except TimeoutError:
                 return
 
@@ -215,14 +198,14 @@ class CacheClient:
         wanting = self._batch.starving or self._batch.evicting or self._short or refused
         return self._synced_at + (min(POLL_SECONDS, self._lease / 3) if wanting else self._lease / 3)
 
-    def _next_candidates(self) -> list[Candidate]:
+    def _next_attempts(self) -> list[AdmissionAttempt]:
         """Whom to ask blocks for now, in one call. Those who run and want blocks come first."""
-        if self._session <= 0 or self.live >= self._max_running or self._short:
+        if self._session <= 0 or len(self._live) >= self._max_running or self._short:
             return []
         now = time.monotonic()
         if self._full and now - self._full_since >= RETRY_REFUSED_SECONDS:
             self._full.clear()
-        waiting = self._queue.first(min(MAX_ADMISSIONS, self._max_running - self.live), self._full)
+        waiting = self._queue.first(min(MAX_ADMISSIONS, self._max_running - len(self._live)), self._full)
         if not waiting:
             return []
         head = waiting[0]
@@ -231,11 +214,11 @@ class CacheClient:
             if self._free_blocks <= self._free_at_refusal and waited < RETRY_REFUSED_SECONDS:
                 return []
         chosen, tokens = [head], len(head.token_ids)
-        for candidate in waiting[1:]:
-            tokens += len(candidate.token_ids)
-            if head.parent or candidate.parent or tokens > MAX_ADMITTED_TOKENS:
+        for attempt in waiting[1:]:
+            tokens += len(attempt.token_ids)
+            if head.parent or attempt.parent or tokens > MAX_ADMITTED_TOKENS:
                 break
-            chosen.append(candidate)
+            chosen.append(attempt)
         return chosen
 
     async def _sync(self) -> None:
@@ -259,29 +242,15 @@ class CacheClient:
             self._forget_refusals()
         if not self._batch.urgent:
             self._told.set()
-        # Also when it brings nothing: that nobody is short any more is news too.
-        # A live sequence that the manager does not know, as after its executor was lost, has no blocks either.
-        void = [*answer.void_handles, *answer.unknown_handles]
-        self._mailbox.put(
-            SyncAnswer(
-                answers.extensions(answer),
-                void,
-                answer.blocks_short,
-                batch.released,
-                list(batch.trimmed),
-                list(batch.moved),
-                answers.own_blocks(answer),
-                answers.copies(answer.transfers),
-                session,
-            )
-        )
+        # An answer without blocks is news too: no sequence is short of any more.
+        self._commands.put(batch.answered(answer, session))
 
-    async def _admit(self, candidates: Seq[Candidate]) -> None:
-        session, first = self._session, candidates[0]
+    async def _admit(self, attempts: Seq[AdmissionAttempt]) -> None:
+        session, first = self._session, attempts[0]
         try:
             answered = await self._fork(first)
             if not answered:
-                message = pb.AdmitSequencesRequest(admissions=map(self._admission, candidates))
+                message = pb.AdmitSequencesRequest(admissions=map(self._admission, attempts))
                 answered = (await self._call(self._stub.AdmitSequences, message)).answers
         except RemoteError as error:
             if error.reason in _FORGOTTEN:
@@ -291,44 +260,48 @@ class CacheClient:
                 self._refuse(first)
             else:
                 self._queue.remove(first.request.arrival)
-                has_policy = first.request.wishes.eviction_policy is not None
-                self._admissions.refused(first, refusal(error, has_policy=has_policy))
+                has_policy = first.request.cache.eviction_policy is not None
+                self._listener.refused(first, refusal(error, has_policy=has_policy))
             return
         if any(answer.manager_epoch != self._manager_epoch for answer in answered):
             raise ManagerLostError("it started again")
         # Those without an answer are still in the queue.
-        for candidate, answer in zip(candidates, answered, strict=False):
-            self._answered(candidate, answer, session)
+        for attempt, answer in zip(attempts, answered, strict=False):
+            self._answered(attempt, answer, session)
 
-    def _answered(self, candidate: Candidate, answer: pb.AdmitSequenceResponse, session: int) -> None:
+    def _answered(self, attempt: AdmissionAttempt, answer: pb.AdmitSequenceResponse, session: int) -> None:
         if answer.HasField("full_account"):
             if not self._full:
                 self._full_since = time.monotonic()
-            self._full.add(candidate.request.wishes.account(answer.full_account))
+            self._full.add(attempt.request.cache.account(answer.full_account))
             return
         if not answer.admitted:
-            self._refuse(candidate)
+            self._refuse(attempt)
             return
-        self._live[answer.sequence_handle] = candidate.sequence_id
-        sequence = answers.sequence(candidate, answer, self._block_size, time.monotonic())
-        self._mailbox.put(Admitted(sequence, session))
-        if self._queue.remove(candidate.request.arrival):
-            self._admissions.admitted(candidate, answer)
+        self._live[answer.sequence_handle] = attempt.sequence_id
+        self._queue.num_running = len(self._live)
+        sequence = _sequence(attempt, answer, self._block_size)
+        self._commands.put(Admitted(sequence, session))
+        if self._queue.remove(attempt.request.arrival):
+            has_onloads = any(copy.is_onload for copy in sequence.copies)
+            policy = answer.eviction_policy if answer.HasField("eviction_policy") else None
+            admission = Admission(answer.cached_tokens, has_onloads, answer.receipts, answer.hint_answers, policy)
+            self._listener.admitted(attempt, admission)
         else:
-            # Its caller left while the manager answered; who shares its blocks must hear of both.
-            self._mailbox.put(Cancel(candidate.request.arrival))
+            # Its caller left while the manager answered; sequences that share its blocks must hear of both.
+            self._commands.put(Cancel(attempt.request.arrival))
 
-    async def _fork(self, candidate: Candidate) -> Seq[pb.AdmitSequenceResponse]:
-        """Shares the parent's prompt. Empty when that cannot be done: then the candidate is one like any other."""
-        if candidate.parent in self._batch.progress:
+    async def _fork(self, attempt: AdmissionAttempt) -> Seq[pb.AdmitSequenceResponse]:
+        """Shares the parent's prompt. Empty when that cannot be done: then the attempt is one like any other."""
+        if attempt.parent in self._batch.progress:
             # What the parent has computed is shared as far as the manager knows of it.
             await self._sync()
-        if candidate.parent not in self._live:
+        if attempt.parent not in self._live:
             return ()
         message = pb.ForkSequenceRequest(
-            parent_sequence_id=self._live[candidate.parent],
-            sequence_id=candidate.sequence_id,
-            num_tokens=len(candidate.token_ids),
+            parent_sequence_id=self._live[attempt.parent],
+            sequence_id=attempt.sequence_id,
+            num_tokens=len(attempt.token_ids),
             scheduler_id=self._scheduler_id,
             scheduler_epoch=self._scheduler_epoch,
         )
@@ -349,32 +322,32 @@ class CacheClient:
         )
         return (forked,)
 
-    def _refuse(self, candidate: Candidate) -> None:
-        self._refused = candidate
+    def _refuse(self, attempt: AdmissionAttempt) -> None:
+        self._refused = attempt
         self._refused_at = time.monotonic()
         self._free_at_refusal = self._free_blocks
 
-    def _admission(self, candidate: Candidate) -> pb.AdmitSequenceRequest:
-        wishes = candidate.request.wishes
-        lowest = min(candidate.lowest_tier, self._rates.lowest_tier(time.monotonic()))
+    def _admission(self, attempt: AdmissionAttempt) -> pb.AdmitSequenceRequest:
+        options = attempt.request.cache
+        lowest = min(attempt.lowest_tier, self._tier_costs.lowest_tier(time.monotonic()))
         return pb.AdmitSequenceRequest(
-            sequence_id=candidate.sequence_id,
+            sequence_id=attempt.sequence_id,
             scheduler_id=self._scheduler_id,
             scheduler_epoch=self._scheduler_epoch,
             executor_id=self._executor_id,
-            token_ids=candidate.token_ids,
-            salt=wishes.salt,
-            session_id=wishes.session_id,
-            request_id=candidate.request.request_id,
-            num_prompt_tokens=len(candidate.request.prompt_ids),
-            tenant_id=wishes.tenant_id,
-            retention=wishes.retention,
-            hints=wishes.hints,
-            no_read=wishes.no_read,
-            no_store=wishes.no_store,
-            eviction_policy=wishes.eviction_policy,
+            token_ids=attempt.token_ids,
+            salt=options.salt,
+            session_id=options.session_id,
+            request_id=attempt.request.request_id,
+            num_prompt_tokens=len(attempt.request.prompt_ids),
+            tenant_id=options.tenant_id,
+            retention=options.retention,
+            hints=options.hints,
+            no_read=options.no_read,
+            no_store=options.no_store,
+            eviction_policy=options.eviction_policy,
             lowest_tier=_LOWEST_TIERS[lowest],
-            traceparent=candidate.request.traceparent,
+            traceparent=attempt.request.traceparent,
         )
 
     async def _call(self, method: Callable[..., Awaitable[A]], message: M) -> A:
@@ -403,3 +376,24 @@ class CacheClient:
             log.info("waiting for the cache manager", cause=str(error), retry_seconds=backoff)
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, LONGEST_BACKOFF)
+
+
+def _sequence(attempt: AdmissionAttempt, answer: pb.AdmitSequenceResponse, block_size: int) -> Sequence:
+    """The sequence of an admitted attempt."""
+    eviction = None
+    if answer.HasField("eviction_policy"):
+        # The manager has checked that the model supports it.
+        policy = parse(answer.eviction_policy, Layout(block_size, (None,), plain_rotary=True))
+        eviction = None if policy is None else Eviction(policy, len(attempt.request.prompt_ids))
+    tables = sorted(answer.block_tables, key=lambda table: table.group)
+    return Sequence(
+        attempt,
+        answer.sequence_handle,
+        cached_tokens=answer.cached_tokens,
+        tables=[list(table.slots) for table in tables],
+        block_size=block_size,
+        wait_for=answer.wait_for_handle,
+        copies=copies(answer.transfers),
+        onload_deadline=time.monotonic() + attempt.request.onboarding_timeout,
+        eviction=eviction,
+    )

@@ -1,12 +1,16 @@
-"""Everything that the next sync tells the cache manager."""
+"""The sync with the cache manager: what its next request reports, and what its answer means to the step loop."""
+
+from collections.abc import Iterable
 
 from protos.kvcache.v1 import kvcache_pb2 as pb
-from scheduler.bridge import Report
-from scheduler.sequence import Progress
+from protos.rpc.columns import cut
+from scheduler.bridge import CacheUpdate, SyncAnswer
+from scheduler.request import Tier
+from scheduler.sequence import Copy, Progress
 
 
 class SyncBatch:
-    """Reports of any number of steps, merged."""
+    """Updates of any number of steps, merged."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -14,34 +18,34 @@ class SyncBatch:
         self.released: list[int] = []
         self.trimmed: dict[int, int] = {}
         self.cancelled_tickets: list[int] = []
-        # Sequences that did not move but want blocks.
+        # Sequences that made no progress and need blocks.
         self.starving: dict[int, int] = {}
-        # Sequences that want blocks of their own; whether any asks for the first time; those that moved into theirs.
+        # Sequences that need private blocks; sequences that moved to theirs.
         self.evicting: set[int] = set()
-        self.moved: dict[int, int] = {}
-        self._asks = False
+        self.relocated: dict[int, int] = {}
+        self._first_requests = False
 
     @property
     def urgent(self) -> bool:
-        """Whether there is news; a wish for blocks alone is none."""
-        news = self.progress or self.released or self.trimmed or self.cancelled_tickets or self.moved
-        return bool(news) or self._asks
+        """Whether there is news. A sequence that still needs blocks is none."""
+        news = self.progress or self.released or self.trimmed or self.cancelled_tickets or self.relocated
+        return bool(news) or self._first_requests
 
-    def merge(self, report: Report) -> None:
-        """Adds what a step brought."""
-        self.step = max(self.step, report.step)
-        for handle, progress in report.progress.items():
+    def merge(self, update: CacheUpdate) -> None:
+        """Adds an update."""
+        self.step = max(self.step, update.step)
+        for handle, progress in update.progress.items():
             mine = self.progress.setdefault(handle, Progress(0))
             mine.computed = progress.computed
             mine.token_ids += progress.token_ids
-        self.released += report.released
-        self.cancelled_tickets += report.cancelled_tickets
-        self.trimmed.update(report.trimmed)
-        self.starving.update(report.starving)
-        self.evicting.update(report.evicting)
-        self._asks |= any(report.evicting.values())
-        self.moved.update(report.moved)
-        for handle in report.released:
+        self.released += update.released
+        self.cancelled_tickets += update.cancelled_tickets
+        self.trimmed.update(update.trimmed)
+        self.starving.update(update.starving)
+        self.evicting.update(update.evicting)
+        self._first_requests |= any(update.evicting.values())
+        self.relocated.update(update.relocated)
+        for handle in update.released:
             self.trimmed.pop(handle, None)
             self.starving.pop(handle, None)
             self.evicting.discard(handle)
@@ -61,8 +65,8 @@ class SyncBatch:
             trimmed_capacity_tokens=self.trimmed.values(),
             cancelled_tickets=self.cancelled_tickets,
             evicting_handles=sorted(self.evicting),
-            moved_handles=self.moved.keys(),
-            moved_computed_tokens=self.moved.values(),
+            moved_handles=self.relocated.keys(),
+            moved_computed_tokens=self.relocated.values(),
         )
         for handle, computed in self.starving.items():
             self.progress.setdefault(handle, Progress(computed))
@@ -72,3 +76,33 @@ class SyncBatch:
             message.new_token_counts.append(len(progress.token_ids))
             message.new_token_ids.extend(progress.token_ids)
         return message
+
+    def answered(self, answer: pb.SyncSequencesResponse, session: int) -> SyncAnswer:
+        """The answer to this batch's request. session: the one with the executor in which it was sent."""
+        slots = cut(answer.extended_slots, answer.extended_counts)
+        extensions = zip(answer.extended_handles, answer.extended_groups, map(list, slots), strict=True)
+        tables = cut(answer.evicting_slots, answer.evicting_counts)
+        return SyncAnswer(
+            list(extensions),
+            # A live sequence that the manager does not know, as after its executor was lost, has no blocks either.
+            [*answer.void_handles, *answer.unknown_handles],
+            answer.blocks_short,
+            self.released,
+            list(self.trimmed),
+            list(self.relocated),
+            list(zip(answer.evicting_handles, map(list, tables), strict=True)),
+            copies(answer.transfers),
+            session,
+        )
+
+
+def copies(transfers: Iterable[pb.Transfer]) -> tuple[Copy, ...]:
+    """The copies that an answer asks for, in its order."""
+    return tuple(
+        Copy(t.ticket, t.group, t.source_slot, t.target_slot, _tier(t.source_tier), _tier(t.target_tier), t.num_tokens)
+        for t in transfers
+    )
+
+
+def _tier(tier: int) -> Tier:
+    return Tier(tier or Tier.DEVICE)

@@ -1,47 +1,32 @@
-"""Tiers of the cache, and which of them give blocks back sooner than they are computed."""
+"""Which tiers deliver a block sooner than the device computes it."""
 
-import enum
-from typing import NamedTuple
+from scheduler.bridge import CopySpeed
+from scheduler.request import Tier
 
-# A tier that was too slow is tried again when nothing was heard of it for so long.
+# A tier that was too slow is tried again when no copy has been measured for so long.
 RETRY_SECONDS = 30.0
 
 
-class Tier(enum.IntEnum):
-    """Where a block's bytes live; the numbers are those of both protocols."""
-
-    DEVICE = 1
-    HOST = 2
-    DISK = 3
-
-
-class Speed(NamedTuple):
-    """What was measured of late, in seconds: a block's way to the device, and a prompt token. None: not known."""
-
-    host_block: float | None = None
-    disk_block: float | None = None
-    prompt_token: float | None = None
-
-
-class Rates:
-    """Compares what a block takes from each tier with what its tokens take to compute. Pure: it is told the time."""
+class TierCosts:
+    """Compares the time to copy a block from each tier with the time to compute its tokens. Pure: no clock."""
 
     def __init__(self, block_size: int) -> None:
+        """block_size: in tokens."""
         self._block_size = block_size
         self._prompt_token: float | None = None
-        # Seconds per block, and since when they have been what they are.
+        # Seconds per block, and the time since which they are so.
         self._blocks: dict[Tier, tuple[float, float]] = {}
 
-    def observe(self, speed: Speed, now: float) -> None:
-        """Copies have ended."""
+    def observe(self, speed: CopySpeed, now: float) -> None:
+        """Copies have ended, at `now` in seconds of the monotonic clock."""
         self._prompt_token = speed.prompt_token or self._prompt_token
         for tier, seconds in ((Tier.HOST, speed.host_block), (Tier.DISK, speed.disk_block)):
-            # An average that has not moved says nothing new.
+            # An average that has not moved is no new measurement.
             if seconds is not None and seconds != self._blocks.get(tier, (None,))[0]:
                 self._blocks[tier] = seconds, now
 
     def lowest_tier(self, now: float) -> Tier:
-        """The lowest tier down to which blocks come sooner than they are computed; what is not known is worth a try."""
+        """The lowest tier whose blocks come sooner than they are computed; a tier without measurement is tried."""
         if self._is_slow(Tier.HOST, now):
             return Tier.DEVICE
         return Tier.HOST if self._is_slow(Tier.DISK, now) else Tier.DISK

@@ -1,35 +1,42 @@
 """Requests that wait for blocks, in the order in which they get them."""
 
+import asyncio
 import bisect
 from collections.abc import Set
 from itertools import islice
 
-from scheduler.request import Account, Candidate
+from scheduler.request import Account, AdmissionAttempt
 
 
 class WaitingQueue:
-    """Sorted by rank: a preempted request comes back to the place it had."""
+    """Sorted by rank: a preempted request returns to its position."""
 
     def __init__(self) -> None:
-        self._candidates: list[Candidate] = []
+        # Samples that hold blocks.
+        self.num_running = 0
+        # Set with every change; the cache client clears it.
+        self.changed = asyncio.Event()
+        self._attempts: list[AdmissionAttempt] = []
 
     def __len__(self) -> int:
-        return len(self._candidates)
+        return len(self._attempts)
 
-    def first(self, count: int, full: Set[Account] = frozenset()) -> list[Candidate]:
-        """Those who are next, in their order; requests of accounts that are `full` are passed over."""
+    def first(self, count: int, full: Set[Account] = frozenset()) -> list[AdmissionAttempt]:
+        """The next `count` attempts in order, without those of accounts that are `full`."""
         if not full:
-            return self._candidates[:count]
-        return list(islice((one for one in self._candidates if full.isdisjoint(one.request.wishes.accounts)), count))
+            return self._attempts[:count]
+        return list(islice((item for item in self._attempts if full.isdisjoint(item.request.cache.accounts)), count))
 
-    def push(self, candidate: Candidate) -> None:
-        """Puts a candidate at its place."""
-        bisect.insort(self._candidates, candidate, key=lambda item: item.request.rank)
+    def push(self, attempt: AdmissionAttempt) -> None:
+        """Queues an attempt by rank."""
+        bisect.insort(self._attempts, attempt, key=lambda item: item.request.rank)
+        self.changed.set()
 
     def remove(self, arrival: int) -> bool:
-        """Takes a request out; False when it is not here."""
-        for index, candidate in enumerate(self._candidates):
-            if candidate.request.arrival == arrival:
-                del self._candidates[index]
+        """Removes a request; False when it does not wait."""
+        for index, attempt in enumerate(self._attempts):
+            if attempt.request.arrival == arrival:
+                del self._attempts[index]
+                self.changed.set()
                 return True
         return False

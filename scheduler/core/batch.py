@@ -1,281 +1,279 @@
-"""The live sequences and every change of their state. Owned by the step loop's thread."""
+"""The running batch: the live sequences and every change of their state. Owned by the step loop's thread."""
 
 import bisect
 from collections.abc import Iterable
 
 from protos.execution.v1 import execution_pb2
-from scheduler.bridge import Detail, Report, SyncAnswer
-from scheduler.cache.tier_costs import Tier
-from scheduler.core.onloading import Copies
+from scheduler.bridge import CacheUpdate, SyncAnswer, TokenBatch, TokenMeta
+from scheduler.core.onloading import CopyTracker
 from scheduler.core.planner import Plan, choose_victim, plan_step, trimmable
-from scheduler.core.prefill_budget import Pace
-from scheduler.core.step_message import Flight
+from scheduler.core.prefill_budget import PrefillBudget
+from scheduler.core.step_message import InFlightStep
 from scheduler.errors import ExecutorLostError
-from scheduler.sequence import Exit, Sequence
+from scheduler.request import MAX_FAILURES, Tier
+from scheduler.sequence import Eviction, LeaveReason, Sequence
 
-# Progress that nobody waits for is told once in so many steps: the cache manager gives capacity ahead, and a call
-# per step would cost more than all else that it does.
+# Progress that is not urgent is reported once in so many steps: the cache manager allocates ahead, and a call per step
+# would cost more than all its other work.
 GATHER_STEPS = 8
-# So often in a row the executor may be lost over one request before that is given up: twice in company, and then alone.
-# A death that has nothing to do with it does not strike it so often; one that has costs everybody what the device held.
-MAX_FAILURES = 3
+_NO_TOKENS, _NO_UPDATE = TokenBatch(), CacheUpdate()
 
 
-class RunningSet:
+class RunningBatch:
     """All sequences that hold blocks, in order of rank, started or not.
 
     A sequence that leaves stays until no step in flight can touch its blocks; only then it is reported as released.
     """
 
     def __init__(self) -> None:
-        self.report = Report()
+        # Updates that are not published yet.
+        self.tokens = TokenBatch()
+        self.update = CacheUpdate()
         # Handles that the next step removes from the executor.
         self.removed: list[int] = []
-        # Copies that the next step brings to the executor, and those that sequences wait for.
-        self.copies = Copies()
-        self.blocks_short = 0
+        # Copies that the next step brings to the executor, and the onloads in flight.
+        self.copies = CopyTracker()
+        self.missing_blocks = 0
+        # Live sequences in order of rank.
+        self.ranked: list[Sequence] = []
         self._by_handle: dict[int, Sequence] = {}
         self._by_arrival: dict[int, Sequence] = {}
-        # Those that have a policy.
-        self._evicting: dict[int, Sequence] = {}
-        # Those that the executor was lost over.
+        # Sequences with an eviction policy.
+        self._evicting: dict[int, tuple[Sequence, Eviction]] = {}
+        # Sequences that the executor was lost over.
         self._suspects: dict[int, Sequence] = {}
-        self._ranked: list[Sequence] = []
         self._answered = 0
-        # Tokens that released sequences leave to others, while the cache manager does not know them to be released.
+        # Tokens whose blocks released sequences leave to others, until the cache manager knows of the release.
         self._released: dict[int, int] = {}
-        # Handles that made room and whose release or trim is not answered: wait before asking for more.
-        self._relief: set[int] = set()
+        # Handles whose preemption or trim is not answered: only then more blocks are reclaimed.
+        self._pending_reclaims: set[int] = set()
         self._trimmed_last = False
-        # Sequences on their way out that a step in flight may touch.
+        # Sequences that leave and that a step in flight may touch.
         self._leaving: list[Sequence] = []
         # By the handle whose blocks they wait for.
         self._followers: dict[int, list[Sequence]] = {}
-        # The step up to which everybody's progress was told, and whether it is wanted before its time.
-        self._told_step = 0
-        self._pressing = False
+        # The step up to which all progress is reported, and whether the next report is urgent.
+        self._reported_step = 0
+        self._urgent = False
 
     def __len__(self) -> int:
-        return len(self._ranked)
+        return len(self.ranked)
 
-    @property
-    def ranked(self) -> list[Sequence]:
-        """Live sequences in order of rank."""
-        return self._ranked
+    def take_updates(self, *, everything: bool = True) -> tuple[TokenBatch | None, CacheUpdate | None]:
+        """The updates since the last call, None for an empty one.
 
-    def take_report(self, *, everything: bool = True) -> Report:
-        """The report since the last call, with everybody's progress or, where that may wait, without it."""
-        report = self.report
-        report.step = self._answered
-        pressing = everything or (
-            self._pressing or report.released or report.trimmed or report.starving or report.evicting or report.moved
-        )
-        if pressing or self._answered >= self._told_step + GATHER_STEPS:
-            self._told_step, self._pressing = self._answered, False
-            for sequence in self._ranked:
-                self._tell(sequence)
-        self.report = Report()
-        return report
+        everything: with the progress of all sequences, which else comes with other news or every GATHER_STEPS.
+        """
+        urgent = everything or self._urgent or self.update != _NO_UPDATE
+        if urgent or self._answered >= self._reported_step + GATHER_STEPS:
+            self._reported_step, self._urgent = self._answered, False
+            for sequence in self.ranked:
+                self._report_progress(sequence)
+        tokens = update = None
+        if self.tokens != _NO_TOKENS:
+            tokens, self.tokens = self.tokens, TokenBatch()
+        if self.update != _NO_UPDATE:
+            update, self.update = self.update, CacheUpdate()
+            update.step = self._answered
+        return tokens, update
 
-    def _tell(self, sequence: Sequence) -> None:
-        if sequence.computed > sequence.told:
-            self.report.progress[sequence.handle] = sequence.progress()
+    def _report_progress(self, sequence: Sequence) -> None:
+        if sequence.computed > sequence.synced:
+            self.update.progress[sequence.handle] = sequence.take_progress()
 
     def admit(self, sequence: Sequence, *, valid: bool = True) -> None:
-        """Takes over an admitted sequence; one that is not valid goes back to be admitted again."""
+        """Adds an admitted sequence. valid: whether its blocks are; else it is admitted again."""
         self._by_handle[sequence.handle] = sequence
         self._by_arrival[sequence.request.arrival] = sequence
         if sequence.eviction is not None:
-            self._evicting[sequence.handle] = sequence
+            self._evicting[sequence.handle] = sequence, sequence.eviction
         if sequence.is_suspect:
             self._suspects[sequence.handle] = sequence
-        bisect.insort(self._ranked, sequence, key=lambda item: item.request.rank)
+        bisect.insort(self.ranked, sequence, key=lambda item: item.request.rank)
         if valid:
             self.copies.add(sequence)
         else:
-            self.report.cancelled_tickets.extend(copy.ticket for copy in sequence.copies)
+            self.update.cancelled_tickets.extend(copy.ticket for copy in sequence.copies)
         promised = sequence.cached_tokens
         writer = sequence.wait_for
         if writer in self._by_handle:
             self._followers.setdefault(writer, []).append(sequence)
         if not valid or (writer not in self._by_handle and self._released.get(writer, promised) < promised):
-            self.leave(sequence, Exit.RESTARTED)
+            self.leave(sequence, LeaveReason.RESTARTED)
 
     def cancel(self, arrival: int) -> None:
         """Drops a request; unknown ones have ended."""
         sequence = self._by_arrival.get(arrival)
         if sequence is not None:
-            self.leave(sequence, Exit.CANCELLED)
+            self.leave(sequence, LeaveReason.CANCELLED)
 
     def apply(self, answer: SyncAnswer, *, valid: bool = True) -> None:
-        """Takes what a sync brought. Copies of one that is not valid are about memory that is gone."""
+        """Applies a sync's answer. valid: whether its copies are about memory that the executor still has."""
         if valid:
             self.copies.unsent += answer.copies
         else:
-            self.report.cancelled_tickets.extend(copy.ticket for copy in answer.copies)
+            self.update.cancelled_tickets.extend(copy.ticket for copy in answer.copies)
         for handle in answer.released:
             self._released.pop(handle, None)
         for handle in answer.trimmed:
             if handle in self._by_handle:
                 self._by_handle[handle].trim_unanswered = False
-        self._relief.difference_update(answer.released, answer.trimmed)
+        self._pending_reclaims.difference_update(answer.released, answer.trimmed)
         self._apply_evictions(answer)
         for handle, group, slots in answer.extensions:
             sequence = self._by_handle.get(handle)
-            # A trim on its way cuts off what was given before it.
+            # The cache manager appended these slots before it knew of the trim, which frees them.
             if sequence is not None and not sequence.trim_unanswered:
                 sequence.extend(group, slots)
         for handle in answer.void_handles:
             if handle in self._by_handle:
-                self.leave(self._by_handle[handle], Exit.RESTARTED)
-        self.blocks_short = answer.blocks_short
+                self.leave(self._by_handle[handle], LeaveReason.RESTARTED)
+        self.missing_blocks = answer.missing_blocks
 
     def _apply_evictions(self, answer: SyncAnswer) -> None:
-        for handle in answer.moved:
+        for handle in answer.relocated:
             if handle in self._evicting:
-                self._evicting[handle].own_blocks_settled()
-        for handle, slots in answer.own:
-            if handle in self._evicting:
-                self._evicting[handle].own_blocks_given(slots)
+                self._evicting[handle][1].relocation_synced = True
+        for handle, slots in answer.private_blocks:
+            if handle in self._evicting and self._evicting[handle][1].private_blocks is None:
+                self._evicting[handle][1].private_blocks = slots
 
-    @property
-    def evicts(self) -> bool:
-        """Whether any sequence has a policy of eviction."""
-        return bool(self._evicting)
-
-    def plan(self, budget: int, pace: Pace | None = None) -> Plan:
-        """The next step, of at most `budget` tokens; makes room for sequences that cannot go on."""
-        for sequence in self._evicting.values():
-            if sequence.exit is None and sequence.make_room():
-                self.report.evicting[sequence.handle] = sequence.asks_first()
-        self._suspects = {handle: one for handle, one in self._suspects.items() if one.is_suspect}
-        # One at a time, it shows which one it is.
-        most_prompts = 1 if self._suspects else None
-        plan = plan_step(self._ranked, budget, pace, most_prompts)
-        if self._relieve(plan):
-            # The victim must not compute, nor anybody start on blocks that it was about to fill.
-            plan = plan_step(self._ranked, budget, pace, most_prompts)
-        self._pressing |= plan.tight
+    def plan(self, max_tokens: int, budget: PrefillBudget | None = None) -> Plan:
+        """The next step, of at most `max_tokens` tokens; reclaims blocks for sequences that are out of them."""
+        for sequence, eviction in self._evicting.values():
+            if sequence.leave_reason is None and sequence.evict_tokens():
+                self.update.evicting[sequence.handle] = not eviction.requested
+                eviction.requested = True
+        self._suspects = {handle: suspect for handle, suspect in self._suspects.items() if suspect.is_suspect}
+        # A single prefill per step shows which sequence the executor fails over.
+        max_prefills = 1 if self._suspects else None
+        plan = plan_step(self.ranked, max_tokens, budget, max_prefills)
+        if self._reclaim_blocks(plan):
+            # The victim must not compute, and no sequence may start on blocks that the victim was about to fill.
+            plan = plan_step(self.ranked, max_tokens, budget, max_prefills)
+        self._urgent |= plan.needs_blocks_soon
+        if self._evicting:
+            plan.relocating = [s for s, _ in plan.compute if s.eviction is not None and s.eviction.relocating]
         return plan
 
-    def _relieve(self, plan: Plan) -> bool:
-        """Trims sequences that hold more than they need, and when that did not do, preempts one: then it is true."""
-        for sequence in plan.stalled:
-            self.report.starving[sequence.handle] = sequence.computed
-        if not plan.stalled:
+    def _reclaim_blocks(self, plan: Plan) -> bool:
+        """Trims sequences with spare blocks and, if that was not enough, preempts one; returns whether it preempted."""
+        for sequence in plan.out_of_blocks:
+            self.update.starving[sequence.handle] = sequence.computed
+        if not plan.out_of_blocks:
             self._trimmed_last = False
-        if not plan.stalled or not self.blocks_short or self._relief or self.copies.free_blocks_soon:
+        if not plan.out_of_blocks or not self.missing_blocks or self._pending_reclaims or self.copies.will_free_blocks:
             return False
-        spare = [] if self._trimmed_last else trimmable(self._ranked, plan.stalled)
+        spare = [] if self._trimmed_last else trimmable(self.ranked, plan.out_of_blocks)
         self._trimmed_last = bool(spare)
         for sequence in spare:
-            self.report.trimmed[sequence.handle] = sequence.trim()
-            self._relief.add(sequence.handle)
-        victim = None if spare else choose_victim(self._ranked)
+            self.update.trimmed[sequence.handle] = sequence.trim()
+            self._pending_reclaims.add(sequence.handle)
+        victim = None if spare else choose_victim(self.ranked)
         if victim is None:
             return False
-        self._relief.add(victim.handle)
-        self.report.preempted.append(victim.request.arrival)
-        self.leave(victim, Exit.PREEMPTED)
+        self._pending_reclaims.add(victim.handle)
+        self.tokens.preempted.append(victim.request.arrival)
+        self.leave(victim, LeaveReason.PREEMPTED)
         return True
 
-    def commit(self, flight: Flight, result: execution_pb2.StepResult, now: float = 0.0) -> None:
-        """Takes the answer to a step, at `now` on the monotonic clock.
+    def commit(self, step: InFlightStep, result: execution_pb2.StepResult, now: float = 0.0) -> None:
+        """Applies the answer to a step, at `now` in seconds of the monotonic clock.
 
-        Raises ExecutorLostError when it is not the answer to what was asked.
+        Raises ExecutorLostError when the answer does not match the step.
         """
-        self._answered = flight.step
-        self.report.steps += 1
+        self._answered = step.number
+        self.tokens.steps += 1
         if self.copies.waiting:
             self._commit_copies(result)
-        self._commit_evictions(flight, result)
-        waiting = {}
-        for sequence in flight.decoding:
-            # One that has stopped stays silent: the step was sent before the stop was seen.
+        if self._evicting:
+            self._commit_evictions(step, result)
+        sampling = {}
+        for sequence in step.decodes:
+            # The step was sent before the stop of the sequence was seen: a stopped one has no result.
             if not sequence.stopped:
                 sequence.computed += 1
-                waiting[sequence.handle] = sequence
-        for sequence, count, samples in flight.prompts:
+                sampling[sequence.handle] = sequence
+        for sequence, count, samples in step.prefills:
             sequence.computed += count
             if samples:
-                waiting[sequence.handle] = sequence
-        self._note_kept()
-        if result.step != flight.step or set(result.sequences) != waiting.keys():
-            raise ExecutorLostError(f"step {flight.step} was answered with other sequences than it sampled")
-        logprobs = {one.index: one for one in result.logprobs}
-        outputs = self.report.outputs
+                sampling[sequence.handle] = sequence
+        for sequence, eviction in self._evicting.values():
+            self.tokens.most_kept[sequence.request.arrival] = eviction.keep(sequence.computed)
+        if result.step != step.number or set(result.sequences) != sampling.keys():
+            raise ExecutorLostError(f"step {step.number} was answered with other sequences than it sampled")
+        self._commit_tokens(sampling, result, now)
+        self._detach_leaving()
+
+    def _commit_tokens(self, sampling: dict[int, Sequence], result: execution_pb2.StepResult, now: float) -> None:
+        logprobs = {entry.index: entry for entry in result.logprobs}
+        outputs = self.tokens.outputs
         columns = zip(result.sequences, result.token_ids, result.stopped, strict=True)
         for index, (handle, token_id, stopped) in enumerate(columns):
-            sequence = waiting[handle]
+            sequence = sampling[handle]
             sequence.token_ids.append(token_id)
             finished = stopped or len(sequence.token_ids) >= sequence.limit
-            first = sequence.streams_since > now
-            if sequence.exit is not Exit.CANCELLED:
-                one = logprobs.get(index)
-                tells = first or finished or one is not None
-                detail = Detail(handle, stopped, finished, one) if tells else None
-                outputs.append((sequence.request.arrival, token_id, detail))
+            first = sequence.first_token_at > now
+            if sequence.leave_reason is not LeaveReason.CANCELLED:
+                meta = None
+                if first or finished or index in logprobs:
+                    meta = TokenMeta(handle, stopped, finished, logprobs.get(index))
+                outputs.append((sequence.request.arrival, token_id, meta))
             if first:
-                sequence.streams_since = now
+                sequence.first_token_at = now
                 # Its prompt can be shared from now on.
-                self._pressing = True
+                self._urgent = True
             if finished:
                 sequence.stopped = stopped
-                self.leave(sequence, Exit.FINISHED)
-        self._detach_leaving()
+                self.leave(sequence, LeaveReason.FINISHED)
 
     def _commit_copies(self, result: execution_pb2.StepResult) -> None:
         for ticket in result.failed_tickets:
             copy, sequence = self.copies.waiting.get(ticket, (None, None))
-            if copy is not None and sequence is not None and sequence.exit is None:
+            if copy is not None and sequence is not None and sequence.leave_reason is None:
                 sequence.retry_tier = Tier(copy.source_tier - 1)
-                self.leave(sequence, Exit.RESTARTED)
+                self.leave(sequence, LeaveReason.RESTARTED)
         for ticket in dict.fromkeys((*result.copied_tickets, *result.failed_tickets)):
             sequence = self.copies.end(ticket)
             if sequence is None:
                 continue
-            if sequence.exit is None:
-                host, disk = sequence.onboarded_tokens(Tier.HOST), sequence.onboarded_tokens(Tier.DISK)
-                self.report.onboarded.append((sequence.request.arrival, host, disk))
+            if sequence.leave_reason is None:
+                host, disk = sequence.onloaded_tokens(Tier.HOST), sequence.onloaded_tokens(Tier.DISK)
+                self.tokens.onloaded.append((sequence.request.arrival, host, disk))
             else:
-                # Its blocks are free now: how many are short is the next sync's to say.
-                self.blocks_short = 0
+                # Its blocks are free now: the next sync says how many are still missing.
+                self.missing_blocks = 0
 
     def restart_late(self, now: float) -> None:
-        """Gives up sequences that have waited too long for their blocks, at `now` on the monotonic clock.
+        """Restarts sequences whose onloads are late, at `now` in seconds of the monotonic clock.
 
-        They are admitted again with what is on the device, and compute the rest.
+        The next attempt uses cached blocks of the device only and computes the rest.
         """
-        for sequence in self.copies.late(now):
-            if sequence.exit is None:
-                self.report.late.append(sequence.request.arrival)
+        for sequence in self.copies.take_late(now):
+            if sequence.leave_reason is None:
+                self.tokens.late.append(sequence.request.arrival)
                 sequence.retry_tier = Tier.DEVICE
-                self.leave(sequence, Exit.RESTARTED)
+                self.leave(sequence, LeaveReason.RESTARTED)
 
-    def _commit_evictions(self, flight: Flight, result: execution_pb2.StepResult) -> None:
-        for moved, computed in flight.moved:
-            # One that has stopped before stays where it was: it computes nothing more.
-            if not moved.stopped:
-                self.report.moved[moved.handle] = computed
+    def _commit_evictions(self, step: InFlightStep, result: execution_pb2.StepResult) -> None:
+        for sequence, computed in step.relocated:
+            # A sequence that has stopped before computes nothing more and has not moved.
+            if not sequence.stopped:
+                self.update.relocated[sequence.handle] = computed
         columns = zip(result.evicted_sequences, result.evicted_tokens, result.kept_masses, strict=True)
         for handle, tokens, mass in columns:
-            sequence = self._evicting.get(handle)
-            if sequence is not None and sequence.eviction is not None:
-                sequence.eviction.evict(tokens, sequence.computed)
-                self.report.evicted.append((sequence.request.arrival, tokens, mass))
+            if handle in self._evicting:
+                sequence, eviction = self._evicting[handle]
+                eviction.evict(tokens, sequence.computed)
+                self.tokens.evicted.append((sequence.request.arrival, tokens, mass))
 
-    def _note_kept(self) -> None:
-        for sequence in self._evicting.values():
-            assert sequence.eviction is not None
-            self.report.most_kept[sequence.request.arrival] = sequence.eviction.keep(sequence.computed)
-
-    def leave(self, sequence: Sequence, reason: Exit) -> None:
-        """Begins the exit of a sequence; it ends at once when no step in flight touches it."""
-        if sequence.exit is not None:
-            if sequence.exit.comes_back and not reason.comes_back:
-                sequence.exit = reason
+    def leave(self, sequence: Sequence, reason: LeaveReason) -> None:
+        """A sequence leaves: at once, or once no step in flight touches its blocks."""
+        if sequence.leave_reason is not None:
+            if sequence.leave_reason.comes_back and not reason.comes_back:
+                sequence.leave_reason = reason
             return
-        sequence.exit = reason
+        sequence.leave_reason = reason
         if sequence.started:
             self.removed.append(sequence.handle)
         if sequence.last_step <= self._answered:
@@ -283,34 +281,34 @@ class RunningSet:
         else:
             self._leaving.append(sequence)
 
-    def restart_all(self, *, executor_lost: bool, in_flight: Iterable[Flight] = ()) -> None:
-        """Gives every sequence up, to be admitted again from its ids.
+    def restart_all(self, *, executor_lost: bool, in_flight: Iterable[InFlightStep] = ()) -> None:
+        """Restarts every sequence from its token ids.
 
-        in_flight: steps that nobody will answer. Whether they have arrived is not known: the cache manager ignores
-        tickets that are confirmed.
+        in_flight: steps without an answer. The executor may have received them or not: the cache manager ignores the
+        cancellation of a ticket that is confirmed.
         """
-        flights = list(in_flight)
-        sent = (copy.ticket for flight in flights for copy in flight.copies)
-        self.report.cancelled_tickets += [*sent, *self.copies.clear()]
-        # Steps are answered in order: it was lost over the first one.
-        lost_over = flights[0].compute if executor_lost and flights else ()
-        accused = [sequence for sequence, _, _ in lost_over if not sequence.has_gained]
+        steps = list(in_flight)
+        sent = (copy.ticket for step in steps for copy in step.copies)
+        self.update.cancelled_tickets += [*sent, *self.copies.clear()]
+        # Steps are answered in order: the executor was lost over the first of them.
+        lost_over = steps[0].compute if executor_lost and steps else ()
+        accused = [sequence for sequence, _, _ in lost_over if not sequence.has_new_tokens]
         for sequence in accused:
-            # One that has failed before counts only what it alone can have done.
+            # A suspect counts only the failures that no other sequence can have caused.
             if not sequence.is_suspect or len(accused) == 1:
                 sequence.failures += 1
-        for sequence in list(self._ranked):
+        for sequence in list(self.ranked):
             sequence.last_step = 0
-            self.leave(sequence, Exit.RESTARTED)
+            self.leave(sequence, LeaveReason.RESTARTED)
         self._detach_leaving()
-        assert not self._ranked
+        assert not self.ranked
         if executor_lost:
             self.removed.clear()
-            self._answered = self._told_step = 0
+            self._answered = self._reported_step = 0
         else:
             self._released.clear()
-        self._relief.clear()
-        self.blocks_short = 0
+        self._pending_reclaims.clear()
+        self.missing_blocks = 0
 
     def _detach_leaving(self) -> None:
         leaving, self._leaving = self._leaving, []
@@ -321,25 +319,25 @@ class RunningSet:
                 self._leaving.append(sequence)
 
     def _detach(self, sequence: Sequence) -> None:
-        assert sequence.exit is not None
+        assert sequence.leave_reason is not None
         if sequence.handle not in self._by_handle:
             return
         del self._by_handle[sequence.handle]
         del self._by_arrival[sequence.request.arrival]
         self._evicting.pop(sequence.handle, None)
         self._suspects.pop(sequence.handle, None)
-        self._ranked.remove(sequence)
-        reliable = sequence.reliable
+        self.ranked.remove(sequence)
+        reliable = sequence.shareable_tokens
         self._released[sequence.handle] = reliable
-        self._tell(sequence)
-        self.report.released.append(sequence.handle)
-        self.report.cancelled_tickets += self.copies.call_off(sequence)
-        if sequence.exit.comes_back:
-            candidate = sequence.again()
-            if candidate.failures < MAX_FAILURES:
-                self.report.again.append(candidate)
+        self._report_progress(sequence)
+        self.update.released.append(sequence.handle)
+        self.update.cancelled_tickets += self.copies.cancel(sequence)
+        if sequence.leave_reason.comes_back:
+            attempt = sequence.next_attempt()
+            if attempt.failures < MAX_FAILURES:
+                self.tokens.retried.append(attempt)
             else:
-                self.report.given_up.append(sequence.request.arrival)
+                self.tokens.given_up.append(sequence.request.arrival)
         for other in self._followers.pop(sequence.handle, ()):
             if not other.started and other.cached_tokens > reliable:
-                self.leave(other, Exit.RESTARTED)
+                self.leave(other, LeaveReason.RESTARTED)

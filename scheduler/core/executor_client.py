@@ -2,7 +2,6 @@
 
 import queue
 import threading
-from collections.abc import Callable
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -12,13 +11,14 @@ from protos.execution.v1 import execution_pb2_grpc as rpc
 from protos.rpc.channel import open_sync_channel
 from protos.rpc.errors import from_rpc_error
 from protos.rpc.security import PLAIN, Security
+from scheduler.bridge import CommandQueue, SessionEnded
 from scheduler.errors import ExecutorChangedError, ExecutorLostError
 
 SERVICE = "execution.v1.ExecutorService"
 CONNECT_SECONDS = 2.0
 
 
-# What a scheduler is set up for, in words.
+# The scheduler is set up for these properties of the executor: how an error names another value.
 _SAME = {
     "executor_id": "another name",
     "model_digest": "another model, tokenizer, chat template or end-of-sequence ids",
@@ -28,12 +28,12 @@ _SAME = {
     "plain_rotary": "other rotary embeddings",
 }
 
-# What a session brings; an error as the last one.
+# What a session brings; an error ends it.
 Answer = pb.StreamStepsResponse | ExecutorLostError
 
 
 class ExecutorClient:
-    """One session at a time. Every method is called by the step loop's thread; another one takes in the answers."""
+    """One session at a time. The step loop's thread calls every method; another thread receives the answers."""
 
     def __init__(
         self,
@@ -42,17 +42,17 @@ class ExecutorClient:
         scheduler_epoch: int,
         *,
         executor: pb.GetExecutorResponse,
-        on_end: Callable[[], None],
+        commands: CommandQueue,
         security: Security = PLAIN,
     ) -> None:
-        """executor: as it was when everything that depends on it and its model was set up.
+        """executor: its description when the scheduler was set up for it and its model.
 
-        on_end: called on any thread when a session is over; `check` says whether it was the open one.
+        commands: gets SessionEnded when a session is over; `check` says whether it was the open one.
         """
         self._address = address
         self._security = security
         self._executor = executor
-        self._on_end = on_end
+        self._commands = commands
         self._scheduler_id = scheduler_id
         self._scheduler_epoch = scheduler_epoch
         self._channel: grpc.Channel | None = None
@@ -60,10 +60,10 @@ class ExecutorClient:
         self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
 
     def open(self) -> None:
-        """Asks for a session; `first_step` says when it is open. Raises ExecutorLostError, ExecutorChangedError.
+        """Requests a session; `first_step` waits until it is open. Raises ExecutorLostError, ExecutorChangedError.
 
-        Only an executor that says it is serving has announced its pools: blocks admitted before that would belong to
-        the memory of the process before it.
+        Only an executor that is serving has announced its pools: blocks admitted before that would belong to the memory
+        of the process before it.
         """
         self.close()
         self._channel = open_sync_channel(self._address, self._security)
@@ -90,7 +90,7 @@ class ExecutorClient:
                 answers.put(ExecutorLostError("the executor ended the session"))
             except grpc.RpcError as error:
                 answers.put(ExecutorLostError(str(from_rpc_error(error))))
-            self._on_end()
+            self._commands.put(SessionEnded())
 
         # A daemon: it ends with the channel.
         threading.Thread(target=listen, name="executor-answers", daemon=True).start()
@@ -113,7 +113,7 @@ class ExecutorClient:
         return None if answer is None else answer.opened.first_step
 
     def send(self, step: pb.Step) -> None:
-        """Hands a step over; never blocks."""
+        """Sends a step; never blocks."""
         self._requests.put(pb.StreamStepsRequest(step=step))
 
     def receive(self, seconds: float) -> pb.StepResult | None:
@@ -136,10 +136,7 @@ class ExecutorClient:
             self._channel = None
 
     def _check_same(self, executor: pb.GetExecutorResponse) -> None:
-        """Raises ExecutorChangedError unless texts, tokens and block tables mean what they did.
-
-        What was promised to callers must still have room, too.
-        """
+        """Raises ExecutorChangedError unless tokens and block tables mean what they did, and accepted requests fit."""
         known = self._executor
         differs = [what for field, what in _SAME.items() if getattr(executor, field) != getattr(known, field)]
         if executor.max_tokens < known.max_tokens:

@@ -1,4 +1,4 @@
-"""The step loop: plans the next steps while the executor runs one, and waits for nobody else."""
+"""The step loop: plans the next steps while the executor runs one, and waits for the executor alone."""
 
 import contextlib
 import time
@@ -10,31 +10,42 @@ import structlog
 
 from protos.execution.v1 import execution_pb2
 from protos.rpc import tracing
-from scheduler.bridge import Admitted, Cancel, Mail, Mailbox, ManagerLost, Report, SessionEnded, Stop, SyncAnswer
-from scheduler.cache.tier_costs import Speed
-from scheduler.core.batch import RunningSet
+from scheduler.bridge import (
+    Admitted,
+    Cancel,
+    Command,
+    CommandQueue,
+    CopySpeed,
+    ManagerLost,
+    SessionEnded,
+    Stop,
+    SyncAnswer,
+    UpdateListener,
+)
+from scheduler.core.batch import RunningBatch
 from scheduler.core.executor_client import ExecutorClient
-from scheduler.core.prefill_budget import Pace
-from scheduler.core.step_message import Flight, build_step
+from scheduler.core.planner import Plan
+from scheduler.core.prefill_budget import PrefillBudget
+from scheduler.core.step_message import InFlightStep, build_step
 from scheduler.errors import ExecutorLostError
-from scheduler.metrics import StepTimes, Timing
+from scheduler.metrics import StepTimes, StepTiming
 
 RECONNECT_SECONDS = 0.2
 LONGEST_PAUSE_SECONDS = 5.0
-# Steps that wait at the executor while it runs one shall keep it busy for so long, in seconds, whatever delays the next
-# one; at most so many, as who comes or leaves waits for them.
-AHEAD_SECONDS, MOST_AHEAD = 0.015, 3
-# How long the loop waits for the executor between two looks at its mail.
+# Up to so many steps, or so many seconds of work, are queued at the executor behind the step that it runs: more of
+# them delay sequences that join or leave.
+MOST_AHEAD, AHEAD_SECONDS = 3, 0.015
+# How long the loop waits for the executor before it reads commands again.
 TURN_SECONDS = 0.05
-# A step is late, and the scheduler does not serve, when it takes longer than so much, or so many times as long as it
-# should. Beyond the second bound the executor is lost.
+# A step is late, and the scheduler does not serve, beyond so many seconds or so many times its expected duration.
+# Beyond the second pair of bounds the executor is lost.
 LATE_SECONDS, LATE_TIMES = 5.0, 5
 LOST_SECONDS, LOST_TIMES = 30.0, 20
-# What a step is thought to take, in seconds, before one has been measured: devices compile and load at first.
+# The expected duration of a step before one has been measured, in seconds: devices compile and load at first.
 FIRST_STEP_SECONDS = 15.0
 # A turn counts as no more than this: in a longer one this process itself did not run.
 LONGEST_TURN_SECONDS = 1.0
-# How long a loop that stops waits for steps under way.
+# How long a loop that stops waits for steps in flight.
 FINISH_SECONDS = 1.5
 
 log = structlog.get_logger()
@@ -43,35 +54,35 @@ T = TypeVar("T")
 
 
 class StepLoop:
-    """Runs on a plain thread of its own. Talks to the cache manager's side by mail and reports only."""
+    """Runs on a plain thread of its own. Commands come in and updates go out; nothing else is shared."""
 
     def __init__(
         self,
         executor: ExecutorClient,
-        mailbox: Mailbox,
-        publish: Callable[[Report], None],
+        commands: CommandQueue,
+        listener: UpdateListener,
         times: StepTimes,
         *,
         max_batched_tokens: int,
-        pace: Pace,
+        budget: PrefillBudget,
     ) -> None:
         self._executor = executor
-        self._mailbox = mailbox
-        self._publish = publish
+        self._commands = commands
+        self._listener = listener
         self._times = times
-        self._budget = max_batched_tokens
-        self._pace = pace
-        self._running = RunningSet()
-        self._in_flight: deque[Flight] = deque()
+        self._max_tokens = max_batched_tokens
+        self._budget = budget
+        self._batch = RunningBatch()
+        self._in_flight: deque[InFlightStep] = deque()
         self._next_step = 0
-        # Sessions opened so far; its negative while there is none.
+        # Sessions opened so far; negative while there is none.
         self._session = 0
         # Sessions in a row that ended before a step was answered.
-        self._barren = 0
+        self._failed_sessions = 0
         self._giving_up = False
         self._stopping = False
-        self._timing = Timing()
-        # Seconds in which the executor was waited for since it last answered, and whether that was told.
+        self._timing = StepTiming()
+        # Seconds since the executor last answered, as far as the loop waited for it, and whether that was reported.
         self._silence = 0.0
         self._silent = False
 
@@ -83,240 +94,246 @@ class StepLoop:
                 while not self._stopping:
                     self.step()
             except ExecutorLostError as error:
-                log.warning("executor lost", cause=str(error), sequences=len(self._running))
+                log.warning("executor lost", cause=str(error), sequences=len(self._batch))
                 self._restart()
         self._finish()
 
     def dump(self) -> dict[str, Any]:
-        """The loop's state for a log, without what callers wrote or were answered. After an error it stays as it is."""
+        """The loop's state for a log, without prompts and outputs. An error leaves it as it was."""
         return {
             "next_step": self._next_step,
             "in_flight": [
-                (flight.step, [(one.handle, count, samples) for one, count, samples in flight.compute])
-                for flight in self._in_flight
+                (step.number, [(sequence.handle, count, samples) for sequence, count, samples in step.compute])
+                for step in self._in_flight
             ],
-            "sequences": [one.dump() for one in self._running.ranked],
+            "sequences": [sequence.dump() for sequence in self._batch.ranked],
         }
 
-    def _finish(self) -> None:
-        """Takes what is still answered, and gives all blocks back."""
-        with contextlib.suppress(ExecutorLostError):
-            while self._in_flight and self._silence < FINISH_SECONDS:
-                self._receive()
-        self._running.restart_all(executor_lost=True, in_flight=self._in_flight)
-        # Nobody shall be admitted again.
-        self._running.report.session = -abs(self._session)
-        self._tell()
-        self._executor.close()
-
     def step(self) -> None:
-        """One turn: take mail, plan and send a step, take the oldest answer, tell everybody."""
-        self._read(self._mailbox.take())
-        if self._running.copies.onboarding:
-            self._running.restart_late(time.monotonic())
-        sent = self._wants_more() and self._send()
+        """One turn: read commands, plan a step, send it, commit the oldest answer."""
+        self._read(self._commands.take())
+        plan = self._plan()
+        if plan is not None:
+            self._send(plan)
+        self._commit(sent=plan is not None)
+        self._publish()
+
+    def _read(self, commands: list[Command]) -> None:
+        for command in commands:
+            match command:
+                case Admitted(sequence, session):
+                    # Blocks of an earlier session may lie in the memory of an executor that is gone.
+                    self._batch.admit(sequence, valid=session == self._session)
+                case Cancel(arrival):
+                    self._batch.cancel(arrival)
+                case SyncAnswer():
+                    self._batch.apply(command, valid=command.session == self._session > 0)
+                case ManagerLost():
+                    self._giving_up = True
+                case SessionEnded():
+                    # It wakes the loop, which checks the session.
+                    pass
+                case Stop():
+                    self._stopping = True
+                case _:
+                    assert_never(command)
+        if self._giving_up and not self._in_flight:
+            self._batch.restart_all(executor_lost=False)
+            self._batch.update.all_given_up = True
+            self._giving_up = False
+
+    def _plan(self) -> Plan | None:
+        """The next step; None when enough steps are in flight, or there is nothing to compute, copy or end."""
+        if self._batch.copies.onloading:
+            self._batch.restart_late(time.monotonic())
+        if self._giving_up or not self._wants_more():
+            return None
+        started = time.perf_counter()
+        plan = self._batch.plan(self._max_tokens, self._budget)
+        if plan.is_empty and not self._needs_empty_step():
+            return None
+        self._timing.planning += time.perf_counter() - started
+        return plan
+
+    def _needs_empty_step(self) -> bool:
+        """Whether a step without tokens is due."""
+        copies = self._batch.copies
+        if copies.unsent:
+            return True
+        if self._in_flight:
+            return False
+        # The executor ends the spans of removed sequences with the next step, whenever that comes.
+        return bool(copies.waiting) or (bool(self._batch.removed) and tracing.is_on())
+
+    def _wants_more(self) -> bool:
+        """Whether to send a step before the running one is answered."""
+        ahead = list(self._in_flight)[1:]
+        if not ahead:
+            return True
+        # Where blocks are missing, more steps ahead would delay their release.
+        if self._batch.missing_blocks or len(ahead) >= MOST_AHEAD:
+            return False
+        return sum(self._budget.seconds(len(step.decodes), step.prefill_tokens) for step in ahead) < AHEAD_SECONDS
+
+    def _send(self, plan: Plan) -> None:
+        started = time.perf_counter()
+        copies = self._batch.copies
+        self._batch.tokens.started.extend(s.request.arrival for s, _ in plan.prefills if not s.started)
+        message, step = build_step(
+            self._next_step,
+            plan,
+            self._batch.removed,
+            copies.take() if copies.unsent else (),
+            awaits_copies=plan.is_empty and bool(copies.waiting) and not self._in_flight,
+        )
+        self._batch.removed = []
+        self._next_step += 1
+        self._executor.send(message)
+        self._in_flight.append(step)
+        self._timing.sending += time.perf_counter() - started
+
+    def _commit(self, *, sent: bool) -> None:
+        """Waits for the oldest answer unless more steps are to be sent; with none in flight, for a command."""
         if self._in_flight and not (sent and self._wants_more()):
             self._receive()
         elif not sent and not self._stopping:
             self._wait()
-        self._tell()
-
-    def _wants_more(self) -> bool:
-        """Whether to send a step before the one that runs is answered."""
-        waiting = list(self._in_flight)[1:]
-        if not waiting:
-            return True
-        # Where blocks are short it counts how soon they are given back.
-        if self._running.blocks_short or len(waiting) >= MOST_AHEAD:
-            return False
-        return sum(self._pace.seconds(len(one.decoding), one.prompt_tokens) for one in waiting) < AHEAD_SECONDS
-
-    def _send(self) -> bool:
-        """Plans the next step and sends it; False when there is nothing to compute, to copy, to wait for or to end."""
-        if self._giving_up:
-            return False
-        started = time.perf_counter()
-        plan = self._running.plan(self._budget, self._pace)
-        planned = time.perf_counter()
-        copies, awaits = self._running.copies, False
-        if not plan.decoding and not plan.prompts:
-            awaits = bool(copies.waiting) and not self._in_flight
-            # Else the executor would hear of the last ones with the next step only, and their spans would not end.
-            ends_spans = bool(self._running.removed) and not self._in_flight and tracing.is_on()
-            if not awaits and not copies.unsent and not ends_spans:
-                return False
-        self._running.report.started.extend(s.request.arrival for s, _ in plan.prompts if not s.started)
-        message, flight = build_step(
-            self._next_step,
-            plan,
-            self._running.removed,
-            copies.take() if copies.unsent else (),
-            evicting=self._running.evicts,
-        )
-        if awaits:
-            message.awaits_copies = True
-        self._running.removed = []
-        self._next_step += 1
-        self._executor.send(message)
-        self._in_flight.append(flight)
-        self._timing.planning += planned - started
-        self._timing.sending += time.perf_counter() - planned
-        return True
 
     def _receive(self) -> None:
-        """Takes the answer to the oldest step in flight. One that does not come is left when the loop is to stop."""
+        """Applies the answer to the oldest step in flight; returns without it when the loop is to stop."""
         started = time.perf_counter()
-        first = self._in_flight[0]
-        expected = self._pace.estimate(len(first.decoding), first.prompt_tokens)
+        step = self._in_flight[0]
+        expected = self._budget.estimate(len(step.decodes), step.prefill_tokens)
         expected = FIRST_STEP_SECONDS if expected is None else expected
-        result = self._answer(self._executor.receive, expected, f"step {first.step} was not answered")
+        result = self._answer(self._executor.receive, expected, f"step {step.number} was not answered")
         if result is None:
             return
-        self._barren = 0
+        self._failed_sessions = 0
         self._timing.waiting_for_executor = time.perf_counter() - started
         self._timing.executor_idle = result.idle_time.ToTimedelta().total_seconds()
-        flight = self._in_flight.popleft()
-        copied = bool(self._running.copies.waiting) and len(result.copied_tickets) > 0
-        self._running.commit(flight, result, time.monotonic())
-        # Behind a stop there may be nothing to compute, which says nothing of what decoding takes.
+        self._in_flight.popleft()
+        onloaded = bool(self._batch.copies.waiting) and len(result.copied_tickets) > 0
+        self._batch.commit(step, result, time.monotonic())
+        # After a stop there may be no token to compute, which says nothing about the time of decodes.
         if result.num_tokens:
-            self._pace.observe(len(flight.decoding), flight.prompt_tokens, result.compute_time.ToNanoseconds() / 1e9)
-        if copied:
-            self._running.report.speed = _speed(result, self._pace)
+            self._budget.observe(len(step.decodes), step.prefill_tokens, result.compute_time.ToNanoseconds() / 1e9)
+        if onloaded:
+            self._batch.update.speed = _speed(result, self._budget)
         self._times.add(self._timing)
-        self._timing = Timing()
+        self._timing = StepTiming()
 
-    def _answer(self, ask: Callable[[float], T | None], expected: float, what: str) -> T | None:
-        """What the executor answers; None when the loop is to stop. Reads mail, and tells everybody, until it comes.
+    def _answer(self, ask: Callable[[float], T | None], expected: float, failure: str) -> T | None:
+        """The executor's answer; None when the loop is to stop. Reads commands and publishes until it comes.
 
-        expected: seconds that it should take. Raises ExecutorLostError when it takes far longer.
+        expected: duration in seconds. Raises ExecutorLostError when the answer takes far longer.
         """
         bound, waited = max(LOST_SECONDS, LOST_TIMES * expected), 0.0
         while True:
             begun = time.monotonic()
             answer = ask(TURN_SECONDS)
             if answer is not None:
-                self._hear()
+                self._silence = 0.0
+                if self._silent:
+                    self._silent = False
+                    self._batch.tokens.executor_answers = True
+                    log.info("the executor answers again")
                 return answer
-            waited += self._miss(time.monotonic() - begun, max(LATE_SECONDS, LATE_TIMES * expected))
+            waited += self._count_silence(time.monotonic() - begun, max(LATE_SECONDS, LATE_TIMES * expected))
             if waited >= bound:
-                raise ExecutorLostError(f"{what} within {bound:.0f} seconds")
-            self._read(self._mailbox.take())
-            self._tell()
+                raise ExecutorLostError(f"{failure} within {bound:.0f} seconds")
+            self._read(self._commands.take())
+            self._publish()
             if self._stopping:
                 return None
 
-    def _hear(self) -> None:
-        """The executor has answered."""
-        self._silence = 0.0
-        if self._silent:
-            self._silent = False
-            self._running.report.executor_answers = True
-            log.info("the executor answers again")
-
-    def _miss(self, seconds: float, bound: float = LATE_SECONDS) -> float:
-        """The executor was waited for in vain; how many of these seconds count."""
+    def _count_silence(self, seconds: float, bound: float = LATE_SECONDS) -> float:
+        """The executor did not answer for so many seconds; returns how many of them count."""
         seconds = min(seconds, LONGEST_TURN_SECONDS)
         self._silence += seconds
         if self._silence >= bound and not self._silent:
             self._silent = True
-            self._running.report.executor_answers = False
-            log.warning("the executor does not answer", seconds=round(self._silence, 1), sequences=len(self._running))
+            self._batch.tokens.executor_answers = False
+            log.warning("the executor does not answer", seconds=round(self._silence, 1), sequences=len(self._batch))
         return seconds
 
     def _wait(self) -> None:
-        """Nothing can be planned and nothing is in flight: sleep until there is mail."""
-        self._tell(everything=True)
-        started, live = time.perf_counter(), len(self._running)
-        mails = self._mailbox.wait()
+        """Sleeps until there is a command: nothing can be planned and no step is in flight."""
+        self._publish(everything=True)
+        started, live = time.perf_counter(), len(self._batch)
+        commands = self._commands.wait()
         if live:
-            # There are sequences, and all of them sit out: only the cache manager can help.
+            # No live sequence can compute: only the cache manager can help.
             self._timing.waiting_for_cachemgr += time.perf_counter() - started
-        self._read(mails)
+        self._read(commands)
         self._executor.check()
 
-    def _read(self, mails: list[Mail]) -> None:
-        for mail in mails:
-            match mail:
-                case Admitted(sequence, session):
-                    # Blocks of an earlier session may lie in the memory of an executor that is gone.
-                    self._running.admit(sequence, valid=session == self._session)
-                case Cancel(arrival):
-                    self._running.cancel(arrival)
-                case SyncAnswer():
-                    self._running.apply(mail, valid=mail.session == self._session > 0)
-                case ManagerLost():
-                    self._giving_up = True
-                case SessionEnded():
-                    # It wakes the loop, which looks.
-                    pass
-                case Stop():
-                    self._stopping = True
-                case _:
-                    assert_never(mail)
-        if not self._in_flight:
-            self._give_up()
-
-    def _give_up(self) -> None:
-        if self._giving_up:
-            self._running.restart_all(executor_lost=False)
-            self._running.report.all_given_up = True
-            self._giving_up = False
-
-    def _tell(self, *, everything: bool = False) -> None:
-        report = self._running.take_report(everything=everything)
-        if not report.empty:
-            report.at = time.monotonic()
-            self._publish(report)
+    def _publish(self, *, everything: bool = False) -> None:
+        tokens, update = self._batch.take_updates(everything=everything)
+        if tokens is not None:
+            tokens.at = time.monotonic()
+        if tokens is not None or update is not None:
+            self._listener.publish(tokens, update)
 
     def _connect(self) -> None:
-        """Opens a session; while there is none, only mail is handled."""
-        # What dies as soon as it is asked for something will do so again: two processes need not spin over it.
-        if self._barren > 1:
-            self._pause(min(RECONNECT_SECONDS * 2**self._barren, LONGEST_PAUSE_SECONDS))
-        said = ""
+        """Opens a session; until then the loop only reads commands."""
+        # An executor that dies over its first step will do so again: the two processes must not spin.
+        if self._failed_sessions > 1:
+            self._pause(min(RECONNECT_SECONDS * 2**self._failed_sessions, LONGEST_PAUSE_SECONDS))
+        logged = ""
         while not self._stopping:
             try:
                 begun = time.monotonic()
                 self._executor.open()
                 first = self._answer(self._executor.first_step, 0.0, "the session was not opened")
             except ExecutorLostError as error:
-                if str(error) != said:
-                    said = str(error)
-                    log.info("waiting for the executor", cause=said)
-                self._miss(time.monotonic() - begun)
+                if str(error) != logged:
+                    logged = str(error)
+                    log.info("waiting for the executor", cause=logged)
+                self._count_silence(time.monotonic() - begun)
                 self._pause(RECONNECT_SECONDS)
             else:
                 if first is None:
                     return
                 self._next_step = first
                 log.info("session with the executor opened", first_step=self._next_step)
-                self._session = 1 - self._session
-                self._running.report.session = self._session
-                self._tell()
+                self._report_session(1 - self._session)
+                self._publish()
                 return
 
     def _pause(self, seconds: float) -> None:
         until = time.monotonic() + seconds
         while not self._stopping and (left := until - time.monotonic()) > 0:
             begun = time.monotonic()
-            self._read(self._mailbox.wait(left))
-            self._miss(time.monotonic() - begun)
-            self._tell()
+            self._read(self._commands.wait(left))
+            self._count_silence(time.monotonic() - begun)
+            self._publish()
+
+    def _report_session(self, session: int) -> None:
+        self._session = self._batch.update.session = session
 
     def _restart(self) -> None:
-        # A session that ends while nothing is asked of it says nothing of the next one.
-        self._barren += bool(self._in_flight)
+        # A session that ends with no step in flight predicts nothing about the next one.
+        self._failed_sessions += bool(self._in_flight)
         self._executor.close()
-        self._running.restart_all(executor_lost=True, in_flight=self._in_flight)
+        self._batch.restart_all(executor_lost=True, in_flight=self._in_flight)
         self._in_flight.clear()
-        self._session = -abs(self._session)
-        self._running.report.session = self._session
-        self._tell()
+        self._report_session(-abs(self._session))
+        self._publish()
+
+    def _finish(self) -> None:
+        """Takes the answers that still come, and releases all blocks."""
+        with contextlib.suppress(ExecutorLostError):
+            while self._in_flight and self._silence < FINISH_SECONDS:
+                self._receive()
+        self._batch.restart_all(executor_lost=True, in_flight=self._in_flight)
+        # Without a session no request is admitted again.
+        self._report_session(-abs(self._session))
+        self._publish()
+        self._executor.close()
 
 
-def _speed(result: execution_pb2.StepResult, pace: Pace) -> Speed:
-    """What the executor tells of its copies, beside what it takes to compute."""
+def _speed(result: execution_pb2.StepResult, budget: PrefillBudget) -> CopySpeed:
+    """The executor's copy times beside the time of a prompt token."""
     host = result.host_block_time.ToNanoseconds() / 1e9 if result.HasField("host_block_time") else None
     disk = result.disk_block_time.ToNanoseconds() / 1e9 if result.HasField("disk_block_time") else None
-    return Speed(host, disk, pace.prompt_token_seconds)
+    return CopySpeed(host, disk, budget.prompt_token_seconds)

@@ -1,44 +1,44 @@
-"""Copies of blocks that the cache manager asks for: those to be sent to the executor, and those that are waited for."""
+"""Copies of blocks that the cache manager asks for: those to be sent to the executor, and the onloads in flight."""
 
-from scheduler.cache.tier_costs import Tier
-from scheduler.sequence import Copy, Exit, Sequence
+from scheduler.request import Tier
+from scheduler.sequence import Copy, LeaveReason, Sequence
 
 
-class Copies:
-    """Each is sent once, with the next step; a ticket that is never sent must be told to the cache manager.
+class CopyTracker:
+    """Each copy is sent once, with the next step; the cache manager must be told of every ticket that never is.
 
-    A sequence whose blocks come from a lower tier is onboarding until all of them are there. One that leaves meanwhile
-    stays known until its copies have ended: before that nobody gets its blocks.
+    A sequence with onloads is onloading until all of them have ended. A sequence that leaves meanwhile stays known
+    until then: before that its blocks are not free.
     """
 
     def __init__(self) -> None:
         self.unsent: list[Copy] = []
-        # Copies from a lower tier to the device, by ticket, with whom they are for.
+        # Onloads by ticket, with the sequence that they are for.
         self.waiting: dict[int, tuple[Copy, Sequence]] = {}
-        # Whom these are for, by handle.
-        self.onboarding: dict[int, Sequence] = {}
+        # These sequences by handle.
+        self.onloading: dict[int, Sequence] = {}
 
     @property
-    def free_blocks_soon(self) -> bool:
-        """Whether the end of a copy gives back blocks of a sequence that was preempted."""
-        return any(sequence.exit is Exit.PREEMPTED for sequence in self.onboarding.values())
+    def will_free_blocks(self) -> bool:
+        """Whether the end of an onload frees blocks of a preempted sequence."""
+        return any(sequence.leave_reason is LeaveReason.PREEMPTED for sequence in self.onloading.values())
 
     def add(self, sequence: Sequence) -> None:
-        """An admitted sequence comes with copies."""
+        """Adds the copies of an admitted sequence."""
         self.unsent += sequence.copies
-        if sequence.arriving:
-            self.onboarding[sequence.handle] = sequence
-            self.waiting.update((copy.ticket, (copy, sequence)) for copy in sequence.copies if copy.onboards)
+        if sequence.pending_onloads:
+            self.onloading[sequence.handle] = sequence
+            self.waiting.update((copy.ticket, (copy, sequence)) for copy in sequence.copies if copy.is_onload)
 
     def take(self) -> list[Copy]:
-        """All that are to be sent, in their order; now they are."""
+        """The copies to be sent, in their order; from here on they count as sent."""
         copies, self.unsent = self.unsent, []
         return copies
 
-    def call_off(self, sequence: Sequence) -> list[int]:
-        """Tickets of copies to a sequence that leaves which are not sent and never will be.
+    def cancel(self, sequence: Sequence) -> list[int]:
+        """Drops the unsent copies to the device of a sequence that leaves; returns their tickets.
 
-        What makes room for it goes its way: nobody has written to these slots yet, and the cache keeps the blocks.
+        Its offloads go on: these slots are not written yet, and the cache keeps the blocks.
         """
         if not self.unsent or not sequence.copies:
             return []
@@ -50,29 +50,29 @@ class Copies:
         return tickets
 
     def end(self, ticket: int) -> Sequence | None:
-        """A copy has ended, well or not; returns the sequence that it was for when it was the last for that one."""
+        """An onload has ended, well or not; returns its sequence if that was the last one."""
         ended = self.waiting.pop(ticket, None)
         if ended is None:
             return None
         sequence = ended[1]
-        sequence.arriving.discard(ticket)
-        if sequence.arriving:
+        sequence.pending_onloads.discard(ticket)
+        if sequence.pending_onloads:
             return None
-        del self.onboarding[sequence.handle]
+        del self.onloading[sequence.handle]
         return sequence
 
-    def late(self, now: float) -> list[Sequence]:
-        """Sequences that nobody waits for any longer, at `now` on the monotonic clock."""
-        late = [sequence for sequence in self.onboarding.values() if now >= sequence.onboard_by]
+    def take_late(self, now: float) -> list[Sequence]:
+        """Removes and returns the sequences past their deadline, at `now` in seconds of the monotonic clock."""
+        late = [sequence for sequence in self.onloading.values() if now >= sequence.onload_deadline]
         for sequence in late:
-            del self.onboarding[sequence.handle]
-            for ticket in sequence.arriving:
+            del self.onloading[sequence.handle]
+            for ticket in sequence.pending_onloads:
                 del self.waiting[ticket]
         return late
 
     def clear(self) -> list[int]:
-        """Forgets everything; returns the tickets that were not sent."""
+        """Forgets every copy; returns the tickets of the unsent ones."""
         tickets = [copy.ticket for copy in self.take()]
         self.waiting.clear()
-        self.onboarding.clear()
+        self.onloading.clear()
         return tickets

@@ -1,9 +1,9 @@
-"""Decides what a step computes and who makes room. Pure: no I/O, no clock, nothing is changed."""
+"""Decides what a step computes and which sequences give blocks back. Pure: no I/O, no clock, nothing is changed."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from scheduler.core.prefill_budget import Pace
+from scheduler.core.prefill_budget import PrefillBudget
 from scheduler.sequence import Sequence
 
 
@@ -11,144 +11,153 @@ from scheduler.sequence import Sequence
 class Plan:
     """One step."""
 
-    # Sequences that compute one token and sample the next, as they do by silence.
-    decoding: list[Sequence] = field(default_factory=list)
-    # The others that compute, with their token counts; joining ones are among them.
-    prompts: list[tuple[Sequence, int]] = field(default_factory=list)
-    # Running sequences that would decode by silence and must not.
-    idle: list[Sequence] = field(default_factory=list)
-    # Sequences that have no room for a single token more.
-    stalled: list[Sequence] = field(default_factory=list)
-    # Whether a decoding sequence needs more room soon.
-    tight: bool = False
+    # Sequences that compute one token and sample the next; the step's message does not name them.
+    decodes: list[Sequence] = field(default_factory=list)
+    # The other computing sequences, with their token counts; sequences that join are among them.
+    prefills: list[tuple[Sequence, int]] = field(default_factory=list)
+    # Running sequences that must not decode although the message does not name them.
+    skipped: list[Sequence] = field(default_factory=list)
+    # Sequences without a slot for a single token more.
+    out_of_blocks: list[Sequence] = field(default_factory=list)
+    # Whether a decoding sequence will soon be one of them.
+    needs_blocks_soon: bool = False
+    # Computing sequences that move to their private blocks.
+    relocating: list[Sequence] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no sequence computes."""
+        return not self.decodes and not self.prefills
 
     @property
     def compute(self) -> list[tuple[Sequence, int]]:
         """All sequences that compute, with their token counts."""
-        return [*((sequence, 1) for sequence in self.decoding), *self.prompts]
+        return [*((sequence, 1) for sequence in self.decodes), *self.prefills]
 
     @property
     def num_tokens(self) -> int:
         """Tokens that the step computes."""
-        return len(self.decoding) + sum(count for _, count in self.prompts)
+        return len(self.decodes) + sum(count for _, count in self.prefills)
 
 
-def plan_step(sequences: Seq[Sequence], budget: int, pace: Pace | None = None, most_prompts: int | None = None) -> Plan:
-    """Plans one step of at most `budget` tokens over live sequences, given in order of rank.
+def plan_step(
+    sequences: Seq[Sequence], max_tokens: int, budget: PrefillBudget | None = None, max_prefills: int | None = None
+) -> Plan:
+    """Plans one step of at most `max_tokens` tokens over live sequences, given in order of rank.
 
-    Decoding sequences first, then known tokens in chunks, each in the given order; `pace` bounds these. A sequence
-    that waits for another one's blocks starts once the planned tokens of that one, this step's included, reach them;
-    one whose own blocks come from a lower tier, once all are there.
+    Decodes first, then chunks of prefills in the given order, within the `budget`. A sequence that waits for blocks of
+    another starts once that one's planned tokens, with this step's, reach them; a sequence with onloads, once all have
+    ended.
     """
     plan = Plan()
-    computing: list[Sequence] = []
+    prefilling: list[Sequence] = []
     for sequence in sequences:
-        if sequence.exit is not None:
+        if sequence.leave_reason is not None:
             continue
         if sequence.known >= sequence.limit:
-            # Its last token is on its way; silence would make another one.
-            plan.idle.append(sequence)
+            # Its last token is in flight: a sequence that is not named would sample another one.
+            plan.skipped.append(sequence)
         elif not sequence.started or sequence.known - sequence.planned > 1:
-            if not sequence.arriving:
-                computing.append(sequence)
-        elif len(plan.decoding) < budget and sequence.planned < sequence.capacity:
-            plan.decoding.append(sequence)
-            plan.tight |= sequence.planned > sequence.tight_at
+            if not sequence.pending_onloads:
+                prefilling.append(sequence)
+        elif len(plan.decodes) < max_tokens and sequence.planned < sequence.capacity:
+            plan.decodes.append(sequence)
+            plan.needs_blocks_soon |= sequence.planned > sequence.low_capacity_at
         else:
-            plan.idle.append(sequence)
+            plan.skipped.append(sequence)
             if sequence.planned >= sequence.capacity:
-                plan.stalled.append(sequence)
-    if computing:
-        paced = _paced(plan, computing, pace)
-        left = budget - len(plan.decoding)
-        if pace is not None:
-            left = pace.bounded(len(plan.decoding), left)
-        bound = _bound(plan, paced, pace, budget)
-        _add_prompts(plan, sequences, computing, left, paced, bound, most_prompts or len(computing))
+                plan.out_of_blocks.append(sequence)
+    if prefilling:
+        _Prefills(plan, sequences, max_tokens, budget).add(prefilling, max_prefills or len(prefilling))
     return plan
 
 
-def _add_prompts(
-    plan: Plan,
-    sequences: Seq[Sequence],
-    computing: list[Sequence],
-    budget: int,
-    paced: Seq[Sequence],
-    bound: int,
-    most: int,
-) -> None:
-    """Adds `most` prompts of at most `budget` tokens, of which `paced` ones have at most `bound`."""
-    paced_handles = {sequence.handle for sequence in paced}
-    planned = {sequence.handle: 0 if sequence.arriving else sequence.planned for sequence in sequences}
-    for sequence in plan.decoding:
-        planned[sequence.handle] += 1
+class _Prefills:
+    """Adds prefills to a plan that has its decodes."""
 
-    def grant(sequence: Sequence) -> bool:
-        nonlocal budget, bound
-        is_paced = sequence.handle in paced_handles
+    def __init__(self, plan: Plan, sequences: Seq[Sequence], max_tokens: int, budget: PrefillBudget | None) -> None:
+        self._plan = plan
+        self._budget = budget
+        self._left = max_tokens - len(plan.decodes)
+        if budget is not None:
+            self._left = budget.within_longest_step(len(plan.decodes), self._left)
+        # Tokens by handle once the step is planned.
+        self._planned = {s.handle: 0 if s.pending_onloads else s.planned for s in sequences}
+        for sequence in plan.decodes:
+            self._planned[sequence.handle] += 1
+
+    def add(self, prefilling: list[Sequence], most: int) -> None:
+        """Adds at most so many of these sequences."""
+        bounded = self._bounded(prefilling)
+        bound = self._bound(bounded)
+        handles = {sequence.handle for sequence in bounded}
+        blocked, progress = prefilling, True
+        while blocked and progress:
+            progress, later = False, []
+            for sequence in blocked:
+                if not sequence.started and self._waits_for_writer(sequence):
+                    later.append(sequence)
+                    continue
+                is_bounded = sequence.handle in handles
+                count = self._grant(sequence, min(self._left, bound) if is_bounded else self._left, most)
+                bound -= count * is_bounded
+                progress |= count > 0
+            blocked = later
+
+    def _waits_for_writer(self, sequence: Sequence) -> bool:
+        return self._planned.get(sequence.wait_for, sequence.cached_tokens) < sequence.cached_tokens
+
+    def _grant(self, sequence: Sequence, tokens: int, most: int) -> int:
+        """Plans a chunk of at most so many tokens; returns its length."""
         room = sequence.capacity - sequence.planned
         if room < 1:
-            plan.stalled.append(sequence)
-            return False
-        count = min(sequence.remaining, room, budget, bound if is_paced else budget)
-        if count < 1 or len(plan.prompts) >= most:
-            return False
-        count = sequence.whole_window(count)
-        plan.prompts.append((sequence, count))
-        planned[sequence.handle] += count
-        budget -= count
-        bound -= count * is_paced
-        return True
+            self._plan.out_of_blocks.append(sequence)
+            return 0
+        count = min(sequence.remaining, room, tokens)
+        if count < 1 or len(self._plan.prefills) >= most:
+            return 0
+        count = sequence.align_to_score_window(count)
+        self._plan.prefills.append((sequence, count))
+        self._planned[sequence.handle] += count
+        self._left -= count
+        return count
 
-    blocked = computing
-    progress = True
-    while blocked and progress:
-        progress, later = False, []
-        for sequence in blocked:
-            if not sequence.started and planned.get(sequence.wait_for, sequence.cached_tokens) < sequence.cached_tokens:
-                later.append(sequence)
-            else:
-                progress |= grant(sequence)
-        blocked = later
+    def _bounded(self, prefilling: Seq[Sequence]) -> list[Sequence]:
+        """Prefills whose requests arrived after a decoding sequence's first token: only these must not delay it."""
+        if self._budget is None or not self._plan.decodes:
+            return []
+        first = min(sequence.first_token_at for sequence in self._plan.decodes)
+        return [s for s in prefilling if self._budget.has_target or s.request.arrived_at > first]
 
-
-def _paced(plan: Plan, computing: Seq[Sequence], pace: Pace | None) -> list[Sequence]:
-    """Of those with a prompt, who came to streams that were there: all others owe nobody anything."""
-    if pace is None or not plan.decoding:
-        return []
-    first = min(sequence.streams_since for sequence in plan.decoding)
-    return [sequence for sequence in computing if pace.has_target or sequence.request.arrived_at > first]
+    def _bound(self, bounded: Seq[Sequence]) -> int:
+        """Tokens that the budget allows these sequences together, beside the plan's decodes."""
+        if self._budget is None or not bounded:
+            return self._left
+        arrived = min(sequence.request.arrived_at for sequence in bounded)
+        older = sum(sequence.first_token_at < arrived for sequence in self._plan.decodes)
+        bound = self._budget.max_prefill_tokens(len(self._plan.decodes), older, len(bounded))
+        return self._left if bound is None else bound
 
 
-def _bound(plan: Plan, paced: Seq[Sequence], pace: Pace | None, budget: int) -> int:
-    """Tokens that the pace allows those together, beside those who decode in the plan."""
-    if pace is None or not paced:
-        return budget
-    arrived = min(sequence.request.arrived_at for sequence in paced)
-    older = sum(sequence.streams_since < arrived for sequence in plan.decoding)
-    bound = pace.tokens(len(plan.decoding), older, len(paced))
-    return budget if bound is None else bound
-
-
-def trimmable(sequences: Seq[Sequence], stalled: Seq[Sequence]) -> list[Sequence]:
-    """Sequences that hold blocks which neither they nor the executor need yet."""
-    handles = {sequence.handle for sequence in stalled}
+def trimmable(sequences: Seq[Sequence], out_of_blocks: Seq[Sequence]) -> list[Sequence]:
+    """Sequences with blocks that neither they nor the executor need yet."""
+    handles = {sequence.handle for sequence in out_of_blocks}
     return [
         sequence
         for sequence in sequences
-        if sequence.exit is None
+        if sequence.leave_reason is None
         and sequence.handle not in handles
-        and not (sequence.eviction and sequence.eviction.evicts)
-        and min(len(table) for table in sequence.tables) > sequence.spare_blocks_from()
+        and not (sequence.eviction and sequence.eviction.has_evicted)
+        and min(len(table) for table in sequence.tables) > sequence.first_spare_block()
     ]
 
 
 def choose_victim(sequences: Seq[Sequence]) -> Sequence | None:
-    """Whom to preempt, given all live sequences in order of rank: not started ones first, then the last in rank.
+    """The sequence to preempt, of all live ones in order of rank: not started ones first, then the last in rank.
 
-    The first in rank is never chosen, so that it always comes to its end.
+    The first in rank is never chosen, so that it always ends.
     """
-    candidates = [sequence for sequence in sequences if sequence.exit is None][1:]
+    candidates = [sequence for sequence in sequences if sequence.leave_reason is None][1:]
     waiting = [sequence for sequence in candidates if not sequence.started]
     chosen = waiting or candidates
     return chosen[-1] if chosen else None

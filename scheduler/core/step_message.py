@@ -5,57 +5,61 @@ from dataclasses import dataclass, field
 
 from protos.execution.v1 import execution_pb2 as pb
 from protos.kvcache.eviction import write
-from scheduler.cache.tier_costs import Tier
 from scheduler.core.planner import Plan
-from scheduler.sequence import Copy, Sequence
+from scheduler.request import Tier
+from scheduler.sequence import Copy, Eviction, Sequence
 
 _TIERS = {Tier.DEVICE: pb.STEP_TIER_DEVICE, Tier.HOST: pb.STEP_TIER_HOST, Tier.DISK: pb.STEP_TIER_DISK}
 
 
 @dataclass(slots=True)
-class Flight:
+class InFlightStep:
     """A step that was sent and not answered."""
 
-    step: int
+    number: int
     # Sequences that compute one token and sample the next.
-    decoding: list[Sequence] = field(default_factory=list)
+    decodes: list[Sequence] = field(default_factory=list)
     # The other computing sequences with their token counts and whether they sample.
-    prompts: list[tuple[Sequence, int, bool]] = field(default_factory=list)
+    prefills: list[tuple[Sequence, int, bool]] = field(default_factory=list)
     # Sequences that evict for the first time, with the tokens that are computed by then.
-    moved: list[tuple[Sequence, int]] = field(default_factory=list)
+    relocated: list[tuple[Sequence, int]] = field(default_factory=list)
     copies: Seq[Copy] = ()
 
     @property
     def compute(self) -> list[tuple[Sequence, int, bool]]:
         """All computing sequences with their token counts and whether they sample."""
-        return [*((sequence, 1, True) for sequence in self.decoding), *self.prompts]
+        return [*((sequence, 1, True) for sequence in self.decodes), *self.prefills]
 
     @property
-    def prompt_tokens(self) -> int:
-        """Tokens of chunks; one of a single token takes what decoding does."""
-        return sum(count for _, count, _ in self.prompts if count > 1)
+    def prefill_tokens(self) -> int:
+        """Tokens of prefill chunks; a chunk of a single token takes as long as a decode."""
+        return sum(count for _, count, _ in self.prefills if count > 1)
 
 
 def build_step(
-    number: int, plan: Plan, removed: list[int], copies: Seq[Copy] = (), *, evicting: bool = False
-) -> tuple[pb.Step, Flight]:
-    """The message of a step; moves the planned lengths of its sequences. evicting: whether any of them has a policy."""
-    message = pb.Step(step=number, removed_sequences=removed)
-    message.idle_sequences.extend(sequence.handle for sequence in plan.idle)
-    flight = Flight(number, plan.decoding, copies=copies)
+    number: int, plan: Plan, removed: list[int], copies: Seq[Copy] = (), *, awaits_copies: bool = False
+) -> tuple[pb.Step, InFlightStep]:
+    """The message of a step; advances the planned lengths of its sequences.
+
+    removed: handles. awaits_copies: whether the executor answers no sooner than an onload has ended.
+    """
+    message = pb.Step(step=number, removed_sequences=removed, awaits_copies=awaits_copies)
+    message.idle_sequences.extend(sequence.handle for sequence in plan.skipped)
+    step = InFlightStep(number, plan.decodes, copies=copies)
     if copies:
         _copy(message, copies)
-    for sequence, _ in plan.compute if evicting else ():
-        if sequence.eviction is not None and sequence.eviction.moving:
-            _move(message, sequence, flight)
-    for sequence in plan.decoding:
+    for sequence in plan.relocating:
+        assert sequence.eviction is not None
+        _relocate(message, sequence, sequence.eviction)
+        step.relocated.append((sequence, sequence.planned))
+    for sequence in plan.decodes:
         if sequence.planned >= sequence.sent_tokens:
             _grow(message, sequence, sequence.planned + 1)
-        # As `advance`, of which this is every sequence's share in every step.
+        # As `advance`, inlined: this runs for every sequence in every step.
         sequence.planned += 1
         sequence.known += 1
         sequence.last_step = number
-    for sequence, count in plan.prompts:
+    for sequence, count in plan.prefills:
         if sequence.remaining > 1:
             message.chunk_sequences.append(sequence.handle)
             message.chunk_tokens.append(count)
@@ -63,8 +67,8 @@ def build_step(
             _grow(message, sequence, sequence.planned + count)
         else:
             _join(message, sequence)
-        flight.prompts.append((sequence, count, sequence.advance(count, number)))
-    return message, flight
+        step.prefills.append((sequence, count, sequence.advance(count, number)))
+    return message, step
 
 
 def _copy(message: pb.Step, copies: Seq[Copy]) -> None:
@@ -78,15 +82,12 @@ def _copy(message: pb.Step, copies: Seq[Copy]) -> None:
         message.copy_target_tiers.extend(_TIERS[copy.target_tier] for copy in copies)
 
 
-def _move(message: pb.Step, sequence: Sequence, flight: Flight) -> None:
-    eviction = sequence.eviction
-    assert eviction is not None
-    assert eviction.own is not None
-    eviction.moving = False
+def _relocate(message: pb.Step, sequence: Sequence, eviction: Eviction) -> None:
+    assert eviction.private_blocks is not None
+    eviction.relocating = False
     message.evicting_sequences.append(sequence.handle)
-    message.evicting_counts.append(len(eviction.own))
-    message.evicting_slots.extend(eviction.own)
-    flight.moved.append((sequence, sequence.planned))
+    message.evicting_counts.append(len(eviction.private_blocks))
+    message.evicting_slots.extend(eviction.private_blocks)
 
 
 def _join(message: pb.Step, sequence: Sequence) -> None:
@@ -109,7 +110,7 @@ def _join(message: pb.Step, sequence: Sequence) -> None:
 
 
 def _grow(message: pb.Step, sequence: Sequence, tokens: int) -> None:
-    """Sends table entries when the step needs them, so that the rest can still be given back."""
+    """Sends table entries when the step needs them, so that the other blocks can still be trimmed."""
     blocks = sequence.blocks_for(tokens)
     if blocks <= sequence.sent_blocks:
         return

@@ -18,7 +18,7 @@ from protos.rpc.errors import ServiceError, UnexpectedError
 from protos.rpc.identity import current
 from protos.rpc.logs import short_hash
 from scheduler.frontend.output import Stream
-from scheduler.frontend.requests import Engine
+from scheduler.frontend.requests import RequestTable
 from scheduler.metrics import RequestMetrics
 
 # The caller left, or its deadline passed.
@@ -86,12 +86,12 @@ class AccessLog:
 class Watched:
     """A request for output from its arrival to its end. Whoever takes it sets `stream`."""
 
-    def __init__(self, message: pb.StreamGenerateRequest, engine: Engine) -> None:
+    def __init__(self, message: pb.StreamGenerateRequest, requests: RequestTable) -> None:
         self.stream: Stream | None = None
         self._message = message
-        self._engine = engine
+        self._requests = requests
         self._operation = "chat" if message.WhichOneof("input") == "chat" else "text_completion"
-        self._span = tracing.begin(f"{self._operation} {engine.model.name}")
+        self._span = tracing.begin(f"{self._operation} {requests.model.name}")
 
     def end(self, error: str) -> None:
         """Tells of it. error: why its answer broke off, empty when it did not."""
@@ -116,12 +116,12 @@ class Watched:
         reason = _finish_reason(stream, error)
         finished = reason in _REASONS.values()
         seconds = (max(one.last_token_at for one in generations) if finished else time.monotonic()) - request.arrived_at
-        metrics = self._engine.metrics
+        metrics = self._requests.metrics
         metrics.requests.labels(reason).inc()
         metrics.request.observe(seconds)
         fields: dict[str, Any] = {
             "generation": request.request_id,
-            "tenant": request.wishes.tenant_id or "",
+            "tenant": request.cache.tenant_id or "",
             "finish_reason": reason,
             "samples": len(generations),
             "prompt_tokens": len(request.prompt_ids),
@@ -131,12 +131,12 @@ class Watched:
         }
         times = {"queue_seconds": generations[0].started_at, "first_token_seconds": generations[0].first_token_at}
         fields |= {name: round(at - request.arrived_at, 4) for name, at in times.items() if at is not None}
-        if request.wishes.salt is not None:
-            fields["salt_sha256"] = short_hash(request.wishes.salt)
+        if request.cache.salt is not None:
+            fields["salt_sha256"] = short_hash(request.cache.salt)
         return fields
 
     def _asked(self) -> dict[str, tracing.Attribute]:
-        message, sampling, model = self._message, self._message.sampling, self._engine.model.name
+        message, sampling, model = self._message, self._message.sampling, self._requests.model.name
         attributes: dict[str, tracing.Attribute] = {
             "gen_ai.operation.name": self._operation,
             "gen_ai.provider.name": "kvkeep",
@@ -186,9 +186,9 @@ def _reason(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def watched(message: pb.StreamGenerateRequest, engine: Engine) -> Iterator[Watched]:
+def watched(message: pb.StreamGenerateRequest, requests: RequestTable) -> Iterator[Watched]:
     """Tells of a request when the block is left, however it is."""
-    request, error = Watched(message, engine), ""
+    request, error = Watched(message, requests), ""
     try:
         yield request
     except BaseException as failure:

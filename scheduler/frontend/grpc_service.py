@@ -5,7 +5,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeAlias
 
 import grpc
-from prometheus_client import CollectorRegistry
 
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
@@ -13,11 +12,9 @@ from protos.rpc.identity import current
 from scheduler.errors import DeadlineError, NotReadyError
 from scheduler.frontend.access_log import AccessLog, watched
 from scheduler.frontend.output import Chunk, Generation
-from scheduler.frontend.requests import Engine
+from scheduler.frontend.requests import RequestTableSource
 from scheduler.frontend.tenancy import bind
 from scheduler.frontend.tokenizer import Model
-from scheduler.frontend.validation import Intake
-from scheduler.metrics import RequestMetrics
 
 SERVICE = "generation.v1.GenerationService"
 
@@ -25,17 +22,11 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class GenerationService(rpc.GenerationServiceServicer):
-    """Served from the start; until `attach` every call is answered with UNAVAILABLE."""
+    """Served from the start; every call is answered with UNAVAILABLE while there is no request table."""
 
-    def __init__(self, access_log: AccessLog | None = None) -> None:
-        """access_log: without one, refusals are counted for nobody."""
-        self.access_log = access_log or AccessLog(RequestMetrics(CollectorRegistry()))
-        self._engine: Engine | None = None
-        self._intake: Intake | None = None
-
-    def attach(self, engine: Engine, intake: Intake) -> None:
-        """The stack is there."""
-        self._engine, self._intake = engine, intake
+    def __init__(self, source: RequestTableSource, access_log: AccessLog) -> None:
+        self.access_log = access_log
+        self._source = source
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Adds the service to a server."""
@@ -63,12 +54,12 @@ class GenerationService(rpc.GenerationServiceServicer):
 
         usage: whether each piece has the sample's so far, not only its last one.
         """
-        engine, intake = self._ready()
-        with watched(request, engine) as watch:
+        requests = self._source.requests
+        with watched(request, requests) as watch:
             tenant = bind(current(), request.cache)
-            with engine.arriving(request.request_id, tenant):
-                samples = await intake.accept(request)
-            with engine.submit(samples) as stream:
+            with requests.arriving(request.request_id, tenant):
+                samples = await requests.validator.validate(request)
+            with requests.submit(samples) as stream:
                 watch.stream = stream
                 news = await stream.next()
                 while not stream.finished:
@@ -80,27 +71,28 @@ class GenerationService(rpc.GenerationServiceServicer):
 
     async def tokenize(self, request: pb.StreamGenerateRequest) -> Sequence[int]:
         """Ids of a request's prompt, also of one that is longer than the model takes."""
-        engine, intake = self._ready()
+        requests = self._source.requests
         tenant = bind(current(), request.cache)
-        with engine.arriving(request.request_id, tenant):
-            return await intake.encode(request)
+        with requests.arriving(request.request_id, tenant):
+            return await requests.validator.encode(request)
 
     async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
         """Text of ids, special tokens included."""
-        return await self._ready()[1].decode(model, token_ids)
+        return await self._source.requests.validator.decode(model, token_ids)
 
     def model(self, name: str = "") -> Model:
         """The served model. Raises ModelNotFoundError for another name."""
-        engine, intake = self._ready()
-        intake.check_model(name)
-        return engine.model
+        requests = self._source.requests
+        requests.validator.check_model(name)
+        return requests.model
 
     @property
     def obstacle(self) -> str:
         """Why a request would not be served now, but for a full queue; empty when nothing is in its way."""
-        if self._engine is None:
-            return "the scheduler still waits for the executor and the cache manager"
-        return self._engine.obstacle
+        try:
+            return self._source.requests.obstacle
+        except NotReadyError as error:
+            return error.message
 
     async def TokenizePrompt(  # noqa: N802
         self, request: pb.TokenizePromptRequest, context: Context
@@ -125,19 +117,14 @@ class GenerationService(rpc.GenerationServiceServicer):
         self, _request: pb.GetLoadsRequest, _context: Context
     ) -> pb.GetLoadsResponse:
         """The load."""
-        engine = self._ready()[0]
+        requests = self._source.requests
         return pb.GetLoadsResponse(
-            running_requests=engine.num_running,
-            waiting_requests=engine.num_waiting,
-            max_waiting_requests=engine.max_waiting,
-            steps=engine.steps,
-            preemptions=engine.preemptions,
+            running_requests=requests.num_running,
+            waiting_requests=requests.num_waiting,
+            max_waiting_requests=requests.max_waiting,
+            steps=requests.steps,
+            preemptions=requests.preemptions,
         )
-
-    def _ready(self) -> tuple[Engine, Intake]:
-        if self._engine is None or self._intake is None:
-            raise NotReadyError("the scheduler still waits for the executor and the cache manager", retry_after=1.0)
-        return self._engine, self._intake
 
 
 def _response(generation: Generation, chunk: Chunk, *, usage: bool) -> pb.StreamGenerateResponse:

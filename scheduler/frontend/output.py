@@ -8,7 +8,7 @@ from protos.execution.v1 import execution_pb2
 from protos.generation.v1 import generation_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2
 from protos.rpc.errors import ServiceError
-from scheduler.bridge import Detail
+from scheduler.bridge import TokenMeta
 from scheduler.frontend.detokenizer import Detokenizer
 from scheduler.frontend.stop_strings import StopStrings
 from scheduler.frontend.tokenizer import Model
@@ -76,24 +76,24 @@ class Generation:
         """Whether there are tokens to take."""
         return bool(self._untold or self._chunk.token_ids)
 
-    def feed(self, token_id: int, now: float, detail: Detail | None = None) -> None:
+    def feed(self, token_id: int, now: float, meta: TokenMeta | None = None) -> None:
         """Takes a new token; `announce` tells the caller's side of it.
 
         Afterwards `finished` says whether the output has ended, here or by a stop string.
         """
         self._untold.append(token_id)
         self.last_token_at = now
-        if detail is not None:
-            self._take_detail(detail, now)
+        if meta is not None:
+            self._take_meta(meta, now)
         elif self.stops:
             self._tell()
 
-    def _take_detail(self, detail: Detail, now: float) -> None:
+    def _take_meta(self, meta: TokenMeta, now: float) -> None:
         self.first_token_at = self.first_token_at or now
-        if detail.logprobs is not None:
-            self._chunk.logprobs.append(detail.logprobs)
-        if detail.finished:
-            self._end(stopped=detail.stopped)
+        if meta.logprobs is not None:
+            self._chunk.logprobs.append(meta.logprobs)
+        if meta.finished:
+            self._end(stopped=meta.stopped)
         elif self.stops:
             self._tell()
 

@@ -21,7 +21,7 @@ from scheduler.frontend import breakpoints
 from scheduler.frontend.breakpoints import Breakpoint
 from scheduler.frontend.chat_template import ChatTemplateError, UnreadFieldError
 from scheduler.frontend.tokenizer import Model, TooLongError, at_most
-from scheduler.request import CacheWishes, Request
+from scheduler.request import CacheOptions, Request
 
 MAX_REQUEST_ID_BYTES = 128
 MAX_NAME_BYTES = 256
@@ -41,25 +41,25 @@ MAX_SECONDS = 315_576_000_000
 _FIELDS = {"text": "text", "chat": "chat.messages", "token_ids": "token_ids.token_ids"}
 
 
-class Intake:
+class RequestValidator:
     """Raises InvalidField and ModelNotFoundError; a request that it returns can be run."""
 
     def __init__(self, model: Model, *, max_prompt_bytes: int, onboarding_timeout: float) -> None:
         """onboarding_timeout: of requests that name none, in seconds."""
-        self._model = model
+        self.model = model
         self._max_prompt_bytes = max_prompt_bytes
         self._onboarding_timeout = onboarding_timeout
         self._arrivals = itertools.count(1)
 
-    async def accept(self, message: pb.StreamGenerateRequest) -> list[Request]:
+    async def validate(self, message: pb.StreamGenerateRequest) -> list[Request]:
         """Checks everything, cheap things first; text is tokenized in a thread. Returns one request per sample."""
         arrived_at = time.monotonic()
         _check_size(message)
         self._check_names(message)
         sampling = _sampling(message.sampling, self._stop_token_ids(message))
         stop = _stop(message.stop)
-        policy = parse(message.eviction_policy, self._model.layout) if message.HasField("eviction_policy") else None
-        wishes = replace(_wishes(message.cache), eviction_policy=_policy(message))
+        policy = parse(message.eviction_policy, self.model.layout) if message.HasField("eviction_policy") else None
+        options = replace(_cache_options(message.cache), eviction_policy=_policy(message))
         places = _places(message)
         timeout = self._timeout(message.cache)
         if message.HasField("max_tokens") and message.max_tokens < 1:
@@ -78,7 +78,7 @@ class Intake:
             onboarding_timeout=timeout,
             stop=stop,
             priority=message.priority,
-            wishes=_keeping(wishes, breakpoints.ranges(places, ends)),
+            cache=_keeping(options, breakpoints.ranges(places, ends)),
             traceparent=tracing.current(),
         )
         return [first, *(self._sample(first, index) for index in range(1, samples))]
@@ -101,10 +101,10 @@ class Intake:
 
     def check_model(self, name: str) -> None:
         """Raises ModelNotFoundError unless this model is served; an empty name is that of whichever is."""
-        if name not in ("", self._model.name):
+        if name not in ("", self.model.name):
             raise ModelNotFoundError(
-                f"this scheduler serves {self._model.name!r} only",
-                fields={"model": f"is not served; {self._model.name!r} is"},
+                f"this scheduler serves {self.model.name!r} only",
+                fields={"model": f"is not served; {self.model.name!r} is"},
             )
 
     async def encode(self, message: pb.StreamGenerateRequest) -> Sequence[int]:
@@ -118,7 +118,7 @@ class Intake:
         """Text of ids, special tokens included."""
         self.check_model(model)
         self._check_ids("token_ids", token_ids)
-        return await self._model.decode(token_ids)
+        return await self.model.decode(token_ids)
 
     async def _encode(
         self, message: pb.StreamGenerateRequest, places: Sequence[Breakpoint], most: int | None = None
@@ -127,7 +127,7 @@ class Intake:
         match message.WhichOneof("input"):
             case "text":
                 self._check_bytes("text", len(message.text.encode()))
-                return await self._model.encode_text(message.text, most), ()
+                return await self.model.encode_text(message.text, most), ()
             case "chat":
                 return await self._chat_ids(message.chat, places, most)
             case "token_ids":
@@ -138,14 +138,14 @@ class Intake:
     async def _prompt_ids(
         self, message: pb.StreamGenerateRequest, places: Sequence[Breakpoint]
     ) -> tuple[Sequence[int], Sequence[int]]:
-        field, fits = _FIELDS.get(message.WhichOneof("input"), ""), self._model.max_tokens - 1
+        field, fits = _FIELDS.get(message.WhichOneof("input"), ""), self.model.max_tokens - 1
         try:
             ids, ends = await self._encode(message, places, fits)
         except TooLongError as error:
             raise ContextLengthError(field, f"{error}; at most {fits} fit") from error
         if not ids:
             raise InvalidField(field, "must not be empty")
-        if message.WhichOneof("input") == "token_ids" or not self._model.own_ids_fit:
+        if message.WhichOneof("input") == "token_ids" or not self.model.own_ids_fit:
             self._check_ids(field, ids)
         return ids, ends
 
@@ -157,13 +157,13 @@ class Intake:
         for index, message in enumerate(chat.messages):
             if not message.role:
                 raise InvalidField(f"chat.messages[{index}].role", "must not be empty")
-        if not self._model.has_chat_template:
+        if not self.model.has_chat_template:
             raise InvalidField("chat", "cannot be used: the model has no chat template")
         messages = [_said(message) for message in chat.messages]
         size = sum(len(text.encode()) for message in messages for text in message.values())
         self._check_bytes("chat.messages", size)
         try:
-            return await self._model.encode_chat(messages, [place[:2] for place in places], most)
+            return await self.model.encode_chat(messages, [place[:2] for place in places], most)
         except ChatTemplateError as error:
             raise InvalidField("chat.messages", f"do not fit the model's chat template: {error}") from error
         except UnreadFieldError as error:
@@ -177,7 +177,7 @@ class Intake:
             raise InvalidField(field, f"has {size} bytes; at most {self._max_prompt_bytes} are taken")
 
     def _check_ids(self, field: str, ids: Sequence[int]) -> None:
-        size = self._model.vocab_size
+        size = self.model.vocab_size
         # A prompt may have very many, and everybody waits meanwhile.
         if max(ids, default=0) >= size:
             index = next(index for index, token_id in enumerate(ids) if token_id >= size)
@@ -187,11 +187,11 @@ class Intake:
         if len(message.stop_token_ids) > MAX_STOP_IDS:
             raise InvalidField("stop_token_ids", f"has more than {MAX_STOP_IDS} entries")
         self._check_ids("stop_token_ids", message.stop_token_ids)
-        own = () if message.ignore_eos else self._model.eos_token_ids
+        own = () if message.ignore_eos else self.model.eos_token_ids
         return sorted({*message.stop_token_ids, *own})
 
     def _max_tokens(self, message: pb.StreamGenerateRequest, prompt_tokens: int, policy: Policy | None) -> int:
-        fits = self._model.longest(policy) - prompt_tokens
+        fits = self.model.longest(policy) - prompt_tokens
         if not message.HasField("max_tokens"):
             return fits
         if message.max_tokens > fits:
@@ -265,8 +265,8 @@ def _stop(stop: Sequence[str]) -> tuple[str, ...]:
     return tuple(stop)
 
 
-def _wishes(cache: pb.CacheOptions) -> CacheWishes:
-    return CacheWishes(
+def _cache_options(cache: pb.CacheOptions) -> CacheOptions:
+    return CacheOptions(
         salt=_name(cache, "salt"),
         session_id=_name(cache, "session_id"),
         tenant_id=_name(cache, "tenant_id"),
@@ -298,14 +298,14 @@ def _places(message: pb.StreamGenerateRequest) -> list[Breakpoint]:
     return sorted(places, key=lambda place: place[:2])
 
 
-def _keeping(wishes: CacheWishes, ranges: Sequence[kvcache_pb2.RetentionRange]) -> CacheWishes:
+def _keeping(options: CacheOptions, ranges: Sequence[kvcache_pb2.RetentionRange]) -> CacheOptions:
     """Also what was found with the prompt's ids."""
     if not ranges:
-        return wishes
+        return options
     retention = kvcache_pb2.RetentionConfig(ranges=ranges)
-    if wishes.retention is not None:
-        retention.MergeFrom(wishes.retention)
-    return replace(wishes, retention=retention)
+    if options.retention is not None:
+        retention.MergeFrom(options.retention)
+    return replace(options, retention=retention)
 
 
 def _policy(message: pb.StreamGenerateRequest) -> kvcache_pb2.EvictionPolicy | None:

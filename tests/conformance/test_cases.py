@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from scheduler.cache.waiting_queue import WaitingQueue
-from scheduler.request import Candidate, Request
+from scheduler.request import AdmissionAttempt, Request
 from tests.conformance import runner
 from tests.conformance.cases import BACKEND_NAMES, VECTORS, Part, all_cases
 
@@ -37,7 +37,7 @@ def test_requests_wait_in_order_of_their_priority() -> None:
     queue, levels = WaitingQueue(), sorted(part.setup["levels"])
     for step in part.steps[:-1]:
         request = Request("r", (1,), 1, None, step["id"], 0.0, priority=levels.index(step["level"]))
-        queue.push(Candidate(request, (1,)))
+        queue.push(AdmissionAttempt(request, (1,)))
     order = []
     while first := queue.first(1):
         order.append(first[0].request.arrival)

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from executor.errors import ModelError
 from executor.models.files import ModelFiles
 from executor.models.tokenizer import TokenizerFiles, load_tokenizer
-from tests.unit.scheduler.text import CHAT_TEMPLATE, byte_level_tokenizer
+from tests.support.scheduler.tokenizers import CHAT_TEMPLATE, byte_level_tokenizer
 
 
 def model(folder: Path) -> ModelFiles:

@@ -1,9 +1,8 @@
-"""A whole scheduler between two fakes, over unix sockets."""
+"""A whole scheduler between a fake executor and a cache manager, over unix sockets."""
 
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from dataclasses import dataclass
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import grpc
@@ -17,35 +16,10 @@ from protos.rpc.server import Server
 from scheduler.app import Scheduler
 from scheduler.frontend.grpc_service import SERVICE
 from scheduler.settings import SchedulerSettings
-from tests.unit.scheduler.fake_executor import FakeExecutor
-from tests.unit.scheduler.fake_manager import FakeManager
-from tests.unit.scheduler.real_manager import RealManager
-
-
-@dataclass
-class Stack:
-    """What a test sees."""
-
-    executor: FakeExecutor
-    manager: FakeManager | RealManager
-    scheduler: Scheduler
-    stub: "generation_pb2_grpc.GenerationServiceAsyncStub"
-    address: str
-    registry: CollectorRegistry
-
-    def metric(self, name: str, **labels: str) -> float:
-        """Value of a metric of the scheduler's."""
-        value = self.registry.get_sample_value(f"kvkeep_scheduler_{name}", labels)
-        assert value is not None
-        return value
-
-    def check(self) -> None:
-        """Nobody complained."""
-        assert self.executor.faults == []
-        assert self.manager.faults == []
-
-
-StackFactory = Callable[..., AbstractAsyncContextManager[Stack]]
+from tests.support.scheduler.fake_executor import FakeExecutor
+from tests.support.scheduler.fake_manager import FakeManager
+from tests.support.scheduler.real_manager import RealManager
+from tests.support.scheduler.stack import Stack, StackFactory
 
 
 @pytest.fixture
@@ -71,8 +45,11 @@ def run_stack(tmp_path: Path) -> StackFactory:
             )
             fields = {f"{name}_address": address for name, address in addresses.items()}
             registry = CollectorRegistry()
-            scheduler = Scheduler(SchedulerSettings(**fields, scheduler_id="test", **settings), registry)
-            await _serve(exits, addresses["scheduler"], SERVICE, scheduler.service.add_to)
+            server = Server("scheduler", drain_seconds=0)
+            scheduler = Scheduler(SchedulerSettings(**fields, scheduler_id="test", **settings), server, registry)
+            server.listen(addresses["scheduler"], {SERVICE: scheduler.service.add_to})
+            await server.start()
+            exits.push_async_callback(server.stop)
             exits.push_async_callback(scheduler.stop)
             await scheduler.start()
             channel = await exits.enter_async_context(grpc.aio.insecure_channel(addresses["scheduler"]))

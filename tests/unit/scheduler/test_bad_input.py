@@ -14,9 +14,9 @@ from protos.kvcache.v1 import kvcache_pb2
 from protos.rpc.errors import from_rpc_error
 from scheduler.generate import summary
 from tests.support.generation import generate
-from tests.unit.scheduler.conftest import StackFactory
-from tests.unit.scheduler.fake_executor import FakeExecutor
-from tests.unit.scheduler.real_manager import RealManager
+from tests.support.scheduler.fake_executor import FakeExecutor
+from tests.support.scheduler.real_manager import RealManager
+from tests.support.scheduler.stack import StackFactory
 
 Range = pb.RetentionRange
 

@@ -6,10 +6,10 @@ from protos.generation.v1 import generation_pb2 as pb
 from scheduler.frontend.breakpoints import Breakpoint, ranges
 from scheduler.frontend.chat_template import ChatTemplate
 from tests.support.generation import generate
-from tests.unit.scheduler.conftest import StackFactory
-from tests.unit.scheduler.fake_executor import FakeExecutor
-from tests.unit.scheduler.real_manager import RealManager
-from tests.unit.scheduler.text import CHAT_TEMPLATE, byte_level_tokenizer
+from tests.support.scheduler.fake_executor import FakeExecutor
+from tests.support.scheduler.real_manager import RealManager
+from tests.support.scheduler.stack import StackFactory
+from tests.support.scheduler.tokenizers import CHAT_TEMPLATE, byte_level_tokenizer
 
 
 def seconds(value: int) -> Duration:

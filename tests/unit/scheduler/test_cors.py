@@ -15,15 +15,14 @@ from protos.rpc.guard import Guard
 from protos.rpc.http_server import HttpServer
 from protos.rpc.identity import Role
 from protos.rpc.settings import SettingsError, load
-from scheduler.frontend.grpc_service import GenerationService
 from scheduler.frontend.openai.origins import Origins
 from scheduler.settings import SchedulerSettings
 from tests.console.conftest import CHROMIUM
 from tests.stack import free_address
 from tests.support.keyring import Keyring
-from tests.unit.scheduler.conftest import StackFactory
-from tests.unit.scheduler.test_http import JSON, LEAST, Answer, ask, serve
-from tests.unit.scheduler.test_process import scheduler
+from tests.support.scheduler.http import JSON, LEAST, Answer, ask, serve, starting_service
+from tests.support.scheduler.process import scheduler
+from tests.support.scheduler.stack import StackFactory
 
 HERE, THERE, NAMED = "http://localhost:3000", "https://evil.example", "https://chat.example.com"
 ALLOWED = "Access-Control-Allow-Origin"
@@ -46,7 +45,7 @@ def words(answer: Answer, header: str) -> set[str]:
     "origin", [HERE, "http://127.0.0.1", "https://127.0.0.1:8443", "http://[::1]:3000", "http://localhost"]
 )
 async def test_a_page_of_this_machine_may_call_an_address_of_this_machine(origin: str) -> None:
-    async with serve(GenerationService(), origins=Origins((), local=True)) as address:
+    async with serve(starting_service(), origins=Origins((), local=True)) as address:
         asked = await ask(address, "OPTIONS", "/v1/chat/completions", headers=preflight(origin))
         assert (asked.status, asked.headers[ALLOWED]) == (200, origin)
         assert "post" in words(asked, "Access-Control-Allow-Methods")
@@ -64,20 +63,20 @@ async def test_a_page_of_this_machine_may_call_an_address_of_this_machine(origin
     [THERE, "null", "http://localhost.evil.example", "http://127.0.0.1.evil.example", "file://", "http://192.168.0.7"],
 )
 async def test_no_other_page_may(origin: str) -> None:
-    async with serve(GenerationService(), origins=Origins((NAMED,), local=True)) as address:
+    async with serve(starting_service(), origins=Origins((NAMED,), local=True)) as address:
         asked = await ask(address, "OPTIONS", "/v1/chat/completions", headers=preflight(origin))
         assert (asked.status, asked.headers[ALLOWED]) == (400, None)
         assert (await ask(address, "GET", "/version", headers={"Origin": origin})).headers[ALLOWED] is None
 
 
 async def test_where_other_machines_come_only_named_pages_may() -> None:
-    async with serve(GenerationService(), origins=Origins((NAMED,), local=False)) as address:
+    async with serve(starting_service(), origins=Origins((NAMED,), local=False)) as address:
         for origin, allowed in ((NAMED, NAMED), (HERE, None), (THERE, None), (f"{NAMED}:8443", None)):
             assert (await ask(address, "OPTIONS", "/v1/models", headers=preflight(origin))).headers[ALLOWED] == allowed
             assert (await ask(address, "GET", "/version", headers={"Origin": origin})).headers[ALLOWED] == allowed
-    async with serve(GenerationService(), origins=Origins(("*",), local=False)) as address:
+    async with serve(starting_service(), origins=Origins(("*",), local=False)) as address:
         assert (await ask(address, "OPTIONS", "/v1/models", headers=preflight(THERE))).headers[ALLOWED] == "*"
-    async with serve(GenerationService()) as address:
+    async with serve(starting_service()) as address:
         assert (await ask(address, "OPTIONS", "/v1/models", headers=preflight(HERE))).status == 405
 
 

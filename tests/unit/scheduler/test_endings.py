@@ -10,14 +10,14 @@ from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
 from protos.rpc.errors import from_rpc_error
 from scheduler.core import loop
-from scheduler.core.batch import MAX_FAILURES
+from scheduler.request import MAX_FAILURES
 from tests.support.generation import generate
-from tests.unit.scheduler.conftest import Stack, StackFactory
-from tests.unit.scheduler.fake_executor import FakeExecutor
-from tests.unit.scheduler.fake_manager import FakeManager
-from tests.unit.scheduler.real_manager import RealManager
-from tests.unit.scheduler.test_generation import prompt_of, request, run
-from tests.unit.scheduler.text import EOS, space_prefix_tokenizer
+from tests.support.generation import greedy_request as request
+from tests.support.scheduler.fake_executor import FakeExecutor
+from tests.support.scheduler.fake_manager import FakeManager
+from tests.support.scheduler.real_manager import RealManager
+from tests.support.scheduler.stack import StackFactory, prompt_of, run, waiting
+from tests.support.scheduler.tokenizers import EOS, space_prefix_tokenizer
 
 
 def salted(prompt: list[int], max_tokens: int, **fields: object) -> pb.StreamGenerateRequest:
@@ -25,12 +25,6 @@ def salted(prompt: list[int], max_tokens: int, **fields: object) -> pb.StreamGen
     asked = request(prompt, max_tokens, **fields)
     asked.cache.salt, asked.cache.tenant_id = "s", "t"
     return asked
-
-
-async def waiting(stack: Stack, count: int) -> None:
-    """Until so many requests wait for blocks."""
-    while (await stack.stub.GetLoads(pb.GetLoadsRequest())).waiting_requests != count:
-        pass
 
 
 async def test_cancelling_a_stream_frees_everything_at_once(run_stack: StackFactory) -> None:

@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 from protos.execution.v1 import execution_pb2 as pb
 from protos.kvcache.eviction import Layout, Policy, parse
 from scheduler.bridge import SyncAnswer
-from scheduler.core.batch import RunningSet
-from scheduler.core.step_message import Flight, build_step
-from scheduler.core.token_eviction import Eviction
-from scheduler.request import Candidate, Request
-from scheduler.sequence import Sequence
-from tests.unit.scheduler.test_planner import depths
+from scheduler.core.batch import RunningBatch
+from scheduler.core.step_message import InFlightStep, build_step
+from scheduler.request import AdmissionAttempt, Request
+from scheduler.sequence import Eviction, Sequence
+from tests.support.scheduler.sequences import depths, updates
 
 BLOCK = 4
 LAYOUT = Layout(BLOCK, (None,), plain_rotary=True)
@@ -108,24 +107,24 @@ def test_an_executor_that_follows_the_policy_finds_room_for_all_that_is_planned(
     most = chosen.first_eviction(prompt) or prompt + output
     first = -(-min(most, known) // BLOCK)
     sequence = Sequence(
-        Candidate(request, tuple(range(known))),
+        AdmissionAttempt(request, tuple(range(known))),
         HANDLE,
         cached_tokens=0,
         tables=[list(range(1, first + 1))],
         block_size=BLOCK,
         eviction=Eviction(chosen, prompt),
     )
-    running, executor = RunningSet(), Executor(chosen, prompt)
-    running.admit(sequence)
-    flights: list[tuple[Flight, pb.StepResult]] = []
+    batch, executor = RunningBatch(), Executor(chosen, prompt)
+    batch.admit(sequence)
+    flights: list[tuple[InFlightStep, pb.StepResult]] = []
     asked_at = settled_at = moved = None
     given_own, moves, number, evicted, most_kept = False, 0, 0, 0, 0
     for turn in range(1000):
-        plan = running.plan(budget)
+        plan = batch.plan(budget)
         if plan.compute:
             number += 1
-            message, flight = build_step(number, plan, running.removed, evicting=running.evicts)
-            running.removed = []
+            message, flight = build_step(number, plan, batch.removed)
+            batch.removed = []
             count = sum(tokens for _, tokens in plan.compute)
             result = executor.run(message, count)
             assert executor.kept == sequence.planned - sequence.evicted
@@ -137,16 +136,16 @@ def test_an_executor_that_follows_the_policy_finds_room_for_all_that_is_planned(
             result.sequences.extend(samples)
             result.token_ids.extend([1] * len(samples))
             result.stopped.extend([False] * len(samples))
-            running.commit(flight, result)
-        report = running.take_report()
-        evicted += sum(tokens for _, tokens, _ in report.evicted)
-        most_kept = report.most_kept.get(request.arrival, most_kept)
-        if report.evicting and asked_at is None:
-            assert report.evicting == {HANDLE: True}
+            batch.commit(flight, result)
+        tokens, update = updates(batch)
+        evicted += sum(tokens for _, tokens, _ in tokens.evicted)
+        most_kept = tokens.most_kept.get(request.arrival, most_kept)
+        if update.evicting and asked_at is None:
+            assert update.evicting == {HANDLE: True}
             asked_at = turn
-        if report.moved:
+        if update.relocated:
             assert moved is None
-            moved, settled_at = report.moved[HANDLE], turn
+            moved, settled_at = update.relocated[HANDLE], turn
         own = []
         if asked_at is not None and turn >= asked_at + delay and not given_own:
             given_own = True
@@ -160,11 +159,11 @@ def test_an_executor_that_follows_the_policy_finds_room_for_all_that_is_planned(
             needed = min(needed, chosen.most_kept)
         have = len(sequence.tables[0])
         more = list(range(900 + have, 900 + max(have, -(-needed // BLOCK))))
-        extensions = [(HANDLE, 0, more)] if more and not (sequence.eviction.evicts and settled_at is None) else []
-        running.apply(SyncAnswer(extensions, (), 0, (), (), (HANDLE,) if settled_at == turn else (), own))
-        if not len(running):
+        extensions = [(HANDLE, 0, more)] if more and not (sequence.eviction.has_evicted and settled_at is None) else []
+        batch.apply(SyncAnswer(extensions, (), 0, (), (), (HANDLE,) if settled_at == turn else (), own))
+        if not len(batch):
             break
-    assert not len(running)
+    assert not len(batch)
     assert len(sequence.token_ids) == prompt + output
     assert executor.computed == prompt + output - 1
     assert moves == (1 if executor.evictions else 0)
@@ -180,16 +179,16 @@ def test_an_executor_that_follows_the_policy_finds_room_for_all_that_is_planned(
 def test_the_queries_that_count_are_not_cut() -> None:
     chosen = policy({"kind": "EVICTION_KIND_SNAPKV", "max_cache_tokens": 12, "score_window_tokens": 4})
     request = Request("r", tuple(range(20)), 5, pb.SamplingParams(), 1, 0.0)
-    running = RunningSet()
+    batch = RunningBatch()
     for handle, eviction in ((HANDLE, Eviction(chosen, 20)), (HANDLE + 1, None)):
-        candidate = Candidate(replace(request, arrival=handle), request.prompt_ids)
+        candidate = AdmissionAttempt(replace(request, arrival=handle), request.prompt_ids)
         tables = [list(range(1, 8))]
-        running.admit(Sequence(candidate, handle, cached_tokens=0, tables=tables, block_size=BLOCK, eviction=eviction))
+        batch.admit(Sequence(candidate, handle, cached_tokens=0, tables=tables, block_size=BLOCK, eviction=eviction))
     counts = []
     for step in range(1, 4):
-        plan = running.plan(18)
+        plan = batch.plan(18)
         counts.append([(sequence.handle - HANDLE, count) for sequence, count in plan.compute])
-        build_step(step, plan, [], evicting=True)
+        build_step(step, plan, [])
     # Of 18 tokens the first takes the 16 before the window, the second what is left; then the window at once.
     assert counts == [[(0, 16), (1, 2)], [(0, 4), (1, 14)], [(1, 4)]]
 
@@ -199,35 +198,35 @@ def test_a_sequence_that_waits_for_blocks_of_its_own_sits_out_and_says_so() -> N
     request = Request("r", tuple(range(20)), 5, pb.SamplingParams(), 1, 0.0)
     tables = [list(range(1, 8))]
     sequence = Sequence(
-        Candidate(request, request.prompt_ids),
+        AdmissionAttempt(request, request.prompt_ids),
         HANDLE,
         cached_tokens=0,
         tables=tables,
         block_size=BLOCK,
         eviction=Eviction(chosen, 20),
     )
-    running = RunningSet()
-    running.admit(sequence)
-    plan = running.plan(100)
-    _, flight = build_step(1, plan, [], evicting=True)
-    assert running.take_report().evicting == {}
-    running.commit(flight, pb.StepResult(step=1, sequences=[HANDLE], token_ids=[1], stopped=[False]))
-    assert running.plan(100).compute == []
-    assert running.take_report().evicting == {HANDLE: True}
-    assert running.plan(100).stalled == [sequence]
-    assert running.take_report().evicting == {HANDLE: False}
-    running.apply(SyncAnswer((), (), 0, (), (), (), [(HANDLE, [11, 12, 13])]))
-    message, flight = build_step(2, running.plan(100), [], evicting=True)
+    batch = RunningBatch()
+    batch.admit(sequence)
+    plan = batch.plan(100)
+    _, flight = build_step(1, plan, [])
+    assert updates(batch)[1].evicting == {}
+    batch.commit(flight, pb.StepResult(step=1, sequences=[HANDLE], token_ids=[1], stopped=[False]))
+    assert batch.plan(100).compute == []
+    assert updates(batch)[1].evicting == {HANDLE: True}
+    assert batch.plan(100).out_of_blocks == [sequence]
+    assert updates(batch)[1].evicting == {HANDLE: False}
+    batch.apply(SyncAnswer((), (), 0, (), (), (), [(HANDLE, [11, 12, 13])]))
+    message, flight = build_step(2, batch.plan(100), [])
     assert list(message.evicting_sequences) == [HANDLE]
     assert list(message.evicting_slots) == [11, 12, 13]
     result = pb.StepResult(step=2, sequences=[HANDLE], token_ids=[1], stopped=[False])
     result.evicted_sequences.append(HANDLE)
     result.evicted_tokens.append(9)
     result.kept_masses.append(-1)
-    running.commit(flight, result)
-    report = running.take_report()
-    assert report.moved == {HANDLE: 20}
-    assert report.evicted == [(1, 9, -1)]
+    batch.commit(flight, result)
+    tokens, update = updates(batch)
+    assert update.relocated == {HANDLE: 20}
+    assert tokens.evicted == [(1, 9, -1)]
 
 
 @given(st.sampled_from(POLICIES), st.integers(1, 20), depths)
@@ -235,34 +234,34 @@ def test_who_stops_before_its_first_eviction_has_not_moved(fields: dict[str, Any
     chosen = policy(fields)
     request = Request("r", tuple(range(5)), 40, pb.SamplingParams(), 1, 0.0)
     sequence = Sequence(
-        Candidate(request, request.prompt_ids),
+        AdmissionAttempt(request, request.prompt_ids),
         HANDLE,
         cached_tokens=0,
         tables=[list(range(1, 20))],
         block_size=BLOCK,
         eviction=Eviction(chosen, 5),
     )
-    running = RunningSet()
-    running.admit(sequence)
-    flights: list[Flight] = []
+    batch = RunningBatch()
+    batch.admit(sequence)
+    flights: list[InFlightStep] = []
     sampled = number = 0
-    while len(running):
-        plan = running.plan(100)
+    while len(batch):
+        plan = batch.plan(100)
         if plan.compute:
             number += 1
-            flights.append(build_step(number, plan, running.removed, evicting=running.evicts)[1])
-            running.removed = []
+            flights.append(build_step(number, plan, batch.removed)[1])
+            batch.removed = []
         if flights and (len(flights) == depth or not plan.compute):
             flight = flights.pop(0)
-            result = pb.StepResult(step=flight.step)
+            result = pb.StepResult(step=flight.number)
             if not sequence.stopped:
                 sampled += 1
                 result.sequences.append(HANDLE)
                 result.token_ids.append(1)
                 result.stopped.append(sampled == stop_at)
-            running.commit(flight, result)
-        report = running.take_report()
-        assert report.moved.get(HANDLE, 0) <= sequence.computed
-        own = [(HANDLE, list(range(501, 520)))] if report.evicting else []
-        running.apply(SyncAnswer((), (), 0, (), (), list(report.moved), own))
+            batch.commit(flight, result)
+        update = updates(batch)[1]
+        assert update.relocated.get(HANDLE, 0) <= sequence.computed
+        own = [(HANDLE, list(range(501, 520)))] if update.evicting else []
+        batch.apply(SyncAnswer((), (), 0, (), (), list(update.relocated), own))
     assert sampled == stop_at

@@ -1,34 +1,18 @@
 """A request's life between two fakes."""
 
 import asyncio
-import random
 
 import pytest
 
 from protos.generation.v1 import generation_pb2 as pb
 from scheduler.frontend import turns
-from tests.support.generation import Output, generate, greedy_request
-from tests.unit.scheduler.conftest import Stack, StackFactory
-from tests.unit.scheduler.fake_executor import FakeExecutor
-from tests.unit.scheduler.fake_manager import FakeManager
+from tests.support.generation import generate
+from tests.support.generation import greedy_request as request
+from tests.support.scheduler.fake_executor import FakeExecutor
+from tests.support.scheduler.fake_manager import FakeManager
+from tests.support.scheduler.stack import Stack, StackFactory, prompt_of, run, waiting
 
 SEED = pb.SamplingParams(seed=0)
-
-
-def request(prompt: list[int], max_tokens: int, **fields: object) -> pb.StreamGenerateRequest:
-    """Greedy, as `FakeExecutor.expected` assumes."""
-    return greedy_request(prompt, max_tokens, **fields)
-
-
-def prompt_of(length: int, seed: int = 1) -> list[int]:
-    """Random ids."""
-    rng = random.Random(seed)
-    return [rng.randrange(1, 300) for _ in range(length)]
-
-
-async def run(stack: Stack, *messages: pb.StreamGenerateRequest) -> list[Output]:
-    """Runs requests at once."""
-    return await asyncio.gather(*[generate(stack.stub, message, 30) for message in messages])
 
 
 async def test_a_request_gets_the_models_tokens_and_its_usage(run_stack: StackFactory) -> None:
@@ -154,13 +138,6 @@ async def test_tokens_that_wait_for_others_come_also_when_no_step_follows(
             received += len((await call.read()).token_ids)
         stack.executor.gate.set()
         call.cancel()
-
-
-async def waiting(stack: Stack, count: int) -> None:
-    """Until so many requests wait for blocks."""
-    async with asyncio.timeout(20):
-        while (await stack.stub.GetLoads(pb.GetLoadsRequest())).waiting_requests != count:
-            pass
 
 
 async def test_a_follower_whose_writer_leaves_while_both_are_admitted_computes_the_prefix_itself(

@@ -2,13 +2,10 @@
 
 import asyncio
 import contextlib
-import http.client
 import json
 import re
 import tracemalloc
-from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import openai
 import pytest
@@ -19,69 +16,17 @@ from protos.rpc.addresses import AddressError
 from protos.rpc.guard import Guard
 from protos.rpc.http_server import HttpServer
 from protos.rpc.identity import Role
-from scheduler.frontend.grpc_service import GenerationService
 from scheduler.frontend.openai.app import create_app
 from scheduler.frontend.openai.formats import CompletionFormat
 from tests.support.keyring import Keyring
-from tests.unit.scheduler.conftest import Stack, StackFactory
-from tests.unit.scheduler.fake_executor import FakeExecutor
-from tests.unit.scheduler.real_manager import RealManager
-
-JSON = {"Content-Type": "application/json"}
-HELLO = {"role": "user", "content": "hello"}
-LEAST = {"prompt": "the cat", "max_tokens": 3, "temperature": 0}
-
-
-@contextlib.asynccontextmanager
-async def serve(service: GenerationService, *, own_names: bool = False, **options: Any) -> AsyncIterator[str]:
-    """The API of a service; its address."""
-    app = create_app(service, **{"max_prompt_bytes": 1000, "registry": CollectorRegistry()} | options)
-    server = HttpServer(app, "127.0.0.1:0", own_names=own_names)
-    await server.start()
-    try:
-        yield server.address
-    finally:
-        await server.stop()
-
-
-@contextlib.asynccontextmanager
-async def client(address: str, key: str = "none") -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"http://{address}/v1", api_key=key, max_retries=0) as client:
-        yield client
-
-
-class Answer:
-    """Status, headers and body."""
-
-    def __init__(self, answer: http.client.HTTPResponse) -> None:
-        self.status, self.headers, self.body = answer.status, answer.headers, answer.read().decode()
-
-    @property
-    def error(self) -> dict[str, Any]:
-        """In OpenAI's shape, and nothing else."""
-        answer = json.loads(self.body)
-        assert list(answer) == ["error"]
-        assert sorted(answer["error"]) == ["code", "message", "param", "type"]
-        return dict(answer["error"])
-
-
-async def ask(
-    address: str, method: str, path: str, body: bytes | str | Iterator[bytes] | None = None,
-    headers: Mapping[str, str] = JSON,
-) -> Answer:  # fmt: skip
-    """Without a client's help."""
-
-    def call() -> Answer:
-        connection = http.client.HTTPConnection(address, timeout=30)
-        with contextlib.closing(connection):
-            connection.request(method, path, body, dict(headers))
-            return Answer(connection.getresponse())
-
-    return await asyncio.to_thread(call)
+from tests.support.scheduler.fake_executor import FakeExecutor
+from tests.support.scheduler.http import HELLO, LEAST, ask, client, first_event, serve, starting_service
+from tests.support.scheduler.real_manager import RealManager
+from tests.support.scheduler.stack import StackFactory
 
 
 async def test_before_the_stack_is_there_callers_are_told_to_come_again() -> None:
-    async with serve(GenerationService()) as address:
+    async with serve(starting_service()) as address:
         for method, path, body in (
             ("GET", "/health", None),
             ("GET", "/v1/models", None),
@@ -265,7 +210,7 @@ async def test_a_request_keeps_the_name_it_comes_with(run_stack: StackFactory) -
 
 
 async def test_a_defect_is_told_without_what_it_is(caplog: pytest.LogCaptureFixture) -> None:
-    async with serve(GenerationService(), registry=None) as address:
+    async with serve(starting_service(), registry=None) as address:
         answer = await ask(address, "GET", "/metrics")
         assert answer.status == 500
         assert answer.error == {
@@ -277,25 +222,13 @@ async def test_a_defect_is_told_without_what_it_is(caplog: pytest.LogCaptureFixt
     assert "AttributeError" in caplog.text
 
 
-async def first_event(stack: Stack, address: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Begins a stream that goes on."""
-    body = json.dumps(LEAST | {"max_tokens": 300, "stream": True}).encode()
-    writer.write(
-        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        + f"Content-Length: {len(body)}\r\n\r\n".encode()
-        + body
-    )
-    assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
-    await reader.readuntil(b"data: ")
-
-
 async def test_what_goes_wrong_in_a_stream_is_its_last_event(run_stack: StackFactory) -> None:
     async with run_stack() as stack, serve(stack.scheduler.service) as address:
         stack.executor.step_seconds = 0.02
         reader, writer = await asyncio.open_connection(*address.split(":"))
         with contextlib.closing(writer):
-            await first_event(stack, address, reader, writer)
-            draining = asyncio.create_task(stack.scheduler._engine.drain(0.1))
+            await first_event(reader, writer)
+            draining = asyncio.create_task(stack.scheduler.requests.drain(0.1))
             assert (await ask(address, "POST", "/v1/completions", json.dumps(LEAST))).error["code"] == "draining"
             assert (await ask(address, "GET", "/health")).status == 503
             events = (await reader.readuntil(b"\r\n0\r\n\r\n")).decode()
@@ -311,7 +244,7 @@ async def test_a_defect_in_a_stream_is_its_last_event(
         stack.executor.step_seconds = 0.02
         reader, writer = await asyncio.open_connection(*address.split(":"))
         with contextlib.closing(writer):
-            await first_event(stack, address, reader, writer)
+            await first_event(reader, writer)
             monkeypatch.setattr(CompletionFormat, "chunk", lambda *_, **__: 1 / 0)
             rest = (await reader.read()).decode()
     assert '"code":"unexpected"' in rest.split("data: ")[-1]
@@ -327,7 +260,7 @@ async def test_a_stream_ends_with_an_error_when_the_process_does_not_wait_for_it
         stack.executor.step_seconds = 0.02
         reader, writer = await asyncio.open_connection(*server.address.split(":"))
         with contextlib.closing(writer):
-            await first_event(stack, server.address, reader, writer)
+            await first_event(reader, writer)
             await server.stop(hurried=True)
             rest = (await reader.read()).decode()
     assert '"code":"draining"' in rest.split("data: ")[-1]
@@ -338,7 +271,7 @@ async def test_a_connection_that_ends_ends_its_request(run_stack: StackFactory) 
     async with run_stack() as stack, serve(stack.scheduler.service) as address:
         stack.executor.step_seconds = 0.02
         reader, writer = await asyncio.open_connection(*address.split(":"))
-        await first_event(stack, address, reader, writer)
+        await first_event(reader, writer)
         writer.transport.abort()
         async with asyncio.timeout(3):
             while stack.manager.live or stack.metric("running_requests"):
@@ -347,7 +280,7 @@ async def test_a_connection_that_ends_ends_its_request(run_stack: StackFactory) 
 
 
 async def test_a_name_that_another_site_has_pointed_here_is_not_answered() -> None:
-    async with serve(GenerationService(), own_names=True) as address:
+    async with serve(starting_service(), own_names=True) as address:
         for host, status in {
             address: 200, "localhost": 200, "LOCALHOST:1": 200, "[::1]:8000": 200,
             "evil.example": 400, "localhost.evil.example:80": 400, "[evil": 400, "": 400,
@@ -436,15 +369,15 @@ async def test_one_of_several_prompts_that_is_refused_ends_all_and_is_named(
 
 
 async def test_an_address_that_is_taken_is_named() -> None:
-    async with serve(GenerationService()) as address:
+    async with serve(starting_service()) as address:
         with pytest.raises(AddressError, match=f"{address}: already in use .KVKEEP_X chooses another"):
-            await HttpServer(create_app(GenerationService(), max_prompt_bytes=1), address, setting="KVKEEP_X").start()
+            await HttpServer(create_app(starting_service(), max_prompt_bytes=1), address, setting="KVKEEP_X").start()
     with pytest.raises(AddressError, match="without TLS"):
-        await HttpServer(create_app(GenerationService(), max_prompt_bytes=1), "0.0.0.0:0").start()
+        await HttpServer(create_app(starting_service(), max_prompt_bytes=1), "0.0.0.0:0").start()
 
 
 def test_the_description_names_every_route_and_only_answers_that_there_are() -> None:
-    app = create_app(GenerationService(), max_prompt_bytes=1000)
+    app = create_app(starting_service(), max_prompt_bytes=1000)
     described = app.openapi()
     assert sorted(described["paths"]) == [
         "/detokenize", "/health", "/metrics", "/tokenize", "/v1/chat/completions", "/v1/completions", "/v1/models",

@@ -10,12 +10,11 @@ import pytest
 
 from protos.rpc.guard import Guard
 from protos.rpc.identity import Role
-from scheduler.frontend.grpc_service import GenerationService
 from scheduler.frontend.openai import bodies
 from scheduler.frontend.openai.app import create_app
 from tests.support.keyring import Keyring
-from tests.unit.scheduler.conftest import StackFactory
-from tests.unit.scheduler.test_http import LEAST, ask, serve
+from tests.support.scheduler.http import LEAST, ask, serve, starting_service
+from tests.support.scheduler.stack import StackFactory
 
 PATH = "/v1/completions"
 # What of this is beyond the free part fits once into what is held, and not twice.
@@ -103,7 +102,7 @@ async def test_a_body_of_more_values_than_any_request_has_is_not_looked_at(run_s
 
 
 def test_the_description_has_a_place_for_a_token() -> None:
-    described = create_app(GenerationService(), max_prompt_bytes=1).openapi()
+    described = create_app(starting_service(), max_prompt_bytes=1).openapi()
     scheme = described["components"]["securitySchemes"]["bearer"]
     assert (scheme["type"], scheme["scheme"]) == ("http", "bearer")
     for path, methods in described["paths"].items():

@@ -15,13 +15,13 @@ from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
 from protos.rpc.guard import Guard
 from protos.rpc.identity import Role
+from protos.rpc.server import Server
 from scheduler.app import Scheduler
-from scheduler.frontend.grpc_service import GenerationService
 from scheduler.settings import SchedulerSettings
+from tests.support.generation import greedy_request as request
 from tests.support.keyring import Keyring
-from tests.unit.scheduler.conftest import StackFactory, _serve
-from tests.unit.scheduler.test_generation import request
-from tests.unit.scheduler.test_http import JSON, LEAST, ask, first_event, serve
+from tests.support.scheduler.http import JSON, LEAST, ask, first_event, serve, starting_service
+from tests.support.scheduler.stack import StackFactory
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PEER = r"127\.0\.0\.1:\d+"
@@ -68,14 +68,14 @@ async def test_every_answer_is_counted_by_route_and_status(
 
 async def test_a_scheduler_that_is_not_ready_is_seen() -> None:
     before = answered(COMPLETIONS, 503)
-    async with serve(GenerationService()) as address:
+    async with serve(starting_service()) as address:
         assert (await ask(address, "POST", COMPLETIONS, json.dumps(LEAST))).status == 503
         await one_more(COMPLETIONS, 503, before)
 
 
 async def test_a_defect_is_seen_and_its_answer_has_a_name() -> None:
     before = answered("/metrics", 500)
-    async with serve(GenerationService(), registry=None) as address:
+    async with serve(starting_service(), registry=None) as address:
         answer = await ask(address, "GET", "/metrics", headers={"X-Request-Id": "mine"})
         await one_more("/metrics", 500, before)
     assert (answer.status, answer.headers["x-request-id"]) == (500, "mine")
@@ -87,8 +87,8 @@ async def test_a_stream_that_fails_is_counted_as_what_it_failed_of(run_stack: St
         stack.executor.step_seconds = 0.02
         reader, writer = await asyncio.open_connection(*address.split(":"))
         with contextlib.closing(writer):
-            await first_event(stack, address, reader, writer)
-            await stack.scheduler._engine.drain(0)
+            await first_event(reader, writer)
+            await stack.scheduler.requests.drain(0)
             await reader.readuntil(b"\r\n0\r\n\r\n")
         await one_more(COMPLETIONS, 503, before[0])
         assert answered(COMPLETIONS, 200) == before[1]
@@ -99,7 +99,7 @@ async def test_a_caller_that_leaves_is_no_success(run_stack: StackFactory) -> No
         before = answered(COMPLETIONS, 499)
         stack.executor.step_seconds = 0.02
         reader, writer = await asyncio.open_connection(*address.split(":"))
-        await first_event(stack, address, reader, writer)
+        await first_event(reader, writer)
         writer.transport.abort()
         await one_more(COMPLETIONS, 499, before)
 
@@ -207,7 +207,7 @@ async def test_a_caller_that_leaves_has_a_line(run_stack: StackFactory, tmp_path
     async with run_stack(access_log=file) as stack, serve(stack.scheduler.service) as address:
         stack.executor.step_seconds = 0.02
         reader, writer = await asyncio.open_connection(*address.split(":"))
-        await first_event(stack, address, reader, writer)
+        await first_event(reader, writer)
         writer.transport.abort()
         line = await line_in(file)
         assert (line["status"], line["finish_reason"], line["error"]) == (499, "abort", "CANCELLED")
@@ -217,9 +217,12 @@ async def test_before_the_stack_is_there_refusals_have_lines_and_count(tmp_path:
     file, registry, address = tmp_path / "access", CollectorRegistry(), f"unix:{tmp_path}/scheduler"
     settings = SchedulerSettings(scheduler_address=address, access_log=file)
     async with contextlib.AsyncExitStack() as exits:
-        scheduler = Scheduler(settings, registry)
+        server = Server("scheduler", drain_seconds=0)
+        scheduler = Scheduler(settings, server, registry)
         exits.push_async_callback(scheduler.stop)
-        await _serve(exits, address, "generation.v1.GenerationService", scheduler.service.add_to)
+        server.listen(address, {"generation.v1.GenerationService": scheduler.service.add_to})
+        await server.start()
+        exits.push_async_callback(server.stop)
         http = await exits.enter_async_context(serve(scheduler.service))
         channel = await exits.enter_async_context(grpc.aio.insecure_channel(address))
         stub: rpc.GenerationServiceAsyncStub = rpc.GenerationServiceStub(channel)

@@ -8,22 +8,37 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from protos.execution.v1 import execution_pb2 as pb
-from scheduler.bridge import Admitted, Mailbox, Report, Stop, SyncAnswer
+from scheduler.bridge import Admitted, CacheUpdate, CommandQueue, Stop, TokenBatch
 from scheduler.core.loop import StepLoop
-from scheduler.core.prefill_budget import Pace
+from scheduler.core.prefill_budget import PrefillBudget
 from scheduler.metrics import StepTimes
-from tests.unit.scheduler.test_copies import down, synced
-from tests.unit.scheduler.test_planner import sequence
+from tests.support.scheduler.sequences import sequence, synced
+from tests.unit.scheduler.test_copies import down
 
-BUDGET = 64
+
+class Updates:
+    """A listener that keeps everything."""
+
+    def __init__(self) -> None:
+        self.tokens: list[TokenBatch] = []
+        self.cache: list[CacheUpdate] = []
+
+    def publish(self, tokens: TokenBatch | None, cache: CacheUpdate | None) -> None:
+        self.tokens += [tokens] if tokens else []
+        self.cache += [cache] if cache else []
+
+
+def step_loop(executor: object, commands: CommandQueue, updates: Updates) -> StepLoop:
+    times = StepTimes(CollectorRegistry())
+    return StepLoop(executor, commands, updates, times, max_batched_tokens=64, budget=PrefillBudget())  # type: ignore[arg-type]
 
 
 class OneStep:
     """An executor whose first answer ends the loop."""
 
-    def __init__(self, mailbox: Mailbox) -> None:
+    def __init__(self, commands: CommandQueue) -> None:
         self.steps: list[pb.Step] = []
-        self._mailbox = mailbox
+        self._mailbox = commands
 
     def open(self) -> None:
         pass
@@ -43,22 +58,23 @@ class OneStep:
 
 
 def test_copies_asked_for_in_another_session_are_not_sent_and_others_are_without_anything_to_compute() -> None:
-    mailbox = Mailbox()
-    executor = OneStep(mailbox)
-    reports: list[Report] = []
-    mailbox.put(synced(down(30), session=1))
+    commands = CommandQueue()
+    executor = OneStep(commands)
+    updates = Updates()
+    commands.put(synced(down(30), session=1))
     for ticket, session in ((31, -1), (32, 0), (33, 2)):
-        mailbox.put(synced(down(ticket), session=session))
-    times = StepTimes(CollectorRegistry())
-    StepLoop(executor, mailbox, reports.append, times, max_batched_tokens=BUDGET, pace=Pace()).run()  # type: ignore[arg-type]
+        commands.put(synced(down(ticket), session=session))
+    step_loop(executor, commands, updates).run()
     assert [list(step.copy_tickets) for step in executor.steps] == [[30]]
-    assert [report.cancelled_tickets for report in reports if report.cancelled_tickets] == [[31, 32, 33]]
+    assert [item.cancelled_tickets for item in updates.cache if item.cancelled_tickets] == [[31, 32, 33]]
 
 
 class Timed:
     """An executor that says how long its steps took, and counts those that it has when it answers one."""
 
-    def __init__(self, mailbox: Mailbox, steps: int, seconds: Callable[[int, int], float], prompt: int = 0) -> None:
+    def __init__(
+        self, commands: CommandQueue, steps: int, seconds: Callable[[int, int], float], prompt: int = 0
+    ) -> None:
         """seconds: what a step takes, by its number from 0 and its prompt tokens.
 
         One sequence decodes from the beginning; with the tenth answer another one comes with so long a prompt.
@@ -66,7 +82,7 @@ class Timed:
         self.had: list[int] = []
         # Prompt tokens of each answered step, but for the first one's.
         self.tokens: list[int] = []
-        self._mailbox = mailbox
+        self._mailbox = commands
         self._steps, self._seconds, self._prompt = steps, seconds, prompt
         self._sent: deque[pb.Step] = deque()
 
@@ -95,31 +111,30 @@ class Timed:
         pass
 
 
-def run(mailbox: Mailbox, executor: Timed) -> list[Report]:
-    reports: list[Report] = []
-    times = StepTimes(CollectorRegistry())
-    StepLoop(executor, mailbox, reports.append, times, max_batched_tokens=BUDGET, pace=Pace()).run()  # type: ignore[arg-type]
-    return reports
+def run(commands: CommandQueue, executor: Timed) -> list[TokenBatch]:
+    updates = Updates()
+    step_loop(executor, commands, updates).run()
+    return updates.tokens
 
 
 def test_more_steps_are_sent_ahead_where_they_are_short() -> None:
-    mailbox = Mailbox()
-    executor = Timed(mailbox, 30, lambda step, _: (0.001, 0.02, 0.01)[min(step // 10, 2)])
-    reports = run(mailbox, executor)
+    commands = CommandQueue()
+    executor = Timed(commands, 30, lambda step, _: (0.001, 0.02, 0.01)[min(step // 10, 2)])
+    batches = run(commands, executor)
     # The first two are sent before it is known how long they take.
     assert executor.had[:2] == [2, 2]
     # What they took changes the number when it is seen, and three are asked.
     assert executor.had[6:10] == [4] * 4
     assert executor.had[16:20] == [2] * 4
     assert executor.had[26:30] == [3] * 4
-    assert sum(len(report.outputs) for report in reports) == len(executor.had)
+    assert sum(len(batch.outputs) for batch in batches) == len(executor.had)
 
 
 @pytest.mark.parametrize(("token_seconds", "steps"), [(1e-6, 4), (0.004, 3), (0.02, 2)])
 def test_what_prompts_take_counts_for_how_many_are_sent_ahead(token_seconds: float, steps: int) -> None:
-    mailbox = Mailbox()
-    executor = Timed(mailbox, 40, lambda _, tokens: 0.001 + token_seconds * tokens, prompt=3_000)
-    run(mailbox, executor)
+    commands = CommandQueue()
+    executor = Timed(commands, 40, lambda _, tokens: 0.001 + token_seconds * tokens, prompt=3_000)
+    run(commands, executor)
     first = next(index for index, tokens in enumerate(executor.tokens) if tokens)
     assert executor.had[first - 1] == 4
     # Until the first step with some has been answered nothing is known of them, and its followers are under way.
@@ -129,18 +144,17 @@ def test_what_prompts_take_counts_for_how_many_are_sent_ahead(token_seconds: flo
 
 
 def test_one_step_is_sent_ahead_where_blocks_are_short() -> None:
-    mailbox = Mailbox()
-    executor = Timed(mailbox, 20, lambda step, _: 0.001)
-    mailbox.put(SyncAnswer([], [], blocks_short=1, released=[], trimmed=[]))
-    run(mailbox, executor)
+    commands = CommandQueue()
+    executor = Timed(commands, 20, lambda step, _: 0.001)
+    commands.put(synced(missing_blocks=1))
+    run(commands, executor)
     assert executor.had[:20] == [2] * 20
 
 
 def test_the_state_of_a_loop_that_fails_can_be_shown_without_what_callers_wrote() -> None:
-    mailbox = Mailbox()
-    executor = Timed(mailbox, 30, lambda step, _: 1 / 0 if step == 3 else 0.001)
-    times = StepTimes(CollectorRegistry())
-    steps = StepLoop(executor, mailbox, lambda _: None, times, max_batched_tokens=BUDGET, pace=Pace())  # type: ignore[arg-type]
+    commands = CommandQueue()
+    executor = Timed(commands, 30, lambda step, _: 1 / 0 if step == 3 else 0.001)
+    steps = step_loop(executor, commands, Updates())
     with pytest.raises(ZeroDivisionError):
         steps.run()
     state = steps.dump()

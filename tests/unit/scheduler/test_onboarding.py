@@ -9,10 +9,10 @@ from google.protobuf.duration_pb2 import Duration
 
 from protos.kvcache.v1 import kvcache_pb2
 from tests.support.generation import Output, generate
-from tests.unit.scheduler.conftest import Stack, StackFactory
-from tests.unit.scheduler.fake_executor import HOST, FakeExecutor
-from tests.unit.scheduler.real_manager import RealManager
-from tests.unit.scheduler.test_generation import prompt_of, request
+from tests.support.generation import greedy_request as request
+from tests.support.scheduler.fake_executor import HOST, FakeExecutor
+from tests.support.scheduler.real_manager import RealManager
+from tests.support.scheduler.stack import Stack, StackFactory, prompt_of
 
 PROMPT = prompt_of(70)
 # Prompts that take the place of all others in the device's 40 blocks.

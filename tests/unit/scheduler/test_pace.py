@@ -1,4 +1,4 @@
-"""The pace of prompts beside decoding sequences: any machine, any noise."""
+"""The prefills of prompts beside decoding sequences: any machine, any noise."""
 
 import itertools
 from collections import deque
@@ -9,13 +9,19 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from scheduler.bridge import Report
-from scheduler.core.batch import RunningSet
+from scheduler.core.batch import RunningBatch
 from scheduler.core.planner import plan_step
-from scheduler.core.prefill_budget import DEFAULT_SHARE, LEAST_CHUNK, LONGEST_STEP, MIN_TOKENS, REFRESH_STEPS, Pace
-from scheduler.core.step_message import Flight, build_step
+from scheduler.core.prefill_budget import (
+    DEFAULT_SHARE,
+    LEAST_CHUNK,
+    LONGEST_STEP,
+    MIN_TOKENS,
+    REFRESH_STEPS,
+    PrefillBudget,
+)
+from scheduler.core.step_message import InFlightStep, build_step
 from scheduler.sequence import Sequence
-from tests.unit.scheduler.test_planner import answer, depths, sequence
+from tests.support.scheduler.sequences import answer, depths, sequence, updates
 
 BUDGET = 512
 
@@ -36,19 +42,19 @@ machines = st.builds(
 
 
 def steps(
-    pace: Pace, machine: Machine, count: int, *, decoding: int = 4, noise: object = (), depth: int = 2
+    prefills: PrefillBudget, machine: Machine, count: int, *, decoding: int = 4, noise: object = (), depth: int = 2
 ) -> list[int]:
     """Prompt tokens of each of `count` steps with an endless prompt, of which `depth` are under way at once."""
     noises = itertools.cycle(noise or [1.0])  # type: ignore[call-overload]
     in_flight: deque[int] = deque()
     given: list[int] = []
     for _ in range(count):
-        bound = pace.tokens(decoding, decoding, 1)
+        bound = prefills.max_prefill_tokens(decoding, decoding, 1)
         given.append(BUDGET - decoding if bound is None else min(BUDGET - decoding, bound))
         in_flight.append(given[-1])
         if len(in_flight) == depth:
             tokens = in_flight.popleft()
-            pace.observe(decoding, tokens, machine.seconds(decoding, tokens) * next(noises))
+            prefills.observe(decoding, tokens, machine.seconds(decoding, tokens) * next(noises))
     return given
 
 
@@ -59,14 +65,14 @@ def ideal(machine: Machine, decoding: int, share: float = DEFAULT_SHARE) -> floa
 
 @given(machines, st.integers(1, 64), depths)
 def test_it_converges_to_the_share_on_any_machine(machine: Machine, decoding: int, depth: int) -> None:
-    given_tokens = steps(Pace(), machine, 300, decoding=decoding, depth=depth)[200:]
+    given_tokens = steps(PrefillBudget(), machine, 300, decoding=decoding, depth=depth)[200:]
     wanted = max(MIN_TOKENS, min(BUDGET - decoding, ideal(machine, decoding)))
     assert all(tokens == 0 or abs(tokens - wanted) < 1.5 for tokens in given_tokens)
 
 
 @given(machines, st.lists(st.floats(0.9, 1.1), min_size=5, max_size=50))
 def test_noise_does_not_carry_it_away(machine: Machine, noise: list[float]) -> None:
-    given_tokens = [tokens for tokens in steps(Pace(), machine, 400, noise=noise)[200:] if tokens]
+    given_tokens = [tokens for tokens in steps(PrefillBudget(), machine, 400, noise=noise)[200:] if tokens]
     wanted = min(BUDGET - 4, ideal(machine, 4))
     assert median(given_tokens) <= max(MIN_TOKENS, 3 * wanted)
     assert median(given_tokens) >= min(MIN_TOKENS, wanted / 3)
@@ -74,25 +80,25 @@ def test_noise_does_not_carry_it_away(machine: Machine, noise: list[float]) -> N
 
 @given(machines, st.sampled_from([0.25, 4.0]))
 def test_it_follows_a_machine_that_becomes_faster_or_slower(machine: Machine, factor: float) -> None:
-    pace = Pace()
-    steps(pace, machine, 100)
+    prefills = PrefillBudget()
+    steps(prefills, machine, 100)
     changed = Machine(machine.fixed, machine.row, machine.token * factor)
     wanted = max(MIN_TOKENS, min(BUDGET - 4, ideal(changed, 4)))
-    assert all(tokens == 0 or abs(tokens - wanted) < 1.5 for tokens in steps(pace, changed, 200)[100:])
+    assert all(tokens == 0 or abs(tokens - wanted) < 1.5 for tokens in steps(prefills, changed, 200)[100:])
 
 
 @given(st.lists(st.floats(-1, 100), min_size=1, max_size=30), st.floats(0, 1), st.integers(1, 64))
 def test_whatever_it_is_told_a_prompt_is_held_up_for_a_few_steps_only(
     told: list[float], target: float, decoding: int
 ) -> None:
-    pace, seconds = Pace(target), itertools.cycle(told)
+    prefills, seconds = PrefillBudget(target), itertools.cycle(told)
     held = 0
     for _ in range(4 * REFRESH_STEPS):
-        tokens = pace.tokens(decoding, decoding, 1)
+        tokens = prefills.max_prefill_tokens(decoding, decoding, 1)
         held = held + 1 if tokens == 0 else 0
         assert held <= 1
         assert tokens is None or tokens == 0 or tokens >= MIN_TOKENS
-        pace.observe(decoding, BUDGET if tokens is None else tokens, next(seconds))
+        prefills.observe(decoding, BUDGET if tokens is None else tokens, next(seconds))
 
 
 @given(
@@ -105,30 +111,31 @@ def test_whatever_it_is_told_a_prompt_is_held_up_for_a_few_steps_only(
 def test_everybody_ends_within_the_budget_however_long_the_steps_take(
     told: list[float], requests: list[tuple[int, int]], target: float, budget: int, depth: int
 ) -> None:
-    running, pace, seconds = RunningSet(), Pace(target), itertools.cycle(told)
+    batch, prefills, seconds = RunningBatch(), PrefillBudget(target), itertools.cycle(told)
     waiting = [
         sequence(handle, prompt, max_tokens=output, blocks=(prompt + output) // 4 + 1)
         for handle, (prompt, output) in enumerate(requests, 1)
     ]
     total, work = len(waiting), sum(prompt + output for prompt, output in requests)
-    in_flight: list[Flight] = []
-    released, number = Report().released, 0
-    while waiting or len(running):
+    in_flight: list[InFlightStep] = []
+    released: list[int] = []
+    number = 0
+    while waiting or len(batch):
         # Somebody arrives while the others run.
         if waiting and number % 3 == 0:
-            running.admit(waiting.pop(0))
-        plan = running.plan(budget, pace)
+            batch.admit(waiting.pop(0))
+        plan = batch.plan(budget, prefills)
         assert plan.num_tokens <= budget
         if plan.compute:
-            in_flight.append(build_step(number + 1, plan, running.removed)[1])
-            running.removed = []
+            in_flight.append(build_step(number + 1, plan, batch.removed)[1])
+            batch.removed = []
         number += 1
         assert in_flight or waiting
         if in_flight and (len(in_flight) == depth or not plan.compute):
             flight = in_flight.pop(0)
-            answer(running, flight)
-            pace.observe(len(flight.decoding), flight.prompt_tokens, next(seconds))
-        released += running.take_report().released
+            answer(batch, flight)
+            prefills.observe(len(flight.decodes), flight.prefill_tokens, next(seconds))
+        released += updates(batch)[1].released
         assert number <= 3 * total + 6 * work + REFRESH_STEPS
     assert len(released) == total
 
@@ -137,70 +144,70 @@ def test_everybody_ends_within_the_budget_however_long_the_steps_take(
 def test_what_a_step_takes_is_known_when_the_like_was_seen(
     machine: Machine, decoding: int, seen: int, tokens: int
 ) -> None:
-    pace = Pace()
-    assert pace.seconds(0, tokens) == inf
-    pace.observe(0, seen, machine.seconds(0, seen))
-    assert pace.seconds(decoding, 0) == inf, "a prompt does not say what decoding takes"
-    assert pace.seconds(0, seen) == pytest.approx(machine.seconds(0, seen))
-    pace.observe(decoding, 0, machine.seconds(decoding, 0))
-    assert pace.seconds(decoding, 0) == pytest.approx(machine.seconds(decoding, 0))
-    assert pace.seconds(2 * decoding + 1, 0) == inf, "few sequences do not say what many take"
+    prefills = PrefillBudget()
+    assert prefills.seconds(0, tokens) == inf
+    prefills.observe(0, seen, machine.seconds(0, seen))
+    assert prefills.seconds(decoding, 0) == inf, "a prompt does not say what decoding takes"
+    assert prefills.seconds(0, seen) == pytest.approx(machine.seconds(0, seen))
+    prefills.observe(decoding, 0, machine.seconds(decoding, 0))
+    assert prefills.seconds(decoding, 0) == pytest.approx(machine.seconds(decoding, 0))
+    assert prefills.seconds(2 * decoding + 1, 0) == inf, "few sequences do not say what many take"
     for _ in range(9):
-        pace.observe(decoding, seen, machine.seconds(decoding, seen))
-    assert pace.seconds(decoding, 2 * seen + 1) == inf, "few tokens do not say what many take"
+        prefills.observe(decoding, seen, machine.seconds(decoding, seen))
+    assert prefills.seconds(decoding, 2 * seen + 1) == inf, "few tokens do not say what many take"
     if tokens <= 2 * seen:
-        assert pace.seconds(decoding, tokens) == pytest.approx(machine.seconds(decoding, tokens))
+        assert prefills.seconds(decoding, tokens) == pytest.approx(machine.seconds(decoding, tokens))
 
 
 def test_what_other_numbers_of_sequences_took_is_forgotten() -> None:
-    pace = Pace()
+    prefills = PrefillBudget()
     for _ in range(3):
-        pace.observe(1, 0, 0.002)
-    pace.observe(512, 0, 0.02)
-    assert pace.seconds(512, 0) == 0.02
+        prefills.observe(1, 0, 0.002)
+    prefills.observe(512, 0, 0.02)
+    assert prefills.seconds(512, 0) == 0.02
 
 
 @given(machines, st.integers(0, 64), st.floats(0.7, 1.4))
 def test_no_step_is_long_once_it_is_known_what_steps_take(machine: Machine, decoding: int, noise: float) -> None:
     # Where hardly any time is left for prompts it is found more slowly.
     assume(machine.seconds(decoding, LEAST_CHUNK) < LONGEST_STEP / 2)
-    pace = Pace()
+    prefills = PrefillBudget()
     for number in range(60):
-        tokens = pace.bounded(decoding, BUDGET - decoding)
+        tokens = prefills.within_longest_step(decoding, BUDGET - decoding)
         seconds = machine.seconds(decoding, tokens)
         assert tokens >= LEAST_CHUNK
         # A few slow or fast steps move nothing.
-        pace.observe(decoding, tokens, seconds * (noise if number % 5 == 4 else 1.0))
+        prefills.observe(decoding, tokens, seconds * (noise if number % 5 == 4 else 1.0))
         if number >= 30:
             assert seconds <= 1.05 * LONGEST_STEP
     assert tokens == BUDGET - decoding or machine.seconds(decoding, 2 * tokens) > LONGEST_STEP
 
 
 def test_a_burst_of_prompts_is_bounded_too() -> None:
-    pace = Pace()
+    prefills = PrefillBudget()
     prompts = [sequence(handle, 400, blocks=110) for handle in (1, 2)]
-    assert plan_step(prompts, 512, pace).num_tokens == 512
-    pace.observe(0, 512, 2 * LONGEST_STEP)
-    assert plan_step(prompts, 512, pace).num_tokens == 256
+    assert plan_step(prompts, 512, prefills).num_tokens == 512
+    prefills.observe(0, 512, 2 * LONGEST_STEP)
+    assert plan_step(prompts, 512, prefills).num_tokens == 256
 
 
 def streaming(handle: int, since: float) -> Sequence:
     """A sequence that decodes and had its first token at a time."""
     item = sequence(handle, 8, max_tokens=50, blocks=20)
-    running = RunningSet()
-    running.admit(item)
-    answer(running, build_step(1, plan_step([item], 64), [])[1])
-    item.streams_since = since
+    batch = RunningBatch()
+    batch.admit(item)
+    answer(batch, build_step(1, plan_step([item], 64), [])[1])
+    item.first_token_at = since
     return item
 
 
 def test_a_prompt_owes_consideration_only_to_streams_that_were_there_before_it() -> None:
     def planned(since: float, arrived_at: float) -> int:
-        pace = Pace()
-        pace.observe(1, 0, 0.02)
-        pace.observe(1, 100, 0.12)
+        prefills = PrefillBudget()
+        prefills.observe(1, 0, 0.02)
+        prefills.observe(1, 100, 0.12)
         prompt = sequence(2, 400, blocks=110, arrived_at=arrived_at)
-        plan = plan_step([streaming(1, since), prompt], 200, pace)
+        plan = plan_step([streaming(1, since), prompt], 200, prefills)
         return {item.handle: count for item, count in plan.compute}[2]
 
     # 40 % of 20 ms, at 1 ms for each token.
@@ -209,71 +216,71 @@ def test_a_prompt_owes_consideration_only_to_streams_that_were_there_before_it()
 
 
 def test_a_prompt_from_before_the_streams_does_not_free_those_that_came_later() -> None:
-    pace = Pace()
-    pace.observe(1, 0, 0.02)
-    pace.observe(1, 100, 0.12)
+    prefills = PrefillBudget()
+    prefills.observe(1, 0, 0.02)
+    prefills.observe(1, 100, 0.12)
     early = sequence(2, 30, blocks=110, arrived_at=1.0)
     late = sequence(3, 400, blocks=110, arrived_at=3.0)
-    plan = plan_step([streaming(1, 2.0), early, late], 200, pace)
-    assert {item.handle: count for item, count in plan.prompts} == {2: 30, 3: 8}
+    plan = plan_step([streaming(1, 2.0), early, late], 200, prefills)
+    assert {item.handle: count for item, count in plan.prefills} == {2: 30, 3: 8}
 
 
 def test_many_prompts_may_slow_few_streams_down() -> None:
-    pace = Pace()
-    pace.observe(2, 0, 0.02)
-    pace.observe(2, 100, 0.12)
-    assert [pace.tokens(2, 2, waiting) for waiting in (1, 2, 4)] == [8, 18, 38]
+    prefills = PrefillBudget()
+    prefills.observe(2, 0, 0.02)
+    prefills.observe(2, 100, 0.12)
+    assert [prefills.max_prefill_tokens(2, 2, waiting) for waiting in (1, 2, 4)] == [8, 18, 38]
 
 
 def test_nobody_is_held_up_where_nobody_decodes() -> None:
-    assert Pace().tokens(0, 0, 3) is None
-    assert Pace(0.001).tokens(0, 0, 3) is None
+    assert PrefillBudget().max_prefill_tokens(0, 0, 3) is None
+    assert PrefillBudget(0.001).max_prefill_tokens(0, 0, 3) is None
 
 
 def test_a_target_is_kept_whoever_was_there_first() -> None:
-    pace = Pace(0.03)
-    pace.observe(2, 0, 0.02)
-    pace.observe(2, 100, 0.12)
-    assert pace.tokens(2, 0, 9) == 9
-    pace.observe(2, 0, 0.05)
-    pace.observe(2, 0, 0.05)
-    assert pace.tokens(2, 0, 9) == MIN_TOKENS
+    prefills = PrefillBudget(0.03)
+    prefills.observe(2, 0, 0.02)
+    prefills.observe(2, 100, 0.12)
+    assert prefills.max_prefill_tokens(2, 0, 9) == 9
+    prefills.observe(2, 0, 0.05)
+    prefills.observe(2, 0, 0.05)
+    assert prefills.max_prefill_tokens(2, 0, 9) == MIN_TOKENS
 
 
 def test_what_decoding_takes_is_looked_up_again_after_many_steps_and_when_twice_as_many_decode() -> None:
-    pace = Pace()
-    pace.observe(2, 0, 0.02)
+    prefills = PrefillBudget()
+    prefills.observe(2, 0, 0.02)
     for _ in range(REFRESH_STEPS):
-        assert pace.tokens(2, 2, 1) != 0
-        pace.observe(2, 8, 0.03)
-    assert pace.tokens(2, 2, 1) == 0
-    assert pace.tokens(2, 2, 1) != 0, "one shows it, whenever it is answered"
-    pace.observe(2, 0, 0.02)
-    assert pace.tokens(2, 2, 1) != 0
-    assert pace.tokens(5, 5, 1) == 0
+        assert prefills.max_prefill_tokens(2, 2, 1) != 0
+        prefills.observe(2, 8, 0.03)
+    assert prefills.max_prefill_tokens(2, 2, 1) == 0
+    assert prefills.max_prefill_tokens(2, 2, 1) != 0, "one shows it, whenever it is answered"
+    prefills.observe(2, 0, 0.02)
+    assert prefills.max_prefill_tokens(2, 2, 1) != 0
+    assert prefills.max_prefill_tokens(5, 5, 1) == 0
 
 
 def test_few_tokens_say_little_about_many() -> None:
-    pace = Pace()
-    pace.observe(4, 0, 0.02)
-    pace.observe(4, 8, 0.02)
-    assert pace.tokens(4, 4, 1) == 16
+    prefills = PrefillBudget()
+    prefills.observe(4, 0, 0.02)
+    prefills.observe(4, 8, 0.02)
+    assert prefills.max_prefill_tokens(4, 4, 1) == 16
 
 
 def test_an_executor_that_tells_no_times_is_not_paced() -> None:
-    pace = Pace()
-    pace.observe(4, 0, 0.0)
-    assert pace.tokens(4, 4, 1) is None
+    prefills = PrefillBudget()
+    prefills.observe(4, 0, 0.0)
+    assert prefills.max_prefill_tokens(4, 4, 1) is None
 
 
 def test_an_estimate_says_nothing_before_the_first_step_and_something_from_then_on() -> None:
-    pace = Pace()
-    assert pace.estimate(4, 100) is None
-    pace.observe(0, 64, 0.64)
-    assert pace.estimate(0, 6400) == pytest.approx(64)
-    pace.observe(4, 0, 0.1)
+    prefills = PrefillBudget()
+    assert prefills.estimate(4, 100) is None
+    prefills.observe(0, 64, 0.64)
+    assert prefills.estimate(0, 6400) == pytest.approx(64)
+    prefills.observe(4, 0, 0.1)
     # Also where a token of a prompt costs nothing, as far as that can be seen.
     for _ in range(5):
-        pace.observe(4, 64, 0.1)
-    assert pace.estimate(0, 100) == 0
-    assert pace.estimate(4, 100) == pytest.approx(0.1)
+        prefills.observe(4, 64, 0.1)
+    assert prefills.estimate(0, 100) == 0
+    assert prefills.estimate(4, 100) == pytest.approx(0.1)

@@ -1,50 +1,50 @@
-"""What the running set tells of progress, and when."""
+"""What the batch set tells of progress, and when."""
 
 from collections import defaultdict
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.bridge import Report
+from scheduler.bridge import CacheUpdate
 from scheduler.core.batch import GATHER_STEPS
-from scheduler.core.step_message import Flight, build_step
+from scheduler.core.step_message import InFlightStep, build_step
 from scheduler.sequence import Sequence
-from tests.unit.scheduler.test_planner import BLOCK, admitted, answer, depths, sequence, traffic
+from tests.support.scheduler.sequences import BLOCK, answer, batch_of, depths, sequence, traffic, updates
 
 
 @given(traffic(), st.integers(1, 64), depths)
 def test_everything_is_told_once(sequences: list[Sequence], budget: int, depth: int) -> None:
-    running = admitted(*sequences)
-    in_flight: list[Flight] = []
+    batch = batch_of(*sequences)
+    in_flight: list[InFlightStep] = []
     number = 0
     computed: dict[int, int] = {}
     tokens: defaultdict[int, list[int]] = defaultdict(list)
-    while len(running):
-        plan = running.plan(budget)
+    while len(batch):
+        plan = batch.plan(budget)
         if plan.compute:
             number += 1
             in_flight.append(build_step(number, plan, [])[1])
         if len(in_flight) == depth or not plan.compute:
-            answer(running, in_flight.pop(0))
-        report = running.take_report(everything=False)
-        for handle, progress in report.progress.items():
+            answer(batch, in_flight.pop(0))
+        update = updates(batch, everything=False)[1]
+        for handle, progress in update.progress.items():
             assert progress.computed > computed.get(handle, 0)
             computed[handle] = progress.computed
             tokens[handle] += progress.token_ids
         # What is released must be told before, or with it.
-        assert set(report.released) <= computed.keys()
+        assert set(update.released) <= computed.keys()
     for item in sequences:
         assert computed[item.handle] == item.computed
         assert tokens[item.handle] == item.token_ids[len(item.request.prompt_ids) :]
 
 
-def reports(item: Sequence, steps: int) -> list[Report]:
+def reports(item: Sequence, steps: int) -> list[CacheUpdate]:
     """What a lone sequence's steps bring, each answered before the next."""
-    running = admitted(item)
+    batch = batch_of(item)
     result = []
     for number in range(1, steps + 1):
-        answer(running, build_step(number, running.plan(64), running.removed)[1])
-        result.append(running.take_report(everything=False))
+        answer(batch, build_step(number, batch.plan(64), batch.removed)[1])
+        result.append(updates(batch, everything=False)[1])
     return result
 
 

@@ -9,9 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from protos.generation.v1 import generation_pb2 as pb
 from tests.support.generation import generate_samples
-from tests.unit.scheduler.conftest import Stack, StackFactory
-from tests.unit.scheduler.test_endings import waiting
-from tests.unit.scheduler.test_generation import prompt_of, request
+from tests.support.generation import greedy_request as request
+from tests.support.scheduler.stack import Stack, StackFactory, prompt_of, waiting
 
 LATENCIES = ("queue", "time_to_first_token", "request")
 

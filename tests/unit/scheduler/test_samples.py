@@ -8,11 +8,10 @@ from protos.generation.v1 import generation_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2
 from scheduler.frontend.validation import sample_seed
 from tests.support.generation import generate_samples
-from tests.unit.scheduler.conftest import Stack, StackFactory
-from tests.unit.scheduler.fake_executor import FakeExecutor
-from tests.unit.scheduler.fake_manager import FakeManager
-from tests.unit.scheduler.test_endings import waiting
-from tests.unit.scheduler.test_generation import prompt_of, request
+from tests.support.generation import greedy_request as request
+from tests.support.scheduler.fake_executor import FakeExecutor
+from tests.support.scheduler.fake_manager import FakeManager
+from tests.support.scheduler.stack import Stack, StackFactory, prompt_of, waiting
 
 SEED = 77
 # Output tokens, so many that nobody has ended when the last one is forked.

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from scheduler.frontend.chat_template import ChatTemplate, ChatTemplateError, UnreadFieldError
 from scheduler.frontend.detokenizer import Detokenizer
 from scheduler.frontend.stop_strings import StopStrings
-from tests.unit.scheduler.text import CHAT_TEMPLATE, byte_level_tokenizer, space_prefix_tokenizer
+from tests.support.scheduler.tokenizers import CHAT_TEMPLATE, byte_level_tokenizer, space_prefix_tokenizer
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\N{REPLACEMENT CHARACTER}"), max_size=40)
 

@@ -2,8 +2,10 @@
 
 import pytest
 
-from scheduler.cache.tier_costs import RETRY_SECONDS, Rates, Speed, Tier
-from scheduler.core.prefill_budget import Pace
+from scheduler.bridge import CopySpeed
+from scheduler.cache.tier_costs import RETRY_SECONDS, TierCosts
+from scheduler.core.prefill_budget import PrefillBudget
+from scheduler.request import Tier
 
 # Computing a block of 16 tokens takes 16 ms.
 TOKEN = 1e-3
@@ -25,40 +27,40 @@ TOKEN = 1e-3
 def test_a_tier_is_used_unless_its_blocks_are_known_to_come_later_than_they_are_computed(
     host: float | None, disk: float | None, token: float | None, lowest: Tier
 ) -> None:
-    rates = Rates(16)
-    rates.observe(Speed(host, disk, token), 0.0)
-    assert rates.lowest_tier(0.0) is lowest
+    costs = TierCosts(16)
+    costs.observe(CopySpeed(host, disk, token), 0.0)
+    assert costs.lowest_tier(0.0) is lowest
 
 
 def test_what_is_known_of_computing_stays_known() -> None:
-    rates = Rates(16)
-    rates.observe(Speed(1.0, None, TOKEN), 0.0)
-    rates.observe(Speed(2.0, None, None), 1.0)
-    assert rates.lowest_tier(1.0) is Tier.DEVICE
+    costs = TierCosts(16)
+    costs.observe(CopySpeed(1.0, None, TOKEN), 0.0)
+    costs.observe(CopySpeed(2.0, None, None), 1.0)
+    assert costs.lowest_tier(1.0) is Tier.DEVICE
 
 
 def test_a_tier_that_was_too_slow_is_tried_again_after_a_while_each_for_itself() -> None:
-    rates = Rates(16)
-    rates.observe(Speed(0.001, 1.0, TOKEN), 0.0)
+    costs = TierCosts(16)
+    costs.observe(CopySpeed(0.001, 1.0, TOKEN), 0.0)
     # Copies from host memory go on, and nothing is heard of the disk.
-    rates.observe(Speed(0.002, 1.0, TOKEN), RETRY_SECONDS - 1)
-    assert rates.lowest_tier(RETRY_SECONDS - 1) is Tier.HOST
-    assert rates.lowest_tier(RETRY_SECONDS) is Tier.DISK
-    rates.observe(Speed(0.002, 0.9, TOKEN), RETRY_SECONDS + 1)
-    assert rates.lowest_tier(RETRY_SECONDS + 1) is Tier.HOST
+    costs.observe(CopySpeed(0.002, 1.0, TOKEN), RETRY_SECONDS - 1)
+    assert costs.lowest_tier(RETRY_SECONDS - 1) is Tier.HOST
+    assert costs.lowest_tier(RETRY_SECONDS) is Tier.DISK
+    costs.observe(CopySpeed(0.002, 0.9, TOKEN), RETRY_SECONDS + 1)
+    assert costs.lowest_tier(RETRY_SECONDS + 1) is Tier.HOST
 
 
 def test_what_a_prompts_token_takes_is_learned_from_long_chunks_beyond_what_decoding_takes() -> None:
-    pace = Pace()
-    assert pace.prompt_token_seconds is None
-    pace.observe(0, 63, 1.0)
-    assert pace.prompt_token_seconds is None
-    pace.observe(4, 0, 0.1)
-    pace.observe(4, 100, 0.3)
-    assert pace.prompt_token_seconds == pytest.approx(0.002)
+    budget = PrefillBudget()
+    assert budget.prompt_token_seconds is None
+    budget.observe(0, 63, 1.0)
+    assert budget.prompt_token_seconds is None
+    budget.observe(4, 0, 0.1)
+    budget.observe(4, 100, 0.3)
+    assert budget.prompt_token_seconds == pytest.approx(0.002)
 
 
 def test_an_executor_that_tells_no_times_makes_no_tier_too_slow() -> None:
-    pace = Pace()
-    pace.observe(0, 100, 0.0)
-    assert pace.prompt_token_seconds is None
+    budget = PrefillBudget()
+    budget.observe(0, 100, 0.0)
+    assert budget.prompt_token_seconds is None

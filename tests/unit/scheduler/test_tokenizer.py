@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from protos.execution.v1 import execution_pb2
 from scheduler.errors import UnusableModelError
 from scheduler.frontend.tokenizer import Model, TooLongError
-from tests.unit.scheduler.text import CHAT_TEMPLATE, byte_level_tokenizer, space_prefix_tokenizer
+from tests.support.scheduler.tokenizers import CHAT_TEMPLATE, byte_level_tokenizer, space_prefix_tokenizer
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=200)
 LONG = "the cat sat on the mat and the dog " * 20_000

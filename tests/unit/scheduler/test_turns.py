@@ -11,7 +11,7 @@ from scheduler.frontend.output import Stream
 from scheduler.frontend.tokenizer import Model
 from scheduler.frontend.turns import Turns
 from scheduler.request import Request
-from tests.unit.scheduler.text import byte_level_tokenizer
+from tests.support.scheduler.tokenizers import byte_level_tokenizer
 
 LETTER = 5
 

@@ -12,7 +12,7 @@ from cachemgr.rpc.event_feed import EventFeed
 from cachemgr.types import ExecutorSpec, ManagerConfig, PoolSpec, Quota, RetentionRule, RuleAction, RuleMatch
 from protos.kvcache.eviction_request import EvictionPolicyRequest
 from protos.kvcache.v1 import kvcache_pb2 as pb
-from tests.unit.scheduler.fake_executor import FakeExecutor
+from tests.support.scheduler.fake_executor import FakeExecutor
 
 CONFIG = ManagerConfig(lease_seconds=60, capacity_ahead_tokens=8, free_watermark=0.0)
 # Between the end of a copy and the manager's knowledge of it.

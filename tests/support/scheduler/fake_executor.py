@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from protos.execution.v1 import execution_pb2 as pb
 from protos.execution.v1 import execution_pb2_grpc as rpc
-from tests.unit.scheduler.text import CHAT_TEMPLATE, EOS, byte_level_tokenizer
+from tests.support.scheduler.tokenizers import CHAT_TEMPLATE, EOS, byte_level_tokenizer
 
 MODEL = "fake"
 DEVICE, HOST, DISK = pb.STEP_TIER_DEVICE, pb.STEP_TIER_HOST, pb.STEP_TIER_DISK

@@ -1,0 +1,73 @@
+"""`python -m scheduler` for tests."""
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from protos.execution.v1 import execution_pb2_grpc
+from protos.generation.v1 import generation_pb2_grpc as rpc
+from protos.kvcache.v1 import kvcache_pb2_grpc
+from protos.rpc.server import Server
+from tests.support.scheduler.fake_executor import FakeExecutor
+from tests.support.scheduler.fake_manager import FakeManager
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+ADDRESSES = ("scheduler", "cachemgr", "executor")
+
+
+@dataclass
+class Running:
+    """`python -m scheduler` between two fakes that do not listen yet."""
+
+    process: asyncio.subprocess.Process
+    stub: "rpc.GenerationServiceAsyncStub"
+    health: "health_pb2_grpc.HealthStub"
+    admin: "rpc.SchedulerAdminServiceAsyncStub"
+    neighbours: Server
+    executor: FakeExecutor
+    manager: FakeManager
+
+    async def begin(self) -> None:
+        """Lets the neighbours listen; returns when the scheduler serves."""
+        await self.neighbours.start()
+        self.neighbours.set_serving(True)
+        async for answer in self.health.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True):
+            if answer.status == SERVING:
+                return
+
+    async def end(self, seconds: float = 10) -> int:
+        """Waits for the end of the process; its status."""
+        async with asyncio.timeout(seconds):
+            return await self.process.wait()
+
+
+@contextlib.asynccontextmanager
+async def scheduler(folder: Path, *, http_address: str = "", **settings: object) -> AsyncIterator[Running]:
+    """The process with its sockets in a folder."""
+    executor, manager, neighbours = FakeExecutor(), FakeManager(), Server("fakes", drain_seconds=0)
+    add_manager = kvcache_pb2_grpc.add_CacheManagerServiceServicer_to_server
+    add_executor = execution_pb2_grpc.add_ExecutorServiceServicer_to_server
+    neighbours.listen(f"unix:{folder}/cachemgr", {"kvcache.v1.CacheManagerService": lambda s: add_manager(manager, s)})
+    neighbours.listen(f"unix:{folder}/executor", {"execution.v1.ExecutorService": lambda s: add_executor(executor, s)})
+    variables = {f"KVKEEP_{name.upper()}_ADDRESS": f"unix:{folder}/{name}" for name in ADDRESSES}
+    variables["KVKEEP_SCHEDULER_HTTP_ADDRESS"] = http_address
+    variables |= {f"KVKEEP_SCHEDULER_{name.upper()}": str(value) for name, value in settings.items()}
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "scheduler", env=os.environ | variables)
+    options = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 100)]
+    try:
+        async with grpc.aio.insecure_channel(f"unix:{folder}/scheduler", options=options) as channel:
+            stub, health = rpc.GenerationServiceStub(channel), health_pb2_grpc.HealthStub(channel)
+            admin = rpc.SchedulerAdminServiceStub(channel)
+            yield Running(process, stub, health, admin, neighbours, executor, manager)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        await neighbours.stop()

@@ -1,0 +1,116 @@
+"""Sequences for tests of the step loop, and a running batch whose steps are answered by hand."""
+
+from collections.abc import Sequence as Seq
+
+from hypothesis import strategies as st
+
+from protos.execution.v1 import execution_pb2 as pb
+from scheduler.bridge import CacheUpdate, SyncAnswer, TokenBatch
+from scheduler.core.batch import RunningBatch
+from scheduler.core.loop import MOST_AHEAD
+from scheduler.core.step_message import InFlightStep, build_step
+from scheduler.request import AdmissionAttempt, Request
+from scheduler.sequence import Copy, Sequence
+
+BLOCK = 4
+# Steps that are sent before the first of them is answered.
+depths = st.integers(2, 1 + MOST_AHEAD)
+
+
+def sequence(
+    handle: int,
+    prompt: int = 10,
+    *,
+    max_tokens: int = 5,
+    priority: int = 0,
+    blocks: int | None = None,
+    arrived_at: float = 0.0,
+    generated: int = 0,
+    **fields: object,
+) -> Sequence:
+    """An admitted sequence, with blocks for its prompt and one more unless `blocks` says otherwise."""
+    request = Request(
+        f"r{handle}", tuple(range(prompt)), max_tokens, pb.SamplingParams(), handle, arrived_at, priority=priority
+    )
+    count = -(-prompt // BLOCK) + 1 if blocks is None else blocks
+    fields.setdefault("cached_tokens", 0)
+    return Sequence(
+        AdmissionAttempt(request, (*request.prompt_ids, *range(generated))),
+        handle,
+        tables=[[100 * handle + i for i in range(count)]],
+        block_size=BLOCK,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def batch_of(*sequences: Sequence) -> RunningBatch:
+    """A batch of these."""
+    batch = RunningBatch()
+    for item in sequences:
+        batch.admit(item)
+    return batch
+
+
+def updates(batch: RunningBatch, *, everything: bool = True) -> tuple[TokenBatch, CacheUpdate]:
+    """Takes the batch's updates."""
+    tokens, update = batch.take_updates(everything=everything)
+    return tokens or TokenBatch(), update or CacheUpdate()
+
+
+def synced(*copies: Copy, released: Seq[int] = (), missing_blocks: int = 0, session: int = 1) -> SyncAnswer:
+    """A sync's answer without blocks."""
+    return SyncAnswer([], [], missing_blocks, released, [], copies=copies, session=session)
+
+
+def send(batch: RunningBatch, number: int, max_tokens: int = 64) -> tuple[pb.Step, InFlightStep]:
+    """Plans and builds a step as the loop does."""
+    plan = batch.plan(max_tokens)
+    message, step = build_step(number, plan, batch.removed, batch.copies.take())
+    batch.removed = []
+    return message, step
+
+
+def result_of(step: InFlightStep, token_id: int = 1, *, stopped: bool = False) -> pb.StepResult:
+    """The answer to a step: every sampling sequence samples this token."""
+    samples = [item.handle for item, _, samples in step.compute if samples and not item.stopped]
+    many = len(samples)
+    return pb.StepResult(step=step.number, sequences=samples, token_ids=[token_id] * many, stopped=[stopped] * many)
+
+
+def answer(batch: RunningBatch, step: InFlightStep, copied: Seq[int] = (), failed: Seq[int] = ()) -> None:
+    """Commits a step whose sequences sampled token 1. copied, failed: tickets of onloads that have ended."""
+    result = result_of(step)
+    result.copied_tickets.extend(copied)
+    result.failed_tickets.extend(failed)
+    batch.commit(step, result)
+
+
+def run(batch: RunningBatch, number: int, copied: Seq[int] = (), failed: Seq[int] = ()) -> pb.Step:
+    """Sends a step and answers it."""
+    message, step = send(batch, number)
+    answer(batch, step, copied, failed)
+    return message
+
+
+@st.composite
+def traffic(draw: st.DrawFn) -> list[Sequence]:
+    """Sequences with blocks for all their tokens; some wait for an earlier one's prefix."""
+    sequences: list[Sequence] = []
+    for handle in range(1, draw(st.integers(1, 12)) + 1):
+        prompt, max_tokens = draw(st.integers(1, 40)), draw(st.integers(1, 6))
+        writer = draw(st.sampled_from(sequences)) if sequences and draw(st.booleans()) else None
+        shared = 0
+        if writer is not None and prompt > BLOCK:
+            shared = min(len(writer.token_ids), prompt - 1) // BLOCK * BLOCK
+        sequences.append(
+            sequence(
+                handle,
+                prompt,
+                max_tokens=max_tokens,
+                priority=draw(st.integers(-1, 1)),
+                blocks=-(-(prompt + max_tokens) // BLOCK),
+                cached_tokens=shared,
+                wait_for=writer.handle if writer and shared else 0,
+            )
+        )
+    return sequences

@@ -1,0 +1,61 @@
+"""A whole scheduler for tests, and the requests that they send it."""
+
+import asyncio
+import random
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry
+
+from protos.generation.v1 import generation_pb2 as pb
+from protos.generation.v1 import generation_pb2_grpc
+from scheduler.app import Scheduler
+from tests.support.generation import Output, generate
+from tests.support.scheduler.fake_executor import FakeExecutor
+from tests.support.scheduler.fake_manager import FakeManager
+from tests.support.scheduler.real_manager import RealManager
+
+
+@dataclass
+class Stack:
+    """What a test sees."""
+
+    executor: FakeExecutor
+    manager: FakeManager | RealManager
+    scheduler: Scheduler
+    stub: "generation_pb2_grpc.GenerationServiceAsyncStub"
+    address: str
+    registry: CollectorRegistry
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Value of a metric of the scheduler's."""
+        value = self.registry.get_sample_value(f"kvkeep_scheduler_{name}", labels)
+        assert value is not None
+        return value
+
+    def check(self) -> None:
+        """Nobody complained."""
+        assert self.executor.faults == []
+        assert self.manager.faults == []
+
+
+StackFactory = Callable[..., AbstractAsyncContextManager[Stack]]
+
+
+def prompt_of(length: int, seed: int = 1) -> list[int]:
+    """Random ids."""
+    rng = random.Random(seed)
+    return [rng.randrange(1, 300) for _ in range(length)]
+
+
+async def run(stack: Stack, *messages: pb.StreamGenerateRequest) -> list[Output]:
+    """Runs requests at once."""
+    return await asyncio.gather(*[generate(stack.stub, message, 30) for message in messages])
+
+
+async def waiting(stack: Stack, count: int) -> None:
+    """Waits until so many requests wait for blocks."""
+    async with asyncio.timeout(20):
+        while (await stack.stub.GetLoads(pb.GetLoadsRequest())).waiting_requests != count:
+            pass
