@@ -4,7 +4,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
-.PHONY: help setup run-stack generate test fuzz-manager chaos outages lint fix types verify-protos proto
+.PHONY: help setup run-stack generate test test-all coverage fuzz-manager chaos outages lint fix types verify-protos proto
 .PHONY: pictures clean base dev python
 
 VENV ?= .venv
@@ -44,8 +44,19 @@ generate: base ## Ask the running stack: make generate PROMPT="What is the capit
 
 ##@ Check
 
-test: dev ## Run all tests; ARGS="-k name" chooses
-	@$(PY) -m pytest $(ARGS)
+test: dev ## Run the tests of every service, all day: under three minutes on two cores; ARGS="-k name" chooses
+	@$(PY) -m pytest -n auto --dist loadfile -m "not slow and not model" $(ARGS)
+
+test-all: dev ## Run all tests, those with the model one after the other; ARGS="-k name" chooses
+	@$(PY) -m pytest -n auto --dist loadfile -m "not model" $(ARGS)
+	@$(PY) -m pytest -m model $(ARGS)
+
+coverage: dev ## Print the branch coverage of the cache manager and the scheduler by their own tests
+	@rm -f build/coverage/data*
+	@$(PY) -m coverage run -m pytest -n auto --dist loadfile -m "not slow and not model" \
+	  tests/conformance tests/unit/cachemgr tests/unit/cachemgr_service tests/unit/scheduler tests/unit/rpc tests/console $(ARGS)
+	@$(PY) -m coverage combine -q
+	@for service in cachemgr scheduler; do $(PY) -m coverage report --include="$$service/*"; done
 
 fuzz-manager: dev ## Random lives of the cache manager that nobody has seen; ARGS="--seconds 3600" at night
 	@$(PY) -m tests.unit.cachemgr.lives $(ARGS)

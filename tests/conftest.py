@@ -1,13 +1,15 @@
 """Fixtures of all tests."""
 
 import contextlib
+import os
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 
 import hypothesis
 import pytest
 
 from tests.stack import Stack
-from tests.support import skips
+from tests.support import skips, slow
 
 # How long an example takes says something about the machine only.
 hypothesis.settings.register_profile("kvkeep", deadline=None)
@@ -18,6 +20,32 @@ def pytest_configure(config: pytest.Config) -> None:
     """In CI a test that is skipped without an allowed reason fails."""
     if skips.in_ci():
         config.pluginmanager.register(skips.SkipGate())
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests that `make test` leaves out."""
+    for item in items:
+        if slow.is_slow(item.nodeid):
+            item.add_marker("slow")
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Three processes for two cores: tests wait for processes and servers as long as they compute."""
+    return max(2, (os.cpu_count() or 1) * 3 // 2)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints the seconds and the number of tests of each folder."""
+    seconds: Counter[str] = Counter()
+    tests: Counter[str] = Counter()
+    for report in (report for reports in terminalreporter.stats.values() for report in reports):
+        if isinstance(report, pytest.TestReport):
+            folder = report.nodeid.partition("::")[0].rpartition("/")[0]
+            seconds[folder] += report.duration
+            tests[folder] += report.when == "call"
+    terminalreporter.section("seconds, tests by folder")
+    for folder, spent in seconds.most_common():
+        terminalreporter.write_line(f"{spent:7.1f} {tests[folder]:5}  {folder}")
 
 
 @pytest.fixture(scope="session")
