@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 
 from cachemgr.manager import CacheManager
+from cachemgr.telemetry.ghost_cache import ghosts_of
 from cachemgr.types import (
     Admission,
     AdmitRequest,
@@ -30,7 +31,7 @@ class Driver:
 
     def __init__(self, num_blocks: int, *, block_size: int = 16, config: ManagerConfig = CONFIG) -> None:
         self.now = 0.0
-        self.manager = CacheManager(1, lambda: self.now, config)
+        self.manager = CacheManager(1, lambda: self.now, config, new_ghosts=ghosts_of)
         self.manager.register_scheduler(*CALLER)
         self.manager.register_executor(ExecutorSpec("e", 1, "m", bytes(32), block_size, [PoolSpec(0, num_blocks)]))
         self._syncs = 0

@@ -13,8 +13,7 @@ from time import thread_time
 from bench.driver import CALLER, CONFIG, Driver
 from bench.trace_file import BLOCK_TOKENS, Request
 from cachemgr.blocks.events import Event
-from cachemgr.telemetry.ghost_cache import GhostReport
-from cachemgr.types import EventKind, RemovalCause, Retention
+from cachemgr.types import EventKind, GhostReport, RemovalCause, Retention
 
 # A request keeps its blocks so long: prompts take no time, as what they take depends on what is found.
 START_SECONDS, SECONDS_PER_TOKEN = 0.2, 0.01

@@ -16,8 +16,7 @@ from rich.progress import track
 
 from bench.replay import Outcome, PoolTooSmallError, Replay, demand, upper_bound, with_pauses
 from bench.trace_file import BLOCK_TOKENS, Request, TraceError, read
-from cachemgr.telemetry.ghost_cache import GhostPolicy
-from cachemgr.types import Retention, RetentionRange
+from cachemgr.types import GhostPolicy, Retention, RetentionRange
 
 SIZES = (0.5, 1.0, 2.0, 4.0)
 PRESSURES = (1.2, 2.0)

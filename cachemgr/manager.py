@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 from cachemgr.blocks import steps
+from cachemgr.blocks.block_pool import Pool
 from cachemgr.blocks.block_record import BlockRecord
 from cachemgr.blocks.journal import IndexJournal, NoJournal
 from cachemgr.blocks.recovery import Recovery
@@ -21,16 +23,18 @@ from cachemgr.errors import (
     StaleSchedulerError,
     SyncNumberError,
 )
+from cachemgr.operators import hints
 from cachemgr.operators.commands import OperatorCommands
-from cachemgr.operators.hints import HintRunner
-from cachemgr.operators.operator_memory import NoOperatorJournal, OperatorJournal, OperatorMemory, PinRecord
+from cachemgr.operators.operator_journal import Kind as EntryKind
+from cachemgr.operators.operator_journal import NoOperatorJournal, OperatorJournal
 from cachemgr.operators.queries import Queries
 from cachemgr.operators.state import ManagerState
 from cachemgr.retention.priority import check_duration
 from cachemgr.sequences.admission import check_length
 from cachemgr.sequences.admission_request import check_request, content, holder
-from cachemgr.sequences.clients import Executor, Scheduler
+from cachemgr.sequences.clients import Executor, GhostCaches, Scheduler
 from cachemgr.sequences.executor_spec import MAX_SLOTS, check_spec, new_pools, outlives, share_memory
+from cachemgr.sequences.holds import Holds
 from cachemgr.sequences.release import (
     can_carry_over,
     carry_over,
@@ -46,7 +50,6 @@ from cachemgr.sequences.sequence import Sequence as LiveSequence
 from cachemgr.sequences.sequence import blocks_for
 from cachemgr.sequences.sync import Sync
 from cachemgr.sequences.token_eviction import check_fork, left_behind
-from cachemgr.telemetry.ghost_cache import ghosts_of
 from cachemgr.types import (
     Admission,
     AdmitRequest,
@@ -54,6 +57,7 @@ from cachemgr.types import (
     Extension,
     Freed,
     ManagerConfig,
+    PinRecord,
     Restored,
     SchedulerEpoch,
     SyncAnswer,
@@ -80,18 +84,21 @@ class CacheManager:
         config: ManagerConfig | None = None,
         journal: IndexJournal | None = None,
         operator_journal: OperatorJournal | None = None,
+        new_ghosts: Callable[[Iterable[Pool], ManagerConfig], GhostCaches | None] = lambda _pools, _config: None,
     ) -> None:
         """`epoch` is positive and grows with every start of the process: handles and tickets are numbered from it.
 
-        `clock` gives a monotonic time in seconds; every call that depends on time reads it once.
+        `clock` gives a monotonic time in seconds; every call that depends on time reads it once. `new_ghosts` makes the
+        ghost caches of an executor that registers, from its pools.
         """
         self.epoch = epoch
         self.config = config or ManagerConfig()
         self._state = ManagerState(epoch, clock, self.config)
         self._journal = journal or NoJournal()
-        self._memory = OperatorMemory(self._state, operator_journal or NoOperatorJournal())
+        self._operator_journal = operator_journal or NoOperatorJournal()
+        self._new_ghosts = new_ghosts
         self.queries = Queries(self._state)
-        self.operators = OperatorCommands(self._state, self.queries, self._memory)
+        self.operators = OperatorCommands(self._state, self.queries, self._operator_journal)
 
     @property
     def begun(self) -> int:
@@ -193,28 +200,28 @@ class CacheManager:
         share_memory(executor, spec, self._state.shares)
         if not later:
             self._end_recovery(executor, pins)
-        executor.ghosts = ghosts_of(executor.pools, self.config.ghost_sample, partial_reuse=self.config.partial_reuse)
+        executor.ghosts = self._new_ghosts(executor.pools, self.config)
         return executor.cached()
 
     def _enter_executor(self, spec: ExecutorSpec, known: Executor | None, deadline: float) -> Executor:
         """A new epoch, with the pools of the one before where these outlive it."""
         before = known if known is not None and outlives(known.spec, spec) else None
         if known is not None and before is None:
-            self._memory.lose_pins(known)
+            known.holds.end_pins()
             self._lose(known)
         pools = (
             before.pools
             if before
             else new_pools(spec, self.config, self._state.events, self._state.leases, self._journal)
         )
-        budget = self.config.pin_budget
-        executor = Executor(spec, pools, deadline, self._state.next_number, budget, self._state.accounts, before)
+        report_pin = partial(self._operator_journal.operator_changed, EntryKind.PIN, executor_id=spec.executor_id)
+        holds = before.holds if before else Holds(self._state.next_number, self.config.pin_budget, report_pin)
+        executor = Executor(spec, pools, deadline, self._state.next_number, holds, self._state.accounts, before)
         executor.stores_partial = self.config.partial_reuse or self.config.copy_on_partial_reuse
         if before is not None:
             carry_over(before, executor)
         self._state.executors[spec.executor_id] = executor
         self._state.number_behind(spec)
-        self._memory.hear_of_pins(executor)
         if before is None:
             for pool in pools:
                 pool.uses = self._state.uses
@@ -276,7 +283,7 @@ class CacheManager:
         if executor.recovery is not None:
             executor.recovery.end()
             executor.recovery = None
-        self._memory.restore_pins(executor, pins)
+        executor.holds.restore_pins(pins, executor.pools, self._state.leases.now)
 
     def _lose(self, executor: Executor) -> None:
         # What is remembered of it was used before whatever comes next.
@@ -363,6 +370,7 @@ class CacheManager:
         """
         now = self._state.begin()
         tokens = check_request(request)
+        request = hints.with_retention(request)
         scheduler = self._state.scheduler(request.scheduler_id, request.scheduler_epoch)
         executor = self._state.executor(request.executor_id)
         existing = self._state.sequences.get(request.sequence_id)
@@ -373,7 +381,7 @@ class CacheManager:
         admission = self._enter(found)
         if not isinstance(found, Admission) and request.hints is not None:
             keys = [found.key(index) for index in range(len(tokens) // executor.block_size)]
-            runner = HintRunner([(executor, keys)], holder(request), self.config, now, request.tenant_id)
+            runner = hints.HintRunner([(executor, keys)], holder(request), self.config, now, request.tenant_id)
             answers = tuple(runner.run(request.hints, later=True))
             admission = found.admission = replace(admission, hint_answers=answers)
         return admission

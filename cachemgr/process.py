@@ -25,6 +25,7 @@ from cachemgr.rpc.data_service import CacheEventService, CacheManagerService, Do
 from cachemgr.rpc.event_feed import EventFeed
 from cachemgr.rpc.slices import SLICE_SECONDS
 from cachemgr.settings import CachemgrSettings
+from cachemgr.telemetry.ghost_cache import ghosts_of
 from cachemgr.telemetry.prometheus import CacheCollector, Stalls
 from cachemgr.types import ManagerConfig
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
@@ -86,7 +87,7 @@ class CacheManagerProcess:
         )
         managed = ManagerClock(clock)
         # Nanoseconds since 1970 are newer at every start.
-        self._manager = CacheManager(time.time_ns(), managed, config, self._store, self._store)
+        self._manager = CacheManager(time.time_ns(), managed, config, self._store, self._store, ghosts_of)
         self._log: OperationLog | None = None
         if settings.operation_log is not None:
             self._log = OperationLog.create(settings.operation_log, managed.now, self._manager.epoch, config)

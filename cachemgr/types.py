@@ -454,6 +454,20 @@ class PoolShare(NamedTuple):
     number: int
 
 
+class PinRecord(NamedTuple):
+    """A pin; `remaining` in seconds, `blocks` as groups and keys, root first."""
+
+    name: str
+    owner: str
+    remaining: float
+    blocks: tuple[tuple[int, bytes], ...]
+
+    @property
+    def number(self) -> int:
+        """Pins are numbered as they are made."""
+        return int(self.name.partition("-")[2])
+
+
 @dataclass(frozen=True, slots=True)
 class RuleMatch:
     """What a rule is about; what is set must all match. Blocks count by the position of their first token."""
@@ -662,3 +676,37 @@ class PrefixView:
     num_tokens: int
     blocks: dict[TierKind, int]
     min_priority: int
+
+
+class GhostPolicy(enum.IntEnum):
+    """Eviction orders; numbers as in the message."""
+
+    # Priorities, durations and leases, as pools have them.
+    RETENTION = 1
+    # Nothing but the last use.
+    LEAST_RECENTLY_USED = 2
+    # The same, but a block that was found once is evicted after blocks that never were, for a while.
+    REUSED_LAST = 3
+
+
+class GhostCache(NamedTuple):
+    """What one cache would have found."""
+
+    policy: GhostPolicy
+    total_blocks: int
+    hit_blocks: int
+    hit_tokens: int
+
+
+class GhostReport(NamedTuple):
+    """All caches beside what was asked for and what the real pool found, and the share of blocks that is followed."""
+
+    caches: list[GhostCache]
+    queried_blocks: int
+    queried_tokens: int
+    hit_tokens: int
+    sample_rate: float
+
+
+# Of a slot: group, tier, and its number in the tier.
+Slot = tuple[int, TierKind, int]

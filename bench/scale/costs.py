@@ -14,7 +14,7 @@ from statistics import median
 from bench.scale.row import Row
 from cachemgr.errors import InvalidField
 from cachemgr.manager import CacheManager
-from cachemgr.operators.pins import MAX_PINS
+from cachemgr.sequences.holds import MAX_PINS
 from cachemgr.types import (
     AdmitRequest,
     ExecutorSpec,

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from cachemgr.blocks.block_record import BlockRecord
     from cachemgr.blocks.journal import IndexJournal
     from cachemgr.blocks.tier import Tier
-    from cachemgr.operators.forget_history import ForgottenBefore, Slot
+    from cachemgr.operators.forget_history import ForgottenBefore
     from cachemgr.retention.leases import LeaseBook
     from cachemgr.sequences.clients import Executor
-    from cachemgr.types import ExecutorSpec
+    from cachemgr.types import ExecutorSpec, Slot
 
 
 class Recovery:

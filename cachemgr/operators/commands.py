@@ -22,12 +22,13 @@ from cachemgr.errors import (
 from cachemgr.operators.forget import Forgetting
 from cachemgr.operators.hints import HintRunner
 from cachemgr.operators.hints import check as check_hints
-from cachemgr.operators.pins import Pinned, complete
+from cachemgr.operators.operator_journal import Kind, OperatorJournal, entry_name
 from cachemgr.operators.purge import is_remembered, purge
 from cachemgr.retention.priority import HINT, SESSION, check_duration
 from cachemgr.retention.rules import Rule
 from cachemgr.sequences.block_chain import chain, keys_of
 from cachemgr.sequences.executor_spec import fits
+from cachemgr.sequences.holds import Pinned, complete
 from cachemgr.types import (
     AccountKey,
     BlockFilter,
@@ -49,20 +50,26 @@ from cachemgr.validation import check_id
 if TYPE_CHECKING:
     from cachemgr.blocks.block import Block, Node
     from cachemgr.blocks.block_pool import Pool
-    from cachemgr.operators.operator_memory import OperatorMemory
     from cachemgr.operators.queries import Queries
     from cachemgr.operators.state import ManagerState
     from cachemgr.sequences.clients import Executor
     from cachemgr.types import PoolView
 
 
+_KINDS = {RetentionRule: Kind.RULE, Quota: Kind.QUOTA, PoolShare: Kind.SHARE}
+
+
 class OperatorCommands:
     """All calls of operators that change something."""
 
-    def __init__(self, state: ManagerState, queries: Queries, memory: OperatorMemory) -> None:
+    def __init__(self, state: ManagerState, queries: Queries, journal: OperatorJournal) -> None:
         self._state = state
         self._queries = queries
-        self._memory = memory
+        self._journal = journal
+
+    def _report(self, entry: RetentionRule | Quota | PoolShare) -> None:
+        """Tells the journal of an entry that has changed or is gone."""
+        self._journal.operator_changed(_KINDS[type(entry)], entry_name(entry))
 
     # Blocks
 
@@ -161,7 +168,7 @@ class OperatorCommands:
         if not validate_only:
             number = pool.share_number + 1
             self._state.shares[pool_id] = PoolShare(pool_id, total_blocks, pool.spec.num_blocks, number)
-            self._memory.tell(self._state.shares[pool_id])
+            self._report(self._state.shares[pool_id])
             yield from pool.resize_in_steps(total_blocks)
         return pool.pool_view()
 
@@ -198,7 +205,7 @@ class OperatorCommands:
         rule = self._state.rules.new(spec)
         if not validate_only:
             self._state.rules.add(rule)
-            self._memory.tell(rule.spec)
+            self._report(rule.spec)
         made = rule.spec
         matching = yield from self._matching(Rule(made))
         return made, len(matching)
@@ -223,7 +230,7 @@ class OperatorCommands:
         if not validate_only:
             self._state.rules.update(changed)
             changed = rule.spec
-            self._memory.tell(changed)
+            self._report(changed)
         leased = self._state.leases.of_rule(rule.holder)
         matching = yield from self._matching(Rule(changed))
         if validate_only:
@@ -251,7 +258,7 @@ class OperatorCommands:
         rule = self._state.rules.doomed(name, etag)
         if not validate_only:
             self._state.rules.remove(rule)
-            self._memory.tell(rule.spec)
+            self._report(rule.spec)
         leased = self._state.leases.of_rule(rule.holder)
         for part in changes(() if validate_only else leased):
             for lease in part:
@@ -299,7 +306,7 @@ class OperatorCommands:
         self._check_quota(quota)
         if not validate_only:
             account = self._state.accounts.set(quota)
-            self._memory.tell(quota)
+            self._report(quota)
             if account is None:
                 yield from self._change_accounts([Account(quota).key])
             else:
@@ -337,7 +344,7 @@ class OperatorCommands:
         if key not in self._state.accounts:
             raise UnknownQuotaError("there is no quota of this account", fields={key[0]: "has no quota"})
         self._state.accounts.remove(key)
-        self._memory.tell(quota)
+        self._report(quota)
         yield from self._change_accounts([key])
 
     def hint(self, prefix: Prefix, hints: Hints, session_id: str | None) -> tuple[list[HintAnswer], list[Transfer]]:

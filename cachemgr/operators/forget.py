@@ -16,8 +16,8 @@ from cachemgr.types import ForgetTarget, Forgotten, RemovalCause, Scope
 if TYPE_CHECKING:
     from cachemgr.blocks.block_pool import Pool
     from cachemgr.blocks.events import EventLog
-    from cachemgr.operators.pins import Hold
     from cachemgr.sequences.clients import Executor
+    from cachemgr.sequences.holds import Hold
     from cachemgr.sequences.sequence import Sequence
 
 

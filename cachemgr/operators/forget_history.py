@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from cachemgr.blocks.block_record import BlockRecord
     from cachemgr.sequences.clients import Executor
-    from cachemgr.types import TierKind
+    from cachemgr.types import Slot
 
     IsMeant = Callable[[BlockRecord], bool]
 
@@ -28,7 +28,6 @@ MOST_SLOTS = 1 << 16
 MOST_PURGED = 1 << 10
 
 # Group, tier, and number.
-Slot = tuple[int, "TierKind", int]
 
 
 class ForgetHistory:

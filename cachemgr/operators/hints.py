@@ -7,12 +7,13 @@ action_type, action_version and a payload.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cachemgr.errors import InvalidField
-from cachemgr.operators.pins import complete
 from cachemgr.retention.priority import HINT, MAX_DURATION, MAX_PRIORITY, Wish, bounded
 from cachemgr.sequences.block_chain import chain
+from cachemgr.sequences.holds import complete
 from cachemgr.types import HintAction, HintAnswer, HintOutcome, Hints, Outcome, Retention, RetentionRange, Transfer
 from cachemgr.validation import MAX_ID_BYTES, check_id
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from cachemgr.blocks.block import Block
     from cachemgr.blocks.block_pool import Pool
     from cachemgr.sequences.clients import Executor
-    from cachemgr.types import ManagerConfig
+    from cachemgr.types import AdmitRequest, ManagerConfig
 
     Blocks = list[tuple[Pool, Block]]
 
@@ -45,8 +46,16 @@ def check(path: str, hints: Hints) -> None:
         check_id(f"{path}.actions[{index}].action_id", action.action_id)
 
 
-def as_retention(hints: Hints) -> Retention:
-    """What the first Retain of a request wishes for its blocks, those that are still to be computed among them."""
+def with_retention(request: AdmitRequest) -> AdmitRequest:
+    """A request with what its hints ask for its blocks, where it asks for nothing itself. Raises InvalidField."""
+    if request.hints is None:
+        return request
+    check("hints", request.hints)
+    return replace(request, retention=_retention(request.hints)) if request.retention == Retention() else request
+
+
+def _retention(hints: Hints) -> Retention:
+    """What the first Retain asks for all blocks of a request, also those that are still to be computed."""
     for action in hints.actions:
         if action.action_type == "Retain" and action.action_version == ACTION_VERSION:
             try:

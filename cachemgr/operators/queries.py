@@ -16,10 +16,10 @@ from cachemgr.errors import (
     UnknownSequenceError,
 )
 from cachemgr.operators.explain import explain
+from cachemgr.operators.hints import with_retention
 from cachemgr.operators.integrity import Part, check, parts
-from cachemgr.operators.operator_memory import Entry, PinRecord
-from cachemgr.operators.operator_memory import Kind as EntryKind
-from cachemgr.operators.pins import Hold
+from cachemgr.operators.operator_journal import Entry
+from cachemgr.operators.operator_journal import Kind as EntryKind
 from cachemgr.operators.purge import matches
 from cachemgr.operators.snapshot import SnapshotReader
 from cachemgr.operators.state import ManagerState
@@ -31,9 +31,9 @@ from cachemgr.sequences.admission_request import check_request
 from cachemgr.sequences.block_chain import all_of
 from cachemgr.sequences.clients import Executor, account_for
 from cachemgr.sequences.estimates import while_running
+from cachemgr.sequences.holds import Hold
 from cachemgr.sequences.sequence import Sequence
 from cachemgr.telemetry.counters import TokenMeter
-from cachemgr.telemetry.ghost_cache import GhostReport
 from cachemgr.types import (
     AccountKey,
     AdmitRequest,
@@ -41,8 +41,10 @@ from cachemgr.types import (
     BlockFilter,
     BlockView,
     Explanation,
+    GhostReport,
     HoldView,
     LeaseView,
+    PinRecord,
     PoolView,
     PoolViolation,
     Prefix,
@@ -323,6 +325,7 @@ class Queries:
     def preview(self, request: AdmitRequest, max_new_tokens: int) -> Preview:
         """What an admission would do; changes nothing. Raises as `admit`, but for sequences that exist."""
         tokens = check_request(request)
+        request = with_retention(request)
         scheduler = self._state.scheduler(request.scheduler_id, request.scheduler_epoch)
         executor = self._state.executor(request.executor_id)
         return self._state.admitter.preview(request, tokens, scheduler, executor, max_new_tokens)

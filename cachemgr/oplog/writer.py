@@ -21,9 +21,8 @@ from google.protobuf.message import DecodeError, Message
 from prometheus_client import Gauge
 
 from cachemgr.blocks.block_record import BlockRecord, RecordError, decode, encode, encode_place
-from cachemgr.operators.operator_memory import PinRecord
 from cachemgr.persistence.operator_records import pin, pin_message
-from cachemgr.types import ManagerConfig
+from cachemgr.types import ManagerConfig, PinRecord
 from protos.kvcache.v1 import kvcache_pb2 as pb
 
 START, EXPIRE, GO_ON = "Start", "Expire", "GoOn"

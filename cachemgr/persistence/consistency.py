@@ -4,9 +4,10 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from typing import NamedTuple
 
 from cachemgr.blocks.block_record import BlockRecord, LeaseRecord, RecordError, decode, encode_place
-from cachemgr.operators.operator_memory import Entry, PinRecord, entry_name
+from cachemgr.operators.operator_journal import Entry, entry_name
 from cachemgr.persistence.write_queue import Place
 from cachemgr.rpc.slices import sliced
+from cachemgr.types import PinRecord
 
 # Seconds: times are sums of others.
 _TOLERANCE = 0.001

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import structlog
 
 from cachemgr.blocks.block_record import BlockRecord, RecordError, decode, depth_of
-from cachemgr.operators.operator_memory import PinRecord
 from cachemgr.persistence.lease_clock import awake
+from cachemgr.types import PinRecord
 
 # Blocks that are taken back at a time: a fraction of the time that the event loop may be kept.
 _PART = 256

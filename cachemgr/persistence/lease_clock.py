@@ -7,7 +7,7 @@ so that nothing need be written as time passes but the clock, and no two hosts' 
 from collections.abc import Callable, Iterator
 
 from cachemgr.blocks.block_record import BlockRecord
-from cachemgr.operators.operator_memory import PinRecord
+from cachemgr.types import PinRecord
 
 
 class StoreClocks:

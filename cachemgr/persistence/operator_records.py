@@ -10,10 +10,10 @@ import re
 from google.protobuf.message import DecodeError, Message
 
 from cachemgr.blocks.block_record import RecordError
-from cachemgr.operators.operator_memory import Entry, Kind, PinRecord, entry_name
+from cachemgr.operators.operator_journal import Entry, Kind, entry_name
 from cachemgr.retention.rules import check_spec
 from cachemgr.rpc import convert_admin
-from cachemgr.types import PoolShare, Quota, RetentionRule
+from cachemgr.types import PinRecord, PoolShare, Quota, RetentionRule
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.rpc.errors import ServiceError
 

@@ -10,12 +10,13 @@ from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
 
 from cachemgr.blocks.block_record import RecordError
-from cachemgr.operators.operator_memory import Entry, Kind, PinRecord, entry_name
+from cachemgr.operators.operator_journal import Entry, Kind, entry_name
 from cachemgr.persistence.consistency import Difference, compare_entries
 from cachemgr.persistence.lease_clock import StoreClocks, pin_at_rest
 from cachemgr.persistence.loss_detection import MarkedWrites
 from cachemgr.persistence.operator_records import decode, encode, to_message
 from cachemgr.persistence.redis_client import executor_key, operators_key
+from cachemgr.types import PinRecord
 from protos.kvcache.v1 import kvcache_pb2 as pb
 
 _CHUNK = 64

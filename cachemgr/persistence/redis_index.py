@@ -19,7 +19,7 @@ from redis.asyncio.client import Pipeline
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from cachemgr.blocks.block_record import BlockRecord, encode, encode_place
-from cachemgr.operators.operator_memory import Kind, PinRecord
+from cachemgr.operators.operator_journal import Kind
 from cachemgr.persistence.absent_executors import Absences
 from cachemgr.persistence.consistency import Difference, compare_blocks
 from cachemgr.persistence.index_reading import Reading
@@ -28,7 +28,7 @@ from cachemgr.persistence.loss_detection import OPERATORS, MarkedWrites, clock_k
 from cachemgr.persistence.operator_state import OperatorSource, OperatorStore
 from cachemgr.persistence.redis_client import UNAVAILABLE, executor_key, operators_key, reason
 from cachemgr.persistence.write_queue import Changes, Current, Place, WriteBehind
-from cachemgr.types import TierKind
+from cachemgr.types import PinRecord, TierKind
 from protos.kvcache.v1 import kvcache_pb2 as pb
 
 UP = Gauge("kvkeep_redis_up", "Whether the last exchange with Redis succeeded.")

@@ -2,10 +2,10 @@
 
 from cachemgr import types
 from cachemgr.blocks.tier import Tier
-from cachemgr.operators.pins import Pinned
 from cachemgr.rpc.convert import TIERS, block, duration, extra_keys, lease, receipt, seconds, tier
+from cachemgr.sequences.holds import Pinned
 from cachemgr.telemetry.counters import TokenCount, TokenMeter
-from cachemgr.telemetry.ghost_cache import GhostReport
+from cachemgr.types import GhostReport
 from protos.kvcache.eviction_request import EvictionPolicyRequest
 from protos.kvcache.v1 import kvcache_pb2 as pb
 

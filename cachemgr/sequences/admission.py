@@ -14,7 +14,7 @@ from cachemgr.retention.priority import Wishes
 from cachemgr.retention.rules import RuleBook
 from cachemgr.sequences import estimates
 from cachemgr.sequences import prefix_match as matching
-from cachemgr.sequences.admission_request import content, holder, wished
+from cachemgr.sequences.admission_request import content, holder
 from cachemgr.sequences.clients import Executor, Scheduler
 from cachemgr.sequences.commit import promise
 from cachemgr.sequences.eviction_forecast import evictions
@@ -168,7 +168,7 @@ class Admitter:
         scheduler.executors.add(executor.executor_id)
         wait_for = 0 if match.writer is None else match.writer.handle
         receipts = sequence.wishes.receipts(
-            wished(request), executor.block_size, no_store=sequence.no_store, config=self._config
+            request.retention, executor.block_size, no_store=sequence.no_store, config=self._config
         )
         sequence.admission = self._answer(sequence, wait_for, tuple(receipts))
         return sequence
@@ -200,7 +200,7 @@ class Admitter:
         no_store = request.no_store or any(rule.spec.action.no_store for rule in rules)
         policy = resolve(request, rules, executor)
         prompt = request.num_prompt_tokens or len(tokens)
-        wishes = Wishes(wished(request), prompt, holder(request), rules, self._config)
+        wishes = Wishes(request.retention, prompt, holder(request), rules, self._config)
         name, extra_keys = request.sequence_id, request.extra_keys
         sequence = Sequence(name, 0, scheduler, executor, tokens, domain, wishes, no_store, extra_keys)
         sequence.eviction = self._eviction(policy, prompt)

@@ -9,10 +9,9 @@ from hashlib import sha256
 
 from cachemgr.blocks.block_keys import pack, packed_bytes
 from cachemgr.errors import InvalidField
-from cachemgr.operators import hints
 from cachemgr.retention import priority as retention
 from cachemgr.retention.priority import REQUEST, SESSION
-from cachemgr.types import AdmitRequest, Retention
+from cachemgr.types import AdmitRequest
 from cachemgr.validation import check_extra_keys, check_id
 
 
@@ -31,8 +30,6 @@ def check_request(request: AdmitRequest) -> array[int]:
     if prompt is not None and not 1 <= prompt <= len(request.token_ids):
         raise InvalidField("num_prompt_tokens", f"must be from 1 to the {len(request.token_ids)} tokens known")
     retention.check(request.retention)
-    if request.hints is not None:
-        hints.check("hints", request.hints)
     check_extra_keys("extra_keys", request.extra_keys, len(request.token_ids))
     try:
         return pack(request.token_ids)
@@ -65,10 +62,3 @@ def holder(request: AdmitRequest) -> str:
     if request.session_id is not None:
         return SESSION + request.session_id
     return REQUEST + (request.request_id or request.sequence_id)
-
-
-def wished(request: AdmitRequest) -> Retention:
-    """What it asks for itself; hints speak where it says nothing else."""
-    if request.hints is not None and request.retention == Retention():
-        return hints.as_retention(request.hints)
-    return request.retention

@@ -7,16 +7,15 @@ from collections.abc import Set as AbstractSet
 from functools import partial
 from itertools import compress
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 from weakref import WeakSet, WeakValueDictionary
 
 from cachemgr.blocks.block_keys import Domain
 from cachemgr.blocks.steps import Steps, looks
-from cachemgr.operators.pins import Holds
 from cachemgr.sequences.commit import anchor
+from cachemgr.sequences.holds import Holds
 from cachemgr.sequences.transfers import Copies
-from cachemgr.telemetry.ghost_cache import Ghosts
-from cachemgr.types import AccountKey, ExecutorSpec, Restored, SyncAnswer
+from cachemgr.types import AccountKey, ExecutorSpec, GhostReport, Restored, SyncAnswer
 
 if TYPE_CHECKING:
     from cachemgr.blocks.block import Block
@@ -50,6 +49,27 @@ class Named:
         self.domains: WeakSet[Domain] = WeakSet()
 
 
+class GhostCaches(Protocol):
+    """Simulates caches of other sizes and eviction orders from the sequences of one pool."""
+
+    pool: Pool
+
+    def admitted(self, sequence: Sequence, now: float, *, is_read: bool, source: bytes) -> None:
+        """A sequence has its blocks; `is_read` if it has looked for cached ones.
+
+        `source` is the key of the block whose beginning it copies or takes over, empty for none.
+        """
+
+    def stored(self, sequence: Sequence) -> int:
+        """Leading blocks of a sequence that hold what their keys say."""
+
+    def released(self, sequence: Sequence, stored: int) -> None:
+        """A sequence has freed its blocks, of which so many were stored."""
+
+    def report(self, since: float | None) -> GhostReport:
+        """What the caches would have found from about this time on, or from the beginning."""
+
+
 class Executor:
     """One epoch of an executor."""
 
@@ -59,7 +79,7 @@ class Executor:
         pools: list[Pool],
         deadline: float,
         next_number: Callable[[], int],
-        pin_budget: float,
+        holds: Holds,
         accounts: Mapping[AccountKey, Account],
         before: Executor | None = None,
     ) -> None:
@@ -73,12 +93,12 @@ class Executor:
         self.sequences: dict[int, Sequence] = {}
         self.tickets: dict[int, Ticket] = {}
         self.copies = Copies(self, next_number)
-        self.ghosts: Ghosts | None = None
+        self.ghosts: GhostCaches | None = None
         # Whether anything can find partly filled blocks.
         self.stores_partial = True
         # Set while what the store remembers is still to come.
         self.recovery: Recovery | None = None
-        self.holds: Holds = Holds(next_number, pin_budget) if before is None else before.holds
+        self.holds = holds
         windowed = [pool for pool in pools if pool.window is not None]
         for pool in pools:
             pool.on_superseded = partial(self._superseded, pool)

@@ -8,14 +8,13 @@ from cachemgr.blocks.block_pool import Pool
 from cachemgr.blocks.events import EventLog
 from cachemgr.blocks.leftovers import Leftovers
 from cachemgr.errors import InvalidField, SharedBlockError, VoidSequenceError, WindowPassedError
-from cachemgr.operators.forget_history import Slot
-from cachemgr.operators.pins import complete
 from cachemgr.sequences.clients import Executor, Scheduler
 from cachemgr.sequences.commit import settle, settle_last, void, withdraw
+from cachemgr.sequences.holds import complete
 from cachemgr.sequences.sequence import GroupTable, Sequence, blocks_for, first_needed
 from cachemgr.sequences.token_eviction import check_in_place, doom, left_behind
 from cachemgr.sequences.transfers import Outcome, Purpose, Ticket
-from cachemgr.types import ExecutorSpec, Freed, RemovalCause, TierKind
+from cachemgr.types import ExecutorSpec, Freed, RemovalCause, Slot, TierKind
 
 # Blocks of a lost executor that are told of one by one.
 MOST_TOLD = 4096

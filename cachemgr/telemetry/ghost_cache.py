@@ -19,20 +19,21 @@ Tiers count as one cache of their common size.
 
 from __future__ import annotations
 
-import enum
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from cachemgr.blocks.block_keys import child_key
 from cachemgr.retention.priority import DEFAULT_PRIORITY, Wish
 from cachemgr.telemetry.counters import BUCKET_SECONDS, MAX_WINDOW_SECONDS
 from cachemgr.telemetry.nested_caches import Content, Ghost, NestedCaches
+from cachemgr.types import GhostCache, GhostPolicy, GhostReport
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from cachemgr.blocks.block_pool import Pool
     from cachemgr.sequences.sequence import Sequence as LiveSequence
+    from cachemgr.types import ManagerConfig
 
 DEVICE_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 # Of all tiers together, where there are several.
@@ -42,37 +43,7 @@ _SEEN_BITS = 1 << 22
 _EVERY_KEY = b"\xff" * 33
 
 
-class GhostPolicy(enum.IntEnum):
-    """Orders of loss; numbers as in the message."""
-
-    # Priorities, durations and leases, as pools have them.
-    RETENTION = 1
-    # Nothing but the last use.
-    LEAST_RECENTLY_USED = 2
-    # The same, but what was found once goes after what never was, for a while.
-    REUSED_LAST = 3
-
-
 _REUSED = Wish("reused", DEFAULT_PRIORITY + 1, 600.0)
-
-
-class GhostCache(NamedTuple):
-    """What one cache would have found."""
-
-    policy: GhostPolicy
-    total_blocks: int
-    hit_blocks: int
-    hit_tokens: int
-
-
-class GhostReport(NamedTuple):
-    """All caches beside what was asked for and what the real pool found, and the share of blocks that is followed."""
-
-    caches: list[GhostCache]
-    queried_blocks: int
-    queried_tokens: int
-    hit_tokens: int
-    sample_rate: float
 
 
 class _Counts:
@@ -437,7 +408,9 @@ def _is_covered(caches: NestedCaches, content: Content | None) -> bool:
     return content is not None and caches.covering(content) is not None
 
 
-def ghosts_of(pools: Iterable[Pool], sample: int, *, partial_reuse: bool) -> Ghosts | None:
+def ghosts_of(pools: Iterable[Pool], config: ManagerConfig) -> Ghosts | None:
     """Those of an executor: of its first pool with full attention, which decides how much of a prompt is found."""
     pool = next((pool for pool in pools if pool.window is None), None)
-    return Ghosts(pool, sample, partial_reuse=partial_reuse) if pool is not None and sample else None
+    if pool is None or not config.ghost_sample:
+        return None
+    return Ghosts(pool, config.ghost_sample, partial_reuse=config.partial_reuse)

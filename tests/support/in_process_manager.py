@@ -15,10 +15,10 @@ from cachemgr.blocks.block_keys import cut_extra_keys
 from cachemgr.blocks.block_record import BlockRecord
 from cachemgr.errors import EventsGoneError
 from cachemgr.manager import CacheManager
-from cachemgr.operators.operator_memory import Kind
-from cachemgr.operators.pins import Holds
+from cachemgr.operators.operator_journal import Kind
 from cachemgr.retention.leases import leases_of
 from cachemgr.retention.priority import RULE
+from cachemgr.sequences.holds import Holds
 from cachemgr.types import (
     Admission,
     AdmitRequest,

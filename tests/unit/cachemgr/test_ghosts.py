@@ -11,8 +11,7 @@ from bench.trace import no_wishes
 from bench.trace_file import BLOCK_TOKENS, Conversations, Request
 from cachemgr.errors import UnknownExecutorError
 from cachemgr.operators.state_dump import state_hash
-from cachemgr.telemetry.ghost_cache import GhostPolicy
-from cachemgr.types import Retention, RetentionRange
+from cachemgr.types import GhostPolicy, Retention, RetentionRange
 
 BLOCKS = 400
 POINT = 0.01

@@ -8,9 +8,9 @@ import pytest
 from cachemgr.blocks import block_keys as keys
 from cachemgr.errors import InvalidField
 from cachemgr.operators import hints as hint_runner
-from cachemgr.operators.pins import MAX_PINS
 from cachemgr.operators.state_dump import state_hash
 from cachemgr.retention.priority import MAX_SESSION_SECONDS
+from cachemgr.sequences.holds import MAX_PINS
 from cachemgr.types import HintAction, HintOutcome, Hints, Prefix, TierKind
 from tests.support.in_process_manager import CONFIG, World, wish
 from tests.support.work import work_of

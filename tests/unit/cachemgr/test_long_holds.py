@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from bench.driver import CALLER, CONFIG, Driver, prompt
-from cachemgr.operators.pins import LET_GO_AT_A_TIME
+from cachemgr.sequences.holds import LET_GO_AT_A_TIME
 
 BLOCKS = 2 * LET_GO_AT_A_TIME + 300
 

@@ -6,7 +6,7 @@ import pytest
 
 from cachemgr.errors import InvalidField, SchedulerFirstError
 from cachemgr.manager import CacheManager
-from cachemgr.operators.operator_memory import Kind
+from cachemgr.operators.operator_journal import Kind
 from cachemgr.types import BlockFilter, EventKind, ForgetTarget, Prefix, Quota, RemovalCause, TierKind
 from tests.support.in_process_manager import CONFIG, World, wish
 

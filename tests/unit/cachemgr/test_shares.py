@@ -7,7 +7,7 @@ import pytest
 from cachemgr.blocks.steps import Steps, at_once
 from cachemgr.errors import InvalidField, PoolInUseError, SequenceTooLongError, StalePoolError, UnknownPoolError
 from cachemgr.manager import CacheManager
-from cachemgr.operators.operator_memory import Kind
+from cachemgr.operators.operator_journal import Kind
 from cachemgr.operators.state_dump import state_hash
 from cachemgr.types import EventKind, ForgetTarget, PoolView, Prefix, Quota, RemovalCause
 from tests.support.in_process_manager import CONFIG, World

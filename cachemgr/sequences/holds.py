@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from cachemgr.blocks.block import Block, Node
 from cachemgr.blocks.tier import account_of
 from cachemgr.retention.priority import MAX_PRIORITY, PIN, Wish
-from cachemgr.types import Outcome, Receipt
+from cachemgr.types import Outcome, PinRecord, Receipt
 
 if TYPE_CHECKING:
     from cachemgr.blocks.block_pool import Pool
@@ -56,7 +56,8 @@ class Pinned(NamedTuple):
 class Holds:
     """The holds of one executor, oldest first. Pins together have a budget, a share of each pool."""
 
-    def __init__(self, next_number: Callable[[], int], pin_budget: float) -> None:
+    def __init__(self, next_number: Callable[[], int], pin_budget: float, on_pin: Callable[[str], None]) -> None:
+        """`on_pin` is called with the name of a pin that is new, goes on for longer, or has ended."""
         self._next_number = next_number
         self._pin_budget = pin_budget
         self._holds: dict[str, Hold] = {}
@@ -67,8 +68,7 @@ class Holds:
         self._num_pins = 0
         # Whether blocks of holds whose time is over are still held.
         self.is_behind = False
-        # Called with the name of a pin that is new, goes on for longer, or has ended.
-        self.on_pin: Callable[[str], None] = lambda _name: None
+        self._on_pin = on_pin
 
     def __iter__(self) -> Iterator[Hold]:
         return iter(list(self._holds.values()))
@@ -133,7 +133,7 @@ class Holds:
             return Pinned("", receipt, names)
         if same is not None:
             same.owners[owner] = max(same.owners[owner], now + duration)
-            self.on_pin(same.name)
+            self._on_pin(same.name)
             return Pinned(same.name, receipt)
         name = f"pin-{self._next_number()}"
         # Referenced before older pins let go of what they may have in common.
@@ -142,24 +142,36 @@ class Holds:
             self._degrade(hold, now)
         return Pinned(name, receipt, names)
 
-    def restore(self, name: str, blocks: Kept, owner: str, end: float) -> None:
-        """Puts what is left of a pin of an earlier manager back; older ones come first, `keep_budget` comes last."""
-        left = complete(blocks)
-        if left:
-            self._add(Hold(name, left, {owner: end}, pin=True))
-        else:
-            self.on_pin(name)
+    def restore_pins(self, pins: Iterable[PinRecord], pools: Sequence[Pool], now: float) -> None:
+        """Pins the blocks of an earlier manager's pins that are cached again, oldest pin first.
 
-    def keep_budget(self, now: float) -> None:
-        """Makes leases of the oldest pins as far as all together are beyond the budget."""
+        The oldest pins become leases as far as all together are beyond the budget.
+        """
+        for pin in sorted(pins, key=lambda pin: pin.number):
+            cached = [
+                (pools[group], block)
+                for group, key in pin.blocks
+                if group < len(pools) and (block := pools[group].index.get(key)) is not None
+            ]
+            blocks = complete(cached) if pin.remaining > 0 else []
+            if blocks:
+                self._add(Hold(pin.name, blocks, {pin.owner: now + pin.remaining}, pin=True))
+            else:
+                self._on_pin(pin.name)
         for hold in self._to_degrade([]):
             self._degrade(hold, now)
+
+    def end_pins(self) -> None:
+        """Reports all pins as ended: their blocks are about to be lost for good."""
+        for hold in self:
+            if hold.pin:
+                self._on_pin(hold.name)
 
     def release(self, hold: Hold) -> int:
         """Ends a hold; returns the blocks that may be taken now and could not before."""
         self._remove(hold)
         if hold.pin:
-            self.on_pin(hold.name)
+            self._on_pin(hold.name)
         freed = 0
         # The tail goes first, as when a sequence ends.
         for pool, block in reversed(hold.blocks):
@@ -222,7 +234,7 @@ class Holds:
             if not hold.blocks:
                 self._remove(hold)
             if hold.pin:
-                self.on_pin(hold.name)
+                self._on_pin(hold.name)
 
     def _add(self, hold: Hold) -> None:
         for pool, block in hold.blocks:
@@ -235,7 +247,7 @@ class Holds:
         self._count(hold, hold.blocks, 1)
         self._num_pins += hold.pin
         if hold.pin:
-            self.on_pin(hold.name)
+            self._on_pin(hold.name)
 
     def _remove(self, hold: Hold) -> None:
         del self._holds[hold.name]

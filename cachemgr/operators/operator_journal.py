@@ -1,0 +1,42 @@
+"""What outlives a manager beside its blocks: rules, quotas, shares of pools, and pins."""
+
+from __future__ import annotations
+
+import enum
+from typing import Protocol
+
+from cachemgr.types import PinRecord, PoolShare, Quota, RetentionRule
+
+
+class Kind(enum.Enum):
+    """What there is."""
+
+    RULE = "rules"
+    QUOTA = "quotas"
+    SHARE = "shares"
+    PIN = "pins"
+
+
+Entry = RetentionRule | Quota | PoolShare | PinRecord
+
+
+def entry_name(entry: Entry) -> str:
+    """The field of its hash."""
+    if isinstance(entry, Quota):
+        field = "tenant_id" if entry.tenant_id is not None else "salt"
+        return f"{field}/{getattr(entry, field)}"
+    return entry.pool_id if isinstance(entry, PoolShare) else entry.name
+
+
+class OperatorJournal(Protocol):
+    """Hears of every change of what operators said, at once. Must not fail or block."""
+
+    def operator_changed(self, kind: Kind, name: str, executor_id: str = "") -> None:
+        """The entry of this name is new, another, or gone. `executor_id` is set for pins."""
+
+
+class NoOperatorJournal:
+    """Keeps nothing."""
+
+    def operator_changed(self, kind: Kind, name: str, executor_id: str = "") -> None:
+        """Forgets it."""
