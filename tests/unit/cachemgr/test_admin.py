@@ -24,16 +24,6 @@ def test_a_purge_drops_what_nobody_uses_and_says_so_before():
     assert world.cached_tokens(list(range(9))) == 4
 
 
-def test_a_purge_by_salt_leaves_other_salts_alone():
-    world = World(12)
-    world.cache(list(range(9)), salt="a")
-    world.cache(list(range(9)), salt="b")
-    world.cache(list(range(9)))
-    assert world.manager.operators.purge(BlockFilter(salt="a"), validate_only=False).purged_blocks == 3
-    world.check()
-    assert world.cached_tokens(list(range(9)), salt="b") == 8
-
-
 def test_a_purge_by_priority_takes_what_stands_on_a_purged_block_too():
     world = World(12)
     world.cache(list(range(4)), retention=wish(10))

@@ -93,26 +93,6 @@ def test_the_same_id_with_other_content_is_refused(change):
     world.check()
 
 
-def test_running_out_of_blocks_is_an_answer_that_takes_nothing():
-    world = World(4)
-    world.run(list(range(9)), "a")
-    refused = world.admit(list(range(50, 58)))
-    assert not refused.admitted
-    assert refused.blocks_short == 1
-    assert world.free == 1
-    world.check()
-
-
-def test_with_several_groups_nothing_is_taken_when_one_is_full():
-    world = World(4, windows=(None, 3))
-    world.run(list(range(13)), "a")
-    free = {pool.pool_id: pool.free_blocks for pool in world.manager.queries.pools()}
-    assert free == {"e/0": 0, "e/1": 2}
-    assert not world.admit([50]).admitted
-    assert {pool.pool_id: pool.free_blocks for pool in world.manager.queries.pools()} == free
-    world.check()
-
-
 def test_an_admission_leaves_the_watermark_free_unless_it_is_alone():
     world = World(10, config=ManagerConfig(capacity_ahead_tokens=0, free_watermark=0.3))
     assert world.admit(list(range(32)), "a").admitted
@@ -128,40 +108,6 @@ def test_a_sequence_gets_capacity_ahead_while_the_watermark_stays_free():
     assert world.admit([3]).admitted is False
 
 
-def test_at_most_all_tokens_but_the_last_are_reused():
-    world = World()
-    world.cache(list(range(8)), generate=0)
-    for length in range(1, 9):
-        assert world.cached_tokens(list(range(length))) == length - 1
-        world.step()
-        world.confirm()
-        world.finish(f"q{world.names}")
-    world.check()
-
-
-def test_no_read_matches_nothing_and_stores_nothing_twice():
-    world = World()
-    world.cache(list(range(9)))
-    stored = len(world.journal.blocks)
-    assert world.run(list(range(9)), no_read=True).cached_tokens == 0
-    world.check()
-    world.finish("q2")
-    assert len(world.journal.blocks) == stored
-
-
-def test_what_is_recomputed_and_nobody_else_uses_is_not_kept_twice():
-    world = World(6)
-    world.cache(list(range(8)))
-    world.run(list(range(8)), "a", no_read=True)
-    world.check()
-    # Two for the tokens, one for the next.
-    assert world.free == 6 - 3
-    world.finish("a")
-    assert len(world.journal.blocks) == 2
-    assert world.cached_tokens([*range(8), 50]) == 8
-    world.check()
-
-
 def test_what_is_recomputed_is_kept_twice_only_as_long_as_another_uses_it():
     world = World(8)
     world.run([*range(8), 50], "a")
@@ -173,15 +119,6 @@ def test_what_is_recomputed_is_kept_twice_only_as_long_as_another_uses_it():
     # The partly filled block of the first stays cached, on what the second has.
     assert world.free == 8 - 3
     assert world.cached_tokens([*range(8), 50, 51]) == 9
-    world.check()
-
-
-def test_no_store_leaves_nothing_behind():
-    world = World()
-    world.run(list(range(9)), "a", no_store=True)
-    assert world.admit(list(range(9)), "b").cached_tokens == 0
-    world.finish("a")
-    assert world.journal.blocks == {}
     world.check()
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from cachemgr.sequences.transfers import MAX_BACKUPS
-from cachemgr.types import EventKind, HintAction, Hints, Prefix, Quota, RemovalCause, TierKind
+from cachemgr.types import EventKind, HintAction, Hints, Prefix, RemovalCause, TierKind
 from tests.support.in_process_manager import BLOCK, CONFIG, World, wish
 from tests.unit.cachemgr.tiered import PROMPT, backed_up
 
@@ -67,21 +67,6 @@ def test_what_stands_above_what_is_worth_it_is_copied_whatever_its_priority():
     world.check()
 
 
-def test_what_has_come_to_stand_above_lower_blocks_is_copied():
-    world = World(5, host_blocks=8)
-    world.cache(PROMPT[:8])
-    world.renew()
-    world.run_executor_copies(fail=True)
-    world.run([*PROMPT[:4], 70], "first")
-    world.cache(list(range(100, 112)))
-    assert world.tiers()["host"] == 1
-    world.renew()
-    copies = world.manager.queries.executor_transfers("e")
-    assert world.live["first"].tables[0][0] in {copy.source_slot for copy in copies}
-    world.back_up()
-    world.check()
-
-
 def test_only_so_many_are_copied_at_a_time():
     world = World(3 * MAX_BACKUPS, host_blocks=3 * MAX_BACKUPS)
     world.cache(list(range(2 * MAX_BACKUPS * BLOCK)))
@@ -120,16 +105,6 @@ def test_a_failed_copy_is_no_backup_and_is_not_tried_again():
     assert world.manager.queries.executor_transfers("e") == []
 
 
-def test_a_tenant_at_its_ceiling_gets_none():
-    world = World(8, host_blocks=8)
-    world.manager.operators.set_quota(Quota(salt="a", host_ceiling=0), validate_only=False)
-    world.cache(PROMPT, salt="a")
-    world.cache(PROMPT)
-    world.back_up()
-    world.check()
-    assert {block.salt for block in world.manager.queries.records("e") if block.backup is not None} == {None}
-
-
 def test_a_block_that_was_brought_to_the_device_keeps_its_slot_below():
     world = World(4, host_blocks=6)
     world.cache(PROMPT)
@@ -140,37 +115,6 @@ def test_a_block_that_was_brought_to_the_device_keeps_its_slot_below():
     # The last one has given its slot to a block that had to go there.
     assert world.backups == 2
     assert world.tiers() == {"device": 3, "host": 4}
-
-
-def test_blocks_that_many_bring_up_at_once_keep_their_slots_below():
-    world = World(12, host_blocks=12)
-    world.cache(PROMPT)
-    world.fill()
-    world.finish("fill100")
-    for name in ("a", "b"):
-        assert world.admit([*PROMPT, 70], name).cached_tokens == 12
-    world.step(20)
-    world.sync()
-    world.check()
-    world.confirm(3)
-    world.sync()
-    world.check()
-    world.confirm()
-    world.sync()
-    world.check()
-    assert world.backups == 3
-
-
-def test_prefetched_blocks_keep_their_slots_below():
-    world = World(4, host_blocks=8)
-    world.cache(PROMPT)
-    world.fill()
-    world.finish("fill100")
-    hints = Hints("0.1", "m", (HintAction("one", "Prefetch", "0.1", {}),))
-    world.manager.operators.hint(Prefix(tuple(PROMPT)), hints, None)
-    world.run_executor_copies()
-    world.check()
-    assert world.backups == 3
 
 
 def test_blocks_from_the_disk_get_theirs_in_the_host():
@@ -238,28 +182,6 @@ def test_device_blocks_with_backups_outlive_the_executor():
     assert told.count((EventKind.UPDATED, RemovalCause.NONE)) == 3
     world.sync()
     assert world.run(PROMPT, "again").cached_tokens == 11
-    world.check()
-
-
-def test_a_backup_whose_copy_was_completed_and_not_confirmed_outlives_the_executor():
-    world = World(4, host_blocks=4)
-    world.cache(PROMPT)
-    world.renew()
-    first, second, _ = world.manager.queries.executor_transfers("e")
-    world.copy(first, False)
-    world.copy(second, True)
-    assert world.start_executor() == (0, 1)
-    world.check()
-
-
-def test_a_block_that_is_being_brought_up_outlives_the_executor():
-    world = World(4, host_blocks=4)
-    world.cache(PROMPT)
-    world.fill()
-    world.finish("fill100")
-    world.admit([*PROMPT, 70], "a")
-    world.step(20)
-    assert world.start_executor().lower_blocks >= 3
     world.check()
 
 

@@ -1,7 +1,5 @@
 """Copies of device blocks one tier below: they cost nobody any room, and go with their blocks."""
 
-import json
-
 from cachemgr.types import ForgetTarget, Prefix, TierKind
 from tests.support.in_process_manager import World
 from tests.support.scrape import scraped
@@ -101,16 +99,6 @@ def test_an_evicted_block_does_not_wait_for_its_backup_and_that_is_believed_by_n
     world.check()
 
 
-def test_a_recomputed_block_takes_the_backup_of_the_one_whose_place_it_takes():
-    world = backed_up(num_blocks=8)
-    world.run(PROMPT, "a", no_read=True)
-    world.check()
-    assert world.backups == 3
-    world.finish("a")
-    world.check()
-    assert world.backups == 3
-
-
 # How they are seen
 
 
@@ -128,14 +116,3 @@ def test_metrics_tell_of_tiers_and_of_those_of_pools_that_are_gone_nothing():
     manager.expire()
     assert scraped(manager, "pool_backup_blocks", pool="e/0") is None
     assert scraped(manager, "tier_restored_blocks_total", **host_tier) is None
-
-
-def test_the_state_tells_of_backups():
-    world = World(4, host_blocks=4)
-    world.cache(PROMPT)
-    empty = list(world.manager.queries.state())
-    world.back_up()
-    assert list(world.manager.queries.state()) != empty
-    (line,) = [line for line in world.manager.queries.state() if '"kind":"pool"' in line]
-    pool = json.loads(line)
-    assert pool["backups"][0] == 3

@@ -4,7 +4,7 @@ import pytest
 
 from cachemgr.errors import InvalidField, UnknownSequenceError
 from cachemgr.operators.state_dump import state_hash
-from cachemgr.types import EventKind, HintAction, Hints, Prefix, Retention, RetentionRange, TierKind
+from cachemgr.types import EventKind, TierKind
 from tests.support.in_process_manager import BLOCK, World, wish
 
 NUM_BLOCKS = 40
@@ -70,24 +70,6 @@ def test_an_admission_takes_what_its_preview_says(windows, length):
     assert [estimate.next_step for estimate in preview.estimates] == taken
 
 
-def test_what_others_hold_costs_nothing_and_what_is_only_cached_costs_its_place():
-    world = World(12)
-    world.run(list(range(9)), "live")
-    world.cache([*range(8), 50, 51, 52, 53])
-    preview, taken = previewed(world, [*range(8), 50, 51, 52, 53, 60])
-    assert tuple(preview.estimates[0]) == (0, 3, 2, 2)
-    assert taken == [2]
-
-
-def test_leaves_go_before_what_they_stand_on_whatever_the_priorities():
-    world = World(4)
-    low_head = Retention((RetentionRange(0, 4, 5), RetentionRange(4, None, 90)))
-    world.cache(list(range(8)), retention=low_head)
-    world.cache([50, 51, 52, 53], retention=wish(95))
-    preview, _ = previewed(world, list(range(100, 112)))
-    assert [tuple(one) for one in preview.evictions] == [(0, 5, 1, 0), (0, 90, 1, 0)]
-
-
 @pytest.mark.parametrize("host_blocks", [0, 1, 2, 8])
 def test_what_moves_to_the_host_and_what_is_lost_are_told_apart(host_blocks):
     world = World(6, host_blocks=host_blocks)
@@ -95,42 +77,6 @@ def test_what_moves_to_the_host_and_what_is_lost_are_told_apart(host_blocks):
     world.cache([60, 61, 62, 63], retention=wish(40))
     world.cache([70, 71, 72, 73], retention=wish(60))
     previewed(world, list(range(20)))
-
-
-def test_what_the_host_keeps_for_better_blocks_is_no_room():
-    world = World(6, host_blocks=2)
-    world.cache(list(range(8)), retention=wish(90))
-    down = HintAction("1", "Demote", "0.1", {"tier": "host"})
-    world.manager.operators.hint(Prefix(tuple(range(8))), Hints("0.1", "m", (down,)), None)
-    world.run_executor_copies()
-    world.cache(list(range(50, 62)), retention=wish(40))
-    preview, _ = previewed(world, list(range(100, 120)))
-    assert [tuple(one) for one in preview.evictions] == [(0, 40, 2, 0)]
-
-
-def test_what_a_window_loses_with_the_group_of_full_attention_is_told():
-    world = World(8, windows=(None, 5))
-    world.cache(list(range(8)))
-    world.run(list(range(100, 120)), "live", no_store=True)
-    preview, _ = previewed(world, list(range(200, 208)), no_store=True)
-    assert {one.group for one in preview.evictions} == {0, 1}
-
-
-def test_a_preview_of_what_does_not_fit_says_what_is_missing():
-    world = World(4)
-    world.run(list(range(8)), "live")
-    preview, taken = previewed(world, list(range(100, 116)))
-    assert (preview.admitted, preview.blocks_short) == (False, 4 - world.free)
-    assert (preview.evictions, taken) == ([], [0])
-
-
-def test_a_preview_of_a_partial_match_keeps_what_is_copied():
-    world = World(4)
-    world.cache(list(range(8)))
-    world.cache([50, 51, 52, 53])
-    preview, taken = previewed(world, [0, 1, 2, 3, 4, 5, 90])
-    assert preview.cached_tokens == 6
-    assert taken == [3]
 
 
 @pytest.mark.parametrize("window", [None, 5])

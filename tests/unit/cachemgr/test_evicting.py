@@ -6,7 +6,6 @@ import pytest
 
 from cachemgr.errors import InvalidField
 from cachemgr.operators.state_dump import state_hash
-from cachemgr.types import ManagerConfig
 from tests.support.in_process_manager import POLICIES, Live, World, asked
 
 KEYDIFF = asked("KEYDIFF", start_tokens=1, recent_tokens=2, max_cache_tokens=8, period_tokens=3)
@@ -79,20 +78,6 @@ def test_others_find_what_was_computed_before_and_nothing_of_what_came_later(wis
     world.check()
 
 
-def test_what_a_later_sequence_generates_from_the_same_prompt_reuses_it_while_the_first_still_runs():
-    world, live = ready()
-    world.sync()
-    world.step()
-    world.sync()
-    assert world.admit([*PROMPT, 1], "b").cached_tokens == 19
-    for _ in range(6):
-        world.step()
-        world.confirm()
-        world.sync()
-        world.check()
-    assert live.computed > 24
-
-
 def test_asking_again_gives_the_same_table_until_it_has_moved():
     world, live = ready()
     first = world.sync()
@@ -115,46 +100,6 @@ def test_without_enough_blocks_it_gets_none_and_they_are_counted():
     assert used(world) == 6
     world.leave(world.live["b"])
     assert world.sync().evicting_counts == [2]
-    world.check()
-
-
-def test_blocks_to_move_to_come_before_those_ahead_of_need():
-    world = World(13, config=ManagerConfig(capacity_ahead_tokens=16, free_watermark=0))
-    for name in "ab":
-        world.admit([ord(name) * 100 + place for place in range(19)], name, eviction_policy=KEYDIFF)
-    world.step(19)
-    world.step(19)
-    world.step(19)
-    answer = world.sync()
-    # Ten blocks are the prompts'; nobody may have the last for more than its prompt.
-    assert (answer.evicting_handles, answer.blocks_short) == ([world.live["a"].handle], 1)
-    assert answer.extended_slots == []
-
-
-def test_room_is_made_in_the_cache_and_moves_down_before_it_is_used():
-    world = World(7, host_blocks=4)
-    world.cache([1] * 8)
-    world.admit(PROMPT, "a", eviction_policy=KEYDIFF)
-    world.step(19)
-    world.step(19)
-    answer = world.sync()
-    assert answer.evicting_counts == [2]
-    assert len(answer.transfers) == 2
-    world.compute(world.live["a"], 40)
-    world.finish("a")
-    world.check()
-
-
-def test_during_prefill_it_moves_before_its_prompt_is_computed():
-    world = World(40)
-    world.admit(list(range(100, 160)), "a", eviction_policy=AVERAGE)
-    live = world.live["a"]
-    world.compute(live, 60)
-    assert live.moved
-    world.sync()
-    assert used(world) == 2
-    world.finish("a")
-    assert world.cached_tokens(list(range(100, 160))) == 8
     world.check()
 
 
@@ -188,17 +133,6 @@ def test_what_shares_blocks_does_not_stay_in_them():
     world.compute(live, 30)
     world.finish("a")
     assert world.cached_tokens(PROMPT) == 18
-    world.check()
-
-
-def test_a_short_table_that_it_stays_in_still_grows_to_all_that_it_keeps():
-    world = World(20)
-    world.admit([1, 2, 3], "a", eviction_policy=asked("LAST", max_cache_tokens=12), no_store=True)
-    live = world.live["a"]
-    world.step()
-    assert world.sync().evicting_counts == [0]
-    world.compute(live, 40)
-    assert live.capacity == 12
     world.check()
 
 
@@ -297,38 +231,6 @@ def test_evictions_of_sequences_that_are_gone_are_reported_as_unknown():
         world.next_sync(set()), evicting_handles=[5], moved_handles=[6], moved_computed_tokens=[1]
     )
     assert sorted(world.manager.sync(request).unknown_handles) == [5, 6]
-    world.check()
-
-
-def test_moving_and_leaving_in_one_sync_leaves_what_was_clean():
-    world, live = ready()
-    world.sync()
-    world.step()
-    world.leave(live)
-    world.sync()
-    assert used(world) == 0
-    assert world.cached_tokens([*PROMPT, 1]) == 19
-    world.check()
-
-
-def test_a_move_may_come_without_progress():
-    world, live = ready()
-    world.sync()
-    request = dataclasses.replace(world.next_sync(set()), moved_handles=[live.handle], moved_computed_tokens=[19])
-    world.manager.sync(request)
-    (view,) = world.manager.queries.sequences()
-    assert (view.evicting, view.computed_tokens) == (True, 19)
-    world.check()
-
-
-def test_the_first_tokens_of_what_has_moved_are_nobody_elses():
-    world = World(20)
-    world.admit([5, 6], "a", eviction_policy=asked("LAST", max_cache_tokens=4))
-    world.compute(world.live["a"], 3)
-    known = world.live["a"].tokens
-    assert world.live["a"].moved
-    world.finish("a")
-    assert world.cached_tokens([*known, 9]) == 2
     world.check()
 
 

@@ -1,12 +1,10 @@
 """What else is done to sequences that evict tokens: forks, truncations, holds, pins, quotas, forgetting, metrics."""
 
-import dataclasses
-
 import pytest
 
 from cachemgr.errors import SequenceEvictsError
 from cachemgr.operators.state_dump import state_hash
-from cachemgr.types import ForgetTarget, Prefix, Quota, RetentionRule, RuleAction
+from cachemgr.types import ForgetTarget, Prefix, Quota
 from tests.support.in_process_manager import World
 from tests.support.scrape import scraped
 from tests.unit.cachemgr.test_evicting import H2O, KEYDIFF, PROMPT, ready, used
@@ -38,26 +36,6 @@ def test_who_is_told_to_stay_may_be_moving_already():
         world.manager.truncate(world.caller, "a", 15)
 
 
-def test_what_has_another_table_waiting_can_still_be_forked_and_cut():
-    world, live = ready()
-    world.sync()
-    fork = world.manager.fork(world.caller, "a", "b", 19)
-    assert (fork.cached_tokens, fork.eviction_policy) == (18, live.policy)
-    world.enter(world.request(PROMPT, "b"), fork, PROMPT)
-    world.manager.truncate(world.caller, "a", 19)
-    del live.tokens[19:]
-    live.computed, live.reported_tokens = 18, 19
-    del live.tables[0][5:]
-    world.check()
-    for _ in range(20):
-        world.step()
-        world.confirm()
-        world.sync()
-        world.check()
-    assert live.moved
-    assert world.live["b"].moved
-
-
 def test_a_fork_would_not_know_the_scores():
     world = World(20)
     world.run(PROMPT[:5], "a", eviction_policy=H2O)
@@ -66,19 +44,6 @@ def test_a_fork_would_not_know_the_scores():
         world.manager.fork(world.caller, "a", "b")
     assert list(refused.value.fields) == ["parent_sequence_id"]
     assert state_hash(world.manager.queries.state()) == before
-
-
-def test_a_fork_evicts_by_its_own_prompt():
-    world = World(20)
-    world.run(PROMPT[:5], "a", eviction_policy=KEYDIFF)
-    fork = world.manager.fork(world.caller, "a", "b")
-    world.enter(world.request(world.live["a"].tokens, "b"), fork, list(world.live["a"].tokens))
-    for name in "ab":
-        world.compute(world.live[name], 30)
-        assert world.live[name].moved
-    world.finish("a")
-    world.finish("b")
-    world.check()
 
 
 def test_a_hold_keeps_what_it_computed_before_and_nothing_of_its_own():
@@ -93,30 +58,6 @@ def test_a_hold_keeps_what_it_computed_before_and_nothing_of_its_own():
     assert used(world) == 5
     world.cache([1] * 40)
     assert world.cached_tokens([*PROMPT, 1]) == 19
-    world.check()
-
-
-def test_a_hold_of_what_is_not_stored_keeps_nothing():
-    world, live = ready(no_store=True)
-    world.sync()
-    world.compute(live, 40)
-    world.sync()
-    assert world.manager.hold(world.caller, "a", "owner", 5.0) == 0
-    world.finish("a")
-    assert used(world) == 0
-    world.check()
-
-
-def test_a_rule_pins_what_it_computed_before():
-    world = World(60)
-    spec = RetentionRule("r", action=RuleAction(pin_duration=5.0, eviction_policy=KEYDIFF))
-    world.manager.operators.create_rule(spec, validate_only=False)
-    world.admit(PROMPT, "b")
-    live = world.live["b"]
-    world.compute(live, 40)
-    world.finish("b")
-    (pin,) = world.manager.queries.holds()
-    assert pin.num_blocks == 5
     world.check()
 
 
@@ -179,19 +120,6 @@ def test_no_byte_of_what_is_forgotten_outlives_its_use(state, options):
     assert world.free == 20
 
 
-def test_nor_does_a_table_outlive_it_that_it_has_moved_to_untold():
-    world, live = ready(salt="a")
-    world.sync()
-    world.step()
-    world.manager.operators.forget(ForgetTarget(salt="a"), validate_only=False)
-    world.forget(live)
-    world.manager.release(world.caller, "a")
-    world.run_executor_copies()
-    world.check()
-    assert world.device.held() == []
-    assert world.free == 20
-
-
 def test_its_tokens_can_still_be_explained():
     world, live = ready()
     world.sync()
@@ -201,18 +129,6 @@ def test_its_tokens_can_still_be_explained():
     assert found.cached_tokens == 19
     (found,) = world.manager.queries.explain_sequence("a", 0)
     assert found.cached_tokens == 19
-
-
-def test_trimming_leaves_what_it_keeps():
-    world, live = ready()
-    world.sync()
-    world.step()
-    world.sync()
-    request = dataclasses.replace(world.next_sync(set()), trimmed_handles=[live.handle], trimmed_capacity_tokens=[8])
-    world.manager.sync(request)
-    assert used(world) == 2
-    world.check()
-    world.compute(live, 30)
 
 
 def test_a_table_that_is_missing_or_shared_is_reported_by_a_check():

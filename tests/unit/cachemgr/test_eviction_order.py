@@ -110,33 +110,6 @@ def test_when_very_many_have_gone_the_first_of_the_others_is_found():
     assert order.size == 1
 
 
-def test_released_tail_is_lost_before_its_head():
-    world = World(3)
-    world.cache(list(range(12)))
-    world.cache([100, 101, 102, 103], no_store=True)
-    world.check()
-    assert world.cached_tokens(list(range(12))) == 8
-
-
-def test_what_was_used_longer_ago_is_lost_first():
-    world = World(6)
-    world.cache(list(range(12)))
-    world.cache(list(range(50, 62)))
-    world.cache(list(range(12)))
-    world.cache(list(range(200, 212)))
-    assert world.cached_tokens(list(range(12))) == 11
-    world.finish("q5")
-    assert world.cached_tokens(list(range(50, 62))) == 0
-
-
-def test_empty_blocks_are_taken_before_cached_ones():
-    world = World(5)
-    world.cache(list(range(8)))
-    world.cache([9] * 12, no_store=True)
-    assert world.cached_tokens([*range(8), 8]) == 8
-    assert world.manager.queries.pool("e/0").evicted_blocks == 0
-
-
 def test_a_parent_whose_last_child_goes_keeps_its_place_by_its_own_last_use():
     world = World(5)
     world.cache([1, 2, 3, 4, 5, 6, 7, 8])
@@ -145,15 +118,6 @@ def test_a_parent_whose_last_child_goes_keeps_its_place_by_its_own_last_use():
     world.cache([100, 101, 102, 103, 104, 105, 106, 107, 108, 109, 110, 111, 112, 113, 114, 115], no_store=True)
     world.check()
     assert world.cached_tokens([50, 51, 52, 53, 0]) == 4
-
-
-def test_a_reader_keeps_all_blocks_that_it_reads():
-    world = World(4)
-    world.cache(list(range(8)))
-    world.run([*range(8), 8])
-    assert world.free == 1
-    assert not world.admit([50, 51, 52, 53, 54]).admitted
-    world.check()
 
 
 def test_a_windowed_pool_may_lose_an_inner_block():

@@ -8,7 +8,6 @@ from cachemgr.errors import (
     InvalidField,
     PoolSpecError,
     RulePolicyError,
-    SequenceExistsError,
     SequenceTooLongError,
 )
 from cachemgr.operators.state_dump import state_hash
@@ -58,13 +57,6 @@ def test_a_request_speaks_for_itself_and_else_the_first_rule_that_says_anything(
         world.manager.operators.create_rule(RetentionRule(f"r{order}", order, action=action), validate_only=False)
     policy = world.admit(PROMPT, eviction_policy=own).eviction_policy
     assert (None if policy is None else policy.kind) == kind
-
-
-def test_rules_of_others_say_nothing():
-    world = World(20)
-    make(world, "r", WINDOW, salt="a")
-    assert world.admit(PROMPT).eviction_policy is None
-    assert world.admit(PROMPT, salt="a").eviction_policy is not None
 
 
 @pytest.mark.parametrize(
@@ -151,17 +143,6 @@ def test_a_change_of_a_rule_is_for_those_who_come_later():
     world.manager.operators.delete_rule("r", "", validate_only=False)
     assert world.admit(PROMPT, "c").eviction_policy is None
     assert len(set(hashes)) == 2
-
-
-@pytest.mark.parametrize("other", [None, KEYDIFF, asked("NONE"), asked("SLIDING_WINDOW", recent_tokens=7)])
-def test_the_same_id_with_another_policy_is_refused(other):
-    world = World(20)
-    first = world.admit(PROMPT, "a", eviction_policy=WINDOW)
-    request = world.live["a"].request
-    again = asked("SLIDING_WINDOW", recent_tokens=6)
-    assert world.manager.admit(dataclasses.replace(request, eviction_policy=again)) == first
-    with pytest.raises(SequenceExistsError):
-        world.manager.admit(dataclasses.replace(request, eviction_policy=other))
 
 
 @pytest.mark.parametrize(

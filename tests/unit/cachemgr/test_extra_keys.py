@@ -1,17 +1,13 @@
 """Images in prompts: the same image hits, another misses, and nothing before it is lost by that."""
 
-import struct
-from hashlib import sha256
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachemgr.blocks.block_keys import child_key, extra_bytes, root_key
 from cachemgr.errors import InvalidField
 from cachemgr.operators.state_dump import state_hash
 from cachemgr.types import ExtraKey, MissReason, Prefix
-from tests.support.in_process_manager import FINGERPRINT, World
+from tests.support.in_process_manager import World
 from tests.support.work import work_of
 
 # Two blocks of text, then placeholders of an image, then text.
@@ -30,19 +26,6 @@ def hits(world: World, tokens: list[int] = PROMPT, extra_keys: tuple[ExtraKey, .
     world.finish(f"q{world.names}")
     world.check()
     return admission.cached_tokens
-
-
-def test_the_same_image_hits():
-    world = World(16)
-    world.cache(PROMPT, extra_keys=image())
-    assert hits(world, extra_keys=image()) == 12
-
-
-@pytest.mark.parametrize("other", [image(DOG), (), image(CAT, 7, 3)])
-def test_another_image_or_place_matches_up_to_where_they_differ_at_most(other):
-    world = World(16)
-    world.cache(PROMPT, extra_keys=image())
-    assert 4 <= hits(world, extra_keys=other) <= 6
 
 
 @pytest.mark.parametrize("length", range(1, 7))
@@ -119,54 +102,6 @@ def meaning(tokens, images):
     return [(token, beside.get(position)) for position, token in enumerate(tokens)]
 
 
-def test_what_comes_before_an_image_is_matched_to_its_first_token():
-    world = World(16)
-    world.cache(PROMPT[:6], extra_keys=())
-    assert hits(world, extra_keys=image(DOG)) == 6
-
-
-def test_blocks_before_and_behind_an_image_have_no_part_of_it():
-    assert extra_bytes(image(), 0, 4) == b""
-    assert extra_bytes(image(), 10, 14) == b""
-    assert extra_bytes(image(), 4, 8) == struct.pack("<iII", 2, 2, len(CAT)) + CAT
-    assert extra_bytes(image(), 8, 12) == struct.pack("<iII", -2, 2, len(CAT)) + CAT
-    assert extra_bytes(image(), 8, 9) == struct.pack("<iII", -2, 1, len(CAT)) + CAT
-
-
-def test_a_block_behind_the_image_is_found_only_behind_the_same_image():
-    world = World(16)
-    world.cache(PROMPT, extra_keys=image())
-    assert hits(world, [*PROMPT[:12], 1], image()) == 12
-    assert hits(world, PROMPT, image(DOG)) == 4
-
-
-def test_two_images_in_one_block_count_in_order():
-    world = World(16)
-    both = (ExtraKey(0, 2, CAT), ExtraKey(2, 2, DOG))
-    world.cache([9, 9, 9, 9, 1], extra_keys=both)
-    assert hits(world, [9, 9, 9, 9, 1], both) == 4
-    assert hits(world, [9, 9, 9, 9, 1], (ExtraKey(0, 2, DOG), ExtraKey(2, 2, CAT))) == 0
-
-
-def test_the_key_of_a_block_with_an_image_is_the_published_one():
-    root = root_key(FINGERPRINT, None, None)
-    tokens = struct.pack("<4I", 5, 6, 9, 9)
-    extra = struct.pack("<iII", 2, 2, len(CAT)) + CAT
-    expected = sha256(b"kvkeep/block/2\0" + root + struct.pack("<I", 4) + tokens + extra).digest()
-    assert child_key(root, tokens, extra_bytes(image(), 4, 8)) == expected
-
-
-def test_indexed_blocks_have_the_keys_that_a_router_computes():
-    world = World(16)
-    world.cache(PROMPT[:12], extra_keys=image())
-    key, keys = root_key(FINGERPRINT, None, None), []
-    for start in (0, 4, 8):
-        tokens = struct.pack("<4I", *PROMPT[start : start + 4])
-        key = child_key(key, tokens, extra_bytes(image(), start, start + 4))
-        keys.append(key)
-    assert [block.key for block in sorted(world.manager.queries.records("e"), key=lambda block: block.depth)] == keys
-
-
 def test_admissions_with_the_same_image_compute_it_once_and_others_do_not_wait():
     world = World(24)
     world.admit(PROMPT, "a", extra_keys=image())
@@ -178,22 +113,6 @@ def test_admissions_with_the_same_image_compute_it_once_and_others_do_not_wait()
         world.confirm()
         world.sync()
         world.check()
-
-
-def test_images_come_back_from_the_host():
-    world = World(4, host_blocks=4)
-    world.cache(PROMPT, extra_keys=image())
-    world.cache([99] * 16, no_store=True)
-    assert hits(world, extra_keys=image()) == 12
-
-
-def test_images_outlast_a_restart_of_the_manager():
-    world = World(8)
-    world.cache(PROMPT, extra_keys=image())
-    world.restart_manager()
-    world.check()
-    assert hits(world, extra_keys=image()) == 12
-    assert hits(world, extra_keys=image(DOG)) == 4
 
 
 def test_a_prompt_with_an_image_is_explained():

@@ -89,29 +89,6 @@ def test_used_blocks_are_overwritten_when_their_last_user_ends():
     assert world.free == 12
 
 
-def test_a_sequence_that_runs_on_stores_nothing_and_its_later_blocks_are_overwritten_too():
-    world = World(12)
-    world.run(PROMPT, "live", salt="a")
-    forget(world, salt="a")
-    world.compute(world.live["live"], 16)
-    world.finish("live")
-    world.check()
-    assert found(world, PROMPT, "a") == 0
-    assert world.journal.blocks == {}
-    world.run_executor_copies()
-    assert left(world, "a") == 0
-    world.check()
-
-
-def test_a_new_sequence_of_the_salt_caches_again():
-    world = World(12)
-    world.cache(PROMPT, salt="a")
-    forget(world, salt="a")
-    world.cache(PROMPT, salt="a")
-    assert found(world, salt="a") == 9
-    world.check()
-
-
 def test_promises_of_a_forgotten_sequence_are_matched_by_nobody_any_more():
     world = World(12)
     world.admit(PROMPT, "live", salt="a")
@@ -164,26 +141,6 @@ def test_a_prefix_goes_with_all_that_stands_on_it_and_what_is_before_it_too():
     assert left(world) == 0
 
 
-def test_a_prefix_of_one_salt_is_forgotten_in_that_salt_only():
-    world = World(16)
-    world.cache(PROMPT, salt="a")
-    world.cache(PROMPT)
-    assert forget(world, prefix=Prefix(tuple(PROMPT), salt="a")).removed == {TierKind.DEVICE: 3}
-    assert found(world) == 9
-
-
-def test_a_live_sequence_with_the_prefix_stores_nothing_any_more():
-    world = World(16)
-    world.run(PROMPT, "live")
-    world.run([70, 71, 72, 73], "other")
-    forget(world, prefix=Prefix(tuple(PROMPT[:4])))
-    world.finish("live")
-    world.finish("other")
-    assert found(world) == 0
-    assert found(world, [70, 71, 72, 73]) == 4
-    world.check()
-
-
 def test_blocks_that_another_session_stands_on_stay():
     world = World(16)
     world.cache(PROMPT, session_id="x")
@@ -203,23 +160,6 @@ def test_blocks_that_another_session_uses_stay_and_unused_ones_go():
     world.finish("live")
     assert found(world, [*PROMPT[:4], 50]) == 5
     world.check()
-
-
-def test_what_lies_on_the_host_and_the_disk_goes_too():
-    world = World(3, host_blocks=3, disk_blocks=3)
-    world.cache(PROMPT, salt="a")
-    for first in (100, 200):
-        world.cache(list(range(first, first + 12)))
-        world.check()
-    said = forget(world, salt="a", validate_only=True)
-    receipt = forget(world, salt="a")
-    assert said == receipt
-    assert sum(receipt.removed.values()) >= 2
-    assert TierKind.DEVICE not in receipt.removed
-    world.run_executor_copies()
-    world.check()
-    assert left(world, "a") == 0
-    assert all(tier.used_blocks == 0 for tier in world.manager.queries.pools()[0].lower_tiers)
 
 
 def test_what_is_on_its_way_down_is_overwritten_once_it_has_arrived():
@@ -260,24 +200,6 @@ def test_events_that_are_kept_have_no_tokens_of_it_any_more():
     assert [event.cause for event in removed] == [RemovalCause.FORGOTTEN] * 3
     others = [event for event in events if event.kind is EventKind.STORED and event.block.domain.salt is None]
     assert all(event.block.tokens for event in others)
-
-
-def test_a_shorter_block_that_a_longer_one_replaced_leaves_no_tokens_in_events():
-    world = World(12)
-    world.cache(PROMPT[:6], salt="a")
-    world.cache(PROMPT[:7], salt="a")
-    forget(world, salt="a")
-    mine = [event.block for event in world.manager.queries.events_after(0) if event.block.domain]
-    assert all(block.tokens == b"" for block in mine)
-
-
-def test_what_was_evicted_before_leaves_no_tokens_in_events():
-    world = World(3)
-    world.cache(PROMPT, salt="a")
-    world.cache(list(range(100, 112)))
-    forget(world, salt="a")
-    mine = [event.block for event in world.manager.queries.events_after(0) if event.block.domain]
-    assert all(block.tokens == b"" for block in mine if block.domain.salt == "a")
 
 
 def test_a_dry_run_tells_the_same_and_changes_nothing():
@@ -328,17 +250,6 @@ def test_a_pin_does_not_put_forgetting_off():
     world.check()
     world.run_executor_copies()
     assert world.free == 40
-    world.check()
-
-
-def test_who_computed_the_same_for_itself_goes_on_when_that_is_forgotten():
-    world = World(12)
-    world.run(list(range(9)), "a", salt="a")
-    world.run(list(range(9)), "b", salt="a", no_read=True)
-    forget(world, salt="a")
-    world.finish("a")
-    world.compute(world.live["b"], 12)
-    world.sync()
     world.check()
 
 

@@ -15,16 +15,6 @@ from cachemgr.errors import (
 from tests.support.in_process_manager import World
 
 
-def test_an_extension_brings_the_blocks_to_append():
-    world = World(4)
-    world.admit([1, 2], "a")
-    answer = world.manager.extend(world.caller, "a", 16)
-    assert answer.extended
-    assert [len(table.slots) for table in answer.new_blocks] == [3]
-    world.check()
-    assert world.manager.extend(world.caller, "a", 3).capacity_tokens == 16
-
-
 def test_an_extension_that_finds_too_few_blocks_takes_none():
     world = World(4)
     world.admit([1, 2], "a")
@@ -43,23 +33,6 @@ def test_extend_refuses_what_is_unknown_or_never_fits():
     with pytest.raises(SequenceTooLongError) as refused:
         world.manager.extend(world.caller, "a", 17)
     assert list(refused.value.fields) == ["capacity_tokens"]
-
-
-def test_truncate_gives_whole_blocks_back():
-    world = World(80, seed=1)
-    world.admit(list(range(35)), "a", no_store=True)
-    assert world.free == 71
-    for length, free in ((36, 71), (37, 70), (40, 70)):
-        world.manager.extend(world.caller, "a", length)
-        assert world.free == free
-    assert world.manager.truncate(world.caller, "a", 35).freed_blocks == 1
-    assert world.free == 71
-    world.check()
-
-
-def test_truncating_an_unknown_sequence_is_no_error():
-    freed = (world := World()).manager.truncate(world.caller, "other", 3)
-    assert (freed.found, freed.freed_blocks) == (False, 0)
 
 
 @pytest.mark.parametrize("length", [0, -1, 10])
@@ -95,18 +68,6 @@ def test_rejected_tokens_leave_no_trace():
     world.check()
 
 
-def test_other_tokens_can_follow_a_truncation():
-    world = World(12, seed=3)
-    world.run(list(range(12)), "a")
-    truncate(world, "a", 10)
-    world.live["a"].tokens += [70, 71, 72]
-    for _ in range(3):
-        world.step()
-        world.sync()
-    world.check()
-    assert world.cached_tokens([*range(10), 70, 71, 0]) == 12
-
-
 def test_a_truncation_into_blocks_that_others_share_is_refused_and_changes_nothing():
     world = World(12)
     world.run(list(range(12)), "a")
@@ -117,16 +78,6 @@ def test_a_truncation_into_blocks_that_others_share_is_refused_and_changes_nothi
     assert (world.manager.queries.snapshot(), world.manager.queries.pools()) == before
     world.check()
     assert truncate(world, "b", 13).freed_blocks == 0
-
-
-def test_a_truncation_into_what_was_found_in_the_cache_is_refused():
-    world = World(12)
-    world.cache(list(range(12)))
-    world.run([*range(12), 50], "b")
-    with pytest.raises(SharedBlockError):
-        world.manager.truncate(world.caller, "b", 6)
-    world.check()
-    assert len(world.journal.blocks) == 3
 
 
 def test_truncated_blocks_of_others_children_stay():
@@ -143,52 +94,6 @@ def test_a_truncation_before_a_window_that_is_given_back_is_refused():
     world.run(list(range(12)), "a")
     with pytest.raises(WindowPassedError):
         world.manager.truncate(world.caller, "a", 6)
-    world.check()
-
-
-def test_a_fork_shares_full_blocks_and_copies_the_last():
-    world = World(12)
-    world.run(list(range(10)), "a")
-    fork = world.manager.fork(world.caller, "a", "b")
-    assert fork.admitted
-    assert fork.block_tables[0].slots[:2] == tuple(world.live["a"].tables[0][:2])
-    (copy,) = fork.transfers
-    assert (copy.source_slot, copy.target_slot, copy.num_tokens) == (
-        world.live["a"].tables[0][2],
-        fork.block_tables[0].slots[2],
-        2,
-    )
-    world.check()
-
-
-def test_a_fork_and_its_parent_go_separate_ways():
-    world = World(16)
-    world.run(list(range(10)), "a")
-    parent = world.live["a"]
-    child = world.enter(world.request(parent.tokens, "b"), world.manager.fork(world.caller, "a", "b"), parent.tokens)
-    for _ in range(6):
-        world.step()
-        world.confirm()
-        world.sync()
-        world.check()
-    world.finish("a")
-    world.finish("b")
-    world.check()
-    assert world.cached_tokens(child.tokens) == len(child.tokens) - 1
-
-
-def test_forks_at_the_end_of_a_block_copy_nothing():
-    world = World(24)
-    world.run(list(range(8)), "a")
-    for number in range(8):
-        fork = world.manager.fork(world.caller, "a", f"f{number}")
-        assert (fork.admitted, fork.transfers) == (True, ())
-    world.check()
-    # Three of the parent's, one of each fork's.
-    assert world.free == 24 - 3 - 8
-    for number in range(8):
-        world.manager.release(world.caller, f"f{number}")
-    assert world.free == 21
     world.check()
 
 
@@ -250,15 +155,6 @@ def test_a_fork_of_tokens_before_a_window_that_is_given_back_is_refused():
     with pytest.raises(WindowPassedError):
         world.manager.fork(world.caller, "a", "c", 9)
     world.check()
-
-
-def test_a_fork_without_a_block_is_an_answer_that_takes_nothing():
-    world = World(3)
-    world.run(list(range(10)), "a")
-    fork = world.manager.fork(world.caller, "a", "b")
-    assert (fork.admitted, fork.blocks_short, fork.full_account) == (False, 1, None)
-    world.check()
-    assert [view.sequence_id for view in world.manager.queries.sequences()] == ["a"]
 
 
 def test_a_fork_is_idempotent_and_its_id_is_checked():

@@ -84,13 +84,6 @@ def test_what_a_hint_without_a_session_keeps_without_an_end_ends_after_a_day():
     assert [priority for _, priority in blocks(world)] == [35, 35]
 
 
-def test_the_session_holds_what_is_retained_in_its_name():
-    world = with_prompt()
-    send(world, "Retain", session_id="x", priority=80)
-    send(world, "Retain", session_id="x", priority=50)
-    assert [priority for _, priority in blocks(world)] == [50, 50]
-
-
 def test_what_is_retained_beyond_the_bounds_is_clipped():
     config = dataclasses.replace(CONFIG, max_retention_priority=60, max_retention_seconds=5.0)
     world = with_prompt(config=config)
@@ -177,27 +170,6 @@ def test_a_prefetch_brings_back_what_lies_below():
     assert [tier for tier, _ in blocks(world)] == [TierKind.DEVICE] * 2
 
 
-def test_prefetched_blocks_stay_on_the_device_when_the_manager_starts_again():
-    world = with_prompt(4, host_blocks=4, config=dataclasses.replace(CONFIG, write_through=False))
-    send(world, "Demote", tier="host")
-    world.run_executor_copies()
-    world.manager.operators.hint(Prefix(tuple(PROMPT)), hints("Prefetch"), None)
-    world.run_executor_copies()
-    assert world.restart_manager().device_blocks == 2
-    assert [tier for tier, _ in blocks(world)] == [TierKind.DEVICE] * 2
-    world.check()
-
-
-def test_a_prefetch_takes_what_room_there_is():
-    world = with_prompt(4, host_blocks=4)
-    send(world, "Demote", tier="host")
-    world.run_executor_copies()
-    world.run([99] * 12, "live", no_store=True)
-    assert send(world, "Prefetch")[0] is (CLIPPED if world.free else REJECTED)
-    world.run_executor_copies()
-    world.check()
-
-
 def test_what_is_on_its_way_to_the_device_is_not_fetched_again():
     world = with_prompt(8, host_blocks=4)
     send(world, "Demote", tier="host")
@@ -210,10 +182,6 @@ def test_what_is_on_its_way_to_the_device_is_not_fetched_again():
     world.run_executor_copies()
     world.check()
     assert [tier for tier, _ in blocks(world)] == [TierKind.DEVICE] * 2
-
-
-def test_sharing_is_what_happens_anyway():
-    assert send(with_prompt(), "Share") == (ACCEPTED, 2)
 
 
 @pytest.mark.parametrize(
@@ -276,13 +244,6 @@ def test_what_a_request_retains_is_deferred_until_it_is_computed():
     world.check()
 
 
-def test_what_a_request_retains_and_finds_is_accepted():
-    world = with_prompt()
-    admission = world.run([*PROMPT, 1], "a", hints=hints("Retain", priority=80))
-    assert [answer.outcome for answer in admission.hint_answers] == [ACCEPTED]
-    assert [priority for _, priority in blocks(world)] == [80, 80]
-
-
 def test_other_hints_of_a_request_are_carried_out_at_once():
     world = with_prompt(config=dataclasses.replace(CONFIG, pin_budget=0.5))
     actions = tuple(
@@ -297,12 +258,6 @@ def test_other_hints_of_a_request_are_carried_out_at_once():
     answers = [(answer.action_id, answer.outcome) for answer in admission.hint_answers]
     assert answers == [("1", ACCEPTED), ("2", REJECTED), ("3", ACCEPTED)]
     world.check()
-
-
-def test_what_the_request_says_in_fields_goes_before_its_hints():
-    world = World(8)
-    world.cache(PROMPT, retention=wish(60), hints=hints("Retain", priority=80))
-    assert [priority for _, priority in blocks(world)] == [60, 60]
 
 
 def many(*kinds: tuple[str, dict]) -> Hints:
@@ -382,13 +337,6 @@ def test_a_wish_between_two_demotions_gives_the_second_a_place_to_go():
     world.check()
 
 
-def test_a_thousand_actions_are_refused_by_the_name_of_their_field():
-    world = with_prompt()
-    with pytest.raises(InvalidField) as refused:
-        world.manager.operators.hint(Prefix(tuple(PROMPT)), many(*[("Share", {})] * 1000), None)
-    assert refused.value.fields == {"hints.actions": "must be at most 64"}
-
-
 def test_a_prefetch_takes_what_a_window_still_has_when_room_was_made_in_another_group():
     world = World(3, windows=(None, 5), host_blocks=2)
     world.manager.operators.update_pool("e/0", 2, world.manager.queries.pool("e/0").etag, validate_only=False)
@@ -401,23 +349,6 @@ def test_a_prefetch_takes_what_a_window_still_has_when_room_was_made_in_another_
     assert send(world, "Prefetch", list(range(8))) == (CLIPPED, 2)
     world.run_executor_copies()
     world.check()
-
-
-def test_a_pin_costs_about_the_same_however_many_others_there_are():
-    config = dataclasses.replace(CONFIG, pin_budget=1.0)
-
-    def cost(pins: int) -> int:
-        world = World(100, config=config)
-        prompt = list(range(300))
-        world.cache(prompt)
-        prefix = Prefix(tuple(prompt))
-        for number in range(pins):
-            world.manager.operators.hint(prefix, hints("Pin", owner=f"o{number}", duration_seconds=50), None)
-        work = work_of(lambda: world.manager.operators.hint(prefix, hints("Pin", owner="me", duration_seconds=5), None))
-        world.check()
-        return work
-
-    assert cost(200) < 1.5 * cost(10)
 
 
 def test_pins_of_one_envelope_look_once_at_what_a_prompt_stands_on():
@@ -446,21 +377,6 @@ def test_pins_of_one_envelope_go_over_a_bounded_number_of_blocks(monkeypatch, bu
     assert answers[2].detail == "pins of this request are about 4 blocks already"
     # The next request's are its own.
     assert send(world, "Pin", owner="o2", duration_seconds=5)[0] is first
-
-
-def test_all_pins_of_what_is_not_cached_are_missing():
-    world = with_prompt()
-    pin = ("Pin", {"owner": "a", "duration_seconds": 5})
-    answers, _ = world.manager.operators.hint(Prefix((1, 2, 3, 4)), many(pin, pin), None)
-    assert [answer.outcome for answer in answers] == [MISSING, MISSING]
-
-
-def test_what_a_hint_moves_down_is_not_pinned_by_the_next_one():
-    world = with_prompt(host_blocks=8)
-    pin = ("Pin", {"owner": "a", "duration_seconds": 5})
-    answers, _ = world.manager.operators.hint(Prefix(tuple(PROMPT)), many(("Demote", {"tier": "host"}), pin), None)
-    assert [answer.outcome for answer in answers] == [ACCEPTED, REJECTED]
-    world.check()
 
 
 def test_callers_make_a_bounded_number_of_pins_and_operators_any():

@@ -57,15 +57,6 @@ def test_a_sync_and_an_admission_keep_the_scheduler():
     assert len(list(world.manager.queries.sequences())) == 1
 
 
-def test_a_newer_scheduler_epoch_frees_what_the_older_held():
-    world = running()
-    world.start_scheduler()
-    assert list(world.manager.queries.sequences()) == []
-    assert world.free == 8
-    world.check()
-    assert world.cached_tokens(list(range(9))) == 8
-
-
 @pytest.mark.parametrize("is_silent", [False, True])
 def test_what_a_scheduler_held_that_is_gone_is_freed_a_part_at_a_time_and_nothing_can_name_it(is_silent):
     world = World(12)
@@ -264,13 +255,3 @@ def test_a_renewal_that_fits_no_registration_asks_for_one():
     world.now = 12.0
     world.manager.expire()
     assert len(world.manager.queries.pools()) == 1
-
-
-def test_executors_share_nothing():
-    world = World()
-    world.cache(list(range(9)))
-    world.manager.register_executor(dataclasses.replace(world.spec(), executor_id="f", last_write_steps=()))
-    request = dataclasses.replace(world.request(list(range(9)), "x"), executor_id="f")
-    assert world.manager.admit(request).cached_tokens == 0
-    assert [view.pool_id for view in world.manager.queries.pools()] == ["e/0", "f/0"]
-    assert world.manager.queries.check_pool() == []

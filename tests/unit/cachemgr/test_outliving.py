@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from cachemgr.errors import InvalidField, SchedulerFirstError
+from cachemgr.errors import InvalidField
 from cachemgr.manager import CacheManager
 from cachemgr.operators.operator_journal import Kind
 from cachemgr.types import BlockFilter, EventKind, ForgetTarget, Prefix, Quota, RemovalCause, TierKind
@@ -30,23 +30,6 @@ def test_generations_are_told_of_every_slot_or_of_none(tier):
     with pytest.raises(InvalidField) as refused:
         world.manager.register_executor(spec)
     assert list(refused.value.fields) == [f"pools[0].{tier}_generations"]
-    world.check()
-
-
-def test_lower_blocks_come_back_to_a_manager_that_starts_again():
-    world = offloaded()
-    assert world.restart_manager() == (4, 4)
-    world.check()
-    assert world.run(PROMPT, "again").cached_tokens == 12
-    world.check()
-
-
-def test_lower_blocks_come_back_when_the_executor_has_started_again_too():
-    world = offloaded()
-    world.lose_manager()
-    assert world.come_back() == (0, 4)
-    world.check()
-    assert world.run(PROMPT, "again").cached_tokens == 12
     world.check()
 
 
@@ -96,14 +79,6 @@ def test_a_copy_that_was_open_when_the_manager_died_counts_if_it_was_completed()
     world.check()
 
 
-def test_nothing_of_lower_tiers_is_believed_before_a_scheduler_has_given_its_copies_up():
-    world = offloaded()
-    world.manager = CacheManager(2, lambda: world.now, CONFIG, world.journal)
-    below = [block for block in world.journal.blocks.values() if block.tier is TierKind.HOST]
-    with pytest.raises(SchedulerFirstError):
-        world.manager.register_executor(world.spec(), below)
-
-
 def beheaded() -> World:
     """Two host blocks of PROMPT whose first block was lost with the device."""
     world = World(4, host_blocks=4)
@@ -129,14 +104,6 @@ def test_what_has_lost_its_beginning_stays_until_that_is_computed_again():
     world.check()
 
 
-def test_what_has_lost_its_beginning_goes_as_others_do():
-    world = beheaded()
-    for first in (300, 400, 500, 600):
-        world.cache(list(range(first, first + 8)))
-        world.check()
-    assert not any(block.token_ids[0] in PROMPT for block in world.manager.queries.records("e"))
-
-
 def test_what_has_lost_its_beginning_is_forgotten_with_it():
     world = beheaded()
     receipt = world.manager.operators.forget(ForgetTarget(prefix=Prefix(tuple(PROMPT[:4]))), validate_only=False)
@@ -153,13 +120,6 @@ def test_what_has_lost_its_beginning_is_purged_and_listed_by_its_prefix():
     assert world.manager.operators.purge(selected, validate_only=False).purged_blocks == 2
     world.check()
     assert list(world.manager.queries.records("e")) == []
-
-
-def test_who_computes_past_a_lost_beginning_takes_the_place_of_what_lies_below():
-    world = beheaded()
-    assert world.run(PROMPT[:12], "whole").cached_tokens == 0
-    world.check()
-    assert world.tiers() == {"device": 3}
 
 
 def test_the_order_of_use_comes_back_with_lower_blocks():
@@ -180,20 +140,6 @@ def test_the_order_of_use_comes_back_with_lower_blocks():
     assert left & in_host == set(sorted(in_host, key=lambda first: first or 75)[2:])
 
 
-def test_leases_come_back_with_lower_blocks():
-    world = World(2, host_blocks=2)
-    world.cache([1, 2, 3, 4], retention=wish(90, 50.0))
-    world.cache(list(range(100, 108)))
-    assert world.tiers() == {"device": 2, "host": 1}
-    world.now = 20.0
-    world.sync()
-    world.lose_manager()
-    world.come_back()
-    (lease,) = [lease for _, _, lease in world.manager.queries.leases("e/0", "")]
-    assert (lease.priority, lease.remaining) == (90, 50.0)
-    world.check()
-
-
 # The executor starts again, and the manager has seen it before
 
 
@@ -210,17 +156,6 @@ def test_lower_blocks_stay_when_the_executor_starts_again():
     world.sync()
     assert world.run(PROMPT, "again").cached_tokens == 12
     world.check()
-
-
-def test_what_the_executor_has_lost_below_is_removed():
-    world = offloaded()
-    world.device.generations[0, TierKind.HOST, 1] += 1
-    assert world.start_executor() == (0, 3)
-    world.check()
-    world.device.generations.clear()
-    assert world.start_executor() == (0, 0)
-    world.check()
-    assert world.manager.queries.pools()[0].lower_tiers[0].free_blocks == 4
 
 
 def test_another_model_finds_nothing_below():
@@ -275,15 +210,6 @@ def test_leases_holds_and_quotas_go_on_below():
     assert [(quota.salt, host) for quota, _, _, host in world.manager.queries.quotas()] == [("a", 2)]
     world.manager.operators.release_hold(hold.name)
     world.check()
-
-
-def test_a_hold_of_what_was_on_the_device_ends():
-    world = World(4, host_blocks=4, config=dataclasses.replace(CONFIG, pin_budget=1.0))
-    world.cache(PROMPT[:8])
-    world.manager.operators.pin_prefix(Prefix(tuple(PROMPT[:8])), "ops", 60.0, validate_only=False)
-    assert world.start_executor().lower_blocks == 0
-    world.check()
-    assert list(world.manager.queries.holds()) == []
 
 
 def test_what_was_to_be_overwritten_below_still_is():

@@ -82,14 +82,6 @@ def test_a_released_pin_leaves_its_blocks_cached():
     assert list(refused.value.fields) == ["name"]
 
 
-def test_a_released_pin_of_blocks_in_use_frees_none():
-    world = roomy()
-    world.run([*PROMPT, 1], "live")
-    pinned = pin(world)
-    assert world.manager.operators.release_hold(pinned.name) == 0
-    world.check()
-
-
 def test_what_exceeds_the_budget_is_clipped_from_the_tail():
     world = roomy(budget=0.1)
     world.cache(PROMPT)
@@ -141,24 +133,6 @@ def test_only_as_many_pins_give_way_as_are_needed_oldest_first():
     assert [hold.name for hold in world.manager.queries.holds()][:2] == names[1:]
 
 
-def test_two_pins_of_one_block_keep_it_until_both_are_gone():
-    world = roomy(budget=0.5)
-    world.cache(PROMPT)
-    first, second = pin(world, owner="a"), pin(world, owner="b")
-    world.manager.operators.release_hold(first.name)
-    world.check()
-    assert world.free == 8
-    assert world.manager.operators.release_hold(second.name) == 2
-    assert world.free == 10
-
-
-def test_only_the_prefix_of_the_named_salt_is_pinned():
-    world = roomy()
-    world.cache(PROMPT, salt="a")
-    assert pin(world).receipt.outcome is Outcome.REJECTED
-    assert pin(world, salt="a").receipt.outcome is Outcome.GRANTED
-
-
 def test_every_group_has_a_budget_of_its_own():
     world = roomy(budget=0.2, windows=(None, 5))
     world.cache([*PROMPT, 1])
@@ -175,26 +149,6 @@ def test_a_pin_of_what_lies_on_the_host_keeps_it_there():
         world.cache(list(range(first, first + 16)))
         world.check()
     assert cached(world) == 8
-
-
-def test_a_pin_does_not_outlive_its_executor():
-    world = roomy()
-    world.cache(PROMPT)
-    pin(world)
-    world.start_executor()
-    assert list(world.manager.queries.holds()) == []
-    world.check()
-    assert world.free == 10
-
-
-def test_a_dry_run_tells_the_receipt_and_changes_nothing():
-    world = roomy()
-    world.cache(PROMPT)
-    before = state_hash(world.manager.queries.state())
-    (said,) = world.manager.operators.pin_prefix(Prefix(tuple(PROMPT)), "ops", 10.0, validate_only=True)
-    assert (said.name, said.receipt.num_blocks) == ("", 2)
-    assert state_hash(world.manager.queries.state()) == before
-    assert pin(world).receipt == said.receipt
 
 
 @pytest.mark.parametrize(
@@ -227,18 +181,5 @@ def test_a_pin_takes_work_in_proportion_to_its_blocks():
         )
         world.check()
         return work
-
-    assert cost(160) < 5 * cost(40)
-
-
-def test_pins_of_a_restarted_executor_take_work_in_proportion_to_their_blocks():
-    def cost(blocks: int) -> int:
-        world = roomy(blocks + 10, budget=1.0)
-        prompt = list(range(4 * blocks))
-        world.cache(prompt)
-        for number in range(4):
-            world.manager.operators.pin_prefix(Prefix(tuple(prompt)), f"o{number}", 5.0, validate_only=False)
-        (executor,) = world.manager._state.executors.values()
-        return work_of(executor.holds.keep_cached)
 
     assert cost(160) < 5 * cost(40)

@@ -45,17 +45,6 @@ def test_others_never_evict_below_a_floor():
     assert cached(world) == {"t": 2}
 
 
-def test_the_owner_of_a_floor_evicts_its_own_as_anybody():
-    world = World(4)
-    quota(world, tenant_id="t", device_floor=4)
-    world.cache(list(range(16)), tenant_id="t")
-    world.cache(list(range(100, 116)), tenant_id="t")
-    world.check()
-    assert cached(world) == {"t": 4}
-    assert not world.admit([1], tenant_id="u").admitted
-    assert not world.admit([1]).admitted
-
-
 def test_who_is_at_its_ceiling_loses_its_own_first_though_others_are_older_and_slots_are_empty():
     world = World(8)
     world.cache([50, 51, 52, 53])
@@ -164,16 +153,6 @@ def test_a_block_that_comes_back_from_below_counts_for_whose_it_was():
     assert counts(world)["t"] == 3
 
 
-def test_a_ceiling_of_the_host_keeps_one_tenant_from_filling_it():
-    world = World(4, host_blocks=4)
-    quota(world, tenant_id="t", host_ceiling=1)
-    world.cache(list(range(16)), tenant_id="t")
-    world.cache(list(range(100, 116)))
-    world.check()
-    ((_, _, device, host),) = world.manager.queries.quotas()
-    assert (device, host) == (0, 1)
-
-
 def test_a_floor_of_the_host_is_kept_for_its_owner():
     world = World(4, host_blocks=4)
     quota(world, tenant_id="t", host_floor=2)
@@ -220,13 +199,6 @@ def test_a_quota_that_means_nothing_is_refused_and_nothing_changes(fields, field
     world.check()
 
 
-def test_a_dry_run_changes_nothing():
-    world = World(8)
-    world.manager.operators.set_quota(Quota(tenant_id="t", device_ceiling=1), validate_only=True)
-    assert list(world.manager.queries.quotas()) == []
-    assert world.admit(list(range(9)), tenant_id="t").admitted
-
-
 def test_quotas_change_and_go_while_blocks_are_cached_and_used():
     world = World(12)
     world.cache(list(range(8)), tenant_id="t")
@@ -248,17 +220,6 @@ def test_quotas_change_and_go_while_blocks_are_cached_and_used():
     world.manager.operators.delete_quota(Quota(tenant_id="u"))
     world.check()
     assert world.admit([9] * 48).admitted
-
-
-def test_a_quota_that_is_older_than_the_executor_counts_there_too():
-    world = World(8)
-    quota(world, tenant_id="t", device_ceiling=2)
-    world.start_executor()
-    with pytest.raises(SequenceTooLongError):
-        world.admit(list(range(9)), tenant_id="t")
-    world.cache(list(range(8)), tenant_id="t")
-    assert counts(world) == {"t": 2}
-    world.check()
 
 
 @pytest.mark.parametrize(
@@ -284,34 +245,6 @@ def test_an_admission_costs_the_same_however_many_have_quotas_and_blocks(options
     assert work(400) < 1.3 * work(20)
 
 
-def test_setting_a_quota_costs_the_same_however_many_there_are():
-    def work(quotas: int) -> int:
-        world = World(64)
-        world.cache(list(range(40)), tenant_id="u")
-        for number in range(quotas):
-            world.manager.operators.set_quota(Quota(tenant_id=f"t{number}"), validate_only=False)
-
-        def change() -> None:
-            world.manager.operators.set_quota(Quota(tenant_id="t1", device_floor=3), validate_only=False)
-            world.manager.operators.set_quota(Quota(tenant_id="new"), validate_only=False)
-
-        return work_of(change)
-
-    assert work(400) < 1.2 * work(20)
-
-
-def test_a_floor_that_is_raised_or_lowered_protects_at_once():
-    world = World(8)
-    quota(world, tenant_id="t")
-    world.cache(list(range(16)), tenant_id="t")
-    quota(world, tenant_id="t", device_floor=4)
-    assert not world.admit(list(range(200, 220)), tenant_id="u").admitted
-    quota(world, tenant_id="t", device_floor=1)
-    assert world.admit(list(range(200, 220)), "a", tenant_id="u").admitted
-    world.check()
-    assert cached(world)["t"] == 3
-
-
 def test_a_block_that_was_anothers_counts_as_the_sequences_own_once_truncated():
     world = World(8)
     quota(world, tenant_id="t", device_ceiling=4)
@@ -329,24 +262,6 @@ def test_a_block_that_was_anothers_counts_as_the_sequences_own_once_truncated():
     world.sync()
     world.check()
     assert counts(world) == {"t": 1}
-
-
-@pytest.mark.parametrize("tenant", ["t3", "nobody"])
-def test_a_quota_comes_and_goes_at_the_cost_of_its_own_blocks(tenant):
-    def cost(tenants: int) -> int:
-        world = World(400)
-        for number in range(tenants):
-            world.cache([number] * 5, tenant_id=f"t{number}", salt=f"s{number}")
-        manager = world.manager
-        work = work_of(
-            lambda: manager.operators.set_quota(Quota(tenant_id=tenant, device_floor=2), validate_only=False)
-        )
-        world.check()
-        work += work_of(lambda: manager.operators.delete_quota(Quota(tenant_id=tenant)))
-        world.check()
-        return work
-
-    assert cost(100) < 1.5 * cost(5)
 
 
 def test_a_quota_finds_the_blocks_of_its_salt_in_all_sessions_and_adapters():
@@ -375,14 +290,6 @@ def protected_blocks(accounts: int) -> tuple[Tier, list[tuple[Account, Block]]]:
         tier.count(blocks[-1][0], blocks=1)
         tier.enlist(block, blocks[-1][0], newest=True)
     return tier, blocks
-
-
-def test_where_only_floors_are_left_the_block_that_goes_is_found_without_asking_every_account():
-    def cost(accounts: int) -> int:
-        tier, _ = protected_blocks(accounts)
-        return work_of(lambda: tier.victim(None))
-
-    assert cost(2000) <= cost(100) + 10
 
 
 def test_where_only_floors_are_left_blocks_go_in_the_order_of_their_loss():

@@ -85,10 +85,3 @@ def test_a_request_that_stores_nothing_is_granted_nothing():
 def test_only_the_prompt_counts_where_a_request_goes_on_from_an_earlier_attempt():
     ((_, outcome, _, _, _, blocks),) = receipts(RetentionRange(0, None, 80), num_prompt_tokens=4)
     assert (outcome, blocks) == (Outcome.GRANTED, 1)
-
-
-def test_a_repeated_admission_has_the_same_receipts():
-    world = World(8)
-    admission = world.admit(PROMPT, "a", retention=wish(80))
-    assert admission.receipts
-    assert world.manager.admit(world.live["a"].request) == admission

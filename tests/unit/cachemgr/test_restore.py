@@ -6,9 +6,8 @@ import pytest
 
 from cachemgr.blocks.block_keys import pack
 from cachemgr.blocks.block_record import LeaseRecord
-from cachemgr.errors import SchedulerFirstError
 from cachemgr.manager import CacheManager
-from cachemgr.types import ExecutorSpec, ForgetTarget, Prefix, TierKind
+from cachemgr.types import ForgetTarget, Prefix, TierKind
 from tests.support.in_process_manager import CONFIG, World, wish
 
 PROMPT = list(range(10))
@@ -28,17 +27,6 @@ def restart(world, remembered=None, spec=None):
     world.start_scheduler()
     assert not world.manager.knows_executor("e")
     return world.manager.register_executor(spec or world.spec(), remembered).device_blocks
-
-
-def test_what_the_device_holds_is_found_again():
-    world = cached()
-    assert restart(world) == 3
-    world.check()
-    assert world.free == 8
-    admission = world.admit([*PROMPT, 0], salt="x", adapter_id=3)
-    assert admission.cached_tokens == 10
-    world.step(20)
-    assert world.admit([*PROMPT, 0]).cached_tokens == 0
 
 
 def test_the_store_hears_of_a_lease_that_another_covers():
@@ -75,14 +63,6 @@ def test_a_block_whose_taker_ends_before_it_computes_comes_back():
     world.manager.release(world.caller, "b")
     assert restart(world) == 3
     assert {block.place for block in world.manager.queries.records("e")} == before
-
-
-def test_restored_tails_are_lost_before_their_heads():
-    world = cached()
-    restart(world)
-    world.run([99] * 24, "b")
-    world.check()
-    assert {len(block.token_ids) for block in world.manager.queries.records("e") if block.salt} == {4}
 
 
 def test_a_block_that_was_written_after_it_was_stored_is_dropped_with_what_stands_on_it():
@@ -140,11 +120,6 @@ def test_what_is_dropped_is_removed_from_the_store_and_what_is_kept_is_not_writt
     assert removed == [(0, TierKind.DEVICE, blocks[2].slot)]
 
 
-def test_another_model_finds_nothing():
-    world = cached()
-    assert restart(world, spec=dataclasses.replace(world.spec(), model_fingerprint=b"g" * 32)) == 0
-
-
 def test_without_the_steps_of_the_device_nothing_is_believed():
     world = cached()
     assert restart(world, spec=dataclasses.replace(world.spec(), last_write_steps=())) == 0
@@ -157,30 +132,6 @@ def test_a_windowed_pool_is_restored_without_the_blocks_that_it_lost():
     assert restart(world, blocks) == 2
     world.check()
     assert world.cached_tokens([*PROMPT, 0]) == 10
-
-
-def test_memories_wait_for_a_scheduler_that_has_given_up_its_old_sequences():
-    world = cached()
-    manager = CacheManager(2, lambda: world.now, CONFIG)
-    spec: ExecutorSpec = world.spec()
-    with pytest.raises(SchedulerFirstError):
-        manager.register_executor(spec, world.journal.blocks.values())
-    assert not manager.knows_executor("e")
-    manager.register_scheduler("s", 2)
-    assert manager.register_executor(spec, world.journal.blocks.values()) == (3, 0)
-
-
-def test_an_executor_that_was_silent_and_comes_back_is_believed_what_its_slots_still_hold():
-    world = cached()
-    world.now = 9.0
-    world.sync()
-    world.now = 10.1
-    world.manager.expire()
-    assert not world.manager.knows_executor("e")
-    assert len(world.journal.blocks) == 3
-    world.now = 10.2
-    assert world.manager.register_executor(world.spec(), list(world.journal.blocks.values())) == (3, 0)
-    world.check()
 
 
 def test_no_copy_meets_what_still_runs_in_an_executor_that_was_silent():

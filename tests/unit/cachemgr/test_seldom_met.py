@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from cachemgr.errors import PoolInUseError
 from cachemgr.types import (
     BlockFilter,
     ExtraKey,
@@ -120,13 +119,6 @@ def test_text_that_follows_a_truncated_image_is_not_found_under_it():
     assert world.manager._state.sequences["a"].extra_keys == ()
 
 
-def test_a_later_wish_of_the_same_request_takes_the_place_of_its_higher_one():
-    world = World(8)
-    world.cache(list(range(4)), request_id="r", retention=wish(90))
-    world.cache([*range(4), 9], request_id="r", retention=wish(10))
-    assert [view.priority for _, view in world.manager.queries.blocks("e/0") if not view.depth] == [10]
-
-
 def test_a_rule_about_moving_says_nothing_of_how_long():
     world = World(8)
     world.cache(list(range(4)), session_id="s", retention=wish(10))
@@ -158,13 +150,6 @@ def test_a_repeated_admission_may_write_its_hints_in_another_order():
         hints = Hints("0.1", "m", (HintAction("1", "Retain", "0.1", payload),))
         answers.append(world.manager.admit(replace(world.request([1, 2, 3], "same"), hints=hints)))
     assert answers[0] == answers[1]
-
-
-def test_a_pool_keeps_room_for_the_floors():
-    world = World(8)
-    world.manager.operators.set_quota(Quota(salt="s", device_floor=5), validate_only=False)
-    with pytest.raises(PoolInUseError):
-        world.manager.operators.update_pool("e/0", 4, "", validate_only=False)
 
 
 def test_a_session_is_forgotten_without_what_another_holds():

@@ -26,29 +26,6 @@ def test_a_second_sequence_shares_blocks_that_are_not_computed():
     world.check()
 
 
-def test_both_may_compute_in_one_step_and_report_in_one_sync():
-    world = World()
-    two(world)
-    world.step(most=20)
-    assert world.sync().void_handles == []
-    assert world.live["reader"].computed == 10
-    world.check()
-    assert world.cached_tokens([*PROMPT, 50, 60]) == 8
-
-
-def test_a_finished_writer_leaves_what_it_promised():
-    world = World()
-    two(world)
-    world.step(names={"writer"})
-    world.step(names={"writer"})
-    world.finish("writer")
-    world.check()
-    world.step()
-    world.sync()
-    world.check()
-    assert "reader" in world.live
-
-
 def test_a_writer_that_ends_early_voids_who_shared_its_blocks():
     world = World()
     _, reader = two(world)
@@ -65,16 +42,6 @@ def test_a_writer_that_ends_early_voids_who_shared_its_blocks():
     assert world.free == 8
     again = world.admit([*PROMPT, 50], "reader-2")
     assert (again.cached_tokens, again.wait_for_handle) == (5, 0)
-    world.check()
-
-
-def test_a_writer_that_ends_in_the_last_shared_block_voids_too_though_its_part_is_stored():
-    world = World()
-    _, reader = two(world)
-    world.step(most=7, names={"writer"})
-    world.leave(world.live["writer"])
-    assert world.sync().void_handles == [reader.sequence_handle]
-    assert len(world.journal.blocks) == 2
     world.check()
 
 
@@ -131,28 +98,6 @@ def test_a_failed_copy_of_the_writer_voids_both():
     world.sync()
     world.check()
     assert world.free == 8
-
-
-def test_several_groups_wait_for_one_writer():
-    world = World(12, windows=(None, 5))
-    writer, reader = two(world)
-    assert (reader.cached_tokens, reader.wait_for_handle) == (8, writer.sequence_handle)
-    assert [slot > 0 for slot in reader.block_tables[1].slots] == [False, True, True]
-    world.step(most=20)
-    world.sync()
-    world.check()
-
-
-def test_the_whole_cache_is_free_when_all_have_gone():
-    world = World(12)
-    for name in ("a", "b", "c"):
-        world.admit([*PROMPT, ord(name)], name)
-    world.step(most=20)
-    for name in ("b", "a", "c"):
-        world.leave(world.live[name])
-    world.sync()
-    world.check()
-    assert world.free == 12
 
 
 @pytest.mark.parametrize("begins", [True, False])

@@ -40,17 +40,6 @@ def forget_shares(world: World) -> None:
     world.manager.register_executor(world.spec(), list(world.journal.blocks.values()))
 
 
-def test_every_pool_has_the_share_at_first_that_its_executor_says() -> None:
-    world = shared((7, 3))
-    assert totals(world) == [7, 3]
-    assert world.manager.queries.executor_transfers("e") == []
-    world.check()
-    world.cache(list(range(11)))
-    world.start_executor()
-    assert totals(world) == [7, 3]
-    world.check()
-
-
 def test_what_one_pool_gives_up_another_can_have_once_the_executor_has_given_it_back() -> None:
     world = shared()
     with pytest.raises(InvalidField):
@@ -94,18 +83,6 @@ def test_copies_that_come_too_late_are_of_slots_that_are_nobodys_any_more() -> N
     assert world.manager.queries.executor_transfers("e") == []
     assert totals(world) == [1, 6]
     world.check()
-
-
-def test_no_renewal_brings_more_slots_than_a_message_holds() -> None:
-    world = World(30_000, windows=(None, 5), block_bytes=(1, 1), share_blocks=(30_000, 1), memory_bytes=30_001)
-    update(world, "e/0", 1)
-    seen: set[int] = set()
-    while transfers := world.manager.queries.executor_transfers("e"):
-        assert len(transfers) <= 10_000
-        seen.update(transfer.target_slot for transfer in transfers)
-        give_back(world)
-    assert len(seen) == 29_999
-    assert update(world, "e/1", 30_000).total_blocks == 30_000
 
 
 def test_a_restarted_manager_has_overwritten_what_no_share_holds() -> None:
@@ -238,35 +215,6 @@ def test_the_etag_changes_with_every_change_and_not_by_a_dry_run():
     assert update(world, "e/0", 5, changed.etag).total_blocks == 5
 
 
-def test_a_prompt_that_no_longer_fits_is_refused_and_one_that_does_runs():
-    world = World(8)
-    update(world, "e/0", 2)
-    with pytest.raises(SequenceTooLongError):
-        world.admit(list(range(9)))
-    assert world.run(list(range(8))).admitted
-    world.check()
-
-
-def test_shares_hold_after_a_restart_of_the_manager_too() -> None:
-    world = shared()
-    world.cache(list(range(24)))
-    world.restart_manager()
-    assert totals(world) == [6, 6]
-    world.check()
-    assert world.run(list(range(23))).cached_tokens == 22
-    world.check()
-
-
-def test_more_cached_blocks_than_the_share_holds_are_lost_at_a_restart() -> None:
-    world = World(12, block_bytes=(100,), share_blocks=(4,), memory_bytes=1200)
-    update(world, "e/0", 12)
-    world.cache(list(range(48)))
-    forget_shares(world)
-    assert totals(world) == [4]
-    world.check()
-    assert world.run(list(range(15))).cached_tokens == 14
-
-
 def begin_shrinking(world: World, total: int) -> Steps[PoolView]:
     """Takes a step of the call, of one block."""
     call = world.manager.operators.update_pool_in_steps("e/0", total, "", validate_only=False)
@@ -330,16 +278,3 @@ def test_memory_of_slots_that_a_pool_has_yet_to_give_up_is_not_given_to_another(
     give_back(world)
     update(world, "e/1", 12)
     world.check()
-
-
-def test_a_pool_that_grows_again_keeps_what_it_has_not_given_up_yet():
-    world = World(8)
-    world.cache(list(range(24)))
-    call = begin_shrinking(world, 1)
-    go_on(world, call)
-    go_on(world, call)
-    update(world, "e/0", 7)
-    at_once(call)
-    world.check()
-    assert totals(world) == [7]
-    assert world.manager.queries.pools()[0].cached_blocks == 4

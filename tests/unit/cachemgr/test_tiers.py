@@ -2,7 +2,7 @@
 
 import pytest
 
-from cachemgr.errors import BlocksInUseError, SequenceExistsError
+from cachemgr.errors import BlocksInUseError
 from cachemgr.sequences.block_chain import chain, keys_of
 from cachemgr.types import BlockFilter, EventKind, Prefix, RemovalCause, Retention, RetentionRange, TierKind
 from tests.support.in_process_manager import BLOCK, World, wish
@@ -19,30 +19,6 @@ def fill(world: World, first: int, name: str = "", **options: object):
     return world.run(list(range(first, first + world.num_blocks * BLOCK)), name, **options)
 
 
-def test_what_is_evicted_moves_to_empty_host_slots_tail_first():
-    world = World(4, host_blocks=4)
-    world.cache(list(range(14)))
-    admission = fill(world, 100)
-    assert [(copy.source_slot, copy.target_slot) for copy in admission.transfers] == [(4, 1), (3, 2), (2, 3), (1, 4)]
-    assert {copy.target_tier for copy in admission.transfers} == {TierKind.HOST}
-    assert places(world)[-4:] == [("host", 1), ("host", 2), ("host", 3), ("host", 4)]
-    world.check()
-
-
-def test_a_match_in_a_lower_tier_is_copied_back_and_computed_no_more():
-    world = World(4, host_blocks=4)
-    world.cache(list(range(13)))
-    fill(world, 100, "b")
-    world.finish("b")
-    admission = world.run(list(range(13)), "c")
-    assert admission.cached_tokens == 12
-    assert [copy.source_tier for copy in admission.transfers if copy.target_tier is TierKind.DEVICE] == [
-        TierKind.HOST
-    ] * 3
-    world.check()
-    assert [place for place in places(world) if place[0] == "device"] == [("device", 1), ("device", 2), ("device", 3)]
-
-
 def test_what_is_on_its_way_is_not_matched_before_it_has_arrived():
     world = World(4, host_blocks=4)
     world.cache(list(range(9)))
@@ -51,15 +27,6 @@ def test_what_is_on_its_way_is_not_matched_before_it_has_arrived():
     world.step()
     world.confirm()
     assert world.manager.queries.explain(Prefix(tuple(range(9))), 0)[0].cached_tokens == 9
-    world.check()
-
-
-@pytest.mark.parametrize(("priority", "moved"), [(34, 0), (35, 4), (90, 4)])
-def test_only_what_is_worth_it_moves(priority, moved):
-    world = World(4, host_blocks=4)
-    world.cache(list(range(13)), retention=wish(priority))
-    fill(world, 100)
-    assert sum(tier == "host" for tier, _ in places(world)) == moved
     world.check()
 
 
@@ -177,27 +144,6 @@ def test_a_slot_whose_bytes_have_yet_to_leave_is_given_to_nobody():
     world.check()
 
 
-def test_a_prefix_can_be_moved_down_and_fetched_before_anybody_asks():
-    world = World(4, host_blocks=4)
-    world.cache(list(range(12)))
-    manager = world.manager
-    prefix = Prefix(tuple(range(12)))
-    executor = manager._state.executors["e"]
-    (pool,) = executor.pools
-    for block in reversed(chain(pool, keys_of(executor, prefix))):
-        assert block.older is None or pool.demote(block)
-    world.run_executor_copies()
-    assert {view.tier for view, _, _ in manager.queries.explain(prefix, 0)[0].blocks} == {TierKind.HOST}
-    world.check()
-    begun = executor.copies.fetch(pool, chain(pool, keys_of(executor, prefix)))
-    assert len(begun) == 3
-    world.check()
-    world.run_executor_copies()
-    assert {view.tier for view, _, _ in manager.queries.explain(prefix, 0)[0].blocks} == {TierKind.DEVICE}
-    world.check()
-    assert world.run(list(range(13)), "after").transfers == ()
-
-
 def test_blocks_that_come_back_together_stay_reserved_until_the_last_copy_has_ended():
     world = World(4, host_blocks=4)
     world.cache(list(range(12)))
@@ -215,16 +161,6 @@ def test_blocks_that_come_back_together_stay_reserved_until_the_last_copy_has_en
     assert {view.tier for view, _, _ in world.manager.queries.explain(Prefix(tuple(range(12))), 0)[0].blocks} == {
         TierKind.DEVICE
     }
-
-
-def test_a_purge_by_tier_takes_what_lies_there():
-    world = World(2, host_blocks=4)
-    world.cache(list(range(8)))
-    fill(world, 100, "b")
-    world.finish("b")
-    purged = world.manager.operators.purge(BlockFilter(tier=TierKind.HOST), validate_only=False)
-    assert (purged.purged_blocks, [tier for tier, _ in places(world)]) == (2, ["device", "device"])
-    world.check()
 
 
 def test_a_purge_of_what_is_being_copied_is_refused_and_changes_nothing():
@@ -343,10 +279,3 @@ def test_windows_and_beginnings_of_blocks_do_not_go_below_the_lowest_tier_either
                 == tokens
             )
         world.check()
-
-
-def test_an_admission_with_another_lowest_tier_is_another_one():
-    world = three_tiers()
-    world.admit(list(range(12)), "a", lowest_tier=TierKind.HOST)
-    with pytest.raises(SequenceExistsError):
-        world.manager.admit(world.request(list(range(12)), "a"))

@@ -27,16 +27,6 @@ def test_a_source_cannot_be_taken_while_its_copy_is_open():
     world.check()
 
 
-def test_blocks_behind_an_open_copy_are_stored_when_it_is_confirmed():
-    world, _ = copying()
-    world.step(most=20)
-    world.sync()
-    stored = len(world.journal.blocks)
-    world.confirm()
-    world.check()
-    assert len(world.journal.blocks) == stored + 1
-
-
 def test_a_confirmation_is_counted_once():
     world, copy = copying()
     world.step()
@@ -67,19 +57,6 @@ def test_a_failed_copy_voids_its_sequence_and_nothing_of_it_is_found():
     assert world.admit([*range(4), 10, 11, 20, 21, 22], "c").cached_tokens == 6
 
 
-def test_a_target_stays_reserved_until_the_ticket_of_a_released_sequence_ends():
-    world, _ = copying()
-    world.step()
-    world.forget(world.live["b"])
-    world.manager.release(world.caller, "b")
-    world.check()
-    # Target, source, and the block that the source stands on.
-    assert world.free == 5
-    world.confirm()
-    assert world.free == 8
-    world.check()
-
-
 def test_a_cancelled_ticket_gives_both_blocks_back():
     world, copy = copying()
     world.leave(world.live["b"])
@@ -94,13 +71,6 @@ def test_cancelling_the_ticket_of_a_live_sequence_voids_it():
     world.cancelled.append(copy.ticket)
     handle = world.live["b"].handle
     assert world.sync().void_handles == [handle]
-    world.check()
-
-
-def test_unknown_tickets_can_be_cancelled():
-    world = World()
-    world.cancelled.append(77)
-    world.sync()
     world.check()
 
 

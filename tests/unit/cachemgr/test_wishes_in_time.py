@@ -3,10 +3,7 @@
 import dataclasses
 from random import Random
 
-import pytest
-
 from cachemgr.blocks.block import Block
-from cachemgr.errors import InvalidField
 from cachemgr.manager import CacheManager
 from cachemgr.retention import leases
 from cachemgr.retention.lease_deadlines import Deadlines
@@ -38,16 +35,6 @@ def patient(num_blocks=8):
     return World(num_blocks, config=dataclasses.replace(CONFIG, lease_seconds=1e9))
 
 
-def test_a_wish_ends_with_its_time_and_exactly_then():
-    world = patient()
-    world.cache(PROMPT, retention=wish(80, 10.0))
-    world.now = 9.999
-    assert first(world) == 80
-    world.now = 10.0
-    assert first(world) == 35
-    world.check()
-
-
 def test_the_clock_starts_when_the_block_can_be_taken():
     world = patient()
     world.run(PROMPT, "a", retention=wish(80, 10.0))
@@ -58,54 +45,6 @@ def test_the_clock_starts_when_the_block_can_be_taken():
     assert first(world) == 80
     world.now = 60.0
     assert first(world) == 35
-
-
-def test_the_clock_runs_on_while_others_use_the_block_and_they_do_not_extend_it():
-    world = patient(4)
-    world.cache(PROMPT, retention=wish(80, 10.0))
-    world.now = 5.0
-    world.run(PROMPT, "b")
-    world.now = 6.0
-    world.finish("b")
-    assert first(world) == 80
-    world.now = 10.0
-    assert first(world) == 35
-    world.now = 1000.0
-    assert first(world) == 35
-
-
-@pytest.mark.parametrize(("now", "lost"), [(5.0, 20), (9.0, 10)])
-def test_of_two_wishes_that_end_the_one_that_counts_less_at_the_moment_is_lost(now, lost):
-    world = patient(4)
-    world.now = 5.0
-    world.cache([10, 11, 12, 13], retention=wish(80, 3.0))
-    world.cache([20, 21, 22, 23], retention=wish(50, 8.0))
-    world.now = now
-    world.admit([30] * 12, no_store=True)
-    left = {block.token_ids[0] for block in world.manager.queries.records("e")}
-    assert left == {10, 20} - {lost}
-
-
-def test_a_wish_that_ended_is_lost_before_what_is_still_wished():
-    world = patient(8)
-    world.cache(list(range(12)), retention=wish(80, 10.0))
-    world.cache(list(range(12, 24)), retention=wish(50))
-    world.now = 10.0
-    world.cache([1] * 12, no_store=True)
-    world.check()
-    assert world.cached_tokens(list(range(12, 24))) == 11
-
-
-def test_the_later_wish_of_a_session_takes_the_place_of_its_earlier_one():
-    world = patient()
-    world.cache(PROMPT, session_id="chat", retention=wish(80))
-    world.cache(PROMPT, session_id="chat", retention=wish(10))
-    assert first(world) == 10
-    world.cache(PROMPT, session_id="chat")
-    assert first(world) == 10
-    world.cache(PROMPT, session_id="other", retention=wish(50))
-    assert first(world) == 50
-    world.check()
 
 
 def test_a_session_does_not_take_the_place_of_a_request_of_the_same_name():
@@ -121,24 +60,6 @@ def test_a_later_attempt_of_a_request_takes_the_place_of_its_earlier_one():
     world.cache(PROMPT, request_id="a", retention=wish(60, 9.0))
     assert first(world) == 60
     world.check()
-
-
-def test_when_the_largest_wish_ends_the_next_one_counts():
-    world = patient()
-    world.cache(PROMPT, retention=wish(90, 2.0))
-    world.cache(PROMPT, session_id="s", retention=wish(60, 4.0))
-    world.cache(PROMPT, retention=wish(20))
-    for world.now, expected in ((1.0, 90), (2.0, 60), (4.0, 20), (9.0, 20)):
-        assert first(world) == expected
-        world.check()
-
-
-def test_endless_wishes_of_requests_do_not_pile_up():
-    world = patient()
-    for priority in (50, 40, 60, 60, 35):
-        world.cache(PROMPT, retention=wish(priority))
-    (block,) = [block for block in world.manager.queries.records("e") if block.slot == 1]
-    assert [lease.priority for lease in block.leases] == [60]
 
 
 def test_the_end_of_a_wish_does_not_change_when_the_block_was_last_used():
@@ -242,27 +163,6 @@ def test_a_restarted_manager_goes_on_with_the_time_that_is_left():
     assert first(world) == 70
     world.now = 1008.0
     assert first(world) == 35
-
-
-def test_a_remembered_lease_that_nobody_could_have_is_not_believed():
-    world = patient()
-    world.cache(PROMPT, retention=wish(80, 10.0))
-    records = [
-        record._replace(leases=(record.leases[0]._replace(priority=101),))
-        for record in world.manager.queries.records("e")
-    ]
-    world.manager = CacheManager(2, lambda: world.now, CONFIG, world.journal)
-    world.manager.register_scheduler("s", 2)
-    assert world.manager.register_executor(world.spec(), records) == (0, 0)
-
-
-@pytest.mark.parametrize("field", ["session_id", "request_id"])
-@pytest.mark.parametrize("value", ["", "x" * 257])
-def test_holders_have_names(field, value):
-    world = patient()
-    with pytest.raises(InvalidField) as refused:
-        world.admit(PROMPT, **{field: value})
-    assert list(refused.value.fields) == [field]
 
 
 def test_wishes_for_the_output_have_a_time_of_their_own():
