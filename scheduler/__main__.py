@@ -18,8 +18,7 @@ from protos.rpc.server import Server
 from protos.rpc.settings import load, variable
 from scheduler.app import Scheduler
 from scheduler.errors import UnusableModelError
-from scheduler.frontend import admin_service
-from scheduler.frontend.grpc_service import SERVICE
+from scheduler.frontend.grpc_service import ADMIN_SERVICE, SERVICE
 from scheduler.frontend.openai.app import create_app
 from scheduler.frontend.openai.origins import Origins
 from scheduler.settings import SchedulerSettings
@@ -40,7 +39,7 @@ async def serve(settings: SchedulerSettings) -> int:
     except OSError as error:
         log.error("cannot write the access log", setting=variable(SchedulerSettings, "access_log"), cause=str(error))
         return 1
-    services = {SERVICE: scheduler.service.add_to, admin_service.SERVICE: scheduler.admin.add_to}
+    services = {SERVICE: scheduler.service.add_to, ADMIN_SERVICE: scheduler.admin.add_to}
     server.listen(settings.scheduler_address, services, setting="KVKEEP_SCHEDULER_ADDRESS")
     http = _http(scheduler, settings, server.guard)
     try:

@@ -34,10 +34,9 @@ from scheduler.errors import (
     StepLoopError,
 )
 from scheduler.frontend.access_log import AccessLog
-from scheduler.frontend.admin_service import SchedulerAdminService
-from scheduler.frontend.grpc_service import GenerationService
+from scheduler.frontend.grpc_service import GenerationService, SchedulerAdminService
+from scheduler.frontend.model_info import ModelInfo
 from scheduler.frontend.requests import Health, RequestTable
-from scheduler.frontend.tokenizer import Model
 from scheduler.frontend.validation import RequestValidator
 from scheduler.metrics import RequestMetrics, StepTimes, VllmMetrics
 from scheduler.settings import SchedulerSettings
@@ -93,7 +92,7 @@ class Scheduler:
         queue = WaitingQueue()
         requests = RequestTable(
             RequestValidator(
-                Model(model, executor),
+                ModelInfo(model, executor),
                 max_prompt_bytes=settings.max_prompt_bytes,
                 onboarding_timeout=settings.onboarding_timeout_seconds,
             ),

@@ -1,6 +1,6 @@
-"""What is told of every request when it has ended: metrics, its span, and a line in the access log.
+"""The record of every ended request: metrics, its span, and a line in the access log.
 
-Nothing of what was said in it, and a salt as a part of its hash only.
+It has no prompt and no output, and of a salt only a part of its hash.
 """
 
 import asyncio
@@ -18,7 +18,6 @@ from protos.rpc.errors import ServiceError, UnexpectedError
 from protos.rpc.identity import current
 from protos.rpc.logs import short_hash
 from scheduler.frontend.output import Stream
-from scheduler.frontend.requests import RequestTable
 from scheduler.metrics import RequestMetrics
 
 # The caller left, or its deadline passed.
@@ -26,41 +25,41 @@ ABORTED = "CANCELLED"
 _REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 
 
-class Line:
-    """What the access log is going to say of what is being served.
+class LogLine:
+    """The line of a call that is being served.
 
-    generating: output is asked for. is_quiet: nothing is said of it.
+    generating: whether the call asks for output. is_quiet: whether no line is written.
     """
 
     def __init__(self, peer: str, *, generating: bool) -> None:
-        """peer: where it comes from."""
+        """peer: the caller's address."""
         self.generating = generating
         self.is_quiet = False
         self.started = time.monotonic()
         self.fields: dict[str, Any] = {"peer": peer}
 
 
-_line: ContextVar[Line | None] = ContextVar("line", default=None)
+_line: ContextVar[LogLine | None] = ContextVar("line", default=None)
 
 
 def note(**fields: Any) -> None:
-    """Adds to the line about what is being served, where there is going to be one."""
+    """Adds fields to the line of the call that is being served, if it has one."""
     if (line := _line.get()) is not None:
         line.fields |= fields
 
 
 class AccessLog:
-    """Gets a line for every request when it has ended, whatever became of it. One that is refused is counted, too."""
+    """Writes a line for every call that has ended, however it did, and counts ended and refused requests."""
 
     def __init__(self, metrics: RequestMetrics, log: Any = None) -> None:
-        """log: a logger of structlog's; the usual one where none is given."""
+        """log: a logger of structlog's; the process's own for None."""
         self._metrics = metrics
         self._log = log or structlog.get_logger()
 
     @contextlib.contextmanager
-    def telling(self, peer: str, *, generating: bool = False) -> Iterator[Line]:
-        """Around all that is done for a request. Until its task ends, `note` is about this one."""
-        line = Line(peer, generating=generating)
+    def call(self, peer: str, *, generating: bool = False) -> Iterator[LogLine]:
+        """Around a call. Until its task ends, `note` is about this one."""
+        line = LogLine(peer, generating=generating)
         _line.set(line)
         try:
             yield line
@@ -70,7 +69,7 @@ class AccessLog:
         finally:
             self._write(line)
 
-    def _write(self, line: Line) -> None:
+    def _write(self, line: LogLine) -> None:
         fields = line.fields
         is_refused = "error" in fields and "finish_reason" not in fields
         if is_refused and line.generating:
@@ -82,52 +81,64 @@ class AccessLog:
         seconds = round(time.monotonic() - line.started, 4)
         self._log.info("request refused" if is_refused else "request ended", **who | fields, seconds=seconds)
 
+    @contextlib.contextmanager
+    def generation(self, message: pb.StreamGenerateRequest, model: str) -> Iterator["GenerationRecord"]:
+        """Around a request for output. model: its name."""
+        record, error = GenerationRecord(message, model, self._metrics), ""
+        try:
+            yield record
+        except BaseException as failure:
+            error = _reason(failure)
+            raise
+        finally:
+            record.end(error)
 
-class Watched:
-    """A request for output from its arrival to its end. Whoever takes it sets `stream`."""
 
-    def __init__(self, message: pb.StreamGenerateRequest, requests: RequestTable) -> None:
+class GenerationRecord:
+    """A request for output from its arrival to its end. `stream` is set once the request is accepted."""
+
+    def __init__(self, message: pb.StreamGenerateRequest, model: str, metrics: RequestMetrics) -> None:
         self.stream: Stream | None = None
         self._message = message
-        self._requests = requests
+        self._model = model
+        self._metrics = metrics
         self._operation = "chat" if message.WhichOneof("input") == "chat" else "text_completion"
-        self._span = tracing.begin(f"{self._operation} {requests.model.name}")
+        self._span = tracing.begin(f"{self._operation} {model}")
 
     def end(self, error: str) -> None:
-        """Tells of it. error: why its answer broke off, empty when it did not."""
+        """Ends the span and adds to the line. error: why the output broke off, empty when it did not."""
         fields: dict[str, Any] = {"generation": self._message.request_id[:128]}
         attributes: dict[str, tracing.Attribute] = {}
         if self.stream is not None:
-            fields = self._taken(self.stream, error)
+            fields = self._accepted(self.stream, error)
             attributes = _usage(fields)
-            # All that it was to have may have come before its caller left.
+            # A caller may leave after its last token.
             error = error if fields["finish_reason"] in ("abort", "error") else ""
         if self._span is not tracing.OFF:
             self._span.end(self._asked() | attributes, error=error)
         if error:
             fields["error"] = error
-        # Work by HTTP is done in a task of its own, and the line is written outside of it.
+        # HTTP requests run in a task of their own, and their line is written outside of it.
         if trace_id := structlog.contextvars.get_contextvars().get("trace_id"):
             fields["trace_id"] = trace_id
         note(**fields)
 
-    def _taken(self, stream: Stream, error: str) -> dict[str, Any]:
+    def _accepted(self, stream: Stream, error: str) -> dict[str, Any]:
         generations, request = stream.generations, stream.generations[0].request
         reason = _finish_reason(stream, error)
-        finished = reason in _REASONS.values()
-        seconds = (max(one.last_token_at for one in generations) if finished else time.monotonic()) - request.arrived_at
-        metrics = self._requests.metrics
-        metrics.requests.labels(reason).inc()
-        metrics.request.observe(seconds)
+        ended_at = max(generation.last_token_at for generation in generations)
+        seconds = (ended_at if reason in _REASONS.values() else time.monotonic()) - request.arrived_at
+        self._metrics.requests.labels(reason).inc()
+        self._metrics.request.observe(seconds)
         fields: dict[str, Any] = {
             "generation": request.request_id,
             "tenant": request.cache.tenant_id or "",
             "finish_reason": reason,
             "samples": len(generations),
             "prompt_tokens": len(request.prompt_ids),
-            "cached_tokens": sum(one.cached_tokens for one in generations),
-            "output_tokens": sum(one.output_tokens for one in generations),
-            "preemptions": sum(one.preemptions for one in generations),
+            "cached_tokens": sum(generation.cached_tokens for generation in generations),
+            "output_tokens": sum(generation.output_tokens for generation in generations),
+            "preemptions": sum(generation.preemptions for generation in generations),
         }
         times = {"queue_seconds": generations[0].started_at, "first_token_seconds": generations[0].first_token_at}
         fields |= {name: round(at - request.arrived_at, 4) for name, at in times.items() if at is not None}
@@ -136,12 +147,12 @@ class Watched:
         return fields
 
     def _asked(self) -> dict[str, tracing.Attribute]:
-        message, sampling, model = self._message, self._message.sampling, self._requests.model.name
+        message, sampling = self._message, self._message.sampling
         attributes: dict[str, tracing.Attribute] = {
             "gen_ai.operation.name": self._operation,
             "gen_ai.provider.name": "kvkeep",
-            "gen_ai.request.model": model,
-            "gen_ai.response.model": model,
+            "gen_ai.request.model": self._model,
+            "gen_ai.response.model": self._model,
             "gen_ai.request.temperature": sampling.temperature,
         }
         if message.HasField("max_tokens"):
@@ -154,7 +165,7 @@ class Watched:
 
 
 def _usage(fields: dict[str, Any]) -> dict[str, tracing.Attribute]:
-    """What the line in the log says, in the words of opentelemetry where it has any."""
+    """The fields of a line under the names of OpenTelemetry, where it has one."""
     attributes: dict[str, tracing.Attribute] = {
         "gen_ai.response.id": fields["generation"],
         "gen_ai.response.finish_reasons": [fields["finish_reason"]],
@@ -171,7 +182,7 @@ def _usage(fields: dict[str, Any]) -> dict[str, tracing.Attribute]:
 
 
 def _finish_reason(stream: Stream, error: str) -> str:
-    """Of samples that ended differently, that of those which were cut off."""
+    """Of samples that ended differently, the reason of those that were cut off."""
     reasons = {generation.finish_reason for generation in stream.generations}
     if pb.FINISH_REASON_UNSPECIFIED in reasons:
         return "abort" if error == ABORTED else "error"
@@ -179,20 +190,6 @@ def _finish_reason(stream: Stream, error: str) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """Why an answer broke off."""
     if isinstance(error, ServiceError):
         return error.reason
     return ABORTED if isinstance(error, asyncio.CancelledError | GeneratorExit) else UnexpectedError.reason
-
-
-@contextlib.contextmanager
-def watched(message: pb.StreamGenerateRequest, requests: RequestTable) -> Iterator[Watched]:
-    """Tells of a request when the block is left, however it is."""
-    request, error = Watched(message, requests), ""
-    try:
-        yield request
-    except BaseException as failure:
-        error = _reason(failure)
-        raise
-    finally:
-        request.end(error)

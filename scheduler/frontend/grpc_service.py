@@ -1,24 +1,28 @@
-"""GenerationService: parse, ask the engine, convert. What HTTP serves goes the same way."""
+"""The gRPC services: they convert messages and ask the request table. HTTP requests go the same way."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeAlias
 
 import grpc
+import structlog
 
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
-from protos.rpc.identity import current
+from protos.rpc.identity import PermissionDeniedError, current
 from scheduler.errors import DeadlineError, NotReadyError
-from scheduler.frontend.access_log import AccessLog, watched
+from scheduler.frontend.access_log import AccessLog
+from scheduler.frontend.model_info import ModelInfo
 from scheduler.frontend.output import Chunk, Generation
 from scheduler.frontend.requests import RequestTableSource
 from scheduler.frontend.tenancy import bind
-from scheduler.frontend.tokenizer import Model
 
 SERVICE = "generation.v1.GenerationService"
+ADMIN_SERVICE = "generation.v1.SchedulerAdminService"
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+log = structlog.get_logger()
 
 
 class GenerationService(rpc.GenerationServiceServicer):
@@ -29,14 +33,13 @@ class GenerationService(rpc.GenerationServiceServicer):
         self._source = source
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Adds the service to a server."""
         rpc.add_GenerationServiceServicer_to_server(self, server)
 
     async def StreamGenerate(  # type: ignore[override]  # noqa: N802
         self, request: pb.StreamGenerateRequest, context: Context
     ) -> None:
-        """Writes to the context instead of yielding: cancellation then always arrives inside this function."""
-        with self.access_log.telling(context.peer(), generating=True):
+        """Writes to the context instead of yielding: a cancellation then always arrives inside this function."""
+        with self.access_log.call(context.peer(), generating=True):
             try:
                 async with asyncio.timeout(context.time_remaining()):
                     await self.generate(request, context.write)
@@ -50,23 +53,23 @@ class GenerationService(rpc.GenerationServiceServicer):
         *,
         usage: bool = False,
     ) -> None:
-        """Runs a request, whatever protocol it came by; cancelling this frees everything that it held.
+        """Runs a request of gRPC or HTTP; its cancellation frees everything that the request held.
 
-        usage: whether each piece has the sample's so far, not only its last one.
+        usage: whether each chunk has the sample's usage so far, not only the last one.
         """
         requests = self._source.requests
-        with watched(request, requests) as watch:
+        with self.access_log.generation(request, requests.model.name) as record:
             tenant = bind(current(), request.cache)
             with requests.arriving(request.request_id, tenant):
                 samples = await requests.validator.validate(request)
             with requests.submit(samples) as stream:
-                watch.stream = stream
-                news = await stream.next()
+                record.stream = stream
+                output = await stream.next()
                 while not stream.finished:
-                    for generation, chunk in news:
+                    for generation, chunk in output:
                         await write(_response(generation, chunk, usage=usage))
-                    news = await stream.next()
-            for generation, chunk in news:
+                    output = await stream.next()
+            for generation, chunk in output:
                 await write(_response(generation, chunk, usage=usage))
 
     async def tokenize(self, request: pb.StreamGenerateRequest) -> Sequence[int]:
@@ -80,7 +83,7 @@ class GenerationService(rpc.GenerationServiceServicer):
         """Text of ids, special tokens included."""
         return await self._source.requests.validator.decode(model, token_ids)
 
-    def model(self, name: str = "") -> Model:
+    def model(self, name: str = "") -> ModelInfo:
         """The served model. Raises ModelNotFoundError for another name."""
         requests = self._source.requests
         requests.validator.check_model(name)
@@ -97,17 +100,16 @@ class GenerationService(rpc.GenerationServiceServicer):
     async def TokenizePrompt(  # noqa: N802
         self, request: pb.TokenizePromptRequest, context: Context
     ) -> pb.TokenizePromptResponse:
-        """What a prompt is to the model."""
+        """The token ids of a prompt."""
         text = request.text if request.WhichOneof("input") == "text" else None
         chat = request.chat if request.WhichOneof("input") == "chat" else None
-        with self.access_log.telling(context.peer()):
+        with self.access_log.call(context.peer()):
             token_ids = await self.tokenize(pb.StreamGenerateRequest(text=text, chat=chat))
         return pb.TokenizePromptResponse(token_ids=token_ids)
 
     async def GetModel(  # noqa: N802
         self, _request: pb.GetModelRequest, _context: Context
     ) -> pb.GetModelResponse:
-        """The served model."""
         model = self.model()
         return pb.GetModelResponse(
             model=model.name, max_model_tokens=model.max_tokens, vocab_size=model.vocab_size, dtype=model.dtype
@@ -116,7 +118,6 @@ class GenerationService(rpc.GenerationServiceServicer):
     async def GetLoads(  # noqa: N802
         self, _request: pb.GetLoadsRequest, _context: Context
     ) -> pb.GetLoadsResponse:
-        """The load."""
         requests = self._source.requests
         return pb.GetLoadsResponse(
             running_requests=requests.num_running,
@@ -125,6 +126,28 @@ class GenerationService(rpc.GenerationServiceServicer):
             steps=requests.steps,
             preemptions=requests.preemptions,
         )
+
+
+class SchedulerAdminService(rpc.SchedulerAdminServiceServicer):
+    """The operator's methods of the scheduler."""
+
+    def __init__(self, source: RequestTableSource) -> None:
+        self._source = source
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        rpc.add_SchedulerAdminServiceServicer_to_server(self, server)
+
+    async def SetDraining(  # noqa: N802
+        self, request: pb.SetDrainingRequest, _context: Context
+    ) -> pb.SetDrainingResponse:
+        """Takes no more requests, or takes them again."""
+        identity = current()
+        if identity is not None and identity.tenant:
+            raise PermissionDeniedError("this method is about all tenants, and the token about one")
+        requests = self._source.requests
+        if not request.validate_only and requests.set_draining(request.draining):
+            log.info("drained by an operator" if request.draining else "taken back by an operator")
+        return pb.SetDrainingResponse(running_requests=requests.num_running, waiting_requests=requests.num_waiting)
 
 
 def _response(generation: Generation, chunk: Chunk, *, usage: bool) -> pb.StreamGenerateResponse:

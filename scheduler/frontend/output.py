@@ -1,6 +1,8 @@
 """The output of a request: text, stop strings, usage, and the stream to its caller. On the asyncio loop."""
 
 import asyncio
+import time
+from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -10,14 +12,18 @@ from protos.kvcache.v1 import kvcache_pb2
 from protos.rpc.errors import ServiceError
 from scheduler.bridge import TokenMeta
 from scheduler.frontend.detokenizer import Detokenizer
+from scheduler.frontend.model_info import ModelInfo
 from scheduler.frontend.stop_strings import StopStrings
-from scheduler.frontend.tokenizer import Model
 from scheduler.request import Request
+
+# Each stream gets a message no sooner than so many seconds, times the number of streams, after its last one: few
+# streams get every token, very many get several at once, since writing would leave no time for other work.
+MESSAGE_SECONDS = 2.5e-4
 
 
 @dataclass(slots=True)
 class Chunk:
-    """Output since the caller last looked."""
+    """Output since the last chunk."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -26,105 +32,98 @@ class Chunk:
 
 
 class Generation:
-    """One sample's output. Times are in seconds of one monotonic clock; None while the thing has not happened."""
+    """One sample's output. Times are in seconds of the monotonic clock; None before the event."""
 
-    def __init__(self, request: Request, model: Model, news: asyncio.Event) -> None:
-        """news: set whenever there is something to take."""
+    def __init__(self, request: Request, model: ModelInfo, ready: asyncio.Event) -> None:
+        """ready: set when there is output to take, or an error."""
         self.request = request
         # Samples that share the prompt once this one has computed it.
         self.followers: Seq[Request] = ()
-        # Whether the output ends with certain strings, so that every token has to become text at once.
-        self.stops = bool(request.stop)
+        # With stop strings every token has to become text at once.
+        self.has_stop_strings = bool(request.stop)
         self.finished = False
-        # Unspecified also when it failed.
+        # Unspecified also after an error.
         self.finish_reason = pb.FINISH_REASON_UNSPECIFIED
         self.preemptions = 0
-        # As of the attempt that began first.
+        # Of the attempt that started first.
         self.cached_tokens = 0
         self.host_tokens = 0
         self.disk_tokens = 0
-        # What the cache manager said to the wishes and hints when it admitted that one.
+        # The cache manager's answers to that attempt's retention requests and hints.
         self.receipts: tuple[kvcache_pb2.RetentionReceipt, ...] = ()
         self.hint_answers: tuple[kvcache_pb2.HintAnswer, ...] = ()
-        # As the cache manager resolved it; None when nothing is evicted.
+        # As the cache manager resolved it; None when no token is evicted.
         self.policy: kvcache_pb2.EvictionPolicy | None = None
-        # Tokens, in whichever attempt there were most.
+        # The most tokens kept at once, over all attempts.
         self.most_kept = 0
         self._evicted_tokens = 0
-        # Shares of the scores that stayed, one per eviction.
+        # Shares of the scores that were kept, one per eviction.
         self._masses: list[float] = []
         self.started_at: float | None = None
         self.first_token_at: float | None = None
         self.last_token_at = request.arrived_at
         self._detokenizer = Detokenizer(model.tokenizer, request.prompt_ids)
-        self._stops = StopStrings(request.stop)
-        # Tokens that are text, or end it, and those that are not yet: without stop strings nobody asks for their text
-        # before it is sent.
-        self._told = 0
-        self._untold: list[int] = []
+        self._stop_strings = StopStrings(request.stop)
+        # Tokens that are text or end the output, and the ids that are not yet: without stop strings, tokens become text
+        # when they are sent.
+        self._num_detokenized = 0
+        self._pending: list[int] = []
         self._chunk = Chunk()
         self._error: ServiceError | None = None
-        self._news = news
+        self._ready = ready
 
     @property
     def output_tokens(self) -> int:
         """Tokens of the output so far."""
-        return self._told + len(self._untold)
+        return self._num_detokenized + len(self._pending)
 
     @property
-    def has_news(self) -> bool:
+    def has_output(self) -> bool:
         """Whether there are tokens to take."""
-        return bool(self._untold or self._chunk.token_ids)
+        return bool(self._pending or self._chunk.token_ids)
 
     def feed(self, token_id: int, now: float, meta: TokenMeta | None = None) -> None:
-        """Takes a new token; `announce` tells the caller's side of it.
-
-        Afterwards `finished` says whether the output has ended, here or by a stop string.
-        """
-        self._untold.append(token_id)
+        """Adds a token, without `notify`. Afterwards `finished` tells whether it, or a stop string, ends the output."""
+        self._pending.append(token_id)
         self.last_token_at = now
         if meta is not None:
-            self._take_meta(meta, now)
-        elif self.stops:
-            self._tell()
-
-    def _take_meta(self, meta: TokenMeta, now: float) -> None:
-        self.first_token_at = self.first_token_at or now
-        if meta.logprobs is not None:
-            self._chunk.logprobs.append(meta.logprobs)
-        if meta.finished:
-            self._end(stopped=meta.stopped)
-        elif self.stops:
-            self._tell()
+            self.first_token_at = self.first_token_at or now
+            if meta.logprobs is not None:
+                self._chunk.logprobs.append(meta.logprobs)
+            if meta.finished:
+                self._end(stopped=meta.stopped)
+                return
+        if self.has_stop_strings:
+            self._detokenize()
 
     def evict(self, tokens: int, mass: float) -> None:
-        """Notes an eviction. mass: share of the scores that stayed, negative without scores."""
+        """Counts an eviction. mass: share of the scores that was kept, negative without scores."""
         self._evicted_tokens += tokens
         if mass >= 0:
             self._masses.append(mass)
 
-    def announce(self) -> None:
-        """There is something to take."""
-        self._news.set()
+    def notify(self) -> None:
+        """Wakes the stream."""
+        self._ready.set()
 
     def fail(self, error: ServiceError) -> None:
         """Ends the stream with an error."""
         self._error = error
         self.finished = True
-        self._news.set()
+        self._ready.set()
 
     def take(self) -> Chunk | None:
-        """New output, if there is any; the last chunk has `finish` set. Raises the error that `fail` was given."""
+        """New output, if there is any; the last chunk has `finish` set. Raises the error of `fail`."""
         if self._error is not None:
             raise self._error
-        if not self.has_news:
+        if not self.has_output:
             return None
-        self._tell()
+        self._detokenize()
         chunk, self._chunk = self._chunk, Chunk()
         return chunk
 
     def usage(self) -> pb.Usage:
-        """What the sample used; the prompt is the first one's."""
+        """The sample's usage; the first sample alone counts the prompt."""
         usage = pb.Usage(
             prompt_tokens=0 if self.request.sample_index else len(self.request.prompt_ids),
             cached_tokens=self.cached_tokens,
@@ -133,12 +132,11 @@ class Generation:
             output_tokens=self.output_tokens,
             preemptions=self.preemptions,
             # The same messages in the terms of callers.
-            retention_receipts=[pb.RetentionReceipt.FromString(one.SerializeToString()) for one in self.receipts],
-            hint_answers=[pb.HintAnswer.FromString(one.SerializeToString()) for one in self.hint_answers],
+            retention_receipts=[pb.RetentionReceipt.FromString(item.SerializeToString()) for item in self.receipts],
+            hint_answers=[pb.HintAnswer.FromString(item.SerializeToString()) for item in self.hint_answers],
         )
         if self.policy is not None:
             usage.eviction.CopyFrom(self._eviction(self.policy))
-        arrived = self.request.arrived_at
         times = (
             (usage.queue_time, self.started_at),
             (usage.time_to_first_token, self.first_token_at),
@@ -146,7 +144,7 @@ class Generation:
         )
         for duration, at in times:
             if at is not None:
-                duration.FromNanoseconds(int((at - arrived) * 1e9))
+                duration.FromNanoseconds(int((at - self.request.arrived_at) * 1e9))
         return usage
 
     def _eviction(self, policy: kvcache_pb2.EvictionPolicy) -> pb.EvictionReport:
@@ -160,25 +158,25 @@ class Generation:
             report.kept_mass = sum(self._masses) / len(self._masses)
         return report
 
-    def _tell(self, *, stopped: bool = False) -> bool:
-        """Turns tokens into text, but the last one if it `stopped` the output; whether a stop string ends it."""
-        token_ids, self._untold = self._untold, []
+    def _detokenize(self, *, stopped: bool = False) -> bool:
+        """Turns pending tokens into text, but the last one if it `stopped` the output; True after a stop string."""
+        token_ids, self._pending = self._pending, []
         self._chunk.token_ids += token_ids
-        self._told += len(token_ids)
+        self._num_detokenized += len(token_ids)
         text_ids = token_ids[:-1] if stopped else token_ids
         return self._push(self._detokenizer.push(text_ids)) if text_ids else False
 
     def _push(self, text: str) -> bool:
-        text, stopped = self._stops.push(text)
+        text, stopped = self._stop_strings.push(text)
         self._chunk.text += text
         if stopped:
             self._finish(pb.FINISH_REASON_STOP)
         return stopped
 
     def _end(self, *, stopped: bool) -> None:
-        """The tokens have ended, by a stop id or by their number: sends what was held back."""
-        if not self._tell(stopped=stopped) and not self._push(self._detokenizer.flush()):
-            self._chunk.text += self._stops.flush()
+        """The output ends with a stop id or with its length: text that was held back follows."""
+        if not self._detokenize(stopped=stopped) and not self._push(self._detokenizer.flush()):
+            self._chunk.text += self._stop_strings.flush()
             self._finish(pb.FINISH_REASON_STOP if stopped else pb.FINISH_REASON_LENGTH)
 
     def _finish(self, reason: pb.FinishReason) -> None:
@@ -189,19 +187,70 @@ class Generation:
 class Stream:
     """The outputs of all samples of one request, in the order in which they come."""
 
-    def __init__(self, samples: Seq[Request], model: Model) -> None:
-        self._news = asyncio.Event()
-        self.generations = [Generation(request, model, self._news) for request in samples]
+    def __init__(self, samples: Seq[Request], model: ModelInfo) -> None:
+        self._ready = asyncio.Event()
+        self.generations = [Generation(request, model, self._ready) for request in samples]
         self.generations[0].followers = samples[1:]
 
     @property
     def finished(self) -> bool:
-        """Whether all outputs have ended; the last pieces may still have to be taken."""
+        """Whether all outputs have ended; the last chunks may still have to be taken."""
         return all(generation.finished for generation in self.generations)
 
     async def next(self) -> list[tuple[Generation, Chunk]]:
         """Waits for output. Raises the error of a sample that failed."""
-        await self._news.wait()
-        self._news.clear()
+        await self._ready.wait()
+        self._ready.clear()
         taken = [(generation, generation.take()) for generation in self.generations]
         return [(generation, chunk) for generation, chunk in taken if chunk is not None]
+
+
+class StreamFlusher:
+    """Notifies streams of their tokens in turn, a few per step where there are many: the next step must not wait."""
+
+    def __init__(self) -> None:
+        # The next in turn is the first.
+        self._order: deque[Generation] = deque()
+        # Time of the last notifications, and later of the end of the writing that they caused: else a loop that is late
+        # would write more and be later.
+        self._since = 0.0
+        self._began = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, generation: Generation) -> None:
+        """From here on the generation is notified."""
+        self._order.append(generation)
+
+    def remove(self, generation: Generation) -> None:
+        """Undoes `add`."""
+        self._order.remove(generation)
+
+    def flush(self) -> None:
+        """There are new tokens: notifies the generations in turn now, and the others later if no tokens follow."""
+        due = int((time.monotonic() - self._since) / MESSAGE_SECONDS)
+        if due:
+            self._notify(due)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        left = len(self._order)
+        if due < left:
+            self._timer = asyncio.get_running_loop().call_later(left * MESSAGE_SECONDS, self._notify, left)
+
+    def _notify(self, count: int) -> None:
+        loop = asyncio.get_running_loop()
+        self._since = time.monotonic()
+        # Before and after the tasks that wake up here.
+        loop.call_soon(self._begin)
+        for _ in range(min(count, len(self._order))):
+            generation = self._order[0]
+            self._order.rotate(-1)
+            if generation.has_output:
+                generation.notify()
+        loop.call_soon(self._end)
+
+    def _begin(self) -> None:
+        self._began = time.monotonic()
+
+    def _end(self) -> None:
+        self._since += time.monotonic() - self._began

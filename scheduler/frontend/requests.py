@@ -16,8 +16,7 @@ from scheduler.errors import (
     RequestExistsError,
     TenantBusyError,
 )
-from scheduler.frontend.output import Generation, Stream
-from scheduler.frontend.turns import Turns
+from scheduler.frontend.output import Generation, Stream, StreamFlusher
 from scheduler.frontend.validation import RequestValidator
 from scheduler.metrics import RequestMetrics
 from scheduler.request import MAX_FAILURES, AdmissionAttempt, Request
@@ -72,7 +71,7 @@ class RequestTable:
         self._silent: set[str] = set()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._turns = Turns()
+        self._flusher = StreamFlusher()
         metrics.running.set_function(lambda: self.num_running)
         metrics.waiting.set_function(lambda: self.num_waiting)
 
@@ -183,7 +182,7 @@ class RequestTable:
         for request in samples:
             generation = self._live.pop(request.arrival)
             if generation.first_token_at is not None:
-                self._turns.leave(generation)
+                self._flusher.remove(generation)
             if not self._queue.remove(request.arrival):
                 self._commands.put(Cancel(request.arrival))
         if not self._live:
@@ -214,7 +213,7 @@ class RequestTable:
                 continue
             if generation.first_token_at is not None:
                 earlier[generation.last_token_at] += 1
-            if meta is None and not generation.stops:
+            if meta is None and not generation.has_stop_strings:
                 generation.feed(token_id, batch.at)
             else:
                 self._publish(generation, token_id, meta, batch.at)
@@ -223,7 +222,7 @@ class RequestTable:
         self.metrics.output_tokens.inc(published)
         for at, tokens in earlier.items():
             self.metrics.inter_token.observe(batch.at - at, tokens)
-        self._turns.take()
+        self._flusher.flush()
 
     def _note(self, batch: TokenBatch) -> None:
         """Counts what callers hear of at the end."""
@@ -295,13 +294,13 @@ class RequestTable:
             self.metrics.first_token.observe(now - generation.request.arrived_at)
         generation.feed(token_id, now, meta)
         if first:
-            # Waiting requests have no tokens to send and must not take turns.
-            self._turns.join(generation)
+            # A request that waits has no tokens to send.
+            self._flusher.add(generation)
         if generation.finished and not (meta and meta.finished):
             # The step loop does not know of stop strings.
             self._commands.put(Cancel(generation.request.arrival))
         if first or generation.finished:
-            generation.announce()
+            generation.notify()
         # With its first token the prompt is computed and can be forked. A sequence that evicts has private blocks, and
         # scores that no other sequence can know.
         parent = meta.sequence if meta and not generation.policy else 0

@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from google.protobuf.duration_pb2 import Duration
 
@@ -17,10 +17,8 @@ from protos.kvcache.v1 import kvcache_pb2
 from protos.rpc import tracing
 from protos.rpc.errors import InvalidField
 from scheduler.errors import ContextLengthError, ModelNotFoundError
-from scheduler.frontend import breakpoints
-from scheduler.frontend.breakpoints import Breakpoint
 from scheduler.frontend.chat_template import ChatTemplateError, UnreadFieldError
-from scheduler.frontend.tokenizer import Model, TooLongError, at_most
+from scheduler.frontend.model_info import ModelInfo, TooLongError, at_most
 from scheduler.request import CacheOptions, Request
 
 MAX_REQUEST_ID_BYTES = 128
@@ -41,10 +39,19 @@ MAX_SECONDS = 315_576_000_000
 _FIELDS = {"text": "text", "chat": "chat.messages", "token_ids": "token_ids.token_ids"}
 
 
+class Breakpoint(NamedTuple):
+    """A position in a conversation, and how long the prompt up to it stays cached; no duration is without end."""
+
+    message: int
+    characters: int
+    priority: int
+    duration: Duration | None
+
+
 class RequestValidator:
     """Raises InvalidField and ModelNotFoundError; a request that it returns can be run."""
 
-    def __init__(self, model: Model, *, max_prompt_bytes: int, onboarding_timeout: float) -> None:
+    def __init__(self, model: ModelInfo, *, max_prompt_bytes: int, onboarding_timeout: float) -> None:
         """onboarding_timeout: of requests that name none, in seconds."""
         self.model = model
         self._max_prompt_bytes = max_prompt_bytes
@@ -78,7 +85,7 @@ class RequestValidator:
             onboarding_timeout=timeout,
             stop=stop,
             priority=message.priority,
-            cache=_keeping(options, breakpoints.ranges(places, ends)),
+            cache=_keeping(options, _breakpoint_ranges(places, ends)),
             traceparent=tracing.current(),
         )
         return [first, *(self._sample(first, index) for index in range(1, samples))]
@@ -296,6 +303,25 @@ def _places(message: pb.StreamGenerateRequest) -> list[Breakpoint]:
     if places and message.cache.retention_ranges:
         raise InvalidField("cache.retention_ranges", "cannot be given together with cache breakpoints in messages")
     return sorted(places, key=lambda place: place[:2])
+
+
+def _breakpoint_ranges(places: Sequence[Breakpoint], ends: Sequence[int]) -> list[kvcache_pb2.RetentionRange]:
+    """Retention requests for the prompt's tokens. ends: tokens in front of each breakpoint.
+
+    The prompt up to a breakpoint is also in front of every later one: a range is kept as long as the longest of these.
+    """
+    ranges, start = [], 0
+    for index, end in enumerate(ends):
+        if end <= start:
+            continue
+        later = places[index:]
+        durations = [place.duration for place in later if place.duration is not None]
+        kept = kvcache_pb2.RetentionRange(start=start, end=end, retention_priority=max(p.priority for p in later))
+        if len(durations) == len(later):
+            kept.retention_duration.CopyFrom(max(durations, key=Duration.ToNanoseconds))
+        ranges.append(kept)
+        start = end
+    return ranges
 
 
 def _keeping(options: CacheOptions, ranges: Sequence[kvcache_pb2.RetentionRange]) -> CacheOptions:

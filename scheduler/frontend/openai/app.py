@@ -20,11 +20,10 @@ from scheduler.errors import NotReadyError
 from scheduler.frontend.access_log import note
 from scheduler.frontend.grpc_service import GenerationService
 from scheduler.frontend.openai import errors, responses, translate
-from scheduler.frontend.openai.bodies import Bodies
-from scheduler.frontend.openai.formats import ChatFormat, CompletionFormat
-from scheduler.frontend.openai.front import Api
-from scheduler.frontend.openai.generating import Generating
+from scheduler.frontend.openai.bodies import BodyLimits
+from scheduler.frontend.openai.generation_response import GenerationResponse
 from scheduler.frontend.openai.identity import Caller, caller_of, route_class
+from scheduler.frontend.openai.middleware import ObservedApp, internal_request_id
 from scheduler.frontend.openai.origins import Origins
 from scheduler.frontend.openai.requests import (
     ChatCompletionRequest,
@@ -33,6 +32,7 @@ from scheduler.frontend.openai.requests import (
     Generation,
     TokenizeRequest,
 )
+from scheduler.frontend.openai.response_builder import ChatResponseBuilder, CompletionResponseBuilder
 
 # JSON that is nothing but escapes has so many bytes for one of its text; other fields come on top.
 BODY_FACTOR, BODY_BYTES = 3, 1 << 16
@@ -61,7 +61,7 @@ def create_app(
 ) -> FastAPI:
     """guard: who may do what; without one everybody may everything. origins: of web pages that may call."""
     # Pages with documentation would load scripts from elsewhere.
-    app = Api(
+    app = ObservedApp(
         service.access_log,
         origins,
         title="kvkeep",
@@ -73,7 +73,7 @@ def create_app(
     _add_handlers(app)
 
     app.include_router(_watching(service, registry))
-    for router in _using(service, guard or Guard(None, None), Bodies(BODY_FACTOR * max_prompt_bytes + BODY_BYTES)):
+    for router in _using(service, guard or Guard(None, None), BodyLimits(BODY_FACTOR * max_prompt_bytes + BODY_BYTES)):
         app.include_router(router)
     return app
 
@@ -103,7 +103,7 @@ def _watching(service: GenerationService, registry: CollectorRegistry) -> APIRou
     return router
 
 
-def _using(service: GenerationService, guard: Guard, bodies: Bodies) -> Iterable[APIRouter]:
+def _using(service: GenerationService, guard: Guard, bodies: BodyLimits) -> Iterable[APIRouter]:
     """For callers."""
     created = responses.now()
     # For the description; the routes look at it by themselves.
@@ -116,26 +116,26 @@ def _using(service: GenerationService, guard: Guard, bodies: Bodies) -> Iterable
     @generating.post("/v1/chat/completions", responses=_generated(responses.ChatCompletion))
     async def chat_completions(request: ChatCompletionRequest, caller: Called) -> Response:
         """The next message of a conversation."""
-        form = ChatFormat(
+        builder = ChatResponseBuilder(
             service.model(request.model),
-            request.request_id or "",
+            request.request_id or f"chatcmpl-{internal_request_id()}",
             logprobs=bool(request.logprobs),
             **_usage(request),
         )
         messages, names = [translate.chat(request)], translate.names(request)
-        return Generating(service, caller, messages, form, names, stream=bool(request.stream))
+        return GenerationResponse(service, caller, messages, builder, names, stream=bool(request.stream))
 
     @generating.post("/v1/completions", responses=_generated(responses.Completion))
     async def completions(request: CompletionRequest, caller: Called) -> Response:
         """How a text goes on, or several: the choices of the first one come first."""
-        form = CompletionFormat(
+        builder = CompletionResponseBuilder(
             service.model(request.model),
-            request.request_id or "",
+            request.request_id or f"cmpl-{internal_request_id()}",
             logprobs=request.logprobs is not None,
             **_usage(request),
         )
         messages, names = translate.completion(request), translate.names(request)
-        return Generating(service, caller, messages, form, names, stream=bool(request.stream))
+        return GenerationResponse(service, caller, messages, builder, names, stream=bool(request.stream))
 
     @describing.head("/v1/models", include_in_schema=False)
     @describing.get("/v1/models")

@@ -17,7 +17,7 @@ HELD_BYTES, FREE_BYTES = 64 << 20, 1 << 16
 MARKS, MAX_MARKS = (b",", b":", b"[", b"{"), 1 << 19
 
 
-class Bodies:
+class BodyLimits:
     """One per server."""
 
     def __init__(self, max_body_bytes: int) -> None:

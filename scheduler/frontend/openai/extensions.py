@@ -19,7 +19,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, core_schema
 
 from protos.generation.v1 import generation_pb2 as pb
-from scheduler.frontend import validation as intake
+from scheduler.frontend import validation
 
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}
 _DURATION = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,9})?)([smhd]?)")
@@ -39,7 +39,7 @@ def bounds(low: float, high: float) -> dict[str, JsonValue]:
     return {"minimum": low, "maximum": high}
 
 
-class OneOf:
+class EnumName:
     """A text that names a value of a protobuf enum, without its prefix; validated it is the value's whole name."""
 
     def __init__(self, kinds: Any, prefix: str) -> None:
@@ -78,17 +78,17 @@ Text = Annotated[str, AfterValidator(encodable)]
 Uint32 = Annotated[int, Field(ge=0, lt=1 << 32)]
 Int32 = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
 Uint64 = Annotated[int, Field(ge=0, lt=1 << 64)]
-Priority = Annotated[Uint32, Field(json_schema_extra=bounds(0, intake.MAX_PRIORITY))]
+Priority = Annotated[Uint32, Field(json_schema_extra=bounds(0, validation.MAX_PRIORITY))]
 _SECONDS_SCHEMA: list[dict[str, Any]] = [
-    {"type": "number", "exclusiveMinimum": 0, "maximum": intake.MAX_SECONDS},
+    {"type": "number", "exclusiveMinimum": 0, "maximum": validation.MAX_SECONDS},
     {"type": "string", "pattern": "^[1-9][0-9]{0,5}[smhd]$"},
 ]
 Seconds = Annotated[
-    float, BeforeValidator(_seconds), Field(gt=0, le=intake.MAX_SECONDS), WithJsonSchema({"anyOf": _SECONDS_SCHEMA})
+    float, BeforeValidator(_seconds), Field(gt=0, le=validation.MAX_SECONDS), WithJsonSchema({"anyOf": _SECONDS_SCHEMA})
 ]
 # As OpenAI's: seconds, or no wish.
 _IN_MEMORY = ("in_memory", "in-memory")
-Lasting = Annotated[
+RetentionSeconds = Annotated[
     Seconds | None,
     BeforeValidator(lambda value: None if value in _IN_MEMORY else value),
     WithJsonSchema({"anyOf": [{"enum": [*_IN_MEMORY, None]}, *_SECONDS_SCHEMA]}),
@@ -102,7 +102,7 @@ Items = Annotated[list[T], Field(fail_fast=True)]
 _MAX_FIELDS = 256
 
 
-class Bounded(BaseModel):
+class LimitedModel(BaseModel):
     """An object of a request."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
@@ -118,20 +118,20 @@ class Bounded(BaseModel):
         return value
 
 
-class Closed(Bounded):
+class StrictModel(LimitedModel):
     """An object of ours: a field that is not in it is an error."""
 
     model_config = ConfigDict(extra="forbid")
 
 
-class CacheControl(Closed):
+class CacheControl(StrictModel):
     """Keeps the prompt up to here in the cache for a while."""
 
     type: Literal["ephemeral"]
     ttl: Seconds = 300.0
 
 
-class RetentionRange(Closed):
+class RetentionRange(StrictModel):
     """A wish for the blocks whose first token lies in [start, end)."""
 
     start: Uint32 = 0
@@ -140,51 +140,51 @@ class RetentionRange(Closed):
     duration: Seconds | None = None
 
 
-class DecodeRetention(Closed):
+class DecodeRetention(StrictModel):
     """A wish for the output's blocks."""
 
     priority: Priority
     duration: Seconds | None = None
 
 
-class Retention(Closed):
+class Retention(StrictModel):
     """Wishes for the request's blocks: 0..100, higher is kept longer."""
 
-    ranges: Items[RetentionRange] = Field([], max_length=intake.MAX_RANGES)
+    ranges: Items[RetentionRange] = Field([], max_length=validation.MAX_RANGES)
     decode: DecodeRetention | None = None
 
 
-class KvCrush(Closed):
+class KvCrush(StrictModel):
     """Keeps some of the blocks that are about to go, as different from each other as they come."""
 
     budget_blocks: Uint32
-    anchor: Annotated[str, OneOf(pb.KvCrushAnchor, "KV_CRUSH_ANCHOR_")] | None = None
+    anchor: Annotated[str, EnumName(pb.KvCrushAnchor, "KV_CRUSH_ANCHOR_")] | None = None
 
 
-class AdaptiveRkv(Closed):
+class AdaptiveRkv(StrictModel):
     """Settings of the kind "adaptive_rkv"."""
 
     attention_mass: float | None = None
     window_steps: Uint32 | None = None
 
 
-class EvictionPolicy(Closed):
+class EvictionPolicy(StrictModel):
     """Which tokens of the sequence go when it may not keep all of them; lengths in tokens."""
 
-    kind: Annotated[str, OneOf(pb.EvictionKind, "EVICTION_KIND_")]
+    kind: Annotated[str, EnumName(pb.EvictionKind, "EVICTION_KIND_")]
     start_tokens: Uint32 | None = None
     recent_tokens: Uint32 | None = None
     max_cache_tokens: Uint32 | None = None
     period_tokens: Uint32 | None = None
     during_prefill: bool = False
-    positions: Annotated[str, OneOf(pb.EvictionPositions, "EVICTION_POSITIONS_")] | None = None
+    positions: Annotated[str, EnumName(pb.EvictionPositions, "EVICTION_POSITIONS_")] | None = None
     score_window_tokens: Uint32 | None = None
     kvcrush: KvCrush | None = None
     adaptive_rkv: AdaptiveRkv | None = None
     seed: Uint64 = 0
 
 
-class HintAction(Closed):
+class HintAction(StrictModel):
     """One hint about the prompt's blocks: Retain, Pin, Demote, Prefetch or Share."""
 
     action_id: Text = Field(json_schema_extra={"minLength": 1})
@@ -194,7 +194,7 @@ class HintAction(Closed):
     payload: Annotated[dict[Any, Any], WithJsonSchema({"type": "object"})] = {}
 
 
-class KvHints(Closed):
+class KvHints(StrictModel):
     """Hints in the envelope that agent frameworks send; the answer says what became of each."""
 
     @model_validator(mode="before")
@@ -205,8 +205,8 @@ class KvHints(Closed):
             size = len(json.dumps(value))
         except RecursionError as error:
             raise ValueError("is nested too deeply") from error
-        if size > intake.MAX_HINTS_BYTES:
-            raise ValueError(f"has more than {intake.MAX_HINTS_BYTES} bytes")
+        if size > validation.MAX_HINTS_BYTES:
+            raise ValueError(f"has more than {validation.MAX_HINTS_BYTES} bytes")
         return value
 
     protocol_version: Text = Field("0.1", json_schema_extra={"const": "0.1"})

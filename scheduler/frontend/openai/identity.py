@@ -12,7 +12,7 @@ from protos.rpc.guard import Guard
 from protos.rpc.http_server import peer_of
 from protos.rpc.identity import Identity, PermissionDeniedError, UnauthenticatedError, assume
 from scheduler.frontend.grpc_service import SERVICE
-from scheduler.frontend.openai.bodies import Bodies
+from scheduler.frontend.openai.bodies import BodyLimits
 
 
 class Caller:
@@ -46,7 +46,7 @@ class Caller:
             raise
 
 
-def route_class(guard: Guard, method: str, bodies: Bodies) -> type[APIRoute]:
+def route_class(guard: Guard, method: str, bodies: BodyLimits) -> type[APIRoute]:
     """Routes that do what this method of the gRPC service does. Who may not call it is told so before the body is read.
 
     In dependencies it would be too late: the framework reads the body before it looks at them.

@@ -17,17 +17,17 @@ from pydantic import (
 from pydantic_core import CoreSchema, core_schema
 
 from protos.rpc.errors import InvalidField
-from scheduler.frontend import validation as intake
+from scheduler.frontend import validation
 from scheduler.frontend.openai.errors import FieldError
 from scheduler.frontend.openai.extensions import (
-    Bounded,
     CacheControl,
     EvictionPolicy,
     Int32,
     Items,
     KvHints,
-    Lasting,
+    LimitedModel,
     Retention,
+    RetentionSeconds,
     Text,
     Uint32,
     bounds,
@@ -39,10 +39,10 @@ _CLOSE = 0.75
 # Characters of an unknown name that an error shows and compares.
 _MAX_NAME = 64
 # Of one request, as its samples.
-MAX_PROMPTS = intake.MAX_SAMPLES
+MAX_PROMPTS = validation.MAX_SAMPLES
 
 
-class OrText:
+class ListOrText:
     """A list for which a text may stand that is all of it."""
 
     def __init__(self, element: Callable[[str], object]) -> None:
@@ -94,7 +94,7 @@ Prompts = Annotated[
 StopText = Annotated[Text, Field(json_schema_extra={"minLength": 1})]
 
 
-class Open(Bounded):
+class LenientModel(LimitedModel):
     """An object of OpenAI's, in which other servers' names are known. Any other name is refused, unless it is null."""
 
     model_config = ConfigDict(extra="allow")
@@ -113,7 +113,7 @@ class Open(Bounded):
         described["additionalProperties"] = False
         return described
 
-    def objects(self) -> "Iterator[tuple[str, Open]]":
+    def objects(self) -> "Iterator[tuple[str, LenientModel]]":
         """This and the open objects in it, each behind the beginning of its fields' paths."""
         yield "", self
 
@@ -142,7 +142,7 @@ def _of_text(kind: object) -> object:
     return kind
 
 
-class TextPart(Open):
+class TextPart(LenientModel):
     """A part of a message."""
 
     # OpenAI's way to say what cache_control says.
@@ -155,7 +155,7 @@ class TextPart(Open):
     cache_control: CacheControl | None = None
 
 
-class Message(Open):
+class Message(LenientModel):
     """One message of a conversation. Several parts are joined by line breaks."""
 
     unsupported: ClassVar = {
@@ -189,7 +189,7 @@ class Message(Open):
 
     role: Text = Field(json_schema_extra={"minLength": 1})
     # An assistant's may be absent, as beside calls of tools.
-    content: Annotated[Items[TextPart], OrText(lambda text: {"type": "text", "text": text})] | None = None
+    content: Annotated[Items[TextPart], ListOrText(lambda text: {"type": "text", "text": text})] | None = None
     name: Text | None = Field(None, description="Who speaks; only where the model's chat template reads it.")
     reasoning_content: Text | None = Field(
         None, description="What the assistant thought; only where the model's chat template reads it."
@@ -203,18 +203,18 @@ def _few(value: object) -> object:
     """Before one is looked at; a part takes as long as a message."""
     if isinstance(value, list):
         count = len(value)
-        if count <= intake.MAX_MESSAGES:
+        if count <= validation.MAX_MESSAGES:
             contents = (one.get("content") for one in value if isinstance(one, dict))
             count += sum(len(content) - 1 for content in contents if isinstance(content, list))
-        if count > intake.MAX_MESSAGES:
-            raise ValueError(f"must have at most {intake.MAX_MESSAGES} entries and parts of them")
+        if count > validation.MAX_MESSAGES:
+            raise ValueError(f"must have at most {validation.MAX_MESSAGES} entries and parts of them")
     return value
 
 
 Messages = Annotated[Items[Message], BeforeValidator(_few), Field(json_schema_extra={"minItems": 1})]
 
 
-class StreamOptions(Open):
+class StreamOptions(LenientModel):
     """Options of a stream."""
 
     # Padding against listeners: who asks for it must not believe that it is there.
@@ -224,7 +224,7 @@ class StreamOptions(Open):
     continuous_usage_stats: bool | None = Field(None, description="Each event has the usage so far.")
 
 
-class Generation(Open):
+class Generation(LenientModel):
     """What both ways of generating have in common."""
 
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
@@ -320,13 +320,13 @@ class Generation(Open):
     )
 
     model: Text = Field("", description="Empty is the one that is served.")
-    n: Uint32 | None = Field(None, json_schema_extra=bounds(1, intake.MAX_SAMPLES))
+    n: Uint32 | None = Field(None, json_schema_extra=bounds(1, validation.MAX_SAMPLES))
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: Annotated[Items[StopText], OrText(str)] | None = Field(
+    stop: Annotated[Items[StopText], ListOrText(str)] | None = Field(
         None,
-        description=f"At most {intake.MAX_STOPS}.",
-        json_schema_extra={"maxItems": intake.MAX_STOPS, "minLength": 1},
+        description=f"At most {validation.MAX_STOPS}.",
+        json_schema_extra={"maxItems": validation.MAX_STOPS, "minLength": 1},
     )
     max_tokens: Uint32 | None = Field(None, json_schema_extra={"minimum": 1})
     temperature: float | None = Field(None, description="1 when absent; 0 is greedy.", json_schema_extra=bounds(0, 100))
@@ -341,7 +341,7 @@ class Generation(Open):
     min_p: float | None = Field(None, json_schema_extra=bounds(0, 0.999999))
     repetition_penalty: float | None = Field(None, json_schema_extra=bounds(0.01, 100))
     ignore_eos: bool | None = None
-    stop_token_ids: Items[Uint32] | None = Field(None, json_schema_extra={"maxItems": intake.MAX_STOP_IDS})
+    stop_token_ids: Items[Uint32] | None = Field(None, json_schema_extra={"maxItems": validation.MAX_STOP_IDS})
     request_id: Text | None = Field(None, description="Names the request; unique among running ones.")
     # Of the cache.
     priority: Int32 | None = Field(None, description="Of scheduling: higher runs first.")
@@ -357,14 +357,14 @@ class Generation(Open):
         json_schema_extra={"minLength": 1},
     )
     prompt_cache_key: Text | None = Field(None, description="The session_id of requests that name none.")
-    prompt_cache_retention: Lasting | None = Field(
+    prompt_cache_retention: RetentionSeconds | None = Field(
         None, description='How long the whole request stays cached, such as "24h"; "in_memory" is no wish.'
     )
     retention: Retention | None = None
     eviction_policy: EvictionPolicy | None = None
     kv_hints: KvHints | None = None
 
-    def objects(self) -> Iterator[tuple[str, Open]]:
+    def objects(self) -> Iterator[tuple[str, LenientModel]]:
         """As of every open object."""
         yield from super().objects()
         if self.stream_options is not None:
@@ -418,9 +418,9 @@ class ChatCompletionRequest(Generation):
     messages: Messages
     max_completion_tokens: Uint32 | None = Field(None, json_schema_extra={"minimum": 1})
     logprobs: bool | None = None
-    top_logprobs: Uint32 | None = Field(None, json_schema_extra=bounds(0, intake.MAX_LOGPROBS))
+    top_logprobs: Uint32 | None = Field(None, json_schema_extra=bounds(0, validation.MAX_LOGPROBS))
 
-    def objects(self) -> Iterator[tuple[str, Open]]:
+    def objects(self) -> Iterator[tuple[str, LenientModel]]:
         """As of every open object."""
         yield from super().objects()
         yield from _said(self.messages)
@@ -444,14 +444,14 @@ class CompletionRequest(Generation):
     }
 
     prompt: Prompts
-    logprobs: Uint32 | None = Field(None, json_schema_extra=bounds(0, intake.MAX_LOGPROBS))
+    logprobs: Uint32 | None = Field(None, json_schema_extra=bounds(0, validation.MAX_LOGPROBS))
 
 
 _OWN = ("add_special_tokens", "model", "return_token_strs", "prompt", "messages")
 _GENERATING = (CompletionRequest, ChatCompletionRequest)
 
 
-class TokenizeRequest(Open):
+class TokenizeRequest(LenientModel):
     """POST /tokenize: a text or a conversation. A request that generates can be sent as it is, to count its tokens."""
 
     model_config = ConfigDict(
@@ -475,7 +475,7 @@ class TokenizeRequest(Open):
         None, description="Only what it is anyway: true for a prompt, false for messages, whose template has them."
     )
 
-    def objects(self) -> Iterator[tuple[str, Open]]:
+    def objects(self) -> Iterator[tuple[str, LenientModel]]:
         """As of every open object."""
         yield from super().objects()
         yield from _said(self.messages or ())
@@ -489,7 +489,7 @@ class TokenizeRequest(Open):
             raise InvalidField("add_special_tokens", "is not supported with this value")
 
 
-class DetokenizeRequest(Open):
+class DetokenizeRequest(LenientModel):
     """POST /detokenize."""
 
     unsupported: ClassVar = {"skip_special_tokens": (False,)}
@@ -498,7 +498,7 @@ class DetokenizeRequest(Open):
     tokens: Items[Uint32]
 
 
-def _said(messages: Iterable[Message]) -> Iterator[tuple[str, Open]]:
+def _said(messages: Iterable[Message]) -> Iterator[tuple[str, LenientModel]]:
     for index, message in enumerate(messages):
         yield f"messages[{index}].", message
         for number, part in enumerate(message.content or ()):

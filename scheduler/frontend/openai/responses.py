@@ -8,7 +8,7 @@ from google.protobuf.json_format import MessageToDict
 from typing_extensions import TypedDict
 
 from protos.generation.v1 import generation_pb2 as pb
-from scheduler.frontend.tokenizer import Model
+from scheduler.frontend.model_info import ModelInfo
 
 # Stands for a probability of zero, which JSON has no logarithm of.
 LEAST_LOGPROB = -9999.0
@@ -188,7 +188,7 @@ class Version(TypedDict):
     version: str
 
 
-def model_card(model: Model, created: int) -> ModelCard:
+def model_card(model: ModelInfo, created: int) -> ModelCard:
     """created: when this process began to serve it."""
     return {
         "id": model.name,
@@ -266,7 +266,7 @@ def eviction(report: pb.EvictionReport) -> Eviction:
     }
 
 
-def alternative(model: Model, token_id: int, logprob: float) -> Alternative:
+def alternative(model: ModelInfo, token_id: int, logprob: float) -> Alternative:
     """A token and how likely it was."""
     text = model.token_text(token_id)
     whole = "\N{REPLACEMENT CHARACTER}" not in text

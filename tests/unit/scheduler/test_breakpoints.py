@@ -3,8 +3,8 @@
 from google.protobuf.duration_pb2 import Duration
 
 from protos.generation.v1 import generation_pb2 as pb
-from scheduler.frontend.breakpoints import Breakpoint, ranges
 from scheduler.frontend.chat_template import ChatTemplate
+from scheduler.frontend.validation import Breakpoint, _breakpoint_ranges
 from tests.support.generation import generate
 from tests.support.scheduler.fake_executor import FakeExecutor
 from tests.support.scheduler.real_manager import RealManager
@@ -23,13 +23,13 @@ def test_what_is_in_front_of_several_places_is_kept_as_well_as_the_best_says() -
         Breakpoint(1, 2, 20, seconds(60)),
         Breakpoint(1, 9, 20, None),
     ]
-    wishes = ranges(places[:3], [4, 9, 20])
+    wishes = _breakpoint_ranges(places[:3], [4, 9, 20])
     made = [(one.start, one.end, one.retention_priority, one.retention_duration.seconds) for one in wishes]
     assert made == [(0, 4, 80, 300), (4, 9, 80, 300), (9, 20, 20, 60)]
-    assert not any(wish.HasField("retention_duration") for wish in ranges(places, [4, 9, 20, 30]))
+    assert not any(wish.HasField("retention_duration") for wish in _breakpoint_ranges(places, [4, 9, 20, 30]))
     # Two places within one token.
-    assert [(wish.start, wish.end) for wish in ranges(places[:3], [4, 4, 20])] == [(0, 4), (4, 20)]
-    assert ranges(places[:1], [0]) == []
+    assert [(wish.start, wish.end) for wish in _breakpoint_ranges(places[:3], [4, 4, 20])] == [(0, 4), (4, 20)]
+    assert _breakpoint_ranges(places[:1], [0]) == []
 
 
 def test_a_place_is_found_whatever_the_template_puts_around_it() -> None:

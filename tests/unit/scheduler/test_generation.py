@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from protos.generation.v1 import generation_pb2 as pb
-from scheduler.frontend import turns
+from scheduler.frontend import output
 from tests.support.generation import generate
 from tests.support.generation import greedy_request as request
 from tests.support.scheduler.fake_executor import FakeExecutor
@@ -89,7 +89,7 @@ async def test_a_follower_whose_writer_is_cancelled_computes_the_prefix_itself(r
 async def test_very_many_streams_get_several_tokens_in_a_message(
     run_stack: StackFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "MESSAGE_SECONDS", 0.05)
+    monkeypatch.setattr(output, "MESSAGE_SECONDS", 0.05)
     messages: list[list[list[int]]] = [[] for _ in range(5)]
 
     async def read(stack: Stack, at: int) -> None:
@@ -107,7 +107,7 @@ async def test_very_many_streams_get_several_tokens_in_a_message(
 async def test_who_waits_for_blocks_does_not_make_others_wait_for_their_turns(
     run_stack: StackFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "MESSAGE_SECONDS", 0.02)
+    monkeypatch.setattr(output, "MESSAGE_SECONDS", 0.02)
     async with run_stack(max_running=1) as stack:
         stack.executor.step_seconds = 0.005
         call = stack.stub.StreamGenerate(request(prompt_of(9), 100), timeout=30)
@@ -124,7 +124,7 @@ async def test_who_waits_for_blocks_does_not_make_others_wait_for_their_turns(
 async def test_tokens_that_wait_for_others_come_also_when_no_step_follows(
     run_stack: StackFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "MESSAGE_SECONDS", 0.2)
+    monkeypatch.setattr(output, "MESSAGE_SECONDS", 0.2)
     async with run_stack() as stack:
         call = stack.stub.StreamGenerate(request(prompt_of(9), 390), timeout=30)
         received = len((await call.read()).token_ids)

@@ -17,7 +17,7 @@ from protos.rpc.guard import Guard
 from protos.rpc.http_server import HttpServer
 from protos.rpc.identity import Role
 from scheduler.frontend.openai.app import create_app
-from scheduler.frontend.openai.formats import CompletionFormat
+from scheduler.frontend.openai.response_builder import CompletionResponseBuilder
 from tests.support.keyring import Keyring
 from tests.support.scheduler.fake_executor import FakeExecutor
 from tests.support.scheduler.http import HELLO, LEAST, ask, client, first_event, serve, starting_service
@@ -245,7 +245,7 @@ async def test_a_defect_in_a_stream_is_its_last_event(
         reader, writer = await asyncio.open_connection(*address.split(":"))
         with contextlib.closing(writer):
             await first_event(reader, writer)
-            monkeypatch.setattr(CompletionFormat, "chunk", lambda *_, **__: 1 / 0)
+            monkeypatch.setattr(CompletionResponseBuilder, "chunk", lambda *_, **__: 1 / 0)
             rest = (await reader.read()).decode()
     assert '"code":"unexpected"' in rest.split("data: ")[-1]
     assert "[DONE]" not in rest

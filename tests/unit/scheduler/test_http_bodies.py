@@ -1,4 +1,4 @@
-"""Bodies on their way to the HTTP API: whose are read, for how long, and how much of them."""
+"""BodyLimits on their way to the HTTP API: whose are read, for how long, and how much of them."""
 
 import asyncio
 import contextlib

@@ -20,8 +20,8 @@ from scheduler.frontend.openai.requests import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
+    LenientModel,
     Message,
-    Open,
     StreamOptions,
     TextPart,
     TokenizeRequest,
@@ -193,7 +193,7 @@ def test_an_unknown_field_is_refused_with_the_nearest_name(written: str, meant: 
         completion(**{written: "x"})
 
 
-CLASSES: dict[str, type[Open]] = {
+CLASSES: dict[str, type[LenientModel]] = {
     "/v1/chat/completions": ChatCompletionRequest,
     "/v1/completions": CompletionRequest,
     "/tokenize": TokenizeRequest,
@@ -203,7 +203,7 @@ CLASSES: dict[str, type[Open]] = {
 }
 
 
-def known(one: type[Open]) -> set[str]:
+def known(one: type[LenientModel]) -> set[str]:
     return {*one.model_fields, *one.unsupported, *one.ignored}
 
 
@@ -237,14 +237,14 @@ def test_the_other_servers_were_read_whole() -> None:
         *((kind, Message) for kind in get_args(openai_chat.ChatCompletionMessageParam)),
     ],
 )
-def test_every_field_of_openais_client_is_known(params: Any, ours: type[Open]) -> None:
+def test_every_field_of_openais_client_is_known(params: Any, ours: type[LenientModel]) -> None:
     fields = set(params.__annotations__)
     assert len(fields) >= 2
     assert fields - known(ours) == set()
 
 
 @pytest.mark.parametrize("one", [*CLASSES.values(), TextPart])
-def test_a_field_is_taken_refused_or_ignored_and_only_one_of_these(one: type[Open]) -> None:
+def test_a_field_is_taken_refused_or_ignored_and_only_one_of_these(one: type[LenientModel]) -> None:
     assert len(known(one)) == len(one.model_fields) + len(one.unsupported) + len(one.ignored)
     described = one.model_json_schema()["properties"]
     assert set(described) == known(one)

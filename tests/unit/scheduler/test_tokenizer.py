@@ -13,19 +13,19 @@ from tokenizers import Tokenizer
 
 from protos.execution.v1 import execution_pb2
 from scheduler.errors import UnusableModelError
-from scheduler.frontend.tokenizer import Model, TooLongError
+from scheduler.frontend.model_info import ModelInfo, TooLongError
 from tests.support.scheduler.tokenizers import CHAT_TEMPLATE, byte_level_tokenizer, space_prefix_tokenizer
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=200)
 LONG = "the cat sat on the mat and the dog " * 20_000
 
 
-def model(tokenizer_json: str | None = None) -> Model:
+def model(tokenizer_json: str | None = None) -> ModelInfo:
     described = execution_pb2.GetModelResponse(
         model="m", chat_template=CHAT_TEMPLATE, special_tokens={"eos_token": "<eos>"},
         tokenizer_json=(tokenizer_json or byte_level_tokenizer().to_str()).encode(),
     )  # fmt: skip
-    return Model(described, execution_pb2.GetExecutorResponse(block_size=16))
+    return ModelInfo(described, execution_pb2.GetExecutorResponse(block_size=16))
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def model(tokenizer_json: str | None = None) -> Model:
 def test_a_model_that_cannot_be_served_is_refused_in_a_sentence(fields: dict[str, Any], words: str) -> None:
     whole = {"model": "m", "tokenizer_json": byte_level_tokenizer().to_str().encode()}
     with pytest.raises(UnusableModelError, match=words):
-        Model(execution_pb2.GetModelResponse(**whole | fields), execution_pb2.GetExecutorResponse(block_size=16))
+        ModelInfo(execution_pb2.GetModelResponse(**whole | fields), execution_pb2.GetExecutorResponse(block_size=16))
 
 
 async def turns(work: Callable[[], Awaitable[object]]) -> tuple[int, float]:
@@ -140,4 +140,4 @@ def test_it_is_known_whether_the_tokenizers_own_ids_are_the_models(spare: int) -
     described = execution_pb2.GetModelResponse(
         vocab_size=tokenizer.get_vocab_size() - 1 + spare, tokenizer_json=tokenizer.to_str().encode()
     )
-    assert Model(described, execution_pb2.GetExecutorResponse(block_size=16)).own_ids_fit == bool(spare)
+    assert ModelInfo(described, execution_pb2.GetExecutorResponse(block_size=16)).own_ids_fit == bool(spare)

@@ -6,10 +6,9 @@ import time
 import pytest
 
 from protos.execution.v1 import execution_pb2
-from scheduler.frontend import turns
-from scheduler.frontend.output import Stream
-from scheduler.frontend.tokenizer import Model
-from scheduler.frontend.turns import Turns
+from scheduler.frontend import output
+from scheduler.frontend.model_info import ModelInfo
+from scheduler.frontend.output import Stream, StreamFlusher
 from scheduler.request import Request
 from tests.support.scheduler.tokenizers import byte_level_tokenizer
 
@@ -17,12 +16,12 @@ LETTER = 5
 
 
 @pytest.fixture
-def model() -> Model:
+def model() -> ModelInfo:
     described = execution_pb2.GetModelResponse(tokenizer_json=byte_level_tokenizer().to_str().encode())
-    return Model(described, execution_pb2.GetExecutorResponse(block_size=16))
+    return ModelInfo(described, execution_pb2.GetExecutorResponse(block_size=16))
 
 
-def streams(model: Model, count: int) -> list[Stream]:
+def streams(model: ModelInfo, count: int) -> list[Stream]:
     requests = [Request(f"r{i}", (1, 2), 100, execution_pb2.SamplingParams(), i, 0.0) for i in range(count)]
     return [Stream([request], model) for request in requests]
 
@@ -46,20 +45,20 @@ async def told(taking: list[Stream]) -> list[int]:
 
 
 async def test_many_streams_are_told_a_few_at_a_time_and_all_in_turn(
-    model: Model, monkeypatch: pytest.MonkeyPatch
+    model: ModelInfo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "MESSAGE_SECONDS", 0.02)
-    order, taking = Turns(), streams(model, 6)
+    monkeypatch.setattr(output, "MESSAGE_SECONDS", 0.02)
+    order, taking = StreamFlusher(), streams(model, 6)
     for stream in taking:
-        order.join(stream.generations[0])
+        order.add(stream.generations[0])
     heard: list[list[int]] = []
     feed(taking, 0.0)
-    order.take()
+    order.flush()
     assert await told(taking) == list(range(6)), "after a long silence there is time for everybody"
     for step in range(1, 8):
         await asyncio.sleep(0.045)
         feed(taking, float(step))
-        order.take()
+        order.flush()
         heard.append(await told(taking))
         assert len(heard[-1]) >= 2
     assert any(len(now) < 6 for now in heard)
@@ -68,36 +67,36 @@ async def test_many_streams_are_told_a_few_at_a_time_and_all_in_turn(
     assert in_turn == [place % 6 for place in range(len(in_turn))]
 
 
-async def test_those_who_have_left_take_no_turn(model: Model) -> None:
-    order, taking = Turns(), streams(model, 3)
+async def test_those_who_have_left_take_no_turn(model: ModelInfo) -> None:
+    order, taking = StreamFlusher(), streams(model, 3)
     for stream in taking:
-        order.join(stream.generations[0])
-    order.leave(taking[1].generations[0])
+        order.add(stream.generations[0])
+    order.remove(taking[1].generations[0])
     feed(taking, 0.0)
-    order.take()
+    order.flush()
     assert await told(taking) == [0, 2]
 
 
 async def test_who_waits_for_a_turn_is_told_also_when_no_tokens_follow(
-    model: Model, monkeypatch: pytest.MonkeyPatch
+    model: ModelInfo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "MESSAGE_SECONDS", 0.02)
-    order, taking = Turns(), streams(model, 4)
+    monkeypatch.setattr(output, "MESSAGE_SECONDS", 0.02)
+    order, taking = StreamFlusher(), streams(model, 4)
     for stream in taking:
-        order.join(stream.generations[0])
-    order.take()
+        order.add(stream.generations[0])
+    order.flush()
     feed(taking, 0.0)
-    order.take()
+    order.flush()
     assert await told(taking) == []
     async with asyncio.timeout(10):
         await asyncio.gather(*[stream.next() for stream in taking])
 
 
 async def test_the_time_that_writing_takes_makes_nobody_have_a_turn_sooner(
-    model: Model, monkeypatch: pytest.MonkeyPatch
+    model: ModelInfo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "MESSAGE_SECONDS", 0.1)
-    order, taking = Turns(), streams(model, 4)
+    monkeypatch.setattr(output, "MESSAGE_SECONDS", 0.1)
+    order, taking = StreamFlusher(), streams(model, 4)
     written: list[Stream] = []
 
     async def write(stream: Stream) -> None:
@@ -114,35 +113,37 @@ async def test_the_time_that_writing_takes_makes_nobody_have_a_turn_sooner(
         writers = [group.create_task(write(stream)) for stream in taking]
         await asyncio.sleep(0)
         for stream in taking:
-            order.join(stream.generations[0])
+            order.add(stream.generations[0])
         feed(taking, 0.0)
-        order.take()
+        order.flush()
         await asyncio.sleep(0)
         assert written == taking
         feed(taking, 1.0)
-        order.take()
+        order.flush()
         await asyncio.sleep(0)
         assert written == taking, "as many again would keep the loop from anything else, for ever"
         worker = group.create_task(work())
         for _ in range(8):
             await asyncio.sleep(0)
             feed(taking, 2.0)
-            order.take()
+            order.flush()
         assert len(written) > 8, "other work is no writing"
         for task in (*writers, worker):
             task.cancel()
 
 
-async def test_while_tokens_follow_nobody_is_told_out_of_turn(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "MESSAGE_SECONDS", 0.05)
-    order, taking = Turns(), streams(model, 2)
+async def test_while_tokens_follow_nobody_is_told_out_of_turn(
+    model: ModelInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "MESSAGE_SECONDS", 0.05)
+    order, taking = StreamFlusher(), streams(model, 2)
     for stream in taking:
-        order.join(stream.generations[0])
-    order.take()
+        order.add(stream.generations[0])
+    order.flush()
     began, heard = time.monotonic(), 0
     for step in range(20):
         feed(taking, float(step))
-        order.take()
+        order.flush()
         await asyncio.sleep(0.02)
         heard += len(await told(taking))
     assert 2 <= heard <= 1 + (time.monotonic() - began) / 0.05

@@ -29,7 +29,7 @@ class TooLongError(ValueError):
 KEPT_TEXTS = 1 << 16
 
 
-class Model:
+class ModelInfo:
     """The served model. `max_tokens` is the longest prompt plus output that model and pool can hold."""
 
     def __init__(self, model: execution_pb2.GetModelResponse, executor: execution_pb2.GetExecutorResponse) -> None:

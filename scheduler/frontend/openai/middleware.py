@@ -1,4 +1,4 @@
-"""Around everything that HTTP serves, so that nothing is answered past it: names, numbers, and the access log."""
+"""Around every HTTP request: its name, metrics, and its line in the access log."""
 
 import secrets
 import time
@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from protos.rpc import tracing
 from protos.rpc.http_server import peer_of
 from protos.rpc.interceptors import REQUEST_ID_KEY
-from scheduler.frontend.access_log import ABORTED, AccessLog, Line
+from scheduler.frontend.access_log import ABORTED, AccessLog, LogLine
 from scheduler.frontend.openai.origins import Origins
 
 REQUESTS = Counter("kvkeep_http_requests", "HTTP requests that ended, by route and status.", ["route", "code"])
@@ -28,57 +28,54 @@ SECONDS = Histogram(
 )
 IN_FLIGHT = Gauge("kvkeep_http_in_flight", "HTTP requests being served.")
 
-# In the scope: the status of what went wrong when another one was sent already.
+# Key in the scope: the status of an error after another status was sent.
 FAILED = "kvkeep.failed"
-# Of all paths that are none: callers choose them.
+# The route of unknown paths: callers choose these.
 NO_ROUTE = "other"
-# As nginx has it: the caller left before the whole answer was sent.
+# As in nginx: the caller left before the whole answer was sent.
 LEFT = 499
 INTERNAL = 500
-# Asked for all the time by what watches the process, which leaves no lines.
-WATCHING = ("/health", "/metrics", "/version")
-GENERATING = ("/v1/chat/completions", "/v1/completions")
+# Probes come all the time and get no lines.
+PROBES = ("/health", "/metrics", "/version")
+GENERATION_ROUTES = ("/v1/chat/completions", "/v1/completions")
 _MAX_REQUEST_ID = 128
 
-_drawn: ContextVar[str] = ContextVar("drawn")
+_internal_request_id: ContextVar[str] = ContextVar("internal_request_id")
 
 
-def drawn_name() -> str:
-    """Of the request that is being served, and of no other: that of its caller may be used again."""
-    return _drawn.get()
+def internal_request_id() -> str:
+    """Unique name of the request that is being served; its X-Request-Id may be used again."""
+    return _internal_request_id.get()
 
 
-class Api(FastAPI):
-    """With Front around what FastAPI puts around the routes, too: it answers what nobody expected."""
+class ObservedApp(FastAPI):
+    """With AccessLogMiddleware also around FastAPI's own middleware, which answers unexpected errors."""
 
     def __init__(self, access_log: AccessLog, origins: Origins, **options: Any) -> None:
-        """options: of FastAPI."""
         super().__init__(**options)
         self._access_log = access_log
         self._origins = origins
 
     def build_middleware_stack(self) -> ASGIApp:
-        """All that a request passes."""
-        return Front(self._origins.around(super().build_middleware_stack()), self._access_log)
+        return AccessLogMiddleware(self._origins.around(super().build_middleware_stack()), self._access_log)
 
 
-class Front:
-    """ASGI. The caller's X-Request-Id, or one that is drawn, is in the answer and in the log."""
+class AccessLogMiddleware:
+    """ASGI. The caller's X-Request-Id, or a random one, is in the answer and in the log."""
 
     def __init__(self, app: ASGIApp, access_log: AccessLog) -> None:
         self._app = app
         self._access_log = access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         headers = Headers(scope=scope)
-        drawn, name = secrets.token_hex(8), headers.get(REQUEST_ID_KEY, "")
-        name = name[:_MAX_REQUEST_ID] if name.isascii() and name.isprintable() and name else drawn
+        internal, name = secrets.token_hex(8), headers.get(REQUEST_ID_KEY, "")
+        name = name[:_MAX_REQUEST_ID] if name.isascii() and name.isprintable() and name else internal
         # Each request runs in a task of its own, so that nothing needs to be unbound afterwards.
-        _drawn.set(drawn)
-        # As it was sent: what is decoded may be anything.
+        _internal_request_id.set(internal)
+        # As it was sent: a decoded path may hold any character.
         path = scope["raw_path"].decode("ascii", "backslashreplace")
         structlog.contextvars.bind_contextvars(request_id=name, method=f"{scope['method']} {path}"[:128])
         tracing.receive(headers.get(tracing.TRACEPARENT, ""))
@@ -93,7 +90,7 @@ class Front:
                 is_whole = not message.get("more_body", False)
             await send(message)
 
-        with IN_FLIGHT.track_inprogress(), self._access_log.telling(peer_of(Request(scope))) as line:
+        with IN_FLIGHT.track_inprogress(), self._access_log.call(peer_of(Request(scope))) as line:
             try:
                 await self._app(scope, receive, send_named)
             except Exception:
@@ -103,13 +100,13 @@ class Front:
                 _end(line, scope, scope.get(FAILED) or (status if is_whole else LEFT))
 
 
-def _end(line: Line, scope: Scope, status: int) -> None:
-    """status: that of the answer, or of what came in its place."""
+def _end(line: LogLine, scope: Scope, status: int) -> None:
+    """status: of the answer, or of the error that cut it off."""
     route = getattr(scope.get("route"), "path_format", NO_ROUTE)
     REQUESTS.labels(route, str(status)).inc()
     SECONDS.labels(route).observe(time.monotonic() - line.started)
-    line.generating, line.is_quiet = route in GENERATING, route in WATCHING
+    line.generating, line.is_quiet = route in GENERATION_ROUTES, route in PROBES
     line.fields |= {"route": route, "status": status}
-    # Those of requests that were taken say themselves why they broke off.
+    # The line of an accepted request already says why it broke off.
     if status >= HTTPStatus.BAD_REQUEST and "finish_reason" not in line.fields:
         line.fields.setdefault("error", ABORTED if status == LEFT else HTTPStatus(status).name)

@@ -16,9 +16,9 @@ from protos.rpc.http_server import peer_of
 from scheduler.errors import DrainingError
 from scheduler.frontend.grpc_service import GenerationService
 from scheduler.frontend.openai.errors import ApiError, from_service, unexpected
-from scheduler.frontend.openai.formats import Format, Sample
-from scheduler.frontend.openai.front import FAILED
 from scheduler.frontend.openai.identity import Caller
+from scheduler.frontend.openai.middleware import FAILED
+from scheduler.frontend.openai.response_builder import ResponseBuilder, Sample
 from scheduler.frontend.openai.translate import Names, of_prompt
 
 # Takes a piece of the output.
@@ -29,7 +29,7 @@ _LAST_WORD_SECONDS = 0.5
 _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
-class Generating(Response):
+class GenerationResponse(Response):
     """All of it happens where the answer is sent: whatever ends that ends the request and frees what it held."""
 
     def __init__(
@@ -37,7 +37,7 @@ class Generating(Response):
         service: GenerationService,
         caller: Caller,
         messages: Sequence[pb.StreamGenerateRequest],
-        form: Format,
+        builder: ResponseBuilder,
         names: Names,
         *,
         stream: bool,
@@ -47,11 +47,11 @@ class Generating(Response):
         The request gets the name of its answer; of several each one has its number behind it.
         """
         for number, message in enumerate(messages):
-            message.request_id = form.id if len(messages) == 1 else f"{form.id}-{number}"
+            message.request_id = builder.id if len(messages) == 1 else f"{builder.id}-{number}"
         self._service = service
         self._caller = caller
         self._messages = messages
-        self._format = form
+        self._builder = builder
         self._names = names
         self._stream = stream
         self._samples = messages[0].n if messages[0].HasField("n") else 1
@@ -84,12 +84,12 @@ class Generating(Response):
             samples.setdefault(piece.sample_index, Sample(piece.sample_index)).add(piece)
 
         await self._generate(scope, add)
-        whole = self._format.whole([samples[index] for index in sorted(samples)])
+        whole = self._builder.whole([samples[index] for index in sorted(samples)])
         await JSONResponse(whole)(scope, receive, send)
 
     async def _send_events(self, scope: Scope, send: Send) -> None:
         """The first output decides about the status: what goes wrong later is an event, whatever it is."""
-        events = _Events(send, self._format)
+        events = _Events(send, self._builder)
         try:
             await self._generate(scope, events.write)
         except ApiError as refusal:
@@ -109,7 +109,7 @@ class Generating(Response):
             await events.end(scope, unexpected())
             raise
         else:
-            if self._format.include_usage:
+            if self._builder.include_usage:
                 await events.send_usage()
             await events.send_bytes(b"data: [DONE]\n\n")
         await events.send_bytes(b"", more=False)
@@ -119,7 +119,7 @@ class Generating(Response):
         try:
             with self._caller.asking():
                 if len(self._messages) == 1:
-                    await self._service.generate(self._messages[0], write, usage=self._format.continuous_usage)
+                    await self._service.generate(self._messages[0], write, usage=self._builder.continuous_usage)
                     return
                 async with asyncio.TaskGroup() as tasks:
                     for number, message in enumerate(self._messages):
@@ -137,8 +137,8 @@ class Generating(Response):
             await write(piece)
 
         try:
-            with self._service.access_log.telling(peer_of(Request(scope))):
-                await self._service.generate(message, add, usage=self._format.continuous_usage)
+            with self._service.access_log.call(peer_of(Request(scope))):
+                await self._service.generate(message, add, usage=self._builder.continuous_usage)
         except ServiceError as error:
             raise from_service(error, of_prompt(self._names, number)) from error
 
@@ -146,12 +146,12 @@ class Generating(Response):
 class _Events:
     """Server-sent events. begun: the status is sent."""
 
-    def __init__(self, send: Send, form: Format) -> None:
+    def __init__(self, send: Send, builder: ResponseBuilder) -> None:
         self.begun = False
         # Of each sample, the latest that is known.
         self._usages: dict[int, pb.Usage] = {}
         self._send = send
-        self._format = form
+        self._builder = builder
         # Prompts write beside each other.
         self._turn = asyncio.Lock()
         # Characters of each sample that were sent.
@@ -164,11 +164,11 @@ class _Events:
         self._sent[piece.sample_index] += len(piece.text)
         if piece.HasField("usage"):
             self._usages[piece.sample_index] = piece.usage
-        if first or self._format.says_something(sample):
-            await self.send(self._format.chunk(sample, self._usages.values(), first=first))
+        if first or self._builder.says_something(sample):
+            await self.send(self._builder.chunk(sample, self._usages.values(), first=first))
 
     async def send_usage(self) -> None:
-        await self.send(self._format.usage_chunk(self._usages.values()))
+        await self.send(self._builder.usage_chunk(self._usages.values()))
 
     async def end(self, scope: Scope, error: ApiError) -> None:
         """The last event of a stream that broke off; nothing where the status can still tell."""

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from protos.generation.v1 import generation_pb2 as pb
+from scheduler.frontend.model_info import ModelInfo
 from scheduler.frontend.openai import responses
-from scheduler.frontend.openai.front import drawn_name
-from scheduler.frontend.tokenizer import Model
 
 
 @dataclass
@@ -33,17 +32,16 @@ class Sample:
             self.finish_reason, self.usage = piece.finish_reason, piece.usage
 
 
-class Format(ABC):
+class ResponseBuilder(ABC):
     """Makes answers and events of samples. Nothing of it is known to the service."""
 
-    prefix: ClassVar[str]
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
 
     def __init__(
-        self, model: Model, request_id: str, *, logprobs: bool, include_usage: bool, continuous_usage: bool = False
+        self, model: ModelInfo, request_id: str, *, logprobs: bool, include_usage: bool, continuous_usage: bool = False
     ) -> None:
-        """request_id: empty for one that is drawn. include_usage: whether a stream ends with an event that has it.
+        """include_usage: whether a stream ends with an event that has the usage.
 
         continuous_usage: whether each event has the usage so far.
         """
@@ -51,7 +49,7 @@ class Format(ABC):
         self.continuous_usage = continuous_usage
         self._model = model
         self._logprobs = logprobs
-        self.id = request_id or f"{self.prefix}{drawn_name()}"
+        self.id = request_id
         self._created = responses.now()
 
     @abstractmethod
@@ -116,10 +114,9 @@ class Format(ABC):
         return [responses.alternative(self._model, top.token_id, top.logprob) for top in logprobs.top]
 
 
-class ChatFormat(Format):
+class ChatResponseBuilder(ResponseBuilder):
     """/v1/chat/completions."""
 
-    prefix = "chatcmpl-"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
@@ -150,10 +147,9 @@ class ChatFormat(Format):
         return {"content": content}
 
 
-class CompletionFormat(Format):
+class CompletionResponseBuilder(ResponseBuilder):
     """/v1/completions."""
 
-    prefix = "cmpl-"
     whole_object = chunk_object = "text_completion"
 
     def choice(self, sample: Sample) -> dict[str, Any]:
