@@ -3,7 +3,7 @@
 import pytest
 
 from cachemgr.blocks.block import Block
-from cachemgr.errors import BlocksInUseError, InvalidField, UnknownPoolError
+from cachemgr.errors import BlocksInUseError, UnknownPoolError
 from cachemgr.types import BlockFilter, Purged
 from tests.support.in_process_manager import World, wish
 
@@ -51,23 +51,6 @@ def test_a_purge_counts_what_windows_have_of_what_it_takes():
     assert world.manager.operators.purge(selected, validate_only=False) == Purged(6, 0)
     world.check()
     assert list(world.manager.queries.records("e")) == []
-
-
-@pytest.mark.parametrize(
-    ("selected", "error", "field"),
-    [
-        (BlockFilter(pool_id="e/7"), UnknownPoolError, "filter.pool_id"),
-        (BlockFilter(salt=""), InvalidField, "filter.salt"),
-        (BlockFilter(max_priority=101), InvalidField, "filter.max_retention_priority"),
-    ],
-)
-def test_a_filter_that_cannot_be_is_refused(selected, error, field):
-    world = World()
-    world.cache([1, 2])
-    with pytest.raises(error) as refused:
-        world.manager.operators.purge(selected, validate_only=False)
-    assert list(refused.value.fields) == [field]
-    assert len(world.journal.blocks) == 1
 
 
 def test_listings_show_what_is_there():

@@ -5,56 +5,13 @@ import dataclasses
 import pytest
 
 from cachemgr.errors import (
-    InvalidField,
     SequenceExistsError,
-    SequenceTooLongError,
-    StaleSchedulerError,
-    UnknownExecutorError,
-    UnknownSchedulerError,
 )
 from cachemgr.manager import CacheManager
-from cachemgr.types import AdmitRequest, ManagerConfig, Retention, RetentionRange
+from cachemgr.types import AdmitRequest, ManagerConfig, Retention
 from tests.support.in_process_manager import World
 
 VALID = AdmitRequest("a", "s", 1, "e", (1, 2, 3))
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "field"),
-    [
-        ({"sequence_id": ""}, InvalidField, "sequence_id"),
-        ({"sequence_id": "x" * 257}, InvalidField, "sequence_id"),
-        ({"token_ids": ()}, InvalidField, "token_ids"),
-        ({"token_ids": (-1,)}, InvalidField, "token_ids"),
-        ({"token_ids": (1 << 32,)}, InvalidField, "token_ids"),
-        ({"salt": ""}, InvalidField, "salt"),
-        ({"adapter_id": -1}, InvalidField, "adapter_id"),
-        (
-            {"retention": Retention((RetentionRange(0, 1, 101),))},
-            InvalidField,
-            "retention.ranges[0].retention_priority",
-        ),
-        ({"executor_id": "other"}, UnknownExecutorError, "executor_id"),
-        ({"scheduler_id": "other"}, UnknownSchedulerError, None),
-        ({"scheduler_epoch": 2}, StaleSchedulerError, None),
-        ({"token_ids": (0,) * 33}, SequenceTooLongError, "token_ids"),
-    ],
-)
-def test_a_wrong_request_is_refused_and_changes_nothing(change, error, field):
-    world = World(8)
-    before = world.manager.queries.pools()
-    with pytest.raises(error) as refused:
-        world.manager.admit(dataclasses.replace(VALID, **change))
-    if field is not None:
-        assert list(refused.value.fields) == [field]
-    assert world.manager.queries.pools() == before
-    assert list(world.manager.queries.sequences()) == []
-    world.check()
-
-
-def test_every_wrong_epoch_has_a_reason_of_its_own():
-    reasons = {error.reason for error in (UnknownSchedulerError, StaleSchedulerError, UnknownExecutorError)}
-    assert len(reasons) == 3
 
 
 def test_repeating_an_admission_gives_the_same_answer_also_after_progress():
@@ -106,20 +63,6 @@ def test_a_sequence_gets_capacity_ahead_while_the_watermark_stays_free():
     assert world.admit([1, 2], "a").capacity_tokens == 8
     assert world.admit(list(range(10, 28)), "b").capacity_tokens == 24
     assert world.admit([3]).admitted is False
-
-
-def test_what_is_recomputed_is_kept_twice_only_as_long_as_another_uses_it():
-    world = World(8)
-    world.run([*range(8), 50], "a")
-    world.run(list(range(8)), "b", no_read=True)
-    assert world.free == 8 - 3 - 3
-    world.finish("a")
-    world.sync({"b"})
-    world.check()
-    # The partly filled block of the first stays cached, on what the second has.
-    assert world.free == 8 - 3
-    assert world.cached_tokens([*range(8), 50, 51]) == 9
-    world.check()
 
 
 def test_only_what_was_admitted_counts_as_queried():

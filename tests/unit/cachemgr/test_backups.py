@@ -2,8 +2,6 @@
 
 import dataclasses
 
-import pytest
-
 from cachemgr.sequences.transfers import MAX_BACKUPS
 from cachemgr.types import EventKind, HintAction, Hints, Prefix, RemovalCause, TierKind
 from tests.support.in_process_manager import BLOCK, CONFIG, World, wish
@@ -30,16 +28,6 @@ def test_cached_blocks_are_copied_to_empty_host_slots_in_the_background_heads_fi
     # Their slots may be taken.
     assert (world.host.used_blocks, world.host.free_blocks, world.host.cached_blocks) == (0, 2, 0)
     assert world.tiers() == {"device": 3}
-
-
-def test_blocks_in_use_are_copied_too_and_those_below_the_floor_are_not():
-    world = World(8, host_blocks=8)
-    world.run(PROMPT, "live")
-    world.cache(list(range(50, 54)), retention=wish(34))
-    world.back_up()
-    world.check()
-    assert world.backups == 3
-    assert {block.token_ids[0] for block in world.manager.queries.records("e") if block.backup is None} == {50}
 
 
 def test_a_block_whose_priority_rises_is_copied_later():
@@ -103,18 +91,6 @@ def test_a_failed_copy_is_no_backup_and_is_not_tried_again():
     assert (world.backups, world.host.free_blocks) == (0, 4)
     world.renew()
     assert world.manager.queries.executor_transfers("e") == []
-
-
-def test_a_block_that_was_brought_to_the_device_keeps_its_slot_below():
-    world = World(4, host_blocks=6)
-    world.cache(PROMPT)
-    world.fill()
-    world.finish("fill100")
-    assert world.run(PROMPT, "again").cached_tokens == 11
-    world.check()
-    # The last one has given its slot to a block that had to go there.
-    assert world.backups == 2
-    assert world.tiers() == {"device": 3, "host": 4}
 
 
 def test_blocks_from_the_disk_get_theirs_in_the_host():
@@ -183,22 +159,6 @@ def test_device_blocks_with_backups_outlive_the_executor():
     world.sync()
     assert world.run(PROMPT, "again").cached_tokens == 11
     world.check()
-
-
-@pytest.mark.parametrize("executor_too", [False, True])
-def test_backups_come_back_to_a_manager_that_starts_again(executor_too):
-    world = backed_up()
-    if executor_too:
-        world.lose_manager()
-        assert world.come_back() == (0, 3)
-        world.check()
-        assert world.found(PROMPT) == 12
-    else:
-        assert world.restart_manager() == (3, 0)
-        world.check()
-        assert world.backups == 3
-        assert world.fill().transfers == ()
-        world.check()
 
 
 def test_what_the_device_has_lost_comes_back_from_its_backup():

@@ -21,16 +21,6 @@ def test_backups_give_their_slots_to_whoever_wants_them_tails_first():
     assert with_backup == [0, 4]
 
 
-def test_a_backup_goes_with_its_block():
-    world = World(4, host_blocks=4)
-    world.run(PROMPT, "live")
-    world.back_up()
-    assert world.backups == 3
-    world.manager.truncate(world.caller, "live", 6)
-    world.check()
-    assert (world.backups, world.host.free_blocks) == (1, 4)
-
-
 def test_a_backup_of_what_is_forgotten_is_overwritten():
     world = backed_up()
     world.manager.operators.forget(ForgetTarget(prefix=Prefix(tuple(PROMPT))), validate_only=False)

@@ -2,7 +2,6 @@
 
 import pytest
 
-from cachemgr.errors import InvalidField, UnknownSequenceError
 from cachemgr.operators.state_dump import state_hash
 from cachemgr.types import EventKind, TierKind
 from tests.support.in_process_manager import BLOCK, World, wish
@@ -90,14 +89,3 @@ def test_the_next_step_takes_what_the_estimate_says(window):
         world.step()
         world.sync()
         world.check()
-
-
-@pytest.mark.parametrize(("steps", "error"), [(0, InvalidField), (-1, InvalidField)])
-def test_an_estimate_of_no_step_is_refused(steps, error):
-    world = World(8)
-    world.run([1, 2], "a")
-    with pytest.raises(error) as refused:
-        world.manager.queries.estimate(world.caller, "a", steps, 0)
-    assert list(refused.value.fields) == ["step_tokens"]
-    with pytest.raises(UnknownSequenceError):
-        world.manager.queries.estimate(world.caller, "b", 1, 0)

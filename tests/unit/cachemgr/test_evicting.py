@@ -225,15 +225,6 @@ def test_columns_about_evictions_that_do_not_fit_are_refused_and_nothing_changes
     world.check()
 
 
-def test_evictions_of_sequences_that_are_gone_are_reported_as_unknown():
-    world, _ = ready()
-    request = dataclasses.replace(
-        world.next_sync(set()), evicting_handles=[5], moved_handles=[6], moved_computed_tokens=[1]
-    )
-    assert sorted(world.manager.sync(request).unknown_handles) == [5, 6]
-    world.check()
-
-
 def test_who_moves_before_all_that_was_promised_is_computed_takes_the_rest_back():
     world = World(30)
     world.admit(PROMPT, "a", eviction_policy=KEYDIFF)

@@ -4,10 +4,10 @@ import pytest
 
 from cachemgr.errors import SequenceEvictsError
 from cachemgr.operators.state_dump import state_hash
-from cachemgr.types import ForgetTarget, Prefix, Quota
+from cachemgr.types import ForgetTarget, Quota
 from tests.support.in_process_manager import World
 from tests.support.scrape import scraped
-from tests.unit.cachemgr.test_evicting import H2O, KEYDIFF, PROMPT, ready, used
+from tests.unit.cachemgr.test_evicting import KEYDIFF, PROMPT, ready, used
 
 
 @pytest.mark.parametrize("options", [{}, {"no_store": True}], ids=str)
@@ -34,16 +34,6 @@ def test_who_is_told_to_stay_may_be_moving_already():
         world.manager.fork(world.caller, "a", "b")
     with pytest.raises(SequenceEvictsError):
         world.manager.truncate(world.caller, "a", 15)
-
-
-def test_a_fork_would_not_know_the_scores():
-    world = World(20)
-    world.run(PROMPT[:5], "a", eviction_policy=H2O)
-    before = state_hash(world.manager.queries.state())
-    with pytest.raises(SequenceEvictsError, match="scores") as refused:
-        world.manager.fork(world.caller, "a", "b")
-    assert list(refused.value.fields) == ["parent_sequence_id"]
-    assert state_hash(world.manager.queries.state()) == before
 
 
 def test_a_hold_keeps_what_it_computed_before_and_nothing_of_its_own():
@@ -118,17 +108,6 @@ def test_no_byte_of_what_is_forgotten_outlives_its_use(state, options):
     world.check()
     assert world.device.held() == []
     assert world.free == 20
-
-
-def test_its_tokens_can_still_be_explained():
-    world, live = ready()
-    world.sync()
-    world.compute(live, 30)
-    world.sync()
-    (found,) = world.manager.queries.explain(Prefix((*PROMPT, 1)), 0)
-    assert found.cached_tokens == 19
-    (found,) = world.manager.queries.explain_sequence("a", 0)
-    assert found.cached_tokens == 19
 
 
 def test_a_table_that_is_missing_or_shared_is_reported_by_a_check():

@@ -105,28 +105,6 @@ def test_a_rule_that_the_executor_cannot_carry_is_named():
     assert world.admit(PROMPT, eviction_policy=asked("NONE")).admitted
 
 
-@pytest.mark.parametrize(
-    ("wish", "field"),
-    [
-        (asked("UNSPECIFIED"), "kind"),
-        (asked("SLIDING_WINDOW", recent_tokens=4, max_cache_tokens=9), "max_cache_tokens"),
-        (asked("LAST", period_tokens=3), "kind"),
-        (asked("H2O", adaptive_rkv={"window_steps": 3}), "adaptive_rkv"),
-    ],
-)
-def test_a_rule_whose_policy_suits_no_model_is_not_made(wish, field):
-    world = World(20)
-    with pytest.raises(InvalidField) as refused:
-        make(world, "r", wish)
-    assert list(refused.value.fields) == [f"rule.action.eviction_policy.{field}"]
-    make(world, "r", WINDOW)
-    spec = RetentionRule("r", action=RuleAction(eviction_policy=wish))
-    with pytest.raises(InvalidField) as refused:
-        world.manager.operators.update_rule(spec, ("action.eviction_policy",), validate_only=False)
-    assert list(refused.value.fields) == [f"rule.action.eviction_policy.{field}"]
-    assert world.manager.queries.rule("r").action.eviction_policy == WINDOW
-
-
 def test_a_change_of_a_rule_is_for_those_who_come_later():
     world = World(40)
     make(world, "r", WINDOW)
@@ -233,15 +211,6 @@ def test_what_it_has_at_once_must_fit_into_the_pool(wish, tokens, blocks, option
     world = World(blocks)
     generate = 1 if wish.message().kind == Kind.SNAPKV else 12
     world.run(PROMPT[:tokens], "a", eviction_policy=wish, generate=generate, **options)
-    world.check()
-
-
-def test_a_sequence_without_room_for_a_second_table_reads_nothing_and_stays_in_its_own():
-    world = World(5)
-    world.cache(PROMPT[:8])
-    assert world.admit(PROMPT, "a", eviction_policy=KEYDIFF, no_store=True).cached_tokens == 0
-    world.compute(world.live["a"], 30)
-    world.finish("a")
     world.check()
 
 

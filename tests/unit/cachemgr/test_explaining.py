@@ -2,7 +2,7 @@
 
 import pytest
 
-from cachemgr.errors import InvalidField, UnknownExecutorError, UnknownSequenceError
+from cachemgr.errors import UnknownSequenceError
 from cachemgr.operators.state_dump import state_hash
 from cachemgr.types import BlockFilter, ForgetTarget, MissReason, Prefix, RemovalCause, TierKind
 from tests.support.in_process_manager import World, wish
@@ -113,19 +113,3 @@ def test_a_sequence_is_explained_by_its_tokens():
     with pytest.raises(UnknownSequenceError) as refused:
         world.manager.queries.explain_sequence("b", 0)
     assert list(refused.value.fields) == ["sequence_id"]
-
-
-@pytest.mark.parametrize(
-    ("prefix", "group", "error", "field"),
-    [
-        (Prefix(()), 0, InvalidField, "prefix.token_ids"),
-        (Prefix((1,), salt=""), 0, InvalidField, "prefix.salt"),
-        (Prefix((1,), "nobody"), 0, UnknownExecutorError, "prefix.executor_id"),
-        (Prefix((1,), "e"), 1, InvalidField, "group"),
-    ],
-)
-def test_a_question_that_means_nothing_is_refused(prefix, group, error, field):
-    world = World(8)
-    with pytest.raises(error) as refused:
-        world.manager.queries.explain(prefix, group)
-    assert list(refused.value.fields) == [field]

@@ -4,8 +4,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachemgr.errors import InvalidField
-from cachemgr.operators.state_dump import state_hash
 from cachemgr.types import ExtraKey, MissReason, Prefix
 from tests.support.in_process_manager import World
 from tests.support.work import work_of
@@ -122,26 +120,6 @@ def test_a_prompt_with_an_image_is_explained():
     assert (len(found.blocks), found.miss_reason) == (3, MissReason.NONE)
     (found,) = world.manager.queries.explain(Prefix(tuple(PROMPT), extra_keys=image(DOG)), 0)
     assert (len(found.blocks), found.miss_reason) == (1, MissReason.NEVER_STORED)
-
-
-@pytest.mark.parametrize(
-    ("extra_keys", "field"),
-    [
-        ((ExtraKey(-1, 2, CAT),), "extra_keys[0].start"),
-        ((ExtraKey(0, 0, CAT),), "extra_keys[0].length"),
-        ((ExtraKey(12, 2, CAT),), "extra_keys[0].length"),
-        ((ExtraKey(0, 2, b""),), "extra_keys[0].digest"),
-        ((ExtraKey(0, 2, b"x" * 65),), "extra_keys[0].digest"),
-        ((ExtraKey(0, 3, CAT), ExtraKey(2, 2, DOG)), "extra_keys[1].start"),
-    ],
-)
-def test_images_that_cannot_be_are_refused_and_nothing_changes(extra_keys, field):
-    world = World(16)
-    before = state_hash(world.manager.queries.state())
-    with pytest.raises(InvalidField) as refused:
-        world.admit(PROMPT, extra_keys=extra_keys)
-    assert list(refused.value.fields) == [field]
-    assert state_hash(world.manager.queries.state()) == before
 
 
 def test_the_keys_of_a_prompt_with_many_images_cost_its_blocks_and_not_their_square():

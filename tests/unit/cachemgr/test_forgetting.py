@@ -4,8 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from cachemgr.errors import InvalidField, UnknownExecutorError
-from cachemgr.operators.state_dump import state_hash
 from cachemgr.types import EventKind, ForgetTarget, HintAction, Hints, Prefix, RemovalCause, TierKind
 from tests.support.in_process_manager import CONFIG, World
 
@@ -202,40 +200,6 @@ def test_events_that_are_kept_have_no_tokens_of_it_any_more():
     assert all(event.block.tokens for event in others)
 
 
-def test_a_dry_run_tells_the_same_and_changes_nothing():
-    world = World(12)
-    world.cache(PROMPT, salt="a", session_id="x")
-    world.run(PROMPT, "live", salt="a", session_id="y")
-    for target in ({"salt": "a"}, {"session_id": "x"}, {"prefix": Prefix(tuple(PROMPT), salt="a")}):
-        before = state_hash(world.manager.queries.state())
-        said = forget(world, validate_only=True, **target)
-        assert state_hash(world.manager.queries.state()) == before
-        assert sum(said.removed.values()) > 0
-        assert said.used_blocks + said.zeroing_blocks == sum(said.removed.values())
-    assert said == forget(world, **target)
-
-
-@pytest.mark.parametrize(
-    ("target", "error", "field"),
-    [
-        ({}, InvalidField, "target"),
-        ({"salt": ""}, InvalidField, "salt"),
-        ({"session_id": ""}, InvalidField, "session_id"),
-        ({"prefix": Prefix(())}, InvalidField, "prefix.token_ids"),
-        ({"prefix": Prefix((1,), salt="")}, InvalidField, "prefix.salt"),
-        ({"prefix": Prefix((1,), "nobody")}, UnknownExecutorError, "prefix.executor_id"),
-    ],
-)
-def test_a_target_that_means_nothing_is_refused_and_nothing_changes(target, error, field):
-    world = World(12)
-    world.cache(PROMPT)
-    before = state_hash(world.manager.queries.state())
-    with pytest.raises(error) as refused:
-        forget(world, **target)
-    assert list(refused.value.fields) == [field]
-    assert state_hash(world.manager.queries.state()) == before
-
-
 def test_a_pin_does_not_put_forgetting_off():
     world = World(40, config=replace(CONFIG, pin_budget=0.5))
     world.cache(list(range(9)), salt="s")
@@ -291,21 +255,6 @@ def test_a_window_keeps_nothing_for_another_session_that_is_lost_with_full_atten
     world.run_executor_copies()
     below = [held for (_, tier, _), slot in world.device.memory.items() if tier for held in slot if held]
     assert [held for held in below if held.position < 4] == []
-
-
-def test_nor_what_that_stands_on():
-    world = World(8, windows=(None, 5), host_blocks=8)
-    tokens = [*range(10, 18), 20, 21, 22, 23]
-    world.cache(tokens[:4])
-    # The first block is the session's in the window only.
-    failing_on_the_way_down(world, tokens[:4], group=1, depth=0)
-    world.cache(tokens[:8], session_id="x")
-    world.cache(tokens, session_id="y")
-    failing_on_the_way_down(world, tokens, group=0, depth=2)
-    receipt = forget(world, session_id="x")
-    assert (receipt.removed, receipt.shared_blocks) == ({TierKind.HOST: 3}, 0)
-    again = forget(world, session_id="x", validate_only=True)
-    assert (again.removed, again.shared_blocks) == ({}, 0)
 
 
 def test_a_window_with_a_gap_keeps_nothing_of_a_prefix_behind_it():

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from bench.driver import CALLER, CONFIG, Driver, prompt
-from bench.replay import Replay, upper_bound
+from bench.replay import Replay
 from bench.trace import no_wishes
 from bench.trace_file import BLOCK_TOKENS, Conversations, Request
 from cachemgr.errors import UnknownExecutorError
@@ -37,28 +37,6 @@ def conversations(count, seed=1):
         open_ones.append(ids)
         length = len(ids) * BLOCK_TOKENS - rng.randrange(1, 500)
         requests.append(placer.place(Request(number * 0.5, length, rng.randrange(1, 400), ids)))
-    return requests
-
-
-def short_prompts(count, seed=2):
-    """Most prompts are shorter than a block: new ones, some again and some going on as others did; the rest grow."""
-    rng = random.Random(seed)
-    placer, requests, fresh, long = Conversations(), [], 1, []
-    for number in range(count):
-        if rng.random() < 0.2 and long:
-            ids = long.pop(rng.randrange(len(long)))
-        else:
-            ids = (fresh - rng.randrange(0, min(fresh, 120)) if rng.random() < 0.4 else fresh,)
-        fresh += 1
-        length = rng.randrange(100, 500)
-        if rng.random() < 0.3:
-            ids += (fresh, fresh + 1)
-            fresh += 2
-            long.append(ids)
-            length += 2 * BLOCK_TOKENS
-        elif len(ids) > 1:
-            length += (len(ids) - 1) * BLOCK_TOKENS
-        requests.append(placer.place(Request(number * 0.5, length, rng.randrange(1, 100), ids)))
     return requests
 
 
@@ -105,17 +83,6 @@ def test_ghosts_are_within_a_point_of_pools_of_their_size(requests, sample, clos
         assert rates[size] == pytest.approx(found, abs=close)
     plain = rate(requests, BLOCKS, no_wishes)
     assert ghost_rates(replay, LRU)[BLOCKS] == pytest.approx(plain, abs=close)
-
-
-def test_prompts_shorter_than_a_block_take_room_and_promise_no_more_than_an_endless_cache_finds():
-    requests = short_prompts(1500)
-    replay = Replay(BLOCKS, BLOCK_TOKENS, BLOCKS)
-    outcome = replay.run(requests, no_wishes(requests))
-    endless = upper_bound(requests) / outcome.asked
-    assert sum(request.input_length < BLOCK_TOKENS for request in requests) > len(requests) / 2
-    for size, found in ghost_rates(replay, LRU).items():
-        assert found <= endless
-        assert found == pytest.approx(rate(requests, size, no_wishes), abs=POINT), size
 
 
 def alike(rng, count, longest):

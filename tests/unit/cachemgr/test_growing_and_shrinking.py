@@ -5,7 +5,6 @@ import pytest
 from cachemgr.errors import (
     InvalidField,
     SequenceExistsError,
-    SequenceTooLongError,
     SequenceUnsettledError,
     SharedBlockError,
     UnknownSequenceError,
@@ -23,25 +22,6 @@ def test_an_extension_that_finds_too_few_blocks_takes_none():
     assert (answer.extended, answer.blocks_short, answer.new_blocks, answer.capacity_tokens) == (False, 1, (), 4)
     assert world.free == 2
     world.check()
-
-
-def test_extend_refuses_what_is_unknown_or_never_fits():
-    world = World(4)
-    world.admit([1, 2], "a")
-    with pytest.raises(UnknownSequenceError):
-        world.manager.extend(world.caller, "other", 4)
-    with pytest.raises(SequenceTooLongError) as refused:
-        world.manager.extend(world.caller, "a", 17)
-    assert list(refused.value.fields) == ["capacity_tokens"]
-
-
-@pytest.mark.parametrize("length", [0, -1, 10])
-def test_a_length_that_is_none_is_refused(length):
-    world = World()
-    world.admit(list(range(9)), "a")
-    with pytest.raises(InvalidField) as refused:
-        world.manager.truncate(world.caller, "a", length)
-    assert list(refused.value.fields) == ["num_tokens"]
 
 
 def truncate(world, name, length):
@@ -78,15 +58,6 @@ def test_a_truncation_into_blocks_that_others_share_is_refused_and_changes_nothi
     assert (world.manager.queries.snapshot(), world.manager.queries.pools()) == before
     world.check()
     assert truncate(world, "b", 13).freed_blocks == 0
-
-
-def test_truncated_blocks_of_others_children_stay():
-    world = World(12)
-    world.run(list(range(12)), "a")
-    world.cache([*range(12), 50, 51, 52, 53])
-    with pytest.raises(SharedBlockError):
-        world.manager.truncate(world.caller, "a", 12)
-    world.check()
 
 
 def test_a_truncation_before_a_window_that_is_given_back_is_refused():
@@ -217,14 +188,3 @@ def test_the_longest_of_several_holds_counts():
         world.manager.expire()
         assert world.free == free
         world.check()
-
-
-@pytest.mark.parametrize(("owner", "duration", "field"), [("", 1.0, "owner"), ("me", 0.0, "duration")])
-def test_a_hold_needs_an_owner_and_a_time(owner, duration, field):
-    world = World()
-    world.admit([1], "a")
-    with pytest.raises(InvalidField) as refused:
-        world.manager.hold(world.caller, "a", owner, duration)
-    assert list(refused.value.fields) == [field]
-    with pytest.raises(UnknownSequenceError):
-        world.manager.hold(world.caller, "other", "me", 1.0)

@@ -7,16 +7,10 @@ import pytest
 
 from cachemgr.blocks.block import Block
 from cachemgr.errors import (
-    ExecutorLeaseError,
-    InvalidField,
-    ManagerRestartedError,
-    PoolSpecError,
     StaleExecutorError,
-    StaleSchedulerError,
     UnknownExecutorError,
     UnknownSchedulerError,
 )
-from cachemgr.types import PoolSpec
 from tests.support.in_process_manager import World
 from tests.support.random_operations import small_steps
 
@@ -101,21 +95,6 @@ def test_a_scheduler_that_is_gone_may_have_had_sequences_in_a_lost_executor():
     assert world.free == 12
 
 
-def test_an_older_scheduler_epoch_is_refused_and_the_same_one_changes_nothing():
-    world = running()
-    world.start_scheduler()
-    with pytest.raises(StaleSchedulerError) as stale:
-        world.manager.register_scheduler("s", 1)
-    assert stale.value.metadata == {"newest_epoch": "2"}
-    world.admit([1], "b")
-    world.manager.register_scheduler("s", 2)
-    assert len(list(world.manager.queries.sequences())) == 1
-    for scheduler_id, epoch, field in (("", 1, "scheduler_id"), ("s", 0, "scheduler_epoch")):
-        with pytest.raises(InvalidField) as refused:
-            world.manager.register_scheduler(scheduler_id, epoch)
-        assert list(refused.value.fields) == [field]
-
-
 def test_a_silent_executor_loses_its_pool_and_its_sequences_are_void():
     world = running()
     handle = world.live["a"].handle
@@ -182,25 +161,6 @@ def test_slots_of_a_lost_registration_are_given_away_only_after_its_old_sequence
     world.check()
 
 
-def test_registering_the_same_epoch_again_keeps_everything():
-    world = running()
-    assert world.manager.knows_executor("e")
-    assert world.manager.register_executor(world.spec()) == (2, 0)
-    assert world.free == 5
-    world.check()
-
-
-def test_an_older_executor_epoch_and_other_pools_of_the_same_are_refused():
-    world = running()
-    spec = world.spec()
-    with pytest.raises(PoolSpecError):
-        world.manager.register_executor(dataclasses.replace(spec, pools=[PoolSpec(0, 9)], last_write_steps=()))
-    world.start_executor()
-    with pytest.raises(StaleExecutorError):
-        world.manager.register_executor(spec)
-    world.check()
-
-
 def test_an_older_executor_epoch_counts_again_once_the_lease_of_the_newer_has_run_out():
     """The clock that epochs are taken from may have gone back while the executor was down."""
     world = running()
@@ -214,44 +174,3 @@ def test_an_older_executor_epoch_counts_again_once_the_lease_of_the_newer_has_ru
     world.start_scheduler()
     assert world.run([1, 2, 3], "after").cached_tokens == 0
     world.check()
-
-
-@pytest.mark.parametrize(
-    ("change", "field"),
-    [
-        ({"executor_id": ""}, "executor_id"),
-        ({"executor_epoch": 0}, "executor_epoch"),
-        ({"model_fingerprint": b""}, "model_fingerprint"),
-        ({"block_size": 1}, "block_size"),
-        ({"block_size": 12}, "block_size"),
-        ({"pools": []}, "pools"),
-        ({"pools": [PoolSpec(1, 8)]}, "pools[0].group"),
-        ({"pools": [PoolSpec(0, 0)]}, "pools[0].num_blocks"),
-        ({"pools": [PoolSpec(0, 8), PoolSpec(1, 8, 0)]}, "pools[1].attention_window"),
-        ({"last_write_steps": [[1] * 7]}, "pools[0].last_write_steps"),
-    ],
-    ids=str,
-)
-def test_an_announcement_that_cannot_be_is_refused_with_its_field(change, field):
-    world = running()
-    spec = dataclasses.replace(world.spec(), executor_epoch=2, last_write_steps=())
-    with pytest.raises(InvalidField) as refused:
-        world.manager.register_executor(dataclasses.replace(spec, **change))
-    assert list(refused.value.fields) == [field]
-    assert world.free == 5
-    world.check()
-
-
-def test_a_renewal_that_fits_no_registration_asks_for_one():
-    world = World()
-    world.now = 5.0
-    world.manager.renew_executor("e", 1, 1)
-    for executor_id, epoch in (("e", 2), ("other", 1)):
-        with pytest.raises(ExecutorLeaseError):
-            world.manager.renew_executor(executor_id, epoch, 1)
-    with pytest.raises(ManagerRestartedError):
-        world.manager.renew_executor("e", 1, 2)
-    world.sync()
-    world.now = 12.0
-    world.manager.expire()
-    assert len(world.manager.queries.pools()) == 1

@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 
-from cachemgr.errors import InvalidField
 from cachemgr.manager import CacheManager
 from cachemgr.operators.operator_journal import Kind
 from cachemgr.types import BlockFilter, EventKind, ForgetTarget, Prefix, Quota, RemovalCause, TierKind
@@ -21,16 +20,6 @@ def offloaded(**options: object) -> World:
     world.cache(list(range(200, 204)))
     assert world.tiers() == {"device": 4, "host": 4}
     return world
-
-
-@pytest.mark.parametrize("tier", ["host", "disk"])
-def test_generations_are_told_of_every_slot_or_of_none(tier):
-    world = offloaded(disk_blocks=2)
-    spec = dataclasses.replace(world.spec(), executor_epoch=2, **{f"{tier}_generations": [[1, 2, 3]]})
-    with pytest.raises(InvalidField) as refused:
-        world.manager.register_executor(spec)
-    assert list(refused.value.fields) == [f"pools[0].{tier}_generations"]
-    world.check()
 
 
 def test_a_slot_that_another_copy_has_filled_is_not_believed_nor_is_one_that_broke_off():
@@ -55,15 +44,6 @@ def test_a_manager_whose_clock_went_back_gives_no_number_again_that_a_slot_is_kn
     newest = max(record.generation for record in world.manager.queries.records("e"))
     assert newest
     assert world.admit([1, 2, 3], "after").sequence_handle > newest
-    world.check()
-
-
-def test_an_executor_that_tells_nothing_of_its_slots_has_nothing_in_them():
-    world = offloaded()
-    world.lose_manager()
-    remembered = list(world.journal.blocks.values())
-    spec = dataclasses.replace(world.spec(), host_generations=())
-    assert world.manager.register_executor(spec, remembered) == (4, 0)
     world.check()
 
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from cachemgr.errors import InvalidField, UnknownExecutorError, UnknownHoldError
+from cachemgr.errors import UnknownHoldError
 from cachemgr.operators.state_dump import state_hash
 from cachemgr.types import Outcome, Prefix
 from tests.support.in_process_manager import CONFIG, World
@@ -133,13 +133,6 @@ def test_only_as_many_pins_give_way_as_are_needed_oldest_first():
     assert [hold.name for hold in world.manager.queries.holds()][:2] == names[1:]
 
 
-def test_every_group_has_a_budget_of_its_own():
-    world = roomy(budget=0.2, windows=(None, 5))
-    world.cache([*PROMPT, 1])
-    assert pin(world).receipt.num_blocks == 4
-    assert world.free == 8
-
-
 def test_a_pin_of_what_lies_on_the_host_keeps_it_there():
     world = roomy(4, budget=0.5, host_blocks=4)
     world.cache(PROMPT)
@@ -149,26 +142,6 @@ def test_a_pin_of_what_lies_on_the_host_keeps_it_there():
         world.cache(list(range(first, first + 16)))
         world.check()
     assert cached(world) == 8
-
-
-@pytest.mark.parametrize(
-    ("prefix", "owner", "seconds", "error", "field"),
-    [
-        (Prefix(()), "ops", 1.0, InvalidField, "prefix.token_ids"),
-        (Prefix((-1,)), "ops", 1.0, InvalidField, "prefix.token_ids"),
-        (Prefix((1,), "nobody"), "ops", 1.0, UnknownExecutorError, "prefix.executor_id"),
-        (Prefix((1,)), "", 1.0, InvalidField, "owner"),
-        (Prefix((1,)), "ops", 0.0, InvalidField, "duration"),
-    ],
-)
-def test_a_pin_that_means_nothing_is_refused_and_nothing_changes(prefix, owner, seconds, error, field):
-    world = roomy()
-    world.cache(PROMPT)
-    before = state_hash(world.manager.queries.state())
-    with pytest.raises(error) as refused:
-        world.manager.operators.pin_prefix(prefix, owner, seconds, validate_only=False)
-    assert list(refused.value.fields) == [field]
-    assert state_hash(world.manager.queries.state()) == before
 
 
 def test_a_pin_takes_work_in_proportion_to_its_blocks():

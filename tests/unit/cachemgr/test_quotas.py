@@ -6,7 +6,7 @@ import pytest
 
 from cachemgr.blocks.block import Block
 from cachemgr.blocks.tier import Account, Tier, loss
-from cachemgr.errors import InvalidField, QuotaTooLargeError, SequenceTooLongError, UnknownQuotaError
+from cachemgr.errors import QuotaTooLargeError, SequenceTooLongError, UnknownQuotaError
 from cachemgr.operators.state_dump import state_hash
 from cachemgr.types import ForgetTarget, Quota, TierKind
 from tests.support.in_process_manager import World
@@ -177,26 +177,6 @@ def test_floors_that_do_not_fit_together_are_refused_and_nothing_changes():
     assert list(world.manager.queries.quotas()) == before
     quota(world, salt="a", device_floor=3)
     quota(world, tenant_id="t", device_floor=4)
-
-
-@pytest.mark.parametrize(
-    ("fields", "field"),
-    [
-        ({}, "quota.account"),
-        ({"tenant_id": "t", "salt": "a"}, "quota.account"),
-        ({"tenant_id": ""}, "quota.tenant_id"),
-        ({"salt": ""}, "quota.salt"),
-        ({"salt": "a", "device_floor": 3, "device_ceiling": 2}, "quota.device_ceiling_blocks"),
-        ({"salt": "a", "host_floor": 1, "host_ceiling": 0}, "quota.host_ceiling_blocks"),
-    ],
-)
-def test_a_quota_that_means_nothing_is_refused_and_nothing_changes(fields, field):
-    world = World(8, host_blocks=2)
-    with pytest.raises(InvalidField) as refused:
-        quota(world, **fields)
-    assert list(refused.value.fields) == [field]
-    assert list(world.manager.queries.quotas()) == []
-    world.check()
 
 
 def test_quotas_change_and_go_while_blocks_are_cached_and_used():

@@ -120,20 +120,6 @@ def test_what_is_dropped_is_removed_from_the_store_and_what_is_kept_is_not_writt
     assert removed == [(0, TierKind.DEVICE, blocks[2].slot)]
 
 
-def test_without_the_steps_of_the_device_nothing_is_believed():
-    world = cached()
-    assert restart(world, spec=dataclasses.replace(world.spec(), last_write_steps=())) == 0
-
-
-def test_a_windowed_pool_is_restored_without_the_blocks_that_it_lost():
-    world = World(8, windows=(3,))
-    world.cache(PROMPT)
-    blocks = [block for block in world.journal.blocks.values() if block.depth]
-    assert restart(world, blocks) == 2
-    world.check()
-    assert world.cached_tokens([*PROMPT, 0]) == 10
-
-
 def test_no_copy_meets_what_still_runs_in_an_executor_that_was_silent():
     world = World(8, host_blocks=4)
     world.run(PROMPT, "live")

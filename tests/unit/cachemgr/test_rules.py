@@ -3,8 +3,7 @@
 import pytest
 
 from cachemgr.blocks.block_keys import pack, unpack
-from cachemgr.errors import InvalidField, RuleExistsError, StaleRuleError, UnknownRuleError
-from cachemgr.operators.state_dump import state_hash
+from cachemgr.errors import InvalidField, StaleRuleError
 from cachemgr.retention.rules import FIELDS
 from cachemgr.types import (
     EventKind,
@@ -98,16 +97,6 @@ def test_what_the_request_says_itself_goes_before_any_rule():
     world.cache(PROMPT, retention=Retention((RetentionRange(0, 4, 20),)))
     assert priorities(world) == {10: 20, 14: 35, 18: 35}
     assert "rule/r" not in holders(world)
-
-
-def test_nothing_is_stored_where_a_rule_forbids_it_though_the_request_has_wishes():
-    world = World(12)
-    make(world, "r", RuleMatch(salt="a"), no_store=True)
-    world.cache(PROMPT, salt="a", retention=wish(90))
-    assert priorities(world) == {}
-    world.cache(PROMPT)
-    assert len(priorities(world)) == 3
-    world.check()
 
 
 def test_a_floor_for_offload_decides_what_moves_down_also_for_requests_with_wishes():
@@ -208,20 +197,6 @@ def test_a_mask_changes_only_what_it_names():
     assert (rule.match, rule.action) == (spec.match, spec.action)
 
 
-def test_a_dry_run_tells_what_would_change_and_changes_nothing():
-    world = World(12)
-    make(world, "r", priority=80)
-    world.cache(PROMPT)
-    before, rules = state_hash(world.manager.queries.state()), world.manager.queries.rules()
-    spec = RetentionRule("r", match=RuleMatch(end=8), action=RuleAction(priority=60))
-    assert world.manager.operators.update_rule(spec, FIELDS, validate_only=True)[1:] == (3, 2)
-    assert world.manager.operators.delete_rule("r", "", validate_only=True) == 3
-    new = RetentionRule("s", match=RuleMatch(prefix_token_ids=tuple(PROMPT[:4])), action=RuleAction(priority=1))
-    assert world.manager.operators.create_rule(new, validate_only=True)[1] == 1
-    assert world.manager.queries.rules() == rules
-    assert state_hash(world.manager.queries.state()) == before
-
-
 def test_a_rule_pins_what_a_request_leaves():
     world = World(20)
     make(world, "r", RuleMatch(end=8), pin_duration=5.0)
@@ -250,52 +225,6 @@ def test_a_rule_does_not_pin_for_requests_with_wishes_nor_when_it_is_deleted():
 
 
 ACTION = RuleAction(priority=1)
-
-
-@pytest.mark.parametrize(
-    ("spec", "field"),
-    [
-        (RetentionRule("", action=ACTION), "rule.name"),
-        (RetentionRule("a b", action=ACTION), "rule.name"),
-        (RetentionRule("r" * 65, action=ACTION), "rule.name"),
-        (RetentionRule("r"), "rule.action"),
-        (RetentionRule("r", match=RuleMatch(salt=""), action=ACTION), "rule.match.salt"),
-        (RetentionRule("r", match=RuleMatch(tenant_id=""), action=ACTION), "rule.match.tenant_id"),
-        (RetentionRule("r", match=RuleMatch(start=4, end=4), action=ACTION), "rule.match.end"),
-        (RetentionRule("r", match=RuleMatch(start=-1), action=ACTION), "rule.match.start"),
-        (RetentionRule("r", match=RuleMatch(prefix_token_ids=(-1,)), action=ACTION), "rule.match.prefix_token_ids"),
-        (RetentionRule("r", action=RuleAction(priority=101)), "rule.action.retention_priority"),
-        (RetentionRule("r", action=RuleAction(offload_min_priority=-1)), "rule.action.offload_min_priority"),
-        (RetentionRule("r", action=RuleAction(priority=1, duration=0.0)), "rule.action.retention_duration"),
-        (RetentionRule("r", action=RuleAction(duration=1.0)), "rule.action.retention_duration"),
-        (RetentionRule("r", action=RuleAction(pin_duration=0.0)), "rule.action.pin_duration"),
-    ],
-)
-def test_a_rule_that_means_nothing_is_refused_and_not_made(spec, field):
-    world = World(12)
-    with pytest.raises(InvalidField) as refused:
-        world.manager.operators.create_rule(spec, validate_only=False)
-    assert list(refused.value.fields) == [field]
-    assert world.manager.queries.rules() == []
-
-
-def test_names_are_unique_and_unknown_ones_and_paths_are_refused():
-    world = World(12)
-    make(world, "r", priority=80)
-    before = world.manager.queries.rules()
-    spec = RetentionRule("r", action=ACTION)
-    with pytest.raises(RuleExistsError):
-        world.manager.operators.create_rule(spec, validate_only=False)
-    with pytest.raises(InvalidField) as refused:
-        world.manager.operators.update_rule(spec, ("order", "action.colour"), validate_only=False)
-    assert list(refused.value.fields) == ["update_mask.paths[1]"]
-    with pytest.raises(InvalidField):
-        world.manager.operators.update_rule(RetentionRule("r"), FIELDS, validate_only=False)
-    with pytest.raises(UnknownRuleError):
-        world.manager.operators.update_rule(RetentionRule("s", action=ACTION), FIELDS, validate_only=False)
-    with pytest.raises(UnknownRuleError):
-        world.manager.operators.delete_rule("s", "", validate_only=False)
-    assert world.manager.queries.rules() == before
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 8)])

@@ -60,12 +60,6 @@ def test_who_waits_for_one_that_waits_is_void_with_it():
     assert world.free == 16
 
 
-def test_nothing_is_promised_by_a_sequence_that_stores_nothing():
-    world = World()
-    _, reader = two(world, no_store=True)
-    assert (reader.cached_tokens, reader.wait_for_handle) == (0, 0)
-
-
 def test_other_schedulers_and_salts_share_no_promises():
     world = World()
     world.admit(PROMPT, "writer", salt="a")

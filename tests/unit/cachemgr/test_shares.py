@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cachemgr.blocks.steps import Steps, at_once
-from cachemgr.errors import InvalidField, PoolInUseError, SequenceTooLongError, StalePoolError, UnknownPoolError
+from cachemgr.errors import InvalidField, PoolInUseError, SequenceTooLongError
 from cachemgr.manager import CacheManager
 from cachemgr.operators.operator_journal import Kind
 from cachemgr.operators.state_dump import state_hash
@@ -181,38 +181,6 @@ def test_what_a_quota_protects_does_not_go():
     assert totals(world) == [8]
     update(world, "e/0", used + 1)
     assert world.cached_tokens([1, 2, 3, 4], salt="a") == 3
-
-
-@pytest.mark.parametrize(
-    ("pool_id", "total", "etag", "error", "field"),
-    [
-        ("e/7", 4, "", UnknownPoolError, "pool.pool_id"),
-        ("e/0", 0, "", InvalidField, "pool.total_blocks"),
-        ("e/0", 9, "", InvalidField, "pool.total_blocks"),
-        ("e/0", 4, "7", StalePoolError, "pool.etag"),
-    ],
-)
-def test_a_change_that_cannot_be_is_refused_and_changes_nothing(pool_id, total, etag, error, field):
-    world = World(8)
-    world.cache(list(range(9)))
-    before = state_hash(world.manager.queries.state())
-    with pytest.raises(error) as refused:
-        update(world, pool_id, total, etag)
-    assert list(refused.value.fields) == [field]
-    assert state_hash(world.manager.queries.state()) == before
-
-
-def test_the_etag_changes_with_every_change_and_not_by_a_dry_run():
-    world = World(8)
-    (pool,) = world.manager.queries.pools()
-    before = state_hash(world.manager.queries.state())
-    assert update(world, "e/0", 4, pool.etag, validate_only=True) == pool
-    assert state_hash(world.manager.queries.state()) == before
-    changed = update(world, "e/0", 4, pool.etag)
-    assert changed.etag != pool.etag
-    with pytest.raises(StalePoolError):
-        update(world, "e/0", 5, pool.etag)
-    assert update(world, "e/0", 5, changed.etag).total_blocks == 5
 
 
 def begin_shrinking(world: World, total: int) -> Steps[PoolView]:

@@ -29,17 +29,6 @@ def common(one, other):
     return count
 
 
-@given(st.lists(TOKENS, max_size=8, unique_by=tuple), TOKENS)
-def test_the_closest_sibling_has_the_longest_common_prefix(lists, wanted):
-    node, _ = build(lists)
-    best = max((common(tokens, wanted) for tokens in lists), default=0)
-    block, length = siblings.closest(node, packed_bytes(pack(wanted)))
-    assert length == best
-    assert (block is None) == (best == 0)
-    if block is not None:
-        assert common(lists[block.slot], wanted) == best
-
-
 @given(st.lists(TOKENS, max_size=20, unique_by=tuple), TOKENS, st.sets(st.integers(0, 19)))
 def test_the_closest_of_those_that_may_be_used_has_the_longest_common_prefix(lists, wanted, usable):
     node, _ = build(lists)

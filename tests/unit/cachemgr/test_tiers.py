@@ -48,16 +48,6 @@ def test_a_host_block_gives_way_to_one_that_is_lost_later_and_to_no_other():
     world.check()
 
 
-def test_what_the_host_has_no_room_for_goes_on_to_the_disk():
-    world = World(2, host_blocks=2, disk_blocks=4)
-    for first in (0, 100, 200):
-        world.cache(list(range(first, first + 2 * BLOCK)))
-    assert sorted({tier for tier, _ in places(world)}) == ["device", "disk", "host"]
-    world.check()
-    assert world.run(list(range(2 * BLOCK)), "again").cached_tokens == 2 * BLOCK - 1
-    world.check()
-
-
 def test_a_parent_of_lower_blocks_moves_with_a_low_priority_and_is_not_lost():
     world = World(3, host_blocks=3)
     low = Retention((RetentionRange(0, 4, 5), RetentionRange(4, None, 90)))

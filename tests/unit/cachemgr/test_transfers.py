@@ -1,8 +1,5 @@
 """Copy tickets: reserved until they end, believed when they are confirmed."""
 
-import pytest
-
-from cachemgr.errors import StaleExecutorError, UnknownExecutorError
 from tests.support.in_process_manager import World
 
 
@@ -37,15 +34,6 @@ def test_a_confirmation_is_counted_once():
     world.check()
 
 
-def test_confirmations_of_another_epoch_or_executor_are_refused():
-    world, copy = copying()
-    with pytest.raises(StaleExecutorError):
-        world.manager.confirm_transfers("e", 2, [copy.ticket], [])
-    with pytest.raises(UnknownExecutorError):
-        world.manager.confirm_transfers("other", 1, [copy.ticket], [])
-    world.check()
-
-
 def test_a_failed_copy_voids_its_sequence_and_nothing_of_it_is_found():
     world, _ = copying()
     world.step(most=20, fail_copies=True)
@@ -55,15 +43,6 @@ def test_a_failed_copy_voids_its_sequence_and_nothing_of_it_is_found():
     world.sync()
     world.check()
     assert world.admit([*range(4), 10, 11, 20, 21, 22], "c").cached_tokens == 6
-
-
-def test_a_cancelled_ticket_gives_both_blocks_back():
-    world, copy = copying()
-    world.leave(world.live["b"])
-    assert world.cancelled == [copy.ticket]
-    world.sync()
-    assert world.free == 8
-    world.check()
 
 
 def test_cancelling_the_ticket_of_a_live_sequence_voids_it():
