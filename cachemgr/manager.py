@@ -13,7 +13,6 @@ from cachemgr.blocks.recovery import Recovery
 from cachemgr.blocks.steps import Steps
 from cachemgr.errors import (
     ExecutorLeaseError,
-    InvalidField,
     ManagerRestartedError,
     PoolSpecError,
     SchedulerFirstError,
@@ -64,6 +63,7 @@ from cachemgr.types import (
     SyncRequest,
 )
 from cachemgr.validation import check_id
+from protos.errors import InvalidField
 
 # Of lost blocks, by each call of `expire`: some milliseconds.
 FREED_AT_A_TIME = 20_000

@@ -2,8 +2,8 @@
 
 from collections.abc import Collection
 
-from cachemgr.errors import InvalidField
 from cachemgr.types import ExtraKey
+from protos.errors import InvalidField
 
 MAX_ID_BYTES = 256
 MAX_DIGEST_BYTES = 64

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 
 from bench.scale.row import Row
-from cachemgr.errors import InvalidField
 from cachemgr.manager import CacheManager
 from cachemgr.sequences.holds import MAX_PINS
 from cachemgr.types import (
@@ -31,6 +30,7 @@ from cachemgr.types import (
     SchedulerEpoch,
     SyncRequest,
 )
+from protos.errors import InvalidField
 
 BLOCK = 16
 PROMPT = array("I", range(64 * BLOCK + 1))

@@ -11,14 +11,7 @@ from cachemgr.blocks import steps
 from cachemgr.blocks.block_keys import TOKEN_BYTES, pack, packed_bytes
 from cachemgr.blocks.steps import Steps, at_once, changes, looks
 from cachemgr.blocks.tier import Account
-from cachemgr.errors import (
-    InvalidField,
-    PoolInUseError,
-    QuotaTooLargeError,
-    StalePoolError,
-    UnknownHoldError,
-    UnknownQuotaError,
-)
+from cachemgr.errors import PoolInUseError, QuotaTooLargeError, StalePoolError, UnknownHoldError, UnknownQuotaError
 from cachemgr.operators.forget import Forgetting
 from cachemgr.operators.hints import HintRunner
 from cachemgr.operators.hints import check as check_hints
@@ -46,6 +39,7 @@ from cachemgr.types import (
     Transfer,
 )
 from cachemgr.validation import check_id
+from protos.errors import InvalidField
 
 if TYPE_CHECKING:
     from cachemgr.blocks.block import Block, Node

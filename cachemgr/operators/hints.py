@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from cachemgr.errors import InvalidField
 from cachemgr.retention.priority import HINT, MAX_DURATION, MAX_PRIORITY, Wish, bounded
 from cachemgr.sequences.block_chain import chain
 from cachemgr.sequences.holds import complete
 from cachemgr.types import HintAction, HintAnswer, HintOutcome, Hints, Outcome, Retention, RetentionRange, Transfer
 from cachemgr.validation import MAX_ID_BYTES, check_id
+from protos.errors import InvalidField
 
 if TYPE_CHECKING:
     from cachemgr.blocks.block import Block

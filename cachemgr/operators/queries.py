@@ -11,10 +11,7 @@ from cachemgr.blocks.block_pool import Pool
 from cachemgr.blocks.block_record import BlockRecord
 from cachemgr.blocks.events import Event, Snapshot
 from cachemgr.blocks.tier import Tier
-from cachemgr.errors import (
-    InvalidField,
-    UnknownSequenceError,
-)
+from cachemgr.errors import UnknownSequenceError
 from cachemgr.operators.explain import explain
 from cachemgr.operators.hints import with_retention
 from cachemgr.operators.integrity import Part, check, parts
@@ -58,6 +55,7 @@ from cachemgr.types import (
     Transfer,
 )
 from cachemgr.validation import check_extra_keys, check_id
+from protos.errors import InvalidField
 from protos.kvcache.eviction import Kind
 
 # So many copies come with an executor's renewal at most: a message holds 4 MB.

@@ -11,8 +11,8 @@ from cachemgr.operators.state_dump import state_hash
 from cachemgr.oplog import writer as oplog
 from cachemgr.oplog.operations import OPERATIONS, ManagerClock, Operations
 from cachemgr.oplog.writer import OperationLogError
+from protos.errors import ServiceError
 from protos.kvcache.v1 import kvcache_pb2 as pb
-from protos.rpc.errors import ServiceError
 
 
 @dataclass(frozen=True, slots=True)

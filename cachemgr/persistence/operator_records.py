@@ -14,8 +14,8 @@ from cachemgr.operators.operator_journal import Entry, Kind, entry_name
 from cachemgr.retention.rules import check_spec
 from cachemgr.rpc import convert_admin
 from cachemgr.types import PinRecord, PoolShare, Quota, RetentionRule
+from protos.errors import ServiceError
 from protos.kvcache.v1 import kvcache_pb2 as pb
-from protos.rpc.errors import ServiceError
 
 _VERSION = b"\x01"
 _DIGEST_BYTES = 32

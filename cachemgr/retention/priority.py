@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from cachemgr.errors import InvalidField
 from cachemgr.types import ManagerConfig, Outcome, Receipt, Retention
+from protos.errors import InvalidField
 
 if TYPE_CHECKING:
     from cachemgr.retention.rules import Rule

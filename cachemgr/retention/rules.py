@@ -12,10 +12,11 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from cachemgr.blocks.block_keys import pack, packed_bytes
-from cachemgr.errors import InvalidField, RuleExistsError, StaleRuleError, UnknownRuleError
+from cachemgr.errors import RuleExistsError, StaleRuleError, UnknownRuleError
 from cachemgr.retention.priority import NO_PRIORITY, RULE, Wish, check_duration, check_priority
 from cachemgr.types import RetentionRule, RuleAction, RuleMatch
 from cachemgr.validation import check_id
+from protos.errors import InvalidField
 
 if TYPE_CHECKING:
     from array import array

@@ -14,9 +14,9 @@ from cachemgr.rpc.slices import sliced, steady
 from cachemgr.telemetry.counters import MAX_WINDOW_SECONDS
 from cachemgr.types import BlockFilter, BlockView, HoldView, PoolViolation, Quota, RetentionRule
 from cachemgr.validation import check_id
+from protos.errors import InvalidField
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
-from protos.rpc.errors import InvalidField
 
 # gRPC hands every method its context, of which nothing is needed here.
 # ruff: noqa: N802, ARG002

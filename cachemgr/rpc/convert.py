@@ -9,7 +9,7 @@ from google.protobuf.json_format import MessageToDict
 from cachemgr import types
 from cachemgr.blocks.block_keys import unpack
 from cachemgr.blocks.events import Event
-from cachemgr.errors import InvalidField
+from protos.errors import InvalidField
 from protos.kvcache.eviction import Policy, write
 from protos.kvcache.eviction_request import EvictionPolicyRequest
 from protos.kvcache.v1 import kvcache_pb2 as pb

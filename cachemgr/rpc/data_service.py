@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from time import monotonic, perf_counter
 from typing import Any
 
-from cachemgr.errors import InvalidField, SchedulerFirstError
+from cachemgr.errors import SchedulerFirstError
 from cachemgr.manager import CacheManager
 from cachemgr.oplog.operations import Operations
 from cachemgr.persistence.recoveries import Recoveries
@@ -19,10 +19,10 @@ from cachemgr.rpc.slices import SLICE_SECONDS, sliced
 from cachemgr.sequences.executor_spec import check_spec
 from cachemgr.types import AccountKey, ExecutorSpec, SchedulerEpoch
 from cachemgr.validation import check_id
+from protos.errors import InvalidField, ServiceError
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
 from protos.rpc import tracing
-from protos.rpc.errors import ServiceError
 
 # gRPC hands every method its context, of which nothing is needed here.
 # ruff: noqa: N802, ARG002

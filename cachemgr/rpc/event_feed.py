@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import grpc
 
-from protos.rpc.errors import ServiceError
+from protos.errors import ServiceError
 
 
 class ShuttingDownError(ServiceError):

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from cachemgr.rpc.slices import sliced
-from protos.rpc.errors import InvalidField
+from protos.errors import InvalidField
 
 DEFAULT_SIZE = 50
 MAX_SIZE = 1000

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from cachemgr.errors import InvalidField, UnknownHoldError, UnknownRuleError, UnknownSequenceError
+from cachemgr.errors import UnknownHoldError, UnknownRuleError, UnknownSequenceError
 from cachemgr.telemetry.counters import TokenCount, TokenMeter
 from cachemgr.types import Explanation, HoldView, MissReason, Quota, RetentionRule, Scope
+from protos.errors import InvalidField
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.rpc.identity import Identity, PermissionDeniedError, Role, current
 

@@ -9,7 +9,7 @@ from cachemgr.blocks.block import Block
 from cachemgr.blocks.block_keys import cut_extra_keys
 from cachemgr.blocks.block_pool import Pool
 from cachemgr.blocks.tier import Account, account_of
-from cachemgr.errors import InvalidField, SequenceTooLongError, WindowPassedError
+from cachemgr.errors import SequenceTooLongError, WindowPassedError
 from cachemgr.retention.priority import Wishes
 from cachemgr.retention.rules import RuleBook
 from cachemgr.sequences import estimates
@@ -22,6 +22,7 @@ from cachemgr.sequences.eviction_policy import Eviction, resolve
 from cachemgr.sequences.prefix_match import Match, Partial
 from cachemgr.sequences.sequence import GroupTable, Sequence, blocks_for, first_needed
 from cachemgr.types import Admission, AdmitRequest, ManagerConfig, Preview, Receipt, TierKind
+from protos.errors import InvalidField
 from protos.kvcache.eviction import Policy
 
 

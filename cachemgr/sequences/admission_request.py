@@ -8,11 +8,11 @@ from dataclasses import asdict
 from hashlib import sha256
 
 from cachemgr.blocks.block_keys import pack, packed_bytes
-from cachemgr.errors import InvalidField
 from cachemgr.retention import priority as retention
 from cachemgr.retention.priority import REQUEST, SESSION
 from cachemgr.types import AdmitRequest
 from cachemgr.validation import check_extra_keys, check_id
+from protos.errors import InvalidField
 
 
 def check_request(request: AdmitRequest) -> array[int]:

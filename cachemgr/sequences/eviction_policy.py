@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from cachemgr.errors import InvalidField, RulePolicyError
+from cachemgr.errors import RulePolicyError
 from cachemgr.sequences.sequence import blocks_for
+from protos.errors import InvalidField
 from protos.kvcache.eviction import Layout, Policy
 
 if TYPE_CHECKING:

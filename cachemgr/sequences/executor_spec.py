@@ -7,11 +7,11 @@ from itertools import compress
 from cachemgr.blocks.block_pool import Pool
 from cachemgr.blocks.events import EventLog
 from cachemgr.blocks.journal import IndexJournal
-from cachemgr.errors import InvalidField
 from cachemgr.retention.leases import LeaseBook
 from cachemgr.sequences.clients import Executor
 from cachemgr.types import ExecutorSpec, ManagerConfig, PoolShare, TierKind
 from cachemgr.validation import check_id
+from protos.errors import InvalidField
 
 # Each slot costs memory of this process from the start.
 MAX_SLOTS = 1 << 24

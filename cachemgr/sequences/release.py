@@ -7,7 +7,7 @@ from cachemgr.blocks.block_keys import cut_extra_keys
 from cachemgr.blocks.block_pool import Pool
 from cachemgr.blocks.events import EventLog
 from cachemgr.blocks.leftovers import Leftovers
-from cachemgr.errors import InvalidField, SharedBlockError, VoidSequenceError, WindowPassedError
+from cachemgr.errors import SharedBlockError, VoidSequenceError, WindowPassedError
 from cachemgr.sequences.clients import Executor, Scheduler
 from cachemgr.sequences.commit import settle, settle_last, void, withdraw
 from cachemgr.sequences.holds import complete
@@ -15,6 +15,7 @@ from cachemgr.sequences.sequence import GroupTable, Sequence, blocks_for, first_
 from cachemgr.sequences.token_eviction import check_in_place, doom, left_behind
 from cachemgr.sequences.transfers import Outcome, Purpose, Ticket
 from cachemgr.types import ExecutorSpec, Freed, RemovalCause, Slot, TierKind
+from protos.errors import InvalidField
 
 # Blocks of a lost executor that are told of one by one.
 MOST_TOLD = 4096

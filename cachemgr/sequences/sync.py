@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence as Seq
 
-from cachemgr.errors import InvalidField
 from cachemgr.sequences import token_eviction as evicting
 from cachemgr.sequences.admission import Admitter, watermark
 from cachemgr.sequences.clients import Executor, Scheduler
@@ -11,6 +10,7 @@ from cachemgr.sequences.release import end_copy, release
 from cachemgr.sequences.sequence import Sequence, blocks_for
 from cachemgr.sequences.transfers import Outcome
 from cachemgr.types import ManagerConfig, SyncAnswer, SyncRequest
+from protos.errors import InvalidField
 from protos.kvcache.eviction import Kind
 
 

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from cachemgr.blocks.block_keys import child_key
-from cachemgr.errors import InvalidField, SequenceEvictsError
+from cachemgr.errors import SequenceEvictsError
 from cachemgr.sequences.commit import settle_last, withdraw
 from cachemgr.sequences.sequence import blocks_for
+from protos.errors import InvalidField
 
 if TYPE_CHECKING:
     from cachemgr.blocks.block import Block

@@ -21,7 +21,7 @@ from kvctl.console.data import Cache, Read
 from kvctl.console.settings import ConsoleSettings
 from protos.rpc.authorized import AUTHORIZATION_KEY
 from protos.rpc.channel import open_channel
-from protos.rpc.errors import InvalidField, RemoteError, from_rpc_error
+from protos.rpc.errors import InvalidField, RemoteError, from_rpc_error, status_code
 from protos.rpc.http_server import HttpServer, peer_of
 from protos.rpc.interceptors import FORWARDED_KEY
 from protos.rpc.settings import variable
@@ -117,7 +117,8 @@ def _metadata(request: Request) -> tuple[tuple[str, str], ...]:
 
 def _refusal(error: InvalidField | RemoteError) -> Response:
     body = {"reason": error.reason, "message": error.message, "fields": error.fields}
-    return JSONResponse(body, _STATUSES.get(error.code, 502))
+    code = error.code if isinstance(error, RemoteError) else status_code(error)
+    return JSONResponse(body, _STATUSES.get(code, 502))
 
 
 class _Headers:

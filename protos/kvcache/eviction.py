@@ -10,7 +10,7 @@ import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from protos.rpc.errors import InvalidField
+from protos.errors import InvalidField
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

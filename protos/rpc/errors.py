@@ -1,52 +1,65 @@
-"""Errors that cross a process border: one base class, one mapping to statuses, and the way back on the client."""
+"""Errors that cross a process border: their statuses, and the way back on the client."""
 
-from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any
 
 import grpc
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 
+from protos.errors import InvalidField as InvalidField
+from protos.errors import ServiceError as ServiceError
+
 DOMAIN = "kvkeep"
 
 _DETAILS_KEY = "grpc-status-details-bin"
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
-
-
-class ServiceError(Exception):
-    """Base of every service's error tree. A subclass says which status and reason its callers see.
-
-    `fields` maps the path of a request's field to what is wrong with it; `metadata` is for programs; `retry_after`
-    is in seconds.
-    """
-
-    code: ClassVar[grpc.StatusCode]
-    reason: ClassVar[str]
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        fields: Mapping[str, str] | None = None,
-        metadata: Mapping[str, str] | None = None,
-        retry_after: float | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.message = message
-        self.fields = dict(fields or {})
-        self.metadata = dict(metadata or {})
-        self.retry_after = retry_after
-
-
-class InvalidField(ServiceError):  # noqa: N818 - reads as a sentence where it is raised
-    """One field of the request has a value that is never right."""
-
-    code = grpc.StatusCode.INVALID_ARGUMENT
-    reason = "INVALID_FIELD"
-
-    def __init__(self, field: str, description: str) -> None:
-        super().__init__(f"{field} {description}", fields={field: description})
+# By the reason of an error, which callers see beside the status.
+_REASONS = {
+    grpc.StatusCode.NOT_FOUND: (
+        "UNKNOWN_EXECUTOR",
+        "UNKNOWN_SEQUENCE",
+        "UNKNOWN_POOL",
+        "UNKNOWN_RULE",
+        "UNKNOWN_QUOTA",
+        "UNKNOWN_HOLD",
+    ),
+    grpc.StatusCode.FAILED_PRECONDITION: (
+        "EXECUTOR_NOT_REGISTERED",
+        "STALE_EXECUTOR",
+        "EXECUTOR_POOLS_CHANGED",
+        "SCHEDULER_FIRST",
+        "UNKNOWN_SCHEDULER",
+        "STALE_SCHEDULER",
+        "MANAGER_RESTARTED",
+        "SYNC_NUMBER",
+        "VOID_SEQUENCE",
+        "SEQUENCE_UNSETTLED",
+        "SEQUENCE_EVICTS",
+        "SHARED_BLOCK",
+        "WINDOW_PASSED",
+        "RULE_POLICY",
+        "POOL_IN_USE",
+        "QUOTA_TOO_LARGE",
+        "BLOCKS_IN_USE",
+    ),
+    grpc.StatusCode.UNAVAILABLE: ("MANAGER_FAILED",),
+    grpc.StatusCode.ALREADY_EXISTS: (
+        "SEQUENCE_EXISTS",
+        "RULE_EXISTS",
+    ),
+    grpc.StatusCode.INVALID_ARGUMENT: (
+        "INVALID_FIELD",
+        "SEQUENCE_TOO_LONG",
+    ),
+    grpc.StatusCode.ABORTED: (
+        "STALE_RULE",
+        "STALE_POOL",
+        "STATE_CHANGES",
+    ),
+    grpc.StatusCode.OUT_OF_RANGE: ("EVENTS_GONE",),
+}
+_STATUSES = {reason: code for code, reasons in _REASONS.items() for reason in reasons}
 
 
 class MalformedMessageError(ServiceError):
@@ -61,6 +74,14 @@ class UnexpectedError(ServiceError):
 
     code = grpc.StatusCode.INTERNAL
     reason = "UNEXPECTED"
+
+
+def status_code(error: ServiceError | type[ServiceError]) -> grpc.StatusCode:
+    """The status that callers see: the class's own, else that of the nearest reason among it and its bases."""
+    kind = error if isinstance(error, type) else type(error)
+    own: grpc.StatusCode | None = getattr(kind, "code", None)
+    reasons = (getattr(base, "reason", "") for base in kind.__mro__)
+    return own or next(_STATUSES[reason] for reason in reasons if reason in _STATUSES)
 
 
 def to_status(error: ServiceError) -> Any:
@@ -78,7 +99,7 @@ def to_status(error: ServiceError) -> Any:
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromTimedelta(timedelta(seconds=error.retry_after))
         details.append(retry)
-    status = status_pb2.Status(code=error.code.value[0], message=error.message)
+    status = status_pb2.Status(code=status_code(error).value[0], message=error.message)
     for detail in details:
         packed = any_pb2.Any()
         packed.Pack(detail)

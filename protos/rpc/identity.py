@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from protos.rpc.errors import InvalidField, ServiceError
+from protos.errors import InvalidField, ServiceError
 
 # Longest salt, tenant or session in bytes, also once it is bound to a tenant.
 MAX_NAME_BYTES = 256

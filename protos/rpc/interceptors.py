@@ -17,8 +17,9 @@ import grpc
 import structlog
 from grpc_status import rpc_status
 
+from protos.errors import ServiceError
 from protos.rpc import metrics, tracing
-from protos.rpc.errors import MalformedMessageError, ServiceError, UnexpectedError, to_status
+from protos.rpc.errors import MalformedMessageError, UnexpectedError, status_code, to_status
 from protos.rpc.guard import Guard, header
 from protos.rpc.identity import Identity, assume, current
 from protos.rpc.roles import is_open, is_reading
@@ -107,7 +108,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
 
         async def refuse(_requests: Any, context: Any) -> None:
             self._begin(context, method)
-            self._guard.audit.refused(identity, method, context.peer(), error.code.name)
+            self._guard.audit.refused(identity, method, context.peer(), status_code(error).name)
             with contextlib.suppress(ServiceError), _observed(method):
                 raise error
             error.__traceback__ = None
@@ -231,7 +232,7 @@ def _observed(method: str, context: Any = None, told: Callable[[str], None] | No
     try:
         yield
     except ServiceError as error:
-        code = error.code
+        code = status_code(error)
         # What is no message reaches nobody who would tell of it.
         tell = log.info if isinstance(error, MalformedMessageError) else log.debug
         tell("call refused", code=code.name, reason=error.reason, peer="" if context is None else context.peer())

@@ -25,7 +25,7 @@ from cachemgr.types import ManagerConfig
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
 from protos.rpc.channel import open_channel
-from protos.rpc.errors import ServiceError, from_rpc_error
+from protos.rpc.errors import ServiceError, from_rpc_error, status_code
 from tests.support.shared_redis import empty_redis
 
 Clock = Callable[[], float]
@@ -101,7 +101,7 @@ class ObjectBackend:
                 if method in vars(type(service)):
                     return _finish(getattr(service, method)(request, None))
         except ServiceError as error:
-            raise Refused(error.code.name, error.message, error.fields) from error
+            raise Refused(status_code(error).name, error.message, error.fields) from error
         raise Refused("UNIMPLEMENTED", method, {})
 
     def events(self, after: int | None, salt: str | None = None) -> list[pb.Event]:
@@ -113,7 +113,7 @@ class ObjectBackend:
         except NothingMore:
             pass
         except ServiceError as error:
-            raise Refused(error.code.name, error.message, error.fields) from error
+            raise Refused(status_code(error).name, error.message, error.fields) from error
         return found
 
     def verify(self) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 from cachemgr.blocks import steps
 from cachemgr.blocks.block_record import BlockRecord
 from cachemgr.errors import (
-    InvalidField,
     PoolInUseError,
     QuotaTooLargeError,
     RulePolicyError,
@@ -47,6 +46,7 @@ from cachemgr.types import (
     RuleMatch,
     TierKind,
 )
+from protos.errors import InvalidField
 from tests.support.in_process_manager import BLOCK, POLICIES, Live, World, asked, wish
 
 # Prompts that share beginnings of every length.

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from typing_extensions import TypedDict
 
-from protos.rpc.errors import InvalidField, ServiceError, UnexpectedError
+from protos.rpc.errors import InvalidField, ServiceError, UnexpectedError, status_code
 
 _STATUSES = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
@@ -87,7 +87,7 @@ def from_service(error: ServiceError, names: Sequence[tuple[str, str]] = ()) -> 
         renamed = field if isinstance(error, FieldError) else rename(field, names)
         message = message.replace(field, renamed, 1)
         param = param or renamed
-    status = _STATUSES.get(error.code, 500)
+    status = _STATUSES.get(status_code(error), 500)
     return ApiError(status, message, param=param, code=error.reason.lower(), retry_after=error.retry_after)
 
 

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from cachemgr.errors import InvalidField
 from cachemgr.operators.state_dump import state_hash
+from protos.errors import InvalidField
 from tests.support.in_process_manager import POLICIES, Live, World, asked
 
 KEYDIFF = asked("KEYDIFF", start_tokens=1, recent_tokens=2, max_cache_tokens=8, period_tokens=3)

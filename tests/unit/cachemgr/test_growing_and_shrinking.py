@@ -3,7 +3,6 @@
 import pytest
 
 from cachemgr.errors import (
-    InvalidField,
     SequenceExistsError,
     SequenceUnsettledError,
     SharedBlockError,
@@ -11,6 +10,7 @@ from cachemgr.errors import (
     VoidSequenceError,
     WindowPassedError,
 )
+from protos.errors import InvalidField
 from tests.support.in_process_manager import World
 
 

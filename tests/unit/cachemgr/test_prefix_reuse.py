@@ -2,8 +2,8 @@
 
 import pytest
 
-from cachemgr.errors import InvalidField
 from cachemgr.types import ManagerConfig, Retention, RetentionRange
+from protos.errors import InvalidField
 from tests.support.in_process_manager import World, wish
 
 N = list(range(9))

@@ -3,7 +3,7 @@
 import pytest
 
 from cachemgr.blocks.block_keys import pack, unpack
-from cachemgr.errors import InvalidField, StaleRuleError
+from cachemgr.errors import StaleRuleError
 from cachemgr.retention.rules import FIELDS
 from cachemgr.types import (
     EventKind,
@@ -16,6 +16,7 @@ from cachemgr.types import (
     RuleMatch,
     TierKind,
 )
+from protos.errors import InvalidField
 from tests.support.in_process_manager import World, wish
 from tests.support.work import work_of
 

@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 
 from cachemgr.blocks.steps import Steps, at_once
-from cachemgr.errors import InvalidField, PoolInUseError, SequenceTooLongError
+from cachemgr.errors import PoolInUseError, SequenceTooLongError
 from cachemgr.manager import CacheManager
 from cachemgr.operators.operator_journal import Kind
 from cachemgr.operators.state_dump import state_hash
 from cachemgr.types import EventKind, ForgetTarget, PoolView, Prefix, Quota, RemovalCause
+from protos.errors import InvalidField
 from tests.support.in_process_manager import CONFIG, World
 from tests.support.random_operations import small_steps
 

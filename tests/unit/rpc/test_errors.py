@@ -11,7 +11,7 @@ from google.rpc import error_details_pb2
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
 from protos.rpc.channel import open_sync_channel
-from protos.rpc.errors import DOMAIN, RemoteError, ServiceError, from_rpc_error, to_status
+from protos.rpc.errors import DOMAIN, RemoteError, ServiceError, from_rpc_error, status_code, to_status
 from tests.unit.rpc.conftest import OutOfStockError, Served
 
 
@@ -121,8 +121,8 @@ def test_every_error_of_a_service_has_a_code_and_a_reason_of_its_own(service: st
     errors = {error for error in subclasses(ServiceError) if error.__module__.startswith((service, "protos."))}
     leaves = {error for error in errors if not error.__subclasses__()}
     for error in leaves:
-        assert isinstance(error.code, grpc.StatusCode), error
-        assert error.code is not grpc.StatusCode.OK, error
+        assert isinstance(status_code(error), grpc.StatusCode), error
+        assert status_code(error) is not grpc.StatusCode.OK, error
         assert error.reason == error.reason.upper(), error
         assert error.reason.replace("_", "").isalnum(), error
     reasons = [error.reason for error in leaves]
