@@ -5,12 +5,10 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 
-from cachemgr.blocks import steps
-from cachemgr.blocks.block_pool import Pool
-from cachemgr.blocks.block_record import BlockRecord
-from cachemgr.blocks.journal import IndexJournal, NoJournal
+from cachemgr import steps
+from cachemgr.blocks.block_pool import BlockPool
+from cachemgr.blocks.block_record import BlockRecord, IndexJournal, NoJournal
 from cachemgr.blocks.recovery import Recovery
-from cachemgr.blocks.steps import Steps
 from cachemgr.errors import (
     ExecutorLeaseError,
     ManagerRestartedError,
@@ -49,6 +47,7 @@ from cachemgr.sequences.sequence import Sequence as LiveSequence
 from cachemgr.sequences.sequence import blocks_for
 from cachemgr.sequences.sync import Sync
 from cachemgr.sequences.token_eviction import check_fork, left_behind
+from cachemgr.steps import Steps
 from cachemgr.types import (
     Admission,
     AdmitRequest,
@@ -84,7 +83,7 @@ class CacheManager:
         config: ManagerConfig | None = None,
         journal: IndexJournal | None = None,
         operator_journal: OperatorJournal | None = None,
-        new_ghosts: Callable[[Iterable[Pool], ManagerConfig], GhostCaches | None] = lambda _pools, _config: None,
+        new_ghosts: Callable[[Iterable[BlockPool], ManagerConfig], GhostCaches | None] = lambda _pools, _config: None,
     ) -> None:
         """`epoch` is positive and grows with every start of the process: handles and tickets are numbered from it.
 
@@ -209,21 +208,17 @@ class CacheManager:
         if known is not None and before is None:
             known.holds.end_pins()
             self._lose(known)
-        pools = (
-            before.pools
-            if before
-            else new_pools(spec, self.config, self._state.events, self._state.leases, self._journal)
-        )
+        make_pools = partial(new_pools, self.config, self._state.events, self._state.leases, self._journal)
         report_pin = partial(self._operator_journal.operator_changed, EntryKind.PIN, executor_id=spec.executor_id)
         holds = before.holds if before else Holds(self._state.next_number, self.config.pin_budget, report_pin)
-        executor = Executor(spec, pools, deadline, self._state.next_number, holds, self._state.accounts, before)
+        executor = Executor(spec, make_pools, deadline, self._state.next_number, holds, self._state.accounts, before)
         executor.stores_partial = self.config.partial_reuse or self.config.copy_on_partial_reuse
         if before is not None:
             carry_over(before, executor)
         self._state.executors[spec.executor_id] = executor
         self._state.number_behind(spec)
         if before is None:
-            for pool in pools:
+            for pool in executor.pools:
                 pool.uses = self._state.uses
         return executor
 
@@ -312,7 +307,7 @@ class CacheManager:
                 fields={"executor_id" if executor is None else "executor_epoch": "is not registered"},
             )
         executor.deadline = now + self.config.lease_seconds
-        executor.copies.back_up()
+        executor.copies.back_up(executor.pools)
 
     def confirm_transfers(
         self,

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from cachemgr.types import ExtraKey
 
 if TYPE_CHECKING:
-    from cachemgr.blocks.tier import Account
+    from cachemgr.blocks.quota import Account
     from cachemgr.sequences.clients import Named
 
 DIGEST_BYTES = 32

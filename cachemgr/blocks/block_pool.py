@@ -1,45 +1,78 @@
-"""One pool: its slots in all tiers, their references, and its prefix index."""
+"""One pool: its slots in all tiers, the references to its blocks, and its prefix tree."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
-from cachemgr.blocks import steps
-from cachemgr.blocks.block import Block, Node
-from cachemgr.blocks.events import EventLog
-from cachemgr.blocks.eviction import Way
+from cachemgr import steps
+from cachemgr.blocks.block import Block
+from cachemgr.blocks.block_keys import TOKEN_BYTES
+from cachemgr.blocks.block_record import USED_LAST, BackupRecord, BlockRecord, LeaseRecord
 from cachemgr.blocks.eviction_history import LostBlocks, UseTimes
-from cachemgr.blocks.journal import IndexJournal
-from cachemgr.blocks.restart import Restarting
-from cachemgr.blocks.steps import Steps
-from cachemgr.blocks.tier import Tier, account_of
+from cachemgr.blocks.hit_counters import TokenMeter
+from cachemgr.blocks.offload import Offloader, Way
+from cachemgr.blocks.quota import account_of
+from cachemgr.blocks.radix_tree import RadixTree, children_of, covered_children, longer_sibling
+from cachemgr.blocks.tier import Tier
 from cachemgr.blocks.write_through import Backups
-from cachemgr.retention.leases import LeaseBook
-from cachemgr.sequences.sequence import Sequence
-from cachemgr.telemetry.counters import TokenMeter
+from cachemgr.retention.leases import effective_priority, leases_of
+from cachemgr.retention.priority import DEFAULT_PRIORITY
 from cachemgr.types import BlockView, EventKind, PoolSpec, RemovalCause, TierKind
 
 if TYPE_CHECKING:
-    from cachemgr.sequences.transfers import Ticket
+    from cachemgr.blocks.block import Writer
+    from cachemgr.blocks.block_keys import Domain
+    from cachemgr.blocks.block_record import IndexJournal
+    from cachemgr.blocks.events import EventLog
+    from cachemgr.blocks.offload import CopyTicket
+    from cachemgr.blocks.recovery import Leftovers
+    from cachemgr.retention.leases import LeaseBook
+    from cachemgr.retention.priority import Wish
+    from cachemgr.steps import Steps
 
-# Looked up once, not for each block that is taken.
+# Looked up once, not for each block: that takes as long as putting a block into the eviction order.
 _OUT, _BY_COPY = Way.OUT, Way.BY_COPY
+_STORED, _REMOVED, _UPDATED = EventKind.STORED, EventKind.REMOVED, EventKind.UPDATED
+_new = tuple.__new__
+
+# A block that leaves the index for one of these causes is there in another block.
+_REPLACED = (RemovalCause.COVERED, RemovalCause.TAKEN_OVER, RemovalCause.TRUNCATED)
+_LOST = RemovalCause.EXECUTOR_LOST
 
 TAKEABLE = "every block without references may be taken: what a referenced block stands on is referenced too"
 
 
-class Pool(Restarting):
+class PoolListener(Protocol):
+    """The executor's side of a pool: opens copies, and follows blocks that others refer to."""
+
+    def offloading(self, pool: BlockPool, block: Block, occupant: Block, writer: Writer | None) -> CopyTicket:
+        """A block moves to a lower tier: opens its copy, which has the block's reference from now on.
+
+        `occupant` has the slot that the block leaves, for the sake of `writer`.
+        """
+
+    def offload_recalled(self, ticket: CopyTicket, writer: Writer) -> None:
+        """A copy to a lower tier is called off before a scheduler knows of it."""
+
+    def superseded(self, pool: BlockPool, old: Block, block: Block) -> None:
+        """A device block has taken the place of an equal block in the index."""
+
+    def zeroing(self, pool: BlockPool, block: Block) -> None:
+        """The slot of a block, which has one reference, must be overwritten."""
+
+    def withheld(self, pool: BlockPool, block: Block) -> None:
+        """The slot of a block must be overwritten before other pools may have its memory."""
+
+
+class BlockPool:
     """Owns the blocks of one layer group of one executor.
 
-    A block is empty (no object, its place in a queue), used (references) or cached (indexed, no references). With full
-    attention a block is in the order of loss when no child lies in its own tier; children never lie in a higher one.
+    A block is empty (no object, its index in a queue), used (references) or cached (indexed, no references). With full
+    attention a block is in the eviction order when no child lies in its own tier; children never lie in a higher one.
     Callers keep every indexed ancestor of a referenced device block referenced, so that all cached blocks of the
     device can be taken, leaf by leaf.
-
-    `on_moved` hears of a block that has moved down, of the block that has its old place now, and for whom; the moved
-    block's reference is the copy's. `on_recalled` hears of one whose copy is called off before anybody was told of it.
-    `on_doomed` hears of a block whose slot must be overwritten, with a reference.
     """
 
     def __init__(
@@ -50,27 +83,22 @@ class Pool(Restarting):
         events: EventLog,
         leases: LeaseBook,
         journal: IndexJournal,
+        listener: PoolListener,
         *,
+        windowed: Sequence[BlockPool] = (),
         offload_min_priority: int = 0,
         write_through: bool = True,
         lost_blocks: int = 0,
     ) -> None:
+        """`windowed` are pools whose blocks are useless without the block of the same key in this pool."""
         self.pool_id = f"{executor_id}/{spec.group}"
         self.executor_id = executor_id
-        self.spec = spec
         self.window = spec.attention_window
         self.block_size = block_size
-        self._write_through = write_through
-        self._make_tiers()
-        # Indexed blocks by key, and nodes without a block that indexed blocks stand on.
-        self.index: dict[bytes, Block] = {}
-        self.bare: dict[bytes, Node] = {}
+        self.offload_min_priority = offload_min_priority
+        self.tree = RadixTree()
         # Blocks that a sequence has promised to fill, by the key that they will have.
         self.pending: dict[bytes, Block] = {}
-        # Blocks in lower tiers whose bytes are on their way, with the copies; no sequence may count on them.
-        self.moving: dict[Block, Ticket] = {}
-        # Blocks that are not computed yet, in slots that the bytes of others have yet to leave.
-        self.leaving: dict[Block | None, Ticket] = {}
         # Blocks in use whose bytes must not outlive their use.
         self.doomed: set[Block] = set()
         self.lost = LostBlocks(lost_blocks)
@@ -83,43 +111,91 @@ class Pool(Restarting):
         self.share_number = 0
         self.uses = 0
         self.use_times = UseTimes()
-        # Lists that hear of each block that takes the place of another in the index.
-        self.successors: list[list[Block]] = []
-        self.on_moved: Callable[[Block, Block, Sequence | None], None] | None = None
-        self.on_recalled: Callable[[Block, Sequence], None] | None = None
-        # Called with a block in a lower tier and the device block that takes its place in the index.
-        self.on_superseded: Callable[[Block, Block], None] | None = None
-        # Called with the key of a block that is lost.
-        self.on_gone: Callable[[bytes], None] | None = None
-        self.on_doomed: Callable[[Block], None] | None = None
-        # Called with a slot that the pool may no longer use, and whose memory others may have once it is overwritten.
-        self.on_withheld: Callable[[Block], None] | None = None
-        self.offload_min_priority = offload_min_priority
+        self._write_through = write_through
+        self._windowed = windowed
         self._events = events
         self._leases = leases
         self._journal = journal
+        self._set_up(spec, listener)
         events.add(EventKind.CREATED, BlockView.of_pool(self.pool_id))
 
-    def _make_tiers(self) -> None:
-        spec = self.spec
+    def _set_up(self, spec: PoolSpec, listener: PoolListener) -> None:
+        self.spec = spec
         disk = Tier(TierKind.DISK, spec.num_blocks + spec.host_blocks, spec.disk_blocks)
         below_host = disk if disk.size else None
         host = Tier(TierKind.HOST, spec.num_blocks, spec.host_blocks, below_host)
         self.device = Tier(TierKind.DEVICE, 0, spec.num_blocks, host if host.size else below_host)
         self.tiers = (self.device, host, disk)
         self._has_lower = host.size + disk.size > 0
-        # By place: the slots of all tiers in one row.
+        # By index: the slots of all tiers in one row.
         self.blocks: list[Block | None] = [None] * (disk.offset + disk.size + 1)
+        self._listener = listener
         self.backups = Backups(self, write_through=self._write_through)
+        self.offloader = Offloader(self, listener)
 
     @property
     def free(self) -> int:
         """Device blocks that may be taken."""
         return self.device.free
 
+    # Where blocks are
+
+    def tier_of(self, block: Block) -> Tier:
+        """The tier that a block lies in."""
+        device, host, disk = self.tiers
+        if block.slot <= device.size:
+            return device
+        return host if block.slot <= disk.offset else disk
+
+    def tier_at(self, place: int) -> Tier:
+        """The tier of a place."""
+        return next(tier for tier in self.tiers if place <= tier.offset + tier.size)
+
+    def is_on_device(self, block: Block) -> bool:
+        """Whether a step can use it where it is."""
+        return block.slot <= self.device.size
+
+    def is_evictable(self, block: Block) -> bool:
+        """Whether a cached block is in the eviction order of its tier."""
+        return self.window is not None or not block.near
+
+    def view(self, block: Block) -> BlockView:
+        """The block as seen from outside."""
+        parent, depth, device = block.parent, block.depth, self.device
+        tier = device if block.slot <= device.size else self.tier_of(block)
+        key = parent_key = tokens = b""
+        if parent is not None:
+            key, tokens = block.key, block.tokens
+            if depth:
+                parent_key = parent.key
+        # Half the time of BlockView(...), for each block that comes or goes.
+        return _new(
+            BlockView,
+            (
+                self.pool_id,
+                block.slot - tier.offset,
+                key,
+                parent_key,
+                tokens,
+                block.refs,
+                block.priority,
+                depth,
+                tier.kind,
+                block.domain,
+                0,
+                None,
+            ),
+        )
+
+    def listed(self, block: Block) -> BlockView:
+        """As `view`, with how often and when it was used."""
+        used = block.refs or not block.recency
+        idle = None if used else max(0.0, self._leases.now - self.use_times.at(block.recency))
+        return self.view(block)._replace(hits=block.hits, idle=idle)
+
     # Slots and references
 
-    def take(self, writer: Sequence | None) -> Block:
+    def take(self, writer: Writer | None) -> Block:
         """A device block with one reference and no content. Only call it when one is free.
 
         What it takes the place of moves to a lower tier or is lost, for the sake of `writer`.
@@ -134,7 +210,7 @@ class Pool(Restarting):
             victim = device.victim(account) if device.shares else device.order.first()
             assert victim is not None, TAKEABLE
             slot = victim.slot
-            way = self._vacate(device, victim, writer)
+            way = self.vacate(device, victim, writer)
             if way is _OUT:
                 # Its object serves again: to make one takes a tenth of an eviction.
                 block = victim
@@ -150,7 +226,7 @@ class Pool(Restarting):
         if account is not None:
             device.count(account, blocks=1, used=1)
         if moved is not None:
-            self._moved(moved, block, writer)
+            self.offloader.begin(moved, block, writer)
         return block
 
     def retain(self, block: Block) -> None:
@@ -190,23 +266,38 @@ class Pool(Restarting):
             self.uses += 1
             block.recency = self.uses
             self.use_times.note(self.uses, self._leases.now)
-        if self._is_evictable(block):
+        if self.is_evictable(block):
             tier.enlist(block, account, newest=on_device)
         if block.lease is not None and self._leases.start(block):
             self.write(block)
+
+    def _longer(self, block: Block) -> Block | None:
+        """A sibling that holds all that a partly filled block does."""
+        if len(block.tokens) == self.block_size * TOKEN_BYTES or block.parent is None:
+            return None
+        return longer_sibling(block.parent, block)
+
+    def _pass_on(self, block: Block, longer: Block) -> None:
+        """Discards a cached block; a longer one takes over its leases."""
+        had_leases = block.lease is not None
+        self._leases.move(block, longer)
+        self.discard(block, RemovalCause.COVERED)
+        if had_leases:
+            if not longer.refs:
+                self._leases.start(longer)
+            self.reprioritise(longer)
+            self._leases.announce(self, longer)
 
     def _empty(self, tier: Tier, block: Block) -> None:
         """Gives the slot of a block back that is neither used nor in the index."""
         if tier.shares:
             tier.count(account_of(block), blocks=-1)
-        if self.leaving and block in self.leaving:
-            # Not before the copy has run.
-            self.leaving.pop(block).holds_source = True
-            block.refs, block.domain = 1, None
-            tier.used += 1
-            return
-        if self._has_lower and self.backups.inherit(block):
-            return
+        if self._has_lower:
+            if self.offloader.reserve(block):
+                tier.used += 1
+                return
+            if self.backups.inherit(block):
+                return
         if self.doomed and block in self.doomed:
             self.doomed.discard(block)
             self.zero(block)
@@ -216,17 +307,48 @@ class Pool(Restarting):
 
     def zero(self, block: Block) -> None:
         """Keeps the slot of a block that is neither used nor in the index until its bytes are overwritten."""
-        assert self.on_doomed is not None
         block.refs = 1
         block.domain = None
         self.tier_of(block).used += 1
-        self.on_doomed(block)
+        self._listener.zeroing(self, block)
 
-    def discard_useless(self, key: bytes) -> None:
-        """The groups with full attention have lost this block: a window's own of the same key can never match."""
-        block = self.index.get(key)
-        if block is not None and not block.refs:
-            self.discard(block, RemovalCause.PARENT_LOST)
+    def vacate(self, tier: Tier, victim: Block, writer: Writer | None) -> Way:
+        """Takes an evictable block from its slot: to a lower tier, or out of the cache."""
+        if tier.shares:
+            owner = account_of(victim)
+            tier.delist(victim, owner)
+            tier.count(owner, blocks=-1)
+        else:
+            tier.order.remove(victim)
+        tier.cached -= 1
+        # A mean needs no more than every eighth slot.
+        if victim.slot & 7 == 1:
+            tier.counters.note_reuse_gap(self._leases.now - self.use_times.at(victim.recency))
+        if self._has_lower:
+            # Nothing may enter it into an order while its children move.
+            victim.refs = 1
+            way = self.offloader.offload(tier, victim, writer)
+            if way is not _OUT:
+                return way
+            victim.refs = 0
+        if self.window is None and victim.children is not None:
+            self.lose_children(victim)
+        self.unlink(victim, RemovalCause.EVICTED, writer)
+        return _OUT
+
+    def take_over(self, block: Block, writer: Writer) -> None:
+        """An unreferenced leaf on the device leaves the index and is the writer's, with what it holds."""
+        self.retain(block)
+        self.unlink(block, RemovalCause.TAKEN_OVER, writer)
+        self.own(block, writer)
+
+    def own(self, block: Block, writer: Writer) -> None:
+        """A used block of the device that is not in the index is the writer's to fill, whoever stored it before."""
+        self.device.count(account_of(block), blocks=-1, used=-1)
+        block.writer, block.domain = writer, writer.domain
+        self.device.count(account_of(block), blocks=1, used=1)
+
+    # The share of memory
 
     def resize(self, total: int, written: Iterable[int] | None = None) -> None:
         """Changes how many device slots may be used; at most the free ones go, empty before cached.
@@ -277,9 +399,8 @@ class Pool(Restarting):
                 self._clear(place)
 
     def _clear(self, place: int) -> None:
-        assert self.on_withheld is not None
         self.device.clearing.add(place)
-        self.on_withheld(Block(place))
+        self._listener.withheld(self, Block(place))
 
     def cleared(self, place: int, *, done: bool) -> None:
         """The executor has overwritten a withheld slot, or has failed to."""
@@ -287,14 +408,330 @@ class Pool(Restarting):
         if not done:
             self._clear(place)
 
-    def take_over(self, block: Block, writer: Sequence) -> None:
-        """An unreferenced leaf on the device leaves the index and is the writer's, with what it holds."""
-        self.retain(block)
-        self._unlink(block, RemovalCause.TAKEN_OVER, writer)
-        self.own(block, writer)
+    # The index
 
-    def own(self, block: Block, writer: Sequence) -> None:
-        """A used block of the device that is not in the index is the writer's to fill, whoever stored it before."""
-        self.device.count(account_of(block), blocks=-1, used=-1)
-        block.writer, block.domain = writer, writer.domain
-        self.device.count(account_of(block), blocks=1, used=1)
+    def store(
+        self, block: Block, key: bytes, parent_key: bytes, tokens: bytes, depth: int, domain: Domain, step: int
+    ) -> None:
+        """Enters a used block into the index; its wish is set before. No other block may have the key."""
+        self._enter(block, key, parent_key, tokens, depth, domain, step)
+        self.write(block)
+
+    def adopt(
+        self, block: Block, key: bytes, parent_key: bytes, tokens: bytes, depth: int, domain: Domain, step: int
+    ) -> None:
+        """Enters a block that the journal knows as cached; its slot is free, and a parent on its device is there."""
+        tier = self.tier_of(block)
+        self.blocks[block.slot] = block
+        tier.cached += 1
+        tier.counters.restored += 1
+        tier.count(domain.account, blocks=1)
+        block.domain = domain
+        self._enter(block, key, parent_key, tokens, depth, domain, step)
+        if block.children is not None:
+            # They have outlived what it puts back.
+            self.count_near(block)
+        if self.is_evictable(block):
+            tier.enlist(block, domain.account, newest=False)
+
+    def _enter(
+        self, block: Block, key: bytes, parent_key: bytes, tokens: bytes, depth: int, domain: Domain, step: int
+    ) -> None:
+        tree = self.tree
+        parent = tree.parent(parent_key)
+        self.doomed.discard(block)
+        self.offloader.has_left(block)
+        block.key = key
+        block.tokens = tokens
+        block.depth = depth
+        if account_of(block) is not domain.account:
+            # Quotas have come or gone since it was taken.
+            self.rebook(block, domain)
+        block.domain = domain
+        # Who took it over from the index and ended may have had no step of its own.
+        block.stored_step = max(block.stored_step, step)
+        block.hits = 0
+        block.parent = parent
+        for shorter in covered_children(parent, tokens, domain.extra):
+            if not shorter.refs:
+                self._leases.move(shorter, block)
+                self.discard(shorter, RemovalCause.COVERED)
+                block.priority = effective_priority(block)
+        if (
+            self.window is None
+            and isinstance(parent, Block)
+            and (block.slot <= self.device.size or self.tier_of(parent) is self.tier_of(block))
+        ):
+            # The parent of a device block is on the device, too.
+            parent.near += 1
+            if parent.older is not None:
+                self.tier_of(parent).delist(parent, account_of(parent))
+        tree.link(block, parent)
+        self.tier_of(block).indexed += 1
+        if self._has_lower:
+            self.backups.want(block)
+        self.lost.came_back(key)
+        self._events.add(_STORED, self.view(block))
+        if block.lease is not None:
+            self._leases.announce(self, block)
+
+    def rebook(self, block: Block, domain: Domain) -> None:
+        """A block counts against the account of this domain, which is its own but for that."""
+        tier, before = self.tier_of(block), account_of(block)
+        is_listed, is_used = block.older is not None, int(block.refs > 0)
+        if is_listed:
+            tier.delist(block, before)
+        tier.count(before, blocks=-1, used=-is_used)
+        block.domain = domain
+        tier.count(domain.account, blocks=1, used=is_used)
+        if is_listed:
+            tier.enlist(block, domain.account, newest=False)
+        self.offloader.offer(block)
+
+    def supersede(self, block: Block, old: Block, step: int) -> None:
+        """A used device block takes the place in the index of an equal one, with all it stands for."""
+        parent, tier, device = old.parent, self.tier_of(old), self.device
+        assert parent is not None
+        self.offloader.has_left(block)
+        self.leave(tier, old)
+        # From now on it counts against the quota of the account whose block it replaces.
+        device.count(account_of(block), blocks=-1, used=-1)
+        block.key, block.tokens, block.depth, block.domain = old.key, old.tokens, old.depth, old.domain
+        block.hits = old.hits
+        device.count(account_of(block), blocks=1, used=1)
+        block.stored_step = max(block.stored_step, step)
+        self.tree.replace(old, block)
+        self.count_near(block)
+        if self.window is None and isinstance(parent, Block) and tier is not device:
+            parent.near += 1
+            if parent.older is not None:
+                device.delist(parent, account_of(parent))
+        tier.indexed -= 1
+        device.indexed += 1
+        self._leases.move(old, block)
+        block.priority = effective_priority(block)
+        self._listener.superseded(self, old, block)
+        if self._has_lower:
+            self.backups.pass_on(old, block)
+        if not old.refs:
+            if old.older is not None:
+                tier.delist(old, account_of(old))
+            tier.cached -= 1
+            self._empty(tier, old)
+        old.priority = DEFAULT_PRIORITY
+        self.updated(block)
+        self.write(block)
+
+    def count_near(self, block: Block) -> None:
+        """Counts the children in the block's own tier, with full attention."""
+        if self.window is None:
+            tier = self.tier_of(block)
+            block.near = sum([self.tier_of(child) is tier for child in children_of(block)])
+
+    def updated(self, block: Block) -> None:
+        """Tells watchers of an indexed block that has changed."""
+        self._events.add(_UPDATED, self.view(block))
+
+    def child_left(self, parent: Block, tier: Tier) -> None:
+        """A child of this block has left the block's own tier, which is this one."""
+        parent.near -= 1
+        if parent.near:
+            return
+        if parent.refs:
+            self.offloader.offer(parent)
+        elif parent.older is None:
+            if tier.shares:
+                tier.enlist(parent, account_of(parent), newest=False)
+            else:
+                tier.order.insert(parent)
+
+    def discard(self, block: Block, cause: RemovalCause) -> None:
+        """Takes a block out of the index; an unreferenced one becomes empty. With full attention it has no child."""
+        tier = self.tier_of(block)
+        if block.older is not None:
+            tier.delist(block, account_of(block))
+        self.unlink(block, cause, None)
+        if not block.refs:
+            tier.cached -= 1
+            self._empty(tier, block)
+
+    def discard_subtree(self, block: Block, cause: RemovalCause) -> None:
+        """Takes a block out of the index, with full attention after all that stands on it."""
+        if self.window is None and block.children is not None:
+            self.lose_children(block)
+        self.discard(block, cause)
+
+    def lose_children(self, block: Block) -> None:
+        """Discards all descendants of a block, which are worth nothing without it."""
+        for child in self.tree.descendants(block):
+            self.discard(child, RemovalCause.PARENT_LOST)
+
+    def unlink(self, block: Block, cause: RemovalCause, writer: Writer | None) -> None:
+        """Takes a block out of the index, whatever becomes of its slot."""
+        view = self.view(block)
+        device = self.device
+        # Most pools have no other tier.
+        tier = device if block.slot <= device.size else self.tier_of(block)
+        if block.lease is not None:
+            self._leases.break_all(block, view, cause)
+        parent = block.parent
+        assert parent is not None
+        self.tree.unlink(block, parent)
+        if (
+            self.window is None
+            and isinstance(parent, Block)
+            and (parent.slot <= device.size if tier is device else self.tier_of(parent) is tier)
+        ):
+            self.child_left(parent, tier)
+        tier.indexed -= 1
+        # Its leases may have passed to another, and its slot may stay reserved for a copy.
+        block.priority = DEFAULT_PRIORITY
+        for_sequence_id = "" if writer is None else writer.sequence_id
+        tier.counters.removed[cause] += 1
+        self.lost.add(block.key, cause, self._leases.now, for_sequence_id, view.priority)
+        self._events.add(_REMOVED, view, cause, None, for_sequence_id)
+        self.leave(tier, block)
+        if self._has_lower and tier is device:
+            self.backups.drop(block)
+        if self._windowed and cause not in _REPLACED:
+            for pool in self._windowed:
+                pool.discard_useless(block.key)
+
+    def discard_useless(self, key: bytes) -> None:
+        """The groups with full attention have lost this block: a window's own of the same key can never match."""
+        block = self.tree.by_key.get(key)
+        if block is not None and not block.refs:
+            self.discard(block, RemovalCause.PARENT_LOST)
+
+    # Leases
+
+    def grant(self, block: Block, wish: Wish | None) -> bool:
+        """Adds a wish to a block that is in the index or about to enter it. False when the block has nothing of it."""
+        return wish is None or self._leases.grant(self, block, wish)
+
+    def reprioritise(self, block: Block) -> BlockView:
+        """Gives an indexed block whose leases have changed the priority that these have now, and shows it.
+
+        Recency stays.
+        """
+        priority = effective_priority(block)
+        changed = priority != block.priority
+        if changed:
+            if self._has_lower and priority > block.priority:
+                self.backups.want(block)
+            if block.older is None:
+                block.priority = priority
+                self.offloader.offer(block)
+            else:
+                tier, account = self.tier_of(block), account_of(block)
+                tier.delist(block, account)
+                block.priority = priority
+                tier.enlist(block, account, newest=False)
+        view = self.view(block)
+        if changed:
+            self._events.add(_UPDATED, view)
+        self.write(block)
+        return view
+
+    # The journal
+
+    def write(self, block: Block) -> None:
+        """Tells the journal that a block has come to its place, or has changed there."""
+        device = self.device
+        tier = device if block.slot <= device.size else self.tier_of(block)
+        for tell in self._events.quiet:
+            tell(self.pool_id, block.key)
+        # Not the record itself: most blocks change again before it is wanted.
+        current = partial(self.record, block)
+        self._journal.stored(self.executor_id, self.spec.group, tier.kind, block.slot - tier.offset, current)
+
+    def leave(self, tier: Tier, block: Block) -> None:
+        """Tells the journal that a block leaves its place."""
+        self._journal.removed(self.executor_id, self.spec.group, tier.kind, block.slot - tier.offset)
+
+    def record(self, block: Block) -> BlockRecord | None:
+        """A block as the store keeps it; None when it has left the index."""
+        if block.parent is None:
+            return None
+        domain, tier = block.domain, self.tier_of(block)
+        assert domain is not None
+        return BlockRecord(
+            group=self.spec.group,
+            tier=tier.kind,
+            slot=block.slot - tier.offset,
+            generation=tier.generation(block.slot),
+            backup=self._backup_record(block) if self.backups.places else None,
+            last_use=USED_LAST if tier is self.device else block.recency,
+            key=block.key,
+            parent_key=block.parent.key if block.depth else None,
+            depth=block.depth,
+            tokens=block.tokens,
+            salt=domain.salt,
+            adapter_id=domain.adapter_id,
+            tenant_id=domain.tenant_id,
+            session_id=domain.session_id,
+            extra=domain.extra,
+            stored_step=block.stored_step,
+            leases=() if block.lease is None else self._lease_records(block),
+        )
+
+    def _backup_record(self, block: Block) -> BackupRecord | None:
+        place, tier = self.backups.places.get(block), self.backups.tier
+        if place is None or tier is None:
+            return None
+        return BackupRecord(tier.kind, place - tier.offset, tier.generation(place))
+
+    def _lease_records(self, block: Block) -> tuple[LeaseRecord, ...]:
+        return tuple(
+            LeaseRecord(
+                lease.wish.holder,
+                lease.wish.priority,
+                lease.wish.duration,
+                None if lease.deadline is None else lease.remaining(self._leases.now),
+                lease.wish.offload_min_priority,
+            )
+            for lease in leases_of(block)
+        )
+
+    def records(self) -> Iterator[BlockRecord]:
+        """Every indexed block by place, as it is when it is asked for: blocks may change between two of them."""
+        for block in self.blocks:
+            record = None if block is None else self.record(block)
+            if record is not None:
+                yield record
+
+    # The end of the executor
+
+    def forget_all(self) -> None:
+        """The executor is gone: every slot is empty. The journal keeps what may come back when it does."""
+        for block in self.tree.by_key.values():
+            self.lose(block)
+        self.start_empty(self.spec, self._listener)
+
+    def abandon(self, leftovers: Leftovers) -> None:
+        """As `forget_all`, in constant time and without an event for each block."""
+        self.is_lost = True
+        leftovers.add(self.blocks, self.tree.by_key)
+        self.blocks, self.tree = [], RadixTree()
+        self.start_empty(self.spec, self._listener)
+
+    def lose(self, block: Block) -> None:
+        """An indexed block is gone with its executor."""
+        view = self.view(block)
+        if block.lease is not None:
+            self._leases.break_all(block, view, _LOST)
+        self.tier_of(block).counters.removed[_LOST] += 1
+        self.lost.add(block.key, _LOST, self._leases.now, "", view.priority)
+        self._events.add(EventKind.REMOVED, view, _LOST)
+        block.detach()
+
+    def start_empty(self, spec: PoolSpec, listener: PoolListener) -> None:
+        """All slots hold nothing. Blocks that stay are entered again by the caller."""
+        for block in self.blocks:
+            # Shared before it was computed: its leases were granted already.
+            if block is not None and block.parent is None and block.lease is not None:
+                self._leases.forget(block)
+        self.tree = RadixTree()
+        self.pending.clear()
+        self.doomed.clear()
+        self._set_up(spec, listener)

@@ -1,12 +1,13 @@
 """What of a block outlives the process, and how Redis keeps it."""
 
 import struct
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 from google.protobuf.message import DecodeError
 
 from cachemgr.blocks.block_keys import TOKEN_BYTES, unpack
-from cachemgr.types import TierKind
+from cachemgr.types import Slot, TierKind
 from protos.kvcache.v1 import kvcache_pb2 as pb
 
 # group, tier, slot
@@ -65,8 +66,8 @@ class BlockRecord(NamedTuple):
     backup: BackupRecord | None = None
 
     @property
-    def place(self) -> tuple[int, TierKind, int]:
-        """Group, tier and slot: no two blocks have the same."""
+    def place(self) -> Slot:
+        """Where it is: no two blocks are in the same place."""
         return self.group, self.tier, self.slot
 
     def below(self) -> "BlockRecord | None":
@@ -79,6 +80,39 @@ class BlockRecord(NamedTuple):
     def token_ids(self) -> tuple[int, ...]:
         """The tokens as numbers."""
         return unpack(self.tokens)
+
+
+class IndexJournal(Protocol):
+    """Hears of every change of the prefix index, at once and in order. Must not fail or block."""
+
+    def cleared(self, executor_id: str, epoch: int) -> None:
+        """The executor starts an epoch with an empty index."""
+
+    def stored(
+        self, executor_id: str, group: int, tier: TierKind, slot: int, current: Callable[[], BlockRecord | None]
+    ) -> None:
+        """A block of the index came to this place, or the one there changed.
+
+        `current` tells what is there when it is called; None when the block is gone by then.
+        """
+
+    def removed(self, executor_id: str, group: int, tier: TierKind, slot: int) -> None:
+        """The block at this place left it, or the index."""
+
+
+class NoJournal:
+    """Keeps nothing."""
+
+    def cleared(self, executor_id: str, epoch: int) -> None:
+        """Forgets it."""
+
+    def stored(
+        self, executor_id: str, group: int, tier: TierKind, slot: int, current: Callable[[], BlockRecord | None]
+    ) -> None:
+        """Forgets it."""
+
+    def removed(self, executor_id: str, group: int, tier: TierKind, slot: int) -> None:
+        """Forgets it."""
 
 
 def encode_place(group: int, tier: TierKind, slot: int) -> bytes:

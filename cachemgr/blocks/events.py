@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from cachemgr.blocks import steps
-from cachemgr.blocks.steps import Steps
+from cachemgr import steps
 from cachemgr.errors import EventsGoneError
+from cachemgr.steps import Steps
 from cachemgr.types import BlockView, EventKind, LeaseView, RemovalCause
 
 _new = tuple.__new__

@@ -1,28 +1,192 @@
-"""Putting back what a store remembers of an executor, as far as it still has it."""
+"""What becomes of a pool whose executor is gone or starts again, and of the blocks that a store remembers of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from operator import attrgetter
+from typing import TYPE_CHECKING, Protocol
 
-from cachemgr.blocks import children as siblings
 from cachemgr.blocks.block import Block
 from cachemgr.blocks.block_keys import TOKEN_BYTES, child_key
 from cachemgr.blocks.block_record import USED_LAST
+from cachemgr.blocks.quota import account_of
+from cachemgr.blocks.radix_tree import children_of, covering_child
 from cachemgr.retention.leases import leases_of
 from cachemgr.retention.priority import DEFAULT_PRIORITY, MAX_PRIORITY, NO_PRIORITY, Wish
 from cachemgr.types import RemovalCause, TierKind
 
 if TYPE_CHECKING:
-    from cachemgr.blocks.block_pool import Pool
-    from cachemgr.blocks.block_record import BlockRecord
-    from cachemgr.blocks.journal import IndexJournal
+    from cachemgr.blocks.block_keys import Domain
+    from cachemgr.blocks.block_pool import BlockPool, PoolListener
+    from cachemgr.blocks.block_record import BlockRecord, IndexJournal
     from cachemgr.blocks.tier import Tier
-    from cachemgr.operators.forget_history import ForgottenBefore
     from cachemgr.retention.leases import LeaseBook
-    from cachemgr.sequences.clients import Executor
-    from cachemgr.types import ExecutorSpec, Slot
+    from cachemgr.types import ExecutorSpec, ForgetTarget, PoolSpec, Slot
+
+_DEPTH, _RECENCY = attrgetter("depth"), attrgetter("recency")
+# Tier, slot, and the ticket of the copy that filled it.
+_Place = tuple[TierKind, int, int]
+
+
+class RecoveringExecutor(Protocol):
+    """An executor whose remembered blocks are put back."""
+
+    executor_id: str
+    pools: list[BlockPool]
+
+    def domain(
+        self,
+        salt: str | None,
+        adapter_id: int | None,
+        tenant_id: str | None = None,
+        session_id: str | None = None,
+        extra: bytes = b"",
+    ) -> Domain:
+        """The scope of blocks that have so much in common."""
+
+
+class ForgottenBlocks(Protocol):
+    """Blocks that were forgotten before they were read."""
+
+    def means(self, record: BlockRecord) -> bool:
+        """Whether a remembered block is among them."""
+
+    def add(self, target: ForgetTarget) -> None:
+        """Adds the remembered blocks that a later call forgets."""
+
+
+class Leftovers:
+    """What lost executors had: blocks that nothing can reach any more, but leases whose time is not over.
+
+    It is freed a part at a time: to free a million blocks at once would take too long.
+    """
+
+    def __init__(self, leases: LeaseBook) -> None:
+        self._leases = leases
+        self._rest: list[tuple[list[Block | None], dict[bytes, Block]]] = []
+
+    def __len__(self) -> int:
+        return sum(len(blocks) + len(index) for blocks, index in self._rest)
+
+    def add(self, blocks: list[Block | None], index: dict[bytes, Block]) -> None:
+        """The places and the index of a pool, which uses them no longer."""
+        self._rest.append((blocks, index))
+
+    def let_go(self, count: int) -> None:
+        """Frees about so many."""
+        while self._rest and count > 0:
+            blocks, index = self._rest[-1]
+            part = blocks[-count:]
+            del blocks[-count:]
+            for block in filter(None, part):
+                block.detach()
+                self._leases.forget(block)
+            count -= len(part)
+            for _ in range(min(count, len(index))):
+                index.popitem()
+                count -= 1
+            if not blocks and not index:
+                self._rest.pop()
+
+
+def restart(
+    pool: BlockPool,
+    spec: PoolSpec,
+    listener: PoolListener,
+    filled: Mapping[TierKind, Sequence[int]],
+    held: Mapping[Block, int],
+    zeroing: Iterable[int],
+) -> None:
+    """The executor has started again: the device is void, and a lower slot counts if it is filled as remembered.
+
+    `filled` has for each lower tier the tickets that filled its slots. What stays keeps the references `held`;
+    callers end all others before. Lower places in `zeroing` are overwritten.
+    """
+    tree = pool.tree
+    staying = {block: place for block in tree.by_key.values() if (place := _place_below(pool, block, filled))}
+    for block in tree.by_key.values():
+        if block not in staying:
+            pool.lose(block)
+    was_on_device = [block for block in staying if pool.is_on_device(block)]
+    for block in sorted(was_on_device, key=_DEPTH, reverse=True):
+        if block.refs:
+            pool.uses += 1
+            block.recency = pool.uses
+    parents = {block: block.parent.key for block in staying if block.parent is not None}
+    dirty = [(tier.kind, place - tier.offset) for place in zeroing if (tier := pool.tier_at(place)) is not pool.device]
+    counters = [tier.counters for tier in pool.tiers]
+    pool.start_empty(spec, listener)
+    for tier, before in zip(pool.tiers, counters, strict=True):
+        tier.counters = before
+    for block, place in staying.items():
+        _move_in(pool, block, place, held.get(block, 0))
+    _link_again(pool, parents)
+    _zero_again(pool, dirty)
+    _find_empty(pool)
+    for block, (kind, _, _) in staying.items():
+        pool.tiers[kind].counters.restored += 1
+        pool.write(block)
+    for block in sorted(staying, key=_RECENCY):
+        pool.drop(block)
+    for block in was_on_device:
+        if block.parent is not None:
+            pool.updated(block)
+
+
+def _place_below(pool: BlockPool, block: Block, filled: Mapping[TierKind, Sequence[int]]) -> _Place | None:
+    """Where the bytes of a block are without the device."""
+    for place in (block.slot, *pool.backups.copies(block)):
+        tier = pool.tier_at(place)
+        slot, generation = place - tier.offset, tier.generation(place)
+        slots = filled.get(tier.kind, ())
+        if slot <= len(slots) and slots[slot - 1] == generation != 0:
+            return tier.kind, slot, generation
+    return None
+
+
+def _move_in(pool: BlockPool, block: Block, place: _Place, held: int) -> None:
+    """Puts a block where its bytes are, with one reference more than it keeps."""
+    kind, slot, generation = place
+    tier = pool.tiers[kind]
+    block.detach()
+    block.slot = tier.offset + slot
+    tier.fill(block.slot, generation)
+    block.refs = held + 1
+    pool.blocks[block.slot] = block
+    tier.used += 1
+    tier.count(account_of(block), blocks=1, used=1)
+    tier.indexed += 1
+
+
+def _link_again(pool: BlockPool, parents: Mapping[Block, bytes]) -> None:
+    """Makes the tree again from the keys of the parents."""
+    pool.tree.by_key.update((block.key, block) for block in parents)
+    for block, key in parents.items():
+        pool.tree.link(block, pool.tree.parent(key))
+    for block in parents:
+        pool.count_near(block)
+
+
+def _zero_again(pool: BlockPool, slots: Iterable[tuple[TierKind, int]]) -> None:
+    """Overwrites slots of lower tiers that hold no block."""
+    for kind, slot in slots:
+        tier = pool.tiers[kind]
+        if slot <= tier.size and pool.blocks[tier.offset + slot] is None:
+            _zero(pool, tier, slot)
+
+
+def _find_empty(pool: BlockPool) -> None:
+    """Makes all slots empty that hold nothing."""
+    for tier in pool.tiers:
+        places = range(tier.offset + 1, tier.offset + tier.size + 1)
+        tier.set_empty(place for place in places if pool.blocks[place] is None)
+
+
+def _zero(pool: BlockPool, tier: Tier, slot: int) -> None:
+    block = Block(tier.offset + slot)
+    pool.blocks[block.slot] = block
+    pool.zero(block)
 
 
 class Recovery:
@@ -35,12 +199,12 @@ class Recovery:
 
     def __init__(
         self,
-        executor: Executor,
+        executor: RecoveringExecutor,
         spec: ExecutorSpec,
         journal: IndexJournal,
         leases: LeaseBook,
         is_deleted_rule: Callable[[str], bool],
-        forgotten: ForgottenBefore,
+        forgotten: ForgottenBlocks,
         purged: list[Callable[[BlockRecord], bool]],
     ) -> None:
         """`spec` tells what the slots hold. `is_deleted_rule` says of a lease's holder that its rule is gone.
@@ -107,8 +271,9 @@ class Recovery:
             if self._is_deleted_rule(lease.wish.holder):
                 self._leases.revoke(pool, block, lease.wish.holder, RemovalCause.RULE_CHANGED)
         # It may lie where its copy was, and its leases may run now, be covered, or come from a block that it covers.
-        if _timeless(pool.record(block)) != _timeless(record):
-            self._journal.stored(executor_id, *found.place, partial(pool.current_record, block))
+        stored = pool.record(block)
+        if stored is None or _timeless(stored) != _timeless(record):
+            self._journal.stored(executor_id, *found.place, partial(pool.record, block))
 
     def end(self) -> None:
         """No remembered block will come any more: slots in which none was are empty."""
@@ -128,10 +293,10 @@ class Recovery:
                 return
         self._journal.removed(self._executor.executor_id, *record.place)
 
-    def _overwrite(self, pool: Pool, record: BlockRecord) -> None:
+    def _overwrite(self, pool: BlockPool, record: BlockRecord) -> None:
         """Zeroes what a remembered block may have left, whether it could be put back or not."""
         group = record.group
-        if record.key not in pool.index:
+        if record.key not in pool.tree.by_key:
             pool.lost.add(record.key, RemovalCause.FORGOTTEN, self._leases.now, "", DEFAULT_PRIORITY)
         for at in (record, record.backup):
             tier = None if at is None else pool.tiers[at.tier]
@@ -142,12 +307,10 @@ class Recovery:
                 continue
             self._zero(pool, tier, at.slot)
 
-    def _zero(self, pool: Pool, tier: Tier, slot: int) -> None:
+    def _zero(self, pool: BlockPool, tier: Tier, slot: int) -> None:
         assert tier.unread is not None
         tier.unread.settle(slot)
-        block = Block(tier.offset + slot)
-        pool.blocks[block.slot] = block
-        pool.zero(block)
+        _zero(pool, tier, slot)
 
     def _is_forgotten(self, record: BlockRecord) -> bool:
         if record.parent_key in self._forgotten_keys or self.forgotten.means(record):
@@ -173,21 +336,25 @@ class Recovery:
         if any(not NO_PRIORITY <= lease.priority <= MAX_PRIORITY for lease in record.leases):
             return False
         full = pool.block_size * TOKEN_BYTES
-        if not TOKEN_BYTES <= len(record.tokens) <= full or record.key in pool.index or record.key in pool.pending:
+        if (
+            not TOKEN_BYTES <= len(record.tokens) <= full
+            or record.key in pool.tree.by_key
+            or record.key in pool.pending
+        ):
             return False
         if (record.parent_key is None) != (record.depth == 0):
             return False
         parent_key = record.parent_key
         if parent_key is None:
             parent_key = self._executor.domain(record.salt, record.adapter_id).key
-        parent = pool.index.get(parent_key)
+        parent = pool.tree.by_key.get(parent_key)
         if parent is not None and (parent.depth != record.depth - 1 or len(parent.tokens) != full):
             return False
-        gap = pool.bare.get(record.key)
-        if gap is not None and any(child.depth != record.depth + 1 for child in siblings.each(gap)):
+        gap = pool.tree.tombstones.get(record.key)
+        if gap is not None and any(child.depth != record.depth + 1 for child in children_of(gap)):
             return False
-        node = pool.node(parent_key)
-        if len(record.tokens) < full and node is not None and siblings.covering(node, record.tokens, record.extra):
+        node = pool.tree.node(parent_key)
+        if len(record.tokens) < full and node is not None and covering_child(node, record.tokens, record.extra):
             return False
         return child_key(parent_key, record.tokens, record.extra) == record.key
 
@@ -197,7 +364,7 @@ class Recovery:
         if not pool.device.is_unread(record.slot):
             return False
         if record.parent_key is not None and pool.window is None:
-            parent = pool.index.get(record.parent_key)
+            parent = pool.tree.by_key.get(record.parent_key)
             if parent is None or not pool.is_on_device(parent):
                 return False
         return self._spec.last_write_steps[record.group][record.slot - 1] <= record.stored_step
@@ -212,10 +379,10 @@ class Recovery:
             return False
         if pool.window is None:
             # No block lies in a higher tier than its parent.
-            parent, gap = pool.index.get(record.parent_key or b""), pool.bare.get(record.key)
+            parent, gap = pool.tree.by_key.get(record.parent_key or b""), pool.tree.tombstones.get(record.key)
             if parent is not None and pool.tier_of(parent).kind > record.tier:
                 return False
-            if gap is not None and any(pool.tier_of(child).kind < record.tier for child in siblings.each(gap)):
+            if gap is not None and any(pool.tier_of(child).kind < record.tier for child in children_of(gap)):
                 return False
         return self._spec.generations(record.tier, record.group)[record.slot - 1] == record.generation != 0
 

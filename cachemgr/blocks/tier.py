@@ -6,137 +6,14 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush, merge
+from heapq import merge
 from itertools import compress, islice
 
-from cachemgr.blocks.block import Block, EvictionOrder
+from cachemgr.blocks.block import Block
+from cachemgr.blocks.eviction_queue import EvictionOrder, loss
+from cachemgr.blocks.quota import Account, Share, Shares, account_of
 from cachemgr.errors import SequenceTooLongError
-from cachemgr.types import AccountKey, Quota, RemovalCause, TierKind
-
-
-class Account:
-    """A tenant or a salt with a quota: its blocks are counted, and lost in an order of their own."""
-
-    __slots__ = ("quota",)
-
-    def __init__(self, quota: Quota) -> None:
-        self.quota = quota
-
-    @property
-    def key(self) -> AccountKey:
-        """Whose it is."""
-        quota = self.quota
-        return ("salt", quota.salt or "") if quota.tenant_id is None else ("tenant_id", quota.tenant_id)
-
-    def floor(self, kind: TierKind) -> int:
-        """Blocks that others leave it."""
-        return {TierKind.DEVICE: self.quota.device_floor, TierKind.HOST: self.quota.host_floor}.get(kind, 0)
-
-    def ceiling(self, kind: TierKind) -> int | None:
-        """Blocks that it may have; None for no bound."""
-        return {TierKind.DEVICE: self.quota.device_ceiling, TierKind.HOST: self.quota.host_ceiling}.get(kind)
-
-
-class Accounts(dict[AccountKey, Account]):
-    """All accounts, and what the floors of their quotas are together."""
-
-    def __init__(self) -> None:
-        self.floors = {TierKind.DEVICE: 0, TierKind.HOST: 0}
-
-    def set(self, quota: Quota) -> Account | None:
-        """Sets the quota of an account; returns the account if there was one already."""
-        new = Account(quota)
-        known = self.setdefault(new.key, new)
-        self._add(quota, 1)
-        if known is new:
-            return None
-        self._add(known.quota, -1)
-        known.quota = quota
-        return known
-
-    def remove(self, key: AccountKey) -> None:
-        """Forgets an account."""
-        self._add(self.pop(key).quota, -1)
-
-    def _add(self, quota: Quota, sign: int) -> None:
-        self.floors[TierKind.DEVICE] += sign * quota.device_floor
-        self.floors[TierKind.HOST] += sign * quota.host_floor
-
-
-class Share:
-    """What one account has of a tier."""
-
-    __slots__ = ("account", "ceiling", "count", "floor", "order", "used")
-
-    def __init__(self, account: Account, kind: TierKind) -> None:
-        self.account = account
-        self.floor = account.floor(kind)
-        self.ceiling = account.ceiling(kind)
-        self.count = 0
-        self.used = 0
-        self.order = EvictionOrder()
-
-    def protected(self, claimed: int = 0) -> int:
-        """Cached blocks that only the account itself may evict, once so many of its cached ones are in use."""
-        return max(0, min(self.count, self.floor) - self.used - claimed)
-
-    @property
-    def is_full(self) -> bool:
-        """Whether what comes next takes the place of something of its own."""
-        return self.ceiling is not None and self.count >= self.ceiling
-
-
-class _Shares:
-    """Which of very many shares loses a block next, of those with more blocks than their floor or of all.
-
-    A heap in which a share stands at or before its first block: only what is found too early is put right.
-    """
-
-    __slots__ = ("_floors_count", "_heap", "_places", "_pushes")
-
-    def __init__(self, *, floors_count: bool) -> None:
-        self._floors_count = floors_count
-        # (priority, recency, number of the push, share); stale when the share's place is another.
-        self._heap: list[tuple[int, int, int, Share]] = []
-        self._places: dict[Share, tuple[int, int]] = {}
-        self._pushes = 0
-
-    def note(self, share: Share, at: tuple[int, int], most: int) -> None:
-        """A block of a share may be lost; there are at most so many shares."""
-        place = self._places.get(share)
-        if (place is not None and place <= at) or not self._may_lose(share):
-            return
-        if len(self._heap) > 64 + 2 * most:
-            self._places = {known: at for known, at in self._places.items() if known.order.first() is not None}
-            self._heap = [entry for entry in self._heap if self._places.get(entry[3]) == entry[:2]]
-            heapify(self._heap)
-        self._push(share, at)
-
-    def _may_lose(self, share: Share) -> bool:
-        return not self._floors_count or share.count > share.floor
-
-    def first(self) -> Block | None:
-        """The first block of them all."""
-        heap = self._heap
-        while heap:
-            priority, recency, _, share = heap[0]
-            at = priority, recency
-            if self._places.get(share) != at:
-                heappop(heap)
-                continue
-            block = share.order.first() if self._may_lose(share) else None
-            if block is not None and loss(block) == at:
-                return block
-            heappop(heap)
-            del self._places[share]
-            if block is not None:
-                self._push(share, loss(block))
-        return None
-
-    def _push(self, share: Share, at: tuple[int, int]) -> None:
-        self._places[share] = at
-        self._pushes += 1
-        heappush(self._heap, (*at, self._pushes, share))
+from cachemgr.types import RemovalCause, TierKind
 
 
 @dataclass(slots=True)
@@ -285,7 +162,7 @@ class Tier:
         self.order = EvictionOrder()
         # Of accounts that have blocks here.
         self.shares: dict[Account, Share] = {}
-        self._losing, self._holding = _Shares(floors_count=True), _Shares(floors_count=False)
+        self._losing, self._holding = Shares(floors_count=True), Shares(floors_count=False)
         # Sum of what the shares protect.
         self.protected = 0
 
@@ -528,21 +405,3 @@ class Tier:
 
 def _goes_before(block: Block, other: Block | None) -> bool:
     return other is None or loss(block) < loss(other)
-
-
-def loss(block: Block) -> tuple[int, int]:
-    """Where a block stands in the order of loss."""
-    return block.priority, block.recency
-
-
-def goes_before(block: Block, other: Block) -> bool:
-    """Whether a block is lost before another."""
-    if block.priority != other.priority:
-        return block.priority < other.priority
-    return block.recency < other.recency
-
-
-def account_of(block: Block) -> Account | None:
-    """Whose quota a block counts against."""
-    domain = block.domain
-    return None if domain is None else domain.account

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from cachemgr.blocks import children as siblings
 from cachemgr.blocks.block import Block, Node
-from cachemgr.blocks.tier import account_of
+from cachemgr.blocks.quota import account_of
+from cachemgr.blocks.radix_tree import children_of
 from cachemgr.retention.leases import offload_floor
 
 if TYPE_CHECKING:
-    from cachemgr.blocks.block_pool import Pool
+    from cachemgr.blocks.block_pool import BlockPool
+    from cachemgr.blocks.offload import CopyTicket
     from cachemgr.blocks.tier import Tier
-    from cachemgr.sequences.transfers import Ticket
 
 
 class Backups:
@@ -23,13 +23,13 @@ class Backups:
     made last goes first, so that no block loses its own while one that stands on it has one.
     """
 
-    def __init__(self, pool: Pool, *, write_through: bool) -> None:
+    def __init__(self, pool: BlockPool, *, write_through: bool) -> None:
         self._pool = pool
         self.tier: Tier | None = next((tier for tier in pool.tiers[1:] if tier.size), None)
         # Place of each backup by its device block.
         self.places: dict[Block, int] = {}
         # Copies to new ones that are under way, by device block. Nothing is reserved for them but their target.
-        self.open: dict[Block, Ticket] = {}
+        self.open: dict[Block, CopyTicket] = {}
         # Copies under way, with those that are no longer wanted.
         self.running = 0
         # Blocks below that copies still use, and the device blocks that have taken their places in the index.
@@ -151,15 +151,15 @@ class Backups:
         if block.priority >= offload_floor(block, pool.offload_min_priority):
             return True
         # What lies below is worth nothing without it.
-        return pool.window is None and any(not pool.is_on_device(child) for child in siblings.each(block))
+        return pool.window is None and any(not pool.is_on_device(child) for child in children_of(block))
 
-    def begun(self, ticket: Ticket) -> None:
+    def begun(self, ticket: CopyTicket) -> None:
         """A copy is under way."""
         assert ticket.source is not None
         self.open[ticket.source] = ticket
         self.running += 1
 
-    def ended(self, ticket: Ticket, *, done: bool) -> None:
+    def ended(self, ticket: CopyTicket, *, done: bool) -> None:
         """A copy has ended, and lets go of its target next."""
         self.running -= 1
         block = ticket.source

@@ -6,22 +6,29 @@ from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cachemgr.blocks import children as siblings
-from cachemgr.blocks import steps
+from cachemgr import steps
 from cachemgr.blocks.block_keys import TOKEN_BYTES, pack, packed_bytes
-from cachemgr.blocks.steps import Steps, at_once, changes, looks
-from cachemgr.blocks.tier import Account
-from cachemgr.errors import PoolInUseError, QuotaTooLargeError, StalePoolError, UnknownHoldError, UnknownQuotaError
+from cachemgr.blocks.quota import Account
+from cachemgr.blocks.radix_tree import children_of
+from cachemgr.errors import (
+    PoolInUseError,
+    QuotaTooLargeError,
+    StalePoolError,
+    UnknownHoldError,
+    UnknownQuotaError,
+)
 from cachemgr.operators.forget import Forgetting
 from cachemgr.operators.hints import HintRunner
 from cachemgr.operators.hints import check as check_hints
 from cachemgr.operators.operator_journal import Kind, OperatorJournal, entry_name
 from cachemgr.operators.purge import is_remembered, purge
+from cachemgr.operators.queries import pool_view
 from cachemgr.retention.priority import HINT, SESSION, check_duration
 from cachemgr.retention.rules import Rule
 from cachemgr.sequences.block_chain import chain, keys_of
 from cachemgr.sequences.executor_spec import fits
 from cachemgr.sequences.holds import Pinned, complete
+from cachemgr.steps import Steps, at_once, changes, looks
 from cachemgr.types import (
     AccountKey,
     BlockFilter,
@@ -43,7 +50,7 @@ from protos.errors import InvalidField
 
 if TYPE_CHECKING:
     from cachemgr.blocks.block import Block, Node
-    from cachemgr.blocks.block_pool import Pool
+    from cachemgr.blocks.block_pool import BlockPool
     from cachemgr.operators.queries import Queries
     from cachemgr.operators.state import ManagerState
     from cachemgr.sequences.clients import Executor
@@ -164,9 +171,9 @@ class OperatorCommands:
             self._state.shares[pool_id] = PoolShare(pool_id, total_blocks, pool.spec.num_blocks, number)
             self._report(self._state.shares[pool_id])
             yield from pool.resize_in_steps(total_blocks)
-        return pool.pool_view()
+        return pool_view(pool)
 
-    def _check_memory(self, executor: Executor, pool: Pool, total_blocks: int) -> None:
+    def _check_memory(self, executor: Executor, pool: BlockPool, total_blocks: int) -> None:
         """Raises InvalidField or PoolInUseError when the memory does not hold so many blocks of a pool."""
         memory, growth = executor.spec.memory_bytes, total_blocks - pool.device.total
         if memory is None or growth <= 0:
@@ -271,9 +278,9 @@ class OperatorCommands:
                 if match.prefix_token_ids:
                     meant = yield from _beginning(pool, packed_bytes(pack(match.prefix_token_ids)))
                 else:
-                    keys = list(pool.index)
+                    keys = list(pool.tree.by_key)
                     yield
-                    meant = (block for key in keys if (block := pool.index.get(key)) is not None)
+                    meant = (block for key in keys if (block := pool.tree.by_key.get(key)) is not None)
                 for part in looks(meant):
                     for block in part:
                         domain = block.domain
@@ -406,7 +413,7 @@ class OperatorCommands:
                 pool.resize(share.total_blocks)
                 pool.share_number = share.number
 
-    def _may_have(self, pool: Pool, share: PoolShare) -> bool:
+    def _may_have(self, pool: BlockPool, share: PoolShare) -> bool:
         executor, shrink = self._state.executors[pool.executor_id], pool.device.total - share.total_blocks
         memory = executor.spec.memory_bytes
         need = sum(one.device.total * one.spec.block_bytes for one in executor.pools) - shrink * pool.spec.block_bytes
@@ -424,14 +431,14 @@ class OperatorCommands:
             yield from change
 
 
-def _beginning(pool: Pool, packed: bytes) -> Steps[list[Block]]:
+def _beginning(pool: BlockPool, packed: bytes) -> Steps[list[Block]]:
     """Blocks that hold a part of these tokens, which all that leads to them begins with, as far as it is there."""
     found: list[Block] = []
-    nodes: list[Node] = list(pool.bare.values())
+    nodes: list[Node] = list(pool.tree.tombstones.values())
     while nodes:
         seen = 0
         while nodes and seen < steps.LOOKS:
-            for block in siblings.each(nodes.pop()):
+            for block in children_of(nodes.pop()):
                 seen += 1
                 start = block.depth * pool.block_size * TOKEN_BYTES
                 if start < len(packed) and block.tokens.startswith(packed[start : start + len(block.tokens)]):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cachemgr.blocks import children as siblings
 from cachemgr.blocks.block_keys import TOKEN_BYTES, extra_bytes, pack, packed_bytes, prefix_keys
+from cachemgr.blocks.radix_tree import covering_child
 from cachemgr.retention.leases import LeaseBook, leases_of
 from cachemgr.sequences.block_chain import keys_of
 from cachemgr.types import Explanation, MissReason, Prefix
@@ -13,7 +13,7 @@ from cachemgr.types import Explanation, MissReason, Prefix
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cachemgr.blocks.block_pool import Pool
+    from cachemgr.blocks.block_pool import BlockPool
     from cachemgr.sequences.clients import Executor
     from cachemgr.types import ExtraKey
 
@@ -23,11 +23,11 @@ _MAX_ROOTS = 1000
 _MAX_HASHED = 4096
 
 
-def explain(executor: Executor, pool: Pool, prefix: Prefix, cached_tokens: int, leases: LeaseBook) -> Explanation:
+def explain(executor: Executor, pool: BlockPool, prefix: Prefix, cached_tokens: int, leases: LeaseBook) -> Explanation:
     """Looks a prompt's full blocks up in one pool, without touching them."""
     found = Explanation(executor.executor_id, cached_tokens)
     for place, key in enumerate(keys_of(executor, prefix)):
-        block = pool.index.get(key)
+        block = pool.tree.by_key.get(key)
         if block is None:
             _explain_miss(executor, pool, prefix, place, key, leases, found)
             return found
@@ -37,7 +37,7 @@ def explain(executor: Executor, pool: Pool, prefix: Prefix, cached_tokens: int, 
 
 
 def _explain_miss(
-    executor: Executor, pool: Pool, prefix: Prefix, place: int, key: bytes, leases: LeaseBook, found: Explanation
+    executor: Executor, pool: BlockPool, prefix: Prefix, place: int, key: bytes, leases: LeaseBook, found: Explanation
 ) -> None:
     if key in pool.pending:
         found.miss_reason = MissReason.BEING_COMPUTED
@@ -50,7 +50,7 @@ def _explain_miss(
     found.miss_reason = _elsewhere(executor, pool, prefix, place)
 
 
-def _elsewhere(executor: Executor, pool: Pool, prefix: Prefix, place: int) -> MissReason:
+def _elsewhere(executor: Executor, pool: BlockPool, prefix: Prefix, place: int) -> MissReason:
     """Whether the same tokens are cached under another salt or for another adapter.
 
     With full attention the tokens are followed down each tree as far as they agree, which hashes nothing: most trees
@@ -74,15 +74,15 @@ def _elsewhere(executor: Executor, pool: Pool, prefix: Prefix, place: int) -> Mi
     return reason
 
 
-def _is_cached(pool: Pool, root: bytes, packed: bytes, size: int, extra_keys: Sequence[ExtraKey]) -> bool:
+def _is_cached(pool: BlockPool, root: bytes, packed: bytes, size: int, extra_keys: Sequence[ExtraKey]) -> bool:
     """Whether the last full block of these tokens is cached under a root."""
     if pool.window is not None:
         # The blocks before it may have been evicted.
-        return prefix_keys(root, packed, size, extra_keys)[-1] in pool.index
-    node = pool.node(root)
+        return prefix_keys(root, packed, size, extra_keys)[-1] in pool.tree.by_key
+    node = pool.tree.node(root)
     for start in range(0, len(packed) // TOKEN_BYTES, size):
         if node is None:
             return False
         tokens = packed[start * TOKEN_BYTES : (start + size) * TOKEN_BYTES]
-        node = siblings.covering(node, tokens, extra_bytes(extra_keys, start, start + size))
+        node = covering_child(node, tokens, extra_bytes(extra_keys, start, start + size))
     return node is not None

@@ -7,14 +7,15 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from cachemgr.blocks import children as siblings
 from cachemgr.blocks.block import Block
-from cachemgr.blocks.steps import Doomed, Steps, changes, looks, with_descendants
+from cachemgr.blocks.radix_tree import children_of
+from cachemgr.operators.removal_plan import RemovalPlan, with_descendants
 from cachemgr.sequences.block_chain import keys_of, last_parts
+from cachemgr.steps import Steps, changes, looks
 from cachemgr.types import ForgetTarget, Forgotten, RemovalCause, Scope
 
 if TYPE_CHECKING:
-    from cachemgr.blocks.block_pool import Pool
+    from cachemgr.blocks.block_pool import BlockPool
     from cachemgr.blocks.events import EventLog
     from cachemgr.sequences.clients import Executor
     from cachemgr.sequences.holds import Hold
@@ -61,26 +62,26 @@ class Forgetting:
     def steps(self, *, validate_only: bool) -> Steps[Forgotten]:
         """Takes blocks out of the index; free ones are overwritten now, used ones when they are given back."""
         receipt = self._receipt
-        there = [(executor, [(pool, list(pool.index)) for pool in executor.pools]) for executor in self._executors]
+        there = [(one, [(pool, list(pool.tree.by_key)) for pool in one.pools]) for one in self._executors]
         for executor in self._executors:
             self._begin(executor)
             # From here on nothing of what is meant comes into the index.
             for sequence in () if validate_only else executor.sequences.values():
                 self._mark(sequence)
-        plans: list[tuple[Executor, Doomed]] = []
+        plans: list[tuple[Executor, RemovalPlan]] = []
         for executor, indexed in there:
             plans.append((executor, (yield from self._plan(executor, indexed))))
-        for executor, doomed in plans:
+        for executor, plan in plans:
             # What keeps blocks in place ends with them: forgetting is not put off by a pin.
-            holds = yield from _holds_of(executor, doomed)
+            holds = yield from _holds_of(executor, plan)
             held = Counter(block for hold in holds for _, block in hold.blocks)
             if validate_only:
-                for part in looks(doomed.blocks()):
+                for part in looks(plan.blocks()):
                     for pool, block in part:
                         _count(receipt, pool, block, held)
                     yield
             else:
-                yield from self._carry_out(executor, doomed, holds, held)
+                yield from self._carry_out(executor, plan, holds, held)
         if not validate_only:
             yield from self._scrub()
         return receipt
@@ -90,8 +91,8 @@ class Forgetting:
         prefix = self._target.prefix
         self._gone[executor.executor_id] = set() if prefix is None else set(keys_of(executor, prefix))
 
-    def _plan(self, executor: Executor, indexed: list[tuple[Pool, list[bytes]]]) -> Steps[Doomed]:
-        doomed, gone = Doomed(), self._gone[executor.executor_id]
+    def _plan(self, executor: Executor, indexed: list[tuple[BlockPool, list[bytes]]]) -> Steps[RemovalPlan]:
+        plan, gone = RemovalPlan(), self._gone[executor.executor_id]
         # Keys that a group of full attention loses: a window's block of such a key can never match again.
         lost: set[bytes] = set()
         for pool, keys in sorted(indexed, key=lambda one: one[0].window is not None):
@@ -99,21 +100,21 @@ class Forgetting:
             for part in changes(found):
                 for block in part:
                     if block.parent is not None:
-                        doomed.add(pool, block)
+                        plan.add(pool, block)
                         gone.add(block.key)
                         if pool.window is None:
                             lost.add(block.key)
                 yield
-        return doomed
+        return plan
 
-    def _carry_out(self, executor: Executor, doomed: Doomed, holds: list[Hold], held: Counter[Block]) -> Steps[None]:
+    def _carry_out(self, executor: Executor, plan: RemovalPlan, holds: list[Hold], held: Counter[Block]) -> Steps[None]:
         if self._target.salt is None:
             live = self._registered.get(executor.executor_id, executor)
             for sequence in list(live.sequences.values()):
                 if sequence not in self._came or self._target.session_id is None:
                     self._mark(sequence)
                 yield
-        for keyed in changes(doomed.deepest_first()):
+        for keyed in changes(plan.deepest_first()):
             for key, pools in keyed:
                 self._take_out(key, pools, held)
             yield
@@ -123,19 +124,21 @@ class Forgetting:
                 executor.holds.release(hold)
             yield
 
-    def _find(self, executor: Executor, pool: Pool, keys: list[bytes], lost: set[bytes]) -> Steps[dict[Block, None]]:
+    def _find(
+        self, executor: Executor, pool: BlockPool, keys: list[bytes], lost: set[bytes]
+    ) -> Steps[dict[Block, None]]:
         """The blocks of a pool that are meant. `lost` are the keys that groups of full attention lose by this."""
         target = self._target
         if target.prefix is not None:
             blocks = _of_prefix(executor, pool, target)
             if pool.window is not None:
                 # Behind a gap they are nobody's descendants.
-                blocks += [block for key in lost if (block := pool.index.get(key)) is not None]
+                blocks += [block for key in lost if (block := pool.tree.by_key.get(key)) is not None]
             return (yield from with_descendants(blocks))
         mine: dict[Block, None] = {}
         for part in looks(keys):
             for key in part:
-                block = pool.index.get(key)
+                block = pool.tree.by_key.get(key)
                 if block is not None and _stored(block.domain, target):
                     mine[block] = None
             yield
@@ -151,7 +154,7 @@ class Forgetting:
         return found if pool.window is not None else (yield from with_descendants(found))
 
     def _of_other_sessions(
-        self, executor: Executor, pool: Pool, mine: dict[Block, None], lost: set[bytes]
+        self, executor: Executor, pool: BlockPool, mine: dict[Block, None], lost: set[bytes]
     ) -> Steps[set[Block]]:
         """Of a session's blocks those that other sessions use, or have stored a descendant of.
 
@@ -166,7 +169,7 @@ class Forgetting:
         for depth in sorted(by_depth, reverse=True):
             for part in looks(by_depth[depth]):
                 for block in part:
-                    children = siblings.each(block) if block.key not in lost else ()
+                    children = children_of(block) if block.key not in lost else ()
                     if any(child in found or (child not in mine and child.key not in lost) for child in children):
                         found.add(block)
                 yield
@@ -176,7 +179,7 @@ class Forgetting:
             yield
         return found
 
-    def _see_other_sessions(self, executor: Executor, pool: Pool) -> Steps[None]:
+    def _see_other_sessions(self, executor: Executor, pool: BlockPool) -> Steps[None]:
         """Notes the blocks that other sessions use."""
         session_id = self._target.session_id
         for hold in executor.holds:
@@ -203,15 +206,15 @@ class Forgetting:
         gone = self._gone[sequence.executor.executor_id]
         return any(key in gone for key in sequence.keys)
 
-    def _take_out(self, key: bytes, pools: tuple[Pool, ...], held: Counter[Block]) -> None:
+    def _take_out(self, key: bytes, pools: tuple[BlockPool, ...], held: Counter[Block]) -> None:
         """Takes the blocks of a key out of the index, with what has come to stand on them since they were found."""
-        found: list[tuple[Pool, Block]] = []
+        found: list[tuple[BlockPool, Block]] = []
         for pool in pools:
-            block = pool.index.get(key)
+            block = pool.tree.by_key.get(key)
             if block is None:
                 continue
             all_goes = block.children is not None and (pool.window is None or self._target.prefix is not None)
-            standing = list(pool.descendants(block)) if all_goes else []
+            standing = list(pool.tree.descendants(block)) if all_goes else []
             if self._is_shared(block, standing):
                 self._receipt.shared_blocks += 1
                 continue
@@ -231,7 +234,7 @@ class Forgetting:
         return block in self._used or any(not _stored(other.domain, self._target) for other in standing)
 
     def _scrub(self) -> Steps[None]:
-        indexes = [pool.index for executor in self._executors for pool in executor.pools]
+        indexes = [pool.tree.by_key for executor in self._executors for pool in executor.pools]
 
         def stays(key: bytes) -> bool:
             return any(key in index for index in indexes)
@@ -244,7 +247,7 @@ class Forgetting:
         yield from self._events.scrub(lost, lambda block: _stored(block.domain, target) and not stays(block.key))
 
 
-def _count(receipt: Forgotten, pool: Pool, block: Block, held: Counter[Block]) -> None:
+def _count(receipt: Forgotten, pool: BlockPool, block: Block, held: Counter[Block]) -> None:
     kind = pool.tier_of(block).kind
     used = block.refs > held[block]
     receipt.removed[kind] = receipt.removed.get(kind, 0) + 1
@@ -261,26 +264,26 @@ def _stored(domain: Scope | None, target: ForgetTarget) -> bool:
     return target.session_id is not None and domain.session_id == target.session_id
 
 
-def _holds_of(executor: Executor, doomed: Doomed) -> Steps[list[Hold]]:
+def _holds_of(executor: Executor, plan: RemovalPlan) -> Steps[list[Hold]]:
     """Holds that keep some of these blocks: of equal keys in another group a hold may keep what stays."""
     holds = []
     for hold in executor.holds:
-        if any(block.parent is not None and doomed.means(pool, block) for pool, block in hold.blocks):
+        if any(block.parent is not None and plan.means(pool, block) for pool, block in hold.blocks):
             holds.append(hold)
         yield
     return holds
 
 
-def _of_prefix(executor: Executor, pool: Pool, target: ForgetTarget) -> list[Block]:
+def _of_prefix(executor: Executor, pool: BlockPool, target: ForgetTarget) -> list[Block]:
     """A prompt's blocks and, where one is lost, what stood on it."""
     assert target.prefix is not None
     found = last_parts(executor, pool, target.prefix)
     for key in keys_of(executor, target.prefix):
-        node = pool.node(key)
+        node = pool.tree.node(key)
         if isinstance(node, Block):
             found.append(node)
         elif node is not None:
-            found.extend(siblings.each(node))
+            found.extend(children_of(node))
     return found
 
 

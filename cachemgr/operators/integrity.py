@@ -7,28 +7,31 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from cachemgr.blocks import children as siblings
 from cachemgr.blocks.block import Block, Node
 from cachemgr.blocks.block_keys import child_key
-from cachemgr.blocks.block_pool import Pool
-from cachemgr.blocks.steps import drained
-from cachemgr.blocks.tier import Tier, account_of, loss
+from cachemgr.blocks.block_pool import BlockPool
+from cachemgr.blocks.eviction_queue import loss
+from cachemgr.blocks.quota import account_of
+from cachemgr.blocks.radix_tree import children_of
+from cachemgr.blocks.tier import Tier
 from cachemgr.retention.leases import MAX_LEASES, effective_priority, leases_of
 from cachemgr.retention.priority import SHARED
 from cachemgr.sequences.clients import Executor
+from cachemgr.sequences.sequence import Sequence
 from cachemgr.sequences.transfers import Purpose
+from cachemgr.steps import drained
 from cachemgr.types import PoolViolation
 
 # Each gives its contradictions, with None behind each small step. Nothing may change between its steps.
 Part = Callable[[], Iterator[PoolViolation | None]]
 
 
-def check(executor: Executor, pools: list[Pool]) -> list[PoolViolation]:
+def check(executor: Executor, pools: list[BlockPool]) -> list[PoolViolation]:
     """All contradictions in those of the pools that are this executor's."""
     return [found for part in parts(executor, pools) for found in part() if found is not None]
 
 
-def parts(executor: Executor, pools: list[Pool]) -> list[Part]:
+def parts(executor: Executor, pools: list[BlockPool]) -> list[Part]:
     """As `check`, in parts that may be of different moments: each looks at something else."""
     return [
         partial(_Check(executor, pool).run, part)
@@ -50,7 +53,7 @@ def parts(executor: Executor, pools: list[Pool]) -> list[Part]:
 
 
 class _Check:
-    def __init__(self, executor: Executor, pool: Pool) -> None:
+    def __init__(self, executor: Executor, pool: BlockPool) -> None:
         self._executor = executor
         self._pool = pool
         self._blocks: list[Block] = []
@@ -181,10 +184,11 @@ class _Check:
             filled = pool.tier_at(place) is backups.tier and backups.tier.generation(place) != 0
             self._report(filled, place, "is a backup and was never filled")
         running = [ticket for ticket in self._executor.tickets.values() if ticket.purpose is Purpose.BACKUP]
-        mine = {ticket for ticket in running if ticket.pool is pool}
-        wanted = {ticket for ticket in mine if ticket.source is not None}
+        mine = {ticket.number for ticket in running if ticket.pool is pool}
+        wanted = {ticket.number for ticket in running if ticket.pool is pool and ticket.source is not None}
+        awaited = {ticket.number for ticket in backups.open.values()}
         self._report(backups.running == len(mine), 0, "counts backups that nobody makes")
-        self._report(set(backups.open.values()) == wanted, 0, "waits for a backup that nobody makes")
+        self._report(awaited == wanted, 0, "waits for a backup that nobody makes")
         for block, ticket in backups.open.items():
             right = ticket.source is block and block.parent is not None and pool.is_on_device(block)
             self._report(right, block.slot, "has a backup under way that it does not need")
@@ -250,24 +254,24 @@ class _Check:
             yield
             if block.parent is not None:
                 indexed += 1
-                self._report(pool.index.get(block.key) is block, block.slot, "is not in the index under its key")
-        self._report(len(pool.index) == indexed, 0, "index and blocks do not agree")
+                self._report(pool.tree.by_key.get(block.key) is block, block.slot, "is not in the index under its key")
+        self._report(len(pool.tree.by_key) == indexed, 0, "index and blocks do not agree")
 
     def index(self) -> Iterator[None]:
         """The index is a tree of what the keys say."""
         pool = self._pool
-        children_of: dict[Block, Node] = {}
-        for node in itertools.chain(pool.bare.values(), pool.index.values()):
+        parents: dict[Block, Node] = {}
+        for node in itertools.chain(pool.tree.tombstones.values(), pool.tree.by_key.values()):
             before: tuple[object, ...] | None = None
             self._report(node.children is not None or isinstance(node, Block), 0, "a node without a child is kept")
-            for child in siblings.each(node):
+            for child in children_of(node):
                 yield
                 self._report(child.parent is node, 0, "a child has another parent")
                 extra = b"" if child.domain is None else child.domain.extra
                 self._report(before is None or before <= (extra, child.tokens), 0, "siblings are out of order")
                 before = (extra, child.tokens)
-                children_of[child] = node
-        for key, block in pool.index.items():
+                parents[child] = node
+        for key, block in pool.tree.by_key.items():
             yield
             parent = block.parent
             if parent is None or block.domain is None:
@@ -277,18 +281,18 @@ class _Check:
             self._report(
                 child_key(parent.key, block.tokens, block.domain.extra) == key, block.slot, "has a key of other tokens"
             )
-            self._report(children_of.get(block) is parent, block.slot, "is not among its parent's children")
-            self._report(pool.node(parent.key) is parent, block.slot, "stands on a node that cannot be found")
+            self._report(parents.get(block) is parent, block.slot, "is not among its parent's children")
+            self._report(pool.tree.node(parent.key) is parent, block.slot, "stands on a node that cannot be found")
             self._report(block.writer is None, block.slot, "is in the index and still being written")
-            waits = block in pool.leaving and block not in pool.moving
+            waits = block in pool.offloader.leaving and block not in pool.offloader.moving
             self._report(not waits, block.slot, "is computed and waits for a copy out of its slot")
             if pool.window is None:
                 self._standing(block)
-                near = sum(pool.tier_of(child) is pool.tier_of(block) for child in siblings.each(block))
+                near = sum(pool.tier_of(child) is pool.tier_of(block) for child in children_of(block))
                 self._report(block.near == near, block.slot, f"counts {block.near} children near it, {near} are")
         # To let go of a million entries at once takes long.
-        while children_of:
-            children_of.popitem()
+        while parents:
+            parents.popitem()
             yield
 
     def _standing(self, block: Block) -> None:
@@ -311,7 +315,7 @@ class _Check:
         for key, block in self._pool.pending.items():
             yield
             writer = block.writer
-            if writer is None:
+            if not isinstance(writer, Sequence):
                 self._report(False, block.slot, "is promised by nobody")
                 continue
             alive = self._executor.sequences.get(writer.handle) is writer and not writer.void and not writer.no_store

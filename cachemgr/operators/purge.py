@@ -1,15 +1,16 @@
 """Selecting cached blocks by filter, and dropping them."""
 
 from cachemgr.blocks.block import Block, Node
-from cachemgr.blocks.block_pool import Pool
+from cachemgr.blocks.block_pool import BlockPool
 from cachemgr.blocks.block_record import BlockRecord
-from cachemgr.blocks.steps import Doomed, Steps, changes, drained, looks
 from cachemgr.errors import BlocksInUseError
+from cachemgr.operators.removal_plan import RemovalPlan
 from cachemgr.sequences.clients import Executor
+from cachemgr.steps import Steps, changes, drained, looks
 from cachemgr.types import BlockFilter, Purged, RemovalCause
 
 
-def matches(pool: Pool, block: Block, selected: BlockFilter) -> bool:
+def matches(pool: BlockPool, block: Block, selected: BlockFilter) -> bool:
     """Whether a filter means a block, its prefix aside."""
     domain = block.domain
     if domain is None:
@@ -39,7 +40,7 @@ def is_remembered(selected: BlockFilter, record: BlockRecord) -> bool:
 
 
 def purge(
-    pools: list[tuple[Executor, Pool, set[Block] | None]],
+    pools: list[tuple[Executor, BlockPool, set[Block] | None]],
     selected: BlockFilter,
     *,
     validate_only: bool,
@@ -65,7 +66,7 @@ def purge(
     for plan in plans:
         for keyed in changes(plan.deepest_first()):
             for key, holders in keyed:
-                found = [(pool, pool.index[key]) for pool in holders if key in pool.index]
+                found = [(pool, pool.tree.by_key[key]) for pool in holders if key in pool.tree.by_key]
                 free = [(pool, block) for pool, block in found if _is_free(pool, block)]
                 purged += len(free)
                 used += len(found) - len(free)
@@ -78,11 +79,11 @@ def purge(
 
 
 def _plan(
-    pools: list[tuple[Executor, Pool, set[Block] | None]], selected: BlockFilter
-) -> Steps[tuple[list[Doomed], int]]:
+    pools: list[tuple[Executor, BlockPool, set[Block] | None]], selected: BlockFilter
+) -> Steps[tuple[list[RemovalPlan], int]]:
     """What goes of each executor, and how many blocks are meant and stay."""
-    indexed = [(executor, pool, list(pool.index), among) for executor, pool, among in pools]
-    plans = {executor: Doomed() for executor, _, _, _ in indexed}
+    indexed = [(executor, pool, list(pool.tree.by_key), among) for executor, pool, among in pools]
+    plans = {executor: RemovalPlan() for executor, _, _, _ in indexed}
     used = 0
     for executor, pool, keys, among in indexed:
         going, stay = yield from _select(pool, keys, among, selected)
@@ -94,22 +95,22 @@ def _plan(
     return list(plans.values()), used
 
 
-def _is_free(pool: Pool, block: Block) -> bool:
+def _is_free(pool: BlockPool, block: Block) -> bool:
     return not block.refs and (pool.window is not None or block.children is None)
 
 
-def _add_useless(plan: Doomed, pool: Pool) -> Steps[None]:
+def _add_useless(plan: RemovalPlan, pool: BlockPool) -> Steps[None]:
     """What a window has of blocks that full attention loses: it goes with them."""
     for keys in looks(plan.of_full_attention()):
         for key in keys:
-            useless = pool.index.get(key)
+            useless = pool.tree.by_key.get(key)
             if useless is not None and not useless.refs:
                 plan.add(pool, useless)
         yield
 
 
 def _select(
-    pool: Pool, keys: list[bytes], among: set[Block] | None, selected: BlockFilter
+    pool: BlockPool, keys: list[bytes], among: set[Block] | None, selected: BlockFilter
 ) -> Steps[tuple[list[Block], int]]:
     """Blocks that go, without what stands on them, and how many are meant and stay. It uses the keys up."""
     meant: list[Block] = []
@@ -117,7 +118,7 @@ def _select(
     stay: set[Block] = set()
     for part in drained(keys):
         for key in part:
-            block = pool.index.get(key)
+            block = pool.tree.by_key.get(key)
             if block is None:
                 continue
             if block.refs:

@@ -7,9 +7,10 @@ from itertools import islice
 
 from cachemgr.blocks.block import Block, Node
 from cachemgr.blocks.block_keys import pack
-from cachemgr.blocks.block_pool import Pool
+from cachemgr.blocks.block_pool import BlockPool
 from cachemgr.blocks.block_record import BlockRecord
 from cachemgr.blocks.events import Event, Snapshot
+from cachemgr.blocks.hit_counters import TokenMeter
 from cachemgr.blocks.tier import Tier
 from cachemgr.errors import UnknownSequenceError
 from cachemgr.operators.explain import explain
@@ -21,7 +22,7 @@ from cachemgr.operators.purge import matches
 from cachemgr.operators.snapshot import SnapshotReader
 from cachemgr.operators.state import ManagerState
 from cachemgr.operators.state_dump import executor_state, line, rule_state, scheduler_state
-from cachemgr.retention.leases import leases_of
+from cachemgr.retention.leases import LeaseBook, leases_of
 from cachemgr.retention.priority import MAX_PRIORITY
 from cachemgr.sequences import prefix_match as matching
 from cachemgr.sequences.admission_request import check_request
@@ -30,13 +31,13 @@ from cachemgr.sequences.clients import Executor, account_for
 from cachemgr.sequences.estimates import while_running
 from cachemgr.sequences.holds import Hold
 from cachemgr.sequences.sequence import Sequence
-from cachemgr.telemetry.counters import TokenMeter
 from cachemgr.types import (
     AccountKey,
     AdmitRequest,
     BlockEstimate,
     BlockFilter,
     BlockView,
+    EventKind,
     Explanation,
     GhostReport,
     HoldView,
@@ -52,6 +53,7 @@ from cachemgr.types import (
     SchedulerEpoch,
     SequenceView,
     TierKind,
+    TierUsage,
     Transfer,
 )
 from cachemgr.validation import check_extra_keys, check_id
@@ -116,13 +118,13 @@ class Queries:
 
     def pools(self) -> list[PoolView]:
         """All pools by name."""
-        return [pool.pool_view() for pool in self._state.pools()]
+        return [pool_view(pool) for pool in self._state.pools()]
 
     def pool(self, pool_id: str) -> PoolView:
         """One pool. Raises UnknownPoolError."""
-        return self._state.pool(pool_id).pool_view()
+        return pool_view(self._state.pool(pool_id))
 
-    def pool_to_read(self, pool_id: str) -> Pool:
+    def pool_to_read(self, pool_id: str) -> BlockPool:
         """One pool itself, for who changes nothing of it. Raises UnknownPoolError."""
         return self._state.pool(pool_id)
 
@@ -279,7 +281,7 @@ class Queries:
         """What ghost caches tell from about a time on, and of which pool; None without. Raises UnknownExecutorError."""
         executor = self._state.executor(executor_id)
         ghosts = executor.ghosts
-        return None if ghosts is None else (ghosts.report(since), ghosts.pool.pool_view())
+        return None if ghosts is None else (ghosts.report(since), pool_view(ghosts.pool))
 
     def lease_counts(self, pool_id: str) -> tuple[int, int]:
         """Leases of a pool that ended as they should, and that broke. Raises UnknownPoolError."""
@@ -353,9 +355,9 @@ class Queries:
         if selected.prefix is not None:
             self.check_prefix("filter.prefix", selected.prefix)
 
-    def filtered(self, selected: BlockFilter, field: str = "pool_id") -> list[tuple[Pool, set[Block] | None]]:
+    def filtered(self, selected: BlockFilter, field: str = "pool_id") -> list[tuple[BlockPool, set[Block] | None]]:
         """Pools that a filter is about, each with the only blocks that its prefix leaves."""
-        found: list[tuple[Pool, set[Block] | None]] = []
+        found: list[tuple[BlockPool, set[Block] | None]] = []
         self.check_filter(selected)
         pools = self._state.pools(selected.pool_id, field)
         for executor in self._state.executors.values():
@@ -425,7 +427,8 @@ class Queries:
 
     def snapshot(self) -> Snapshot:
         """The cache at `last_event`."""
-        return self._state.events.snapshot(change for pool in self._state.pools() for change in pool.state())
+        pools, leases = self._state.pools(), self._state.leases
+        return self._state.events.snapshot(change for pool in pools for change in _state(pool, leases))
 
     def views_in_slices(self) -> SnapshotReader:
         """Reads the cache for a watcher, slice by slice."""
@@ -443,13 +446,13 @@ def _pin_record(hold: Hold, now: float) -> PinRecord:
     return PinRecord(hold.name, owner, end - now, blocks)
 
 
-def _from(pool: Pool, after_place: int) -> Iterator[Block | None]:
+def _from(pool: BlockPool, after_place: int) -> Iterator[Block | None]:
     # By index, as blocks may come and go between two of them, and a copy of the list takes as long as many calls.
     for place in range(after_place + 1, len(pool.blocks)):
         yield pool.blocks[place] if place < len(pool.blocks) else None
 
 
-def _prefix_view(pool: Pool, last: Block) -> PrefixView:
+def _prefix_view(pool: BlockPool, last: Block) -> PrefixView:
     counts: dict[TierKind, int] = {}
     least = last.priority
     node: Node | None = last
@@ -460,3 +463,35 @@ def _prefix_view(pool: Pool, last: Block) -> PrefixView:
         node = node.parent
     view = pool.view(last)
     return PrefixView(last.slot, view, last.depth * pool.block_size + view.num_tokens, counts, least)
+
+
+def _state(pool: BlockPool, leases: LeaseBook) -> Iterator[tuple[EventKind, BlockView, LeaseView | None]]:
+    """What has to happen to a new pool to become this one; parents before children."""
+    yield EventKind.CREATED, BlockView.of_pool(pool.pool_id), None
+    for block in sorted(pool.tree.by_key.values(), key=lambda block: block.depth):
+        view = pool.view(block)
+        yield EventKind.STORED, view, None
+        for lease in leases_of(block):
+            yield EventKind.LEASE_GRANTED, view, leases.view(lease)
+
+
+def pool_view(pool: BlockPool) -> PoolView:
+    """A pool with its counters."""
+    device = pool.device
+    return PoolView(
+        pool_id=pool.pool_id,
+        executor_id=pool.executor_id,
+        spec=pool.spec,
+        block_size=pool.block_size,
+        total_blocks=device.total,
+        free_blocks=device.free,
+        used_blocks=device.used,
+        cached_blocks=device.cached,
+        evicted_blocks=device.counters.evicted,
+        queried_tokens=pool.tokens.total.queried,
+        hit_tokens=pool.tokens.total.hit,
+        lower_tiers=tuple(
+            TierUsage(tier.kind, tier.total, tier.free, tier.used, tier.cached) for tier in pool.tiers[1:] if tier.size
+        ),
+        etag=str(pool.share_number),
+    )

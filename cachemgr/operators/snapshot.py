@@ -11,7 +11,7 @@ from cachemgr.types import BlockView, EventKind, LeaseView
 
 if TYPE_CHECKING:
     from cachemgr.blocks.block import Block
-    from cachemgr.blocks.block_pool import Pool
+    from cachemgr.blocks.block_pool import BlockPool
 
 
 class _Seen(NamedTuple):
@@ -27,7 +27,7 @@ class SnapshotReader:
     once would have shown. Only reference counts may be older.
     """
 
-    def __init__(self, events: EventLog, leases: LeaseBook, pools: Callable[[], list[Pool]]) -> None:
+    def __init__(self, events: EventLog, leases: LeaseBook, pools: Callable[[], list[BlockPool]]) -> None:
         self._events = events
         self._leases = leases
         self._pools = pools
@@ -62,7 +62,7 @@ class SnapshotReader:
                 self._touch(event.block.pool_id, event.block.key)
         for pool_id, key in self._touched:
             pool = pools.get(pool_id)
-            block = None if pool is None else pool.index.get(key)
+            block = None if pool is None else pool.tree.by_key.get(key)
             if pool is not None and block is not None:
                 self._read(pool, block)
             else:
@@ -71,7 +71,7 @@ class SnapshotReader:
         self._now = self._leases.now
         self._seen = {pool_id: self._seen.get(pool_id, {}) for pool_id in pools}
 
-    def _read(self, pool: Pool, block: Block) -> None:
+    def _read(self, pool: BlockPool, block: Block) -> None:
         leases = [(self._leases.view(lease), lease.deadline) for lease in leases_of(block)]
         self._seen.setdefault(pool.pool_id, {})[block.key] = _Seen(pool.view(block), leases)
 

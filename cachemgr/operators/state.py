@@ -8,8 +8,8 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from cachemgr.blocks.events import EventLog
-from cachemgr.blocks.leftovers import Leftovers
-from cachemgr.blocks.tier import Accounts
+from cachemgr.blocks.quota import Accounts
+from cachemgr.blocks.recovery import Leftovers
 from cachemgr.errors import (
     StaleSchedulerError,
     UnknownExecutorError,
@@ -25,11 +25,11 @@ from cachemgr.sequences.admission import Admitter
 from cachemgr.sequences.executor_spec import MAX_SLOTS
 
 if TYPE_CHECKING:
-    from cachemgr.blocks.block_pool import Pool
-    from cachemgr.blocks.steps import Steps
+    from cachemgr.blocks.block_pool import BlockPool
     from cachemgr.operators.forget import Forgetting
     from cachemgr.sequences.clients import Executor, Scheduler
     from cachemgr.sequences.sequence import Sequence
+    from cachemgr.steps import Steps
     from cachemgr.types import ExecutorSpec, ManagerConfig, PoolShare, SchedulerEpoch
     from protos.kvcache.eviction import Kind
 
@@ -102,7 +102,7 @@ class ManagerState:
             raise UnknownExecutorError(f"executor {executor_id} is not registered", fields={field: "is not registered"})
         return executor
 
-    def pools(self, pool_id: str = "", field: str = "pool_id") -> list[Pool]:
+    def pools(self, pool_id: str = "", field: str = "pool_id") -> list[BlockPool]:
         """All pools by name, or the named one. Raises UnknownPoolError."""
         if pool_id:
             return [self.pool(pool_id, field)]
@@ -110,7 +110,7 @@ class ManagerState:
             (pool for executor in self.executors.values() for pool in executor.pools), key=lambda pool: pool.pool_id
         )
 
-    def pool(self, pool_id: str, field: str = "pool_id") -> Pool:
+    def pool(self, pool_id: str, field: str = "pool_id") -> BlockPool:
         """Raises UnknownPoolError."""
         for executor in self.executors.values():
             for pool in executor.pools:

@@ -14,7 +14,7 @@ from cachemgr.retention.leases import leases_of
 
 if TYPE_CHECKING:
     from cachemgr.blocks.block import Block
-    from cachemgr.blocks.block_pool import Pool
+    from cachemgr.blocks.block_pool import BlockPool
     from cachemgr.blocks.write_through import Backups
     from cachemgr.sequences.clients import Executor, Scheduler
     from cachemgr.sequences.eviction_policy import Eviction
@@ -105,19 +105,21 @@ def _numbers(numbers: Iterable[int]) -> list[int | str]:
     return [len(packed), sha256(packed.tobytes()).hexdigest()]
 
 
-def _pool(pool: Pool) -> Iterator[str | Iterator[str]]:
+def _pool(pool: BlockPool) -> Iterator[str | Iterator[str]]:
     yield line(
         "pool",
         id=pool.pool_id,
         tokens=pool.tokens.total,
         uses=pool.uses,
-        moving=sorted(block.slot for block in pool.moving),
-        leaving=sorted([block.slot, ticket.number] for block, ticket in pool.leaving.items() if block is not None),
+        moving=sorted(block.slot for block in pool.offloader.moving),
+        leaving=sorted(
+            [block.slot, ticket.number] for block, ticket in pool.offloader.leaving.items() if block is not None
+        ),
         doomed=sorted(block.slot for block in pool.doomed),
         **_backups(pool.backups),
         share_number=pool.share_number,
         leases=[pool.honoured_leases, pool.broken_leases],
-        gaps=sorted(key.hex() for key in pool.bare),
+        gaps=sorted(key.hex() for key in pool.tree.tombstones),
         promised=sorted([key.hex(), block.slot] for key, block in pool.pending.items()),
     )
     for tier in pool.tiers:
@@ -157,7 +159,7 @@ def _backups(backups: Backups) -> dict[str, Any]:
     }
 
 
-def _block(pool: Pool, block: Block) -> str:
+def _block(pool: BlockPool, block: Block) -> str:
     domain = block.domain
     return line(
         "block",

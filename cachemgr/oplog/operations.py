@@ -16,12 +16,12 @@ from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.message import Message
 
 from cachemgr.blocks.block_record import BlockRecord
-from cachemgr.blocks.steps import Steps, at_once
 from cachemgr.errors import ManagerFailedError
 from cachemgr.manager import CacheManager
 from cachemgr.oplog.writer import END_EPOCH, END_RECOVERY, GO_ON, PUT_BACK, OperationLog
 from cachemgr.rpc import convert, convert_admin
 from cachemgr.rpc.slices import SLICE_SECONDS
+from cachemgr.steps import Steps, at_once
 from cachemgr.types import ExecutorSpec, PinRecord, SchedulerEpoch
 from protos.errors import InvalidField, ServiceError
 from protos.kvcache.v1 import kvcache_pb2 as pb

@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from cachemgr.blocks.tier import Account
+from cachemgr.blocks.hit_counters import MAX_WINDOW_SECONDS
+from cachemgr.blocks.quota import Account
 from cachemgr.operators.state_dump import StateDigest
 from cachemgr.rpc import convert, convert_admin, paging, tenancy
 from cachemgr.rpc.data_service import Domain
 from cachemgr.rpc.slices import sliced, steady
-from cachemgr.telemetry.counters import MAX_WINDOW_SECONDS
 from cachemgr.types import BlockFilter, BlockView, HoldView, PoolViolation, Quota, RetentionRule
 from cachemgr.validation import check_id
 from protos.errors import InvalidField

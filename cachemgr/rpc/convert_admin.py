@@ -1,10 +1,10 @@
 """Between the operators' messages and the domain's types, one function per message. Nothing is decided here."""
 
 from cachemgr import types
+from cachemgr.blocks.hit_counters import TokenCount, TokenMeter
 from cachemgr.blocks.tier import Tier
 from cachemgr.rpc.convert import TIERS, block, duration, extra_keys, lease, receipt, seconds, tier
 from cachemgr.sequences.holds import Pinned
-from cachemgr.telemetry.counters import TokenCount, TokenMeter
 from cachemgr.types import GhostReport
 from protos.kvcache.eviction_request import EvictionPolicyRequest
 from protos.kvcache.v1 import kvcache_pb2 as pb

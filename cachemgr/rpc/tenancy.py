@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from cachemgr.blocks.hit_counters import TokenCount, TokenMeter
 from cachemgr.errors import UnknownHoldError, UnknownRuleError, UnknownSequenceError
-from cachemgr.telemetry.counters import TokenCount, TokenMeter
 from cachemgr.types import Explanation, HoldView, MissReason, Quota, RetentionRule, Scope
 from protos.errors import InvalidField
 from protos.kvcache.v1 import kvcache_pb2 as pb

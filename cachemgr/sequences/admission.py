@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from cachemgr.blocks.block import Block
 from cachemgr.blocks.block_keys import cut_extra_keys
-from cachemgr.blocks.block_pool import Pool
-from cachemgr.blocks.tier import Account, account_of
+from cachemgr.blocks.block_pool import BlockPool
+from cachemgr.blocks.quota import Account, account_of
 from cachemgr.errors import SequenceTooLongError, WindowPassedError
 from cachemgr.retention.priority import Wishes
 from cachemgr.retention.rules import RuleBook
@@ -26,7 +26,7 @@ from protos.errors import InvalidField
 from protos.kvcache.eviction import Policy
 
 
-def watermark(pool: Pool, config: ManagerConfig) -> int:
+def watermark(pool: BlockPool, config: ManagerConfig) -> int:
     """Blocks of a pool that are left free for sequences that run already."""
     return int(pool.device.total * config.free_watermark)
 
@@ -82,7 +82,7 @@ class GroupPlan:
 
     __slots__ = ("fresh", "here", "idle", "matched", "pool")
 
-    def __init__(self, pool: Pool, match: Match, group: int, needed: int) -> None:
+    def __init__(self, pool: BlockPool, match: Match, group: int, needed: int) -> None:
         blocks, sources = match.blocks[group], match.sources[group : group + 1]
         self.pool = pool
         self.matched = [block for block in (*blocks, *sources) if block is not None]

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from functools import partial
 from itertools import compress
 from operator import attrgetter
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 from weakref import WeakSet, WeakValueDictionary
 
 from cachemgr.blocks.block_keys import Domain
-from cachemgr.blocks.steps import Steps, looks
 from cachemgr.sequences.commit import anchor
 from cachemgr.sequences.holds import Holds
-from cachemgr.sequences.transfers import Copies
+from cachemgr.sequences.transfers import Copies, Purpose
+from cachemgr.steps import Steps, looks
 from cachemgr.types import AccountKey, ExecutorSpec, GhostReport, Restored, SyncAnswer
 
 if TYPE_CHECKING:
-    from cachemgr.blocks.block import Block
-    from cachemgr.blocks.block_pool import Pool
+    from cachemgr.blocks.block import Block, Writer
+    from cachemgr.blocks.block_pool import BlockPool, PoolListener
+    from cachemgr.blocks.offload import CopyTicket
+    from cachemgr.blocks.quota import Account
     from cachemgr.blocks.recovery import Recovery
-    from cachemgr.blocks.tier import Account
     from cachemgr.sequences.sequence import Sequence
     from cachemgr.sequences.transfers import Ticket
 
@@ -33,11 +33,6 @@ def account_for(accounts: Mapping[AccountKey, Account], tenant_id: str | None, s
     """Whose quota blocks count against, None for nobody's: a tenant's quota goes before that of its salt."""
     tenants = None if tenant_id is None else accounts.get(("tenant_id", tenant_id))
     return tenants or (None if salt is None else accounts.get(("salt", salt)))
-
-
-def _discard_useless(windowed: list[Pool], key: bytes) -> None:
-    for pool in windowed:
-        pool.discard_useless(key)
 
 
 class Named:
@@ -52,7 +47,7 @@ class Named:
 class GhostCaches(Protocol):
     """Simulates caches of other sizes and eviction orders from the sequences of one pool."""
 
-    pool: Pool
+    pool: BlockPool
 
     def admitted(self, sequence: Sequence, now: float, *, is_read: bool, source: bytes) -> None:
         """A sequence has its blocks; `is_read` if it has looked for cached ones.
@@ -76,7 +71,7 @@ class Executor:
     def __init__(
         self,
         spec: ExecutorSpec,
-        pools: list[Pool],
+        new_pools: Callable[[ExecutorSpec, PoolListener], list[BlockPool]],
         deadline: float,
         next_number: Callable[[], int],
         holds: Holds,
@@ -88,31 +83,50 @@ class Executor:
         self.executor_id = spec.executor_id
         self.epoch = spec.executor_epoch
         self.block_size = spec.block_size
-        self.pools = pools
         self.deadline = deadline
         self.sequences: dict[int, Sequence] = {}
         self.tickets: dict[int, Ticket] = {}
-        self.copies = Copies(self, next_number)
+        self.copies = Copies(self.tickets, next_number)
+        # Lists to which each block is added that takes the place of another in the index.
+        self._superseding: list[list[tuple[BlockPool, Block]]] = []
         self.ghosts: GhostCaches | None = None
         # Whether anything can find partly filled blocks.
         self.stores_partial = True
         # Set while what the store remembers is still to come.
         self.recovery: Recovery | None = None
         self.holds = holds
-        windowed = [pool for pool in pools if pool.window is not None]
-        for pool in pools:
-            pool.on_superseded = partial(self._superseded, pool)
-            if windowed and pool.window is None:
-                pool.on_gone = partial(_discard_useless, windowed)
         self._accounts = accounts
         self._domains: WeakValueDictionary[tuple[object, ...], Domain]
         self._domains = WeakValueDictionary() if before is None else before._domains
         # By what a quota may be of, as long as there are domains of that.
         self._named: WeakValueDictionary[tuple[str, str | None], Named]
         self._named = WeakValueDictionary() if before is None else before._named
+        self.pools: list[BlockPool] = new_pools(spec, self) if before is None else before.pools
 
-    def _superseded(self, pool: Pool, old: Block, block: Block) -> None:
-        """A device block has the place of one in use: what stands on that one stands on it."""
+    # What its pools tell it. The writers of their blocks are sequences.
+
+    def offloading(self, pool: BlockPool, block: Block, occupant: Block, writer: Writer | None) -> Ticket:
+        """Opens the copy of a block that moves to a lower tier."""
+        return self.copies.offload(pool, block, occupant, cast("Sequence | None", writer))
+
+    def offload_recalled(self, ticket: CopyTicket, writer: Writer) -> None:
+        """A copy to a lower tier is called off."""
+        self.copies.recall(ticket.number, cast("Sequence", writer))
+
+    def zeroing(self, pool: BlockPool, block: Block) -> None:
+        """A slot must be overwritten before it is empty."""
+        self.copies.overwrite(pool, Purpose.ZERO, block)
+
+    def withheld(self, pool: BlockPool, block: Block) -> None:
+        """A slot must be overwritten before other pools may have its memory."""
+        self.copies.overwrite(pool, Purpose.CLEAR, block)
+
+    def superseded(self, pool: BlockPool, old: Block, block: Block) -> None:
+        """A device block has the place of an equal one: what stands on that one stands on it."""
+        for superseding in self._superseding:
+            superseding.append((pool, block))
+        if not old.refs:
+            return
         self.holds.replace(pool, old, block)
         for ticket in self.tickets.values():
             if ticket.source is old and ticket.sequence is not None and not ticket.num_tokens:
@@ -155,7 +169,7 @@ class Executor:
     def cached(self) -> Restored:
         """Its indexed blocks, in use or not."""
         device = sum(pool.device.indexed for pool in self.pools)
-        return Restored(device, sum(len(pool.index) for pool in self.pools) - device)
+        return Restored(device, sum(len(pool.tree.by_key) for pool in self.pools) - device)
 
     def _renewed(self, domain: Domain) -> Domain:
         """The domain itself, or the one that has its place since quotas have come or gone."""
@@ -177,19 +191,19 @@ class Executor:
             return
         for sequence in self.sequences.values():
             sequence.domain = self._renewed(sequence.domain)
-        heard: list[tuple[Pool, list[Block]]] = [(pool, []) for pool in self.pools]
-        for pool, successors in heard:
-            pool.successors.append(successors)
+        superseding: list[tuple[BlockPool, Block]] = []
+        self._superseding.append(superseding)
         yield
-        for pool, successors in heard:
+        for pool in self.pools:
             for part in looks(range(len(pool.blocks))):
                 self._rebook(pool, pool.blocks[part[0] : part[-1] + 1], domains)
                 yield
-            # What they have the place of may not have been looked at.
-            pool.successors = [one for one in pool.successors if one is not successors]
-            self._rebook(pool, [block for block in successors if pool.blocks[block.slot] is block], domains)
+            # The blocks that they replace may not have been looked at.
+            later = [block for other, block in superseding if other is pool and pool.blocks[block.slot] is block]
+            self._rebook(pool, later, domains)
+        self._superseding = [one for one in self._superseding if one is not superseding]
 
-    def _rebook(self, pool: Pool, blocks: Iterable[Block | None], domains: AbstractSet[Domain]) -> None:
+    def _rebook(self, pool: BlockPool, blocks: Iterable[Block | None], domains: AbstractSet[Domain]) -> None:
         there = list(filter(None, blocks))
         # Not block by block in Python: most are of other domains.
         for block in compress(there, map(domains.__contains__, map(_DOMAIN, there))):

@@ -1,8 +1,8 @@
 """From computed tokens to findable blocks, and what happens when the tokens will not come."""
 
-from cachemgr.blocks import children as siblings
 from cachemgr.blocks.block import Block
 from cachemgr.blocks.block_keys import child_key
+from cachemgr.blocks.radix_tree import covering_child
 from cachemgr.sequences.sequence import GroupTable, Sequence, first_needed
 
 
@@ -15,7 +15,7 @@ def promise(sequence: Sequence) -> None:
         known = sequence.eviction.policy.clean_tokens(known, sequence.eviction.prompt)
     full = known // sequence.block_size
     for table in sequence.tables:
-        pending, index = table.pool.pending, table.pool.index
+        pending, index = table.pool.pending, table.pool.tree.by_key
         end = min(full, len(table.blocks))
         # Makes the keys before it too.
         sequence.key(end - 1)
@@ -90,7 +90,7 @@ def _settle_block(sequence: Sequence, table: GroupTable, place: int) -> None:
     if sequence.no_store or block.parent is not None:
         return
     wish = sequence.wishes.at(place * sequence.block_size)
-    equal = pool.index.get(key)
+    equal = pool.tree.by_key.get(key)
     if equal is not None and not (equal.refs and pool.is_on_device(equal)):
         # Two of a kind would be one too many in a pool that is just large enough.
         pool.supersede(block, equal, sequence.step)
@@ -145,8 +145,8 @@ def settle_last(sequence: Sequence) -> None:
         block = table.blocks[place] if place < len(table.blocks) else None
         if block is None or block.writer is not sequence:
             continue
-        parent, wish = table.pool.node(parent_key), sequence.wishes.at(place * size)
-        longer = None if parent is None else siblings.covering(parent, tokens, domain.extra)
+        parent, wish = table.pool.tree.node(parent_key), sequence.wishes.at(place * size)
+        longer = None if parent is None else covering_child(parent, tokens, domain.extra)
         if longer is not None:
             table.pool.grant(longer, wish)
             continue

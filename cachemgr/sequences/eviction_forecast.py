@@ -6,18 +6,18 @@ from collections.abc import Iterable
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
-from cachemgr.blocks import children as siblings
 from cachemgr.blocks.block import Block
-from cachemgr.blocks.tier import goes_before
+from cachemgr.blocks.eviction_queue import goes_before
+from cachemgr.blocks.radix_tree import children_of
 from cachemgr.retention.leases import offload_floor
 from cachemgr.types import PredictedEviction
 
 if TYPE_CHECKING:
-    from cachemgr.blocks.block_pool import Pool
+    from cachemgr.blocks.block_pool import BlockPool
     from cachemgr.blocks.tier import Tier
 
 
-def evictions(groups: Iterable[tuple[Pool, set[Block], int]]) -> list[PredictedEviction]:
+def evictions(groups: Iterable[tuple[BlockPool, set[Block], int]]) -> list[PredictedEviction]:
     """What taking device slots would evict: by pool with the blocks that stay as they are used, and how many slots."""
     takings = [(_Taking(pool, claimed), count) for pool, claimed, count in groups]
     windowed = [taking for taking, _ in takings if taking.pool.window is not None]
@@ -33,7 +33,7 @@ def evictions(groups: Iterable[tuple[Pool, set[Block], int]]) -> list[PredictedE
 class _Order:
     """In which order a tier evicts blocks. `gone` are those that have left the cache, and `claimed` ones stay."""
 
-    def __init__(self, pool: Pool, tier: Tier, claimed: set[Block], gone: set[Block]) -> None:
+    def __init__(self, pool: BlockPool, tier: Tier, claimed: set[Block], gone: set[Block]) -> None:
         self._pool = pool
         self._tier = tier
         self._claimed = claimed
@@ -80,7 +80,7 @@ class _Order:
 
     def add(self, block: Block) -> None:
         """A block moves here."""
-        is_here = [self.has(child) and child not in self._gone for child in siblings.each(block)]
+        is_here = [self.has(child) and child not in self._gone for child in children_of(block)]
         self._near[block] = 0 if self._pool.window is not None else sum(is_here)
         self._offer(block)
 
@@ -92,7 +92,7 @@ class _Order:
 class _Taking:
     """Takes slots of one pool's device."""
 
-    def __init__(self, pool: Pool, claimed: set[Block]) -> None:
+    def __init__(self, pool: BlockPool, claimed: set[Block]) -> None:
         self.pool = pool
         # Blocks that leave the cache.
         self.gone: set[Block] = set()
@@ -127,7 +127,7 @@ class _Taking:
     def lose_useless(self, lost: set[Block]) -> None:
         """A group with full attention has lost these: blocks of a window with the same keys can never match again."""
         for key in {block.key for block in lost}:
-            block = self.pool.index.get(key)
+            block = self.pool.tree.by_key.get(key)
             if block is None or block.refs or block in self._claimed or block in self.gone:
                 continue
             if self._below is not None and self._below.has(block):
@@ -145,7 +145,7 @@ class _Taking:
 
     def _move_down(self, block: Block) -> bool:
         pool, below = self.pool, self._below
-        carries = pool.window is None and any(child not in self.gone for child in siblings.each(block))
+        carries = pool.window is None and any(child not in self.gone for child in children_of(block))
         may = carries or block.priority >= offload_floor(block, pool.offload_min_priority)
         has_backup = self._has_backup(block)
         if below is not None and may and (has_backup or self._has_room_below(block, carries)):
@@ -186,7 +186,7 @@ class _Taking:
         self.gone.add(block)
         if self.pool.window is not None or block.children is None:
             return
-        for child in self.pool.descendants(block):
+        for child in self.pool.tree.descendants(block):
             if child not in self.gone:
                 self.gone.add(child)
                 # A slot that a copy still uses is not given back.

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import compress
 
-from cachemgr.blocks.block_pool import Pool
+from cachemgr.blocks.block_pool import BlockPool, PoolListener
+from cachemgr.blocks.block_record import IndexJournal
 from cachemgr.blocks.events import EventLog
-from cachemgr.blocks.journal import IndexJournal
 from cachemgr.retention.leases import LeaseBook
 from cachemgr.sequences.clients import Executor
-from cachemgr.types import ExecutorSpec, ManagerConfig, PoolShare, TierKind
+from cachemgr.types import ExecutorSpec, ManagerConfig, PoolShare, PoolSpec, TierKind
 from cachemgr.validation import check_id
 from protos.errors import InvalidField
 
@@ -78,23 +78,34 @@ def _check_contents(spec: ExecutorSpec, group: int, path: str) -> None:
 
 
 def new_pools(
-    spec: ExecutorSpec, config: ManagerConfig, events: EventLog, leases: LeaseBook, journal: IndexJournal
-) -> list[Pool]:
+    config: ManagerConfig,
+    events: EventLog,
+    leases: LeaseBook,
+    journal: IndexJournal,
+    spec: ExecutorSpec,
+    listener: PoolListener,
+) -> list[BlockPool]:
     """Empty pools as an executor announces them."""
-    return [
-        Pool(
+    windowed: list[BlockPool] = []
+
+    def new_pool(pool: PoolSpec) -> BlockPool:
+        return BlockPool(
             spec.executor_id,
             pool,
             spec.block_size,
             events,
             leases,
             journal,
+            listener,
+            windowed=windowed if pool.attention_window is None else (),
             offload_min_priority=config.secondary_offload_min_priority,
             write_through=config.write_through,
             lost_blocks=config.lost_blocks,
         )
-        for pool in spec.pools
-    ]
+
+    pools = [new_pool(pool) for pool in spec.pools]
+    windowed += [pool for pool in pools if pool.window is not None]
+    return pools
 
 
 def outlives(before: ExecutorSpec, spec: ExecutorSpec) -> bool:
@@ -127,6 +138,6 @@ def share_memory(executor: Executor, spec: ExecutorSpec, shares: Mapping[str, Po
         pool.share_number = share.number
 
 
-def fits(pool: Pool, share: PoolShare | None) -> bool:
+def fits(pool: BlockPool, share: PoolShare | None) -> bool:
     """Whether an operator's share is about a pool as it is now."""
     return share is not None and share.num_blocks == pool.spec.num_blocks and 0 < share.total_blocks <= share.num_blocks

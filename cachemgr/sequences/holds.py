@@ -8,19 +8,19 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from cachemgr.blocks.block import Block, Node
-from cachemgr.blocks.tier import account_of
+from cachemgr.blocks.quota import account_of
 from cachemgr.retention.priority import MAX_PRIORITY, PIN, Wish
 from cachemgr.types import Outcome, PinRecord, Receipt
 
 if TYPE_CHECKING:
-    from cachemgr.blocks.block_pool import Pool
+    from cachemgr.blocks.block_pool import BlockPool
 
-    Kept = list[tuple[Pool, Block]]
+    Kept = list[tuple[BlockPool, Block]]
 
 
 T = TypeVar("T")
 
-_BLOCK: Callable[[tuple[Pool, Block]], Block] = itemgetter(1)
+_BLOCK: Callable[[tuple[BlockPool, Block]], Block] = itemgetter(1)
 
 # On one executor, beyond which callers' hints make no more: operators see all of them, and each is kept in Redis.
 MAX_PINS = 1000
@@ -64,7 +64,7 @@ class Holds:
         # Holds of each block, pins of each block, and pinned blocks of each pool.
         self._held: Counter[Block] = Counter()
         self._pinned: Counter[Block] = Counter()
-        self._pinned_in: Counter[Pool] = Counter()
+        self._pinned_in: Counter[BlockPool] = Counter()
         self._num_pins = 0
         # Whether blocks of holds whose time is over are still held.
         self.is_behind = False
@@ -81,7 +81,7 @@ class Holds:
         """Holds blocks of a session's sequence for owners, each until a time."""
         self._add(Hold(f"hold-{self._next_number()}", blocks, owners, pin=False, session_id=session_id))
 
-    def replace(self, pool: Pool, old: Block, block: Block) -> None:
+    def replace(self, pool: BlockPool, old: Block, block: Block) -> None:
         """A block has taken the place of another in the index: what holds the one holds the other."""
         for hold in self if old in self._held else ():
             for index, (_, held) in enumerate(hold.blocks):
@@ -142,7 +142,7 @@ class Holds:
             self._degrade(hold, now)
         return Pinned(name, receipt, names)
 
-    def restore_pins(self, pins: Iterable[PinRecord], pools: Sequence[Pool], now: float) -> None:
+    def restore_pins(self, pins: Iterable[PinRecord], pools: Sequence[BlockPool], now: float) -> None:
         """Pins the blocks of an earlier manager's pins that are cached again, oldest pin first.
 
         The oldest pins become leases as far as all together are beyond the budget.
@@ -151,7 +151,7 @@ class Holds:
             cached = [
                 (pools[group], block)
                 for group, key in pin.blocks
-                if group < len(pools) and (block := pools[group].index.get(key)) is not None
+                if group < len(pools) and (block := pools[group].tree.by_key.get(key)) is not None
             ]
             blocks = complete(cached) if pin.remaining > 0 else []
             if blocks:
@@ -268,7 +268,7 @@ class Holds:
             _take_off(pinned, map(_BLOCK, blocks))
             _take_off(self._pinned_in, [pool for pool, block in blocks if block not in pinned])
 
-    def _budget(self, pool: Pool) -> int:
+    def _budget(self, pool: BlockPool) -> int:
         return int(pool.device.total * self._pin_budget)
 
     def _fitting(self, blocks: Kept, *, displace: bool) -> Kept:
@@ -342,17 +342,17 @@ class _Standing:
     def __init__(self, *, arrived: bool) -> None:
         """arrived: whether a block whose bytes are on their way is left out, with what stands on it."""
         self._arrived = arrived
-        self.complete: dict[Block, Pool] = {}
+        self.complete: dict[Block, BlockPool] = {}
         self._left_out: set[Block] = set()
 
-    def add(self, pool: Pool, block: Block) -> bool:
+    def add(self, pool: BlockPool, block: Block) -> bool:
         """Whether nothing is lost that a block stands on: what lies in a lower tier may outlive that."""
         line: list[Block] = []
         node: Node | None = block
         is_complete = True
         while isinstance(node, Block) and node not in self.complete:
             line.append(node)
-            if node in self._left_out or (self._arrived and node in pool.moving):
+            if node in self._left_out or (self._arrived and node in pool.offloader.moving):
                 is_complete = False
                 break
             if pool.window is not None:
@@ -375,5 +375,5 @@ def complete(blocks: Kept) -> Kept:
     return sorted(((pool, block) for block, pool in standing.complete.items()), key=_depth)
 
 
-def _depth(kept: tuple[Pool, Block]) -> int:
+def _depth(kept: tuple[BlockPool, Block]) -> int:
     return kept[1].depth

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from cachemgr.blocks import children as siblings
 from cachemgr.blocks.block import Block, Node
 from cachemgr.blocks.block_keys import child_key, extra_bytes
-from cachemgr.blocks.block_pool import Pool
+from cachemgr.blocks.block_pool import BlockPool
+from cachemgr.blocks.radix_tree import closest_child
 from cachemgr.sequences.sequence import Sequence, first_needed
 from cachemgr.types import TierKind
 
@@ -94,28 +94,30 @@ class _Finder:
                 return self._match(place, start, [])
         raise AssertionError("nothing is always covered")
 
-    def _leading(self, pool: Pool) -> int:
+    def _leading(self, pool: BlockPool) -> int:
         for place in range(self._top):
             if self._block(pool, place) is None:
                 return place
         return self._top
 
-    def _block(self, pool: Pool, place: int) -> Block | None:
+    def _block(self, pool: BlockPool, place: int) -> Block | None:
         key = self._sequence.key(place)
-        block = pool.index.get(key)
+        block = pool.tree.by_key.get(key)
         if block is not None:
             return block if self._is_usable(pool, block) else None
         if self._pending:
             block = pool.pending.get(key)
             if block is not None:
-                assert block.writer is not None
+                assert isinstance(block.writer, Sequence)
                 if block.writer.scheduler is not self._sequence.scheduler:
                     return None
         return block
 
-    def _is_usable(self, pool: Pool, block: Block) -> bool:
+    def _is_usable(self, pool: BlockPool, block: Block) -> bool:
         """Whether its bytes are there, and not too far down."""
-        return pool.is_on_device(block) or (block not in pool.moving and pool.tier_of(block).kind <= self._lowest)
+        if pool.is_on_device(block):
+            return True
+        return block not in pool.offloader.moving and pool.tier_of(block).kind <= self._lowest
 
     def _look_up(self) -> None:
         for pool in self._pools:
@@ -143,7 +145,7 @@ class _Finder:
         start = place * self._size
         end = min(start + self._size, self._limit)
         parent_key = self._sequence.key(place - 1)
-        parents = [pool.node(parent_key) for pool in self._pools]
+        parents = [pool.tree.node(parent_key) for pool in self._pools]
         best: tuple[list[Block], int] = [], 0
         for stop, extra in self._beginnings(start, end):
             wanted = self._sequence.packed(start, stop)
@@ -186,22 +188,22 @@ class _Finder:
         key = child_key(self._sequence.key(place - 1), tokens, extra)
         sources: list[Block] = []
         for pool in self._pools:
-            block = pool.index.get(key)
+            block = pool.tree.by_key.get(key)
             if block is None or not self._is_usable(pool, block):
                 return [], 0
             sources.append(block)
         return sources, end - start
 
-    def _closest(self, pool: Pool, node: Node, wanted: bytes, extra: bytes) -> tuple[Block | None, int]:
-        if self._partly is Partial.COPY and not pool.moving and self._lowest is TierKind.DISK:
-            return siblings.closest(node, wanted, extra)
+    def _closest(self, pool: BlockPool, node: Node, wanted: bytes, extra: bytes) -> tuple[Block | None, int]:
+        if self._partly is Partial.COPY and not pool.offloader.moving and self._lowest is TierKind.DISK:
+            return closest_child(node, wanted, extra)
 
         def is_usable(block: Block) -> bool:
             if self._partly is Partial.COPY and self._is_usable(pool, block):
                 return True
             return not block.refs and block.children is None and pool.is_on_device(block)
 
-        return siblings.closest(node, wanted, extra, is_usable)
+        return closest_child(node, wanted, extra, is_usable)
 
     def _match(self, place: int, tokens: int, sources: list[Block]) -> Match:
         match = Match(tokens, sources=sources, num_copied=tokens - place * self._size)
@@ -212,7 +214,7 @@ class _Finder:
             blocks += found[needed:place]
             match.blocks.append(blocks)
             for index, block in enumerate(blocks):
-                if block is not None and block.writer is not None and index > last:
+                if block is not None and isinstance(block.writer, Sequence) and index > last:
                     last, match.writer = index, block.writer
         return match
 

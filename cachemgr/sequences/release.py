@@ -4,9 +4,9 @@ from collections.abc import Iterable, Iterator
 
 from cachemgr.blocks.block import Block
 from cachemgr.blocks.block_keys import cut_extra_keys
-from cachemgr.blocks.block_pool import Pool
+from cachemgr.blocks.block_pool import BlockPool
 from cachemgr.blocks.events import EventLog
-from cachemgr.blocks.leftovers import Leftovers
+from cachemgr.blocks.recovery import Leftovers, restart
 from cachemgr.errors import SharedBlockError, VoidSequenceError, WindowPassedError
 from cachemgr.sequences.clients import Executor, Scheduler
 from cachemgr.sequences.commit import settle, settle_last, void, withdraw
@@ -123,7 +123,7 @@ def _keep(sequence: Sequence, now: float) -> None:
         executor.holds.pin(complete(pinned), rule.holder, now, duration)
 
 
-def to_overwrite(executor: Executor) -> Iterator[tuple[Pool, int]]:
+def to_overwrite(executor: Executor) -> Iterator[tuple[BlockPool, int]]:
     """Places whose bytes were forgotten, as far as no copy has overwritten them yet. Its sequences end."""
     for sequence in executor.sequences.values():
         if sequence.forgotten:
@@ -156,7 +156,7 @@ def lose(executor: Executor, events: EventLog, leftovers: Leftovers) -> None:
     """
     _end_epoch(executor)
     executor.holds.clear()
-    count = sum(len(pool.index) for pool in executor.pools)
+    count = sum(len(pool.tree.by_key) for pool in executor.pools)
     if count > MOST_TOLD:
         events.skip(count)
     for pool in executor.pools:
@@ -183,7 +183,7 @@ def carry_over(before: Executor, executor: Executor) -> None:
     for pool in executor.pools:
         spec = executor.spec.pools[pool.spec.group]
         filled = {tier: executor.spec.generations(tier, spec.group) for tier in (TierKind.HOST, TierKind.DISK)}
-        pool.restart(spec, filled, held, [place for other, place in zeroing if other is pool])
+        restart(pool, spec, executor, filled, held, [place for other, place in zeroing if other is pool])
     executor.holds.keep_cached()
 
 

@@ -13,7 +13,7 @@ from cachemgr.types import Admission, ExtraKey, Prefix, Retention, SequenceView,
 
 if TYPE_CHECKING:
     from cachemgr.blocks.block import Block
-    from cachemgr.blocks.block_pool import Pool
+    from cachemgr.blocks.block_pool import BlockPool
     from cachemgr.sequences.clients import Executor, Scheduler
     from cachemgr.sequences.eviction_policy import Eviction
     from cachemgr.sequences.transfers import Ticket
@@ -29,7 +29,7 @@ class GroupTable:
 
     __slots__ = ("anchors", "blocks", "first", "pool", "settled")
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
         self.blocks: list[Block | None] = []
         self.settled = 0
@@ -239,9 +239,10 @@ class Sequence:
         """Notes every sequence that has yet to fill a block of this one."""
         for table in self.tables:
             for block in table.blocks:
-                if block is not None and block.writer is not None and block.writer is not self:
-                    self.waits_on.add(block.writer)
-                    block.writer.dependents.add(self)
+                writer = None if block is None else block.writer
+                if isinstance(writer, Sequence) and writer is not self:
+                    self.waits_on.add(writer)
+                    writer.dependents.add(self)
 
 
 def blocks_for(tokens: int, block_size: int) -> int:

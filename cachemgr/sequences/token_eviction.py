@@ -13,7 +13,7 @@ from protos.errors import InvalidField
 
 if TYPE_CHECKING:
     from cachemgr.blocks.block import Block
-    from cachemgr.blocks.block_pool import Pool
+    from cachemgr.blocks.block_pool import BlockPool
     from cachemgr.sequences.sequence import Sequence
     from cachemgr.types import SyncRequest
 
@@ -129,7 +129,7 @@ def doom(sequence: Sequence) -> None:
         table.pool.doomed.update(sequence.private)
 
 
-def left_behind(sequence: Sequence) -> Iterator[tuple[Pool, Block]]:
+def left_behind(sequence: Sequence) -> Iterator[tuple[BlockPool, Block]]:
     """Of a sequence that has moved: what it computed before and is still cached, from the root on."""
     eviction, (table,) = sequence.eviction, sequence.tables
     assert eviction is not None
@@ -141,7 +141,7 @@ def left_behind(sequence: Sequence) -> Iterator[tuple[Pool, Block]]:
         tokens, extra = sequence.packed(start, end), sequence.extra_of(start, end)
         keys.append(child_key(sequence.key(full - 1), tokens, extra))
     for key in keys if not sequence.no_store else ():
-        block = table.pool.index.get(key)
-        if block is None or block in table.pool.moving:
+        block = table.pool.tree.by_key.get(key)
+        if block is None or block in table.pool.offloader.moving:
             return
         yield table.pool, block

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator
-from functools import partial
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 from cachemgr.blocks.block import Block
-from cachemgr.blocks.tier import account_of
+from cachemgr.blocks.quota import account_of
 from cachemgr.types import RemovalCause, Transfer
 
 if TYPE_CHECKING:
-    from cachemgr.blocks.block_pool import Pool
-    from cachemgr.blocks.tier import Account, Tier
-    from cachemgr.sequences.clients import Executor, Scheduler
+    from cachemgr.blocks.block_pool import BlockPool
+    from cachemgr.blocks.quota import Account
+    from cachemgr.blocks.tier import Tier
+    from cachemgr.sequences.clients import Scheduler
     from cachemgr.sequences.sequence import GroupTable, Sequence
 
 # Backups that are copied at a time, over all pools of an executor.
@@ -80,7 +80,7 @@ class Ticket:
         self,
         number: int,
         purpose: Purpose,
-        pool: Pool,
+        pool: BlockPool,
         source: Block | None,
         target: Block,
         *,
@@ -129,6 +129,11 @@ class Ticket:
         """The copies that let go of their blocks together: it and others, or it alone."""
         return [self] if self.fetch is None else self.fetch.tickets
 
+    def offer(self) -> None:
+        """The moving block may be evicted at another time than before: so far as it can be recalled, that counts."""
+        if self.opened_by is not None:
+            self.opened_by.offer(self)
+
     def detach(self, table: GroupTable) -> None:
         """Lets the sequence go. What a device source stands on stays referenced: its parent could not be taken."""
         assert self.sequence is not None
@@ -150,11 +155,9 @@ class Ticket:
         if outcome is Outcome.FAILED:
             self.pool.tier_of(self.source or self.target).counters.failed_copies += 1
         if self.purpose is Purpose.MOVE:
-            self.pool.moving.pop(self.target, None)
-            if self.pool.leaving.get(self.source) is self:
-                del self.pool.leaving[self.source]
+            self.pool.offloader.ended(self)
             if outcome is Outcome.DONE:
-                self.pool.has_left(self.target)
+                self.pool.offloader.has_left(self.target)
             else:
                 self._lose(self.target)
         elif self.purpose is Purpose.BACKUP:
@@ -240,7 +243,7 @@ class OpenedCopies:
         while heap:
             priority, _, _, ticket = heap[0]
             block = ticket.target
-            moving = ticket.opened_by is self and ticket.pool.moving.get(block) is ticket
+            moving = ticket.opened_by is self and block in ticket.pool.offloader.moving
             if moving and block.parent is not None and not block.near and block.priority == priority:
                 return block
             heappop(heap)
@@ -268,7 +271,7 @@ class OpenedCopies:
 class Fetch:
     """Copies of a chain to the device, for nobody: the blocks change places together, when all are there."""
 
-    def __init__(self, pool: Pool, tickets: list[Ticket]) -> None:
+    def __init__(self, pool: BlockPool, tickets: list[Ticket]) -> None:
         self._pool = pool
         self.tickets = tickets
         self._open = len(tickets)
@@ -288,7 +291,7 @@ class Fetch:
             source = ticket.source
             assert source is not None
             good = good and ticket not in self._failed
-            if self._pool.index.get(source.key) is not source:
+            if self._pool.tree.by_key.get(source.key) is not source:
                 continue
             parent = source.parent
             good = good and (
@@ -306,37 +309,33 @@ class Fetch:
 class Copies:
     """Opens the tickets of one executor."""
 
-    def __init__(self, executor: Executor, next_number: Callable[[], int]) -> None:
-        self._tickets = executor.tickets
-        self._pools = executor.pools
+    def __init__(self, tickets: dict[int, Ticket], next_number: Callable[[], int]) -> None:
+        self._tickets = tickets
         self._next_number = next_number
-        for pool in executor.pools:
-            pool.on_moved = partial(self._move, pool)
-            pool.on_recalled = partial(self._recall, pool)
-            pool.on_doomed = partial(self._overwrite, pool, Purpose.ZERO)
-            pool.on_withheld = partial(self._overwrite, pool, Purpose.CLEAR)
 
     def _add(self, ticket: Ticket) -> Ticket:
         self._tickets[ticket.number] = ticket
         return ticket
 
-    def _move(self, pool: Pool, moved: Block, occupant: Block, writer: Sequence | None) -> None:
-        scheduler = None if writer is None else writer.scheduler
+    def offload(self, pool: BlockPool, moved: Block, occupant: Block, sequence: Sequence | None) -> Ticket:
+        """A block has moved to a lower tier, for the sake of a sequence; `occupant` has the slot that it leaves."""
+        scheduler = None if sequence is None else sequence.scheduler
         ticket = self._add(Ticket(self._next_number(), _MOVE, pool, occupant, moved, scheduler=scheduler))
-        pool.moving[moved] = pool.leaving[occupant] = ticket
-        if writer is not None:
-            writer.opened.add(ticket)
+        if sequence is not None:
+            sequence.opened.add(ticket)
+        return ticket
 
-    def _recall(self, pool: Pool, block: Block, writer: Sequence) -> None:
-        ticket = pool.moving.pop(block)
-        writer.opened.recall(ticket)
-        del self._tickets[ticket.number]
-        del pool.leaving[ticket.source]
+    def recall(self, number: int, sequence: Sequence) -> None:
+        """The copy of such a block is called off."""
+        sequence.opened.recall(self._tickets.pop(number))
 
-    def _overwrite(self, pool: Pool, purpose: Purpose, block: Block) -> None:
+    def overwrite(self, pool: BlockPool, purpose: Purpose, block: Block) -> None:
+        """A slot is overwritten with zeros."""
         self._add(Ticket(self._next_number(), purpose, pool, None, block))
 
-    def fill(self, sequence: Sequence, pool: Pool, source: Block, target: Block, index: int, num_tokens: int) -> None:
+    def fill(
+        self, sequence: Sequence, pool: BlockPool, source: Block, target: Block, index: int, num_tokens: int
+    ) -> None:
         """The target, at this place of the sequence's table, gets what the source holds, whose reference passes on."""
         pool.retain(target)
         number = self._next_number()
@@ -349,11 +348,11 @@ class Copies:
             tier.counters.onboarded += 1
             tier.counters.copied_bytes += pool.spec.block_bytes
 
-    def back_up(self) -> None:
+    def back_up(self, pools: list[BlockPool]) -> None:
         """Begins copies of device blocks to empty slots below; the executor gets them with its next renewal."""
-        for pool in self._pools:
+        for pool in pools:
             backups, tier = pool.backups, pool.backups.tier
-            for block in backups.next(MAX_BACKUPS // len(self._pools) - backups.running):
+            for block in backups.next(MAX_BACKUPS // len(pools) - backups.running):
                 assert tier is not None
                 target = Block(tier.take_empty())
                 target.refs = 1
@@ -362,7 +361,7 @@ class Copies:
                 backups.begun(self._add(Ticket(self._next_number(), Purpose.BACKUP, pool, block, target)))
                 pool.device.counters.copied_bytes += pool.spec.block_bytes
 
-    def fetch(self, pool: Pool, chain: list[Block]) -> list[Transfer]:
+    def fetch(self, pool: BlockPool, chain: list[Block]) -> list[Transfer]:
         """Brings blocks of a chain, parents first, to the device, as far as there is room and up to one on its way."""
         here = [block for block in chain if pool.is_on_device(block)]
         below = [block for block in chain if not pool.is_on_device(block)]
@@ -370,7 +369,7 @@ class Copies:
         on_the_way = {ticket.source for ticket in self._tickets.values() if ticket.purpose is Purpose.FETCH}
         sources: list[Block] = []
         for source in below[: max(0, room)]:
-            if source in pool.moving or source in on_the_way:
+            if source in pool.offloader.moving or source in on_the_way:
                 break
             sources.append(source)
         if not sources:

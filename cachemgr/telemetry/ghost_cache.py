@@ -23,15 +23,15 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from cachemgr.blocks.block_keys import child_key
+from cachemgr.blocks.hit_counters import BUCKET_SECONDS, MAX_WINDOW_SECONDS
 from cachemgr.retention.priority import DEFAULT_PRIORITY, Wish
-from cachemgr.telemetry.counters import BUCKET_SECONDS, MAX_WINDOW_SECONDS
 from cachemgr.telemetry.nested_caches import Content, Ghost, NestedCaches
 from cachemgr.types import GhostCache, GhostPolicy, GhostReport
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from cachemgr.blocks.block_pool import Pool
+    from cachemgr.blocks.block_pool import BlockPool
     from cachemgr.sequences.sequence import Sequence as LiveSequence
     from cachemgr.types import ManagerConfig
 
@@ -114,7 +114,7 @@ class Ghosts:
     partial_reuse: blocks that only begin as a prompt goes on are found, too.
     """
 
-    def __init__(self, pool: Pool, sample: int, *, partial_reuse: bool) -> None:
+    def __init__(self, pool: BlockPool, sample: int, *, partial_reuse: bool) -> None:
         self.pool = pool
         self._partial_reuse = partial_reuse
         self._size = pool.block_size
@@ -408,7 +408,7 @@ def _is_covered(caches: NestedCaches, content: Content | None) -> bool:
     return content is not None and caches.covering(content) is not None
 
 
-def ghosts_of(pools: Iterable[Pool], config: ManagerConfig) -> Ghosts | None:
+def ghosts_of(pools: Iterable[BlockPool], config: ManagerConfig) -> Ghosts | None:
     """Those of an executor: of its first pool with full attention, which decides how much of a prompt is found."""
     pool = next((pool for pool in pools if pool.window is None), None)
     if pool is None or not config.ghost_sample:

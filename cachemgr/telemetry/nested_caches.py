@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from cachemgr.blocks import children as siblings
-from cachemgr.blocks.block import Block, EvictionOrder, Node
+from cachemgr.blocks.block import Block, Node
 from cachemgr.blocks.events import EventLog
+from cachemgr.blocks.eviction_queue import EvictionOrder
+from cachemgr.blocks.radix_tree import add_child, closest_child, covered_children, covering_child, remove_child
 from cachemgr.retention.leases import LeaseBook, effective_priority
 from cachemgr.retention.priority import Wish
 from cachemgr.types import BlockView
@@ -118,7 +119,7 @@ class NestedCaches:
         best, common = None, 0
         for number in reversed(caches):
             if best is None or best.zone > number:
-                found, common = siblings.closest(node, tokens, extra, partial(_is_in, number))
+                found, common = closest_child(node, tokens, extra, partial(_is_in, number))
                 if found is None:
                     return
                 assert isinstance(found, Ghost)
@@ -141,14 +142,14 @@ class NestedCaches:
     def covering(self, content: Content) -> Ghost | None:
         """A block that begins with what another would hold."""
         node = self._parents.get(content.parent)
-        found = None if node is None else siblings.covering(node, content.tokens, content.domain.extra)
+        found = None if node is None else covering_child(node, content.tokens, content.domain.extra)
         assert found is None or isinstance(found, Ghost)
         return found
 
     def cover(self, content: Content) -> None:
         """Forgets blocks that no sequence uses and that are the beginning of a longer one."""
         node = self._parents.get(content.parent)
-        for block in [] if node is None else siblings.covered(node, content.tokens, content.domain.extra):
+        for block in [] if node is None else covered_children(node, content.tokens, content.domain.extra):
             assert isinstance(block, Ghost)
             if not block.refs:
                 self._orders[block.zone].remove(block)
@@ -198,7 +199,7 @@ class NestedCaches:
         del self.blocks[block.key]
         node = block.node
         if node is not None:
-            siblings.remove(node, block)
+            remove_child(node, block)
             if node.children is None:
                 del self._parents[node.key]
         if block.lease is not None:
@@ -209,7 +210,7 @@ class NestedCaches:
         if node is None:
             node = self._parents[content.parent] = Node(content.parent)
         block.node, block.tokens, block.domain = node, content.tokens, content.domain
-        siblings.add(node, block)
+        add_child(node, block)
 
 
 def _is_in(cache: int, block: Block) -> bool:

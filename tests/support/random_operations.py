@@ -12,7 +12,7 @@ from inspect import GEN_SUSPENDED, getgeneratorstate
 from random import Random
 from typing import Any
 
-from cachemgr.blocks import steps
+from cachemgr import steps
 from cachemgr.blocks.block_record import BlockRecord
 from cachemgr.errors import (
     PoolInUseError,
@@ -472,7 +472,7 @@ class RandomLife:
             assert told <= self._removed() - self.removed_before
         if isinstance(meant, ForgetTarget) and meant.salt is not None:
             for pool in self._pools():
-                assert all(block.domain.salt != meant.salt for block in pool.index.values())
+                assert all(block.domain.salt != meant.salt for block in pool.tree.by_key.values())
 
     def _check_accounts(self) -> None:
         """Every block counts against the quota that is there."""

@@ -85,7 +85,7 @@ def inner(world):
 
 
 def lose_a_reference(pool, world):
-    pool.index[next(iter(pool.index))].refs -= 1
+    pool.tree.by_key[next(iter(pool.tree.by_key))].refs -= 1
 
 
 def forget_a_slot(pool, world):
@@ -105,11 +105,11 @@ def leave_the_order(pool, world):
 
 
 def change_tokens(pool, world):
-    next(iter(pool.index.values())).tokens = b"\0" * 16
+    next(iter(pool.tree.by_key.values())).tokens = b"\0" * 16
 
 
 def lose_a_parent(pool, world):
-    del pool.index[next(key for key, block in pool.index.items() if not block.depth)]
+    del pool.tree.by_key[next(key for key, block in pool.tree.by_key.items() if not block.depth)]
 
 
 def write_twice(pool, world):

@@ -8,9 +8,11 @@ import pytest
 
 from cachemgr.blocks import block_keys as keys
 from cachemgr.blocks.block import Block
-from cachemgr.blocks.steps import Doomed, at_once
-from cachemgr.blocks.tier import Account, Tier, account_of
+from cachemgr.blocks.quota import Account, account_of
+from cachemgr.blocks.tier import Tier
+from cachemgr.operators.removal_plan import RemovalPlan
 from cachemgr.sequences.transfers import OpenedCopies
+from cachemgr.steps import at_once
 from cachemgr.types import ForgetTarget, ManagerConfig, Prefix
 from tests.support.in_process_manager import World
 from tests.support.random_operations import live_long
@@ -54,7 +56,7 @@ def test_the_copy_that_is_recalled_is_the_one_whose_block_goes_first(monkeypatch
         moving = [
             ticket.target
             for ticket in opened
-            if ticket.pool.moving.get(ticket.target) is ticket
+            if ticket.pool.offloader.moving.get(ticket.target) is ticket
             and ticket.target.parent is not None
             and ticket.pool.tier_of(ticket.target) is tier
             and not ticket.target.near
@@ -142,9 +144,9 @@ def counted(owner: object, name: str) -> Iterator[list[int]]:
 def test_a_plan_of_what_goes_is_nothing_that_a_garbage_collection_walks():
     world = one_chain(64)
     pool = world.manager.queries.pool_to_read("e/0")
-    plan = Doomed()
-    at_once(plan.add_all(pool, list(pool.index.values())))
-    assert len(list(plan.blocks())) == len(pool.index) >= 64
+    plan = RemovalPlan()
+    at_once(plan.add_all(pool, list(pool.tree.by_key.values())))
+    assert len(list(plan.blocks())) == len(pool.tree.by_key) >= 64
     keyed = vars(plan)["_by_depth"].values()
     assert keyed
     assert not any(map(gc.is_tracked, keyed))

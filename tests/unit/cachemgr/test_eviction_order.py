@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachemgr.blocks.block import Block, EvictionOrder
+from cachemgr.blocks.block import Block
+from cachemgr.blocks.eviction_queue import EvictionOrder
 from tests.support.in_process_manager import World
 from tests.support.work import work_of
 

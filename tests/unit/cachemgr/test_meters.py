@@ -2,7 +2,7 @@
 
 import random
 
-from cachemgr.telemetry.counters import HALF_LIFE_SECONDS, MAX_SALTS, TokenCount, TokenMeter
+from cachemgr.blocks.hit_counters import HALF_LIFE_SECONDS, MAX_SALTS, TokenCount, TokenMeter
 
 
 def check_sums(meter: TokenMeter) -> None:

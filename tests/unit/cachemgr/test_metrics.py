@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from cachemgr.telemetry.counters import MAX_SALTS
+from cachemgr.blocks.hit_counters import MAX_SALTS
 from cachemgr.telemetry.prometheus import LONGEST_STALL, Stalls, families
 from cachemgr.types import BlockFilter, RemovalCause
 from protos.rpc.logs import short_hash

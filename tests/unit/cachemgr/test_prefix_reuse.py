@@ -61,7 +61,7 @@ def test_a_group_without_its_window_shortens_the_match():
     world = World(8, windows=(None, 4))
     world.cache(list(range(16)))
     world.manager._state.executors["e"].pools[1].discard(
-        next(block for block in world.manager._state.executors["e"].pools[1].index.values() if block.depth == 3),
+        next(block for block in world.manager._state.executors["e"].pools[1].tree.by_key.values() if block.depth == 3),
         cause=2,
     )
     # Without the last block of the window only what ends before it is a match: block 3 is computed again.

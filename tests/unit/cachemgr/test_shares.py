@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from cachemgr.blocks.steps import Steps, at_once
 from cachemgr.errors import PoolInUseError, SequenceTooLongError
 from cachemgr.manager import CacheManager
 from cachemgr.operators.operator_journal import Kind
 from cachemgr.operators.state_dump import state_hash
+from cachemgr.steps import Steps, at_once
 from cachemgr.types import EventKind, ForgetTarget, PoolView, Prefix, Quota, RemovalCause
 from protos.errors import InvalidField
 from tests.support.in_process_manager import CONFIG, World

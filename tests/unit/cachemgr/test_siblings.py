@@ -3,9 +3,16 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachemgr.blocks import children as siblings
 from cachemgr.blocks.block import Block, Node
 from cachemgr.blocks.block_keys import Domain, pack, packed_bytes
+from cachemgr.blocks.radix_tree import (
+    add_child,
+    children_of,
+    closest_child,
+    covered_children,
+    covering_child,
+    remove_child,
+)
 
 DOMAIN = Domain(b"model")
 TOKENS = st.lists(st.sampled_from([0, 1, 256, 257]), min_size=1, max_size=5)
@@ -17,7 +24,7 @@ def build(lists):
         block = Block(slot)
         block.domain = DOMAIN
         block.tokens = packed_bytes(pack(tokens))
-        siblings.add(node, block)
+        add_child(node, block)
         blocks.append(block)
     return node, blocks
 
@@ -33,7 +40,7 @@ def common(one, other):
 def test_the_closest_of_those_that_may_be_used_has_the_longest_common_prefix(lists, wanted, usable):
     node, _ = build(lists)
     best = max((common(tokens, wanted) for slot, tokens in enumerate(lists) if slot in usable), default=0)
-    block, length = siblings.closest(node, packed_bytes(pack(wanted)), b"", lambda block: block.slot in usable)
+    block, length = closest_child(node, packed_bytes(pack(wanted)), b"", lambda block: block.slot in usable)
     assert length == best
     assert (block is None) == (best == 0)
     if block is not None:
@@ -45,10 +52,10 @@ def test_of_very_many_siblings_few_are_looked_at():
     looked_at = []
     node, _ = build([1, number, 2] for number in range(0, 20_000, 2))
     wanted = packed_bytes(pack([1, 10_001, 2]))
-    assert siblings.closest(node, wanted, b"", looked_at.append) == (None, 0)
+    assert closest_child(node, wanted, b"", looked_at.append) == (None, 0)
     assert len(looked_at) <= 64
     looked_at.clear()
-    assert siblings.closest(node, packed_bytes(pack([2, 1])), b"", looked_at.append) == (None, 0)
+    assert closest_child(node, packed_bytes(pack([2, 1])), b"", looked_at.append) == (None, 0)
     assert not looked_at
 
 
@@ -56,11 +63,11 @@ def test_of_very_many_siblings_few_are_looked_at():
 def test_what_covers_and_what_is_covered_is_found(lists, wanted):
     node, _ = build(lists)
     packed = packed_bytes(pack(wanted))
-    longer = siblings.covering(node, packed)
+    longer = covering_child(node, packed)
     assert (longer is not None) == any(tokens[: len(wanted)] == wanted for tokens in lists)
     assert longer is None or lists[longer.slot][: len(wanted)] == wanted
     expected = sorted((t for t in lists if len(t) < len(wanted) and wanted[: len(t)] == t), key=len, reverse=True)
-    assert [lists[block.slot] for block in siblings.covered(node, packed)] == expected
+    assert [lists[block.slot] for block in covered_children(node, packed)] == expected
 
 
 @given(st.lists(TOKENS, min_size=1, max_size=8, unique_by=tuple), st.randoms())
@@ -68,6 +75,6 @@ def test_children_leave_in_any_order(lists, random):
     node, blocks = build(lists)
     random.shuffle(blocks)
     while blocks:
-        siblings.remove(node, blocks.pop())
-        assert set(siblings.each(node)) == set(blocks)
+        remove_child(node, blocks.pop())
+        assert set(children_of(node)) == set(blocks)
     assert node.children is None

@@ -222,7 +222,7 @@ async def test_a_check_finds_what_is_wrong_and_nothing_else_while_others_work(mo
     assert await checked(manager) == []
     await other
     assert turns == 5
-    block = next(iter(manager.queries.pool_to_read("e/0").index.values()))
+    block = next(iter(manager.queries.pool_to_read("e/0").tree.by_key.values()))
     block.priority += 1
     assert {one.slot for one in await checked(manager)} == {block.slot}
     block.priority -= 1
@@ -247,7 +247,7 @@ def test_nothing_changes_the_state_of_blocks_behind_the_fingerprint():
 def test_a_check_lets_go_of_what_it_has_counted():
     world = World(4)
     world.cache(list(range(8)))
-    block = next(iter(world.manager.queries.pool_to_read("e/0").index.values()))
+    block = next(iter(world.manager.queries.pool_to_read("e/0").tree.by_key.values()))
     parts, before = world.manager.queries.check_pool_in_parts(), sys.getrefcount(block)
     for part in parts:
         assert not any(part())

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from google.protobuf.field_mask_pb2 import FieldMask
 
-from cachemgr.blocks import steps
+from cachemgr import steps
 from cachemgr.errors import ManagerFailedError
 from cachemgr.manager import CacheManager
 from cachemgr.operators.state_dump import state_hash

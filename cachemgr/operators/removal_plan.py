@@ -1,72 +1,26 @@
-"""Calls that touch very many blocks, in steps: each is whole by itself, and others are answered between two of them.
-
-A step depends on nothing but the manager's state, so a log of the steps leads to the same state again.
-"""
+"""Which blocks of an executor a purge or a forget takes out of the index."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
-from itertools import islice
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Iterable, Iterator
 
-from cachemgr.blocks import children as siblings
-
-if TYPE_CHECKING:
-    from cachemgr.blocks.block import Block
-    from cachemgr.blocks.block_pool import Pool
-
-# Blocks that one step looks at, and that one step changes: some milliseconds each.
-LOOKS, CHANGES = 8192, 256
-
-T = TypeVar("T")
-Steps = Generator[None, None, T]
+from cachemgr.blocks.block import Block
+from cachemgr.blocks.block_pool import BlockPool
+from cachemgr.blocks.radix_tree import children_of
+from cachemgr.steps import LOOKS, Steps
 
 
-def at_once(steps: Steps[T]) -> T:
-    """What a call comes to, with nothing in between."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as ended:
-            found: T = ended.value
-            return found
-
-
-def looks(items: Iterable[T]) -> Iterator[list[T]]:
-    """As many as one step looks at, at a time."""
-    return _parted(items, LOOKS)
-
-
-def drained(items: list[T]) -> Iterator[list[T]]:
-    """As `looks`, from the end, and nothing stays: a garbage collection walks all of a list that is young."""
-    while items:
-        part = items[-LOOKS:]
-        del items[-LOOKS:]
-        yield part
-
-
-def changes(items: Iterable[T]) -> Iterator[list[T]]:
-    """As many as one step changes, at a time."""
-    return _parted(items, CHANGES)
-
-
-def _parted(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    rest = iter(items)
-    while part := list(islice(rest, size)):
-        yield part
-
-
-class Doomed:
+class RemovalPlan:
     """Blocks of one executor that are to leave the index, by their keys: until their turn they may go or move."""
 
     def __init__(self) -> None:
         # By depth and key the number of the pools: a dictionary of bytes and numbers is nothing that a garbage
         # collection walks, which takes 50 ms for a million keys.
         self._by_depth: dict[int, dict[bytes, int]] = {}
-        self._holders: list[tuple[Pool, ...]] = [()]
-        self._numbers: dict[tuple[int, Pool], int] = {}
+        self._holders: list[tuple[BlockPool, ...]] = [()]
+        self._numbers: dict[tuple[int, BlockPool], int] = {}
 
-    def add(self, pool: Pool, block: Block) -> bool:
+    def add(self, pool: BlockPool, block: Block) -> bool:
         """One of them. False when it was one already."""
         keyed = self._by_depth.setdefault(block.depth, {})
         number = keyed.get(block.key, 0)
@@ -75,7 +29,7 @@ class Doomed:
         keyed[block.key] = self._with(number, pool)
         return True
 
-    def add_all(self, pool: Pool, blocks: list[Block]) -> Steps[None]:
+    def add_all(self, pool: BlockPool, blocks: list[Block]) -> Steps[None]:
         """These that are still there, with full attention and all that stands on them. It uses the list up."""
         at = 0
         while blocks:
@@ -83,7 +37,7 @@ class Doomed:
             while rest:
                 block = rest.pop()
                 if block.parent is not None and self.add(pool, block) and pool.window is None:
-                    rest.extend(siblings.each(block))
+                    rest.extend(children_of(block))
                 at += 1
                 if at % LOOKS == 0:
                     yield
@@ -95,26 +49,26 @@ class Doomed:
                 if any(pool.window is None for pool in self._holders[number]):
                     yield key
 
-    def _with(self, number: int, pool: Pool) -> int:
+    def _with(self, number: int, pool: BlockPool) -> int:
         if (number, pool) not in self._numbers:
             self._numbers[number, pool] = len(self._holders)
             self._holders.append((*self._holders[number], pool))
         return self._numbers[number, pool]
 
-    def means(self, pool: Pool, block: Block) -> bool:
+    def means(self, pool: BlockPool, block: Block) -> bool:
         """Whether a block is one of them, in this pool."""
         return pool in self._holders[self._by_depth.get(block.depth, {}).get(block.key, 0)]
 
-    def blocks(self) -> Iterator[tuple[Pool, Block]]:
+    def blocks(self) -> Iterator[tuple[BlockPool, Block]]:
         """Those that are still there."""
         for found in self._by_depth.values():
             for key, number in found.items():
                 for pool in self._holders[number]:
-                    block = pool.index.get(key)
+                    block = pool.tree.by_key.get(key)
                     if block is not None:
                         yield pool, block
 
-    def deepest_first(self) -> Iterator[tuple[bytes, tuple[Pool, ...]]]:
+    def deepest_first(self) -> Iterator[tuple[bytes, tuple[BlockPool, ...]]]:
         """All, once: what stands on a block comes before it."""
         for depth in sorted(self._by_depth, reverse=True):
             for key, number in self._by_depth.pop(depth).items():
@@ -132,7 +86,7 @@ def with_descendants(blocks: Iterable[Block]) -> Steps[dict[Block, None]]:
             block = rest.pop()
             if block not in found and block.parent is not None:
                 found[block] = None
-                rest.extend(siblings.each(block))
+                rest.extend(children_of(block))
             at += 1
             if at % LOOKS == 0:
                 yield

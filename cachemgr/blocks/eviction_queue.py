@@ -1,0 +1,202 @@
+"""The order in which cached blocks are evicted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from heapq import heapify, heappop, heappush, merge
+from operator import attrgetter
+
+from cachemgr.blocks.block import Block
+
+
+class EvictionOrder:
+    """Blocks that may be evicted now, in the order of their loss: by priority, within it least recently used first.
+
+    Per priority a ring in the order of use, and a heap for blocks that come back into the middle of it: when a lease
+    ends, or when the last child of a block that lies between others is gone. A bit per priority that has blocks.
+    """
+
+    __slots__ = ("_bits", "_late", "_rings")
+
+    def __init__(self) -> None:
+        self._bits = 0
+        # Neighbour of blocks that are in a heap of this order, and of no other's.
+        self._late = Block(0)
+        # By priority, those that have had blocks: there may be an order for each of very many tenants.
+        self._rings: dict[int, _Ring] = {}
+
+    def append(self, block: Block) -> None:
+        """Adds a block that was used more recently than all others."""
+        priority = block.priority
+        ring = self._rings.get(priority)
+        if ring is None:
+            ring = self._rings[priority] = _Ring(self._late)
+        ring.append(block)
+        self._bits |= 1 << priority
+
+    def insert(self, block: Block) -> None:
+        """Adds a block at the place that its recency gives it."""
+        priority = block.priority
+        ring = self._rings.get(priority)
+        if ring is None:
+            ring = self._rings[priority] = _Ring(self._late)
+        ring.insert(block)
+        self._bits |= 1 << priority
+
+    def remove(self, block: Block) -> None:
+        """Takes a block out; its priority must be the one that it was added with."""
+        ring = self._rings[block.priority]
+        ring.remove(block)
+        if not ring.size:
+            self._bits &= ~(1 << block.priority)
+
+    def first(self) -> Block | None:
+        """The block to lose next."""
+        bits = self._bits
+        return self._rings[(bits & -bits).bit_length() - 1].first() if bits else None
+
+    @property
+    def size(self) -> int:
+        """Blocks in it."""
+        return sum(ring.size for ring in self._rings.values())
+
+    def rings(self) -> Iterator[tuple[int, bool, list[Block]]]:
+        """Priority, its bit and its blocks, oldest first, by priority; for checks."""
+        for priority, ring in sorted(self._rings.items()):
+            yield priority, bool(self._bits >> priority & 1), ring.blocks()
+
+    def in_order(self) -> Iterator[Block]:
+        """All blocks, the next to lose first."""
+        for _, ring in sorted(self._rings.items()):
+            yield from ring.in_order()
+
+    def walk(self) -> Iterator[tuple[int, bool, Iterator[tuple[Block, bool]]]]:
+        """As `rings`, block by block: each with whether it is linked, oldest first; those in the heap come behind."""
+        for priority, ring in sorted(self._rings.items()):
+            yield priority, bool(self._bits >> priority & 1), ring.walk()
+
+
+class _Ring:
+    """The evictable blocks of one priority."""
+
+    __slots__ = ("_end", "_heap", "_late", "_mark", "size")
+
+    def __init__(self, mark: Block) -> None:
+        self._mark = mark
+        end = Block(0)
+        end.older = end.newer = end
+        self._end = end
+        # Blocks that are not linked, by their place in the order; the heap also has places that were given up. Numbers,
+        # as very many are sorted at once when too many have been given up.
+        self._late: dict[int, Block] = {}
+        self._heap: list[int] = []
+        self.size = 0
+
+    def append(self, block: Block) -> None:
+        newest = self._end.older
+        assert newest is not None
+        self._link(newest, block, self._end)
+        self.size += 1
+
+    def insert(self, block: Block) -> None:
+        end, recency = self._end, block.recency
+        oldest, newest = end.newer, end.older
+        assert oldest is not None
+        assert newest is not None
+        self.size += 1
+        if oldest is end or recency < oldest.recency:
+            self._link(end, block, oldest)
+        elif recency > newest.recency:
+            self._link(newest, block, end)
+        else:
+            if len(self._heap) > 2 * self.size:
+                self._sort()
+            place = _place(block)
+            self._late[place] = block
+            heappush(self._heap, place)
+            block.older = block.newer = self._mark
+
+    def remove(self, block: Block) -> None:
+        older, newer = block.older, block.newer
+        assert older is not None
+        assert newer is not None
+        if older is self._mark:
+            del self._late[_place(block)]
+        else:
+            older.newer = newer
+            newer.older = older
+        block.older = block.newer = None
+        self.size -= 1
+
+    def first(self) -> Block | None:
+        oldest, heap, late = self._end.newer, self._heap, self._late
+        if heap and heap[0] not in late:
+            self._pop()
+            heap = self._heap
+        if heap and (oldest is self._end or oldest is None or heap[0] >> _SLOT_BITS < oldest.recency):
+            return late[heap[0]]
+        return oldest
+
+    def _pop(self) -> None:
+        """Takes places that were given up from the top of the heap."""
+        heap, late = self._heap, self._late
+        for _ in range(1 + len(heap) // 8):
+            heappop(heap)
+            if not heap or heap[0] in late:
+                return
+        # To take very many one by one takes longer.
+        self._sort()
+
+    def _sort(self) -> None:
+        self._heap = list(self._late)
+        heapify(self._heap)
+
+    def blocks(self) -> list[Block]:
+        """All, oldest first."""
+        found = {*self._late.values()}
+        block = self._end.newer
+        while block is not None and block is not self._end:
+            found.add(block)
+            block = block.newer
+        return sorted(found, key=_RECENCY)
+
+    def in_order(self) -> Iterator[Block]:
+        late = [self._late[place] for place in sorted(self._late)]
+        return merge((block for block, is_linked in self.walk() if is_linked), late, key=_RECENCY)
+
+    def walk(self) -> Iterator[tuple[Block, bool]]:
+        block = self._end.newer
+        while block is not None and block is not self._end:
+            yield block, True
+            block = block.newer
+        # Others may come and go between two of them.
+        for block in list(self._late.values()):
+            yield block, False
+
+    @staticmethod
+    def _link(older: Block, block: Block, newer: Block) -> None:
+        block.older = older
+        block.newer = newer
+        older.newer = block
+        newer.older = block
+
+
+def _place(block: Block) -> int:
+    """Where a block stands among those of its priority: by recency, each at a place of its own."""
+    return block.recency << _SLOT_BITS | block.slot
+
+
+_SLOT_BITS = 40
+_RECENCY = attrgetter("recency")
+
+
+def loss(block: Block) -> tuple[int, int]:
+    """Where a block stands in the order of loss."""
+    return block.priority, block.recency
+
+
+def goes_before(block: Block, other: Block) -> bool:
+    """Whether a block is lost before another."""
+    if block.priority != other.priority:
+        return block.priority < other.priority
+    return block.recency < other.recency

@@ -1,0 +1,223 @@
+"""Offloading: what happens to a block of a pool with lower tiers when its slot is wanted."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, Protocol
+
+from cachemgr.blocks.block import Block
+from cachemgr.blocks.eviction_queue import goes_before
+from cachemgr.blocks.quota import Account, account_of
+from cachemgr.blocks.tier import Tier
+from cachemgr.retention.leases import offload_floor
+from cachemgr.types import RemovalCause
+
+if TYPE_CHECKING:
+    from cachemgr.blocks.block import Writer
+    from cachemgr.blocks.block_pool import BlockPool, PoolListener
+
+
+class Way(enum.Enum):
+    """How a block leaves its place."""
+
+    OUT = "of the index"
+    BY_COPY = "down, by a copy"
+    IN_BACKUP = "down, to where a copy of it lies already"
+
+
+# Looked up once, not for each block that goes.
+_OUT, _BY_COPY, _IN_BACKUP = Way
+
+
+class CopyTicket(Protocol):
+    """An open copy from one tier to a lower one, which has a reference to its target.
+
+    `holds_source` says whether it has one to its source, too.
+    """
+
+    source: Block | None
+    holds_source: bool
+
+    @property
+    def target(self) -> Block:
+        """The block that gets the bytes."""
+
+    @property
+    def number(self) -> int:
+        """The number that the executor knows it by."""
+
+    def offer(self) -> None:
+        """The target may be evicted at another time than before, if the copy can still be recalled."""
+
+
+class Offloader:
+    """Moves the evictable blocks of a pool down a tier, and knows which copies are under way."""
+
+    def __init__(self, pool: BlockPool, listener: PoolListener) -> None:
+        self._pool = pool
+        self._listener = listener
+        # Blocks in lower tiers whose bytes are on their way, with the copies; no sequence may count on them.
+        self.moving: dict[Block, CopyTicket] = {}
+        # Blocks that are not computed yet, in slots that the bytes of others have yet to leave.
+        self.leaving: dict[Block | None, CopyTicket] = {}
+
+    def offload(self, tier: Tier, victim: Block, writer: Writer | None) -> Way:
+        """Moves a block to the next tier that has slots; when it must be copied, its reference is the copy's."""
+        pool, lower = self._pool, tier.below
+        if lower is None:
+            return _OUT
+        # Without it its children in lower tiers would be worth nothing: it goes with them, whatever its priority.
+        carries = pool.window is None and victim.children is not None
+        account = account_of(victim)
+        closed = lower.is_closed(account)
+        if not carries and victim.priority < offload_floor(victim, pool.offload_min_priority):
+            return _OUT
+        if tier is pool.device:
+            copied = None if closed else pool.backups.take(victim)
+            if copied is not None:
+                self._lie_below(lower, victim, copied)
+                return _IN_BACKUP
+            # A copy that is under way would come too late, and one that may not stay makes room.
+            pool.backups.drop(victim)
+        moved: Block | None = None
+        place = None if closed else self._empty_place(lower)
+        if place is None:
+            other = self._least(lower, account, writer)
+            if other is None or not (carries or goes_before(other, victim)):
+                return _OUT
+            place = other.slot
+            if other in self.moving:
+                self._recall(lower, other, writer)
+            elif pool.vacate(lower, other, writer) is _BY_COPY:
+                moved = other
+        tier.counters.offloaded += 1
+        tier.counters.copied_bytes += pool.spec.block_bytes
+        pool.leave(tier, victim)
+        self._change_place(tier, victim, lower, place)
+        lower.used += 1
+        if account is not None:
+            lower.count(account, blocks=1, used=1)
+        if moved is not None:
+            self.begin(moved, victim, writer)
+        return _BY_COPY
+
+    def begin(self, moved: Block, occupant: Block, writer: Writer | None) -> None:
+        """Opens the copy of a block that has moved, out of the slot that another block has now."""
+        ticket = self._listener.offloading(self._pool, moved, occupant, writer)
+        self.moving[moved] = self.leaving[occupant] = ticket
+        # The ticket tells its generation.
+        self._pool.write(moved)
+
+    def ended(self, ticket: CopyTicket) -> None:
+        """A copy has ended."""
+        self.moving.pop(ticket.target, None)
+        if self.leaving.get(ticket.source) is ticket:
+            del self.leaving[ticket.source]
+
+    def has_left(self, block: Block) -> None:
+        """A block is computed: the bytes that lay in its slot before are copied, whether that is confirmed or not.
+
+        From now on its slot is free as soon as nothing uses it, which decisions about room count on.
+        """
+        if self.leaving:
+            self.leaving.pop(block, None)
+
+    def reserve(self, block: Block) -> bool:
+        """Whether the bytes that lay in a block's slot before must leave it first: then their copy keeps the slot."""
+        if block not in self.leaving:
+            return False
+        self.leaving.pop(block).holds_source = True
+        block.refs, block.domain = 1, None
+        return True
+
+    def offer(self, block: Block) -> None:
+        """A block in use may be evicted at another time than before, if it is moving and its copy can be recalled."""
+        ticket = self.moving.get(block) if self.moving else None
+        if ticket is not None:
+            ticket.offer()
+
+    def demote(self, block: Block) -> bool:
+        """Moves an evictable device block down now; its slot stays reserved for the copy. False when it may not."""
+        pool, device, slot, account = self._pool, self._pool.device, block.slot, account_of(block)
+        device.delist(block, account)
+        device.cached -= 1
+        device.count(account, blocks=-1)
+        block.refs = 1
+        way = self.offload(device, block, None)
+        if way is _OUT:
+            block.refs = 0
+            device.cached += 1
+            device.count(account, blocks=1)
+            device.enlist(block, account, newest=False)
+        elif way is _IN_BACKUP:
+            device.empty.append(slot)
+        else:
+            occupant = Block(slot)
+            occupant.refs = 1
+            pool.blocks[slot] = occupant
+            device.used += 1
+            self.begin(block, occupant, None)
+            # Its slot is the copy's now.
+            pool.drop(occupant)
+        return way is not _OUT
+
+    def _empty_place(self, lower: Tier) -> int | None:
+        """A place of a lower tier that holds nothing, or nothing but a copy of what the device holds."""
+        if lower.empty or lower.unread:
+            return lower.take_empty()
+        backups = self._pool.backups
+        return backups.give_way() if lower is backups.tier else None
+
+    def _lie_below(self, lower: Tier, block: Block, place: int) -> None:
+        """A device block that is evicted lies in its backup."""
+        pool, account = self._pool, account_of(block)
+        pool.device.counters.offloaded += 1
+        pool.leave(pool.device, block)
+        self._change_place(pool.device, block, lower, place)
+        block.refs = 0
+        lower.cached += 1
+        lower.count(account, blocks=1)
+        if pool.is_evictable(block):
+            lower.enlist(block, account, newest=False)
+        pool.write(block)
+
+    def _least(self, lower: Tier, account: Account | None, writer: Writer | None) -> Block | None:
+        """What a lower tier evicts next: a cached block, or one whose copy no scheduler knows of yet."""
+        # At its ceiling an account takes the place of its own blocks only.
+        shut = account is not None and lower.is_closed(account) and not lower.wants_own(account)
+        least = None if shut else lower.victim(account) if lower.shares else lower.order.first()
+        moving = None if writer is None else writer.opened.first(lower, account if shut else None)
+        if moving is None or (least is not None and goes_before(least, moving)):
+            return least
+        return moving
+
+    def _recall(self, lower: Tier, block: Block, writer: Writer | None) -> None:
+        """Loses a block whose copy down is called off."""
+        assert writer is not None
+        pool, ticket = self._pool, self.moving.pop(block)
+        del self.leaving[ticket.source]
+        self._listener.offload_recalled(ticket, writer)
+        block.refs = 0
+        lower.used -= 1
+        lower.count(account_of(block), blocks=-1, used=-1)
+        if pool.window is None and block.children is not None:
+            pool.lose_children(block)
+        pool.unlink(block, RemovalCause.EVICTED, writer)
+
+    def _change_place(self, tier: Tier, block: Block, lower: Tier, place: int) -> None:
+        """A block moves down from a tier to a lower one; its old slot is the caller's to fill."""
+        pool, parent = self._pool, block.parent
+        pool.blocks[block.slot] = None
+        block.slot = place
+        pool.blocks[place] = block
+        tier.indexed -= 1
+        lower.indexed += 1
+        if pool.window is None:
+            pool.count_near(block)
+            # The parent of a device block is on the device, too.
+            if isinstance(parent, Block) and (tier is pool.device or pool.tier_of(parent) is tier):
+                pool.child_left(parent, tier)
+                if tier is pool.device:
+                    # Its child below is worth nothing without it.
+                    pool.backups.want(parent)
+        pool.updated(block)
