@@ -23,8 +23,8 @@ from scheduler.frontend.openai.app import create_app
 from scheduler.frontend.openai.origins import Origins
 from scheduler.settings import SchedulerSettings
 
-# Longest time that one thread keeps others from running, in seconds: a tenth of what Python sets. The step loop has
-# little to do in each step, and must not wait for a whole turn of what writes to the callers.
+# How long a thread may keep the GIL, in seconds: a tenth of Python's default. The step loop has little to do in each
+# step, and must not wait while another thread writes to callers.
 SWITCH_SECONDS = 0.0005
 
 log = structlog.get_logger()

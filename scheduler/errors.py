@@ -1,4 +1,4 @@
-"""What can go wrong in the scheduler. A caller sees the ServiceErrors; the others stay inside."""
+"""Errors of the scheduler. Callers see the ServiceErrors; the others stay inside."""
 
 import grpc
 
@@ -13,7 +13,7 @@ class ModelNotFoundError(ServiceError):
 
 
 class ContextLengthError(InvalidField):
-    """The prompt, or what is to come behind it, is too long for the model. Clients know OpenAI's name for it."""
+    """The prompt or the output is too long for the model. The reason is OpenAI's."""
 
     reason = "CONTEXT_LENGTH_EXCEEDED"
 
@@ -26,14 +26,14 @@ class RequestExistsError(ServiceError):
 
 
 class QueueFullError(ServiceError):
-    """As many requests wait as may."""
+    """The waiting queue is full."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     reason = "QUEUE_FULL"
 
 
 class TenantBusyError(ServiceError):
-    """As many requests of the tenant are live as may be."""
+    """The tenant has as many live requests as it may."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     reason = "TENANT_BUSY"
@@ -61,14 +61,14 @@ class DrainingError(ServiceError):
 
 
 class StepLoopError(ServiceError):
-    """The step loop died of a defect of ours."""
+    """The step loop ended with a defect."""
 
     code = grpc.StatusCode.INTERNAL
     reason = "STEP_LOOP_FAILED"
 
 
 class ExecutorReplacedError(ServiceError):
-    """The executor serves another model or other pools than the request was made for."""
+    """The executor came back with another model or other pools."""
 
     code = grpc.StatusCode.UNAVAILABLE
     reason = "EXECUTOR_REPLACED"
@@ -82,21 +82,21 @@ class ExecutorFailsError(ServiceError):
 
 
 class RequestTooLargeError(ServiceError):
-    """The request needs more blocks at once than it can ever have: no waiting helps."""
+    """The request needs more blocks than it can ever have."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
     reason = "REQUEST_TOO_LARGE"
 
 
 class RulePolicyError(ServiceError):
-    """An operator's rule gives the request an eviction policy that cannot be followed."""
+    """An operator's rule gives the request an impossible eviction policy."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
     reason = "RULE_POLICY"
 
 
 class AdmissionError(ServiceError):
-    """The cache manager refuses the request for good, and nobody knows why it should."""
+    """The cache manager refuses the request for an unexpected reason."""
 
     code = grpc.StatusCode.INTERNAL
     reason = "ADMISSION_FAILED"
@@ -105,16 +105,16 @@ class AdmissionError(ServiceError):
         super().__init__(f"the cache manager refused the request: {cause.message}", metadata={"cause": cause.reason})
 
 
-# What fields of an admission are called in a request.
+# Fields of an admission under their names in a request.
 _FIELDS = {"token_ids": "input", "eviction_policy": "eviction_policy"}
 
 
 def refusal(cause: RemoteError, *, has_policy: bool) -> ServiceError:
-    """What a caller is told whom the cache manager refused: it alone knows its blocks and rules, and reads hints.
+    """The error for a caller whose admission the cache manager refused.
 
-    has_policy: whether the request itself says how it evicts tokens.
+    has_policy: whether the request itself has an eviction policy.
     """
-    # It names the first admission of its message.
+    # The fields are those of the message's first admission.
     fields = {field.partition("].")[2]: description for field, description in cause.fields.items()}
     if cause.reason == RulePolicyError.reason or ("eviction_policy" in fields and not has_policy):
         return RulePolicyError(cause.message)
@@ -127,15 +127,15 @@ def refusal(cause: RemoteError, *, has_policy: bool) -> ServiceError:
 
 
 class UnusableModelError(Exception):
-    """The executor's model cannot be served to callers; the message is one sentence for people."""
+    """The executor's model cannot be served; the message is one sentence for operators."""
 
 
 class ExecutorLostError(Exception):
-    """The session with the executor is over; what was in flight will not be answered."""
+    """The session with the executor is over; steps in flight get no answer."""
 
 
 class ExecutorChangedError(Exception):
-    """The executor is not the one that this process was set up for: only a new process can go on."""
+    """The process was set up for another executor: only a new process can go on."""
 
 
 class ManagerLostError(Exception):

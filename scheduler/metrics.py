@@ -1,4 +1,4 @@
-"""Numbers about steps and requests, for Prometheus and for benchmarks."""
+"""Metrics of steps and requests, for Prometheus and for benchmarks."""
 
 from bisect import bisect_left
 from collections import deque
@@ -21,10 +21,10 @@ class StepTiming:
 
     planning: float = 0.0
     sending: float = 0.0
-    # Time in which sequences were live and none could go on for want of blocks.
+    # Time in which no live sequence could compute for want of blocks.
     waiting_for_cachemgr: float = 0.0
     waiting_for_executor: float = 0.0
-    # How long the device had nothing to do before the step, as the executor says.
+    # Idle time of the device before the step, as reported by the executor.
     executor_idle: float = 0.0
 
 
@@ -45,7 +45,6 @@ class StepTimes:
         self._idle = histogram("executor_idle", "The device had nothing to do before the step.")
 
     def add(self, timing: StepTiming) -> None:
-        """Counts one answered step."""
         self.steps += 1
         self.last.append(timing)
         self._planning.observe(timing.planning)
@@ -55,8 +54,8 @@ class StepTimes:
         self._idle.observe(timing.executor_idle)
 
 
-class Gaps(Collector):
-    """A histogram that counts a value any number of times at once: most tokens of a step have waited equally long."""
+class InterTokenHistogram(Collector):
+    """A histogram that counts a value many times at once: most tokens of a step have the same latency."""
 
     def __init__(self, name: str, text: str, registry: CollectorRegistry) -> None:
         self._name, self._text = name, text
@@ -65,12 +64,11 @@ class Gaps(Collector):
         registry.register(self)
 
     def observe(self, seconds: float, times: int) -> None:
-        """Counts a value."""
+        """Counts a latency, in seconds, so many times."""
         self._counts[bisect_left(_LATENCY_BUCKETS, seconds)] += times
         self._sum += seconds * times
 
     def collect(self) -> Iterator[Metric]:
-        """The histogram."""
         bounds = map(floatToGoString, (*_LATENCY_BUCKETS, float("inf")))
         buckets = list(zip(bounds, accumulate(self._counts), strict=True))
         yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
@@ -119,7 +117,9 @@ class RequestMetrics:
 
         self.queue = latency("queue", "Arrival of a request to its first step.")
         self.first_token = latency("time_to_first_token", "Arrival of a request to its first token.")
-        self.inter_token = Gaps(f"{prefix}_inter_token_seconds", "Between the tokens of a sample.", registry)
+        self.inter_token = InterTokenHistogram(
+            f"{prefix}_inter_token_seconds", "Between the tokens of a sample.", registry
+        )
         self.request = latency("request", "Arrival of a request to its last token, or to where it was cut off.")
         self.requests = Counter(
             f"{prefix}_requests", "Requests that ended, by how they did.", ["finish_reason"], registry=registry
@@ -160,7 +160,6 @@ class VllmMetrics(Collector):
         )
 
     def collect(self) -> Iterator[Metric]:
-        """The families."""
         for name, source in self._sources:
             for family in source.collect():
                 renamed = Metric(f"vllm:{name}", family.documentation, family.type)

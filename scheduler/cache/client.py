@@ -1,4 +1,4 @@
-"""The scheduler's side of the cache manager: admissions in order, syncs in the background. On the asyncio loop."""
+"""The cache manager's client: admissions in order, syncs in the background. On the asyncio loop."""
 
 import asyncio
 import time
@@ -25,17 +25,17 @@ from scheduler.sequence import Eviction, Sequence
 CALL_SECONDS = 5.0
 FIRST_BACKOFF = 0.05
 LONGEST_BACKOFF = 0.1
-# Blocks can become free without our doing (copies end, other schedulers release): while somebody wants some, ask.
+# Blocks become free also by other events (copies end, other schedulers release): poll while a sequence needs some.
 POLL_SECONDS = 0.05
 RETRY_REFUSED_SECONDS = 0.25
-# Admissions in one call, and tokens in all of them: what the manager does within a few milliseconds.
+# Admissions in one call, and tokens in all of them: a few milliseconds of the manager's time.
 MAX_ADMISSIONS = 32
 MAX_ADMITTED_TOKENS = 32_768
 
 _AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
-# Why a manager refuses everybody: it does not know this scheduler any more. All else is about one request.
+# Reasons that concern all requests: the manager does not know this scheduler any more.
 _FORGOTTEN = ("UNKNOWN_SCHEDULER", "STALE_SCHEDULER", "MANAGER_RESTARTED")
-# And why for good, when it comes again with a newer epoch.
+# The reason that stays after another registration with a newer epoch.
 _REPLACED = "STALE_SCHEDULER"
 _NO_EXECUTOR = "EXECUTOR"
 _LOWEST_TIERS = {Tier.DEVICE: pb.TIER_DEVICE, Tier.HOST: pb.TIER_HOST, Tier.DISK: pb.TIER_UNSPECIFIED}
@@ -47,7 +47,7 @@ A = TypeVar("A")
 
 
 class CacheClient:
-    """One call at a time, so that what the step loop hears is in the order in which the manager decided it."""
+    """Makes one call at a time, so that the step loop gets answers in the order of the manager's decisions."""
 
     def __init__(
         self,
@@ -81,21 +81,21 @@ class CacheClient:
         self._live: dict[int, str] = {}
         self._lost = False
         self._given_up = asyncio.Event()
-        # Whether the manager has heard all news.
-        self._told = asyncio.Event()
-        self._told.set()
+        # Set while the manager has all updates.
+        self._reported = asyncio.Event()
+        self._reported.set()
         self.registered = asyncio.Event()
-        # When the call was made that waits for an answer, all its repetitions being one.
+        # Start of the call without an answer, with all its repetitions.
         self._asked_at: float | None = None
         self._lease = 1.0
         self._synced_at = 0.0
-        self._short = 0
+        self._missing_blocks = 0
         self._free_blocks = 0
-        # The attempt that the manager has no blocks for, when it said so, and how many were free then.
+        # The attempt that the manager has no blocks for, the time of its answer, and the free blocks then.
         self._refused: AdmissionAttempt | None = None
         self._refused_at = 0.0
         self._free_at_refusal = 0
-        # Accounts whose quota has reached its ceiling, as far as the manager said so since this time.
+        # Accounts with an exhausted quota, as far as the manager reported them since this time.
         self._full: set[Account] = set()
         self._full_since = 0.0
         self._tier_costs = TierCosts(block_size)
@@ -120,15 +120,15 @@ class CacheClient:
                 self._live.pop(handle, None)
             self._queue.num_running = len(self._live)
             if self._batch.urgent:
-                self._told.clear()
+                self._reported.clear()
         self._queue.changed.set()
 
     async def report_all(self) -> None:
         """Waits until the manager has all updates."""
-        await self._told.wait()
+        await self._reported.wait()
 
     async def run(self) -> None:
-        """Serves for ever; a manager that is away or starts again is waited for. Raises SchedulerReplacedError."""
+        """Serves for ever; waits for a manager that is away or starts again. Raises SchedulerReplacedError."""
         while True:
             await self._register()
             self.registered.set()
@@ -140,14 +140,14 @@ class CacheClient:
             await self._give_up()
 
     async def _register(self) -> None:
-        # A newer epoch than any before: the manager frees what the older one held, and syncs count from 1 again.
+        # A newer epoch than any before: the manager frees the older one's blocks, and syncs count from 1 again.
         self._scheduler_epoch += 1
         try:
             answer = await self._ask_to_register()
         except SchedulerReplacedError as error:
             if self.registered.is_set() or error.newest_epoch < self._scheduler_epoch:
                 raise
-            # A process that starts is the newest, also where the clock that its epoch comes from has gone back.
+            # A process that starts is the newest, also where the clock of its epoch has gone back.
             self._scheduler_epoch = error.newest_epoch + 1
             answer = await self._ask_to_register()
         self._manager_epoch = answer.manager_epoch
@@ -161,17 +161,17 @@ class CacheClient:
         return await self._call(self._stub.RegisterScheduler, message)
 
     async def _give_up(self) -> None:
-        """Has the step loop give all sequences up: their blocks are no longer theirs."""
+        """Has the step loop give all sequences up: they have lost their blocks."""
         self._lost = True
         self._given_up.clear()
         self._commands.put(ManagerLost())
         await self._given_up.wait()
         self._lost = False
         self._batch = SyncBatch()
-        self._told.set()
+        self._reported.set()
         self._live.clear()
         self._queue.num_running = 0
-        self._short = 0
+        self._missing_blocks = 0
         self._forget_refusals()
 
     def _forget_refusals(self) -> None:
@@ -195,12 +195,12 @@ class CacheClient:
     @property
     def _next_sync(self) -> float:
         refused = self._refused is not None or self._full
-        wanting = self._batch.starving or self._batch.evicting or self._short or refused
+        wanting = self._batch.starving or self._batch.evicting or self._missing_blocks or refused
         return self._synced_at + (min(POLL_SECONDS, self._lease / 3) if wanting else self._lease / 3)
 
     def _next_attempts(self) -> list[AdmissionAttempt]:
-        """Whom to ask blocks for now, in one call. Those who run and want blocks come first."""
-        if self._session <= 0 or len(self._live) >= self._max_running or self._short:
+        """The attempts to admit now, in one call. Running sequences that need blocks come first."""
+        if self._session <= 0 or len(self._live) >= self._max_running or self._missing_blocks:
             return []
         now = time.monotonic()
         if self._full and now - self._full_since >= RETRY_REFUSED_SECONDS:
@@ -237,11 +237,11 @@ class CacheClient:
         self._free_blocks = answer.free_blocks
         if answer.total_blocks:
             self._metrics.cache_usage.set(1 - answer.free_blocks / answer.total_blocks)
-        self._short = answer.blocks_short
+        self._missing_blocks = answer.blocks_short
         if batch.released:
             self._forget_refusals()
         if not self._batch.urgent:
-            self._told.set()
+            self._reported.set()
         # An answer without blocks is news too: no sequence is short of any more.
         self._commands.put(batch.answered(answer, session))
 
@@ -265,7 +265,7 @@ class CacheClient:
             return
         if any(answer.manager_epoch != self._manager_epoch for answer in answered):
             raise ManagerLostError("it started again")
-        # Those without an answer are still in the queue.
+        # Attempts without an answer are still in the queue.
         for attempt, answer in zip(attempts, answered, strict=False):
             self._answered(attempt, answer, session)
 
@@ -288,13 +288,13 @@ class CacheClient:
             admission = Admission(answer.cached_tokens, has_onloads, answer.receipts, answer.hint_answers, policy)
             self._listener.admitted(attempt, admission)
         else:
-            # Its caller left while the manager answered; sequences that share its blocks must hear of both.
+            # Its caller left meanwhile; sequences that share its blocks must see the admission and the end.
             self._commands.put(Cancel(attempt.request.arrival))
 
     async def _fork(self, attempt: AdmissionAttempt) -> Seq[pb.AdmitSequenceResponse]:
-        """Shares the parent's prompt. Empty when that cannot be done: then the attempt is one like any other."""
+        """Shares the parent's blocks. Empty when that is impossible: then the attempt is admitted like any other."""
         if attempt.parent in self._batch.progress:
-            # What the parent has computed is shared as far as the manager knows of it.
+            # Only blocks that the manager knows to be computed are shared.
             await self._sync()
         if attempt.parent not in self._live:
             return ()
@@ -311,7 +311,7 @@ class CacheClient:
             log.info("a sample is not forked", cause=str(error))
             return ()
         forked = pb.AdmitSequenceResponse(
-            # Only the manager that admitted the parent knows it.
+            # Only the manager that admitted the parent can fork it.
             manager_epoch=self._manager_epoch,
             admitted=answer.admitted,
             sequence_handle=answer.sequence_handle,
@@ -351,7 +351,7 @@ class CacheClient:
         )
 
     async def _call(self, method: Callable[..., Awaitable[A]], message: M) -> A:
-        """Calls until the manager is there: every call can be repeated. Raises RemoteError, ManagerLostError."""
+        """Repeats an idempotent call until the manager answers. Raises RemoteError, ManagerLostError."""
         self._asked_at = time.monotonic()
         try:
             return await self._call_until_answered(method, message)

@@ -10,7 +10,7 @@ import jinja2
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# Nobody writes it: a character for private use.
+# A character for private use, which no prompt has.
 _MARK = "\ue000"
 
 
@@ -19,7 +19,7 @@ class ChatTemplateError(ValueError):
 
 
 class UnreadFieldError(ValueError):
-    """The template leaves out a field of a message. message: its index."""
+    """The template does not read a field of a message. message: its index."""
 
     def __init__(self, message: int, field: str) -> None:
         super().__init__(f"the template does not read {field} of message {message}")
@@ -28,7 +28,7 @@ class UnreadFieldError(ValueError):
 
 
 class ChatTemplate:
-    """A compiled template. Templates come with the model and are not trusted: they run in jinja's sandbox."""
+    """A compiled template, run in jinja's sandbox: templates come with the model and are not trusted."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
@@ -39,10 +39,10 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The prompt of a conversation, up to where the model answers.
+        """The prompt of a conversation, up to the model's answer.
 
-        A message has a role and a content, and may have a name and a reasoning; templates read the latter as
-        reasoning_content, too. Raises ChatTemplateError, and UnreadFieldError for a field that would be lost.
+        A message has role and content, and may have name and reasoning; templates read the latter also as
+        reasoning_content. Raises ChatTemplateError, and UnreadFieldError for a field that the prompt would lack.
         """
         said = [_Message(message) for message in messages]
         try:
@@ -53,24 +53,24 @@ class ChatTemplate:
             raise ChatTemplateError(str(error)) from error
         for index, (message, seen) in enumerate(zip(messages, said, strict=True)):
             for field, text in message.items():
-                # A template may tell roles apart by their order.
+                # A template may know roles by their order.
                 if text and field != "role" and not seen.has_read(field):
                     raise UnreadFieldError(index, field)
         return prompt
 
     def position(self, prompt: str, messages: Sequence[Mapping[str, str]], index: int, characters: int) -> int:
-        """Characters of the messages' prompt in front of a place in one of them. Raises ChatTemplateError."""
+        """Characters of the prompt in front of a place in a message. Raises ChatTemplateError."""
         content = messages[index]["content"]
         marked = {**messages[index], "content": f"{content[:characters]}{_MARK}{content[characters:]}"}
-        # The first difference is the place, whatever the template puts around it.
+        # The prompts first differ at the place.
         other = self.render([*messages[:index], marked, *messages[index + 1 :]])
         return bisect_left(range(1, len(prompt) + 1), True, key=lambda length: prompt[:length] != other[:length])
 
 
 class _Message(dict[str, str]):
-    """A message that notes which of its fields a template reads."""
+    """A message that records which of its fields a template reads."""
 
-    # Behind an underscore, so that the sandbox lets no template see it.
+    # The sandbox hides names with an underscore from templates.
     __slots__ = ("_read",)
 
     def __init__(self, message: Mapping[str, str]) -> None:
@@ -116,7 +116,7 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    # jinja's own filter escapes HTML, which no model was trained on.
+    # jinja's own filter escapes HTML, and no model was trained on that.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
 
 

@@ -1,18 +1,18 @@
-"""Turns tokens into text as they come, whole characters only."""
+"""Turns tokens into text incrementally, whole characters only."""
 
 from collections.abc import Sequence as Seq
 
 from tokenizers import Tokenizer
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# Tokens before the newest ones that are decoded with them, so that a first one's leading space comes out right.
+# Tokens that are decoded again with new ones, so that these keep a leading space.
 _CONTEXT = 5
-# A character has at most four bytes, so text that is still open after so many tokens is not going to close.
+# A character has at most four bytes: text that is incomplete after so many tokens stays so.
 _LONGEST_OPEN = 16
 
 
 class Detokenizer:
-    """Incremental: decodes a window of tokens with and without the newest ones and sends the difference.
+    """Decodes a window of tokens with and without the newest ones; the difference is the new text.
 
     Decoding token by token would break characters that span tokens (byte-level BPE) and lose the spaces that a decoder
     strips at the beginning (sentencepiece). Text that ends in U+FFFD may be half a character and is held back.
@@ -21,21 +21,21 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Seq[int]) -> None:
         self._tokenizer = tokenizer
         self._window = list(prompt_ids[-_CONTEXT:])
-        # Tokens of the window whose text is sent, and that text.
+        # Tokens of the window whose text is returned already, and that text.
         self._read = len(self._window)
         self._before = self._decode(self._window)
 
     def push(self, token_ids: Seq[int]) -> str:
-        """The text that tokens add, without a character that the last ones leave open."""
+        """The text that tokens add, without an incomplete character at its end."""
         after = self._decode([*self._window, *token_ids])
         if len(token_ids) > 1 and after.endswith(_REPLACEMENT):
-            # Only the last ones wait for more, and one by one it shows which.
+            # Only the last tokens are incomplete: decoding them separately finds these.
             return "".join([self.push([token_id]) for token_id in token_ids])
         self._window += token_ids
         return self._advance(after, final=len(self._window) - self._read > _LONGEST_OPEN)
 
     def flush(self) -> str:
-        """What is held back: the output ends here."""
+        """The text that was held back, at the end of the output."""
         return self._advance(self._decode(self._window), final=True)
 
     def _advance(self, after: str, *, final: bool) -> str:
@@ -43,14 +43,14 @@ class Detokenizer:
         if not final and after.endswith(_REPLACEMENT):
             return ""
         before = self._before
-        # A character that the sent text left open may have closed: then only the common part is sent already.
+        # An incomplete character of the earlier text may be complete now: only the common prefix was returned.
         text = after.removeprefix(before) if after.startswith(before) else after[_common(before, after) :]
         if text or final:
             self._window = self._window[self._read :]
             tail = self._window[-_CONTEXT:]
             self._before = self._decode(tail)
             if len(tail) < len(self._window) and (not self._before or _REPLACEMENT in self._before):
-                # It begins within a character, for which some decoders give up all bytes in a row, or has no text.
+                # The tail begins within a character, where some decoders drop all bytes in a row, or has no text.
                 self._before = self._decode(self._window)
             else:
                 self._window = tail
@@ -61,7 +61,7 @@ class Detokenizer:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True)) if token_ids else ""
 
 
-def _common(one: str, other: str) -> int:
+def _common(left: str, right: str) -> int:
     """Length of the common prefix."""
-    shortest = min(len(one), len(other))
-    return next((at for at in range(shortest) if one[at] != other[at]), shortest)
+    shortest = min(len(left), len(right))
+    return next((at for at in range(shortest) if left[at] != right[at]), shortest)

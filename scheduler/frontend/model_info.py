@@ -1,4 +1,4 @@
-"""The model as the executor describes it: its limits, its tokenizer, its chat template."""
+"""The served model as the executor describes it: limits, tokenizer and chat template."""
 
 import asyncio
 import contextlib
@@ -15,22 +15,22 @@ from protos.kvcache.eviction import Layout, Policy
 from scheduler.errors import UnusableModelError
 from scheduler.frontend.chat_template import ChatTemplate
 
-# Tokenized one at a time beyond this many characters, so that short prompts find a free thread.
+# Prompts of more characters are tokenized one after the other, so that short prompts find a free thread.
 LARGE_PROMPT = 65_536
-# Tokens of a sequence that is bounded by nothing else.
+# The bound of a sequence without any other, in tokens.
 ENDLESS = 1 << 24
 
 
 class TooLongError(ValueError):
-    """A prompt has more tokens than were asked for; the message says how many."""
+    """A prompt has too many tokens; the message says how many."""
 
 
-# Texts of tokens that are kept: some ten megabytes at most.
+# Texts of tokens in the cache: some ten megabytes at most.
 KEPT_TEXTS = 1 << 16
 
 
 class ModelInfo:
-    """The served model. `max_tokens` is the longest prompt plus output that model and pool can hold."""
+    """`max_tokens` is the longest prompt plus output that model and pool can hold."""
 
     def __init__(self, model: execution_pb2.GetModelResponse, executor: execution_pb2.GetExecutorResponse) -> None:
         """Raises UnusableModelError."""
@@ -46,18 +46,18 @@ class ModelInfo:
         self._max_positions = model.max_positions
         self.eos_token_ids = tuple(model.eos_token_ids)
         self.tokenizer, self._longest_token = _read(model)
-        # A prompt that is too long must be refused, never cut.
+        # A prompt that is too long must be refused, never truncated.
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         # Whether every id that the tokenizer gives is one of the model's.
         self.own_ids_fit = max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=0) < self.vocab_size
-        # Whoever wants log-probabilities wants the texts of many tokens, of few different ones.
+        # Log-probabilities need the texts of many tokens, most of them few different ones.
         self._token_text = lru_cache(KEPT_TEXTS)(self._decode_token)
         self._large = asyncio.Semaphore(1)
         self._chat = _compiled(model) if model.chat_template else None
 
     def longest(self, policy: Policy | None) -> int:
-        """Longest prompt plus output of a sequence that evicts by a policy: what the pool holds is no bound for it."""
+        """Longest prompt plus output under an eviction policy, in tokens: it may exceed the pool."""
         if policy is None or policy.most_kept is None:
             return self.max_tokens
         return ENDLESS if policy.compacted else self._max_positions
@@ -68,9 +68,9 @@ class ModelInfo:
         return self._chat is not None
 
     async def encode_text(self, text: str, most: int | None = None) -> list[int]:
-        """Ids of plain text, with the special tokens that the tokenizer puts around it.
+        """Ids of plain text, with the special tokens that the tokenizer adds.
 
-        most: beyond so many TooLongError is raised, without looking at all of the text where that is possible.
+        most: TooLongError is raised for more tokens, without tokenizing the whole text where that is possible.
         """
         async with self._turn(len(text)):
             return await asyncio.to_thread(self._encode_text, text, most)
@@ -78,7 +78,7 @@ class ModelInfo:
     async def encode_chat(
         self, messages: Sequence[Mapping[str, str]], places: Sequence[tuple[int, int]] = (), most: int | None = None
     ) -> tuple[list[int], list[int]]:
-        """Ids of a conversation, whose special tokens the template brings, and how many are in front of each place.
+        """Ids of a conversation, with the template's special tokens, and the number of ids in front of each place.
 
         A place is a message's index, and characters of its content. Raises ChatTemplateError and UnreadFieldError, and
         TooLongError as `encode_text` does.
@@ -89,20 +89,20 @@ class ModelInfo:
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Text of ids, special tokens included."""
         async with self._turn(len(token_ids)):
-            # As a batch: alone, no other thread may run meanwhile.
+            # As a batch: else the tokenizer keeps the GIL.
             [text] = await asyncio.to_thread(self.tokenizer.decode_batch, [list(token_ids)], skip_special_tokens=False)
             return str(text)
 
     def vocabulary(self, token_ids: Sequence[int]) -> list[str]:
-        """What the vocabulary calls these tokens, "Ġthe" for instance; empty for an id that it has no token for."""
-        return [self.tokenizer.id_to_token(one) or "" for one in token_ids]
+        """The vocabulary's names of tokens, such as "Ġthe"; empty for an unknown id."""
+        return [self.tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
 
     def token_text(self, token_id: int) -> str:
         """Text of one token; U+FFFD stands for a part of a character."""
         return self._token_text(token_id)
 
     def _decode_token(self, token_id: int) -> str:
-        # Twice less once: a decoder that strips the space in front of a text strips no second one.
+        # Two tokens less one: a decoder strips the space in front of the first token only.
         twice, once = (str(self.tokenizer.decode([token_id] * count, skip_special_tokens=False)) for count in (2, 1))
         return twice[len(once) :]
 
@@ -111,7 +111,7 @@ class ModelInfo:
 
     def _encode_text(self, text: str, most: int | None) -> list[int]:
         self._check_bytes(text, most)
-        # As a batch: alone, no other thread may run meanwhile. The fast one knows no places.
+        # As a batch: else the tokenizer keeps the GIL. The fast variant has no offsets.
         [encoding] = self.tokenizer.encode_batch_fast([text], add_special_tokens=True)
         return at_most(most, encoding.ids)
 
@@ -136,14 +136,14 @@ class ModelInfo:
 
 
 def at_most(most: int | None, ids: Sequence[int]) -> list[int]:
-    """The ids; raises TooLongError for more."""
+    """The ids. Raises TooLongError for more than `most`."""
     if most is not None and len(ids) > most:
         raise TooLongError(f"has {len(ids)} tokens")
     return list(ids)
 
 
 def _read(model: execution_pb2.GetModelResponse) -> tuple[Tokenizer, int | None]:
-    """The tokenizer, and what `_longest_token` says of it."""
+    """The tokenizer, and the bytes of its longest token."""
     if not model.tokenizer_json:
         raise UnusableModelError(
             f"the model {model.model} has no tokenizer.json, which the scheduler needs: serve a folder that has one"
@@ -164,9 +164,9 @@ def _compiled(model: execution_pb2.GetModelResponse) -> ChatTemplate:
 
 
 def _longest_token(tokenizer_json: str) -> int | None:
-    """Bytes of text that one token stands for at most; None where a token may stand for any number.
+    """Bytes of text that a token stands for at most; None where a token may stand for any number.
 
-    That is so but for byte-level BPE that takes the text as it is.
+    Only byte-level BPE without normalisation has such a bound.
     """
     described = json.loads(tokenizer_json)
     model, splits, added = described["model"], described.get("pre_tokenizer") or {}, described["added_tokens"]
@@ -179,5 +179,5 @@ def _longest_token(tokenizer_json: str) -> int | None:
         or any(token["lstrip"] or token["rstrip"] for token in added)
     ):
         return None
-    # There a character is a byte; an added token is as it stands in the text.
+    # There a character of a token is a byte; an added token stands for itself.
     return max(max(map(len, model["vocab"])), *(len(token["content"].encode()) for token in added), 1)

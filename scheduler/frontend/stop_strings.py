@@ -1,10 +1,10 @@
-"""Finds texts that end the output, and holds back what may be the beginning of one."""
+"""Finds stop strings, and holds text back that may be the beginning of one."""
 
 from collections.abc import Iterable
 
 
 class StopStrings:
-    """Text goes in piece by piece and comes out as soon as it cannot be part of a stop string."""
+    """Text goes in by chunks and comes out as soon as it cannot be part of a stop string."""
 
     def __init__(self, stops: Iterable[str]) -> None:
         self._stops = tuple(stops)
@@ -12,7 +12,7 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Text that may be sent, and whether a stop string was found behind it."""
+        """Text that may be sent, and whether a stop string follows it."""
         if not self._stops:
             return text, False
         text = self._held + text
@@ -25,12 +25,12 @@ class StopStrings:
         return text[: len(text) - keep], False
 
     def flush(self) -> str:
-        """What is held back: the output ends here."""
+        """The text that was held back, at the end of the output."""
         text, self._held = self._held, ""
         return text
 
     def _open_suffix(self, text: str) -> int:
-        """Length of the longest suffix that a stop string begins with."""
+        """Length of the longest suffix that begins a stop string."""
         for length in range(min(self._longest - 1, len(text)), 0, -1):
             suffix = text[len(text) - length :]
             if any(stop.startswith(suffix) for stop in self._stops):

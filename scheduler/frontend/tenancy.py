@@ -1,11 +1,11 @@
-"""What a caller's token makes of the names in its request: those of its tenant, which nobody else can give."""
+"""Binds the names in a request to the tenant of the caller's token."""
 
 from protos.generation.v1 import generation_pb2 as pb
 from protos.rpc.identity import Identity, PermissionDeniedError
 
 
 def bind(identity: Identity | None, cache: pb.CacheOptions) -> str:
-    """Puts salt, session and tenant of the caller in the place of those given; returns the tenant, empty for none.
+    """Replaces salt, session and tenant by the caller's own; returns the tenant, empty for none.
 
     Raises InvalidField and PermissionDeniedError.
     """

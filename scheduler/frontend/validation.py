@@ -1,4 +1,4 @@
-"""Checks a request and turns it into a Request. Everything a caller can get wrong is said here, and nowhere else."""
+"""Validates a message and turns it into a Request. Every rule for callers' values is here, for gRPC and HTTP."""
 
 import hashlib
 import itertools
@@ -33,9 +33,9 @@ MAX_PRIORITY = 100
 MAX_SAMPLES = 64
 MAX_MESSAGES = 4096
 MAX_HINTS_BYTES = 65_536
-# What google.protobuf.Duration holds.
+# The longest google.protobuf.Duration, in seconds.
 MAX_SECONDS = 315_576_000_000
-# What holds the prompt, by what was given.
+# The field that holds the prompt, by the kind of input.
 _FIELDS = {"text": "text", "chat": "chat.messages", "token_ids": "token_ids.token_ids"}
 
 
@@ -49,17 +49,17 @@ class Breakpoint(NamedTuple):
 
 
 class RequestValidator:
-    """Raises InvalidField and ModelNotFoundError; a request that it returns can be run."""
+    """Raises InvalidField and ModelNotFoundError; a returned request can run."""
 
     def __init__(self, model: ModelInfo, *, max_prompt_bytes: int, onboarding_timeout: float) -> None:
-        """onboarding_timeout: of requests that name none, in seconds."""
+        """onboarding_timeout: default of requests, in seconds."""
         self.model = model
         self._max_prompt_bytes = max_prompt_bytes
         self._onboarding_timeout = onboarding_timeout
         self._arrivals = itertools.count(1)
 
     async def validate(self, message: pb.StreamGenerateRequest) -> list[Request]:
-        """Checks everything, cheap things first; text is tokenized in a thread. Returns one request per sample."""
+        """Validates cheap things first; text is tokenized in a thread. Returns a request per sample."""
         arrived_at = time.monotonic()
         _check_size(message)
         self._check_names(message)
@@ -107,7 +107,7 @@ class RequestValidator:
         self.check_model(message.model)
 
     def check_model(self, name: str) -> None:
-        """Raises ModelNotFoundError unless this model is served; an empty name is that of whichever is."""
+        """Raises ModelNotFoundError unless this model is served; an empty name is any model."""
         if name not in ("", self.model.name):
             raise ModelNotFoundError(
                 f"this scheduler serves {self.model.name!r} only",
@@ -115,7 +115,7 @@ class RequestValidator:
             )
 
     async def encode(self, message: pb.StreamGenerateRequest) -> Sequence[int]:
-        """Ids of the prompt, however many; its model and its text are all that is checked."""
+        """Ids of the prompt, however many; only its model and its text are validated."""
         _check_size(message)
         self.check_model(message.model)
         ids, _ = await self._encode(message, ())
@@ -130,7 +130,7 @@ class RequestValidator:
     async def _encode(
         self, message: pb.StreamGenerateRequest, places: Sequence[Breakpoint], most: int | None = None
     ) -> tuple[Sequence[int], Sequence[int]]:
-        """The prompt's ids, and how many are in front of each place. Raises TooLongError for more than `most`."""
+        """The prompt's ids, and the number in front of each place. Raises TooLongError for more than `most`."""
         match message.WhichOneof("input"):
             case "text":
                 self._check_bytes("text", len(message.text.encode()))
@@ -185,7 +185,7 @@ class RequestValidator:
 
     def _check_ids(self, field: str, ids: Sequence[int]) -> None:
         size = self.model.vocab_size
-        # A prompt may have very many, and everybody waits meanwhile.
+        # Fast: a prompt may have very many ids, and the event loop waits.
         if max(ids, default=0) >= size:
             index = next(index for index, token_id in enumerate(ids) if token_id >= size)
             raise InvalidField(f"{field}[{index}]", f"must be below {size}, the vocabulary's size")
@@ -208,7 +208,7 @@ class RequestValidator:
 
 
 def _check_size(message: pb.StreamGenerateRequest) -> None:
-    """Refuses what would take long to look at."""
+    """Refuses messages that would take long to validate."""
     if len(message.chat.messages) > MAX_MESSAGES:
         raise InvalidField("chat.messages", f"has more than {MAX_MESSAGES} entries")
     if message.cache.kv_hints.ByteSize() > MAX_HINTS_BYTES:
@@ -216,7 +216,7 @@ def _check_size(message: pb.StreamGenerateRequest) -> None:
 
 
 def _said(message: pb.ChatMessage) -> dict[str, str]:
-    """A message as templates read it; what they can do without is absent where it is empty."""
+    """A message as templates read it, without empty optional fields."""
     said = {"role": message.role, "content": message.content}
     more = {"name": message.name, "reasoning": message.reasoning}
     return said | {field: text for field, text in more.items() if text}
@@ -224,12 +224,12 @@ def _said(message: pb.ChatMessage) -> dict[str, str]:
 
 def sample_seed(seed: int, index: int) -> int:
     """The seed of a sample other than the first."""
-    # A hash: neighbouring seeds are what callers choose for requests that shall differ.
+    # A hash: callers choose neighbouring seeds for requests that shall differ.
     return int.from_bytes(hashlib.sha256(f"{seed} {index}".encode()).digest()[:8], "big")
 
 
 def _sampling(sampling: pb.SamplingParams, stop_token_ids: list[int]) -> execution_pb2.SamplingParams:
-    """Resolves what is absent. Comparisons are written so that NaN fails them."""
+    """Resolves defaults. NaN fails every comparison."""
     resolved = execution_pb2.SamplingParams(
         temperature=sampling.temperature,
         top_k=sampling.top_k,
@@ -285,7 +285,7 @@ def _cache_options(cache: pb.CacheOptions) -> CacheOptions:
 
 
 def _places(message: pb.StreamGenerateRequest) -> list[Breakpoint]:
-    """The conversation's cache breakpoints, in the order of their places."""
+    """The conversation's cache breakpoints in order."""
     places = []
     for index, said in enumerate(message.chat.messages):
         for number, place in enumerate(said.cache_breakpoints):
@@ -325,7 +325,7 @@ def _breakpoint_ranges(places: Sequence[Breakpoint], ends: Sequence[int]) -> lis
 
 
 def _keeping(options: CacheOptions, ranges: Sequence[kvcache_pb2.RetentionRange]) -> CacheOptions:
-    """Also what was found with the prompt's ids."""
+    """The options with more retention requests."""
     if not ranges:
         return options
     retention = kvcache_pb2.RetentionConfig(ranges=ranges)
@@ -335,7 +335,7 @@ def _keeping(options: CacheOptions, ranges: Sequence[kvcache_pb2.RetentionRange]
 
 
 def _policy(message: pb.StreamGenerateRequest) -> kvcache_pb2.EvictionPolicy | None:
-    """The same message in the terms of the cache manager, also where it says to keep everything."""
+    """The same message in the terms of the cache manager."""
     if not message.HasField("eviction_policy"):
         return None
     return kvcache_pb2.EvictionPolicy.FromString(message.eviction_policy.SerializeToString())
@@ -379,18 +379,18 @@ def _retention(cache: pb.CacheOptions) -> kvcache_pb2.RetentionConfig | None:
     if len(cache.retention_ranges) > MAX_RANGES:
         raise InvalidField("cache.retention_ranges", f"has more than {MAX_RANGES} entries")
     previous_end: int | None = 0
-    for index, wish in sorted(enumerate(cache.retention_ranges), key=lambda entry: entry[1].start):
+    for index, requested in sorted(enumerate(cache.retention_ranges), key=lambda entry: entry[1].start):
         field = f"cache.retention_ranges[{index}]"
-        if wish.retention_priority > MAX_PRIORITY:
+        if requested.retention_priority > MAX_PRIORITY:
             raise InvalidField(f"{field}.retention_priority", f"must be at most {MAX_PRIORITY}")
-        if wish.HasField("end") and wish.end <= wish.start:
+        if requested.HasField("end") and requested.end <= requested.start:
             raise InvalidField(f"{field}.end", "must be greater than start")
-        if previous_end is None or wish.start < previous_end:
+        if previous_end is None or requested.start < previous_end:
             raise InvalidField(f"{field}.start", "lies in another range")
-        previous_end = wish.end if wish.HasField("end") else None
-        kept = config.ranges.add(start=wish.start, retention_priority=wish.retention_priority)
-        if wish.HasField("end"):
-            kept.end = wish.end
-        if wish.HasField("retention_duration"):
-            kept.retention_duration.CopyFrom(_duration(f"{field}.retention_duration", wish.retention_duration))
+        previous_end = requested.end if requested.HasField("end") else None
+        kept = config.ranges.add(start=requested.start, retention_priority=requested.retention_priority)
+        if requested.HasField("end"):
+            kept.end = requested.end
+        if requested.HasField("retention_duration"):
+            kept.retention_duration.CopyFrom(_duration(f"{field}.retention_duration", requested.retention_duration))
     return config if config.ranges or config.HasField("decode_retention_priority") else None

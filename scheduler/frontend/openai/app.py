@@ -1,4 +1,4 @@
-"""The routes. Each checks nothing itself: the request is translated, and goes the way of those that come by gRPC."""
+"""The routes. Each translates its request, which then goes the way of gRPC requests."""
 
 import asyncio
 import importlib.metadata
@@ -34,20 +34,20 @@ from scheduler.frontend.openai.requests import (
 )
 from scheduler.frontend.openai.response_builder import ChatResponseBuilder, CompletionResponseBuilder
 
-# JSON that is nothing but escapes has so many bytes for one of its text; other fields come on top.
+# JSON escapes make a text at most so many times as long; other fields come on top.
 BODY_FACTOR, BODY_BYTES = 3, 1 << 16
 
 ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": errors.ErrorAnswer, "description": "The request is at fault."},
-    "5XX": {"model": errors.ErrorAnswer, "description": "The server is, or is not ready."},
+    "4XX": {"model": errors.ErrorAnswer, "description": "The request is invalid."},
+    "5XX": {"model": errors.ErrorAnswer, "description": "The server failed or is not ready."},
 }
 
 NO_ORIGINS = Origins()
 
 Called = Annotated[Caller, Depends(caller_of)]
-BEARER = "A token of the server's tokens file; any where it has none."
+BEARER = "A token of the server's tokens file; any token without one."
 
-# As of OpenAPI 3.2, which FastAPI writes for streams, too: of each event.
+# The schema of each event, as in OpenAPI 3.2.
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 
 
@@ -59,8 +59,8 @@ def create_app(
     guard: Guard | None = None,
     origins: Origins = NO_ORIGINS,
 ) -> FastAPI:
-    """guard: who may do what; without one everybody may everything. origins: of web pages that may call."""
-    # Pages with documentation would load scripts from elsewhere.
+    """guard: checks callers; every caller may do everything without one. origins: of web pages that may call."""
+    # FastAPI's documentation pages would load scripts from other sites.
     app = ObservedApp(
         service.access_log,
         origins,
@@ -79,7 +79,7 @@ def create_app(
 
 
 def _watching(service: GenerationService, registry: CollectorRegistry) -> APIRouter:
-    """For whoever watches the process."""
+    """Probes."""
     router = APIRouter()
 
     @router.head("/health", include_in_schema=False)
@@ -104,9 +104,8 @@ def _watching(service: GenerationService, registry: CollectorRegistry) -> APIRou
 
 
 def _using(service: GenerationService, guard: Guard, bodies: BodyLimits) -> Iterable[APIRouter]:
-    """For callers."""
     created = responses.now()
-    # For the description; the routes look at it by themselves.
+    # For the description only: the route class reads the header.
     bearer = Depends(HTTPBearer(scheme_name="bearer", description=BEARER, auto_error=False))
     generating, describing, tokenizing = (
         APIRouter(route_class=route_class(guard, method, bodies), dependencies=[bearer])
@@ -127,7 +126,7 @@ def _using(service: GenerationService, guard: Guard, bodies: BodyLimits) -> Iter
 
     @generating.post("/v1/completions", responses=_generated(responses.Completion))
     async def completions(request: CompletionRequest, caller: Called) -> Response:
-        """How a text goes on, or several: the choices of the first one come first."""
+        """Continuations of one text or several: the choices of the first text come first."""
         builder = CompletionResponseBuilder(
             service.model(request.model),
             request.request_id or f"cmpl-{internal_request_id()}",
@@ -185,7 +184,7 @@ def _generated(whole: type) -> dict[int | str, dict[str, Any]]:
 
 
 def _usage(request: Generation) -> dict[str, bool]:
-    """Which events of a stream have it."""
+    """Which events of a stream have the usage."""
     asked = request.stream_options
     return {
         "include_usage": bool(asked and asked.include_usage),
@@ -194,7 +193,7 @@ def _usage(request: Generation) -> dict[str, bool]:
 
 
 def _add_handlers(app: FastAPI) -> None:
-    """Whatever is raised becomes an error in OpenAI's shape here."""
+    """Every exception becomes an error in OpenAI's shape."""
 
     def answer(error: errors.ApiError) -> JSONResponse:
         note(error=error.reason)

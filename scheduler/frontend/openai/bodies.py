@@ -8,26 +8,25 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import Message, Receive
 
-# For a body to arrive.
+# Time for a body to arrive.
 ARRIVAL_SECONDS = 30.0
-# Bytes of all bodies that are on their way or being read; the first of each are free, so that small requests always
-# come through.
+# Bytes of all bodies that arrive or are parsed; the first bytes of each are free, so that small requests always fit.
 HELD_BYTES, FREE_BYTES = 64 << 20, 1 << 16
-# What JSON has of these, texts included: more values than that would take everybody's time.
+# Bounds these marks in JSON, texts included: parsing more values would delay every other request.
 MARKS, MAX_MARKS = (b",", b":", b"[", b"{"), 1 << 19
 
 
 class BodyLimits:
-    """One per server."""
+    """Bounds the bodies of all requests of a server."""
 
     def __init__(self, max_body_bytes: int) -> None:
-        """max_body_bytes: of one body at most, which always fits."""
+        """max_body_bytes: of one body."""
         self._max_body_bytes = max_body_bytes
         self._free = max(HELD_BYTES, max_body_bytes)
 
     @contextlib.contextmanager
-    def taking(self, request: Request) -> Iterator[Receive]:
-        """Around the reading of a body, which raises HTTPException for one that is too slow, or too much."""
+    def limiting(self, request: Request) -> Iterator[Receive]:
+        """Around the reading of a body, which raises HTTPException when it is too slow or too large."""
         receive, length = request.receive, request.headers.get("content-length", "")
         until = asyncio.get_running_loop().time() + ARRIVAL_SECONDS
         size = held = marks = 0
@@ -36,7 +35,7 @@ class BodyLimits:
         async def take() -> Message:
             nonlocal size, held, marks, arrived
             if arrived:
-                # What is waited for is that the caller leaves.
+                # After the body, the next message is the caller's disconnect.
                 return await receive()
             try:
                 async with asyncio.timeout_at(until):

@@ -1,4 +1,4 @@
-"""Every error in OpenAI's shape: one mapping from the errors of the service, and one of the framework's own."""
+"""Errors in OpenAI's shape: from errors of the service and from the framework's own."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 
 
 class ErrorBody(TypedDict):
-    """What went wrong. param: the field at fault, such as "messages[0].role". code: for programs."""
+    """An error. param: the invalid field, such as "messages[0].role". code: for programs."""
 
     message: str
     type: str
@@ -46,11 +46,11 @@ class ErrorAnswer(TypedDict):
 
 
 class FieldError(InvalidField):
-    """A field of a request, under the name that the request has for it."""
+    """An invalid field under its name in the request."""
 
 
 class ApiError(Exception):
-    """An error as a caller sees it. retry_after: in seconds."""
+    """An error with its status. retry_after: in seconds."""
 
     def __init__(
         self,
@@ -72,16 +72,15 @@ class ApiError(Exception):
 
     @property
     def reason(self) -> str:
-        """As the access log and the metrics have it."""
+        """The reason in the access log and the metrics."""
         return (self.body["error"]["code"] or "").upper()
 
     def response(self) -> JSONResponse:
-        """The answer."""
         return JSONResponse(self.body, self.status, self.headers)
 
 
 def from_service(error: ServiceError, names: Sequence[tuple[str, str]] = ()) -> ApiError:
-    """An error of the service. names: what fields of its messages are called in the request, most special first."""
+    """An error of the service. names: its messages' fields in the request, most specific first."""
     param, message = None, error.message
     for field in error.fields:
         renamed = field if isinstance(error, FieldError) else rename(field, names)
@@ -92,18 +91,18 @@ def from_service(error: ServiceError, names: Sequence[tuple[str, str]] = ()) -> 
 
 
 def rename(field: str, names: Sequence[tuple[str, str]]) -> str:
-    """A field's path with what it begins with replaced where that is called otherwise over HTTP."""
+    """A field's path under its name over HTTP."""
     for ours, theirs in names:
         rest = field.removeprefix(ours)
-        # Whole parts of a path: chat_template is no part of chat.
+        # Whole parts of a path: chat is no prefix of chat_template.
         if field.startswith(ours) and (ours.endswith((".", "_")) or rest[:1] in ("", ".", "[")):
-            # Wishes have short names, but for the range that they stand in.
+            # Fields of a range have short names over HTTP.
             return (theirs + rest).replace("].retention_", "].")
     return field
 
 
 def from_validation(error: RequestValidationError) -> ApiError:
-    """A body that is no request; of several faults the first. What the caller sent is never repeated."""
+    """The first error of an invalid body. Values that the caller sent are never repeated."""
     first: dict[str, Any] = error.errors()[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
@@ -122,11 +121,11 @@ def _param(path: Sequence[str | int]) -> str:
 
 
 def from_http(error: HTTPException) -> ApiError:
-    """No such path, a wrong method, a body that is too long."""
+    """An unknown path, a wrong method, a body that is too long."""
     code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
     return ApiError(error.status_code, error.detail, code=code, headers=error.headers)
 
 
 def unexpected() -> ApiError:
-    """A bug of ours."""
+    """A defect of the server."""
     return from_service(UnexpectedError("the server met an error of its own; its log says which"))

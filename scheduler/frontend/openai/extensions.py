@@ -1,4 +1,4 @@
-"""The extensions of OpenAI's requests: what a request wishes of the cache. Values are checked where gRPC's are."""
+"""The extensions of OpenAI's requests for the cache. The validator that gRPC uses checks values."""
 
 import json
 import re
@@ -35,12 +35,12 @@ def _seconds(value: object) -> object:
 
 
 def bounds(low: float, high: float) -> dict[str, JsonValue]:
-    """For the description only: what is out of bounds is refused where gRPC's requests are checked, too."""
+    """Bounds for the description only: the validator checks them."""
     return {"minimum": low, "maximum": high}
 
 
 class EnumName:
-    """A text that names a value of a protobuf enum, without its prefix; validated it is the value's whole name."""
+    """Names a value of a protobuf enum without its prefix; validation returns the whole name."""
 
     def __init__(self, kinds: Any, prefix: str) -> None:
         self._names = {name.removeprefix(prefix).lower(): name for name, number in kinds.items() if number}
@@ -58,7 +58,7 @@ class EnumName:
 
 
 def is_encodable(value: str) -> bool:
-    """Whether a text is one of UTF-8: JSON may have halves of surrogate pairs, a message may not."""
+    """Whether a text has a UTF-8 form: JSON may have halves of surrogate pairs, a message may not."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -67,13 +67,13 @@ def is_encodable(value: str) -> bool:
 
 
 def encodable(value: str) -> str:
-    """The text. Raises ValueError for one that no message holds."""
+    """The text. Raises ValueError if no message holds it."""
     if not is_encodable(value):
         raise ValueError("must not have a half of a surrogate pair")
     return value
 
 
-# What the fields of a message hold.
+# Types of a message's fields.
 Text = Annotated[str, AfterValidator(encodable)]
 Uint32 = Annotated[int, Field(ge=0, lt=1 << 32)]
 Int32 = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
@@ -86,7 +86,7 @@ _SECONDS_SCHEMA: list[dict[str, Any]] = [
 Seconds = Annotated[
     float, BeforeValidator(_seconds), Field(gt=0, le=validation.MAX_SECONDS), WithJsonSchema({"anyOf": _SECONDS_SCHEMA})
 ]
-# As OpenAI's: seconds, or no wish.
+# OpenAI's prompt_cache_retention: seconds, or nothing.
 _IN_MEMORY = ("in_memory", "in-memory")
 RetentionSeconds = Annotated[
     Seconds | None,
@@ -95,10 +95,10 @@ RetentionSeconds = Annotated[
 ]
 
 
-# Every fault would be written down, and a caller is told the first.
+# Stops at the first error: a caller is told no other.
 T = TypeVar("T")
 Items = Annotated[list[T], Field(fail_fast=True)]
-# More fields than any object has; beyond them none is looked at.
+# More fields than any object has; with more of them an object is refused unread.
 _MAX_FIELDS = 256
 
 
@@ -119,7 +119,7 @@ class LimitedModel(BaseModel):
 
 
 class StrictModel(LimitedModel):
-    """An object of ours: a field that is not in it is an error."""
+    """An extension: an unknown field is an error."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -132,7 +132,7 @@ class CacheControl(StrictModel):
 
 
 class RetentionRange(StrictModel):
-    """A wish for the blocks whose first token lies in [start, end)."""
+    """A retention request for the blocks whose first token lies in [start, end)."""
 
     start: Uint32 = 0
     end: Uint32 | None = None
@@ -141,21 +141,21 @@ class RetentionRange(StrictModel):
 
 
 class DecodeRetention(StrictModel):
-    """A wish for the output's blocks."""
+    """A retention request for the output's blocks."""
 
     priority: Priority
     duration: Seconds | None = None
 
 
 class Retention(StrictModel):
-    """Wishes for the request's blocks: 0..100, higher is kept longer."""
+    """Retention requests; a priority is 0..100, higher is kept longer."""
 
     ranges: Items[RetentionRange] = Field([], max_length=validation.MAX_RANGES)
     decode: DecodeRetention | None = None
 
 
 class KvCrush(StrictModel):
-    """Keeps some of the blocks that are about to go, as different from each other as they come."""
+    """Keeps the most diverse of the blocks that are about to be evicted."""
 
     budget_blocks: Uint32
     anchor: Annotated[str, EnumName(pb.KvCrushAnchor, "KV_CRUSH_ANCHOR_")] | None = None
@@ -169,7 +169,7 @@ class AdaptiveRkv(StrictModel):
 
 
 class EvictionPolicy(StrictModel):
-    """Which tokens of the sequence go when it may not keep all of them; lengths in tokens."""
+    """Which tokens a sequence evicts when it may not keep all of them; lengths in tokens."""
 
     kind: Annotated[str, EnumName(pb.EvictionKind, "EVICTION_KIND_")]
     start_tokens: Uint32 | None = None
@@ -190,17 +190,17 @@ class HintAction(StrictModel):
     action_id: Text = Field(json_schema_extra={"minLength": 1})
     action_type: Text
     action_version: Text = "0.1"
-    # Looked at where it becomes a message: a type of JSON's values would name its branches as fields.
+    # Checked when it becomes a message: pydantic would name the branches of a JSON type as fields in errors.
     payload: Annotated[dict[Any, Any], WithJsonSchema({"type": "object"})] = {}
 
 
 class KvHints(StrictModel):
-    """Hints in the envelope that agent frameworks send; the answer says what became of each."""
+    """Hints in the envelope that agent frameworks send; the answer has an outcome for each."""
 
     @model_validator(mode="before")
     @classmethod
     def _short(cls, value: object) -> object:
-        """Before it is looked at: payloads may be of anything."""
+        """Bounds the size before anything is parsed: a payload may hold any JSON."""
         try:
             size = len(json.dumps(value))
         except RecursionError as error:

@@ -1,4 +1,4 @@
-"""Runs a request of HTTP and answers it, at once or as events, for as long as the caller is there."""
+"""Runs an HTTP request and answers it, whole or as events, for as long as the caller stays."""
 
 import asyncio
 import contextlib
@@ -21,16 +21,15 @@ from scheduler.frontend.openai.middleware import FAILED
 from scheduler.frontend.openai.response_builder import ResponseBuilder, Sample
 from scheduler.frontend.openai.translate import Names, of_prompt
 
-# Takes a piece of the output.
 Write = Callable[[pb.StreamGenerateResponse], Awaitable[object]]
 
-# For an event that tells why a stream ends before the process does.
+# How long the process waits to send the event that says why a stream ends.
 _LAST_WORD_SECONDS = 0.5
 _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
 class GenerationResponse(Response):
-    """All of it happens where the answer is sent: whatever ends that ends the request and frees what it held."""
+    """Runs the request while the response is sent: the end of one is the end of the other."""
 
     def __init__(
         self,
@@ -42,9 +41,9 @@ class GenerationResponse(Response):
         *,
         stream: bool,
     ) -> None:
-        """messages: that differ in their prompts only. names: what their fields are called in errors.
+        """messages: differ in their prompts only. names: of their fields in errors.
 
-        The request gets the name of its answer; of several each one has its number behind it.
+        A request gets the id of its response; of several, each has its number appended.
         """
         for number, message in enumerate(messages):
             message.request_id = builder.id if len(messages) == 1 else f"{builder.id}-{number}"
@@ -59,12 +58,12 @@ class GenerationResponse(Response):
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises ApiError as long as nothing was sent."""
+        """Raises ApiError before anything is sent."""
         work = self._send_events(scope, send) if self._stream else self._send_whole(scope, receive, send)
         await self._while_connected(receive, work)
 
     async def _while_connected(self, receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-        """Works until all is done, or until the caller is gone."""
+        """Runs `work` until its end, or until the caller leaves."""
         working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
         try:
             await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -77,7 +76,7 @@ class GenerationResponse(Response):
             working.result()
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # Samples come with their output, never with a number that was asked for: that is checked behind this.
+        # Created with their output and not from the requested number, which is not validated yet.
         samples: dict[int, Sample] = {}
 
         async def add(piece: pb.StreamGenerateResponse) -> None:
@@ -88,7 +87,7 @@ class GenerationResponse(Response):
         await JSONResponse(whole)(scope, receive, send)
 
     async def _send_events(self, scope: Scope, send: Send) -> None:
-        """The first output decides about the status: what goes wrong later is an event, whatever it is."""
+        """The status is sent with the first output: any later error is an event."""
         events = _Events(send, self._builder)
         try:
             await self._generate(scope, events.write)
@@ -100,7 +99,7 @@ class GenerationResponse(Response):
         except asyncio.CancelledError:
             if self._caller_left:
                 raise
-            # The process ends now, and does not wait for a caller that reads nothing.
+            # The process ends now and does not wait for a caller that does not read.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LAST_WORD_SECONDS):
                     await events.end(scope, from_service(DrainingError("the scheduler is stopping")))
@@ -115,9 +114,9 @@ class GenerationResponse(Response):
         await events.send_bytes(b"", more=False)
 
     async def _generate(self, scope: Scope, write: Write) -> None:
-        """Runs all of it. Raises ApiError: where one prompt fails, all others are given up."""
+        """Runs all prompts; the first error cancels the others. Raises ApiError."""
         try:
-            with self._caller.asking():
+            with self._caller.authorized():
                 if len(self._messages) == 1:
                     await self._service.generate(self._messages[0], write, usage=self._builder.continuous_usage)
                     return
@@ -130,7 +129,7 @@ class GenerationResponse(Response):
             raise group.exceptions[0] from None
 
     async def _generate_one(self, scope: Scope, number: int, message: pb.StreamGenerateRequest, write: Write) -> None:
-        """One of several prompts, with a line of its own in the access log."""
+        """Runs one of several prompts, with its own line in the access log."""
 
         async def add(piece: pb.StreamGenerateResponse) -> None:
             piece.sample_index += number * self._samples
@@ -148,13 +147,13 @@ class _Events:
 
     def __init__(self, send: Send, builder: ResponseBuilder) -> None:
         self.begun = False
-        # Of each sample, the latest that is known.
+        # The latest of each sample.
         self._usages: dict[int, pb.Usage] = {}
         self._send = send
         self._builder = builder
-        # Prompts write beside each other.
+        # Prompts run concurrently.
         self._turn = asyncio.Lock()
-        # Characters of each sample that were sent.
+        # Sent characters of each sample.
         self._sent: dict[int, int] = {}
 
     async def write(self, piece: pb.StreamGenerateResponse) -> None:
@@ -171,7 +170,7 @@ class _Events:
         await self.send(self._builder.usage_chunk(self._usages.values()))
 
     async def end(self, scope: Scope, error: ApiError) -> None:
-        """The last event of a stream that broke off; nothing where the status can still tell."""
+        """Sends the error as the last event; nothing before the status is sent."""
         if self.begun:
             scope[FAILED] = error.status
             await self.send(error.body)

@@ -1,4 +1,4 @@
-"""Who calls, and whether the role may: the one place where HTTP's Authorization header becomes an identity."""
+"""Turns HTTP's Authorization header into an identity, and checks its role."""
 
 import contextlib
 from collections.abc import Callable, Coroutine, Iterator
@@ -16,29 +16,29 @@ from scheduler.frontend.openai.bodies import BodyLimits
 
 
 class Caller:
-    """Somebody who may call a method, for as long as the request goes on."""
+    """A caller that may call a method, for as long as the request runs."""
 
     def __init__(self, guard: Guard, method: str, authorization: str, peer: str) -> None:
-        """Raises UnauthenticatedError and PermissionDeniedError, which are written down."""
+        """Raises UnauthenticatedError and PermissionDeniedError, which the audit log gets."""
         self._guard = guard
         self._method = method
         self._authorization = authorization
         self._peer = peer
         self._identity: Identity | None = None
-        with self._telling():
+        with self._audited():
             self._identity = guard.identify(authorization)
-            # Also of one that may not: the access log tells who it was.
+            # Before the check: the access log names a refused caller, too.
             assume(self._identity)
             guard.allow(self._identity, method)
 
     @contextlib.contextmanager
-    def asking(self) -> Iterator[None]:
-        """Around the work: it ends with UnauthenticatedError when the token does. Refusals are written down."""
-        with self._telling(), self._guard.holding(self._authorization, self._identity):
+    def authorized(self) -> Iterator[None]:
+        """Around the work, which ends with UnauthenticatedError when the token is revoked. Audits refusals."""
+        with self._audited(), self._guard.holding(self._authorization, self._identity):
             yield
 
     @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
+    def _audited(self) -> Iterator[None]:
         try:
             yield
         except (PermissionDeniedError, UnauthenticatedError) as error:
@@ -47,9 +47,9 @@ class Caller:
 
 
 def route_class(guard: Guard, method: str, bodies: BodyLimits) -> type[APIRoute]:
-    """Routes that do what this method of the gRPC service does. Who may not call it is told so before the body is read.
+    """Routes for a method of the gRPC service. A caller is checked before the body is read.
 
-    In dependencies it would be too late: the framework reads the body before it looks at them.
+    A dependency would be too late: the framework reads the body before it resolves them.
     """
     full_name = f"{SERVICE}/{method}"
 
@@ -59,8 +59,8 @@ def route_class(guard: Guard, method: str, bodies: BodyLimits) -> type[APIRoute]
 
             async def answer(request: Request) -> Response:
                 caller = Caller(guard, full_name, request.headers.get("authorization", ""), peer_of(request))
-                with bodies.taking(request) as receive:
-                    # Of its own: the other one stays for as long as the answer takes, and the body with it.
+                with bodies.limiting(request) as receive:
+                    # A new request: the other one would keep the body for as long as the response takes.
                     own = Request(request.scope, receive)
                     own.state.caller = caller
                     return await handle(own)
@@ -71,6 +71,6 @@ def route_class(guard: Guard, method: str, bodies: BodyLimits) -> type[APIRoute]
 
 
 async def caller_of(request: Request) -> Caller:
-    """A dependency of such routes."""
+    """The caller of a guarded route, as a dependency."""
     caller: Caller = request.state.caller
     return caller

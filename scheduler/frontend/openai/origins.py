@@ -1,25 +1,25 @@
-"""Which web pages may call the API: a browser asks before it hands an answer of another origin to one (CORS)."""
+"""Which web pages of other origins may call the API (CORS)."""
 
 from dataclasses import dataclass
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-# Pages that programs of this machine serve. No site has such an origin, whatever its name leads to.
+# Pages that programs of this machine serve. No site has such an origin, whatever its name resolves to.
 _LOCAL = r"https?://(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?"
-# Beside those that browsers always show.
+# Response headers that browsers show to pages besides the usual ones.
 _SHOWN = ("X-Request-Id", "Retry-After")
 
 
 @dataclass(frozen=True)
 class Origins:
-    """named: origins, or "*" for all. local: also those of this machine."""
+    """named: origins, or "*" for all. local: also pages of this machine."""
 
     named: tuple[str, ...] = ()
     local: bool = False
 
     def around(self, app: ASGIApp) -> ASGIApp:
-        """The application, with answers for browsers. Cookies are never sent: tokens are in a header."""
+        """The application with CORS headers. Cookies are never sent: tokens are in a header."""
         if not self.named and not self.local:
             return app
         return CORSMiddleware(

@@ -1,4 +1,4 @@
-"""What callers send: the types of OpenAI's requests, with the extensions. Values are checked where gRPC's are."""
+"""The types of OpenAI's requests, with the extensions. The validator that gRPC uses checks values."""
 
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -34,19 +34,19 @@ from scheduler.frontend.openai.extensions import (
     encodable,
 )
 
-# How similar an unknown name is to the field that an error suggests: 0..1, as difflib measures it.
+# An error suggests a field with at least this similarity to an unknown name: 0..1, as difflib measures it.
 _CLOSE = 0.75
 # Characters of an unknown name that an error shows and compares.
 _MAX_NAME = 64
-# Of one request, as its samples.
+# Prompts of one request are bounded as its samples are.
 MAX_PROMPTS = validation.MAX_SAMPLES
 
 
 class ListOrText:
-    """A list for which a text may stand that is all of it."""
+    """A list, or a text for a list of one element."""
 
     def __init__(self, element: Callable[[str], object]) -> None:
-        """element: what the list is to hold for the text."""
+        """element: makes the element of a text."""
         self._element = element
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -60,11 +60,11 @@ class ListOrText:
 
 
 def _prompts(value: object) -> object:
-    """A text or the ids of one prompt, or a list of those."""
+    """One prompt, as a text or token ids, or a list of prompts."""
     found = value if isinstance(value, list) and value and isinstance(value[0], str | list) else [value]
     if len(found) > MAX_PROMPTS:
         raise ValueError(f"has more than {MAX_PROMPTS} prompts")
-    if all(isinstance(one, str) or (isinstance(one, list) and all(map(_is_id, one))) for one in found):
+    if all(isinstance(item, str) or (isinstance(item, list) and all(map(_is_id, item))) for item in found):
         return found
     raise ValueError("must be a text or a list of token ids, or a list of texts or of such lists")
 
@@ -82,11 +82,11 @@ _ONE: list[dict[str, Any]] = [
     {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
 ]
 Prompts = Annotated[
-    # Of two types each, without a branch for either: its name would be taken for a field's.
+    # No union of two types: pydantic would name its branches as fields in errors.
     list[Annotated[str | list[int], SkipValidation, AfterValidator(_encodable_prompt)]],
     BeforeValidator(_prompts),
     WithJsonSchema(
-        {"anyOf": [*_ONE, *({"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS, "items": one} for one in _ONE)]}
+        {"anyOf": [*_ONE, *({"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS, "items": item} for item in _ONE)]}
     ),
 ]
 
@@ -95,11 +95,11 @@ StopText = Annotated[Text, Field(json_schema_extra={"minLength": 1})]
 
 
 class LenientModel(LimitedModel):
-    """An object of OpenAI's, in which other servers' names are known. Any other name is refused, unless it is null."""
+    """An object of OpenAI's, in which other servers' fields are known. Any other field is refused unless it is null."""
 
     model_config = ConfigDict(extra="allow")
 
-    # Fields that are refused, with the values that ask for nothing; null never asks.
+    # Refused fields, with the values that ask for nothing besides null.
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {}
     # Fields that change no output.
     ignored: ClassVar[frozenset[str]] = frozenset()
@@ -114,23 +114,22 @@ class LenientModel(LimitedModel):
         return described
 
     def objects(self) -> "Iterator[tuple[str, LenientModel]]":
-        """This and the open objects in it, each behind the beginning of its fields' paths."""
+        """This object and those in it, each with the prefix of its fields' paths."""
         yield "", self
 
     def check(self) -> None:
-        """Raises InvalidField for a field that is not known or asks for what is not done."""
-        for path, one in self.objects():
-            for name, value in (one.model_extra or {}).items():
-                if value is None or name in one.ignored:
+        """Raises InvalidField for an unknown field, and for a refused one."""
+        for path, item in self.objects():
+            for name, value in (item.model_extra or {}).items():
+                if value is None or name in item.ignored:
                     continue
-                if name not in one.unsupported:
-                    raise _unknown(path, name, type(one).model_fields)
-                if value not in one.unsupported[name]:
+                if name not in item.unsupported:
+                    raise _unknown(path, name, type(item).model_fields)
+                if value not in item.unsupported[name]:
                     raise FieldError(f"{path}{name}", "is not supported")
 
 
 def _unknown(path: str, name: str, fields: Iterable[str]) -> FieldError:
-    # A name may be of any length.
     shown = name[:_MAX_NAME]
     [*meant] = difflib.get_close_matches(shown.lower(), fields, n=1, cutoff=_CLOSE)
     return FieldError(f"{path}{shown}", "is not a field" + "".join(f": did you mean {field}?" for field in meant))
@@ -142,12 +141,21 @@ def _of_text(kind: object) -> object:
     return kind
 
 
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+def _refused(names: str, *nothing: object) -> dict[str, tuple[object, ...]]:
+    """Fields that are refused unless they have a value that asks for nothing."""
+    return dict.fromkeys(names.split(), nothing)
+
+
 class TextPart(LenientModel):
     """A part of a message."""
 
-    # OpenAI's way to say what cache_control says.
+    # OpenAI's name for cache_control.
     unsupported: ClassVar = {"prompt_cache_breakpoint": ()}
-    # Of parts of answers that come back in a history.
+    # Fields of answers that come back in a history.
     ignored: ClassVar = frozenset({"annotations", "id"})
 
     type: Annotated[Literal["text"], BeforeValidator(_of_text)]
@@ -159,52 +167,34 @@ class Message(LenientModel):
     """One message of a conversation. Several parts are joined by line breaks."""
 
     unsupported: ClassVar = {
-        "audio": (),
-        "function_call": (),
-        "images": ([],),
-        "phase": (),
+        **_refused("audio function_call phase task tool_call_id"),
+        **_refused("images thinking_blocks tool_calls tools", []),
         "prefix": (False,),
         "refusal": ("",),
-        "task": (),
-        "thinking_blocks": ([],),
-        "tool_call_id": (),
-        "tool_calls": ([],),
-        "tools": ([],),
     }
-    # Of answers that come back in a history, and of clients' own records.
-    ignored: ClassVar = frozenset(
-        {
-            "annotations",
-            "created_at",
-            "finish_reason",
-            "id",
-            "message_id",
-            "metadata",
-            "opts",
-            "provider_specific_fields",
-            "timestamp",
-            "usage",
-        }
+    # Fields of answers that come back in a history, and clients' own records.
+    ignored: ClassVar = _names(
+        "annotations created_at finish_reason id message_id metadata opts provider_specific_fields timestamp usage"
     )
 
     role: Text = Field(json_schema_extra={"minLength": 1})
-    # An assistant's may be absent, as beside calls of tools.
+    # Absent in an assistant's tool calls.
     content: Annotated[Items[TextPart], ListOrText(lambda text: {"type": "text", "text": text})] | None = None
-    name: Text | None = Field(None, description="Who speaks; only where the model's chat template reads it.")
+    name: Text | None = Field(None, description="The speaker's name; only where the model's chat template reads it.")
     reasoning_content: Text | None = Field(
-        None, description="What the assistant thought; only where the model's chat template reads it."
+        None, description="The assistant's reasoning; only where the model's chat template reads it."
     )
     reasoning: Text | None = Field(None, description="Another name of reasoning_content.")
-    # As on its last part.
+    # Stands for that of the last part.
     cache_control: CacheControl | None = None
 
 
 def _few(value: object) -> object:
-    """Before one is looked at; a part takes as long as a message."""
+    """Bounds messages and their parts before any of them is parsed."""
     if isinstance(value, list):
         count = len(value)
         if count <= validation.MAX_MESSAGES:
-            contents = (one.get("content") for one in value if isinstance(one, dict))
+            contents = (item.get("content") for item in value if isinstance(item, dict))
             count += sum(len(content) - 1 for content in contents if isinstance(content, list))
         if count > validation.MAX_MESSAGES:
             raise ValueError(f"must have at most {validation.MAX_MESSAGES} entries and parts of them")
@@ -217,7 +207,7 @@ Messages = Annotated[Items[Message], BeforeValidator(_few), Field(json_schema_ex
 class StreamOptions(LenientModel):
     """Options of a stream."""
 
-    # Padding against listeners: who asks for it must not believe that it is there.
+    # Padding against eavesdroppers is refused: a caller must not believe that it is there.
     unsupported: ClassVar = {"include_obfuscation": (False,)}
 
     include_usage: bool | None = Field(None, description="A last event has the usage.")
@@ -225,101 +215,44 @@ class StreamOptions(LenientModel):
 
 
 class Generation(LenientModel):
-    """What both ways of generating have in common."""
+    """Common fields of chat completions and completions."""
 
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        # OpenAI's.
-        "best_of": (1,),
-        "logit_bias": ({},),
+        **_refused("best_of length_penalty", 1),
+        **_refused(
+            "logit_bias custom_params ec_transfer_params images_config kv_transfer_params session_params "
+            "video_config vllm_xargs",
+            {},
+        ),
         "response_format": ({"type": "text"},),
-        # Of other servers: what would change the output.
-        "allowed_token_ids": (),
-        "bad_words": ([],),
-        "beam_width": (),
-        "bootstrap_host": (),
-        "bootstrap_port": (),
-        "bootstrap_room": (),
-        "custom_logit_processor": (),
-        "custom_params": ({},),
-        "data_parallel_rank": (0,),
-        "disagg_prefill_dp_rank": (),
-        "ebnf": (),
-        "ec_transfer_params": ({},),
-        "guided_choice": (),
-        "guided_grammar": (),
-        "guided_json": (),
-        "guided_regex": (),
-        "images_config": ({},),
-        "include_stop_str_in_output": (False,),
-        "input_ids": (),
-        "json_schema": (),
-        "kv_transfer_params": ({},),
-        "length_penalty": (1,),
-        "logits_processors": ([],),
-        "logprob_token_ids": ([],),
-        "lora": (),
-        "lora_path": (),
-        "min_tokens": (0,),
-        "mm_payload": (),
-        "no_stop_trim": (False,),
-        "prompt_logprobs": (),
-        "regex": (),
-        "repetition_detection": (),
-        "return_cached_tokens_details": (False,),
-        "return_flat_raw_output_top_logprobs": (False,),
-        "return_flat_raw_top_logprobs_b64": (False,),
-        "return_hidden_states": (False,),
-        "return_input_ids_in_sglext": (False,),
-        "return_meta_info": (False,),
-        "return_mm_kwargs": (False,),
-        "return_output_ids_in_sglext": (False,),
-        "return_prompt_text": (False,),
-        "return_prompt_token_ids": (False,),
-        "return_routed_experts": (False,),
-        "return_sampling_mask": (False,),
-        "return_spec_tokens_details": (False,),
-        "return_token_ids": (False,),
-        "return_token_offsets": (False,),
-        "return_tokens_as_token_ids": (False,),
-        "return_weight_versions": (False,),
-        "routed_dp_rank": (0,),
-        "sampling_logprobs_mode": (),
-        "session_params": ({},),
+        **_refused(
+            "allowed_token_ids beam_width bootstrap_host bootstrap_port bootstrap_room custom_logit_processor "
+            "disagg_prefill_dp_rank ebnf guided_choice guided_grammar guided_json guided_regex input_ids "
+            "json_schema lora lora_path mm_payload prompt_logprobs regex repetition_detection "
+            "sampling_logprobs_mode structured_outputs task thinking_token_budget truncate_prompt_tokens "
+            "truncation_side"
+        ),
+        **_refused("bad_words logits_processors logprob_token_ids stop_regex", []),
+        **_refused("data_parallel_rank min_tokens routed_dp_rank", 0),
+        **_refused(
+            "include_stop_str_in_output no_stop_trim return_cached_tokens_details "
+            "return_flat_raw_output_top_logprobs return_flat_raw_top_logprobs_b64 return_hidden_states "
+            "return_input_ids_in_sglext return_meta_info return_mm_kwargs return_output_ids_in_sglext "
+            "return_prompt_text return_prompt_token_ids return_routed_experts return_sampling_mask "
+            "return_spec_tokens_details return_token_ids return_token_offsets return_tokens_as_token_ids "
+            "return_weight_versions use_beam_search watermark watermarking",
+            False,
+        ),
         "skip_special_tokens": (True,),
-        "stop_regex": ([],),
-        "structured_outputs": (),
-        "task": (),
         "thinking": (False, {"type": "disabled"}),
-        "thinking_token_budget": (),
-        "truncate_prompt_tokens": (),
-        "truncation_side": (),
-        "use_beam_search": (False,),
-        "video_config": ({},),
-        "vllm_xargs": ({},),
-        "watermark": (False,),
-        "watermarking": (False,),
     }
-    ignored: ClassVar = frozenset(
-        {
-            # For the records of OpenAI and other servers.
-            "custom_labels",
-            "metadata",
-            "rid",
-            "safety_identifier",
-            "service_tier",
-            "store",
-            "user",
-            # How often events come.
-            "stream_interval",
-            # Of media, routed experts and skip_special_tokens: false, which are refused.
-            "mm_processor_kwargs",
-            "routed_experts_prompt_start",
-            "routed_experts_start_len",
-            "spaces_between_special_tokens",
-        }
+    # Records of other servers, the frequency of events, and options of refused features.
+    ignored: ClassVar = _names(
+        "custom_labels metadata rid safety_identifier service_tier store user stream_interval mm_processor_kwargs "
+        "routed_experts_prompt_start routed_experts_start_len spaces_between_special_tokens"
     )
 
-    model: Text = Field("", description="Empty is the one that is served.")
+    model: Text = Field("", description="Empty is the served one.")
     n: Uint32 | None = Field(None, json_schema_extra=bounds(1, validation.MAX_SAMPLES))
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -334,7 +267,7 @@ class Generation(LenientModel):
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
     presence_penalty: float | None = Field(None, json_schema_extra=bounds(-2, 2))
     frequency_penalty: float | None = Field(None, json_schema_extra=bounds(-2, 2))
-    # Of other servers.
+    # Other servers' fields.
     top_k: Annotated[int, Field(ge=-1, lt=1 << 32)] | None = Field(
         None, description="0 and -1 are the whole vocabulary."
     )
@@ -343,7 +276,7 @@ class Generation(LenientModel):
     ignore_eos: bool | None = None
     stop_token_ids: Items[Uint32] | None = Field(None, json_schema_extra={"maxItems": validation.MAX_STOP_IDS})
     request_id: Text | None = Field(None, description="Names the request; unique among running ones.")
-    # Of the cache.
+    # Fields of the cache.
     priority: Int32 | None = Field(None, description="Of scheduling: higher runs first.")
     cache_salt: Text | None = Field(
         None, description="Only requests with an equal salt share cached blocks.", json_schema_extra={"minLength": 1}
@@ -353,25 +286,23 @@ class Generation(LenientModel):
     )
     session_id: Text | None = Field(
         None,
-        description="Conversation that the wishes belong to: a later request's take the place of an earlier one's.",
+        description="Conversation of the retention requests: those of a later request replace those of an earlier one.",
         json_schema_extra={"minLength": 1},
     )
     prompt_cache_key: Text | None = Field(None, description="The session_id of requests that name none.")
     prompt_cache_retention: RetentionSeconds | None = Field(
-        None, description='How long the whole request stays cached, such as "24h"; "in_memory" is no wish.'
+        None, description='How long the whole request stays cached, such as "24h"; "in_memory" asks for nothing.'
     )
     retention: Retention | None = None
     eviction_policy: EvictionPolicy | None = None
     kv_hints: KvHints | None = None
 
     def objects(self) -> Iterator[tuple[str, LenientModel]]:
-        """As of every open object."""
         yield from super().objects()
         if self.stream_options is not None:
             yield "stream_options.", self.stream_options
 
     def check(self) -> None:
-        """Raises InvalidField."""
         super().check()
         if self.stream_options is not None and not self.stream:
             raise InvalidField("stream_options", "is only for streams")
@@ -402,18 +333,11 @@ class ChatCompletionRequest(Generation):
         "verbosity": ("medium",),
         "web_search_options": (),
     }
-    ignored: ClassVar = Generation.ignored | {
-        # No output has a reasoning part.
-        "include_reasoning",
-        "separate_reasoning",
-        "stream_reasoning",
-        # Of media and tools, which are refused.
-        "max_dynamic_patch",
-        "media_io_kwargs",
-        "min_dynamic_patch",
-        "parallel_tool_calls",
-        "use_audio_in_video",
-    }
+    # Options of reasoning, media and tools, which are refused or no output has.
+    ignored: ClassVar = Generation.ignored | _names(
+        "include_reasoning separate_reasoning stream_reasoning max_dynamic_patch media_io_kwargs min_dynamic_patch "
+        "parallel_tool_calls use_audio_in_video"
+    )
 
     messages: Messages
     max_completion_tokens: Uint32 | None = Field(None, json_schema_extra={"minimum": 1})
@@ -421,12 +345,10 @@ class ChatCompletionRequest(Generation):
     top_logprobs: Uint32 | None = Field(None, json_schema_extra=bounds(0, validation.MAX_LOGPROBS))
 
     def objects(self) -> Iterator[tuple[str, LenientModel]]:
-        """As of every open object."""
         yield from super().objects()
         yield from _said(self.messages)
 
     def check(self) -> None:
-        """Raises InvalidField."""
         super().check()
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidField("top_logprobs", "needs logprobs: true")
@@ -452,7 +374,7 @@ _GENERATING = (CompletionRequest, ChatCompletionRequest)
 
 
 class TokenizeRequest(LenientModel):
-    """POST /tokenize: a text or a conversation. A request that generates can be sent as it is, to count its tokens."""
+    """POST /tokenize: a text or a conversation. A completion request can be sent as it is, to count its tokens."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -463,25 +385,23 @@ class TokenizeRequest(LenientModel):
         }
     )
     unsupported: ClassVar = {
-        name: values for one in _GENERATING for name, values in one.unsupported.items() if name not in _OWN
+        name: values for item in _GENERATING for name, values in item.unsupported.items() if name not in _OWN
     }
-    ignored: ClassVar = frozenset().union(*({*one.model_fields, *one.ignored} for one in _GENERATING)) - {*_OWN}
+    ignored: ClassVar = frozenset().union(*({*item.model_fields, *item.ignored} for item in _GENERATING)) - {*_OWN}
 
     model: Text = ""
     return_token_strs: bool | None = None
     prompt: Text | None = Field(None, json_schema_extra={"minLength": 1})
     messages: Messages | None = None
     add_special_tokens: bool | None = Field(
-        None, description="Only what it is anyway: true for a prompt, false for messages, whose template has them."
+        None, description="Only true for a prompt, and false for messages, whose template has them."
     )
 
     def objects(self) -> Iterator[tuple[str, LenientModel]]:
-        """As of every open object."""
         yield from super().objects()
         yield from _said(self.messages or ())
 
     def check(self) -> None:
-        """Raises InvalidField."""
         super().check()
         if (self.prompt is None) == (self.messages is None):
             raise InvalidField("prompt", "or messages must be given, and not both")

@@ -1,4 +1,4 @@
-"""The two ways in which output is told: as messages of a conversation, and as text that goes on."""
+"""Builds responses and events of chat completions and of completions."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ from scheduler.frontend.openai import responses
 
 @dataclass
 class Sample:
-    """One sample's output so far, or a piece of it. offset: characters in front."""
+    """One sample's output so far, or a chunk of it. offset: characters before it."""
 
     index: int = 0
     text: list[str] = field(default_factory=list)
@@ -23,7 +23,7 @@ class Sample:
     offset: int = 0
 
     def add(self, piece: pb.StreamGenerateResponse) -> None:
-        """Goes on."""
+        """Appends a chunk."""
         self.index = piece.sample_index
         self.text.append(piece.text)
         self.token_ids += piece.token_ids
@@ -33,7 +33,7 @@ class Sample:
 
 
 class ResponseBuilder(ABC):
-    """Makes answers and events of samples. Nothing of it is known to the service."""
+    """Builds responses and events from samples."""
 
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
@@ -54,18 +54,18 @@ class ResponseBuilder(ABC):
 
     @abstractmethod
     def choice(self, sample: Sample) -> dict[str, Any]:
-        """Of a whole sample."""
+        """The choice of a whole sample."""
 
     @abstractmethod
     def chunk_choice(self, sample: Sample, *, first: bool) -> dict[str, Any]:
-        """Of a piece. first: nothing of the sample was sent before."""
+        """The choice of a chunk. first: nothing of the sample was sent before."""
 
     @abstractmethod
     def tokens(self, sample: Sample) -> dict[str, Any]:
-        """Its log-probabilities."""
+        """Its log-probabilities, in the endpoint's shape."""
 
     def whole(self, samples: Sequence[Sample]) -> dict[str, Any]:
-        """The answer without a stream."""
+        """The response of a request that does not stream."""
         answer = self._answer(self.whole_object, [self.choice(sample) for sample in samples])
         answer["usage"] = responses.usage([sample.usage for sample in samples])
         for sample in samples:
@@ -89,7 +89,7 @@ class ResponseBuilder(ABC):
         return answer
 
     def says_something(self, sample: Sample) -> bool:
-        """Whether a piece is worth an event: text may be held back while its tokens are counted."""
+        """Whether a chunk deserves an event: a chunk may have tokens whose text is held back."""
         return bool(sample.finish_reason or self._logprobs or any(sample.text))
 
     def _answer(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -121,12 +121,10 @@ class ChatResponseBuilder(ResponseBuilder):
     chunk_object = "chat.completion.chunk"
 
     def choice(self, sample: Sample) -> dict[str, Any]:
-        """Of a whole sample."""
         message = {"role": "assistant", "content": "".join(sample.text)}
         return {"index": sample.index, "message": message, **self._common(sample)}
 
     def chunk_choice(self, sample: Sample, *, first: bool) -> dict[str, Any]:
-        """Of a piece."""
         delta = {"role": "assistant"} if first else {}
         return {
             "index": sample.index,
@@ -135,7 +133,6 @@ class ChatResponseBuilder(ResponseBuilder):
         }
 
     def tokens(self, sample: Sample) -> dict[str, Any]:
-        """A list of objects."""
         pairs = zip(sample.token_ids, sample.logprobs, strict=True)
         content = [
             {
@@ -153,24 +150,21 @@ class CompletionResponseBuilder(ResponseBuilder):
     whole_object = chunk_object = "text_completion"
 
     def choice(self, sample: Sample) -> dict[str, Any]:
-        """Of a sample or a piece."""
         return {"index": sample.index, "text": "".join(sample.text), **self._common(sample)}
 
     def chunk_choice(self, sample: Sample, *, first: bool) -> dict[str, Any]:  # noqa: ARG002
-        """Of a piece."""
         return self.choice(sample)
 
     def tokens(self, sample: Sample) -> dict[str, Any]:
-        """An object of lists."""
         pairs = zip(sample.token_ids, sample.logprobs, strict=True)
-        chosen = [responses.alternative(self._model, token_id, one.logprob) for token_id, one in pairs]
+        chosen = [responses.alternative(self._model, token_id, item.logprob) for token_id, item in pairs]
         offsets, at = [], sample.offset
-        for one in chosen:
+        for item in chosen:
             offsets.append(at)
-            at += len(one["token"])
+            at += len(item["token"])
         return {
-            "tokens": [one["token"] for one in chosen],
-            "token_logprobs": [one["logprob"] for one in chosen],
+            "tokens": [item["token"] for item in chosen],
+            "token_logprobs": [item["logprob"] for item in chosen],
             "top_logprobs": [
                 {top["token"]: top["logprob"] for top in self._alternatives(logprobs)} for logprobs in sample.logprobs
             ],

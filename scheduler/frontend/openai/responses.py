@@ -18,7 +18,7 @@ _FINISH: dict[int, FinishReason] = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REA
 
 
 class PromptTokensDetails(TypedDict):
-    """Where tokens came from: of the prompt, from the cache; of any, copied to the device from host memory or disk."""
+    """Tokens of the prompt from the cache, and tokens of any kind copied to the device from host memory or disk."""
 
     cached_tokens: int
     host_tokens: int
@@ -35,7 +35,7 @@ class Usage(TypedDict):
 
 
 class Alternative(TypedDict):
-    """A token that could have been chosen. bytes: absent for a part of a character."""
+    """A candidate token. bytes: null for a part of a character."""
 
     token: str
     logprob: float
@@ -64,7 +64,7 @@ class CompletionLogprobs(TypedDict):
 
 
 class Receipt(TypedDict):
-    """What became of a wish: "ranges[0]", "decode" or "rule/<name>". duration: in seconds, null is without end."""
+    """The outcome of a retention request, named "ranges[0]", "decode" or "rule/<name>". duration: seconds or null."""
 
     wish: str
     outcome: Literal["granted", "clipped", "rejected", "unspecified"]
@@ -75,7 +75,7 @@ class Receipt(TypedDict):
 
 
 class HintOutcome(TypedDict):
-    """What became of a hint."""
+    """The outcome of a hint."""
 
     action_id: str
     outcome: Literal["accepted", "clipped", "deferred", "rejected", "missing", "unspecified"]
@@ -84,13 +84,13 @@ class HintOutcome(TypedDict):
 
 
 class Hints(TypedDict):
-    """What became of each."""
+    """The outcome of each hint."""
 
     actions: list[HintOutcome]
 
 
 class Eviction(TypedDict):
-    """What was evicted. kept_mass: share of the scores that stayed; null without scores."""
+    """The evicted tokens. kept_mass: share of the scores that was kept; null without scores."""
 
     policy: dict[str, object]
     evicted_tokens: int
@@ -127,7 +127,7 @@ class CompletionChoice(TypedDict):
 
 
 class Answer(TypedDict):
-    """What all answers begin with. retention and kv_hints: what became of the request's wishes."""
+    """Common fields of all responses. retention and kv_hints: outcomes of the request's own."""
 
     id: str
     object: str
@@ -168,7 +168,7 @@ class ModelList(TypedDict):
 
 
 class Tokens(TypedDict):
-    """Answer of /tokenize. token_strs: as the vocabulary has them, where they were asked for."""
+    """Answer of /tokenize. token_strs: the vocabulary's texts, where they were asked for."""
 
     count: int
     max_model_len: int
@@ -189,7 +189,7 @@ class Version(TypedDict):
 
 
 def model_card(model: ModelInfo, created: int) -> ModelCard:
-    """created: when this process began to serve it."""
+    """created: start of the process, in seconds since 1970."""
     return {
         "id": model.name,
         "object": "model",
@@ -200,23 +200,23 @@ def model_card(model: ModelInfo, created: int) -> ModelCard:
 
 
 def usage(usages: Iterable[pb.Usage]) -> Usage:
-    """Of all samples of a request."""
+    """Usage of all samples of a request."""
     usages = list(usages)
-    prompt, output = (sum(getattr(one, name) for one in usages) for name in ("prompt_tokens", "output_tokens"))
+    prompt, output = (sum(getattr(item, name) for item in usages) for name in ("prompt_tokens", "output_tokens"))
     return {
         "prompt_tokens": prompt,
         "completion_tokens": output,
         "total_tokens": prompt + output,
         "prompt_tokens_details": {
-            "cached_tokens": sum(one.cached_tokens for one in usages),
-            "host_tokens": sum(one.host_tokens for one in usages),
-            "disk_tokens": sum(one.disk_tokens for one in usages),
+            "cached_tokens": sum(item.cached_tokens for item in usages),
+            "host_tokens": sum(item.host_tokens for item in usages),
+            "disk_tokens": sum(item.disk_tokens for item in usages),
         },
     }
 
 
 def outcomes(answer: dict[str, Any], ended: pb.Usage) -> None:
-    """Adds what became of the request's wishes; only the first sample's usage has any."""
+    """Adds the outcomes of retention requests and hints, which only the first sample's usage has."""
     if ended.retention_receipts:
         answer["retention"] = [_receipt(receipt) for receipt in ended.retention_receipts]
     if ended.hint_answers:
@@ -246,7 +246,7 @@ def _hint(hint: pb.HintAnswer) -> HintOutcome:
 
 
 def eviction(report: pb.EvictionReport) -> Eviction:
-    """Names as in the request."""
+    """The report, with the names of the request."""
     policy = MessageToDict(report.policy, preserving_proto_field_name=True)
     for part, name, prefix in (
         (policy, "kind", "EVICTION_KIND_"),
@@ -255,7 +255,7 @@ def eviction(report: pb.EvictionReport) -> Eviction:
     ):
         if name in part:
             part[name] = part[name].removeprefix(prefix).lower()
-    # 64 bits, which that function writes as a text.
+    # MessageToDict writes 64 bits as a text.
     policy["seed"] = report.policy.seed
     return {
         "policy": policy,
@@ -267,14 +267,14 @@ def eviction(report: pb.EvictionReport) -> Eviction:
 
 
 def alternative(model: ModelInfo, token_id: int, logprob: float) -> Alternative:
-    """A token and how likely it was."""
+    """A token with its log-probability."""
     text = model.token_text(token_id)
     whole = "\N{REPLACEMENT CHARACTER}" not in text
     return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(text.encode()) if whole else None}
 
 
 def finish_reason(reason: int) -> FinishReason | None:
-    """Null while the sample goes on."""
+    """None before the sample ends."""
     return _FINISH.get(reason)
 
 

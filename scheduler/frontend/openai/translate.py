@@ -1,4 +1,4 @@
-"""From OpenAI's requests to the message of the generation service, and its fields' names back."""
+"""Turns OpenAI's requests into messages of the generation service, and names of fields back."""
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,16 +17,16 @@ from scheduler.frontend.openai.requests import (
     TokenizeRequest,
 )
 
-# OpenAI's default for completions; conversations go on as long as they fit.
+# OpenAI's default for completions; a conversation has no bound but the context.
 COMPLETION_TOKENS = 16
-# Of what a cache_control or a prompt_cache_retention keeps: above the usual 35, below what operators have left.
+# Retention priority of cache_control and prompt_cache_retention: above the default of 35, below operators' own.
 CACHED_PRIORITY = 80
-# What joins the parts of a message, as in vLLM.
+# Joins the parts of a message, as in vLLM.
 PART_SEPARATOR = "\n"
-# Of a hint's payload. A parser of protobuf takes 100 messages within each other: a level of a payload has three, and
-# what holds the payload the rest.
+# Nesting of a hint's payload. Protobuf parses 100 nested messages: a level of a payload needs three of them, and the
+# messages around the payload the rest.
 _PAYLOAD_LEVELS = 30
-# Of a name in the path of a field.
+# Characters of a name in the path of a field.
 _NAME_CHARACTERS = 64
 
 Names = Sequence[tuple[str, str]]
@@ -46,7 +46,7 @@ NAMES: Names = (
 
 
 def chat(request: ChatCompletionRequest) -> pb.StreamGenerateRequest:
-    """Raises InvalidField for what the message has no place for."""
+    """Raises InvalidField for a field that no message has."""
     request.check()
     message = _generation(request)
     message.chat.CopyFrom(conversation(request.messages))
@@ -59,7 +59,7 @@ def chat(request: ChatCompletionRequest) -> pb.StreamGenerateRequest:
 
 
 def completion(request: CompletionRequest) -> list[pb.StreamGenerateRequest]:
-    """One for each prompt. Raises InvalidField for what the message has no place for."""
+    """One message per prompt. Raises InvalidField for a field that no message has."""
     request.check()
     common = _generation(request)
     common.max_tokens = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
@@ -78,7 +78,7 @@ def completion(request: CompletionRequest) -> list[pb.StreamGenerateRequest]:
 
 
 def tokenize(request: TokenizeRequest) -> pb.StreamGenerateRequest:
-    """Only with what has to be encoded. Raises InvalidField."""
+    """A message with the prompt only. Raises InvalidField."""
     request.check()
     if request.messages is not None:
         return pb.StreamGenerateRequest(model=request.model, chat=conversation(request.messages))
@@ -86,12 +86,12 @@ def tokenize(request: TokenizeRequest) -> pb.StreamGenerateRequest:
 
 
 def of_prompt(names: Names, number: int) -> Names:
-    """The same where a request has several prompts, for the message of this one."""
+    """The names for one of several prompts."""
     return tuple((ours, f"prompt[{number}]" if theirs == "prompt" else theirs) for ours, theirs in names)
 
 
 def names(request: Generation) -> Names:
-    """What the fields of the message are called in a request."""
+    """Names of the message's fields in a request."""
     is_chat = isinstance(request, ChatCompletionRequest)
     own = [("sampling.num_logprobs", "top_logprobs" if is_chat else "logprobs")]
     own.append(("input", "messages" if is_chat else "prompt"))
@@ -109,7 +109,7 @@ def names(request: Generation) -> Names:
 
 
 def names_to_tokenize(request: TokenizeRequest) -> Names:
-    """The same for /tokenize."""
+    """Names of the message's fields in a request of /tokenize."""
     return (*_reasoning(request.messages or ()), *NAMES)
 
 
@@ -120,7 +120,7 @@ def _reasoning(messages: Iterable[Message]) -> Iterator[tuple[str, str]]:
 
 
 def conversation(messages: Iterable[Message]) -> pb.ChatInput:
-    """What is said, and where it is to stay cached up to. Raises InvalidField for a message without content."""
+    """The messages with their cache breakpoints. Raises InvalidField for a message without content."""
     chat = pb.ChatInput()
     for index, message in enumerate(messages):
         if message.content is None and message.role != "assistant":
@@ -148,7 +148,6 @@ def conversation(messages: Iterable[Message]) -> pb.ChatInput:
 
 
 def _generation(request: Generation) -> pb.StreamGenerateRequest:
-    """What both endpoints have in common."""
     message = pb.StreamGenerateRequest(
         request_id=request.request_id,
         model=request.model,
@@ -167,7 +166,7 @@ def _generation(request: Generation) -> pb.StreamGenerateRequest:
 
 def _sampling(request: Generation) -> pb.SamplingParams:
     return pb.SamplingParams(
-        # Absent is greedy for the service, and 1 for OpenAI's callers.
+        # The service's default is greedy, OpenAI's is 1.
         temperature=1.0 if request.temperature is None else request.temperature,
         top_k=max(request.top_k or 0, 0),
         top_p=request.top_p,
@@ -201,12 +200,12 @@ def _cache(request: Generation) -> pb.CacheOptions:
 
 
 def _retain(cache: pb.CacheOptions, retention: Retention) -> None:
-    for wish in retention.ranges:
+    for item in retention.ranges:
         cache.retention_ranges.add(
-            start=wish.start,
-            end=wish.end,
-            retention_priority=wish.priority,
-            retention_duration=None if wish.duration is None else duration(wish.duration),
+            start=item.start,
+            end=item.end,
+            retention_priority=item.priority,
+            retention_duration=None if item.duration is None else duration(item.duration),
         )
     if retention.decode is not None:
         cache.decode_retention_priority = retention.decode.priority
@@ -227,7 +226,7 @@ def _hints(hints: KvHints) -> pb.KvHints:
 
 
 def _check_payload(value: object, path: str, levels: int) -> None:
-    """Raises InvalidField for the first value, or name, that no message holds."""
+    """Raises InvalidField for the first value or name that no message holds."""
     if levels < 0:
         raise InvalidField(path, f"is nested more than {_PAYLOAD_LEVELS} levels deep")
     if isinstance(value, str) and not is_encodable(value):
@@ -235,16 +234,16 @@ def _check_payload(value: object, path: str, levels: int) -> None:
     if isinstance(value, int | float) and not abs(value) <= sys.float_info.max:
         raise InvalidField(path, "must be a finite number that a double holds")
     if isinstance(value, list):
-        for index, one in enumerate(value):
-            _check_payload(one, f"{path}[{index}]", levels - 1)
+        for index, item in enumerate(value):
+            _check_payload(item, f"{path}[{index}]", levels - 1)
     if isinstance(value, dict):
         for index, (name, one) in enumerate(value.items()):
             if not is_encodable(name):
                 raise InvalidField(path, f"must not have a half of a surrogate pair in the name of its field {index}")
-            _check_payload(one, f"{path}.{name[:_NAME_CHARACTERS]}", levels - 1)
+            _check_payload(item, f"{path}.{name[:_NAME_CHARACTERS]}", levels - 1)
 
 
 def duration(seconds: float) -> Duration:
-    """As a message."""
+    """The message for so many seconds."""
     whole = int(seconds)
     return Duration(seconds=whole, nanos=int((seconds - whole) * 1e9))
