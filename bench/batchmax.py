@@ -29,6 +29,7 @@ from bench.totals import agreement
 from executor.models.files import resolve
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
+from protos.kvcommon.v1 import kvcommon_pb2 as common
 from tests.stack import Stack
 from tests.support.generation import Output, generate, greedy_request
 
@@ -55,7 +56,7 @@ class Method:
     """How requests evict. budget: tokens kept at most, None for all."""
 
     name: str
-    policy: pb.EvictionPolicy | None = None
+    policy: common.EvictionPolicy | None = None
     budget: int | None = None
 
     def peak_tokens(self, prompt: int, output: int) -> int:
@@ -70,11 +71,11 @@ class Method:
 
 def methods(budgets: Iterable[int]) -> list[Method]:
     """FKV, ED, and BM with each budget."""
-    last = pb.EvictionPolicy(kind=pb.EVICTION_KIND_LAST, max_cache_tokens=LEAST_KEPT)
+    last = common.EvictionPolicy(kind=common.EVICTION_KIND_LAST, max_cache_tokens=LEAST_KEPT)
     made = [Method("FKV"), Method("ED", last, LEAST_KEPT)]
     for budget in budgets:
-        policy = pb.EvictionPolicy(
-            kind=pb.EVICTION_KIND_AVERAGE, max_cache_tokens=budget, period_tokens=PERIOD, during_prefill=True
+        policy = common.EvictionPolicy(
+            kind=common.EVICTION_KIND_AVERAGE, max_cache_tokens=budget, period_tokens=PERIOD, during_prefill=True
         )
         made.append(Method(f"BM {budget}", policy, budget))
     return made

@@ -25,6 +25,7 @@ from bench.workloads import CASES, Case, Corpus
 from executor.models.files import find
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
+from protos.kvcommon.v1 import kvcommon_pb2 as common
 from tests.stack import Stack, model_cache
 from tests.support.generation import generate, generate_all, greedy_request
 
@@ -59,7 +60,7 @@ def _requests(case: Case, corpus: Corpus, variant: int, name: str) -> list[pb.St
     for request in requests:
         request.cache.no_store = name != CACHED
         if fields is not None:
-            request.eviction_policy.CopyFrom(pb.EvictionPolicy(**fields))
+            request.eviction_policy.CopyFrom(common.EvictionPolicy(**fields))
     return requests
 
 

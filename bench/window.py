@@ -29,9 +29,10 @@ from bench.totals import Course, Kept, agreement, largest, totals
 from executor.models.files import resolve
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as generation_rpc
-from protos.kvcache.eviction import Layout, parse
 from protos.kvcache.v1 import kvcache_pb2 as kv
 from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
+from protos.kvcommon.eviction import Layout, parse
+from protos.kvcommon.v1 import kvcommon_pb2 as common
 from tests.stack import Stack
 from tests.support.generation import Output, generate_all, greedy_request
 
@@ -131,9 +132,9 @@ class Run:
         return [output.usage.eviction.most_tokens for output in self.outputs]
 
 
-def policy(window: int) -> pb.EvictionPolicy:
+def policy(window: int) -> common.EvictionPolicy:
     """A plain window, also for what a preempted request computes again."""
-    return pb.EvictionPolicy(kind=pb.EVICTION_KIND_SLIDING_WINDOW, recent_tokens=window, during_prefill=True)
+    return common.EvictionPolicy(kind=common.EVICTION_KIND_SLIDING_WINDOW, recent_tokens=window, during_prefill=True)
 
 
 def kept_by(window: int | None) -> Kept:

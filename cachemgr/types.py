@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from protos.kvcache.eviction import Policy
-    from protos.kvcache.eviction_request import EvictionPolicyRequest
+    from protos.kvcommon.eviction import Policy
+    from protos.kvcommon.eviction_message import EvictionPolicyRequest
 
 
 class Scope(Protocol):

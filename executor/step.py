@@ -4,7 +4,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from protos.kvcache.eviction import Policy
+from protos.kvcommon.eviction import Policy
 
 
 @dataclass(frozen=True)

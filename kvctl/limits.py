@@ -17,16 +17,16 @@ from kvctl.reading import sees_all
 from kvctl.searching import Checker, LimitsError, Round, Wish, best, double, double_and_bisect
 from kvctl.session import Session, confirm, verb
 from kvctl.status import CommandError, Status, command_error
-from protos.generation.v1 import generation_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2
+from protos.kvcommon.v1 import kvcommon_pb2 as common
 from protos.rpc.channel import open_channel
 from protos.rpc.errors import RemoteError, from_rpc_error
 from protos.rpc.security import Security
 
 KINDS = {
     name.removeprefix("EVICTION_KIND_").lower(): name
-    for name, number in pb.EvictionKind.items()
-    if number > pb.EVICTION_KIND_NONE
+    for name, number in common.EvictionKind.items()
+    if number > common.EVICTION_KIND_NONE
 }
 
 CALLER_OPTION = "--caller-token-file"
@@ -136,7 +136,7 @@ def _cached_blocks(session: Session) -> int:
 
 def policy_of(
     kind: str, sizes: dict[str, int | None], *, during_prefill: bool, compacted: bool
-) -> pb.EvictionPolicy | None:
+) -> common.EvictionPolicy | None:
     """The policy that the options name, or None. Raises typer.BadParameter."""
     given = {name: value for name, value in sizes.items() if value is not None}
     if not kind:
@@ -145,8 +145,8 @@ def policy_of(
         return None
     if kind not in KINDS:
         raise typer.BadParameter(f"{kind!r} is none of {', '.join(KINDS)}", param_hint="--policy")
-    positions = pb.EVICTION_POSITIONS_COMPACTED if compacted else pb.EVICTION_POSITIONS_ABSOLUTE
-    made = pb.EvictionPolicy(kind=KINDS[kind], during_prefill=during_prefill, positions=positions)
+    positions = common.EVICTION_POSITIONS_COMPACTED if compacted else common.EVICTION_POSITIONS_ABSOLUTE
+    made = common.EvictionPolicy(kind=KINDS[kind], during_prefill=during_prefill, positions=positions)
     for name, value in given.items():
         setattr(made, name, value)
     return made

@@ -13,6 +13,7 @@ from kvctl.options import Chat, DryRun, File, Text, Tokens, Yes, duration_of, pr
 from kvctl.output import Column, blocks, lasting, printable, table
 from kvctl.session import Session, confirm, verb
 from protos.kvcache.v1 import kvcache_pb2 as pb
+from protos.kvcommon.v1 import kvcommon_pb2 as common
 
 app = typer.Typer(help="List, set and delete retention rules.")
 
@@ -41,7 +42,7 @@ def _action(rule: pb.RetentionRule) -> str:
     if action.HasField("offload_min_priority"):
         parts.append(f"offload from priority {action.offload_min_priority}")
     if action.HasField("eviction_policy"):
-        kind = pb.EvictionKind.Name(action.eviction_policy.kind)
+        kind = common.EvictionKind.Name(action.eviction_policy.kind)
         parts.append(f"evict by {kind.removeprefix('EVICTION_KIND_').lower()}")
     return ", ".join(parts)
 

@@ -19,6 +19,7 @@ from kvctl.scraping import samples
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
 from protos.kvcache.v1 import kvcache_pb2, kvcache_pb2_grpc
+from protos.kvcommon.v1 import kvcommon_pb2 as common
 from protos.rpc.errors import RemoteError, from_rpc_error
 from protos.rpc.security import Security
 
@@ -102,7 +103,7 @@ class Wish:
 
     prompt_tokens: int
     round_seconds: float
-    policy: pb.EvictionPolicy | None = None
+    policy: common.EvictionPolicy | None = None
 
 
 class Checker:

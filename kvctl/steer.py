@@ -32,6 +32,7 @@ from kvctl.session import CACHEMGR, Session, confirm, verb
 from kvctl.status import Status
 from kvctl.tables import counts
 from protos.kvcache.v1 import kvcache_pb2 as pb
+from protos.kvcommon.v1 import kvcommon_pb2 as common
 
 app = typer.Typer()
 
@@ -57,13 +58,13 @@ def pin(
     )
     answer = session.admin.call(session.admin.stub.PinPrefix, request)
     session.show(answer, lambda _wide: _pinned(answer, dry_run=dry_run))
-    if answer.receipt.outcome == pb.OUTCOME_REJECTED:
+    if answer.receipt.outcome == common.OUTCOME_REJECTED:
         raise typer.Exit(Status.REFUSED)
 
 
 def _pinned(answer: pb.PinPrefixResponse, *, dry_run: bool) -> str:
     receipt = answer.receipt
-    if receipt.outcome == pb.OUTCOME_REJECTED:
+    if receipt.outcome == common.OUTCOME_REJECTED:
         return f"nothing {'would be ' if dry_run else ''}pinned: {receipt.reason}"
     lasts = span(receipt.retention_duration.ToNanoseconds() / 1e9)
     lines = [f"{'would pin' if dry_run else 'pinned'} {blocks(receipt.num_blocks)} for {lasts}"]
@@ -109,18 +110,18 @@ def retain(
 ) -> None:
     """Wish for a prompt's cached blocks. A later wish takes its place; exits with 4 when nothing of it is cached."""
     prefix = required(prefix_of(prompt_of(session, tokens, file, text, chat), salt, adapter, executor))
-    action = pb.HintAction(action_id="retain", action_type="Retain", action_version="0.1")
+    action = common.HintAction(action_id="retain", action_type="Retain", action_version="0.1")
     action.payload.update({"priority": priority})
     if lasts:
         action.payload.update({"duration_seconds": duration_of(lasts, "--for").ToNanoseconds() / 1e9})
-    hints = pb.KvHints(protocol_version="0.1", message_id=f"kvctl-{user()}", actions=[action])
+    hints = common.KvHints(protocol_version="0.1", message_id=f"kvctl-{user()}", actions=[action])
     remote = session.cachemgr(cachemgr)
     answer = remote.call(remote.stub.SendHints, pb.SendHintsRequest(prefix=prefix, hints=hints, session_id=session_id))
     [said] = answer.answers
-    outcome = pb.HintOutcome.Name(said.outcome).removeprefix("HINT_OUTCOME_").lower()
+    outcome = common.HintOutcome.Name(said.outcome).removeprefix("HINT_OUTCOME_").lower()
     detail = f": {said.detail}" if said.detail else ""
     session.show(answer, lambda _wide: f"{outcome}, {blocks(said.num_blocks)}{detail}")
-    if said.outcome not in (pb.HINT_OUTCOME_ACCEPTED, pb.HINT_OUTCOME_CLIPPED):
+    if said.outcome not in (common.HINT_OUTCOME_ACCEPTED, common.HINT_OUTCOME_CLIPPED):
         raise typer.Exit(Status.REFUSED)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from kvctl.output import Column, key, lasting, optional, printable, share, size, span, table, word
 from protos.kvcache.v1 import kvcache_pb2 as pb
+from protos.kvcommon.v1 import kvcommon_pb2 as common
 
 
 def _tier(number: pb.Tier) -> str:
@@ -55,7 +56,7 @@ SEQUENCES: Sequence[Column[pb.Sequence]] = (
 def _policy(sequence: pb.Sequence) -> str:
     if not sequence.HasField("eviction_policy"):
         return ""
-    return pb.EvictionKind.Name(sequence.eviction_policy.kind).removeprefix("EVICTION_KIND_").lower()
+    return common.EvictionKind.Name(sequence.eviction_policy.kind).removeprefix("EVICTION_KIND_").lower()
 
 
 BLOCKS: Sequence[Column[pb.Block]] = (

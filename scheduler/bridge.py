@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from protos.execution.v1 import execution_pb2
-from protos.kvcache.v1 import kvcache_pb2
+from protos.kvcommon.v1 import kvcommon_pb2 as common
 from protos.rpc.errors import ServiceError
 from scheduler.request import AdmissionAttempt
 from scheduler.sequence import Copy, Progress, Sequence
@@ -183,10 +183,10 @@ class Admission:
     cached_tokens: int
     # Whether blocks come from lower tiers.
     has_onloads: bool
-    receipts: Seq[kvcache_pb2.RetentionReceipt]
-    hint_answers: Seq[kvcache_pb2.HintAnswer]
+    receipts: Seq[common.RetentionReceipt]
+    hint_answers: Seq[common.HintAnswer]
     # As the cache manager resolved it; None when no token is evicted.
-    eviction_policy: kvcache_pb2.EvictionPolicy | None
+    eviction_policy: common.EvictionPolicy | None
 
 
 class AdmissionListener(Protocol):

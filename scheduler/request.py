@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from protos.execution.v1 import execution_pb2
 from protos.kvcache.v1 import kvcache_pb2
+from protos.kvcommon.v1 import kvcommon_pb2 as common
 
 # The executor may be lost so often in a row over one request before the scheduler gives the request up: twice in
 # company, and then alone. An unrelated crash does not strike a request so often; one that the request causes costs
@@ -39,8 +40,8 @@ class CacheOptions:
     retention: kvcache_pb2.RetentionConfig | None = None
     no_read: bool = False
     no_store: bool = False
-    hints: kvcache_pb2.KvHints | None = None
-    eviction_policy: kvcache_pb2.EvictionPolicy | None = None
+    hints: common.KvHints | None = None
+    eviction_policy: common.EvictionPolicy | None = None
 
     @property
     def accounts(self) -> tuple[Account, Account]:

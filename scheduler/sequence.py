@@ -5,7 +5,7 @@ import math
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-from protos.kvcache.eviction import Policy
+from protos.kvcommon.eviction import Policy
 from scheduler.request import AdmissionAttempt, Request, Tier
 
 # A decoding sequence runs out of blocks soon with room for so many tokens: a few steps more than a sync takes.

@@ -17,7 +17,7 @@ from executor.eviction.policy import Attention
 from executor.models.attention_counts import Counted
 from executor.models.load import Model
 from executor.step import Sampling
-from protos.kvcache.eviction import Layout, Policy
+from protos.kvcommon.eviction import Layout, Policy
 
 BLOCK_SIZE = 16
 

@@ -13,7 +13,7 @@ from executor.cache.pool import KvPools
 from executor.core.runner import Runner
 from executor.models.load import Model
 from executor.step import Joining, Step
-from protos.kvcache.eviction import Policy
+from protos.kvcommon.eviction import Policy
 
 OUTPUT = 128
 

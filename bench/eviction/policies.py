@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from protos.execution.v1 import execution_pb2 as pb
-from protos.kvcache.eviction import Kind, Layout, Policy, parse
+from protos.kvcommon.eviction import Kind, Layout, Policy, parse
+from protos.kvcommon.v1 import kvcommon_pb2 as common
 
 FULL = "full cache"
 # Tokens of the first block, which always stay where a policy leaves that open.
@@ -48,7 +48,7 @@ def _crushed(budget: int) -> dict[str, Any]:
     return _blocks(Kind.NORM_SUM)(budget) | {
         "max_cache_tokens": budget - 16 * spared,
         "recent_tokens": max(16, _recent(budget) // 2 // 16 * 16),
-        "kvcrush": pb.KvCrush(budget_blocks=spared),
+        "kvcrush": common.KvCrush(budget_blocks=spared),
     }
 
 
@@ -102,6 +102,6 @@ POLICIES: dict[str, Callable[[int], dict[str, Any]]] = {
 
 def policy(name: str, budget: int, layout: Layout, seed: int = 1) -> Policy:
     """One of POLICIES with so many tokens to keep. seed: of what is drawn."""
-    chosen = parse(pb.EvictionPolicy(**POLICIES[name](budget) | {"seed": seed}), layout)
+    chosen = parse(common.EvictionPolicy(**POLICIES[name](budget) | {"seed": seed}), layout)
     assert chosen is not None
     return chosen

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from bench.eviction.cache import Cache
 from executor.models.load import Model
-from protos.execution.v1 import execution_pb2 as pb
-from protos.kvcache.eviction import Kind, parse
+from protos.kvcommon.eviction import Kind, parse
+from protos.kvcommon.v1 import kvcommon_pb2 as common
 
 SINKS, RECENT = 4, 1020
 CHUNK = 64
@@ -25,8 +25,8 @@ FRESH = "computed anew"
 def losses(model: Model, tokens: Sequence[int], positions: str) -> Iterator[list[float]]:
     """Negative log likelihoods of the tokens behind the first, chunk by chunk, with a window that slides."""
     cache = Cache(model, SINKS + RECENT + CHUNK)
-    message = pb.EvictionPolicy(
-        kind=pb.EVICTION_KIND_SLIDING_WINDOW,
+    message = common.EvictionPolicy(
+        kind=common.EVICTION_KIND_SLIDING_WINDOW,
         start_tokens=SINKS,
         recent_tokens=RECENT,
         period_tokens=CHUNK,

@@ -58,7 +58,7 @@ from cachemgr.types import (
 )
 from cachemgr.validation import check_extra_keys, check_id
 from protos.errors import InvalidField
-from protos.kvcache.eviction import Kind
+from protos.kvcommon.eviction import Kind
 
 # So many copies come with an executor's renewal at most: a message holds 4 MB.
 MAX_TRANSFERS = 10_000

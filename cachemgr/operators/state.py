@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from cachemgr.sequences.sequence import Sequence
     from cachemgr.steps import Steps
     from cachemgr.types import ExecutorSpec, ManagerConfig, PoolShare, SchedulerEpoch
-    from protos.kvcache.eviction import Kind
+    from protos.kvcommon.eviction import Kind
 
 
 class ManagerState:

@@ -17,6 +17,7 @@ from cachemgr.validation import check_id
 from protos.errors import InvalidField
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
+from protos.kvcommon.v1 import kvcommon_pb2 as common
 
 # gRPC hands every method its context, of which nothing is needed here.
 # ruff: noqa: N802, ARG002
@@ -268,7 +269,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
             trial.validate_only = True
             own = {view.name for view in filter(tenancy.sees_hold, self._manager.queries.holds())}
             if not own.issuperset(self._run("PinPrefix", trial).degraded_hold_names):
-                receipt = pb.RetentionReceipt(
+                receipt = common.RetentionReceipt(
                     wish="pin", outcome="OUTCOME_REJECTED", reason="the budget for pins is used up"
                 )
                 return pb.PinPrefixResponse(receipt=receipt)

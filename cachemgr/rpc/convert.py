@@ -10,9 +10,9 @@ from cachemgr import types
 from cachemgr.blocks.block_keys import unpack
 from cachemgr.blocks.events import Event
 from protos.errors import InvalidField
-from protos.kvcache.eviction import Policy, write
-from protos.kvcache.eviction_request import EvictionPolicyRequest
 from protos.kvcache.v1 import kvcache_pb2 as pb
+from protos.kvcommon.eviction_message import EvictionPolicyRequest, message_of
+from protos.kvcommon.v1 import kvcommon_pb2 as common
 
 # Enum values are given by name, which the generated types take as they take numbers.
 _KINDS = {kind: f"EVENT_KIND_{kind.name}" for kind in types.EventKind}
@@ -138,16 +138,8 @@ def admit_response(manager_epoch: int, admission: types.Admission) -> pb.AdmitSe
         transfers=transfers(admission.transfers),
         receipts=[receipt(given) for given in admission.receipts],
         hint_answers=[hint_answer(answer) for answer in admission.hint_answers],
-        eviction_policy=_eviction_policy(admission.eviction_policy),
+        eviction_policy=None if admission.eviction_policy is None else message_of(admission.eviction_policy),
     )
-
-
-def _eviction_policy(policy: Policy | None) -> pb.EvictionPolicy | None:
-    if policy is None:
-        return None
-    message = pb.EvictionPolicy()
-    write(policy, message)
-    return message
 
 
 def _account(key: types.AccountKey | None) -> pb.QuotaAccount | None:
@@ -322,7 +314,7 @@ def sequence(view: types.SequenceView) -> pb.Sequence:
         salt=None if view.domain is None else view.domain.salt,
         tenant_id=None if view.domain is None else view.domain.tenant_id,
         session_id=None if view.domain is None else view.domain.session_id,
-        eviction_policy=_eviction_policy(view.eviction_policy),
+        eviction_policy=None if view.eviction_policy is None else message_of(view.eviction_policy),
         evicting=view.evicting,
     )
 
@@ -351,9 +343,9 @@ def event(happened: Event, *, snapshot: bool, token_ids: bool = False) -> pb.Eve
     )
 
 
-def receipt(given: types.Receipt) -> pb.RetentionReceipt:
+def receipt(given: types.Receipt) -> common.RetentionReceipt:
     """Answer to a wish."""
-    return pb.RetentionReceipt(
+    return common.RetentionReceipt(
         wish=given.wish,
         outcome=f"OUTCOME_{given.outcome.name}",
         reason=given.reason,
@@ -363,7 +355,7 @@ def receipt(given: types.Receipt) -> pb.RetentionReceipt:
     )
 
 
-def hints(message: pb.KvHints) -> types.Hints:
+def hints(message: common.KvHints) -> types.Hints:
     """The envelope. Raises InvalidField for a payload that is no JSON."""
     return types.Hints(
         message.protocol_version,
@@ -372,7 +364,7 @@ def hints(message: pb.KvHints) -> types.Hints:
     )
 
 
-def _action(message: pb.HintAction, path: str) -> types.HintAction:
+def _action(message: common.HintAction, path: str) -> types.HintAction:
     try:
         payload = MessageToDict(message.payload)
     except ValueError as error:
@@ -380,9 +372,9 @@ def _action(message: pb.HintAction, path: str) -> types.HintAction:
     return types.HintAction(message.action_id, message.action_type, message.action_version, payload)
 
 
-def hint_answer(answer: types.HintAnswer) -> pb.HintAnswer:
+def hint_answer(answer: types.HintAnswer) -> common.HintAnswer:
     """Answer to one hint."""
-    return pb.HintAnswer(
+    return common.HintAnswer(
         action_id=answer.action_id,
         outcome=f"HINT_OUTCOME_{answer.outcome.name}",
         detail=answer.detail,

@@ -6,8 +6,9 @@ from cachemgr.blocks.tier import Tier
 from cachemgr.rpc.convert import TIERS, block, duration, extra_keys, lease, receipt, seconds, tier
 from cachemgr.sequences.holds import Pinned
 from cachemgr.types import GhostReport
-from protos.kvcache.eviction_request import EvictionPolicyRequest
 from protos.kvcache.v1 import kvcache_pb2 as pb
+from protos.kvcommon.eviction_message import EvictionPolicyRequest
+from protos.kvcommon.v1 import kvcommon_pb2 as common
 
 _CAUSES = {cause: f"REMOVAL_CAUSE_{cause.name if cause else 'UNSPECIFIED'}" for cause in types.RemovalCause}
 _REASONS = {reason: f"MISS_REASON_{reason.name if reason else 'UNSPECIFIED'}" for reason in types.MissReason}
@@ -172,7 +173,7 @@ def pinned(found: list[Pinned]) -> pb.PinPrefixResponse:
     best = max(found, key=lambda one: one.receipt.num_blocks, default=None)
     if best is None:
         return pb.PinPrefixResponse(
-            receipt=pb.RetentionReceipt(wish="pin", outcome="OUTCOME_REJECTED", reason="no executor is registered")
+            receipt=common.RetentionReceipt(wish="pin", outcome="OUTCOME_REJECTED", reason="no executor is registered")
         )
     return pb.PinPrefixResponse(
         hold_name=best.name,

@@ -23,7 +23,7 @@ from cachemgr.sequences.prefix_match import Match, Partial
 from cachemgr.sequences.sequence import GroupTable, Sequence, blocks_for, first_needed
 from cachemgr.types import Admission, AdmitRequest, ManagerConfig, Preview, Receipt, TierKind
 from protos.errors import InvalidField
-from protos.kvcache.eviction import Policy
+from protos.kvcommon.eviction import Policy
 
 
 def watermark(pool: BlockPool, config: ManagerConfig) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from cachemgr.errors import RulePolicyError
 from cachemgr.sequences.sequence import blocks_for
 from protos.errors import InvalidField
-from protos.kvcache.eviction import Layout, Policy
+from protos.kvcommon.eviction import Layout, Policy
 
 if TYPE_CHECKING:
     from cachemgr.blocks.block import Block

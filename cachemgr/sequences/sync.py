@@ -11,7 +11,7 @@ from cachemgr.sequences.sequence import Sequence, blocks_for
 from cachemgr.sequences.transfers import Outcome
 from cachemgr.types import ManagerConfig, SyncAnswer, SyncRequest
 from protos.errors import InvalidField
-from protos.kvcache.eviction import Kind
+from protos.kvcommon.eviction import Kind
 
 
 class Sync:

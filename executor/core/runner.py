@@ -24,7 +24,7 @@ from executor.eviction.engine import TokenEviction
 from executor.models.load import Model
 from executor.step import Copy, Evicted, Logprobs, Outcome, Sampled, Step, Tier
 from kernels.copy_blocks.launch import copy_blocks
-from protos.kvcache.eviction import Layout
+from protos.kvcommon.eviction import Layout
 
 log = structlog.get_logger()
 

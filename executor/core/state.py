@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from executor.step import Joining, Sampling, Step
-from protos.kvcache.eviction import Policy
+from protos.kvcommon.eviction import Policy
 from protos.rpc import tracing
 
 Slots = np.ndarray[tuple[int], np.dtype[np.int32]]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from executor.core.state import RunningSet, tokens_due
 from executor.errors import CapacityExceededError, InvalidStepError, StepOutOfOrderError, UnknownSequenceError
 from executor.step import Copy, Joining, Step, Tier
-from protos.kvcache.eviction import Policy
+from protos.kvcommon.eviction import Policy
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from executor.eviction.areas import POOLED, Blocks, pool
 from executor.eviction.policy import Attention, Contents, Space
-from protos.kvcache.eviction import Policy
+from protos.kvcommon.eviction import Policy
 
 
 class AdaptiveRkv(Blocks):

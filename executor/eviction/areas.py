@@ -15,7 +15,7 @@ from executor.eviction.random_choice import source
 from executor.eviction.ranked import rest
 from executor.eviction.scores import Sums, share
 from kernels.cpu_decoder.launch import Totals
-from protos.kvcache.eviction import Kind, KvCrush, Policy
+from protos.kvcommon.eviction import Kind, KvCrush, Policy
 
 # Tokens over which the maximum of scores is taken.
 POOLED = 7

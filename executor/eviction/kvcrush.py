@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from protos.kvcache.eviction import Anchor
+from protos.kvcommon.eviction import Anchor
 
 
 def important(scores: Tensor) -> Tensor:

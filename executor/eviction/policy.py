@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu_decoder.launch import Totals
-from protos.kvcache.eviction import Kind, Policy
+from protos.kvcommon.eviction import Kind, Policy
 
 
 @dataclass(frozen=True)

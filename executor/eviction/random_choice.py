@@ -8,7 +8,7 @@ from torch import Tensor
 from executor.core.sampler import uniform
 from executor.eviction.policy import Contents
 from executor.eviction.ranked import Ranked
-from protos.kvcache.eviction import Policy
+from protos.kvcommon.eviction import Policy
 
 
 class AnyTokens(Ranked):

@@ -10,7 +10,7 @@ from torch import Tensor
 from executor.eviction.policy import Attention, Contents, Evictor, Space
 from executor.eviction.scores import Sums
 from kernels.cpu_decoder.launch import Totals
-from protos.kvcache.eviction import Policy
+from protos.kvcommon.eviction import Policy
 
 
 class Ranked(Evictor):

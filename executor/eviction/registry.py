@@ -15,7 +15,7 @@ from executor.eviction.roco import VaryingAttention
 from executor.eviction.snapkv import PromptEnd
 from executor.eviction.tova import LastQuery
 from executor.eviction.window import SlidingWindow
-from protos.kvcache.eviction import Kind, Policy
+from protos.kvcommon.eviction import Kind, Policy
 
 _EVICTORS: dict[Kind, type[Evictor]] = {
     Kind.SLIDING_WINDOW: SlidingWindow,

@@ -11,7 +11,7 @@ from torch import Tensor
 from executor.eviction.policy import Attention, Contents, Space
 from executor.eviction.ranked import Watching, lowest
 from executor.eviction.scores import Sums
-from protos.kvcache.eviction import Policy
+from protos.kvcommon.eviction import Policy
 
 
 class VaryingAttention(Watching):

@@ -7,7 +7,7 @@ from torch import Tensor
 from executor.eviction.policy import Attention, Contents, Space
 from executor.eviction.ranked import Ranked
 from executor.eviction.scores import Sums
-from protos.kvcache.eviction import Policy
+from protos.kvcommon.eviction import Policy
 
 
 class LastQuery(Ranked):

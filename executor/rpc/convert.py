@@ -7,7 +7,8 @@ from datetime import timedelta
 from executor.errors import InvalidStepError
 from executor.step import Copy, Growth, Joining, Outcome, Sampling, Step, Tier
 from protos.execution.v1 import execution_pb2 as pb
-from protos.kvcache.eviction import Layout, Policy, parse
+from protos.kvcommon.eviction import Layout, Policy, parse
+from protos.kvcommon.v1 import kvcommon_pb2 as common
 from protos.rpc.columns import cut
 from protos.rpc.errors import InvalidField
 
@@ -87,7 +88,7 @@ def _parse_joining(message: pb.NewSequence, layout: Layout) -> Joining:
     )
 
 
-def _parse_policy(message: pb.EvictionPolicy, layout: Layout) -> Policy | None:
+def _parse_policy(message: common.EvictionPolicy, layout: Layout) -> Policy | None:
     field = "new_sequences.eviction_policy"
     try:
         return parse(message, layout, field)

@@ -9,9 +9,9 @@ from typing import TypeVar
 import grpc
 import structlog
 
-from protos.kvcache.eviction import Layout, parse
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as rpc
+from protos.kvcommon.eviction import Layout, parse
 from protos.rpc.errors import RemoteError, from_rpc_error
 from scheduler.bridge import Admission, AdmissionListener, Admitted, CacheUpdate, Cancel, CommandQueue, ManagerLost
 from scheduler.cache.sync import SyncBatch, copies

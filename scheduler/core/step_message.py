@@ -4,7 +4,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from protos.execution.v1 import execution_pb2 as pb
-from protos.kvcache.eviction import write
+from protos.kvcommon.eviction_message import message_of
 from scheduler.core.planner import Plan
 from scheduler.request import Tier
 from scheduler.sequence import Copy, Eviction, Sequence
@@ -106,7 +106,7 @@ def _join(message: pb.Step, sequence: Sequence) -> None:
         traceparent=sequence.request.traceparent,
     )
     if sequence.eviction is not None:
-        write(sequence.eviction.policy, joining.eviction_policy)
+        joining.eviction_policy.CopyFrom(message_of(sequence.eviction.policy))
 
 
 def _grow(message: pb.Step, sequence: Sequence, tokens: int) -> None:

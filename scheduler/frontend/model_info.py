@@ -11,7 +11,7 @@ import jinja2
 from tokenizers import Tokenizer
 
 from protos.execution.v1 import execution_pb2
-from protos.kvcache.eviction import Layout, Policy
+from protos.kvcommon.eviction import Layout, Policy
 from scheduler.errors import UnusableModelError
 from scheduler.frontend.chat_template import ChatTemplate
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from protos.execution.v1 import execution_pb2
 from protos.generation.v1 import generation_pb2 as pb
-from protos.kvcache.v1 import kvcache_pb2
+from protos.kvcommon.v1 import kvcommon_pb2 as common
 from protos.rpc.errors import ServiceError
 from scheduler.bridge import TokenMeta
 from scheduler.frontend.detokenizer import Detokenizer
@@ -50,10 +50,10 @@ class Generation:
         self.host_tokens = 0
         self.disk_tokens = 0
         # The cache manager's answers to that attempt's retention requests and hints.
-        self.receipts: tuple[kvcache_pb2.RetentionReceipt, ...] = ()
-        self.hint_answers: tuple[kvcache_pb2.HintAnswer, ...] = ()
+        self.receipts: tuple[common.RetentionReceipt, ...] = ()
+        self.hint_answers: tuple[common.HintAnswer, ...] = ()
         # As the cache manager resolved it; None when no token is evicted.
-        self.policy: kvcache_pb2.EvictionPolicy | None = None
+        self.policy: common.EvictionPolicy | None = None
         # The most tokens kept at once, over all attempts.
         self.most_kept = 0
         self._evicted_tokens = 0
@@ -131,9 +131,8 @@ class Generation:
             disk_tokens=self.disk_tokens,
             output_tokens=self.output_tokens,
             preemptions=self.preemptions,
-            # The same messages in the terms of callers.
-            retention_receipts=[pb.RetentionReceipt.FromString(item.SerializeToString()) for item in self.receipts],
-            hint_answers=[pb.HintAnswer.FromString(item.SerializeToString()) for item in self.hint_answers],
+            retention_receipts=self.receipts,
+            hint_answers=self.hint_answers,
         )
         if self.policy is not None:
             usage.eviction.CopyFrom(self._eviction(self.policy))
@@ -147,9 +146,9 @@ class Generation:
                 duration.FromNanoseconds(int((at - self.request.arrived_at) * 1e9))
         return usage
 
-    def _eviction(self, policy: kvcache_pb2.EvictionPolicy) -> pb.EvictionReport:
+    def _eviction(self, policy: common.EvictionPolicy) -> pb.EvictionReport:
         report = pb.EvictionReport(
-            policy=pb.EvictionPolicy.FromString(policy.SerializeToString()),
+            policy=policy,
             evicted_tokens=self._evicted_tokens,
             tainted=self._evicted_tokens > 0,
             most_tokens=self.most_kept,

@@ -12,8 +12,9 @@ from google.protobuf.duration_pb2 import Duration
 
 from protos.execution.v1 import execution_pb2
 from protos.generation.v1 import generation_pb2 as pb
-from protos.kvcache.eviction import Policy, parse
 from protos.kvcache.v1 import kvcache_pb2
+from protos.kvcommon.eviction import Policy, parse
+from protos.kvcommon.v1 import kvcommon_pb2 as common
 from protos.rpc import tracing
 from protos.rpc.errors import InvalidField
 from scheduler.errors import ContextLengthError, ModelNotFoundError
@@ -66,7 +67,9 @@ class RequestValidator:
         sampling = _sampling(message.sampling, self._stop_token_ids(message))
         stop = _stop(message.stop)
         policy = parse(message.eviction_policy, self.model.layout) if message.HasField("eviction_policy") else None
-        options = replace(_cache_options(message.cache), eviction_policy=_policy(message))
+        options = _cache_options(message.cache)
+        if message.HasField("eviction_policy"):
+            options = replace(options, eviction_policy=message.eviction_policy)
         places = _places(message)
         timeout = self._timeout(message.cache)
         if message.HasField("max_tokens") and message.max_tokens < 1:
@@ -278,7 +281,7 @@ def _cache_options(cache: pb.CacheOptions) -> CacheOptions:
         session_id=_name(cache, "session_id"),
         tenant_id=_name(cache, "tenant_id"),
         retention=_retention(cache),
-        hints=_hints(cache),
+        hints=cache.kv_hints if cache.HasField("kv_hints") else None,
         no_read=cache.no_read,
         no_store=cache.no_store,
     )
@@ -305,7 +308,7 @@ def _places(message: pb.StreamGenerateRequest) -> list[Breakpoint]:
     return sorted(places, key=lambda place: place[:2])
 
 
-def _breakpoint_ranges(places: Sequence[Breakpoint], ends: Sequence[int]) -> list[kvcache_pb2.RetentionRange]:
+def _breakpoint_ranges(places: Sequence[Breakpoint], ends: Sequence[int]) -> list[common.RetentionRange]:
     """Retention requests for the prompt's tokens. ends: tokens in front of each breakpoint.
 
     The prompt up to a breakpoint is also in front of every later one: a range is kept as long as the longest of these.
@@ -316,7 +319,7 @@ def _breakpoint_ranges(places: Sequence[Breakpoint], ends: Sequence[int]) -> lis
             continue
         later = places[index:]
         durations = [place.duration for place in later if place.duration is not None]
-        kept = kvcache_pb2.RetentionRange(start=start, end=end, retention_priority=max(p.priority for p in later))
+        kept = common.RetentionRange(start=start, end=end, retention_priority=max(p.priority for p in later))
         if len(durations) == len(later):
             kept.retention_duration.CopyFrom(max(durations, key=Duration.ToNanoseconds))
         ranges.append(kept)
@@ -324,7 +327,7 @@ def _breakpoint_ranges(places: Sequence[Breakpoint], ends: Sequence[int]) -> lis
     return ranges
 
 
-def _keeping(options: CacheOptions, ranges: Sequence[kvcache_pb2.RetentionRange]) -> CacheOptions:
+def _keeping(options: CacheOptions, ranges: Sequence[common.RetentionRange]) -> CacheOptions:
     """The options with more retention requests."""
     if not ranges:
         return options
@@ -332,13 +335,6 @@ def _keeping(options: CacheOptions, ranges: Sequence[kvcache_pb2.RetentionRange]
     if options.retention is not None:
         retention.MergeFrom(options.retention)
     return replace(options, retention=retention)
-
-
-def _policy(message: pb.StreamGenerateRequest) -> kvcache_pb2.EvictionPolicy | None:
-    """The same message in the terms of the cache manager."""
-    if not message.HasField("eviction_policy"):
-        return None
-    return kvcache_pb2.EvictionPolicy.FromString(message.eviction_policy.SerializeToString())
 
 
 def _name(cache: pb.CacheOptions, field: Literal["salt", "session_id", "tenant_id"]) -> str | None:
@@ -350,13 +346,6 @@ def _name(cache: pb.CacheOptions, field: Literal["salt", "session_id", "tenant_i
     if len(value.encode()) > MAX_NAME_BYTES:
         raise InvalidField(f"cache.{field}", f"has more than {MAX_NAME_BYTES} bytes")
     return value
-
-
-def _hints(cache: pb.CacheOptions) -> kvcache_pb2.KvHints | None:
-    """The same message in the terms of the cache manager, which checks it."""
-    if not cache.HasField("kv_hints"):
-        return None
-    return kvcache_pb2.KvHints.FromString(cache.kv_hints.SerializeToString())
 
 
 def _duration(field: str, duration: Duration) -> Duration:
@@ -388,9 +377,7 @@ def _retention(cache: pb.CacheOptions) -> kvcache_pb2.RetentionConfig | None:
         if previous_end is None or requested.start < previous_end:
             raise InvalidField(f"{field}.start", "lies in another range")
         previous_end = requested.end if requested.HasField("end") else None
-        kept = config.ranges.add(start=requested.start, retention_priority=requested.retention_priority)
-        if requested.HasField("end"):
-            kept.end = requested.end
         if requested.HasField("retention_duration"):
-            kept.retention_duration.CopyFrom(_duration(f"{field}.retention_duration", requested.retention_duration))
+            _duration(f"{field}.retention_duration", requested.retention_duration)
+        config.ranges.append(requested)
     return config if config.ranges or config.HasField("decode_retention_priority") else None

@@ -9,6 +9,7 @@ from typing import Any
 
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
+from protos.kvcommon.v1 import kvcommon_pb2 as common
 from tests.support.prompts import QUESTIONS, chat, prose
 
 CALM_SECONDS = 300
@@ -74,15 +75,15 @@ def base_requests() -> dict[str, pb.StreamGenerateRequest]:
     for index in range(2):
         requests[f"long {index}"] = _request(f"Text {index}: {prose(index)[index * 977 :][:1800]}", 24)
     for family in range(3):
-        common = f"Variant {family}. {prose(family + 3)[:640]}"
+        begin = f"Variant {family}. {prose(family + 3)[:640]}"
         for tail in range(3):
-            requests[f"prefix {family}.{tail}"] = _request(common + chat(QUESTIONS[family + tail]), 16 + 4 * tail)
+            requests[f"prefix {family}.{tail}"] = _request(begin + chat(QUESTIONS[family + tail]), 16 + 4 * tail)
     for index in range(2):
         session = _request(chat(f"{QUESTIONS[index + 2]} Think of {index}."), 20)
         requests[f"session {index}"] = in_session(session, f"session-{index}")
     for index, (name, policy) in enumerate(POLICIES.items()):
         request = _request(f"Policy {index}: {prose(index)[index * 331 :][:700]}", 40)
-        request.eviction_policy.CopyFrom(pb.EvictionPolicy(**policy))
+        request.eviction_policy.CopyFrom(common.EvictionPolicy(**policy))
         requests[f"policy {name}"] = request
     return requests
 

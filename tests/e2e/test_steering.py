@@ -13,11 +13,12 @@ from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as generation_rpc
 from protos.kvcache.v1 import kvcache_pb2 as kv
 from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
+from protos.kvcommon.v1 import kvcommon_pb2 as common
 from tests.e2e.test_no_leak import settle
 from tests.stack import Stack
 from tests.support.generation import greedy_request
 
-RETAIN = pb.HintAction(action_id="keep", action_type="Retain", action_version="0.1")
+RETAIN = common.HintAction(action_id="keep", action_type="Retain", action_version="0.1")
 RETAIN.payload.update({"priority": 70, "duration_seconds": 600})
 
 
@@ -42,12 +43,14 @@ async def test_callers_get_receipts_for_their_wishes_and_answers_to_their_hints(
     request.cache.retention_ranges.add(
         start=0, end=1000, retention_priority=60, retention_duration=Duration(seconds=60)
     )
-    request.cache.kv_hints.CopyFrom(pb.KvHints(protocol_version="0.1", message_id="m", actions=[RETAIN]))
+    request.cache.kv_hints.CopyFrom(common.KvHints(protocol_version="0.1", message_id="m", actions=[RETAIN]))
     usage = await usage_of(stack, request)
     (receipt,) = usage.retention_receipts
-    assert (receipt.wish, receipt.outcome, receipt.num_blocks) == ("ranges[0]", pb.OUTCOME_CLIPPED, 5)
+    assert (receipt.wish, receipt.outcome, receipt.num_blocks) == ("ranges[0]", common.OUTCOME_CLIPPED, 5)
     assert "65" in receipt.reason
-    assert [(answer.action_id, answer.outcome) for answer in usage.hint_answers] == [("keep", pb.HINT_OUTCOME_DEFERRED)]
+    assert [(answer.action_id, answer.outcome) for answer in usage.hint_answers] == [
+        ("keep", common.HINT_OUTCOME_DEFERRED)
+    ]
 
 
 @pytest.mark.model

@@ -12,9 +12,10 @@ import pytest
 
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as generation_rpc
-from protos.kvcache.eviction import Layout, parse
 from protos.kvcache.v1 import kvcache_pb2 as kv
 from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
+from protos.kvcommon.eviction import Layout, parse
+from protos.kvcommon.v1 import kvcommon_pb2 as common
 from protos.rpc.errors import from_rpc_error
 from tests.e2e.test_no_leak import settle
 from tests.stack import Stack
@@ -48,7 +49,7 @@ MORE: dict[str, dict[str, Any]] = {
         "start_tokens": 16,
         "recent_tokens": 32,
         "max_cache_tokens": 80,
-        "kvcrush": pb.KvCrush(budget_blocks=1),
+        "kvcrush": common.KvCrush(budget_blocks=1),
     },
     "h2o": {"kind": "EVICTION_KIND_H2O", "max_cache_tokens": 96},
     "tova": {"kind": "EVICTION_KIND_TOVA", "max_cache_tokens": 96},
@@ -82,7 +83,7 @@ def request_of(name: str, fields: dict[str, Any] | None, salt: str = "", **optio
     if salt:
         request.cache.salt = salt
     if fields is not None:
-        request.eviction_policy.CopyFrom(pb.EvictionPolicy(**fields))
+        request.eviction_policy.CopyFrom(common.EvictionPolicy(**fields))
     return request
 
 
@@ -101,7 +102,7 @@ async def test_an_evicting_run_leaves_its_prompt_to_others_and_to_itself(stack: 
 async def check_reuse(stack: Stack, name: str) -> None:
     """What a policy's run finds in the cache, leaves there, and tells."""
     fields = (POLICIES | MORE)[name]
-    chosen = parse(pb.EvictionPolicy(**fields), LAYOUT)
+    chosen = parse(common.EvictionPolicy(**fields), LAYOUT)
     assert chosen is not None
     plain, cold = await run(stack, request_of(name, None, reuse=False), request_of(name, fields, reuse=False))
     for _ in range(2):
@@ -118,7 +119,7 @@ async def check_reuse(stack: Stack, name: str) -> None:
     assert report.evicted_tokens >= PROMPT - 96
     assert report.tainted
     assert report.most_tokens == (96 if name == "batch-max" else PROMPT)
-    assert report.policy.kind == pb.EvictionPolicy(**fields).kind
+    assert report.policy.kind == common.EvictionPolicy(**fields).kind
     assert report.policy.HasField("recent_tokens")
     assert report.HasField("kept_mass") == chosen.uses_scores
     assert not after.usage.HasField("eviction")
@@ -222,7 +223,7 @@ async def test_a_rule_gives_a_salt_its_policy_unless_a_request_says_otherwise(st
         admin: kvcache_rpc.CacheAdminServiceAsyncStub = kvcache_rpc.CacheAdminServiceStub(channel)
         rule = kv.RetentionRule(name="short-memory")
         rule.match.salt = "bounded"
-        rule.action.eviction_policy.CopyFrom(kv.EvictionPolicy(**POLICIES["window"]))
+        rule.action.eviction_policy.CopyFrom(common.EvictionPolicy(**POLICIES["window"]))
         await admin.CreateRetentionRule(kv.CreateRetentionRuleRequest(rule=rule), timeout=5)
         try:
             ruled, own, none, other = await run(
@@ -234,8 +235,8 @@ async def test_a_rule_gives_a_salt_its_policy_unless_a_request_says_otherwise(st
             )
         finally:
             await admin.DeleteRetentionRule(kv.DeleteRetentionRuleRequest(name="short-memory"), timeout=5)
-    assert ruled.usage.eviction.policy.kind == pb.EVICTION_KIND_SLIDING_WINDOW
-    assert own.usage.eviction.policy.kind == pb.EVICTION_KIND_KEYDIFF
+    assert ruled.usage.eviction.policy.kind == common.EVICTION_KIND_SLIDING_WINDOW
+    assert own.usage.eviction.policy.kind == common.EVICTION_KIND_KEYDIFF
     assert not none.usage.HasField("eviction")
     assert not other.usage.HasField("eviction")
     assert none.token_ids == other.token_ids
@@ -248,7 +249,7 @@ async def test_a_rule_gives_a_salt_its_policy_unless_a_request_says_otherwise(st
         ({"kind": "EVICTION_KIND_NORM_SUM", "recent_tokens": 100}, "eviction_policy.recent_tokens"),
         ({"kind": "EVICTION_KIND_KNORM", "max_cache_tokens": 40}, "eviction_policy.max_cache_tokens"),
         (
-            {"kind": "EVICTION_KIND_ADAPTIVE_RKV", "kvcrush": pb.KvCrush(budget_blocks=1)},
+            {"kind": "EVICTION_KIND_ADAPTIVE_RKV", "kvcrush": common.KvCrush(budget_blocks=1)},
             "eviction_policy.kvcrush",
         ),
     ],

@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
 from protos.kvcache.v1 import kvcache_pb2 as kv
+from protos.kvcommon.v1 import kvcommon_pb2 as common
 from tests.chaos.checks import check_pools
 from tests.chaos.measuring import Manager
 from tests.fuzz.limits import OWN_EXECUTOR, OWN_SCHEDULER
@@ -142,7 +143,7 @@ class Stage:
     async def _generate(self) -> list[int]:
         """A short output that depends on nothing but the model."""
         request = greedy_request(_PROMPT, 8, reuse=False)
-        request.eviction_policy.kind = pb.EVICTION_KIND_NONE
+        request.eviction_policy.kind = common.EVICTION_KIND_NONE
         async with grpc.aio.insecure_channel(self.stack.scheduler) as channel:
             return (await generate(rpc.GenerationServiceStub(channel), request, SETTLE_SECONDS)).token_ids
 

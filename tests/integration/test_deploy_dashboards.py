@@ -19,6 +19,7 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from protos.generation.v1 import generation_pb2 as pb
+from protos.kvcommon.v1 import kvcommon_pb2 as common
 from tests.stack import ROOT, Stack, free_address
 from tests.support.generation import generate_all, greedy_request
 from tests.support.names import unknown_metrics
@@ -120,7 +121,7 @@ async def make_things_happen(scheduler: str, host_dir: Path) -> None:
         await generate_all(scheduler, requests, concurrency=2)
     flip_bytes(only_file(host_dir))
     await generate_all(scheduler, requests, concurrency=2)
-    policy = pb.EvictionPolicy(kind="EVICTION_KIND_SLIDING_WINDOW", start_tokens=4, recent_tokens=44)
+    policy = common.EvictionPolicy(kind="EVICTION_KIND_SLIDING_WINDOW", start_tokens=4, recent_tokens=44)
     await generate_all(scheduler, [greedy_request(prompts[0][:64], 8, eviction_policy=policy)], concurrency=1)
     with pytest.raises(grpc.RpcError):
         await generate_all(scheduler, [pb.StreamGenerateRequest(max_tokens=1)], concurrency=1)

@@ -22,6 +22,7 @@ from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
 from protos.kvcache.v1 import kvcache_pb2 as kv
 from protos.kvcache.v1 import kvcache_pb2_grpc as kv_rpc
+from protos.kvcommon.v1 import kvcommon_pb2 as common
 from protos.rpc import audit
 from protos.rpc.channel import open_channel
 from protos.rpc.identity import Role
@@ -83,8 +84,8 @@ def _generations(stage: Stage, stub: rpc.GenerationServiceAsyncStub) -> Iterator
     yield "generate by session", probe(salt=stage.salt, session_id=stage.session)
     yield "generate by session", probe(session_id=stage.bound_session)
     yield "generate as the tenant", probe(tenant_id=VICTIM, salt=stage.salt)
-    hint = pb.HintAction(action_id="1", action_type="Prefetch", action_version="0.1")
-    hints = pb.KvHints(protocol_version="0.1", message_id="m", actions=[hint])
+    hint = common.HintAction(action_id="1", action_type="Prefetch", action_version="0.1")
+    hints = common.KvHints(protocol_version="0.1", message_id="m", actions=[hint])
     yield "hint by salt", probe(salt=stage.bound_salt, kv_hints=hints)
 
 

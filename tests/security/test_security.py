@@ -24,6 +24,7 @@ from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
 from protos.kvcache.v1 import kvcache_pb2 as kv
 from protos.kvcache.v1 import kvcache_pb2_grpc as kv_rpc
+from protos.kvcommon.v1 import kvcommon_pb2 as common
 from protos.rpc.channel import open_channel
 from protos.rpc.errors import RemoteError, from_rpc_error
 from protos.rpc.identity import Role
@@ -243,7 +244,7 @@ async def test_a_pin_of_a_tenant_displaces_no_other_tenants_pin(
         first = await root.PinPrefix(pin(VICTIM), timeout=10)
         assert first.hold_name
         answer = await own_admin.PinPrefix(pin(ATTACKER), timeout=10)
-        assert (answer.hold_name, answer.receipt.outcome) == ("", kv.Outcome.OUTCOME_REJECTED)
+        assert (answer.hold_name, answer.receipt.outcome) == ("", common.Outcome.OUTCOME_REJECTED)
         assert not answer.degraded_hold_names
         held = (await root.ListHolds(kv.ListHoldsRequest(owner="x"), timeout=10)).holds
         assert [hold.name for hold in held] == [first.hold_name]

@@ -37,9 +37,9 @@ from cachemgr.types import (
     TierKind,
     Transfer,
 )
-from protos.kvcache.eviction import Policy
-from protos.kvcache.eviction_request import EvictionPolicyRequest
-from protos.kvcache.v1 import kvcache_pb2 as pb
+from protos.kvcommon.eviction import Policy
+from protos.kvcommon.eviction_message import EvictionPolicyRequest
+from protos.kvcommon.v1 import kvcommon_pb2 as common
 from tests.support.device import Content, Device, contents
 
 BLOCK = 4
@@ -56,7 +56,7 @@ def wish(priority: int, duration: float | None = None) -> Retention:
 
 def asked(kind: str, **fields: object) -> EvictionPolicyRequest:
     """An eviction policy as a request asks for it, by the name of its kind."""
-    return EvictionPolicyRequest.of(pb.EvictionPolicy(kind=f"EVICTION_KIND_{kind}", **fields))
+    return EvictionPolicyRequest.of(common.EvictionPolicy(kind=f"EVICTION_KIND_{kind}", **fields))
 
 
 # Of every way in which lengths go, small enough for prompts of a few blocks.

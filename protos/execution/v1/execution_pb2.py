@@ -23,9 +23,10 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from protos.kvcommon.v1 import kvcommon_pb2 as protos_dot_kvcommon_dot_v1_dot_kvcommon__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#protos/execution/v1/execution.proto\x12\x0c\x65xecution.v1\x1a\x1egoogle/protobuf/duration.proto\"\x11\n\x0fGetModelRequest\"\xa2\x02\n\x10GetModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x15\n\rmax_positions\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x16\n\x0etokenizer_json\x18\x05 \x01(\x0c\x12\x15\n\rchat_template\x18\x06 \x01(\t\x12I\n\x0especial_tokens\x18\x07 \x03(\x0b\x32\x31.execution.v1.GetModelResponse.SpecialTokensEntry\x12\r\n\x05\x64type\x18\x08 \x01(\t\x1a\x34\n\x12SpecialTokensEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x14\n\x12GetExecutorRequest\"\x98\x02\n\x13GetExecutorResponse\x12\x13\n\x0b\x65xecutor_id\x18\x01 \x01(\t\x12\x16\n\x0e\x65xecutor_epoch\x18\x02 \x01(\x04\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\x04\x12\x11\n\tlast_step\x18\x06 \x01(\x04\x12\x15\n\rnum_sequences\x18\x07 \x01(\r\x12\x12\n\nnum_groups\x18\x08 \x01(\r\x12\x19\n\x11\x61ttention_windows\x18\t \x03(\r\x12\x14\n\x0cplain_rotary\x18\n \x01(\x08\x12\x17\n\x0fscheduler_epoch\x18\x0b \x01(\x04\x12\x14\n\x0cmodel_digest\x18\x0c \x01(\x0c\"k\n\x12StreamStepsRequest\x12)\n\x04open\x18\x01 \x01(\x0b\x32\x19.execution.v1.OpenSessionH\x00\x12\"\n\x04step\x18\x02 \x01(\x0b\x32\x12.execution.v1.StepH\x00\x42\x06\n\x04kind\"x\n\x13StreamStepsResponse\x12-\n\x06opened\x18\x01 \x01(\x0b\x32\x1b.execution.v1.SessionOpenedH\x00\x12*\n\x06result\x18\x02 \x01(\x0b\x32\x18.execution.v1.StepResultH\x00\x42\x06\n\x04kind\"T\n\x0bOpenSession\x12\x14\n\x0cscheduler_id\x18\x01 \x01(\t\x12\x17\n\x0fscheduler_epoch\x18\x02 \x01(\x04\x12\x16\n\x0e\x65xecutor_epoch\x18\x03 \x01(\x04\"#\n\rSessionOpened\x12\x12\n\nfirst_step\x18\x01 \x01(\x04\"\xf5\x01\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x19\n\x0cnum_logprobs\x18\n \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_num_logprobs\"M\n\x07KvCrush\x12\x15\n\rbudget_blocks\x18\x01 \x01(\r\x12+\n\x06\x61nchor\x18\x02 \x01(\x0e\x32\x1b.execution.v1.KvCrushAnchor\"i\n\x0b\x41\x64\x61ptiveRkv\x12\x1b\n\x0e\x61ttention_mass\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x19\n\x0cwindow_steps\x18\x02 \x01(\rH\x01\x88\x01\x01\x42\x11\n\x0f_attention_massB\x0f\n\r_window_steps\"\xe3\x03\n\x0e\x45victionPolicy\x12(\n\x04kind\x18\x01 \x01(\x0e\x32\x1a.execution.v1.EvictionKind\x12\x19\n\x0cstart_tokens\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x1a\n\rrecent_tokens\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x1d\n\x10max_cache_tokens\x18\x04 \x01(\rH\x02\x88\x01\x01\x12\x1a\n\rperiod_tokens\x18\x05 \x01(\rH\x03\x88\x01\x01\x12\x16\n\x0e\x64uring_prefill\x18\x06 \x01(\x08\x12\x32\n\tpositions\x18\x07 \x01(\x0e\x32\x1f.execution.v1.EvictionPositions\x12 \n\x13score_window_tokens\x18\x08 \x01(\rH\x04\x88\x01\x01\x12&\n\x07kvcrush\x18\t \x01(\x0b\x32\x15.execution.v1.KvCrush\x12/\n\x0c\x61\x64\x61ptive_rkv\x18\n \x01(\x0b\x32\x19.execution.v1.AdaptiveRkv\x12\x0c\n\x04seed\x18\x0b \x01(\x04\x42\x0f\n\r_start_tokensB\x10\n\x0e_recent_tokensB\x13\n\x11_max_cache_tokensB\x10\n\x0e_period_tokensB\x16\n\x14_score_window_tokens\".\n\x0eStepBlockTable\x12\r\n\x05group\x18\x01 \x01(\r\x12\r\n\x05slots\x18\x02 \x03(\r\"\x9a\x02\n\x0bNewSequence\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x04 \x01(\r\x12\x32\n\x0c\x62lock_tables\x18\x05 \x03(\x0b\x32\x1c.execution.v1.StepBlockTable\x12.\n\x08sampling\x18\x06 \x01(\x0b\x32\x1c.execution.v1.SamplingParams\x12\x35\n\x0f\x65viction_policy\x18\x07 \x01(\x0b\x32\x1c.execution.v1.EvictionPolicy\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\"\xad\x04\n\x04Step\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x19\n\x11removed_sequences\x18\x02 \x03(\x04\x12\x30\n\rnew_sequences\x18\x03 \x03(\x0b\x32\x19.execution.v1.NewSequence\x12\x17\n\x0f\x63hunk_sequences\x18\x04 \x03(\x04\x12\x14\n\x0c\x63hunk_tokens\x18\x05 \x03(\r\x12\x16\n\x0eidle_sequences\x18\x06 \x03(\x04\x12\x17\n\x0ftable_sequences\x18\x07 \x03(\x04\x12\x14\n\x0ctable_groups\x18\x08 \x03(\r\x12\x14\n\x0ctable_counts\x18\t \x03(\r\x12\x13\n\x0btable_slots\x18\n \x03(\r\x12\x14\n\x0c\x63opy_tickets\x18\x0b \x03(\x04\x12\x13\n\x0b\x63opy_groups\x18\x0c \x03(\r\x12\x19\n\x11\x63opy_source_slots\x18\r \x03(\r\x12\x19\n\x11\x63opy_target_slots\x18\x0e \x03(\r\x12\x1a\n\x12\x65victing_sequences\x18\x0f \x03(\x04\x12\x17\n\x0f\x65victing_counts\x18\x10 \x03(\r\x12\x16\n\x0e\x65victing_slots\x18\x11 \x03(\r\x12\x31\n\x11\x63opy_source_tiers\x18\x12 \x03(\x0e\x32\x16.execution.v1.StepTier\x12\x31\n\x11\x63opy_target_tiers\x18\x13 \x03(\x0e\x32\x16.execution.v1.StepTier\x12\x15\n\rawaits_copies\x18\x14 \x01(\x08\"\\\n\rTokenLogprobs\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\"\xd3\x03\n\nStepResult\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x11\n\tsequences\x18\x02 \x03(\x04\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0f\n\x07stopped\x18\x04 \x03(\x08\x12-\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1b.execution.v1.TokenLogprobs\x12/\n\x0c\x63ompute_time\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\tidle_time\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nnum_tokens\x18\x08 \x01(\r\x12\x19\n\x11\x65victed_sequences\x18\t \x03(\x04\x12\x16\n\x0e\x65victed_tokens\x18\n \x03(\r\x12\x13\n\x0bkept_masses\x18\x0b \x03(\x02\x12\x16\n\x0e\x63opied_tickets\x18\x0c \x03(\x04\x12\x16\n\x0e\x66\x61iled_tickets\x18\r \x03(\x04\x12\x32\n\x0fhost_block_time\x18\x0e \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x32\n\x0f\x64isk_block_time\x18\x0f \x01(\x0b\x32\x19.google.protobuf.Duration*\x9c\x03\n\x0c\x45victionKind\x12\x1d\n\x19\x45VICTION_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12\x45VICTION_KIND_NONE\x10\x01\x12 \n\x1c\x45VICTION_KIND_SLIDING_WINDOW\x10\x02\x12\x15\n\x11\x45VICTION_KIND_SUM\x10\x03\x12\x1a\n\x16\x45VICTION_KIND_NORM_SUM\x10\x04\x12\x1e\n\x1a\x45VICTION_KIND_ADAPTIVE_RKV\x10\x05\x12\x18\n\x14\x45VICTION_KIND_SNAPKV\x10\x06\x12\x15\n\x11\x45VICTION_KIND_H2O\x10\x07\x12\x16\n\x12\x45VICTION_KIND_TOVA\x10\x08\x12\x16\n\x12\x45VICTION_KIND_ROCO\x10\t\x12\x19\n\x15\x45VICTION_KIND_AVERAGE\x10\n\x12\x19\n\x15\x45VICTION_KIND_KEYDIFF\x10\x0b\x12\x17\n\x13\x45VICTION_KIND_KNORM\x10\x0c\x12\x16\n\x12\x45VICTION_KIND_LAST\x10\r\x12\x18\n\x14\x45VICTION_KIND_RANDOM\x10\x0e*z\n\x11\x45victionPositions\x12\"\n\x1e\x45VICTION_POSITIONS_UNSPECIFIED\x10\x00\x12\x1f\n\x1b\x45VICTION_POSITIONS_ABSOLUTE\x10\x01\x12 \n\x1c\x45VICTION_POSITIONS_COMPACTED\x10\x02*\xbc\x01\n\rKvCrushAnchor\x12\x1f\n\x1bKV_CRUSH_ANCHOR_UNSPECIFIED\x10\x00\x12\x1a\n\x16KV_CRUSH_ANCHOR_RANDOM\x10\x01\x12\x19\n\x15KV_CRUSH_ANCHOR_ZEROS\x10\x02\x12\x18\n\x14KV_CRUSH_ANCHOR_ONES\x10\x03\x12\x1f\n\x1bKV_CRUSH_ANCHOR_ALTERNATING\x10\x04\x12\x18\n\x14KV_CRUSH_ANCHOR_MEAN\x10\x05*c\n\x08StepTier\x12\x19\n\x15STEP_TIER_UNSPECIFIED\x10\x00\x12\x14\n\x10STEP_TIER_DEVICE\x10\x01\x12\x12\n\x0eSTEP_TIER_HOST\x10\x02\x12\x12\n\x0eSTEP_TIER_DISK\x10\x03\x32\x88\x02\n\x0f\x45xecutorService\x12I\n\x08GetModel\x12\x1d.execution.v1.GetModelRequest\x1a\x1e.execution.v1.GetModelResponse\x12R\n\x0bGetExecutor\x12 .execution.v1.GetExecutorRequest\x1a!.execution.v1.GetExecutorResponse\x12V\n\x0bStreamSteps\x12 .execution.v1.StreamStepsRequest\x1a!.execution.v1.StreamStepsResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#protos/execution/v1/execution.proto\x12\x0c\x65xecution.v1\x1a\x1egoogle/protobuf/duration.proto\x1a!protos/kvcommon/v1/kvcommon.proto\"\x11\n\x0fGetModelRequest\"\xa2\x02\n\x10GetModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x15\n\rmax_positions\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x16\n\x0etokenizer_json\x18\x05 \x01(\x0c\x12\x15\n\rchat_template\x18\x06 \x01(\t\x12I\n\x0especial_tokens\x18\x07 \x03(\x0b\x32\x31.execution.v1.GetModelResponse.SpecialTokensEntry\x12\r\n\x05\x64type\x18\x08 \x01(\t\x1a\x34\n\x12SpecialTokensEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x14\n\x12GetExecutorRequest\"\x98\x02\n\x13GetExecutorResponse\x12\x13\n\x0b\x65xecutor_id\x18\x01 \x01(\t\x12\x16\n\x0e\x65xecutor_epoch\x18\x02 \x01(\x04\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\x04\x12\x11\n\tlast_step\x18\x06 \x01(\x04\x12\x15\n\rnum_sequences\x18\x07 \x01(\r\x12\x12\n\nnum_groups\x18\x08 \x01(\r\x12\x19\n\x11\x61ttention_windows\x18\t \x03(\r\x12\x14\n\x0cplain_rotary\x18\n \x01(\x08\x12\x17\n\x0fscheduler_epoch\x18\x0b \x01(\x04\x12\x14\n\x0cmodel_digest\x18\x0c \x01(\x0c\"k\n\x12StreamStepsRequest\x12)\n\x04open\x18\x01 \x01(\x0b\x32\x19.execution.v1.OpenSessionH\x00\x12\"\n\x04step\x18\x02 \x01(\x0b\x32\x12.execution.v1.StepH\x00\x42\x06\n\x04kind\"x\n\x13StreamStepsResponse\x12-\n\x06opened\x18\x01 \x01(\x0b\x32\x1b.execution.v1.SessionOpenedH\x00\x12*\n\x06result\x18\x02 \x01(\x0b\x32\x18.execution.v1.StepResultH\x00\x42\x06\n\x04kind\"T\n\x0bOpenSession\x12\x14\n\x0cscheduler_id\x18\x01 \x01(\t\x12\x17\n\x0fscheduler_epoch\x18\x02 \x01(\x04\x12\x16\n\x0e\x65xecutor_epoch\x18\x03 \x01(\x04\"#\n\rSessionOpened\x12\x12\n\nfirst_step\x18\x01 \x01(\x04\"\xf5\x01\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x19\n\x0cnum_logprobs\x18\n \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_num_logprobs\".\n\x0eStepBlockTable\x12\r\n\x05group\x18\x01 \x01(\r\x12\r\n\x05slots\x18\x02 \x03(\r\"\x99\x02\n\x0bNewSequence\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x04 \x01(\r\x12\x32\n\x0c\x62lock_tables\x18\x05 \x03(\x0b\x32\x1c.execution.v1.StepBlockTable\x12.\n\x08sampling\x18\x06 \x01(\x0b\x32\x1c.execution.v1.SamplingParams\x12\x34\n\x0f\x65viction_policy\x18\x07 \x01(\x0b\x32\x1b.kvcommon.v1.EvictionPolicy\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\"\xad\x04\n\x04Step\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x19\n\x11removed_sequences\x18\x02 \x03(\x04\x12\x30\n\rnew_sequences\x18\x03 \x03(\x0b\x32\x19.execution.v1.NewSequence\x12\x17\n\x0f\x63hunk_sequences\x18\x04 \x03(\x04\x12\x14\n\x0c\x63hunk_tokens\x18\x05 \x03(\r\x12\x16\n\x0eidle_sequences\x18\x06 \x03(\x04\x12\x17\n\x0ftable_sequences\x18\x07 \x03(\x04\x12\x14\n\x0ctable_groups\x18\x08 \x03(\r\x12\x14\n\x0ctable_counts\x18\t \x03(\r\x12\x13\n\x0btable_slots\x18\n \x03(\r\x12\x14\n\x0c\x63opy_tickets\x18\x0b \x03(\x04\x12\x13\n\x0b\x63opy_groups\x18\x0c \x03(\r\x12\x19\n\x11\x63opy_source_slots\x18\r \x03(\r\x12\x19\n\x11\x63opy_target_slots\x18\x0e \x03(\r\x12\x1a\n\x12\x65victing_sequences\x18\x0f \x03(\x04\x12\x17\n\x0f\x65victing_counts\x18\x10 \x03(\r\x12\x16\n\x0e\x65victing_slots\x18\x11 \x03(\r\x12\x31\n\x11\x63opy_source_tiers\x18\x12 \x03(\x0e\x32\x16.execution.v1.StepTier\x12\x31\n\x11\x63opy_target_tiers\x18\x13 \x03(\x0e\x32\x16.execution.v1.StepTier\x12\x15\n\rawaits_copies\x18\x14 \x01(\x08\"\\\n\rTokenLogprobs\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\"\xd3\x03\n\nStepResult\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x11\n\tsequences\x18\x02 \x03(\x04\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0f\n\x07stopped\x18\x04 \x03(\x08\x12-\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1b.execution.v1.TokenLogprobs\x12/\n\x0c\x63ompute_time\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\tidle_time\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nnum_tokens\x18\x08 \x01(\r\x12\x19\n\x11\x65victed_sequences\x18\t \x03(\x04\x12\x16\n\x0e\x65victed_tokens\x18\n \x03(\r\x12\x13\n\x0bkept_masses\x18\x0b \x03(\x02\x12\x16\n\x0e\x63opied_tickets\x18\x0c \x03(\x04\x12\x16\n\x0e\x66\x61iled_tickets\x18\r \x03(\x04\x12\x32\n\x0fhost_block_time\x18\x0e \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x32\n\x0f\x64isk_block_time\x18\x0f \x01(\x0b\x32\x19.google.protobuf.Duration*c\n\x08StepTier\x12\x19\n\x15STEP_TIER_UNSPECIFIED\x10\x00\x12\x14\n\x10STEP_TIER_DEVICE\x10\x01\x12\x12\n\x0eSTEP_TIER_HOST\x10\x02\x12\x12\n\x0eSTEP_TIER_DISK\x10\x03\x32\x88\x02\n\x0f\x45xecutorService\x12I\n\x08GetModel\x12\x1d.execution.v1.GetModelRequest\x1a\x1e.execution.v1.GetModelResponse\x12R\n\x0bGetExecutor\x12 .execution.v1.GetExecutorRequest\x1a!.execution.v1.GetExecutorResponse\x12V\n\x0bStreamSteps\x12 .execution.v1.StreamStepsRequest\x1a!.execution.v1.StreamStepsResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,50 +35,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GETMODELRESPONSE_SPECIALTOKENSENTRY']._loaded_options = None
   _globals['_GETMODELRESPONSE_SPECIALTOKENSENTRY']._serialized_options = b'8\001'
-  _globals['_EVICTIONKIND']._serialized_start=3434
-  _globals['_EVICTIONKIND']._serialized_end=3846
-  _globals['_EVICTIONPOSITIONS']._serialized_start=3848
-  _globals['_EVICTIONPOSITIONS']._serialized_end=3970
-  _globals['_KVCRUSHANCHOR']._serialized_start=3973
-  _globals['_KVCRUSHANCHOR']._serialized_end=4161
-  _globals['_STEPTIER']._serialized_start=4163
-  _globals['_STEPTIER']._serialized_end=4262
-  _globals['_GETMODELREQUEST']._serialized_start=85
-  _globals['_GETMODELREQUEST']._serialized_end=102
-  _globals['_GETMODELRESPONSE']._serialized_start=105
-  _globals['_GETMODELRESPONSE']._serialized_end=395
-  _globals['_GETMODELRESPONSE_SPECIALTOKENSENTRY']._serialized_start=343
-  _globals['_GETMODELRESPONSE_SPECIALTOKENSENTRY']._serialized_end=395
-  _globals['_GETEXECUTORREQUEST']._serialized_start=397
-  _globals['_GETEXECUTORREQUEST']._serialized_end=417
-  _globals['_GETEXECUTORRESPONSE']._serialized_start=420
-  _globals['_GETEXECUTORRESPONSE']._serialized_end=700
-  _globals['_STREAMSTEPSREQUEST']._serialized_start=702
-  _globals['_STREAMSTEPSREQUEST']._serialized_end=809
-  _globals['_STREAMSTEPSRESPONSE']._serialized_start=811
-  _globals['_STREAMSTEPSRESPONSE']._serialized_end=931
-  _globals['_OPENSESSION']._serialized_start=933
-  _globals['_OPENSESSION']._serialized_end=1017
-  _globals['_SESSIONOPENED']._serialized_start=1019
-  _globals['_SESSIONOPENED']._serialized_end=1054
-  _globals['_SAMPLINGPARAMS']._serialized_start=1057
-  _globals['_SAMPLINGPARAMS']._serialized_end=1302
-  _globals['_KVCRUSH']._serialized_start=1304
-  _globals['_KVCRUSH']._serialized_end=1381
-  _globals['_ADAPTIVERKV']._serialized_start=1383
-  _globals['_ADAPTIVERKV']._serialized_end=1488
-  _globals['_EVICTIONPOLICY']._serialized_start=1491
-  _globals['_EVICTIONPOLICY']._serialized_end=1974
-  _globals['_STEPBLOCKTABLE']._serialized_start=1976
-  _globals['_STEPBLOCKTABLE']._serialized_end=2022
-  _globals['_NEWSEQUENCE']._serialized_start=2025
-  _globals['_NEWSEQUENCE']._serialized_end=2307
-  _globals['_STEP']._serialized_start=2310
-  _globals['_STEP']._serialized_end=2867
-  _globals['_TOKENLOGPROBS']._serialized_start=2869
-  _globals['_TOKENLOGPROBS']._serialized_end=2961
-  _globals['_STEPRESULT']._serialized_start=2964
-  _globals['_STEPRESULT']._serialized_end=3431
-  _globals['_EXECUTORSERVICE']._serialized_start=4265
-  _globals['_EXECUTORSERVICE']._serialized_end=4529
+  _globals['_STEPTIER']._serialized_start=2795
+  _globals['_STEPTIER']._serialized_end=2894
+  _globals['_GETMODELREQUEST']._serialized_start=120
+  _globals['_GETMODELREQUEST']._serialized_end=137
+  _globals['_GETMODELRESPONSE']._serialized_start=140
+  _globals['_GETMODELRESPONSE']._serialized_end=430
+  _globals['_GETMODELRESPONSE_SPECIALTOKENSENTRY']._serialized_start=378
+  _globals['_GETMODELRESPONSE_SPECIALTOKENSENTRY']._serialized_end=430
+  _globals['_GETEXECUTORREQUEST']._serialized_start=432
+  _globals['_GETEXECUTORREQUEST']._serialized_end=452
+  _globals['_GETEXECUTORRESPONSE']._serialized_start=455
+  _globals['_GETEXECUTORRESPONSE']._serialized_end=735
+  _globals['_STREAMSTEPSREQUEST']._serialized_start=737
+  _globals['_STREAMSTEPSREQUEST']._serialized_end=844
+  _globals['_STREAMSTEPSRESPONSE']._serialized_start=846
+  _globals['_STREAMSTEPSRESPONSE']._serialized_end=966
+  _globals['_OPENSESSION']._serialized_start=968
+  _globals['_OPENSESSION']._serialized_end=1052
+  _globals['_SESSIONOPENED']._serialized_start=1054
+  _globals['_SESSIONOPENED']._serialized_end=1089
+  _globals['_SAMPLINGPARAMS']._serialized_start=1092
+  _globals['_SAMPLINGPARAMS']._serialized_end=1337
+  _globals['_STEPBLOCKTABLE']._serialized_start=1339
+  _globals['_STEPBLOCKTABLE']._serialized_end=1385
+  _globals['_NEWSEQUENCE']._serialized_start=1388
+  _globals['_NEWSEQUENCE']._serialized_end=1669
+  _globals['_STEP']._serialized_start=1672
+  _globals['_STEP']._serialized_end=2229
+  _globals['_TOKENLOGPROBS']._serialized_start=2231
+  _globals['_TOKENLOGPROBS']._serialized_end=2323
+  _globals['_STEPRESULT']._serialized_start=2326
+  _globals['_STEPRESULT']._serialized_end=2793
+  _globals['_EXECUTORSERVICE']._serialized_start=2897
+  _globals['_EXECUTORSERVICE']._serialized_end=3161
 # @@protoc_insertion_point(module_scope)

@@ -1,6 +1,7 @@
 import datetime
 
 from google.protobuf import duration_pb2 as _duration_pb2
+from protos.kvcommon.v1 import kvcommon_pb2 as _kvcommon_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -10,69 +11,12 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class EvictionKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    EVICTION_KIND_UNSPECIFIED: _ClassVar[EvictionKind]
-    EVICTION_KIND_NONE: _ClassVar[EvictionKind]
-    EVICTION_KIND_SLIDING_WINDOW: _ClassVar[EvictionKind]
-    EVICTION_KIND_SUM: _ClassVar[EvictionKind]
-    EVICTION_KIND_NORM_SUM: _ClassVar[EvictionKind]
-    EVICTION_KIND_ADAPTIVE_RKV: _ClassVar[EvictionKind]
-    EVICTION_KIND_SNAPKV: _ClassVar[EvictionKind]
-    EVICTION_KIND_H2O: _ClassVar[EvictionKind]
-    EVICTION_KIND_TOVA: _ClassVar[EvictionKind]
-    EVICTION_KIND_ROCO: _ClassVar[EvictionKind]
-    EVICTION_KIND_AVERAGE: _ClassVar[EvictionKind]
-    EVICTION_KIND_KEYDIFF: _ClassVar[EvictionKind]
-    EVICTION_KIND_KNORM: _ClassVar[EvictionKind]
-    EVICTION_KIND_LAST: _ClassVar[EvictionKind]
-    EVICTION_KIND_RANDOM: _ClassVar[EvictionKind]
-
-class EvictionPositions(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    EVICTION_POSITIONS_UNSPECIFIED: _ClassVar[EvictionPositions]
-    EVICTION_POSITIONS_ABSOLUTE: _ClassVar[EvictionPositions]
-    EVICTION_POSITIONS_COMPACTED: _ClassVar[EvictionPositions]
-
-class KvCrushAnchor(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    KV_CRUSH_ANCHOR_UNSPECIFIED: _ClassVar[KvCrushAnchor]
-    KV_CRUSH_ANCHOR_RANDOM: _ClassVar[KvCrushAnchor]
-    KV_CRUSH_ANCHOR_ZEROS: _ClassVar[KvCrushAnchor]
-    KV_CRUSH_ANCHOR_ONES: _ClassVar[KvCrushAnchor]
-    KV_CRUSH_ANCHOR_ALTERNATING: _ClassVar[KvCrushAnchor]
-    KV_CRUSH_ANCHOR_MEAN: _ClassVar[KvCrushAnchor]
-
 class StepTier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     STEP_TIER_UNSPECIFIED: _ClassVar[StepTier]
     STEP_TIER_DEVICE: _ClassVar[StepTier]
     STEP_TIER_HOST: _ClassVar[StepTier]
     STEP_TIER_DISK: _ClassVar[StepTier]
-EVICTION_KIND_UNSPECIFIED: EvictionKind
-EVICTION_KIND_NONE: EvictionKind
-EVICTION_KIND_SLIDING_WINDOW: EvictionKind
-EVICTION_KIND_SUM: EvictionKind
-EVICTION_KIND_NORM_SUM: EvictionKind
-EVICTION_KIND_ADAPTIVE_RKV: EvictionKind
-EVICTION_KIND_SNAPKV: EvictionKind
-EVICTION_KIND_H2O: EvictionKind
-EVICTION_KIND_TOVA: EvictionKind
-EVICTION_KIND_ROCO: EvictionKind
-EVICTION_KIND_AVERAGE: EvictionKind
-EVICTION_KIND_KEYDIFF: EvictionKind
-EVICTION_KIND_KNORM: EvictionKind
-EVICTION_KIND_LAST: EvictionKind
-EVICTION_KIND_RANDOM: EvictionKind
-EVICTION_POSITIONS_UNSPECIFIED: EvictionPositions
-EVICTION_POSITIONS_ABSOLUTE: EvictionPositions
-EVICTION_POSITIONS_COMPACTED: EvictionPositions
-KV_CRUSH_ANCHOR_UNSPECIFIED: KvCrushAnchor
-KV_CRUSH_ANCHOR_RANDOM: KvCrushAnchor
-KV_CRUSH_ANCHOR_ZEROS: KvCrushAnchor
-KV_CRUSH_ANCHOR_ONES: KvCrushAnchor
-KV_CRUSH_ANCHOR_ALTERNATING: KvCrushAnchor
-KV_CRUSH_ANCHOR_MEAN: KvCrushAnchor
 STEP_TIER_UNSPECIFIED: StepTier
 STEP_TIER_DEVICE: StepTier
 STEP_TIER_HOST: StepTier
@@ -197,48 +141,6 @@ class SamplingParams(_message.Message):
     num_logprobs: int
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., num_logprobs: _Optional[int] = ...) -> None: ...
 
-class KvCrush(_message.Message):
-    __slots__ = ("budget_blocks", "anchor")
-    BUDGET_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    ANCHOR_FIELD_NUMBER: _ClassVar[int]
-    budget_blocks: int
-    anchor: KvCrushAnchor
-    def __init__(self, budget_blocks: _Optional[int] = ..., anchor: _Optional[_Union[KvCrushAnchor, str]] = ...) -> None: ...
-
-class AdaptiveRkv(_message.Message):
-    __slots__ = ("attention_mass", "window_steps")
-    ATTENTION_MASS_FIELD_NUMBER: _ClassVar[int]
-    WINDOW_STEPS_FIELD_NUMBER: _ClassVar[int]
-    attention_mass: float
-    window_steps: int
-    def __init__(self, attention_mass: _Optional[float] = ..., window_steps: _Optional[int] = ...) -> None: ...
-
-class EvictionPolicy(_message.Message):
-    __slots__ = ("kind", "start_tokens", "recent_tokens", "max_cache_tokens", "period_tokens", "during_prefill", "positions", "score_window_tokens", "kvcrush", "adaptive_rkv", "seed")
-    KIND_FIELD_NUMBER: _ClassVar[int]
-    START_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    RECENT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    MAX_CACHE_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    PERIOD_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    DURING_PREFILL_FIELD_NUMBER: _ClassVar[int]
-    POSITIONS_FIELD_NUMBER: _ClassVar[int]
-    SCORE_WINDOW_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    KVCRUSH_FIELD_NUMBER: _ClassVar[int]
-    ADAPTIVE_RKV_FIELD_NUMBER: _ClassVar[int]
-    SEED_FIELD_NUMBER: _ClassVar[int]
-    kind: EvictionKind
-    start_tokens: int
-    recent_tokens: int
-    max_cache_tokens: int
-    period_tokens: int
-    during_prefill: bool
-    positions: EvictionPositions
-    score_window_tokens: int
-    kvcrush: KvCrush
-    adaptive_rkv: AdaptiveRkv
-    seed: int
-    def __init__(self, kind: _Optional[_Union[EvictionKind, str]] = ..., start_tokens: _Optional[int] = ..., recent_tokens: _Optional[int] = ..., max_cache_tokens: _Optional[int] = ..., period_tokens: _Optional[int] = ..., during_prefill: _Optional[bool] = ..., positions: _Optional[_Union[EvictionPositions, str]] = ..., score_window_tokens: _Optional[int] = ..., kvcrush: _Optional[_Union[KvCrush, _Mapping]] = ..., adaptive_rkv: _Optional[_Union[AdaptiveRkv, _Mapping]] = ..., seed: _Optional[int] = ...) -> None: ...
-
 class StepBlockTable(_message.Message):
     __slots__ = ("group", "slots")
     GROUP_FIELD_NUMBER: _ClassVar[int]
@@ -263,9 +165,9 @@ class NewSequence(_message.Message):
     num_computed_tokens: int
     block_tables: _containers.RepeatedCompositeFieldContainer[StepBlockTable]
     sampling: SamplingParams
-    eviction_policy: EvictionPolicy
+    eviction_policy: _kvcommon_pb2.EvictionPolicy
     traceparent: str
-    def __init__(self, sequence: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., block_tables: _Optional[_Iterable[_Union[StepBlockTable, _Mapping]]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., eviction_policy: _Optional[_Union[EvictionPolicy, _Mapping]] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    def __init__(self, sequence: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., block_tables: _Optional[_Iterable[_Union[StepBlockTable, _Mapping]]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., eviction_policy: _Optional[_Union[_kvcommon_pb2.EvictionPolicy, _Mapping]] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class Step(_message.Message):
     __slots__ = ("step", "removed_sequences", "new_sequences", "chunk_sequences", "chunk_tokens", "idle_sequences", "table_sequences", "table_groups", "table_counts", "table_slots", "copy_tickets", "copy_groups", "copy_source_slots", "copy_target_slots", "evicting_sequences", "evicting_counts", "evicting_slots", "copy_source_tiers", "copy_target_tiers", "awaits_copies")

@@ -1,7 +1,7 @@
 import datetime
 
 from google.protobuf import duration_pb2 as _duration_pb2
-from google.protobuf import struct_pb2 as _struct_pb2
+from protos.kvcommon.v1 import kvcommon_pb2 as _kvcommon_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -11,94 +11,11 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class HintOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    HINT_OUTCOME_UNSPECIFIED: _ClassVar[HintOutcome]
-    HINT_OUTCOME_ACCEPTED: _ClassVar[HintOutcome]
-    HINT_OUTCOME_CLIPPED: _ClassVar[HintOutcome]
-    HINT_OUTCOME_DEFERRED: _ClassVar[HintOutcome]
-    HINT_OUTCOME_REJECTED: _ClassVar[HintOutcome]
-    HINT_OUTCOME_MISSING: _ClassVar[HintOutcome]
-
-class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    OUTCOME_UNSPECIFIED: _ClassVar[Outcome]
-    OUTCOME_GRANTED: _ClassVar[Outcome]
-    OUTCOME_CLIPPED: _ClassVar[Outcome]
-    OUTCOME_REJECTED: _ClassVar[Outcome]
-
-class EvictionKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    EVICTION_KIND_UNSPECIFIED: _ClassVar[EvictionKind]
-    EVICTION_KIND_NONE: _ClassVar[EvictionKind]
-    EVICTION_KIND_SLIDING_WINDOW: _ClassVar[EvictionKind]
-    EVICTION_KIND_SUM: _ClassVar[EvictionKind]
-    EVICTION_KIND_NORM_SUM: _ClassVar[EvictionKind]
-    EVICTION_KIND_ADAPTIVE_RKV: _ClassVar[EvictionKind]
-    EVICTION_KIND_SNAPKV: _ClassVar[EvictionKind]
-    EVICTION_KIND_H2O: _ClassVar[EvictionKind]
-    EVICTION_KIND_TOVA: _ClassVar[EvictionKind]
-    EVICTION_KIND_ROCO: _ClassVar[EvictionKind]
-    EVICTION_KIND_AVERAGE: _ClassVar[EvictionKind]
-    EVICTION_KIND_KEYDIFF: _ClassVar[EvictionKind]
-    EVICTION_KIND_KNORM: _ClassVar[EvictionKind]
-    EVICTION_KIND_LAST: _ClassVar[EvictionKind]
-    EVICTION_KIND_RANDOM: _ClassVar[EvictionKind]
-
-class EvictionPositions(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    EVICTION_POSITIONS_UNSPECIFIED: _ClassVar[EvictionPositions]
-    EVICTION_POSITIONS_ABSOLUTE: _ClassVar[EvictionPositions]
-    EVICTION_POSITIONS_COMPACTED: _ClassVar[EvictionPositions]
-
-class KvCrushAnchor(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    KV_CRUSH_ANCHOR_UNSPECIFIED: _ClassVar[KvCrushAnchor]
-    KV_CRUSH_ANCHOR_RANDOM: _ClassVar[KvCrushAnchor]
-    KV_CRUSH_ANCHOR_ZEROS: _ClassVar[KvCrushAnchor]
-    KV_CRUSH_ANCHOR_ONES: _ClassVar[KvCrushAnchor]
-    KV_CRUSH_ANCHOR_ALTERNATING: _ClassVar[KvCrushAnchor]
-    KV_CRUSH_ANCHOR_MEAN: _ClassVar[KvCrushAnchor]
-
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
     FINISH_REASON_STOP: _ClassVar[FinishReason]
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
-HINT_OUTCOME_UNSPECIFIED: HintOutcome
-HINT_OUTCOME_ACCEPTED: HintOutcome
-HINT_OUTCOME_CLIPPED: HintOutcome
-HINT_OUTCOME_DEFERRED: HintOutcome
-HINT_OUTCOME_REJECTED: HintOutcome
-HINT_OUTCOME_MISSING: HintOutcome
-OUTCOME_UNSPECIFIED: Outcome
-OUTCOME_GRANTED: Outcome
-OUTCOME_CLIPPED: Outcome
-OUTCOME_REJECTED: Outcome
-EVICTION_KIND_UNSPECIFIED: EvictionKind
-EVICTION_KIND_NONE: EvictionKind
-EVICTION_KIND_SLIDING_WINDOW: EvictionKind
-EVICTION_KIND_SUM: EvictionKind
-EVICTION_KIND_NORM_SUM: EvictionKind
-EVICTION_KIND_ADAPTIVE_RKV: EvictionKind
-EVICTION_KIND_SNAPKV: EvictionKind
-EVICTION_KIND_H2O: EvictionKind
-EVICTION_KIND_TOVA: EvictionKind
-EVICTION_KIND_ROCO: EvictionKind
-EVICTION_KIND_AVERAGE: EvictionKind
-EVICTION_KIND_KEYDIFF: EvictionKind
-EVICTION_KIND_KNORM: EvictionKind
-EVICTION_KIND_LAST: EvictionKind
-EVICTION_KIND_RANDOM: EvictionKind
-EVICTION_POSITIONS_UNSPECIFIED: EvictionPositions
-EVICTION_POSITIONS_ABSOLUTE: EvictionPositions
-EVICTION_POSITIONS_COMPACTED: EvictionPositions
-KV_CRUSH_ANCHOR_UNSPECIFIED: KvCrushAnchor
-KV_CRUSH_ANCHOR_RANDOM: KvCrushAnchor
-KV_CRUSH_ANCHOR_ZEROS: KvCrushAnchor
-KV_CRUSH_ANCHOR_ONES: KvCrushAnchor
-KV_CRUSH_ANCHOR_ALTERNATING: KvCrushAnchor
-KV_CRUSH_ANCHOR_MEAN: KvCrushAnchor
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -161,18 +78,6 @@ class SamplingParams(_message.Message):
     num_logprobs: int
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., num_logprobs: _Optional[int] = ...) -> None: ...
 
-class RetentionRange(_message.Message):
-    __slots__ = ("start", "end", "retention_priority", "retention_duration")
-    START_FIELD_NUMBER: _ClassVar[int]
-    END_FIELD_NUMBER: _ClassVar[int]
-    RETENTION_PRIORITY_FIELD_NUMBER: _ClassVar[int]
-    RETENTION_DURATION_FIELD_NUMBER: _ClassVar[int]
-    start: int
-    end: int
-    retention_priority: int
-    retention_duration: _duration_pb2.Duration
-    def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ..., retention_priority: _Optional[int] = ..., retention_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
-
 class CacheOptions(_message.Message):
     __slots__ = ("salt", "retention_ranges", "decode_retention_priority", "no_read", "no_store", "decode_retention_duration", "session_id", "tenant_id", "kv_hints", "onboarding_timeout")
     SALT_FIELD_NUMBER: _ClassVar[int]
@@ -186,108 +91,16 @@ class CacheOptions(_message.Message):
     KV_HINTS_FIELD_NUMBER: _ClassVar[int]
     ONBOARDING_TIMEOUT_FIELD_NUMBER: _ClassVar[int]
     salt: str
-    retention_ranges: _containers.RepeatedCompositeFieldContainer[RetentionRange]
+    retention_ranges: _containers.RepeatedCompositeFieldContainer[_kvcommon_pb2.RetentionRange]
     decode_retention_priority: int
     no_read: bool
     no_store: bool
     decode_retention_duration: _duration_pb2.Duration
     session_id: str
     tenant_id: str
-    kv_hints: KvHints
+    kv_hints: _kvcommon_pb2.KvHints
     onboarding_timeout: _duration_pb2.Duration
-    def __init__(self, salt: _Optional[str] = ..., retention_ranges: _Optional[_Iterable[_Union[RetentionRange, _Mapping]]] = ..., decode_retention_priority: _Optional[int] = ..., no_read: _Optional[bool] = ..., no_store: _Optional[bool] = ..., decode_retention_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., session_id: _Optional[str] = ..., tenant_id: _Optional[str] = ..., kv_hints: _Optional[_Union[KvHints, _Mapping]] = ..., onboarding_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
-
-class KvHints(_message.Message):
-    __slots__ = ("protocol_version", "message_id", "actions")
-    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
-    MESSAGE_ID_FIELD_NUMBER: _ClassVar[int]
-    ACTIONS_FIELD_NUMBER: _ClassVar[int]
-    protocol_version: str
-    message_id: str
-    actions: _containers.RepeatedCompositeFieldContainer[HintAction]
-    def __init__(self, protocol_version: _Optional[str] = ..., message_id: _Optional[str] = ..., actions: _Optional[_Iterable[_Union[HintAction, _Mapping]]] = ...) -> None: ...
-
-class HintAction(_message.Message):
-    __slots__ = ("action_id", "action_type", "action_version", "payload")
-    ACTION_ID_FIELD_NUMBER: _ClassVar[int]
-    ACTION_TYPE_FIELD_NUMBER: _ClassVar[int]
-    ACTION_VERSION_FIELD_NUMBER: _ClassVar[int]
-    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
-    action_id: str
-    action_type: str
-    action_version: str
-    payload: _struct_pb2.Struct
-    def __init__(self, action_id: _Optional[str] = ..., action_type: _Optional[str] = ..., action_version: _Optional[str] = ..., payload: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ...) -> None: ...
-
-class HintAnswer(_message.Message):
-    __slots__ = ("action_id", "outcome", "detail", "num_blocks")
-    ACTION_ID_FIELD_NUMBER: _ClassVar[int]
-    OUTCOME_FIELD_NUMBER: _ClassVar[int]
-    DETAIL_FIELD_NUMBER: _ClassVar[int]
-    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    action_id: str
-    outcome: HintOutcome
-    detail: str
-    num_blocks: int
-    def __init__(self, action_id: _Optional[str] = ..., outcome: _Optional[_Union[HintOutcome, str]] = ..., detail: _Optional[str] = ..., num_blocks: _Optional[int] = ...) -> None: ...
-
-class RetentionReceipt(_message.Message):
-    __slots__ = ("wish", "outcome", "reason", "retention_priority", "retention_duration", "num_blocks")
-    WISH_FIELD_NUMBER: _ClassVar[int]
-    OUTCOME_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    RETENTION_PRIORITY_FIELD_NUMBER: _ClassVar[int]
-    RETENTION_DURATION_FIELD_NUMBER: _ClassVar[int]
-    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    wish: str
-    outcome: Outcome
-    reason: str
-    retention_priority: int
-    retention_duration: _duration_pb2.Duration
-    num_blocks: int
-    def __init__(self, wish: _Optional[str] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., reason: _Optional[str] = ..., retention_priority: _Optional[int] = ..., retention_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., num_blocks: _Optional[int] = ...) -> None: ...
-
-class KvCrush(_message.Message):
-    __slots__ = ("budget_blocks", "anchor")
-    BUDGET_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    ANCHOR_FIELD_NUMBER: _ClassVar[int]
-    budget_blocks: int
-    anchor: KvCrushAnchor
-    def __init__(self, budget_blocks: _Optional[int] = ..., anchor: _Optional[_Union[KvCrushAnchor, str]] = ...) -> None: ...
-
-class AdaptiveRkv(_message.Message):
-    __slots__ = ("attention_mass", "window_steps")
-    ATTENTION_MASS_FIELD_NUMBER: _ClassVar[int]
-    WINDOW_STEPS_FIELD_NUMBER: _ClassVar[int]
-    attention_mass: float
-    window_steps: int
-    def __init__(self, attention_mass: _Optional[float] = ..., window_steps: _Optional[int] = ...) -> None: ...
-
-class EvictionPolicy(_message.Message):
-    __slots__ = ("kind", "start_tokens", "recent_tokens", "max_cache_tokens", "period_tokens", "during_prefill", "positions", "score_window_tokens", "kvcrush", "adaptive_rkv", "seed")
-    KIND_FIELD_NUMBER: _ClassVar[int]
-    START_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    RECENT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    MAX_CACHE_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    PERIOD_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    DURING_PREFILL_FIELD_NUMBER: _ClassVar[int]
-    POSITIONS_FIELD_NUMBER: _ClassVar[int]
-    SCORE_WINDOW_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    KVCRUSH_FIELD_NUMBER: _ClassVar[int]
-    ADAPTIVE_RKV_FIELD_NUMBER: _ClassVar[int]
-    SEED_FIELD_NUMBER: _ClassVar[int]
-    kind: EvictionKind
-    start_tokens: int
-    recent_tokens: int
-    max_cache_tokens: int
-    period_tokens: int
-    during_prefill: bool
-    positions: EvictionPositions
-    score_window_tokens: int
-    kvcrush: KvCrush
-    adaptive_rkv: AdaptiveRkv
-    seed: int
-    def __init__(self, kind: _Optional[_Union[EvictionKind, str]] = ..., start_tokens: _Optional[int] = ..., recent_tokens: _Optional[int] = ..., max_cache_tokens: _Optional[int] = ..., period_tokens: _Optional[int] = ..., during_prefill: _Optional[bool] = ..., positions: _Optional[_Union[EvictionPositions, str]] = ..., score_window_tokens: _Optional[int] = ..., kvcrush: _Optional[_Union[KvCrush, _Mapping]] = ..., adaptive_rkv: _Optional[_Union[AdaptiveRkv, _Mapping]] = ..., seed: _Optional[int] = ...) -> None: ...
+    def __init__(self, salt: _Optional[str] = ..., retention_ranges: _Optional[_Iterable[_Union[_kvcommon_pb2.RetentionRange, _Mapping]]] = ..., decode_retention_priority: _Optional[int] = ..., no_read: _Optional[bool] = ..., no_store: _Optional[bool] = ..., decode_retention_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., session_id: _Optional[str] = ..., tenant_id: _Optional[str] = ..., kv_hints: _Optional[_Union[_kvcommon_pb2.KvHints, _Mapping]] = ..., onboarding_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class EvictionReport(_message.Message):
     __slots__ = ("policy", "evicted_tokens", "kept_mass", "tainted", "most_tokens")
@@ -296,12 +109,12 @@ class EvictionReport(_message.Message):
     KEPT_MASS_FIELD_NUMBER: _ClassVar[int]
     TAINTED_FIELD_NUMBER: _ClassVar[int]
     MOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    policy: EvictionPolicy
+    policy: _kvcommon_pb2.EvictionPolicy
     evicted_tokens: int
     kept_mass: float
     tainted: bool
     most_tokens: int
-    def __init__(self, policy: _Optional[_Union[EvictionPolicy, _Mapping]] = ..., evicted_tokens: _Optional[int] = ..., kept_mass: _Optional[float] = ..., tainted: _Optional[bool] = ..., most_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, policy: _Optional[_Union[_kvcommon_pb2.EvictionPolicy, _Mapping]] = ..., evicted_tokens: _Optional[int] = ..., kept_mass: _Optional[float] = ..., tainted: _Optional[bool] = ..., most_tokens: _Optional[int] = ...) -> None: ...
 
 class StreamGenerateRequest(_message.Message):
     __slots__ = ("request_id", "model", "text", "chat", "token_ids", "max_tokens", "sampling", "stop", "stop_token_ids", "ignore_eos", "priority", "cache", "n", "eviction_policy")
@@ -332,8 +145,8 @@ class StreamGenerateRequest(_message.Message):
     priority: int
     cache: CacheOptions
     n: int
-    eviction_policy: EvictionPolicy
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., priority: _Optional[int] = ..., cache: _Optional[_Union[CacheOptions, _Mapping]] = ..., n: _Optional[int] = ..., eviction_policy: _Optional[_Union[EvictionPolicy, _Mapping]] = ...) -> None: ...
+    eviction_policy: _kvcommon_pb2.EvictionPolicy
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., priority: _Optional[int] = ..., cache: _Optional[_Union[CacheOptions, _Mapping]] = ..., n: _Optional[int] = ..., eviction_policy: _Optional[_Union[_kvcommon_pb2.EvictionPolicy, _Mapping]] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
     __slots__ = ("token_id", "logprob")
@@ -372,12 +185,12 @@ class Usage(_message.Message):
     queue_time: _duration_pb2.Duration
     time_to_first_token: _duration_pb2.Duration
     total_time: _duration_pb2.Duration
-    retention_receipts: _containers.RepeatedCompositeFieldContainer[RetentionReceipt]
-    hint_answers: _containers.RepeatedCompositeFieldContainer[HintAnswer]
+    retention_receipts: _containers.RepeatedCompositeFieldContainer[_kvcommon_pb2.RetentionReceipt]
+    hint_answers: _containers.RepeatedCompositeFieldContainer[_kvcommon_pb2.HintAnswer]
     eviction: EvictionReport
     host_tokens: int
     disk_tokens: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., queue_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., time_to_first_token: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., total_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., retention_receipts: _Optional[_Iterable[_Union[RetentionReceipt, _Mapping]]] = ..., hint_answers: _Optional[_Iterable[_Union[HintAnswer, _Mapping]]] = ..., eviction: _Optional[_Union[EvictionReport, _Mapping]] = ..., host_tokens: _Optional[int] = ..., disk_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., queue_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., time_to_first_token: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., total_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., retention_receipts: _Optional[_Iterable[_Union[_kvcommon_pb2.RetentionReceipt, _Mapping]]] = ..., hint_answers: _Optional[_Iterable[_Union[_kvcommon_pb2.HintAnswer, _Mapping]]] = ..., eviction: _Optional[_Union[EvictionReport, _Mapping]] = ..., host_tokens: _Optional[int] = ..., disk_tokens: _Optional[int] = ...) -> None: ...
 
 class StreamGenerateResponse(_message.Message):
     __slots__ = ("request_id", "text", "token_ids", "logprobs", "finish_reason", "usage", "sample_index")

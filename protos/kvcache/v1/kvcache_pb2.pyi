@@ -3,6 +3,7 @@ import datetime
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import field_mask_pb2 as _field_mask_pb2
 from google.protobuf import struct_pb2 as _struct_pb2
+from protos.kvcommon.v1 import kvcommon_pb2 as _kvcommon_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -18,55 +19,6 @@ class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TIER_DEVICE: _ClassVar[Tier]
     TIER_HOST: _ClassVar[Tier]
     TIER_DISK: _ClassVar[Tier]
-
-class EvictionKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    EVICTION_KIND_UNSPECIFIED: _ClassVar[EvictionKind]
-    EVICTION_KIND_NONE: _ClassVar[EvictionKind]
-    EVICTION_KIND_SLIDING_WINDOW: _ClassVar[EvictionKind]
-    EVICTION_KIND_SUM: _ClassVar[EvictionKind]
-    EVICTION_KIND_NORM_SUM: _ClassVar[EvictionKind]
-    EVICTION_KIND_ADAPTIVE_RKV: _ClassVar[EvictionKind]
-    EVICTION_KIND_SNAPKV: _ClassVar[EvictionKind]
-    EVICTION_KIND_H2O: _ClassVar[EvictionKind]
-    EVICTION_KIND_TOVA: _ClassVar[EvictionKind]
-    EVICTION_KIND_ROCO: _ClassVar[EvictionKind]
-    EVICTION_KIND_AVERAGE: _ClassVar[EvictionKind]
-    EVICTION_KIND_KEYDIFF: _ClassVar[EvictionKind]
-    EVICTION_KIND_KNORM: _ClassVar[EvictionKind]
-    EVICTION_KIND_LAST: _ClassVar[EvictionKind]
-    EVICTION_KIND_RANDOM: _ClassVar[EvictionKind]
-
-class EvictionPositions(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    EVICTION_POSITIONS_UNSPECIFIED: _ClassVar[EvictionPositions]
-    EVICTION_POSITIONS_ABSOLUTE: _ClassVar[EvictionPositions]
-    EVICTION_POSITIONS_COMPACTED: _ClassVar[EvictionPositions]
-
-class KvCrushAnchor(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    KV_CRUSH_ANCHOR_UNSPECIFIED: _ClassVar[KvCrushAnchor]
-    KV_CRUSH_ANCHOR_RANDOM: _ClassVar[KvCrushAnchor]
-    KV_CRUSH_ANCHOR_ZEROS: _ClassVar[KvCrushAnchor]
-    KV_CRUSH_ANCHOR_ONES: _ClassVar[KvCrushAnchor]
-    KV_CRUSH_ANCHOR_ALTERNATING: _ClassVar[KvCrushAnchor]
-    KV_CRUSH_ANCHOR_MEAN: _ClassVar[KvCrushAnchor]
-
-class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    OUTCOME_UNSPECIFIED: _ClassVar[Outcome]
-    OUTCOME_GRANTED: _ClassVar[Outcome]
-    OUTCOME_CLIPPED: _ClassVar[Outcome]
-    OUTCOME_REJECTED: _ClassVar[Outcome]
-
-class HintOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    HINT_OUTCOME_UNSPECIFIED: _ClassVar[HintOutcome]
-    HINT_OUTCOME_ACCEPTED: _ClassVar[HintOutcome]
-    HINT_OUTCOME_CLIPPED: _ClassVar[HintOutcome]
-    HINT_OUTCOME_DEFERRED: _ClassVar[HintOutcome]
-    HINT_OUTCOME_REJECTED: _ClassVar[HintOutcome]
-    HINT_OUTCOME_MISSING: _ClassVar[HintOutcome]
 
 class GhostPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -114,40 +66,6 @@ TIER_UNSPECIFIED: Tier
 TIER_DEVICE: Tier
 TIER_HOST: Tier
 TIER_DISK: Tier
-EVICTION_KIND_UNSPECIFIED: EvictionKind
-EVICTION_KIND_NONE: EvictionKind
-EVICTION_KIND_SLIDING_WINDOW: EvictionKind
-EVICTION_KIND_SUM: EvictionKind
-EVICTION_KIND_NORM_SUM: EvictionKind
-EVICTION_KIND_ADAPTIVE_RKV: EvictionKind
-EVICTION_KIND_SNAPKV: EvictionKind
-EVICTION_KIND_H2O: EvictionKind
-EVICTION_KIND_TOVA: EvictionKind
-EVICTION_KIND_ROCO: EvictionKind
-EVICTION_KIND_AVERAGE: EvictionKind
-EVICTION_KIND_KEYDIFF: EvictionKind
-EVICTION_KIND_KNORM: EvictionKind
-EVICTION_KIND_LAST: EvictionKind
-EVICTION_KIND_RANDOM: EvictionKind
-EVICTION_POSITIONS_UNSPECIFIED: EvictionPositions
-EVICTION_POSITIONS_ABSOLUTE: EvictionPositions
-EVICTION_POSITIONS_COMPACTED: EvictionPositions
-KV_CRUSH_ANCHOR_UNSPECIFIED: KvCrushAnchor
-KV_CRUSH_ANCHOR_RANDOM: KvCrushAnchor
-KV_CRUSH_ANCHOR_ZEROS: KvCrushAnchor
-KV_CRUSH_ANCHOR_ONES: KvCrushAnchor
-KV_CRUSH_ANCHOR_ALTERNATING: KvCrushAnchor
-KV_CRUSH_ANCHOR_MEAN: KvCrushAnchor
-OUTCOME_UNSPECIFIED: Outcome
-OUTCOME_GRANTED: Outcome
-OUTCOME_CLIPPED: Outcome
-OUTCOME_REJECTED: Outcome
-HINT_OUTCOME_UNSPECIFIED: HintOutcome
-HINT_OUTCOME_ACCEPTED: HintOutcome
-HINT_OUTCOME_CLIPPED: HintOutcome
-HINT_OUTCOME_DEFERRED: HintOutcome
-HINT_OUTCOME_REJECTED: HintOutcome
-HINT_OUTCOME_MISSING: HintOutcome
 GHOST_POLICY_UNSPECIFIED: GhostPolicy
 GHOST_POLICY_RETENTION: GhostPolicy
 GHOST_POLICY_LEAST_RECENTLY_USED: GhostPolicy
@@ -282,27 +200,15 @@ class RegisterSchedulerResponse(_message.Message):
     lease_duration: _duration_pb2.Duration
     def __init__(self, manager_epoch: _Optional[int] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
-class RetentionRange(_message.Message):
-    __slots__ = ("start", "end", "retention_priority", "retention_duration")
-    START_FIELD_NUMBER: _ClassVar[int]
-    END_FIELD_NUMBER: _ClassVar[int]
-    RETENTION_PRIORITY_FIELD_NUMBER: _ClassVar[int]
-    RETENTION_DURATION_FIELD_NUMBER: _ClassVar[int]
-    start: int
-    end: int
-    retention_priority: int
-    retention_duration: _duration_pb2.Duration
-    def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ..., retention_priority: _Optional[int] = ..., retention_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
-
 class RetentionConfig(_message.Message):
     __slots__ = ("ranges", "decode_retention_priority", "decode_retention_duration")
     RANGES_FIELD_NUMBER: _ClassVar[int]
     DECODE_RETENTION_PRIORITY_FIELD_NUMBER: _ClassVar[int]
     DECODE_RETENTION_DURATION_FIELD_NUMBER: _ClassVar[int]
-    ranges: _containers.RepeatedCompositeFieldContainer[RetentionRange]
+    ranges: _containers.RepeatedCompositeFieldContainer[_kvcommon_pb2.RetentionRange]
     decode_retention_priority: int
     decode_retention_duration: _duration_pb2.Duration
-    def __init__(self, ranges: _Optional[_Iterable[_Union[RetentionRange, _Mapping]]] = ..., decode_retention_priority: _Optional[int] = ..., decode_retention_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    def __init__(self, ranges: _Optional[_Iterable[_Union[_kvcommon_pb2.RetentionRange, _Mapping]]] = ..., decode_retention_priority: _Optional[int] = ..., decode_retention_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class AdmitSequenceRequest(_message.Message):
     __slots__ = ("sequence_id", "scheduler_id", "scheduler_epoch", "executor_id", "token_ids", "salt", "adapter_id", "retention", "no_read", "no_store", "session_id", "request_id", "num_prompt_tokens", "tenant_id", "extra_keys", "hints", "eviction_policy", "lowest_tier", "traceparent")
@@ -340,53 +246,11 @@ class AdmitSequenceRequest(_message.Message):
     num_prompt_tokens: int
     tenant_id: str
     extra_keys: _containers.RepeatedCompositeFieldContainer[ExtraKey]
-    hints: KvHints
-    eviction_policy: EvictionPolicy
+    hints: _kvcommon_pb2.KvHints
+    eviction_policy: _kvcommon_pb2.EvictionPolicy
     lowest_tier: Tier
     traceparent: str
-    def __init__(self, sequence_id: _Optional[str] = ..., scheduler_id: _Optional[str] = ..., scheduler_epoch: _Optional[int] = ..., executor_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., salt: _Optional[str] = ..., adapter_id: _Optional[int] = ..., retention: _Optional[_Union[RetentionConfig, _Mapping]] = ..., no_read: _Optional[bool] = ..., no_store: _Optional[bool] = ..., session_id: _Optional[str] = ..., request_id: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., tenant_id: _Optional[str] = ..., extra_keys: _Optional[_Iterable[_Union[ExtraKey, _Mapping]]] = ..., hints: _Optional[_Union[KvHints, _Mapping]] = ..., eviction_policy: _Optional[_Union[EvictionPolicy, _Mapping]] = ..., lowest_tier: _Optional[_Union[Tier, str]] = ..., traceparent: _Optional[str] = ...) -> None: ...
-
-class KvCrush(_message.Message):
-    __slots__ = ("budget_blocks", "anchor")
-    BUDGET_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    ANCHOR_FIELD_NUMBER: _ClassVar[int]
-    budget_blocks: int
-    anchor: KvCrushAnchor
-    def __init__(self, budget_blocks: _Optional[int] = ..., anchor: _Optional[_Union[KvCrushAnchor, str]] = ...) -> None: ...
-
-class AdaptiveRkv(_message.Message):
-    __slots__ = ("attention_mass", "window_steps")
-    ATTENTION_MASS_FIELD_NUMBER: _ClassVar[int]
-    WINDOW_STEPS_FIELD_NUMBER: _ClassVar[int]
-    attention_mass: float
-    window_steps: int
-    def __init__(self, attention_mass: _Optional[float] = ..., window_steps: _Optional[int] = ...) -> None: ...
-
-class EvictionPolicy(_message.Message):
-    __slots__ = ("kind", "start_tokens", "recent_tokens", "max_cache_tokens", "period_tokens", "during_prefill", "positions", "score_window_tokens", "kvcrush", "adaptive_rkv", "seed")
-    KIND_FIELD_NUMBER: _ClassVar[int]
-    START_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    RECENT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    MAX_CACHE_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    PERIOD_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    DURING_PREFILL_FIELD_NUMBER: _ClassVar[int]
-    POSITIONS_FIELD_NUMBER: _ClassVar[int]
-    SCORE_WINDOW_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    KVCRUSH_FIELD_NUMBER: _ClassVar[int]
-    ADAPTIVE_RKV_FIELD_NUMBER: _ClassVar[int]
-    SEED_FIELD_NUMBER: _ClassVar[int]
-    kind: EvictionKind
-    start_tokens: int
-    recent_tokens: int
-    max_cache_tokens: int
-    period_tokens: int
-    during_prefill: bool
-    positions: EvictionPositions
-    score_window_tokens: int
-    kvcrush: KvCrush
-    adaptive_rkv: AdaptiveRkv
-    seed: int
-    def __init__(self, kind: _Optional[_Union[EvictionKind, str]] = ..., start_tokens: _Optional[int] = ..., recent_tokens: _Optional[int] = ..., max_cache_tokens: _Optional[int] = ..., period_tokens: _Optional[int] = ..., during_prefill: _Optional[bool] = ..., positions: _Optional[_Union[EvictionPositions, str]] = ..., score_window_tokens: _Optional[int] = ..., kvcrush: _Optional[_Union[KvCrush, _Mapping]] = ..., adaptive_rkv: _Optional[_Union[AdaptiveRkv, _Mapping]] = ..., seed: _Optional[int] = ...) -> None: ...
+    def __init__(self, sequence_id: _Optional[str] = ..., scheduler_id: _Optional[str] = ..., scheduler_epoch: _Optional[int] = ..., executor_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., salt: _Optional[str] = ..., adapter_id: _Optional[int] = ..., retention: _Optional[_Union[RetentionConfig, _Mapping]] = ..., no_read: _Optional[bool] = ..., no_store: _Optional[bool] = ..., session_id: _Optional[str] = ..., request_id: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., tenant_id: _Optional[str] = ..., extra_keys: _Optional[_Iterable[_Union[ExtraKey, _Mapping]]] = ..., hints: _Optional[_Union[_kvcommon_pb2.KvHints, _Mapping]] = ..., eviction_policy: _Optional[_Union[_kvcommon_pb2.EvictionPolicy, _Mapping]] = ..., lowest_tier: _Optional[_Union[Tier, str]] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class ExtraKey(_message.Message):
     __slots__ = ("start", "length", "digest")
@@ -397,22 +261,6 @@ class ExtraKey(_message.Message):
     length: int
     digest: bytes
     def __init__(self, start: _Optional[int] = ..., length: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
-
-class RetentionReceipt(_message.Message):
-    __slots__ = ("wish", "outcome", "reason", "retention_priority", "retention_duration", "num_blocks")
-    WISH_FIELD_NUMBER: _ClassVar[int]
-    OUTCOME_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    RETENTION_PRIORITY_FIELD_NUMBER: _ClassVar[int]
-    RETENTION_DURATION_FIELD_NUMBER: _ClassVar[int]
-    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    wish: str
-    outcome: Outcome
-    reason: str
-    retention_priority: int
-    retention_duration: _duration_pb2.Duration
-    num_blocks: int
-    def __init__(self, wish: _Optional[str] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., reason: _Optional[str] = ..., retention_priority: _Optional[int] = ..., retention_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., num_blocks: _Optional[int] = ...) -> None: ...
 
 class BlockTable(_message.Message):
     __slots__ = ("group", "slots")
@@ -466,11 +314,11 @@ class AdmitSequenceResponse(_message.Message):
     capacity_tokens: int
     block_tables: _containers.RepeatedCompositeFieldContainer[BlockTable]
     transfers: _containers.RepeatedCompositeFieldContainer[Transfer]
-    receipts: _containers.RepeatedCompositeFieldContainer[RetentionReceipt]
-    hint_answers: _containers.RepeatedCompositeFieldContainer[HintAnswer]
-    eviction_policy: EvictionPolicy
+    receipts: _containers.RepeatedCompositeFieldContainer[_kvcommon_pb2.RetentionReceipt]
+    hint_answers: _containers.RepeatedCompositeFieldContainer[_kvcommon_pb2.HintAnswer]
+    eviction_policy: _kvcommon_pb2.EvictionPolicy
     full_account: QuotaAccount
-    def __init__(self, manager_epoch: _Optional[int] = ..., admitted: _Optional[bool] = ..., blocks_short: _Optional[int] = ..., sequence_handle: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., wait_for_handle: _Optional[int] = ..., capacity_tokens: _Optional[int] = ..., block_tables: _Optional[_Iterable[_Union[BlockTable, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., receipts: _Optional[_Iterable[_Union[RetentionReceipt, _Mapping]]] = ..., hint_answers: _Optional[_Iterable[_Union[HintAnswer, _Mapping]]] = ..., eviction_policy: _Optional[_Union[EvictionPolicy, _Mapping]] = ..., full_account: _Optional[_Union[QuotaAccount, _Mapping]] = ...) -> None: ...
+    def __init__(self, manager_epoch: _Optional[int] = ..., admitted: _Optional[bool] = ..., blocks_short: _Optional[int] = ..., sequence_handle: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., wait_for_handle: _Optional[int] = ..., capacity_tokens: _Optional[int] = ..., block_tables: _Optional[_Iterable[_Union[BlockTable, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., receipts: _Optional[_Iterable[_Union[_kvcommon_pb2.RetentionReceipt, _Mapping]]] = ..., hint_answers: _Optional[_Iterable[_Union[_kvcommon_pb2.HintAnswer, _Mapping]]] = ..., eviction_policy: _Optional[_Union[_kvcommon_pb2.EvictionPolicy, _Mapping]] = ..., full_account: _Optional[_Union[QuotaAccount, _Mapping]] = ...) -> None: ...
 
 class AdmitSequencesRequest(_message.Message):
     __slots__ = ("admissions",)
@@ -756,57 +604,23 @@ class EstimateSequenceResponse(_message.Message):
     estimates: _containers.RepeatedCompositeFieldContainer[BlockEstimate]
     def __init__(self, estimates: _Optional[_Iterable[_Union[BlockEstimate, _Mapping]]] = ...) -> None: ...
 
-class KvHints(_message.Message):
-    __slots__ = ("protocol_version", "message_id", "actions")
-    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
-    MESSAGE_ID_FIELD_NUMBER: _ClassVar[int]
-    ACTIONS_FIELD_NUMBER: _ClassVar[int]
-    protocol_version: str
-    message_id: str
-    actions: _containers.RepeatedCompositeFieldContainer[HintAction]
-    def __init__(self, protocol_version: _Optional[str] = ..., message_id: _Optional[str] = ..., actions: _Optional[_Iterable[_Union[HintAction, _Mapping]]] = ...) -> None: ...
-
-class HintAction(_message.Message):
-    __slots__ = ("action_id", "action_type", "action_version", "payload")
-    ACTION_ID_FIELD_NUMBER: _ClassVar[int]
-    ACTION_TYPE_FIELD_NUMBER: _ClassVar[int]
-    ACTION_VERSION_FIELD_NUMBER: _ClassVar[int]
-    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
-    action_id: str
-    action_type: str
-    action_version: str
-    payload: _struct_pb2.Struct
-    def __init__(self, action_id: _Optional[str] = ..., action_type: _Optional[str] = ..., action_version: _Optional[str] = ..., payload: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ...) -> None: ...
-
-class HintAnswer(_message.Message):
-    __slots__ = ("action_id", "outcome", "detail", "num_blocks")
-    ACTION_ID_FIELD_NUMBER: _ClassVar[int]
-    OUTCOME_FIELD_NUMBER: _ClassVar[int]
-    DETAIL_FIELD_NUMBER: _ClassVar[int]
-    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    action_id: str
-    outcome: HintOutcome
-    detail: str
-    num_blocks: int
-    def __init__(self, action_id: _Optional[str] = ..., outcome: _Optional[_Union[HintOutcome, str]] = ..., detail: _Optional[str] = ..., num_blocks: _Optional[int] = ...) -> None: ...
-
 class SendHintsRequest(_message.Message):
     __slots__ = ("prefix", "hints", "session_id")
     PREFIX_FIELD_NUMBER: _ClassVar[int]
     HINTS_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     prefix: PrefixSelector
-    hints: KvHints
+    hints: _kvcommon_pb2.KvHints
     session_id: str
-    def __init__(self, prefix: _Optional[_Union[PrefixSelector, _Mapping]] = ..., hints: _Optional[_Union[KvHints, _Mapping]] = ..., session_id: _Optional[str] = ...) -> None: ...
+    def __init__(self, prefix: _Optional[_Union[PrefixSelector, _Mapping]] = ..., hints: _Optional[_Union[_kvcommon_pb2.KvHints, _Mapping]] = ..., session_id: _Optional[str] = ...) -> None: ...
 
 class SendHintsResponse(_message.Message):
     __slots__ = ("answers", "transfers")
     ANSWERS_FIELD_NUMBER: _ClassVar[int]
     TRANSFERS_FIELD_NUMBER: _ClassVar[int]
-    answers: _containers.RepeatedCompositeFieldContainer[HintAnswer]
+    answers: _containers.RepeatedCompositeFieldContainer[_kvcommon_pb2.HintAnswer]
     transfers: _containers.RepeatedCompositeFieldContainer[Transfer]
-    def __init__(self, answers: _Optional[_Iterable[_Union[HintAnswer, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ...) -> None: ...
+    def __init__(self, answers: _Optional[_Iterable[_Union[_kvcommon_pb2.HintAnswer, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ...) -> None: ...
 
 class PrefixSelector(_message.Message):
     __slots__ = ("executor_id", "token_ids", "salt", "adapter_id", "extra_keys")
@@ -1136,9 +950,9 @@ class Sequence(_message.Message):
     salt: str
     tenant_id: str
     session_id: str
-    eviction_policy: EvictionPolicy
+    eviction_policy: _kvcommon_pb2.EvictionPolicy
     evicting: bool
-    def __init__(self, sequence_id: _Optional[str] = ..., sequence_handle: _Optional[int] = ..., scheduler_id: _Optional[str] = ..., executor_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., capacity_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., salt: _Optional[str] = ..., tenant_id: _Optional[str] = ..., session_id: _Optional[str] = ..., eviction_policy: _Optional[_Union[EvictionPolicy, _Mapping]] = ..., evicting: _Optional[bool] = ...) -> None: ...
+    def __init__(self, sequence_id: _Optional[str] = ..., sequence_handle: _Optional[int] = ..., scheduler_id: _Optional[str] = ..., executor_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., capacity_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., salt: _Optional[str] = ..., tenant_id: _Optional[str] = ..., session_id: _Optional[str] = ..., eviction_policy: _Optional[_Union[_kvcommon_pb2.EvictionPolicy, _Mapping]] = ..., evicting: _Optional[bool] = ...) -> None: ...
 
 class ListSequencesRequest(_message.Message):
     __slots__ = ("page_size", "page_token", "executor_id", "scheduler_id", "salt")
@@ -1277,8 +1091,8 @@ class RuleAction(_message.Message):
     pin_duration: _duration_pb2.Duration
     no_store: bool
     offload_min_priority: int
-    eviction_policy: EvictionPolicy
-    def __init__(self, retention_priority: _Optional[int] = ..., retention_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., pin_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., no_store: _Optional[bool] = ..., offload_min_priority: _Optional[int] = ..., eviction_policy: _Optional[_Union[EvictionPolicy, _Mapping]] = ...) -> None: ...
+    eviction_policy: _kvcommon_pb2.EvictionPolicy
+    def __init__(self, retention_priority: _Optional[int] = ..., retention_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., pin_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., no_store: _Optional[bool] = ..., offload_min_priority: _Optional[int] = ..., eviction_policy: _Optional[_Union[_kvcommon_pb2.EvictionPolicy, _Mapping]] = ...) -> None: ...
 
 class CreateRetentionRuleRequest(_message.Message):
     __slots__ = ("rule", "validate_only")
@@ -1457,10 +1271,10 @@ class PinPrefixResponse(_message.Message):
     DEGRADED_HOLD_NAMES_FIELD_NUMBER: _ClassVar[int]
     HOLD_NAMES_FIELD_NUMBER: _ClassVar[int]
     hold_name: str
-    receipt: RetentionReceipt
+    receipt: _kvcommon_pb2.RetentionReceipt
     degraded_hold_names: _containers.RepeatedScalarFieldContainer[str]
     hold_names: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, hold_name: _Optional[str] = ..., receipt: _Optional[_Union[RetentionReceipt, _Mapping]] = ..., degraded_hold_names: _Optional[_Iterable[str]] = ..., hold_names: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, hold_name: _Optional[str] = ..., receipt: _Optional[_Union[_kvcommon_pb2.RetentionReceipt, _Mapping]] = ..., degraded_hold_names: _Optional[_Iterable[str]] = ..., hold_names: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Hold(_message.Message):
     __slots__ = ("name", "pin", "owner", "remaining_duration", "executor_id", "num_blocks")

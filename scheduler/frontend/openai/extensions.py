@@ -18,7 +18,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema
 
-from protos.generation.v1 import generation_pb2 as pb
+from protos.kvcommon.v1 import kvcommon_pb2 as common
 from scheduler.frontend import validation
 
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -158,7 +158,7 @@ class KvCrush(StrictModel):
     """Keeps the most diverse of the blocks that are about to be evicted."""
 
     budget_blocks: Uint32
-    anchor: Annotated[str, EnumName(pb.KvCrushAnchor, "KV_CRUSH_ANCHOR_")] | None = None
+    anchor: Annotated[str, EnumName(common.KvCrushAnchor, "KV_CRUSH_ANCHOR_")] | None = None
 
 
 class AdaptiveRkv(StrictModel):
@@ -171,13 +171,13 @@ class AdaptiveRkv(StrictModel):
 class EvictionPolicy(StrictModel):
     """Which tokens a sequence evicts when it may not keep all of them; lengths in tokens."""
 
-    kind: Annotated[str, EnumName(pb.EvictionKind, "EVICTION_KIND_")]
+    kind: Annotated[str, EnumName(common.EvictionKind, "EVICTION_KIND_")]
     start_tokens: Uint32 | None = None
     recent_tokens: Uint32 | None = None
     max_cache_tokens: Uint32 | None = None
     period_tokens: Uint32 | None = None
     during_prefill: bool = False
-    positions: Annotated[str, EnumName(pb.EvictionPositions, "EVICTION_POSITIONS_")] | None = None
+    positions: Annotated[str, EnumName(common.EvictionPositions, "EVICTION_POSITIONS_")] | None = None
     score_window_tokens: Uint32 | None = None
     kvcrush: KvCrush | None = None
     adaptive_rkv: AdaptiveRkv | None = None

@@ -8,6 +8,7 @@ from google.protobuf.json_format import MessageToDict
 from typing_extensions import TypedDict
 
 from protos.generation.v1 import generation_pb2 as pb
+from protos.kvcommon.v1 import kvcommon_pb2 as common
 from scheduler.frontend.model_info import ModelInfo
 
 # Stands for a probability of zero, which JSON has no logarithm of.
@@ -223,11 +224,11 @@ def outcomes(answer: dict[str, Any], ended: pb.Usage) -> None:
         answer["kv_hints"] = {"actions": [_hint(hint) for hint in ended.hint_answers]}
 
 
-def _receipt(receipt: pb.RetentionReceipt) -> Receipt:
+def _receipt(receipt: common.RetentionReceipt) -> Receipt:
     lasts = receipt.retention_duration.ToNanoseconds() / 1e9 if receipt.HasField("retention_duration") else None
     return {
         "wish": receipt.wish,
-        "outcome": pb.Outcome.Name(receipt.outcome).removeprefix("OUTCOME_").lower(),  # type: ignore[typeddict-item]
+        "outcome": common.Outcome.Name(receipt.outcome).removeprefix("OUTCOME_").lower(),  # type: ignore[typeddict-item]
         "reason": receipt.reason,
         "priority": receipt.retention_priority,
         "duration": lasts,
@@ -235,8 +236,8 @@ def _receipt(receipt: pb.RetentionReceipt) -> Receipt:
     }
 
 
-def _hint(hint: pb.HintAnswer) -> HintOutcome:
-    outcome = pb.HintOutcome.Name(hint.outcome).removeprefix("HINT_OUTCOME_").lower()
+def _hint(hint: common.HintAnswer) -> HintOutcome:
+    outcome = common.HintOutcome.Name(hint.outcome).removeprefix("HINT_OUTCOME_").lower()
     return {
         "action_id": hint.action_id,
         "outcome": outcome,  # type: ignore[typeddict-item]

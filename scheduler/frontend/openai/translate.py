@@ -7,6 +7,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.json_format import ParseDict
 
 from protos.generation.v1 import generation_pb2 as pb
+from protos.kvcommon.v1 import kvcommon_pb2 as common
 from protos.rpc.errors import InvalidField
 from scheduler.frontend.openai.extensions import EvictionPolicy, KvHints, Retention, is_encodable
 from scheduler.frontend.openai.requests import (
@@ -61,14 +62,14 @@ def chat(request: ChatCompletionRequest) -> pb.StreamGenerateRequest:
 def completion(request: CompletionRequest) -> list[pb.StreamGenerateRequest]:
     """One message per prompt. Raises InvalidField for a field that no message has."""
     request.check()
-    common = _generation(request)
-    common.max_tokens = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+    shared = _generation(request)
+    shared.max_tokens = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
     if request.logprobs is not None:
-        common.sampling.num_logprobs = request.logprobs
+        shared.sampling.num_logprobs = request.logprobs
     messages = []
     for prompt in request.prompt:
         message = pb.StreamGenerateRequest()
-        message.CopyFrom(common)
+        message.CopyFrom(shared)
         if isinstance(prompt, str):
             message.text = prompt
         else:
@@ -213,16 +214,16 @@ def _retain(cache: pb.CacheOptions, retention: Retention) -> None:
             cache.decode_retention_duration.CopyFrom(duration(retention.decode.duration))
 
 
-def _policy(policy: EvictionPolicy) -> pb.EvictionPolicy:
+def _policy(policy: EvictionPolicy) -> common.EvictionPolicy:
     """The fields have the same names."""
-    return pb.EvictionPolicy(**policy.model_dump(exclude_none=True))
+    return common.EvictionPolicy(**policy.model_dump(exclude_none=True))
 
 
-def _hints(hints: KvHints) -> pb.KvHints:
+def _hints(hints: KvHints) -> common.KvHints:
     """The fields have the same names. Raises InvalidField for a payload that no message holds."""
     for index, action in enumerate(hints.actions):
         _check_payload(action.payload, f"kv_hints.actions[{index}].payload", _PAYLOAD_LEVELS)
-    return ParseDict(hints.model_dump(), pb.KvHints())
+    return ParseDict(hints.model_dump(), common.KvHints())
 
 
 def _check_payload(value: object, path: str, levels: int) -> None:

@@ -10,8 +10,9 @@ from cachemgr.oplog.operations import ManagerClock, Operations
 from cachemgr.rpc.data_service import CacheManagerService, Domain
 from cachemgr.rpc.event_feed import EventFeed
 from cachemgr.types import ExecutorSpec, ManagerConfig, PoolSpec, Quota, RetentionRule, RuleAction, RuleMatch
-from protos.kvcache.eviction_request import EvictionPolicyRequest
 from protos.kvcache.v1 import kvcache_pb2 as pb
+from protos.kvcommon.eviction_message import EvictionPolicyRequest
+from protos.kvcommon.v1 import kvcommon_pb2 as common
 from tests.support.scheduler.fake_executor import FakeExecutor
 
 CONFIG = ManagerConfig(lease_seconds=60, capacity_ahead_tokens=8, free_watermark=0.0)
@@ -48,7 +49,7 @@ class RealManager(CacheManagerService):
             ExecutorSpec("executor", executor.epoch, "fake", b"f" * 32, executor.block_size, [self._pool])
         )
 
-    def rule(self, salt: str, policy: pb.EvictionPolicy) -> None:
+    def rule(self, salt: str, policy: common.EvictionPolicy) -> None:
         """An operator's: who has this salt evicts so."""
         action = RuleAction(eviction_policy=EvictionPolicyRequest.of(policy))
         self._manager.operators.create_rule(RetentionRule(salt, 0, RuleMatch(salt=salt), action), validate_only=False)

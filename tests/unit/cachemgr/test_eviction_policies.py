@@ -8,7 +8,7 @@ from cachemgr.errors import PoolSpecError, RulePolicyError, SequenceTooLongError
 from cachemgr.operators.state_dump import state_hash
 from cachemgr.types import ManagerConfig, RetentionRule, RuleAction, RuleMatch
 from protos.errors import InvalidField
-from protos.kvcache.eviction import Kind
+from protos.kvcommon.eviction import Kind
 from tests.support.in_process_manager import BLOCK, POLICIES, World, asked
 
 WINDOW = asked("SLIDING_WINDOW", recent_tokens=6)

@@ -10,6 +10,7 @@ import pytest
 
 from cachemgr.process import CacheManagerProcess
 from protos.kvcache.v1 import kvcache_pb2 as pb
+from protos.kvcommon.v1 import kvcommon_pb2 as common
 from protos.rpc.errors import RemoteError, from_rpc_error
 from tests.support.shared_redis import empty_redis
 from tests.unit.cachemgr_service.bad_admin_requests import ADMIN_METHODS
@@ -224,7 +225,7 @@ async def test_what_is_bad_in_a_hint_is_its_answer(target: Target) -> None:
     hints = {"protocol_version": "0.1", "message_id": "m", "actions": sent}
     answer = await target.call("SendHints", {"prefix": {"token_ids": CACHED_TOKENS}, "hints": hints})
     assert [one.action_id for one in answer.answers] == [one["action_id"] for one in sent]
-    assert {one.outcome for one in answer.answers} == {pb.HINT_OUTCOME_REJECTED}
+    assert {one.outcome for one in answer.answers} == {common.HINT_OUTCOME_REJECTED}
     assert all(one.detail for one in answer.answers)
     assert await target.state() == before
 

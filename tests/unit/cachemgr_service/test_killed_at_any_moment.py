@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from protos.kvcache.v1 import kvcache_pb2 as pb
+from protos.kvcommon.v1 import kvcommon_pb2 as common
 from tests.unit.cachemgr_service.conftest import NUM_BLOCKS, Client, settings_for
 from tests.unit.cachemgr_service.managers import holds, leases, make_rule, pin, quotas, rules
 from tests.unit.cachemgr_service.servers import Server
@@ -74,7 +75,7 @@ class Life:
         self.step += 1
         length = self.random.choice((5, 9, 13))
         tokens = [self.random.randrange(3)] * 4 + [self.random.randrange(3)] * (length - 4)
-        wish = pb.RetentionRange(start=0, retention_priority=80, retention_duration=timedelta(seconds=1000))
+        wish = common.RetentionRange(start=0, retention_priority=80, retention_duration=timedelta(seconds=1000))
         admitted = await self.client.admit(f"s{self.names}", tokens, retention=pb.RetentionConfig(ranges=[wish]))
         if admitted.admitted:
             own = admitted.block_tables[0].slots[admitted.cached_tokens // 4 :]

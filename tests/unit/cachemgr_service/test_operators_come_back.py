@@ -11,6 +11,7 @@ from google.protobuf.field_mask_pb2 import FieldMask
 
 from cachemgr.oplog import replay
 from protos.kvcache.v1 import kvcache_pb2 as pb
+from protos.kvcommon.v1 import kvcommon_pb2 as common
 from tests.unit.cachemgr_service.conftest import NUM_BLOCKS
 from tests.unit.cachemgr_service.managers import (
     Managers,
@@ -39,7 +40,7 @@ EVERYTHING = pb.RetentionRule(
         retention_duration=Duration(seconds=86_400, nanos=123_456_789),
         pin_duration=Duration(nanos=1_000_001),
         offload_min_priority=100,
-        eviction_policy=pb.EvictionPolicy(kind="EVICTION_KIND_SLIDING_WINDOW", start_tokens=4, recent_tokens=60),
+        eviction_policy=common.EvictionPolicy(kind="EVICTION_KIND_SLIDING_WINDOW", start_tokens=4, recent_tokens=60),
     ),
 )
 QUOTAS = (
@@ -190,7 +191,7 @@ async def test_with_a_smaller_budget_the_oldest_pins_become_leases(managers: Man
 
 
 async def test_remaining_times_of_leases_come_back_exactly(managers: Managers) -> None:
-    ranges = [pb.RetentionRange(start=0, end=4, retention_priority=80, retention_duration=Duration(seconds=500))]
+    ranges = [common.RetentionRange(start=0, end=4, retention_priority=80, retention_duration=Duration(seconds=500))]
     wish = pb.RetentionConfig(ranges=ranges)
     async with managers.run() as client:
         await client.register()

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from protos.kvcache.v1 import kvcache_pb2 as pb
+from protos.kvcommon.v1 import kvcommon_pb2 as common
 from tests.support.shared_redis import empty_redis
 from tests.unit.cachemgr_service.managers import Managers, cached, pin
 
@@ -69,7 +70,7 @@ async def test_pins_that_end_between_pages_hide_no_other(managers: Managers) -> 
         await client.register()
         await cached(client, 9)
         pinned = [await pin(client, pb.PrefixSelector(token_ids=range(4)), f"ops-{number}", 100) for number in range(6)]
-        assert all(one.receipt.outcome == pb.OUTCOME_GRANTED for one in pinned)
+        assert all(one.receipt.outcome == common.OUTCOME_GRANTED for one in pinned)
         names = [one.hold_name for one in pinned]
 
         async def read(token: str) -> tuple[list[str], str]:

@@ -7,6 +7,7 @@ from google.protobuf.duration_pb2 import Duration
 from cachemgr.rpc import convert
 from cachemgr.types import TierKind
 from protos.kvcache.v1 import kvcache_pb2 as pb
+from protos.kvcommon.v1 import kvcommon_pb2 as common
 from protos.rpc.errors import from_rpc_error
 from tests.unit.cachemgr_service.conftest import EXECUTOR, NUM_BLOCKS, SCHEDULED, SCHEDULER, Client
 
@@ -189,7 +190,7 @@ async def test_a_watch_starts_with_a_snapshot_and_goes_on_without_a_gap(client: 
 
 async def test_leases_are_told_to_those_who_watch(client: Client) -> None:
     await client.register()
-    wish = pb.RetentionRange(retention_priority=80, retention_duration=Duration(seconds=3600))
+    wish = common.RetentionRange(retention_priority=80, retention_duration=Duration(seconds=3600))
     admission = await client.admit("a", 8, session_id="chat", retention=pb.RetentionConfig(ranges=[wish]))
     await client.compute(admission, 8)
     await client.manager.ReleaseSequence(pb.ReleaseSequenceRequest(sequence_id="a", **SCHEDULED), timeout=5)
@@ -231,17 +232,17 @@ INVALID = grpc.StatusCode.INVALID_ARGUMENT
         ({"salt": ""}, "salt"),
         ({"retention": pb.RetentionConfig(decode_retention_priority=101)}, "retention.decode_retention_priority"),
         (
-            {"retention": pb.RetentionConfig(ranges=[pb.RetentionRange(start=0, end=4, retention_priority=101)])},
+            {"retention": pb.RetentionConfig(ranges=[common.RetentionRange(start=0, end=4, retention_priority=101)])},
             "retention.ranges[0].retention_priority",
         ),
         (
-            {"retention": pb.RetentionConfig(ranges=[pb.RetentionRange(start=4, end=4, retention_priority=1)])},
+            {"retention": pb.RetentionConfig(ranges=[common.RetentionRange(start=4, end=4, retention_priority=1)])},
             "retention.ranges[0].end",
         ),
         (
             {
                 "retention": pb.RetentionConfig(
-                    ranges=[pb.RetentionRange(retention_priority=1, retention_duration=Duration(seconds=-1))]
+                    ranges=[common.RetentionRange(retention_priority=1, retention_duration=Duration(seconds=-1))]
                 )
             },
             "retention.ranges[0].retention_duration",

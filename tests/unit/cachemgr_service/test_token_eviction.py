@@ -12,10 +12,11 @@ from cachemgr.oplog.operations import ManagerClock, Operations
 from cachemgr.oplog.writer import OperationLog
 from cachemgr.types import ManagerConfig
 from protos.kvcache.v1 import kvcache_pb2 as pb
+from protos.kvcommon.v1 import kvcommon_pb2 as common
 from tests.unit.cachemgr_service.conftest import BLOCK_SIZE, EXECUTOR, SCHEDULER, Client
 
-WINDOW = pb.EvictionPolicy(kind="EVICTION_KIND_SLIDING_WINDOW", start_tokens=1, recent_tokens=5)
-COMPACTED = pb.EvictionPolicy(
+WINDOW = common.EvictionPolicy(kind="EVICTION_KIND_SLIDING_WINDOW", start_tokens=1, recent_tokens=5)
+COMPACTED = common.EvictionPolicy(
     kind="EVICTION_KIND_KEYDIFF", max_cache_tokens=8, start_tokens=1, recent_tokens=2, period_tokens=2, positions=2
 )
 
@@ -23,7 +24,7 @@ COMPACTED = pb.EvictionPolicy(
 async def test_an_eviction_from_its_policy_to_the_table_that_it_moves_to(client: Client) -> None:
     await client.register()
     admitted = await client.admit("a", 10, eviction_policy=WINDOW)
-    whole = pb.EvictionPolicy(
+    whole = common.EvictionPolicy(
         kind="EVICTION_KIND_SLIDING_WINDOW",
         start_tokens=1,
         recent_tokens=5,
@@ -63,7 +64,7 @@ async def test_a_rules_policy_is_kept_shown_and_changed_as_it_was_said(client: C
     assert (await client.admin.UpdateRetentionRule(request, timeout=5)).rule.action == rule.action
     assert (await client.admit("b", 10)).eviction_policy.max_cache_tokens == 8
     assert (await client.admit("a", 10)).eviction_policy.max_cache_tokens == 6
-    none = pb.EvictionPolicy(kind="EVICTION_KIND_NONE")
+    none = common.EvictionPolicy(kind="EVICTION_KIND_NONE")
     assert not (await client.admit("c", 10, eviction_policy=none)).HasField("eviction_policy")
     await client.admin.DeleteRetentionRule(pb.DeleteRetentionRuleRequest(name="r"), timeout=5)
     assert not (await client.admit("d", 10)).HasField("eviction_policy")
@@ -94,13 +95,13 @@ def test_the_operation_log_leads_to_the_same_evictions(rotary: bool) -> None:
         operations.run("AdmitSequence", pb.AdmitSequenceRequest(sequence_id=name, **admission)).sequence_handle
         for name in ("moves", "waits")
     ]
-    common = {"scheduler_id": SCHEDULER, "scheduler_epoch": 1, "manager_epoch": 3, "handles": handles}
-    common |= {"computed_tokens": [10, 10], "new_token_counts": [0, 0]}
+    shared = {"scheduler_id": SCHEDULER, "scheduler_epoch": 1, "manager_epoch": 3, "handles": handles}
+    shared |= {"computed_tokens": [10, 10], "new_token_counts": [0, 0]}
     states = set()
     for number, columns in enumerate(
         ({"evicting_handles": handles}, {"moved_handles": handles[:1], "moved_computed_tokens": [10]}), 1
     ):
-        operations.run("SyncSequences", pb.SyncSequencesRequest(sync_number=number, **common, **columns))
+        operations.run("SyncSequences", pb.SyncSequencesRequest(sync_number=number, **shared, **columns))
         states.add(state_hash(manager.queries.state()))
         replayed = replay.replay(io.BytesIO(file.getvalue()))
         assert replayed.refused == 0

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from executor.errors import CapacityExceededError, InvalidStepError, UnknownSequenceError
 from executor.models.load import Model
 from executor.step import Evicted, Step
-from protos.execution.v1 import execution_pb2 as pb
-from protos.kvcache.eviction import AREAS, Kind, Policy, parse
+from protos.kvcommon.eviction import AREAS, Kind, Policy, parse
+from protos.kvcommon.v1 import kvcommon_pb2 as common
 from tests.unit.executor.conftest import BLOCK_SIZE, PATHS, Driver, load, save_model
 from tests.unit.executor.tiny_models import VOCAB
 
@@ -39,7 +39,7 @@ def small(kind: Kind, budget: int = 20) -> dict[str, Any]:
 
 VARIANTS: dict[str, dict[str, Any]] = {
     **{kind.name.lower(): small(kind) for kind in KINDS},
-    "kvcrush": small(Kind.NORM_SUM) | {"kvcrush": pb.KvCrush(budget_blocks=2)},
+    "kvcrush": small(Kind.NORM_SUM) | {"kvcrush": common.KvCrush(budget_blocks=2)},
     "all rows": small(Kind.NORM_SUM) | {"score_window_tokens": 0},
     "window alone": {"kind": Kind.SLIDING_WINDOW.value, "recent_tokens": 20},
     "window in periods": small(Kind.SLIDING_WINDOW) | {"period_tokens": 7},
@@ -126,7 +126,7 @@ def run(model: Model, prompts: dict[int, list[int]], policies: dict[int, Policy 
 
 
 def policy_of(model: Model, fields: dict[str, Any]) -> Policy:
-    chosen = parse(pb.EvictionPolicy(**fields), Driver(model, num_blocks=1).runner.layout)
+    chosen = parse(common.EvictionPolicy(**fields), Driver(model, num_blocks=1).runner.layout)
     assert chosen is not None
     return chosen
 

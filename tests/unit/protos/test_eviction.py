@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protos.execution.v1 import execution_pb2
-from protos.generation.v1 import generation_pb2
-from protos.kvcache.eviction import AREAS, Kind, Layout, Policy, parse, write
-from protos.kvcache.v1 import kvcache_pb2 as pb
+from protos.kvcommon.eviction import AREAS, Kind, Layout, Policy, parse
+from protos.kvcommon.eviction_message import message_of
+from protos.kvcommon.v1 import kvcommon_pb2 as common
 from protos.rpc.errors import InvalidField
 
 PLAIN = Layout(block_size=16, windows=(None,), plain_rotary=True)
@@ -17,7 +16,7 @@ KINDS = [kind for kind in Kind if kind is not Kind.NONE]
 
 
 def policy(kind: Kind, layout: Layout = PLAIN, **fields: Any) -> Policy:
-    parsed = parse(pb.EvictionPolicy(kind=kind.value, **fields), layout)
+    parsed = parse(common.EvictionPolicy(kind=kind.value, **fields), layout)
     assert parsed is not None
     return parsed
 
@@ -25,14 +24,12 @@ def policy(kind: Kind, layout: Layout = PLAIN, **fields: Any) -> Policy:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_has_defaults_that_survive_a_message(kind: Kind) -> None:
     parsed = policy(kind)
-    for message in (pb.EvictionPolicy(), generation_pb2.EvictionPolicy(), execution_pb2.EvictionPolicy()):
-        write(parsed, message)
-        again = parse(message, PLAIN)
-        assert again is not None
-        assert again.mass == pytest.approx(parsed.mass)
-        assert (again.kind, again.start, again.recent, again.maximum, again.period, again.score_window) == (
-            (parsed.kind, parsed.start, parsed.recent, parsed.maximum, parsed.period, parsed.score_window)
-        )
+    again = parse(message_of(parsed), PLAIN)
+    assert again is not None
+    assert again.mass == pytest.approx(parsed.mass)
+    assert (again.kind, again.start, again.recent, again.maximum, again.period, again.score_window) == (
+        (parsed.kind, parsed.start, parsed.recent, parsed.maximum, parsed.period, parsed.score_window)
+    )
 
 
 def test_a_window_goes_through_a_prompt_in_larger_pieces_than_tokens() -> None:
@@ -42,7 +39,7 @@ def test_a_window_goes_through_a_prompt_in_larger_pieces_than_tokens() -> None:
 
 
 def test_none_keeps_everything() -> None:
-    assert parse(pb.EvictionPolicy(kind="EVICTION_KIND_NONE"), PLAIN) is None
+    assert parse(common.EvictionPolicy(kind="EVICTION_KIND_NONE"), PLAIN) is None
 
 
 @pytest.mark.parametrize(
@@ -69,23 +66,23 @@ def test_none_keeps_everything() -> None:
         ({"kind": "EVICTION_KIND_LAST", "during_prefill": True}, "during_prefill"),
         ({"kind": "EVICTION_KIND_SNAPKV", "score_window_tokens": 0}, "score_window_tokens"),
         ({"kind": "EVICTION_KIND_SUM", "positions": 7}, "positions"),
-        ({"kind": "EVICTION_KIND_ADAPTIVE_RKV", "kvcrush": pb.KvCrush(budget_blocks=1)}, "kvcrush"),
-        ({"kind": "EVICTION_KIND_SUM", "kvcrush": pb.KvCrush()}, "kvcrush.budget_blocks"),
-        ({"kind": "EVICTION_KIND_SUM", "kvcrush": pb.KvCrush(budget_blocks=1, anchor=9)}, "kvcrush.anchor"),
-        ({"kind": "EVICTION_KIND_SUM", "adaptive_rkv": pb.AdaptiveRkv()}, "adaptive_rkv"),
+        ({"kind": "EVICTION_KIND_ADAPTIVE_RKV", "kvcrush": common.KvCrush(budget_blocks=1)}, "kvcrush"),
+        ({"kind": "EVICTION_KIND_SUM", "kvcrush": common.KvCrush()}, "kvcrush.budget_blocks"),
+        ({"kind": "EVICTION_KIND_SUM", "kvcrush": common.KvCrush(budget_blocks=1, anchor=9)}, "kvcrush.anchor"),
+        ({"kind": "EVICTION_KIND_SUM", "adaptive_rkv": common.AdaptiveRkv()}, "adaptive_rkv"),
         (
-            {"kind": "EVICTION_KIND_ADAPTIVE_RKV", "adaptive_rkv": pb.AdaptiveRkv(attention_mass=float("nan"))},
+            {"kind": "EVICTION_KIND_ADAPTIVE_RKV", "adaptive_rkv": common.AdaptiveRkv(attention_mass=float("nan"))},
             "adaptive_rkv.attention_mass",
         ),
         (
-            {"kind": "EVICTION_KIND_ADAPTIVE_RKV", "adaptive_rkv": pb.AdaptiveRkv(window_steps=0)},
+            {"kind": "EVICTION_KIND_ADAPTIVE_RKV", "adaptive_rkv": common.AdaptiveRkv(window_steps=0)},
             "adaptive_rkv.window_steps",
         ),
     ],
 )
 def test_bad_policies_are_refused_with_the_fields_name(fields: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidField) as caught:
-        parse(pb.EvictionPolicy(**fields), PLAIN, "here")
+        parse(common.EvictionPolicy(**fields), PLAIN, "here")
     assert list(caught.value.fields) == [f"here.{field}"]
 
 
@@ -130,7 +127,7 @@ def test_a_sequence_never_uses_more_slots_than_its_policy_says(
     if kind in AREAS:
         fields["start_tokens"] = 16
     if crush and kind in (Kind.SUM, Kind.NORM_SUM):
-        fields["kvcrush"] = pb.KvCrush(budget_blocks=crush)
+        fields["kvcrush"] = common.KvCrush(budget_blocks=crush)
     if during_prefill and kind not in (*AREAS, Kind.SNAPKV, Kind.LAST):
         fields["during_prefill"] = True
     chosen = policy(kind, **fields)
@@ -149,7 +146,7 @@ def test_areas_keep_between_the_maximum_and_a_block_more() -> None:
     assert [chosen.kept_after(kept, 500, 100) for kept in (192, 207, 208, 209, 400)] == [192, 207, 192, 193, 192]
     assert chosen.effective_tokens(10_000) == 192 + 15
     crushing = policy(
-        Kind.SUM, start_tokens=32, recent_tokens=32, max_cache_tokens=192, kvcrush=pb.KvCrush(budget_blocks=2)
+        Kind.SUM, start_tokens=32, recent_tokens=32, max_cache_tokens=192, kvcrush=common.KvCrush(budget_blocks=2)
     )
     assert crushing.effective_tokens(10_000) == 192 + 32 + 15
     assert crushing.kept_after(239, 500, 100) == 239

@@ -10,7 +10,7 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from protos.generation.v1 import generation_pb2 as pb
-from protos.kvcache.v1 import kvcache_pb2
+from protos.kvcommon.v1 import kvcommon_pb2 as common
 from protos.rpc.errors import from_rpc_error
 from scheduler.generate import summary
 from tests.support.generation import generate
@@ -18,7 +18,7 @@ from tests.support.scheduler.fake_executor import FakeExecutor
 from tests.support.scheduler.real_manager import RealManager
 from tests.support.scheduler.stack import StackFactory
 
-Range = pb.RetentionRange
+Range = common.RetentionRange
 
 
 def sampling(**fields: object) -> pb.StreamGenerateRequest:
@@ -97,7 +97,7 @@ BAD = {
     "cache.session_id": cache(session_id="s" * 257),
     "cache.onboarding_timeout": cache(onboarding_timeout=Duration()),
     "cache.onboarding_timeout ": cache(onboarding_timeout=Duration(seconds=-1)),
-    "cache.kv_hints ": cache(kv_hints=pb.KvHints(message_id="x" * 66_000)),
+    "cache.kv_hints ": cache(kv_hints=common.KvHints(message_id="x" * 66_000)),
     "cache.decode_retention_duration": cache(decode_retention_duration=Duration(seconds=1)),
     "cache.retention_ranges[0].retention_duration": cache(
         retention_ranges=[Range(retention_priority=1, retention_duration=Duration())]
@@ -155,7 +155,7 @@ async def test_a_rule_that_nobody_can_follow_costs_only_whom_it_is_for(run_stack
     executor = FakeExecutor()
     async with run_stack(executor=executor, manager=RealManager(executor)) as stack:
         assert isinstance(stack.manager, RealManager)
-        stack.manager.rule("ruled", kvcache_pb2.EvictionPolicy(kind="EVICTION_KIND_SUM", recent_tokens=3))
+        stack.manager.rule("ruled", common.EvictionPolicy(kind="EVICTION_KIND_SUM", recent_tokens=3))
         with pytest.raises(grpc.aio.AioRpcError, match=r"rule ruled.*recent_tokens") as caught:
             await generate(stack.stub, ids(1, 2, max_tokens=2, cache=pb.CacheOptions(salt="ruled")), 30)
         assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
@@ -166,7 +166,7 @@ async def test_a_rule_that_nobody_can_follow_costs_only_whom_it_is_for(run_stack
 async def test_what_needs_more_blocks_than_there_are_is_the_callers_fault(run_stack: StackFactory) -> None:
     executor = FakeExecutor()
     # 100 blocks of 4: a whole prompt and the table that it moves to do not fit in beside each other.
-    policy = pb.EvictionPolicy(kind="EVICTION_KIND_KEYDIFF", max_cache_tokens=300)  # type: ignore[arg-type]
+    policy = common.EvictionPolicy(kind="EVICTION_KIND_KEYDIFF", max_cache_tokens=300)  # type: ignore[arg-type]
     async with run_stack(executor=executor, manager=RealManager(executor)) as stack:
         assert isinstance(stack.manager, RealManager)
         with pytest.raises(grpc.aio.AioRpcError, match="100") as caught:
@@ -185,7 +185,7 @@ async def test_a_rules_policy_that_needs_more_blocks_than_there_are_is_an_operat
     executor = FakeExecutor()
     async with run_stack(executor=executor, manager=RealManager(executor)) as stack:
         assert isinstance(stack.manager, RealManager)
-        stack.manager.rule("ruled", kvcache_pb2.EvictionPolicy(kind="EVICTION_KIND_KEYDIFF", max_cache_tokens=300))
+        stack.manager.rule("ruled", common.EvictionPolicy(kind="EVICTION_KIND_KEYDIFF", max_cache_tokens=300))
         request = ids(*[1] * 390, max_tokens=2, cache=pb.CacheOptions(salt="ruled"))
         with pytest.raises(grpc.aio.AioRpcError, match="blocks at once") as caught:
             await generate(stack.stub, request, 30)
@@ -195,11 +195,13 @@ async def test_a_rules_policy_that_needs_more_blocks_than_there_are_is_an_operat
 
 async def test_hints_that_the_cache_manager_cannot_read_are_the_callers_fault(run_stack: StackFactory) -> None:
     executor = FakeExecutor()
-    action = pb.HintAction(action_id="a", action_type="Share", action_version="0.1")
+    action = common.HintAction(action_id="a", action_type="Share", action_version="0.1")
     for field, hints in {
-        "cache.kv_hints.protocol_version": pb.KvHints(protocol_version="7", actions=[action]),
-        "cache.kv_hints.actions": pb.KvHints(protocol_version="0.1"),
-        "cache.kv_hints.actions[1].action_id": pb.KvHints(protocol_version="0.1", actions=[action, pb.HintAction()]),
+        "cache.kv_hints.protocol_version": common.KvHints(protocol_version="7", actions=[action]),
+        "cache.kv_hints.actions": common.KvHints(protocol_version="0.1"),
+        "cache.kv_hints.actions[1].action_id": common.KvHints(
+            protocol_version="0.1", actions=[action, common.HintAction()]
+        ),
     }.items():
         async with run_stack(executor=executor, manager=RealManager(executor)) as stack:
             with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protos.execution.v1 import execution_pb2 as pb
-from protos.kvcache.eviction import Layout, Policy, parse
+from protos.kvcommon.eviction import Layout, Policy, parse
+from protos.kvcommon.v1 import kvcommon_pb2 as common
 from scheduler.bridge import SyncAnswer
 from scheduler.core.batch import RunningBatch
 from scheduler.core.step_message import InFlightStep, build_step
@@ -31,7 +32,7 @@ POLICIES: list[dict[str, Any]] = [
 
 
 def policy(fields: dict[str, Any]) -> Policy:
-    parsed = parse(pb.EvictionPolicy(**fields), LAYOUT)
+    parsed = parse(common.EvictionPolicy(**fields), LAYOUT)
     assert parsed is not None
     return parsed
 

@@ -11,6 +11,7 @@ from openai.types.chat import completion_create_params as chat_params
 from pydantic import ValidationError
 
 from protos.generation.v1 import generation_pb2 as pb
+from protos.kvcommon.v1 import kvcommon_pb2 as common
 from protos.rpc.errors import InvalidField
 from scheduler.frontend.openai import translate
 from scheduler.frontend.openai.errors import from_service, rename
@@ -85,9 +86,9 @@ def test_every_field_has_its_place() -> None:
         priority=-3,
         n=2,
         cache=pb.CacheOptions(salt="s", session_id="c", decode_retention_priority=3),
-        eviction_policy=pb.EvictionPolicy(
+        eviction_policy=common.EvictionPolicy(
             kind="EVICTION_KIND_ADAPTIVE_RKV", start_tokens=16, positions="EVICTION_POSITIONS_COMPACTED", seed=2,
-            adaptive_rkv=pb.AdaptiveRkv(attention_mass=0.5),
+            adaptive_rkv=common.AdaptiveRkv(attention_mass=0.5),
         ),
     )  # fmt: skip
     cache = expected.cache
@@ -447,8 +448,10 @@ def test_errors_name_fields_as_the_request_has_them() -> None:
 
 
 def test_every_kind_of_eviction_can_be_asked_for() -> None:
-    for name, number in pb.EvictionKind.items():
+    for name, number in common.EvictionKind.items():
         if number:
             kind = name.removeprefix("EVICTION_KIND_").lower()
             assert completion(eviction_policy={"kind": kind}).eviction_policy.kind == number
-    assert sorted(EvictionPolicy.model_fields) == sorted(field.name for field in pb.EvictionPolicy.DESCRIPTOR.fields)
+    assert sorted(EvictionPolicy.model_fields) == sorted(
+        field.name for field in common.EvictionPolicy.DESCRIPTOR.fields
+    )

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from executor.eviction.policy import Attention, Contents, Evictor, Space, counted_rows
 from executor.eviction.registry import evictor
-from protos.kvcache.eviction import Kind, Layout, Policy, parse
-from protos.kvcache.v1 import kvcache_pb2 as pb
+from protos.kvcommon.eviction import Kind, Layout, Policy, parse
+from protos.kvcommon.v1 import kvcommon_pb2 as common
 
 CPU = torch.device("cpu")
 # Small areas, so that a few dozen tokens go through several evictions.
@@ -21,7 +21,7 @@ SMALL: dict[Kind, dict[str, Any]] = {
     Kind.ADAPTIVE_RKV: {
         **_AREAS,
         "recent_tokens": 4,
-        "adaptive_rkv": pb.AdaptiveRkv(attention_mass=0.5, window_steps=3),
+        "adaptive_rkv": common.AdaptiveRkv(attention_mass=0.5, window_steps=3),
     },
     Kind.SNAPKV: {"start_tokens": 1, "score_window_tokens": 4, "max_cache_tokens": 12},
     Kind.H2O: {"max_cache_tokens": 12, "period_tokens": 3},
@@ -38,7 +38,9 @@ KINDS = [kind for kind in Kind if kind is not Kind.NONE]
 
 def policy(kind: Kind, block_size: int = 4, **fields: Any) -> Policy:
     """What is not given is small."""
-    parsed = parse(pb.EvictionPolicy(kind=kind.value, **{**SMALL[kind], **fields}), Layout(block_size, (None,), True))
+    parsed = parse(
+        common.EvictionPolicy(kind=kind.value, **{**SMALL[kind], **fields}), Layout(block_size, (None,), True)
+    )
     assert parsed is not None
     return parsed
 

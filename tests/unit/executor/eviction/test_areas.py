@@ -8,8 +8,8 @@ import torch
 from executor.eviction.adaptive_rkv import key_diversity
 from executor.eviction.areas import Areas, without
 from executor.eviction.policy import Attention, Contents, Space, counted_rows
-from protos.kvcache.eviction import AREAS, Anchor, Kind, Policy
-from protos.kvcache.v1 import kvcache_pb2 as pb
+from protos.kvcommon.eviction import AREAS, Anchor, Kind, Policy
+from protos.kvcommon.v1 import kvcommon_pb2 as common
 from tests.unit.executor.eviction.driving import CPU, Driven, World, policy
 
 LENGTH, POOLED = 75, 7
@@ -156,7 +156,7 @@ def test_blocks_with_the_least_attention_go(kind: Kind, window: int, prompt: int
 @pytest.mark.parametrize("anchor", ["KV_CRUSH_ANCHOR_MEAN", "KV_CRUSH_ANCHOR_ALTERNATING"])
 @pytest.mark.parametrize("budget", [1, 2])
 def test_some_blocks_are_spared_for_their_difference(anchor: str, budget: int) -> None:
-    crush = pb.KvCrush(budget_blocks=budget, anchor=anchor)
+    crush = common.KvCrush(budget_blocks=budget, anchor=anchor)
     chosen = policy(Kind.SUM, kvcrush=crush, max_cache_tokens=20)
     assert check(chosen, 45, 45, seed=1) > 5
 
@@ -164,14 +164,14 @@ def test_some_blocks_are_spared_for_their_difference(anchor: str, budget: int) -
 @pytest.mark.parametrize("mass", [0.2, 0.6, 1.0])
 @pytest.mark.parametrize("steps", [1, 4])
 def test_what_is_not_sure_to_stay_does_so_by_diversity(mass: float, steps: int) -> None:
-    rkv = pb.AdaptiveRkv(attention_mass=mass, window_steps=steps)
+    rkv = common.AdaptiveRkv(attention_mass=mass, window_steps=steps)
     assert check(policy(Kind.ADAPTIVE_RKV, adaptive_rkv=rkv), 45, 11, seed=steps) > 5
 
 
 def test_random_anchors_are_drawn_from_the_seed() -> None:
     kept = []
     for seed in (1, 1, 2, 3, 4):
-        chosen = policy(Kind.SUM, kvcrush=pb.KvCrush(budget_blocks=1), max_cache_tokens=16, seed=seed)
+        chosen = policy(Kind.SUM, kvcrush=common.KvCrush(budget_blocks=1), max_cache_tokens=16, seed=seed)
         driven = Driven(chosen, World(LENGTH), 60)
         driven.run(60)
         kept.append(torch.cat(driven.kept, -1))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from executor.eviction.policy import counted_rows
 from executor.eviction.registry import evictor
-from protos.kvcache.eviction import AREAS, Kind
+from protos.kvcommon.eviction import AREAS, Kind
 from tests.unit.executor.eviction.driving import KINDS, Driven, World, policy
 
 JOINT = (Kind.SLIDING_WINDOW, Kind.LAST)

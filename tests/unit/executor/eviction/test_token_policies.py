@@ -10,7 +10,7 @@ from executor.eviction.policy import Attention, Contents, Space
 from executor.eviction.random_choice import source
 from executor.eviction.ranked import lowest
 from executor.eviction.registry import evictor
-from protos.kvcache.eviction import Kind, Policy
+from protos.kvcommon.eviction import Kind, Policy
 from tests.unit.executor.eviction.driving import CPU, Driven, World, policy
 
 PROMPT, LENGTH = 30, 60

@@ -20,8 +20,8 @@ from executor.eviction.areas import Areas, Blocks, pool, without
 from executor.eviction.kvcrush import anchor_of, distances, important, spared
 from executor.eviction.policy import Attention, Contents, Space, counted_rows
 from executor.eviction.rotation import turns
-from protos.kvcache.eviction import Anchor, Kind, Layout, Policy, parse
-from protos.kvcache.v1 import kvcache_pb2 as pb
+from protos.kvcommon.eviction import Anchor, Kind, Layout, Policy, parse
+from protos.kvcommon.v1 import kvcommon_pb2 as common
 from protos.rpc.errors import InvalidField
 from tests.support.rotary import frequencies
 from tests.unit.executor.eviction.driving import CPU
@@ -152,10 +152,12 @@ class Sequence:
     """Without keys; all of its tokens up to the end of the first step are its prompt."""
 
     def __init__(self, case: dict[str, Any]) -> None:
-        crush = pb.KvCrush(budget_blocks=case["crush"][0], anchor=Anchor[case["crush"][1]]) if "crush" in case else None
+        crush = (
+            common.KvCrush(budget_blocks=case["crush"][0], anchor=Anchor[case["crush"][1]]) if "crush" in case else None
+        )
         start, recent, maximum, size = case["sizes"]
         kind = Kind[case.get("kind", "NORM_SUM")]
-        message = pb.EvictionPolicy(
+        message = common.EvictionPolicy(
             kind=kind.value, start_tokens=start, recent_tokens=recent, max_cache_tokens=maximum, kvcrush=crush
         )
         if kind is Kind.ADAPTIVE_RKV:
@@ -231,7 +233,7 @@ def test_evictions(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("case", cases("settings"))
 def test_settings(case: dict[str, Any]) -> None:
     start, recent, maximum, size = case["sizes"]
-    message = pb.EvictionPolicy(
+    message = common.EvictionPolicy(
         kind=Kind.NORM_SUM.value, start_tokens=start, recent_tokens=recent, max_cache_tokens=maximum
     )
     layout = Layout(size, (None,) if case.get("layers", 1) else (), True)

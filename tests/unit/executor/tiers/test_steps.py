@@ -11,8 +11,8 @@ import pytest
 from executor.errors import InvalidStepError
 from executor.models.load import Model
 from executor.step import Copy, Joining, Outcome, Step, Tier
-from protos.execution.v1 import execution_pb2 as pb
-from protos.kvcache.eviction import Kind, parse
+from protos.kvcommon.eviction import Kind, parse
+from protos.kvcommon.v1 import kvcommon_pb2 as common
 from tests.unit.executor.conftest import PATHS, Driver, load
 from tests.unit.executor.tiers.gates import Gate
 from tests.unit.executor.tiers.world import Ends, block, down, make_tiers, shut, until_idle, up
@@ -158,7 +158,7 @@ def test_what_evicts_tokens_does_not_overwrite_what_is_being_copied(
     moves: bool, gate: Gate, tmp_path: Path, model_folder: Callable[[str], Path]
 ) -> None:
     driver = Driver(load(model_folder("llama")), tiers=lambda pools: gate.tiers(pools, tmp_path))
-    wish = pb.EvictionPolicy(
+    wish = common.EvictionPolicy(
         kind=Kind.KNORM.value, max_cache_tokens=8, start_tokens=1, recent_tokens=2, period_tokens=4
     )
     policy = parse(wish, driver.runner.layout, "policy")

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from protos.errors import InvalidField
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from protos.kvcommon.v1 import kvcommon_pb2 as pb
 
 
 class Kind(enum.IntEnum):
@@ -188,22 +190,22 @@ class Policy:
         return min(prompt, self.score_window) if self.score_window else prompt
 
 
-def parse(message: Any, layout: Layout, field: str = "eviction_policy") -> Policy | None:
-    """A policy from any of the three EvictionPolicy messages; None for a message that says to keep everything.
+def parse(message: pb.EvictionPolicy, layout: Layout, field: str = "eviction_policy") -> Policy | None:
+    """A policy from its message; None for a message that says to keep everything.
 
     Raises InvalidField with the path of the field that is wrong.
     """
-    return None if message.kind == Kind.NONE else _Reader(message, layout, field).policy()
+    return None if int(message.kind) == Kind.NONE else _Reader(message, layout, field).policy()
 
 
 class _Reader:
     """One message, from which a policy is made or which is refused."""
 
-    def __init__(self, message: Any, layout: Layout, field: str) -> None:
+    def __init__(self, message: pb.EvictionPolicy, layout: Layout, field: str) -> None:
         self._message = message
         self._layout = layout
         self._field = field
-        if message.kind == 0 or message.kind not in list(Kind):
+        if int(message.kind) not in list(Kind):
             raise self._invalid("kind", "must be one of the EvictionKinds")
         self._kind = Kind(message.kind)
         start, recent, maximum, period = _DEFAULTS[self._kind]
@@ -352,24 +354,3 @@ class _Reader:
         if settings.anchor not in (0, *Anchor):
             raise self._invalid("kvcrush.anchor", "must be one of the KvCrushAnchors")
         return KvCrush(settings.budget_blocks, Anchor(settings.anchor or Anchor.RANDOM))
-
-
-def write(policy: Policy, message: Any) -> None:
-    """Fills any of the three messages with a policy: what its kind uses, and nothing else."""
-    message.kind = policy.kind.value
-    message.start_tokens = policy.start
-    message.recent_tokens = policy.recent
-    message.max_cache_tokens = policy.maximum
-    if not policy.by_block and policy.kind is not Kind.LAST:
-        message.period_tokens = policy.period
-    message.during_prefill = policy.during_prefill
-    message.positions = 2 if policy.compacted else 1
-    if policy.kind in (*AREAS, Kind.SNAPKV):
-        message.score_window_tokens = policy.score_window
-    if policy.kind is Kind.ADAPTIVE_RKV:
-        message.adaptive_rkv.attention_mass = policy.mass
-        message.adaptive_rkv.window_steps = policy.mass_steps
-    if policy.crush is not None:
-        message.kvcrush.budget_blocks = policy.crush.budget
-        message.kvcrush.anchor = policy.crush.anchor.value
-    message.seed = policy.seed

@@ -1,0 +1,58 @@
+"""Eviction policies as messages: as a request or a rule asks for one, and as one with nothing open is told."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from protos.kvcommon.eviction import AREAS, Kind, Layout, Policy, parse
+from protos.kvcommon.v1 import kvcommon_pb2 as common
+
+# A policy that does not suit this layout suits no executor: every number is a multiple of its block size.
+_ANY_LAYOUT = Layout(1, (None,), plain_rotary=True)
+
+
+class EvictionPolicyRequest(NamedTuple):
+    """An EvictionPolicy, encoded: equal messages are equal requests."""
+
+    encoded: bytes
+
+    @classmethod
+    def of(cls, message: common.EvictionPolicy) -> EvictionPolicyRequest:
+        """A request from its message."""
+        return cls(message.SerializeToString(deterministic=True))
+
+    def message(self) -> common.EvictionPolicy:
+        """The request as its message."""
+        return common.EvictionPolicy.FromString(self.encoded)
+
+    def policy(self, layout: Layout, field: str) -> Policy | None:
+        """The policy with nothing open; None to keep everything. Raises InvalidField with a path below `field`."""
+        return parse(self.message(), layout, field)
+
+    def check(self, field: str) -> None:
+        """Raises InvalidField for a policy that suits no executor; an admission checks it against its executor."""
+        self.policy(_ANY_LAYOUT, field)
+
+
+def message_of(policy: Policy) -> common.EvictionPolicy:
+    """The message of a policy: what its kind uses, and nothing else."""
+    message = common.EvictionPolicy(
+        kind=f"EVICTION_KIND_{policy.kind.name}",
+        start_tokens=policy.start,
+        recent_tokens=policy.recent,
+        max_cache_tokens=policy.maximum,
+        during_prefill=policy.during_prefill,
+        positions=f"EVICTION_POSITIONS_{'COMPACTED' if policy.compacted else 'ABSOLUTE'}",
+        seed=policy.seed,
+    )
+    if not policy.by_block and policy.kind is not Kind.LAST:
+        message.period_tokens = policy.period
+    if policy.kind in (*AREAS, Kind.SNAPKV):
+        message.score_window_tokens = policy.score_window
+    if policy.kind is Kind.ADAPTIVE_RKV:
+        message.adaptive_rkv.attention_mass = policy.mass
+        message.adaptive_rkv.window_steps = policy.mass_steps
+    if policy.crush is not None:
+        anchor = f"KV_CRUSH_ANCHOR_{policy.crush.anchor.name}"
+        message.kvcrush.CopyFrom(common.KvCrush(budget_blocks=policy.crush.budget, anchor=anchor))
+    return message
