@@ -59,7 +59,7 @@ coverage: dev ## Print the branch coverage of the cache manager and the schedule
 	@for service in cachemgr scheduler; do $(PY) -m coverage report --include="$$service/*"; done
 
 fuzz-manager: dev ## Random lives of the cache manager that nobody has seen; ARGS="--seconds 3600" at night
-	@$(PY) -m tests.unit.cachemgr.lives $(ARGS)
+	@$(PY) -m tests.fuzz.cache_manager $(ARGS)
 
 chaos: dev ## Kill, pause and disturb a stack under load for ten minutes; ARGS="--seconds 90 --seed 2"
 	@$(PY) -m tests.chaos $(ARGS)

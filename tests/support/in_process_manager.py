@@ -15,7 +15,9 @@ from cachemgr.blocks.block_keys import cut_extra_keys
 from cachemgr.blocks.block_record import BlockRecord
 from cachemgr.errors import EventsGoneError
 from cachemgr.manager import CacheManager
+from cachemgr.operators.commands import OperatorCommands
 from cachemgr.operators.operator_journal import Kind
+from cachemgr.operators.queries import Queries
 from cachemgr.retention.leases import leases_of
 from cachemgr.retention.priority import RULE
 from cachemgr.sequences.holds import Holds
@@ -283,6 +285,14 @@ class World:
         self.start_executor()
         self.start_scheduler()
 
+    @property
+    def queries(self) -> Queries:
+        return self.manager.queries
+
+    @property
+    def operators(self) -> OperatorCommands:
+        return self.manager.operators
+
     # Processes that start, die and come back
 
     def spec(self) -> ExecutorSpec:
@@ -345,9 +355,9 @@ class World:
             self.journal.set(self._of_this_epoch(self.stored))
             self.unread = None
             self.journal.is_read = True
-        shares = list(self.manager.queries.entries(Kind.SHARE))
+        shares = list(self.queries.entries(Kind.SHARE))
         self.manager = CacheManager(self.manager.epoch + epochs, lambda: self.now, self.config, self.journal)
-        self.manager.operators.restore([], [], shares)
+        self.operators.restore([], [], shares)
         self.done.clear()
         self.start_scheduler()
 
@@ -384,9 +394,7 @@ class World:
         self.manager.end_recovery("e", self.executor_epoch)
         self.unread = None
         self.journal.is_read = True
-        self.journal.set(
-            self.manager.queries.records("e") if self.stored_epoch != self.executor_epoch else self._stored()
-        )
+        self.journal.set(self.queries.records("e") if self.stored_epoch != self.executor_epoch else self._stored())
 
     def _stored(self) -> list[BlockRecord]:
         return list(self.journal.blocks.values())
@@ -397,7 +405,7 @@ class World:
         self.journal.set(remembered)
         restored = self.start_executor(remembered)
         # What the journal has of another epoch gives way to what is there.
-        self.journal.set(self.manager.queries.records("e"))
+        self.journal.set(self.queries.records("e"))
         return restored
 
     def expire_executor(self) -> None:
@@ -597,7 +605,7 @@ class World:
 
     def run_executor_copies(self, limit: int | None = None, *, fail: bool = False) -> None:
         """What an executor does with the copies that come with its renewals: each is begun once."""
-        begun = [copy for copy in self.manager.queries.executor_transfers("e") if copy.ticket not in self.done]
+        begun = [copy for copy in self.queries.executor_transfers("e") if copy.ticket not in self.done]
         # What they write comes behind the last step, as the next one's writes do.
         self.step_number += 1
         for copy in begun[:limit]:
@@ -608,7 +616,7 @@ class World:
     def back_up(self) -> None:
         """Renews until there is nothing more to copy down."""
         self.renew()
-        while self.manager.queries.executor_transfers("e"):
+        while self.queries.executor_transfers("e"):
             self.run_executor_copies()
             self.renew()
 
@@ -740,54 +748,54 @@ class World:
 
     def found(self, token_ids: list[int], **scope: object) -> int:
         """What a prompt would find, all tiers together, with nothing changed."""
-        return self.manager.queries.explain(Prefix(tuple(token_ids), **scope), 0)[0].cached_tokens
+        return self.queries.explain(Prefix(tuple(token_ids), **scope), 0)[0].cached_tokens
 
     def tiers_of(self, token_ids: list[int], **scope: object) -> list[str]:
         """Of the blocks of a prompt, in their order."""
-        blocks = self.manager.queries.explain(Prefix(tuple(token_ids), **scope), 0)[0].blocks
+        blocks = self.queries.explain(Prefix(tuple(token_ids), **scope), 0)[0].blocks
         return [view.tier.name.lower() for view, _, _ in blocks]
 
     def tiers(self) -> dict[str, int]:
         """Indexed blocks of the first group by tier."""
-        views = (view for _, view in self.manager.queries.blocks("e/0"))
+        views = (view for _, view in self.queries.blocks("e/0"))
         return dict(Counter(view.tier.name.lower() for view in views if view.key))
 
     def priorities(self) -> dict[int, int]:
         """Of indexed blocks of the first group, by their first token; leases whose time is over have ended."""
         self.manager.expire()
-        records = {block.slot: block for block in self.manager.queries.records("e") if block.tier is TierKind.DEVICE}
-        views = [view for _, view in self.manager.queries.blocks("e/0") if view.key and view.tier is TierKind.DEVICE]
+        records = {block.slot: block for block in self.queries.records("e") if block.tier is TierKind.DEVICE}
+        views = [view for _, view in self.queries.blocks("e/0") if view.key and view.tier is TierKind.DEVICE]
         return {records[view.slot].token_ids[0]: view.priority for view in views}
 
     def first_tokens(self) -> set[int]:
         """Of indexed blocks."""
-        return {block.token_ids[0] for block in self.manager.queries.records("e")}
+        return {block.token_ids[0] for block in self.queries.records("e")}
 
     @property
     def host(self) -> Any:
         """The host tier as operators see it."""
-        return self.manager.queries.pools()[0].lower_tiers[0]
+        return self.queries.pools()[0].lower_tiers[0]
 
     @property
     def backups(self) -> int:
-        return sum(block.backup is not None for block in self.manager.queries.records("e"))
+        return sum(block.backup is not None for block in self.queries.records("e"))
 
     @property
     def longest(self) -> int:
         """Tokens that fit into the smallest pool."""
-        return min(pool.total_blocks for pool in self.manager.queries.pools()) * BLOCK
+        return min(pool.total_blocks for pool in self.queries.pools()) * BLOCK
 
     @property
     def free(self) -> int:
-        return min(pool.free_blocks for pool in self.manager.queries.pools())
+        return min(pool.free_blocks for pool in self.queries.pools())
 
     # Checks
 
     def check(self) -> None:
         """Counts, contents, events, the store and leases of rules agree."""
-        assert self.manager.queries.check_pool() == []
+        assert self.queries.check_pool() == []
         self.watcher.check(self.manager)
-        records = {block.place: block for block in self.manager.queries.records("e")}
+        records = {block.place: block for block in self.queries.records("e")}
         if self.unread is None:
             stored = {place: _timeless(block) for place, block in self.journal.blocks.items()}
             assert stored == {place: _timeless(block) for place, block in records.items()}

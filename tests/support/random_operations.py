@@ -214,7 +214,7 @@ class RandomLife:
         world.carry_out()
         world.run_executor_copies()
         world.check()
-        assert all(pool.used_blocks == 0 for pool in world.manager.queries.pools())
+        assert all(pool.used_blocks == 0 for pool in world.queries.pools())
 
     # Sequences
 
@@ -257,7 +257,7 @@ class RandomLife:
         assert admission.capacity_tokens >= len(tokens)
         lower = world.host_blocks or world.disk_blocks
         assert not full or admission.wait_for_handle or admission.cached_tokens <= stored
-        exact = not lower and not any(world.manager.queries.quotas()) and world.manager.config.copy_on_partial_reuse
+        exact = not lower and not any(world.queries.quotas()) and world.manager.config.copy_on_partial_reuse
         if full and exact and not admission.wait_for_handle:
             # Without a block to spare for the source of a copy the copy is left out.
             reserve = int(world.longest // BLOCK * world.manager.config.free_watermark)
@@ -326,11 +326,11 @@ class RandomLife:
         world = self.world
         if not live.started or live.has_news or live.tainted:
             return
-        before = world.manager.queries.snapshot().events
+        before = world.queries.snapshot().events
         try:
             world.truncate(live.request.sequence_id, max(1, len(live.tokens) - self.random.randrange(7)))
         except (SharedBlockError, WindowPassedError, VoidSequenceError, SequenceEvictsError):
-            assert world.manager.queries.snapshot().events == before
+            assert world.queries.snapshot().events == before
             return
         world.give_up_on(live)
 
@@ -378,9 +378,9 @@ class RandomLife:
         world = self.world
         priority = self.random.choice([None, 0, 10, 35])
         selected = BlockFilter(salt=self.random.choice([None, "a"]), max_priority=priority)
-        said = world.manager.operators.purge(selected, validate_only=True)
+        said = world.operators.purge(selected, validate_only=True)
         before = cached_blocks(world)
-        assert world.manager.operators.purge(selected, validate_only=False, skip_used=True) == said
+        assert world.operators.purge(selected, validate_only=False, skip_used=True) == said
         assert before - said.purged_blocks == cached_blocks(world)
         self._removed_by_others(said.purged_blocks)
 
@@ -508,13 +508,13 @@ class RandomLife:
             assert list(manager.queries.quotas()) == before
 
     def delete_quota(self) -> None:
-        if quotas := [quota for quota, *_ in self.world.manager.queries.quotas()]:
-            self.world.manager.operators.delete_quota(self.random.choice(quotas))
+        if quotas := [quota for quota, *_ in self.world.queries.quotas()]:
+            self.world.operators.delete_quota(self.random.choice(quotas))
 
     def pin(self) -> None:
         prefix = self._prefix(self.random.choice(SALTS))
-        (said,) = self.world.manager.operators.pin_prefix(prefix, "ops", 6.0, validate_only=True)
-        (pinned,) = self.world.manager.operators.pin_prefix(prefix, "ops", 6.0, validate_only=False)
+        (said,) = self.world.operators.pin_prefix(prefix, "ops", 6.0, validate_only=True)
+        (pinned,) = self.world.operators.pin_prefix(prefix, "ops", 6.0, validate_only=False)
         assert (pinned.receipt, pinned.degraded) == (said.receipt, said.degraded)
 
     def release_hold(self) -> None:
@@ -547,7 +547,7 @@ class RandomLife:
     def hint(self) -> None:
         kind, payload = self.random.choice(HINTS)
         hints = Hints("0.1", "m", (HintAction("one", kind, "0.1", payload),))
-        (answer,), begun = self.world.manager.operators.hint(self._prefix(self.random.choice(SALTS)), hints, None)
+        (answer,), begun = self.world.operators.hint(self._prefix(self.random.choice(SALTS)), hints, None)
         assert answer.action_id == "one"
         assert not begun or kind == "Prefetch"
 
@@ -609,9 +609,9 @@ class RandomLife:
         world.back_up()
         world.confirm()
         world.journal.flush()
-        before = {block.place: block for block in world.manager.queries.records("e")}
+        before = {block.place: block for block in world.queries.records("e")}
         world.restart_manager()
-        after = {block.place: block for block in world.manager.queries.records("e")}
+        after = {block.place: block for block in world.queries.records("e")}
         lost = {(block.group, block.key): block for place, block in before.items() if place not in after}
         for block in lost.values():
             if (block.group, block.parent_key) not in lost:
@@ -637,7 +637,7 @@ class RandomLife:
         """Of the copies that the executor or a scheduler knows the first have run, and the next is broken off."""
         world, finished = self.world, self.random.randrange(8)
         told = [copy for live in world.live.values() if not live.started for copy in live.copies]
-        told += [copy for copy in world.manager.queries.executor_transfers("e") if copy.ticket not in world.done]
+        told += [copy for copy in world.queries.executor_transfers("e") if copy.ticket not in world.done]
         world.step_number += 1
         for number, copy in enumerate(sorted(told, key=lambda copy: copy.ticket)[: finished + 1]):
             world.copy(copy, number == finished)
@@ -665,13 +665,13 @@ def _covers(longer: BlockRecord, block: BlockRecord) -> bool:
 
 def cached_blocks(world: World) -> int:
     """Cached blocks of all pools and tiers."""
-    pools = world.manager.queries.pools()
+    pools = world.queries.pools()
     return sum(pool.cached_blocks + sum(tier.cached_blocks for tier in pool.lower_tiers) for pool in pools)
 
 
 def naive_match(world: World, tokens: list[int], salt: str | None, adapter_id: int | None) -> int:
     """The longest beginning of the tokens, all but the last, that the indexed blocks of group 0 hold."""
-    blocks = [one for one in world.manager.queries.records("e") if one.group == 0]
+    blocks = [one for one in world.queries.records("e") if one.group == 0]
     known = {one.key: one for one in blocks if (one.salt, one.adapter_id) == (salt, adapter_id)}
 
     def path(block: BlockRecord) -> list[int]:
@@ -722,7 +722,7 @@ def admit_as_previewed(world: World, tokens: list[int], **options: Any) -> Admis
 def evicted(world: World, number: int, on_device: set[bytes]) -> list[tuple[int, int, int, int]]:
     """Of the only group: priority, blocks that have left the device since an event, and how many of them moved down."""
     left: dict[bytes, tuple[int, bool]] = {}
-    for event in world.manager.queries.events_after(number):
+    for event in world.queries.events_after(number):
         block, key = event.block, event.block.key
         lost = event.kind is EventKind.REMOVED and block.tier is TierKind.DEVICE
         moved = event.kind is EventKind.UPDATED and block.tier is not TierKind.DEVICE

@@ -14,13 +14,13 @@ def test_a_purge_drops_what_nobody_uses_and_says_so_before():
     world.run([*range(4), 50], "a")
     world.finish("a")
     world.run([*range(4), 60], "b")
-    said = world.manager.operators.purge(BlockFilter(), validate_only=True)
+    said = world.operators.purge(BlockFilter(), validate_only=True)
     with pytest.raises(BlocksInUseError):
-        world.manager.operators.purge(BlockFilter(), validate_only=False)
-    assert world.manager.operators.purge(BlockFilter(), validate_only=True) == said == Purged(3, 1)
-    assert world.manager.operators.purge(BlockFilter(), validate_only=False, skip_used=True) == said
+        world.operators.purge(BlockFilter(), validate_only=False)
+    assert world.operators.purge(BlockFilter(), validate_only=True) == said == Purged(3, 1)
+    assert world.operators.purge(BlockFilter(), validate_only=False, skip_used=True) == said
     world.check()
-    assert world.manager.operators.purge(BlockFilter(), validate_only=False, skip_used=True) == Purged(0, 1)
+    assert world.operators.purge(BlockFilter(), validate_only=False, skip_used=True) == Purged(0, 1)
     assert world.cached_tokens(list(range(9))) == 4
 
 
@@ -28,8 +28,8 @@ def test_a_purge_by_priority_takes_what_stands_on_a_purged_block_too():
     world = World(12)
     world.cache(list(range(4)), retention=wish(10))
     world.cache(list(range(9)))
-    assert world.manager.operators.purge(BlockFilter(max_priority=10), validate_only=True) == Purged(3, 0)
-    assert world.manager.operators.purge(BlockFilter(max_priority=10), validate_only=False) == Purged(3, 0)
+    assert world.operators.purge(BlockFilter(max_priority=10), validate_only=True) == Purged(3, 0)
+    assert world.operators.purge(BlockFilter(max_priority=10), validate_only=False) == Purged(3, 0)
     world.check()
 
 
@@ -37,7 +37,7 @@ def test_a_purge_in_a_windowed_pool_drops_only_what_matches():
     world = World(12, windows=(3,))
     world.cache(list(range(4)), retention=wish(10))
     world.cache(list(range(9)))
-    assert world.manager.operators.purge(BlockFilter(max_priority=10), validate_only=False).purged_blocks == 1
+    assert world.operators.purge(BlockFilter(max_priority=10), validate_only=False).purged_blocks == 1
     world.check()
     assert world.cached_tokens(list(range(9))) == 8
 
@@ -47,24 +47,24 @@ def test_a_purge_counts_what_windows_have_of_what_it_takes():
     world.cache(list(range(4)), retention=wish(10))
     world.cache(list(range(9)))
     selected = BlockFilter(max_priority=10)
-    assert world.manager.operators.purge(selected, validate_only=True) == Purged(6, 0)
-    assert world.manager.operators.purge(selected, validate_only=False) == Purged(6, 0)
+    assert world.operators.purge(selected, validate_only=True) == Purged(6, 0)
+    assert world.operators.purge(selected, validate_only=False) == Purged(6, 0)
     world.check()
-    assert list(world.manager.queries.records("e")) == []
+    assert list(world.queries.records("e")) == []
 
 
 def test_listings_show_what_is_there():
     world = World(8)
     world.cache(list(range(6)))
     world.run([*range(4), 50], "a", salt=None)
-    blocks = [view for _, view in world.manager.queries.blocks("e/0")]
+    blocks = [view for _, view in world.queries.blocks("e/0")]
     assert [(view.slot, view.num_tokens, view.references, view.depth) for view in blocks] == [
         (1, 4, 1, 0),
         (2, 2, 0, 1),
         (3, 0, 1, 0),
     ]
-    assert [view.slot for _, view in world.manager.queries.blocks("e/0", after_place=1)] == [2, 3]
-    (sequence,) = world.manager.queries.sequences()
+    assert [view.slot for _, view in world.queries.blocks("e/0", after_place=1)] == [2, 3]
+    (sequence,) = world.queries.sequences()
     assert (sequence.sequence_id, sequence.num_tokens, sequence.computed_tokens, sequence.cached_tokens) == (
         "a",
         6,
@@ -72,10 +72,10 @@ def test_listings_show_what_is_there():
         4,
     )
     assert (sequence.capacity_tokens, sequence.num_blocks) == (8, 2)
-    assert list(world.manager.queries.sequences(sequence.sequence_handle)) == []
-    pool = world.manager.queries.pool("e/0")
+    assert list(world.queries.sequences(sequence.sequence_handle)) == []
+    pool = world.queries.pool("e/0")
     assert (pool.total_blocks, pool.free_blocks, pool.used_blocks, pool.cached_blocks) == (8, 6, 2, 1)
-    for method in (world.manager.queries.pool, world.manager.queries.check_pool, world.manager.queries.blocks):
+    for method in (world.queries.pool, world.queries.check_pool, world.queries.blocks):
         with pytest.raises(UnknownPoolError):
             method("nothing")
 
@@ -157,4 +157,4 @@ def test_a_check_finds_every_contradiction(damage):
     world.run(list(range(50, 56)), "b")
     world.check()
     damage(inner(world), world)
-    assert world.manager.queries.check_pool("e/0")
+    assert world.queries.check_pool("e/0")

@@ -4,9 +4,7 @@ import dataclasses
 
 import pytest
 
-from cachemgr.errors import (
-    SequenceExistsError,
-)
+from cachemgr.errors import SequenceExistsError
 from cachemgr.manager import CacheManager
 from cachemgr.types import AdmitRequest, ManagerConfig, Retention
 from tests.support.in_process_manager import World
@@ -25,7 +23,7 @@ def test_repeating_an_admission_gives_the_same_answer_also_after_progress():
     world.confirm()
     world.sync()
     assert world.manager.admit(world.live["a"].request) == first
-    assert len(list(world.manager.queries.sequences())) == 1
+    assert len(list(world.queries.sequences())) == 1
     world.check()
 
 
@@ -70,7 +68,7 @@ def test_only_what_was_admitted_counts_as_queried():
     world.cache(list(range(9)))
     world.run(list(range(9)), "a")
     assert not world.admit(list(range(50, 60))).admitted
-    pool = world.manager.queries.pool("e/0")
+    pool = world.queries.pool("e/0")
     assert (pool.queried_tokens, pool.hit_tokens) == (18, 8)
 
 
@@ -96,7 +94,7 @@ def test_an_admission_takes_slots_of_computed_blocks_whose_offload_is_not_confir
     world.finish("b")
     # A full block of the first group that is evicted takes the window's block of the same key with it.
     request = world.request([0, 0, 0, 0, 1, 0, 0, 1, 1], "c")
-    assert world.manager.queries.preview(request, 1).admitted
+    assert world.queries.preview(request, 1).admitted
     assert world.manager.admit(request).admitted
     world.check()
     world.confirm()

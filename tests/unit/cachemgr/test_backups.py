@@ -13,9 +13,9 @@ from tests.unit.cachemgr.tiered import PROMPT, backed_up
 def test_cached_blocks_are_copied_to_empty_host_slots_in_the_background_heads_first():
     world = World(4, host_blocks=2)
     world.cache(PROMPT)
-    assert world.manager.queries.executor_transfers("e") == []
+    assert world.queries.executor_transfers("e") == []
     world.renew()
-    copies = world.manager.queries.executor_transfers("e")
+    copies = world.queries.executor_transfers("e")
     assert [(copy.source_slot, copy.source_tier, copy.target_tier) for copy in copies] == [
         (1, TierKind.DEVICE, TierKind.HOST),
         (2, TierKind.DEVICE, TierKind.HOST),
@@ -50,7 +50,7 @@ def test_what_stands_above_what_is_worth_it_is_copied_whatever_its_priority():
     assert fill_rest.transfers
     assert world.tiers()["host"] == 1
     world.back_up()
-    head = next(block for block in world.manager.queries.records("e") if block.token_ids == (0, 1, 2, 3))
+    head = next(block for block in world.queries.records("e") if block.token_ids == (0, 1, 2, 3))
     assert head.backup is not None
     world.check()
 
@@ -60,10 +60,10 @@ def test_only_so_many_are_copied_at_a_time():
     world.cache(list(range(2 * MAX_BACKUPS * BLOCK)))
     world.renew()
     world.renew()
-    assert len(world.manager.queries.executor_transfers("e")) == MAX_BACKUPS
+    assert len(world.queries.executor_transfers("e")) == MAX_BACKUPS
     world.run_executor_copies()
     world.renew()
-    assert len(world.manager.queries.executor_transfers("e")) == MAX_BACKUPS
+    assert len(world.queries.executor_transfers("e")) == MAX_BACKUPS
     world.back_up()
     assert world.backups == 2 * MAX_BACKUPS
     world.check()
@@ -73,7 +73,7 @@ def test_write_through_can_be_switched_off():
     world = World(4, host_blocks=4, config=dataclasses.replace(CONFIG, write_through=False))
     world.cache(PROMPT)
     world.renew()
-    assert world.manager.queries.executor_transfers("e") == []
+    assert world.queries.executor_transfers("e") == []
     # What comes back from the host keeps its slot all the same.
     world.fill()
     world.finish("fill100")
@@ -90,21 +90,19 @@ def test_a_failed_copy_is_no_backup_and_is_not_tried_again():
     world.check()
     assert (world.backups, world.host.free_blocks) == (0, 4)
     world.renew()
-    assert world.manager.queries.executor_transfers("e") == []
+    assert world.queries.executor_transfers("e") == []
 
 
 def test_blocks_from_the_disk_get_theirs_in_the_host():
     world = World(2, host_blocks=1, disk_blocks=6)
     for first in (0, 10, 20, 30):
         world.cache(list(range(first, first + 4)))
-    on_disk = next(block.token_ids[0] for block in world.manager.queries.records("e") if block.tier is TierKind.DISK)
+    on_disk = next(block.token_ids[0] for block in world.queries.records("e") if block.tier is TierKind.DISK)
     world.run(list(range(on_disk, on_disk + 5)), "again")
     world.check()
-    assert all(
-        block.backup is None or block.backup.tier is TierKind.HOST for block in world.manager.queries.records("e")
-    )
+    assert all(block.backup is None or block.backup.tier is TierKind.HOST for block in world.queries.records("e"))
     assert not any(
-        block.token_ids[0] == on_disk and block.tier is TierKind.DISK for block in world.manager.queries.records("e")
+        block.token_ids[0] == on_disk and block.tier is TierKind.DISK for block in world.queries.records("e")
     )
 
 
@@ -113,11 +111,11 @@ def test_blocks_from_the_disk_get_theirs_in_the_host():
 
 def test_an_eviction_of_what_lies_below_already_needs_no_copy():
     world = backed_up()
-    before = world.manager.queries.last_event
+    before = world.queries.last_event
     assert world.fill().transfers == ()
     world.check()
     assert world.tiers()["host"] == 3
-    moved = [event for event in world.manager.queries.events_after(before) if event.kind is EventKind.UPDATED]
+    moved = [event for event in world.queries.events_after(before) if event.kind is EventKind.UPDATED]
     assert {event.block.tier for event in moved} == {TierKind.HOST}
     assert len(moved) == 3
     world.finish("fill100")
@@ -128,9 +126,9 @@ def test_an_eviction_of_what_lies_below_already_needs_no_copy():
 def test_a_demotion_of_what_lies_below_already_needs_no_copy():
     world = backed_up()
     hints = Hints("0.1", "m", (HintAction("one", "Demote", "0.1", {"tier": "host"}),))
-    ((answer,), _) = world.manager.operators.hint(Prefix(tuple(PROMPT)), hints, None)
+    ((answer,), _) = world.operators.hint(Prefix(tuple(PROMPT)), hints, None)
     assert answer.num_blocks == 3
-    assert world.manager.queries.executor_transfers("e") == []
+    assert world.queries.executor_transfers("e") == []
     assert (world.tiers(), world.free) == ({"host": 3}, 4)
     world.check()
 
@@ -149,11 +147,11 @@ def test_what_is_not_worth_moving_any_more_goes_with_its_backup():
 
 def test_device_blocks_with_backups_outlive_the_executor():
     world = backed_up()
-    before = world.manager.queries.last_event
+    before = world.queries.last_event
     world.cache(list(range(50, 53)))
     assert world.start_executor() == (0, 3)
     world.check()
-    told = [(event.kind, event.cause) for event in world.manager.queries.events_after(before)]
+    told = [(event.kind, event.cause) for event in world.queries.events_after(before)]
     assert told.count((EventKind.REMOVED, RemovalCause.EXECUTOR_LOST)) == 1
     assert told.count((EventKind.UPDATED, RemovalCause.NONE)) == 3
     world.sync()

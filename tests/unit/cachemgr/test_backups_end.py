@@ -17,17 +17,17 @@ def test_backups_give_their_slots_to_whoever_wants_them_tails_first():
     (copy,) = world.run([100], "more").transfers
     assert copy.target_tier is TierKind.HOST
     world.check()
-    with_backup = [block.token_ids[0] for block in world.manager.queries.records("e") if block.backup is not None]
+    with_backup = [block.token_ids[0] for block in world.queries.records("e") if block.backup is not None]
     assert with_backup == [0, 4]
 
 
 def test_a_backup_of_what_is_forgotten_is_overwritten():
     world = backed_up()
-    world.manager.operators.forget(ForgetTarget(prefix=Prefix(tuple(PROMPT))), validate_only=False)
+    world.operators.forget(ForgetTarget(prefix=Prefix(tuple(PROMPT))), validate_only=False)
     world.check()
-    targets = {(copy.target_tier, copy.target_slot) for copy in world.manager.queries.executor_transfers("e")}
+    targets = {(copy.target_tier, copy.target_slot) for copy in world.queries.executor_transfers("e")}
     assert len(targets) == 6
-    assert all(not copy.source_slot for copy in world.manager.queries.executor_transfers("e"))
+    assert all(not copy.source_slot for copy in world.queries.executor_transfers("e"))
     world.run_executor_copies()
     world.check()
     assert not world.device.count(None, 0)
@@ -39,7 +39,7 @@ def test_a_backup_that_is_being_made_of_what_is_forgotten_is_overwritten_behind_
     world.cache(PROMPT)
     world.renew()
     world.run_executor_copies(3)
-    world.manager.operators.forget(ForgetTarget(prefix=Prefix(tuple(PROMPT))), validate_only=False)
+    world.operators.forget(ForgetTarget(prefix=Prefix(tuple(PROMPT))), validate_only=False)
     world.check()
     world.run_executor_copies()
     world.check()
@@ -59,7 +59,7 @@ def test_a_source_that_is_forgotten_while_it_is_copied_from_is_overwritten():
     world.step(20)
     world.confirm(3)
     world.sync()
-    world.manager.operators.forget(ForgetTarget(prefix=Prefix(tuple(PROMPT))), validate_only=False)
+    world.operators.forget(ForgetTarget(prefix=Prefix(tuple(PROMPT))), validate_only=False)
     world.check()
     world.confirm()
     for name in ("a", "b"):

@@ -79,11 +79,7 @@ def one_chain(blocks: int, **options: object) -> World:
     return world
 
 
-TARGETS = [
-    ForgetTarget(salt="a"),
-    ForgetTarget(session_id="x"),
-    ForgetTarget(prefix=Prefix(tuple(range(8)), salt="a")),
-]
+TARGETS = [ForgetTarget(salt="a"), ForgetTarget(session_id="x"), ForgetTarget(prefix=Prefix(tuple(range(8)), salt="a"))]
 
 
 @pytest.mark.parametrize("validate_only", [True, False])
@@ -91,7 +87,7 @@ TARGETS = [
 def test_forgetting_a_chain_costs_its_blocks_and_not_their_square(target, validate_only):
     def cost(blocks: int) -> int:
         world = one_chain(blocks, salt="a", session_id="x")
-        return work_of(lambda: world.manager.operators.forget(target, validate_only=validate_only))
+        return work_of(lambda: world.operators.forget(target, validate_only=validate_only))
 
     assert cost(200) < LINEAR * cost(100)
 
@@ -102,7 +98,7 @@ def test_forgetting_a_session_that_others_share_costs_the_blocks_and_not_their_s
         # Another session goes on behind the chain, and a third one uses it.
         world.cache([*range(blocks * 4), 1, 2, 3, 4, 5], session_id="y")
         world.run(list(range(blocks * 4 + 1)), session_id="z")
-        return work_of(lambda: world.manager.operators.forget(ForgetTarget(session_id="x"), validate_only=True))
+        return work_of(lambda: world.operators.forget(ForgetTarget(session_id="x"), validate_only=True))
 
     assert cost(200) < LINEAR * cost(100)
 
@@ -122,7 +118,7 @@ def test_explaining_a_miss_hashes_the_prompt_for_its_own_root_only():
     for number in range(100):
         world.cache([number + 1_000] * 5, salt=f"s{number}")
     with counted(keys, "sha256") as hashes:
-        world.manager.queries.explain(Prefix(prompt), 0)
+        world.queries.explain(Prefix(prompt), 0)
     # For the look-up, for the walk, and for the roots themselves.
     assert hashes[0] <= 3 * len(prompt) // 4
 
@@ -143,7 +139,7 @@ def counted(owner: object, name: str) -> Iterator[list[int]]:
 
 def test_a_plan_of_what_goes_is_nothing_that_a_garbage_collection_walks():
     world = one_chain(64)
-    pool = world.manager.queries.pool_to_read("e/0")
+    pool = world.queries.pool_to_read("e/0")
     plan = RemovalPlan()
     at_once(plan.add_all(pool, list(pool.tree.by_key.values())))
     assert len(list(plan.blocks())) == len(pool.tree.by_key) >= 64

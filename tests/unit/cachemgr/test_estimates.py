@@ -15,7 +15,7 @@ def test_blocks_to_completion_are_the_most_that_are_held_at_once(window, prompt,
     """Between what the steps need and what the manager, a step ahead of them, gives."""
     world = World(NUM_BLOCKS, windows=(window,))
     tokens = list(range(100, 100 + prompt))
-    (estimate,) = world.manager.queries.preview(world.request(tokens), new).estimates
+    (estimate,) = world.queries.preview(world.request(tokens), new).estimates
     world.admit(tokens, "a", no_store=True)
     live = world.live["a"]
     needed = given = NUM_BLOCKS - world.free
@@ -32,7 +32,7 @@ def test_blocks_to_completion_are_the_most_that_are_held_at_once(window, prompt,
 def evicted(world: World, before: int) -> list[tuple[int, int, int, int]]:
     """Group, priority, blocks and how many of them moved down, of what left the device since an event."""
     found: dict[tuple[int, int], list[int]] = {}
-    for event in world.manager.queries.events_after(before):
+    for event in world.queries.events_after(before):
         group = int(event.block.pool_id.split("/")[1])
         lost = event.kind is EventKind.REMOVED and event.block.tier is TierKind.DEVICE
         moved = event.kind is EventKind.UPDATED and event.block.tier is TierKind.HOST
@@ -46,16 +46,16 @@ def evicted(world: World, before: int) -> list[tuple[int, int, int, int]]:
 def previewed(world: World, tokens: list[int], **options: object):
     """A preview that changes nothing, and the admission that it is about."""
     request = world.request(tokens, **options)
-    before = state_hash(world.manager.queries.state())
-    preview = world.manager.queries.preview(request, 0)
-    assert state_hash(world.manager.queries.state()) == before
-    number, used = world.manager.queries.last_event, [pool.used_blocks for pool in world.manager.queries.pools()]
+    before = state_hash(world.queries.state())
+    preview = world.queries.preview(request, 0)
+    assert state_hash(world.queries.state()) == before
+    number, used = world.queries.last_event, [pool.used_blocks for pool in world.queries.pools()]
     admission = world.manager.admit(request)
     assert (preview.admitted, preview.blocks_short) == (admission.admitted, admission.blocks_short)
     assert preview.cached_tokens == admission.cached_tokens
     assert [tuple(one) for one in preview.evictions] == evicted(world, number)
-    assert world.manager.queries.check_pool() == []
-    return preview, [now.used_blocks - then for now, then in zip(world.manager.queries.pools(), used, strict=True)]
+    assert world.queries.check_pool() == []
+    return preview, [now.used_blocks - then for now, then in zip(world.queries.pools(), used, strict=True)]
 
 
 @pytest.mark.parametrize("windows", [(None,), (5,), (None, 5)])
@@ -84,7 +84,7 @@ def test_the_next_step_takes_what_the_estimate_says(window):
     world.run(list(range(7)), "a", no_store=True)
     for _ in range(20):
         live = world.live["a"]
-        (estimate,) = world.manager.queries.estimate(world.caller, "a", 1, 0)
+        (estimate,) = world.queries.estimate(world.caller, "a", 1, 0)
         assert estimate.next_step == max(0, -(-(live.computed + 1) // BLOCK) - len(live.tables[0]))
         world.step()
         world.sync()

@@ -36,14 +36,14 @@ def test_it_gets_another_table_leaves_the_first_and_grows_no_more():
     answer = world.sync()
     assert (answer.evicting_handles, answer.evicting_counts) == ([live.handle], [2])
     assert used(world) == 7
-    assert world.manager.queries.pool("e/0").cached_blocks == 0
+    assert world.queries.pool("e/0").cached_blocks == 0
     world.check()
     world.step()
     world.sync()
     assert live.moved
     assert used(world) == 2
-    assert world.manager.queries.pool("e/0").cached_blocks == 5
-    (view,) = world.manager.queries.sequences()
+    assert world.queries.pool("e/0").cached_blocks == 5
+    (view,) = world.queries.sequences()
     assert (view.evicting, view.num_blocks, view.capacity_tokens) == (True, 2, 8)
     assert (view.num_tokens, view.computed_tokens) == (21, 20)
     world.check()
@@ -117,7 +117,7 @@ def test_what_is_not_stored_stays_in_its_own_blocks_and_gives_back_the_rest():
     world.compute(live, 50)
     world.finish("a")
     assert used(world) == 0
-    assert world.manager.queries.pool("e/0").cached_blocks == 0
+    assert world.queries.pool("e/0").cached_blocks == 0
     world.check()
 
 
@@ -216,11 +216,11 @@ def test_columns_about_evictions_that_do_not_fit_are_refused_and_nothing_changes
     request = dataclasses.replace(world.next_sync(set()), evicting_handles=[])
     handles = {name: live.handle for name, live in world.live.items()}
     named = {key: [handles.get(entry, entry) for entry in column] for key, column in columns.items()}
-    before = state_hash(world.manager.queries.state())
+    before = state_hash(world.queries.state())
     with pytest.raises(InvalidField) as refused:
         world.manager.sync(dataclasses.replace(request, **named))
     assert list(refused.value.fields) == [field]
-    assert state_hash(world.manager.queries.state()) == before
+    assert state_hash(world.queries.state()) == before
     world.manager.sync(request)
     world.check()
 
@@ -234,7 +234,7 @@ def test_who_moves_before_all_that_was_promised_is_computed_takes_the_rest_back(
     world.manager.sync(dataclasses.replace(world.next_sync({"a"}), evicting_handles=[live.handle]))
     request = dataclasses.replace(world.next_sync({"a"}), moved_handles=[live.handle], moved_computed_tokens=[5])
     assert world.manager.sync(request).void_handles == [world.live["b"].handle]
-    assert world.manager.queries.check_pool() == []
+    assert world.queries.check_pool() == []
 
 
 def away(world: World, live: Live, how: str) -> None:

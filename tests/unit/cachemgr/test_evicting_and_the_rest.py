@@ -16,7 +16,7 @@ def test_what_has_evicted_tokens_is_neither_forked_nor_cut(options):
     world.sync()
     world.step()
     world.sync()
-    before = state_hash(world.manager.queries.state())
+    before = state_hash(world.queries.state())
     for call, field in (
         (lambda: world.manager.fork(world.caller, "a", "b"), "parent_sequence_id"),
         (lambda: world.manager.truncate(world.caller, "a", 15), "sequence_id"),
@@ -24,7 +24,7 @@ def test_what_has_evicted_tokens_is_neither_forked_nor_cut(options):
         with pytest.raises(SequenceEvictsError, match="has evicted tokens") as refused:
             call()
         assert list(refused.value.fields) == [field]
-    assert state_hash(world.manager.queries.state()) == before
+    assert state_hash(world.queries.state()) == before
 
 
 def test_who_is_told_to_stay_may_be_moving_already():
@@ -43,7 +43,7 @@ def test_a_hold_keeps_what_it_computed_before_and_nothing_of_its_own():
     world.sync()
     assert world.manager.hold(world.caller, "a", "owner", 5.0) == 5
     world.finish("a")
-    (hold,) = world.manager.queries.holds()
+    (hold,) = world.queries.holds()
     assert hold.num_blocks == 5
     assert used(world) == 5
     world.cache([1] * 40)
@@ -53,14 +53,14 @@ def test_a_hold_keeps_what_it_computed_before_and_nothing_of_its_own():
 
 def test_both_tables_count_for_the_quota_and_may_go_beyond_its_ceiling():
     world = World(20)
-    world.manager.operators.set_quota(Quota(tenant_id="t", device_ceiling=5), validate_only=False)
+    world.operators.set_quota(Quota(tenant_id="t", device_ceiling=5), validate_only=False)
     world.admit(PROMPT, "a", eviction_policy=KEYDIFF, tenant_id="t")
     live = world.live["a"]
     world.step(19)
     world.step(19)
     world.sync()
     assert live.granted
-    assert [device for *_, device, _ in world.manager.queries.quotas()] == [7]
+    assert [device for *_, device, _ in world.queries.quotas()] == [7]
     assert not world.admit([1], tenant_id="t").admitted
     world.check()
     world.compute(live, 40)
@@ -71,7 +71,7 @@ def test_both_tables_count_for_the_quota_and_may_go_beyond_its_ceiling():
 
 def test_others_floors_are_not_taken_to_move_to():
     world = World(8)
-    world.manager.operators.set_quota(Quota(tenant_id="u", device_floor=2), validate_only=False)
+    world.operators.set_quota(Quota(tenant_id="u", device_floor=2), validate_only=False)
     world.cache([1] * 8, tenant_id="u")
     world.admit(PROMPT, "a", eviction_policy=KEYDIFF, tenant_id="t")
     world.step(19)
@@ -98,7 +98,7 @@ def test_no_byte_of_what_is_forgotten_outlives_its_use(state, options):
         world.step()
     if state == "reported":
         world.sync()
-    world.manager.operators.forget(ForgetTarget(salt="a"), validate_only=False)
+    world.operators.forget(ForgetTarget(salt="a"), validate_only=False)
     world.check()
     world.sync()
     world.check()
@@ -116,16 +116,16 @@ def test_a_table_that_is_missing_or_shared_is_reported_by_a_check():
     sequence = world.manager._state.sequences["a"]
     table, eviction = sequence.tables[0], sequence.eviction
     lost = eviction.private.pop()
-    assert [one.slot for one in world.manager.queries.check_pool()] == [lost.slot]
+    assert [one.slot for one in world.queries.check_pool()] == [lost.slot]
     eviction.private.append(lost)
     eviction.private[0].writer = None
-    assert [one.slot for one in world.manager.queries.check_pool()] == [eviction.private[0].slot]
+    assert [one.slot for one in world.queries.check_pool()] == [eviction.private[0].slot]
     eviction.private[0].writer = sequence
     world.compute(live, 30)
     world.sync()
-    assert world.manager.queries.check_pool() == []
+    assert world.queries.check_pool() == []
     table.blocks[0].writer = None
-    assert [one.slot for one in world.manager.queries.check_pool()] == [table.blocks[0].slot]
+    assert [one.slot for one in world.queries.check_pool()] == [table.blocks[0].slot]
 
 
 def test_those_that_begin_to_evict_are_counted_by_kind_once():

@@ -20,7 +20,7 @@ PROMPT = list(range(10, 29))
 
 def make(world: World, name: str, policy: object, order: int = 0, **match: object) -> None:
     spec = RetentionRule(name, order, RuleMatch(**match), RuleAction(eviction_policy=policy))
-    world.manager.operators.create_rule(spec, validate_only=False)
+    world.operators.create_rule(spec, validate_only=False)
 
 
 def test_the_answer_has_the_whole_policy_and_so_has_the_sequence():
@@ -29,7 +29,7 @@ def test_the_answer_has_the_whole_policy_and_so_has_the_sequence():
     assert policy is not None
     assert (policy.kind, policy.start, policy.recent, policy.maximum) == (Kind.SLIDING_WINDOW, 0, 6, 6)
     assert (policy.block_size, policy.period) == (BLOCK, 1)
-    (view,) = world.manager.queries.sequences()
+    (view,) = world.queries.sequences()
     assert (view.eviction_policy, view.evicting) == (policy, False)
     assert world.admit(PROMPT, "b").eviction_policy is None
 
@@ -50,7 +50,7 @@ def test_a_request_speaks_for_itself_and_else_the_first_rule_that_says_anything(
     world = World(20)
     for order, wish in enumerate(rules):
         action = RuleAction(priority=50, eviction_policy=wish)
-        world.manager.operators.create_rule(RetentionRule(f"r{order}", order, action=action), validate_only=False)
+        world.operators.create_rule(RetentionRule(f"r{order}", order, action=action), validate_only=False)
     policy = world.admit(PROMPT, eviction_policy=own).eviction_policy
     assert (None if policy is None else policy.kind) == kind
 
@@ -68,12 +68,12 @@ def test_a_request_speaks_for_itself_and_else_the_first_rule_that_says_anything(
 )
 def test_a_policy_that_does_not_suit_the_model_is_refused_by_its_field(wish, windows, field):
     world = World(20, windows=windows)
-    before = state_hash(world.manager.queries.state())
-    for call in (world.manager.admit, lambda request: world.manager.queries.preview(request, 4)):
+    before = state_hash(world.queries.state())
+    for call in (world.manager.admit, lambda request: world.queries.preview(request, 4)):
         with pytest.raises(InvalidField) as refused:
             call(world.request(PROMPT, eviction_policy=wish))
         assert list(refused.value.fields) == [f"eviction_policy.{field}"]
-    assert state_hash(world.manager.queries.state()) == before
+    assert state_hash(world.queries.state()) == before
 
 
 def test_positions_are_compacted_where_keys_can_be_rotated_and_that_does_not_change_within_an_epoch():
@@ -82,9 +82,9 @@ def test_positions_are_compacted_where_keys_can_be_rotated_and_that_does_not_cha
     spec = dataclasses.replace(world.spec(), plain_rotary=True)
     with pytest.raises(PoolSpecError):
         world.manager.register_executor(spec)
-    before = state_hash(world.manager.queries.state())
+    before = state_hash(world.queries.state())
     world.manager.register_executor(dataclasses.replace(spec, executor_epoch=2))
-    assert state_hash(world.manager.queries.state()) != before
+    assert state_hash(world.queries.state()) != before
     policy = world.admit(PROMPT, eviction_policy=wish).eviction_policy
     assert policy is not None
     assert policy.compacted
@@ -93,28 +93,28 @@ def test_positions_are_compacted_where_keys_can_be_rotated_and_that_does_not_cha
 def test_a_rule_that_the_executor_cannot_carry_is_named():
     world = World(20)
     make(world, "six", asked("SUM", start_tokens=6))
-    before = state_hash(world.manager.queries.state())
+    before = state_hash(world.queries.state())
     with pytest.raises(RulePolicyError, match=r"rule six.*start_tokens") as refused:
         world.admit(PROMPT)
     assert refused.value.metadata == {"rule": "six"}
-    assert state_hash(world.manager.queries.state()) == before
+    assert state_hash(world.queries.state()) == before
     assert world.admit(PROMPT, eviction_policy=asked("NONE")).admitted
 
 
 def test_a_change_of_a_rule_is_for_those_who_come_later():
     world = World(40)
     make(world, "r", WINDOW)
-    hashes = [state_hash(world.manager.queries.state())]
+    hashes = [state_hash(world.queries.state())]
     first = world.admit(PROMPT, "a")
     spec = RetentionRule("r", action=RuleAction(eviction_policy=KEYDIFF))
-    changed, _, _ = world.manager.operators.update_rule(spec, ("action.eviction_policy",), validate_only=False)
+    changed, _, _ = world.operators.update_rule(spec, ("action.eviction_policy",), validate_only=False)
     assert changed.action == RuleAction(eviction_policy=KEYDIFF)
-    hashes.append(state_hash(world.manager.queries.state()))
+    hashes.append(state_hash(world.queries.state()))
     assert world.manager.admit(world.live["a"].request) == first
     second = world.admit(PROMPT, "b").eviction_policy
     assert second is not None
     assert second.kind is Kind.KEYDIFF
-    world.manager.operators.delete_rule("r", "", validate_only=False)
+    world.operators.delete_rule("r", "", validate_only=False)
     assert world.admit(PROMPT, "c").eviction_policy is None
     assert len(set(hashes)) == 2
 
@@ -140,7 +140,7 @@ def test_a_change_of_a_rule_is_for_those_who_come_later():
 def test_no_more_is_reused_than_leaves_the_queries_that_count(wish, cached):
     world = World(30)
     world.cache(PROMPT)
-    preview = world.manager.queries.preview(world.request(PROMPT, eviction_policy=wish), 0)
+    preview = world.queries.preview(world.request(PROMPT, eviction_policy=wish), 0)
     assert world.admit(PROMPT, eviction_policy=wish).cached_tokens == preview.cached_tokens == cached
     world.check()
 
@@ -216,10 +216,10 @@ def test_a_preview_tells_the_blocks_to_completion(wish, prompt, new):
     """They are what it has at once, but for what the manager gives a step ahead."""
     tokens = list(range(100, 100 + prompt))
     world = World(40)
-    (estimate,) = world.manager.queries.preview(world.request(tokens, eviction_policy=wish), new).estimates
+    (estimate,) = world.queries.preview(world.request(tokens, eviction_policy=wish), new).estimates
     world.admit(tokens, "a", eviction_policy=wish)
     live = world.live["a"]
-    (running,) = world.manager.queries.estimate(world.caller, "a", None, new)
+    (running,) = world.queries.estimate(world.caller, "a", None, new)
     assert estimate.completion - (40 - world.free) == running.completion
     most = 40 - world.free
     assert estimate.next_step == most
@@ -235,7 +235,7 @@ def test_a_preview_tells_the_blocks_to_completion(wish, prompt, new):
 def test_a_preview_asks_the_rules_as_an_admission_does():
     world = World(40)
     make(world, "r", AVERAGE)
-    preview = world.manager.queries.preview(world.request(PROMPT), 10)
+    preview = world.queries.preview(world.request(PROMPT), 10)
     assert [one.next_step for one in preview.estimates] == [2]
     with pytest.raises(SequenceTooLongError) as refused:
         World(4).manager.queries.preview(world.request(PROMPT[:3]), 20)

@@ -11,9 +11,9 @@ PROMPT = list(range(10, 18))
 
 
 def explain(world: World, tokens: list[int] = PROMPT, group: int = 0, **options: object):
-    before = state_hash(world.manager.queries.state())
-    (found,) = world.manager.queries.explain(Prefix(tuple(tokens), **options), group)
-    assert state_hash(world.manager.queries.state()) == before
+    before = state_hash(world.queries.state())
+    (found,) = world.queries.explain(Prefix(tuple(tokens), **options), group)
+    assert state_hash(world.queries.state()) == before
     return found
 
 
@@ -56,10 +56,10 @@ def test_what_was_evicted_when_and_for_whom():
 def test_what_was_purged_or_forgotten():
     world = World(8)
     world.cache(PROMPT)
-    world.manager.operators.purge(BlockFilter(), validate_only=False)
+    world.operators.purge(BlockFilter(), validate_only=False)
     assert explain(world).removal.cause is RemovalCause.PURGED
     world.cache(PROMPT, salt="a")
-    world.manager.operators.forget(ForgetTarget(salt="a"), validate_only=False)
+    world.operators.forget(ForgetTarget(salt="a"), validate_only=False)
     assert explain(world, salt="a").removal.cause is RemovalCause.FORGOTTEN
 
 
@@ -90,7 +90,7 @@ def test_the_reason_is_that_of_the_first_block_that_is_missing():
     world = World(12)
     world.cache(PROMPT)
     world.cache(PROMPT, salt="a")
-    world.manager.operators.purge(BlockFilter(prefix=Prefix(tuple(PROMPT))), validate_only=False)
+    world.operators.purge(BlockFilter(prefix=Prefix(tuple(PROMPT))), validate_only=False)
     world.cache(PROMPT[:4])
     assert explain(world).removal.cause is RemovalCause.PURGED
     assert len(explain(world).blocks) == 1
@@ -99,7 +99,7 @@ def test_the_reason_is_that_of_the_first_block_that_is_missing():
 def test_each_group_is_explained_by_itself():
     world = World(8, windows=(None, 3))
     world.cache([*PROMPT, 1])
-    world.manager.operators.purge(BlockFilter(pool_id="e/1"), validate_only=False)
+    world.operators.purge(BlockFilter(pool_id="e/1"), validate_only=False)
     assert explain(world, group=0).miss_reason is MissReason.NONE
     assert explain(world, group=1).removal.cause is RemovalCause.PURGED
     assert explain(world, group=0).cached_tokens == 0
@@ -108,8 +108,8 @@ def test_each_group_is_explained_by_itself():
 def test_a_sequence_is_explained_by_its_tokens():
     world = World(8)
     world.run([*PROMPT, 1], "a", salt="a", adapter_id=3)
-    (found,) = world.manager.queries.explain_sequence("a", 0)
+    (found,) = world.queries.explain_sequence("a", 0)
     assert [view.references for view, _, _ in found.blocks] == [1, 1]
     with pytest.raises(UnknownSequenceError) as refused:
-        world.manager.queries.explain_sequence("b", 0)
+        world.queries.explain_sequence("b", 0)
     assert list(refused.value.fields) == ["sequence_id"]

@@ -116,9 +116,9 @@ def test_admissions_with_the_same_image_compute_it_once_and_others_do_not_wait()
 def test_a_prompt_with_an_image_is_explained():
     world = World(16)
     world.cache(PROMPT, extra_keys=image())
-    (found,) = world.manager.queries.explain(Prefix(tuple(PROMPT), extra_keys=image()), 0)
+    (found,) = world.queries.explain(Prefix(tuple(PROMPT), extra_keys=image()), 0)
     assert (len(found.blocks), found.miss_reason) == (3, MissReason.NONE)
-    (found,) = world.manager.queries.explain(Prefix(tuple(PROMPT), extra_keys=image(DOG)), 0)
+    (found,) = world.queries.explain(Prefix(tuple(PROMPT), extra_keys=image(DOG)), 0)
     assert (len(found.blocks), found.miss_reason) == (1, MissReason.NEVER_STORED)
 
 

@@ -35,12 +35,12 @@ def test_an_older_epoch_of_a_scheduler_changes_nothing(
     world.start_scheduler()
     # The id in use again, as after a retry that came too late.
     world.run(list(range(9)), "a")
-    before = state_hash(world.manager.queries.state())
+    before = state_hash(world.queries.state())
     with pytest.raises(StaleSchedulerError):
         call(world.manager, old)
     with pytest.raises(UnknownSchedulerError):
         call(world.manager, SchedulerEpoch("nobody", 1))
-    assert state_hash(world.manager.queries.state()) == before
+    assert state_hash(world.queries.state()) == before
     call(world.manager, world.caller)
 
 
@@ -50,13 +50,13 @@ def test_a_sequence_of_another_scheduler_is_unknown(
 ):
     stranger = SchedulerEpoch("other", 1)
     world.manager.register_scheduler(*stranger)
-    before = state_hash(world.manager.queries.state())
+    before = state_hash(world.queries.state())
     if call in (CALLS["release"], CALLS["truncate"]):
         assert call(world.manager, stranger) == Freed(found=False)
     else:
         with pytest.raises(UnknownSequenceError):
             call(world.manager, stranger)
-    assert state_hash(world.manager.queries.state()) == before
+    assert state_hash(world.queries.state()) == before
 
 
 def test_a_fork_is_repeated_only_by_its_own_scheduler(world: World):
@@ -71,12 +71,12 @@ def test_a_fork_is_repeated_only_by_its_own_scheduler(world: World):
 def test_an_executor_is_told_of_the_schedulers_whose_lease_has_not_ended():
     world = World()
     world.manager.register_scheduler("other", 1)
-    assert sorted(world.manager.queries.scheduler_ids()) == ["other", "s"]
+    assert sorted(world.queries.scheduler_ids()) == ["other", "s"]
     world.now += world.config.lease_seconds / 2
     world.manager.register_scheduler("other", 2)
     world.now += world.config.lease_seconds / 2 + 1
     world.manager.expire()
-    assert world.manager.queries.scheduler_ids() == ["other"]
+    assert world.queries.scheduler_ids() == ["other"]
 
 
 def test_a_scheduler_cancels_no_copy_of_another_scheduler():
@@ -94,11 +94,11 @@ def test_a_scheduler_cancels_no_copy_that_the_executor_runs_by_itself():
     world = World(8, host_blocks=8)
     world.cache(list(range(8)))
     demote = Hints("0.1", "m", (HintAction("one", "Demote", "0.1", {"tier": "host"}),))
-    world.manager.operators.hint(Prefix(tuple(range(8))), demote, None)
-    copies = world.manager.queries.executor_transfers("e")
+    world.operators.hint(Prefix(tuple(range(8))), demote, None)
+    copies = world.queries.executor_transfers("e")
     assert copies
     cancel_as_a_stranger(world, *(copy.ticket for copy in copies))
-    assert world.manager.queries.executor_transfers("e") == copies
+    assert world.queries.executor_transfers("e") == copies
 
 
 def cancel_as_a_stranger(world: World, *tickets: int) -> None:
@@ -111,4 +111,4 @@ def cancel_as_a_stranger(world: World, *tickets: int) -> None:
 
 
 def blocks_and_tickets(world: World) -> list[str]:
-    return [line for line in world.manager.queries.state() if line.startswith(('{"kind":"block"', '{"kind":"ticket"'))]
+    return [line for line in world.queries.state() if line.startswith(('{"kind":"block"', '{"kind":"ticket"'))]

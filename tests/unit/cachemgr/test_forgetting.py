@@ -11,7 +11,7 @@ PROMPT = list(range(10, 19))
 
 
 def forget(world: World, *, validate_only: bool = False, **target: object):
-    receipt = world.manager.operators.forget(ForgetTarget(**target), validate_only=validate_only)
+    receipt = world.operators.forget(ForgetTarget(**target), validate_only=validate_only)
     world.check()
     return receipt
 
@@ -22,7 +22,7 @@ def left(world: World, salt: str | None = None, tokens: object = PROMPT) -> int:
 
 
 def found(world: World, tokens: list[int] = PROMPT, salt: str | None = None) -> int:
-    return world.manager.queries.explain(Prefix(tuple(tokens), salt=salt), 0)[0].cached_tokens
+    return world.queries.explain(Prefix(tuple(tokens), salt=salt), 0)[0].cached_tokens
 
 
 def test_a_salt_is_forgotten_and_overwritten_and_other_salts_stay():
@@ -44,13 +44,13 @@ def test_slots_are_given_to_nobody_before_they_are_overwritten():
     world = World(4)
     world.cache(PROMPT, salt="a")
     forget(world, salt="a")
-    zeros = world.manager.queries.executor_transfers("e")
+    zeros = world.queries.executor_transfers("e")
     assert [(copy.source_slot, copy.num_tokens) for copy in zeros] == [(0, 4)] * 3
     assert world.free == 1
     assert not world.admit([1] * 8).admitted
-    assert world.manager.queries.executor_transfers("e") == zeros
+    assert world.queries.executor_transfers("e") == zeros
     world.run_executor_copies()
-    assert world.manager.queries.executor_transfers("e") == []
+    assert world.queries.executor_transfers("e") == []
     assert world.free == 4
     world.check()
     assert world.admit([1] * 16).admitted
@@ -60,7 +60,7 @@ def test_a_failed_overwrite_is_not_taken_for_done():
     world = World(4)
     world.cache(PROMPT, salt="a")
     forget(world, salt="a")
-    tickets = [copy.ticket for copy in world.manager.queries.executor_transfers("e")]
+    tickets = [copy.ticket for copy in world.queries.executor_transfers("e")]
     world.manager.confirm_transfers("e", world.executor_epoch, [], tickets)
     world.check()
     assert world.free == 1
@@ -188,13 +188,13 @@ def test_events_that_are_kept_have_no_tokens_of_it_any_more():
     world = World(12)
     world.cache(PROMPT, salt="a")
     world.cache(PROMPT)
-    before = world.manager.queries.last_event
+    before = world.queries.last_event
     forget(world, salt="a")
-    events = world.manager.queries.events_after(0)
+    events = world.queries.events_after(0)
     mine = [event for event in events if event.block.domain and event.block.domain.salt == "a"]
     assert mine
     assert all(event.block.tokens == b"" for event in mine)
-    removed = [event for event in world.manager.queries.events_after(before) if event.kind is EventKind.REMOVED]
+    removed = [event for event in world.queries.events_after(before) if event.kind is EventKind.REMOVED]
     assert [event.cause for event in removed] == [RemovalCause.FORGOTTEN] * 3
     others = [event for event in events if event.kind is EventKind.STORED and event.block.domain.salt is None]
     assert all(event.block.tokens for event in others)
@@ -203,14 +203,14 @@ def test_events_that_are_kept_have_no_tokens_of_it_any_more():
 def test_a_pin_does_not_put_forgetting_off():
     world = World(40, config=replace(CONFIG, pin_budget=0.5))
     world.cache(list(range(9)), salt="s")
-    world.manager.operators.pin_prefix(Prefix(tuple(range(8)), salt="s"), "ops", 60.0, validate_only=False)
+    world.operators.pin_prefix(Prefix(tuple(range(8)), salt="s"), "ops", 60.0, validate_only=False)
     target = ForgetTarget(salt="s")
-    said = world.manager.operators.forget(target, validate_only=True)
-    assert len(list(world.manager.queries.holds())) == 1
-    receipt = world.manager.operators.forget(target, validate_only=False)
+    said = world.operators.forget(target, validate_only=True)
+    assert len(list(world.queries.holds())) == 1
+    receipt = world.operators.forget(target, validate_only=False)
     assert receipt == said
     assert (receipt.used_blocks, receipt.zeroing_blocks) == (0, 3)
-    assert list(world.manager.queries.holds()) == []
+    assert list(world.queries.holds()) == []
     world.check()
     world.run_executor_copies()
     assert world.free == 40
@@ -222,22 +222,19 @@ def test_what_another_session_uses_in_a_window_stays_when_the_blocks_before_it_g
     world = World(12, windows=windows)
     world.cache([*range(12)], session_id="x")
     assert world.run([*range(12), 50], "other", session_id="y").cached_tokens == 12
-    said = world.manager.operators.forget(ForgetTarget(session_id="x"), validate_only=False)
+    said = world.operators.forget(ForgetTarget(session_id="x"), validate_only=False)
     # In the group with full attention all three are in use, in the window's only the last.
     assert (said.removed, said.shared_blocks) == ({TierKind.DEVICE: 2}, 1 + 3 * (len(windows) - 1))
-    assert (
-        world.manager.operators.forget(ForgetTarget(session_id="x"), validate_only=True).shared_blocks
-        == said.shared_blocks
-    )
+    assert world.operators.forget(ForgetTarget(session_id="x"), validate_only=True).shared_blocks == said.shared_blocks
     world.check()
 
 
 def failing_on_the_way_down(world: World, tokens: list[int], group: int, depth: int) -> None:
     """Moves a cached prompt to the host, where the block of one depth does not arrive in one group."""
     action = HintAction("one", "Demote", "0.1", {"tier": "host"})
-    world.manager.operators.hint(Prefix(tuple(tokens)), Hints("0.1", "m", (action,)), None)
-    slots = {block.slot for block in world.manager.queries.records("e") if (block.group, block.depth) == (group, depth)}
-    for copy in world.manager.queries.executor_transfers("e"):
+    world.operators.hint(Prefix(tuple(tokens)), Hints("0.1", "m", (action,)), None)
+    slots = {block.slot for block in world.queries.records("e") if (block.group, block.depth) == (group, depth)}
+    for copy in world.queries.executor_transfers("e"):
         world.copy(copy, copy.group == group and copy.target_slot in slots)
     world.confirm()
     world.check()
@@ -274,6 +271,6 @@ def test_another_sessions_hold_goes_on_where_only_a_window_loses_blocks():
     world.finish("other")
     said = forget(world, session_id="x")
     assert (said.removed, said.shared_blocks) == ({TierKind.DEVICE: 2}, 4)
-    assert len(list(world.manager.queries.holds())) == 1
+    assert len(list(world.queries.holds())) == 1
     again = forget(world, session_id="x")
     assert (again.removed, again.shared_blocks) == ({}, 4)

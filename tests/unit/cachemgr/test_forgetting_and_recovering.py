@@ -45,8 +45,8 @@ def check_forgotten(world: World) -> None:
 def test_what_was_forgotten_before_the_executor_registered_does_not_come_back(target):
     world = cached()
     world.lose_manager()
-    assert world.manager.operators.forget(target, validate_only=True).removed == {}
-    assert world.manager.operators.forget(target, validate_only=False).removed == {}
+    assert world.operators.forget(target, validate_only=True).removed == {}
+    assert world.operators.forget(target, validate_only=False).removed == {}
     assert world.manager.register_executor(world.spec(), remembered(world)) == (3, 0)
     check_forgotten(world)
 
@@ -55,7 +55,7 @@ def test_what_was_forgotten_before_the_executor_registered_does_not_come_back(ta
 def test_what_was_forgotten_while_the_executor_was_lost_does_not_come_back(target):
     world = cached()
     lose_executor(world)
-    world.manager.operators.forget(target, validate_only=False)
+    world.operators.forget(target, validate_only=False)
     assert world.manager.register_executor(world.spec(), remembered(world)) == (3, 0)
     check_forgotten(world)
 
@@ -64,7 +64,7 @@ def test_what_was_forgotten_while_the_executor_was_lost_does_not_come_back(targe
 def test_an_executor_that_is_lost_during_the_call_brings_nothing_back(target):
     world = cached()
     with small_steps():
-        steps = world.manager.operators.forget_in_steps(target, validate_only=False)
+        steps = world.operators.forget_in_steps(target, validate_only=False)
         next(steps)
         lose_executor(world)
         world.manager.register_executor(world.spec(), remembered(world))
@@ -78,7 +78,7 @@ def test_an_executor_that_is_lost_in_its_recovery_brings_nothing_back(target):
     world = cached()
     world.begin_recovery()
     world.read_store(1)
-    world.manager.operators.forget(target, validate_only=False)
+    world.operators.forget(target, validate_only=False)
     world.read_store(1)
     lose_executor(world)
     world.read_again()
@@ -88,7 +88,7 @@ def test_an_executor_that_is_lost_in_its_recovery_brings_nothing_back(target):
 
 def test_what_is_cached_after_it_was_forgotten_comes_back():
     world = cached()
-    world.manager.operators.forget(TARGETS[0], validate_only=False)
+    world.operators.forget(TARGETS[0], validate_only=False)
     world.run_executor_copies()
     world.cache(PROMPT, salt="a")
     lose_executor(world)
@@ -102,7 +102,7 @@ def test_what_stands_on_a_forgotten_block_whose_bytes_are_lost_does_not_come_bac
     world.cache(list(range(10, 15)), salt="a", session_id="x")
     world.cache(list(range(10, 27)), salt="a", session_id="y")
     world.lose_manager()
-    world.manager.operators.forget(ForgetTarget(session_id="x"), validate_only=False)
+    world.operators.forget(ForgetTarget(session_id="x"), validate_only=False)
     assert world.manager.register_executor(world.spec(), remembered(world)) == (0, 0)
     world.check()
 
@@ -112,15 +112,15 @@ def test_beyond_the_bound_an_executor_that_was_away_brings_nothing_back(monkeypa
     world = cached()
     world.lose_manager()
     for salt in "cdc":
-        world.manager.operators.forget(ForgetTarget(salt=salt), validate_only=False)
+        world.operators.forget(ForgetTarget(salt=salt), validate_only=False)
     assert world.manager.register_executor(world.spec(), remembered(world)) == (6, 0)
     lose_executor(world)
     for salt in "ce":
-        world.manager.operators.forget(ForgetTarget(salt=salt), validate_only=False)
+        world.operators.forget(ForgetTarget(salt=salt), validate_only=False)
     assert world.manager.register_executor(world.spec(), remembered(world)) == (6, 0)
     lose_executor(world)
     for salt in "cde":
-        world.manager.operators.forget(ForgetTarget(salt=salt), validate_only=False)
+        world.operators.forget(ForgetTarget(salt=salt), validate_only=False)
     assert world.manager.register_executor(world.spec(), remembered(world)) == (0, 0)
     world.check()
 
@@ -137,7 +137,7 @@ def test_what_was_still_to_be_overwritten_when_the_executor_was_lost_is_overwrit
         # All of it moves down, as the device's bytes are gone.
         world.cache(list(range(100, 148)))
         world.run_executor_copies()
-    world.manager.operators.forget(target, validate_only=False)
+    world.operators.forget(target, validate_only=False)
     assert left(world, "a") == 9
     lose_executor(world)
     if starts_again:
@@ -150,7 +150,7 @@ def test_what_was_still_to_be_overwritten_when_the_executor_was_lost_is_overwrit
 def test_what_was_purged_in_a_recovery_does_not_come_back_when_the_executor_is_lost_in_it():
     world = cached()
     world.begin_recovery()
-    world.manager.operators.purge(BlockFilter(salt="a"), validate_only=False)
+    world.operators.purge(BlockFilter(salt="a"), validate_only=False)
     for _ in range(2):
         lose_executor(world)
         world.read_again()
@@ -166,7 +166,7 @@ def test_what_was_purged_in_a_recovery_does_not_come_back_when_the_executor_star
     world.cache(list(range(100, 148)))
     world.run_executor_copies()
     world.begin_recovery()
-    world.manager.operators.purge(BlockFilter(salt="a"), validate_only=False)
+    world.operators.purge(BlockFilter(salt="a"), validate_only=False)
     world.start_executor()
     world.start_scheduler()
     world.end_recovery()
@@ -177,7 +177,7 @@ def test_what_was_purged_in_a_recovery_does_not_come_back_when_the_executor_star
 def test_a_purge_in_a_recovery_means_nothing_that_is_cached_after_it():
     world = cached()
     world.begin_recovery()
-    world.manager.operators.purge(BlockFilter(salt="a"), validate_only=False)
+    world.operators.purge(BlockFilter(salt="a"), validate_only=False)
     lose_executor(world)
     world.unread = None
     world.journal.is_read = True
@@ -187,7 +187,7 @@ def test_a_purge_in_a_recovery_means_nothing_that_is_cached_after_it():
     world.manager.register_executor(world.spec())
     world.start_scheduler()
     world.cache(PROMPT, salt="a")
-    records = list(world.manager.queries.records("e"))
+    records = list(world.queries.records("e"))
     lose_executor(world)
     world.manager.register_executor(world.spec(), records)
     assert found(world, salt="a") == 9
@@ -213,7 +213,7 @@ def test_bytes_of_a_forgotten_sequence_do_not_outlive_it_when_the_executor_is_lo
     if computed:
         world.compute(world.live["live"], len(PROMPT))
         world.sync()
-    world.manager.operators.forget(TARGETS[0], validate_only=False)
+    world.operators.forget(TARGETS[0], validate_only=False)
     if not computed:
         world.compute(world.live["live"], len(PROMPT))
         world.sync()
@@ -229,8 +229,8 @@ def prefetching() -> tuple[World, list[Transfer]]:
     world.cache(list(range(100, 148)))
     world.run_executor_copies()
     prefetch = Hints("0.1", "m", (HintAction("one", "Prefetch", "0.1", {}),))
-    world.manager.operators.hint(Prefix(tuple(PROMPT), salt="a"), prefetch, None)
-    copies = world.manager.queries.executor_transfers("e")
+    world.operators.hint(Prefix(tuple(PROMPT), salt="a"), prefetch, None)
+    copies = world.queries.executor_transfers("e")
     # Two others make room.
     assert len(copies) == 4
     return world, copies
@@ -242,7 +242,7 @@ def test_bytes_of_a_prefetch_that_is_under_way_are_overwritten(has_run):
     if has_run:
         for copy in copies:
             world.copy(copy, False)
-    world.manager.operators.forget(TARGETS[0], validate_only=False)
+    world.operators.forget(TARGETS[0], validate_only=False)
     for _ in range(4):
         world.run_executor_copies()
         world.check()
@@ -253,7 +253,7 @@ def test_bytes_of_a_prefetch_are_overwritten_when_the_executor_is_lost_before_it
     world, copies = prefetching()
     for copy in copies:
         world.copy(copy, False)
-    world.manager.operators.forget(TARGETS[0], validate_only=False)
+    world.operators.forget(TARGETS[0], validate_only=False)
     world.done.clear()
     come_back_in_the_same_epoch(world)
     assert left(world, "a") == 0
@@ -272,7 +272,7 @@ def test_bytes_of_copies_that_a_sequence_has_left_are_overwritten():
     world.step_number += 1
     world.leave(live)
     world.sync()
-    world.manager.operators.forget(TARGETS[0], validate_only=False)
+    world.operators.forget(TARGETS[0], validate_only=False)
     for copy in live.copies:
         world.copy(copy, False)
     world.confirm()

@@ -52,10 +52,10 @@ def test_a_truncation_into_blocks_that_others_share_is_refused_and_changes_nothi
     world = World(12)
     world.run(list(range(12)), "a")
     world.run([*range(12), 50], "b")
-    before = (world.manager.queries.snapshot(), world.manager.queries.pools())
+    before = (world.queries.snapshot(), world.queries.pools())
     with pytest.raises(SharedBlockError):
         world.manager.truncate(world.caller, "a", 6)
-    assert (world.manager.queries.snapshot(), world.manager.queries.pools()) == before
+    assert (world.queries.snapshot(), world.queries.pools()) == before
     world.check()
     assert truncate(world, "b", 13).freed_blocks == 0
 
@@ -116,7 +116,7 @@ def test_a_fork_has_at_least_one_token_and_none_that_the_first_sequence_has_not(
     with pytest.raises(InvalidField) as refused:
         world.manager.fork(world.caller, "a", "b", num_tokens)
     assert list(refused.value.fields) == ["num_tokens"]
-    assert [view.sequence_id for view in world.manager.queries.sequences()] == ["a"]
+    assert [view.sequence_id for view in world.queries.sequences()] == ["a"]
 
 
 def test_a_fork_of_tokens_before_a_window_that_is_given_back_is_refused():

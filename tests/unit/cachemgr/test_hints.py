@@ -25,16 +25,14 @@ def hints(kind: str, version: str = "0.1", **payload: object) -> Hints:
 
 def send(world: World, kind: str, tokens: list[int] = PROMPT, session_id: str | None = None, **payload: object):
     """Outcome and number of blocks of one hint."""
-    (answer,), _ = world.manager.operators.hint(Prefix(tuple(tokens)), hints(kind, **payload), session_id)
+    (answer,), _ = world.operators.hint(Prefix(tuple(tokens)), hints(kind, **payload), session_id)
     assert answer.action_id == "one"
     world.check()
     return answer.outcome, answer.num_blocks
 
 
 def blocks(world: World):
-    return [
-        (view.tier, view.priority) for view, _, _ in world.manager.queries.explain(Prefix(tuple(PROMPT)), 0)[0].blocks
-    ]
+    return [(view.tier, view.priority) for view, _, _ in world.queries.explain(Prefix(tuple(PROMPT)), 0)[0].blocks]
 
 
 def with_prompt(num_blocks: int = 10, **options: object) -> World:
@@ -56,16 +54,16 @@ def with_prompt(num_blocks: int = 10, **options: object) -> World:
 )
 def test_what_is_not_cached_is_missing_and_nothing_changes(kind, payload):
     world = with_prompt()
-    before = state_hash(world.manager.queries.state())
+    before = state_hash(world.queries.state())
     assert send(world, kind, [1, 2, 3, 4], **payload) == (MISSING, 0)
-    assert state_hash(world.manager.queries.state()) == before
+    assert state_hash(world.queries.state()) == before
 
 
 def test_what_is_retained_has_the_priority_for_the_time():
     world = with_prompt()
     assert send(world, "Retain", priority=80, duration_seconds=5) == (ACCEPTED, 2)
     assert [priority for _, priority in blocks(world)] == [80, 80]
-    assert {lease.holder for _, _, lease in world.manager.queries.leases("e/0", "")} == {"hint/m"}
+    assert {lease.holder for _, _, lease in world.queries.leases("e/0", "")} == {"hint/m"}
     world.now = 5.0
     world.manager.expire()
     assert [priority for _, priority in blocks(world)] == [35, 35]
@@ -87,7 +85,7 @@ def test_what_is_retained_beyond_the_bounds_is_clipped():
     config = dataclasses.replace(CONFIG, max_retention_priority=60, max_retention_seconds=5.0)
     world = with_prompt(config=config)
     assert send(world, "Retain", priority=80) == (CLIPPED, 2)
-    leases = {(lease.priority, lease.remaining) for _, _, lease in world.manager.queries.leases("e/0", "")}
+    leases = {(lease.priority, lease.remaining) for _, _, lease in world.queries.leases("e/0", "")}
     assert leases == {(60, 5.0)}
 
 
@@ -95,20 +93,20 @@ def test_pins_are_accepted_clipped_or_rejected_by_their_budget():
     for budget, answer in ((0.3, (ACCEPTED, 2)), (0.1, (CLIPPED, 1)), (0.01, (REJECTED, 0))):
         world = with_prompt(config=dataclasses.replace(CONFIG, pin_budget=budget))
         assert send(world, "Pin", owner="agent", duration_seconds=5) == answer
-        assert [hold.num_blocks for hold in world.manager.queries.holds("hint/agent")] == [answer[1]] * (answer[1] > 0)
+        assert [hold.num_blocks for hold in world.queries.holds("hint/agent")] == [answer[1]] * (answer[1] > 0)
 
 
 def test_pins_of_callers_end_when_their_wishes_must_and_are_theirs_alone():
     world = with_prompt(config=dataclasses.replace(CONFIG, max_retention_seconds=5.0, pin_budget=0.2))
-    world.manager.operators.pin_prefix(Prefix(tuple(PROMPT)), "agent", 60.0, validate_only=False)
+    world.operators.pin_prefix(Prefix(tuple(PROMPT)), "agent", 60.0, validate_only=False)
     assert send(world, "Pin", owner="agent", duration_seconds=50) == (CLIPPED, 2)
-    pins = {hold.owner: (hold.num_blocks, hold.remaining) for hold in world.manager.queries.holds("")}
+    pins = {hold.owner: (hold.num_blocks, hold.remaining) for hold in world.queries.holds("")}
     assert pins == {"agent": (2, 60.0), "hint/agent": (2, 5.0)}
     # An owner of a tenant is that of no other.
     action = HintAction("one", "Pin", "0.1", {"owner": "agent", "duration_seconds": 4})
     admission = world.admit([*PROMPT, 1], tenant_id="t", hints=Hints("0.1", "m", (action,)))
     assert admission.hint_answers[0].outcome is ACCEPTED
-    assert {hold.owner for hold in world.manager.queries.holds("")} == {*pins, "hint/t/agent"}
+    assert {hold.owner for hold in world.queries.holds("")} == {*pins, "hint/t/agent"}
     world.check()
 
 
@@ -119,7 +117,7 @@ def test_what_is_demoted_goes_first():
     assert send(world, "Demote", priority=1) == (ACCEPTED, 2)
     world.cache([99] * 12, no_store=True)
     assert blocks(world) == []
-    assert len(list(world.manager.queries.records("e"))) == 1
+    assert len(list(world.queries.records("e"))) == 1
 
 
 def test_others_wishes_outlive_a_demotion_which_is_told():
@@ -155,7 +153,7 @@ def test_a_prefetch_brings_back_what_lies_below():
     assert send(world, "Prefetch") == (ACCEPTED, 0)
     send(world, "Demote", tier="host")
     world.run_executor_copies()
-    (answer,), begun = world.manager.operators.hint(Prefix(tuple(PROMPT)), hints("Prefetch"), None)
+    (answer,), begun = world.operators.hint(Prefix(tuple(PROMPT)), hints("Prefetch"), None)
     assert (answer.outcome, answer.num_blocks, len(begun)) == (DEFERRED, 2, 2)
     world.check()
     world.run_executor_copies()
@@ -163,11 +161,22 @@ def test_a_prefetch_brings_back_what_lies_below():
     assert [tier for tier, _ in blocks(world)] == [TierKind.DEVICE] * 2
 
 
+def test_prefetched_blocks_stay_on_the_device_when_the_manager_starts_again():
+    world = with_prompt(4, host_blocks=4, config=dataclasses.replace(CONFIG, write_through=False))
+    send(world, "Demote", tier="host")
+    world.run_executor_copies()
+    world.operators.hint(Prefix(tuple(PROMPT)), hints("Prefetch"), None)
+    world.run_executor_copies()
+    assert world.restart_manager().device_blocks == 2
+    assert [tier for tier, _ in blocks(world)] == [TierKind.DEVICE] * 2
+    world.check()
+
+
 def test_what_is_on_its_way_to_the_device_is_not_fetched_again():
     world = with_prompt(8, host_blocks=4)
     send(world, "Demote", tier="host")
     world.run_executor_copies()
-    answers, begun = world.manager.operators.hint(Prefix(tuple(PROMPT)), many(("Prefetch", {}), ("Prefetch", {})), None)
+    answers, begun = world.operators.hint(Prefix(tuple(PROMPT)), many(("Prefetch", {}), ("Prefetch", {})), None)
     assert [(answer.outcome, answer.num_blocks) for answer in answers] == [(DEFERRED, 2), (REJECTED, 0)]
     assert len(begun) == 2
     assert send(world, "Prefetch") == (REJECTED, 0)
@@ -199,11 +208,11 @@ def test_what_is_on_its_way_to_the_device_is_not_fetched_again():
 )
 def test_an_action_that_means_nothing_is_rejected_by_itself(kind, version, payload, detail):
     world = with_prompt()
-    before = state_hash(world.manager.queries.state())
-    (answer,), begun = world.manager.operators.hint(Prefix(tuple(PROMPT)), hints(kind, version, **payload), None)
+    before = state_hash(world.queries.state())
+    (answer,), begun = world.operators.hint(Prefix(tuple(PROMPT)), hints(kind, version, **payload), None)
     assert (answer.outcome, answer.num_blocks, begun) == (REJECTED, 0, [])
     assert answer.detail.startswith(detail)
-    assert state_hash(world.manager.queries.state()) == before
+    assert state_hash(world.queries.state()) == before
 
 
 def test_what_a_request_retains_is_deferred_until_it_is_computed():
@@ -265,12 +274,10 @@ def test_a_prompt_is_hashed_looked_up_and_leased_once_for_all_actions(kind, payl
 def test_of_several_wishes_in_one_envelope_the_last_counts():
     world = with_prompt()
     wishes = [("Retain", {"priority": 80}), ("Demote", {}), ("Retain", {"priority": 60}), ("Retain", {"priority": 101})]
-    answers, _ = world.manager.operators.hint(Prefix(tuple(PROMPT)), many(*wishes), None)
+    answers, _ = world.operators.hint(Prefix(tuple(PROMPT)), many(*wishes), None)
     assert [answer.outcome for answer in answers] == [CLIPPED, ACCEPTED, CLIPPED, REJECTED]
     assert {priority for _, priority in blocks(world)} == {60}
-    answers, _ = world.manager.operators.hint(
-        Prefix(tuple(PROMPT)), many(("Retain", {"priority": 90}), ("Demote", {})), None
-    )
+    answers, _ = world.operators.hint(Prefix(tuple(PROMPT)), many(("Retain", {"priority": 90}), ("Demote", {})), None)
     assert {priority for _, priority in blocks(world)} == {0}
     world.check()
 
@@ -280,13 +287,13 @@ def test_actions_that_move_blocks_are_seen_by_those_behind_them():
     to_host, back = ("Demote", {"tier": "host"}), ("Prefetch", {})
     world.run([*range(50, 58), 1], "live")
     assert world.free == 3
-    answers, begun = world.manager.operators.hint(Prefix(tuple(PROMPT)), many(back, to_host, to_host, back, back), None)
+    answers, begun = world.operators.hint(Prefix(tuple(PROMPT)), many(back, to_host, to_host, back, back), None)
     found = [(answer.outcome, answer.num_blocks) for answer in answers]
     assert found == [(ACCEPTED, 0), (CLIPPED, 1), (REJECTED, 0), (REJECTED, 0), (REJECTED, 0)]
     assert begun == []
     world.run_executor_copies()
     world.check()
-    answers, _ = world.manager.operators.hint(Prefix(tuple(PROMPT)), many(back, back, to_host), None)
+    answers, _ = world.operators.hint(Prefix(tuple(PROMPT)), many(back, back, to_host), None)
     assert [(answer.outcome, answer.num_blocks) for answer in answers] == [(DEFERRED, 1), (REJECTED, 0), (REJECTED, 0)]
     world.run_executor_copies()
     world.check()
@@ -300,7 +307,7 @@ def test_a_wish_between_two_demotions_gives_the_second_a_place_to_go():
     world.run_executor_copies()
     world.cache(PROMPT)
     to_host = ("Demote", {"tier": "host"})
-    answers, _ = world.manager.operators.hint(
+    answers, _ = world.operators.hint(
         Prefix(tuple(PROMPT)), many(to_host, ("Retain", {"priority": 90, "duration_seconds": 5}), to_host), None
     )
     found = [(answer.outcome, answer.num_blocks) for answer in answers]
@@ -311,7 +318,7 @@ def test_a_wish_between_two_demotions_gives_the_second_a_place_to_go():
 
 def test_a_prefetch_takes_what_a_window_still_has_when_room_was_made_in_another_group():
     world = World(3, windows=(None, 5), host_blocks=2)
-    world.manager.operators.update_pool("e/0", 2, world.manager.queries.pool("e/0").etag, validate_only=False)
+    world.operators.update_pool("e/0", 2, world.queries.pool("e/0").etag, validate_only=False)
     world.cache(list(range(8)))
     assert send(world, "Demote", list(range(8)), tier="host") == (ACCEPTED, 4)
     world.run_executor_copies()
@@ -328,7 +335,7 @@ def test_pins_of_one_envelope_go_over_a_bounded_number_of_blocks(monkeypatch, bu
     monkeypatch.setattr(hint_runner, "MAX_PINNED_BLOCKS", 4)
     world = with_prompt(config=dataclasses.replace(CONFIG, pin_budget=budget))
     pins = many(*[("Pin", {"owner": f"o{number}", "duration_seconds": 5}) for number in range(3)])
-    answers, _ = world.manager.operators.hint(Prefix(tuple(PROMPT)), pins, None)
+    answers, _ = world.operators.hint(Prefix(tuple(PROMPT)), pins, None)
     assert [answer.outcome for answer in answers] == [first, first, REJECTED]
     assert answers[2].detail == "pins of this request are about 4 blocks already"
     # The next request's are its own.
@@ -338,11 +345,11 @@ def test_pins_of_one_envelope_go_over_a_bounded_number_of_blocks(monkeypatch, bu
 def test_callers_make_a_bounded_number_of_pins_and_operators_any():
     world = with_prompt()
     for number in range(MAX_PINS):
-        world.manager.operators.hint(Prefix(tuple(PROMPT)), hints("Pin", owner=f"o{number}", duration_seconds=50), None)
+        world.operators.hint(Prefix(tuple(PROMPT)), hints("Pin", owner=f"o{number}", duration_seconds=50), None)
     assert send(world, "Pin", owner="more", duration_seconds=5) == (REJECTED, 0)
     # Whose pin is there already keeps it.
     assert send(world, "Pin", owner="o1", duration_seconds=60)[0] is not REJECTED
-    (pinned,) = world.manager.operators.pin_prefix(Prefix(tuple(PROMPT)), "ops", 5.0, validate_only=False)
-    for name in (pinned.name, next(hold.name for hold in world.manager.queries.holds("hint/o2"))):
-        world.manager.operators.release_hold(name)
+    (pinned,) = world.operators.pin_prefix(Prefix(tuple(PROMPT)), "ops", 5.0, validate_only=False)
+    for name in (pinned.name, next(hold.name for hold in world.queries.holds("hint/o2"))):
+        world.operators.release_hold(name)
     assert send(world, "Pin", owner="more", duration_seconds=5)[0] is not REJECTED

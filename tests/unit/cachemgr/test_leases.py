@@ -6,11 +6,7 @@ import gc
 import pytest
 
 from cachemgr.blocks.block import Block
-from cachemgr.errors import (
-    StaleExecutorError,
-    UnknownExecutorError,
-    UnknownSchedulerError,
-)
+from cachemgr.errors import StaleExecutorError, UnknownExecutorError, UnknownSchedulerError
 from tests.support.in_process_manager import World
 from tests.support.random_operations import small_steps
 
@@ -28,7 +24,7 @@ def test_a_silent_scheduler_loses_its_sequences_and_their_blocks_stay_cached():
     world.manager.renew_executor("e", 1, 1)
     world.now = 10.1
     world.manager.expire()
-    assert list(world.manager.queries.sequences()) == []
+    assert list(world.queries.sequences()) == []
     assert world.free == 8
     world.check()
     with pytest.raises(UnknownSchedulerError):
@@ -48,7 +44,7 @@ def test_a_sync_and_an_admission_keep_the_scheduler():
     world.manager.renew_executor("e", 1, 1)
     world.now = 25.0
     world.manager.expire()
-    assert len(list(world.manager.queries.sequences())) == 1
+    assert len(list(world.queries.sequences())) == 1
 
 
 @pytest.mark.parametrize("is_silent", [False, True])
@@ -63,21 +59,21 @@ def test_what_a_scheduler_held_that_is_gone_is_freed_a_part_at_a_time_and_nothin
             world.now = 11.0
             world.manager.expire()
         world.start_scheduler()
-        assert [pool.used_blocks for pool in world.manager.queries.pools()] == [6]
-        assert list(world.manager.queries.sequences()) == []
+        assert [pool.used_blocks for pool in world.queries.pools()] == [6]
+        assert list(world.queries.sequences()) == []
         assert world.manager.is_behind
         world.check()
         # The id is free, and what is already freed can be found.
         assert world.admit([ord("a")] * 9, "a").cached_tokens == 8
         world.check()
-        assert [pool.used_blocks for pool in world.manager.queries.pools()] == [9]
+        assert [pool.used_blocks for pool in world.queries.pools()] == [9]
         world.manager.expire()
         world.check()
         assert world.manager.is_behind
         world.manager.expire()
         assert not world.manager.is_behind
-    assert [pool.used_blocks for pool in world.manager.queries.pools()] == [3]
-    assert [sequence.sequence_id for sequence in world.manager.queries.sequences()] == ["a"]
+    assert [pool.used_blocks for pool in world.queries.pools()] == [3]
+    assert [sequence.sequence_id for sequence in world.queries.sequences()] == ["a"]
     world.check()
 
 
@@ -102,14 +98,14 @@ def test_a_silent_executor_loses_its_pool_and_its_sequences_are_void():
     world.sync()
     world.now = 10.1
     world.manager.expire()
-    assert world.manager.queries.pools() == []
+    assert world.queries.pools() == []
     with pytest.raises(UnknownExecutorError):
         world.admit([1])
     answer = world.sync()
     assert answer.void_handles == [handle]
     assert answer.free_blocks == 0
     world.sync()
-    assert list(world.manager.queries.sequences()) == []
+    assert list(world.queries.sequences()) == []
 
 
 def test_a_lost_pool_leaves_nothing_to_the_garbage_collector():
@@ -141,7 +137,7 @@ def test_a_newer_executor_epoch_voids_everything_of_the_older_and_its_copies():
     assert world.free == 8
     assert world.manager.confirm_transfers("e", 2, [ticket], []) == 1
     assert world.manager.sync(world.next_sync()).void_handles == []
-    assert handle not in {view.sequence_handle for view in world.manager.queries.sequences()}
+    assert handle not in {view.sequence_handle for view in world.queries.sequences()}
     assert world.cached_tokens(list(range(8))) == 0
 
 

@@ -24,14 +24,14 @@ def cached(blocks: int) -> World:
 def lose(world: World) -> None:
     world.now += 1000
     world.manager.expire()
-    assert world.manager.queries.pools() == []
+    assert world.queries.pools() == []
 
 
 def test_of_a_few_blocks_watchers_hear_one_by_one():
     world = cached(40)
-    number, count = world.manager.queries.last_event, world.manager.queries.pools()[0].cached_blocks
+    number, count = world.queries.last_event, world.queries.pools()[0].cached_blocks
     lose(world)
-    events = world.manager.queries.events_after(number)
+    events = world.queries.events_after(number)
     causes = [event.cause for event in events if event.kind is EventKind.REMOVED]
     assert causes == [RemovalCause.EXECUTOR_LOST] * count
 
@@ -39,21 +39,21 @@ def test_of_a_few_blocks_watchers_hear_one_by_one():
 def test_of_too_many_blocks_watchers_hear_that_they_begin_again(monkeypatch):
     monkeypatch.setattr(lifecycle, "MOST_TOLD", 10)
     world = cached(40)
-    number, count = world.manager.queries.last_event, world.manager.queries.pools()[0].cached_blocks
+    number, count = world.queries.last_event, world.queries.pools()[0].cached_blocks
     lose(world)
-    assert world.manager.queries.last_event >= number + count
+    assert world.queries.last_event >= number + count
     with pytest.raises(EventsGoneError):
-        world.manager.queries.events_after(number)
+        world.queries.events_after(number)
     # No lease of a lost block ends later.
-    number = world.manager.queries.last_event
+    number = world.queries.last_event
     world.now += 1000
     world.manager.expire()
-    assert world.manager.queries.events_after(number) == []
+    assert world.queries.events_after(number) == []
     world.start_scheduler()
     world.start_executor()
     world.cache(list(range(40)))
     world.check()
-    assert next(event.kind for event in world.manager.queries.events_after(number)) is EventKind.CREATED
+    assert next(event.kind for event in world.queries.events_after(number)) is EventKind.CREATED
 
 
 def test_what_a_loss_costs_does_not_grow_with_the_blocks(monkeypatch):

@@ -169,17 +169,17 @@ def patient(num_blocks: int = 8) -> World:
 
 def priority(world: World) -> int:
     world.manager.expire()
-    return next(view.priority for _, view in world.manager.queries.blocks("e/0") if view.slot == 1)
+    return next(view.priority for _, view in world.queries.blocks("e/0") if view.slot == 1)
 
 
 def leases(world: World):
-    return [lease for _, view, lease in world.manager.queries.leases("e/0", "") if view.slot == 1]
+    return [lease for _, view, lease in world.queries.leases("e/0", "") if view.slot == 1]
 
 
 def broken(world: World, after: int = 0):
     return [
         event.lease
-        for event in world.manager.queries.events_after(after)
+        for event in world.queries.events_after(after)
         if event.kind is EventKind.LEASE_BROKEN and event.block.slot == 1
     ]
 
@@ -204,7 +204,7 @@ def test_of_too_many_leases_those_of_the_highest_priorities_stay_and_receipts_an
             ]
             assert gone
             model.kept = [one for one in model.kept if one not in gone]
-        seen = world.manager.queries.snapshot().number
+        seen = world.queries.snapshot().number
         model.start(world.now)
         assert priority(world) == model.state()[0]
         world.now += pause
@@ -218,13 +218,13 @@ def test_a_lease_that_makes_room_for_one_of_a_higher_priority_breaks_and_an_even
     world = patient()
     for count in range(MAX_LEASES):
         world.cache(PROMPT, retention=wish(10 + count, 1000.0 - count))
-    seen = world.manager.queries.snapshot().number
+    seen = world.queries.snapshot().number
     assert len(leases(world)) == MAX_LEASES
     world.cache(PROMPT, retention=wish(90, 5.0))
     assert priority(world) == 90
     (event,) = [
         event
-        for event in world.manager.queries.events_after(seen)
+        for event in world.queries.events_after(seen)
         if event.kind is EventKind.LEASE_BROKEN and event.block.slot == 1
     ]
     assert (event.cause, event.lease.priority, event.lease.remaining) == (RemovalCause.TOO_MANY_LEASES, 10, 1000.0)
@@ -317,13 +317,13 @@ def test_leases_that_a_record_has_too_many_of_come_back_in_linear_work():
     def work(number):
         world = patient()
         world.cache(PROMPT, session_id="u", retention=wish(60))
-        (record,) = [record for record in world.manager.queries.records("e") if record.slot == 1]
+        (record,) = [record for record in world.queries.records("e") if record.slot == 1]
         leases = tuple(LeaseRecord(f"session/{one}", 60, None, None) for one in range(number))
         world.lose_manager()
         world.now += 1
         spent = work_of(lambda: world.manager.register_executor(world.spec(), [record._replace(leases=leases)]))
         assert priority(world) == 60
-        (record,) = [record for record in world.manager.queries.records("e") if record.slot == 1]
+        (record,) = [record for record in world.queries.records("e") if record.slot == 1]
         assert len(record.leases) <= MAX_LEASES
         return spent
 

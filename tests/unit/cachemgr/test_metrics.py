@@ -14,7 +14,7 @@ def test_losses_are_told_by_their_cause_and_with_the_time_since_the_last_use():
     world = World(4)
     world.cache(list(range(13)))
     world.cache(list(range(100, 113)))
-    [device] = world.manager.queries.tiers("e/0")
+    [device] = world.queries.tiers("e/0")
     assert device.counters.evicted > 0
     for cause in list(RemovalCause)[1:]:
         told = scraped(world.manager, "tier_removed_blocks_total", pool="e/0", tier="device", cause=cause.name.lower())
@@ -59,7 +59,7 @@ def test_leases_are_told_by_how_they_ended():
     world.now = 5.0
     world.manager.expire()
     world.cache(list(range(4)), session_id="s", retention=wish(80, 5.0))
-    world.manager.operators.purge(BlockFilter(), validate_only=False)
+    world.operators.purge(BlockFilter(), validate_only=False)
     assert scraped(world.manager, "pool_honoured_leases_total", pool="e/0") == 3
     assert scraped(world.manager, "pool_broken_leases_total", pool="e/0") == 1
 

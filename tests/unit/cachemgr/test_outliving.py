@@ -41,7 +41,7 @@ def test_a_manager_whose_clock_went_back_gives_no_number_again_that_a_slot_is_kn
     world.done.clear()
     world.start_scheduler()
     world.manager.register_executor(world.spec(), list(world.journal.blocks.values()))
-    newest = max(record.generation for record in world.manager.queries.records("e"))
+    newest = max(record.generation for record in world.queries.records("e"))
     assert newest
     assert world.admit([1, 2, 3], "after").sequence_handle > newest
     world.check()
@@ -86,7 +86,7 @@ def test_what_has_lost_its_beginning_stays_until_that_is_computed_again():
 
 def test_what_has_lost_its_beginning_is_forgotten_with_it():
     world = beheaded()
-    receipt = world.manager.operators.forget(ForgetTarget(prefix=Prefix(tuple(PROMPT[:4]))), validate_only=False)
+    receipt = world.operators.forget(ForgetTarget(prefix=Prefix(tuple(PROMPT[:4]))), validate_only=False)
     assert receipt.removed == {TierKind.HOST: 2}
     world.check()
     world.run_executor_copies()
@@ -96,10 +96,10 @@ def test_what_has_lost_its_beginning_is_forgotten_with_it():
 def test_what_has_lost_its_beginning_is_purged_and_listed_by_its_prefix():
     world = beheaded()
     selected = BlockFilter(prefix=Prefix(tuple(PROMPT[:12])), pool_id="e/0")
-    assert sum(block is not None for block in world.manager.queries.filtered_blocks(selected)) == 2
-    assert world.manager.operators.purge(selected, validate_only=False).purged_blocks == 2
+    assert sum(block is not None for block in world.queries.filtered_blocks(selected)) == 2
+    assert world.operators.purge(selected, validate_only=False).purged_blocks == 2
     world.check()
-    assert list(world.manager.queries.records("e")) == []
+    assert list(world.queries.records("e")) == []
 
 
 def test_the_order_of_use_comes_back_with_lower_blocks():
@@ -110,13 +110,13 @@ def test_the_order_of_use_comes_back_with_lower_blocks():
     world.run([0, 1, 2, 3, 4], "again")
     world.finish("again")
     world.cache(list(range(80, 84)))
-    in_host = {block.token_ids[0] for block in world.manager.queries.records("e") if block.tier is TierKind.HOST}
+    in_host = {block.token_ids[0] for block in world.queries.records("e") if block.tier is TierKind.HOST}
     world.lose_manager()
     world.come_back()
     for first in (100, 110, 120, 130, 140, 150):
         world.cache(list(range(first, first + 4)))
         world.check()
-    left = {block.token_ids[0] for block in world.manager.queries.records("e")}
+    left = {block.token_ids[0] for block in world.queries.records("e")}
     assert left & in_host == set(sorted(in_host, key=lambda first: first or 75)[2:])
 
 
@@ -125,12 +125,12 @@ def test_the_order_of_use_comes_back_with_lower_blocks():
 
 def test_lower_blocks_stay_when_the_executor_starts_again():
     world = offloaded()
-    before = world.manager.queries.last_event
-    keys = {block.key for block in world.manager.queries.records("e") if block.tier is TierKind.HOST}
+    before = world.queries.last_event
+    keys = {block.key for block in world.queries.records("e") if block.tier is TierKind.HOST}
     assert world.start_executor() == (0, 4)
     world.check()
-    assert {block.key for block in world.manager.queries.records("e")} == keys
-    events = world.manager.queries.events_after(before)
+    assert {block.key for block in world.queries.records("e")} == keys
+    events = world.queries.events_after(before)
     assert {(event.kind, event.cause) for event in events} == {(EventKind.REMOVED, RemovalCause.EXECUTOR_LOST)}
     assert len(events) == 4
     world.sync()
@@ -142,7 +142,7 @@ def test_another_model_finds_nothing_below():
     world = offloaded()
     spec = dataclasses.replace(world.spec(), executor_epoch=2, model_fingerprint=b"g" * 32)
     assert world.manager.register_executor(spec) == (0, 0)
-    assert world.manager.queries.check_pool() == []
+    assert world.queries.check_pool() == []
 
 
 def test_sizes_may_change_when_the_executor_starts_again():
@@ -156,7 +156,7 @@ def test_sizes_may_change_when_the_executor_starts_again():
     world.host_blocks = 6
     assert world.start_executor().lower_blocks == 3
     world.check()
-    (host, _) = world.manager.queries.pools()[0].lower_tiers
+    (host, _) = world.queries.pools()[0].lower_tiers
     assert (host.total_blocks, host.free_blocks, host.cached_blocks) == (6, 6, 3)
 
 
@@ -173,33 +173,33 @@ def test_copies_down_that_were_completed_count_and_others_do_not():
 
 def test_leases_holds_and_quotas_go_on_below():
     world = World(4, host_blocks=4, config=dataclasses.replace(CONFIG, pin_budget=1.0))
-    world.manager.operators.set_quota(Quota(salt="a", host_ceiling=2), validate_only=False)
+    world.operators.set_quota(Quota(salt="a", host_ceiling=2), validate_only=False)
     world.cache(PROMPT[:8], salt="a", retention=wish(90, 50.0))
     world.cache(list(range(100, 116)))
     prefix = Prefix(tuple(PROMPT[:8]), salt="a")
-    (pinned,) = world.manager.operators.pin_prefix(prefix, "ops", 60.0, validate_only=False)
+    (pinned,) = world.operators.pin_prefix(prefix, "ops", 60.0, validate_only=False)
     assert pinned.receipt.num_blocks == 2
     world.now = 5.0
     world.sync()
     world.renew()
     assert world.start_executor().lower_blocks == 2
     world.check()
-    (hold,) = world.manager.queries.holds()
-    assert (hold.num_blocks, world.manager.queries.pools()[0].lower_tiers[0].used_blocks) == (2, 2)
-    assert [lease.remaining for _, _, lease in world.manager.queries.leases("e/0", "")] == [45.0, 45.0]
-    assert [(quota.salt, host) for quota, _, _, host in world.manager.queries.quotas()] == [("a", 2)]
-    world.manager.operators.release_hold(hold.name)
+    (hold,) = world.queries.holds()
+    assert (hold.num_blocks, world.queries.pools()[0].lower_tiers[0].used_blocks) == (2, 2)
+    assert [lease.remaining for _, _, lease in world.queries.leases("e/0", "")] == [45.0, 45.0]
+    assert [(quota.salt, host) for quota, _, _, host in world.queries.quotas()] == [("a", 2)]
+    world.operators.release_hold(hold.name)
     world.check()
 
 
 def test_what_was_to_be_overwritten_below_still_is():
     world = offloaded()
-    world.manager.operators.forget(ForgetTarget(prefix=Prefix(tuple(PROMPT[:8]))), validate_only=False)
-    zeroing = {(copy.target_tier, copy.target_slot) for copy in world.manager.queries.executor_transfers("e")}
+    world.operators.forget(ForgetTarget(prefix=Prefix(tuple(PROMPT[:8]))), validate_only=False)
+    zeroing = {(copy.target_tier, copy.target_slot) for copy in world.queries.executor_transfers("e")}
     assert {tier for tier, _ in zeroing} == {TierKind.HOST}
     world.start_executor()
     world.check()
-    again = {(copy.target_tier, copy.target_slot) for copy in world.manager.queries.executor_transfers("e")}
+    again = {(copy.target_tier, copy.target_slot) for copy in world.queries.executor_transfers("e")}
     assert again == zeroing
     world.run_executor_copies()
     world.check()
@@ -211,7 +211,7 @@ def test_nobody_is_admitted_before_the_sequences_of_the_epoch_before_are_release
     world.run([1], "old")
     assert world.start_executor().lower_blocks == 4
     request = world.request(PROMPT)
-    preview, admission = world.manager.queries.preview(request, 1), world.manager.admit(request)
+    preview, admission = world.queries.preview(request, 1), world.manager.admit(request)
     assert (preview.admitted, preview.blocks_short) == (admission.admitted, admission.blocks_short) == (False, 1)
     world.check()
     world.sync()
@@ -227,7 +227,7 @@ def test_the_order_of_use_stays_when_the_executor_starts_again():
     for first in (100, 110, 120, 130, 140, 150):
         world.cache(list(range(first, first + 4)))
         world.check()
-    left = {block.token_ids[0] for block in world.manager.queries.records("e")}
+    left = {block.token_ids[0] for block in world.queries.records("e")}
     assert {first for first in left if first < 100} == {20, 30}
 
 
@@ -237,7 +237,7 @@ def pinned() -> World:
     world.cache(PROMPT[:12])
     world.run([*PROMPT[:4], 99], "first")
     world.cache(list(range(100, 108)))
-    (made,) = world.manager.operators.pin_prefix(Prefix(tuple(PROMPT[:12])), "ops", 60.0, validate_only=False)
+    (made,) = world.operators.pin_prefix(Prefix(tuple(PROMPT[:12])), "ops", 60.0, validate_only=False)
     assert (made.receipt.num_blocks, world.tiers()) == (3, {"device": 3, "host": 2})
     return world
 
@@ -249,7 +249,7 @@ def test_nothing_is_pinned_that_has_lost_what_it_stands_on(way):
         assert world.start_executor() == (0, 2)
         world.sync()
     else:
-        (pin,) = world.manager.queries.entries(Kind.PIN, "e")
+        (pin,) = world.queries.entries(Kind.PIN, "e")
         world.lose_manager()
         world.executor_epoch += 1
         world.device.lose()
@@ -257,7 +257,7 @@ def test_nothing_is_pinned_that_has_lost_what_it_stands_on(way):
         world.journal.blocks = {block.place: block for block in below}
         assert world.manager.register_executor(world.spec(), below, [pin]) == (0, 2)
     world.check()
-    assert list(world.manager.queries.holds()) == []
+    assert list(world.queries.holds()) == []
     # Once its beginning is there again, all of it is used and let go.
     world.run([*PROMPT[:4], 99], "again")
     world.run(PROMPT[:12], "whole")

@@ -20,15 +20,13 @@ def roomy(num_blocks: int = 10, budget: float = 0.3, **options: object) -> World
 
 
 def pin(world: World, tokens: list[int] = PROMPT, owner: str = "ops", seconds: float = 10.0, **options: object):
-    (pinned,) = world.manager.operators.pin_prefix(
-        Prefix(tuple(tokens), **options), owner, seconds, validate_only=False
-    )
+    (pinned,) = world.operators.pin_prefix(Prefix(tuple(tokens), **options), owner, seconds, validate_only=False)
     world.check()
     return pinned
 
 
 def cached(world: World, tokens: list[int] = PROMPT) -> int:
-    return world.manager.queries.explain(Prefix(tuple(tokens)), 0)[0].cached_tokens
+    return world.queries.explain(Prefix(tuple(tokens)), 0)[0].cached_tokens
 
 
 def flood(world: World, blocks: int, **options: object) -> bool:
@@ -58,12 +56,12 @@ def test_a_pin_has_an_owner_and_ends_with_its_time():
     pinned = pin(world)
     world.now = 4.0
     world.manager.expire()
-    (hold,) = world.manager.queries.holds("ops")
+    (hold,) = world.queries.holds("ops")
     assert (hold.name, hold.pin, hold.remaining, hold.num_blocks) == (pinned.name, True, 6.0, 2)
-    assert list(world.manager.queries.holds("nobody")) == []
+    assert list(world.queries.holds("nobody")) == []
     world.now = 10.0
     world.manager.expire()
-    assert list(world.manager.queries.holds()) == []
+    assert list(world.queries.holds()) == []
     assert world.free == 10
     assert cached(world) == 8
     world.check()
@@ -74,11 +72,11 @@ def test_a_released_pin_leaves_its_blocks_cached():
     world = roomy()
     world.cache(PROMPT)
     pinned = pin(world)
-    assert world.manager.operators.release_hold(pinned.name) == 2
+    assert world.operators.release_hold(pinned.name) == 2
     world.check()
     assert (world.free, cached(world)) == (10, 8)
     with pytest.raises(UnknownHoldError) as refused:
-        world.manager.operators.release_hold(pinned.name)
+        world.operators.release_hold(pinned.name)
     assert list(refused.value.fields) == ["name"]
 
 
@@ -96,11 +94,11 @@ def test_what_exceeds_the_budget_is_clipped_from_the_tail():
 def test_a_pin_without_budget_or_blocks_is_rejected_and_changes_nothing(tokens, budget):
     world = roomy(budget=budget)
     world.cache(PROMPT)
-    before = state_hash(world.manager.queries.state())
+    before = state_hash(world.queries.state())
     pinned = pin(world, tokens)
     assert (pinned.name, pinned.receipt.outcome, bool(pinned.receipt.reason)) == ("", Outcome.REJECTED, True)
-    assert list(world.manager.queries.holds()) == []
-    assert state_hash(world.manager.queries.state()) == before
+    assert list(world.queries.holds()) == []
+    assert state_hash(world.queries.state()) == before
 
 
 def test_the_oldest_pin_becomes_a_lease_when_a_newer_one_needs_the_budget():
@@ -109,17 +107,15 @@ def test_the_oldest_pin_becomes_a_lease_when_a_newer_one_needs_the_budget():
     world.cache(OTHER)
     old = pin(world, owner="old", seconds=20.0)
     world.now = 5.0
-    (said,) = world.manager.operators.pin_prefix(Prefix(tuple(OTHER)), "new", 10.0, validate_only=True)
+    (said,) = world.operators.pin_prefix(Prefix(tuple(OTHER)), "new", 10.0, validate_only=True)
     new = pin(world, OTHER, owner="new")
     assert said.degraded == new.degraded == (old.name,)
-    assert [hold.owner for hold in world.manager.queries.holds()] == ["new"]
-    leases = [
-        (view.slot, lease.priority, lease.remaining) for _, view, lease in world.manager.queries.leases("e/0", "")
-    ]
+    assert [hold.owner for hold in world.queries.holds()] == ["new"]
+    leases = [(view.slot, lease.priority, lease.remaining) for _, view, lease in world.queries.leases("e/0", "")]
     assert leases == [(1, 100, 15.0), (2, 100, 15.0)]
     world.now = 20.0
     world.manager.expire()
-    assert list(world.manager.queries.leases("e/0", "")) == []
+    assert list(world.queries.leases("e/0", "")) == []
     world.check()
 
 
@@ -130,7 +126,7 @@ def test_only_as_many_pins_give_way_as_are_needed_oldest_first():
         world.cache(prompt)
     names = [pin(world, prompt).name for prompt in prompts[:3]]
     assert pin(world, prompts[3]).degraded == (names[0],)
-    assert [hold.name for hold in world.manager.queries.holds()][:2] == names[1:]
+    assert [hold.name for hold in world.queries.holds()][:2] == names[1:]
 
 
 def test_a_pin_of_what_lies_on_the_host_keeps_it_there():
@@ -149,9 +145,7 @@ def test_a_pin_takes_work_in_proportion_to_its_blocks():
         world = roomy(blocks + 10, budget=1.0)
         prompt = list(range(4 * blocks))
         world.cache(prompt)
-        work = work_of(
-            lambda: world.manager.operators.pin_prefix(Prefix(tuple(prompt)), "ops", 5.0, validate_only=False)
-        )
+        work = work_of(lambda: world.operators.pin_prefix(Prefix(tuple(prompt)), "ops", 5.0, validate_only=False))
         world.check()
         return work
 

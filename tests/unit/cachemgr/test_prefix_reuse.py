@@ -49,7 +49,7 @@ def test_partly_filled_blocks_that_nothing_could_find_are_not_stored():
     off = ManagerConfig(capacity_ahead_tokens=0, free_watermark=0, partial_reuse=False, copy_on_partial_reuse=False)
     world = World(4, config=off)
     world.cache(list(range(10)))
-    assert world.manager.queries.pools()[0].cached_blocks == 2
+    assert world.queries.pools()[0].cached_blocks == 2
     # Another's end takes an empty slot, and all that was cached stays.
     world.cache([90, 91])
     world.cache([95, 96])
@@ -82,7 +82,7 @@ def test_a_shorter_block_that_was_in_use_when_a_longer_one_came_goes_with_its_la
     world.step(names={"b"})
     world.confirm()
     world.check()
-    records = {block.token_ids: block for block in world.manager.queries.records("e")}
+    records = {block.token_ids: block for block in world.queries.records("e")}
     assert (1, 2, 0) not in records
     assert any(block.leases for tokens, block in records.items() if tokens[:3] == (1, 2, 0))
 
@@ -91,7 +91,7 @@ def test_what_an_earlier_attempt_generated_takes_the_wish_for_the_output():
     world = World()
     retention = Retention((RetentionRange(0, None, 90),), 5)
     world.cache(list(range(12)), num_prompt_tokens=4, retention=retention)
-    assert [block.leases[0].priority for block in world.manager.queries.records("e")] == [90, 5, 5]
+    assert [block.leases[0].priority for block in world.queries.records("e")] == [90, 5, 5]
     for wrong in (0, 13):
         with pytest.raises(InvalidField) as refused:
             world.admit(list(range(12)), num_prompt_tokens=wrong)

@@ -17,19 +17,19 @@ from tests.support.work import work_of
 
 
 def quota(world: World, **fields: object) -> None:
-    world.manager.operators.set_quota(Quota(**fields), validate_only=False)
+    world.operators.set_quota(Quota(**fields), validate_only=False)
     world.check()
 
 
 def counts(world: World) -> dict[str, int]:
     """Device blocks by account."""
-    return {one.tenant_id or one.salt: device for one, _, device, _ in world.manager.queries.quotas()}
+    return {one.tenant_id or one.salt: device for one, _, device, _ in world.queries.quotas()}
 
 
 def cached(world: World) -> dict[str | None, int]:
     """Indexed device blocks by tenant."""
     found: dict[str | None, int] = {}
-    for block in world.manager.queries.records("e"):
+    for block in world.queries.records("e"):
         found[block.tenant_id] = found.get(block.tenant_id, 0) + 1
     return found
 
@@ -113,15 +113,12 @@ def test_the_quota_of_a_tenant_goes_before_that_of_the_salt():
 def test_what_is_more_than_a_ceiling_is_refused_instead_of_waiting_for_ever():
     world = World(8)
     quota(world, tenant_id="t", device_ceiling=2)
-    before = state_hash(world.manager.queries.state())
-    for ask in (
-        world.admit,
-        lambda tokens, **options: world.manager.queries.preview(world.request(tokens, **options), 0),
-    ):
+    before = state_hash(world.queries.state())
+    for ask in (world.admit, lambda tokens, **options: world.queries.preview(world.request(tokens, **options), 0)):
         with pytest.raises(SequenceTooLongError, match=r"3 blocks .* 2 of its quota") as refused:
             ask(list(range(9)), tenant_id="t")
         assert list(refused.value.fields) == ["token_ids"]
-    assert state_hash(world.manager.queries.state()) == before
+    assert state_hash(world.queries.state()) == before
     quota(world, tenant_id="t", device_ceiling=0)
     with pytest.raises(SequenceTooLongError):
         world.admit([1], tenant_id="t")
@@ -162,21 +159,21 @@ def test_a_floor_of_the_host_is_kept_for_its_owner():
     for first in (100, 200, 300):
         world.cache(list(range(first, first + 16)))
         world.check()
-    ((_, _, _, host),) = world.manager.queries.quotas()
+    ((_, _, _, host),) = world.queries.quotas()
     assert host == 2
 
 
 def test_floors_that_do_not_fit_together_are_refused_and_nothing_changes():
     world = World(8, host_blocks=2)
     quota(world, tenant_id="t", device_floor=5)
-    before = list(world.manager.queries.quotas())
+    before = list(world.queries.quotas())
     with pytest.raises(QuotaTooLargeError) as refused:
         quota(world, salt="a", device_floor=4)
     assert list(refused.value.fields) == ["quota.device_floor_blocks"]
     assert "at most 3" in str(refused.value.fields)
     with pytest.raises(QuotaTooLargeError):
         quota(world, salt="a", host_floor=3)
-    assert list(world.manager.queries.quotas()) == before
+    assert list(world.queries.quotas()) == before
     quota(world, salt="a", device_floor=3)
     quota(world, tenant_id="t", device_floor=4)
 
@@ -187,19 +184,19 @@ def test_quotas_change_and_go_while_blocks_are_cached_and_used():
     world.run(list(range(100, 108)), "a", tenant_id="t")
     world.cache(list(range(200, 208)), tenant_id="u")
     quota(world, tenant_id="t", device_floor=2, device_ceiling=6)
-    assert counts(world)["t"] == world.manager.queries.pools()[0].used_blocks + 2
+    assert counts(world)["t"] == world.queries.pools()[0].used_blocks + 2
     quota(world, tenant_id="t", device_ceiling=2)
     quota(world, tenant_id="u", device_floor=1)
-    world.manager.operators.delete_quota(Quota(tenant_id="t"))
+    world.operators.delete_quota(Quota(tenant_id="t"))
     world.check()
     assert list(counts(world)) == ["u"]
     world.finish("a")
     world.check()
     with pytest.raises(UnknownQuotaError) as refused:
-        world.manager.operators.delete_quota(Quota(tenant_id="t"))
+        world.operators.delete_quota(Quota(tenant_id="t"))
     assert list(refused.value.fields) == ["tenant_id"]
     assert list(counts(world)) == ["u"]
-    world.manager.operators.delete_quota(Quota(tenant_id="u"))
+    world.operators.delete_quota(Quota(tenant_id="u"))
     world.check()
     assert world.admit([9] * 48).admitted
 
@@ -211,8 +208,8 @@ def test_an_admission_costs_the_same_however_many_have_quotas_and_blocks(options
     def work(tenants: int) -> int:
         world = World(tenants + 60)
         for number in range(tenants):
-            world.manager.operators.set_quota(Quota(tenant_id=f"t{number}", **options), validate_only=False)
-        world.manager.operators.set_quota(Quota(tenant_id="me"), validate_only=False)
+            world.operators.set_quota(Quota(tenant_id=f"t{number}", **options), validate_only=False)
+        world.operators.set_quota(Quota(tenant_id="me"), validate_only=False)
         for number in range(tenants):
             world.cache([number, 1, 2, 3], tenant_id=f"t{number}")
         prompt = list(range(50_000, 50_080))
@@ -256,7 +253,7 @@ def test_a_quota_finds_the_blocks_of_its_salt_in_all_sessions_and_adapters():
     assert counts(world)["a"] == 9
     quota(world, tenant_id="t", device_floor=1)
     assert counts(world) == {"a": 6, "t": 3}
-    world.manager.operators.delete_quota(Quota(tenant_id="t"))
+    world.operators.delete_quota(Quota(tenant_id="t"))
     world.check()
     assert counts(world) == {"a": 9}
 
@@ -291,7 +288,7 @@ def test_a_block_counts_for_whose_sequence_stores_it_though_another_filled_it():
     world.admit(list(range(8)), "first", tenant_id="t", session_id="x")
     assert world.admit([*range(8), 50], "second", session_id="y").wait_for_handle
     # The first stores nothing any more; what the second shares with it is the second's to store.
-    world.manager.operators.forget(ForgetTarget(session_id="x"), validate_only=False)
+    world.operators.forget(ForgetTarget(session_id="x"), validate_only=False)
     world.step(20)
     world.sync()
     world.check()
@@ -306,7 +303,7 @@ def test_blocks_come_to_count_against_quotas_that_are_remembered_a_part_at_a_tim
     world.cache([1] * 9, salt="a")
     world.cache([2] * 9, salt="b")
     with small_steps():
-        world.manager.operators.restore([], [Quota(salt="a", device_floor=1), Quota(salt="b", device_floor=2)], [])
+        world.operators.restore([], [Quota(salt="a", device_floor=1), Quota(salt="b", device_floor=2)], [])
         assert counts(world) == {"a": 0, "b": 0}
         assert world.manager.is_behind
         world.check()

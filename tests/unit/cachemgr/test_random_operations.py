@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 
+from tests.fuzz import cache_manager
 from tests.support.random_operations import live_long
 
 
@@ -24,3 +25,13 @@ def test_so_does_a_life_with_room_for_many_sequences_that_evict_tokens(seed):
 def test_so_does_a_life_in_which_memory_moves_between_groups(seed):
     windows = [(None, 5), (None, 2, 9), (None,)]
     live_long(seed, 400, moves=6, windows=Random(seed).choice(windows), movable=6)
+
+
+def test_the_program_runs_lives_and_says_how_to_run_one_that_fails_again(monkeypatch, capsys):
+    assert cache_manager.main(["--lives", "2", "--operations", "5", "--first", "1"]) == 0
+    assert capsys.readouterr().out.endswith("2 lives, 0 failed\n")
+    monkeypatch.setattr(cache_manager, "live_long", lambda seed, operations: {}[seed])
+    assert cache_manager.main(["--lives", "1", "--operations", "5", "--first", "7"]) == 1
+    assert 'make fuzz-manager ARGS="--first 7 --lives 1 --operations 5"' in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cache_manager.main(["--seconds", "0"])

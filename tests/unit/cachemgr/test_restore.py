@@ -35,7 +35,7 @@ def test_the_store_hears_of_a_lease_that_another_covers():
     shared = LeaseRecord("shared", 90, 30.0, 20.0, None)
     remembered = [block._replace(leases=(session, shared)) for block in world.journal.blocks.values()]
     assert restart(world, remembered) == 3
-    assert {block.leases for block in world.manager.queries.records("e")} == {(shared,)}
+    assert {block.leases for block in world.queries.records("e")} == {(shared,)}
     world.check()
 
 
@@ -51,18 +51,18 @@ def test_the_store_hears_of_a_lease_that_comes_from_a_shorter_block():
     remembered = sorted(world.journal.blocks.values(), key=lambda block: len(block.tokens))
     assert [len(block.token_ids) for block in remembered] == [2, 4]
     assert restart(world, remembered) == 1
-    (block,) = world.manager.queries.records("e")
+    (block,) = world.queries.records("e")
     assert [lease.priority for lease in block.leases] == [60]
     world.check()
 
 
 def test_a_block_whose_taker_ends_before_it_computes_comes_back():
     world = cached(config=dataclasses.replace(CONFIG, copy_on_partial_reuse=False))
-    before = {block.place for block in world.manager.queries.records("e")}
+    before = {block.place for block in world.queries.records("e")}
     assert world.admit([*PROMPT, 7], "b", salt="x", adapter_id=3).cached_tokens == 10
     world.manager.release(world.caller, "b")
     assert restart(world) == 3
-    assert {block.place for block in world.manager.queries.records("e")} == before
+    assert {block.place for block in world.queries.records("e")} == before
 
 
 def test_a_block_that_was_written_after_it_was_stored_is_dropped_with_what_stands_on_it():
@@ -107,7 +107,7 @@ def test_an_entry_that_does_not_hold_is_dropped(damage, kept):
     world.manager = CacheManager(2, lambda: world.now, CONFIG)
     world.start_scheduler()
     assert world.manager.register_executor(world.spec(), blocks).device_blocks == kept
-    assert world.manager.queries.check_pool() == []
+    assert world.queries.check_pool() == []
 
 
 def test_what_is_dropped_is_removed_from_the_store_and_what_is_kept_is_not_written_again():
@@ -124,16 +124,16 @@ def test_no_copy_meets_what_still_runs_in_an_executor_that_was_silent():
     world = World(8, host_blocks=4)
     world.run(PROMPT, "live")
     world.silence_executor()
-    world.manager.operators.forget(ForgetTarget(prefix=Prefix((0, 1, 2, 3))), validate_only=False)
+    world.operators.forget(ForgetTarget(prefix=Prefix((0, 1, 2, 3))), validate_only=False)
     # The scheduler has not heard yet that its sequence is void: a step may read these slots, and write behind them.
     world.renew()
-    assert world.manager.queries.executor_transfers("e") == []
+    assert world.queries.executor_transfers("e") == []
     world.run_executor_copies()
     world.step()
     world.sync()
     assert not world.live
     world.sync()
-    assert len(world.manager.queries.executor_transfers("e")) == 2
+    assert len(world.queries.executor_transfers("e")) == 2
     world.run_executor_copies()
     world.check()
     assert world.free == 8

@@ -28,17 +28,17 @@ ALL = RuleMatch()
 
 def make(world: World, name: str, match: RuleMatch = ALL, order: int = 0, **action: object):
     spec = RetentionRule(name, order, match, RuleAction(**action))
-    return world.manager.operators.create_rule(spec, validate_only=False)
+    return world.operators.create_rule(spec, validate_only=False)
 
 
 def priorities(world: World) -> dict[int, int]:
     """Priority of the block with each first token."""
     world.manager.expire()
-    return {unpack(view.tokens)[0]: view.priority for _, view in world.manager.queries.blocks("e/0") if view.key}
+    return {unpack(view.tokens)[0]: view.priority for _, view in world.queries.blocks("e/0") if view.key}
 
 
 def holders(world: World) -> set[str]:
-    return {lease.holder for _, _, lease in world.manager.queries.leases("e/0", "")}
+    return {lease.holder for _, _, lease in world.queries.leases("e/0", "")}
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_the_first_rule_in_order_speaks_and_names_decide_among_equals():
     make(world, "b", RuleMatch(start=4), order=2, priority=60)
     make(world, "a", RuleMatch(start=4), order=2, priority=50)
     make(world, "y", order=3, priority=10)
-    assert [rule.name for rule in world.manager.queries.rules()] == ["z", "a", "b", "y"]
+    assert [rule.name for rule in world.queries.rules()] == ["z", "a", "b", "y"]
     world.cache(PROMPT)
     assert priorities(world) == {10: 90, 14: 50, 18: 50}
 
@@ -105,10 +105,10 @@ def test_a_floor_for_offload_decides_what_moves_down_also_for_requests_with_wish
     make(world, "r", RuleMatch(salt="a"), offload_min_priority=60)
     world.cache(PROMPT, salt="a")
     world.cache(list(range(100, 116)), no_store=True)
-    assert world.manager.queries.explain(Prefix(tuple(PROMPT), salt="a"), 0)[0].blocks == []
+    assert world.queries.explain(Prefix(tuple(PROMPT), salt="a"), 0)[0].blocks == []
     world.cache(PROMPT, salt="a", retention=wish(70))
     world.cache(list(range(100, 116)), no_store=True)
-    below = world.manager.queries.explain(Prefix(tuple(PROMPT), salt="a"), 0)[0].blocks
+    below = world.queries.explain(Prefix(tuple(PROMPT), salt="a"), 0)[0].blocks
     assert {view.tier for view, _, _ in below} == {TierKind.HOST}
     world.check()
 
@@ -117,12 +117,12 @@ def test_a_change_reaches_cached_blocks_at_once_and_is_told():
     world = World(12)
     make(world, "r", priority=80)
     world.cache(PROMPT)
-    before = world.manager.queries.last_event
+    before = world.queries.last_event
     spec = RetentionRule("r", action=RuleAction(priority=60))
-    _, leases, matching = world.manager.operators.update_rule(spec, ("action.retention_priority",), validate_only=False)
+    _, leases, matching = world.operators.update_rule(spec, ("action.retention_priority",), validate_only=False)
     assert (leases, matching) == (3, 3)
     assert set(priorities(world).values()) == {60}
-    told = {(event.kind, event.lease and event.lease.priority) for event in world.manager.queries.events_after(before)}
+    told = {(event.kind, event.lease and event.lease.priority) for event in world.queries.events_after(before)}
     assert (EventKind.LEASE_GRANTED, 60) in told
     world.check()
 
@@ -131,9 +131,7 @@ def test_a_change_reaches_what_running_sequences_store_later():
     world = World(12)
     make(world, "r", priority=80)
     world.admit(PROMPT, "a")
-    world.manager.operators.update_rule(
-        RetentionRule("r", action=RuleAction(priority=60)), ("action",), validate_only=False
-    )
+    world.operators.update_rule(RetentionRule("r", action=RuleAction(priority=60)), ("action",), validate_only=False)
     world.compute(world.live["a"], 9)
     world.finish("a")
     assert set(priorities(world).values()) == {60}
@@ -156,13 +154,13 @@ def test_a_deleted_rule_ends_its_leases_with_events_and_others_stay():
     world.cache(PROMPT)
     world.cache(PROMPT, session_id="x", retention=wish(50))
     world.run(PROMPT, "live", salt="a")
-    before = world.manager.queries.last_event
-    assert world.manager.operators.delete_rule("r", "", validate_only=True) == 3
-    assert world.manager.operators.delete_rule("r", "", validate_only=False) == 3
+    before = world.queries.last_event
+    assert world.operators.delete_rule("r", "", validate_only=True) == 3
+    assert world.operators.delete_rule("r", "", validate_only=False) == 3
     assert holders(world) == {"session/x", "rule/s"}
-    broken = [event for event in world.manager.queries.events_after(before) if event.kind is EventKind.LEASE_BROKEN]
+    broken = [event for event in world.queries.events_after(before) if event.kind is EventKind.LEASE_BROKEN]
     assert [(event.cause, event.lease.holder) for event in broken] == [(RemovalCause.RULE_CHANGED, "rule/r")] * 3
-    assert [rule.name for rule in world.manager.queries.rules()] == ["s"]
+    assert [rule.name for rule in world.queries.rules()] == ["s"]
     world.check()
     world.cache([1, 2, 3, 4])
     assert holders(world) == {"session/x", "rule/s"}
@@ -172,29 +170,27 @@ def test_etags_change_with_every_change_and_stale_ones_are_refused():
     world = World(12)
     first, _ = make(world, "r", priority=80)
     changed = RetentionRule("r", action=RuleAction(priority=60), etag=first.etag)
-    second, _, _ = world.manager.operators.update_rule(changed, FIELDS, validate_only=False)
+    second, _, _ = world.operators.update_rule(changed, FIELDS, validate_only=False)
     assert second.etag != first.etag
-    before = world.manager.queries.rules()
+    before = world.queries.rules()
     with pytest.raises(StaleRuleError) as refused:
-        world.manager.operators.update_rule(changed, FIELDS, validate_only=False)
+        world.operators.update_rule(changed, FIELDS, validate_only=False)
     assert list(refused.value.fields) == ["rule.etag"]
     with pytest.raises(StaleRuleError):
-        world.manager.operators.delete_rule("r", first.etag, validate_only=False)
-    assert world.manager.queries.rules() == before
-    world.manager.operators.delete_rule("r", second.etag, validate_only=False)
+        world.operators.delete_rule("r", first.etag, validate_only=False)
+    assert world.queries.rules() == before
+    world.operators.delete_rule("r", second.etag, validate_only=False)
 
 
 def test_a_mask_changes_only_what_it_names():
     world = World(12)
     make(world, "r", RuleMatch(salt="a", start=4), order=3, priority=80, duration=5.0)
     spec = RetentionRule("r", 9, RuleMatch(salt="b"), RuleAction(priority=60))
-    rule, _, _ = world.manager.operators.update_rule(
-        spec, ("action.retention_priority", "match.salt"), validate_only=False
-    )
+    rule, _, _ = world.operators.update_rule(spec, ("action.retention_priority", "match.salt"), validate_only=False)
     assert (rule.order, rule.match, rule.action) == (3, RuleMatch(salt="b", start=4), RuleAction(60, 5.0))
-    rule, _, _ = world.manager.operators.update_rule(spec, ("order",), validate_only=False)
+    rule, _, _ = world.operators.update_rule(spec, ("order",), validate_only=False)
     assert (rule.order, rule.match.start) == (9, 4)
-    rule, _, _ = world.manager.operators.update_rule(spec, FIELDS, validate_only=False)
+    rule, _, _ = world.operators.update_rule(spec, FIELDS, validate_only=False)
     assert (rule.match, rule.action) == (spec.match, spec.action)
 
 
@@ -202,7 +198,7 @@ def test_a_rule_pins_what_a_request_leaves():
     world = World(20)
     make(world, "r", RuleMatch(end=8), pin_duration=5.0)
     world.cache(PROMPT)
-    (hold,) = world.manager.queries.holds()
+    (hold,) = world.queries.holds()
     assert (hold.pin, hold.owner, hold.num_blocks, hold.remaining) == (True, "rule/r", 2, 5.0)
     world.check()
     assert world.free == 18
@@ -210,7 +206,7 @@ def test_a_rule_pins_what_a_request_leaves():
     assert {10, 14} <= set(priorities(world))
     world.now = 5.0
     world.manager.expire()
-    assert (list(world.manager.queries.holds()), world.free) == ([], 20)
+    assert (list(world.queries.holds()), world.free) == ([], 20)
     world.check()
 
 
@@ -219,9 +215,9 @@ def test_a_rule_does_not_pin_for_requests_with_wishes_nor_when_it_is_deleted():
     make(world, "r", pin_duration=5.0)
     world.cache(PROMPT, retention=wish(10))
     world.run(PROMPT, "a")
-    world.manager.operators.delete_rule("r", "", validate_only=False)
+    world.operators.delete_rule("r", "", validate_only=False)
     world.finish("a")
-    assert list(world.manager.queries.holds()) == []
+    assert list(world.queries.holds()) == []
     world.check()
 
 
@@ -235,9 +231,9 @@ def test_leases_of_a_rule_end_with_the_device_that_their_blocks_were_to_be_compu
     world.admit(PROMPT)
     # It waits for the first one's blocks, and has leases on them.
     assert world.admit(PROMPT).wait_for_handle
-    assert world.manager.operators.delete_rule("r", "", validate_only=True) == 2 * len(windows)
+    assert world.operators.delete_rule("r", "", validate_only=True) == 2 * len(windows)
     world.start_executor()
-    assert world.manager.operators.delete_rule("r", "", validate_only=True) == 0
+    assert world.operators.delete_rule("r", "", validate_only=True) == 0
     world.check()
 
 
@@ -254,9 +250,9 @@ def test_rules_are_found_by_what_prompts_begin_with_in_their_order():
 
     assert found() == ["r5", "r4", "r1", "r0"]
     assert found(salt="a") == ["salted", "r5", "r4", "r1", "r0"]
-    world.manager.operators.delete_rule("r4", "", validate_only=False)
+    world.operators.delete_rule("r4", "", validate_only=False)
     moved = RetentionRule("r0", 10, RuleMatch(prefix_token_ids=(11,)), RuleAction(priority=0))
-    world.manager.operators.update_rule(moved, ("match",), validate_only=False)
+    world.operators.update_rule(moved, ("match",), validate_only=False)
     assert found() == ["r5", "r1"]
 
 
@@ -281,7 +277,7 @@ def test_there_are_few_rules_about_the_same_prompts():
     make(world, "other", RuleMatch(salt="b"), priority=1)
     moved = RetentionRule("other", match=RuleMatch(salt="a"), action=RuleAction(priority=1))
     with pytest.raises(InvalidField):
-        world.manager.operators.update_rule(moved, ("match",), validate_only=False)
+        world.operators.update_rule(moved, ("match",), validate_only=False)
     # What is about the same prompts already stays so.
     same = RetentionRule("r1", match=RuleMatch(salt="a", end=4), action=RuleAction(priority=1))
-    world.manager.operators.update_rule(same, ("match",), validate_only=False)
+    world.operators.update_rule(same, ("match",), validate_only=False)

@@ -30,10 +30,10 @@ def test_what_is_held_and_covered_is_forgotten_once():
     world.finish("a")
     world.cache([*ONES, 2, 2, 2, 2, 2], salt="a", no_read=True)
     world.check()
-    world.manager.operators.forget(ForgetTarget(salt="a"), validate_only=False)
+    world.operators.forget(ForgetTarget(salt="a"), validate_only=False)
     world.check()
     world.run_executor_copies()
-    assert (world.free, list(world.manager.queries.records("e"))) == (16, [])
+    assert (world.free, list(world.queries.records("e"))) == (16, [])
     world.check()
 
 
@@ -41,12 +41,12 @@ def test_forgetting_a_session_leaves_what_another_has_yet_to_fill_to_that_one():
     world = World(16)
     world.admit([*range(9)], "a")
     world.admit([*range(9)], "b", session_id="x")
-    world.manager.operators.forget(ForgetTarget(session_id="x"), validate_only=False)
+    world.operators.forget(ForgetTarget(session_id="x"), validate_only=False)
     world.leave(world.live["b"])
     world.compute(world.live["a"], 9)
     world.finish("a")
     world.check()
-    world.manager.operators.update_pool("e/0", 1, "", validate_only=False)
+    world.operators.update_pool("e/0", 1, "", validate_only=False)
     world.check()
 
 
@@ -56,29 +56,29 @@ def test_a_pin_follows_its_blocks_to_the_device():
     world.run(list(range(100, 132)), "b")
     world.finish("b")
     prefix = Prefix(tuple(range(8)))
-    assert {view.tier for view, _, _ in world.manager.queries.explain(prefix, 0)[0].blocks} == {TierKind.HOST}
-    world.manager.operators.pin_prefix(prefix, "ops", 1000.0, validate_only=False)
+    assert {view.tier for view, _, _ in world.queries.explain(prefix, 0)[0].blocks} == {TierKind.HOST}
+    world.operators.pin_prefix(prefix, "ops", 1000.0, validate_only=False)
     world.run([*range(8), 50], "c")
     world.finish("c")
     world.check()
     for first in (200, 300, 400):
         world.cache(list(range(first, first + 20)))
         world.check()
-    assert {view.tier for view, _, _ in world.manager.queries.explain(prefix, 0)[0].blocks} == {TierKind.DEVICE}
-    (hold,) = world.manager.queries.holds()
-    assert world.manager.operators.release_hold(hold.name) == 2
+    assert {view.tier for view, _, _ in world.queries.explain(prefix, 0)[0].blocks} == {TierKind.DEVICE}
+    (hold,) = world.queries.holds()
+    assert world.operators.release_hold(hold.name) == 2
     world.check()
 
 
 def test_a_rule_renews_its_pin_and_pushes_no_operators_pin_aside():
     world = World(20, config=replace(CONFIG, pin_budget=0.2))
     world.cache(list(range(50, 58)))
-    world.manager.operators.pin_prefix(Prefix(tuple(range(50, 58))), "ops", 1e6, validate_only=False)
+    world.operators.pin_prefix(Prefix(tuple(range(50, 58))), "ops", 1e6, validate_only=False)
     rule = RetentionRule("sys", match=RuleMatch(prefix_token_ids=(7, 7, 7, 7)), action=RuleAction(pin_duration=60.0))
-    world.manager.operators.create_rule(rule, validate_only=False)
+    world.operators.create_rule(rule, validate_only=False)
     for _ in range(12):
         world.cache([7, 7, 7, 7, 1])
-    assert [(hold.owner, hold.num_blocks) for hold in world.manager.queries.holds()] == [("ops", 2), ("rule/sys", 1)]
+    assert [(hold.owner, hold.num_blocks) for hold in world.queries.holds()] == [("ops", 2), ("rule/sys", 1)]
     world.check()
 
 
@@ -86,18 +86,18 @@ def test_two_owners_of_the_same_blocks_need_the_budget_once():
     world = World(40, config=replace(CONFIG, pin_budget=0.1))
     world.cache(list(range(16)))
     prefix = Prefix(tuple(range(16)))
-    world.manager.operators.pin_prefix(prefix, "one", 60.0, validate_only=False)
-    (second,) = world.manager.operators.pin_prefix(prefix, "other", 60.0, validate_only=False)
-    assert (second.degraded, len(list(world.manager.queries.holds()))) == ((), 2)
+    world.operators.pin_prefix(prefix, "one", 60.0, validate_only=False)
+    (second,) = world.operators.pin_prefix(prefix, "other", 60.0, validate_only=False)
+    assert (second.degraded, len(list(world.queries.holds()))) == ((), 2)
 
 
 def test_a_ceiling_of_nothing_on_the_host_takes_nothing_from_others():
     world = World(4, host_blocks=4)
     world.cache(list(range(16)))
     world.cache(list(range(100, 116)), tenant_id="t")
-    world.manager.operators.set_quota(Quota(tenant_id="t", host_ceiling=0), validate_only=False)
+    world.operators.set_quota(Quota(tenant_id="t", host_ceiling=0), validate_only=False)
     world.cache(list(range(200, 216)))
-    ((_, _, _, host),) = world.manager.queries.quotas()
+    ((_, _, _, host),) = world.queries.quotas()
     assert host == 0
     world.check()
 
@@ -123,23 +123,23 @@ def test_a_rule_about_moving_says_nothing_of_how_long():
     world = World(8)
     world.cache(list(range(4)), session_id="s", retention=wish(10))
     rule = RetentionRule("r", action=RuleAction(offload_min_priority=50))
-    world.manager.operators.create_rule(rule, validate_only=False)
+    world.operators.create_rule(rule, validate_only=False)
     world.cache([*range(4), 9])
-    assert [view.priority for _, view in world.manager.queries.blocks("e/0") if not view.depth] == [10]
+    assert [view.priority for _, view in world.queries.blocks("e/0") if not view.depth] == [10]
     world.check()
 
 
 def test_a_rule_that_is_about_others_since_says_nothing_of_who_runs():
     world = World(8)
-    world.manager.operators.create_rule(
+    world.operators.create_rule(
         RetentionRule("r", match=RuleMatch(salt="a"), action=RuleAction(priority=80)), validate_only=False
     )
     world.admit(list(range(9)), "q", salt="a")
     changed = RetentionRule("r", match=RuleMatch(salt="b"), action=RuleAction(priority=80))
-    world.manager.operators.update_rule(changed, ("match",), validate_only=False)
+    world.operators.update_rule(changed, ("match",), validate_only=False)
     world.compute(world.live["q"], 9)
     world.finish("q")
-    assert {view.priority for _, view in world.manager.queries.blocks("e/0")} == {35}
+    assert {view.priority for _, view in world.queries.blocks("e/0")} == {35}
 
 
 def test_a_repeated_admission_may_write_its_hints_in_another_order():
@@ -158,9 +158,9 @@ def test_a_session_is_forgotten_without_what_another_holds():
     world.run([*range(8), 9], "y", session_id="y")
     world.manager.hold(world.caller, "y", "agent", 60.0)
     world.finish("y")
-    receipt = world.manager.operators.forget(ForgetTarget(session_id="x"), validate_only=False)
+    receipt = world.operators.forget(ForgetTarget(session_id="x"), validate_only=False)
     assert (receipt.removed, receipt.shared_blocks) == ({}, 2)
-    assert len(list(world.manager.queries.holds())) == 1
+    assert len(list(world.queries.holds())) == 1
 
 
 @pytest.mark.parametrize("windows", [(None,), (6,), (None, 6)])
@@ -169,9 +169,9 @@ def test_a_short_prefix_is_forgotten_with_all_that_begins_with_it(windows):
     world.cache([1, 2, 3])
     world.cache([1, 2, 3, 4, 5, 6, 7, 8, 9])
     world.cache([1, 9, 9, 9, 9])
-    world.manager.operators.forget(ForgetTarget(prefix=Prefix((1, 2, 3))), validate_only=False)
+    world.operators.forget(ForgetTarget(prefix=Prefix((1, 2, 3))), validate_only=False)
     world.check()
-    assert {block.token_ids[:2] for block in world.manager.queries.records("e") if not block.depth} == {(1, 9)}
+    assert {block.token_ids[:2] for block in world.queries.records("e") if not block.depth} == {(1, 9)}
     assert world.cached_tokens([1, 2, 3, 4, 5, 6, 7, 8, 9, 10]) <= 1
 
 
@@ -179,10 +179,10 @@ def test_a_preview_counts_the_capacity_ahead():
     world = World(4, config=ManagerConfig(free_watermark=0.0))
     world.cache(list(range(16)))
     request = world.request(list(range(100, 108)))
-    (said,) = world.manager.queries.preview(request, 0).evictions
-    before = world.manager.queries.pools()[0].evicted_blocks
+    (said,) = world.queries.preview(request, 0).evictions
+    before = world.queries.pools()[0].evicted_blocks
     world.manager.admit(request)
-    assert world.manager.queries.pools()[0].evicted_blocks - before == said.num_blocks == 3
+    assert world.queries.pools()[0].evicted_blocks - before == said.num_blocks == 3
 
 
 def test_what_can_never_match_again_goes_before_what_can():
@@ -190,8 +190,8 @@ def test_what_can_never_match_again_goes_before_what_can():
     world.cache(list(range(8)), retention=wish(90))
     world.cache(list(range(50, 58)))
     selected = BlockFilter(pool_id="e/0", prefix=Prefix(tuple(range(8))))
-    world.manager.operators.purge(selected, validate_only=False)
+    world.operators.purge(selected, validate_only=False)
     # The blocks of the window behind the lost ones are worth nothing, whatever was wished for them.
-    assert all(block.token_ids[0] >= 50 for block in world.manager.queries.records("e"))
-    assert {block.group for block in world.manager.queries.records("e")} == {0, 1}
+    assert all(block.token_ids[0] >= 50 for block in world.queries.records("e"))
+    assert {block.group for block in world.queries.records("e")} == {0, 1}
     world.check()

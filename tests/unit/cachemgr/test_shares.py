@@ -21,11 +21,11 @@ def shared(share_blocks: tuple[int, int] = (6, 6), memory_bytes: int = 900) -> W
 
 
 def totals(world: World) -> list[int]:
-    return [pool.total_blocks for pool in world.manager.queries.pools()]
+    return [pool.total_blocks for pool in world.queries.pools()]
 
 
 def update(world: World, pool_id: str, total: int, etag: str = "", *, validate_only: bool = False):
-    return world.manager.operators.update_pool(pool_id, total, etag, validate_only=validate_only)
+    return world.operators.update_pool(pool_id, total, etag, validate_only=validate_only)
 
 
 def give_back(world: World) -> None:
@@ -63,13 +63,13 @@ def test_what_one_pool_gives_up_another_can_have_once_the_executor_has_given_it_
 def test_a_pool_gets_no_slot_back_before_it_is_overwritten() -> None:
     world = shared()
     update(world, "e/0", 4)
-    first = {transfer.target_slot for transfer in world.manager.queries.executor_transfers("e")}
+    first = {transfer.target_slot for transfer in world.queries.executor_transfers("e")}
     assert len(first) == 2
     with pytest.raises(PoolInUseError):
         update(world, "e/0", 5)
     world.run_executor_copies(fail=True)
     # It is asked again.
-    assert {transfer.target_slot for transfer in world.manager.queries.executor_transfers("e")} == first
+    assert {transfer.target_slot for transfer in world.queries.executor_transfers("e")} == first
     give_back(world)
     assert update(world, "e/0", 6).total_blocks == 6
     world.check()
@@ -79,9 +79,9 @@ def test_copies_that_come_too_late_are_of_slots_that_are_nobodys_any_more() -> N
     world = shared()
     world.cache(list(range(19)))
     update(world, "e/0", 1)
-    assert len(world.manager.queries.executor_transfers("e")) == 5
+    assert len(world.queries.executor_transfers("e")) == 5
     world.start_executor()
-    assert world.manager.queries.executor_transfers("e") == []
+    assert world.queries.executor_transfers("e") == []
     assert totals(world) == [1, 6]
     world.check()
 
@@ -100,12 +100,12 @@ def test_a_restarted_manager_has_overwritten_what_no_share_holds() -> None:
     world.check()
     # Slots that were never written to hold nothing.
     written = {key for key in world.device.written if key[0] == 1}
-    asked = {(transfer.group, transfer.target_slot) for transfer in world.manager.queries.executor_transfers("e")}
+    asked = {(transfer.group, transfer.target_slot) for transfer in world.queries.executor_transfers("e")}
     assert asked
     assert asked <= set(world.device.written)
     assert len(written) - len(asked) <= 6
     give_back(world)
-    assert world.manager.queries.executor_transfers("e") == []
+    assert world.queries.executor_transfers("e") == []
 
 
 def test_shares_that_an_operator_moved_come_back_in_whatever_order_they_are_read() -> None:
@@ -113,11 +113,11 @@ def test_shares_that_an_operator_moved_come_back_in_whatever_order_they_are_read
     update(world, "e/0", 4)
     give_back(world)
     update(world, "e/1", 10)
-    shares = list(world.manager.queries.entries(Kind.SHARE))
+    shares = list(world.queries.entries(Kind.SHARE))
     for order in (shares, shares[::-1]):
         forget_shares(world)
         assert totals(world) == [6, 6]
-        world.manager.operators.restore([], [], order)
+        world.operators.restore([], [], order)
         assert totals(world) == [4, 10]
         world.check()
 
@@ -130,8 +130,8 @@ def test_pins_that_come_back_fit_the_share_and_not_all_slots() -> None:
     for prompt in range(3):
         world.cache([prompt] * 15)
         prefix = Prefix((prompt,) * 12, "e")
-        world.manager.operators.pin_prefix(prefix, "ops", 60.0, validate_only=False)
-    pins = list(world.manager.queries.entries(Kind.PIN, "e"))
+        world.operators.pin_prefix(prefix, "ops", 60.0, validate_only=False)
+    pins = list(world.queries.entries(Kind.PIN, "e"))
     assert sum(group == 0 for pin in pins for group, _ in pin.blocks) > 4
     world.manager = CacheManager(2, lambda: world.now, world.config, world.journal)
     world.start_scheduler()
@@ -144,14 +144,14 @@ def test_empty_blocks_go_before_cached_ones_and_those_in_the_order_of_loss():
     world = World(8)
     world.cache([1, 2, 3, 4])
     world.cache([5, 6, 7, 8])
-    before = world.manager.queries.last_event
+    before = world.queries.last_event
     update(world, "e/0", 2)
-    assert world.manager.queries.events_after(before) == []
+    assert world.queries.events_after(before) == []
     update(world, "e/0", 1)
-    (lost,) = world.manager.queries.events_after(before)
+    (lost,) = world.queries.events_after(before)
     assert (lost.kind, lost.cause) == (EventKind.REMOVED, RemovalCause.POOL_SHRUNK)
     world.check()
-    assert [block.token_ids[0] for block in world.manager.queries.records("e")] == [5]
+    assert [block.token_ids[0] for block in world.queries.records("e")] == [5]
     update(world, "e/0", 8)
     world.check()
     assert world.free == 8
@@ -161,12 +161,12 @@ def test_empty_blocks_go_before_cached_ones_and_those_in_the_order_of_loss():
 def test_blocks_in_use_do_not_go():
     world = World(8)
     world.run(list(range(12)), "a")
-    before = state_hash(world.manager.queries.state())
-    used = world.manager.queries.pools()[0].used_blocks
+    before = state_hash(world.queries.state())
+    used = world.queries.pools()[0].used_blocks
     with pytest.raises(PoolInUseError) as refused:
         update(world, "e/0", used - 1)
     assert list(refused.value.fields) == ["pool.total_blocks"]
-    assert state_hash(world.manager.queries.state()) == before
+    assert state_hash(world.queries.state()) == before
     assert update(world, "e/0", used).free_blocks == 0
     world.check()
 
@@ -174,9 +174,9 @@ def test_blocks_in_use_do_not_go():
 def test_what_a_quota_protects_does_not_go():
     world = World(8)
     world.cache([1, 2, 3, 4], salt="a")
-    world.manager.operators.set_quota(Quota(salt="a", device_floor=1), validate_only=False)
+    world.operators.set_quota(Quota(salt="a", device_floor=1), validate_only=False)
     world.run([9] * 24, "b", no_store=True)
-    used = world.manager.queries.pools()[0].used_blocks
+    used = world.queries.pools()[0].used_blocks
     with pytest.raises(PoolInUseError):
         update(world, "e/0", used)
     assert totals(world) == [8]
@@ -186,7 +186,7 @@ def test_what_a_quota_protects_does_not_go():
 
 def begin_shrinking(world: World, total: int) -> Steps[PoolView]:
     """Takes a step of the call, of one block."""
-    call = world.manager.operators.update_pool_in_steps("e/0", total, "", validate_only=False)
+    call = world.operators.update_pool_in_steps("e/0", total, "", validate_only=False)
     go_on(world, call)
     return call
 
@@ -201,7 +201,7 @@ def test_while_a_pool_gives_slots_up_no_more_can_be_taken_than_it_keeps():
     world = World(8)
     world.cache(list(range(24)))
     call = begin_shrinking(world, 3)
-    assert world.manager.queries.pools()[0].cached_blocks == 6
+    assert world.queries.pools()[0].cached_blocks == 6
     assert totals(world) == [3]
     assert world.free == 3
     with pytest.raises(SequenceTooLongError):
@@ -212,7 +212,7 @@ def test_while_a_pool_gives_slots_up_no_more_can_be_taken_than_it_keeps():
     world.compute(world.live["b"], 11)
     assert at_once(call).total_blocks == 3
     world.check()
-    assert world.manager.queries.pools()[0].cached_blocks == 0
+    assert world.queries.pools()[0].cached_blocks == 0
     world.finish("b")
     assert world.free == 3
 
@@ -221,10 +221,10 @@ def test_what_is_forgotten_while_a_pool_gives_slots_up_goes_when_it_is_overwritt
     world = World(8)
     world.cache(list(range(24)), salt="a")
     call = begin_shrinking(world, 2)
-    world.manager.operators.forget(ForgetTarget(salt="a"), validate_only=False)
+    world.operators.forget(ForgetTarget(salt="a"), validate_only=False)
     world.check()
     at_once(call)
-    device = world.manager.queries.pool_to_read("e/0").device
+    device = world.queries.pool_to_read("e/0").device
     assert (device.total, device.free, device.used, device.owed) == (2, 0, 6, 4)
     assert not world.manager.is_behind
     give_back(world)

@@ -73,7 +73,7 @@ def test_a_snapshot_that_is_read_while_the_cache_changes_is_that_of_its_number(s
 
 def test_a_snapshot_gives_up_when_more_has_changed_than_is_kept():
     world = World(4, config=dataclasses.replace(CONFIG, event_history=5))
-    reader = world.manager.queries.views_in_slices()
+    reader = world.queries.views_in_slices()
     for number in range(3):
         world.cache([number] * 13)
     with pytest.raises(EventsGoneError):
@@ -137,7 +137,7 @@ def test_a_token_within_the_last_block_leaves_the_fingerprint_as_it_is():
     for _ in range(9):
         world.step(most=20)
         world.sync()
-        seen.append(world.manager.queries.fingerprint())
+        seen.append(world.queries.fingerprint())
     # Twice in nine tokens a block of four is full.
     assert 1 < len({repr(one) for one in seen}) < 6
 
@@ -182,13 +182,13 @@ def cached_world(blocks: int) -> World:
 
 
 READS = {
-    "check": lambda world: (item for part in world.manager.queries.check_pool_in_parts() for item in part()),
-    "dump": lambda world: next(part for part in world.manager.queries.state_outline() if not isinstance(part, str)),
-    "snapshot": lambda world: world.manager.queries.views_in_slices().steps(),
-    "blocks": lambda world: world.manager.queries.search_blocks("e/0"),
-    "filtered": lambda world: world.manager.queries.filtered_blocks(BlockFilter(pool_id="e/0", salt="none")),
-    "prefixes": lambda world: world.manager.queries.prefixes(BlockFilter(pool_id="e/0", salt="none")),
-    "leases": lambda world: world.manager.queries.search_leases("e/0", ""),
+    "check": lambda world: (item for part in world.queries.check_pool_in_parts() for item in part()),
+    "dump": lambda world: next(part for part in world.queries.state_outline() if not isinstance(part, str)),
+    "snapshot": lambda world: world.queries.views_in_slices().steps(),
+    "blocks": lambda world: world.queries.search_blocks("e/0"),
+    "filtered": lambda world: world.queries.filtered_blocks(BlockFilter(pool_id="e/0", salt="none")),
+    "prefixes": lambda world: world.queries.prefixes(BlockFilter(pool_id="e/0", salt="none")),
+    "leases": lambda world: world.queries.search_leases("e/0", ""),
 }
 
 
@@ -247,8 +247,8 @@ def test_nothing_changes_the_state_of_blocks_behind_the_fingerprint():
 def test_a_check_lets_go_of_what_it_has_counted():
     world = World(4)
     world.cache(list(range(8)))
-    block = next(iter(world.manager.queries.pool_to_read("e/0").tree.by_key.values()))
-    parts, before = world.manager.queries.check_pool_in_parts(), sys.getrefcount(block)
+    block = next(iter(world.queries.pool_to_read("e/0").tree.by_key.values()))
+    parts, before = world.queries.check_pool_in_parts(), sys.getrefcount(block)
     for part in parts:
         assert not any(part())
         assert sys.getrefcount(block) == before

@@ -27,7 +27,7 @@ def test_unknown_handles_are_reported_and_are_no_error():
             released_handles=[5],
             trimmed_handles=[6],
             trimmed_capacity_tokens=[1],
-        ),
+        )
     )
     assert answer.unknown_handles == [4, 5, 6]
     world.check()
@@ -98,7 +98,7 @@ def test_stored_blocks_remember_the_step_of_their_sync():
     world.sync()
     world.step(3)
     world.sync()
-    assert [block.stored_step for block in world.manager.queries.records("e")] == [1, 2]
+    assert [block.stored_step for block in world.queries.records("e")] == [1, 2]
 
 
 def test_free_blocks_are_the_least_over_the_groups():
@@ -106,5 +106,5 @@ def test_free_blocks_are_the_least_over_the_groups():
     world.admit(list(range(9)), "a")
     world.step(20)
     answer = world.sync()
-    assert answer.free_blocks == min(pool.free_blocks for pool in world.manager.queries.pools()) == 5
+    assert answer.free_blocks == min(pool.free_blocks for pool in world.queries.pools()) == 5
     assert answer.total_blocks == 8

@@ -10,7 +10,7 @@ from tests.support.in_process_manager import BLOCK, World, wish
 
 def places(world: World) -> list[tuple[str, int]]:
     """Tier and slot of every indexed block."""
-    blocks = (view for _, view in world.manager.queries.blocks("e/0"))
+    blocks = (view for _, view in world.queries.blocks("e/0"))
     return [(view.tier.name.lower(), view.slot) for view in blocks if view.key]
 
 
@@ -23,10 +23,10 @@ def test_what_is_on_its_way_is_not_matched_before_it_has_arrived():
     world = World(4, host_blocks=4)
     world.cache(list(range(9)))
     world.admit([*range(100, 116)], "b")
-    assert world.manager.queries.explain(Prefix(tuple(range(9))), 0)[0].cached_tokens == 0
+    assert world.queries.explain(Prefix(tuple(range(9))), 0)[0].cached_tokens == 0
     world.step()
     world.confirm()
-    assert world.manager.queries.explain(Prefix(tuple(range(9))), 0)[0].cached_tokens == 9
+    assert world.queries.explain(Prefix(tuple(range(9))), 0)[0].cached_tokens == 9
     world.check()
 
 
@@ -37,14 +37,14 @@ def test_a_host_block_gives_way_to_one_that_is_lost_later_and_to_no_other():
     # The one at 40 goes first; its copy is called off for the one at 50.
     assert len(fill(world, 100, "b", retention=wish(45)).transfers) == 1
     world.finish("b")
-    assert world.manager.queries.explain(Prefix((0, 1, 2, 3)), 0)[0].cached_tokens == 0
-    assert world.manager.queries.explain(Prefix((50, 51, 52, 53)), 0)[0].cached_tokens == 4
+    assert world.queries.explain(Prefix((0, 1, 2, 3)), 0)[0].cached_tokens == 0
+    assert world.queries.explain(Prefix((50, 51, 52, 53)), 0)[0].cached_tokens == 4
     # 45 does not displace 50.
     assert fill(world, 200, "c", retention=wish(60)).transfers == ()
     world.finish("c")
     # 60 does.
     assert len(fill(world, 300, "d").transfers) == 1
-    assert world.manager.queries.explain(Prefix((50, 51, 52, 53)), 0)[0].cached_tokens == 0
+    assert world.queries.explain(Prefix((50, 51, 52, 53)), 0)[0].cached_tokens == 0
     world.check()
 
 
@@ -54,8 +54,8 @@ def test_a_parent_of_lower_blocks_moves_with_a_low_priority_and_is_not_lost():
     world.cache(list(range(9)), retention=low)
     fill(world, 100, "b")
     # The head has priority 5 and would be dropped, but what stands on it is worth 90.
-    assert world.manager.queries.explain(Prefix(tuple(range(8))), 0)[0].blocks[0][0].tier is TierKind.HOST
-    assert world.manager.queries.explain(Prefix(tuple(range(8))), 0)[0].cached_tokens == 8
+    assert world.queries.explain(Prefix(tuple(range(8))), 0)[0].blocks[0][0].tier is TierKind.HOST
+    assert world.queries.explain(Prefix(tuple(range(8))), 0)[0].cached_tokens == 8
     world.check()
 
 
@@ -64,13 +64,13 @@ def test_a_failed_copy_down_loses_the_block_and_all_behind_it():
     world.cache(list(range(9)))
     world.admit([*range(100, 112)], "b")
     world.step(fail_copies=True)
-    before = world.manager.queries.last_event
+    before = world.queries.last_event
     world.confirm()
-    removed = [event for event in world.manager.queries.events_after(before) if event.kind is EventKind.REMOVED]
+    removed = [event for event in world.queries.events_after(before) if event.kind is EventKind.REMOVED]
     assert {event.cause for event in removed} <= {RemovalCause.COPY_FAILED, RemovalCause.PARENT_LOST}
-    assert world.manager.queries.explain(Prefix(tuple(range(8))), 0)[0].cached_tokens == 0
+    assert world.queries.explain(Prefix(tuple(range(8))), 0)[0].cached_tokens == 0
     world.check()
-    (device,) = (tier for tier in world.manager.queries.tiers("e/0") if tier.kind is TierKind.DEVICE)
+    (device,) = (tier for tier in world.queries.tiers("e/0") if tier.kind is TierKind.DEVICE)
     assert device.counters.failed_copies == 3
 
 
@@ -103,7 +103,7 @@ def test_what_has_come_up_stays_when_the_sequence_waits_no_longer_for_the_rest()
     world.leave(world.live["c"])
     world.sync()
     world.check()
-    assert [view.tier.name for view, _, _ in world.manager.queries.explain(Prefix(tuple(range(13))), 0)[0].blocks] == [
+    assert [view.tier.name for view, _, _ in world.queries.explain(Prefix(tuple(range(13))), 0)[0].blocks] == [
         "DEVICE",
         "DEVICE",
         "HOST",
@@ -120,7 +120,7 @@ def test_cancelled_copies_down_are_lost_and_give_their_slots_back():
     world.leave(world.live["b"])
     world.sync()
     world.check()
-    (view,) = world.manager.queries.pools()
+    (view,) = world.queries.pools()
     assert (view.free_blocks, view.cached_blocks, view.lower_tiers[0].cached_blocks) == (2, 0, 0)
 
 
@@ -130,7 +130,7 @@ def test_a_slot_whose_bytes_have_yet_to_leave_is_given_to_nobody():
     world.admit([*range(100, 108)], "b")
     world.forget(world.live["b"])
     world.manager.release(world.caller, "b")
-    assert world.manager.queries.pools()[0].free_blocks == 0
+    assert world.queries.pools()[0].free_blocks == 0
     world.check()
 
 
@@ -142,13 +142,13 @@ def test_blocks_that_come_back_together_stay_reserved_until_the_last_copy_has_en
     executor = world.manager._state.executors["e"]
     (pool,) = executor.pools
     begun = executor.copies.fetch(pool, chain(pool, keys_of(executor, Prefix(tuple(range(12))))))
-    for copy in world.manager.queries.executor_transfers("e"):
+    for copy in world.queries.executor_transfers("e"):
         world.copy(copy, False)
     world.manager.confirm_transfers("e", 1, [begun[0].ticket], [])
     world.check()
     world.confirm()
     world.check()
-    assert {view.tier for view, _, _ in world.manager.queries.explain(Prefix(tuple(range(12))), 0)[0].blocks} == {
+    assert {view.tier for view, _, _ in world.queries.explain(Prefix(tuple(range(12))), 0)[0].blocks} == {
         TierKind.DEVICE
     }
 
@@ -158,7 +158,7 @@ def test_a_purge_of_what_is_being_copied_is_refused_and_changes_nothing():
     world.cache(list(range(8)))
     world.admit([*range(100, 108)], "b")
     with pytest.raises(BlocksInUseError):
-        world.manager.operators.purge(BlockFilter(), validate_only=False)
+        world.operators.purge(BlockFilter(), validate_only=False)
     assert len(places(world)) == 2
 
 
@@ -192,9 +192,9 @@ def test_what_has_come_up_is_on_the_device_still_when_the_manager_starts_again()
     world.finish("c")
     world.restart_manager()
     world.check()
-    assert [view.tier.name for view, _, _ in world.manager.queries.explain(Prefix(tuple(range(13))), 0)[0].blocks][
-        :3
-    ] == ["DEVICE"] * 3
+    assert [view.tier.name for view, _, _ in world.queries.explain(Prefix(tuple(range(13))), 0)[0].blocks][:3] == [
+        "DEVICE"
+    ] * 3
 
 
 def test_a_copy_under_way_is_found_by_nobody_though_another_one_of_it_has_arrived():
@@ -232,7 +232,7 @@ def three_tiers() -> World:
     world.cache(list(range(50, 54)))
     world.cache(list(range(60, 64)))
     world.finish("head")
-    assert [view.tier.name for view, _, _ in world.manager.queries.explain(Prefix(tuple(range(12))), 0)[0].blocks] == [
+    assert [view.tier.name for view, _, _ in world.queries.explain(Prefix(tuple(range(12))), 0)[0].blocks] == [
         "DEVICE",
         "HOST",
         "DISK",
@@ -244,7 +244,7 @@ def three_tiers() -> World:
 def test_a_match_ends_where_it_would_go_below_the_lowest_tier(lowest, tokens):
     world = three_tiers()
     request = world.request(list(range(12)), lowest_tier=lowest)
-    assert world.manager.queries.preview(request, 0).cached_tokens == tokens
+    assert world.queries.preview(request, 0).cached_tokens == tokens
     admission = world.run(list(range(12)), "a", lowest_tier=lowest)
     assert admission.cached_tokens == tokens
     assert {copy.source_tier for copy in admission.transfers if copy.target_tier is TierKind.DEVICE} <= {
@@ -264,8 +264,5 @@ def test_windows_and_beginnings_of_blocks_do_not_go_below_the_lowest_tier_either
         world.cache(list(range(10)))
         world.cache(list(range(50, 62)))
         for lowest, tokens in ((TierKind.DEVICE, 0), (TierKind.HOST, 9)):
-            assert (
-                world.manager.queries.preview(world.request(list(range(10)), lowest_tier=lowest), 0).cached_tokens
-                == tokens
-            )
+            assert world.queries.preview(world.request(list(range(10)), lowest_tier=lowest), 0).cached_tokens == tokens
         world.check()

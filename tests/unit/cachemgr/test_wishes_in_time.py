@@ -18,7 +18,7 @@ LEASES = (EventKind.LEASE_GRANTED, EventKind.LEASE_EXPIRED, EventKind.LEASE_BROK
 
 def priorities(world):
     world.manager.expire()
-    return {view.slot: view.priority for _, view in world.manager.queries.blocks("e/0")}
+    return {view.slot: view.priority for _, view in world.queries.blocks("e/0")}
 
 
 def first(world):
@@ -26,7 +26,7 @@ def first(world):
 
 
 def lease_events(world, after=0):
-    events = [event for event in world.manager.queries.events_after(after) if event.kind in LEASES]
+    events = [event for event in world.queries.events_after(after) if event.kind in LEASES]
     return [(event.kind, event.block.slot, event.lease.holder, event.lease.priority) for event in events]
 
 
@@ -74,7 +74,7 @@ def test_the_end_of_a_wish_does_not_change_when_the_block_was_last_used():
     for count in (8, 12, 16):
         world.admit([99] * count, f"n{count}", no_store=True)
         world.manager.release(world.caller, f"n{count}")
-        lost.append({block.token_ids[0] for block in world.manager.queries.records("e")})
+        lost.append({block.token_ids[0] for block in world.queries.records("e")})
     assert lost == [{20, 30}, {30}, set()]
 
 
@@ -95,16 +95,16 @@ def test_leases_that_are_granted_end_or_break_are_told():
     holder = "session/s"
     granted = [(EventKind.LEASE_GRANTED, slot, holder, 80) for slot in (1, 2)]
     assert lease_events(world) == granted
-    before = world.manager.queries.last_event
+    before = world.queries.last_event
     world.now = 5.0
     world.manager.expire()
     expired = lease_events(world, before)
     assert sorted(expired) == [(EventKind.LEASE_EXPIRED, slot, holder, 80) for slot in (1, 2)]
 
     world.cache(PROMPT, session_id="s", retention=wish(60, 5.0))
-    before = world.manager.queries.last_event
-    world.manager.operators.purge(BlockFilter(), validate_only=False)
-    broken = [event for event in world.manager.queries.events_after(before) if event.kind is EventKind.LEASE_BROKEN]
+    before = world.queries.last_event
+    world.operators.purge(BlockFilter(), validate_only=False)
+    broken = [event for event in world.queries.events_after(before) if event.kind is EventKind.LEASE_BROKEN]
     assert [event.cause for event in broken] == [RemovalCause.PURGED] * len(broken)
     assert {event.lease.holder for event in broken} == {holder}
     assert all(event.lease.remaining == 5.0 for event in broken)
@@ -116,13 +116,10 @@ def test_leases_that_are_granted_end_or_break_are_told():
 def test_eviction_breaks_leases_and_says_so_before_the_block_is_gone():
     world = patient(3)
     world.cache([1, 2, 3, 4], retention=wish(80, 50.0))
-    before = world.manager.queries.last_event
+    before = world.queries.last_event
     world.cache([9] * 12, no_store=True)
-    kinds = [(event.kind, event.cause) for event in world.manager.queries.events_after(before)]
-    assert kinds == [
-        (EventKind.LEASE_BROKEN, RemovalCause.EVICTED),
-        (EventKind.REMOVED, RemovalCause.EVICTED),
-    ]
+    kinds = [(event.kind, event.cause) for event in world.queries.events_after(before)]
+    assert kinds == [(EventKind.LEASE_BROKEN, RemovalCause.EVICTED), (EventKind.REMOVED, RemovalCause.EVICTED)]
 
 
 def test_a_snapshot_tells_of_live_leases():
@@ -130,7 +127,7 @@ def test_a_snapshot_tells_of_live_leases():
     world.cache([1, 2, 3, 4], session_id="s", retention=wish(80, 5.0))
     world.now = 2.0
     world.manager.expire()
-    leases = [event.lease for event in world.manager.queries.snapshot().events if event.kind is EventKind.LEASE_GRANTED]
+    leases = [event.lease for event in world.queries.snapshot().events if event.kind is EventKind.LEASE_GRANTED]
     assert [(lease.holder, lease.priority, lease.remaining) for lease in leases] == [("session/s", 80, 3.0)]
 
 
@@ -138,14 +135,14 @@ def test_wishes_for_a_promised_block_that_never_comes_end_with_it():
     world = patient()
     world.admit([1, 2, 3, 4, 5, 6, 7, 8, 9], "writer")
     world.admit([1, 2, 3, 4, 5, 6, 7, 8, 9], "reader", retention=wish(80, 5.0))
-    before = world.manager.queries.last_event
+    before = world.queries.last_event
     world.manager.release(world.caller, "writer")
     world.manager.release(world.caller, "reader")
     assert world.free == 8
-    assert world.manager.queries.events_after(before) == []
+    assert world.queries.events_after(before) == []
     world.now = 10.0
     world.manager.expire()
-    assert world.manager.queries.events_after(before) == []
+    assert world.queries.events_after(before) == []
 
 
 def test_a_restarted_manager_goes_on_with_the_time_that_is_left():
@@ -153,7 +150,7 @@ def test_a_restarted_manager_goes_on_with_the_time_that_is_left():
     world.cache(PROMPT, session_id="s", retention=wish(80, 10.0))
     world.now = 4.0
     world.cache(PROMPT, session_id="s", retention=wish(70, 8.0))
-    records = list(world.manager.queries.records("e"))
+    records = list(world.queries.records("e"))
     world.now = 1000.0
     world.manager = CacheManager(2, lambda: world.now, CONFIG, world.journal)
     world.manager.register_scheduler("s", 2)
@@ -199,8 +196,8 @@ def test_of_very_many_leases_that_are_over_at_once_each_call_ends_a_part(monkeyp
     left = []
     while not left or world.manager.is_behind:
         world.manager.expire()
-        left.append(sorted(view.priority for _, view in world.manager.queries.blocks("e/0")))
-        assert world.manager.queries.check_pool() == []
+        left.append(sorted(view.priority for _, view in world.queries.blocks("e/0")))
+        assert world.queries.check_pool() == []
     assert left == [[35, 35, 80, 90], [35, 35, 35, 35]]
 
 
