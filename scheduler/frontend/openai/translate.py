@@ -238,7 +238,7 @@ def _check_payload(value: object, path: str, levels: int) -> None:
         for index, item in enumerate(value):
             _check_payload(item, f"{path}[{index}]", levels - 1)
     if isinstance(value, dict):
-        for index, (name, one) in enumerate(value.items()):
+        for index, (name, item) in enumerate(value.items()):
             if not is_encodable(name):
                 raise InvalidField(path, f"must not have a half of a surrogate pair in the name of its field {index}")
             _check_payload(item, f"{path}.{name[:_NAME_CHARACTERS]}", levels - 1)
