@@ -14,21 +14,18 @@ bytes.
 from __future__ import annotations
 
 import struct
-import sys
-from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
+from cachemgr.tokens import TOKEN_BYTES
 from cachemgr.types import ExtraKey
 
 if TYPE_CHECKING:
     from cachemgr.blocks.quota import Account
-    from cachemgr.sequences.clients import Named
 
 DIGEST_BYTES = 32
-TOKEN_BYTES = 4
 
 _ROOT = b"kvkeep/root/1\0"
 _CHILD = b"kvkeep/block/2\0"
@@ -59,8 +56,8 @@ class Domain:
         self.key = root_key(fingerprint, salt, adapter_id)
         # Whose quota its blocks count against.
         self.account: Account | None = None
-        # By which it is found when a quota comes or goes; they live as long as it does.
-        self.names: list[Named] = []
+        # What finds it when a quota comes or goes; it lives as long as the scope does.
+        self.names: Sequence[object] = ()
 
 
 def root_key(fingerprint: bytes, salt: str | None, adapter_id: int | None) -> bytes:
@@ -142,21 +139,3 @@ def extend_keys(
         start = len(keys) * block_size
         extra = extra_bytes(extra_keys, start, start + block_size)
         keys.append(child_key(keys[-1] if keys else root, packed[at : at + width], extra))
-
-
-def pack(token_ids: Sequence[int]) -> array[int]:
-    """Token ids as 32-bit numbers. Raises OverflowError or TypeError for anything else."""
-    return array("I", token_ids)
-
-
-def packed_bytes(tokens: array[int]) -> bytes:
-    """Little-endian bytes of packed tokens."""
-    if sys.byteorder == "big":
-        tokens = array("I", tokens)
-        tokens.byteswap()
-    return tokens.tobytes()
-
-
-def unpack(packed: bytes) -> tuple[int, ...]:
-    """Token ids of packed bytes."""
-    return struct.unpack(f"<{len(packed) // TOKEN_BYTES}I", packed)

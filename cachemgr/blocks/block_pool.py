@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from cachemgr import steps
 from cachemgr.blocks.block import Block
-from cachemgr.blocks.block_keys import TOKEN_BYTES
 from cachemgr.blocks.block_record import USED_LAST, BackupRecord, BlockRecord, LeaseRecord
 from cachemgr.blocks.eviction_history import LostBlocks, UseTimes
 from cachemgr.blocks.hit_counters import TokenMeter
@@ -19,6 +18,7 @@ from cachemgr.blocks.tier import Tier
 from cachemgr.blocks.write_through import Backups
 from cachemgr.retention.leases import effective_priority, leases_of
 from cachemgr.retention.priority import DEFAULT_PRIORITY
+from cachemgr.tokens import TOKEN_BYTES
 from cachemgr.types import BlockView, EventKind, PoolSpec, RemovalCause, TierKind
 
 if TYPE_CHECKING:

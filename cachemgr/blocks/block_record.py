@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 from google.protobuf.message import DecodeError
 
-from cachemgr.blocks.block_keys import TOKEN_BYTES, unpack
+from cachemgr.tokens import TOKEN_BYTES, unpack
 from cachemgr.types import Slot, TierKind
 from protos.kvcache.v1 import kvcache_pb2 as pb
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 
 from cachemgr.blocks.block import Block, Node
-from cachemgr.blocks.block_keys import TOKEN_BYTES
+from cachemgr.tokens import TOKEN_BYTES
 
 _ORDER = attrgetter("domain.extra", "tokens")
 # On each side, when those next to where the tokens would stand cannot be used.

@@ -8,12 +8,13 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol
 
 from cachemgr.blocks.block import Block
-from cachemgr.blocks.block_keys import TOKEN_BYTES, child_key
+from cachemgr.blocks.block_keys import child_key
 from cachemgr.blocks.block_record import USED_LAST
 from cachemgr.blocks.quota import account_of
 from cachemgr.blocks.radix_tree import children_of, covering_child
 from cachemgr.retention.leases import leases_of
 from cachemgr.retention.priority import DEFAULT_PRIORITY, MAX_PRIORITY, NO_PRIORITY, Wish
+from cachemgr.tokens import TOKEN_BYTES
 from cachemgr.types import RemovalCause, TierKind
 
 if TYPE_CHECKING:

@@ -7,7 +7,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from cachemgr import steps
-from cachemgr.blocks.block_keys import TOKEN_BYTES, pack, packed_bytes
 from cachemgr.blocks.quota import Account
 from cachemgr.blocks.radix_tree import children_of
 from cachemgr.errors import (
@@ -29,6 +28,7 @@ from cachemgr.sequences.block_chain import chain, keys_of
 from cachemgr.sequences.executor_spec import fits
 from cachemgr.sequences.holds import Pinned, complete
 from cachemgr.steps import Steps, at_once, changes, looks
+from cachemgr.tokens import TOKEN_BYTES, pack, packed_bytes
 from cachemgr.types import (
     AccountKey,
     BlockFilter,

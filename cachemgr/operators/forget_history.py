@@ -6,8 +6,8 @@ from dataclasses import replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING
 
-from cachemgr.blocks.block_keys import pack, packed_bytes
 from cachemgr.sequences.block_chain import keys_of
+from cachemgr.tokens import pack, packed_bytes
 from cachemgr.types import ForgetTarget
 
 if TYPE_CHECKING:

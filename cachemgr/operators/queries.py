@@ -6,7 +6,6 @@ from functools import partial
 from itertools import islice
 
 from cachemgr.blocks.block import Block, Node
-from cachemgr.blocks.block_keys import pack
 from cachemgr.blocks.block_pool import BlockPool
 from cachemgr.blocks.block_record import BlockRecord
 from cachemgr.blocks.events import Event, Snapshot
@@ -31,6 +30,7 @@ from cachemgr.sequences.clients import Executor, account_for
 from cachemgr.sequences.estimates import while_running
 from cachemgr.sequences.holds import Hold
 from cachemgr.sequences.sequence import Sequence
+from cachemgr.tokens import pack
 from cachemgr.types import (
     AccountKey,
     AdmitRequest,

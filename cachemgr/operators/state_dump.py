@@ -9,8 +9,8 @@ from dataclasses import asdict
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
-from cachemgr.blocks.block_keys import pack, packed_bytes
 from cachemgr.retention.leases import leases_of
+from cachemgr.tokens import pack, packed_bytes
 
 if TYPE_CHECKING:
     from cachemgr.blocks.block import Block

@@ -14,31 +14,52 @@ the lowest priority break. A rule's lease ends with its rule: it is never shared
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
+from heapq import heapify, heappop, heappush
 from math import inf
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
-from cachemgr.retention.lease_deadlines import Deadlines
 from cachemgr.retention.priority import DEFAULT_PRIORITY, NO_PRIORITY, REQUEST, RULE, SHARED, Wish
 from cachemgr.types import BlockView, EventKind, LeaseView, RemovalCause
 
-if TYPE_CHECKING:
-    from cachemgr.blocks.block import Block
-    from cachemgr.blocks.events import EventLog
+
+class LeasedBlock(Protocol):
+    """What a lease needs of its block."""
+
+    lease: Lease | None
+    priority: int
+
+    @property
+    def refs(self) -> int:
+        """Its references: clocks run while there are none."""
+
+    @property
+    def parent(self) -> object:
+        """None as long as it is not in the index."""
 
 
 class LeasedPool(Protocol):
-    """What a lease needs of the pool that its block is in."""
+    """What a lease needs of the pool that its block is in. The pool is asked about its own blocks only."""
 
     honoured_leases: int
     broken_leases: int
     is_lost: bool
 
-    def reprioritise(self, block: Block) -> BlockView:
+    def reprioritise(self, block: Any) -> BlockView:
         """Gives a block whose leases have changed the priority that these have now, and shows it."""
 
-    def view(self, block: Block) -> BlockView:
+    def view(self, block: Any) -> BlockView:
         """The block as seen from outside."""
+
+
+class LeaseEvents(Protocol):
+    """Where leases are announced."""
+
+    def add(
+        self, kind: EventKind, block: BlockView, cause: RemovalCause = RemovalCause.NONE, lease: LeaseView | None = None
+    ) -> None:
+        """Numbers an event and keeps it."""
 
 
 # Of one block. Whatever is done with a block's leases looks at all of them, and its record in Redis holds them.
@@ -46,6 +67,9 @@ MAX_LEASES = 16
 
 # Leases that one call ends: very many may be over at the same moment. To end one takes some microseconds.
 ENDED_AT_A_TIME = 2048
+
+# Entries that are kept before those of leases that have ended otherwise are looked for.
+_MIN_LIMIT = 10_000
 
 # Looked up once: very many may end at a time.
 _EXPIRED, _NONE = EventKind.LEASE_EXPIRED, RemovalCause.NONE
@@ -64,9 +88,9 @@ class Lease:
 
     __slots__ = ("block", "deadline", "next", "pool", "wish")
 
-    def __init__(self, pool: LeasedPool, block: Block, wish: Wish) -> None:
+    def __init__(self, pool: LeasedPool, block: LeasedBlock, wish: Wish) -> None:
         self.pool = pool
-        self.block: Block | None = block
+        self.block: LeasedBlock | None = block
         self.wish = wish
         self.deadline: float | None = None
         self.next: Lease | None = None
@@ -76,7 +100,7 @@ class Lease:
         return self.wish.duration if self.deadline is None else max(0.0, self.deadline - now)
 
 
-def leases_of(block: Block) -> Iterator[Lease]:
+def leases_of(block: LeasedBlock) -> Iterator[Lease]:
     """All leases of a block, the newest first."""
     lease = block.lease
     while lease is not None:
@@ -86,7 +110,7 @@ def leases_of(block: Block) -> Iterator[Lease]:
         lease = following
 
 
-def effective_priority(block: Block) -> int:
+def effective_priority(block: LeasedBlock) -> int:
     """The largest priority among a block's leases."""
     if block.lease is None:
         return DEFAULT_PRIORITY
@@ -94,16 +118,87 @@ def effective_priority(block: Block) -> int:
     return DEFAULT_PRIORITY if largest == NO_PRIORITY else largest
 
 
-def offload_floor(block: Block, default: int) -> int:
+def offload_floor(block: LeasedBlock, default: int) -> int:
     """The priority that a block must have to be moved to a lower tier rather than dropped."""
     floors = [lease.wish.offload_min_priority for lease in leases_of(block)]
     return max((floor for floor in floors if floor is not None), default=default)
 
 
+class Deadlines:
+    """Leases whose clocks run, in a queue per duration: those of one duration end in the order of their starts.
+
+    A lease is added and taken in constant time while there are few durations.
+    """
+
+    def __init__(self) -> None:
+        self._queues: dict[float, deque[Lease]] = {}
+        # (deadline of the first, number of the queue, duration) of every queue.
+        self._heads: list[tuple[float, int, float]] = []
+        self._made = 0
+        self._size = 0
+        self._limit = _MIN_LIMIT
+
+    def __len__(self) -> int:
+        return self._size
+
+    def add(self, lease: Lease, now: float, seconds: float) -> None:
+        """Starts a clock; `now` never goes back."""
+        lease.deadline = now + seconds
+        queue = self._queues.get(seconds)
+        if queue is None:
+            queue = self._queues[seconds] = deque()
+            self._made += 1
+            heappush(self._heads, (lease.deadline, self._made, seconds))
+        queue.append(lease)
+        self._size += 1
+        if self._size > self._limit:
+            self._drop_ended()
+
+    def is_due(self, now: float) -> bool:
+        """Whether there is a lease whose time is over."""
+        return bool(self._heads) and self._heads[0][0] <= now
+
+    def due(self, now: float, count: int) -> Iterator[Lease]:
+        """Takes so many leases whose time is over, in the order of the deadlines; some may have ended otherwise."""
+        heads, queues = self._heads, self._queues
+        while count and self.is_due(now):
+            _, number, seconds = heappop(heads)
+            queue = queues[seconds]
+            # As far as no other queue comes in between.
+            until = min(now, heads[0][0]) if heads else now
+            while count and queue and _deadline(queue[0]) <= until:
+                count -= 1
+                self._size -= 1
+                yield queue.popleft()
+            if queue:
+                heappush(heads, (_deadline(queue[0]), number, seconds))
+            else:
+                del queues[seconds]
+
+    def _drop_ended(self) -> None:
+        """Leases that a later wish or a lost block has ended would wait for their time, however long it is."""
+        for seconds, queue in list(self._queues.items()):
+            alive = deque(lease for lease in queue if lease.block is not None)
+            if alive:
+                self._queues[seconds] = alive
+            else:
+                del self._queues[seconds]
+        numbers = {seconds: number for _, number, seconds in self._heads}
+        self._heads = [(_deadline(queue[0]), numbers[seconds], seconds) for seconds, queue in self._queues.items()]
+        heapify(self._heads)
+        self._size = sum(map(len, self._queues.values()))
+        self._limit = max(_MIN_LIMIT, 2 * self._size)
+
+
+def _deadline(lease: Lease) -> float:
+    assert lease.deadline is not None
+    return lease.deadline
+
+
 class LeaseBook:
     """The clock of all leases of a manager. `now` is the time of the call that is being served."""
 
-    def __init__(self, events: EventLog) -> None:
+    def __init__(self, events: LeaseEvents) -> None:
         self.now = 0.0
         self._events = events
         self._deadlines = Deadlines()
@@ -122,7 +217,7 @@ class LeaseBook:
         """Whether leases whose time is over still count."""
         return self._deadlines.is_due(self.now)
 
-    def grant(self, pool: LeasedPool, block: Block, wish: Wish) -> bool:
+    def grant(self, pool: LeasedPool, block: LeasedBlock, wish: Wish) -> bool:
         """Adds a lease, or puts it in the place of the holder's older one.
 
         False when the block has nothing of it, because of too many others with a higher priority.
@@ -144,7 +239,7 @@ class LeaseBook:
             self._events.add(EventKind.LEASE_GRANTED, view, lease=granted)
         return not is_refused
 
-    def start(self, block: Block) -> bool:
+    def start(self, block: LeasedBlock) -> bool:
         """The block can be taken: clocks that do not run yet begin to. Whether there were any."""
         started = [lease for lease in leases_of(block) if lease.deadline is None and lease.wish.duration is not None]
         for lease in started:
@@ -156,7 +251,7 @@ class LeaseBook:
                 self._fold(lease, block)
         return bool(started)
 
-    def restore(self, pool: LeasedPool, block: Block, wish: Wish, remaining: float | None) -> None:
+    def restore(self, pool: LeasedPool, block: LeasedBlock, wish: Wish, remaining: float | None) -> None:
         """Gives a block that is being put back a lease of before; its clock runs on, or starts."""
         lease = Lease(pool, block, wish)
         seconds = wish.duration if remaining is None else remaining
@@ -166,7 +261,7 @@ class LeaseBook:
         self._add(lease, block)
         block.priority = effective_priority(block)
 
-    def move(self, source: Block, target: Block) -> None:
+    def move(self, source: LeasedBlock, target: LeasedBlock) -> None:
         """Passes leases on to a block that holds the same tokens and more.
 
         Both keep their priorities, as they may stand in the eviction order: the caller discards the source and
@@ -180,20 +275,20 @@ class LeaseBook:
                 if broken:
                     self._tell_broken(broken, None, lease.pool.view(target))
 
-    def announce(self, pool: LeasedPool, block: Block) -> None:
+    def announce(self, pool: LeasedPool, block: LeasedBlock) -> None:
         """Tells of the leases of a block that has just entered the index."""
         view = pool.view(block)
         for lease in leases_of(block):
             self._events.add(EventKind.LEASE_GRANTED, view, lease=self.view(lease))
 
-    def forget(self, block: Block) -> None:
+    def forget(self, block: LeasedBlock) -> None:
         """Ends all leases of a block that never entered the index; nobody has heard of them."""
         for lease in leases_of(block):
             self._unlink(lease, block)
         # Its slot may have to wait for a copy.
         block.priority = DEFAULT_PRIORITY
 
-    def break_all(self, block: Block, view: BlockView, cause: RemovalCause) -> None:
+    def break_all(self, block: LeasedBlock, view: BlockView, cause: RemovalCause) -> None:
         """Ends all leases of a block that leaves the index, `view` being how it was seen last."""
         for lease in leases_of(block):
             lease.pool.broken_leases += 1
@@ -201,7 +296,7 @@ class LeaseBook:
             self._unlink(lease, block)
         block.priority = DEFAULT_PRIORITY
 
-    def revoke(self, pool: LeasedPool, block: Block, holder: str, cause: RemovalCause) -> None:
+    def revoke(self, pool: LeasedPool, block: LeasedBlock, holder: str, cause: RemovalCause) -> None:
         """Ends a holder's lease of a block that stays."""
         for lease in leases_of(block):
             if lease.wish.holder == holder:
@@ -223,7 +318,7 @@ class LeaseBook:
         wish = lease.wish
         return LeaseView(wish.holder, shown_priority(wish), lease.remaining(self.now), lease.deadline is not None)
 
-    def _add(self, lease: Lease, block: Block) -> list[Lease]:
+    def _add(self, lease: Lease, block: LeasedBlock) -> list[Lease]:
         """Links a lease unless another covers it; returns those that break as there are too many of them."""
         self._link(lease, block)
         if lease.next is None or _is_rule(lease):
@@ -248,7 +343,7 @@ class LeaseBook:
             broken.append(least)
         return broken
 
-    def _fold(self, lease: Lease, block: Block) -> None:
+    def _fold(self, lease: Lease, block: LeasedBlock) -> None:
         """Shares a lease that covers another one, or drops it if another covers it."""
         others = [other for other in leases_of(block) if other is not lease and _folds(other)]
         covering = next((other for other in others if _covers(other, lease, self.now)), None)
@@ -258,14 +353,14 @@ class LeaseBook:
         elif any(_covers(lease, other, self.now) for other in others):
             self._share(lease, block)
 
-    def _share(self, lease: Lease, block: Block) -> None:
+    def _share(self, lease: Lease, block: LeasedBlock) -> None:
         """From now on no wish takes the place of this lease; callers' leases that it covers are dropped."""
         lease.wish = lease.wish._replace(holder=SHARED)
         for other in leases_of(block):
             if other is not lease and not _is_rule(other) and _covers(lease, other, self.now):
                 self._unlink(other, block)
 
-    def _is_covered(self, lease: Lease, block: Block) -> bool:
+    def _is_covered(self, lease: Lease, block: LeasedBlock) -> bool:
         """Whether a shared lease makes this one unnecessary."""
         shared = (other for other in leases_of(block) if other is not lease and other.wish.holder == SHARED)
         return any(_covers(other, lease, self.now) for other in shared)
@@ -280,7 +375,7 @@ class LeaseBook:
                 lease.pool.broken_leases += 1
                 self._events.add(EventKind.LEASE_BROKEN, view, RemovalCause.TOO_MANY_LEASES, self.view(lease))
 
-    def _end_older(self, lease: Lease, block: Block) -> bool:
+    def _end_older(self, lease: Lease, block: LeasedBlock) -> bool:
         """Ends the older lease of the same holder. Whether there was one."""
         older = None if lease.wish.holder == SHARED else _held_by(block, lease.wish.holder)
         if older is None:
@@ -290,13 +385,13 @@ class LeaseBook:
         self._unlink(older, block)
         return True
 
-    def _link(self, lease: Lease, block: Block) -> None:
+    def _link(self, lease: Lease, block: LeasedBlock) -> None:
         lease.block = block
         lease.next, block.lease = block.lease, lease
         if _is_rule(lease):
             self._of_rules.setdefault(lease.wish.holder, {})[lease] = None
 
-    def _unlink(self, lease: Lease, block: Block) -> None:
+    def _unlink(self, lease: Lease, block: LeasedBlock) -> None:
         if block.lease is lease:
             block.lease = lease.next
         else:
@@ -314,15 +409,15 @@ class LeaseBook:
     def _run(self, lease: Lease, seconds: float) -> None:
         self._deadlines.add(lease, self.now, seconds)
 
-    def _expire(self, lease: Lease, block: Block) -> None:
+    def _expire(self, lease: Lease, block: LeasedBlock) -> None:
         self._unlink(lease, block)
         lease.pool.honoured_leases += 1
         wish = lease.wish
-        ended = tuple.__new__(LeaseView, (wish.holder, shown_priority(wish), 0.0))
+        ended = tuple.__new__(LeaseView, (wish.holder, shown_priority(wish), 0.0, False))
         self._events.add(_EXPIRED, lease.pool.reprioritise(block), _NONE, ended)
 
 
-def _held_by(block: Block, holder: str) -> Lease | None:
+def _held_by(block: LeasedBlock, holder: str) -> Lease | None:
     return next((lease for lease in leases_of(block) if lease.wish.holder == holder), None)
 
 

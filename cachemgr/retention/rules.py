@@ -11,9 +11,9 @@ from hashlib import sha256
 from itertools import product
 from typing import TYPE_CHECKING
 
-from cachemgr.blocks.block_keys import pack, packed_bytes
 from cachemgr.errors import RuleExistsError, StaleRuleError, UnknownRuleError
 from cachemgr.retention.priority import NO_PRIORITY, RULE, Wish, check_duration, check_priority
+from cachemgr.tokens import pack, packed_bytes
 from cachemgr.types import RetentionRule, RuleAction, RuleMatch
 from cachemgr.validation import check_id
 from protos.errors import InvalidField

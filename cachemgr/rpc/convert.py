@@ -7,8 +7,8 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.json_format import MessageToDict
 
 from cachemgr import types
-from cachemgr.blocks.block_keys import unpack
 from cachemgr.blocks.events import Event
+from cachemgr.tokens import unpack
 from protos.errors import InvalidField
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcommon.eviction_message import EvictionPolicyRequest, message_of

@@ -7,9 +7,9 @@ from array import array
 from dataclasses import asdict
 from hashlib import sha256
 
-from cachemgr.blocks.block_keys import pack, packed_bytes
 from cachemgr.retention import priority as retention
 from cachemgr.retention.priority import REQUEST, SESSION
+from cachemgr.tokens import pack, packed_bytes
 from cachemgr.types import AdmitRequest
 from cachemgr.validation import check_extra_keys, check_id
 from protos.errors import InvalidField

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cachemgr.blocks.block_keys import pack, packed_bytes, prefix_keys, root_key
+from cachemgr.blocks.block_keys import prefix_keys, root_key
 from cachemgr.blocks.radix_tree import children_of
+from cachemgr.tokens import pack, packed_bytes
 from cachemgr.types import Prefix
 
 if TYPE_CHECKING:

@@ -148,9 +148,10 @@ class Executor:
         if domain is None or domain.account is not account:
             domain = Domain(self.spec.model_fingerprint, *parts)
             domain.account = account
-            domain.names = [self._name(key) for key in (("tenant_id", tenant_id), ("salt", salt)) if key[1] is not None]
-            for named in domain.names:
+            names = [self._name(key) for key in (("tenant_id", tenant_id), ("salt", salt)) if key[1] is not None]
+            for named in names:
                 named.domains.add(domain)
+            domain.names = names
             self._domains[parts] = domain
         return domain
 

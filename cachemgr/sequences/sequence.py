@@ -6,9 +6,10 @@ from array import array
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from cachemgr.blocks.block_keys import Domain, extend_keys, extra_bytes, pack, packed_bytes
+from cachemgr.blocks.block_keys import Domain, extend_keys, extra_bytes
 from cachemgr.retention.priority import Wishes
 from cachemgr.sequences.transfers import OpenedCopies
+from cachemgr.tokens import pack, packed_bytes
 from cachemgr.types import Admission, ExtraKey, Prefix, Retention, SequenceView, Table, Transfer
 
 if TYPE_CHECKING:

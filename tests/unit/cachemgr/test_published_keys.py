@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from cachemgr.blocks.block_keys import TOKEN_BYTES, child_key, extra_bytes, pack, packed_bytes, prefix_keys, root_key
+from cachemgr.blocks.block_keys import child_key, extra_bytes, prefix_keys, root_key
+from cachemgr.tokens import TOKEN_BYTES, pack, packed_bytes
 from cachemgr.types import ExtraKey
 from tests.stack import ROOT
 

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from cachemgr.blocks.block_keys import pack
 from cachemgr.blocks.block_record import LeaseRecord
 from cachemgr.manager import CacheManager
+from cachemgr.tokens import pack
 from cachemgr.types import ForgetTarget, Prefix, TierKind
 from tests.support.in_process_manager import CONFIG, World, wish
 

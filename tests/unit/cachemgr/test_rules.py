@@ -2,9 +2,9 @@
 
 import pytest
 
-from cachemgr.blocks.block_keys import pack, unpack
 from cachemgr.errors import StaleRuleError
 from cachemgr.retention.rules import FIELDS
+from cachemgr.tokens import pack, unpack
 from cachemgr.types import (
     EventKind,
     Prefix,

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachemgr.blocks.block import Block, Node
-from cachemgr.blocks.block_keys import Domain, pack, packed_bytes
+from cachemgr.blocks.block_keys import Domain
 from cachemgr.blocks.radix_tree import (
     add_child,
     children_of,
@@ -13,6 +13,7 @@ from cachemgr.blocks.radix_tree import (
     covering_child,
     remove_child,
 )
+from cachemgr.tokens import pack, packed_bytes
 
 DOMAIN = Domain(b"model")
 TOKENS = st.lists(st.sampled_from([0, 1, 256, 257]), min_size=1, max_size=5)

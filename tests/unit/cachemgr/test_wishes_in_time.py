@@ -6,8 +6,7 @@ from random import Random
 from cachemgr.blocks.block import Block
 from cachemgr.manager import CacheManager
 from cachemgr.retention import leases
-from cachemgr.retention.lease_deadlines import Deadlines
-from cachemgr.retention.leases import Lease
+from cachemgr.retention.leases import Deadlines, Lease
 from cachemgr.retention.priority import Wish
 from cachemgr.types import BlockFilter, EventKind, RemovalCause, Retention, RetentionRange
 from tests.support.in_process_manager import CONFIG, World, wish

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from bench.scale.stalls import BLOCK, Cache
-from cachemgr.blocks.block_keys import pack as packed
-from cachemgr.blocks.block_keys import packed_bytes
 from cachemgr.blocks.events import Event
 from cachemgr.oplog.operations import ManagerClock, Operations
 from cachemgr.rpc.data_service import CacheEventService, Domain
 from cachemgr.rpc.event_batches import MAX_BYTES, MAX_EVENTS, Wanted, pack
 from cachemgr.rpc.event_feed import EventFeed
+from cachemgr.tokens import pack as packed
+from cachemgr.tokens import packed_bytes
 from cachemgr.types import BlockFilter, BlockView, EventKind
 from protos.kvcache.v1 import kvcache_pb2 as pb
 

@@ -18,7 +18,7 @@ import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import REGISTRY
 
-from cachemgr.blocks.block_keys import Domain, child_key, pack, packed_bytes
+from cachemgr.blocks.block_keys import Domain, child_key
 from cachemgr.blocks.block_record import BlockRecord
 from cachemgr.manager import CacheManager
 from cachemgr.operators.state_dump import state_hash
@@ -27,6 +27,7 @@ from cachemgr.oplog import writer as oplog
 from cachemgr.oplog.operations import ManagerClock, Operations
 from cachemgr.oplog.writer import OperationLog, OperationLogError
 from cachemgr.process import OPERATION_LOG_HEALTH, CacheManagerProcess
+from cachemgr.tokens import pack, packed_bytes
 from cachemgr.types import ManagerConfig
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachemgr.blocks.block_keys import pack
 from cachemgr.blocks.block_record import (
     BackupRecord,
     BlockRecord,
@@ -16,6 +15,7 @@ from cachemgr.blocks.block_record import (
     encode,
     encode_place,
 )
+from cachemgr.tokens import pack
 from cachemgr.types import TierKind
 from protos.kvcache.v1 import kvcache_pb2 as pb
 
