@@ -9,11 +9,17 @@ SLOW = (
     "tests/console/test_page",
     "tests/integration/test_(deploy_.*|run_stack|grpcurl|broken_folders)",
     # Compilation for GPUs and with sanitizers; the kernels in Triton's interpreter.
-    "tests/kernels/test_(ahead_of_time|sanitizers|package)",
-    r"tests/kernels/.*\[interpreter",
+    "tests/kernels/test_(ahead_of_time|sanitizers|package|decoder_counting|decoder_weights)",
+    "tests/unit/executor/test_cuda_decoder",
+    r"tests/(kernels|unit/executor)/.*\binterpreter\b",
+    # The CPU decoder's second way with bfloat16, and token eviction on any decoder but the default one.
+    r"tests/kernels/test_decoder\.py.*bfloat16 widened",
+    r"tests/unit/executor/test_token_eviction.*\[(torch|fused)-",
     # Every kind of Redis but one single server.
     r"tests/unit/cachemgr_service/.*(redis7|cluster)",
     "tests/unit/cachemgr_service/test_killed_at_any_moment",
+    # Three of four random lives.
+    r"tests/unit/cachemgr/test_random_operations.*\[(2[5-9]|[3-9]\d)\]",
     # Tests of the measuring programs.
     "tests/unit/(bench|chaos)/",
 )
