@@ -15,7 +15,6 @@ from cachemgr.errors import (
     PoolSpecError,
     SchedulerFirstError,
     SequenceExistsError,
-    SequenceUnsettledError,
     StaleExecutorError,
     StaleSchedulerError,
     SyncNumberError,
@@ -27,10 +26,18 @@ from cachemgr.operators.operator_journal import NoOperatorJournal, OperatorJourn
 from cachemgr.operators.queries import Queries
 from cachemgr.operators.state import ManagerState
 from cachemgr.retention.priority import check_duration
-from cachemgr.sequences.admission import check_length
-from cachemgr.sequences.admission_request import check_request, content, holder
-from cachemgr.sequences.clients import Executor, GhostCaches, Scheduler
-from cachemgr.sequences.executor_spec import MAX_SLOTS, check_spec, new_pools, outlives, share_memory
+from cachemgr.sequences.admission import check_length, check_request, content, grow, holder
+from cachemgr.sequences.clients import (
+    MAX_SLOTS,
+    Executor,
+    GhostCaches,
+    Scheduler,
+    check_spec,
+    new_pools,
+    outlives,
+    share_memory,
+)
+from cachemgr.sequences.fork import fork
 from cachemgr.sequences.holds import Holds
 from cachemgr.sequences.release import (
     can_carry_over,
@@ -46,7 +53,7 @@ from cachemgr.sequences.release import (
 from cachemgr.sequences.sequence import Sequence as LiveSequence
 from cachemgr.sequences.sequence import blocks_for
 from cachemgr.sequences.sync import Sync
-from cachemgr.sequences.token_eviction import check_fork, left_behind
+from cachemgr.sequences.token_eviction import left_behind
 from cachemgr.steps import Steps
 from cachemgr.types import (
     Admission,
@@ -402,7 +409,7 @@ class CacheManager:
                 fields={"sync_number": f"is not {scheduler.sync_number + 1}"},
                 metadata={"expected": str(scheduler.sync_number + 1)},
             )
-        sync = Sync(request, scheduler, self._state.executors, self.config, self._state.admitter)
+        sync = Sync(request, scheduler, self._state.executors, self.config)
         sync.check()
         scheduler.deadline = now + self.config.lease_seconds
         answer = sync.apply(now)
@@ -433,7 +440,7 @@ class CacheManager:
         short = sum(max(0, wanted - start - one) for one in free)
         if short:
             return Extension(False, short, (), sequence.capacity)
-        self._state.admitter.grow(sequence, wanted)
+        grow(sequence, wanted)
         return Extension(True, 0, sequence.slots(start), sequence.capacity, sequence.take_transfers())
 
     def truncate(self, caller: SchedulerEpoch, sequence_id: str, num_tokens: int) -> Freed:
@@ -461,14 +468,7 @@ class CacheManager:
         if existing is not None:
             return _repeated(existing, scheduler, ("fork", parent_sequence_id, num_tokens))
         parent = self._state.live_sequence(caller, parent_sequence_id, "parent_sequence_id")
-        check_fork(parent)
-        full = parent.computed // parent.block_size
-        if parent.tickets or any(table.settled < full for table in parent.tables):
-            raise SequenceUnsettledError(
-                f"sequence {parent_sequence_id} waits for a copy or a shared prefix",
-                fields={"parent_sequence_id": "names one that waits"},
-            )
-        return self._enter(self._state.admitter.fork(parent, sequence_id, num_tokens))
+        return self._enter(fork(parent, sequence_id, num_tokens, self.config, self._state.next_number))
 
     def hold(self, caller: SchedulerEpoch, sequence_id: str, owner: str, duration: float) -> int:
         """Keeps a sequence's blocks for `duration` seconds from its release on; returns how many.

@@ -15,7 +15,7 @@ from cachemgr.manager import CacheManager
 from cachemgr.oplog.operations import ManagerClock, Operations
 from cachemgr.rpc import convert, paging
 from cachemgr.rpc.slices import sliced, steady
-from cachemgr.sequences.executor_spec import MAX_SLOTS
+from cachemgr.sequences.clients import MAX_SLOTS
 from cachemgr.sequences.release import MOST_CARRIED_OVER
 from cachemgr.types import (
     Admission,

@@ -24,9 +24,9 @@ from cachemgr.operators.purge import is_remembered, purge
 from cachemgr.operators.queries import pool_view
 from cachemgr.retention.priority import HINT, SESSION, check_duration
 from cachemgr.retention.rules import Rule
-from cachemgr.sequences.block_chain import chain, keys_of
-from cachemgr.sequences.executor_spec import fits
+from cachemgr.sequences.clients import fits
 from cachemgr.sequences.holds import Pinned, complete
+from cachemgr.sequences.prefix_match import chain, keys_of
 from cachemgr.steps import Steps, at_once, changes, looks
 from cachemgr.tokens import TOKEN_BYTES, pack, packed_bytes
 from cachemgr.types import (

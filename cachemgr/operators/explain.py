@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from cachemgr.blocks.block_keys import extra_bytes, prefix_keys
 from cachemgr.blocks.radix_tree import covering_child
 from cachemgr.retention.leases import LeaseBook, leases_of
-from cachemgr.sequences.block_chain import keys_of
+from cachemgr.sequences.prefix_match import keys_of
 from cachemgr.tokens import TOKEN_BYTES, pack, packed_bytes
 from cachemgr.types import Explanation, MissReason, Prefix
 

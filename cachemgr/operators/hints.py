@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cachemgr.retention.priority import HINT, MAX_DURATION, MAX_PRIORITY, Wish, bounded
-from cachemgr.sequences.block_chain import chain
 from cachemgr.sequences.holds import complete
+from cachemgr.sequences.prefix_match import chain
 from cachemgr.types import HintAction, HintAnswer, HintOutcome, Hints, Outcome, Retention, RetentionRange, Transfer
 from cachemgr.validation import MAX_ID_BYTES, check_id
 from protos.errors import InvalidField

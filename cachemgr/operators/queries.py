@@ -24,11 +24,11 @@ from cachemgr.operators.state_dump import executor_state, line, rule_state, sche
 from cachemgr.retention.leases import LeaseBook, leases_of
 from cachemgr.retention.priority import MAX_PRIORITY
 from cachemgr.sequences import prefix_match as matching
-from cachemgr.sequences.admission_request import check_request
-from cachemgr.sequences.block_chain import all_of
+from cachemgr.sequences.admission import check_request
 from cachemgr.sequences.clients import Executor, account_for
 from cachemgr.sequences.estimates import while_running
 from cachemgr.sequences.holds import Hold
+from cachemgr.sequences.prefix_match import all_of
 from cachemgr.sequences.sequence import Sequence
 from cachemgr.tokens import pack
 from cachemgr.types import (

@@ -18,11 +18,11 @@ from cachemgr.errors import (
     UnknownSequenceError,
     VoidSequenceError,
 )
-from cachemgr.operators.forget_history import ForgetHistory
+from cachemgr.operators.forget import ForgetHistory
 from cachemgr.retention.leases import LeaseBook
 from cachemgr.retention.rules import RuleBook
 from cachemgr.sequences.admission import Admitter
-from cachemgr.sequences.executor_spec import MAX_SLOTS
+from cachemgr.sequences.clients import MAX_SLOTS
 
 if TYPE_CHECKING:
     from cachemgr.blocks.block_pool import BlockPool

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from cachemgr.blocks.block_pool import BlockPool
     from cachemgr.blocks.write_through import Backups
     from cachemgr.sequences.clients import Executor, Scheduler
-    from cachemgr.sequences.eviction_policy import Eviction
     from cachemgr.sequences.sequence import GroupTable, Sequence
+    from cachemgr.sequences.token_eviction import Eviction
     from cachemgr.sequences.transfers import Ticket
     from cachemgr.types import RetentionRule
 

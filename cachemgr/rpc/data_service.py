@@ -16,7 +16,7 @@ from cachemgr.rpc import convert, convert_admin
 from cachemgr.rpc.event_batches import MAX_EVENTS, Batches, Wanted, pack
 from cachemgr.rpc.event_feed import EventFeed
 from cachemgr.rpc.slices import SLICE_SECONDS, sliced
-from cachemgr.sequences.executor_spec import check_spec
+from cachemgr.sequences.clients import check_spec
 from cachemgr.types import AccountKey, ExecutorSpec, SchedulerEpoch
 from cachemgr.validation import check_id
 from protos.errors import InvalidField, ServiceError

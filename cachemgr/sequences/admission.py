@@ -1,29 +1,81 @@
-"""Matching, claiming and allocating for one sequence, in one go."""
+"""An admission: what it asks for, and matching, claiming and allocating for it in one go."""
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Callable
+from dataclasses import asdict
+from hashlib import sha256
 
 from cachemgr.blocks.block import Block
-from cachemgr.blocks.block_keys import cut_extra_keys
 from cachemgr.blocks.block_pool import BlockPool
 from cachemgr.blocks.quota import Account, account_of
-from cachemgr.errors import SequenceTooLongError, WindowPassedError
-from cachemgr.retention.priority import Wishes
+from cachemgr.errors import SequenceTooLongError
+from cachemgr.retention import priority as retention
+from cachemgr.retention.priority import REQUEST, SESSION, Wishes
 from cachemgr.retention.rules import RuleBook
 from cachemgr.sequences import estimates
 from cachemgr.sequences import prefix_match as matching
-from cachemgr.sequences.admission_request import content, holder
 from cachemgr.sequences.clients import Executor, Scheduler
 from cachemgr.sequences.commit import promise
-from cachemgr.sequences.eviction_forecast import evictions
-from cachemgr.sequences.eviction_policy import Eviction, resolve
+from cachemgr.sequences.estimates import evictions
 from cachemgr.sequences.prefix_match import Match, Partial
-from cachemgr.sequences.sequence import GroupTable, Sequence, blocks_for, first_needed
+from cachemgr.sequences.sequence import GroupTable, Sequence, blocks_for
+from cachemgr.sequences.token_eviction import Eviction, resolve
+from cachemgr.tokens import pack, packed_bytes
 from cachemgr.types import Admission, AdmitRequest, ManagerConfig, Preview, Receipt, TierKind
+from cachemgr.validation import check_extra_keys, check_id
 from protos.errors import InvalidField
-from protos.kvcommon.eviction import Policy
+
+
+def check_request(request: AdmitRequest) -> array[int]:
+    """Returns the packed tokens. Raises InvalidField for what is wrong without looking at any state."""
+    check_id("sequence_id", request.sequence_id)
+    if not request.token_ids:
+        raise InvalidField("token_ids", "must not be empty")
+    if request.adapter_id is not None and not 0 <= request.adapter_id < 1 << 64:
+        raise InvalidField("adapter_id", "must fit into 64 bits")
+    for field in ("salt", "session_id", "request_id", "tenant_id"):
+        value = getattr(request, field)
+        if value is not None:
+            check_id(field, value)
+    prompt = request.num_prompt_tokens
+    if prompt is not None and not 1 <= prompt <= len(request.token_ids):
+        raise InvalidField("num_prompt_tokens", f"must be from 1 to the {len(request.token_ids)} tokens known")
+    retention.check(request.retention)
+    check_extra_keys("extra_keys", request.extra_keys, len(request.token_ids))
+    try:
+        return pack(request.token_ids)
+    except (OverflowError, TypeError) as error:
+        raise InvalidField("token_ids", "must be numbers from 0 to 4294967295") from error
+
+
+def content(request: AdmitRequest, tokens: array[int]) -> object:
+    """What two admissions with one id must have in common to be the same."""
+    return (
+        request.executor_id,
+        sha256(packed_bytes(tokens)).digest(),
+        request.salt,
+        request.adapter_id,
+        holder(request),
+        request.num_prompt_tokens,
+        request.retention,
+        request.tenant_id,
+        request.extra_keys,
+        None if request.hints is None else json.dumps(asdict(request.hints), sort_keys=True),
+        request.eviction_policy,
+        request.no_read,
+        request.no_store,
+        request.lowest_tier,
+    )
+
+
+def holder(request: AdmitRequest) -> str:
+    """Whose wishes they are."""
+    if request.session_id is not None:
+        return SESSION + request.session_id
+    return REQUEST + (request.request_id or request.sequence_id)
 
 
 def watermark(pool: BlockPool, config: ManagerConfig) -> int:
@@ -152,7 +204,7 @@ class Admitter:
         sequence = self._draft(request, tokens, scheduler, executor)
         plan = self._plan(request, sequence)
         if plan.short:
-            return self._refusal(plan.short, plan.short_in_all(sequence, self._config), sequence.domain.account)
+            return refusal(plan.short, plan.short_in_all(sequence, self._config), sequence.domain.account)
         match = plan.match
         sequence.handle = self._next_number()
         sequence.content = content(request, tokens)
@@ -171,7 +223,7 @@ class Admitter:
         receipts = sequence.wishes.receipts(
             request.retention, executor.block_size, no_store=sequence.no_store, config=self._config
         )
-        sequence.admission = self._answer(sequence, wait_for, tuple(receipts))
+        sequence.admission = admitted(sequence, wait_for, tuple(receipts))
         return sequence
 
     def preview(
@@ -204,11 +256,9 @@ class Admitter:
         wishes = Wishes(request.retention, prompt, holder(request), rules, self._config)
         name, extra_keys = request.sequence_id, request.extra_keys
         sequence = Sequence(name, 0, scheduler, executor, tokens, domain, wishes, no_store, extra_keys)
-        sequence.eviction = self._eviction(policy, prompt)
+        if policy is not None:
+            sequence.eviction = Eviction(policy, prompt, ahead=self._config.capacity_ahead_tokens)
         return sequence
-
-    def _eviction(self, policy: Policy | None, prompt: int) -> Eviction | None:
-        return None if policy is None else Eviction(policy, prompt, ahead=self._config.capacity_ahead_tokens)
 
     def _blocks_ahead(self, sequence: Sequence) -> int:
         """A block's worth more than what is known, to carry it to its first sync."""
@@ -256,7 +306,7 @@ class Admitter:
         for source, table in zip(match.sources, sequence.tables, strict=False):
             table.pool.retain(source)
         for table, blocks in zip(sequence.tables, match.blocks, strict=True):
-            self._fetch(sequence, table, blocks)
+            _fetch(sequence, table, blocks)
             settled = [block is None or block.writer is None for block in blocks]
             table.settled = len(blocks) if all(settled) else settled.index(False)
             table.first = next((place for place, block in enumerate(blocks) if block is not None), len(blocks))
@@ -266,108 +316,52 @@ class Admitter:
                 table.pool.drop(source)
                 table.blocks.append(source)
         else:
-            self._copy(sequence, match.sources, match.num_copied)
-        self.grow(sequence, plan.needed + plan.ahead)
+            copy_sources(sequence, match.sources, match.num_copied)
+        grow(sequence, plan.needed + plan.ahead)
         sequence.computed = sequence.cached_tokens = match.tokens
         sequence.depend_on_writers()
 
-    def _fetch(self, sequence: Sequence, table: GroupTable, blocks: list[Block | None]) -> None:
-        """Makes the matched blocks the table; those in lower tiers are copied to the device first."""
-        pool, table.blocks = table.pool, blocks
-        for place, block in enumerate(blocks):
-            if block is not None and not pool.is_on_device(block):
-                target = blocks[place] = pool.take(sequence)
-                sequence.executor.copies.fill(sequence, pool, block, target, place, 0)
 
-    def _copy(self, sequence: Sequence, sources: list[Block], num_tokens: int) -> None:
-        """Appends a block to each table that begins with a copy of a source, whose reference passes to the copy."""
-        for table, source in zip(sequence.tables, sources, strict=False):
-            target = table.pool.take(sequence)
-            place = len(table.blocks)
-            sequence.executor.copies.fill(sequence, table.pool, source, target, place, num_tokens)
-            table.blocks.append(target)
+def _fetch(sequence: Sequence, table: GroupTable, blocks: list[Block | None]) -> None:
+    """Makes the matched blocks the table; those in lower tiers are copied to the device first."""
+    pool, table.blocks = table.pool, blocks
+    for place, block in enumerate(blocks):
+        if block is not None and not pool.is_on_device(block):
+            target = blocks[place] = pool.take(sequence)
+            sequence.executor.copies.fill(sequence, pool, block, target, place, 0)
 
-    def grow(self, sequence: Sequence, num_blocks: int) -> None:
-        """Appends empty blocks to every table until it has so many; they must be free."""
-        for table in sequence.tables:
-            take, blocks = table.pool.take, table.blocks
-            blocks += [take(sequence) for _ in range(num_blocks - len(blocks))]
 
-    def fork(self, parent: Sequence, sequence_id: str, num_tokens: int | None) -> Sequence | Admission:
-        """A sequence that shares the parent's computed blocks, or an answer that says what is missing.
+def copy_sources(sequence: Sequence, sources: list[Block], num_tokens: int) -> None:
+    """Appends a block to each table that begins with a copy of a source, whose reference passes to the copy."""
+    for table, source in zip(sequence.tables, sources, strict=False):
+        target = table.pool.take(sequence)
+        place = len(table.blocks)
+        sequence.executor.copies.fill(sequence, table.pool, source, target, place, num_tokens)
+        table.blocks.append(target)
 
-        It has the parent's first `num_tokens` tokens, or all. Raises InvalidField, WindowPassedError.
-        """
-        executor = parent.executor
-        size = executor.block_size
-        tokens = parent.tokens[:num_tokens]
-        if num_tokens is not None and (num_tokens < 1 or num_tokens != len(tokens)):
-            raise InvalidField("num_tokens", f"must be from 1 to the first sequence's {len(parent.tokens)} tokens")
-        # The last token is the new one's own to compute, for what follows it.
-        computed = min(parent.computed, len(tokens) - 1)
-        if any(table.first > first_needed(computed, table.pool.window, size) for table in parent.tables):
-            raise WindowPassedError("the window before that length is given back already")
-        full, copied = divmod(computed, size)
-        eviction = self._eviction(None if parent.eviction is None else parent.eviction.policy, len(tokens))
-        needed = blocks_for(len(tokens) if eviction is None else eviction.slots_for(len(tokens)), size)
-        account = parent.domain.account
 
-        def missing(*, within_ceiling: bool = True) -> int:
-            free = (table.pool.device.free_for(account, within_ceiling=within_ceiling) for table in parent.tables)
-            return sum(max(0, needed - full - one) for one in free)
+def grow(sequence: Sequence, num_blocks: int) -> None:
+    """Appends empty blocks to every table until it has so many; they must be free."""
+    for table in sequence.tables:
+        take, blocks = table.pool.take, table.blocks
+        blocks += [take(sequence) for _ in range(num_blocks - len(blocks))]
 
-        if short := missing():
-            return self._refusal(short, missing(within_ceiling=False), account)
-        child = Sequence(
-            sequence_id,
-            self._next_number(),
-            parent.scheduler,
-            executor,
-            tokens,
-            parent.domain,
-            parent.wishes,
-            parent.no_store,
-            cut_extra_keys(parent.extra_keys, len(tokens)),
-        )
-        child.eviction = eviction
-        child.forgotten = parent.forgotten
-        child.content = ("fork", parent.sequence_id, num_tokens)
-        child.step = parent.step
-        child.keys = parent.keys[:full]
-        sources = []
-        for mine, theirs in zip(child.tables, parent.tables, strict=True):
-            mine.blocks = theirs.blocks[:full]
-            mine.anchors = {place: block for place, block in theirs.anchors.items() if place < full}
-            mine.settled, mine.first = full, min(theirs.first, full)
-            for block in mine.references():
-                mine.pool.retain(block)
-            if copied:
-                source = theirs.blocks[full]
-                assert source is not None
-                mine.pool.retain(source)
-                sources.append(source)
-        self._copy(child, sources, copied)
-        self.grow(child, needed)
-        child.computed = child.cached_tokens = computed
-        child.admission = self._answer(child, 0)
-        return child
 
-    @staticmethod
-    def _refusal(short: int, short_in_all: int, account: Account | None) -> Admission:
-        """For want of blocks; `short_in_all`: so many would be missing also if there were no ceiling."""
-        full = None if short_in_all or account is None else account.key
-        return Admission(False, blocks_short=short, full_account=full)
+def refusal(short: int, short_in_all: int, account: Account | None) -> Admission:
+    """For want of blocks; `short_in_all`: so many would be missing also if there were no ceiling."""
+    full = None if short_in_all or account is None else account.key
+    return Admission(False, blocks_short=short, full_account=full)
 
-    @staticmethod
-    def _answer(sequence: Sequence, wait_for: int, receipts: tuple[Receipt, ...] = ()) -> Admission:
-        return Admission(
-            admitted=True,
-            sequence_handle=sequence.handle,
-            cached_tokens=sequence.cached_tokens,
-            wait_for_handle=wait_for,
-            capacity_tokens=sequence.capacity,
-            block_tables=sequence.slots(),
-            transfers=sequence.take_transfers(),
-            receipts=receipts,
-            eviction_policy=None if sequence.eviction is None else sequence.eviction.policy,
-        )
+
+def admitted(sequence: Sequence, wait_for: int, receipts: tuple[Receipt, ...] = ()) -> Admission:
+    return Admission(
+        admitted=True,
+        sequence_handle=sequence.handle,
+        cached_tokens=sequence.cached_tokens,
+        wait_for_handle=wait_for,
+        capacity_tokens=sequence.capacity,
+        block_tables=sequence.slots(),
+        transfers=sequence.take_transfers(),
+        receipts=receipts,
+        eviction_policy=None if sequence.eviction is None else sequence.eviction.policy,
+    )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from cachemgr.blocks.block import Block
     from cachemgr.blocks.block_pool import BlockPool
     from cachemgr.sequences.clients import Executor, Scheduler
-    from cachemgr.sequences.eviction_policy import Eviction
+    from cachemgr.sequences.token_eviction import Eviction
     from cachemgr.sequences.transfers import Ticket
 
 

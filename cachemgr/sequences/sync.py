@@ -3,7 +3,7 @@
 from collections.abc import Sequence as Seq
 
 from cachemgr.sequences import token_eviction as evicting
-from cachemgr.sequences.admission import Admitter, watermark
+from cachemgr.sequences.admission import grow, watermark
 from cachemgr.sequences.clients import Executor, Scheduler
 from cachemgr.sequences.commit import settle, withdraw
 from cachemgr.sequences.release import end_copy, release
@@ -23,13 +23,11 @@ class Sync:
         scheduler: Scheduler,
         executors: dict[str, Executor],
         config: ManagerConfig,
-        admitter: Admitter,
     ) -> None:
         self._request = request
         self._scheduler = scheduler
         self._executors = executors
         self._config = config
-        self._admitter = admitter
         self._running: list[Sequence] = []
         self.answer = SyncAnswer()
         self.released: list[Sequence] = []
@@ -209,7 +207,7 @@ class Sync:
         )
         given = min(wanted - have, max(0, spare))
         if given:
-            self._admitter.grow(sequence, have + given)
+            grow(sequence, have + given)
         return wanted - have - given
 
     def _report(self, sequence: Sequence, start: int) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cachemgr.operators import forget_history
+from cachemgr.operators import forget
 from cachemgr.types import BlockFilter, ForgetTarget, HintAction, Hints, Prefix, Transfer
 from tests.support.in_process_manager import World
 from tests.support.random_operations import small_steps
@@ -108,7 +108,7 @@ def test_what_stands_on_a_forgotten_block_whose_bytes_are_lost_does_not_come_bac
 
 
 def test_beyond_the_bound_an_executor_that_was_away_brings_nothing_back(monkeypatch):
-    monkeypatch.setattr(forget_history, "MOST_KEPT", 2)
+    monkeypatch.setattr(forget, "MOST_KEPT", 2)
     world = cached()
     world.lose_manager()
     for salt in "cdc":

@@ -3,7 +3,7 @@
 import pytest
 
 from cachemgr.errors import BlocksInUseError
-from cachemgr.sequences.block_chain import chain, keys_of
+from cachemgr.sequences.prefix_match import chain, keys_of
 from cachemgr.types import BlockFilter, EventKind, Prefix, RemovalCause, Retention, RetentionRange, TierKind
 from tests.support.in_process_manager import BLOCK, World, wish
 

@@ -1,0 +1,90 @@
+"""A second sequence that goes on from the blocks of a first."""
+
+from collections.abc import Callable
+
+from cachemgr.blocks.block_keys import cut_extra_keys
+from cachemgr.errors import SequenceEvictsError, SequenceUnsettledError, WindowPassedError
+from cachemgr.sequences.admission import admitted, copy_sources, grow, refusal
+from cachemgr.sequences.sequence import Sequence, blocks_for, first_needed
+from cachemgr.sequences.token_eviction import Eviction, check_in_place
+from cachemgr.types import Admission, ManagerConfig
+from protos.errors import InvalidField
+
+
+def fork(
+    parent: Sequence, sequence_id: str, num_tokens: int | None, config: ManagerConfig, next_number: Callable[[], int]
+) -> Sequence | Admission:
+    """A sequence that shares the parent's computed blocks, or an answer that says what is missing.
+
+    It has the parent's first `num_tokens` tokens, or all. Raises InvalidField,
+    SequenceUnsettledError, SequenceEvictsError, WindowPassedError.
+    """
+    _check_eviction(parent)
+    size = parent.block_size
+    full = parent.computed // size
+    if parent.tickets or any(table.settled < full for table in parent.tables):
+        raise SequenceUnsettledError(
+            f"sequence {parent.sequence_id} waits for a copy or a shared prefix",
+            fields={"parent_sequence_id": "names one that waits"},
+        )
+    tokens = parent.tokens[:num_tokens]
+    if num_tokens is not None and (num_tokens < 1 or num_tokens != len(tokens)):
+        raise InvalidField("num_tokens", f"must be from 1 to the first sequence's {len(parent.tokens)} tokens")
+    # The last token is the new one's own to compute, for what follows it.
+    computed = min(parent.computed, len(tokens) - 1)
+    if any(table.first > first_needed(computed, table.pool.window, size) for table in parent.tables):
+        raise WindowPassedError("the window before that length is given back already")
+    full, copied = divmod(computed, size)
+    eviction = None
+    if parent.eviction is not None:
+        eviction = Eviction(parent.eviction.policy, len(tokens), ahead=config.capacity_ahead_tokens)
+    needed = blocks_for(len(tokens) if eviction is None else eviction.slots_for(len(tokens)), size)
+    account = parent.domain.account
+
+    def missing(*, within_ceiling: bool = True) -> int:
+        free = (table.pool.device.free_for(account, within_ceiling=within_ceiling) for table in parent.tables)
+        return sum(max(0, needed - full - one) for one in free)
+
+    if short := missing():
+        return refusal(short, missing(within_ceiling=False), account)
+    child = Sequence(
+        sequence_id,
+        next_number(),
+        parent.scheduler,
+        parent.executor,
+        tokens,
+        parent.domain,
+        parent.wishes,
+        parent.no_store,
+        cut_extra_keys(parent.extra_keys, len(tokens)),
+    )
+    child.eviction = eviction
+    child.forgotten = parent.forgotten
+    child.content = ("fork", parent.sequence_id, num_tokens)
+    child.step = parent.step
+    child.keys = parent.keys[:full]
+    sources = []
+    for mine, theirs in zip(child.tables, parent.tables, strict=True):
+        mine.blocks = theirs.blocks[:full]
+        mine.anchors = {place: block for place, block in theirs.anchors.items() if place < full}
+        mine.settled, mine.first = full, min(theirs.first, full)
+        for block in mine.references():
+            mine.pool.retain(block)
+        if copied:
+            source = theirs.blocks[full]
+            assert source is not None
+            mine.pool.retain(source)
+            sources.append(source)
+    copy_sources(child, sources, copied)
+    grow(child, needed)
+    child.computed = child.cached_tokens = computed
+    child.admission = admitted(child, 0)
+    return child
+
+
+def _check_eviction(parent: Sequence) -> None:
+    """Raises SequenceEvictsError when a fork would not know what its parent knows."""
+    check_in_place(parent, "parent_sequence_id")
+    if parent.eviction is not None and parent.eviction.policy.uses_scores:
+        text = f"sequence {parent.sequence_id} evicts by scores, which a fork would not have"
+        raise SequenceEvictsError(text, fields={"parent_sequence_id": "names one that evicts by scores"})
