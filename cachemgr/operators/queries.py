@@ -106,7 +106,7 @@ class Queries:
                 for one in self._state.executors.values()
             ],
             [
-                (pool.uses, pool.honoured_leases, pool.broken_leases, pool.share_number, len(pool.pending))
+                (pool.lru_clock, pool.honoured_leases, pool.broken_leases, pool.share_number, len(pool.pending))
                 for pool in self._state.pools()
             ],
             [

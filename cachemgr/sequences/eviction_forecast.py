@@ -1,0 +1,194 @@
+"""What an admission would evict: the rules of `making_room`, followed without changing anything; quotas aside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING
+
+from cachemgr.blocks.block import Block
+from cachemgr.blocks.eviction_queue import goes_before
+from cachemgr.blocks.radix_tree import children_of
+from cachemgr.retention.leases import offload_floor
+from cachemgr.types import PredictedEviction
+
+if TYPE_CHECKING:
+    from cachemgr.blocks.block_pool import BlockPool
+    from cachemgr.blocks.tier import Tier
+
+
+def evictions(groups: Iterable[tuple[BlockPool, set[Block], int]]) -> list[PredictedEviction]:
+    """What taking device slots would evict: by pool with the blocks that stay as they are used, and how many slots."""
+    takings = [(_Taking(pool, claimed), count) for pool, claimed, count in groups]
+    windowed = [taking for taking, _ in takings if taking.pool.window is not None]
+    for taking, count in takings:
+        for _ in range(count):
+            taking.take()
+        if taking.pool.window is None:
+            for other in windowed:
+                other.lose_useless(taking.gone)
+    return [eviction for taking, _ in takings for eviction in taking.evictions()]
+
+
+class _Order:
+    """In which order a tier evicts blocks. `gone` are those that have left the cache, and `claimed` ones stay."""
+
+    def __init__(self, pool: BlockPool, tier: Tier, claimed: set[Block], gone: set[Block]) -> None:
+        self._pool = pool
+        self._tier = tier
+        self._claimed = claimed
+        self._gone = gone
+        # Only as many are looked at as are taken: a tier may have a million.
+        self._listed = (block for block in tier.in_order() if block not in claimed)
+        self._next = next(self._listed, None)
+        # Those that have moved here, and parents whose children have left: (priority, recency, slot, block).
+        self._others: list[tuple[int, int, int, Block]] = []
+        # Children in this tier, where that has changed.
+        self._near: dict[Block, int] = {}
+        self._left: set[Block] = set()
+
+    def has(self, block: Block) -> bool:
+        """Whether a block is in this tier, or has moved here."""
+        return block not in self._left and (block in self._near or self._pool.tier_of(block) is self._tier)
+
+    def first(self) -> Block | None:
+        """The block that is evicted next."""
+        while self._next is not None and self._next in self._gone:
+            self._next = next(self._listed, None)
+        while self._others and self._others[0][-1] in self._gone:
+            heappop(self._others)
+        other = self._others[0][-1] if self._others else None
+        if other is not None and (self._next is None or goes_before(other, self._next)):
+            return other
+        return self._next
+
+    def take_first(self) -> Block | None:
+        """Takes it out of the order; its parent may be next then."""
+        block = self.first()
+        if block is None:
+            return None
+        if block is self._next:
+            self._next = next(self._listed, None)
+        else:
+            heappop(self._others)
+        self._left.add(block)
+        parent = block.parent
+        if self._pool.window is None and isinstance(parent, Block) and self.has(parent) and not parent.refs:
+            self._near[parent] = self._near.get(parent, parent.children_in_tier) - 1
+            self._offer(parent)
+        return block
+
+    def add(self, block: Block) -> None:
+        """A block moves here."""
+        is_here = [self.has(child) and child not in self._gone for child in children_of(block)]
+        self._near[block] = 0 if self._pool.window is not None else sum(is_here)
+        self._offer(block)
+
+    def _offer(self, block: Block) -> None:
+        if not self._near[block] and block not in self._claimed:
+            heappush(self._others, (block.priority, block.recency, block.slot, block))
+
+
+class _Taking:
+    """Takes slots of one pool's device."""
+
+    def __init__(self, pool: BlockPool, claimed: set[Block]) -> None:
+        self.pool = pool
+        # Blocks that leave the cache.
+        self.gone: set[Block] = set()
+        self._claimed = claimed
+        lower = pool.device.below
+        self._device = _Order(pool, pool.device, claimed, self.gone)
+        self._below = None if lower is None else _Order(pool, lower, claimed, self.gone)
+        self._lower = lower
+        self._empty = pool.device.num_empty
+        self._empty_below = 0 if lower is None else lower.num_empty
+        # The backup that was made last gives way first.
+        self._backups = reversed(pool.backups.places)
+        self._without_backup: set[Block] = set()
+        self._copied: set[Block] = set()
+        # By priority: evicted blocks, and how many of them move down.
+        self._evicted: dict[int, list[int]] = {}
+
+    def evictions(self) -> list[PredictedEviction]:
+        """By priority."""
+        group = self.pool.spec.group
+        return [PredictedEviction(group, priority, *counts) for priority, counts in sorted(self._evicted.items())]
+
+    def take(self) -> None:
+        """Takes an empty slot, or that of the block which is evicted next."""
+        if self._empty:
+            self._empty -= 1
+            return
+        block = self._device.take_first()
+        if block is not None:
+            self._count(block, moves_down=self._move_down(block))
+
+    def lose_useless(self, lost: set[Block]) -> None:
+        """A group with full attention has lost these: blocks of a window with the same keys can never match again."""
+        for key in {block.key for block in lost}:
+            block = self.pool.tree.by_key.get(key)
+            if block is None or block.refs or block in self._claimed or block in self.gone:
+                continue
+            if self._below is not None and self._below.has(block):
+                self._empty_below += 1
+            elif self.pool.is_on_device(block):
+                self._count(block, moves_down=False)
+                self._empty += 1
+                self._drop_backup(block)
+            self.gone.add(block)
+
+    def _count(self, block: Block, *, moves_down: bool) -> None:
+        counts = self._evicted.setdefault(block.priority, [0, 0])
+        counts[0] += 1
+        counts[1] += moves_down
+
+    def _move_down(self, block: Block) -> bool:
+        pool, below = self.pool, self._below
+        carries = pool.window is None and any(child not in self.gone for child in children_of(block))
+        may = carries or block.priority >= offload_floor(block, pool.offload_min_priority)
+        has_backup = self._has_backup(block)
+        if below is not None and may and (has_backup or self._has_room_below(block, carries)):
+            (self._without_backup if has_backup else self._copied).add(block)
+            below.add(block)
+            return True
+        self._drop_backup(block)
+        self._lose(block)
+        return False
+
+    def _has_room_below(self, block: Block, carries: bool) -> bool:
+        assert self._below is not None
+        if self._empty_below:
+            self._empty_below -= 1
+            return True
+        for other in self._backups if self._lower is self.pool.backups.tier else ():
+            if self._has_backup(other):
+                self._without_backup.add(other)
+                return True
+        least = self._below.first()
+        if least is None or not (carries or goes_before(least, block)):
+            return False
+        self._below.take_first()
+        if least in self._copied or (self._lower is not None and self._lower.below is None):
+            # A copy that nobody has been told of is called off: the block is nowhere.
+            self._lose(least)
+        return True
+
+    def _has_backup(self, block: Block) -> bool:
+        return block in self.pool.backups.places and block not in self._without_backup
+
+    def _drop_backup(self, block: Block) -> None:
+        if self._has_backup(block):
+            self._without_backup.add(block)
+            self._empty_below += 1
+
+    def _lose(self, block: Block) -> None:
+        self.gone.add(block)
+        if self.pool.window is not None or block.children is None:
+            return
+        for child in self.pool.tree.descendants(block):
+            if child not in self.gone:
+                self.gone.add(child)
+                # A slot that a copy still uses is not given back.
+                is_free = not child.refs and child not in self._copied
+                self._empty_below += is_free and self._below is not None and self._below.has(child)
