@@ -15,14 +15,10 @@ import uvloop
 from prometheus_client import Counter
 
 from cachemgr.manager import CacheManager
-from cachemgr.oplog.operations import ManagerClock, Operations
-from cachemgr.persistence.index_reading import Reading
-from cachemgr.persistence.recoveries import Recoveries
-from cachemgr.persistence.redis_client import open_redis
-from cachemgr.persistence.redis_index import IndexStore
 from cachemgr.process import DATA_SERVICE
-from cachemgr.rpc.data_service import CacheManagerService, Domain
+from cachemgr.rpc.data_service import CacheManagerService
 from cachemgr.rpc.event_feed import EventFeed
+from cachemgr.rpc.mutations import ManagerClock, Mutations, ServiceContext
 from cachemgr.types import ManagerConfig
 from protos.kvcache.v1 import kvcache_pb2_grpc
 from protos.rpc import logs
@@ -34,20 +30,6 @@ from scheduler.settings import SchedulerSettings
 SYNC_BYTES = Counter("kvkeep_bench_sync_bytes", "Bytes that syncs would have on the wire.", ["direction"])
 # Nobody renews a lease here.
 LEASE_SECONDS = 36_000.0
-
-
-class NoStore(IndexStore):
-    """Remembers nothing."""
-
-    def __init__(self) -> None:
-        super().__init__(open_redis("unix:///nonexistent"), lambda _: [])
-
-    async def recall(self, executor_id: str, seconds: float = 0.0) -> Reading:
-        """An empty one."""
-        reading = self._readings[executor_id] = Reading(executor_id, is_stale=False)
-        reading.is_complete.set()
-        reading.has_been_taken.set()
-        return reading
 
 
 class LocalStub:
@@ -73,11 +55,7 @@ async def serve(settings: SchedulerSettings) -> int:
     """Serves until a signal; returns the exit status."""
     clock = ManagerClock(time.monotonic)
     manager = CacheManager(time.time_ns(), clock, ManagerConfig(lease_seconds=LEASE_SECONDS))
-    operations = Operations(manager, clock)
-    store = NoStore()
-    service = CacheManagerService(
-        Domain(operations, store, Recoveries(operations, store), EventFeed(lambda: manager.queries.last_event))
-    )
+    service = CacheManagerService(ServiceContext(Mutations(manager, clock), EventFeed(manager.queries)))
     server = Server("cachemgr")
     server.listen(
         settings.cachemgr_address,

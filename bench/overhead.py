@@ -77,8 +77,8 @@ class Wiring:
         """Processor seconds of every process so far, of all its threads."""
         processes = {name: psutil.Process(self.stack.pid(name)) for name in self.stack.modules}
         processes["client"] = psutil.Process()
-        for child in processes["cachemgr"].children() if "cachemgr" in processes else ():
-            processes["redis"] = child
+        if "cachemgr" in processes:
+            processes["redis"] = psutil.Process(self.stack.pid("redis"))
         times = {name: process.cpu_times() for name, process in processes.items()}
         return {name: one.user + one.system for name, one in times.items()}
 

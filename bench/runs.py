@@ -98,8 +98,7 @@ class Usage:
 def processes(stack: Stack) -> dict[str, psutil.Process]:
     """Every process of a stack, Redis among them, and this one, the client."""
     found = {name: psutil.Process(stack.pid(name)) for name in MODULES}
-    for child in found["cachemgr"].children(recursive=True):
-        found["redis"] = child
+    found["redis"] = psutil.Process(stack.pid("redis"))
     return {**found, "client": psutil.Process()}
 
 

@@ -8,13 +8,13 @@ import uvloop
 
 from cachemgr.oplog import replay
 from cachemgr.oplog.writer import OperationLogError
-from cachemgr.persistence.embedded_redis import EmbeddedRedis, EmbeddedRedisError
 from cachemgr.process import CacheManagerProcess
 from cachemgr.settings import CachemgrSettings
 from protos.rpc import logs, tracing
 from protos.rpc.addresses import AddressError
+from protos.rpc.command_line import process_parser
+from protos.rpc.garbage import collect_rarely
 from protos.rpc.settings import load
-from protos.rpc.startup import collect_rarely, process_parser
 
 
 def main() -> None:
@@ -22,7 +22,7 @@ def main() -> None:
     parser = process_parser(
         "python -m cachemgr",
         "Runs the cache manager until SIGTERM: it owns the blocks of the KV cache and says which prompt finds what.\n"
-        "Without KVKEEP_REDIS_URL it starts a Redis of its own in KVKEEP_STATE_DIR.",
+        "It keeps a copy of the index in the Redis of KVKEEP_REDIS_URL; without one a restart loses the cache.",
     )
     parser.usage = "%(prog)s [-h] [replay FILE]"
     replaying = parser.add_subparsers(dest="command", metavar="COMMAND", prog=parser.prog).add_parser(
@@ -43,24 +43,16 @@ def _serve() -> None:
     settings = load(CachemgrSettings, os.environ)
     logs.configure("cachemgr", settings.log_level)
     tracing.start("cachemgr", os.environ)
-    embedded: EmbeddedRedis | None = None
     try:
-        if not settings.redis_url:
-            embedded = EmbeddedRedis.start(settings.state_dir)
-        uvloop.run(_run(settings, embedded))
-    except (AddressError, EmbeddedRedisError, OperationLogError) as error:
+        uvloop.run(_run(settings))
+    except (AddressError, OperationLogError) as error:
         sys.exit(f"cachemgr: {error}")
     finally:
         tracing.stop()
-        if embedded is not None:
-            embedded.stop()
 
 
-async def _run(settings: CachemgrSettings, embedded: EmbeddedRedis | None) -> None:
-    if embedded is None:
-        process = CacheManagerProcess(settings, redis_url=settings.redis_url)
-    else:
-        process = CacheManagerProcess(settings, redis_url=embedded.url, revive_redis=embedded.revive)
+async def _run(settings: CachemgrSettings) -> None:
+    process = CacheManagerProcess(settings)
     await process.start()
     collect_rarely()
     await process.run_until_stopped()

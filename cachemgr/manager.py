@@ -146,10 +146,6 @@ class CacheManager:
         """Whether blocks of an earlier manager can be believed to be written no more."""
         return self._state.scheduler_came
 
-    def knows_executor(self, executor_id: str) -> bool:
-        """False when a registration should bring what the store remembers."""
-        return executor_id in self._state.executors
-
     def register_executor(
         self,
         spec: ExecutorSpec,
@@ -161,7 +157,7 @@ class CacheManager:
         """Registers an executor, or registers it again; returns the cached blocks that count after it.
 
         A newer epoch has an empty device, and of lower tiers what it tells of. `remembered` is what the store has for
-        this epoch, or of lower tiers for an older one, and `pins` of them; they are used when `knows_executor` is
+        this epoch, or of lower tiers for an older one, and `pins` of them; they are used when the executor is
         false, checked entry by entry, and what does not hold is reported to the journals as removed. With `later` they
         come in calls of `put_back`, and `end_recovery` is the last.
         Raises InvalidField, StaleExecutorError, PoolSpecError, and SchedulerFirstError when there may be something to
@@ -226,7 +222,7 @@ class CacheManager:
         self._state.number_behind(spec)
         if before is None:
             for pool in executor.pools:
-                pool.lru_clock = self._state.uses
+                pool.uses = self._state.uses
         return executor
 
     def is_too_large_to_carry_over(self, spec: ExecutorSpec) -> bool:
@@ -289,7 +285,7 @@ class CacheManager:
 
     def _lose(self, executor: Executor) -> None:
         # What is remembered of it was used before whatever comes next.
-        self._state.uses = max(self._state.uses, *(pool.lru_clock for pool in executor.pools)) + MAX_SLOTS
+        self._state.uses = max(self._state.uses, *(pool.uses for pool in executor.pools)) + MAX_SLOTS
         if executor.recovery is None:
             self._state.forgotten.lost(executor.executor_id)
         else:

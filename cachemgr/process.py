@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import os
 import time
 from collections.abc import Callable
@@ -14,17 +15,18 @@ import structlog
 from prometheus_client import REGISTRY
 
 from cachemgr.manager import CacheManager
-from cachemgr.oplog.operations import EXPIRE_SECONDS, ManagerClock, Operations
 from cachemgr.oplog.writer import OperationLog
-from cachemgr.persistence.recoveries import Recoveries
 from cachemgr.persistence.redis_client import open_redis
-from cachemgr.persistence.redis_index import IndexStore
+from cachemgr.persistence.redis_index import UP, IndexStore
+from cachemgr.persistence.write_queue import WriteQueue
 from cachemgr.rpc import tenancy
 from cachemgr.rpc.admin_service import CacheAdminService
-from cachemgr.rpc.data_service import CacheEventService, CacheManagerService, Domain
+from cachemgr.rpc.data_service import CacheManagerService
 from cachemgr.rpc.event_feed import EventFeed
-from cachemgr.rpc.slices import SLICE_SECONDS
+from cachemgr.rpc.event_service import CacheEventService
+from cachemgr.rpc.mutations import EXPIRE_SECONDS, ManagerClock, Mutations, ServiceContext
 from cachemgr.settings import CachemgrSettings
+from cachemgr.slices import SLICE_SECONDS
 from cachemgr.telemetry.ghost_cache import ghosts_of
 from cachemgr.telemetry.prometheus import CacheCollector, Stalls
 from cachemgr.types import ManagerConfig
@@ -50,28 +52,9 @@ log = structlog.get_logger()
 
 
 class CacheManagerProcess:
-    """Create it inside the event loop that runs it. `revive_redis` is called twice a second and must not block."""
+    """Create it inside the event loop that runs it. Without a Redis in its settings it keeps nothing over a restart."""
 
-    def __init__(
-        self,
-        settings: CachemgrSettings,
-        *,
-        redis_url: str,
-        revive_redis: Callable[[], None] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._revive_redis = revive_redis
-        redis = open_redis(redis_url)
-        self._store = IndexStore(
-            redis,
-            lambda executor_id: self._manager.queries.records(executor_id),
-            interval=settings.redis_flush_seconds,
-            max_pending=settings.redis_max_pending,
-            now=lambda: self._manager.queries.now,
-            knows=lambda executor_id: self._manager.knows_executor(executor_id),
-            operators=lambda: self._manager.queries,
-            restore=lambda remembered: self._operations.run("RestoreOperators", remembered),
-        )
+    def __init__(self, settings: CachemgrSettings, *, clock: Callable[[], float] = time.monotonic) -> None:
         config = ManagerConfig(
             lease_seconds=settings.lease_seconds,
             capacity_ahead_tokens=settings.capacity_ahead_tokens,
@@ -86,17 +69,21 @@ class CacheManagerProcess:
             ghost_sample=settings.ghost_sample,
         )
         managed = ManagerClock(clock)
+        queue = WriteQueue(settings.redis_max_pending) if settings.redis_url else None
         # Nanoseconds since 1970 are newer at every start.
-        self._manager = CacheManager(time.time_ns(), managed, config, self._store, self._store, ghosts_of)
+        self._manager = CacheManager(time.time_ns(), managed, config, queue, queue, ghosts_of)
         self._log: OperationLog | None = None
         if settings.operation_log is not None:
             self._log = OperationLog.create(settings.operation_log, managed.now, self._manager.epoch, config)
-        self._operations = Operations(self._manager, managed, self._log, self._fail)
+        self._mutations = Mutations(self._manager, managed, self._log, self._fail)
+        self._store: IndexStore | None = None
+        if queue is not None:
+            redis, interval = open_redis(settings.redis_url), settings.redis_flush_seconds
+            self._store = IndexStore(redis, queue, self._manager.queries, self._mutations, interval=interval)
         self._state_file = settings.state_dir.expanduser() / FAILED_STATE
         # Set to the error of a call that may have left half of its work.
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._recoveries = Recoveries(self._operations, self._store)
-        self._feed = EventFeed(lambda: self._manager.queries.last_event)
+        self._feed = EventFeed(self._manager.queries)
         self._collector = CacheCollector(self._manager.queries)
         self._server = self._build_server(settings)
         self._background: list[asyncio.Future[None]] = []
@@ -108,12 +95,13 @@ class CacheManagerProcess:
             drain_seconds=settings.drain_seconds,
             security=settings.security,
         )
-        domain = Domain(self._operations, self._store, self._recoveries, self._feed)
+        context = ServiceContext(self._mutations, self._feed, self._store)
+        kept = {REDIS_HEALTH: self._store, OPERATION_LOG_HEALTH: self._log}
         server.listen(
             settings.cachemgr_address,
             {
                 DATA_SERVICE: lambda to: pb_grpc.add_CacheManagerServiceServicer_to_server(
-                    CacheManagerService(domain), to
+                    CacheManagerService(context), to
                 )
             },
             setting=variable(CachemgrSettings, "cachemgr_address"),
@@ -123,27 +111,33 @@ class CacheManagerProcess:
             settings.cachemgr_admin_address,
             {
                 ADMIN_SERVICE: lambda to: pb_grpc.add_CacheAdminServiceServicer_to_server(
-                    CacheAdminService(domain), to
+                    CacheAdminService(context), to
                 ),
                 EVENT_SERVICE: lambda to: pb_grpc.add_CacheEventServiceServicer_to_server(
-                    CacheEventService(domain), to
+                    CacheEventService(context), to
                 ),
             },
             setting=variable(CachemgrSettings, "cachemgr_admin_address"),
-            parts=[REDIS_HEALTH] if self._log is None else [REDIS_HEALTH, OPERATION_LOG_HEALTH],
+            parts=[part for part, keeper in kept.items() if keeper is not None],
             check=tenancy.check,
         )
         return server
 
     async def start(self) -> None:
         """Reads what operators said, listens, and is healthy. Raises AddressError."""
-        await self._store.start()
+        if self._store is not None:
+            await self._store.start()
+        else:
+            # Neither up nor down.
+            UP.set(math.nan)
+            log.warning("KVKEEP_REDIS_URL names no redis: a restart of the cache manager loses the cache")
         await self._server.start()
-        work = (self._store.run(), self._recoveries.run(), self._keep_house(), self._watch_for_stalls())
         REGISTRY.register(self._collector)
+        work = [self._keep_house(), self._watch_for_stalls()] + ([] if self._store is None else [self._store.run()])
         self._background = [self._failure, *(asyncio.create_task(part) for part in work)]
         self._server.set_serving(True)
-        self._server.set_serving(self._store.up, REDIS_HEALTH)
+        if self._store is not None:
+            self._server.set_serving(self._store.up, REDIS_HEALTH)
 
     async def run_until_stopped(self) -> None:
         """Serves until a signal; a background task that fails ends the process with its error."""
@@ -151,7 +145,7 @@ class CacheManagerProcess:
         done, _ = await asyncio.wait({serving, *self._background}, return_when=asyncio.FIRST_COMPLETED)
         if serving not in done:
             serving.cancel()
-            if self._operations.failed:
+            if self._mutations.failed:
                 # Nothing of a half changed state gets to Redis: the next process finds what a killed one leaves.
                 self._stop_background()
             await self._drain()
@@ -173,7 +167,8 @@ class CacheManagerProcess:
         REGISTRY.unregister(self._collector)
         self._stop_background()
         await asyncio.wait(self._background)
-        await self._store.close(write=not self._operations.failed)
+        if self._store is not None:
+            await self._store.close(write=not self._mutations.failed)
         if self._log is not None:
             self._log.close()
 
@@ -202,21 +197,19 @@ class CacheManagerProcess:
             stalls.note(now, now - due)
 
     async def _keep_house(self) -> None:
-        redis_up = self._store.up
+        redis_up: bool | None = None
         while True:
-            self._operations.expire()
-            if self._store.up is not redis_up:
+            self._mutations.expire()
+            if self._store is not None and self._store.up is not redis_up:
                 redis_up = self._store.up
                 self._server.set_serving(redis_up, REDIS_HEALTH)
             if self._log is not None and not self._log.is_whole:
                 self._server.set_serving(False, OPERATION_LOG_HEALTH)
-            self._feed.ring()
-            if self._revive_redis is not None:
-                self._revive_redis()
+            self._feed.notify()
             due = time.monotonic() + EXPIRE_SECONDS
             while self._manager.is_behind and time.monotonic() < due:
                 await asyncio.sleep(SLICE_SECONDS)
-                self._operations.expire()
+                self._mutations.expire()
             await asyncio.sleep(max(0.0, due - time.monotonic()))
 
 

@@ -1,12 +1,13 @@
 """Settings of the cache manager, KVKEEP_CACHEMGR_<NAME> beside the shared ones."""
 
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field, ValidationInfo, field_validator
+from redis.asyncio.connection import SSLConnection, UnixDomainSocketConnection, parse_url
 
-from cachemgr.persistence.redis_client import without_tls
-from protos.rpc.settings import MetricsAddress, ProcessSettings
+from protos.rpc import addresses
+from protos.rpc.settings import MetricsAddress, ProcessSettings, cluster_nodes
 
 
 class CachemgrSettings(ProcessSettings):
@@ -61,3 +62,16 @@ class CachemgrSettings(ProcessSettings):
                 "socket, write rediss:// or rediss+cluster://, or allow it with KVKEEP_INSECURE=1"
             )
         return url
+
+
+def without_tls(url: str) -> str:
+    """The first server of another machine that the URL leads to without TLS, empty for none. Raises ValueError."""
+    first, nodes = cluster_nodes(url)
+    how: dict[str, Any] = dict(parse_url(first))
+    if how.get("connection_class") in (SSLConnection, UnixDomainSocketConnection):
+        return ""
+    for host, port in nodes or [(how.get("host", "localhost"), how.get("port", 6379))]:
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        if not addresses.is_loopback(address):
+            return address
+    return ""

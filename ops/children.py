@@ -5,30 +5,40 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 KILL_SECONDS = 5.0
 TAIL_LINES = 20
 
-# Runs in the child instead of a preexec_fn, which is not safe beside threads: SIGKILL when the parent dies.
+# Runs in the child instead of a preexec_fn, which is not safe beside threads: a signal when the parent dies.
 _BOUND = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, int(sys.argv[2]))
 if os.getppid() != int(sys.argv[1]):
     sys.exit(1)
-os.execv(sys.executable, [sys.executable, "-m", sys.argv[2]])
+os.execv(sys.argv[3], sys.argv[3:])
 """
 
 
 class Child:
-    """A Python module as a process. Start it from the main thread: Linux takes that thread's end for the parent's."""
+    """A command as a process. Start it from the main thread: Linux takes that thread's end for the parent's.
+
+    `orphan_signal` is what the process gets when the parent dies.
+    """
 
     def __init__(
-        self, module: str, environment: Mapping[str, str], *, folder: Path, log: Path, stop_seconds: float
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        folder: Path,
+        log: Path,
+        stop_seconds: float,
+        orphan_signal: signal.Signals = signal.SIGKILL,
     ) -> None:
         self.log = log
-        self._module = module
+        self._command = [sys.executable, "-I", "-S", "-c", _BOUND, str(os.getpid()), str(int(orphan_signal)), *command]
         self._environment = dict(environment)
         self._folder = folder
         self._stop_seconds = stop_seconds
@@ -36,11 +46,11 @@ class Child:
         self._log_begin = 0
 
     def start(self) -> None:
-        """Starts the module; the log goes on from earlier starts."""
+        """Starts the command; the log goes on from earlier starts."""
         with self.log.open("ab") as log:
             self._log_begin = log.tell()
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOUND, str(os.getpid()), self._module],
+                self._command,
                 cwd=self._folder,
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
@@ -56,6 +66,11 @@ class Child:
         if code is None:
             return ""
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+
+    @property
+    def has_started(self) -> bool:
+        """Whether there was a process, which may have ended."""
+        return self._process is not None
 
     @property
     def pid(self) -> int:

@@ -22,10 +22,9 @@ from display import Display
 from redis import Redis, RedisCluster, RedisError
 from redis.cluster import ClusterNode
 from redis.exceptions import RedisClusterException
-from redis_child import RedisChild
+from redis_server import RedisServerError, redis_child, redis_url, wait_until_answering
 from supervisor import Service, ServiceFailedError, Supervisor
 
-from cachemgr.persistence.embedded_redis import EmbeddedRedisError
 from cachemgr.settings import CachemgrSettings
 from executor.launch import settings_from
 from executor.settings import ExecutorSettings
@@ -33,10 +32,10 @@ from kernels.cpu_decoder.build import NoCompilerError, find_compiler
 from kvctl.console.settings import ConsoleSettings
 from protos.rpc import addresses
 from protos.rpc.addresses import AddressError
+from protos.rpc.command_line import process_parser
 from protos.rpc.files import FolderError, prepare_folder
 from protos.rpc.security import Security
 from protos.rpc.settings import STACK_METRICS, ProcessSettings, cluster_nodes, load
-from protos.rpc.startup import process_parser
 from scheduler.settings import SchedulerSettings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -144,7 +143,8 @@ def make_services(settings: Settings, environ: Mapping[str, str]) -> list[Servic
 
     def child(name: str, stop_seconds: float, module: str = "") -> Child:
         log = log_file(state_dir, name)
-        return Child(module or name, environ, folder=ROOT, log=log, stop_seconds=stop_seconds + STOP_MARGIN_SECONDS)
+        command = [sys.executable, "-m", module or name]
+        return Child(command, environ, folder=ROOT, log=log, stop_seconds=stop_seconds + STOP_MARGIN_SECONDS)
 
     cachemgr, executor, scheduler = settings.cachemgr, settings.executor, settings.scheduler
     services = [
@@ -250,9 +250,10 @@ def run(settings: Settings, environ: dict[str, str], display: Display) -> int:
     """Runs the stack until a signal or until a process has failed for good; returns the exit status."""
     stopping, state_dir = threading.Event(), settings.cachemgr.state_dir
     services: list[Service] = []
-    redis_url = settings.cachemgr.redis_url
-    if not redis_url:
-        redis = RedisChild(state_dir)
+    url = settings.cachemgr.redis_url
+    if not url:
+        redis = redis_child(state_dir, log_file(state_dir, "redis"))
+        url = environ["KVKEEP_REDIS_URL"] = redis_url(state_dir)
         services.append(Service("redis", redis))
     supervisor = Supervisor(services, display.report)
     catch_signals(stopping, supervisor)
@@ -262,7 +263,7 @@ def run(settings: Settings, environ: dict[str, str], display: Display) -> int:
         if services:
             display.expect(services[0])
             supervisor.start(services[0])
-            redis_url = environ["KVKEEP_REDIS_URL"] = redis.url
+            wait_until_answering(redis, url)
         for service in make_services(settings, environ):
             services.append(service)
             display.expect(service)
@@ -271,10 +272,10 @@ def run(settings: Settings, environ: dict[str, str], display: Display) -> int:
             supervisor.tick()
             if supervisor.all_ready and not announced:
                 announced = True
-                display.ready(time.monotonic() - begin, directions(settings, redis_url))
+                display.ready(time.monotonic() - begin, directions(settings, url))
                 if problem := compiler_problem(settings.executor.device):
                     display.warn(problem)
-                if problem := redis_problem(redis_url):
+                if problem := redis_problem(url):
                     display.warn(f"redis does not answer, and a restart of cachemgr loses the cache: {problem}")
     except ServiceFailedError as error:
         display.failed(str(error), error.service.process.tail())
@@ -317,7 +318,7 @@ def main() -> int:
             return run(settings, environ, Display())
     except OSError as error:
         said = str(FolderError(settings.cachemgr.state_dir, "KVKEEP_STATE_DIR", error))
-    except (StackError, FolderError, AddressError, EmbeddedRedisError) as error:
+    except (StackError, FolderError, AddressError, RedisServerError) as error:
         said = str(error)
     print(f"run-stack: {said}", file=sys.stderr)
     return 1

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from children import Child
+from redis_server import redis_child, redis_url, wait_until_answering
 from supervisor import is_serving
 
 from protos.rpc.settings import ProcessSettings, load
@@ -39,7 +40,7 @@ def free_address() -> str:
 
 
 class Stack:
-    """cachemgr (with an embedded Redis), executor and scheduler as processes. Use it in a with statement.
+    """cachemgr with a Redis, executor and scheduler as processes. Use it in a with statement.
 
     `settings` are environment variables without their KVKEEP_ prefix, in lower case: executor_max_tokens=2048.
     Benchmarks put `modules` of their own in the place of processes, or leave some out. Settings that only one process
@@ -81,6 +82,7 @@ class Stack:
 
     def __enter__(self) -> Self:
         try:
+            self.start_redis()
             for name in self.modules:
                 self.start(name)
             for name in self.modules:
@@ -97,10 +99,26 @@ class Stack:
             print(self.logs(), file=sys.stderr)
         self.stop()
 
+    def start_redis(self) -> None:
+        """Starts the Redis of the cache manager, if there is one and no other was chosen."""
+        own = self.own.setdefault("cachemgr", {})
+        if "cachemgr" in self.modules and "KVKEEP_REDIS_URL" not in self._environment and "redis_url" not in own:
+            state_dir = Path(self._environment["KVKEEP_STATE_DIR"])
+            own["redis_url"] = redis_url(state_dir)
+            redis = self._children["redis"] = redis_child(state_dir, self.log_path("redis"))
+            redis.start()
+            wait_until_answering(redis, redis_url(state_dir))
+
     def start(self, name: str) -> None:
         """Starts one process; it never outlives this one."""
         environment = self._environment | _variables(self.own.get(name, {})) | self.variables
-        child = Child(self.modules[name], environment, folder=ROOT, log=self.log_path(name), stop_seconds=STOP_SECONDS)
+        child = Child(
+            [sys.executable, "-m", self.modules[name]],
+            environment,
+            folder=ROOT,
+            log=self.log_path(name),
+            stop_seconds=STOP_SECONDS,
+        )
         self._children[name] = child
         child.start()
 

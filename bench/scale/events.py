@@ -7,9 +7,9 @@ from typing import Any
 
 from bench.scale.row import Row
 from bench.scale.stalls import BLOCK, Cache
-from cachemgr.oplog.operations import ManagerClock, Operations
-from cachemgr.rpc.data_service import CacheEventService, Domain
 from cachemgr.rpc.event_feed import EventFeed
+from cachemgr.rpc.event_service import CacheEventService
+from cachemgr.rpc.mutations import ManagerClock, Mutations, ServiceContext
 from protos.kvcache.v1 import kvcache_pb2 as pb
 
 EVENTS, PROMPT_BLOCKS = 50_000, 50
@@ -30,10 +30,8 @@ def rows(blocks: int) -> Iterator[Row]:
 async def _watched(cache: Cache, begin: int, watchers: int) -> tuple[float, int]:
     """Process time until all have all events, and the messages that they got."""
     manager = cache.manager
-    feed = EventFeed(lambda: manager.queries.last_event)
-    nothing: Any = None
-    domain = Domain(Operations(manager, ManagerClock(lambda: 0.0)), nothing, nothing, feed)
-    service, last = CacheEventService(domain), manager.queries.last_event
+    context = ServiceContext(Mutations(manager, ManagerClock(lambda: 0.0)), EventFeed(manager.queries))
+    service, last = CacheEventService(context), manager.queries.last_event
 
     async def watch() -> int:
         stream: Any = service.WatchEvents(pb.WatchEventsRequest(after_event_number=begin), None)

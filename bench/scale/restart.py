@@ -18,15 +18,15 @@ from typing import Any
 
 from bench.scale.row import Row
 from cachemgr.manager import CacheManager
-from cachemgr.oplog.operations import ManagerClock, Operations
-from cachemgr.persistence.embedded_redis import EmbeddedRedis
-from cachemgr.persistence.recoveries import Recoveries
 from cachemgr.persistence.redis_client import open_redis
 from cachemgr.persistence.redis_index import IndexStore
-from cachemgr.rpc.data_service import CacheManagerService, Domain
+from cachemgr.persistence.write_queue import WriteQueue
+from cachemgr.rpc.data_service import CacheManagerService
 from cachemgr.rpc.event_feed import EventFeed
+from cachemgr.rpc.mutations import ManagerClock, Mutations, ServiceContext
 from cachemgr.types import AdmitRequest, ManagerConfig, Retention, RetentionRange, SyncRequest
 from protos.kvcache.v1 import kvcache_pb2 as pb
+from tests.support.local_redis import LocalRedis
 
 EXECUTOR, SCHEDULER = "e", "s"
 BLOCK = 16
@@ -42,20 +42,19 @@ class Life:
 
     def __init__(self, epoch: int, url: str) -> None:
         self.clock = clock = ManagerClock(time.monotonic)
-        self.store = IndexStore(open_redis(url), lambda one: self.manager.queries.records(one), now=lambda: clock.now)
+        queue = WriteQueue()
         config = ManagerConfig(capacity_ahead_tokens=0, free_watermark=0.0, lease_seconds=1e6)
-        self.manager = CacheManager(epoch, clock, config, self.store, self.store)
-        self.operations = Operations(self.manager, clock)
-        self.recoveries = Recoveries(self.operations, self.store)
-        feed = EventFeed(lambda: self.manager.queries.last_event)
-        self.service = CacheManagerService(Domain(self.operations, self.store, self.recoveries, feed))
+        self.manager = CacheManager(epoch, clock, config, queue, queue)
+        mutations = Mutations(self.manager, clock)
+        self.store = IndexStore(open_redis(url), queue, self.manager.queries, mutations)
+        self.service = CacheManagerService(ServiceContext(mutations, EventFeed(self.manager.queries), self.store))
         self.syncs = 0
         self._recovering: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Is ready for registrations."""
         await self.store.start()
-        self._recovering = asyncio.create_task(self.recoveries.run())
+        self._recovering = asyncio.create_task(self.store.run())
 
     async def stop(self) -> None:
         """Leaves what Redis has."""
@@ -89,7 +88,7 @@ class Life:
 def rows(blocks: int) -> Iterator[Row]:
     """The rows of this module."""
     with tempfile.TemporaryDirectory() as folder:
-        redis = EmbeddedRedis.start(Path(folder))
+        redis = LocalRedis(Path(folder))
         try:
             yield from asyncio.run(_restart(blocks, redis.url))
         finally:

@@ -6,17 +6,20 @@ import time
 from array import array
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from functools import partial
+from typing import Any
 
 from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.message import Message
 
 from bench.scale.row import Row
 from cachemgr.manager import CacheManager
-from cachemgr.oplog.operations import ManagerClock, Operations
 from cachemgr.rpc import convert, paging
-from cachemgr.rpc.slices import sliced, steady
+from cachemgr.rpc.admin_service import CacheAdminService
+from cachemgr.rpc.event_feed import EventFeed
+from cachemgr.rpc.mutations import ManagerClock, Mutations, ServiceContext
 from cachemgr.sequences.clients import MAX_SLOTS
 from cachemgr.sequences.release import MOST_CARRIED_OVER
+from cachemgr.slices import sliced, steady
 from cachemgr.types import (
     Admission,
     AdmitRequest,
@@ -46,7 +49,8 @@ class Cache:
         self.now = 0.0
         self.clock = ManagerClock(lambda: self.now)
         self.manager = CacheManager(1, self.clock, config)
-        self.operations = Operations(self.manager, self.clock)
+        context = ServiceContext(Mutations(self.manager, self.clock), EventFeed(self.manager.queries))
+        self.admin: Any = CacheAdminService(context)
         pools = [PoolSpec(0, blocks, host_blocks=host_blocks)]
         self.manager.register_executor(ExecutorSpec("e", 1, "m", b"f" * 32, BLOCK, pools))
         self.manager.register_scheduler("s", 1)
@@ -87,7 +91,7 @@ def rows(blocks: int) -> Iterator[Row]:
         return run
 
     def long(method: str, request: Message) -> Callable[[], Awaitable[object]]:
-        return lambda: cache.operations.run_in_slices(method, request)
+        return lambda: getattr(cache.admin, method)(request, None)
 
     quota = pb.Quota(salt="s4", device_floor_blocks=10)
     rule = pb.RetentionRule(name="r", action=pb.RuleAction(retention_priority=40))
@@ -179,7 +183,7 @@ def sizes(blocks: int) -> Iterator[Row]:
         request = pb.UpdatePoolRequest(
             pool=pb.Pool(pool_id="e/0", total_blocks=total), update_mask=FieldMask(paths=["total_blocks"])
         )
-        call = partial(cache.operations.run_in_slices, "UpdatePool", request)
+        call = partial(cache.admin.UpdatePool, request)
         stall, seconds = asyncio.run(_longest_stall(call))
         yield Row(f"UpdatePool of {blocks:,} slots to {total:,}: longest stall", stall * 1e3, "ms", 50)
         yield Row(f"UpdatePool of {blocks:,} slots to {total:,}: in all", seconds * 1e3, "ms")

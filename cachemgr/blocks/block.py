@@ -60,13 +60,13 @@ class Block(Node):
     """
 
     __slots__ = (
-        "children_in_tier",
         "depth",
         "domain",
         "hits",
         "lease",
-        "lru_next",
-        "lru_prev",
+        "near",
+        "newer",
+        "older",
         "parent",
         "priority",
         "recency",
@@ -93,13 +93,13 @@ class Block(Node):
         self.lease: Lease | None = None
         self.stored_step = 0
         # Children in its own tier, with full attention.
-        self.children_in_tier = 0
+        self.near = 0
         self.recency = 0
         # Prompts that have found it since it entered the index.
         self.hits = 0
-        self.lru_prev: Block | None = None
-        self.lru_next: Block | None = None
+        self.older: Block | None = None
+        self.newer: Block | None = None
 
     def detach(self) -> None:
         """Lets go of other blocks: they would hold each other until the next full garbage collection."""
-        self.parent = self.children = self.lru_prev = self.lru_next = None
+        self.parent = self.children = self.older = self.newer = None

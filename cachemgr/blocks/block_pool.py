@@ -11,7 +11,7 @@ from cachemgr.blocks.block import Block
 from cachemgr.blocks.block_record import USED_LAST, BackupRecord, BlockRecord, LeaseRecord
 from cachemgr.blocks.eviction_history import LostBlocks, UseTimes
 from cachemgr.blocks.hit_counters import TokenMeter
-from cachemgr.blocks.offload import Eviction, Offloader
+from cachemgr.blocks.offload import Offloader, Way
 from cachemgr.blocks.quota import account_of
 from cachemgr.blocks.radix_tree import RadixTree, children_of, covered_children, longer_sibling
 from cachemgr.blocks.tier import Tier
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from cachemgr.steps import Steps
 
 # Looked up once, not for each block: that takes as long as putting a block into the eviction order.
-_DROPPED, _OFFLOADED = Eviction.DROPPED, Eviction.OFFLOADED
+_OUT, _BY_COPY = Way.OUT, Way.BY_COPY
 _STORED, _REMOVED, _UPDATED = EventKind.STORED, EventKind.REMOVED, EventKind.UPDATED
 _new = tuple.__new__
 
@@ -100,7 +100,7 @@ class BlockPool:
         # Blocks that a sequence has promised to fill, by the key that they will have.
         self.pending: dict[bytes, Block] = {}
         # Blocks in use whose bytes must not outlive their use.
-        self.zero_on_free: set[Block] = set()
+        self.doomed: set[Block] = set()
         self.lost = LostBlocks(lost_blocks)
         # Whether leases of its blocks mean nothing any more.
         self.is_lost = False
@@ -109,7 +109,7 @@ class BlockPool:
         self.honoured_leases = self.broken_leases = 0
         # Counts changes of the pool's share of memory.
         self.share_number = 0
-        self.lru_clock = 0
+        self.uses = 0
         self.use_times = UseTimes()
         self._write_through = write_through
         self._windowed = windowed
@@ -157,7 +157,7 @@ class BlockPool:
 
     def is_evictable(self, block: Block) -> bool:
         """Whether a cached block is in the eviction order of its tier."""
-        return self.window is not None or not block.children_in_tier
+        return self.window is not None or not block.near
 
     def view(self, block: Block) -> BlockView:
         """The block as seen from outside."""
@@ -195,7 +195,7 @@ class BlockPool:
 
     # Slots and references
 
-    def allocate(self, writer: Writer | None) -> Block:
+    def take(self, writer: Writer | None) -> Block:
         """A device block with one reference and no content. Only call it when one is free.
 
         What it takes the place of moves to a lower tier or is lost, for the sake of `writer`.
@@ -210,14 +210,14 @@ class BlockPool:
             victim = device.victim(account) if device.shares else device.order.first()
             assert victim is not None, TAKEABLE
             slot = victim.slot
-            way = self.evict(device, victim, writer)
-            if way is _DROPPED:
+            way = self.vacate(device, victim, writer)
+            if way is _OUT:
                 # Its object serves again: to make one takes a tenth of an eviction.
                 block = victim
                 block.writer = writer
             else:
                 block = Block(slot, writer)
-                moved = victim if way is _OFFLOADED else None
+                moved = victim if way is _BY_COPY else None
         block.refs = 1
         block.domain = domain
         self.blocks[block.slot] = block
@@ -229,7 +229,7 @@ class BlockPool:
             self.offloader.begin(moved, block, writer)
         return block
 
-    def acquire(self, block: Block) -> None:
+    def retain(self, block: Block) -> None:
         """Adds a reference."""
         if not block.refs:
             tier, account = self.tier_of(block), account_of(block)
@@ -237,11 +237,11 @@ class BlockPool:
             tier.cached -= 1
             if account is not None:
                 tier.count(account, used=1)
-            if block.lru_prev is not None:
+            if block.older is not None:
                 tier.delist(block, account)
         block.refs += 1
 
-    def release(self, block: Block) -> None:
+    def drop(self, block: Block) -> None:
         """Takes a reference back. The last one makes an indexed block cached and any other empty."""
         block.refs -= 1
         if block.refs:
@@ -263,9 +263,9 @@ class BlockPool:
             return
         on_device = tier is self.device
         if on_device:
-            self.lru_clock += 1
-            block.recency = self.lru_clock
-            self.use_times.note(self.lru_clock, self._leases.now)
+            self.uses += 1
+            block.recency = self.uses
+            self.use_times.note(self.uses, self._leases.now)
         if self.is_evictable(block):
             tier.enlist(block, account, newest=on_device)
         if block.lease is not None and self._leases.start(block):
@@ -298,8 +298,8 @@ class BlockPool:
                 return
             if self.backups.inherit(block):
                 return
-        if self.zero_on_free and block in self.zero_on_free:
-            self.zero_on_free.discard(block)
+        if self.doomed and block in self.doomed:
+            self.doomed.discard(block)
             self.zero(block)
             return
         self.blocks[block.slot] = None
@@ -312,7 +312,7 @@ class BlockPool:
         self.tier_of(block).used += 1
         self._listener.zeroing(self, block)
 
-    def evict(self, tier: Tier, victim: Block, writer: Writer | None) -> Eviction:
+    def vacate(self, tier: Tier, victim: Block, writer: Writer | None) -> Way:
         """Takes an evictable block from its slot: to a lower tier, or out of the cache."""
         if tier.shares:
             owner = account_of(victim)
@@ -328,17 +328,17 @@ class BlockPool:
             # Nothing may enter it into an order while its children move.
             victim.refs = 1
             way = self.offloader.offload(tier, victim, writer)
-            if way is not _DROPPED:
+            if way is not _OUT:
                 return way
             victim.refs = 0
         if self.window is None and victim.children is not None:
             self.lose_children(victim)
         self.unlink(victim, RemovalCause.EVICTED, writer)
-        return _DROPPED
+        return _OUT
 
     def take_over(self, block: Block, writer: Writer) -> None:
         """An unreferenced leaf on the device leaves the index and is the writer's, with what it holds."""
-        self.acquire(block)
+        self.retain(block)
         self.unlink(block, RemovalCause.TAKEN_OVER, writer)
         self.own(block, writer)
 
@@ -430,7 +430,7 @@ class BlockPool:
         self._enter(block, key, parent_key, tokens, depth, domain, step)
         if block.children is not None:
             # They have outlived what it puts back.
-            self.count_children_in_tier(block)
+            self.count_near(block)
         if self.is_evictable(block):
             tier.enlist(block, domain.account, newest=False)
 
@@ -439,8 +439,8 @@ class BlockPool:
     ) -> None:
         tree = self.tree
         parent = tree.parent(parent_key)
-        self.zero_on_free.discard(block)
-        self.offloader.drained(block)
+        self.doomed.discard(block)
+        self.offloader.has_left(block)
         block.key = key
         block.tokens = tokens
         block.depth = depth
@@ -463,8 +463,8 @@ class BlockPool:
             and (block.slot <= self.device.size or self.tier_of(parent) is self.tier_of(block))
         ):
             # The parent of a device block is on the device, too.
-            parent.children_in_tier += 1
-            if parent.lru_prev is not None:
+            parent.near += 1
+            if parent.older is not None:
                 self.tier_of(parent).delist(parent, account_of(parent))
         tree.link(block, parent)
         self.tier_of(block).indexed += 1
@@ -478,7 +478,7 @@ class BlockPool:
     def rebook(self, block: Block, domain: Domain) -> None:
         """A block counts against the account of this domain, which is its own but for that."""
         tier, before = self.tier_of(block), account_of(block)
-        is_listed, is_used = block.lru_prev is not None, int(block.refs > 0)
+        is_listed, is_used = block.older is not None, int(block.refs > 0)
         if is_listed:
             tier.delist(block, before)
         tier.count(before, blocks=-1, used=-is_used)
@@ -492,7 +492,7 @@ class BlockPool:
         """A used device block takes the place in the index of an equal one, with all it stands for."""
         parent, tier, device = old.parent, self.tier_of(old), self.device
         assert parent is not None
-        self.offloader.drained(block)
+        self.offloader.has_left(block)
         self.leave(tier, old)
         # From now on it counts against the quota of the account whose block it replaces.
         device.count(account_of(block), blocks=-1, used=-1)
@@ -501,10 +501,10 @@ class BlockPool:
         device.count(account_of(block), blocks=1, used=1)
         block.stored_step = max(block.stored_step, step)
         self.tree.replace(old, block)
-        self.count_children_in_tier(block)
+        self.count_near(block)
         if self.window is None and isinstance(parent, Block) and tier is not device:
-            parent.children_in_tier += 1
-            if parent.lru_prev is not None:
+            parent.near += 1
+            if parent.older is not None:
                 device.delist(parent, account_of(parent))
         tier.indexed -= 1
         device.indexed += 1
@@ -514,7 +514,7 @@ class BlockPool:
         if self._has_lower:
             self.backups.pass_on(old, block)
         if not old.refs:
-            if old.lru_prev is not None:
+            if old.older is not None:
                 tier.delist(old, account_of(old))
             tier.cached -= 1
             self._empty(tier, old)
@@ -522,11 +522,11 @@ class BlockPool:
         self.updated(block)
         self.write(block)
 
-    def count_children_in_tier(self, block: Block) -> None:
+    def count_near(self, block: Block) -> None:
         """Counts the children in the block's own tier, with full attention."""
         if self.window is None:
             tier = self.tier_of(block)
-            block.children_in_tier = sum([self.tier_of(child) is tier for child in children_of(block)])
+            block.near = sum([self.tier_of(child) is tier for child in children_of(block)])
 
     def updated(self, block: Block) -> None:
         """Tells watchers of an indexed block that has changed."""
@@ -534,12 +534,12 @@ class BlockPool:
 
     def child_left(self, parent: Block, tier: Tier) -> None:
         """A child of this block has left the block's own tier, which is this one."""
-        parent.children_in_tier -= 1
-        if parent.children_in_tier:
+        parent.near -= 1
+        if parent.near:
             return
         if parent.refs:
             self.offloader.offer(parent)
-        elif parent.lru_prev is None:
+        elif parent.older is None:
             if tier.shares:
                 tier.enlist(parent, account_of(parent), newest=False)
             else:
@@ -548,7 +548,7 @@ class BlockPool:
     def discard(self, block: Block, cause: RemovalCause) -> None:
         """Takes a block out of the index; an unreferenced one becomes empty. With full attention it has no child."""
         tier = self.tier_of(block)
-        if block.lru_prev is not None:
+        if block.older is not None:
             tier.delist(block, account_of(block))
         self.unlink(block, cause, None)
         if not block.refs:
@@ -619,7 +619,7 @@ class BlockPool:
         if changed:
             if self._has_lower and priority > block.priority:
                 self.backups.want(block)
-            if block.lru_prev is None:
+            if block.older is None:
                 block.priority = priority
                 self.offloader.offer(block)
             else:
@@ -733,5 +733,5 @@ class BlockPool:
                 self._leases.forget(block)
         self.tree = RadixTree()
         self.pending.clear()
-        self.zero_on_free.clear()
+        self.doomed.clear()
         self._set_up(spec, listener)

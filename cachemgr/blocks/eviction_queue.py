@@ -9,28 +9,28 @@ from operator import attrgetter
 from cachemgr.blocks.block import Block
 
 
-class EvictionQueue:
+class EvictionOrder:
     """Blocks that may be evicted now, in the order of their loss: by priority, within it least recently used first.
 
     Per priority a ring in the order of use, and a heap for blocks that come back into the middle of it: when a lease
     ends, or when the last child of a block that lies between others is gone. A bit per priority that has blocks.
     """
 
-    __slots__ = ("_bits", "_reinserted", "_rings")
+    __slots__ = ("_bits", "_late", "_rings")
 
     def __init__(self) -> None:
         self._bits = 0
         # Neighbour of blocks that are in a heap of this order, and of no other's.
-        self._reinserted = Block(0)
+        self._late = Block(0)
         # By priority, those that have had blocks: there may be an order for each of very many tenants.
-        self._rings: dict[int, _LruList] = {}
+        self._rings: dict[int, _Ring] = {}
 
     def append(self, block: Block) -> None:
         """Adds a block that was used more recently than all others."""
         priority = block.priority
         ring = self._rings.get(priority)
         if ring is None:
-            ring = self._rings[priority] = _LruList(self._reinserted)
+            ring = self._rings[priority] = _Ring(self._late)
         ring.append(block)
         self._bits |= 1 << priority
 
@@ -39,7 +39,7 @@ class EvictionQueue:
         priority = block.priority
         ring = self._rings.get(priority)
         if ring is None:
-            ring = self._rings[priority] = _LruList(self._reinserted)
+            ring = self._rings[priority] = _Ring(self._late)
         ring.insert(block)
         self._bits |= 1 << priority
 
@@ -76,31 +76,31 @@ class EvictionQueue:
             yield priority, bool(self._bits >> priority & 1), ring.walk()
 
 
-class _LruList:
+class _Ring:
     """The evictable blocks of one priority."""
 
-    __slots__ = ("_end", "_heap", "_in_heap", "_reinserted", "size")
+    __slots__ = ("_end", "_heap", "_late", "_mark", "size")
 
     def __init__(self, mark: Block) -> None:
-        self._in_heap = mark
+        self._mark = mark
         end = Block(0)
-        end.lru_prev = end.lru_next = end
+        end.older = end.newer = end
         self._end = end
         # Blocks that are not linked, by their place in the order; the heap also has places that were given up. Numbers,
         # as very many are sorted at once when too many have been given up.
-        self._reinserted: dict[int, Block] = {}
+        self._late: dict[int, Block] = {}
         self._heap: list[int] = []
         self.size = 0
 
     def append(self, block: Block) -> None:
-        newest = self._end.lru_prev
+        newest = self._end.older
         assert newest is not None
         self._link(newest, block, self._end)
         self.size += 1
 
     def insert(self, block: Block) -> None:
         end, recency = self._end, block.recency
-        oldest, newest = end.lru_next, end.lru_prev
+        oldest, newest = end.newer, end.older
         assert oldest is not None
         assert newest is not None
         self.size += 1
@@ -112,24 +112,24 @@ class _LruList:
             if len(self._heap) > 2 * self.size:
                 self._sort()
             place = _place(block)
-            self._reinserted[place] = block
+            self._late[place] = block
             heappush(self._heap, place)
-            block.lru_prev = block.lru_next = self._in_heap
+            block.older = block.newer = self._mark
 
     def remove(self, block: Block) -> None:
-        older, newer = block.lru_prev, block.lru_next
+        older, newer = block.older, block.newer
         assert older is not None
         assert newer is not None
-        if older is self._in_heap:
-            del self._reinserted[_place(block)]
+        if older is self._mark:
+            del self._late[_place(block)]
         else:
-            older.lru_next = newer
-            newer.lru_prev = older
-        block.lru_prev = block.lru_next = None
+            older.newer = newer
+            newer.older = older
+        block.older = block.newer = None
         self.size -= 1
 
     def first(self) -> Block | None:
-        oldest, heap, late = self._end.lru_next, self._heap, self._reinserted
+        oldest, heap, late = self._end.newer, self._heap, self._late
         if heap and heap[0] not in late:
             self._pop()
             heap = self._heap
@@ -139,7 +139,7 @@ class _LruList:
 
     def _pop(self) -> None:
         """Takes places that were given up from the top of the heap."""
-        heap, late = self._heap, self._reinserted
+        heap, late = self._heap, self._late
         for _ in range(1 + len(heap) // 8):
             heappop(heap)
             if not heap or heap[0] in late:
@@ -148,37 +148,37 @@ class _LruList:
         self._sort()
 
     def _sort(self) -> None:
-        self._heap = list(self._reinserted)
+        self._heap = list(self._late)
         heapify(self._heap)
 
     def blocks(self) -> list[Block]:
         """All, oldest first."""
-        found = {*self._reinserted.values()}
-        block = self._end.lru_next
+        found = {*self._late.values()}
+        block = self._end.newer
         while block is not None and block is not self._end:
             found.add(block)
-            block = block.lru_next
+            block = block.newer
         return sorted(found, key=_RECENCY)
 
     def in_order(self) -> Iterator[Block]:
-        late = [self._reinserted[place] for place in sorted(self._reinserted)]
+        late = [self._late[place] for place in sorted(self._late)]
         return merge((block for block, is_linked in self.walk() if is_linked), late, key=_RECENCY)
 
     def walk(self) -> Iterator[tuple[Block, bool]]:
-        block = self._end.lru_next
+        block = self._end.newer
         while block is not None and block is not self._end:
             yield block, True
-            block = block.lru_next
+            block = block.newer
         # Others may come and go between two of them.
-        for block in list(self._reinserted.values()):
+        for block in list(self._late.values()):
             yield block, False
 
     @staticmethod
     def _link(older: Block, block: Block, newer: Block) -> None:
-        block.lru_prev = older
-        block.lru_next = newer
-        older.lru_next = block
-        newer.lru_prev = block
+        block.older = older
+        block.newer = newer
+        older.newer = block
+        newer.older = block
 
 
 def _place(block: Block) -> int:

@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from cachemgr.blocks.block_pool import BlockPool, PoolListener
 
 
-class Eviction(enum.Enum):
+class Way(enum.Enum):
     """How a block leaves its place."""
 
-    DROPPED = "of the index"
-    OFFLOADED = "down, by a copy"
-    ALREADY_BELOW = "down, to where a copy of it lies already"
+    OUT = "of the index"
+    BY_COPY = "down, by a copy"
+    IN_BACKUP = "down, to where a copy of it lies already"
 
 
 # Looked up once, not for each block that goes.
-_DROPPED, _OFFLOADED, _ALREADY_BELOW = Eviction
+_OUT, _BY_COPY, _IN_BACKUP = Way
 
 
 class CopyTicket(Protocol):
@@ -57,26 +57,26 @@ class Offloader:
         self._pool = pool
         self._listener = listener
         # Blocks in lower tiers whose bytes are on their way, with the copies; no sequence may count on them.
-        self.offloading: dict[Block, CopyTicket] = {}
+        self.moving: dict[Block, CopyTicket] = {}
         # Blocks that are not computed yet, in slots that the bytes of others have yet to leave.
-        self.draining: dict[Block | None, CopyTicket] = {}
+        self.leaving: dict[Block | None, CopyTicket] = {}
 
-    def offload(self, tier: Tier, victim: Block, writer: Writer | None) -> Eviction:
+    def offload(self, tier: Tier, victim: Block, writer: Writer | None) -> Way:
         """Moves a block to the next tier that has slots; when it must be copied, its reference is the copy's."""
         pool, lower = self._pool, tier.below
         if lower is None:
-            return _DROPPED
+            return _OUT
         # Without it its children in lower tiers would be worth nothing: it goes with them, whatever its priority.
         carries = pool.window is None and victim.children is not None
         account = account_of(victim)
         closed = lower.is_closed(account)
         if not carries and victim.priority < offload_floor(victim, pool.offload_min_priority):
-            return _DROPPED
+            return _OUT
         if tier is pool.device:
             copied = None if closed else pool.backups.take(victim)
             if copied is not None:
                 self._lie_below(lower, victim, copied)
-                return _ALREADY_BELOW
+                return _IN_BACKUP
             # A copy that is under way would come too late, and one that may not stay makes room.
             pool.backups.drop(victim)
         moved: Block | None = None
@@ -84,11 +84,11 @@ class Offloader:
         if place is None:
             other = self._least(lower, account, writer)
             if other is None or not (carries or goes_before(other, victim)):
-                return _DROPPED
+                return _OUT
             place = other.slot
-            if other in self.offloading:
+            if other in self.moving:
                 self._recall(lower, other, writer)
-            elif pool.evict(lower, other, writer) is _OFFLOADED:
+            elif pool.vacate(lower, other, writer) is _BY_COPY:
                 moved = other
         tier.counters.offloaded += 1
         tier.counters.copied_bytes += pool.spec.block_bytes
@@ -99,40 +99,40 @@ class Offloader:
             lower.count(account, blocks=1, used=1)
         if moved is not None:
             self.begin(moved, victim, writer)
-        return _OFFLOADED
+        return _BY_COPY
 
     def begin(self, moved: Block, occupant: Block, writer: Writer | None) -> None:
         """Opens the copy of a block that has moved, out of the slot that another block has now."""
         ticket = self._listener.offloading(self._pool, moved, occupant, writer)
-        self.offloading[moved] = self.draining[occupant] = ticket
+        self.moving[moved] = self.leaving[occupant] = ticket
         # The ticket tells its generation.
         self._pool.write(moved)
 
     def ended(self, ticket: CopyTicket) -> None:
         """A copy has ended."""
-        self.offloading.pop(ticket.target, None)
-        if self.draining.get(ticket.source) is ticket:
-            del self.draining[ticket.source]
+        self.moving.pop(ticket.target, None)
+        if self.leaving.get(ticket.source) is ticket:
+            del self.leaving[ticket.source]
 
-    def drained(self, block: Block) -> None:
+    def has_left(self, block: Block) -> None:
         """A block is computed: the bytes that lay in its slot before are copied, whether that is confirmed or not.
 
         From now on its slot is free as soon as nothing uses it, which decisions about room count on.
         """
-        if self.draining:
-            self.draining.pop(block, None)
+        if self.leaving:
+            self.leaving.pop(block, None)
 
     def reserve(self, block: Block) -> bool:
         """Whether the bytes that lay in a block's slot before must leave it first: then their copy keeps the slot."""
-        if block not in self.draining:
+        if block not in self.leaving:
             return False
-        self.draining.pop(block).holds_source = True
+        self.leaving.pop(block).holds_source = True
         block.refs, block.domain = 1, None
         return True
 
     def offer(self, block: Block) -> None:
         """A block in use may be evicted at another time than before, if it is moving and its copy can be recalled."""
-        ticket = self.offloading.get(block) if self.offloading else None
+        ticket = self.moving.get(block) if self.moving else None
         if ticket is not None:
             ticket.offer()
 
@@ -144,12 +144,12 @@ class Offloader:
         device.count(account, blocks=-1)
         block.refs = 1
         way = self.offload(device, block, None)
-        if way is _DROPPED:
+        if way is _OUT:
             block.refs = 0
             device.cached += 1
             device.count(account, blocks=1)
             device.enlist(block, account, newest=False)
-        elif way is _ALREADY_BELOW:
+        elif way is _IN_BACKUP:
             device.empty.append(slot)
         else:
             occupant = Block(slot)
@@ -158,8 +158,8 @@ class Offloader:
             device.used += 1
             self.begin(block, occupant, None)
             # Its slot is the copy's now.
-            pool.release(occupant)
-        return way is not _DROPPED
+            pool.drop(occupant)
+        return way is not _OUT
 
     def _empty_place(self, lower: Tier) -> int | None:
         """A place of a lower tier that holds nothing, or nothing but a copy of what the device holds."""
@@ -194,8 +194,8 @@ class Offloader:
     def _recall(self, lower: Tier, block: Block, writer: Writer | None) -> None:
         """Loses a block whose copy down is called off."""
         assert writer is not None
-        pool, ticket = self._pool, self.offloading.pop(block)
-        del self.draining[ticket.source]
+        pool, ticket = self._pool, self.moving.pop(block)
+        del self.leaving[ticket.source]
         self._listener.offload_recalled(ticket, writer)
         block.refs = 0
         lower.used -= 1
@@ -213,7 +213,7 @@ class Offloader:
         tier.indexed -= 1
         lower.indexed += 1
         if pool.window is None:
-            pool.count_children_in_tier(block)
+            pool.count_near(block)
             # The parent of a device block is on the device, too.
             if isinstance(parent, Block) and (tier is pool.device or pool.tier_of(parent) is tier):
                 pool.child_left(parent, tier)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from heapq import heapify, heappop, heappush
 
 from cachemgr.blocks.block import Block
-from cachemgr.blocks.eviction_queue import EvictionQueue, loss
+from cachemgr.blocks.eviction_queue import EvictionOrder, loss
 from cachemgr.types import AccountKey, Quota, TierKind
 
 
@@ -69,7 +69,7 @@ class Share:
         self.ceiling = account.ceiling(kind)
         self.count = 0
         self.used = 0
-        self.order = EvictionQueue()
+        self.order = EvictionOrder()
 
     def protected(self, claimed: int = 0) -> int:
         """Cached blocks that only the account itself may evict, once so many of its cached ones are in use."""

@@ -112,8 +112,8 @@ def restart(
     was_on_device = [block for block in staying if pool.is_on_device(block)]
     for block in sorted(was_on_device, key=_DEPTH, reverse=True):
         if block.refs:
-            pool.lru_clock += 1
-            block.recency = pool.lru_clock
+            pool.uses += 1
+            block.recency = pool.uses
     parents = {block: block.parent.key for block in staying if block.parent is not None}
     dirty = [(tier.kind, place - tier.offset) for place in zeroing if (tier := pool.tier_at(place)) is not pool.device]
     counters = [tier.counters for tier in pool.tiers]
@@ -129,7 +129,7 @@ def restart(
         pool.tiers[kind].counters.restored += 1
         pool.write(block)
     for block in sorted(staying, key=_RECENCY):
-        pool.release(block)
+        pool.drop(block)
     for block in was_on_device:
         if block.parent is not None:
             pool.updated(block)
@@ -166,7 +166,7 @@ def _link_again(pool: BlockPool, parents: Mapping[Block, bytes]) -> None:
     for block, key in parents.items():
         pool.tree.link(block, pool.tree.parent(key))
     for block in parents:
-        pool.count_children_in_tier(block)
+        pool.count_near(block)
 
 
 def _zero_again(pool: BlockPool, slots: Iterable[tuple[TierKind, int]]) -> None:
@@ -222,7 +222,7 @@ class Recovery:
         self.purged = purged
         self._forgotten_keys: set[bytes] = set()
         # All uses since are later ones. Blocks without a known time of use count down from here.
-        self._last_uses = [pool.lru_clock for pool in executor.pools]
+        self._last_uses = [pool.uses for pool in executor.pools]
         for pool in executor.pools:
             group = pool.spec.group
             steps = spec.last_write_steps[group] if spec.last_write_steps else ()

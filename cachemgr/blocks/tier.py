@@ -10,7 +10,7 @@ from heapq import merge
 from itertools import compress, islice
 
 from cachemgr.blocks.block import Block
-from cachemgr.blocks.eviction_queue import EvictionQueue, loss
+from cachemgr.blocks.eviction_queue import EvictionOrder, loss
 from cachemgr.blocks.quota import Account, Share, Shares, account_of
 from cachemgr.errors import SequenceTooLongError
 from cachemgr.types import RemovalCause, TierKind
@@ -159,7 +159,7 @@ class Tier:
         # Set while remembered blocks are read: free slots beside the empty ones.
         self.unread: UnreadSlots | None = None
         # Evictable blocks of nobody with a quota.
-        self.order = EvictionQueue()
+        self.order = EvictionOrder()
         # Of accounts that have blocks here.
         self.shares: dict[Account, Share] = {}
         self._losing, self._holding = Shares(floors_count=True), Shares(floors_count=False)
@@ -388,7 +388,7 @@ class Tier:
             for shares in (self._losing, self._holding):
                 shares.note(share, loss(block), len(self.shares))
 
-    def orders(self) -> Iterator[EvictionQueue]:
+    def orders(self) -> Iterator[EvictionOrder]:
         """All orders of loss."""
         yield self.order
         for share in self.shares.values():

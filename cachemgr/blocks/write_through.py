@@ -57,7 +57,7 @@ class Backups:
     def inherit(self, old: Block) -> bool:
         """A slot below is neither used nor in the index: whether it stays, as the backup of who has taken its place."""
         block, pool = self.heirs.pop(old, None), self._pool
-        if block is None or old in pool.zero_on_free or pool.tier_of(old) is not self.tier:
+        if block is None or old in pool.doomed or pool.tier_of(old) is not self.tier:
             return False
         if block.parent is None or block.key != old.key or not pool.is_on_device(block) or block in self.places:
             return False
@@ -74,7 +74,7 @@ class Backups:
     def drop(self, block: Block) -> None:
         """A block has left the device or the index. Of one whose bytes may not outlive it no copy does."""
         pool = self._pool
-        doomed = block in pool.zero_on_free
+        doomed = block in pool.doomed
         place = self.places.pop(block, None)
         if place is not None:
             assert self.tier is not None
@@ -85,15 +85,15 @@ class Backups:
                 self.tier.empty.append(place)
         self._forsake(block)
         if doomed:
-            pool.zero_on_free.update(below for below, heir in self.heirs.items() if heir is block)
+            pool.doomed.update(below for below, heir in self.heirs.items() if heir is block)
 
     def _forsake(self, block: Block) -> None:
         """The copy of a block that is under way, if one is, will be nobody's."""
         ticket = self.open.pop(block, None)
         if ticket is not None:
             ticket.source = None
-            if block in self._pool.zero_on_free:
-                self._pool.zero_on_free.add(ticket.target)
+            if block in self._pool.doomed:
+                self._pool.doomed.add(ticket.target)
 
     def copies(self, block: Block) -> list[int]:
         """Places that may hold what a device block does, should the device be lost now: tickets tell."""

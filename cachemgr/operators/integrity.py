@@ -217,7 +217,7 @@ class _Check:
                     self._report(bit == some, 0, f"the bit of priority {priority} is wrong")
         for block in self._blocks:
             yield
-            leaf = pool.window is not None or not block.children_in_tier
+            leaf = pool.window is not None or not block.near
             self._report(
                 (block in listed) == (not block.refs and leaf), block.slot, "is wrongly in or out of the order"
             )
@@ -284,13 +284,12 @@ class _Check:
             self._report(parents.get(block) is parent, block.slot, "is not among its parent's children")
             self._report(pool.tree.node(parent.key) is parent, block.slot, "stands on a node that cannot be found")
             self._report(block.writer is None, block.slot, "is in the index and still being written")
-            waits = block in pool.offloader.draining and block not in pool.offloader.offloading
+            waits = block in pool.offloader.leaving and block not in pool.offloader.moving
             self._report(not waits, block.slot, "is computed and waits for a copy out of its slot")
             if pool.window is None:
                 self._standing(block)
                 near = sum(pool.tier_of(child) is pool.tier_of(block) for child in children_of(block))
-                text = f"counts {block.children_in_tier} children in its tier, {near} are"
-                self._report(block.children_in_tier == near, block.slot, text)
+                self._report(block.near == near, block.slot, f"counts {block.near} children near it, {near} are")
         # To let go of a million entries at once takes long.
         while parents:
             parents.popitem()

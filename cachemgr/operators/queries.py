@@ -106,7 +106,7 @@ class Queries:
                 for one in self._state.executors.values()
             ],
             [
-                (pool.lru_clock, pool.honoured_leases, pool.broken_leases, pool.share_number, len(pool.pending))
+                (pool.uses, pool.honoured_leases, pool.broken_leases, pool.share_number, len(pool.pending))
                 for pool in self._state.pools()
             ],
             [
@@ -228,6 +228,10 @@ class Queries:
         """The account that blocks of a tenant under a salt count against; None when there is no quota."""
         account = account_for(self._state.accounts, tenant_id, salt)
         return None if account is None else account.key
+
+    def knows_executor(self, executor_id: str) -> bool:
+        """Whether an executor is registered."""
+        return executor_id in self._state.executors
 
     def entries(self, kind: EntryKind, executor_id: str = "") -> Iterator[Entry]:
         """All entries of a kind; pins only of one executor, oldest first."""

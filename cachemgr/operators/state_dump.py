@@ -110,12 +110,12 @@ def _pool(pool: BlockPool) -> Iterator[str | Iterator[str]]:
         "pool",
         id=pool.pool_id,
         tokens=pool.tokens.total,
-        uses=pool.lru_clock,
-        moving=sorted(block.slot for block in pool.offloader.offloading),
+        uses=pool.uses,
+        moving=sorted(block.slot for block in pool.offloader.moving),
         leaving=sorted(
-            [block.slot, ticket.number] for block, ticket in pool.offloader.draining.items() if block is not None
+            [block.slot, ticket.number] for block, ticket in pool.offloader.leaving.items() if block is not None
         ),
-        doomed=sorted(block.slot for block in pool.zero_on_free),
+        doomed=sorted(block.slot for block in pool.doomed),
         **_backups(pool.backups),
         share_number=pool.share_number,
         leases=[pool.honoured_leases, pool.broken_leases],
@@ -177,7 +177,7 @@ def _block(pool: BlockPool, block: Block) -> str:
         references=block.refs,
         priority=block.priority,
         recency=block.recency,
-        evictable=block.lru_prev is not None,
+        evictable=block.older is not None,
         stored_step=block.stored_step,
         generation=pool.tier_of(block).generation(block.slot),
         writer=None if block.writer is None else block.writer.handle,

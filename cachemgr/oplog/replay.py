@@ -1,18 +1,28 @@
 """Runs an operation log again and says what state it leads to, so that a bug report is a file."""
 
 from dataclasses import dataclass
+from functools import partial
+from inspect import isgeneratorfunction
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO, TypeVar
 
 from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
 
 from cachemgr.manager import CacheManager
 from cachemgr.operators.state_dump import state_hash
 from cachemgr.oplog import writer as oplog
-from cachemgr.oplog.operations import OPERATIONS, ManagerClock, Operations
 from cachemgr.oplog.writer import OperationLogError
+from cachemgr.rpc import convert
+from cachemgr.rpc import mutations as names
+from cachemgr.rpc.admin_service import CacheAdminService
+from cachemgr.rpc.data_service import CacheManagerService
+from cachemgr.rpc.event_feed import EventFeed
+from cachemgr.rpc.mutations import ManagerClock, Mutations, ServiceContext, handlers
 from protos.errors import ServiceError
 from protos.kvcache.v1 import kvcache_pb2 as pb
+
+Request = TypeVar("Request", bound=Message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,47 +47,72 @@ def replay(file: BinaryIO) -> Replayed:
 
     epoch, config = oplog.settings_of(start)
     managed = ManagerClock(clock)
-    operations = Operations(CacheManager(epoch, managed, config), managed)
+    manager = CacheManager(epoch, managed, config)
+    calls = _Calls(ServiceContext(Mutations(manager, managed), EventFeed(manager.queries)))
     count = refused = 0
     for entry in entries:
         time = entry.time
         count += 1
         try:
-            _run(operations, entry)
+            calls.run(entry)
         except ServiceError:
             refused += 1
-    return Replayed(operations.manager, count, refused)
+    return Replayed(manager, count, refused)
 
 
-def _run(operations: Operations, entry: pb.LoggedOperation) -> None:
-    if entry.method == oplog.EXPIRE:
-        operations.expire()
-        return
-    if entry.method == oplog.GO_ON:
-        operations.go_on()
-        return
-    if entry.method in (oplog.END_EPOCH, oplog.PUT_BACK, oplog.END_RECOVERY):
+class _Calls:
+    """The calls of a log, as the services carry them out."""
+
+    def __init__(self, context: ServiceContext) -> None:
+        self._mutations = context.mutations
+        self._data = CacheManagerService(context)
+        self._handlers = handlers(self._data) | handlers(CacheAdminService(context))
+        self._requests = {
+            method.name: GetMessageClass(method.input_type)
+            for service in pb.DESCRIPTOR.services_by_name.values()
+            for method in service.methods
+        }
+
+    def run(self, entry: pb.LoggedOperation) -> None:
+        """Carries out a call. Raises what it raises, and OperationLogError."""
+        mutations = self._mutations
+        match entry.method:
+            case names.EXPIRE:
+                mutations.expire()
+            case names.GO_ON:
+                mutations.go_on()
+            case names.RESTORE_OPERATORS:
+                mutations.restore_operators(_request(pb.RememberedOperators, entry))
+            case names.END_EPOCH | names.PUT_BACK | names.END_RECOVERY:
+                self._recover(entry)
+            case "RegisterExecutor":
+                request = _request(pb.RegisterExecutorRequest, entry)
+                self._data.register(request, convert.executor_spec(request), later=entry.later)
+            case _:
+                self._run_method(entry)
+
+    def _recover(self, entry: pb.LoggedOperation) -> None:
         executor = _request(pb.RecoveringExecutor, entry)
-        if entry.method == oplog.END_EPOCH:
-            operations.end_epoch(executor.executor_id, executor.executor_epoch)
-        elif entry.method == oplog.PUT_BACK:
-            operations.put_back(executor.executor_id, executor.executor_epoch, oplog.remembered_blocks(entry))
+        named = executor.executor_id, executor.executor_epoch
+        if entry.method == names.END_EPOCH:
+            self._mutations.end_epoch(*named)
+        elif entry.method == names.PUT_BACK:
+            self._mutations.put_back(*named, oplog.remembered_blocks(entry))
         else:
-            operations.end_recovery(executor.executor_id, executor.executor_epoch, oplog.remembered_pins(entry))
-        return
-    operation = OPERATIONS.get(entry.method)
-    if operation is None:
-        raise OperationLogError(f"the operation log has an unknown call, {entry.method}")
-    request = _request(operation.request, entry)
-    if entry.method == "RegisterExecutor":
-        operations.register_executor(request, later=entry.later)
-    elif entry.in_steps and operation.steps is not None:
-        operations.begin(entry.method, request)
-    else:
-        operations.run(entry.method, request)
+            self._mutations.end_recovery(*named, oplog.remembered_pins(entry))
+
+    def _run_method(self, entry: pb.LoggedOperation) -> None:
+        handler = self._handlers.get(entry.method)
+        if handler is None:
+            raise OperationLogError(f"the operation log has an unknown call, {entry.method}")
+        call = partial(handler, _request(self._requests[entry.method], entry))
+        if isgeneratorfunction(handler):
+            self._mutations.begin(entry.method, call.args[0], call)
+        else:
+            self._mutations.run(entry.method, call.args[0], call)
 
 
-def _request(kind: type[Message], entry: pb.LoggedOperation) -> Any:
+def _request(kind: type[Request], entry: pb.LoggedOperation) -> Request:
     try:
         return kind.FromString(entry.request)
     except DecodeError as error:

@@ -21,12 +21,11 @@ from google.protobuf.message import DecodeError, Message
 from prometheus_client import Gauge
 
 from cachemgr.blocks.block_record import BlockRecord, RecordError, decode, encode, encode_place
-from cachemgr.persistence.operator_records import pin, pin_message
+from cachemgr.persistence.operator_state import pin_message, pin_of
 from cachemgr.types import ManagerConfig, PinRecord
 from protos.kvcache.v1 import kvcache_pb2 as pb
 
-START, EXPIRE, GO_ON = "Start", "Expire", "GoOn"
-END_EPOCH, PUT_BACK, END_RECOVERY = "EndEpoch", "PutBack", "EndRecovery"
+START = "Start"
 ENDED = Gauge("kvkeep_operation_log_ended", "Whether the operation log ends before the present: its disk is full.")
 log = structlog.get_logger()
 
@@ -77,7 +76,6 @@ class OperationLog:
         pins: Iterable[PinRecord] = (),
         *,
         later: bool = False,
-        in_steps: bool = False,
     ) -> None:
         """Appends an entry, unless the log has ended."""
         if not self.is_whole:
@@ -91,7 +89,6 @@ class OperationLog:
             ],
             pins=[pin_message(pin) for pin in pins],
             later=later,
-            in_steps=in_steps,
         )
         framed = io.BytesIO()
         proto.serialize_length_prefixed(entry, framed)
@@ -172,6 +169,6 @@ def remembered_blocks(entry: pb.LoggedOperation) -> list[BlockRecord]:
 def remembered_pins(entry: pb.LoggedOperation) -> list[PinRecord]:
     """Pins that the store remembered of an executor. Raises OperationLogError."""
     try:
-        return [pin(message) for message in entry.pins]
+        return [pin_of(message) for message in entry.pins]
     except RecordError as error:
         raise OperationLogError("another version of the cache manager wrote this operation log") from error

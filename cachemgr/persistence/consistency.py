@@ -6,7 +6,7 @@ from typing import NamedTuple
 from cachemgr.blocks.block_record import BlockRecord, LeaseRecord, RecordError, decode, encode_place
 from cachemgr.operators.operator_journal import Entry, entry_name
 from cachemgr.persistence.write_queue import Place
-from cachemgr.rpc.slices import sliced
+from cachemgr.slices import sliced
 from cachemgr.types import PinRecord
 
 # Seconds: times are sums of others.

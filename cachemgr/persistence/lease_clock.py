@@ -4,17 +4,18 @@ Redis keeps its time beside the records. These say when on this clock something 
 so that nothing need be written as time passes but the clock, and no two hosts' clocks are compared.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from cachemgr.blocks.block_record import BlockRecord
+from cachemgr.persistence.ports import Source
 from cachemgr.types import PinRecord
 
 
 class StoreClocks:
-    """A clock for each executor; `now` is the manager's time. All in seconds."""
+    """A clock for each executor, by the manager's time. All in seconds."""
 
-    def __init__(self, now: Callable[[], float]) -> None:
-        self._now = now
+    def __init__(self, source: Source) -> None:
+        self._source = source
         self._zero: dict[str, float] = {}
 
     def __iter__(self) -> Iterator[str]:
@@ -22,7 +23,7 @@ class StoreClocks:
 
     def start(self, executor_id: str, time: float = 0.0) -> None:
         """The clock shows this time now."""
-        self._zero[executor_id] = self._now() - time
+        self._zero[executor_id] = self._source.now - time
 
     def forget(self, executor_id: str) -> None:
         """The executor has no clock any more."""
@@ -32,7 +33,7 @@ class StoreClocks:
         """What the clock shows."""
         if executor_id not in self._zero:
             self.start(executor_id)
-        return self._now() - self._zero[executor_id]
+        return self._source.now - self._zero[executor_id]
 
 
 def at_rest(record: BlockRecord, time: float) -> BlockRecord:

@@ -5,12 +5,10 @@ from urllib.parse import quote
 
 from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.cluster import ClusterNode
-from redis.asyncio.connection import SSLConnection, UnixDomainSocketConnection, parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import MovedError, RedisClusterException, RedisError
 
-from protos.rpc import addresses
 from protos.rpc.settings import cluster_nodes
 
 # What an exchange with Redis raises, whatever is the matter with it.
@@ -46,19 +44,6 @@ def open_redis(url: str) -> Redis:
     )
     # The commands used here are the same.
     return cast("Redis", cluster)
-
-
-def without_tls(url: str) -> str:
-    """The first server of another machine that the URL leads to without TLS, empty for none. Raises ValueError."""
-    first, nodes = cluster_nodes(url)
-    how: dict[str, Any] = dict(parse_url(first))
-    if how.get("connection_class") in (SSLConnection, UnixDomainSocketConnection):
-        return ""
-    for host, port in nodes or [(how.get("host", "localhost"), how.get("port", 6379))]:
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        if not addresses.is_loopback(address):
-            return address
-    return ""
 
 
 def reason(error: BaseException) -> str:

@@ -4,11 +4,14 @@ Nothing here blocks or fails the cache manager. While Redis is away changes are 
 they are dropped and the whole index is written when Redis is back.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator
 from functools import partial
+from math import isfinite
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -18,23 +21,22 @@ from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from cachemgr.blocks.block_record import BlockRecord, encode, encode_place
+from cachemgr.blocks.block_record import BlockRecord, RecordError, decode, depth_of, encode, encode_place
 from cachemgr.operators.operator_journal import Kind
-from cachemgr.persistence.absent_executors import Absences
 from cachemgr.persistence.consistency import Difference, compare_blocks
-from cachemgr.persistence.index_reading import Reading
-from cachemgr.persistence.lease_clock import StoreClocks, at_rest, pin_awake
+from cachemgr.persistence.lease_clock import StoreClocks, at_rest, awake, pin_awake
 from cachemgr.persistence.loss_detection import OPERATORS, MarkedWrites, clock_key
-from cachemgr.persistence.operator_state import OperatorSource, OperatorStore
+from cachemgr.persistence.operator_state import OperatorStore
+from cachemgr.persistence.ports import Restoring, Source
 from cachemgr.persistence.redis_client import UNAVAILABLE, executor_key, operators_key, reason
-from cachemgr.persistence.write_queue import Changes, Current, Place, WriteBehind
-from cachemgr.types import PinRecord, TierKind
-from protos.kvcache.v1 import kvcache_pb2 as pb
+from cachemgr.persistence.write_queue import Changes, Current, Place, WriteQueue
+from cachemgr.types import PinRecord
 
 UP = Gauge("kvkeep_redis_up", "Whether the last exchange with Redis succeeded.")
 PENDING = Gauge("kvkeep_redis_pending_blocks", "Blocks whose change is not in Redis yet.")
 FLUSH_SECONDS = Histogram("kvkeep_redis_flush_seconds", "Time of one flush to Redis.")
 RESYNCS = Counter("kvkeep_redis_resyncs", "Times that an executor's whole index was written again.")
+RECOVERING = Gauge("kvkeep_recovering_executors", "Executors whose remembered blocks are not all back yet.")
 
 SCHEMA = b"2"
 # How long others wait for Redis, at most: a start, and whoever needs what it holds or has written.
@@ -48,6 +50,12 @@ BEAT_SECONDS = 1.0
 _SETTLE_SECONDS = 1.0
 # Blocks that are written, and read, at a time.
 _CHUNK, _READ = 256, 1024
+# Blocks that are put back at a time: a fraction of the time that the event loop may be kept.
+_PART = 256
+# How long the copy of an absent executor is kept, while a manager runs.
+KEPT_SECONDS = 24 * 3600.0
+# How often it is noted which executors are here. A new manager gives all of them this time to register.
+LOOK_SECONDS = 3600.0
 
 T = TypeVar("T")
 # Places with what is there.
@@ -56,40 +64,26 @@ log = structlog.get_logger()
 
 
 class IndexStore:
-    """The journal that the manager reports to, and the task that brings it to Redis.
-
-    `snapshot` gives every indexed block of an executor; it is asked for a resync only. `now` is the manager's time.
-    `knows` says whether an executor is registered. `operators` is what operators said, and `restore` takes what Redis
-    remembers of it.
-    """
+    """Brings the changes of a queue to Redis, and what Redis remembers back to the manager."""
 
     def __init__(
-        self,
-        redis: Redis,
-        snapshot: Callable[[str], Iterable[BlockRecord]],
-        *,
-        interval: float = 0.05,
-        max_pending: int = 200_000,
-        flush_at: int = 2_000,
-        now: Callable[[], float] = monotonic,
-        knows: Callable[[str], bool] = lambda _: True,
-        operators: Callable[[], OperatorSource] | None = None,
-        restore: Callable[[pb.RememberedOperators], None] | None = None,
+        self, redis: Redis, queue: WriteQueue, source: Source, calls: Restoring, *, interval: float = 0.05
     ) -> None:
+        """`interval` is for how many seconds changes gather before a write."""
         self._redis = redis
-        self._snapshot = snapshot
-        self._clocks = StoreClocks(now)
+        self._queue = queue
+        self._source = source
+        self._calls = calls
+        self._clocks = StoreClocks(source)
         self._writes = MarkedWrites(redis, self._clocks, self._lost)
-        self._absences = Absences(redis, self._clocks, lambda one: knows(one) or self._is_awaited(one))
-        self._operators = OperatorStore(redis, self._clocks, self._writes, max_pending, operators, restore)
+        self._absences = Absences(redis, self._clocks, self._is_here)
+        self._operators = OperatorStore(redis, self._clocks, self._writes, queue.entries, source, calls)
         self._interval = interval
-        self._flush_at = flush_at
-        self._queue = WriteBehind(max_pending)
-        self._epochs: dict[str, int] = {}
         # Of executors whose copy is not taken back yet.
         self._readings: dict[str, Reading] = {}
-        self._changed = asyncio.Event()
-        self._large = asyncio.Event()
+        # Those of registered executors, in the order in which they are taken back.
+        self._registered: asyncio.Queue[Reading] = asyncio.Queue()
+        self._recovering: set[Reading] = set()
         self._one_at_a_time = asyncio.Lock()
         self._in_doubt = False
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -103,50 +97,27 @@ class IndexStore:
     @property
     def pending(self) -> int:
         """Blocks and operators' entries whose change is not in Redis yet."""
-        return self._queue.pending + self._operators.pending
-
-    def cleared(self, executor_id: str, epoch: int) -> None:
-        """The executor starts an epoch with an empty index."""
-        self._epochs[executor_id] = epoch
-        self._absences.came(executor_id)
-        self._queue.clear(executor_id, epoch)
-        self._note()
-
-    def stored(self, executor_id: str, group: int, tier: TierKind, slot: int, current: Current) -> None:
-        """A block came to a place, or the one there changed; what it is then is asked for when it is written."""
-        self._put(executor_id, (group, tier, slot), current)
-
-    def removed(self, executor_id: str, group: int, tier: TierKind, slot: int) -> None:
-        """The block at this place left it, or the index."""
-        self._put(executor_id, (group, tier, slot), None)
-
-    def operator_changed(self, kind: Kind, name: str, executor_id: str = "") -> None:
-        """What an operator said is new, another, or gone. Written at once: it is seldom, and missed when it is lost."""
-        self._operators.changed(kind, name, executor_id)
-        self._changed.set()
-        self._large.set()
-
-    def _put(self, executor_id: str, place: Place, current: Current | None) -> None:
-        self._queue.put(executor_id, self._epochs.get(executor_id, 0), place, current)
-        self._note()
-
-    def _note(self) -> None:
-        self._changed.set()
-        if self._queue.pending >= self._flush_at:
-            self._large.set()
+        return self._queue.pending
 
     async def run(self) -> None:
+        """Writes and recovers for ever. What fails in it is a defect, and ends the process."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._keep_writing())
+            while True:
+                group.create_task(self.take_back(await self._registered.get()))
+
+    async def _keep_writing(self) -> None:
         """Flushes for ever: soon after a change, at once when there are many, and slower while Redis is away."""
         pause = self._interval
         while True:
             # Not wait_for, which in Python 3.11 forgets a cancellation when what it waits for has just happened.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(BEAT_SECONDS):
-                    await self._changed.wait()
+                    await self._queue.has_changed.wait()
             if self.up:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._interval):
-                        await self._large.wait()
+                        await self._queue.is_large.wait()
                 pause = self._interval
             else:
                 await asyncio.sleep(pause)
@@ -156,13 +127,13 @@ class IndexStore:
     async def flush(self) -> bool:
         """Writes everything that is pending; False when Redis could not be reached, which loses nothing."""
         async with self._one_at_a_time:
-            self._changed.clear()
-            self._large.clear()
+            self._queue.has_changed.clear()
+            self._queue.is_large.clear()
             with FLUSH_SECONDS.time():
                 reached = await self._flush()
             PENDING.set(self.pending)
             if not reached:
-                self._changed.set()
+                self._queue.has_changed.set()
             return reached
 
     async def start(self) -> None:
@@ -171,9 +142,9 @@ class IndexStore:
 
     async def flush_soon(self, seconds: float | None = WAIT_SECONDS) -> bool:
         """As `flush`, but after this time it goes on alone and the answer is no."""
-        return await self._soon(self.flush(), seconds) or False
+        return await self._run_bounded(self.flush(), seconds) or False
 
-    async def _soon(self, work: Coroutine[None, None, T], seconds: float | None) -> T | None:
+    async def _run_bounded(self, work: Coroutine[None, None, T], seconds: float | None) -> T | None:
         """What work leads to, None when that takes too long; it goes on then, also when the caller is cancelled.
 
         An exchange with Redis is never cancelled: its outcome would not be known. And Redis's client may forget that
@@ -185,7 +156,7 @@ class IndexStore:
         await asyncio.wait({task}, timeout=seconds)
         if task.done():
             return task.result()
-        self._is_up(False, TimeoutError("Redis takes too long"))
+        self._set_up(False, TimeoutError("Redis takes too long"))
         return None
 
     async def _flush(self) -> bool:
@@ -197,26 +168,26 @@ class IndexStore:
                 await asyncio.sleep(_SETTLE_SECONDS)
                 came = await self._beat()
                 self._in_doubt = False
-            self._absences.noted(came)
+            self._queue.arrived.difference_update(came)
             await self._operators.read()
             await self._operators.write(pins=False)
-            while (taken := self._queue.take(self._readings)) is not None:
+            while (taken := self._queue.blocks.take(self._readings)) is not None:
                 try:
                     await self._write(*taken)
                 except BaseException:
-                    self._queue.give_back(*taken)
+                    self._queue.blocks.give_back(*taken)
                     raise
             await self._operators.write(pins=True, unread=self._readings)
             await self._forget_absent()
         except UNAVAILABLE as error:
             self._in_doubt |= isinstance(error, TimeoutError | RedisTimeoutError)
-            return self._is_up(False, error)
-        return self._is_up(True)
+            return self._set_up(False, error)
+        return self._set_up(True)
 
     async def _beat(self) -> list[str]:
         """Writes what time it is, and who has come; tells who these are."""
         owners = list(dict.fromkeys((OPERATORS, *self._clocks)))
-        came = self._absences.coming
+        came = list(self._queue.arrived)
 
         def fill(pipeline: Pipeline) -> None:
             pipeline.set(operators_key("schema"), SCHEMA)
@@ -233,9 +204,9 @@ class IndexStore:
         for executor_id in await self._absences.look():
             if self._absences.is_here(executor_id):
                 continue
-            self._epochs.pop(executor_id, None)
+            self._queue.epochs.pop(executor_id, None)
             self._readings.pop(executor_id, None)
-            self._queue.drop(executor_id)
+            self._queue.blocks.drop(executor_id)
             self._clocks.forget(executor_id)
             self._writes.forget(executor_id)
             kept = ("blocks", Kind.PIN.value, "epoch", "clock")
@@ -247,10 +218,9 @@ class IndexStore:
         log.warning("redis has lost what it had; writing all of it again", executor=owner)
         if owner == OPERATORS:
             self._operators.rewrite_shared()
-            for executor_id in self._epochs:
-                self._absences.came(executor_id)
-        elif owner in self._epochs:
-            self.replace(owner, self._epochs[owner])
+            self._queue.arrived.update(self._queue.epochs)
+        elif owner in self._queue.epochs:
+            self._queue.replace(owner, self._queue.epochs[owner])
 
     async def _write(self, executor_id: str, changes: Changes) -> None:
         # Asked for chunk by chunk: whatever changes meanwhile is noted again, and wins.
@@ -261,7 +231,7 @@ class IndexStore:
             RESYNCS.inc()
             now = self._clocks.time(executor_id)
             # Read chunk by chunk, too: whatever changes behind the reader is noted again.
-            blocks = ((block.place, at_rest(block, now)) for block in self._snapshot(executor_id))
+            blocks = ((block.place, at_rest(block, now)) for block in self._source.records(executor_id))
             log.info("writing the whole index again", executor=executor_id)
         key = executor_key(executor_id, "blocks")
         for number, chunk in enumerate(_chunks(blocks)):
@@ -289,10 +259,10 @@ class IndexStore:
         reading = self._readings.get(executor_id)
         if reading is None or reading.is_spent:
             was_stale = reading is not None and reading.is_stale
-            if executor_id in self._epochs:
+            if executor_id in self._queue.epochs:
                 # What this process has not written yet of an earlier registration.
                 await self.flush_soon(seconds)
-            is_stale = self._queue.drop(executor_id) or was_stale
+            is_stale = self._queue.blocks.drop(executor_id) or was_stale
             reading = self._readings[executor_id] = Reading(executor_id, is_stale=is_stale)
             task = asyncio.ensure_future(self._read(reading))
             self._tasks.add(task)
@@ -315,7 +285,7 @@ class IndexStore:
             try:
                 await self._read_all(reading, count)
             except UNAVAILABLE as error:
-                self._is_up(False, error)
+                self._set_up(False, error)
             else:
                 reading.is_complete.set()
                 return
@@ -332,13 +302,12 @@ class IndexStore:
                 reading.add(place, value)
             reading.pins = await self._operators.stored_pins(executor_id)
             reading.epoch = int(epoch) if epoch.isdigit() else 0
-        reading.time = _number(clock)
+        reading.time = _time(clock) or 0.0
         self._writes.found(executor_id, clock if isinstance(clock, bytes) else None)
 
     def registered(self, executor_id: str, epoch: int) -> None:
         """The manager has accepted an epoch; its changes are written once its remembered blocks are taken back."""
-        self._epochs[executor_id] = epoch
-        self._absences.came(executor_id)
+        self._queue.registered(executor_id, epoch)
         reading = self._readings.get(executor_id)
         if reading is not None and reading.is_spent:
             # Another registration took the first parts.
@@ -346,9 +315,58 @@ class IndexStore:
 
     def epoch_of(self, executor_id: str) -> int:
         """The epoch that was accepted last, 0 for none."""
-        return self._epochs.get(executor_id, 0)
+        return self._queue.epochs.get(executor_id, 0)
 
-    def parts(self, reading: Reading) -> Iterator[list[BlockRecord]]:
+    async def recover(self, reading: Reading, seconds: float) -> None:
+        """The executor is registered: what is read, or will be, comes into the index. Waits for that for this time."""
+        if reading not in self._recovering:
+            self._recovering.add(reading)
+            RECOVERING.set(len(self._recovering))
+            self._registered.put_nowait(reading)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await reading.has_been_taken.wait()
+
+    async def take_back(self, reading: Reading) -> None:
+        """Brings a reading into the index, once it is complete, and lets changes of its executor be written then."""
+        executor_id, calls = reading.executor_id, self._calls
+        await reading.is_complete.wait()
+        begin = monotonic()
+        for part in self._parts(reading):
+            if not self._is_wanted(reading):
+                break
+            calls.put_back(executor_id, self.epoch_of(executor_id), part)
+            # Calls that wait come first.
+            await asyncio.sleep(0)
+        self._recovering.discard(reading)
+        RECOVERING.set(len(self._recovering))
+        if not self._is_wanted(reading):
+            # Redis keeps what it has for when the executor comes back.
+            reading.is_spent = True
+            reading.has_been_taken.set()
+            log.info("an executor is gone before its remembered blocks are back", executor=executor_id)
+            return
+        now = self._clocks.time(executor_id)
+        restored = calls.end_recovery(
+            executor_id, self.epoch_of(executor_id), [pin_awake(pin, now) for pin in reading.pins]
+        )
+        self._taken_back(reading)
+        log.info(
+            "remembered blocks are back",
+            executor=executor_id,
+            remembered=reading.num_blocks,
+            device_blocks=restored.device_blocks,
+            lower_blocks=restored.lower_blocks,
+            seconds=round(monotonic() - begin, 3),
+        )
+
+    def _is_wanted(self, reading: Reading) -> bool:
+        """Whether the executor is still registered for which a reading was begun."""
+        if self._readings.get(reading.executor_id) is not reading:
+            return False
+        return not reading.num_blocks or self._calls.is_recovering(reading.executor_id)
+
+    def _parts(self, reading: Reading) -> Iterator[list[BlockRecord]]:
         """The blocks of a complete reading, as `Reading.parts` tells them; the executor's clock goes on."""
         executor_id = reading.executor_id
         if executor_id not in self._clocks:
@@ -356,39 +374,26 @@ class IndexStore:
             self._clocks.start(executor_id, reading.time)
         return reading.parts(lambda: self.epoch_of(executor_id), lambda: self._clocks.time(executor_id))
 
-    def pins(self, reading: Reading) -> list[PinRecord]:
-        """The pins of a complete reading, with the time that remains of them."""
-        now = self._clocks.time(reading.executor_id)
-        return [pin_awake(pin, now) for pin in reading.pins]
-
-    def is_current(self, reading: Reading) -> bool:
-        """Whether a reading was not begun again for another registration."""
-        return self._readings.get(reading.executor_id) is reading
-
-    def _is_awaited(self, executor_id: str) -> bool:
+    def _is_here(self, executor_id: str) -> bool:
+        """Whether an executor is registered or about to be."""
         reading = self._readings.get(executor_id)
-        return reading is not None and not reading.is_spent
+        return self._source.knows_executor(executor_id) or (reading is not None and not reading.is_spent)
 
-    def leave(self, reading: Reading) -> None:
-        """The executor is gone before all was taken: Redis keeps what it has for when that comes back."""
-        reading.is_spent = True
-        reading.has_been_taken.set()
-
-    def taken_back(self, reading: Reading) -> None:
+    def _taken_back(self, reading: Reading) -> None:
         """All that was read is in the index, or cannot be: changes are written from now on."""
         executor_id = reading.executor_id
         del self._readings[executor_id]
         if reading.is_stale or not reading.is_of(self.epoch_of(executor_id)):
-            self.replace(executor_id, self.epoch_of(executor_id))
+            self._queue.replace(executor_id, self.epoch_of(executor_id))
         reading.has_been_taken.set()
-        self._note()
+        self._queue.note()
 
     async def compare(self, executor_ids: Iterable[str]) -> list[Difference] | None:
         """Where Redis disagrees with the manager, once it has all changes; None when that takes too long.
 
         Other writes wait meanwhile.
         """
-        return await self._soon(self._compare(list(executor_ids)), COMPARE_SECONDS)
+        return await self._run_bounded(self._compare(list(executor_ids)), COMPARE_SECONDS)
 
     async def _compare(self, executor_ids: list[str]) -> list[Difference] | None:
         async with self._one_at_a_time:
@@ -402,21 +407,14 @@ class IndexStore:
                         continue
                     now = self._clocks.time(executor_id)
                     # What changes meanwhile is pending when it is compared.
-                    indexed = (at_rest(block, now) for block in self._snapshot(executor_id))
+                    indexed = (at_rest(block, now) for block in self._source.records(executor_id))
                     stored = self._redis.hscan_iter(executor_key(executor_id, "blocks"), count=_READ)
-                    is_pending = partial(self._queue.is_pending, executor_id)
+                    is_pending = partial(self._queue.blocks.is_pending, executor_id)
                     found += await compare_blocks(executor_id, stored, indexed, is_pending)
             except UNAVAILABLE as error:
-                self._is_up(False, error)
+                self._set_up(False, error)
                 return None
             return found
-
-    def replace(self, executor_id: str, epoch: int) -> None:
-        """Whatever Redis holds of an executor gives way to the snapshot, soon."""
-        self._epochs[executor_id] = epoch
-        self._queue.resync(executor_id, epoch)
-        self._operators.rewrite(Kind.PIN, executor_id)
-        self._note()
 
     async def close(self, *, write: bool = True) -> None:
         """Writes what is pending, if that is wanted and Redis is there, and closes the connection."""
@@ -426,7 +424,7 @@ class IndexStore:
             task.cancel()
         await self._redis.aclose()
 
-    def _is_up(self, up: bool, error: BaseException | None = None) -> bool:
+    def _set_up(self, up: bool, error: BaseException | None = None) -> bool:
         if up is not self._up:
             if up:
                 log.info("redis is up")
@@ -436,14 +434,6 @@ class IndexStore:
         self._up = up
         UP.set(up)
         return up
-
-
-def _number(value: bytes | str | None) -> float:
-    """What a key holds; 0 when it is not there, or nothing that a manager wrote."""
-    try:
-        return float(value or 0)
-    except ValueError:
-        return 0.0
 
 
 def _chunks(
@@ -463,3 +453,120 @@ def _add(pipeline: Pipeline, key: str, chunk: Chunk) -> None:
         pipeline.hset(key, mapping=stored)
     if removed:
         pipeline.hdel(key, *removed)
+
+
+class Absences:
+    """Notes in Redis when each executor was last here, on the operators' clock, which goes on where it stopped.
+
+    Names lie in a hash of their own: a manager that starts finds those that an earlier one knew.
+    """
+
+    def __init__(self, redis: Redis, clocks: StoreClocks, is_here: Callable[[str], bool]) -> None:
+        """`is_here` says whether an executor is registered or about to be."""
+        self._redis = redis
+        self._clocks = clocks
+        self.is_here = is_here
+        self._next_look = 0.0
+
+    async def begin(self) -> None:
+        """Reads what time it was for the manager before, if that is not known yet. Raises UNAVAILABLE."""
+        if OPERATORS in self._clocks:
+            return
+        time = _time(await self._redis.get(operators_key("time"))) or 0.0
+        self._clocks.start(OPERATORS, time)
+        self._next_look = time + LOOK_SECONDS
+
+    async def look(self) -> list[str]:
+        """Notes who is here when that is due, and tells who has been away for too long. Raises UNAVAILABLE."""
+        now = self._clocks.time(OPERATORS)
+        if now < self._next_look:
+            return []
+        here = [one for one in self._clocks if one != OPERATORS and self.is_here(one)]
+        gone = []
+        async for field, value in self._redis.hscan_iter(operators_key("executors")):
+            executor_id, time = field.decode(errors="replace"), _time(value)
+            # A time that cannot be right begins anew.
+            if self.is_here(executor_id) or time is None or time > now:
+                here.append(executor_id)
+            elif now - time > KEPT_SECONDS:
+                gone.append(executor_id)
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            self.note(pipeline, here)
+            await pipeline.execute()
+        self._next_look = now + LOOK_SECONDS
+        return gone
+
+    async def forget(self, executor_id: str) -> None:
+        """Its copy is deleted; so is the note. Raises UNAVAILABLE."""
+        await self._redis.hdel(operators_key("executors"), executor_id)
+
+    def note(self, pipeline: Pipeline, executor_ids: Collection[str]) -> None:
+        """Writes that these are here now."""
+        if executor_ids:
+            time = repr(self._clocks.time(OPERATORS))
+            pipeline.hset(operators_key("executors"), mapping=dict.fromkeys(executor_ids, time))
+
+
+class Reading:
+    """The copy of one executor. Blocks stay packed until they are taken: a million of them are in memory at once."""
+
+    def __init__(self, executor_id: str, *, is_stale: bool) -> None:
+        """`is_stale` says that changes which Redis lacks are not known any more."""
+        self.executor_id = executor_id
+        self.is_stale = is_stale
+        # Whether parts were handed out, or nobody waits for them any more.
+        self.is_spent = False
+        self.is_complete = asyncio.Event()
+        self.has_been_taken = asyncio.Event()
+        self.clear()
+
+    def clear(self) -> None:
+        """Begins again."""
+        self.epoch: int | None = None
+        self.time = 0.0
+        self.pins: list[PinRecord] = []
+        self.num_blocks = 0
+        self._by_depth: dict[int, list[tuple[bytes, bytes]]] = {}
+
+    def add(self, place: bytes, value: bytes) -> None:
+        """A field of the hash of blocks; one that is told twice is taken twice."""
+        self._by_depth.setdefault(depth_of(value), []).append((place, value))
+        self.num_blocks += 1
+
+    def is_of(self, epoch: int) -> bool:
+        """Whether what lies on the device was written in this epoch."""
+        return self.epoch == epoch
+
+    def parts(self, epoch: Callable[[], int], time: Callable[[], float]) -> Iterator[list[BlockRecord]]:
+        """Blocks, parents before children, with the time that remains of their leases; each part is handed out once.
+
+        Both callables are asked at each part. For another epoch only what lies in lower tiers is told.
+        """
+        self.is_spent = True
+        unreadable = 0
+        for depth in sorted(self._by_depth):
+            packed = self._by_depth.pop(depth)
+            while packed:
+                records, is_current, now = [], self.is_of(epoch()), time()
+                for place, value in packed[-_PART:]:
+                    try:
+                        record = decode(place, value)
+                    except RecordError:
+                        unreadable += 1
+                        continue
+                    below = record if is_current else record.below()
+                    if below is not None:
+                        records.append(awake(below, now))
+                del packed[-_PART:]
+                yield records
+        if unreadable:
+            log.warning("left out blocks that another version wrote", executor=self.executor_id, blocks=unreadable)
+
+
+def _time(value: bytes | str | None) -> float | None:
+    """What a manager wrote, None when it cannot be a time."""
+    try:
+        time = float(value or b"")
+    except ValueError:
+        return None
+    return time if isfinite(time) else None

@@ -1,15 +1,21 @@
-"""Changes of the index that Redis has not seen yet: coalesced per block, bounded, synchronous."""
+"""Changes that Redis has not seen yet: coalesced, bounded, synchronous. The manager reports them here."""
 
+import asyncio
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 
 from cachemgr.blocks.block_record import BlockRecord
+from cachemgr.operators.operator_journal import Kind
 from cachemgr.types import TierKind
 
 # Group, tier and slot.
 Place = tuple[int, TierKind, int]
-# Tells what is at a place when it is called; None when nothing is.
+# Gives the block of a place when it is called; None when there is none.
 Current = Callable[[], BlockRecord | None]
+# A hash of operators' entries: their kind, and for pins the executor.
+Hash = tuple[Kind, str]
+# At so many changed blocks they are written at once.
+FLUSH_AT = 2_000
 
 
 @dataclass(slots=True)
@@ -26,8 +32,8 @@ class Changes:
     blocks: dict[Place, Current | None] = field(default_factory=dict)
 
 
-class WriteBehind:
-    """Collects changes. Never holds more than `bound` blocks: beyond it an executor is marked for a resync."""
+class BlockQueue:
+    """Collects changes of `bound` blocks at most: beyond it an executor is marked for a resync."""
 
     def __init__(self, bound: int) -> None:
         self._bound = bound
@@ -99,3 +105,112 @@ class WriteBehind:
         dropped = self._changes.pop(executor_id, None)
         if dropped is not None:
             self._pending -= len(dropped.blocks)
+
+
+class EntryQueue:
+    """Collects names of operators' entries that have changed. Beyond `bound` of them a hash is written as a whole."""
+
+    def __init__(self, bound: int) -> None:
+        self._bound = bound
+        self._changed: dict[Hash, dict[str, None]] = {}
+        self._whole: set[Hash] = set()
+
+    @property
+    def pending(self) -> int:
+        """Entries waiting to be written."""
+        return sum(map(len, self._changed.values()))
+
+    @property
+    def hashes(self) -> list[Hash]:
+        """Those that have changed."""
+        return list({**dict.fromkeys(self._whole), **self._changed})
+
+    def put(self, kind: Kind, name: str, executor_id: str = "") -> None:
+        """An entry is new, another, or gone."""
+        self._changed.setdefault((kind, executor_id), {})[name] = None
+        if self.pending > self._bound:
+            self.rewrite(kind, executor_id)
+
+    def rewrite(self, kind: Kind, executor_id: str = "") -> None:
+        """Whatever Redis holds gives way to what is, soon."""
+        self._changed.pop((kind, executor_id), None)
+        self._whole.add((kind, executor_id))
+
+    def is_pending(self, kind: Kind, name: str, executor_id: str = "") -> bool:
+        """Whether Redis need not have the present state of an entry."""
+        return name in self._changed.get((kind, executor_id), ()) or (kind, executor_id) in self._whole
+
+    def take(self, hash_: Hash) -> list[str] | None:
+        """Hands out the names that have changed in a hash; None when it is to be written as a whole."""
+        names = list(self._changed.pop(hash_, ()))
+        if hash_ in self._whole:
+            self._whole.discard(hash_)
+            return None
+        return names
+
+    def give_back(self, hash_: Hash, names: list[str]) -> None:
+        """Takes back names that were not written."""
+        self._changed[hash_] = {**dict.fromkeys(names), **self._changed.get(hash_, {})}
+
+
+class WriteQueue:
+    """The journal that a manager reports to. Nothing here blocks or fails."""
+
+    def __init__(self, max_pending: int = 200_000, flush_at: int = FLUSH_AT) -> None:
+        """`max_pending` bounds blocks and entries, each; at `flush_at` blocks `is_large` is set."""
+        self.blocks = BlockQueue(max_pending)
+        self.entries = EntryQueue(max_pending)
+        # The epoch of each executor that the manager has accepted last.
+        self.epochs: dict[str, int] = {}
+        # Executors that have registered since that was written.
+        self.arrived: set[str] = set()
+        self.has_changed = asyncio.Event()
+        self.is_large = asyncio.Event()
+        self._flush_at = flush_at
+
+    @property
+    def pending(self) -> int:
+        """Blocks and entries whose change is not in Redis yet."""
+        return self.blocks.pending + self.entries.pending
+
+    def cleared(self, executor_id: str, epoch: int) -> None:
+        """The executor starts an epoch with an empty index."""
+        self.registered(executor_id, epoch)
+        self.blocks.clear(executor_id, epoch)
+        self.note()
+
+    def registered(self, executor_id: str, epoch: int) -> None:
+        """The manager has accepted an epoch."""
+        self.epochs[executor_id] = epoch
+        self.arrived.add(executor_id)
+
+    def stored(self, executor_id: str, group: int, tier: TierKind, slot: int, current: Current) -> None:
+        """A block came to a place, or the one there changed; what it is then is asked for when it is written."""
+        self._put(executor_id, (group, tier, slot), current)
+
+    def removed(self, executor_id: str, group: int, tier: TierKind, slot: int) -> None:
+        """The block at this place left it, or the index."""
+        self._put(executor_id, (group, tier, slot), None)
+
+    def operator_changed(self, kind: Kind, name: str, executor_id: str = "") -> None:
+        """What an operator said is new, another, or gone. Written at once: it is seldom, and missed when it is lost."""
+        self.entries.put(kind, name, executor_id)
+        self.has_changed.set()
+        self.is_large.set()
+
+    def replace(self, executor_id: str, epoch: int) -> None:
+        """Whatever Redis holds of an executor gives way to what the manager has, soon."""
+        self.epochs[executor_id] = epoch
+        self.blocks.resync(executor_id, epoch)
+        self.entries.rewrite(Kind.PIN, executor_id)
+        self.note()
+
+    def note(self) -> None:
+        """Something is to be written."""
+        self.has_changed.set()
+        if self.blocks.pending >= self._flush_at:
+            self.is_large.set()
+
+    def _put(self, executor_id: str, place: Place, current: Current | None) -> None:
+        self.blocks.put(executor_id, self.epochs.get(executor_id, 0), place, current)
+        self.note()

@@ -6,18 +6,23 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from google.protobuf.field_mask_pb2 import FieldMask
+
 from cachemgr.blocks.hit_counters import MAX_WINDOW_SECONDS
 from cachemgr.blocks.quota import Account
 from cachemgr.operators.state_dump import StateDigest
+from cachemgr.persistence.operator_state import quota_message, quota_of, rule_message, rule_of
 from cachemgr.rpc import convert, convert_admin, paging, tenancy
-from cachemgr.rpc.data_service import Domain
-from cachemgr.rpc.slices import sliced, steady
+from cachemgr.rpc.mutations import ServiceContext, kept, long_mutation, mutation
+from cachemgr.slices import sliced, steady
+from cachemgr.steps import Steps
 from cachemgr.types import BlockFilter, BlockView, HoldView, PoolViolation, Quota, RetentionRule
 from cachemgr.validation import check_id
 from protos.errors import InvalidField
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
 from protos.kvcommon.v1 import kvcommon_pb2 as common
+from protos.rpc.durations import seconds
 
 # gRPC hands every method its context, of which nothing is needed here.
 # ruff: noqa: N802, ARG002
@@ -30,11 +35,9 @@ T = TypeVar("T")
 class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
     """The operator's view and hand."""
 
-    def __init__(self, domain: Domain) -> None:
-        self._manager = domain.manager
-        self._store = domain.store
-        self._run = domain.run
-        self._run_in_slices = domain.run_in_slices
+    def __init__(self, context: ServiceContext) -> None:
+        self.context = context
+        self._manager = context.manager
 
     async def CheckPool(self, request: pb.CheckPoolRequest, context: Any) -> pb.CheckPoolResponse:
         """Recounts; what Redis holds is read only for who asks for it."""
@@ -46,8 +49,9 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         ]
         pools = [self._manager.queries.pool(request.pool_id)] if request.pool_id else self._manager.queries.pools()
         differences = None
-        if request.compare_with_store:
-            differences = await self._store.compare(dict.fromkeys(pool.executor_id for pool in pools))
+        store = self.context.store
+        if request.compare_with_store and store is not None:
+            differences = await store.compare(dict.fromkeys(pool.executor_id for pool in pools))
         for one in differences or ():
             pool_id = f"{one.executor_id}/{one.group}" if one.executor_id else ""
             if request.pool_id in ("", pool_id) or not pool_id:
@@ -130,22 +134,20 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         """Rules in the order in which they are asked."""
         seen = filter(tenancy.sees_rule, self._manager.queries.rules())
         page, token = await _keyed(seen, _rule_key, (int, str), request, "rules")
-        rules = [convert_admin.rule_message(rule) for rule in page]
+        rules = [rule_message(rule) for rule in page]
         return pb.ListRetentionRulesResponse(rules=rules, next_page_token=token)
 
     async def GetRetentionRule(self, request: pb.GetRetentionRuleRequest, context: Any) -> pb.GetRetentionRuleResponse:
         """One rule."""
         rule = tenancy.rule_seen(self._manager.queries.rule(request.name))
-        return pb.GetRetentionRuleResponse(rule=convert_admin.rule_message(rule))
+        return pb.GetRetentionRuleResponse(rule=rule_message(rule))
 
     async def ListQuotas(self, request: pb.ListQuotasRequest, context: Any) -> pb.ListQuotasResponse:
         """Quotas by account and pool."""
         seen = (usage for usage in self._manager.queries.quotas() if tenancy.sees_account(usage[0]))
         page, token = await _keyed(seen, _quota_key, (str, str, str), request, "quotas")
         quotas = [
-            pb.QuotaUsage(
-                quota=convert_admin.quota_message(quota), pool_id=pool_id, device_blocks=device, host_blocks=host
-            )
+            pb.QuotaUsage(quota=quota_message(quota), pool_id=pool_id, device_blocks=device, host_blocks=host)
             for quota, pool_id, device, host in page
         ]
         return pb.ListQuotasResponse(quotas=quotas, next_page_token=token)
@@ -203,18 +205,18 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         for part in list(self._manager.queries.state_outline()):
             yield from (part,) if isinstance(part, str) else part
 
-    async def _run_and_keep(self, method: str, request: Any) -> Any:
-        """What an operator says is in Redis with the answer, if that can be reached: a death must not take it back."""
-        answer = await self._run_in_slices(method, request)
-        await self._store.flush_soon()
-        return answer
-
     async def ForgetBlocks(self, request: pb.ForgetBlocksRequest, context: Any) -> pb.ForgetBlocksResponse:
         """Waits for Redis, for a while: the receipt must be true."""
-        receipt: pb.ForgetBlocksResponse = await self._run_in_slices("ForgetBlocks", request)
+        receipt = await self._ForgetBlocks(request)
         if not request.validate_only:
-            receipt.store_updated = await self._store.flush_soon()
+            receipt.store_updated = await self.context.keep()
         return receipt
+
+    @long_mutation
+    def _ForgetBlocks(self, request: pb.ForgetBlocksRequest) -> Steps[pb.ForgetBlocksResponse]:
+        target = convert_admin.forget_target(request)
+        forgotten = yield from self._manager.operators.forget_in_steps(target, validate_only=request.validate_only)
+        return convert_admin.forgotten(forgotten)
 
     async def ListSequences(self, request: pb.ListSequencesRequest, context: Any) -> pb.ListSequencesResponse:
         """Sequences by handle."""
@@ -233,52 +235,115 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         page, token = paging.cut(rest, limit, "sequences", lambda view: view.sequence_handle)
         return pb.ListSequencesResponse(sequences=[convert.sequence(view) for view in page], next_page_token=token)
 
-    async def PurgeBlocks(self, request: pb.PurgeBlocksRequest, context: Any) -> Any:
+    @long_mutation
+    def PurgeBlocks(self, request: pb.PurgeBlocksRequest) -> Steps[pb.PurgeBlocksResponse]:
         """Drops cached blocks."""
-        return await self._run_in_slices("PurgeBlocks", request)
+        selected = convert_admin.block_filter(request.filter)
+        purged = yield from self._manager.operators.purge_in_steps(
+            selected, validate_only=request.validate_only, skip_used=request.skip_used
+        )
+        return pb.PurgeBlocksResponse(purged_blocks=purged.purged_blocks, used_blocks=purged.used_blocks)
 
-    async def UpdatePool(self, request: pb.UpdatePoolRequest, context: Any) -> Any:
+    @kept
+    @long_mutation
+    def UpdatePool(self, request: pb.UpdatePoolRequest) -> Steps[pb.UpdatePoolResponse]:
         """Changes a share."""
-        return await self._run_and_keep("UpdatePool", request)
+        for index, path in enumerate(_paths(request.update_mask)):
+            if path != "total_blocks":
+                raise InvalidField(f"update_mask.paths[{index}]", "must be total_blocks")
+        if not request.pool.pool_id:
+            raise InvalidField("pool.pool_id", "must name a pool as ListPools gives it")
+        given = request.pool
+        view = yield from self._manager.operators.update_pool_in_steps(
+            given.pool_id, given.total_blocks, given.etag, validate_only=request.validate_only
+        )
+        return pb.UpdatePoolResponse(pool=convert.pool(view))
 
-    async def CreateRetentionRule(self, request: pb.CreateRetentionRuleRequest, context: Any) -> Any:
+    @kept
+    @long_mutation
+    def CreateRetentionRule(self, request: pb.CreateRetentionRuleRequest) -> Steps[pb.CreateRetentionRuleResponse]:
         """Makes a rule."""
-        return await self._run_and_keep("CreateRetentionRule", request)
+        rule, matching = yield from self._manager.operators.create_rule_in_steps(
+            rule_of(request.rule), validate_only=request.validate_only
+        )
+        return pb.CreateRetentionRuleResponse(rule=rule_message(rule), matching_blocks=matching)
 
-    async def UpdateRetentionRule(self, request: pb.UpdateRetentionRuleRequest, context: Any) -> Any:
+    @kept
+    @long_mutation
+    def UpdateRetentionRule(self, request: pb.UpdateRetentionRuleRequest) -> Steps[pb.UpdateRetentionRuleResponse]:
         """Changes a rule."""
-        return await self._run_and_keep("UpdateRetentionRule", request)
+        rule, leases, matching = yield from self._manager.operators.update_rule_in_steps(
+            rule_of(request.rule), _paths(request.update_mask), validate_only=request.validate_only
+        )
+        return pb.UpdateRetentionRuleResponse(rule=rule_message(rule), changed_leases=leases, matching_blocks=matching)
 
-    async def DeleteRetentionRule(self, request: pb.DeleteRetentionRuleRequest, context: Any) -> Any:
+    @kept
+    @long_mutation
+    def DeleteRetentionRule(self, request: pb.DeleteRetentionRuleRequest) -> Steps[pb.DeleteRetentionRuleResponse]:
         """Deletes a rule."""
-        return await self._run_and_keep("DeleteRetentionRule", request)
+        ended = yield from self._manager.operators.delete_rule_in_steps(
+            request.name, request.etag, validate_only=request.validate_only
+        )
+        return pb.DeleteRetentionRuleResponse(ended_leases=ended)
 
-    async def SetQuota(self, request: pb.SetQuotaRequest, context: Any) -> Any:
+    @kept
+    @long_mutation
+    def SetQuota(self, request: pb.SetQuotaRequest) -> Steps[pb.SetQuotaResponse]:
         """Sets a quota."""
-        return await self._run_and_keep("SetQuota", request)
+        quota = yield from self._manager.operators.set_quota_in_steps(
+            quota_of(request.quota), validate_only=request.validate_only
+        )
+        return pb.SetQuotaResponse(quota=quota_message(quota))
 
-    async def DeleteQuota(self, request: pb.DeleteQuotaRequest, context: Any) -> Any:
+    @kept
+    @long_mutation
+    def DeleteQuota(self, request: pb.DeleteQuotaRequest) -> Steps[pb.DeleteQuotaResponse]:
         """Deletes a quota."""
-        return await self._run_and_keep("DeleteQuota", request)
+        yield from self._manager.operators.delete_quota_in_steps(convert_admin.account(request))
+        return pb.DeleteQuotaResponse()
 
-    async def PinPrefix(self, request: pb.PinPrefixRequest, context: Any) -> Any:
+    async def PinPrefix(self, request: pb.PinPrefixRequest, context: Any) -> pb.PinPrefixResponse:
         """Pins a prefix. Where a tenant asks for it, pins of others do not give way."""
         if not tenancy.sees_all():
             trial = pb.PinPrefixRequest()
             trial.CopyFrom(request)
             trial.validate_only = True
             own = {view.name for view in filter(tenancy.sees_hold, self._manager.queries.holds())}
-            if not own.issuperset(self._run("PinPrefix", trial).degraded_hold_names):
+            if not own.issuperset((await self._PinPrefix(trial)).degraded_hold_names):
                 receipt = common.RetentionReceipt(
                     wish="pin", outcome="OUTCOME_REJECTED", reason="the budget for pins is used up"
                 )
                 return pb.PinPrefixResponse(receipt=receipt)
-        return await self._run_and_keep("PinPrefix", request)
+        answer = await self._PinPrefix(request)
+        await self.context.keep()
+        return answer
 
-    async def ReleaseHold(self, request: pb.ReleaseHoldRequest, context: Any) -> Any:
+    @mutation
+    def _PinPrefix(self, request: pb.PinPrefixRequest) -> pb.PinPrefixResponse:
+        pinned = self._manager.operators.pin_prefix(
+            convert_admin.prefix(request.prefix),
+            request.owner,
+            seconds(request.duration),
+            validate_only=request.validate_only,
+        )
+        return convert_admin.pinned(pinned)
+
+    async def ReleaseHold(self, request: pb.ReleaseHoldRequest, context: Any) -> pb.ReleaseHoldResponse:
         """Ends a hold."""
         tenancy.check_hold(request.name, self._manager.queries.holds())
-        return await self._run_and_keep("ReleaseHold", request)
+        return await self._ReleaseHold(request)
+
+    @kept
+    @mutation
+    def _ReleaseHold(self, request: pb.ReleaseHoldRequest) -> pb.ReleaseHoldResponse:
+        return pb.ReleaseHoldResponse(freed_blocks=self._manager.operators.release_hold(request.name))
+
+
+def _paths(update_mask: FieldMask) -> tuple[str, ...]:
+    """The fields that change. Raises InvalidField for none: to change all of them by an oversight may cost leases."""
+    if not update_mask.paths:
+        raise InvalidField("update_mask", "must name at least one field")
+    return tuple(update_mask.paths)
 
 
 def _required_pool(pool_id: str) -> str:
@@ -291,7 +356,7 @@ def _begin(request: pb.GetStatsRequest | pb.GetGhostCachesRequest, now: float) -
     """When a request's window begins; None without one."""
     if not request.HasField("window"):
         return None
-    window = convert.seconds(request.window)
+    window = seconds(request.window)
     if not 0 < window <= MAX_WINDOW_SECONDS:
         raise InvalidField("window", "must be greater than zero, and at most an hour")
     return now - window

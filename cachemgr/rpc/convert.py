@@ -1,7 +1,6 @@
 """Between messages and the domain's types, one function per message. Nothing is decided here."""
 
 from collections.abc import Iterable
-from datetime import timedelta
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.json_format import MessageToDict
@@ -13,24 +12,13 @@ from protos.errors import InvalidField
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcommon.eviction_message import EvictionPolicyRequest, message_of
 from protos.kvcommon.v1 import kvcommon_pb2 as common
+from protos.rpc.durations import duration, seconds
 
 # Enum values are given by name, which the generated types take as they take numbers.
 _KINDS = {kind: f"EVENT_KIND_{kind.name}" for kind in types.EventKind}
 TIERS = {tier: f"TIER_{tier.name}" for tier in types.TierKind}
 _TIERS = {pb.Tier.Value(name): tier for tier, name in TIERS.items()}
 _CAUSES = {cause: f"REMOVAL_CAUSE_{cause.name if cause else 'UNSPECIFIED'}" for cause in types.RemovalCause}
-
-
-def duration(seconds: float) -> Duration:
-    """Seconds as a message."""
-    message = Duration()
-    message.FromTimedelta(timedelta(seconds=seconds))
-    return message
-
-
-def seconds(message: Duration) -> float:
-    """A message as seconds, also where it is out of range."""
-    return message.seconds + message.nanos / 1e9
 
 
 def executor_spec(request: pb.RegisterExecutorRequest) -> types.ExecutorSpec:

@@ -3,12 +3,12 @@
 from cachemgr import types
 from cachemgr.blocks.hit_counters import TokenCount, TokenMeter
 from cachemgr.blocks.tier import Tier
-from cachemgr.rpc.convert import TIERS, block, duration, extra_keys, lease, receipt, seconds, tier
+from cachemgr.rpc.convert import TIERS, block, extra_keys, lease, receipt, tier
 from cachemgr.sequences.holds import Pinned
 from cachemgr.types import GhostReport
 from protos.kvcache.v1 import kvcache_pb2 as pb
-from protos.kvcommon.eviction_message import EvictionPolicyRequest
 from protos.kvcommon.v1 import kvcommon_pb2 as common
+from protos.rpc.durations import duration
 
 _CAUSES = {cause: f"REMOVAL_CAUSE_{cause.name if cause else 'UNSPECIFIED'}" for cause in types.RemovalCause}
 _REASONS = {reason: f"MISS_REASON_{reason.name if reason else 'UNSPECIFIED'}" for reason in types.MissReason}
@@ -64,107 +64,11 @@ def _tier_counts(counts: dict[types.TierKind, int]) -> list[pb.TierCount]:
     return [pb.TierCount(tier=TIERS[tier], num_blocks=count) for tier, count in sorted(counts.items())]
 
 
-def rule(message: pb.RetentionRule) -> types.RetentionRule:
-    """A rule."""
-    match, action = message.match, message.action
-    floor = action.offload_min_priority if action.HasField("offload_min_priority") else None
-    return types.RetentionRule(
-        name=message.name,
-        order=message.order,
-        match=types.RuleMatch(
-            salt=match.salt if match.HasField("salt") else None,
-            tenant_id=match.tenant_id if match.HasField("tenant_id") else None,
-            adapter_id=match.adapter_id if match.HasField("adapter_id") else None,
-            prefix_token_ids=tuple(match.prefix_token_ids),
-            start=match.start,
-            end=match.end if match.HasField("end") else None,
-        ),
-        action=types.RuleAction(
-            priority=action.retention_priority if action.HasField("retention_priority") else None,
-            duration=seconds(action.retention_duration) if action.HasField("retention_duration") else None,
-            pin_duration=seconds(action.pin_duration) if action.HasField("pin_duration") else None,
-            no_store=action.no_store,
-            offload_min_priority=floor,
-            eviction_policy=EvictionPolicyRequest.of(action.eviction_policy)
-            if action.HasField("eviction_policy")
-            else None,
-        ),
-        etag=message.etag,
-    )
-
-
-def rule_message(spec: types.RetentionRule) -> pb.RetentionRule:
-    """A rule as a message."""
-    match, action = spec.match, spec.action
-    return pb.RetentionRule(
-        name=spec.name,
-        etag=spec.etag,
-        order=spec.order,
-        match=pb.RuleMatch(
-            salt=match.salt,
-            tenant_id=match.tenant_id,
-            adapter_id=match.adapter_id,
-            prefix_token_ids=match.prefix_token_ids,
-            start=match.start or None,
-            end=match.end,
-        ),
-        action=pb.RuleAction(
-            retention_priority=action.priority,
-            retention_duration=None if action.duration is None else duration(action.duration),
-            pin_duration=None if action.pin_duration is None else duration(action.pin_duration),
-            no_store=action.no_store,
-            offload_min_priority=action.offload_min_priority,
-            eviction_policy=None if action.eviction_policy is None else action.eviction_policy.message(),
-        ),
-    )
-
-
-def quota(message: pb.Quota) -> types.Quota:
-    """A quota."""
-    account = message.WhichOneof("account")
-    device, host = message.HasField("device_ceiling_blocks"), message.HasField("host_ceiling_blocks")
-    return types.Quota(
-        tenant_id=message.tenant_id if account == "tenant_id" else None,
-        salt=message.salt if account == "salt" else None,
-        device_floor=message.device_floor_blocks,
-        device_ceiling=message.device_ceiling_blocks if device else None,
-        host_floor=message.host_floor_blocks,
-        host_ceiling=message.host_ceiling_blocks if host else None,
-    )
-
-
 def account(request: pb.DeleteQuotaRequest) -> types.Quota:
     """Whose quota."""
     which = request.WhichOneof("account")
     return types.Quota(
         tenant_id=request.tenant_id if which == "tenant_id" else None, salt=request.salt if which == "salt" else None
-    )
-
-
-def quota_message(spec: types.Quota) -> pb.Quota:
-    """A quota as a message."""
-    return pb.Quota(
-        tenant_id=spec.tenant_id,
-        salt=spec.salt,
-        device_floor_blocks=spec.device_floor,
-        device_ceiling_blocks=spec.device_ceiling,
-        host_floor_blocks=spec.host_floor,
-        host_ceiling_blocks=spec.host_ceiling,
-    )
-
-
-def share(message: pb.PoolShare) -> types.PoolShare:
-    """An operator's share of a pool."""
-    return types.PoolShare(message.pool_id, message.total_blocks, message.num_blocks, message.share_number)
-
-
-def share_message(share: types.PoolShare) -> pb.PoolShare:
-    """An operator's share of a pool as a message."""
-    return pb.PoolShare(
-        pool_id=share.pool_id,
-        total_blocks=share.total_blocks,
-        num_blocks=share.num_blocks,
-        share_number=share.number,
     )
 
 

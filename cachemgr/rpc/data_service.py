@@ -1,28 +1,21 @@
-"""The gRPC services: parse, call the manager, convert. Whatever a manager's method raises reaches the caller."""
+"""The data plane's gRPC service: parse, call the manager, convert. What a manager's method raises reaches callers."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from time import monotonic, perf_counter
 from typing import Any
 
 from cachemgr.errors import SchedulerFirstError
-from cachemgr.manager import CacheManager
-from cachemgr.oplog.operations import Operations
-from cachemgr.persistence.recoveries import Recoveries
 from cachemgr.persistence.redis_index import WAIT_SECONDS, IndexStore
 from cachemgr.rpc import convert, convert_admin
-from cachemgr.rpc.event_batches import MAX_EVENTS, Batches, Wanted, pack
-from cachemgr.rpc.event_feed import EventFeed
-from cachemgr.rpc.slices import SLICE_SECONDS, sliced
+from cachemgr.rpc.mutations import ServiceContext, mutation
 from cachemgr.sequences.clients import check_spec
+from cachemgr.slices import SLICE_SECONDS
 from cachemgr.types import AccountKey, ExecutorSpec, SchedulerEpoch
-from cachemgr.validation import check_id
 from protos.errors import InvalidField, ServiceError
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
 from protos.rpc import tracing
+from protos.rpc.durations import duration, seconds
 
 # gRPC hands every method its context, of which nothing is needed here.
 # ruff: noqa: N802, ARG002
@@ -32,110 +25,107 @@ from protos.rpc import tracing
 MAX_ADMISSIONS = 256
 
 
-@dataclass(frozen=True)
-class Domain:
-    """What all services share."""
-
-    operations: Operations
-    store: IndexStore
-    recoveries: Recoveries
-    feed: EventFeed
-
-    @property
-    def manager(self) -> CacheManager:
-        """To read from; operations change it."""
-        return self.operations.manager
-
-    def run(self, method: str, request: Any) -> Any:
-        """Answers a call that changes something, and tells the watchers."""
-        answer = self.operations.run(method, request)
-        self.feed.ring()
-        return answer
-
-    async def run_in_slices(self, method: str, request: Any) -> Any:
-        """As `run`, for a call that may touch very many blocks: others are answered meanwhile."""
-        try:
-            return await self.operations.run_in_slices(method, request)
-        finally:
-            self.feed.ring()
-
-
 class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
     """The data plane. Only a registration ever waits for Redis."""
 
-    def __init__(self, domain: Domain) -> None:
-        self._domain = domain
-        self._manager = domain.manager
-        self._run = domain.run
+    def __init__(self, context: ServiceContext) -> None:
+        self.context = context
+        self._manager = context.manager
 
     async def RegisterExecutor(self, request: pb.RegisterExecutorRequest, context: Any) -> pb.RegisterExecutorResponse:
         """Brings back what the store remembers, when the manager itself does not know the executor."""
-        domain = self._domain
+        store = self.context.store
         spec = convert.executor_spec(request)
         check_spec(spec)
-        if self._manager.is_too_large_to_carry_over(spec):
-            await self._end_epoch(spec)
-        known = self._manager.knows_executor(spec.executor_id)
+        if store is not None and self._manager.is_too_large_to_carry_over(spec):
+            await self._end_epoch(spec, store)
+        known = self._manager.queries.knows_executor(spec.executor_id)
         # Asked before the wait: the request tells what was written up to now, and a scheduler that comes meanwhile may
         # have given up steps that wrote after it.
         scheduler_came = self._manager.scheduler_came
-        if known:
-            answer = domain.operations.register_executor(request, spec)
-            domain.store.registered(spec.executor_id, spec.executor_epoch)
+        if store is None:
+            answer = self.register(request, spec)
+        elif known:
+            answer = self.register(request, spec)
+            store.registered(spec.executor_id, spec.executor_epoch)
         else:
-            answer = await self._recall(request, spec, scheduler_came=scheduler_came)
-        domain.feed.ring()
+            answer = await self._recall(request, spec, store, scheduler_came=scheduler_came)
+        self.context.feed.notify()
         return answer
 
-    async def _end_epoch(self, spec: ExecutorSpec) -> None:
+    def register(
+        self, request: pb.RegisterExecutorRequest, spec: ExecutorSpec, *, later: bool = False
+    ) -> pb.RegisterExecutorResponse:
+        """Registers an executor; `later` says that remembered blocks come by `put_back` until `end_recovery`.
+
+        `spec` is the request, converted: to do that again takes long where there are very many slots.
+        """
+        manager = self._manager
+        restored = self.context.mutations.run(
+            "RegisterExecutor", request, lambda: manager.register_executor(spec, later=later), later=later
+        )
+        return pb.RegisterExecutorResponse(
+            manager_epoch=manager.epoch,
+            lease_duration=duration(manager.config.lease_seconds),
+            restored_blocks=restored.device_blocks,
+            restored_lower_blocks=restored.lower_blocks,
+        )
+
+    async def _end_epoch(self, spec: ExecutorSpec, store: IndexStore) -> None:
         """An executor has started again with very many blocks: what outlives its device is read from the store."""
-        domain, executor_id = self._domain, spec.executor_id
         # Else Redis lacks what the index has: to hold everybody up is better than to lose it.
-        is_stored = await domain.store.flush_soon()
+        is_stored = await store.flush_soon()
         if is_stored and self._manager.is_too_large_to_carry_over(spec):
-            domain.operations.end_epoch(executor_id, domain.store.epoch_of(executor_id))
+            self.context.mutations.end_epoch(spec.executor_id, store.epoch_of(spec.executor_id))
 
     async def _recall(
-        self, request: pb.RegisterExecutorRequest, spec: ExecutorSpec, *, scheduler_came: bool
+        self, request: pb.RegisterExecutorRequest, spec: ExecutorSpec, store: IndexStore, *, scheduler_came: bool
     ) -> pb.RegisterExecutorResponse:
         """Registers an executor; it waits a moment for what the store remembers, which comes into the index later then.
 
         Raises SchedulerFirstError when there may be something, and sequences of an earlier manager may be writing yet.
         """
-        domain, executor_id, begin = self._domain, spec.executor_id, monotonic()
-        reading = await domain.store.recall(executor_id)
+        executor_id, begin = spec.executor_id, monotonic()
+        reading = await store.recall(executor_id)
         is_empty = reading.is_complete.is_set() and not reading.num_blocks
         if not scheduler_came and not is_empty and (reading.is_complete.is_set() or spec.tells_of_contents):
             raise SchedulerFirstError
-        answer = domain.operations.register_executor(request, spec, later=not is_empty)
-        domain.store.registered(executor_id, spec.executor_epoch)
-        domain.recoveries.begin(reading)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(max(0.0, begin + WAIT_SECONDS - monotonic())):
-                await reading.has_been_taken.wait()
+        answer = self.register(request, spec, later=not is_empty)
+        store.registered(executor_id, spec.executor_epoch)
+        await store.recover(reading, max(0.0, begin + WAIT_SECONDS - monotonic()))
         restored = self._manager.cached_blocks(executor_id)
         answer.restored_blocks, answer.restored_lower_blocks = restored.device_blocks, restored.lower_blocks
         return answer
 
-    async def RenewExecutor(self, request: pb.RenewExecutorRequest, context: Any) -> Any:
+    @mutation
+    def RenewExecutor(self, request: pb.RenewExecutorRequest) -> pb.RenewExecutorResponse:
         """Keeps a lease."""
-        return self._run("RenewExecutor", request)
+        manager = self._manager
+        manager.renew_executor(request.executor_id, request.executor_epoch, request.manager_epoch)
+        return pb.RenewExecutorResponse(
+            manager_epoch=manager.epoch,
+            lease_duration=duration(manager.config.lease_seconds),
+            transfers=convert.transfers(manager.queries.executor_transfers(request.executor_id)),
+            scheduler_ids=manager.queries.scheduler_ids(),
+        )
 
-    async def RegisterScheduler(self, request: pb.RegisterSchedulerRequest, context: Any) -> Any:
+    @mutation
+    def RegisterScheduler(self, request: pb.RegisterSchedulerRequest) -> pb.RegisterSchedulerResponse:
         """Frees what an older epoch held."""
-        return self._run("RegisterScheduler", request)
+        manager = self._manager
+        manager.register_scheduler(request.scheduler_id, request.scheduler_epoch)
+        return pb.RegisterSchedulerResponse(
+            manager_epoch=manager.epoch, lease_duration=duration(manager.config.lease_seconds)
+        )
 
-    async def AdmitSequence(self, request: pb.AdmitSequenceRequest, context: Any) -> Any:
-        """Matches, claims and allocates."""
-        return self._admit_traced(request)
-
-    def _admit_traced(self, request: pb.AdmitSequenceRequest) -> Any:
+    @mutation
+    def AdmitSequence(self, request: pb.AdmitSequenceRequest) -> pb.AdmitSequenceResponse:
         """Asked again and again while it waits for blocks, a request has a span for the time that it got them."""
         span = tracing.join("kvcache.v1.CacheManagerService/AdmitSequence", request.traceparent)
-        answer = self._run("AdmitSequence", request)
-        if answer.admitted and span is not tracing.OFF:
-            span.end({"kvkeep.tokens": len(request.token_ids), "kvkeep.cached_tokens": answer.cached_tokens})
-        return answer
+        admission = self._manager.admit(convert.admit_request(request))
+        if admission.admitted and span is not tracing.OFF:
+            span.end({"kvkeep.tokens": len(request.token_ids), "kvkeep.cached_tokens": admission.cached_tokens})
+        return convert.admit_response(self._manager.epoch, admission)
 
     async def AdmitSequences(self, request: pb.AdmitSequencesRequest, context: Any) -> pb.AdmitSequencesResponse:
         """Admits as many as it can; the first one's error is the call's. Others may be answered between two of them."""
@@ -151,7 +141,7 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
                 end = perf_counter() + SLICE_SECONDS
             spender = (admission.executor_id, self._account(admission))
             try:
-                answer = full[spender] if spender in full else self._admit_traced(admission)
+                answer = full[spender] if spender in full else await self.AdmitSequence(admission, context)
             except ServiceError as error:
                 if answers:
                     break
@@ -168,37 +158,64 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
         tenant_id = admission.tenant_id if admission.HasField("tenant_id") else None
         return self._manager.queries.account_of(tenant_id, admission.salt if admission.HasField("salt") else None)
 
-    async def SyncSequences(self, request: pb.SyncSequencesRequest, context: Any) -> Any:
+    @mutation
+    def SyncSequences(self, request: pb.SyncSequencesRequest) -> pb.SyncSequencesResponse:
         """Takes progress, gives capacity."""
-        return self._run("SyncSequences", request)
+        manager = self._manager
+        answer = manager.sync(convert.sync_request(request))
+        return convert.sync_response(manager.epoch, answer, duration(manager.config.lease_seconds))
 
-    async def ExtendSequence(self, request: pb.ExtendSequenceRequest, context: Any) -> Any:
+    @mutation
+    def ExtendSequence(self, request: pb.ExtendSequenceRequest) -> pb.ExtendSequenceResponse:
         """Grows one sequence."""
-        return self._run("ExtendSequence", request)
+        return convert.extend_response(
+            self._manager.extend(_caller(request), request.sequence_id, request.capacity_tokens)
+        )
 
-    async def TruncateSequence(self, request: pb.TruncateSequenceRequest, context: Any) -> Any:
-        """Forgets tokens."""
-        return self._run("TruncateSequence", request)
+    @mutation
+    def TruncateSequence(self, request: pb.TruncateSequenceRequest) -> pb.TruncateSequenceResponse:
+        """Drops tokens from the end of a sequence."""
+        freed = self._manager.truncate(_caller(request), request.sequence_id, request.num_tokens)
+        return pb.TruncateSequenceResponse(found=freed.found, freed_blocks=freed.freed_blocks)
 
-    async def ForkSequence(self, request: pb.ForkSequenceRequest, context: Any) -> Any:
+    @mutation
+    def ForkSequence(self, request: pb.ForkSequenceRequest) -> pb.ForkSequenceResponse:
         """Shares a sequence's blocks with a second one."""
-        return self._run("ForkSequence", request)
+        num_tokens = request.num_tokens if request.HasField("num_tokens") else None
+        return convert.fork_response(
+            self._manager.fork(_caller(request), request.parent_sequence_id, request.sequence_id, num_tokens)
+        )
 
-    async def HoldSequence(self, request: pb.HoldSequenceRequest, context: Any) -> Any:
+    @mutation
+    def HoldSequence(self, request: pb.HoldSequenceRequest) -> pb.HoldSequenceResponse:
         """Keeps blocks beyond their sequence."""
-        return self._run("HoldSequence", request)
+        held = self._manager.hold(_caller(request), request.sequence_id, request.owner, seconds(request.duration))
+        return pb.HoldSequenceResponse(held_blocks=held)
 
-    async def ReleaseSequence(self, request: pb.ReleaseSequenceRequest, context: Any) -> Any:
-        """Gives blocks back."""
-        return self._run("ReleaseSequence", request)
+    @mutation
+    def ReleaseSequence(self, request: pb.ReleaseSequenceRequest) -> pb.ReleaseSequenceResponse:
+        """Frees a sequence's blocks."""
+        freed = self._manager.release(_caller(request), request.sequence_id)
+        return pb.ReleaseSequenceResponse(found=freed.found, freed_blocks=freed.freed_blocks)
 
-    async def ConfirmTransfers(self, request: pb.ConfirmTransfersRequest, context: Any) -> Any:
+    @mutation
+    def ConfirmTransfers(self, request: pb.ConfirmTransfersRequest) -> pb.ConfirmTransfersResponse:
         """Ends copies."""
-        return self._run("ConfirmTransfers", request)
+        unknown = self._manager.confirm_transfers(
+            request.executor_id, request.executor_epoch, request.tickets, request.failed_tickets, request.step
+        )
+        return pb.ConfirmTransfersResponse(unknown_tickets=unknown)
 
-    async def SendHints(self, request: pb.SendHintsRequest, context: Any) -> Any:
+    @mutation
+    def SendHints(self, request: pb.SendHintsRequest) -> pb.SendHintsResponse:
         """Carries out hints."""
-        return self._run("SendHints", request)
+        session_id = request.session_id if request.HasField("session_id") else None
+        answers, begun = self._manager.operators.hint(
+            convert_admin.prefix(request.prefix), convert.hints(request.hints), session_id
+        )
+        return pb.SendHintsResponse(
+            answers=[convert.hint_answer(answer) for answer in answers], transfers=convert.transfers(begun)
+        )
 
     async def PreviewAdmission(self, request: pb.PreviewAdmissionRequest, context: Any) -> pb.PreviewAdmissionResponse:
         """Looks without touching."""
@@ -216,41 +233,9 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
     async def EstimateSequence(self, request: pb.EstimateSequenceRequest, context: Any) -> pb.EstimateSequenceResponse:
         """Counts without touching."""
         step = request.step_tokens if request.HasField("step_tokens") else None
-        caller = SchedulerEpoch(request.scheduler_id, request.scheduler_epoch)
-        found = self._manager.queries.estimate(caller, request.sequence_id, step, request.max_new_tokens)
+        found = self._manager.queries.estimate(_caller(request), request.sequence_id, step, request.max_new_tokens)
         return pb.EstimateSequenceResponse(estimates=[convert_admin.estimate(one) for one in found])
 
 
-class CacheEventService(pb_grpc.CacheEventServiceServicer):
-    """List, then watch."""
-
-    def __init__(self, domain: Domain) -> None:
-        self._manager = domain.manager
-        self._feed = domain.feed
-        self._batches = Batches()
-
-    async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.WatchEventsResponse]:
-        """A snapshot unless told where to continue, then every event. A consumer too slow gets OUT_OF_RANGE."""
-        if request.HasField("salt"):
-            check_id("salt", request.salt)
-        if request.pool_id:
-            self._manager.queries.pool(request.pool_id)
-        wanted = Wanted.of(request)
-        if request.HasField("after_event_number"):
-            number = request.after_event_number
-        else:
-            with contextlib.closing(self._manager.queries.views_in_slices()) as snapshot:
-                async for _ in sliced(snapshot.steps()):
-                    snapshot.catch_up()
-            number = snapshot.number
-            async for events in sliced(snapshot.events()):
-                for message in pack(wanted, (event for event in events if event is not None), snapshot=True):
-                    yield message
-        while True:
-            while happened := self._manager.queries.events_after(number, MAX_EVENTS):
-                for message in self._batches.of(wanted, happened):
-                    yield message
-                number = happened[-1].number
-                # A filter may leave nothing to send of many events.
-                await asyncio.sleep(0)
-            await self._feed.wait_for_events(number)
+def _caller(request: Any) -> SchedulerEpoch:
+    return SchedulerEpoch(request.scheduler_id, request.scheduler_epoch)

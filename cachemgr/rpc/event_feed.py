@@ -1,10 +1,10 @@
 """Wakes those who watch events, whenever a call may have caused some."""
 
 import asyncio
-from collections.abc import Callable
 
 import grpc
 
+from cachemgr.operators.queries import Queries
 from protos.errors import ServiceError
 
 
@@ -16,17 +16,17 @@ class ShuttingDownError(ServiceError):
 
 
 class EventFeed:
-    """Shared by the servicers of one process. `last_event` gives the number of the newest event."""
+    """Shared by the servicers of one process."""
 
-    def __init__(self, last_event: Callable[[], int]) -> None:
-        self._last_event = last_event
-        self._announced = last_event()
+    def __init__(self, queries: Queries) -> None:
+        self._queries = queries
+        self._announced = queries.last_event
         self._closed = False
         self._changed = asyncio.Event()
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """Wakes the watchers if there are events that they do not know."""
-        if self._last_event() != self._announced:
+        if self._queries.last_event != self._announced:
             self._wake()
 
     def close(self) -> None:
@@ -35,13 +35,13 @@ class EventFeed:
         self._wake()
 
     def _wake(self) -> None:
-        self._announced = self._last_event()
+        self._announced = self._queries.last_event
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def wait_for_events(self, after: int) -> None:
         """Returns when there is an event behind this number. Raises ShuttingDownError."""
-        while not self._closed and self._last_event() <= after:
+        while not self._closed and self._queries.last_event <= after:
             await self._changed.wait()
         if self._closed:
             raise ShuttingDownError("the cache manager is shutting down", retry_after=1.0)

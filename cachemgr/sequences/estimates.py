@@ -122,7 +122,7 @@ class _Order:
         self._left.add(block)
         parent = block.parent
         if self._pool.window is None and isinstance(parent, Block) and self.has(parent) and not parent.refs:
-            self._near[parent] = self._near.get(parent, parent.children_in_tier) - 1
+            self._near[parent] = self._near.get(parent, parent.near) - 1
             self._offer(parent)
         return block
 

@@ -44,7 +44,7 @@ def release(sequence: Sequence, now: float) -> Freed:
     if sequence.forgotten:
         doom(sequence)
     for block in reversed(sequence.private):
-        sequence.tables[0].pool.release(block)
+        sequence.tables[0].pool.drop(block)
     for table in sequence.tables:
         table.cut(0)
     for writer in sequence.waits_on:
@@ -129,10 +129,10 @@ def to_overwrite(executor: Executor) -> Iterator[tuple[BlockPool, int]]:
         if sequence.forgotten:
             doom(sequence)
     for ticket in executor.tickets.values():
-        if ticket.purpose is Purpose.ZERO or ticket.source in ticket.pool.zero_on_free:
+        if ticket.purpose is Purpose.ZERO or ticket.source in ticket.pool.doomed:
             yield ticket.pool, ticket.target.slot
     for pool in executor.pools:
-        for block in pool.zero_on_free:
+        for block in pool.doomed:
             yield pool, block.slot
 
 
@@ -272,7 +272,7 @@ def _own(sequence: Sequence, table: GroupTable, cut: int) -> None:
     table.pool.own(block, sequence)
     anchor = table.anchors.pop(cut, None)
     if anchor is not None:
-        table.pool.release(anchor)
+        table.pool.drop(anchor)
     table.settled = min(table.settled, cut)
 
 

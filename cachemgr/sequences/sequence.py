@@ -54,7 +54,7 @@ class GroupTable:
     def cut(self, start: int) -> None:
         """Gives back the blocks from an index on, tail first."""
         for block in self.references(start):
-            self.pool.release(block)
+            self.pool.drop(block)
         del self.blocks[start:]
         self.anchors = {index: block for index, block in self.anchors.items() if index < start}
         self.settled = min(self.settled, start)

@@ -1,8 +1,4 @@
-"""grpc.health.v1 for one listener: a status per service name and "" for the process.
-
-The servicer of grpc_health waits with a change of a status for each watcher that does not read, and a server that stops
-waits for its watchers; this one does neither.
-"""
+"""grpc.health.v1 for one listener: a status per service name and "" for the process."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable

@@ -103,7 +103,9 @@ class ProcessSettings(BaseSettings):
     )
     executor_address: Address = Field("127.0.0.1:50053", description="Where the executor serves.")
     redis_url: Annotated[str, AfterValidator(_validate_redis_url)] = Field(
-        "", description="Redis that keeps the index; empty starts an embedded server.", repr=False
+        "",
+        description="Redis that keeps a copy of the index; empty keeps none. `make run-stack` starts a server then.",
+        repr=False,
     )
     state_dir: Path = Field(
         default_factory=lambda: Path("~/.local/state/kvkeep").expanduser(), description="Folder for state that stays."

@@ -17,16 +17,15 @@ from pathlib import Path
 from typing import Any, Self
 
 import grpc
-import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from cachemgr.persistence.embedded_redis import EmbeddedRedis
 from executor.settings import ExecutorSettings
 from tests.chaos.meddling import Meddling
 from tests.chaos.proxies import GrpcProxy, SocketProxy
 from tests.stack import MODULES, Stack, free_address
+from tests.support.local_redis import LocalRedis
 
 REDIS = "redis"
 PROCESSES = (*MODULES, REDIS)
@@ -87,7 +86,7 @@ class Stage:
         self.absences: dict[str, list[Absence]] = {name: [] for name in PROCESSES}
         self._tell = tell
         folder = self.stack.folder
-        self._redis = EmbeddedRedis.start(folder / "redis-state")
+        self._redis = LocalRedis(folder / "redis-state")
         self.redis_proxy = SocketProxy(folder / "redis.sock", Path(self._redis.url.removeprefix("unix://")))
         self.proxies: list[GrpcProxy] = []
         self.stack.own["cachemgr"] = {"redis_url": f"unix://{self.redis_proxy.address}"}
@@ -150,7 +149,7 @@ class Stage:
         """Number of a process that is there."""
         if name != REDIS:
             return self.stack.pid(name)
-        return next(child.pid for child in psutil.Process().children() if child.name().endswith("-server"))
+        return self._redis.pid
 
     def redis(self) -> Redis:
         """A client that passes no proxy."""
@@ -174,7 +173,7 @@ class Stage:
         """Starts a process that has ended, and waits until it serves."""
         absence.started = time.monotonic()
         if name == REDIS:
-            self._redis.revive()
+            self._redis.start()
         else:
             self.stack.start(name)
         await self.until_serving(name)
@@ -218,7 +217,6 @@ class Stage:
                 async with self.redis() as redis:
                     return bool(await redis.ping())
             except (RedisError, OSError):
-                self._redis.revive()
                 return False
         address = {"cachemgr": self.stack.cachemgr, "executor": self.stack.executor, "scheduler": self.stack.scheduler}
         async with grpc.aio.insecure_channel(address[name], options=[("grpc.enable_http_proxy", 0)]) as channel:
@@ -231,7 +229,7 @@ class Stage:
 
     def _ended(self, name: str) -> str:
         if name == REDIS:
-            return "ended" if self._redis.has_ended() else ""
+            return "" if self._redis.is_running else "ended"
         return self.stack.ended(name)
 
     async def _watch(self) -> None:

@@ -13,20 +13,18 @@ from google.protobuf.message import Message
 
 from cachemgr.manager import CacheManager
 from cachemgr.operators.state_dump import state_hash
-from cachemgr.oplog.operations import OPERATIONS, ManagerClock, Operations
 from cachemgr.oplog.replay import replay
-from cachemgr.oplog.writer import OperationLog
 from cachemgr.process import CacheManagerProcess
-from cachemgr.rpc.admin_service import CacheAdminService
-from cachemgr.rpc.data_service import CacheEventService, CacheManagerService, Domain
 from cachemgr.rpc.event_feed import EventFeed
+from cachemgr.rpc.event_service import CacheEventService
+from cachemgr.rpc.mutations import ManagerClock, ServiceContext
 from cachemgr.settings import CachemgrSettings
 from cachemgr.types import ManagerConfig
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
 from protos.rpc.channel import open_channel
 from protos.rpc.errors import ServiceError, from_rpc_error, status_code
-from tests.support.shared_redis import empty_redis
+from tests.support.direct_calls import DirectCalls
 
 Clock = Callable[[], float]
 # Exact counts, and no lease of the scheduler or the executor that ends while a case lets time pass.
@@ -65,9 +63,6 @@ class NothingMore(Exception):  # noqa: N818 - no error
 class EndOfEvents(EventFeed):
     """A feed in which nothing happens while somebody watches."""
 
-    def __init__(self) -> None:
-        super().__init__(lambda: 0)
-
     async def wait_for_events(self, after: int) -> None:
         raise NothingMore
 
@@ -78,26 +73,22 @@ class ObjectBackend:
     def __init__(self, settings: dict[str, Any], clock: Clock, folder: Path) -> None:
         config = ManagerConfig(**SETTINGS | settings)
         managed = ManagerClock(clock)
-        manager = CacheManager(1, managed, config)
-        self._open(Operations(manager, managed, self._log(managed.now, config)))
+        self._open(DirectCalls(CacheManager(1, managed, config), managed, self._log()))
 
-    def _log(self, now: float, config: ManagerConfig) -> OperationLog | None:
+    def _log(self) -> io.BytesIO | None:
         return None
 
-    def _open(self, operations: Operations) -> None:
-        self.manager = operations.manager
-        self._operations = operations
-        domain = Domain(operations, None, None, EndOfEvents())
-        self._services = [CacheManagerService(domain), CacheAdminService(domain)]
-        self._watch = CacheEventService(domain)
+    def _open(self, calls: DirectCalls) -> None:
+        self.manager = calls.manager
+        self._calls = calls
+        context = ServiceContext(calls.mutations, EndOfEvents(calls.manager.queries))
+        self._watch = CacheEventService(context)
 
     def call(self, method: str, request: Message) -> Any:
         try:
-            if method == "RegisterExecutor":
-                return self._operations.register_executor(request)
-            if method in OPERATIONS:
-                return self._operations.run(method, request)
-            for service in self._services:
+            if method == "RegisterExecutor" or method in self._calls.handlers:
+                return self._calls.run(method, request)
+            for service in (self._calls.data, self._calls.admin):
                 if method in vars(type(service)):
                     return _finish(getattr(service, method)(request, None))
         except ServiceError as error:
@@ -125,7 +116,7 @@ class ObjectBackend:
 
 class _Replayed(ObjectBackend):
     def __init__(self, manager: CacheManager) -> None:
-        self._open(Operations(manager, ManagerClock(lambda: 0.0)))
+        self._open(DirectCalls(manager, ManagerClock(lambda: 0.0)))
 
 
 class LoggedBackend(ObjectBackend):
@@ -138,9 +129,9 @@ class LoggedBackend(ObjectBackend):
         ("ListSequences", pb.ListSequencesRequest(page_size=1000)),
     )
 
-    def _log(self, now: float, config: ManagerConfig) -> OperationLog:
+    def _log(self) -> io.BytesIO:
         self._file = io.BytesIO()
-        return OperationLog(self._file, now, 1, config)
+        return self._file
 
     def verify(self) -> None:
         again = replay(io.BytesIO(self._file.getvalue())).manager
@@ -169,7 +160,7 @@ class ServiceBackend:
         # What operators cannot set, cases can.
         beyond = {name: value for name, value in values.items() if name not in known}
         with patch("cachemgr.process.ManagerConfig", partial(ManagerConfig, **beyond)):
-            self._process = CacheManagerProcess(read, redis_url=empty_redis(), clock=clock)
+            self._process = CacheManagerProcess(read, clock=clock)
         await self._process.start()
         self._channels = [open_channel(address) for address in addresses.values()]
         data, admin = self._channels

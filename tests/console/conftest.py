@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 import pytest
 
 from bench.driver import CONFIG, Driver, prompt
-from cachemgr.oplog.operations import ManagerClock, Operations
 from cachemgr.rpc import tenancy
 from cachemgr.rpc.admin_service import CacheAdminService
-from cachemgr.rpc.data_service import CacheEventService, Domain
 from cachemgr.rpc.event_feed import EventFeed
+from cachemgr.rpc.event_service import CacheEventService
+from cachemgr.rpc.mutations import ManagerClock, Mutations, ServiceContext
 from cachemgr.types import Prefix, Quota, Retention, RetentionRange
 from kvctl.console.app import create_app
 from protos.kvcache.v1 import kvcache_pb2_grpc as rpc
@@ -61,15 +61,15 @@ def small() -> Driver:
 async def served(driver: Driver, security: Security = PLAIN, *, any_name: bool = False) -> AsyncIterator[Console]:
     """The manager's admin address with this security, and a console that reads from there."""
     manager = driver.manager
-    operations = Operations(manager, ManagerClock(lambda: driver.now))
-    domain = Domain(operations, None, None, EventFeed(lambda: manager.queries.last_event))  # type: ignore[arg-type]
+    mutations = Mutations(manager, ManagerClock(lambda: driver.now))
+    context = ServiceContext(mutations, EventFeed(manager.queries))
     admin = Server("cachemgr", drain_seconds=0, security=security)
     services = {
         "kvcache.v1.CacheAdminService": lambda to: rpc.add_CacheAdminServiceServicer_to_server(
-            CacheAdminService(domain), to
+            CacheAdminService(context), to
         ),
         "kvcache.v1.CacheEventService": lambda to: rpc.add_CacheEventServiceServicer_to_server(
-            CacheEventService(domain), to
+            CacheEventService(context), to
         ),
     }
     admin.listen("127.0.0.1:0", services, check=tenancy.check)

@@ -13,13 +13,10 @@ from tests.stack import ROOT
 FOLDERS = ("cachemgr", "executor", "kernels", "kvctl", "ops", "protos", "scheduler")
 # Programs of the tests that people run by hand.
 BY_HAND = ("tests.support.peer_fields",)
-# Their arguments are those of another program.
-PASSES_ON = {"cachemgr.persistence.end_with_parent"}
 # Processes with settings: the page that lists them.
 SETTINGS = ("ops/run_stack.py", "cachemgr", "executor", "executor.prepare", "scheduler", "protos.rpc.probe")
 # What these ask for before they look at the rest.
 NEEDED = {
-    "cachemgr.persistence.embedded_redis": ["--state-dir", "/proc/none"],
     "ops/certs.py": ["/proc/none"],
     "ops/set_up.py": ["/proc/none"],
     "ops/stubs.py": ["verify"],
@@ -74,7 +71,7 @@ def test_help_says_what_a_program_is_and_starts_nothing(program: str, tmp_path: 
     assert ("docs/settings.md" in done.stdout) == (program in SETTINGS)
 
 
-@pytest.mark.parametrize("program", [program for program in programs() if program not in PASSES_ON])
+@pytest.mark.parametrize("program", programs())
 def test_an_unknown_argument_is_named_and_starts_nothing(program: str, tmp_path: Path) -> None:
     done = run(tmp_path, program, *NEEDED.get(program, ()), "--bogus")
     assert done.returncode == 2, done.stderr

@@ -415,7 +415,7 @@ class World:
             self.now += self.config.lease_seconds * 0.6
             self.sync()
         self.manager.expire()
-        assert not self.manager.knows_executor("e")
+        assert not self.manager.queries.knows_executor("e")
 
     def silence_executor(self) -> None:
         """The manager gives the executor up, and hears of it again before the scheduler has stopped its sequences."""
@@ -799,7 +799,7 @@ class World:
         if self.unread is None:
             stored = {place: _timeless(block) for place, block in self.journal.blocks.items()}
             assert stored == {place: _timeless(block) for place, block in records.items()}
-        pools = self.manager._state.executors["e"].pools if self.manager.knows_executor("e") else []
+        pools = self.manager._state.executors["e"].pools if self.manager.queries.knows_executor("e") else []
         blocks = [block for pool in pools for block in pool.blocks if block is not None]
         ruled = {lease for block in blocks for lease in leases_of(block) if lease.wish.holder.startswith(RULE)}
         assert {lease for leases in self.manager._state.leases._of_rules.values() for lease in leases} == ruled
@@ -809,7 +809,7 @@ class World:
             going = {(pool.spec.group, slot) for pool in pools for slot in pool.device.clearing}
             taking = self.device.resident - going - self.strays
             assert sum(self.block_bytes[group] for group, _ in taking) <= self.memory_bytes
-        arriving = {(pool.spec.group, block.key) for pool in pools for block in pool.offloader.offloading}
+        arriving = {(pool.spec.group, block.key) for pool in pools for block in pool.offloader.moving}
         for block in records.values():
             arrived = block.tier is TierKind.DEVICE or self.is_filled(block)
             assert arrived or (block.group, block.key) in arriving, f"{block.place} was not filled by the ticket"

@@ -2,17 +2,13 @@
 
 import os
 import random
-import signal
 import socket
-import subprocess
-import sys
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import redis
-
-from cachemgr.persistence import end_with_parent
+from children import Child
 
 SLOTS = 16_384
 NODES = 3
@@ -25,26 +21,19 @@ class Node:
 
     def __init__(self, binary: Path, folder: Path, port: int, bus_port: int) -> None:
         self.port = port
-        self._bus_port = bus_port
-        self._binary = binary
-        self._folder = folder
+        self.bus_port = bus_port
         folder.mkdir(parents=True)
-        self._process: subprocess.Popen[bytes] | None = None
+        server = [str(binary), "--port", str(port), "--cluster-port", str(bus_port)]
+        server += ["--bind", "127.0.0.1", "--dir", str(folder)]
+        server += ["--cluster-enabled", "yes", "--cluster-node-timeout", "2000", "--appendonly", "yes"]
+        server += ["--cluster-require-full-coverage", "no", "--save", ""]
+        self._child = Child(server, os.environ, folder=folder, log=folder / "log", stop_seconds=_STOP_SECONDS)
         self.client = redis.Redis(port=port, socket_timeout=10)
 
     def start(self) -> None:
         """Starts it, unless it runs, and waits until it answers. Call it from the main thread, which it ends with."""
-        if self._process is None:
-            server = [str(self._binary), "--port", str(self.port), "--cluster-port", str(self._bus_port)]
-            server += ["--bind", "127.0.0.1", "--dir", str(self._folder), "--logfile", str(self._folder / "log")]
-            server += ["--cluster-enabled", "yes", "--cluster-node-timeout", "2000", "--appendonly", "yes"]
-            server += ["--cluster-require-full-coverage", "no", "--save", ""]
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", end_with_parent.__file__, str(os.getpid()), *server],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
+        if not self._child.has_started or self._child.ended():
+            self._child.start()
         _eventually(self._answers)
 
     def _answers(self) -> bool:
@@ -55,29 +44,20 @@ class Node:
 
     def stop(self) -> None:
         """Ends it in order: what it has answered is in its files."""
-        self._end(signal.SIGTERM)
+        self.client.close()
+        self._child.terminate()
+        assert self._child.wait()
 
     def kill(self) -> None:
         """Ends it without a warning. A write that waits for a running fsync may be lost, though it was answered."""
-        self._end(signal.SIGKILL)
-
-    def _end(self, number: int) -> None:
         self.client.close()
-        if self._process is not None:
-            self._process.send_signal(number)
-            try:
-                self._process.wait(_STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-                raise
-            finally:
-                self._process = None
+        self._child.kill()
+        self._child.wait()
 
     def signal(self, number: int) -> None:
         """Sends it a signal."""
-        if self._process is not None:
-            self._process.send_signal(number)
+        if self._child.has_started and not self._child.ended():
+            os.kill(self._child.pid, number)
 
 
 class RedisCluster:
@@ -107,7 +87,7 @@ class RedisCluster:
             node.client.execute_command("CLUSTER", "ADDSLOTSRANGE", begin, end)
             node.client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", index + 1)
         for node in others:
-            first.client.execute_command("CLUSTER", "MEET", "127.0.0.1", node.port, node._bus_port)
+            first.client.execute_command("CLUSTER", "MEET", "127.0.0.1", node.port, node.bus_port)
 
     def _is_whole(self, node: Node) -> bool:
         info = node.client.execute_command("CLUSTER", "INFO").decode()

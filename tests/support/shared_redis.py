@@ -8,7 +8,7 @@ from pathlib import Path
 
 from redis import Redis
 
-from cachemgr.persistence.embedded_redis import EmbeddedRedis
+from tests.support.local_redis import LocalRedis
 
 
 def empty_redis() -> str:
@@ -22,7 +22,7 @@ def empty_redis() -> str:
 @functools.cache
 def _server() -> str:
     folder = Path(tempfile.mkdtemp(prefix="kvk-", dir="/tmp"))
-    server = EmbeddedRedis.start(folder)
+    server = LocalRedis(folder)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     atexit.register(server.stop)
     return server.url

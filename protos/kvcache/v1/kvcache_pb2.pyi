@@ -1447,22 +1447,20 @@ class DumpStateResponse(_message.Message):
     def __init__(self, lines: _Optional[_Iterable[str]] = ..., state_hash: _Optional[str] = ...) -> None: ...
 
 class LoggedOperation(_message.Message):
-    __slots__ = ("time", "method", "request", "remembered", "pins", "later", "in_steps")
+    __slots__ = ("time", "method", "request", "remembered", "pins", "later")
     TIME_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     REMEMBERED_FIELD_NUMBER: _ClassVar[int]
     PINS_FIELD_NUMBER: _ClassVar[int]
     LATER_FIELD_NUMBER: _ClassVar[int]
-    IN_STEPS_FIELD_NUMBER: _ClassVar[int]
     time: float
     method: str
     request: bytes
     remembered: _containers.RepeatedCompositeFieldContainer[RememberedBlock]
     pins: _containers.RepeatedCompositeFieldContainer[RememberedPin]
     later: bool
-    in_steps: bool
-    def __init__(self, time: _Optional[float] = ..., method: _Optional[str] = ..., request: _Optional[bytes] = ..., remembered: _Optional[_Iterable[_Union[RememberedBlock, _Mapping]]] = ..., pins: _Optional[_Iterable[_Union[RememberedPin, _Mapping]]] = ..., later: _Optional[bool] = ..., in_steps: _Optional[bool] = ...) -> None: ...
+    def __init__(self, time: _Optional[float] = ..., method: _Optional[str] = ..., request: _Optional[bytes] = ..., remembered: _Optional[_Iterable[_Union[RememberedBlock, _Mapping]]] = ..., pins: _Optional[_Iterable[_Union[RememberedPin, _Mapping]]] = ..., later: _Optional[bool] = ...) -> None: ...
 
 class RecoveringExecutor(_message.Message):
     __slots__ = ("executor_id", "executor_epoch")

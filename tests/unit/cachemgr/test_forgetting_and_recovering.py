@@ -30,7 +30,7 @@ def remembered(world: World):
 def lose_executor(world: World) -> None:
     world.now += 2 * world.config.lease_seconds
     world.manager.expire()
-    assert not world.manager.knows_executor("e")
+    assert not world.manager.queries.knows_executor("e")
 
 
 def check_forgotten(world: World) -> None:
@@ -41,20 +41,28 @@ def check_forgotten(world: World) -> None:
     world.check()
 
 
-def forget_before_a_registration(world: World, target: ForgetTarget) -> None:
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_was_forgotten_before_the_executor_registered_does_not_come_back(target):
+    world = cached()
     world.lose_manager()
     assert world.operators.forget(target, validate_only=True).removed == {}
     assert world.operators.forget(target, validate_only=False).removed == {}
     assert world.manager.register_executor(world.spec(), remembered(world)) == (3, 0)
+    check_forgotten(world)
 
 
-def forget_while_the_executor_is_lost(world: World, target: ForgetTarget) -> None:
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_was_forgotten_while_the_executor_was_lost_does_not_come_back(target):
+    world = cached()
     lose_executor(world)
     world.operators.forget(target, validate_only=False)
     assert world.manager.register_executor(world.spec(), remembered(world)) == (3, 0)
+    check_forgotten(world)
 
 
-def lose_the_executor_during_the_call(world: World, target: ForgetTarget) -> None:
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_executor_that_is_lost_during_the_call_brings_nothing_back(target):
+    world = cached()
     with small_steps():
         steps = world.operators.forget_in_steps(target, validate_only=False)
         next(steps)
@@ -62,9 +70,12 @@ def lose_the_executor_during_the_call(world: World, target: ForgetTarget) -> Non
         world.manager.register_executor(world.spec(), remembered(world))
         for _ in steps:
             world.manager.go_on()
+    check_forgotten(world)
 
 
-def lose_the_executor_in_its_recovery(world: World, target: ForgetTarget) -> None:
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_executor_that_is_lost_in_its_recovery_brings_nothing_back(target):
+    world = cached()
     world.begin_recovery()
     world.read_store(1)
     world.operators.forget(target, validate_only=False)
@@ -72,21 +83,6 @@ def lose_the_executor_in_its_recovery(world: World, target: ForgetTarget) -> Non
     lose_executor(world)
     world.read_again()
     world.end_recovery()
-
-
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize(
-    "forget",
-    [
-        forget_before_a_registration,
-        forget_while_the_executor_is_lost,
-        lose_the_executor_during_the_call,
-        lose_the_executor_in_its_recovery,
-    ],
-)
-def test_forgotten_blocks_are_not_restored(forget, target):
-    world = cached()
-    forget(world, target)
     check_forgotten(world)
 
 
@@ -240,19 +236,26 @@ def prefetching() -> tuple[World, list[Transfer]]:
     return world, copies
 
 
-@pytest.mark.parametrize("executor", ["has not run", "has run", "is lost"])
-def test_bytes_of_a_prefetch_in_flight_are_overwritten(executor):
+@pytest.mark.parametrize("has_run", [False, True])
+def test_bytes_of_a_prefetch_that_is_under_way_are_overwritten(has_run):
     world, copies = prefetching()
-    if executor != "has not run":
+    if has_run:
         for copy in copies:
-            world.copy(copy)
+            world.copy(copy, False)
     world.operators.forget(TARGETS[0], validate_only=False)
-    if executor == "is lost":
-        world.done.clear()
-        come_back_in_the_same_epoch(world)
     for _ in range(4):
         world.run_executor_copies()
         world.check()
+    assert left(world, "a") == 0
+
+
+def test_bytes_of_a_prefetch_are_overwritten_when_the_executor_is_lost_before_it_confirms():
+    world, copies = prefetching()
+    for copy in copies:
+        world.copy(copy, False)
+    world.operators.forget(TARGETS[0], validate_only=False)
+    world.done.clear()
+    come_back_in_the_same_epoch(world)
     assert left(world, "a") == 0
 
 

@@ -25,7 +25,7 @@ def restart(world, remembered=None, spec=None):
     world.journal.blocks = {block.place: block for block in remembered}
     world.manager = CacheManager(2, lambda: world.now, CONFIG, world.journal)
     world.start_scheduler()
-    assert not world.manager.knows_executor("e")
+    assert not world.manager.queries.knows_executor("e")
     return world.manager.register_executor(spec or world.spec(), remembered).device_blocks
 
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from cachemgr import slices
 from cachemgr.blocks.events import Event
 from cachemgr.errors import EventsGoneError, StateChangesError
 from cachemgr.manager import CacheManager
 from cachemgr.operators.snapshot import SnapshotReader
-from cachemgr.rpc import slices
-from cachemgr.rpc.slices import sliced, steady
+from cachemgr.slices import sliced, steady
 from cachemgr.types import BlockFilter, EventKind, PoolViolation
 from tests.support.in_process_manager import CONFIG, World
 from tests.support.random_operations import RandomLife

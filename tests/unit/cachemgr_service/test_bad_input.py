@@ -12,7 +12,6 @@ from cachemgr.process import CacheManagerProcess
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 from protos.rpc.errors import RemoteError, from_rpc_error
-from tests.support.shared_redis import empty_redis
 from tests.unit.cachemgr_service.bad_admin_requests import ADMIN_METHODS
 from tests.unit.cachemgr_service.bad_data_requests import ADMISSION, DATA_METHODS, REGISTRATION, SYNC
 from tests.unit.cachemgr_service.bad_requests import CACHED_TOKENS, HOST_BLOCKS, STATUSES, Case, Known
@@ -99,7 +98,7 @@ def _rule() -> dict[str, Any]:
 @pytest.fixture
 async def target(tmp_path: Path) -> AsyncIterator[Target]:
     settings = settings_for(tmp_path)
-    process = CacheManagerProcess(settings, redis_url=empty_redis(), clock=lambda: 1000.0)
+    process = CacheManagerProcess(settings, clock=lambda: 1000.0)
     await process.start()
     client = Client(settings)
     target = Target(client)

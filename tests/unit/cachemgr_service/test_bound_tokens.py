@@ -15,7 +15,6 @@ from protos.rpc.errors import from_rpc_error
 from protos.rpc.identity import Role
 from protos.rpc.roles import roles_of
 from tests.support.keyring import Keyring
-from tests.support.shared_redis import empty_redis
 from tests.unit.cachemgr_service.conftest import EXECUTOR, SCHEDULED, SCHEDULER, Client, settings_for
 
 DATA = pb.DESCRIPTOR.services_by_name["CacheManagerService"]
@@ -47,7 +46,7 @@ def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Keyring:
 @pytest.fixture
 async def address(keys: Keyring, tmp_path: Path) -> AsyncIterator[str]:
     settings = settings_for(tmp_path, tokens_file=keys.file)
-    process = CacheManagerProcess(settings, redis_url=empty_redis())
+    process = CacheManagerProcess(settings)
     await process.start()
     yield settings.cachemgr_address
     await process.stop()

@@ -8,10 +8,9 @@ import pytest
 
 from bench.scale.stalls import BLOCK, Cache
 from cachemgr.blocks.events import Event
-from cachemgr.oplog.operations import ManagerClock, Operations
-from cachemgr.rpc.data_service import CacheEventService, Domain
-from cachemgr.rpc.event_batches import MAX_BYTES, MAX_EVENTS, Wanted, pack
 from cachemgr.rpc.event_feed import EventFeed
+from cachemgr.rpc.event_service import MAX_BYTES, MAX_EVENTS, CacheEventService, Wanted, pack
+from cachemgr.rpc.mutations import ManagerClock, Mutations, ServiceContext
 from cachemgr.tokens import pack as packed
 from cachemgr.tokens import packed_bytes
 from cachemgr.types import BlockFilter, BlockView, EventKind
@@ -23,15 +22,14 @@ class Watched(Cache):
 
     def __init__(self) -> None:
         super().__init__(2000)
-        self.feed = EventFeed(lambda: self.manager.queries.last_event)
-        operations = Operations(self.manager, ManagerClock(lambda: 0.0))
-        nothing: Any = None
-        self._service = CacheEventService(Domain(operations, nothing, nothing, self.feed))
+        self.feed = EventFeed(self.manager.queries)
+        mutations = Mutations(self.manager, ManagerClock(lambda: 0.0))
+        self._service = CacheEventService(ServiceContext(mutations, self.feed))
 
     def store(self, num_blocks: int, first: int = 0, **options: object) -> None:
         """One event for each of the blocks."""
         self.run(first, BLOCK * num_blocks, **options)
-        self.feed.ring()
+        self.feed.notify()
 
     def watch(self, after: int, **request: Any) -> AsyncIterator[pb.WatchEventsResponse]:
         return self._service.WatchEvents(pb.WatchEventsRequest(after_event_number=after, **request), None)

@@ -9,7 +9,6 @@ import pytest
 
 from cachemgr.process import FAILED_STATE, CacheManagerProcess
 from protos.kvcache.v1 import kvcache_pb2 as pb
-from tests.support.shared_redis import empty_redis
 from tests.unit.cachemgr_service.conftest import BLOCK_SIZE, EXECUTOR, NUM_BLOCKS, Client, settings_for
 
 PROMPT = [987_654 + place for place in range(9)]
@@ -17,7 +16,7 @@ PROMPT = [987_654 + place for place in range(9)]
 
 async def test_a_call_that_fails_inside_ends_the_process_with_its_state_in_a_file(tmp_path: Path) -> None:
     settings = settings_for(tmp_path).model_copy(update={"state_dir": tmp_path / "state"})
-    process = CacheManagerProcess(settings, redis_url=empty_redis())
+    process = CacheManagerProcess(settings)
     await process.start()
     serving = asyncio.create_task(process.run_until_stopped())
     client = Client(settings)

@@ -14,15 +14,15 @@ from cachemgr import steps
 from cachemgr.errors import ManagerFailedError
 from cachemgr.manager import CacheManager
 from cachemgr.operators.state_dump import state_hash
-from cachemgr.oplog import operations, replay
+from cachemgr.oplog import replay
 from cachemgr.oplog import writer as oplog
-from cachemgr.oplog.operations import ManagerClock, Operations
-from cachemgr.oplog.writer import OperationLog
 from cachemgr.rpc import data_service as service
-from cachemgr.rpc.event_feed import EventFeed
+from cachemgr.rpc import mutations
+from cachemgr.rpc.mutations import GO_ON, ManagerClock
 from cachemgr.types import ManagerConfig
+from protos.errors import ServiceError
 from protos.kvcache.v1 import kvcache_pb2 as pb
-from protos.rpc.errors import ServiceError
+from tests.support.direct_calls import DirectCalls
 
 SMALLER = pb.UpdatePoolRequest(
     pool=pb.Pool(pool_id="e/0", total_blocks=30), update_mask=FieldMask(paths=["total_blocks"])
@@ -49,10 +49,10 @@ class Caller:
         self.file = io.BytesIO()
         clock = ManagerClock(map(float, itertools.count(1)).__next__)
         self.manager = CacheManager(3, clock, CONFIG)
-        self.operations = Operations(self.manager, clock, OperationLog(self.file, clock.now, 3, CONFIG))
-        self.operations.run("RegisterScheduler", pb.RegisterSchedulerRequest(scheduler_id="s", scheduler_epoch=1))
+        self.calls = DirectCalls(self.manager, clock, self.file)
+        self.calls.run("RegisterScheduler", pb.RegisterSchedulerRequest(scheduler_id="s", scheduler_epoch=1))
         pools = [pb.PoolSpec(group=0, num_blocks=100)]
-        self.operations.register_executor(
+        self.calls.register(
             pb.RegisterExecutorRequest(
                 executor_id="e", executor_epoch=1, model_fingerprint=b"f", block_size=4, pools=pools
             )
@@ -70,8 +70,8 @@ class Caller:
             token_ids=range(first, first + 16),
             salt=salt,
         )
-        handle = self.operations.run("AdmitSequence", request).sequence_handle
-        self.operations.run(
+        handle = self.calls.run("AdmitSequence", request).sequence_handle
+        self.calls.run(
             "SyncSequences",
             pb.SyncSequencesRequest(
                 scheduler_id="s",
@@ -94,7 +94,7 @@ class Caller:
 def one_block_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "LOOKS", 1)
     monkeypatch.setattr(steps, "CHANGES", 1)
-    monkeypatch.setattr(operations, "SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(mutations, "SLICE_SECONDS", 0.0)
 
 
 def filled() -> Caller:
@@ -110,13 +110,10 @@ def test_without_calls_in_between_steps_come_to_what_the_call_comes_to_at_once(
 ) -> None:
     method, request = LONG_CALLS[name]
     at_once, in_steps = filled(), filled()
-    answer = at_once.operations.run(method, request)
+    answer = at_once.calls.run(method, request)
     monkeypatch.setattr(steps, "LOOKS", 1)
     monkeypatch.setattr(steps, "CHANGES", 1)
-    in_steps.operations.begin(method, request)
-    while not in_steps.operations.go_on():
-        pass
-    assert in_steps.operations.answer == answer
+    assert in_steps.calls.run(method, request) == answer
     # The clocks differ, as each step has its own time.
     without_time = [
         [line for line in caller.manager.queries.state() if '"now"' not in line] for caller in (at_once, in_steps)
@@ -130,7 +127,7 @@ async def test_others_are_answered_between_the_steps_and_a_replay_knows_each(
     name: str, seed: int, one_block_per_step: None
 ) -> None:
     caller, random = filled(), Random(seed)
-    call = asyncio.create_task(caller.operations.run_in_slices(*LONG_CALLS[name]))
+    call = asyncio.create_task(caller.calls.run_in_slices(*LONG_CALLS[name]))
     between = 0
     while not call.done():
         caller.prompt(random.randrange(9) * 100, random.choice("ab"))
@@ -148,9 +145,8 @@ async def test_others_are_answered_between_the_steps_and_a_replay_knows_each(
 async def test_others_are_answered_between_the_admissions_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "SLICE_SECONDS", 0.0)
     caller = filled()
-    feed: Any = EventFeed(lambda: caller.manager.queries.last_event)
     nothing: Any = None
-    data = service.CacheManagerService(service.Domain(caller.operations, nothing, nothing, feed))
+    data = caller.calls.data
     admissions = [
         pb.AdmitSequenceRequest(
             sequence_id=f"together {number}",
@@ -180,7 +176,7 @@ def replayed(caller: Caller) -> str:
 
 async def test_a_call_whose_caller_has_gone_is_carried_out(one_block_per_step: None) -> None:
     caller = filled()
-    call = asyncio.create_task(caller.operations.run_in_slices(*LONG_CALLS["purge"]))
+    call = asyncio.create_task(caller.calls.run_in_slices(*LONG_CALLS["purge"]))
     for _ in range(3):
         await asyncio.sleep(0)
     call.cancel()
@@ -194,14 +190,14 @@ async def test_a_call_whose_caller_has_gone_is_carried_out(one_block_per_step: N
 
 async def test_long_calls_come_one_after_the_other(one_block_per_step: None) -> None:
     caller = filled()
-    calls = [caller.operations.run_in_slices(*call) for call in LONG_CALLS.values()]
+    calls = [caller.calls.run_in_slices(*call) for call in LONG_CALLS.values()]
     await asyncio.gather(*calls)
     methods = [
         entry.method
         for entry in oplog.read(io.BytesIO(caller.file.getvalue()))
-        if entry.in_steps or entry.method == oplog.GO_ON
+        if entry.method in {GO_ON, *(method for method, _ in LONG_CALLS.values())}
     ]
-    assert [method for method, _ in itertools.groupby(methods) if method != oplog.GO_ON] == [
+    assert [method for method, _ in itertools.groupby(methods) if method != GO_ON] == [
         method for method, _ in LONG_CALLS.values()
     ]
     assert replayed(caller) == caller.state()
@@ -212,8 +208,8 @@ async def test_a_step_that_fails_inside_is_the_last_thing_that_the_manager_does(
 ) -> None:
     caller = filled()
     failed: list[str] = []
-    caller.operations._on_failure = lambda method, _: failed.append(method)
-    call = asyncio.create_task(caller.operations.run_in_slices(*LONG_CALLS["purge"]))
+    caller.calls.mutations._on_failure = lambda method, _: failed.append(method)
+    call = asyncio.create_task(caller.calls.run_in_slices(*LONG_CALLS["purge"]))
     for _ in range(3):
         await asyncio.sleep(0)
 
@@ -226,16 +222,16 @@ async def test_a_step_that_fails_inside_is_the_last_thing_that_the_manager_does(
         await call
     assert failed == ["PurgeBlocks"]
     with pytest.raises(ManagerFailedError):
-        caller.operations.expire()
+        caller.calls.mutations.expire()
 
 
 async def test_a_long_call_that_is_refused_changes_nothing_and_ends() -> None:
     caller = filled()
     before = caller.state()
     with pytest.raises(ServiceError):
-        await caller.operations.run_in_slices("ForgetBlocks", pb.ForgetBlocksRequest(salt=""))
+        await caller.calls.run_in_slices("ForgetBlocks", pb.ForgetBlocksRequest(salt=""))
     with pytest.raises(ServiceError):
-        await caller.operations.run_in_slices("DeleteQuota", pb.DeleteQuotaRequest(salt="none"))
-    await caller.operations.run_in_slices(*LONG_CALLS["purge"])
+        await caller.calls.run_in_slices("DeleteQuota", pb.DeleteQuotaRequest(salt="none"))
+    await caller.calls.run_in_slices(*LONG_CALLS["purge"])
     assert caller.state() != before
     assert replayed(caller) == caller.state()

@@ -24,17 +24,17 @@ from cachemgr.manager import CacheManager
 from cachemgr.operators.state_dump import state_hash
 from cachemgr.oplog import replay
 from cachemgr.oplog import writer as oplog
-from cachemgr.oplog.operations import ManagerClock, Operations
 from cachemgr.oplog.writer import OperationLog, OperationLogError
 from cachemgr.process import OPERATION_LOG_HEALTH, CacheManagerProcess
+from cachemgr.rpc.mutations import ManagerClock
 from cachemgr.tokens import pack, packed_bytes
 from cachemgr.types import ManagerConfig
+from protos.errors import ServiceError
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
 from protos.rpc.channel import open_sync_channel
-from protos.rpc.errors import ServiceError
 from tests.stack import ROOT
-from tests.support.shared_redis import empty_redis
+from tests.support.direct_calls import DirectCalls
 from tests.unit.cachemgr_service.conftest import Client, settings_for
 from tests.unit.cachemgr_service.test_process import environment
 
@@ -48,7 +48,7 @@ async def test_a_log_of_a_process_replays_to_its_state(tmp_path: Path) -> None:
     log = tmp_path / "operations"
     now = 5.0
     settings = settings_for(tmp_path, operation_log=log)
-    process = CacheManagerProcess(settings, redis_url=empty_redis(), clock=lambda: now)
+    process = CacheManagerProcess(settings, clock=lambda: now)
     await process.start()
     client = Client(settings)
     await client.register()
@@ -80,21 +80,20 @@ def command(*arguments: str, environment: dict[str, str] | None = None) -> "subp
 
 
 def settings_of_process(folder: Path, log: Path) -> dict[str, str]:
-    redis = empty_redis()
-    return environment(folder, KVKEEP_CACHEMGR_OPERATION_LOG=str(log), KVKEEP_REDIS_URL=redis)
+    return environment(folder, KVKEEP_CACHEMGR_OPERATION_LOG=str(log))
 
 
-def register(operations: "Operations | Calls", remembered: tuple[BlockRecord, ...] = ()) -> None:
+def register(operations: "DirectCalls | Calls", remembered: tuple[BlockRecord, ...] = ()) -> None:
     operations.run("RegisterScheduler", pb.RegisterSchedulerRequest(scheduler_id="s", scheduler_epoch=1))
     pools = [pb.PoolSpec(group=0, num_blocks=8, last_write_steps=[0] * 8 if remembered else ())]
     registration = pb.RegisterExecutorRequest(
         executor_id="e", executor_epoch=1, model_fingerprint=b"f", block_size=4, pools=pools
     )
-    operations.register_executor(registration, later=bool(remembered))
+    operations.register(registration, later=bool(remembered))
     if remembered:
-        assert isinstance(operations, Operations)
-        operations.put_back("e", 1, list(remembered))
-        operations.end_recovery("e", 1, [])
+        assert isinstance(operations, DirectCalls)
+        operations.mutations.put_back("e", 1, list(remembered))
+        operations.mutations.end_recovery("e", 1, [])
 
 
 class Calls:
@@ -106,7 +105,7 @@ class Calls:
     def run(self, method: str, request: Any) -> Any:
         return getattr(self._stub, method)(request, timeout=10)
 
-    def register_executor(self, request: pb.RegisterExecutorRequest, *, later: bool) -> Any:
+    def register(self, request: pb.RegisterExecutorRequest, *, later: bool) -> Any:
         assert not later
         return self.run("RegisterExecutor", request)
 
@@ -115,11 +114,11 @@ def logged(*requests: pb.AdmitSequenceRequest, remembered: tuple[BlockRecord, ..
     """The log of a manager that is registered with and then asked, and its state."""
     file, clock = io.BytesIO(), ManagerClock(map(float, itertools.count(1)).__next__)
     manager = CacheManager(3, clock, CONFIG)
-    operations = Operations(manager, clock, OperationLog(file, clock.now, 3, CONFIG))
+    operations = DirectCalls(manager, clock, file)
     register(operations, remembered)
     for request in requests:
         operations.run("AdmitSequence", request)
-    operations.expire()
+    operations.mutations.expire()
     return file.getvalue(), state_hash(manager.queries.state())
 
 
@@ -158,7 +157,7 @@ def test_an_entry_that_a_crash_cut_short_ends_the_log() -> None:
 def test_a_refused_call_is_refused_again() -> None:
     file, clock = io.BytesIO(), ManagerClock(lambda: 1.0)
     manager = CacheManager(3, clock, CONFIG)
-    operations = Operations(manager, clock, OperationLog(file, clock.now, 3, CONFIG))
+    operations = DirectCalls(manager, clock, file)
     with pytest.raises(ServiceError):
         operations.run("AdmitSequence", admission("a"))
     assert replay.replay(io.BytesIO(file.getvalue())).refused == 1
@@ -212,7 +211,7 @@ def test_a_full_disk_ends_the_log_and_no_call(room: int) -> None:
     file, clock = SmallDisk(room), ManagerClock(map(float, itertools.count(1)).__next__)
     with structlog.testing.capture_logs() as records:
         file.room = room
-        operations = Operations(CacheManager(3, clock, CONFIG), clock, OperationLog(file, clock.now, 3, CONFIG))
+        operations = DirectCalls(CacheManager(3, clock, CONFIG), clock, file)
         register(operations)
         for name in map(str, range(10)):
             assert operations.run("AdmitSequence", admission(name)).admitted

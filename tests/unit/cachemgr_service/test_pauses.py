@@ -10,10 +10,10 @@ from cachemgr.errors import ExecutorLeaseError
 from cachemgr.manager import CacheManager
 from cachemgr.operators.state_dump import state_hash
 from cachemgr.oplog import replay
-from cachemgr.oplog.operations import EXPIRE_SECONDS, ManagerClock, Operations
-from cachemgr.oplog.writer import OperationLog
+from cachemgr.rpc.mutations import EXPIRE_SECONDS, ManagerClock
 from cachemgr.types import ManagerConfig
 from protos.kvcache.v1 import kvcache_pb2 as pb
+from tests.support.direct_calls import DirectCalls
 
 LEASE = 10.0
 CONFIG = ManagerConfig(lease_seconds=LEASE)
@@ -29,9 +29,9 @@ class Life:
     def __post_init__(self) -> None:
         clock = ManagerClock(lambda: self.now)
         self.manager = CacheManager(3, clock, CONFIG)
-        self.operations = Operations(self.manager, clock, OperationLog(self.log, self.now, 3, CONFIG))
-        self.operations.expire()
-        self.operations.register_executor(
+        self.calls = DirectCalls(self.manager, clock, self.log)
+        self.calls.mutations.expire()
+        self.calls.register(
             pb.RegisterExecutorRequest(
                 executor_id="e",
                 executor_epoch=1,
@@ -40,33 +40,33 @@ class Life:
                 pools=[pb.PoolSpec(group=0, num_blocks=8)],
             )
         )
-        self.operations.run("RegisterScheduler", pb.RegisterSchedulerRequest(scheduler_id="s", scheduler_epoch=1))
+        self.calls.run("RegisterScheduler", pb.RegisterSchedulerRequest(scheduler_id="s", scheduler_epoch=1))
         admission = pb.AdmitSequenceRequest(
             sequence_id="a", scheduler_id="s", scheduler_epoch=1, executor_id="e", token_ids=range(9)
         )
-        assert self.operations.run("AdmitSequence", admission).admitted
+        assert self.calls.run("AdmitSequence", admission).admitted
 
     def pass_time(self, seconds: float) -> None:
         """The manager is there, and nobody calls."""
         end = self.now + seconds
         while self.now + EXPIRE_SECONDS <= end:
             self.now += EXPIRE_SECONDS
-            self.operations.expire()
+            self.calls.mutations.expire()
 
     def pause(self, seconds: float) -> None:
         """The manager does not run; its clock does."""
         self.now += seconds
-        self.operations.expire()
+        self.calls.mutations.expire()
 
     def renew(self) -> None:
         request = pb.RenewExecutorRequest(executor_id="e", executor_epoch=1, manager_epoch=3)
-        self.operations.run("RenewExecutor", request)
+        self.calls.run("RenewExecutor", request)
 
     def sync(self, number: int) -> pb.SyncSequencesResponse:
         request = pb.SyncSequencesRequest(
             scheduler_id="s", scheduler_epoch=1, manager_epoch=3, sync_number=number, step=number
         )
-        answer: pb.SyncSequencesResponse = self.operations.run("SyncSequences", request)
+        answer: pb.SyncSequencesResponse = self.calls.run("SyncSequences", request)
         return answer
 
     @property
@@ -79,7 +79,7 @@ def test_a_pause_of_the_manager_ends_no_lease(seconds: float) -> None:
     life = Life()
     life.pass_time(LEASE / 2)
     life.pause(seconds)
-    assert life.manager.knows_executor("e")
+    assert life.manager.queries.knows_executor("e")
     assert life.sequences == ["a"]
     # What is left of a lease is what was left before.
     life.pass_time(LEASE / 2 - 2 * EXPIRE_SECONDS)
@@ -93,14 +93,14 @@ def test_a_call_that_takes_long_is_a_pause_too() -> None:
     life = Life()
     for _ in range(3):
         life.pause(LEASE * 0.9)
-    assert life.manager.knows_executor("e")
+    assert life.manager.queries.knows_executor("e")
 
 
 def test_silence_while_the_manager_runs_ends_leases_also_behind_a_pause() -> None:
     life = Life()
     life.pause(60.0)
     life.pass_time(LEASE + 2 * EXPIRE_SECONDS)
-    assert not life.manager.knows_executor("e")
+    assert not life.manager.queries.knows_executor("e")
     assert life.sequences == []
     with pytest.raises(ExecutorLeaseError):
         life.renew()
@@ -111,8 +111,8 @@ def test_a_hold_counts_a_pause_as_time() -> None:
     mine = {"scheduler_id": "s", "scheduler_epoch": 1, "sequence_id": "a"}
     hold = pb.HoldSequenceRequest(**mine, owner="o")
     hold.duration.FromSeconds(30)
-    life.operations.run("HoldSequence", hold)
-    life.operations.run("ReleaseSequence", pb.ReleaseSequenceRequest(**mine))
+    life.calls.run("HoldSequence", hold)
+    life.calls.run("ReleaseSequence", pb.ReleaseSequenceRequest(**mine))
     assert len(list(life.manager.queries.holds())) == 1
     life.pause(60.0)
     assert not list(life.manager.queries.holds())
@@ -133,7 +133,7 @@ def test_leases_count_the_time_that_the_manager_runs(seed: int) -> None:
             case "renew":
                 life.renew()
                 run = 0.0
-        assert life.manager.knows_executor("e") == (run <= LEASE), run
+        assert life.manager.queries.knows_executor("e") == (run <= LEASE), run
         if run > LEASE:
             return
 
@@ -147,5 +147,5 @@ def test_a_replay_sees_the_same_pauses() -> None:
     life.pass_time(2.0)
     life.log.seek(0)
     replayed = replay.replay(life.log)
-    assert replayed.manager.knows_executor("e")
+    assert replayed.manager.queries.knows_executor("e")
     assert state_hash(replayed.manager.queries.state()) == state_hash(life.manager.queries.state())

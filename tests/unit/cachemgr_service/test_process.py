@@ -11,15 +11,14 @@ from pathlib import Path
 
 import grpc
 import pytest
-import redis
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cachemgr.persistence.redis_client import open_redis
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.rpc.channel import open_sync_channel
 from protos.rpc.errors import from_rpc_error
+from tests.support.local_redis import LocalRedis
 from tests.unit.cachemgr_service.conftest import EXECUTOR, NUM_BLOCKS, Client, settings_for
-from tests.unit.cachemgr_service.servers import SingleServer
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 
@@ -59,16 +58,15 @@ def test_who_cannot_listen_everywhere_ends_with_the_setting(tmp_path: Path) -> N
     assert "Traceback" not in ended.stderr
 
 
-def test_it_starts_serves_keeps_a_redis_of_its_own_and_stops_cleanly(tmp_path: Path) -> None:
+def test_without_a_redis_it_says_so_serves_and_stops_cleanly(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "cachemgr"]
     with subprocess.Popen(command, env=environment(tmp_path), stderr=subprocess.PIPE, text=True) as process:
         wait_until_serving(f"unix:{tmp_path}/data", "kvcache.v1.CacheManagerService")
         wait_until_serving(f"unix:{tmp_path}/admin", "kvcache.v1.CacheAdminService")
-        with redis.Redis(unix_socket_path=str(tmp_path / "redis" / "socket")) as client:
-            assert client.ping()
         process.send_signal(signal.SIGTERM)
         _, log = process.communicate(timeout=20)
         assert process.returncode == 0, log
+    assert "a restart of the cache manager loses the cache" in log
     assert '"event": "stopped"' in log
     assert "Traceback" not in log
     assert not (tmp_path / "data").exists()
@@ -117,16 +115,16 @@ async def running(folder: Path, **values: str) -> AsyncIterator[asyncio.subproce
         await process.wait()
 
 
-async def test_after_a_kill_the_next_process_has_the_index_and_the_redis_back(tmp_path: Path) -> None:
+async def test_after_a_kill_the_next_process_has_the_index_back(tmp_path: Path, redis_server: LocalRedis) -> None:
     client = Client(settings_for(tmp_path))
-    async with running(tmp_path):
+    async with running(tmp_path, KVKEEP_REDIS_URL=redis_server.url):
         await client.register()
         admitted = await client.admit("a", 9)
         await client.compute(admitted, 8, step=5)
-        async with open_redis(f"unix://{tmp_path}/redis/socket") as redis_client, asyncio.timeout(10):
+        async with open_redis(redis_server.url) as redis_client, asyncio.timeout(10):
             while await redis_client.hlen(f"kvkeep:{{{EXECUTOR}}}:blocks") < 2:
                 await asyncio.sleep(0.01)
-    async with running(tmp_path):
+    async with running(tmp_path, KVKEEP_REDIS_URL=redis_server.url):
         steps = [5 if slot in admitted.block_tables[0].slots else 0 for slot in range(1, NUM_BLOCKS + 1)]
         assert (await client.register(last_write_steps=tuple(steps))).restored_blocks == 2
         assert (await client.admit("b", 9)).cached_tokens == 8
@@ -134,8 +132,10 @@ async def test_after_a_kill_the_next_process_has_the_index_and_the_redis_back(tm
     await client.close()
 
 
-async def test_a_redis_that_starts_seconds_after_the_process_costs_no_block(tmp_path: Path) -> None:
-    server = SingleServer(tmp_path / "redis-of-others")
+async def test_a_redis_that_starts_seconds_after_the_process_costs_no_block(
+    tmp_path: Path, redis_server: LocalRedis
+) -> None:
+    server = redis_server
     client, blocks = Client(settings_for(tmp_path)), 20
     async with running(tmp_path, KVKEEP_REDIS_URL=server.url):
         await client.register()
@@ -157,14 +157,17 @@ async def test_a_redis_that_starts_seconds_after_the_process_costs_no_block(tmp_
             assert (await client.admit("b", 4 * blocks + 1)).cached_tokens == 4 * blocks
             await client.check()
     finally:
-        server.embedded.stop()
         await client.close()
 
 
-async def test_on_sigterm_it_ends_its_watches_writes_what_is_pending_and_goes(tmp_path: Path) -> None:
+async def test_on_sigterm_it_ends_its_watches_writes_what_is_pending_and_goes(
+    tmp_path: Path, redis_server: LocalRedis
+) -> None:
     client = Client(settings_for(tmp_path))
     # So long that nothing would be written before the end.
-    async with running(tmp_path, KVKEEP_CACHEMGR_REDIS_FLUSH_SECONDS="60") as process:
+    async with running(
+        tmp_path, KVKEEP_REDIS_URL=redis_server.url, KVKEEP_CACHEMGR_REDIS_FLUSH_SECONDS="60"
+    ) as process:
         await client.register()
         watch = client.events.WatchEvents(pb.WatchEventsRequest(), timeout=30)
         admitted = await client.admit("a", 9)
@@ -176,7 +179,7 @@ async def test_on_sigterm_it_ends_its_watches_writes_what_is_pending_and_goes(tm
         assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "SHUTTING_DOWN")
         async with asyncio.timeout(10):
             assert await process.wait() == 0
-    async with running(tmp_path):
+    async with running(tmp_path, KVKEEP_REDIS_URL=redis_server.url):
         steps = [5 if slot in admitted.block_tables[0].slots else 0 for slot in range(1, NUM_BLOCKS + 1)]
         assert (await client.register(last_write_steps=tuple(steps))).restored_blocks == 2
     await client.close()

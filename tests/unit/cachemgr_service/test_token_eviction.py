@@ -8,11 +8,11 @@ import pytest
 from cachemgr.manager import CacheManager
 from cachemgr.operators.state_dump import state_hash
 from cachemgr.oplog import replay
-from cachemgr.oplog.operations import ManagerClock, Operations
-from cachemgr.oplog.writer import OperationLog
+from cachemgr.rpc.mutations import ManagerClock
 from cachemgr.types import ManagerConfig
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcommon.v1 import kvcommon_pb2 as common
+from tests.support.direct_calls import DirectCalls
 from tests.unit.cachemgr_service.conftest import BLOCK_SIZE, EXECUTOR, SCHEDULER, Client
 
 WINDOW = common.EvictionPolicy(kind="EVICTION_KIND_SLIDING_WINDOW", start_tokens=1, recent_tokens=5)
@@ -75,9 +75,9 @@ def test_the_operation_log_leads_to_the_same_evictions(rotary: bool) -> None:
     config = ManagerConfig(capacity_ahead_tokens=4)
     file, clock = io.BytesIO(), ManagerClock(map(float, itertools.count(1)).__next__)
     manager = CacheManager(3, clock, config)
-    operations = Operations(manager, clock, OperationLog(file, clock.now, 3, config))
-    operations.run("RegisterScheduler", pb.RegisterSchedulerRequest(scheduler_id=SCHEDULER, scheduler_epoch=1))
-    operations.register_executor(
+    calls = DirectCalls(manager, clock, file)
+    calls.run("RegisterScheduler", pb.RegisterSchedulerRequest(scheduler_id=SCHEDULER, scheduler_epoch=1))
+    calls.register(
         pb.RegisterExecutorRequest(
             executor_id=EXECUTOR,
             executor_epoch=1,
@@ -89,10 +89,10 @@ def test_the_operation_log_leads_to_the_same_evictions(rotary: bool) -> None:
     )
     wish = COMPACTED if rotary else WINDOW
     rule = pb.RetentionRule(name="r", action=pb.RuleAction(eviction_policy=wish))
-    operations.run("CreateRetentionRule", pb.CreateRetentionRuleRequest(rule=rule))
+    calls.run("CreateRetentionRule", pb.CreateRetentionRuleRequest(rule=rule))
     admission = {"scheduler_id": SCHEDULER, "scheduler_epoch": 1, "executor_id": EXECUTOR, "token_ids": range(10)}
     handles = [
-        operations.run("AdmitSequence", pb.AdmitSequenceRequest(sequence_id=name, **admission)).sequence_handle
+        calls.run("AdmitSequence", pb.AdmitSequenceRequest(sequence_id=name, **admission)).sequence_handle
         for name in ("moves", "waits")
     ]
     shared = {"scheduler_id": SCHEDULER, "scheduler_epoch": 1, "manager_epoch": 3, "handles": handles}
@@ -101,7 +101,7 @@ def test_the_operation_log_leads_to_the_same_evictions(rotary: bool) -> None:
     for number, columns in enumerate(
         ({"evicting_handles": handles}, {"moved_handles": handles[:1], "moved_computed_tokens": [10]}), 1
     ):
-        operations.run("SyncSequences", pb.SyncSequencesRequest(sync_number=number, **shared, **columns))
+        calls.run("SyncSequences", pb.SyncSequencesRequest(sync_number=number, **shared, **columns))
         states.add(state_hash(manager.queries.state()))
         replayed = replay.replay(io.BytesIO(file.getvalue()))
         assert replayed.refused == 0

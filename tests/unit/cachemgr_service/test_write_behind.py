@@ -1,7 +1,7 @@
 """Pending changes: coalesced, bounded, and never older than what happened since."""
 
 from cachemgr.blocks.block_record import BlockRecord
-from cachemgr.persistence.write_queue import WriteBehind
+from cachemgr.persistence.write_queue import BlockQueue
 from cachemgr.types import TierKind
 
 DEVICE = TierKind.DEVICE
@@ -12,7 +12,7 @@ def block(slot: int, step: int = 0) -> BlockRecord:
 
 
 def test_changes_of_one_place_become_one() -> None:
-    queue = WriteBehind(10)
+    queue = BlockQueue(10)
     for step in range(5):
         queue.put("e", 7, (0, DEVICE, 1), block(1, step))
     queue.put("e", 7, (0, DEVICE, 2), block(2))
@@ -27,7 +27,7 @@ def test_changes_of_one_place_become_one() -> None:
 
 
 def test_clearing_drops_what_was_pending() -> None:
-    queue = WriteBehind(10)
+    queue = BlockQueue(10)
     queue.put("e", 7, (0, DEVICE, 1), block(1))
     queue.clear("e", 8)
     queue.put("e", 8, (0, DEVICE, 2), block(2))
@@ -37,7 +37,7 @@ def test_clearing_drops_what_was_pending() -> None:
 
 
 def test_beyond_the_bound_everything_is_written_again_later() -> None:
-    queue = WriteBehind(3)
+    queue = BlockQueue(3)
     for slot in range(1, 6):
         queue.put("e", 7, (0, DEVICE, slot), block(slot))
     assert queue.pending == 0
@@ -47,7 +47,7 @@ def test_beyond_the_bound_everything_is_written_again_later() -> None:
 
 
 def test_one_executors_overflow_leaves_another_alone() -> None:
-    queue = WriteBehind(3)
+    queue = BlockQueue(3)
     queue.put("a", 1, (0, DEVICE, 1), block(1))
     for slot in range(1, 5):
         queue.put("b", 1, (0, DEVICE, slot), block(slot))
@@ -57,7 +57,7 @@ def test_one_executors_overflow_leaves_another_alone() -> None:
 
 
 def test_what_failed_comes_back_below_what_is_newer() -> None:
-    queue = WriteBehind(10)
+    queue = BlockQueue(10)
     queue.put("e", 7, (0, DEVICE, 1), block(1, 1))
     queue.put("e", 7, (0, DEVICE, 2), block(2, 1))
     taken = queue.take()
@@ -71,7 +71,7 @@ def test_what_failed_comes_back_below_what_is_newer() -> None:
 
 
 def test_what_failed_is_void_after_a_newer_epoch() -> None:
-    queue = WriteBehind(10)
+    queue = BlockQueue(10)
     queue.put("e", 7, (0, DEVICE, 1), block(1))
     taken = queue.take()
     assert taken is not None
@@ -83,7 +83,7 @@ def test_what_failed_is_void_after_a_newer_epoch() -> None:
 
 
 def test_what_failed_counts_against_the_bound() -> None:
-    queue = WriteBehind(3)
+    queue = BlockQueue(3)
     for slot in (1, 2):
         queue.put("e", 7, (0, DEVICE, slot), block(slot))
     taken = queue.take()

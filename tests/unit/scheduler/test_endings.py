@@ -14,6 +14,7 @@ from scheduler.request import MAX_FAILURES
 from tests.support.generation import generate
 from tests.support.generation import greedy_request as request
 from tests.support.scheduler.fake_executor import FakeExecutor
+from tests.support.scheduler.fake_manager import FakeManager
 from tests.support.scheduler.real_manager import RealManager
 from tests.support.scheduler.stack import StackFactory, prompt_of, run, waiting
 from tests.support.scheduler.tokenizers import EOS, space_prefix_tokenizer
@@ -96,14 +97,15 @@ async def test_beyond_the_bound_of_the_queue_requests_are_refused_with_a_time_to
 
 
 async def test_who_waits_for_its_own_quota_lets_others_pass_and_none_of_its_own(run_stack: StackFactory) -> None:
-    async with run_stack() as stack:
-        executor = stack.executor
+    executor = FakeExecutor()
+    async with run_stack(executor=executor, manager=RealManager(executor)) as stack:
+        assert isinstance(stack.manager, RealManager)
         stack.manager.bound("s", 6)
         running = stack.stub.StreamGenerate(salted([1] * 12, 300), timeout=30)
         await running.read()
         executor.gate.clear()
         # The second one would fit beside the running one.
-        first, second = salted([2] * 20, 2, request_id="first"), salted([3], 2, request_id="second")
+        first, second = salted([2] * 20, 2), salted([3], 2)
         tasks = [asyncio.create_task(run(stack, first))]
         await waiting(stack, 1)
         tasks.append(asyncio.create_task(run(stack, second)))
@@ -118,8 +120,9 @@ async def test_who_waits_for_its_own_quota_lets_others_pass_and_none_of_its_own(
         assert not any(task.done() for task in tasks)
         running.cancel()
         await asyncio.gather(*tasks)
-        names = [name.partition("#")[0] for name in stack.manager.admitted_ids]
-        assert names[-2:] == ["first", "second"]
+        tried = [len(one.token_ids) for one in stack.manager.admissions if one.token_ids[0] in (2, 3)]
+        assert tried == sorted(tried, reverse=True)
+        await stack.manager.settled()
 
 
 async def test_a_request_id_can_be_used_again_when_its_request_has_ended(run_stack: StackFactory) -> None:
@@ -153,8 +156,8 @@ async def test_an_executor_that_starts_again_fails_no_request(run_stack: StackFa
         tasks = [asyncio.create_task(generate(stack.stub, request(prompt, 70), 30)) for prompt in prompts]
         await stack.manager.admitted(5)
         await stack.executor.stepped(5)
+        stack.manager.executor_lost()
         stack.executor.restart()
-        stack.manager.register()
         for prompt, task in zip(prompts, tasks, strict=True):
             assert (await task).token_ids == stack.executor.expected(prompt, 70)
         assert stack.executor.sessions == 2
@@ -263,8 +266,10 @@ async def test_an_idle_executor_that_starts_again_is_met_before_a_request_comes(
 async def test_another_scheduler_of_its_name_ends_it_and_says_so(
     run_stack: StackFactory, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async with run_stack() as stack:
-        stack.manager.register_scheduler("test", 1 << 63)
+    executor = FakeExecutor()
+    async with run_stack(executor=executor, manager=RealManager(executor)) as stack:
+        assert isinstance(stack.manager, RealManager)
+        stack.manager.replace_scheduler("test")
         asking = asyncio.create_task(generate(stack.stub, request([1, 2], 2), 30))
         await asyncio.wait_for(stack.scheduler.failed.wait(), 20)
         asking.cancel()
@@ -284,11 +289,10 @@ async def test_a_scheduler_whose_clock_went_back_takes_the_place_of_the_one_befo
 
 
 async def test_a_scheduler_that_is_never_registered_fails_instead_of_waiting(run_stack: StackFactory) -> None:
-    executor = FakeExecutor()
-    manager = RealManager(executor)
+    manager = FakeManager()
     manager.refuses_schedulers = True
     async with asyncio.timeout(20):
-        async with run_stack(executor=executor, manager=manager) as stack:
+        async with run_stack(manager=manager) as stack:
             assert stack.scheduler.failed.is_set()
             assert stack.scheduler.service.obstacle
 

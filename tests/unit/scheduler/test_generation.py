@@ -9,6 +9,7 @@ from scheduler.frontend import output
 from tests.support.generation import generate
 from tests.support.generation import greedy_request as request
 from tests.support.scheduler.fake_executor import FakeExecutor
+from tests.support.scheduler.fake_manager import FakeManager
 from tests.support.scheduler.stack import Stack, StackFactory, prompt_of, run, waiting
 
 SEED = pb.SamplingParams(seed=0)
@@ -168,7 +169,7 @@ async def test_a_sequence_that_the_manager_voids_starts_again(run_stack: StackFa
     async with run_stack() as stack:
         task = asyncio.create_task(generate(stack.stub, request(prompt_of(20), 50), 30))
         await stack.manager.admitted(1)
-        stack.manager.void_next = set(stack.manager.live)
+        stack.manager.void_next = {live.sequence_id for live in stack.manager.live.values()}
         assert (await task).token_ids == stack.executor.expected(prompt_of(20), 50)
         assert len(stack.manager.admitted_ids) == 2
 
@@ -176,9 +177,9 @@ async def test_a_sequence_that_the_manager_voids_starts_again(run_stack: StackFa
 @pytest.mark.parametrize("reuse", [True, False])
 async def test_preemption_does_not_change_the_output(run_stack: StackFactory, reuse: bool) -> None:
     executor = FakeExecutor(max_tokens=120)
-    async with run_stack(executor=executor) as stack:
+    async with run_stack(executor=executor, manager=FakeManager(num_blocks=30, reuse=reuse)) as stack:
         prompts = [prompt_of(12, seed=i) for i in range(8)]
-        outputs = await run(stack, *[request(prompt, 60, reuse=reuse) for prompt in prompts])
+        outputs = await run(stack, *[request(prompt, 60) for prompt in prompts])
         for prompt, output in zip(prompts, outputs, strict=True):
             assert output.token_ids == executor.expected(prompt, 60)
         assert sum(output.usage.preemptions for output in outputs) > 0
@@ -268,7 +269,8 @@ async def test_a_conversation_is_rendered_with_the_models_template(run_stack: St
 
 
 async def test_the_loop_never_waits_for_the_manager_while_there_is_capacity(run_stack: StackFactory) -> None:
-    async with run_stack(executor=FakeExecutor(block_size=32)) as stack:
+    roomy = FakeExecutor(block_size=32), FakeManager(num_blocks=12, block_size=32)
+    async with run_stack(executor=roomy[0], manager=roomy[1]) as stack:
         running = asyncio.create_task(run(stack, *[request(prompt_of(10, seed=i), 20) for i in range(4)]))
         await stack.manager.admitted(4)
         stack.manager.gate.clear()

