@@ -34,7 +34,7 @@ class RunningStack:
         self.address, self.http = free_address(), free_address()
         environment = {name: value for name, value in os.environ.items() if not name.startswith("KVKEEP_")}
         environment |= {f"KVKEEP_{name}_ADDRESS": free_address() for name in PROCESSES}
-        environment |= {f"KVKEEP_{name}_METRICS_ADDRESS": "" for name in PROCESSES if "_" not in name}
+        environment |= {f"KVKEEP_{name}_METRICS_ADDRESS": "" for name in ("SCHEDULER", "CACHEMGR", "EXECUTOR")}
         environment |= {
             "KVKEEP_SCHEDULER_ADDRESS": self.address,
             "KVKEEP_SCHEDULER_HTTP_ADDRESS": self.http,
@@ -136,7 +136,7 @@ def test_stack_becomes_ready_answers_and_leaves_nothing_behind(run_stack: Callab
     with urllib.request.urlopen(f"{api}/models", timeout=10) as models:
         assert b"SmolLM2" in models.read()
     children = stack.children()
-    assert set(children) == {"redis", "cachemgr", "executor", "scheduler"}
+    assert set(children) == {"redis", "cachemgr", "executor", "scheduler", "kvctl.console"}
 
     answer = stack.generate("What is the capital of France?")
     assert "Paris" in answer.stdout, answer.stderr + stack.output

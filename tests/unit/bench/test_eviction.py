@@ -1,30 +1,25 @@
 """The quality of eviction is measured right: texts, ROUGE, intervals, windows, and all measures on a tiny model."""
 
-import itertools
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from bench.eviction import generation, passkey, statistics, stream, windows
+from bench.eviction import statistics, windows
 from bench.eviction.cache import Cache
 from bench.eviction.outputs import Outputs
-from bench.eviction.policies import FULL, POLICIES, policy
-from bench.eviction.report import Windows, expectations, report
+from bench.eviction.policies import POLICIES, policy
 from bench.eviction.rouge import rouge_2, rouge_l
-from bench.prose import NoTextError, novel, spread
 from executor.models.files import ModelFiles
 from executor.models.load import Model
 from tests.unit.executor.conftest import load, save_model
 from tests.unit.executor.tiny_models import COMPILED_CONFIGS, VOCAB
 
-BUDGETS = (64, 128, 256, 512, 1024)
 TEXT = torch.randint(VOCAB, (250,), generator=torch.Generator().manual_seed(5)).tolist()
 
 
@@ -85,34 +80,6 @@ def test_a_ratio_is_paired() -> None:
         statistics.ratio(hard, hard[1:])
 
 
-def test_windows_are_spread_and_do_not_overlap() -> None:
-    chosen = spread(range(100), 4, 10)
-    assert [window[0] for window in chosen] == [0, 30, 60, 90]
-    assert all(window == list(range(window[0], window[0] + 10)) for window in chosen)
-    assert spread(range(100), 10, 10) == [list(range(at, at + 10)) for at in range(0, 100, 10)]
-    assert spread(range(100), 1, 10) == [list(range(10))]
-    for count, length in ((11, 10), (0, 10), (1, 101)):
-        with pytest.raises(ValueError, match="do not fit"):
-            spread(range(100), count, length)
-
-
-def test_the_text_is_fetched_once_and_says_why_it_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(NoTextError, match="npm"):
-        novel(tmp_path / "texts")
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "moby-dick.txt").write_text("Call me Ishmael.")
-    assert novel(tmp_path / "texts") == "Call me Ishmael."
-
-
-@pytest.mark.parametrize(("name", "budget"), [*itertools.product(POLICIES, BUDGETS)])
-def test_every_policy_keeps_exactly_the_budget(model: Model, name: str, budget: int) -> None:
-    chosen = policy(name, budget, Cache(model, 16).layout)
-    assert chosen.kept_after(1792, 1792, 1792) == budget
-    assert chosen.seed == 1
-    assert policy(name, budget, Cache(model, 16).layout, seed=7).seed == 7
-
-
 @pytest.mark.parametrize("name", POLICIES)
 def test_nothing_is_lost_where_nothing_is_evicted(model: Model, folder: Path, name: str) -> None:
     cache = Cache(model, 80)
@@ -158,74 +125,3 @@ def test_what_a_window_loses(model: Model, folder: Path) -> None:
         assert record["error"] > 0.01
         assert record["kl"] > 0
         assert 0 <= record["top1"] < 1
-
-
-def test_a_stream_shorter_than_its_window_is_the_full_cache(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "BIN", 100)
-    short = {record["positions"]: record["nll"] for record in stream.measure(model, [TEXT[:202]])}
-    assert all(len(bins) == 2 for bins in short.values())
-    assert short["absolute"] == pytest.approx(short[stream.FRESH], rel=1e-4)
-    assert short["compacted"] == short["absolute"]
-    monkeypatch.setattr(stream, "RECENT", 60)
-    long = {record["positions"]: record["nll"] for record in stream.measure(model, [TEXT[:202]])}
-    assert long["absolute"] != short["absolute"]
-    assert long["compacted"] != long["absolute"]
-
-
-def test_generation_compares_with_the_full_cache(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "OUTPUT", 24)
-    tokenizer = SimpleNamespace(decode=lambda tokens: " ".join(map(str, tokens)))
-    names = [name for name in POLICIES if name != "ADAPTIVE_RKV"]
-    records = list(generation.measure(model, tokenizer, [TEXT[:100]], names, 64))
-    assert [record["policy"] for record in records] == [*names, FULL]
-    assert all(len(record["text"].split()) == 24 for record in records)
-    kept = list(generation.measure(model, tokenizer, [TEXT[:40]], ["SUM", "H2O", "TOVA"], 80))
-    assert all(record["rouge2"] == record["rougel"] == 1 for record in kept[:-1])
-
-
-class Characters:
-    """A tokenizer whose tokens are characters, and whose chats stand between brackets."""
-
-    def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
-        return {"input_ids": [ord(character) for character in text]}
-
-    def apply_chat_template(self, chat: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool) -> str:
-        return f"[{chat[0]['content']}]"
-
-    def decode(self, tokens: list[int]) -> str:
-        return "".join(map(chr, tokens))
-
-
-def test_a_pass_key_stands_where_it_should() -> None:
-    tokenizer = Characters()
-    texts = [tokenizer.decode(passkey.prompt(tokenizer, 1000, depth, "12345")) for depth in passkey.DEPTHS]
-    assert all(len(text) == 1000 and text.count("12345") == 2 for text in texts)
-    places = [text.index("12345") for text in texts]
-    assert places == sorted(places)
-    assert places[-1] - places[0] == pytest.approx(0.8 * (1000 - 260), abs=40)
-    assert all(text.endswith("What is the pass key?]The pass key is the number") for text in texts)
-    with pytest.raises(ValueError, match="too few"):
-        passkey.prompt(tokenizer, 50, 0.5, "12345")
-
-
-@pytest.mark.parametrize(("loss", "met"), [(2.0, "met   "), (2.1, "MISSED")])
-def test_the_report_says_what_is_met(loss: float, met: str) -> None:
-    def record(name: str, nll: float, number: int) -> dict[str, object]:
-        figures = {"nll": nll + number, "kl": 0.1, "top1": 0.9, "mass": 0.8}
-        return {"window": number, "policy": name, "budget": 1792 if name == FULL else 512, **figures}
-
-    losses: dict[str, Callable[[], float]] = {
-        FULL: lambda: 2.0,
-        "window, 4 sinks": lambda: 2.01,
-        "NORM_SUM": lambda: loss,
-    }
-    records = [record(name, value(), number) for name, value in losses.items() for number in range(3)]
-    # Of a window that was interrupted.
-    records.append(record(FULL, 9.0, 3))
-    assert Windows(records).full == pytest.approx(math.exp(3))
-    lines = expectations({"windows": records})
-    assert len(lines) == 2
-    assert all(line.startswith(met) for line in lines)
-    text = report({"windows": records})
-    assert f"{math.exp(loss - 2):.3f}" in text
-    assert "20.09" in text

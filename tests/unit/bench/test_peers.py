@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.peers import processes
-from bench.peers.__main__ import report, still_of_interest
+from bench.peers.__main__ import report
 from bench.peers.processes import PeerError, PeerProcess
-from bench.peers.set_up import ADAPTERS, PEERS, STAMP, Peer
+from bench.peers.set_up import ADAPTERS, Peer
 from bench.workloads import Case
 
 CASE = Case("T", "", own=(2, 3), output_tokens=2)
@@ -61,37 +60,6 @@ def test_a_peer_that_fails_says_why(tmp_path: Path, body: str, reason: str) -> N
         process.run(CASE, PROMPTS, 2)
 
 
-def test_a_peer_that_takes_too_long_is_ended_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "JOB_SECONDS", 0.2)
-    with peer(tmp_path, "import time; time.sleep(600)") as process:
-        with pytest.raises(PeerError, match="no answer within 0 s"):
-            process.run(CASE, PROMPTS, 2)
-        with pytest.raises(PeerError):
-            process.run(CASE, PROMPTS, 2)
-
-
-def test_a_peer_that_does_not_start_says_why(tmp_path: Path) -> None:
-    process = peer(tmp_path, "pass")
-    (tmp_path / "adapter.py").write_text("import no_such_engine")
-    with pytest.raises(PeerError, match="No module named 'no_such_engine'"), process:
-        pass
-
-
-def test_an_environment_is_there_when_it_was_made_from_what_is_asked_for(tmp_path: Path) -> None:
-    one = Peer("one", ("engine==1",), "one.py")
-    assert "make peers" in one.missing(tmp_path)
-    (tmp_path / "one").mkdir()
-    (tmp_path / "one" / STAMP).write_text(one.wanted())
-    assert one.missing(tmp_path) == ""
-    assert "other requirements" in Peer("one", ("engine==2",), "one.py").missing(tmp_path)
-
-
-def test_every_peer_has_an_adapter_whose_name_hides_no_package() -> None:
-    for one in PEERS:
-        assert (ADAPTERS / one.adapter).is_file()
-        assert Path(one.adapter).stem not in {"vllm", "openvino", "openvino_genai", "transformers", "torch"}
-
-
 def record(engine: str, case: str, figure: float, repeat: int = 1) -> dict[str, object]:
     return {
         "dtype": "float32",
@@ -122,19 +90,3 @@ def test_ratios_are_by_the_best_peer_and_larger_is_better() -> None:
     assert rows["W4"] == ["float32", "W4", "ms", "per", "token", "10.0", "40.0", "15.0", "fast", "1.50", "5.0", "50%"]
     assert "other processes took 3% of the cores during a run, 12% at most" in shown
     assert "not measured: gone float32: not installed" in shown
-
-
-def test_without_peers_there_is_still_a_table() -> None:
-    assert "100.0  -" in report([record("kvkeep", "W1", 100)], {}).replace("          -", "  -")
-
-
-def test_a_peer_far_behind_the_best_one_is_not_measured_again() -> None:
-    records = [record("kvkeep", "W1", 9), record("far", "W1", 49), record("near", "W1", 51), record("best", "W1", 100)]
-    records += [record("far", "W4", 15), record("best", "W4", 10)]
-    assert [name for name in ("kvkeep", "far", "near", "best", "new") if still_of_interest(name, "W1", records)] == [
-        "kvkeep",
-        "near",
-        "best",
-        "new",
-    ]
-    assert still_of_interest("far", "W4", records)

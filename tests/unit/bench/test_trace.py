@@ -2,14 +2,13 @@
 
 import itertools
 import json
-import random
 
 import pytest
 
 from bench.driver import Driver, prompt
-from bench.replay import LeaseCount, PoolTooSmallError, Replay, demand, pause, upper_bound, with_pauses
-from bench.trace import everybody_asks, no_wishes, those_who_return_ask, wishes_by_history
-from bench.trace_file import TraceError, read
+from bench.replay import LeaseCount, Replay, demand, upper_bound, with_pauses
+from bench.trace import everybody_asks, no_wishes, wishes_by_history
+from bench.trace_file import read
 from cachemgr.types import Retention, RetentionRange
 
 VALID = {"timestamp": 1500, "input_length": 600, "output_length": 3, "hash_ids": [0, 7]}
@@ -50,61 +49,9 @@ def test_equal_ids_are_equal_tokens(requests):
     assert first[3 * 512] != second[3 * 512]
 
 
-def test_only_so_many_requests_are_read(tmp_path):
-    assert len(read(write(tmp_path, VALID, VALID, "no JSON"), 2)) == 2
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"timestamp": -1}, "timestamp"),
-        ({"timestamp": True}, "timestamp"),
-        ({"timestamp": 1}, "timestamp"),
-        ({"input_length": 0}, "input_length"),
-        ({"input_length": "600"}, "input_length"),
-        ({"output_length": 1.5}, "output_length"),
-        ({"hash_ids": [0]}, "hash_ids"),
-        ({"hash_ids": None}, "hash_ids"),
-        ({"hash_ids": [0, -1]}, r"hash_ids\[1\]"),
-        ({"hash_ids": [1 << 22, 1]}, r"hash_ids\[0\]"),
-    ],
-)
-def test_a_wrong_field_is_named_with_its_line(tmp_path, change, named):
-    with pytest.raises(TraceError, match=f"line 2: {named} must"):
-        read(write(tmp_path, VALID, VALID | change))
-
-
-@pytest.mark.parametrize("field", VALID)
-def test_a_missing_field_is_named_with_its_line(tmp_path, field):
-    wrong = {name: value for name, value in VALID.items() if name != field}
-    with pytest.raises(TraceError, match=f"line 1: {field} must"):
-        read(write(tmp_path, wrong))
-
-
-@pytest.mark.parametrize("text", ["{", "[1]", ""])
-def test_a_line_that_is_no_object_is_refused(tmp_path, text):
-    with pytest.raises(TraceError, match="line 2: "):
-        read(write(tmp_path, VALID, text))
-
-
-def test_a_file_that_is_empty_or_not_there_is_refused(tmp_path):
-    with pytest.raises(TraceError, match="has no requests"):
-        read(write(tmp_path))
-    with pytest.raises(TraceError, match="cannot read"):
-        read(tmp_path / "nothing")
-
-
 def test_a_request_follows_the_one_whose_prompt_it_begins_with(requests):
     assert [request.conversation for request in requests] == [1, 2, 1, 1]
     assert [request.follows for request in requests] == [False, False, True, True]
-
-
-def test_pauses_are_as_long_as_an_agents():
-    rng = random.Random(1)
-    pauses = [pause(rng) for _ in range(20_000)]
-    assert min(pauses) >= 0
-    assert sum(value <= 1 for value in pauses) / len(pauses) == pytest.approx(0.86, abs=0.01)
-    assert sum(value <= 10 for value in pauses) / len(pauses) == pytest.approx(0.95, abs=0.01)
 
 
 def test_a_conversation_comes_back_after_its_end_and_the_same_way_for_a_seed(requests):
@@ -128,15 +75,6 @@ def test_an_endless_pool_finds_what_the_bound_says(requests):
         assert not outcome.waited
 
 
-def test_requests_wait_for_room_and_one_that_never_fits_is_refused(requests):
-    at_once = [type(requests[0])(0.0, 1000, 5, (number, number + 1)) for number in range(0, 10, 2)]
-    outcome = Replay(5, 512).run(at_once, no_wishes(at_once))
-    assert outcome.waited == 3
-    assert outcome.asked == 5000
-    with pytest.raises(PoolTooSmallError, match="does not fit"):
-        Replay(5, 512).run(requests, no_wishes(requests))
-
-
 def test_demand_counts_shared_blocks_once(tmp_path):
     # Both run from 0 to 1 second, with one generated block each; then one second of which only they are kept.
     requests = read(write(tmp_path, row(0, [0, 1], output=80), row(0, [0, 2], output=80)))
@@ -152,10 +90,6 @@ def test_wishes_are_for_what_is_shared_and_for_who_came_back(tmp_path):
     assert shared == Retention((RetentionRange(0, 512, 80),))
     requests = read(write(tmp_path, *rows, row(5, [0, 1, 2, 3]), row(6, [0, 1, 2, 3, 4])))
     assert wishes_by_history(requests)[-1] == Retention((RetentionRange(512, None, 60, 600.0),))
-
-
-def test_who_does_not_come_back_asks_for_nothing(requests):
-    assert [wish is None for wish in those_who_return_ask(requests)] == [False, True, False, True]
 
 
 def test_leases_of_an_endless_pool_are_all_honoured(requests):

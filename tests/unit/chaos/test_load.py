@@ -110,18 +110,6 @@ async def test_one_other_token_is_a_fault_however_the_request_ends(
     assert all("0 tokens are the same" in fault for fault in clients.tally.faults)
 
 
-async def test_an_output_that_ends_early_or_goes_on_is_a_fault(tmp_path: Path) -> None:
-    async def short(number: int, _context: Any) -> AsyncIterator[pb.StreamGenerateResponse]:
-        yield piece(0)
-        if number % 2:
-            for place in (1, 2, 2):
-                yield piece(place)
-
-    clients, scheduler = await run(tmp_path, short)
-    assert scheduler.calls > 1
-    assert len(clients.tally.faults) == scheduler.calls
-
-
 async def test_a_status_while_the_scheduler_lives_is_a_fault_and_not_asked_again(tmp_path: Path) -> None:
     async def fail(number: int, context: Any) -> AsyncIterator[pb.StreamGenerateResponse]:
         yield piece(0)
@@ -159,17 +147,3 @@ async def test_a_request_that_hangs_is_a_fault(tmp_path: Path, monkeypatch: pyte
 
     clients, _ = await run(tmp_path, hang, away=True)
     assert "DEADLINE_EXCEEDED" in clients.tally.faults[0]
-
-
-async def test_cancelled_requests_end_before_their_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "CANCELLED_SHARE", 1.0)
-
-    async def slow(_number: int, _context: Any) -> AsyncIterator[pb.StreamGenerateResponse]:
-        for place in range(len(TOKENS)):
-            await asyncio.sleep(0.05)
-            yield piece(place)
-
-    clients, _ = await run(tmp_path, slow, seconds=1.0)
-    assert clients.tally.endings["cancelled"] > 0
-    assert set(clients.tally.endings) <= {"cancelled", "exact"}
-    assert clients.tally.faults == []

@@ -6,19 +6,11 @@ import dataclasses
 
 import pytest
 
-from tests.chaos import disturbances, plans
+from tests.chaos import disturbances
 from tests.chaos.disturbances import PERFORM
 from tests.chaos.measuring import Death
 from tests.chaos.report import Report
-from tests.chaos.requests import POLICIES, Sample, base_requests
-from tests.chaos.soak import change_of
-
-
-@pytest.mark.parametrize("tiers", [False, True])
-def test_a_seed_gives_one_schedule_and_another_seed_another(tiers: bool) -> None:
-    one = disturbances.mixed(1, 120, tiers=tiers)
-    assert one == disturbances.mixed(1, 120, tiers=tiers)
-    assert one != disturbances.mixed(2, 120, tiers=tiers)
+from tests.chaos.requests import Sample
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -33,24 +25,10 @@ def test_a_long_schedule_has_every_kind_and_kills_the_cache_manager_every_20_sec
     assert {one.strength for one in schedule if one.target == "disk"} == {16 << 20, 128 << 20}
 
 
-def test_without_lower_tiers_no_disk_is_disturbed() -> None:
-    assert "refuse writes" not in {one.kind for one in disturbances.mixed(1, 600, tiers=False)}
-
-
-def test_a_short_schedule_leaves_time_for_work() -> None:
-    schedule = [one for one in disturbances.mixed(3, 45, tiers=False) if one.target != "cachemgr"]
-    assert 8 <= len(schedule) <= 20
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_a_short_schedule_kills_everybody(seed: int) -> None:
     killed = {one.target for one in disturbances.mixed(seed, 45, tiers=True) if one.kind == "kill"}
     assert killed == {"cachemgr", "executor", "scheduler", "redis"}
-
-
-@pytest.mark.parametrize("name", plans.SECONDS)
-def test_every_plan_can_be_made(name: str) -> None:
-    assert plans.make(name, 1, 90).name == name
 
 
 DEATH = Death("cachemgr", 10.0, 1.0, device_blocks=1000, restored_blocks=995, lower_blocks=0, seconds_to_admission=1.5)
@@ -77,37 +55,6 @@ def test_a_death_is_judged_by_what_it_cost(changes: dict[str, float | None], wor
         assert words in fault
     else:
         assert report.faults == []
-
-
-def test_an_executors_death_is_judged_by_its_lower_tiers_only() -> None:
-    death = Death("executor", 1.0, 5.0, lower_blocks=200, restored_lower_blocks=180)
-    without, with_tiers = Report("test", 1), Report("test", 1)
-    without.judge([death], tiers=False)
-    with_tiers.judge([death], tiers=True)
-    assert without.faults == []
-    assert len(with_tiers.faults) == 1
-
-
-def test_faults_reach_people_and_programs() -> None:
-    report = Report("test", 1, deaths=[DEATH], hit_rates=[1.0, 0.5, 1.0], faults=["something"])
-    assert "FAULT something" in report.text()
-    assert report.values()["faults"] == ["something"]
-    assert report.values()["deaths"][0]["restored_blocks"] == 995
-
-
-def test_memory_is_compared_from_the_first_to_the_last_part() -> None:
-    assert change_of([100.0] * 50) == 0
-    assert change_of([100.0 + number for number in range(101)]) == pytest.approx(190.5 / 109.5 - 1)
-    # One look that is off says nothing.
-    assert change_of([100.0] * 20 + [300.0] + [100.0] * 20) == 0
-
-
-def test_requests_are_the_same_every_time_and_of_every_sort() -> None:
-    requests = base_requests()
-    assert requests == base_requests()
-    assert sum(name.startswith("policy") for name in requests) == len(POLICIES)
-    assert any(request.cache.retention_ranges for request in requests.values())
-    assert len({request.text for request in requests.values()}) == len(requests)
 
 
 def test_a_sample_begins_another_only_as_long_as_nothing_differs() -> None:
