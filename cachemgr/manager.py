@@ -222,7 +222,7 @@ class CacheManager:
         self._state.number_behind(spec)
         if before is None:
             for pool in executor.pools:
-                pool.uses = self._state.uses
+                pool.lru_clock = self._state.uses
         return executor
 
     def is_too_large_to_carry_over(self, spec: ExecutorSpec) -> bool:
@@ -285,7 +285,7 @@ class CacheManager:
 
     def _lose(self, executor: Executor) -> None:
         # What is remembered of it was used before whatever comes next.
-        self._state.uses = max(self._state.uses, *(pool.uses for pool in executor.pools)) + MAX_SLOTS
+        self._state.uses = max(self._state.uses, *(pool.lru_clock for pool in executor.pools)) + MAX_SLOTS
         if executor.recovery is None:
             self._state.forgotten.lost(executor.executor_id)
         else:

@@ -60,28 +60,28 @@ class Block(Node):
     """
 
     __slots__ = (
+        "children_in_tier",
         "depth",
         "domain",
         "hits",
+        "index",
         "lease",
-        "near",
-        "newer",
-        "older",
+        "lru_next",
+        "lru_prev",
         "parent",
         "priority",
         "recency",
         "refs",
-        "slot",
         "stored_step",
         "tokens",
         "writer",
     )
 
-    def __init__(self, slot: int, writer: Writer | None = None) -> None:
+    def __init__(self, index: int, writer: Writer | None = None) -> None:
         # Not by way of super: a block is made for every one that is taken.
         self.key = b""
         self.children = None
-        self.slot = slot
+        self.index = index
         self.refs = 0
         self.writer = writer
         self.parent: Node | None = None
@@ -93,13 +93,13 @@ class Block(Node):
         self.lease: Lease | None = None
         self.stored_step = 0
         # Children in its own tier, with full attention.
-        self.near = 0
+        self.children_in_tier = 0
         self.recency = 0
         # Prompts that have found it since it entered the index.
         self.hits = 0
-        self.older: Block | None = None
-        self.newer: Block | None = None
+        self.lru_prev: Block | None = None
+        self.lru_next: Block | None = None
 
     def detach(self) -> None:
         """Lets go of other blocks: they would hold each other until the next full garbage collection."""
-        self.parent = self.children = self.older = self.newer = None
+        self.parent = self.children = self.lru_prev = self.lru_next = None

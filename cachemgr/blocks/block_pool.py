@@ -11,7 +11,7 @@ from cachemgr.blocks.block import Block
 from cachemgr.blocks.block_record import USED_LAST, BackupRecord, BlockRecord, LeaseRecord
 from cachemgr.blocks.eviction_history import LostBlocks, UseTimes
 from cachemgr.blocks.hit_counters import TokenMeter
-from cachemgr.blocks.offload import Offloader, Way
+from cachemgr.blocks.offload import Eviction, Offloader
 from cachemgr.blocks.quota import account_of
 from cachemgr.blocks.radix_tree import RadixTree, children_of, covered_children, longer_sibling
 from cachemgr.blocks.tier import Tier
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from cachemgr.steps import Steps
 
 # Looked up once, not for each block: that takes as long as putting a block into the eviction order.
-_OUT, _BY_COPY = Way.OUT, Way.BY_COPY
+_DROPPED, _OFFLOADED = Eviction.DROPPED, Eviction.OFFLOADED
 _STORED, _REMOVED, _UPDATED = EventKind.STORED, EventKind.REMOVED, EventKind.UPDATED
 _new = tuple.__new__
 
@@ -57,7 +57,7 @@ class PoolListener(Protocol):
         """A copy to a lower tier is called off before a scheduler knows of it."""
 
     def superseded(self, pool: BlockPool, old: Block, block: Block) -> None:
-        """A device block has taken the place of an equal block in the index."""
+        """A device block has taken the index of an equal block in the index."""
 
     def zeroing(self, pool: BlockPool, block: Block) -> None:
         """The slot of a block, which has one reference, must be overwritten."""
@@ -100,7 +100,7 @@ class BlockPool:
         # Blocks that a sequence has promised to fill, by the key that they will have.
         self.pending: dict[bytes, Block] = {}
         # Blocks in use whose bytes must not outlive their use.
-        self.doomed: set[Block] = set()
+        self.zero_on_free: set[Block] = set()
         self.lost = LostBlocks(lost_blocks)
         # Whether leases of its blocks mean nothing any more.
         self.is_lost = False
@@ -109,7 +109,7 @@ class BlockPool:
         self.honoured_leases = self.broken_leases = 0
         # Counts changes of the pool's share of memory.
         self.share_number = 0
-        self.uses = 0
+        self.lru_clock = 0
         self.use_times = UseTimes()
         self._write_through = write_through
         self._windowed = windowed
@@ -143,26 +143,26 @@ class BlockPool:
     def tier_of(self, block: Block) -> Tier:
         """The tier that a block lies in."""
         device, host, disk = self.tiers
-        if block.slot <= device.size:
+        if block.index <= device.size:
             return device
-        return host if block.slot <= disk.offset else disk
+        return host if block.index <= disk.offset else disk
 
-    def tier_at(self, place: int) -> Tier:
-        """The tier of a place."""
-        return next(tier for tier in self.tiers if place <= tier.offset + tier.size)
+    def tier_at(self, index: int) -> Tier:
+        """The tier of an index."""
+        return next(tier for tier in self.tiers if index <= tier.offset + tier.size)
 
     def is_on_device(self, block: Block) -> bool:
         """Whether a step can use it where it is."""
-        return block.slot <= self.device.size
+        return block.index <= self.device.size
 
     def is_evictable(self, block: Block) -> bool:
         """Whether a cached block is in the eviction order of its tier."""
-        return self.window is not None or not block.near
+        return self.window is not None or not block.children_in_tier
 
     def view(self, block: Block) -> BlockView:
         """The block as seen from outside."""
         parent, depth, device = block.parent, block.depth, self.device
-        tier = device if block.slot <= device.size else self.tier_of(block)
+        tier = device if block.index <= device.size else self.tier_of(block)
         key = parent_key = tokens = b""
         if parent is not None:
             key, tokens = block.key, block.tokens
@@ -173,7 +173,7 @@ class BlockPool:
             BlockView,
             (
                 self.pool_id,
-                block.slot - tier.offset,
+                block.index - tier.offset,
                 key,
                 parent_key,
                 tokens,
@@ -195,10 +195,10 @@ class BlockPool:
 
     # Slots and references
 
-    def take(self, writer: Writer | None) -> Block:
+    def allocate(self, writer: Writer | None) -> Block:
         """A device block with one reference and no content. Only call it when one is free.
 
-        What it takes the place of moves to a lower tier or is lost, for the sake of `writer`.
+        What it takes the index of moves to a lower tier or is lost, for the sake of `writer`.
         """
         device = self.device
         domain = None if writer is None else writer.domain
@@ -209,18 +209,18 @@ class BlockPool:
         else:
             victim = device.victim(account) if device.shares else device.order.first()
             assert victim is not None, TAKEABLE
-            slot = victim.slot
-            way = self.vacate(device, victim, writer)
-            if way is _OUT:
+            slot = victim.index
+            way = self.evict(device, victim, writer)
+            if way is _DROPPED:
                 # Its object serves again: to make one takes a tenth of an eviction.
                 block = victim
                 block.writer = writer
             else:
                 block = Block(slot, writer)
-                moved = victim if way is _BY_COPY else None
+                moved = victim if way is _OFFLOADED else None
         block.refs = 1
         block.domain = domain
-        self.blocks[block.slot] = block
+        self.blocks[block.index] = block
         device.used += 1
         device.counters.allocated += 1
         if account is not None:
@@ -229,7 +229,7 @@ class BlockPool:
             self.offloader.begin(moved, block, writer)
         return block
 
-    def retain(self, block: Block) -> None:
+    def acquire(self, block: Block) -> None:
         """Adds a reference."""
         if not block.refs:
             tier, account = self.tier_of(block), account_of(block)
@@ -237,11 +237,11 @@ class BlockPool:
             tier.cached -= 1
             if account is not None:
                 tier.count(account, used=1)
-            if block.older is not None:
+            if block.lru_prev is not None:
                 tier.delist(block, account)
         block.refs += 1
 
-    def drop(self, block: Block) -> None:
+    def release(self, block: Block) -> None:
         """Takes a reference back. The last one makes an indexed block cached and any other empty."""
         block.refs -= 1
         if block.refs:
@@ -263,9 +263,9 @@ class BlockPool:
             return
         on_device = tier is self.device
         if on_device:
-            self.uses += 1
-            block.recency = self.uses
-            self.use_times.note(self.uses, self._leases.now)
+            self.lru_clock += 1
+            block.recency = self.lru_clock
+            self.use_times.note(self.lru_clock, self._leases.now)
         if self.is_evictable(block):
             tier.enlist(block, account, newest=on_device)
         if block.lease is not None and self._leases.start(block):
@@ -298,12 +298,12 @@ class BlockPool:
                 return
             if self.backups.inherit(block):
                 return
-        if self.doomed and block in self.doomed:
-            self.doomed.discard(block)
+        if self.zero_on_free and block in self.zero_on_free:
+            self.zero_on_free.discard(block)
             self.zero(block)
             return
-        self.blocks[block.slot] = None
-        tier.empty.append(block.slot)
+        self.blocks[block.index] = None
+        tier.empty.append(block.index)
 
     def zero(self, block: Block) -> None:
         """Keeps the slot of a block that is neither used nor in the index until its bytes are overwritten."""
@@ -312,7 +312,7 @@ class BlockPool:
         self.tier_of(block).used += 1
         self._listener.zeroing(self, block)
 
-    def vacate(self, tier: Tier, victim: Block, writer: Writer | None) -> Way:
+    def evict(self, tier: Tier, victim: Block, writer: Writer | None) -> Eviction:
         """Takes an evictable block from its slot: to a lower tier, or out of the cache."""
         if tier.shares:
             owner = account_of(victim)
@@ -322,23 +322,23 @@ class BlockPool:
             tier.order.remove(victim)
         tier.cached -= 1
         # A mean needs no more than every eighth slot.
-        if victim.slot & 7 == 1:
+        if victim.index & 7 == 1:
             tier.counters.note_reuse_gap(self._leases.now - self.use_times.at(victim.recency))
         if self._has_lower:
             # Nothing may enter it into an order while its children move.
             victim.refs = 1
             way = self.offloader.offload(tier, victim, writer)
-            if way is not _OUT:
+            if way is not _DROPPED:
                 return way
             victim.refs = 0
         if self.window is None and victim.children is not None:
             self.lose_children(victim)
         self.unlink(victim, RemovalCause.EVICTED, writer)
-        return _OUT
+        return _DROPPED
 
     def take_over(self, block: Block, writer: Writer) -> None:
         """An unreferenced leaf on the device leaves the index and is the writer's, with what it holds."""
-        self.retain(block)
+        self.acquire(block)
         self.unlink(block, RemovalCause.TAKEN_OVER, writer)
         self.own(block, writer)
 
@@ -395,18 +395,18 @@ class BlockPool:
         device.withhold(count)
         if self.spec.share_blocks:
             gone = device.withheld[before:]
-            for place in gone if written is None else sorted({*written}.intersection(gone)):
-                self._clear(place)
+            for index in gone if written is None else sorted({*written}.intersection(gone)):
+                self._clear(index)
 
-    def _clear(self, place: int) -> None:
-        self.device.clearing.add(place)
-        self._listener.withheld(self, Block(place))
+    def _clear(self, index: int) -> None:
+        self.device.clearing.add(index)
+        self._listener.withheld(self, Block(index))
 
-    def cleared(self, place: int, *, done: bool) -> None:
+    def cleared(self, index: int, *, done: bool) -> None:
         """The executor has overwritten a withheld slot, or has failed to."""
-        self.device.clearing.discard(place)
+        self.device.clearing.discard(index)
         if not done:
-            self._clear(place)
+            self._clear(index)
 
     # The index
 
@@ -422,7 +422,7 @@ class BlockPool:
     ) -> None:
         """Enters a block that the journal knows as cached; its slot is free, and a parent on its device is there."""
         tier = self.tier_of(block)
-        self.blocks[block.slot] = block
+        self.blocks[block.index] = block
         tier.cached += 1
         tier.counters.restored += 1
         tier.count(domain.account, blocks=1)
@@ -430,7 +430,7 @@ class BlockPool:
         self._enter(block, key, parent_key, tokens, depth, domain, step)
         if block.children is not None:
             # They have outlived what it puts back.
-            self.count_near(block)
+            self.count_children_in_tier(block)
         if self.is_evictable(block):
             tier.enlist(block, domain.account, newest=False)
 
@@ -439,8 +439,8 @@ class BlockPool:
     ) -> None:
         tree = self.tree
         parent = tree.parent(parent_key)
-        self.doomed.discard(block)
-        self.offloader.has_left(block)
+        self.zero_on_free.discard(block)
+        self.offloader.drained(block)
         block.key = key
         block.tokens = tokens
         block.depth = depth
@@ -460,11 +460,11 @@ class BlockPool:
         if (
             self.window is None
             and isinstance(parent, Block)
-            and (block.slot <= self.device.size or self.tier_of(parent) is self.tier_of(block))
+            and (block.index <= self.device.size or self.tier_of(parent) is self.tier_of(block))
         ):
             # The parent of a device block is on the device, too.
-            parent.near += 1
-            if parent.older is not None:
+            parent.children_in_tier += 1
+            if parent.lru_prev is not None:
                 self.tier_of(parent).delist(parent, account_of(parent))
         tree.link(block, parent)
         self.tier_of(block).indexed += 1
@@ -478,7 +478,7 @@ class BlockPool:
     def rebook(self, block: Block, domain: Domain) -> None:
         """A block counts against the account of this domain, which is its own but for that."""
         tier, before = self.tier_of(block), account_of(block)
-        is_listed, is_used = block.older is not None, int(block.refs > 0)
+        is_listed, is_used = block.lru_prev is not None, int(block.refs > 0)
         if is_listed:
             tier.delist(block, before)
         tier.count(before, blocks=-1, used=-is_used)
@@ -489,10 +489,10 @@ class BlockPool:
         self.offloader.offer(block)
 
     def supersede(self, block: Block, old: Block, step: int) -> None:
-        """A used device block takes the place in the index of an equal one, with all it stands for."""
+        """A used device block takes the index in the index of an equal one, with all it stands for."""
         parent, tier, device = old.parent, self.tier_of(old), self.device
         assert parent is not None
-        self.offloader.has_left(block)
+        self.offloader.drained(block)
         self.leave(tier, old)
         # From now on it counts against the quota of the account whose block it replaces.
         device.count(account_of(block), blocks=-1, used=-1)
@@ -501,10 +501,10 @@ class BlockPool:
         device.count(account_of(block), blocks=1, used=1)
         block.stored_step = max(block.stored_step, step)
         self.tree.replace(old, block)
-        self.count_near(block)
+        self.count_children_in_tier(block)
         if self.window is None and isinstance(parent, Block) and tier is not device:
-            parent.near += 1
-            if parent.older is not None:
+            parent.children_in_tier += 1
+            if parent.lru_prev is not None:
                 device.delist(parent, account_of(parent))
         tier.indexed -= 1
         device.indexed += 1
@@ -514,7 +514,7 @@ class BlockPool:
         if self._has_lower:
             self.backups.pass_on(old, block)
         if not old.refs:
-            if old.older is not None:
+            if old.lru_prev is not None:
                 tier.delist(old, account_of(old))
             tier.cached -= 1
             self._empty(tier, old)
@@ -522,11 +522,11 @@ class BlockPool:
         self.updated(block)
         self.write(block)
 
-    def count_near(self, block: Block) -> None:
+    def count_children_in_tier(self, block: Block) -> None:
         """Counts the children in the block's own tier, with full attention."""
         if self.window is None:
             tier = self.tier_of(block)
-            block.near = sum([self.tier_of(child) is tier for child in children_of(block)])
+            block.children_in_tier = sum([self.tier_of(child) is tier for child in children_of(block)])
 
     def updated(self, block: Block) -> None:
         """Tells watchers of an indexed block that has changed."""
@@ -534,12 +534,12 @@ class BlockPool:
 
     def child_left(self, parent: Block, tier: Tier) -> None:
         """A child of this block has left the block's own tier, which is this one."""
-        parent.near -= 1
-        if parent.near:
+        parent.children_in_tier -= 1
+        if parent.children_in_tier:
             return
         if parent.refs:
             self.offloader.offer(parent)
-        elif parent.older is None:
+        elif parent.lru_prev is None:
             if tier.shares:
                 tier.enlist(parent, account_of(parent), newest=False)
             else:
@@ -548,7 +548,7 @@ class BlockPool:
     def discard(self, block: Block, cause: RemovalCause) -> None:
         """Takes a block out of the index; an unreferenced one becomes empty. With full attention it has no child."""
         tier = self.tier_of(block)
-        if block.older is not None:
+        if block.lru_prev is not None:
             tier.delist(block, account_of(block))
         self.unlink(block, cause, None)
         if not block.refs:
@@ -571,7 +571,7 @@ class BlockPool:
         view = self.view(block)
         device = self.device
         # Most pools have no other tier.
-        tier = device if block.slot <= device.size else self.tier_of(block)
+        tier = device if block.index <= device.size else self.tier_of(block)
         if block.lease is not None:
             self._leases.break_all(block, view, cause)
         parent = block.parent
@@ -580,7 +580,7 @@ class BlockPool:
         if (
             self.window is None
             and isinstance(parent, Block)
-            and (parent.slot <= device.size if tier is device else self.tier_of(parent) is tier)
+            and (parent.index <= device.size if tier is device else self.tier_of(parent) is tier)
         ):
             self.child_left(parent, tier)
         tier.indexed -= 1
@@ -619,7 +619,7 @@ class BlockPool:
         if changed:
             if self._has_lower and priority > block.priority:
                 self.backups.want(block)
-            if block.older is None:
+            if block.lru_prev is None:
                 block.priority = priority
                 self.offloader.offer(block)
             else:
@@ -636,18 +636,18 @@ class BlockPool:
     # The journal
 
     def write(self, block: Block) -> None:
-        """Tells the journal that a block has come to its place, or has changed there."""
+        """Tells the journal that a block has come to its index, or has changed there."""
         device = self.device
-        tier = device if block.slot <= device.size else self.tier_of(block)
+        tier = device if block.index <= device.size else self.tier_of(block)
         for tell in self._events.quiet:
             tell(self.pool_id, block.key)
         # Not the record itself: most blocks change again before it is wanted.
         current = partial(self.record, block)
-        self._journal.stored(self.executor_id, self.spec.group, tier.kind, block.slot - tier.offset, current)
+        self._journal.stored(self.executor_id, self.spec.group, tier.kind, block.index - tier.offset, current)
 
     def leave(self, tier: Tier, block: Block) -> None:
-        """Tells the journal that a block leaves its place."""
-        self._journal.removed(self.executor_id, self.spec.group, tier.kind, block.slot - tier.offset)
+        """Tells the journal that a block leaves its index."""
+        self._journal.removed(self.executor_id, self.spec.group, tier.kind, block.index - tier.offset)
 
     def record(self, block: Block) -> BlockRecord | None:
         """A block as the store keeps it; None when it has left the index."""
@@ -658,9 +658,9 @@ class BlockPool:
         return BlockRecord(
             group=self.spec.group,
             tier=tier.kind,
-            slot=block.slot - tier.offset,
-            generation=tier.generation(block.slot),
-            backup=self._backup_record(block) if self.backups.places else None,
+            slot=block.index - tier.offset,
+            generation=tier.generation(block.index),
+            backup=self._backup_record(block) if self.backups.indexes else None,
             last_use=USED_LAST if tier is self.device else block.recency,
             key=block.key,
             parent_key=block.parent.key if block.depth else None,
@@ -676,10 +676,10 @@ class BlockPool:
         )
 
     def _backup_record(self, block: Block) -> BackupRecord | None:
-        place, tier = self.backups.places.get(block), self.backups.tier
-        if place is None or tier is None:
+        index, tier = self.backups.indexes.get(block), self.backups.tier
+        if index is None or tier is None:
             return None
-        return BackupRecord(tier.kind, place - tier.offset, tier.generation(place))
+        return BackupRecord(tier.kind, index - tier.offset, tier.generation(index))
 
     def _lease_records(self, block: Block) -> tuple[LeaseRecord, ...]:
         return tuple(
@@ -694,7 +694,7 @@ class BlockPool:
         )
 
     def records(self) -> Iterator[BlockRecord]:
-        """Every indexed block by place, as it is when it is asked for: blocks may change between two of them."""
+        """Every indexed block by index, as it is when it is asked for: blocks may change between two of them."""
         for block in self.blocks:
             record = None if block is None else self.record(block)
             if record is not None:
@@ -733,5 +733,5 @@ class BlockPool:
                 self._leases.forget(block)
         self.tree = RadixTree()
         self.pending.clear()
-        self.doomed.clear()
+        self.zero_on_free.clear()
         self._set_up(spec, listener)

@@ -9,37 +9,37 @@ from operator import attrgetter
 from cachemgr.blocks.block import Block
 
 
-class EvictionOrder:
+class EvictionQueue:
     """Blocks that may be evicted now, in the order of their loss: by priority, within it least recently used first.
 
     Per priority a ring in the order of use, and a heap for blocks that come back into the middle of it: when a lease
     ends, or when the last child of a block that lies between others is gone. A bit per priority that has blocks.
     """
 
-    __slots__ = ("_bits", "_late", "_rings")
+    __slots__ = ("_bits", "_reinserted", "_rings")
 
     def __init__(self) -> None:
         self._bits = 0
         # Neighbour of blocks that are in a heap of this order, and of no other's.
-        self._late = Block(0)
+        self._reinserted = Block(0)
         # By priority, those that have had blocks: there may be an order for each of very many tenants.
-        self._rings: dict[int, _Ring] = {}
+        self._rings: dict[int, _LruList] = {}
 
     def append(self, block: Block) -> None:
         """Adds a block that was used more recently than all others."""
         priority = block.priority
         ring = self._rings.get(priority)
         if ring is None:
-            ring = self._rings[priority] = _Ring(self._late)
+            ring = self._rings[priority] = _LruList(self._reinserted)
         ring.append(block)
         self._bits |= 1 << priority
 
     def insert(self, block: Block) -> None:
-        """Adds a block at the place that its recency gives it."""
+        """Adds a block at the position that its recency gives it."""
         priority = block.priority
         ring = self._rings.get(priority)
         if ring is None:
-            ring = self._rings[priority] = _Ring(self._late)
+            ring = self._rings[priority] = _LruList(self._reinserted)
         ring.insert(block)
         self._bits |= 1 << priority
 
@@ -76,31 +76,31 @@ class EvictionOrder:
             yield priority, bool(self._bits >> priority & 1), ring.walk()
 
 
-class _Ring:
+class _LruList:
     """The evictable blocks of one priority."""
 
-    __slots__ = ("_end", "_heap", "_late", "_mark", "size")
+    __slots__ = ("_end", "_heap", "_in_heap", "_reinserted", "size")
 
     def __init__(self, mark: Block) -> None:
-        self._mark = mark
+        self._in_heap = mark
         end = Block(0)
-        end.older = end.newer = end
+        end.lru_prev = end.lru_next = end
         self._end = end
-        # Blocks that are not linked, by their place in the order; the heap also has places that were given up. Numbers,
-        # as very many are sorted at once when too many have been given up.
-        self._late: dict[int, Block] = {}
+        # Blocks that are not linked, by their position in the order; the heap also has positions that were given up.
+        # They are numbers, as very many are sorted at once when too many have been given up.
+        self._reinserted: dict[int, Block] = {}
         self._heap: list[int] = []
         self.size = 0
 
     def append(self, block: Block) -> None:
-        newest = self._end.older
+        newest = self._end.lru_prev
         assert newest is not None
         self._link(newest, block, self._end)
         self.size += 1
 
     def insert(self, block: Block) -> None:
         end, recency = self._end, block.recency
-        oldest, newest = end.newer, end.older
+        oldest, newest = end.lru_next, end.lru_prev
         assert oldest is not None
         assert newest is not None
         self.size += 1
@@ -111,25 +111,25 @@ class _Ring:
         else:
             if len(self._heap) > 2 * self.size:
                 self._sort()
-            place = _place(block)
-            self._late[place] = block
-            heappush(self._heap, place)
-            block.older = block.newer = self._mark
+            position = _position(block)
+            self._reinserted[position] = block
+            heappush(self._heap, position)
+            block.lru_prev = block.lru_next = self._in_heap
 
     def remove(self, block: Block) -> None:
-        older, newer = block.older, block.newer
+        older, newer = block.lru_prev, block.lru_next
         assert older is not None
         assert newer is not None
-        if older is self._mark:
-            del self._late[_place(block)]
+        if older is self._in_heap:
+            del self._reinserted[_position(block)]
         else:
-            older.newer = newer
-            newer.older = older
-        block.older = block.newer = None
+            older.lru_next = newer
+            newer.lru_prev = older
+        block.lru_prev = block.lru_next = None
         self.size -= 1
 
     def first(self) -> Block | None:
-        oldest, heap, late = self._end.newer, self._heap, self._late
+        oldest, heap, late = self._end.lru_next, self._heap, self._reinserted
         if heap and heap[0] not in late:
             self._pop()
             heap = self._heap
@@ -138,8 +138,8 @@ class _Ring:
         return oldest
 
     def _pop(self) -> None:
-        """Takes places that were given up from the top of the heap."""
-        heap, late = self._heap, self._late
+        """Takes positions that were given up from the top of the heap."""
+        heap, late = self._heap, self._reinserted
         for _ in range(1 + len(heap) // 8):
             heappop(heap)
             if not heap or heap[0] in late:
@@ -148,42 +148,42 @@ class _Ring:
         self._sort()
 
     def _sort(self) -> None:
-        self._heap = list(self._late)
+        self._heap = list(self._reinserted)
         heapify(self._heap)
 
     def blocks(self) -> list[Block]:
         """All, oldest first."""
-        found = {*self._late.values()}
-        block = self._end.newer
+        found = {*self._reinserted.values()}
+        block = self._end.lru_next
         while block is not None and block is not self._end:
             found.add(block)
-            block = block.newer
+            block = block.lru_next
         return sorted(found, key=_RECENCY)
 
     def in_order(self) -> Iterator[Block]:
-        late = [self._late[place] for place in sorted(self._late)]
+        late = [self._reinserted[position] for position in sorted(self._reinserted)]
         return merge((block for block, is_linked in self.walk() if is_linked), late, key=_RECENCY)
 
     def walk(self) -> Iterator[tuple[Block, bool]]:
-        block = self._end.newer
+        block = self._end.lru_next
         while block is not None and block is not self._end:
             yield block, True
-            block = block.newer
+            block = block.lru_next
         # Others may come and go between two of them.
-        for block in list(self._late.values()):
+        for block in list(self._reinserted.values()):
             yield block, False
 
     @staticmethod
     def _link(older: Block, block: Block, newer: Block) -> None:
-        block.older = older
-        block.newer = newer
-        older.newer = block
-        newer.older = block
+        block.lru_prev = older
+        block.lru_next = newer
+        older.lru_next = block
+        newer.lru_prev = block
 
 
-def _place(block: Block) -> int:
-    """Where a block stands among those of its priority: by recency, each at a place of its own."""
-    return block.recency << _SLOT_BITS | block.slot
+def _position(block: Block) -> int:
+    """Where a block stands among those of its priority: by recency, each at a position of its own."""
+    return block.recency << _SLOT_BITS | block.index
 
 
 _SLOT_BITS = 40

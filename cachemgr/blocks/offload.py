@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from cachemgr.blocks.block_pool import BlockPool, PoolListener
 
 
-class Way(enum.Enum):
-    """How a block leaves its place."""
+class Eviction(enum.Enum):
+    """How a block leaves its index."""
 
-    OUT = "of the index"
-    BY_COPY = "down, by a copy"
-    IN_BACKUP = "down, to where a copy of it lies already"
+    DROPPED = "of the index"
+    OFFLOADED = "down, by a copy"
+    ALREADY_BELOW = "down, to where a copy of it lies already"
 
 
 # Looked up once, not for each block that goes.
-_OUT, _BY_COPY, _IN_BACKUP = Way
+_DROPPED, _OFFLOADED, _ALREADY_BELOW = Eviction
 
 
 class CopyTicket(Protocol):
@@ -57,99 +57,99 @@ class Offloader:
         self._pool = pool
         self._listener = listener
         # Blocks in lower tiers whose bytes are on their way, with the copies; no sequence may count on them.
-        self.moving: dict[Block, CopyTicket] = {}
+        self.offloading: dict[Block, CopyTicket] = {}
         # Blocks that are not computed yet, in slots that the bytes of others have yet to leave.
-        self.leaving: dict[Block | None, CopyTicket] = {}
+        self.draining: dict[Block | None, CopyTicket] = {}
 
-    def offload(self, tier: Tier, victim: Block, writer: Writer | None) -> Way:
+    def offload(self, tier: Tier, victim: Block, writer: Writer | None) -> Eviction:
         """Moves a block to the next tier that has slots; when it must be copied, its reference is the copy's."""
         pool, lower = self._pool, tier.below
         if lower is None:
-            return _OUT
+            return _DROPPED
         # Without it its children in lower tiers would be worth nothing: it goes with them, whatever its priority.
         carries = pool.window is None and victim.children is not None
         account = account_of(victim)
         closed = lower.is_closed(account)
         if not carries and victim.priority < offload_floor(victim, pool.offload_min_priority):
-            return _OUT
+            return _DROPPED
         if tier is pool.device:
             copied = None if closed else pool.backups.take(victim)
             if copied is not None:
                 self._lie_below(lower, victim, copied)
-                return _IN_BACKUP
+                return _ALREADY_BELOW
             # A copy that is under way would come too late, and one that may not stay makes room.
             pool.backups.drop(victim)
         moved: Block | None = None
-        place = None if closed else self._empty_place(lower)
-        if place is None:
+        index = None if closed else self._empty_index(lower)
+        if index is None:
             other = self._least(lower, account, writer)
             if other is None or not (carries or goes_before(other, victim)):
-                return _OUT
-            place = other.slot
-            if other in self.moving:
+                return _DROPPED
+            index = other.index
+            if other in self.offloading:
                 self._recall(lower, other, writer)
-            elif pool.vacate(lower, other, writer) is _BY_COPY:
+            elif pool.evict(lower, other, writer) is _OFFLOADED:
                 moved = other
         tier.counters.offloaded += 1
         tier.counters.copied_bytes += pool.spec.block_bytes
         pool.leave(tier, victim)
-        self._change_place(tier, victim, lower, place)
+        self._move(tier, victim, lower, index)
         lower.used += 1
         if account is not None:
             lower.count(account, blocks=1, used=1)
         if moved is not None:
             self.begin(moved, victim, writer)
-        return _BY_COPY
+        return _OFFLOADED
 
     def begin(self, moved: Block, occupant: Block, writer: Writer | None) -> None:
         """Opens the copy of a block that has moved, out of the slot that another block has now."""
         ticket = self._listener.offloading(self._pool, moved, occupant, writer)
-        self.moving[moved] = self.leaving[occupant] = ticket
+        self.offloading[moved] = self.draining[occupant] = ticket
         # The ticket tells its generation.
         self._pool.write(moved)
 
     def ended(self, ticket: CopyTicket) -> None:
         """A copy has ended."""
-        self.moving.pop(ticket.target, None)
-        if self.leaving.get(ticket.source) is ticket:
-            del self.leaving[ticket.source]
+        self.offloading.pop(ticket.target, None)
+        if self.draining.get(ticket.source) is ticket:
+            del self.draining[ticket.source]
 
-    def has_left(self, block: Block) -> None:
+    def drained(self, block: Block) -> None:
         """A block is computed: the bytes that lay in its slot before are copied, whether that is confirmed or not.
 
         From now on its slot is free as soon as nothing uses it, which decisions about room count on.
         """
-        if self.leaving:
-            self.leaving.pop(block, None)
+        if self.draining:
+            self.draining.pop(block, None)
 
     def reserve(self, block: Block) -> bool:
         """Whether the bytes that lay in a block's slot before must leave it first: then their copy keeps the slot."""
-        if block not in self.leaving:
+        if block not in self.draining:
             return False
-        self.leaving.pop(block).holds_source = True
+        self.draining.pop(block).holds_source = True
         block.refs, block.domain = 1, None
         return True
 
     def offer(self, block: Block) -> None:
         """A block in use may be evicted at another time than before, if it is moving and its copy can be recalled."""
-        ticket = self.moving.get(block) if self.moving else None
+        ticket = self.offloading.get(block) if self.offloading else None
         if ticket is not None:
             ticket.offer()
 
     def demote(self, block: Block) -> bool:
         """Moves an evictable device block down now; its slot stays reserved for the copy. False when it may not."""
-        pool, device, slot, account = self._pool, self._pool.device, block.slot, account_of(block)
+        pool, device, slot, account = self._pool, self._pool.device, block.index, account_of(block)
         device.delist(block, account)
         device.cached -= 1
         device.count(account, blocks=-1)
         block.refs = 1
         way = self.offload(device, block, None)
-        if way is _OUT:
+        if way is _DROPPED:
             block.refs = 0
             device.cached += 1
             device.count(account, blocks=1)
             device.enlist(block, account, newest=False)
-        elif way is _IN_BACKUP:
+        elif way is _ALREADY_BELOW:
             device.empty.append(slot)
         else:
             occupant = Block(slot)
@@ -158,22 +158,22 @@ class Offloader:
             device.used += 1
             self.begin(block, occupant, None)
             # Its slot is the copy's now.
-            pool.drop(occupant)
-        return way is not _OUT
+            pool.release(occupant)
+        return way is not _DROPPED
 
-    def _empty_place(self, lower: Tier) -> int | None:
-        """A place of a lower tier that holds nothing, or nothing but a copy of what the device holds."""
+    def _empty_index(self, lower: Tier) -> int | None:
+        """An index of a lower tier that holds nothing, or nothing but a copy of what the device holds."""
         if lower.empty or lower.unread:
             return lower.take_empty()
         backups = self._pool.backups
         return backups.give_way() if lower is backups.tier else None
 
-    def _lie_below(self, lower: Tier, block: Block, place: int) -> None:
+    def _lie_below(self, lower: Tier, block: Block, index: int) -> None:
         """A device block that is evicted lies in its backup."""
         pool, account = self._pool, account_of(block)
         pool.device.counters.offloaded += 1
         pool.leave(pool.device, block)
-        self._change_place(pool.device, block, lower, place)
+        self._move(pool.device, block, lower, index)
         block.refs = 0
         lower.cached += 1
         lower.count(account, blocks=1)
@@ -183,7 +183,7 @@ class Offloader:
 
     def _least(self, lower: Tier, account: Account | None, writer: Writer | None) -> Block | None:
         """What a lower tier evicts next: a cached block, or one whose copy no scheduler knows of yet."""
-        # At its ceiling an account takes the place of its own blocks only.
+        # At its ceiling an account takes the index of its own blocks only.
         shut = account is not None and lower.is_closed(account) and not lower.wants_own(account)
         least = None if shut else lower.victim(account) if lower.shares else lower.order.first()
         moving = None if writer is None else writer.opened.first(lower, account if shut else None)
@@ -194,8 +194,8 @@ class Offloader:
     def _recall(self, lower: Tier, block: Block, writer: Writer | None) -> None:
         """Loses a block whose copy down is called off."""
         assert writer is not None
-        pool, ticket = self._pool, self.moving.pop(block)
-        del self.leaving[ticket.source]
+        pool, ticket = self._pool, self.offloading.pop(block)
+        del self.draining[ticket.source]
         self._listener.offload_recalled(ticket, writer)
         block.refs = 0
         lower.used -= 1
@@ -204,16 +204,16 @@ class Offloader:
             pool.lose_children(block)
         pool.unlink(block, RemovalCause.EVICTED, writer)
 
-    def _change_place(self, tier: Tier, block: Block, lower: Tier, place: int) -> None:
+    def _move(self, tier: Tier, block: Block, lower: Tier, index: int) -> None:
         """A block moves down from a tier to a lower one; its old slot is the caller's to fill."""
         pool, parent = self._pool, block.parent
-        pool.blocks[block.slot] = None
-        block.slot = place
-        pool.blocks[place] = block
+        pool.blocks[block.index] = None
+        block.index = index
+        pool.blocks[index] = block
         tier.indexed -= 1
         lower.indexed += 1
         if pool.window is None:
-            pool.count_near(block)
+            pool.count_children_in_tier(block)
             # The parent of a device block is on the device, too.
             if isinstance(parent, Block) and (tier is pool.device or pool.tier_of(parent) is tier):
                 pool.child_left(parent, tier)

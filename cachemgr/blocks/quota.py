@@ -5,7 +5,7 @@ from __future__ import annotations
 from heapq import heapify, heappop, heappush
 
 from cachemgr.blocks.block import Block
-from cachemgr.blocks.eviction_queue import EvictionOrder, loss
+from cachemgr.blocks.eviction_queue import EvictionQueue, loss
 from cachemgr.types import AccountKey, Quota, TierKind
 
 
@@ -69,7 +69,7 @@ class Share:
         self.ceiling = account.ceiling(kind)
         self.count = 0
         self.used = 0
-        self.order = EvictionOrder()
+        self.order = EvictionQueue()
 
     def protected(self, claimed: int = 0) -> int:
         """Cached blocks that only the account itself may evict, once so many of its cached ones are in use."""
@@ -77,7 +77,7 @@ class Share:
 
     @property
     def is_full(self) -> bool:
-        """Whether what comes next takes the place of something of its own."""
+        """Whether what comes next takes the position of something of its own."""
         return self.ceiling is not None and self.count >= self.ceiling
 
 
@@ -87,23 +87,23 @@ class Shares:
     A heap in which a share stands at or before its first block: only what is found too early is put right.
     """
 
-    __slots__ = ("_floors_count", "_heap", "_places", "_pushes")
+    __slots__ = ("_floors_count", "_heap", "_positions", "_pushes")
 
     def __init__(self, *, floors_count: bool) -> None:
         self._floors_count = floors_count
-        # (priority, recency, number of the push, share); stale when the share's place is another.
+        # (priority, recency, number of the push, share); stale when the share's position is another.
         self._heap: list[tuple[int, int, int, Share]] = []
-        self._places: dict[Share, tuple[int, int]] = {}
+        self._positions: dict[Share, tuple[int, int]] = {}
         self._pushes = 0
 
     def note(self, share: Share, at: tuple[int, int], most: int) -> None:
         """A block of a share may be lost; there are at most so many shares."""
-        place = self._places.get(share)
-        if (place is not None and place <= at) or not self._may_lose(share):
+        position = self._positions.get(share)
+        if (position is not None and position <= at) or not self._may_lose(share):
             return
         if len(self._heap) > 64 + 2 * most:
-            self._places = {known: at for known, at in self._places.items() if known.order.first() is not None}
-            self._heap = [entry for entry in self._heap if self._places.get(entry[3]) == entry[:2]]
+            self._positions = {known: at for known, at in self._positions.items() if known.order.first() is not None}
+            self._heap = [entry for entry in self._heap if self._positions.get(entry[3]) == entry[:2]]
             heapify(self._heap)
         self._push(share, at)
 
@@ -116,20 +116,20 @@ class Shares:
         while heap:
             priority, recency, _, share = heap[0]
             at = priority, recency
-            if self._places.get(share) != at:
+            if self._positions.get(share) != at:
                 heappop(heap)
                 continue
             block = share.order.first() if self._may_lose(share) else None
             if block is not None and loss(block) == at:
                 return block
             heappop(heap)
-            del self._places[share]
+            del self._positions[share]
             if block is not None:
                 self._push(share, loss(block))
         return None
 
     def _push(self, share: Share, at: tuple[int, int]) -> None:
-        self._places[share] = at
+        self._positions[share] = at
         self._pushes += 1
         heappush(self._heap, (*at, self._pushes, share))
 

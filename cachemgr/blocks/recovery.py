@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _DEPTH, _RECENCY = attrgetter("depth"), attrgetter("recency")
 # Tier, slot, and the ticket of the copy that filled it.
-_Place = tuple[TierKind, int, int]
+_LowerSlot = tuple[TierKind, int, int]
 
 
 class RecoveringExecutor(Protocol):
@@ -71,7 +71,7 @@ class Leftovers:
         return sum(len(blocks) + len(index) for blocks, index in self._rest)
 
     def add(self, blocks: list[Block | None], index: dict[bytes, Block]) -> None:
-        """The places and the index of a pool, which uses them no longer."""
+        """The indexes and the index of a pool, which uses them no longer."""
         self._rest.append((blocks, index))
 
     def let_go(self, count: int) -> None:
@@ -102,26 +102,26 @@ def restart(
     """The executor has started again: the device is void, and a lower slot counts if it is filled as remembered.
 
     `filled` has for each lower tier the tickets that filled its slots. What stays keeps the references `held`;
-    callers end all others before. Lower places in `zeroing` are overwritten.
+    callers end all others before. Lower indexes in `zeroing` are overwritten.
     """
     tree = pool.tree
-    staying = {block: place for block in tree.by_key.values() if (place := _place_below(pool, block, filled))}
+    staying = {block: index for block in tree.by_key.values() if (index := _slot_below(pool, block, filled))}
     for block in tree.by_key.values():
         if block not in staying:
             pool.lose(block)
     was_on_device = [block for block in staying if pool.is_on_device(block)]
     for block in sorted(was_on_device, key=_DEPTH, reverse=True):
         if block.refs:
-            pool.uses += 1
-            block.recency = pool.uses
+            pool.lru_clock += 1
+            block.recency = pool.lru_clock
     parents = {block: block.parent.key for block in staying if block.parent is not None}
-    dirty = [(tier.kind, place - tier.offset) for place in zeroing if (tier := pool.tier_at(place)) is not pool.device]
+    dirty = [(tier.kind, index - tier.offset) for index in zeroing if (tier := pool.tier_at(index)) is not pool.device]
     counters = [tier.counters for tier in pool.tiers]
     pool.start_empty(spec, listener)
     for tier, before in zip(pool.tiers, counters, strict=True):
         tier.counters = before
-    for block, place in staying.items():
-        _move_in(pool, block, place, held.get(block, 0))
+    for block, index in staying.items():
+        _move_in(pool, block, index, held.get(block, 0))
     _link_again(pool, parents)
     _zero_again(pool, dirty)
     _find_empty(pool)
@@ -129,32 +129,32 @@ def restart(
         pool.tiers[kind].counters.restored += 1
         pool.write(block)
     for block in sorted(staying, key=_RECENCY):
-        pool.drop(block)
+        pool.release(block)
     for block in was_on_device:
         if block.parent is not None:
             pool.updated(block)
 
 
-def _place_below(pool: BlockPool, block: Block, filled: Mapping[TierKind, Sequence[int]]) -> _Place | None:
+def _slot_below(pool: BlockPool, block: Block, filled: Mapping[TierKind, Sequence[int]]) -> _LowerSlot | None:
     """Where the bytes of a block are without the device."""
-    for place in (block.slot, *pool.backups.copies(block)):
-        tier = pool.tier_at(place)
-        slot, generation = place - tier.offset, tier.generation(place)
+    for index in (block.index, *pool.backups.copies(block)):
+        tier = pool.tier_at(index)
+        slot, generation = index - tier.offset, tier.generation(index)
         slots = filled.get(tier.kind, ())
         if slot <= len(slots) and slots[slot - 1] == generation != 0:
             return tier.kind, slot, generation
     return None
 
 
-def _move_in(pool: BlockPool, block: Block, place: _Place, held: int) -> None:
+def _move_in(pool: BlockPool, block: Block, index: _LowerSlot, held: int) -> None:
     """Puts a block where its bytes are, with one reference more than it keeps."""
-    kind, slot, generation = place
+    kind, slot, generation = index
     tier = pool.tiers[kind]
     block.detach()
-    block.slot = tier.offset + slot
-    tier.fill(block.slot, generation)
+    block.index = tier.offset + slot
+    tier.fill(block.index, generation)
     block.refs = held + 1
-    pool.blocks[block.slot] = block
+    pool.blocks[block.index] = block
     tier.used += 1
     tier.count(account_of(block), blocks=1, used=1)
     tier.indexed += 1
@@ -166,7 +166,7 @@ def _link_again(pool: BlockPool, parents: Mapping[Block, bytes]) -> None:
     for block, key in parents.items():
         pool.tree.link(block, pool.tree.parent(key))
     for block in parents:
-        pool.count_near(block)
+        pool.count_children_in_tier(block)
 
 
 def _zero_again(pool: BlockPool, slots: Iterable[tuple[TierKind, int]]) -> None:
@@ -180,13 +180,13 @@ def _zero_again(pool: BlockPool, slots: Iterable[tuple[TierKind, int]]) -> None:
 def _find_empty(pool: BlockPool) -> None:
     """Makes all slots empty that hold nothing."""
     for tier in pool.tiers:
-        places = range(tier.offset + 1, tier.offset + tier.size + 1)
-        tier.set_empty(place for place in places if pool.blocks[place] is None)
+        indexes = range(tier.offset + 1, tier.offset + tier.size + 1)
+        tier.set_empty(index for index in indexes if pool.blocks[index] is None)
 
 
 def _zero(pool: BlockPool, tier: Tier, slot: int) -> None:
     block = Block(tier.offset + slot)
-    pool.blocks[block.slot] = block
+    pool.blocks[block.index] = block
     pool.zero(block)
 
 
@@ -222,7 +222,7 @@ class Recovery:
         self.purged = purged
         self._forgotten_keys: set[bytes] = set()
         # All uses since are later ones. Blocks without a known time of use count down from here.
-        self._last_uses = [pool.uses for pool in executor.pools]
+        self._last_uses = [pool.lru_clock for pool in executor.pools]
         for pool in executor.pools:
             group = pool.spec.group
             steps = spec.last_write_steps[group] if spec.last_write_steps else ()
@@ -284,12 +284,12 @@ class Recovery:
 
     def _leave(self, record: BlockRecord) -> None:
         """The store's block is not there any more. Of what is there now the journal has heard."""
-        pools, place = self._executor.pools, None
+        pools, index = self._executor.pools, None
         if record.group < len(pools):
             pool = pools[record.group]
             tier = pool.tiers[record.tier]
-            place = tier.offset + record.slot if 1 <= record.slot <= tier.size else None
-            block = None if place is None else pool.blocks[place]
+            index = tier.offset + record.slot if 1 <= record.slot <= tier.size else None
+            block = None if index is None else pool.blocks[index]
             if block is not None and block.parent is not None:
                 return
         self._journal.removed(self._executor.executor_id, *record.place)
@@ -319,7 +319,7 @@ class Recovery:
         return any(is_meant(record) for is_meant in self.purged)
 
     def _believed(self, record: BlockRecord) -> BlockRecord | None:
-        """The record with the place where its bytes are; None when they are gone, or it cannot be right."""
+        """the record with the slot where its bytes are; None when they are gone, or it cannot be right."""
         if not self._is_sound(record):
             return None
         below = record.below()
@@ -397,7 +397,7 @@ class Recovery:
             unread = None if at is None else pool.tiers[at.tier].unread
             if at is not None and unread is not None:
                 unread.settle(at.slot)
-        tier.fill(block.slot, record.generation)
+        tier.fill(block.index, record.generation)
         # The newest comes first in a record, and in a list that grows at its beginning.
         for lease in reversed(record.leases):
             wish = Wish(lease.holder, lease.priority, lease.duration, lease.offload_min_priority)
@@ -406,7 +406,7 @@ class Recovery:
         pool.adopt(block, record.key, parent_key, record.tokens, record.depth, domain, record.stored_step)
         if record.backup is not None:
             below = pool.tiers[record.backup.tier]
-            pool.backups.places[block] = below.offset + record.backup.slot
+            pool.backups.indexes[block] = below.offset + record.backup.slot
             below.fill(below.offset + record.backup.slot, record.backup.generation)
         return block
 

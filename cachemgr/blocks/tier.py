@@ -10,7 +10,7 @@ from heapq import merge
 from itertools import compress, islice
 
 from cachemgr.blocks.block import Block
-from cachemgr.blocks.eviction_queue import EvictionOrder, loss
+from cachemgr.blocks.eviction_queue import EvictionQueue, loss
 from cachemgr.blocks.quota import Account, Share, Shares, account_of
 from cachemgr.errors import SequenceTooLongError
 from cachemgr.types import RemovalCause, TierKind
@@ -128,7 +128,7 @@ class UnreadSlots:
 class Tier:
     """Slots 1..size of one kind of memory.
 
-    A pool numbers the slots of all its tiers in one row, its places; the first slot is at place `offset` + 1. `used`
+    A pool numbers the slots of all its tiers in one row, its indexes; the first slot is at index `offset` + 1. `used`
     counts blocks with references, `cached` those without. Slots that the pool may not use are `withheld`, or `owed`
     until they are.
     """
@@ -146,12 +146,12 @@ class Tier:
         self.withheld: list[int] = []
         # How many more of its slots the pool may no longer use: they are withheld once they are empty.
         self.owed = 0
-        # Of those withheld, places that the executor has yet to overwrite.
+        # Of those withheld, indexes that the executor has yet to overwrite.
         self.clearing: set[int] = set()
         self.counters = TierCounters()
         # By slot of a lower tier: the ticket of the copy that filled it. Steps fill those of the device.
         self.generations = array("Q", bytes(0 if kind is TierKind.DEVICE else 8 * (size + 1)))
-        # Empty places, those given back first to be taken first. Places that were never taken come in portions, as
+        # Empty indexes, those given back first to be taken first. Places that were never taken come in portions, as
         # a registration would take long to list millions: some are here as long as there are any.
         self.empty: deque[int] = deque()
         self._fresh = range(offset + 1, offset + size + 1)
@@ -159,7 +159,7 @@ class Tier:
         # Set while remembered blocks are read: free slots beside the empty ones.
         self.unread: UnreadSlots | None = None
         # Evictable blocks of nobody with a quota.
-        self.order = EvictionOrder()
+        self.order = EvictionQueue()
         # Of accounts that have blocks here.
         self.shares: dict[Account, Share] = {}
         self._losing, self._holding = Shares(floors_count=True), Shares(floors_count=False)
@@ -189,23 +189,23 @@ class Tier:
         return len(self.empty) + len(self._fresh) + len(self.unread or ())
 
     def all_empty(self) -> list[int]:
-        """The places of these slots."""
+        """The indexes of these slots."""
         rest = () if self.unread is None else self.unread.rest(self.offset)
         return [*self.empty, *self._fresh, *rest]
 
     def take_empty(self, *, newest: bool = False) -> int:
-        """The place that has been empty for longest, or for the shortest time. Only call it when one is empty."""
+        """The index that has been empty for longest, or for the shortest time. Only call it when one is empty."""
         if not self.empty:
             assert self.unread is not None
             return self.offset + self.unread.take()
-        place = self.empty.pop() if newest else self.empty.popleft()
+        index = self.empty.pop() if newest else self.empty.popleft()
         if not self.empty:
             self._refill()
-        return place
+        return index
 
-    def set_empty(self, places: Iterable[int]) -> None:
-        """Makes these places the empty ones."""
-        self.empty = deque(places)
+    def set_empty(self, indexes: Iterable[int]) -> None:
+        """Makes these indexes the empty ones."""
+        self.empty = deque(indexes)
         self._fresh = range(0)
 
     def _refill(self) -> None:
@@ -237,14 +237,14 @@ class Tier:
         if not count:
             return
         if self.clearing:
-            self.withheld.sort(key=lambda place: place not in self.clearing)
+            self.withheld.sort(key=lambda index: index not in self.clearing)
         self.empty.extend(islice(reversed(self.withheld), count))
         del self.withheld[-count:]
 
     def await_remembered(self, filled: Sequence[int]) -> None:
         """Sets the empty slots aside for remembered blocks; `filled` is 0 for each slot that was never filled."""
         is_whole = self.num_empty == self.size
-        free = None if is_whole else (place - self.offset for place in self.all_empty())
+        free = None if is_whole else (index - self.offset for index in self.all_empty())
         self.unread = UnreadSlots(islice(filled, self.size), free)
         self.set_empty(())
 
@@ -258,14 +258,14 @@ class Tier:
             self.empty.extend(self.unread.rest(self.offset))
             self.unread = None
 
-    def generation(self, place: int) -> int:
-        """The ticket of the copy that filled a place; 0 on the device."""
-        return self.generations[place - self.offset] if self.generations else 0
+    def generation(self, index: int) -> int:
+        """The ticket of the copy that filled an index; 0 on the device."""
+        return self.generations[index - self.offset] if self.generations else 0
 
-    def fill(self, place: int, generation: int) -> None:
-        """Notes the ticket of the copy that fills a place."""
+    def fill(self, index: int, generation: int) -> None:
+        """Notes the ticket of the copy that fills an index."""
         if self.generations:
-            self.generations[place - self.offset] = generation
+            self.generations[index - self.offset] = generation
 
     def free_for(self, account: Account | None, *, claimed: Collection[Block] = (), within_ceiling: bool = True) -> int:
         """Slots that may be taken for an account: not what others' floors protect, and within its own ceiling.
@@ -388,7 +388,7 @@ class Tier:
             for shares in (self._losing, self._holding):
                 shares.note(share, loss(block), len(self.shares))
 
-    def orders(self) -> Iterator[EvictionOrder]:
+    def orders(self) -> Iterator[EvictionQueue]:
         """All orders of loss."""
         yield self.order
         for share in self.shares.values():

@@ -27,12 +27,12 @@ class Backups:
         self._pool = pool
         self.tier: Tier | None = next((tier for tier in pool.tiers[1:] if tier.size), None)
         # Place of each backup by its device block.
-        self.places: dict[Block, int] = {}
+        self.indexes: dict[Block, int] = {}
         # Copies to new ones that are under way, by device block. Nothing is reserved for them but their target.
         self.open: dict[Block, CopyTicket] = {}
         # Copies under way, with those that are no longer wanted.
         self.running = 0
-        # Blocks below that copies still use, and the device blocks that have taken their places in the index.
+        # Blocks below that copies still use, and the device blocks that have taken their indexes in the index.
         self.heirs: dict[Block, Block] = {}
         # Device blocks that may have none, the most wanted last.
         self.wanting: deque[Block] = deque(maxlen=pool.device.size if write_through and self.tier is not None else 0)
@@ -44,26 +44,26 @@ class Backups:
         self.wanting.append(block)
 
     def pass_on(self, old: Block, block: Block) -> None:
-        """A device block has taken the place of another block in the index: what was the other's copy is its own."""
+        """A device block has taken the index of another block in the index: what was the other's copy is its own."""
         if self._pool.is_on_device(old):
-            place = self.places.pop(old, None)
-            if place is not None:
-                self.places[block] = place
+            index = self.indexes.pop(old, None)
+            if index is not None:
+                self.indexes[block] = index
             self._forsake(old)
         else:
             self.heirs[old] = block
         self.want(block)
 
     def inherit(self, old: Block) -> bool:
-        """A slot below is neither used nor in the index: whether it stays, as the backup of who has taken its place."""
+        """A slot below is neither used nor in the index: whether it stays, as the backup of who has taken its index."""
         block, pool = self.heirs.pop(old, None), self._pool
-        if block is None or old in pool.doomed or pool.tier_of(old) is not self.tier:
+        if block is None or old in pool.zero_on_free or pool.tier_of(old) is not self.tier:
             return False
-        if block.parent is None or block.key != old.key or not pool.is_on_device(block) or block in self.places:
+        if block.parent is None or block.key != old.key or not pool.is_on_device(block) or block in self.indexes:
             return False
         self._forsake(block)
-        self.places[block] = old.slot
-        pool.blocks[old.slot] = None
+        self.indexes[block] = old.index
+        pool.blocks[old.index] = None
         pool.write(block)
         return True
 
@@ -74,49 +74,49 @@ class Backups:
     def drop(self, block: Block) -> None:
         """A block has left the device or the index. Of one whose bytes may not outlive it no copy does."""
         pool = self._pool
-        doomed = block in pool.doomed
-        place = self.places.pop(block, None)
-        if place is not None:
+        doomed = block in pool.zero_on_free
+        index = self.indexes.pop(block, None)
+        if index is not None:
             assert self.tier is not None
             if doomed:
-                copy = pool.blocks[place] = Block(place)
+                copy = pool.blocks[index] = Block(index)
                 pool.zero(copy)
             else:
-                self.tier.empty.append(place)
+                self.tier.empty.append(index)
         self._forsake(block)
         if doomed:
-            pool.doomed.update(below for below, heir in self.heirs.items() if heir is block)
+            pool.zero_on_free.update(below for below, heir in self.heirs.items() if heir is block)
 
     def _forsake(self, block: Block) -> None:
         """The copy of a block that is under way, if one is, will be nobody's."""
         ticket = self.open.pop(block, None)
         if ticket is not None:
             ticket.source = None
-            if block in self._pool.doomed:
-                self._pool.doomed.add(ticket.target)
+            if block in self._pool.zero_on_free:
+                self._pool.zero_on_free.add(ticket.target)
 
     def copies(self, block: Block) -> list[int]:
         """Places that may hold what a device block does, should the device be lost now: tickets tell."""
-        place, ticket = self.places.get(block), self.open.get(block)
-        found = [] if place is None else [place]
+        index, ticket = self.indexes.get(block), self.open.get(block)
+        found = [] if index is None else [index]
         if ticket is not None:
-            found.append(ticket.target.slot)
-        return found + [below.slot for below, heir in self.heirs.items() if heir is block and below.key == block.key]
+            found.append(ticket.target.index)
+        return found + [below.index for below, heir in self.heirs.items() if heir is block and below.key == block.key]
 
     # Slots
 
     def take(self, block: Block) -> int | None:
-        """The place of a block's backup, where it lies from now on."""
-        return self.places.pop(block, None)
+        """The index of a block's backup, where it lies from now on."""
+        return self.indexes.pop(block, None)
 
     def give_way(self) -> int | None:
-        """The place of the backup that goes first; None when there is none."""
-        if not self.places:
+        """The index of the backup that goes first; None when there is none."""
+        if not self.indexes:
             return None
-        block, place = self.places.popitem()
+        block, index = self.indexes.popitem()
         self.want(block)
         self._pool.write(block)
-        return place
+        return index
 
     # Making more
 
@@ -139,7 +139,7 @@ class Backups:
         if not self._deserves(block):
             return chain
         node: Node | None = block
-        while isinstance(node, Block) and not (node in self.places or node in self.open or node in found):
+        while isinstance(node, Block) and not (node in self.indexes or node in self.open or node in found):
             chain.append(node)
             node = node.parent if pool.window is None else None
         return chain[::-1]

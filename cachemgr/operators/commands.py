@@ -256,7 +256,7 @@ class OperatorCommands:
     def delete_rule_in_steps(self, name: str, etag: str, *, validate_only: bool) -> Steps[int]:
         """As `delete_rule`: the rule gives no lease from now on, and those that it has given end step by step."""
         self._state.begin()
-        rule = self._state.rules.doomed(name, etag)
+        rule = self._state.rules.get_for_delete(name, etag)
         if not validate_only:
             self._state.rules.remove(rule)
             self._report(rule.spec)

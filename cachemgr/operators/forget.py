@@ -225,7 +225,7 @@ class Forgetting:
                 continue
             found += [(pool, one) for one in (*standing, block)]
         for pool, block in found:
-            pool.doomed.add(block)
+            pool.zero_on_free.add(block)
             _count(self._receipt, pool, block, held)
         for pool, block in found:
             # With a block of full attention those of windows may have gone already.

@@ -240,7 +240,7 @@ class HintRunner:
     def _move_down(blocks: Blocks) -> Result:
         # Leaves first: a block can only go down when nothing on the device stands on it.
         movable = [(pool, block) for pool, block in reversed(blocks) if pool.is_on_device(block)]
-        count = sum(block.older is not None and pool.offloader.demote(block) for pool, block in movable)
+        count = sum(block.lru_prev is not None and pool.offloader.demote(block) for pool, block in movable)
         if count < len(movable):
             outcome = HintOutcome.CLIPPED if count else HintOutcome.REJECTED
             return outcome, f"{len(movable) - count} blocks are in use or have no place to go", count

@@ -86,9 +86,9 @@ class _Check:
         for block in self._blocks:
             yield
             counted = expected.pop(block, 0)
-            self._report(block.refs == counted, block.slot, f"has {block.refs} references, {counted} are known")
+            self._report(block.refs == counted, block.index, f"has {block.refs} references, {counted} are known")
         for block in expected:
-            self._report(False, block.slot, "is referred to and not in the pool")
+            self._report(False, block.index, "is referred to and not in the pool")
         for hold in self._executor.holds:
             self._report(bool(hold.owners) and hold.name != "", 0, "a hold has no owner")
 
@@ -118,7 +118,7 @@ class _Check:
             # Slots that are met, and blocks in all and in use by account.
             seen = bytearray(tier.size + 1)
             accounts = {account: [0, 0] for account in tier.shares}
-            backups = pool.backups.places.values() if tier is pool.backups.tier else ()
+            backups = pool.backups.indexes.values() if tier is pool.backups.tier else ()
             for place in itertools.chain(tier.all_empty(), tier.withheld, backups):
                 self._mark(tier, seen, place)
                 yield
@@ -126,7 +126,7 @@ class _Check:
                 yield
                 if pool.tier_of(block) is not tier:
                     continue
-                self._mark(tier, seen, block.slot)
+                self._mark(tier, seen, block.index)
                 used += block.refs > 0
                 cached += not block.refs
                 indexed += block.parent is not None
@@ -135,7 +135,9 @@ class _Check:
                     accounts[owner][0] += 1
                     accounts[owner][1] += block.refs > 0
             tickets = [ticket for ticket in self._executor.tickets.values() if ticket.purpose is Purpose.CLEAR]
-            places = sorted(one.target.slot for one in tickets if one.pool is pool and pool.tier_of(one.target) is tier)
+            places = sorted(
+                one.target.index for one in tickets if one.pool is pool and pool.tier_of(one.target) is tier
+            )
             self._report(places == sorted(tier.clearing), 0, f"asks for other {name} slots than it waits for")
             possible = tier.used + tier.cached + tier.num_empty
             self._report(0 <= tier.owed <= possible, 0, f"owes more {name} slots than it has")
@@ -165,7 +167,7 @@ class _Check:
         for place, at in enumerate(self._pool.blocks):
             yield
             if at is not None:
-                self._report(at.slot == place, place, f"holds a block that says place {at.slot}")
+                self._report(at.index == place, place, f"holds a block that says place {at.index}")
                 self._report(bool(at.refs) or at.parent is not None, place, "is neither used, cached nor empty")
 
     @staticmethod
@@ -177,10 +179,10 @@ class _Check:
     def backups(self) -> Iterator[None]:
         """Backups are of device blocks that need one."""
         pool, backups = self._pool, self._pool.backups
-        for block, place in backups.places.items():
+        for block, place in backups.indexes.items():
             yield
             on_device = block.parent is not None and pool.is_on_device(block)
-            self._report(on_device and block not in backups.open, block.slot, "has a backup that it does not need")
+            self._report(on_device and block not in backups.open, block.index, "has a backup that it does not need")
             filled = pool.tier_at(place) is backups.tier and backups.tier.generation(place) != 0
             self._report(filled, place, "is a backup and was never filled")
         running = [ticket for ticket in self._executor.tickets.values() if ticket.purpose is Purpose.BACKUP]
@@ -191,10 +193,10 @@ class _Check:
         self._report(awaited == wanted, 0, "waits for a backup that nobody makes")
         for block, ticket in backups.open.items():
             right = ticket.source is block and block.parent is not None and pool.is_on_device(block)
-            self._report(right, block.slot, "has a backup under way that it does not need")
+            self._report(right, block.index, "has a backup under way that it does not need")
         for below in backups.heirs:
-            left = below.parent is None and below.refs > 0 and pool.blocks[below.slot] is below
-            self._report(left, below.slot, "is to be inherited and not in use")
+            left = below.parent is None and below.refs > 0 and pool.blocks[below.index] is below
+            self._report(left, below.index, "is to be inherited and not in use")
 
     def order(self) -> Iterator[None]:
         """What may be lost is in its order of loss, and nothing else."""
@@ -213,17 +215,17 @@ class _Check:
                         listed.add(block)
                         whose = account_of(block) if account_of(block) in tier.shares else None
                         right = block.priority == priority and pool.tier_of(block) is tier and whose is account
-                        self._report(right, block.slot, "is in another's order of loss")
+                        self._report(right, block.index, "is in another's order of loss")
                     self._report(bit == some, 0, f"the bit of priority {priority} is wrong")
         for block in self._blocks:
             yield
-            leaf = pool.window is not None or not block.near
+            leaf = pool.window is not None or not block.children_in_tier
             self._report(
-                (block in listed) == (not block.refs and leaf), block.slot, "is wrongly in or out of the order"
+                (block in listed) == (not block.refs and leaf), block.index, "is wrongly in or out of the order"
             )
         for block in listed:
             yield
-            in_pool = pool.blocks[block.slot] is block
+            in_pool = pool.blocks[block.index] is block
             self._report(in_pool, 0, "a block that is not in the pool is in the eviction order")
 
     def leases(self) -> Iterator[None]:
@@ -231,20 +233,20 @@ class _Check:
         for block in self._blocks:
             yield
             leases = list(leases_of(block))
-            self._report(block.priority == effective_priority(block), block.slot, "has not its leases' priority")
+            self._report(block.priority == effective_priority(block), block.index, "has not its leases' priority")
             self._report(
                 all(lease.block is block and lease.pool is self._pool for lease in leases),
-                block.slot,
+                block.index,
                 "has a lease of another block",
             )
             holders = [lease.wish.holder for lease in leases if lease.wish.holder != SHARED]
-            self._report(len(set(holders)) == len(holders), block.slot, "has two leases of one holder")
-            self._report(len(leases) <= MAX_LEASES, block.slot, "has too many leases")
+            self._report(len(set(holders)) == len(holders), block.index, "has two leases of one holder")
+            self._report(len(leases) <= MAX_LEASES, block.index, "has too many leases")
             self._report(
-                not leases or bool(block.refs) or block.parent is not None, block.slot, "has leases and is empty"
+                not leases or bool(block.refs) or block.parent is not None, block.index, "has leases and is empty"
             )
             waiting = any(lease.deadline is None and lease.wish.duration is not None for lease in leases)
-            self._report(not waiting or block.refs > 0, block.slot, "can be taken, and the clock of a lease stands")
+            self._report(not waiting or block.refs > 0, block.index, "can be taken, and the clock of a lease stands")
 
     def keys(self) -> Iterator[None]:
         """Each block that says so is in the index, and no other."""
@@ -254,7 +256,7 @@ class _Check:
             yield
             if block.parent is not None:
                 indexed += 1
-                self._report(pool.tree.by_key.get(block.key) is block, block.slot, "is not in the index under its key")
+                self._report(pool.tree.by_key.get(block.key) is block, block.index, "is not in the index under its key")
         self._report(len(pool.tree.by_key) == indexed, 0, "index and blocks do not agree")
 
     def index(self) -> Iterator[None]:
@@ -275,21 +277,25 @@ class _Check:
             yield
             parent = block.parent
             if parent is None or block.domain is None:
-                self._report(False, block.slot, "is in the index without a parent or domain")
+                self._report(False, block.index, "is in the index without a parent or domain")
                 continue
-            self._report(block.key == key, block.slot, "is in the index under another key")
+            self._report(block.key == key, block.index, "is in the index under another key")
             self._report(
-                child_key(parent.key, block.tokens, block.domain.extra) == key, block.slot, "has a key of other tokens"
+                child_key(parent.key, block.tokens, block.domain.extra) == key, block.index, "has a key of other tokens"
             )
-            self._report(parents.get(block) is parent, block.slot, "is not among its parent's children")
-            self._report(pool.tree.node(parent.key) is parent, block.slot, "stands on a node that cannot be found")
-            self._report(block.writer is None, block.slot, "is in the index and still being written")
-            waits = block in pool.offloader.leaving and block not in pool.offloader.moving
-            self._report(not waits, block.slot, "is computed and waits for a copy out of its slot")
+            self._report(parents.get(block) is parent, block.index, "is not among its parent's children")
+            self._report(pool.tree.node(parent.key) is parent, block.index, "stands on a node that cannot be found")
+            self._report(block.writer is None, block.index, "is in the index and still being written")
+            waits = block in pool.offloader.draining and block not in pool.offloader.offloading
+            self._report(not waits, block.index, "is computed and waits for a copy out of its slot")
             if pool.window is None:
                 self._standing(block)
                 near = sum(pool.tier_of(child) is pool.tier_of(block) for child in children_of(block))
-                self._report(block.near == near, block.slot, f"counts {block.near} children near it, {near} are")
+                self._report(
+                    block.children_in_tier == near,
+                    block.index,
+                    f"counts {block.children_in_tier} children near it, {near} are",
+                )
         # To let go of a million entries at once takes long.
         while parents:
             parents.popitem()
@@ -299,16 +305,16 @@ class _Check:
         parent = block.parent
         if isinstance(parent, Block):
             pool = self._pool
-            self._report(parent.depth == block.depth - 1, block.slot, "has a parent of another depth")
+            self._report(parent.depth == block.depth - 1, block.index, "has a parent of another depth")
             free_parent = block.refs > 0 and pool.is_on_device(block) and not parent.refs
-            self._report(not free_parent, block.slot, "is used and its parent is not")
+            self._report(not free_parent, block.index, "is used and its parent is not")
             higher = pool.tier_of(parent).kind <= pool.tier_of(block).kind
-            self._report(higher, block.slot, "lies in a higher tier than its parent")
+            self._report(higher, block.index, "lies in a higher tier than its parent")
         else:
             # What lies in a lower tier may outlive what it stands on, and waits for that to be computed again.
             is_first = block.domain is not None and parent is not None and parent.key == block.domain.key
             outlived = block.depth > 0 and not is_first and not self._pool.is_on_device(block)
-            self._report(outlived or (is_first and block.depth == 0), block.slot, "has lost its parent")
+            self._report(outlived or (is_first and block.depth == 0), block.index, "has lost its parent")
 
     def pending(self) -> Iterator[None]:
         """What is promised is promised by somebody who writes it."""
@@ -316,17 +322,17 @@ class _Check:
             yield
             writer = block.writer
             if not isinstance(writer, Sequence):
-                self._report(False, block.slot, "is promised by nobody")
+                self._report(False, block.index, "is promised by nobody")
                 continue
             alive = self._executor.sequences.get(writer.handle) is writer and not writer.void and not writer.no_store
-            self._report(alive, block.slot, "is promised by a sequence that will not write it")
+            self._report(alive, block.index, "is promised by a sequence that will not write it")
             places = [table.blocks for table in writer.tables if table.pool is self._pool]
             promised = any(
                 place < len(writer.keys) and writer.keys[place] == key and mine is block
                 for blocks in places
                 for place, mine in enumerate(blocks)
             )
-            self._report(promised, block.slot, "is promised under a key that its writer does not have")
+            self._report(promised, block.index, "is promised under a key that its writer does not have")
 
     def writers(self) -> Iterator[None]:
         """Whatever a sequence may still write to is its own and nobody can find it."""
@@ -344,7 +350,7 @@ class _Check:
                 for block in (*table.blocks[first:], *sequence.private):
                     yield
                     if block is not None:
-                        self._report(block not in owners, block.slot, "is written by two sequences")
-                        self._report(block.writer is sequence, block.slot, "is written by one that does not own it")
-                        self._report(block.parent is None, block.slot, "is written while it can be found")
+                        self._report(block not in owners, block.index, "is written by two sequences")
+                        self._report(block.writer is sequence, block.index, "is written by one that does not own it")
+                        self._report(block.parent is None, block.index, "is written while it can be found")
                         owners[block] = sequence.handle

@@ -106,7 +106,7 @@ class Queries:
                 for one in self._state.executors.values()
             ],
             [
-                (pool.uses, pool.honoured_leases, pool.broken_leases, pool.share_number, len(pool.pending))
+                (pool.lru_clock, pool.honoured_leases, pool.broken_leases, pool.share_number, len(pool.pending))
                 for pool in self._state.pools()
             ],
             [
@@ -131,12 +131,12 @@ class Queries:
     def blocks(self, pool_id: str, after_place: int = 0) -> Iterator[tuple[int, BlockView]]:
         """Used and cached blocks with their places, the device first. Raises UnknownPoolError."""
         pool = self._state.pool(pool_id)
-        return ((block.slot, pool.listed(block)) for block in _from(pool, after_place) if block is not None)
+        return ((block.index, pool.listed(block)) for block in _from(pool, after_place) if block is not None)
 
     def search_blocks(self, pool_id: str, after_place: int = 0) -> Iterator[tuple[int, BlockView] | None]:
         """As `blocks`, with None for each empty slot."""
         pool = self._state.pool(pool_id)
-        return (None if block is None else (block.slot, pool.listed(block)) for block in _from(pool, after_place))
+        return (None if block is None else (block.index, pool.listed(block)) for block in _from(pool, after_place))
 
     def filtered_blocks(self, selected: BlockFilter, after_place: int = 0) -> Iterator[tuple[int, BlockView] | None]:
         """Blocks of one pool that a filter means, None for others.
@@ -146,7 +146,7 @@ class Queries:
         for pool, among in self.filtered(selected):
             for block in _from(pool, after_place):
                 if block is not None and (among is None or block in among) and matches(pool, block, selected):
-                    yield block.slot, pool.listed(block)
+                    yield block.index, pool.listed(block)
                 else:
                     yield None
 
@@ -176,7 +176,7 @@ class Queries:
             if block is not None:
                 for lease in leases_of(block):
                     if holder in ("", lease.wish.holder):
-                        yield block.slot, pool.view(block), self._state.leases.view(lease)
+                        yield block.index, pool.view(block), self._state.leases.view(lease)
             yield None
 
     def holds(self, owner: str = "") -> Iterator[HoldView]:
@@ -270,7 +270,7 @@ class Queries:
 
     def backups(self, pool_id: str) -> int:
         """Blocks of a pool's device that lie one tier below, too. Raises UnknownPoolError."""
-        return len(self._state.pool(pool_id).backups.places)
+        return len(self._state.pool(pool_id).backups.indexes)
 
     def meter(self, pool_id: str) -> TokenMeter:
         """Lookups in a pool. Raises UnknownPoolError."""
@@ -466,7 +466,7 @@ def _prefix_view(pool: BlockPool, last: Block) -> PrefixView:
         least = min(least, node.priority)
         node = node.parent
     view = pool.view(last)
-    return PrefixView(last.slot, view, last.depth * pool.block_size + view.num_tokens, counts, least)
+    return PrefixView(last.index, view, last.depth * pool.block_size + view.num_tokens, counts, least)
 
 
 def _state(pool: BlockPool, leases: LeaseBook) -> Iterator[tuple[EventKind, BlockView, LeaseView | None]]:

@@ -95,7 +95,7 @@ def executor_state(executor: Executor) -> Iterator[str | Iterator[str]]:
     for ticket in sorted(executor.tickets.values(), key=lambda ticket: ticket.number):
         yield _ticket(ticket)
     for hold in executor.holds:
-        blocks = [[pool.spec.group, block.slot] for pool, block in hold.blocks]
+        blocks = [[pool.spec.group, block.index] for pool, block in hold.blocks]
         yield line("hold", name=hold.name, pin=hold.pin, blocks=blocks, owners=hold.owners)
 
 
@@ -110,17 +110,17 @@ def _pool(pool: BlockPool) -> Iterator[str | Iterator[str]]:
         "pool",
         id=pool.pool_id,
         tokens=pool.tokens.total,
-        uses=pool.uses,
-        moving=sorted(block.slot for block in pool.offloader.moving),
+        uses=pool.lru_clock,
+        moving=sorted(block.index for block in pool.offloader.offloading),
         leaving=sorted(
-            [block.slot, ticket.number] for block, ticket in pool.offloader.leaving.items() if block is not None
+            [block.index, ticket.number] for block, ticket in pool.offloader.draining.items() if block is not None
         ),
-        doomed=sorted(block.slot for block in pool.doomed),
+        doomed=sorted(block.index for block in pool.zero_on_free),
         **_backups(pool.backups),
         share_number=pool.share_number,
         leases=[pool.honoured_leases, pool.broken_leases],
         gaps=sorted(key.hex() for key in pool.tree.tombstones),
-        promised=sorted([key.hex(), block.slot] for key, block in pool.pending.items()),
+        promised=sorted([key.hex(), block.index] for key, block in pool.pending.items()),
     )
     for tier in pool.tiers:
         counters = {name: value for name, value in asdict(tier.counters).items() if not name.startswith("_")}
@@ -145,17 +145,17 @@ def _backups(backups: Backups) -> dict[str, Any]:
     tier = backups.tier
     numbers = (
         number
-        for block, place in backups.places.items()
+        for block, place in backups.indexes.items()
         if tier is not None
-        for number in (block.slot, place, tier.generation(place))
+        for number in (block.index, place, tier.generation(place))
     )
     return {
         # In the order in which they were made.
-        "backups": [len(backups.places), _numbers(numbers)[1]],
-        "backups_open": [[block.slot, ticket.number] for block, ticket in backups.open.items()],
+        "backups": [len(backups.indexes), _numbers(numbers)[1]],
+        "backups_open": [[block.index, ticket.number] for block, ticket in backups.open.items()],
         "backups_running": backups.running,
-        "backups_wanted": _numbers(block.slot for block in backups.wanting),
-        "heirs": [[below.slot, heir.slot] for below, heir in backups.heirs.items()],
+        "backups_wanted": _numbers(block.index for block in backups.wanting),
+        "heirs": [[below.index, heir.index] for below, heir in backups.heirs.items()],
     }
 
 
@@ -164,7 +164,7 @@ def _block(pool: BlockPool, block: Block) -> str:
     return line(
         "block",
         pool=pool.pool_id,
-        slot=block.slot,
+        slot=block.index,
         key="" if block.parent is None else block.key.hex(),
         parent=None if block.parent is None else block.parent.key.hex(),
         depth=0 if block.parent is None else block.depth,
@@ -177,9 +177,9 @@ def _block(pool: BlockPool, block: Block) -> str:
         references=block.refs,
         priority=block.priority,
         recency=block.recency,
-        evictable=block.older is not None,
+        evictable=block.lru_prev is not None,
         stored_step=block.stored_step,
-        generation=pool.tier_of(block).generation(block.slot),
+        generation=pool.tier_of(block).generation(block.index),
         writer=None if block.writer is None else block.writer.handle,
         leases=[[*lease.wish, lease.deadline] for lease in leases_of(block)],
     )
@@ -218,7 +218,7 @@ def _eviction(eviction: Eviction) -> dict[str, Any]:
         "policy": asdict(eviction.policy),
         "prompt": eviction.prompt,
         "granted": eviction.granted,
-        "private": [block.slot for block in eviction.private],
+        "private": [block.index for block in eviction.private],
         "moved": eviction.moved,
         "settled": eviction.settled,
         "evicted": eviction.evicted,
@@ -230,7 +230,7 @@ def _table(table: GroupTable) -> dict[str, Any]:
         "slots": table.slots().slots,
         "settled": table.settled,
         "first": table.first,
-        "anchors": {place: block.slot for place, block in sorted(table.anchors.items())},
+        "anchors": {place: block.index for place, block in sorted(table.anchors.items())},
     }
 
 
@@ -240,9 +240,9 @@ def _ticket(ticket: Ticket) -> str:
         number=ticket.number,
         group=ticket.pool.spec.group,
         purpose=ticket.purpose.value,
-        source=None if ticket.source is None else ticket.source.slot,
-        target=ticket.target.slot,
+        source=None if ticket.source is None else ticket.source.index,
+        target=ticket.target.index,
         tokens=ticket.num_tokens,
         sequence=None if ticket.sequence is None else ticket.sequence.handle,
-        anchors=[block.slot for block in ticket.anchors],
+        anchors=[block.index for block in ticket.anchors],
     )

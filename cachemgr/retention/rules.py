@@ -183,7 +183,7 @@ class RuleBook:
         self._stamp(rule, spec)
         self._enter(rule)
 
-    def doomed(self, name: str, etag: str) -> Rule:
+    def get_for_delete(self, name: str, etag: str) -> Rule:
         """A rule that is to be deleted. Raises UnknownRuleError, StaleRuleError."""
         rule = self.get(name)
         _check_etag("etag", etag, rule.spec.etag)

@@ -300,11 +300,11 @@ class Admitter:
             for place, block in enumerate(blocks):
                 if block is not None:
                     block.hits += 1
-                    table.pool.retain(block)
+                    table.pool.acquire(block)
                     if not table.pool.grant(block, sequence.wishes.at(place * size)):
                         sequence.wishes.refused.add(place * size)
         for source, table in zip(match.sources, sequence.tables, strict=False):
-            table.pool.retain(source)
+            table.pool.acquire(source)
         for table, blocks in zip(sequence.tables, match.blocks, strict=True):
             _fetch(sequence, table, blocks)
             settled = [block is None or block.writer is None for block in blocks]
@@ -313,7 +313,7 @@ class Admitter:
         if match.in_place:
             for source, table in zip(match.sources, sequence.tables, strict=True):
                 table.pool.take_over(source, sequence)
-                table.pool.drop(source)
+                table.pool.release(source)
                 table.blocks.append(source)
         else:
             copy_sources(sequence, match.sources, match.num_copied)
@@ -327,14 +327,14 @@ def _fetch(sequence: Sequence, table: GroupTable, blocks: list[Block | None]) ->
     pool, table.blocks = table.pool, blocks
     for place, block in enumerate(blocks):
         if block is not None and not pool.is_on_device(block):
-            target = blocks[place] = pool.take(sequence)
+            target = blocks[place] = pool.allocate(sequence)
             sequence.executor.copies.fill(sequence, pool, block, target, place, 0)
 
 
 def copy_sources(sequence: Sequence, sources: list[Block], num_tokens: int) -> None:
     """Appends a block to each table that begins with a copy of a source, whose reference passes to the copy."""
     for table, source in zip(sequence.tables, sources, strict=False):
-        target = table.pool.take(sequence)
+        target = table.pool.allocate(sequence)
         place = len(table.blocks)
         sequence.executor.copies.fill(sequence, table.pool, source, target, place, num_tokens)
         table.blocks.append(target)
@@ -343,8 +343,8 @@ def copy_sources(sequence: Sequence, sources: list[Block], num_tokens: int) -> N
 def grow(sequence: Sequence, num_blocks: int) -> None:
     """Appends empty blocks to every table until it has so many; they must be free."""
     for table in sequence.tables:
-        take, blocks = table.pool.take, table.blocks
-        blocks += [take(sequence) for _ in range(num_blocks - len(blocks))]
+        allocate, blocks = table.pool.allocate, table.blocks
+        blocks += [allocate(sequence) for _ in range(num_blocks - len(blocks))]
 
 
 def refusal(short: int, short_in_all: int, account: Account | None) -> Admission:

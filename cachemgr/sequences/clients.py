@@ -216,7 +216,7 @@ class Executor:
                 self._rebook(pool, pool.blocks[part[0] : part[-1] + 1], domains)
                 yield
             # The blocks that they replace may not have been looked at.
-            later = [block for other, block in superseding if other is pool and pool.blocks[block.slot] is block]
+            later = [block for other, block in superseding if other is pool and pool.blocks[block.index] is block]
             self._rebook(pool, later, domains)
         self._superseding = [one for one in self._superseding if one is not superseding]
 

@@ -47,11 +47,11 @@ def settle(sequence: Sequence, *, leaves: bool = False) -> None:
             assert own is not None
             if equal.parent is None:
                 # It has left the index, and nothing stands on it any more.
-                table.pool.drop(table.anchors.pop(place))
+                table.pool.release(table.anchors.pop(place))
             elif equal.refs == 1:
                 # Who else used it is gone.
                 table.pool.supersede(own, table.anchors.pop(place), sequence.step)
-                table.pool.drop(equal)
+                table.pool.release(equal)
         window = table.pool.window
         if window is not None:
             needed = min(table.settled, first_needed(sequence.computed, window, sequence.block_size))
@@ -59,7 +59,7 @@ def settle(sequence: Sequence, *, leaves: bool = False) -> None:
                 block = table.blocks[table.first]
                 if block is not None:
                     table.blocks[table.first] = None
-                    table.pool.drop(block)
+                    table.pool.release(block)
                 table.first += 1
 
 
@@ -119,10 +119,10 @@ def anchor(table: GroupTable, place: int, equal: Block) -> None:
     before = table.anchors.get(place)
     if table.pool.window is not None or before is equal:
         return
-    table.pool.retain(equal)
+    table.pool.acquire(equal)
     table.anchors[place] = equal
     if before is not None:
-        table.pool.drop(before)
+        table.pool.release(before)
 
 
 def settle_last(sequence: Sequence) -> None:

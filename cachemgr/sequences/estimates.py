@@ -122,7 +122,7 @@ class _Order:
         self._left.add(block)
         parent = block.parent
         if self._pool.window is None and isinstance(parent, Block) and self.has(parent) and not parent.refs:
-            self._near[parent] = self._near.get(parent, parent.near) - 1
+            self._near[parent] = self._near.get(parent, parent.children_in_tier) - 1
             self._offer(parent)
         return block
 
@@ -134,7 +134,7 @@ class _Order:
 
     def _offer(self, block: Block) -> None:
         if not self._near[block] and block not in self._claimed:
-            heappush(self._others, (block.priority, block.recency, block.slot, block))
+            heappush(self._others, (block.priority, block.recency, block.index, block))
 
 
 class _Taking:
@@ -152,7 +152,7 @@ class _Taking:
         self._empty = pool.device.num_empty
         self._empty_below = 0 if lower is None else lower.num_empty
         # The backup that was made last gives way first.
-        self._backups = reversed(pool.backups.places)
+        self._backups = reversed(pool.backups.indexes)
         self._without_backup: set[Block] = set()
         self._copied: set[Block] = set()
         # By priority: evicted blocks, and how many of them move down.
@@ -223,7 +223,7 @@ class _Taking:
         return True
 
     def _has_backup(self, block: Block) -> bool:
-        return block in self.pool.backups.places and block not in self._without_backup
+        return block in self.pool.backups.indexes and block not in self._without_backup
 
     def _drop_backup(self, block: Block) -> None:
         if self._has_backup(block):

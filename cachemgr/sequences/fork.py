@@ -69,11 +69,11 @@ def fork(
         mine.anchors = {place: block for place, block in theirs.anchors.items() if place < full}
         mine.settled, mine.first = full, min(theirs.first, full)
         for block in mine.references():
-            mine.pool.retain(block)
+            mine.pool.acquire(block)
         if copied:
             source = theirs.blocks[full]
             assert source is not None
-            mine.pool.retain(source)
+            mine.pool.acquire(source)
             sources.append(source)
     copy_sources(child, sources, copied)
     grow(child, needed)

@@ -89,7 +89,7 @@ class Holds:
                     hold.blocks[index] = (pool, block)
                     self._count(hold, [(pool, old)], -1)
                     self._count(hold, [(pool, block)], 1)
-                    pool.retain(block)
+                    pool.acquire(block)
                     old.refs -= 1
                     if not old.refs:
                         tier = pool.tier_of(old)
@@ -178,7 +178,7 @@ class Holds:
             if block.refs > 1:
                 block.refs -= 1
             else:
-                pool.drop(block)
+                pool.release(block)
                 freed += not block.refs
         return freed
 
@@ -197,7 +197,7 @@ class Holds:
             while hold.blocks and left:
                 pool, block = hold.blocks.pop()
                 self._count(hold, [(pool, block)], -1)
-                pool.drop(block)
+                pool.release(block)
                 left -= 1
             if hold.blocks:
                 self.is_behind = True
@@ -230,7 +230,7 @@ class Holds:
             hold.blocks = kept
             self._count(hold, kept, 1)
             for pool, block in lost:
-                pool.drop(block)
+                pool.release(block)
             if not hold.blocks:
                 self._remove(hold)
             if hold.pin:
@@ -242,7 +242,7 @@ class Holds:
             if block.refs:
                 block.refs += 1
             else:
-                pool.retain(block)
+                pool.acquire(block)
         self._holds[hold.name] = hold
         self._count(hold, hold.blocks, 1)
         self._num_pins += hold.pin
@@ -352,7 +352,7 @@ class _Standing:
         is_complete = True
         while isinstance(node, Block) and node not in self.complete:
             line.append(node)
-            if node in self._left_out or (self._arrived and node in pool.offloader.moving):
+            if node in self._left_out or (self._arrived and node in pool.offloader.offloading):
                 is_complete = False
                 break
             if pool.window is not None:

@@ -127,7 +127,7 @@ class _Finder:
         """Whether its bytes are there, and not too far down."""
         if pool.is_on_device(block):
             return True
-        return block not in pool.offloader.moving and pool.tier_of(block).kind <= self._lowest
+        return block not in pool.offloader.offloading and pool.tier_of(block).kind <= self._lowest
 
     def _look_up(self) -> None:
         for pool in self._pools:
@@ -205,7 +205,7 @@ class _Finder:
         return sources, end - start
 
     def _closest(self, pool: BlockPool, node: Node, wanted: bytes, extra: bytes) -> tuple[Block | None, int]:
-        if self._partly is Partial.COPY and not pool.offloader.moving and self._lowest is TierKind.DISK:
+        if self._partly is Partial.COPY and not pool.offloader.offloading and self._lowest is TierKind.DISK:
             return closest_child(node, wanted, extra)
 
         def is_usable(block: Block) -> bool:

@@ -44,7 +44,7 @@ def release(sequence: Sequence, now: float) -> Freed:
     if sequence.forgotten:
         doom(sequence)
     for block in reversed(sequence.private):
-        sequence.tables[0].pool.drop(block)
+        sequence.tables[0].pool.release(block)
     for table in sequence.tables:
         table.cut(0)
     for writer in sequence.waits_on:
@@ -129,11 +129,11 @@ def to_overwrite(executor: Executor) -> Iterator[tuple[BlockPool, int]]:
         if sequence.forgotten:
             doom(sequence)
     for ticket in executor.tickets.values():
-        if ticket.purpose is Purpose.ZERO or ticket.source in ticket.pool.doomed:
-            yield ticket.pool, ticket.target.slot
+        if ticket.purpose is Purpose.ZERO or ticket.source in ticket.pool.zero_on_free:
+            yield ticket.pool, ticket.target.index
     for pool in executor.pools:
-        for block in pool.doomed:
-            yield pool, block.slot
+        for block in pool.zero_on_free:
+            yield pool, block.index
 
 
 def slots_to_overwrite(executor: Executor) -> Iterator[Slot]:
@@ -272,7 +272,7 @@ def _own(sequence: Sequence, table: GroupTable, cut: int) -> None:
     table.pool.own(block, sequence)
     anchor = table.anchors.pop(cut, None)
     if anchor is not None:
-        table.pool.drop(anchor)
+        table.pool.release(anchor)
     table.settled = min(table.settled, cut)
 
 

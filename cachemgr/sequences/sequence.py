@@ -39,7 +39,7 @@ class GroupTable:
 
     def slots(self, start: int = 0) -> Table:
         """The table from an index on."""
-        slots = tuple([0 if block is None else block.slot for block in self.blocks[start:]])
+        slots = tuple([0 if block is None else block.index for block in self.blocks[start:]])
         return Table(self.pool.spec.group, slots)
 
     def references(self, start: int = 0) -> Iterator[Block]:
@@ -54,7 +54,7 @@ class GroupTable:
     def cut(self, start: int) -> None:
         """Gives back the blocks from an index on, tail first."""
         for block in self.references(start):
-            self.pool.drop(block)
+            self.pool.release(block)
         del self.blocks[start:]
         self.anchors = {index: block for index, block in self.anchors.items() if index < start}
         self.settled = min(self.settled, start)

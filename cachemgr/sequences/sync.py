@@ -186,7 +186,7 @@ class Sync:
                 self.answer.transfers.extend(sequence.take_transfers())
                 self.answer.evicting_handles.append(handle)
                 self.answer.evicting_counts.append(len(sequence.private))
-                self.answer.evicting_slots.extend(block.slot for block in sequence.private)
+                self.answer.evicting_slots.extend(block.index for block in sequence.private)
 
     def _is_live(self, sequence: Sequence) -> bool:
         return sequence.handle in self._scheduler.sequences

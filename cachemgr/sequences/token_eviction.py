@@ -152,7 +152,7 @@ def grant(sequence: Sequence) -> int:
         short = count - table.pool.device.free_for(sequence.domain.account, within_ceiling=False)
         if short > 0:
             return short
-        eviction.private = [table.pool.take(sequence) for _ in range(count)]
+        eviction.private = [table.pool.allocate(sequence) for _ in range(count)]
     eviction.granted = True
     return 0
 
@@ -197,12 +197,12 @@ def doom(sequence: Sequence) -> None:
     """No byte of what it alone has may outlive its use."""
     for table in sequence.tables:
         # What another has yet to fill is that one's.
-        table.pool.doomed.update(
+        table.pool.zero_on_free.update(
             block
             for block in table.references()
             if block.parent is None and (block.writer is None or block.writer is sequence)
         )
-        table.pool.doomed.update(sequence.private)
+        table.pool.zero_on_free.update(sequence.private)
 
 
 def left_behind(sequence: Sequence) -> Iterator[tuple[BlockPool, Block]]:
@@ -218,6 +218,6 @@ def left_behind(sequence: Sequence) -> Iterator[tuple[BlockPool, Block]]:
         keys.append(child_key(sequence.key(full - 1), tokens, extra))
     for key in keys if not sequence.no_store else ():
         block = table.pool.tree.by_key.get(key)
-        if block is None or block in table.pool.offloader.moving:
+        if block is None or block in table.pool.offloader.offloading:
             return
         yield table.pool, block

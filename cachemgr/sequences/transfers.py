@@ -106,7 +106,7 @@ class Ticket:
 
     def _transfer(self) -> Transfer:
         pool, source = self.pool, self.source
-        spec, slot, to = pool.spec, self.target.slot, pool.tier_of(self.target)
+        spec, slot, to = pool.spec, self.target.index, pool.tier_of(self.target)
         to.fill(slot, self.number)
         origin = to if source is None else pool.tier_of(source)
         # Half the time of Transfer(...).
@@ -115,7 +115,7 @@ class Ticket:
             (
                 self.number,
                 spec.group,
-                0 if source is None else source.slot - origin.offset,
+                0 if source is None else source.index - origin.offset,
                 slot - to.offset,
                 self.num_tokens or pool.block_size,
                 spec.block_bytes,
@@ -145,7 +145,7 @@ class Ticket:
         for index, block in enumerate(table.blocks[: self.index]):
             standing = table.anchors.get(index, block)
             if standing is not None:
-                self.pool.retain(standing)
+                self.pool.acquire(standing)
                 self.anchors.append(standing)
 
     def end(self, outcome: Outcome) -> None:
@@ -157,16 +157,16 @@ class Ticket:
         if self.purpose is Purpose.MOVE:
             self.pool.offloader.ended(self)
             if outcome is Outcome.DONE:
-                self.pool.offloader.has_left(self.target)
+                self.pool.offloader.drained(self.target)
             else:
                 self._lose(self.target)
         elif self.purpose is Purpose.BACKUP:
             self.pool.backups.ended(self, done=outcome is Outcome.DONE)
         elif self.purpose is Purpose.ZERO and outcome is not Outcome.DONE:
             # It is asked for again.
-            self.pool.doomed.add(self.target)
+            self.pool.zero_on_free.add(self.target)
         elif self.purpose is Purpose.CLEAR:
-            self.pool.cleared(self.target.slot, done=outcome is Outcome.DONE)
+            self.pool.cleared(self.target.index, done=outcome is Outcome.DONE)
             return
         elif self.purpose is Purpose.FILL and outcome is Outcome.FAILED and self._is_below(self.source):
             self._lose(self.source)
@@ -177,14 +177,14 @@ class Ticket:
 
     def give_up(self) -> None:
         """Drops all references."""
-        if self.holds_source and self.source in self.pool.doomed and self.target.parent is None:
+        if self.holds_source and self.source in self.pool.zero_on_free and self.target.parent is None:
             # What was forgotten meanwhile may have come there, too.
-            self.pool.doomed.add(self.target)
-        self.pool.drop(self.target)
+            self.pool.zero_on_free.add(self.target)
+        self.pool.release(self.target)
         if self.source is not None and self.holds_source:
-            self.pool.drop(self.source)
+            self.pool.release(self.source)
         for block in reversed(self.anchors):
-            self.pool.drop(block)
+            self.pool.release(block)
 
     def lose_source(self) -> None:
         """What it was to bring cannot be read."""
@@ -229,7 +229,7 @@ class OpenedCopies:
     def offer(self, ticket: Ticket) -> None:
         """The moving block may have become evictable, or is evicted at another time."""
         block = ticket.target
-        if block.near:
+        if block.children_in_tier:
             return
         tier, account = ticket.pool.tier_of(block), account_of(block)
         entry = (block.priority, block.recency, ticket.number, ticket)
@@ -243,8 +243,8 @@ class OpenedCopies:
         while heap:
             priority, _, _, ticket = heap[0]
             block = ticket.target
-            moving = ticket.opened_by is self and block in ticket.pool.offloader.moving
-            if moving and block.parent is not None and not block.near and block.priority == priority:
+            moving = ticket.opened_by is self and block in ticket.pool.offloader.offloading
+            if moving and block.parent is not None and not block.children_in_tier and block.priority == priority:
                 return block
             heappop(heap)
         return None
@@ -337,7 +337,7 @@ class Copies:
         self, sequence: Sequence, pool: BlockPool, source: Block, target: Block, index: int, num_tokens: int
     ) -> None:
         """The target, at this place of the sequence's table, gets what the source holds, whose reference passes on."""
-        pool.retain(target)
+        pool.acquire(target)
         number = self._next_number()
         ticket = Ticket(number, Purpose.FILL, pool, source, target, num_tokens=num_tokens, scheduler=sequence.scheduler)
         ticket.sequence, ticket.index = sequence, index
@@ -356,7 +356,7 @@ class Copies:
                 assert tier is not None
                 target = Block(tier.take_empty())
                 target.refs = 1
-                pool.blocks[target.slot] = target
+                pool.blocks[target.index] = target
                 tier.used += 1
                 backups.begun(self._add(Ticket(self._next_number(), Purpose.BACKUP, pool, block, target)))
                 pool.device.counters.copied_bytes += pool.spec.block_bytes
@@ -369,19 +369,19 @@ class Copies:
         on_the_way = {ticket.source for ticket in self._tickets.values() if ticket.purpose is Purpose.FETCH}
         sources: list[Block] = []
         for source in below[: max(0, room)]:
-            if source in pool.offloader.moving or source in on_the_way:
+            if source in pool.offloader.offloading or source in on_the_way:
                 break
             sources.append(source)
         if not sources:
             return []
         for block in (*here, *sources):
-            pool.retain(block)
+            pool.acquire(block)
         tickets = []
         for source in sources:
             tier = pool.tier_of(source)
             tier.counters.onboarded += 1
             tier.counters.copied_bytes += pool.spec.block_bytes
-            target = pool.take(None)
+            target = pool.allocate(None)
             tickets.append(self._add(Ticket(self._next_number(), Purpose.FETCH, pool, source, target)))
         # What is on the device already stays until the rest stands on it.
         tickets[0].anchors = here

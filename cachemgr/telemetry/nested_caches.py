@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cachemgr.blocks.block import Block, Node
 from cachemgr.blocks.events import EventLog
-from cachemgr.blocks.eviction_queue import EvictionOrder
+from cachemgr.blocks.eviction_queue import EvictionQueue
 from cachemgr.blocks.radix_tree import add_child, closest_child, covered_children, covering_child, remove_child
 from cachemgr.retention.leases import LeaseBook, effective_priority
 from cachemgr.retention.priority import Wish
@@ -60,7 +60,7 @@ class NestedCaches:
         # Nobody asks; what ends leases counts them.
         self.honoured_leases = self.broken_leases = 0
         self.is_lost = False
-        self._orders = [EvictionOrder() for _ in limits]
+        self._orders = [EvictionQueue() for _ in limits]
         # Blocks of each zone, those in use with the first.
         self._counts = [0] * len(limits)
         self._used = 0

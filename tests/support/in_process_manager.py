@@ -809,7 +809,7 @@ class World:
             going = {(pool.spec.group, slot) for pool in pools for slot in pool.device.clearing}
             taking = self.device.resident - going - self.strays
             assert sum(self.block_bytes[group] for group, _ in taking) <= self.memory_bytes
-        arriving = {(pool.spec.group, block.key) for pool in pools for block in pool.offloader.moving}
+        arriving = {(pool.spec.group, block.key) for pool in pools for block in pool.offloader.offloading}
         for block in records.values():
             arrived = block.tier is TierKind.DEVICE or self.is_filled(block)
             assert arrived or (block.group, block.key) in arriving, f"{block.place} was not filled by the ticket"

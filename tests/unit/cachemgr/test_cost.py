@@ -56,10 +56,10 @@ def test_the_copy_that_is_recalled_is_the_one_whose_block_goes_first(monkeypatch
         moving = [
             ticket.target
             for ticket in opened
-            if ticket.pool.offloader.moving.get(ticket.target) is ticket
+            if ticket.pool.offloader.offloading.get(ticket.target) is ticket
             and ticket.target.parent is not None
             and ticket.pool.tier_of(ticket.target) is tier
-            and not ticket.target.near
+            and not ticket.target.children_in_tier
             and account in (None, account_of(ticket.target))
         ]
         assert found is min(moving, key=lambda block: (block.priority, block.recency), default=None)

@@ -116,16 +116,16 @@ def test_a_table_that_is_missing_or_shared_is_reported_by_a_check():
     sequence = world.manager._state.sequences["a"]
     table, eviction = sequence.tables[0], sequence.eviction
     lost = eviction.private.pop()
-    assert [one.slot for one in world.queries.check_pool()] == [lost.slot]
+    assert [one.slot for one in world.queries.check_pool()] == [lost.index]
     eviction.private.append(lost)
     eviction.private[0].writer = None
-    assert [one.slot for one in world.queries.check_pool()] == [eviction.private[0].slot]
+    assert [one.slot for one in world.queries.check_pool()] == [eviction.private[0].index]
     eviction.private[0].writer = sequence
     world.compute(live, 30)
     world.sync()
     assert world.queries.check_pool() == []
     table.blocks[0].writer = None
-    assert [one.slot for one in world.queries.check_pool()] == [table.blocks[0].slot]
+    assert [one.slot for one in world.queries.check_pool()] == [table.blocks[0].index]
 
 
 def test_those_that_begin_to_evict_are_counted_by_kind_once():

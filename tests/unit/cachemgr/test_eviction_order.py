@@ -4,14 +4,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachemgr.blocks.block import Block
-from cachemgr.blocks.eviction_queue import EvictionOrder
+from cachemgr.blocks.eviction_queue import EvictionQueue
 from tests.support.in_process_manager import World
 from tests.support.work import work_of
 
 
 @given(st.lists(st.tuples(st.sampled_from([0, 5, 35, 100]), st.integers(1, 1000)), unique_by=lambda item: item[1]))
 def test_blocks_leave_by_priority_then_by_last_use(items):
-    order = EvictionOrder()
+    order = EvictionQueue()
     for slot, (priority, recency) in enumerate(items):
         block = Block(slot)
         block.priority, block.recency = priority, recency
@@ -26,7 +26,7 @@ def test_blocks_leave_by_priority_then_by_last_use(items):
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from(["use", "take", 5, 35, 100])), max_size=200))
 def test_blocks_keep_their_place_by_use_through_every_change_of_priority(operations):
-    order, blocks, listed = EvictionOrder(), [Block(slot) for slot in range(10)], set()
+    order, blocks, listed = EvictionQueue(), [Block(slot) for slot in range(10)], set()
     for use, (slot, operation) in enumerate(operations):
         block = blocks[slot]
         if block in listed:
@@ -39,9 +39,9 @@ def test_blocks_keep_their_place_by_use_through_every_change_of_priority(operati
             block.priority = operation
             order.insert(block)
         listed.update([block] if operation != "take" else [])
-        expected = sorted(listed, key=lambda one: (one.priority, one.recency, one.slot))
+        expected = sorted(listed, key=lambda one: (one.priority, one.recency, one.index))
         found = [one for _, _, ring in order.rings() for one in ring]
-        assert sorted(found, key=lambda one: (one.priority, one.recency, one.slot)) == expected
+        assert sorted(found, key=lambda one: (one.priority, one.recency, one.index)) == expected
         first = order.first()
         assert (first is None) == (not expected)
         assert first is None or (first.priority, first.recency) == (expected[0].priority, expected[0].recency)
@@ -49,7 +49,7 @@ def test_blocks_keep_their_place_by_use_through_every_change_of_priority(operati
 
 @given(st.integers(0, 5), st.integers(0, 5))
 def test_a_block_that_has_changed_over_to_another_order_has_left_the_first(older, newer):
-    here, there, blocks = EvictionOrder(), EvictionOrder(), [Block(slot) for slot in range(6)]
+    here, there, blocks = EvictionQueue(), EvictionQueue(), [Block(slot) for slot in range(6)]
     for order in (here, there):
         # Both have blocks that were used before and after.
         for recency in (0, 100):
@@ -60,7 +60,7 @@ def test_a_block_that_has_changed_over_to_another_order_has_left_the_first(older
         block.recency = use
         here.insert(block)
     for block in (blocks[older], blocks[newer]):
-        if block.older is not None:
+        if block.lru_prev is not None:
             here.remove(block)
             there.insert(block)
     listed = [[block.recency for _, _, ring in order.rings() for block in ring] for order in (here, there)]
@@ -68,9 +68,9 @@ def test_a_block_that_has_changed_over_to_another_order_has_left_the_first(older
     assert listed == [[0, *sorted({1, 2, 3, 4, 5, 6} - set(moved)), 100], [0, *moved, 100]]
 
 
-def between_others(count: int) -> tuple[EvictionOrder, list[Block]]:
+def between_others(count: int) -> tuple[EvictionQueue, list[Block]]:
     """An order with so many blocks that came back between two others, the oldest first."""
-    order, blocks = EvictionOrder(), [Block(slot) for slot in range(count + 2)]
+    order, blocks = EvictionQueue(), [Block(slot) for slot in range(count + 2)]
     for recency, block in enumerate(blocks):
         block.recency = recency
     order.append(blocks[0])

@@ -41,12 +41,12 @@ def common(one, other):
 def test_the_closest_of_those_that_may_be_used_has_the_longest_common_prefix(lists, wanted, usable):
     node, _ = build(lists)
     best = max((common(tokens, wanted) for slot, tokens in enumerate(lists) if slot in usable), default=0)
-    block, length = closest_child(node, packed_bytes(pack(wanted)), b"", lambda block: block.slot in usable)
+    block, length = closest_child(node, packed_bytes(pack(wanted)), b"", lambda block: block.index in usable)
     assert length == best
     assert (block is None) == (best == 0)
     if block is not None:
-        assert block.slot in usable
-        assert common(lists[block.slot], wanted) == best
+        assert block.index in usable
+        assert common(lists[block.index], wanted) == best
 
 
 def test_of_very_many_siblings_few_are_looked_at():
@@ -66,9 +66,9 @@ def test_what_covers_and_what_is_covered_is_found(lists, wanted):
     packed = packed_bytes(pack(wanted))
     longer = covering_child(node, packed)
     assert (longer is not None) == any(tokens[: len(wanted)] == wanted for tokens in lists)
-    assert longer is None or lists[longer.slot][: len(wanted)] == wanted
+    assert longer is None or lists[longer.index][: len(wanted)] == wanted
     expected = sorted((t for t in lists if len(t) < len(wanted) and wanted[: len(t)] == t), key=len, reverse=True)
-    assert [lists[block.slot] for block in covered_children(node, packed)] == expected
+    assert [lists[block.index] for block in covered_children(node, packed)] == expected
 
 
 @given(st.lists(TOKENS, min_size=1, max_size=8, unique_by=tuple), st.randoms())

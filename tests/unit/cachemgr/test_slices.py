@@ -224,7 +224,7 @@ async def test_a_check_finds_what_is_wrong_and_nothing_else_while_others_work(mo
     assert turns == 5
     block = next(iter(manager.queries.pool_to_read("e/0").tree.by_key.values()))
     block.priority += 1
-    assert {one.slot for one in await checked(manager)} == {block.slot}
+    assert {one.slot for one in await checked(manager)} == {block.index}
     block.priority -= 1
 
 

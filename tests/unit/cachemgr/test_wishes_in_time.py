@@ -180,8 +180,8 @@ def test_leases_end_in_the_order_of_their_deadlines_whatever_their_durations():
         lease = Lease(None, Block(number), Wish("session/x", 1, None))
         book.add(lease, now, random.choice([1.0, 5.0, 30.0]))
         expected.append((lease.deadline, number))
-        ended += [(one.deadline, one.block.slot) for one in book.due(now, 2000)]
-    ended += [(one.deadline, one.block.slot) for one in book.due(now + 100, 2000)]
+        ended += [(one.deadline, one.block.index) for one in book.due(now, 2000)]
+    ended += [(one.deadline, one.block.index) for one in book.due(now + 100, 2000)]
     assert ended == sorted(expected)
     assert len(book) == 0
 
