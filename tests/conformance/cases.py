@@ -19,13 +19,6 @@ class Part:
     name: str
     setup: dict[str, Any]
     steps: list[dict[str, Any]]
-    needs: tuple[str, ...] = ()
-
-    def needs_on(self, backend: str) -> list[str]:
-        """What has to come before it passes there. A need that begins with a backend's name is that one's alone."""
-        return [
-            need for need in self.needs if need.split(":")[0] in (backend,) or need.split(":")[0] not in BACKEND_NAMES
-        ]
 
 
 @dataclass(frozen=True)
@@ -35,7 +28,6 @@ class Case:
     case_id: str
     title: str
     rules: list[int]
-    differs: str = ""
     parts: list[Part] = field(default_factory=list)
 
 
@@ -54,11 +46,10 @@ def _case(case: dict[str, Any], raw: dict[str, dict[str, Any]]) -> Case:
             part.get("name", ""),
             part.get("setup", case.get("setup", {})),
             _before(case, raw) + case.get("steps", []) + part.get("steps", []),
-            tuple(part.get("needs", case.get("needs", []))),
         )
         for part in case.get("parts", [{}])
     ]
-    return Case(case["id"], case["title"], case["rules"], case.get("differs", ""), parts)
+    return Case(case["id"], case["title"], case["rules"], parts)
 
 
 def _before(case: dict[str, Any], raw: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:

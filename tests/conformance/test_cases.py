@@ -8,7 +8,7 @@ import pytest
 from scheduler.cache.waiting_queue import WaitingQueue
 from scheduler.request import AdmissionAttempt, Request
 from tests.conformance import runner
-from tests.conformance.cases import BACKEND_NAMES, VECTORS, Part, all_cases
+from tests.conformance.cases import BACKEND_NAMES, Part, all_cases
 
 # None may get lost. C101 is about the scheduler and has a test of its own.
 NUM_CASES = 75
@@ -21,10 +21,8 @@ def _runs() -> Iterator[object]:
             continue
         for part in case.parts:
             for backend in BACKEND_NAMES:
-                needs = part.needs_on(backend)
-                marks = [pytest.mark.xfail(reason="needs " + ", ".join(needs), strict=True)] if needs else []
                 name = "-".join(filter(None, (case.case_id, part.name, backend)))
-                yield pytest.param(part, backend, id=name, marks=marks)
+                yield pytest.param(part, backend, id=name)
 
 
 @pytest.mark.parametrize(("part", "backend"), list(_runs()))
@@ -47,13 +45,3 @@ def test_requests_wait_in_order_of_their_priority() -> None:
 
 def test_every_case_is_there() -> None:
     assert len(all_cases()) == NUM_CASES
-
-
-def test_cases_that_differ_are_told() -> None:
-    """The list in the folder's README is the list in the data, and each says which rule it follows."""
-    differing = {case_id: case.differs for case_id, case in all_cases().items() if case.differs}
-    told = (VECTORS / "README.md").read_text()
-    assert [line.split(":")[0][2:] for line in told.splitlines() if line.startswith("- C")] == sorted(
-        differing, key=lambda case_id: int(case_id[1:])
-    )
-    assert all("rule" in reason.lower() for reason in differing.values())

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from cachemgr.operators.state_dump import state_hash
+from cachemgr.types import ManagerConfig
 from protos.errors import InvalidField
 from tests.support.in_process_manager import POLICIES, Live, World, asked
 
@@ -101,6 +102,17 @@ def test_without_enough_blocks_it_gets_none_and_they_are_counted():
     world.leave(world.live["b"])
     assert world.sync().evicting_counts == [2]
     world.check()
+
+
+def test_no_sequence_gets_capacity_ahead_while_another_has_too_few_blocks_to_move_to():
+    world = World(8, config=ManagerConfig(capacity_ahead_tokens=16, free_watermark=0))
+    world.admit(PROMPT, "a", eviction_policy=KEYDIFF)
+    world.admit([1], "b")
+    world.step(19)
+    world.step(19)
+    assert world.free == 1
+    answer = world.sync()
+    assert (answer.evicting_handles, answer.blocks_short, answer.extended_slots) == ([], 1, [])
 
 
 def test_what_is_not_stored_stays_in_its_own_blocks_and_gives_back_the_rest():

@@ -41,28 +41,20 @@ def check_forgotten(world: World) -> None:
     world.check()
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_what_was_forgotten_before_the_executor_registered_does_not_come_back(target):
-    world = cached()
+def forget_before_a_registration(world: World, target: ForgetTarget) -> None:
     world.lose_manager()
     assert world.operators.forget(target, validate_only=True).removed == {}
     assert world.operators.forget(target, validate_only=False).removed == {}
     assert world.manager.register_executor(world.spec(), remembered(world)) == (3, 0)
-    check_forgotten(world)
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_what_was_forgotten_while_the_executor_was_lost_does_not_come_back(target):
-    world = cached()
+def forget_while_the_executor_is_lost(world: World, target: ForgetTarget) -> None:
     lose_executor(world)
     world.operators.forget(target, validate_only=False)
     assert world.manager.register_executor(world.spec(), remembered(world)) == (3, 0)
-    check_forgotten(world)
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_an_executor_that_is_lost_during_the_call_brings_nothing_back(target):
-    world = cached()
+def lose_the_executor_during_the_call(world: World, target: ForgetTarget) -> None:
     with small_steps():
         steps = world.operators.forget_in_steps(target, validate_only=False)
         next(steps)
@@ -70,12 +62,9 @@ def test_an_executor_that_is_lost_during_the_call_brings_nothing_back(target):
         world.manager.register_executor(world.spec(), remembered(world))
         for _ in steps:
             world.manager.go_on()
-    check_forgotten(world)
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_an_executor_that_is_lost_in_its_recovery_brings_nothing_back(target):
-    world = cached()
+def lose_the_executor_in_its_recovery(world: World, target: ForgetTarget) -> None:
     world.begin_recovery()
     world.read_store(1)
     world.operators.forget(target, validate_only=False)
@@ -83,6 +72,21 @@ def test_an_executor_that_is_lost_in_its_recovery_brings_nothing_back(target):
     lose_executor(world)
     world.read_again()
     world.end_recovery()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    "forget",
+    [
+        forget_before_a_registration,
+        forget_while_the_executor_is_lost,
+        lose_the_executor_during_the_call,
+        lose_the_executor_in_its_recovery,
+    ],
+)
+def test_forgotten_blocks_are_not_restored(forget, target):
+    world = cached()
+    forget(world, target)
     check_forgotten(world)
 
 
@@ -236,26 +240,19 @@ def prefetching() -> tuple[World, list[Transfer]]:
     return world, copies
 
 
-@pytest.mark.parametrize("has_run", [False, True])
-def test_bytes_of_a_prefetch_that_is_under_way_are_overwritten(has_run):
+@pytest.mark.parametrize("executor", ["has not run", "has run", "is lost"])
+def test_bytes_of_a_prefetch_in_flight_are_overwritten(executor):
     world, copies = prefetching()
-    if has_run:
+    if executor != "has not run":
         for copy in copies:
-            world.copy(copy, False)
+            world.copy(copy)
     world.operators.forget(TARGETS[0], validate_only=False)
+    if executor == "is lost":
+        world.done.clear()
+        come_back_in_the_same_epoch(world)
     for _ in range(4):
         world.run_executor_copies()
         world.check()
-    assert left(world, "a") == 0
-
-
-def test_bytes_of_a_prefetch_are_overwritten_when_the_executor_is_lost_before_it_confirms():
-    world, copies = prefetching()
-    for copy in copies:
-        world.copy(copy, False)
-    world.operators.forget(TARGETS[0], validate_only=False)
-    world.done.clear()
-    come_back_in_the_same_epoch(world)
     assert left(world, "a") == 0
 
 

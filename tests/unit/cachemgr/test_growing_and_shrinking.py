@@ -188,3 +188,13 @@ def test_the_longest_of_several_holds_counts():
         world.manager.expire()
         assert world.free == free
         world.check()
+
+
+def test_a_fork_whose_copy_has_not_run_is_void_when_its_source_is_truncated():
+    world = World(12)
+    world.run(list(range(10)), "a")
+    fork = world.fork("a", "b")
+    assert fork.copies
+    world.truncate("a", 9)
+    assert world.sync().void_handles == [fork.handle]
+    world.check()

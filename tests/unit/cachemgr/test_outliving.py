@@ -47,15 +47,16 @@ def test_a_manager_whose_clock_went_back_gives_no_number_again_that_a_slot_is_kn
     world.check()
 
 
-def test_a_copy_that_was_open_when_the_manager_died_counts_if_it_was_completed():
+@pytest.mark.parametrize("lost", ["manager", "executor"])
+def test_an_open_copy_to_a_lower_tier_counts_if_it_was_completed(lost):
     world = World(4, host_blocks=4)
     world.cache(PROMPT)
     world.admit(list(range(100, 116)), "b")
-    (first, second, *_) = world.live["b"].copies
-    world.copy(first, False)
-    world.copy(second, True)
-    assert len([block for block in world.journal.blocks.values() if block.tier is TierKind.HOST]) == 4
-    assert world.restart_manager().lower_blocks == 1
+    first, second, *_ = world.live["b"].copies
+    world.copy(first)
+    world.copy(second, failed=True)
+    restored = world.restart_manager() if lost == "manager" else world.start_executor()
+    assert restored.lower_blocks == 1
     world.check()
 
 
@@ -102,22 +103,20 @@ def test_what_has_lost_its_beginning_is_purged_and_listed_by_its_prefix():
     assert list(world.queries.records("e")) == []
 
 
-def test_the_order_of_use_comes_back_with_lower_blocks():
+@pytest.mark.parametrize("manager_too", [True, False])
+def test_the_order_of_use_in_lower_tiers_outlives_the_executor(manager_too):
     world = World(4, host_blocks=4)
     for first in (0, 10, 20, 30, 40, 50, 60, 70):
         world.cache(list(range(first, first + 4)))
-    # What was matched last goes last.
-    world.run([0, 1, 2, 3, 4], "again")
-    world.finish("again")
-    world.cache(list(range(80, 84)))
-    in_host = {block.token_ids[0] for block in world.queries.records("e") if block.tier is TierKind.HOST}
-    world.lose_manager()
-    world.come_back()
+    if manager_too:
+        world.lose_manager()
+        world.come_back()
+    else:
+        world.start_executor()
     for first in (100, 110, 120, 130, 140, 150):
         world.cache(list(range(first, first + 4)))
         world.check()
-    left = {block.token_ids[0] for block in world.queries.records("e")}
-    assert left & in_host == set(sorted(in_host, key=lambda first: first or 75)[2:])
+    assert {first for first in world.first_tokens() if first < 100} == {20, 30}
 
 
 # The executor starts again, and the manager has seen it before
@@ -158,17 +157,6 @@ def test_sizes_may_change_when_the_executor_starts_again():
     world.check()
     (host, _) = world.queries.pools()[0].lower_tiers
     assert (host.total_blocks, host.free_blocks, host.cached_blocks) == (6, 6, 3)
-
-
-def test_copies_down_that_were_completed_count_and_others_do_not():
-    world = World(4, host_blocks=4)
-    world.cache(PROMPT)
-    world.admit(list(range(100, 116)), "b")
-    first, second, *_ = world.live["b"].copies
-    world.copy(first, False)
-    world.copy(second, True)
-    assert world.start_executor().lower_blocks == 1
-    world.check()
 
 
 def test_leases_holds_and_quotas_go_on_below():
@@ -217,18 +205,6 @@ def test_nobody_is_admitted_before_the_sequences_of_the_epoch_before_are_release
     world.sync()
     assert world.run(PROMPT, "new").cached_tokens == 12
     world.check()
-
-
-def test_the_order_of_use_stays_when_the_executor_starts_again():
-    world = World(4, host_blocks=4)
-    for first in (0, 10, 20, 30, 40, 50, 60, 70):
-        world.cache(list(range(first, first + 4)))
-    world.start_executor()
-    for first in (100, 110, 120, 130, 140, 150):
-        world.cache(list(range(first, first + 4)))
-        world.check()
-    left = {block.token_ids[0] for block in world.queries.records("e")}
-    assert {first for first in left if first < 100} == {20, 30}
 
 
 def pinned() -> World:

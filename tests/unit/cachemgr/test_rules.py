@@ -67,37 +67,31 @@ def test_a_rule_is_about_requests_that_match_in_all_that_is_set(match, options, 
     world.check()
 
 
-def test_blocks_count_by_their_first_token():
+ONE_BLOCK = Retention((RetentionRange(0, 4, 20),))
+
+
+@pytest.mark.parametrize(
+    ("rules", "own", "expected"),
+    [
+        # Blocks count by their first token.
+        ([(RuleMatch(start=1, end=8), 0, 80)], Retention(), (35, 80, 35)),
+        ([(RuleMatch(prefix_token_ids=(10, 11, 12, 13, 14)), 0, 80)], Retention(), (80, 80, 35)),
+        # The first rule in order counts, by name among equals.
+        (
+            [(RuleMatch(end=4), 1, 90), (RuleMatch(start=4), 2, 50), (RuleMatch(start=4), 2, 60), (ALL, 3, 10)],
+            Retention(),
+            (90, 50, 50),
+        ),
+        # Ranges of the request go before any rule.
+        ([(ALL, 0, 90)], ONE_BLOCK, (20, 35, 35)),
+    ],
+)
+def test_a_block_has_the_priority_of_the_request_or_else_of_the_first_rule(rules, own, expected):
     world = World(12)
-    make(world, "r", RuleMatch(start=1, end=8), priority=80)
-    world.cache(PROMPT)
-    assert priorities(world) == {10: 35, 14: 80, 18: 35}
-
-
-def test_a_rule_about_a_prompts_beginning_is_about_the_blocks_that_begin_in_it():
-    world = World(12)
-    make(world, "r", RuleMatch(prefix_token_ids=(10, 11, 12, 13, 14)), priority=80)
-    world.cache(PROMPT)
-    assert priorities(world) == {10: 80, 14: 80, 18: 35}
-
-
-def test_the_first_rule_in_order_speaks_and_names_decide_among_equals():
-    world = World(12)
-    make(world, "z", RuleMatch(end=4), order=1, priority=90)
-    make(world, "b", RuleMatch(start=4), order=2, priority=60)
-    make(world, "a", RuleMatch(start=4), order=2, priority=50)
-    make(world, "y", order=3, priority=10)
-    assert [rule.name for rule in world.queries.rules()] == ["z", "a", "b", "y"]
-    world.cache(PROMPT)
-    assert priorities(world) == {10: 90, 14: 50, 18: 50}
-
-
-def test_what_the_request_says_itself_goes_before_any_rule():
-    world = World(12)
-    make(world, "r", priority=90)
-    world.cache(PROMPT, retention=Retention((RetentionRange(0, 4, 20),)))
-    assert priorities(world) == {10: 20, 14: 35, 18: 35}
-    assert "rule/r" not in holders(world)
+    for name, (match, order, priority) in zip("zabc", rules, strict=False):
+        make(world, name, match, order, priority=priority)
+    world.cache(PROMPT, retention=own)
+    assert priorities(world) == dict(zip((10, 14, 18), expected, strict=True))
 
 
 def test_a_floor_for_offload_decides_what_moves_down_also_for_requests_with_wishes():

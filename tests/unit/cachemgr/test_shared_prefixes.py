@@ -136,3 +136,19 @@ def test_nothing_is_stored_in_one_group_behind_what_is_to_be_filled_in_another()
     assert not world.sync().extended_handles
     world.check()
     assert not world.live
+
+
+def test_a_prefix_of_two_writers_that_do_not_wait_for_each_other_is_computed_again():
+    world = World(16)
+    world.admit(PROMPT[:5], "first")
+    world.admit(PROMPT, "second", no_read=True)
+    third = world.admit([*PROMPT, 50], "third")
+    assert (third.cached_tokens, third.wait_for_handle) == (0, 0)
+    world.check()
+
+
+def test_a_writer_does_not_remember_a_released_reader():
+    world = World()
+    two(world)
+    world.release("reader")
+    assert not world.manager._state.sequences["writer"].dependents
