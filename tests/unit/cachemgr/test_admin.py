@@ -33,15 +33,6 @@ def test_a_purge_by_priority_takes_what_stands_on_a_purged_block_too():
     world.check()
 
 
-def test_a_purge_in_a_windowed_pool_drops_only_what_matches():
-    world = World(12, windows=(3,))
-    world.cache(list(range(4)), retention=wish(10))
-    world.cache(list(range(9)))
-    assert world.operators.purge(BlockFilter(max_priority=10), validate_only=False).purged_blocks == 1
-    world.check()
-    assert world.cached_tokens(list(range(9))) == 8
-
-
 def test_a_purge_counts_what_windows_have_of_what_it_takes():
     world = World(12, windows=(None, 12))
     world.cache(list(range(4)), retention=wish(10))

@@ -5,7 +5,6 @@ from hypothesis import strategies as st
 
 from cachemgr.blocks.block import Block
 from cachemgr.blocks.eviction_queue import EvictionQueue
-from tests.support.in_process_manager import World
 from tests.support.work import work_of
 
 
@@ -109,23 +108,3 @@ def test_when_very_many_have_gone_the_first_of_the_others_is_found():
         order.remove(block)
     assert order.first() is not None
     assert order.size == 1
-
-
-def test_a_parent_whose_last_child_goes_keeps_its_place_by_its_own_last_use():
-    world = World(5)
-    world.cache([1, 2, 3, 4, 5, 6, 7, 8])
-    world.cache([50, 51, 52, 53])
-    # The child goes, then its parent, which was used before the single block.
-    world.cache([100, 101, 102, 103, 104, 105, 106, 107, 108, 109, 110, 111, 112, 113, 114, 115], no_store=True)
-    world.check()
-    assert world.cached_tokens([50, 51, 52, 53, 0]) == 4
-
-
-def test_a_windowed_pool_may_lose_an_inner_block():
-    world = World(4, windows=(3,))
-    world.cache(list(range(16)))
-    world.check()
-    # Everything that left the window was released first, and is lost first.
-    world.cache([100, 101, 102, 103])
-    world.check()
-    assert world.cached_tokens(list(range(16))) == 15

@@ -26,15 +26,6 @@ def hits(world: World, tokens: list[int] = PROMPT, extra_keys: tuple[ExtraKey, .
     return admission.cached_tokens
 
 
-@pytest.mark.parametrize("length", range(1, 7))
-def test_the_same_image_of_another_length_matches_to_the_end_of_the_shorter(length):
-    # Placeholders that the text has, too: what a token stands for tells them apart.
-    prompt = [*PROMPT[:6], *[9] * 6, 1]
-    world = World(16)
-    world.cache(prompt, extra_keys=image())
-    assert hits(world, prompt, image(length=length)) == (12 if length == 4 else 6 + min(length, 4))
-
-
 @pytest.mark.parametrize("length", range(7, 12))
 def test_a_fork_through_an_image_is_found_again(length):
     world = World(24)

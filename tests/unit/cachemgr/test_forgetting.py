@@ -16,15 +16,6 @@ def forget(world: World, *, validate_only: bool = False, **target: object):
     return receipt
 
 
-def left(world: World, salt: str | None = None, tokens: object = PROMPT) -> int:
-    """Places of the device's memory, in any tier, that hold something that comes from these tokens."""
-    return world.device.count(salt, tokens[0])
-
-
-def found(world: World, tokens: list[int] = PROMPT, salt: str | None = None) -> int:
-    return world.queries.explain(Prefix(tuple(tokens), salt=salt), 0)[0].cached_tokens
-
-
 def test_a_salt_is_forgotten_and_overwritten_and_other_salts_stay():
     world = World(12)
     world.cache(PROMPT, salt="a")
@@ -33,11 +24,15 @@ def test_a_salt_is_forgotten_and_overwritten_and_other_salts_stay():
     receipt = forget(world, salt="a")
     assert receipt.removed == {TierKind.DEVICE: 3}
     assert (receipt.used_blocks, receipt.shared_blocks, receipt.zeroing_blocks) == (0, 0, 3)
-    assert [found(world, salt=salt) for salt in ("a", "b", None)] == [0, 9, 9]
-    assert left(world, "a") == 9
+    assert [world.found(PROMPT, salt=salt) for salt in ("a", "b", None)] == [0, 9, 9]
+    assert world.device.count("a", PROMPT[0]) == 9
     world.run_executor_copies()
     world.check()
-    assert (left(world, "a"), left(world, "b"), left(world)) == (0, 9, 9)
+    assert (
+        world.device.count("a", PROMPT[0]),
+        world.device.count("b", PROMPT[0]),
+        world.device.count(None, PROMPT[0]),
+    ) == (0, 9, 9)
 
 
 def test_slots_are_given_to_nobody_before_they_are_overwritten():
@@ -65,7 +60,7 @@ def test_a_failed_overwrite_is_not_taken_for_done():
     world.check()
     assert world.free == 1
     world.run_executor_copies()
-    assert (world.free, left(world, "a")) == (4, 0)
+    assert (world.free, world.device.count("a", PROMPT[0])) == (4, 0)
     world.check()
 
 
@@ -75,15 +70,15 @@ def test_used_blocks_are_overwritten_when_their_last_user_ends():
     world.run(PROMPT, "live", salt="a")
     receipt = forget(world, salt="a")
     assert (receipt.removed[TierKind.DEVICE], receipt.used_blocks, receipt.zeroing_blocks) == (3, 2, 1)
-    assert found(world, salt="a") == 0
+    assert world.found(PROMPT, salt="a") == 0
     world.run_executor_copies()
     world.step()
     world.finish("live")
     world.check()
-    assert left(world, "a") > 0
+    assert world.device.count("a", PROMPT[0]) > 0
     world.run_executor_copies()
     world.check()
-    assert left(world, "a") == 0
+    assert world.device.count("a", PROMPT[0]) == 0
     assert world.free == 12
 
 
@@ -109,7 +104,7 @@ def test_a_fork_of_a_forgotten_sequence_stores_nothing_either():
     world.check()
     assert world.journal.blocks == {}
     world.run_executor_copies()
-    assert left(world, "a") == 0
+    assert world.device.count("a", PROMPT[0]) == 0
 
 
 def test_a_copy_that_is_under_way_does_not_save_its_source():
@@ -123,7 +118,7 @@ def test_a_copy_that_is_under_way_does_not_save_its_source():
     world.check()
     world.run_executor_copies()
     world.check()
-    assert left(world, "a") == 0
+    assert world.device.count("a", PROMPT[0]) == 0
     assert world.free == 12
 
 
@@ -134,9 +129,9 @@ def test_a_prefix_goes_with_all_that_stands_on_it_and_what_is_before_it_too():
     world.cache([70, 71, 72, 73])
     receipt = forget(world, prefix=Prefix(tuple(PROMPT[:8])))
     assert receipt.removed == {TierKind.DEVICE: 4}
-    assert found(world, [70, 71, 72, 73]) == 4
+    assert world.found([70, 71, 72, 73]) == 4
     world.run_executor_copies()
-    assert left(world) == 0
+    assert world.device.count(None, PROMPT[0]) == 0
 
 
 def test_blocks_that_another_session_stands_on_stay():
@@ -145,8 +140,8 @@ def test_blocks_that_another_session_stands_on_stay():
     world.cache([*PROMPT[:4], 50, 51, 52, 53], session_id="y")
     receipt = forget(world, session_id="x")
     assert (receipt.removed, receipt.shared_blocks) == ({TierKind.DEVICE: 2}, 1)
-    assert found(world) == 4
-    assert found(world, [*PROMPT[:4], 50, 51, 52, 53]) == 8
+    assert world.found(PROMPT) == 4
+    assert world.found([*PROMPT[:4], 50, 51, 52, 53]) == 8
 
 
 def test_blocks_that_another_session_uses_stay_and_unused_ones_go():
@@ -156,7 +151,7 @@ def test_blocks_that_another_session_uses_stay_and_unused_ones_go():
     receipt = forget(world, session_id="x")
     assert (receipt.removed, receipt.shared_blocks) == ({TierKind.DEVICE: 2}, 1)
     world.finish("live")
-    assert found(world, [*PROMPT[:4], 50]) == 5
+    assert world.found([*PROMPT[:4], 50]) == 5
     world.check()
 
 
@@ -170,7 +165,7 @@ def test_what_is_on_its_way_down_is_overwritten_once_it_has_arrived():
     world.check()
     world.run_executor_copies()
     world.check()
-    assert left(world, "a") == 0
+    assert world.device.count("a", PROMPT[0]) == 0
 
 
 def test_windowed_groups_lose_what_the_salt_stored_wherever_it_stands():
@@ -181,7 +176,7 @@ def test_windowed_groups_lose_what_the_salt_stored_wherever_it_stands():
     assert receipt.removed == {TierKind.DEVICE: 6}
     world.run_executor_copies()
     world.check()
-    assert (left(world, "a"), left(world)) == (0, 18)
+    assert (world.device.count("a", PROMPT[0]), world.device.count(None, PROMPT[0])) == (0, 18)
 
 
 def test_events_that_are_kept_have_no_tokens_of_it_any_more():

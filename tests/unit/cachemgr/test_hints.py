@@ -81,14 +81,6 @@ def test_what_a_hint_without_a_session_keeps_without_an_end_ends_after_a_day():
     assert [priority for _, priority in blocks(world)] == [35, 35]
 
 
-def test_what_is_retained_beyond_the_bounds_is_clipped():
-    config = dataclasses.replace(CONFIG, max_retention_priority=60, max_retention_seconds=5.0)
-    world = with_prompt(config=config)
-    assert send(world, "Retain", priority=80) == (CLIPPED, 2)
-    leases = {(lease.priority, lease.remaining) for _, _, lease in world.queries.leases("e/0", "")}
-    assert leases == {(60, 5.0)}
-
-
 def test_pins_are_accepted_clipped_or_rejected_by_their_budget():
     for budget, answer in ((0.3, (ACCEPTED, 2)), (0.1, (CLIPPED, 1)), (0.01, (REJECTED, 0))):
         world = with_prompt(config=dataclasses.replace(CONFIG, pin_budget=budget))
@@ -118,13 +110,6 @@ def test_what_is_demoted_goes_first():
     world.cache([99] * 12, no_store=True)
     assert blocks(world) == []
     assert len(list(world.queries.records("e"))) == 1
-
-
-def test_others_wishes_outlive_a_demotion_which_is_told():
-    world = World(8)
-    world.cache(PROMPT, retention=wish(70))
-    assert send(world, "Demote") == (CLIPPED, 2)
-    assert [priority for _, priority in blocks(world)] == [70, 70]
 
 
 def test_a_demotion_to_the_host_begins_copies_that_the_executor_runs():

@@ -1,172 +1,330 @@
-"""Who is gone loses what it held; what was computed stays findable while its device lives."""
+"""Leases of very many on one block: few are kept, and the block has the same priority as with all of them."""
 
 import dataclasses
-import gc
+from dataclasses import dataclass
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from cachemgr.blocks.block import Block
-from cachemgr.errors import StaleExecutorError, UnknownExecutorError, UnknownSchedulerError
-from tests.support.in_process_manager import World
-from tests.support.random_operations import small_steps
+from cachemgr.blocks.block_record import LeaseRecord
+from cachemgr.retention.leases import MAX_LEASES, leases_of, offload_floor
+from cachemgr.retention.priority import DEFAULT_PRIORITY, MAX_SESSION_SECONDS, Wish
+from cachemgr.telemetry.nested_caches import NestedCaches
+from cachemgr.types import EventKind, Outcome, RemovalCause, Retention, RetentionRange
+from tests.support.in_process_manager import CONFIG, World, wish
+from tests.support.work import work_of
+
+PROMPT = [1, 2, 3, 4, 5]
+# Below every wish.
+FLOOR = -1
 
 
-def running():
-    """Sequence "a" with nine computed tokens."""
-    world = World()
-    world.run(list(range(9)), "a")
-    return world
+@dataclass
+class Wished:
+    """One wish of the model; `deadline` is None while its clock stands, and for none."""
+
+    holder: str
+    priority: int
+    floor: int | None
+    duration: float | None
+    deadline: float | None = None
+
+    def remaining(self, now: float) -> float:
+        left = self.duration if self.deadline is None else self.deadline - now
+        return float("inf") if left is None else left
 
 
-def test_a_silent_scheduler_loses_its_sequences_and_their_blocks_stay_cached():
-    world = running()
-    world.now = 9.0
-    world.manager.renew_executor("e", 1, 1)
-    world.now = 10.1
+class AllLeases:
+    """The model: every wish is kept in a list until its end, or with `replaces` until its holder's next one."""
+
+    def __init__(self, *, replaces: bool = True) -> None:
+        self.replaces = replaces
+        self.kept: list[Wished] = []
+
+    def grant(self, one: Wished) -> None:
+        self.kept = [other for other in self.kept if not self.replaces or other.holder != one.holder]
+        self.kept.append(dataclasses.replace(one))
+
+    def start(self, now: float) -> None:
+        for one in self.kept:
+            if one.deadline is None and one.duration is not None:
+                one.deadline = now + one.duration
+
+    def advance(self, now: float) -> None:
+        self.kept = [one for one in self.kept if one.deadline is None or one.deadline > now]
+
+    def state(self) -> tuple[int, int]:
+        floors = [one.floor for one in self.kept if one.floor is not None]
+        return max((one.priority for one in self.kept), default=DEFAULT_PRIORITY), max(floors, default=FLOOR)
+
+
+class OneBlock:
+    """A block of a cache, and its leases."""
+
+    def __init__(self) -> None:
+        self.caches = NestedCaches((8.0,))
+        self.now = 0.0
+        self.block, _ = self.caches.use(b"key")
+        self.block.stored = True
+
+    def grant(self, one: Wished) -> None:
+        self.caches.wish(self.block, Wish(one.holder, one.priority, one.duration, one.floor))
+        assert len(list(leases_of(self.block))) <= MAX_LEASES
+
+    def drop(self) -> None:
+        self.caches.drop(self.block)
+
+    def use(self) -> None:
+        self.caches.use(b"key")
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+        self.caches.advance(self.now)
+
+    def state(self) -> tuple[int, int]:
+        return self.block.priority, offload_floor(self.block, FLOOR)
+
+
+def play(steps, *models):
+    """Uses of a block one after the other: what each wishes, whether it ends, how long nothing happens then.
+
+    Yields the block's state and the models' after every change.
+    """
+    block = OneBlock()
+    for wished, ends, pause in steps:
+        if not block.block.refs:
+            block.use()
+        for one in wished:
+            block.grant(one)
+            for model in models:
+                model.grant(one)
+            yield block.state(), *(model.state() for model in models)
+        if ends:
+            block.drop()
+            for model in models:
+                model.start(block.now)
+        block.advance(pause)
+        for model in models:
+            model.advance(block.now)
+        yield block.state(), *(model.state() for model in models)
+
+
+# Few enough for all that none of them covers to have room beside the leases of three sessions.
+DURATIONS = st.sampled_from([None, 1.0, 5.0, 20.0])
+WISHES = st.tuples(st.sampled_from([20, 60, 90]), st.sampled_from([None, 40]), DURATIONS)
+
+
+def steps(holders):
+    """Uses of a block with wishes of such holders; each time a request wishes, it is another one."""
+    wishes = st.lists(st.builds(lambda holder, parts: Wished(holder, *parts), holders, WISHES), max_size=3)
+    return st.lists(st.tuples(wishes, st.booleans(), st.sampled_from([0.0, 0.5, 3.0, 10.0])), max_size=40).map(
+        _numbered
+    )
+
+
+def _numbered(found):
+    count = 0
+    for wished, _, _ in found:
+        for one in wished:
+            count += 1
+            if one.holder == "request/":
+                one.holder += str(count)
+    return found
+
+
+@settings(max_examples=200, deadline=None)
+@given(steps(st.sampled_from(["request/", "session/a", "session/b", "rule/r"])))
+def test_a_block_is_as_with_all_leases_where_few_sessions_and_any_requests_wish(found):
+    for state, expected in play(found, AllLeases()):
+        assert state == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(steps(st.sampled_from(["request/", *(f"session/{number}" for number in range(60))])))
+def test_a_block_is_as_with_all_leases_where_any_sessions_renew_their_wishes(found):
+    first: dict[str, Wished] = {}
+    for wished, _, _ in found:
+        for one in wished:
+            same = first.setdefault(one.holder, one)
+            one.priority, one.floor, one.duration = same.priority, same.floor, same.duration
+    for state, expected in play(found, AllLeases()):
+        assert state == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(steps(st.sampled_from(["request/", "rule/r", *(f"session/{number}" for number in range(60))])))
+def test_where_any_sessions_change_their_wishes_what_others_wished_stays_and_nothing_lasts_beyond_its_end(found):
+    for wished, _, _ in found:
+        for one in wished:
+            # Else a block would have more without a lease than with it.
+            one.priority = max(one.priority, DEFAULT_PRIORITY)
+    for state, least, most in play(found, AllLeases(), AllLeases(replaces=False)):
+        assert all(low <= one <= high for low, one, high in zip(least, state, most, strict=True))
+
+
+def patient(num_blocks: int = 8) -> World:
+    return World(num_blocks, config=dataclasses.replace(CONFIG, lease_seconds=1e12))
+
+
+def priority(world: World) -> int:
     world.manager.expire()
-    assert list(world.queries.sequences()) == []
-    assert world.free == 8
-    world.check()
-    with pytest.raises(UnknownSchedulerError):
-        world.manager.sync(world.next_sync())
-    world.start_scheduler()
-    assert world.cached_tokens(list(range(9))) == 8
+    return next(view.priority for _, view in world.queries.blocks("e/0") if view.slot == 1)
 
 
-def test_a_sync_and_an_admission_keep_the_scheduler():
-    world = World()
-    world.now = 8.0
-    world.sync()
-    world.now = 16.0
-    world.manager.renew_executor("e", 1, 1)
-    world.admit([1], "a")
-    world.now = 24.0
-    world.manager.renew_executor("e", 1, 1)
-    world.now = 25.0
-    world.manager.expire()
-    assert len(list(world.queries.sequences())) == 1
+def leases(world: World):
+    return [lease for _, view, lease in world.queries.leases("e/0", "") if view.slot == 1]
 
 
-@pytest.mark.parametrize("is_silent", [False, True])
-def test_what_a_scheduler_held_that_is_gone_is_freed_a_part_at_a_time_and_nothing_can_name_it(is_silent):
-    world = World(12)
-    for name in "abc":
-        world.run([ord(name)] * 9, name)
-    with small_steps():
-        if is_silent:
-            world.now = 9.0
-            world.renew()
-            world.now = 11.0
-            world.manager.expire()
-        world.start_scheduler()
-        assert [pool.used_blocks for pool in world.queries.pools()] == [6]
-        assert list(world.queries.sequences()) == []
-        assert world.manager.is_behind
-        world.check()
-        # The id is free, and what is already freed can be found.
-        assert world.admit([ord("a")] * 9, "a").cached_tokens == 8
-        world.check()
-        assert [pool.used_blocks for pool in world.queries.pools()] == [9]
-        world.manager.expire()
-        world.check()
-        assert world.manager.is_behind
-        world.manager.expire()
-        assert not world.manager.is_behind
-    assert [pool.used_blocks for pool in world.queries.pools()] == [3]
-    assert [sequence.sequence_id for sequence in world.queries.sequences()] == ["a"]
+def broken(world: World, after: int = 0):
+    return [
+        event.lease
+        for event in world.queries.events_after(after)
+        if event.kind is EventKind.LEASE_BROKEN and event.block.slot == 1
+    ]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 100), st.integers(1, 60), st.sampled_from([0, 0, 1, 7])), max_size=50))
+def test_of_too_many_leases_those_of_the_highest_priorities_stay_and_receipts_and_events_say_so(found):
+    world, model = patient(), AllLeases()
+    seen = 0
+    for count, (wanted, duration, pause) in enumerate(found):
+        admission = world.cache(PROMPT, request_id=str(count), retention=wish(wanted, float(duration)))
+        if admission.receipts[0].outcome is Outcome.GRANTED:
+            model.grant(Wished(str(count), wanted, None, float(duration)))
+        else:
+            assert admission.receipts[0].outcome is Outcome.REJECTED
+            assert "too many leases of a higher priority" in admission.receipts[0].reason
+        for lease in broken(world, seen):
+            gone = [
+                one
+                for one in model.kept
+                if one.priority <= lease.priority and one.remaining(world.now) <= lease.remaining
+            ]
+            assert gone
+            model.kept = [one for one in model.kept if one not in gone]
+        seen = world.queries.snapshot().number
+        model.start(world.now)
+        assert priority(world) == model.state()[0]
+        world.now += pause
+        model.advance(world.now)
+        assert priority(world) == model.state()[0]
+        assert len(leases(world)) <= MAX_LEASES
     world.check()
 
 
-def test_a_scheduler_that_is_gone_may_have_had_sequences_in_a_lost_executor():
-    world = World(12)
-    for name in "abc":
-        world.run([ord(name)] * 9, name)
-    with small_steps():
-        world.manager.register_scheduler("s", 2)
-        world.start_executor()
-        world.check()
-        while world.manager.is_behind:
-            world.manager.expire()
-            world.check()
-    assert world.free == 12
-
-
-def test_a_silent_executor_loses_its_pool_and_its_sequences_are_void():
-    world = running()
-    handle = world.live["a"].handle
-    world.now = 9.0
-    world.sync()
-    world.now = 10.1
-    world.manager.expire()
-    assert world.queries.pools() == []
-    with pytest.raises(UnknownExecutorError):
-        world.admit([1])
-    answer = world.sync()
-    assert answer.void_handles == [handle]
-    assert answer.free_blocks == 0
-    world.sync()
-    assert list(world.queries.sequences()) == []
-
-
-def test_a_lost_pool_leaves_nothing_to_the_garbage_collector():
-    world = World(8)
-    world.cache(list(range(13)))
-    world.cache([*range(8), 50, 51, 52, 53, 54])
-    gc.collect()
-    gc.disable()
-    try:
-        world.start_executor()
-        assert not [one for one in gc.get_objects() if type(one) is Block and one.key]
-    finally:
-        gc.enable()
-
-
-def test_a_newer_executor_epoch_voids_everything_of_the_older_and_its_copies():
-    world = World()
-    world.cache(list(range(8)))
-    world.admit(list(range(8)), "b")
-    assert world.live["b"].copies
-    world.run([50, 51], "c")
-    world.manager.hold(world.caller, "c", "me", 5.0)
-    world.finish("c")
-    ticket, handle = world.live["b"].copies[0].ticket, world.live["b"].handle
-    world.executor_epoch = 1
-    world.start_executor()
-    world.check()
-    assert world.journal.epoch == 2
-    assert world.free == 8
-    assert world.manager.confirm_transfers("e", 2, [ticket], []) == 1
-    assert world.manager.sync(world.next_sync()).void_handles == []
-    assert handle not in {view.sequence_handle for view in world.queries.sequences()}
-    assert world.cached_tokens(list(range(8))) == 0
-
-
-def test_slots_of_a_lost_registration_are_given_away_only_after_its_old_sequences_are_released():
-    world = running()
-    world.now = 9.0
-    world.sync()
-    world.now = 10.1
-    world.manager.expire()
-    world.now = 10.2
-    world.manager.register_executor(dataclasses.replace(world.spec(), last_write_steps=()))
-    assert not world.admit([1], "b").admitted
-    world.sync()
-    assert not world.admit([1], "b").admitted
-    world.sync()
-    assert world.admit([1], "b").admitted
+def test_a_lease_that_makes_room_for_one_of_a_higher_priority_breaks_and_an_event_says_why():
+    world = patient()
+    for count in range(MAX_LEASES):
+        world.cache(PROMPT, retention=wish(10 + count, 1000.0 - count))
+    seen = world.queries.snapshot().number
+    assert len(leases(world)) == MAX_LEASES
+    world.cache(PROMPT, retention=wish(90, 5.0))
+    assert priority(world) == 90
+    (event,) = [
+        event
+        for event in world.queries.events_after(seen)
+        if event.kind is EventKind.LEASE_BROKEN and event.block.slot == 1
+    ]
+    assert (event.cause, event.lease.priority, event.lease.remaining) == (RemovalCause.TOO_MANY_LEASES, 10, 1000.0)
     world.check()
 
 
-def test_an_older_executor_epoch_counts_again_once_the_lease_of_the_newer_has_run_out():
-    """The clock that epochs are taken from may have gone back while the executor was down."""
-    world = running()
-    spec = world.spec()
-    world.start_executor()
-    with pytest.raises(StaleExecutorError):
-        world.manager.register_executor(spec)
-    world.expire_executor()
-    world.manager.register_executor(spec)
-    world.executor_epoch = spec.executor_epoch
-    world.start_scheduler()
-    assert world.run([1, 2, 3], "after").cached_tokens == 0
+def test_a_wish_that_some_blocks_have_no_room_for_is_clipped():
+    world = World(16, config=dataclasses.replace(CONFIG, lease_seconds=1e12))
+    prompt = list(range(13))
+    for count in range(MAX_LEASES):
+        retention = Retention((RetentionRange(0, 4, 90 - count, 100.0 + count),))
+        world.cache(prompt, retention=retention)
+    receipt = world.cache(prompt, retention=wish(20, 1000.0)).receipts[0]
+    assert receipt.outcome is Outcome.CLIPPED
+    assert receipt.reason == "1 of its blocks have too many leases of a higher priority"
+    assert receipt.num_blocks == 3
     world.check()
+
+
+def test_the_leases_of_rules_are_neither_shared_nor_the_first_to_break():
+    block, model = OneBlock(), AllLeases()
+    rules = [Wished(f"rule/{number}", 5 + number, None, None) for number in range(3)]
+    for one in rules + [Wished(f"session/{number}", 20 + number, None, 100.0 - number) for number in range(50)]:
+        block.grant(one)
+        model.grant(one)
+        assert block.state() == model.state()
+    kept = {lease.wish.holder for lease in leases_of(block.block)}
+    assert {one.holder for one in rules} <= kept
+
+
+def test_a_session_cannot_take_back_what_others_have_wished():
+    world = patient()
+    for count in range(3 * MAX_LEASES):
+        world.cache(PROMPT, session_id=str(count), retention=wish(80, 100.0))
+    for count in range(3 * MAX_LEASES):
+        world.cache(PROMPT, session_id=str(count), retention=wish(10, 1.0))
+    assert priority(world) == 80
+    world.now = 100.0
+    assert priority(world) == 35
+    world.check()
+
+
+def test_a_session_that_wishes_without_an_end_has_one_a_day_after_its_last_wish():
+    world = patient()
+    admission = world.cache(PROMPT, session_id="chat", retention=wish(80))
+    for receipt in admission.receipts:
+        assert (receipt.outcome, receipt.duration) == (Outcome.CLIPPED, MAX_SESSION_SECONDS)
+        assert receipt.reason == "the duration is at most 86400 s"
+    world.now = MAX_SESSION_SECONDS - 1
+    world.cache(PROMPT, session_id="chat", retention=wish(80))
+    world.now = 2 * MAX_SESSION_SECONDS - 2
+    assert priority(world) == 80
+    world.now += 1
+    assert priority(world) == 35
+    # What a request alone wishes without an end has none.
+    world.cache(PROMPT, retention=wish(80))
+    world.now *= 10
+    assert priority(world) == 80
+    world.check()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        lambda count: {"session_id": str(count), "retention": wish(80)},
+        lambda count: {"session_id": str(count), "retention": wish(80, 3600.0)},
+        lambda count: {"request_id": str(count), "retention": wish(80, 86400.0)},
+        lambda count: {"request_id": str(count), "retention": wish(count % 101, 86400.0 - count)},
+    ],
+    ids=["sessions", "sessions with an end", "requests with an end", "of all priorities"],
+)
+def test_an_admission_costs_the_same_however_many_have_wished_for_its_prefix(options):
+    world = World(64, config=dataclasses.replace(CONFIG, lease_seconds=1e12, event_history=100))
+    prompt = list(range(33))
+    world.cache(prompt)
+
+    def admit(first, last):
+        for count in range(first, last):
+            world.now += 0.01
+            assert world.admit(prompt, f"a{count}", **options(count)).admitted
+            world.manager.release(world.caller, f"a{count}")
+
+    admit(0, 200)
+    few = work_of(lambda: admit(200, 220))
+    admit(220, 1000)
+    assert work_of(lambda: admit(1000, 1020)) < 1.5 * few
+
+
+def test_leases_that_a_record_has_too_many_of_come_back_in_linear_work():
+    def work(number):
+        world = patient()
+        world.cache(PROMPT, session_id="u", retention=wish(60))
+        (record,) = [record for record in world.queries.records("e") if record.slot == 1]
+        leases = tuple(LeaseRecord(f"session/{one}", 60, None, None) for one in range(number))
+        world.lose_manager()
+        world.now += 1
+        spent = work_of(lambda: world.manager.register_executor(world.spec(), [record._replace(leases=leases)]))
+        assert priority(world) == 60
+        (record,) = [record for record in world.queries.records("e") if record.slot == 1]
+        assert len(record.leases) <= MAX_LEASES
+        return spent
+
+    assert work(1000) < 2.2 * work(500)

@@ -129,17 +129,6 @@ def test_what_is_more_than_a_ceiling_is_refused_instead_of_waiting_for_ever():
     world.check()
 
 
-def test_what_others_cached_costs_neither_ceiling_nor_floor():
-    world = World(8)
-    world.cache(list(range(16)), tenant_id="t")
-    quota(world, tenant_id="t", device_floor=4)
-    quota(world, tenant_id="u", device_ceiling=2)
-    admission = world.admit(list(range(20)), tenant_id="u")
-    assert (admission.admitted, admission.cached_tokens) == (True, 16)
-    world.check()
-    assert counts(world)["t"] == 4
-
-
 def test_a_block_that_comes_back_from_below_counts_for_whose_it_was():
     world = World(4, host_blocks=4)
     quota(world, tenant_id="t", device_ceiling=4)

@@ -45,21 +45,6 @@ def test_a_writer_that_ends_early_voids_who_shared_its_blocks():
     world.check()
 
 
-def test_who_waits_for_one_that_waits_is_void_with_it():
-    world = World(16)
-    _, second = two(world)
-    third = world.admit([*PROMPT, 50, 51, 52, 53, 54], "third")
-    assert third.cached_tokens == 8
-    fourth = world.admit([*PROMPT, 50, 51, 52, 60], "fourth")
-    assert (fourth.cached_tokens, fourth.wait_for_handle) == (12, third.sequence_handle)
-    world.leave(world.live["writer"])
-    answer = world.sync()
-    assert answer.void_handles == [one.sequence_handle for one in (second, third, fourth)]
-    world.check()
-    world.sync()
-    assert world.free == 16
-
-
 def test_other_schedulers_and_salts_share_no_promises():
     world = World()
     world.admit(PROMPT, "writer", salt="a")

@@ -1,7 +1,5 @@
 """Syncs: repeated, refused, or applied as a whole."""
 
-import dataclasses
-
 from cachemgr.types import ManagerConfig
 from tests.support.in_process_manager import World
 
@@ -13,24 +11,6 @@ def started():
     world.step()
     world.sync()
     return world
-
-
-def test_unknown_handles_are_reported_and_are_no_error():
-    world = started()
-    answer = world.manager.sync(
-        dataclasses.replace(
-            world.next_sync(),
-            handles=[4],
-            computed_tokens=[1],
-            new_token_counts=[2],
-            new_token_ids=[1, 2],
-            released_handles=[5],
-            trimmed_handles=[6],
-            trimmed_capacity_tokens=[1],
-        )
-    )
-    assert answer.unknown_handles == [4, 5, 6]
-    world.check()
 
 
 def test_capacity_grows_two_tokens_ahead_of_what_is_computed():

@@ -74,22 +74,6 @@ def test_a_failed_copy_down_loses_the_block_and_all_behind_it():
     assert device.counters.failed_copies == 3
 
 
-def test_a_failed_copy_up_makes_the_match_shorter_the_next_time():
-    world = World(4, host_blocks=4)
-    world.cache(list(range(13)))
-    fill(world, 100, "b")
-    world.finish("b")
-    admission = world.admit(list(range(13)), "c")
-    assert admission.cached_tokens == 12
-    world.step(fail_copies=True)
-    world.confirm()
-    answer = world.sync()
-    assert answer.void_handles == [admission.sequence_handle]
-    world.sync()
-    assert world.admit(list(range(13)), "d").cached_tokens < 12
-    world.check()
-
-
 def test_what_has_come_up_stays_when_the_sequence_waits_no_longer_for_the_rest():
     world = World(4, host_blocks=8)
     world.cache(list(range(13)))
@@ -111,17 +95,6 @@ def test_what_has_come_up_stays_when_the_sequence_waits_no_longer_for_the_rest()
     world.done[up[2]] = late
     world.confirm()
     world.check()
-
-
-def test_cancelled_copies_down_are_lost_and_give_their_slots_back():
-    world = World(2, host_blocks=2)
-    world.cache(list(range(8)))
-    world.admit([*range(100, 108)], "b")
-    world.leave(world.live["b"])
-    world.sync()
-    world.check()
-    (view,) = world.queries.pools()
-    assert (view.free_blocks, view.cached_blocks, view.lower_tiers[0].cached_blocks) == (2, 0, 0)
 
 
 def test_a_slot_whose_bytes_have_yet_to_leave_is_given_to_nobody():
@@ -258,11 +231,48 @@ def test_a_match_ends_where_it_would_go_below_the_lowest_tier(lowest, tokens):
     world.check()
 
 
-def test_windows_and_beginnings_of_blocks_do_not_go_below_the_lowest_tier_either():
-    for windows in ((None, 5), (5,)):
-        world = World(3, windows=windows, host_blocks=4)
-        world.cache(list(range(10)))
-        world.cache(list(range(50, 62)))
-        for lowest, tokens in ((TierKind.DEVICE, 0), (TierKind.HOST, 9)):
-            assert world.queries.preview(world.request(list(range(10)), lowest_tier=lowest), 0).cached_tokens == tokens
-        world.check()
+# Copy tickets
+
+
+def copying(num_blocks=8):
+    """A sequence "b" with an open copy of two tokens."""
+    world = World(num_blocks)
+    world.cache([*range(4), 10, 11, 12])
+    admission = world.admit([*range(4), 10, 11, 20, 21, 22], "b")
+    (copy,) = admission.transfers
+    assert (admission.cached_tokens, copy.num_tokens) == (6, 2)
+    return world, copy
+
+
+def test_a_source_cannot_be_taken_while_its_copy_is_open():
+    world, _ = copying(num_blocks=4)
+    # One cached block is the source; two are used; one is the target.
+    assert world.free == 0
+    assert not world.admit([50]).admitted
+    world.step()
+    world.confirm()
+    assert world.free == 1
+    world.check()
+
+
+def test_a_confirmation_is_counted_once():
+    world, copy = copying()
+    world.step()
+    confirm = world.manager.confirm_transfers
+    assert confirm("e", 1, [copy.ticket], []) == 0
+    assert confirm("e", 1, [copy.ticket], []) == 1
+    assert confirm("e", 1, [copy.ticket + 1], [copy.ticket + 2]) == 2
+    world.check()
+
+
+def test_what_a_released_copys_source_stands_on_is_not_evicted():
+    world, _ = copying(num_blocks=4)
+    world.step()
+    world.forget(world.live["b"])
+    world.manager.release(world.caller, "b")
+    assert world.free == 1
+    assert not world.admit([50, 51, 52, 53, 54]).admitted
+    assert world.admit([50]).admitted
+    world.check()
+    world.confirm()
+    world.check()

@@ -6,7 +6,7 @@ import pytest
 
 from cachemgr.manager import CacheManager
 from cachemgr.operators.operator_journal import Kind
-from cachemgr.types import BlockFilter, EventKind, ForgetTarget, Prefix, Quota, RemovalCause, TierKind
+from cachemgr.types import EventKind, ForgetTarget, Prefix, Quota, RemovalCause, TierKind
 from tests.support.in_process_manager import CONFIG, World, wish
 
 PROMPT = list(range(13))
@@ -92,15 +92,6 @@ def test_what_has_lost_its_beginning_is_forgotten_with_it():
     world.check()
     world.run_executor_copies()
     assert not world.device.count(None, 0)
-
-
-def test_what_has_lost_its_beginning_is_purged_and_listed_by_its_prefix():
-    world = beheaded()
-    selected = BlockFilter(prefix=Prefix(tuple(PROMPT[:12])), pool_id="e/0")
-    assert sum(block is not None for block in world.queries.filtered_blocks(selected)) == 2
-    assert world.operators.purge(selected, validate_only=False).purged_blocks == 2
-    world.check()
-    assert list(world.queries.records("e")) == []
 
 
 @pytest.mark.parametrize("manager_too", [True, False])

@@ -93,22 +93,6 @@ def test_a_fork_of_the_prompt_leaves_its_last_token_to_compute_however_far_the_f
     assert len(world.live["b"].tokens) == prompt + 6
 
 
-def test_a_fork_outlives_a_first_sequence_that_ends_before_the_copy_has_run():
-    world = World(6)
-    tokens = list(range(8))
-    world.run(tokens, "a", generate=2)
-    world.enter(world.request(tokens, "b"), world.manager.fork(world.caller, "a", "b", 8), tokens)
-    world.finish("a")
-    world.check()
-    while world.manager.admit(world.request([77])).admitted:
-        # Whatever can be taken is taken, but not the source of the copy nor what it stands on.
-        world.check()
-    world.step(names={"b"})
-    world.confirm()
-    world.check()
-    assert len(world.live["b"].tokens) == 9
-
-
 @pytest.mark.parametrize("num_tokens", [0, 12])
 def test_a_fork_has_at_least_one_token_and_none_that_the_first_sequence_has_not(num_tokens):
     world = World(12)

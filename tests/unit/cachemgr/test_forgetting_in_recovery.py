@@ -6,8 +6,8 @@ from cachemgr.operators import forget
 from cachemgr.types import BlockFilter, ForgetTarget, HintAction, Hints, Prefix, Transfer
 from tests.support.in_process_manager import World
 from tests.support.random_operations import small_steps
-from tests.unit.cachemgr.test_forgetting import PROMPT, found, left
 
+PROMPT = list(range(10, 19))
 TARGETS = [
     ForgetTarget(salt="a"),
     ForgetTarget(session_id="x"),
@@ -35,9 +35,9 @@ def lose_executor(world: World) -> None:
 
 def check_forgotten(world: World) -> None:
     world.check()
-    assert [found(world, salt=salt) for salt in "ab"] == [0, 9]
+    assert [world.found(PROMPT, salt=salt) for salt in "ab"] == [0, 9]
     world.run_executor_copies()
-    assert [left(world, salt) for salt in "ab"] == [0, 9]
+    assert [world.device.count(salt, PROMPT[0]) for salt in "ab"] == [0, 9]
     world.check()
 
 
@@ -97,7 +97,7 @@ def test_what_is_cached_after_it_was_forgotten_comes_back():
     world.cache(PROMPT, salt="a")
     lose_executor(world)
     assert world.manager.register_executor(world.spec(), remembered(world)) == (6, 0)
-    assert found(world, salt="a") == 9
+    assert world.found(PROMPT, salt="a") == 9
     world.check()
 
 
@@ -142,7 +142,7 @@ def test_what_was_still_to_be_overwritten_when_the_executor_was_lost_is_overwrit
         world.cache(list(range(100, 148)))
         world.run_executor_copies()
     world.operators.forget(target, validate_only=False)
-    assert left(world, "a") == 9
+    assert world.device.count("a", PROMPT[0]) == 9
     lose_executor(world)
     if starts_again:
         assert world.come_back().lower_blocks == 3
@@ -160,7 +160,7 @@ def test_what_was_purged_in_a_recovery_does_not_come_back_when_the_executor_is_l
         world.read_again()
     world.end_recovery()
     world.check()
-    assert [found(world, salt=salt) for salt in "ab"] == [0, 9]
+    assert [world.found(PROMPT, salt=salt) for salt in "ab"] == [0, 9]
 
 
 def test_what_was_purged_in_a_recovery_does_not_come_back_when_the_executor_starts_again():
@@ -175,7 +175,7 @@ def test_what_was_purged_in_a_recovery_does_not_come_back_when_the_executor_star
     world.start_scheduler()
     world.end_recovery()
     world.check()
-    assert [found(world, salt=salt) for salt in "ab"] == [0, 9]
+    assert [world.found(PROMPT, salt=salt) for salt in "ab"] == [0, 9]
 
 
 def test_a_purge_in_a_recovery_means_nothing_that_is_cached_after_it():
@@ -194,7 +194,7 @@ def test_a_purge_in_a_recovery_means_nothing_that_is_cached_after_it():
     records = list(world.queries.records("e"))
     lose_executor(world)
     world.manager.register_executor(world.spec(), records)
-    assert found(world, salt="a") == 9
+    assert world.found(PROMPT, salt="a") == 9
 
 
 def come_back_in_the_same_epoch(world: World) -> None:
@@ -221,9 +221,9 @@ def test_bytes_of_a_forgotten_sequence_do_not_outlive_it_when_the_executor_is_lo
     if not computed:
         world.compute(world.live["live"], len(PROMPT))
         world.sync()
-    assert left(world, "a") == 9
+    assert world.device.count("a", PROMPT[0]) == 9
     come_back_in_the_same_epoch(world)
-    assert left(world, "a") == 0
+    assert world.device.count("a", PROMPT[0]) == 0
 
 
 def prefetching() -> tuple[World, list[Transfer]]:
@@ -253,7 +253,7 @@ def test_bytes_of_a_prefetch_in_flight_are_overwritten(executor):
     for _ in range(4):
         world.run_executor_copies()
         world.check()
-    assert left(world, "a") == 0
+    assert world.device.count("a", PROMPT[0]) == 0
 
 
 def test_bytes_of_copies_that_a_sequence_has_left_are_overwritten():
@@ -276,4 +276,4 @@ def test_bytes_of_copies_that_a_sequence_has_left_are_overwritten():
     for _ in range(4):
         world.run_executor_copies()
         world.check()
-    assert left(world, "a") == 0
+    assert world.device.count("a", PROMPT[0]) == 0

@@ -155,19 +155,6 @@ def test_during_prefill_it_gets_blocks_for_what_is_computed_before_it_evicts():
     world.check()
 
 
-def test_only_what_is_computed_before_it_evicts_is_promised():
-    world = World(40)
-    world.admit(PROMPT, "a", eviction_policy=AVERAGE)
-    later = world.admit(PROMPT, "b")
-    assert (later.cached_tokens, later.wait_for_handle) == (8, world.live["a"].handle)
-    for _ in range(12):
-        world.step(20)
-        world.sync()
-        world.check()
-    assert world.live["a"].moved
-    assert world.live["b"].computed > len(PROMPT)
-
-
 def test_capacity_ahead_stops_where_it_first_evicts():
     world = World(40, config=ManagerConfig(capacity_ahead_tokens=16, free_watermark=0))
     world.admit([1, 2], "a", eviction_policy=KEYDIFF)
