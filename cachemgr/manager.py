@@ -430,7 +430,7 @@ class CacheManager:
         check_length(executor, usable, "capacity_tokens")
         start = sequence.num_blocks
         wanted = max(start, blocks_for(usable, executor.block_size))
-        account = sequence.domain.account
+        account = sequence.scope.account
         # What runs goes on beyond its ceiling, at the cost of its own cached blocks first.
         free = [pool.device.free_for(account, within_ceiling=False) for pool in executor.pools]
         short = sum(max(0, wanted - start - one) for one in free)

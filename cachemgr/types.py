@@ -345,7 +345,7 @@ class BlockView(NamedTuple):
     priority: int
     depth: int
     tier: TierKind = TierKind.DEVICE
-    domain: Scope | None = None
+    scope: Scope | None = None
     # Both only in a listing. `idle`: seconds since the last use, None while it is in use.
     hits: int = 0
     idle: float | None = None
@@ -374,7 +374,7 @@ class SequenceView:
     cached_tokens: int
     capacity_tokens: int
     num_blocks: int
-    domain: Scope | None = None
+    scope: Scope | None = None
     eviction_policy: Policy | None = None
     evicting: bool = False
 
@@ -514,7 +514,7 @@ class PoolViolation:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """A prompt in one domain of sharing, in one executor or, without a name, in all."""
+    """A prompt in one cache scope, in one executor or, without a name, in all."""
 
     token_ids: Sequence[int]
     executor_id: str = ""

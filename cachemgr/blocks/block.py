@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 from cachemgr.retention.priority import DEFAULT_PRIORITY
 
 if TYPE_CHECKING:
-    from cachemgr.blocks.block_keys import Domain
+    from cachemgr.blocks.block_keys import CacheScope
     from cachemgr.blocks.quota import Account
     from cachemgr.blocks.tier import Tier
     from cachemgr.retention.leases import Lease
@@ -25,7 +25,7 @@ class Writer(Protocol):
         """Its name in events."""
 
     @property
-    def domain(self) -> Domain:
+    def scope(self) -> CacheScope:
         """The cache scope of its blocks."""
 
     @property
@@ -54,7 +54,7 @@ class Node:
 
 
 class Block(Node):
-    """A slot with its content. Indexed when it has a parent; then key, tokens, depth and domain are set.
+    """A slot with its content. Indexed when it has a parent; then key, tokens, depth and scope are set.
 
     `writer` is the sequence that fills it, as long as what it wrote is not proven to be there.
     """
@@ -62,7 +62,6 @@ class Block(Node):
     __slots__ = (
         "children_in_tier",
         "depth",
-        "domain",
         "hits",
         "index",
         "lease",
@@ -72,6 +71,7 @@ class Block(Node):
         "priority",
         "recency",
         "refs",
+        "scope",
         "stored_step",
         "tokens",
         "writer",
@@ -87,7 +87,7 @@ class Block(Node):
         self.parent: Node | None = None
         self.tokens = b""
         self.depth = 0
-        self.domain: Domain | None = None
+        self.scope: CacheScope | None = None
         # The largest among its leases, and the first of these.
         self.priority = DEFAULT_PRIORITY
         self.lease: Lease | None = None

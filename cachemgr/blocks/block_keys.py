@@ -31,7 +31,7 @@ _ROOT = b"kvkeep/root/1\0"
 _CHILD = b"kvkeep/block/2\0"
 
 
-class Domain:
+class CacheScope:
     """What many blocks have in common: who may share them, who stored them, and their extra bytes, mostly none.
 
     Blocks are shared under equal `key`, that is by sequences of one model with equal salt and equal adapter.

@@ -23,7 +23,7 @@ from cachemgr.types import BlockView, EventKind, PoolSpec, RemovalCause, TierKin
 
 if TYPE_CHECKING:
     from cachemgr.blocks.block import Writer
-    from cachemgr.blocks.block_keys import Domain
+    from cachemgr.blocks.block_keys import CacheScope
     from cachemgr.blocks.block_record import IndexJournal
     from cachemgr.blocks.events import EventLog
     from cachemgr.blocks.offload import CopyTicket
@@ -181,7 +181,7 @@ class BlockPool:
                 block.priority,
                 depth,
                 tier.kind,
-                block.domain,
+                block.scope,
                 0,
                 None,
             ),
@@ -201,8 +201,8 @@ class BlockPool:
         What it takes the index of moves to a lower tier or is lost, for the sake of `writer`.
         """
         device = self.device
-        domain = None if writer is None else writer.domain
-        account = None if domain is None else domain.account
+        scope = None if writer is None else writer.scope
+        account = None if scope is None else scope.account
         moved: Block | None = None
         if (device.empty or device.unread) and not device.wants_own(account):
             block = Block(device.take_empty(), writer)
@@ -219,7 +219,7 @@ class BlockPool:
                 block = Block(slot, writer)
                 moved = victim if way is _OFFLOADED else None
         block.refs = 1
-        block.domain = domain
+        block.scope = scope
         self.blocks[block.index] = block
         device.used += 1
         device.counters.allocated += 1
@@ -308,7 +308,7 @@ class BlockPool:
     def zero(self, block: Block) -> None:
         """Keeps the slot of a block that is neither used nor in the index until its bytes are overwritten."""
         block.refs = 1
-        block.domain = None
+        block.scope = None
         self.tier_of(block).used += 1
         self._listener.zeroing(self, block)
 
@@ -345,7 +345,7 @@ class BlockPool:
     def own(self, block: Block, writer: Writer) -> None:
         """A used block of the device that is not in the index is the writer's to fill, whoever stored it before."""
         self.device.count(account_of(block), blocks=-1, used=-1)
-        block.writer, block.domain = writer, writer.domain
+        block.writer, block.scope = writer, writer.scope
         self.device.count(account_of(block), blocks=1, used=1)
 
     # The share of memory
@@ -411,31 +411,31 @@ class BlockPool:
     # The index
 
     def store(
-        self, block: Block, key: bytes, parent_key: bytes, tokens: bytes, depth: int, domain: Domain, step: int
+        self, block: Block, key: bytes, parent_key: bytes, tokens: bytes, depth: int, scope: CacheScope, step: int
     ) -> None:
         """Enters a used block into the index; its wish is set before. No other block may have the key."""
-        self._enter(block, key, parent_key, tokens, depth, domain, step)
+        self._enter(block, key, parent_key, tokens, depth, scope, step)
         self.write(block)
 
     def adopt(
-        self, block: Block, key: bytes, parent_key: bytes, tokens: bytes, depth: int, domain: Domain, step: int
+        self, block: Block, key: bytes, parent_key: bytes, tokens: bytes, depth: int, scope: CacheScope, step: int
     ) -> None:
         """Enters a block that the journal knows as cached; its slot is free, and a parent on its device is there."""
         tier = self.tier_of(block)
         self.blocks[block.index] = block
         tier.cached += 1
         tier.counters.restored += 1
-        tier.count(domain.account, blocks=1)
-        block.domain = domain
-        self._enter(block, key, parent_key, tokens, depth, domain, step)
+        tier.count(scope.account, blocks=1)
+        block.scope = scope
+        self._enter(block, key, parent_key, tokens, depth, scope, step)
         if block.children is not None:
             # They have outlived what it puts back.
             self.count_children_in_tier(block)
         if self.is_evictable(block):
-            tier.enlist(block, domain.account, newest=False)
+            tier.enlist(block, scope.account, newest=False)
 
     def _enter(
-        self, block: Block, key: bytes, parent_key: bytes, tokens: bytes, depth: int, domain: Domain, step: int
+        self, block: Block, key: bytes, parent_key: bytes, tokens: bytes, depth: int, scope: CacheScope, step: int
     ) -> None:
         tree = self.tree
         parent = tree.parent(parent_key)
@@ -444,15 +444,15 @@ class BlockPool:
         block.key = key
         block.tokens = tokens
         block.depth = depth
-        if account_of(block) is not domain.account:
+        if account_of(block) is not scope.account:
             # Quotas have come or gone since it was taken.
-            self.rebook(block, domain)
-        block.domain = domain
+            self.rebook(block, scope)
+        block.scope = scope
         # Who took it over from the index and ended may have had no step of its own.
         block.stored_step = max(block.stored_step, step)
         block.hits = 0
         block.parent = parent
-        for shorter in covered_children(parent, tokens, domain.extra):
+        for shorter in covered_children(parent, tokens, scope.extra):
             if not shorter.refs:
                 self._leases.move(shorter, block)
                 self.discard(shorter, RemovalCause.COVERED)
@@ -475,17 +475,17 @@ class BlockPool:
         if block.lease is not None:
             self._leases.announce(self, block)
 
-    def rebook(self, block: Block, domain: Domain) -> None:
-        """A block counts against the account of this domain, which is its own but for that."""
+    def rebook(self, block: Block, scope: CacheScope) -> None:
+        """A block counts against the account of this scope, which is its own but for that."""
         tier, before = self.tier_of(block), account_of(block)
         is_listed, is_used = block.lru_prev is not None, int(block.refs > 0)
         if is_listed:
             tier.delist(block, before)
         tier.count(before, blocks=-1, used=-is_used)
-        block.domain = domain
-        tier.count(domain.account, blocks=1, used=is_used)
+        block.scope = scope
+        tier.count(scope.account, blocks=1, used=is_used)
         if is_listed:
-            tier.enlist(block, domain.account, newest=False)
+            tier.enlist(block, scope.account, newest=False)
         self.offloader.offer(block)
 
     def supersede(self, block: Block, old: Block, step: int) -> None:
@@ -496,7 +496,7 @@ class BlockPool:
         self.leave(tier, old)
         # From now on it counts against the quota of the account whose block it replaces.
         device.count(account_of(block), blocks=-1, used=-1)
-        block.key, block.tokens, block.depth, block.domain = old.key, old.tokens, old.depth, old.domain
+        block.key, block.tokens, block.depth, block.scope = old.key, old.tokens, old.depth, old.scope
         block.hits = old.hits
         device.count(account_of(block), blocks=1, used=1)
         block.stored_step = max(block.stored_step, step)
@@ -653,8 +653,8 @@ class BlockPool:
         """A block as the store keeps it; None when it has left the index."""
         if block.parent is None:
             return None
-        domain, tier = block.domain, self.tier_of(block)
-        assert domain is not None
+        scope, tier = block.scope, self.tier_of(block)
+        assert scope is not None
         return BlockRecord(
             group=self.spec.group,
             tier=tier.kind,
@@ -666,11 +666,11 @@ class BlockPool:
             parent_key=block.parent.key if block.depth else None,
             depth=block.depth,
             tokens=block.tokens,
-            salt=domain.salt,
-            adapter_id=domain.adapter_id,
-            tenant_id=domain.tenant_id,
-            session_id=domain.session_id,
-            extra=domain.extra,
+            salt=scope.salt,
+            adapter_id=scope.adapter_id,
+            tenant_id=scope.tenant_id,
+            session_id=scope.session_id,
+            extra=scope.extra,
             stored_step=block.stored_step,
             leases=() if block.lease is None else self._lease_records(block),
         )

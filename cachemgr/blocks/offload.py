@@ -127,7 +127,7 @@ class Offloader:
         if block not in self.draining:
             return False
         self.draining.pop(block).holds_source = True
-        block.refs, block.domain = 1, None
+        block.refs, block.scope = 1, None
         return True
 
     def offer(self, block: Block) -> None:

@@ -136,5 +136,5 @@ class Shares:
 
 def account_of(block: Block) -> Account | None:
     """Whose quota a block counts against."""
-    domain = block.domain
-    return None if domain is None else domain.account
+    scope = block.scope
+    return None if scope is None else scope.account

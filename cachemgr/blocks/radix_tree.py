@@ -12,7 +12,7 @@ from operator import attrgetter
 from cachemgr.blocks.block import Block, Node
 from cachemgr.tokens import TOKEN_BYTES
 
-_ORDER = attrgetter("domain.extra", "tokens")
+_ORDER = attrgetter("scope.extra", "tokens")
 # On each side, when those next to where the tokens would stand cannot be used.
 _MOST_LOOKED_AT = 32
 

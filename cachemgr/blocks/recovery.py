@@ -18,7 +18,7 @@ from cachemgr.tokens import TOKEN_BYTES
 from cachemgr.types import RemovalCause, TierKind
 
 if TYPE_CHECKING:
-    from cachemgr.blocks.block_keys import Domain
+    from cachemgr.blocks.block_keys import CacheScope
     from cachemgr.blocks.block_pool import BlockPool, PoolListener
     from cachemgr.blocks.block_record import BlockRecord, IndexJournal
     from cachemgr.blocks.tier import Tier
@@ -36,14 +36,14 @@ class RecoveringExecutor(Protocol):
     executor_id: str
     pools: list[BlockPool]
 
-    def domain(
+    def scope(
         self,
         salt: str | None,
         adapter_id: int | None,
         tenant_id: str | None = None,
         session_id: str | None = None,
         extra: bytes = b"",
-    ) -> Domain:
+    ) -> CacheScope:
         """The scope of blocks that have so much in common."""
 
 
@@ -347,7 +347,7 @@ class Recovery:
             return False
         parent_key = record.parent_key
         if parent_key is None:
-            parent_key = self._executor.domain(record.salt, record.adapter_id).key
+            parent_key = self._executor.scope(record.salt, record.adapter_id).key
         parent = pool.tree.by_key.get(parent_key)
         if parent is not None and (parent.depth != record.depth - 1 or len(parent.tokens) != full):
             return False
@@ -389,7 +389,7 @@ class Recovery:
 
     def _adopt(self, record: BlockRecord) -> Block:
         executor, pool, leases = self._executor, self._executor.pools[record.group], self._leases
-        domain = executor.domain(record.salt, record.adapter_id, record.tenant_id, record.session_id, record.extra)
+        scope = executor.scope(record.salt, record.adapter_id, record.tenant_id, record.session_id, record.extra)
         tier = pool.tiers[record.tier]
         block = Block(tier.offset + record.slot)
         block.recency = record.last_use
@@ -402,8 +402,8 @@ class Recovery:
         for lease in reversed(record.leases):
             wish = Wish(lease.holder, lease.priority, lease.duration, lease.offload_min_priority)
             leases.restore(pool, block, wish, lease.remaining)
-        parent_key = domain.key if record.parent_key is None else record.parent_key
-        pool.adopt(block, record.key, parent_key, record.tokens, record.depth, domain, record.stored_step)
+        parent_key = scope.key if record.parent_key is None else record.parent_key
+        pool.adopt(block, record.key, parent_key, record.tokens, record.depth, scope, record.stored_step)
         if record.backup is not None:
             below = pool.tiers[record.backup.tier]
             pool.backups.indexes[block] = below.offset + record.backup.slot

@@ -283,12 +283,12 @@ class OperatorCommands:
                     meant = (block for key in keys if (block := pool.tree.by_key.get(key)) is not None)
                 for part in looks(meant):
                     for block in part:
-                        domain = block.domain
+                        scope = block.scope
                         if (
-                            domain is not None
-                            and match.salt in (None, domain.salt)
-                            and match.tenant_id in (None, domain.tenant_id)
-                            and match.adapter_id in (None, domain.adapter_id)
+                            scope is not None
+                            and match.salt in (None, scope.salt)
+                            and match.tenant_id in (None, scope.tenant_id)
+                            and match.adapter_id in (None, scope.adapter_id)
                             and rule.covers(block.depth * pool.block_size)
                         ):
                             found.add(block)

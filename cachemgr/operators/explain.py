@@ -62,14 +62,14 @@ def _elsewhere(executor: Executor, pool: BlockPool, prefix: Prefix, place: int) 
     most = _MAX_ROOTS if pool.window is None else _MAX_HASHED // (place + 1) + 1
     roots: set[bytes] = set()
     reason = MissReason.NEVER_STORED
-    for domain in executor.domains():
-        if (domain.salt, domain.adapter_id) == (prefix.salt, prefix.adapter_id) or domain.key in roots:
+    for scope in executor.scopes():
+        if (scope.salt, scope.adapter_id) == (prefix.salt, prefix.adapter_id) or scope.key in roots:
             continue
         if len(roots) >= most:
             break
-        roots.add(domain.key)
-        if _is_cached(pool, domain.key, packed, size, prefix.extra_keys):
-            if domain.salt == prefix.salt:
+        roots.add(scope.key)
+        if _is_cached(pool, scope.key, packed, size, prefix.extra_keys):
+            if scope.salt == prefix.salt:
                 return MissReason.OTHER_ADAPTER
             reason = MissReason.OTHER_SALT
     return reason

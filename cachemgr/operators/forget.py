@@ -58,7 +58,7 @@ class Forgetting:
             # It has registered meanwhile.
             self._begin(executor)
         self._came.add(sequence)
-        if self._target.session_id not in (None, sequence.domain.session_id):
+        if self._target.session_id not in (None, sequence.scope.session_id):
             for table in sequence.tables:
                 self._used.update(table.references())
         elif self._is_meant(sequence):
@@ -144,7 +144,7 @@ class Forgetting:
         for part in looks(keys):
             for key in part:
                 block = pool.tree.by_key.get(key)
-                if block is not None and _stored(block.domain, target):
+                if block is not None and _stored(block.scope, target):
                     mine[block] = None
             yield
         if target.salt is not None:
@@ -193,7 +193,7 @@ class Forgetting:
                 yield
         group = executor.pools.index(pool)
         for sequence in list(executor.sequences.values()):
-            if sequence.domain.session_id != session_id:
+            if sequence.scope.session_id != session_id:
                 self._used.update(sequence.tables[group].references())
                 yield
 
@@ -205,8 +205,8 @@ class Forgetting:
         """Whether what a live sequence holds, or will compute, comes from what is forgotten."""
         target = self._target
         if target.salt is not None:
-            return sequence.domain.salt == target.salt
-        if target.session_id is not None and sequence.domain.session_id == target.session_id:
+            return sequence.scope.salt == target.salt
+        if target.session_id is not None and sequence.scope.session_id == target.session_id:
             return True
         gone = self._gone[sequence.executor.executor_id]
         return any(key in gone for key in sequence.keys)
@@ -236,7 +236,7 @@ class Forgetting:
         """Whether another session has come to need a block."""
         if self._target.session_id is None:
             return False
-        return block in self._used or any(not _stored(other.domain, self._target) for other in standing)
+        return block in self._used or any(not _stored(other.scope, self._target) for other in standing)
 
     def _scrub(self) -> Steps[None]:
         indexes = [pool.tree.by_key for executor in self._executors for pool in executor.pools]
@@ -249,7 +249,7 @@ class Forgetting:
             lost.update(key for key in part if not stays(key))
             yield
         target = self._target
-        yield from self._events.scrub(lost, lambda block: _stored(block.domain, target) and not stays(block.key))
+        yield from self._events.scrub(lost, lambda block: _stored(block.scope, target) and not stays(block.key))
 
 
 def _count(receipt: Forgotten, pool: BlockPool, block: Block, held: Counter[Block]) -> None:
@@ -260,13 +260,13 @@ def _count(receipt: Forgotten, pool: BlockPool, block: Block, held: Counter[Bloc
     receipt.zeroing_blocks += not used
 
 
-def _stored(domain: Scope | None, target: ForgetTarget) -> bool:
-    """Whether the salt or session that is meant stored what lies under a domain."""
-    if domain is None:
+def _stored(scope: Scope | None, target: ForgetTarget) -> bool:
+    """Whether the salt or session that is meant stored what lies under a scope."""
+    if scope is None:
         return False
     if target.salt is not None:
-        return domain.salt == target.salt
-    return target.session_id is not None and domain.session_id == target.session_id
+        return scope.salt == target.salt
+    return target.session_id is not None and scope.session_id == target.session_id
 
 
 def _holds_of(executor: Executor, plan: RemovalPlan) -> Steps[list[Hold]]:

@@ -269,19 +269,19 @@ class _Check:
             for child in children_of(node):
                 yield
                 self._report(child.parent is node, 0, "a child has another parent")
-                extra = b"" if child.domain is None else child.domain.extra
+                extra = b"" if child.scope is None else child.scope.extra
                 self._report(before is None or before <= (extra, child.tokens), 0, "siblings are out of order")
                 before = (extra, child.tokens)
                 parents[child] = node
         for key, block in pool.tree.by_key.items():
             yield
             parent = block.parent
-            if parent is None or block.domain is None:
-                self._report(False, block.index, "is in the index without a parent or domain")
+            if parent is None or block.scope is None:
+                self._report(False, block.index, "is in the index without a parent or scope")
                 continue
             self._report(block.key == key, block.index, "is in the index under another key")
             self._report(
-                child_key(parent.key, block.tokens, block.domain.extra) == key, block.index, "has a key of other tokens"
+                child_key(parent.key, block.tokens, block.scope.extra) == key, block.index, "has a key of other tokens"
             )
             self._report(parents.get(block) is parent, block.index, "is not among its parent's children")
             self._report(pool.tree.node(parent.key) is parent, block.index, "stands on a node that cannot be found")
@@ -312,7 +312,7 @@ class _Check:
             self._report(higher, block.index, "lies in a higher tier than its parent")
         else:
             # What lies in a lower tier may outlive what it stands on, and waits for that to be computed again.
-            is_first = block.domain is not None and parent is not None and parent.key == block.domain.key
+            is_first = block.scope is not None and parent is not None and parent.key == block.scope.key
             outlived = block.depth > 0 and not is_first and not self._pool.is_on_device(block)
             self._report(outlived or (is_first and block.depth == 0), block.index, "has lost its parent")
 

@@ -12,16 +12,16 @@ from cachemgr.types import BlockFilter, Purged, RemovalCause
 
 def matches(pool: BlockPool, block: Block, selected: BlockFilter) -> bool:
     """Whether a filter means a block, its prefix aside."""
-    domain = block.domain
-    if domain is None:
+    scope = block.scope
+    if scope is None:
         wanted = (selected.salt, selected.adapter_id, selected.session_id, selected.tenant_id)
         if any(one is not None for one in wanted):
             return False
     elif not (
-        selected.salt in (None, domain.salt)
-        and selected.adapter_id in (None, domain.adapter_id)
-        and selected.session_id in (None, domain.session_id)
-        and selected.tenant_id in (None, domain.tenant_id)
+        selected.salt in (None, scope.salt)
+        and selected.adapter_id in (None, scope.adapter_id)
+        and selected.session_id in (None, scope.session_id)
+        and selected.tenant_id in (None, scope.tenant_id)
     ):
         return False
     if selected.tier is not None and pool.tier_of(block).kind is not selected.tier:

@@ -184,8 +184,8 @@ class Queries:
         now = self._state.leases.now
         for _, executor in sorted(self._state.executors.items()):
             for hold in executor.holds:
-                domain = hold.blocks[0][1].domain if hold.blocks else None
-                salt = None if domain is None else domain.salt
+                scope = hold.blocks[0][1].scope if hold.blocks else None
+                salt = None if scope is None else scope.salt
                 for name, end in sorted(hold.owners.items()):
                     if owner in ("", name):
                         left = max(0.0, end - now)
@@ -312,9 +312,9 @@ class Queries:
         sequence = self._state.sequences.get(sequence_id)
         if sequence is None:
             raise UnknownSequenceError(f"no sequence {sequence_id}", fields={"sequence_id": "is not known"})
-        domain, executor_id = sequence.domain, sequence.executor.executor_id
+        scope, executor_id = sequence.scope, sequence.executor.executor_id
         tokens = tuple(sequence.tokens)
-        return self.explain(Prefix(tokens, executor_id, domain.salt, domain.adapter_id, sequence.extra_keys), group)
+        return self.explain(Prefix(tokens, executor_id, scope.salt, scope.adapter_id, sequence.extra_keys), group)
 
     def sequences(self, after_handle: int = 0) -> Iterator[SequenceView]:
         """Live sequences by handle."""

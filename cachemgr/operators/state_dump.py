@@ -160,7 +160,7 @@ def _backups(backups: Backups) -> dict[str, Any]:
 
 
 def _block(pool: BlockPool, block: Block) -> str:
-    domain = block.domain
+    scope = block.scope
     return line(
         "block",
         pool=pool.pool_id,
@@ -168,11 +168,11 @@ def _block(pool: BlockPool, block: Block) -> str:
         key="" if block.parent is None else block.key.hex(),
         parent=None if block.parent is None else block.parent.key.hex(),
         depth=0 if block.parent is None else block.depth,
-        salt=None if domain is None else domain.salt,
-        adapter_id=None if domain is None else domain.adapter_id,
-        tenant_id=None if domain is None else domain.tenant_id,
-        session_id=None if domain is None else domain.session_id,
-        extra="" if domain is None else domain.extra.hex(),
+        salt=None if scope is None else scope.salt,
+        adapter_id=None if scope is None else scope.adapter_id,
+        tenant_id=None if scope is None else scope.tenant_id,
+        session_id=None if scope is None else scope.session_id,
+        extra="" if scope is None else scope.extra.hex(),
         tokens=0 if block.parent is None else len(block.tokens) // 4,
         references=block.refs,
         priority=block.priority,
@@ -199,10 +199,10 @@ def _sequence(sequence: Sequence) -> str:
         void=sequence.void,
         no_store=sequence.no_store,
         forgotten=sequence.forgotten,
-        salt=sequence.domain.salt,
-        adapter_id=sequence.domain.adapter_id,
-        tenant_id=sequence.domain.tenant_id,
-        session_id=sequence.domain.session_id,
+        salt=sequence.scope.salt,
+        adapter_id=sequence.scope.adapter_id,
+        tenant_id=sequence.scope.tenant_id,
+        session_id=sequence.scope.session_id,
         extra_keys=[[extra.start, extra.length, extra.digest.hex()] for extra in sequence.extra_keys],
         wishes=sequence.wishes.state(),
         opened=[ticket.number for ticket in sequence.opened],

@@ -87,7 +87,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
             rest = self._manager.queries.filtered_blocks(_in_pool(request.filter, pool_id), after)
         else:
             rest = self._manager.queries.search_blocks(pool_id, after)
-        seen = (item if item is not None and tenancy.sees(item[1].domain) else None for item in rest)
+        seen = (item if item is not None and tenancy.sees(item[1].scope) else None for item in rest)
         page, token = await paging.cut_in_slices(seen, limit, "blocks", _place)
         blocks = [convert.block(view, token_ids=request.include_token_ids) for _, view in page]
         return pb.ListBlocksResponse(blocks=blocks, next_page_token=token)
@@ -97,7 +97,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         limit = paging.page_limit(request.page_size)
         after = paging.decode_number("prefixes", request.page_token)
         rest = self._manager.queries.prefixes(_in_pool(request.filter, _required_pool(request.pool_id)), after)
-        seen = (view if view is not None and tenancy.sees(view.last_block.domain) else None for view in rest)
+        seen = (view if view is not None and tenancy.sees(view.last_block.scope) else None for view in rest)
         page, token = await paging.cut_in_slices(seen, limit, "prefixes", lambda view: view.place)
         return pb.ListPrefixesResponse(
             prefixes=[convert_admin.cached_prefix(view) for view in page], next_page_token=token
@@ -111,7 +111,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         last, more = after, False
         leases = self._manager.queries.search_leases(_required_pool(request.pool_id), request.holder, after)
         async for part in sliced(leases):
-            for place, view, lease in (item for item in part if item is not None and tenancy.sees(item[1].domain)):
+            for place, view, lease in (item for item in part if item is not None and tenancy.sees(item[1].scope)):
                 if len(found) >= limit and place != last:
                     more = True
                     break
@@ -160,7 +160,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
             case "sequence_id":
                 for view in self._manager.queries.sequences():
                     if view.sequence_id == request.sequence_id:
-                        tenancy.check_sequence(view.sequence_id, view.domain)
+                        tenancy.check_sequence(view.sequence_id, view.scope)
                 found = self._manager.queries.explain_sequence(request.sequence_id, request.group)
             case _:
                 raise InvalidField("subject", "must be a prefix or a sequence_id")
@@ -227,10 +227,10 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         rest = (
             view
             for view in self._manager.queries.sequences(after)
-            if tenancy.sees(view.domain)
+            if tenancy.sees(view.scope)
             and request.executor_id in ("", view.executor_id)
             and request.scheduler_id in ("", view.scheduler_id)
-            and (not request.HasField("salt") or (view.domain is not None and view.domain.salt == request.salt))
+            and (not request.HasField("salt") or (view.scope is not None and view.scope.salt == request.salt))
         )
         page, token = paging.cut(rest, limit, "sequences", lambda view: view.sequence_handle)
         return pb.ListSequencesResponse(sequences=[convert.sequence(view) for view in page], next_page_token=token)

@@ -15,7 +15,7 @@ _REASONS = {reason: f"MISS_REASON_{reason.name if reason else 'UNSPECIFIED'}" fo
 
 
 def prefix(selector: pb.PrefixSelector) -> types.Prefix:
-    """A prompt in one domain of sharing."""
+    """A prompt in one cache scope."""
     return types.Prefix(
         tuple(selector.token_ids),
         selector.executor_id,

@@ -48,9 +48,9 @@ class Wanted(NamedTuple):
             return False
         if event.kind is EventKind.CREATED:
             return True
-        if not tenancy.sees(block.domain):
+        if not tenancy.sees(block.scope):
             return False
-        return self.salt is None or (block.domain is not None and block.domain.salt == self.salt)
+        return self.salt is None or (block.scope is not None and block.scope.salt == self.salt)
 
 
 def pack(wanted: Wanted, events: Iterable[Event], *, snapshot: bool) -> Iterator[pb.WatchEventsResponse]:

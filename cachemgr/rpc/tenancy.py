@@ -139,9 +139,9 @@ def sees_all() -> bool:
     return identity is None or not identity.tenant
 
 
-def sees(domain: Scope | None) -> bool:
-    """Whether the caller may see what lies in a domain of sharing."""
-    return sees_all() or (domain is not None and _owns(domain.salt))
+def sees(scope: Scope | None) -> bool:
+    """Whether the caller may see what lies in a cache scope."""
+    return sees_all() or (scope is not None and _owns(scope.salt))
 
 
 def _owns(salt: str | None) -> bool:
@@ -177,9 +177,9 @@ def check_hold(name: str, holds: Iterable[HoldView]) -> None:
         raise UnknownHoldError(f"no hold {name}", fields={"name": "is not known"})
 
 
-def check_sequence(sequence_id: str, domain: Scope | None) -> None:
+def check_sequence(sequence_id: str, scope: Scope | None) -> None:
     """Raises UnknownSequenceError as if there were none, where a sequence is of others."""
-    if not sees(domain):
+    if not sees(scope):
         raise UnknownSequenceError(f"no sequence {sequence_id}", fields={"sequence_id": "is not known"})
 
 

@@ -168,13 +168,13 @@ class Plan:
         self.match = match
         self.needed = needed
         self.groups = [GroupPlan(pool, match, group, needed) for group, pool in enumerate(sequence.executor.pools)]
-        spare = [group.spare(sequence.domain.account, config) for group in self.groups]
+        spare = [group.spare(sequence.scope.account, config) for group in self.groups]
         self.short = self._short(sequence, spare, config)
         self.ahead = max(0, min(blocks_ahead, *spare))
 
     def short_in_all(self, sequence: Sequence, config: ManagerConfig) -> int:
         """Blocks that would be missing without a ceiling, too."""
-        account = sequence.domain.account
+        account = sequence.scope.account
         spare = [group.spare(account, config, within_ceiling=False) for group in self.groups]
         return self._short(sequence, spare, config)
 
@@ -204,7 +204,7 @@ class Admitter:
         sequence = self._draft(request, tokens, scheduler, executor)
         plan = self._plan(request, sequence)
         if plan.short:
-            return refusal(plan.short, plan.short_in_all(sequence, self._config), sequence.domain.account)
+            return refusal(plan.short, plan.short_in_all(sequence, self._config), sequence.scope.account)
         match = plan.match
         sequence.handle = self._next_number()
         sequence.content = content(request, tokens)
@@ -248,14 +248,14 @@ class Admitter:
 
     def _draft(self, request: AdmitRequest, tokens: array[int], scheduler: Scheduler, executor: Executor) -> Sequence:
         """The sequence as the request and the rules want it, without a number and without blocks."""
-        domain = executor.domain(request.salt, request.adapter_id, request.tenant_id, request.session_id)
+        scope = executor.scope(request.salt, request.adapter_id, request.tenant_id, request.session_id)
         rules = self._rules.for_request(request, tokens)
         no_store = request.no_store or any(rule.spec.action.no_store for rule in rules)
         policy = resolve(request, rules, executor)
         prompt = request.num_prompt_tokens or len(tokens)
         wishes = Wishes(request.retention, prompt, holder(request), rules, self._config)
         name, extra_keys = request.sequence_id, request.extra_keys
-        sequence = Sequence(name, 0, scheduler, executor, tokens, domain, wishes, no_store, extra_keys)
+        sequence = Sequence(name, 0, scheduler, executor, tokens, scope, wishes, no_store, extra_keys)
         if policy is not None:
             sequence.eviction = Eviction(policy, prompt, ahead=self._config.capacity_ahead_tokens)
         return sequence
@@ -275,7 +275,7 @@ class Admitter:
         plan = self._best_plan(sequence, _lowest_tier(request, sequence))
         if plan.short:
             for group in plan.groups:
-                group.check_ceiling(sequence.domain.account)
+                group.check_ceiling(sequence.scope.account)
         return plan
 
     def _best_plan(self, sequence: Sequence, lowest: TierKind | None) -> Plan:

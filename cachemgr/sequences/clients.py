@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol, cast
 from weakref import WeakSet, WeakValueDictionary
 
-from cachemgr.blocks.block_keys import Domain
+from cachemgr.blocks.block_keys import CacheScope
 from cachemgr.blocks.block_pool import BlockPool, PoolListener
 from cachemgr.blocks.block_record import IndexJournal
 from cachemgr.blocks.events import EventLog
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from cachemgr.sequences.transfers import Ticket
 
 
-_DOMAIN = attrgetter("domain")
+_SCOPE = attrgetter("scope")
 
 
 def account_for(accounts: Mapping[AccountKey, Account], tenant_id: str | None, salt: str | None) -> Account | None:
@@ -52,12 +52,12 @@ def account_for(accounts: Mapping[AccountKey, Account], tenant_id: str | None, s
 
 
 class Named:
-    """The domains of one tenant or salt."""
+    """The scopes of one tenant or salt."""
 
-    __slots__ = ("__weakref__", "domains")
+    __slots__ = ("__weakref__", "scopes")
 
     def __init__(self) -> None:
-        self.domains: WeakSet[Domain] = WeakSet()
+        self.scopes: WeakSet[CacheScope] = WeakSet()
 
 
 class GhostCaches(Protocol):
@@ -112,9 +112,9 @@ class Executor:
         self.recovery: Recovery | None = None
         self.holds = holds
         self._accounts = accounts
-        self._domains: WeakValueDictionary[tuple[object, ...], Domain]
-        self._domains = WeakValueDictionary() if before is None else before._domains
-        # By what a quota may be of, as long as there are domains of that.
+        self._scopes: WeakValueDictionary[tuple[object, ...], CacheScope]
+        self._scopes = WeakValueDictionary() if before is None else before._scopes
+        # By what a quota may be of, as long as there are scopes of that.
         self._named: WeakValueDictionary[tuple[str, str | None], Named]
         self._named = WeakValueDictionary() if before is None else before._named
         self.pools: list[BlockPool] = new_pools(spec, self) if before is None else before.pools
@@ -149,27 +149,27 @@ class Executor:
                 # It copies the one below for itself, and may share what others compute behind it.
                 anchor(ticket.sequence.tables[pool.spec.group], ticket.index, block)
 
-    def domain(
+    def scope(
         self,
         salt: str | None,
         adapter_id: int | None,
         tenant_id: str | None = None,
         session_id: str | None = None,
         extra: bytes = b"",
-    ) -> Domain:
+    ) -> CacheScope:
         """One object for all blocks that have so much in common, as long as there are any."""
         parts = (salt, adapter_id, tenant_id, session_id, extra)
-        domain, account = self._domains.get(parts), account_for(self._accounts, tenant_id, salt)
+        scope, account = self._scopes.get(parts), account_for(self._accounts, tenant_id, salt)
         # Where quotas have come or gone, another one takes its place.
-        if domain is None or domain.account is not account:
-            domain = Domain(self.spec.model_fingerprint, *parts)
-            domain.account = account
+        if scope is None or scope.account is not account:
+            scope = CacheScope(self.spec.model_fingerprint, *parts)
+            scope.account = account
             names = [self._name(key) for key in (("tenant_id", tenant_id), ("salt", salt)) if key[1] is not None]
             for named in names:
-                named.domains.add(domain)
-            domain.names = names
-            self._domains[parts] = domain
-        return domain
+                named.scopes.add(scope)
+            scope.names = names
+            self._scopes[parts] = scope
+        return scope
 
     def _name(self, key: tuple[str, str | None]) -> Named:
         named = self._named.get(key)
@@ -177,25 +177,25 @@ class Executor:
             named = self._named[key] = Named()
         return named
 
-    def with_extra(self, domain: Domain, extra: bytes) -> Domain:
-        """The domain of blocks of another's with these extra bytes."""
-        if extra == domain.extra:
-            return domain
-        return self.domain(domain.salt, domain.adapter_id, domain.tenant_id, domain.session_id, extra)
+    def with_extra(self, scope: CacheScope, extra: bytes) -> CacheScope:
+        """The scope of blocks of another's with these extra bytes."""
+        if extra == scope.extra:
+            return scope
+        return self.scope(scope.salt, scope.adapter_id, scope.tenant_id, scope.session_id, extra)
 
     def cached(self) -> Restored:
         """Its indexed blocks, in use or not."""
         device = sum(pool.device.indexed for pool in self.pools)
         return Restored(device, sum(len(pool.tree.by_key) for pool in self.pools) - device)
 
-    def _renewed(self, domain: Domain) -> Domain:
-        """The domain itself, or the one that has its place since quotas have come or gone."""
-        if not self._renews(domain):
-            return domain
-        return self.domain(domain.salt, domain.adapter_id, domain.tenant_id, domain.session_id, domain.extra)
+    def _renewed(self, scope: CacheScope) -> CacheScope:
+        """The scope itself, or the one that has its place since quotas have come or gone."""
+        if not self._renews(scope):
+            return scope
+        return self.scope(scope.salt, scope.adapter_id, scope.tenant_id, scope.session_id, scope.extra)
 
-    def _renews(self, domain: Domain) -> bool:
-        return domain.account is not account_for(self._accounts, domain.tenant_id, domain.salt)
+    def _renews(self, scope: CacheScope) -> bool:
+        return scope.account is not account_for(self._accounts, scope.tenant_id, scope.salt)
 
     def change_accounts(self, changed: Iterable[AccountKey]) -> Steps[None]:
         """Books the blocks anew that these quotas are about, which have come or gone.
@@ -203,33 +203,33 @@ class Executor:
         Until its turn comes, a block counts against the quota of before; what comes meanwhile counts against the new.
         """
         named = [one for key in changed if (one := self._named.get(key)) is not None]
-        domains = {domain for one in named for domain in one.domains if self._renews(domain)}
-        if not domains:
+        scopes = {scope for one in named for scope in one.scopes if self._renews(scope)}
+        if not scopes:
             return
         for sequence in self.sequences.values():
-            sequence.domain = self._renewed(sequence.domain)
+            sequence.scope = self._renewed(sequence.scope)
         superseding: list[tuple[BlockPool, Block]] = []
         self._superseding.append(superseding)
         yield
         for pool in self.pools:
             for part in looks(range(len(pool.blocks))):
-                self._rebook(pool, pool.blocks[part[0] : part[-1] + 1], domains)
+                self._rebook(pool, pool.blocks[part[0] : part[-1] + 1], scopes)
                 yield
             # The blocks that they replace may not have been looked at.
             later = [block for other, block in superseding if other is pool and pool.blocks[block.index] is block]
-            self._rebook(pool, later, domains)
+            self._rebook(pool, later, scopes)
         self._superseding = [one for one in self._superseding if one is not superseding]
 
-    def _rebook(self, pool: BlockPool, blocks: Iterable[Block | None], domains: AbstractSet[Domain]) -> None:
+    def _rebook(self, pool: BlockPool, blocks: Iterable[Block | None], scopes: AbstractSet[CacheScope]) -> None:
         there = list(filter(None, blocks))
-        # Not block by block in Python: most are of other domains.
-        for block in compress(there, map(domains.__contains__, map(_DOMAIN, there))):
-            assert block.domain is not None
-            pool.rebook(block, self._renewed(block.domain))
+        # Not block by block in Python: most are of other scopes.
+        for block in compress(there, map(scopes.__contains__, map(_SCOPE, there))):
+            assert block.scope is not None
+            pool.rebook(block, self._renewed(block.scope))
 
-    def domains(self) -> Iterator[Domain]:
+    def scopes(self) -> Iterator[CacheScope]:
         """All that blocks are stored under. None may come or go meanwhile."""
-        return iter(self._domains.values())
+        return iter(self._scopes.values())
 
 
 class Scheduler:

@@ -110,8 +110,8 @@ def _settle_block(sequence: Sequence, table: GroupTable, place: int) -> None:
     pool.grant(block, wish)
     size = sequence.block_size
     start, end = place * size, (place + 1) * size
-    domain = sequence.block_domain(start, end)
-    pool.store(block, key, sequence.key(place - 1), sequence.packed(start, end), place, domain, sequence.step)
+    scope = sequence.block_scope(start, end)
+    pool.store(block, key, sequence.key(place - 1), sequence.packed(start, end), place, scope, sequence.step)
 
 
 def anchor(table: GroupTable, place: int, equal: Block) -> None:
@@ -140,20 +140,20 @@ def settle_last(sequence: Sequence) -> None:
         return
     tokens = sequence.packed(place * size, sequence.computed)
     parent_key = sequence.key(place - 1)
-    domain = sequence.block_domain(place * size, sequence.computed)
+    scope = sequence.block_scope(place * size, sequence.computed)
     for table in sequence.tables:
         block = table.blocks[place] if place < len(table.blocks) else None
         if block is None or block.writer is not sequence:
             continue
         parent, wish = table.pool.tree.node(parent_key), sequence.wishes.at(place * size)
-        longer = None if parent is None else covering_child(parent, tokens, domain.extra)
+        longer = None if parent is None else covering_child(parent, tokens, scope.extra)
         if longer is not None:
             table.pool.grant(longer, wish)
             continue
         block.writer = None
         table.pool.grant(block, wish)
-        key = child_key(parent_key, tokens, domain.extra)
-        table.pool.store(block, key, parent_key, tokens, place, domain, sequence.step)
+        key = child_key(parent_key, tokens, scope.extra)
+        table.pool.store(block, key, parent_key, tokens, place, scope, sequence.step)
 
 
 def withdraw(sequence: Sequence, start: int = 0) -> None:

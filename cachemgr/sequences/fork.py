@@ -39,7 +39,7 @@ def fork(
     if parent.eviction is not None:
         eviction = Eviction(parent.eviction.policy, len(tokens), ahead=config.capacity_ahead_tokens)
     needed = blocks_for(len(tokens) if eviction is None else eviction.slots_for(len(tokens)), size)
-    account = parent.domain.account
+    account = parent.scope.account
 
     def missing(*, within_ceiling: bool = True) -> int:
         free = (table.pool.device.free_for(account, within_ceiling=within_ceiling) for table in parent.tables)
@@ -53,7 +53,7 @@ def fork(
         parent.scheduler,
         parent.executor,
         tokens,
-        parent.domain,
+        parent.scope,
         parent.wishes,
         parent.no_store,
         cut_extra_keys(parent.extra_keys, len(tokens)),

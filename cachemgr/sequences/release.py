@@ -114,7 +114,7 @@ def _keep(sequence: Sequence, now: float) -> None:
         kept = [(table.pool, block) for table in sequence.tables for block in reversed(list(table.references()))]
     if sequence.holds:
         owners = {owner: now + duration for owner, duration in sequence.holds.items()}
-        executor.holds.keep(kept, owners, sequence.domain.session_id)
+        executor.holds.keep(kept, owners, sequence.scope.session_id)
     found = sequence.wishes.pin()
     if found is not None:
         rule, duration = found

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from cachemgr.blocks.block_keys import Domain, extend_keys, extra_bytes
+from cachemgr.blocks.block_keys import CacheScope, extend_keys, extra_bytes
 from cachemgr.retention.priority import Wishes
 from cachemgr.sequences.transfers import OpenedCopies
 from cachemgr.tokens import pack, packed_bytes
@@ -73,7 +73,6 @@ class Sequence:
         "computed",
         "content",
         "dependents",
-        "domain",
         "eviction",
         "executor",
         "extra_keys",
@@ -84,6 +83,7 @@ class Sequence:
         "no_store",
         "opened",
         "scheduler",
+        "scope",
         "sequence_id",
         "step",
         "tables",
@@ -101,7 +101,7 @@ class Sequence:
         scheduler: Scheduler | None,
         executor: Executor,
         tokens: array[int],
-        domain: Domain,
+        scope: CacheScope,
         wishes: Wishes,
         no_store: bool,
         extra_keys: tuple[ExtraKey, ...] = (),
@@ -112,7 +112,7 @@ class Sequence:
         self.scheduler: Scheduler = scheduler  # type: ignore[assignment]
         self.executor = executor
         self.tokens = tokens
-        self.domain = domain
+        self.scope = scope
         self.wishes = wishes
         self.no_store = no_store
         self.extra_keys = extra_keys
@@ -144,8 +144,8 @@ class Sequence:
     def probe(cls, executor: Executor, prefix: Prefix) -> Sequence:
         """A sequence that is only looked up, with one token more, as the last is never matched."""
         tokens = pack([*prefix.token_ids, 0])
-        domain = executor.domain(prefix.salt, prefix.adapter_id)
-        return cls("", 0, None, executor, tokens, domain, Wishes(Retention(), 0, ""), True, prefix.extra_keys)
+        scope = executor.scope(prefix.salt, prefix.adapter_id)
+        return cls("", 0, None, executor, tokens, scope, Wishes(Retention(), 0, ""), True, prefix.extra_keys)
 
     @property
     def block_size(self) -> int:
@@ -197,19 +197,19 @@ class Sequence:
     def key(self, index: int) -> bytes:
         """Key of a full block; of the root for -1."""
         if index < 0:
-            return self.domain.key
+            return self.scope.key
         if index >= len(self.keys):
             fresh = packed_bytes(self.tokens[len(self.keys) * self.block_size :])
-            extend_keys(self.keys, self.domain.key, fresh, self.block_size, self.extra_keys)
+            extend_keys(self.keys, self.scope.key, fresh, self.block_size, self.extra_keys)
         return self.keys[index]
 
     def extra_of(self, start: int, end: int) -> bytes:
         """What the tokens of a block stand for besides themselves."""
         return extra_bytes(self.extra_keys, start, end) if self.extra_keys else b""
 
-    def block_domain(self, start: int, end: int) -> Domain:
-        """The domain that a block with these tokens is stored under."""
-        return self.executor.with_extra(self.domain, self.extra_of(start, end)) if self.extra_keys else self.domain
+    def block_scope(self, start: int, end: int) -> CacheScope:
+        """The scope that a block with these tokens is stored under."""
+        return self.executor.with_extra(self.scope, self.extra_of(start, end)) if self.extra_keys else self.scope
 
     def slots(self, start: int = 0) -> tuple[Table, ...]:
         """Its tables from an index on."""
@@ -231,7 +231,7 @@ class Sequence:
             cached_tokens=self.cached_tokens,
             capacity_tokens=self.capacity,
             num_blocks=sum(block is not None for table in self.tables for block in table.blocks) + len(self.private),
-            domain=self.domain,
+            scope=self.scope,
             eviction_policy=None if self.eviction is None else self.eviction.policy,
             evicting=self.has_moved,
         )

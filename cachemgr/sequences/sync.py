@@ -198,7 +198,7 @@ class Sync:
         if wanted <= have:
             return 0
         pools = sequence.executor.pools
-        account = sequence.domain.account
+        account = sequence.scope.account
         # What runs goes on beyond its ceiling, at the cost of its own cached blocks first.
         spare = min(
             pool.device.free_for(account, within_ceiling=False)

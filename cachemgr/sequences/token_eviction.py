@@ -149,7 +149,7 @@ def grant(sequence: Sequence) -> int:
     if eviction.policy.most_kept is None or not _all_its_own(sequence):
         count = blocks_for(eviction.slots, sequence.block_size)
         # What runs goes on beyond its ceiling, at the cost of its own cached blocks first.
-        short = count - table.pool.device.free_for(sequence.domain.account, within_ceiling=False)
+        short = count - table.pool.device.free_for(sequence.scope.account, within_ceiling=False)
         if short > 0:
             return short
         eviction.private = [table.pool.allocate(sequence) for _ in range(count)]

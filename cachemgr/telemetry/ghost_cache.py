@@ -206,7 +206,7 @@ class Ghosts:
         if self.rate < 1.0:
             return None
         start, end = place * self._size, (place + 1) * self._size
-        return Content(sequence.key(place - 1), sequence.packed(start, end), sequence.block_domain(start, end))
+        return Content(sequence.key(place - 1), sequence.packed(start, end), sequence.block_scope(start, end))
 
     def _count_found(self, index: int, sequence: LiveSequence, counted: tuple[_Counts, ...]) -> None:
         """Where all blocks are followed: what each cache of a policy has of a prompt that looks for cached blocks."""
@@ -301,8 +301,8 @@ class Ghosts:
             is_partial = stored == sequence.computed // size and sequence.computed % size
             if is_partial and sequence.executor.stores_partial:
                 start, end = stored * size, sequence.computed
-                tail = Content(sequence.key(stored - 1), sequence.packed(start, end), sequence.block_domain(start, end))
-                last = child_key(tail.parent, tail.tokens, tail.domain.extra)
+                tail = Content(sequence.key(stored - 1), sequence.packed(start, end), sequence.block_scope(start, end))
+                last = child_key(tail.parent, tail.tokens, tail.scope.extra)
                 if last < bound:
                     fresh.append((last, sequence.wishes.at(start), tail))
                 longer.append(tail)
@@ -343,7 +343,7 @@ class Ghosts:
             parent = sequence.key(place - 1)
             if any(followed.caches.has_children(parent) for followed in self._followed):
                 start, end = place * size, (place + 1) * size
-                found.append(Content(parent, sequence.packed(start, end), sequence.block_domain(start, end)))
+                found.append(Content(parent, sequence.packed(start, end), sequence.block_scope(start, end)))
         return found
 
     def _resize(self) -> None:

@@ -20,15 +20,15 @@ from cachemgr.retention.priority import Wish
 from cachemgr.types import BlockView
 
 if TYPE_CHECKING:
-    from cachemgr.blocks.block_keys import Domain
+    from cachemgr.blocks.block_keys import CacheScope
 
 
 class Content(NamedTuple):
-    """What a block's beginnings are found by: its parent's key, its packed tokens and its domain."""
+    """What a block's beginnings are found by: its parent's key, its packed tokens and its scope."""
 
     parent: bytes
     tokens: bytes
-    domain: Domain
+    scope: CacheScope
 
 
 class Ghost(Block):
@@ -142,14 +142,14 @@ class NestedCaches:
     def covering(self, content: Content) -> Ghost | None:
         """A block that begins with what another would hold."""
         node = self._parents.get(content.parent)
-        found = None if node is None else covering_child(node, content.tokens, content.domain.extra)
+        found = None if node is None else covering_child(node, content.tokens, content.scope.extra)
         assert found is None or isinstance(found, Ghost)
         return found
 
     def cover(self, content: Content) -> None:
         """Forgets blocks that no sequence uses and that are the beginning of a longer one."""
         node = self._parents.get(content.parent)
-        for block in [] if node is None else covered_children(node, content.tokens, content.domain.extra):
+        for block in [] if node is None else covered_children(node, content.tokens, content.scope.extra):
             assert isinstance(block, Ghost)
             if not block.refs:
                 self._orders[block.zone].remove(block)
@@ -209,7 +209,7 @@ class NestedCaches:
         node = self._parents.get(content.parent)
         if node is None:
             node = self._parents[content.parent] = Node(content.parent)
-        block.node, block.tokens, block.domain = node, content.tokens, content.domain
+        block.node, block.tokens, block.scope = node, content.tokens, content.scope
         add_child(node, block)
 
 

@@ -66,7 +66,7 @@ async def test_blocks_are_those_that_operators_list(console: Console) -> None:
     assert priorities == [view.priority for view in listed.values()]
     assert tokens == [view.num_tokens for view in listed.values()]
     salts = [page["owners"][owner]["salt"] for owner in owners]
-    assert salts == [None if view.domain is None else view.domain.salt for view in listed.values()]
+    assert salts == [None if view.scope is None else view.scope.salt for view in listed.values()]
     assert max(idle) == pytest.approx(100.0, abs=1)
     # The second request of this salt, the one that came again, and the one that runs.
     roots = [row for row, salt in zip(page["rows"], salts, strict=True) if row[4] == 0 and row[2] and salt == "acme"]

@@ -472,17 +472,17 @@ class RandomLife:
             assert told <= self._removed() - self.removed_before
         if isinstance(meant, ForgetTarget) and meant.salt is not None:
             for pool in self._pools():
-                assert all(block.domain.salt != meant.salt for block in pool.tree.by_key.values())
+                assert all(block.scope.salt != meant.salt for block in pool.tree.by_key.values())
 
     def _check_accounts(self) -> None:
         """Every block counts against the quota that is there."""
         manager = self.world.manager
         for executor in manager._state.executors.values():
-            domains = [sequence.domain for sequence in executor.sequences.values()]
+            scopes = [sequence.scope for sequence in executor.sequences.values()]
             for pool in executor.pools:
-                domains += [block.domain for block in pool.blocks if block is not None and block.domain is not None]
-            for domain in domains:
-                assert domain.account is account_for(manager._state.accounts, domain.tenant_id, domain.salt)
+                scopes += [block.scope for block in pool.blocks if block is not None and block.scope is not None]
+            for scope in scopes:
+                assert scope.account is account_for(manager._state.accounts, scope.tenant_id, scope.salt)
 
     def executor_copies(self) -> None:
         self.world.run_executor_copies(self.random.choice([None, None, 0, 1, 3]), fail=self.random.random() < 0.15)

@@ -186,12 +186,12 @@ def test_events_that_are_kept_have_no_tokens_of_it_any_more():
     before = world.queries.last_event
     forget(world, salt="a")
     events = world.queries.events_after(0)
-    mine = [event for event in events if event.block.domain and event.block.domain.salt == "a"]
+    mine = [event for event in events if event.block.scope and event.block.scope.salt == "a"]
     assert mine
     assert all(event.block.tokens == b"" for event in mine)
     removed = [event for event in world.queries.events_after(before) if event.kind is EventKind.REMOVED]
     assert [event.cause for event in removed] == [RemovalCause.FORGOTTEN] * 3
-    others = [event for event in events if event.kind is EventKind.STORED and event.block.domain.salt is None]
+    others = [event for event in events if event.kind is EventKind.STORED and event.block.scope.salt is None]
     assert all(event.block.tokens for event in others)
 
 

@@ -26,7 +26,7 @@ def comparable(events: list[Event]) -> list[tuple[object, ...]]:
             (
                 event.number,
                 event.kind.value,
-                *event.block._replace(references=0, domain=None),
+                *event.block._replace(references=0, scope=None),
                 *(() if event.lease is None else (event.lease.holder, event.lease.priority, event.lease.remaining)),
             )
             for event in events

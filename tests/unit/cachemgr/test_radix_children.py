@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachemgr.blocks.block import Block, Node
-from cachemgr.blocks.block_keys import Domain
+from cachemgr.blocks.block_keys import CacheScope
 from cachemgr.blocks.radix_tree import (
     add_child,
     children_of,
@@ -15,7 +15,7 @@ from cachemgr.blocks.radix_tree import (
 )
 from cachemgr.tokens import pack, packed_bytes
 
-DOMAIN = Domain(b"model")
+DOMAIN = CacheScope(b"model")
 TOKENS = st.lists(st.sampled_from([0, 1, 256, 257]), min_size=1, max_size=5)
 
 
@@ -23,7 +23,7 @@ def build(lists):
     node, blocks = Node(b""), []
     for slot, tokens in enumerate(lists):
         block = Block(slot)
-        block.domain = DOMAIN
+        block.scope = DOMAIN
         block.tokens = packed_bytes(pack(tokens))
         add_child(node, block)
         blocks.append(block)
