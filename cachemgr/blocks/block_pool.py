@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from cachemgr.blocks.offload import CopyTicket
     from cachemgr.blocks.recovery import Leftovers
     from cachemgr.retention.leases import LeaseBook
-    from cachemgr.retention.priority import Wish
+    from cachemgr.retention.priority import RetentionRequest
     from cachemgr.steps import Steps
 
 # Looked up once, not for each block: that takes as long as putting a block into the eviction order.
@@ -413,7 +413,7 @@ class BlockPool:
     def store(
         self, block: Block, key: bytes, parent_key: bytes, tokens: bytes, depth: int, scope: CacheScope, step: int
     ) -> None:
-        """Enters a used block into the index; its wish is set before. No other block may have the key."""
+        """Enters a used block into the index; its request is set before. No other block may have the key."""
         self._enter(block, key, parent_key, tokens, depth, scope, step)
         self.write(block)
 
@@ -605,9 +605,9 @@ class BlockPool:
 
     # Leases
 
-    def grant(self, block: Block, wish: Wish | None) -> bool:
-        """Adds a wish to a block that is in the index or about to enter it. False when the block has nothing of it."""
-        return wish is None or self._leases.grant(self, block, wish)
+    def grant(self, block: Block, request: RetentionRequest | None) -> bool:
+        """Gives a block that is in the index, or about to enter it, a lease. False when too many others outrank it."""
+        return request is None or self._leases.grant(self, block, request)
 
     def reprioritise(self, block: Block) -> BlockView:
         """Gives an indexed block whose leases have changed the priority that these have now, and shows it.
@@ -684,11 +684,11 @@ class BlockPool:
     def _lease_records(self, block: Block) -> tuple[LeaseRecord, ...]:
         return tuple(
             LeaseRecord(
-                lease.wish.holder,
-                lease.wish.priority,
-                lease.wish.duration,
+                lease.request.holder,
+                lease.request.priority,
+                lease.request.duration,
                 None if lease.deadline is None else lease.remaining(self._leases.now),
-                lease.wish.offload_min_priority,
+                lease.request.offload_min_priority,
             )
             for lease in leases_of(block)
         )

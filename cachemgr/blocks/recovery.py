@@ -13,7 +13,7 @@ from cachemgr.blocks.block_record import USED_LAST
 from cachemgr.blocks.quota import account_of
 from cachemgr.blocks.radix_tree import children_of, covering_child
 from cachemgr.retention.leases import leases_of
-from cachemgr.retention.priority import DEFAULT_PRIORITY, MAX_PRIORITY, NO_PRIORITY, Wish
+from cachemgr.retention.priority import DEFAULT_PRIORITY, MAX_PRIORITY, NO_PRIORITY, RetentionRequest
 from cachemgr.tokens import TOKEN_BYTES
 from cachemgr.types import RemovalCause, TierKind
 
@@ -269,8 +269,8 @@ class Recovery:
             self._last_uses[record.group] -= 1
         block = self._adopt(found)
         for lease in leases_of(block):
-            if self._is_deleted_rule(lease.wish.holder):
-                self._leases.revoke(pool, block, lease.wish.holder, RemovalCause.RULE_CHANGED)
+            if self._is_deleted_rule(lease.request.holder):
+                self._leases.revoke(pool, block, lease.request.holder, RemovalCause.RULE_CHANGED)
         # It may lie where its copy was, and its leases may run now, be covered, or come from a block that it covers.
         stored = pool.record(block)
         if stored is None or _timeless(stored) != _timeless(record):
@@ -400,8 +400,8 @@ class Recovery:
         tier.fill(block.index, record.generation)
         # The newest comes first in a record, and in a list that grows at its beginning.
         for lease in reversed(record.leases):
-            wish = Wish(lease.holder, lease.priority, lease.duration, lease.offload_min_priority)
-            leases.restore(pool, block, wish, lease.remaining)
+            request = RetentionRequest(lease.holder, lease.priority, lease.duration, lease.offload_min_priority)
+            leases.restore(pool, block, request, lease.remaining)
         parent_key = scope.key if record.parent_key is None else record.parent_key
         pool.adopt(block, record.key, parent_key, record.tokens, record.depth, scope, record.stored_step)
         if record.backup is not None:

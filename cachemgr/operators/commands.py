@@ -236,16 +236,16 @@ class OperatorCommands:
         matching = yield from self._matching(Rule(changed))
         if validate_only:
             return changed, len(leased), len(matching)
-        wish = Rule(changed).wish()
+        request = Rule(changed).request()
         for part in changes(leased):
             for lease in part:
                 block = lease.block
                 if block is None:
                     continue
-                if wish is None or (moved and block not in matching):
+                if request is None or (moved and block not in matching):
                     self._state.leases.revoke(lease.pool, block, rule.holder, RemovalCause.RULE_CHANGED)
                 else:
-                    self._state.leases.grant(lease.pool, block, wish)
+                    self._state.leases.grant(lease.pool, block, request)
             yield
         return changed, len(leased), len(matching)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from cachemgr.retention.priority import HINT, MAX_DURATION, MAX_PRIORITY, Wish, bounded
+from cachemgr.retention.priority import HINT, MAX_DURATION, MAX_PRIORITY, RetentionRequest, bounded
 from cachemgr.sequences.holds import complete
 from cachemgr.sequences.prefix_match import chain
 from cachemgr.types import HintAction, HintAnswer, HintOutcome, Hints, Outcome, Retention, RetentionRange, Transfer
@@ -93,7 +93,7 @@ class HintRunner:
         self._holder = holder
         self._config = config
         self._now = now
-        self._is_last_wish = True
+        self._is_last_request = True
         # To walk a long prompt for each of very many actions takes long. What is cached of the prefix, until an action
         # moves blocks, and what types of actions came to that moved none, until one changes anything.
         self._found: Blocks | None = None
@@ -105,11 +105,11 @@ class HintRunner:
 
     def run(self, hints: Hints, *, later: bool = False) -> list[HintAnswer]:
         """One answer per action, in order. `later`: what is retained and not there is about to be computed."""
-        wishes = [index for index, action in enumerate(hints.actions) if _is_wish(action)]
+        requests = [index for index, action in enumerate(hints.actions) if _is_request(action)]
         answers = []
         for index, action in enumerate(hints.actions):
             # Each takes the place of the one before: only the last is worth a lease of every block.
-            self._is_last_wish = index == wishes[-1] if wishes else False
+            self._is_last_request = index == requests[-1] if requests else False
             answers.append(self._answer(action))
         if not later:
             return answers
@@ -169,8 +169,8 @@ class HintRunner:
         if not blocks:
             return HintOutcome.MISSING, "", 0
         granted = bounded(self._holder, asked[0], asked[1], self._config)
-        wish = Wish(self._holder, *granted)
-        count = self._grant(wish, blocks)
+        request = RetentionRequest(self._holder, *granted)
+        count = self._grant(request, blocks)
         clipped = []
         if granted != asked:
             lasts = "without end" if granted[1] is None else f"for {granted[1]:g} s"
@@ -179,12 +179,12 @@ class HintRunner:
             clipped.append(f"{len(blocks) - count} blocks have too many leases of a higher priority")
         return (HintOutcome.CLIPPED if clipped else HintOutcome.ACCEPTED), "; ".join(clipped), count
 
-    def _grant(self, wish: Wish, blocks: Blocks) -> int:
-        """How many of the blocks have the wish, or had until the next action's took its place."""
-        if not self._is_last_wish:
+    def _grant(self, request: RetentionRequest, blocks: Blocks) -> int:
+        """How many of the blocks have the request, or had until the next action's took its place."""
+        if not self._is_last_request:
             return len(blocks)
         self._futile.clear()
-        return sum(pool.grant(block, wish) for pool, block in blocks)
+        return sum(pool.grant(block, request) for pool, block in blocks)
 
     def _pin(self, payload: Mapping[str, Any], blocks: Blocks) -> Result:
         owner, seconds = payload.get("owner"), _seconds(payload, required=True)
@@ -228,9 +228,9 @@ class HintRunner:
         if not blocks:
             return HintOutcome.MISSING, "", 0
         if tier is None:
-            wish = Wish(self._holder, *bounded(self._holder, priority, None, self._config))
-            self._grant(wish, blocks)
-            kept = sum(block.priority > priority for _, block in blocks) if self._is_last_wish else 0
+            request = RetentionRequest(self._holder, *bounded(self._holder, priority, None, self._config))
+            self._grant(request, blocks)
+            kept = sum(block.priority > priority for _, block in blocks) if self._is_last_request else 0
             if kept:
                 return HintOutcome.CLIPPED, f"others keep {kept} of the blocks at a higher priority", len(blocks)
             return HintOutcome.ACCEPTED, "", len(blocks)
@@ -270,8 +270,8 @@ class HintRunner:
         return HintOutcome.ACCEPTED, "it is found by all who have its salt", len(blocks)
 
 
-def _is_wish(action: HintAction) -> bool:
-    """Whether an action that can be carried out gives the holder's wish for the blocks."""
+def _is_request(action: HintAction) -> bool:
+    """Whether an action that can be carried out gives the holder's request for the blocks."""
     payload = action.payload
     try:
         if action.action_version != ACTION_VERSION:

@@ -239,13 +239,13 @@ class _Check:
                 block.index,
                 "has a lease of another block",
             )
-            holders = [lease.wish.holder for lease in leases if lease.wish.holder != SHARED]
+            holders = [lease.request.holder for lease in leases if lease.request.holder != SHARED]
             self._report(len(set(holders)) == len(holders), block.index, "has two leases of one holder")
             self._report(len(leases) <= MAX_LEASES, block.index, "has too many leases")
             self._report(
                 not leases or bool(block.refs) or block.parent is not None, block.index, "has leases and is empty"
             )
-            waiting = any(lease.deadline is None and lease.wish.duration is not None for lease in leases)
+            waiting = any(lease.deadline is None and lease.request.duration is not None for lease in leases)
             self._report(not waiting or block.refs > 0, block.index, "can be taken, and the clock of a lease stands")
 
     def keys(self) -> Iterator[None]:

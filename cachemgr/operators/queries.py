@@ -175,7 +175,7 @@ class Queries:
         for block in _from(pool, after_place):
             if block is not None:
                 for lease in leases_of(block):
-                    if holder in ("", lease.wish.holder):
+                    if holder in ("", lease.request.holder):
                         yield block.index, pool.view(block), self._state.leases.view(lease)
             yield None
 

@@ -181,7 +181,7 @@ def _block(pool: BlockPool, block: Block) -> str:
         stored_step=block.stored_step,
         generation=pool.tier_of(block).generation(block.index),
         writer=None if block.writer is None else block.writer.handle,
-        leases=[[*lease.wish, lease.deadline] for lease in leases_of(block)],
+        leases=[[*lease.request, lease.deadline] for lease in leases_of(block)],
     )
 
 
@@ -204,7 +204,7 @@ def _sequence(sequence: Sequence) -> str:
         tenant_id=sequence.scope.tenant_id,
         session_id=sequence.scope.session_id,
         extra_keys=[[extra.start, extra.length, extra.digest.hex()] for extra in sequence.extra_keys],
-        wishes=sequence.wishes.state(),
+        retention=sequence.retention.state(),
         opened=[ticket.number for ticket in sequence.opened],
         tables=[_table(table) for table in sequence.tables],
         waits_on=sorted(writer.handle for writer in sequence.waits_on),

@@ -1,11 +1,11 @@
-"""Wishes for blocks as leases: their holder, their priority, their time.
+"""RetentionPlan for blocks as leases: their holder, their priority, their time.
 
 A block has the largest priority among its leases, or the default one. The clock of a lease starts when its block can
 be taken for the first time, and runs on from then, whether the block is used again or not.
 
 A block that very many share has few leases all the same. One lease covers another when it lasts at least as long, with
 at least its priority: then the other changes nothing, as long as the first cannot be taken back. So the first becomes
-a `SHARED` lease, which no later wish replaces, and the other is dropped: the block has the same priority at every
+a `SHARED` lease, which no later request replaces, and the other is dropped: the block has the same priority at every
 time as with both. Requests' leases, which are hardly ever replaced, are shared as soon as one covers another.
 Sessions' leases stay as they are, to be renewed and replaced, until a block has more than `MAX_LEASES`. Then they
 are shared, the oldest first, until enough of them cover each other. Only where that is not enough does the lease of
@@ -20,7 +20,7 @@ from heapq import heapify, heappop, heappush
 from math import inf
 from typing import Any, Protocol
 
-from cachemgr.retention.priority import DEFAULT_PRIORITY, NO_PRIORITY, REQUEST, RULE, SHARED, Wish
+from cachemgr.retention.priority import DEFAULT_PRIORITY, NO_PRIORITY, REQUEST, RULE, SHARED, RetentionRequest
 from cachemgr.types import BlockView, EventKind, LeaseView, RemovalCause
 
 
@@ -75,29 +75,29 @@ _MIN_LIMIT = 10_000
 _EXPIRED, _NONE = EventKind.LEASE_EXPIRED, RemovalCause.NONE
 
 
-def shown_priority(wish: Wish) -> int:
-    """What a wish comes to by itself."""
-    return DEFAULT_PRIORITY if wish.priority == NO_PRIORITY else wish.priority
+def shown_priority(request: RetentionRequest) -> int:
+    """What a request comes to by itself."""
+    return DEFAULT_PRIORITY if request.priority == NO_PRIORITY else request.priority
 
 
 class Lease:
-    """One holder's wish for one block, in a list that begins at `block.lease`. `block` is None when it has ended.
+    """One holder's request for one block, in a list that begins at `block.lease`. `block` is None when it has ended.
 
-    `deadline` is None as long as the clock does not run, and for a wish without a duration.
+    `deadline` is None as long as the clock does not run, and for a request without a duration.
     """
 
-    __slots__ = ("block", "deadline", "next", "pool", "wish")
+    __slots__ = ("block", "deadline", "next", "pool", "request")
 
-    def __init__(self, pool: LeasedPool, block: LeasedBlock, wish: Wish) -> None:
+    def __init__(self, pool: LeasedPool, block: LeasedBlock, request: RetentionRequest) -> None:
         self.pool = pool
         self.block: LeasedBlock | None = block
-        self.wish = wish
+        self.request = request
         self.deadline: float | None = None
         self.next: Lease | None = None
 
     def remaining(self, now: float) -> float | None:
         """Seconds until it ends; None for no end."""
-        return self.wish.duration if self.deadline is None else max(0.0, self.deadline - now)
+        return self.request.duration if self.deadline is None else max(0.0, self.deadline - now)
 
 
 def leases_of(block: LeasedBlock) -> Iterator[Lease]:
@@ -114,13 +114,13 @@ def effective_priority(block: LeasedBlock) -> int:
     """The largest priority among a block's leases."""
     if block.lease is None:
         return DEFAULT_PRIORITY
-    largest = max(lease.wish.priority for lease in leases_of(block))
+    largest = max(lease.request.priority for lease in leases_of(block))
     return DEFAULT_PRIORITY if largest == NO_PRIORITY else largest
 
 
 def offload_floor(block: LeasedBlock, default: int) -> int:
     """The priority that a block must have to be moved to a lower tier rather than dropped."""
-    floors = [lease.wish.offload_min_priority for lease in leases_of(block)]
+    floors = [lease.request.offload_min_priority for lease in leases_of(block)]
     return max((floor for floor in floors if floor is not None), default=default)
 
 
@@ -176,7 +176,7 @@ class Deadlines:
                 del queues[seconds]
 
     def _drop_ended(self) -> None:
-        """Leases that a later wish or a lost block has ended would wait for their time, however long it is."""
+        """Leases that a later request or a lost block has ended would wait for their time, however long it is."""
         for seconds, queue in list(self._queues.items()):
             alive = deque(lease for lease in queue if lease.block is not None)
             if alive:
@@ -217,12 +217,12 @@ class LeaseBook:
         """Whether leases whose time is over still count."""
         return self._deadlines.is_due(self.now)
 
-    def grant(self, pool: LeasedPool, block: LeasedBlock, wish: Wish) -> bool:
+    def grant(self, pool: LeasedPool, block: LeasedBlock, request: RetentionRequest) -> bool:
         """Adds a lease, or puts it in the place of the holder's older one.
 
         False when the block has nothing of it, because of too many others with a higher priority.
         """
-        lease = Lease(pool, block, wish)
+        lease = Lease(pool, block, request)
         if not self._end_older(lease, block) and not _is_rule(lease) and self._is_covered(lease, block):
             return True
         broken = self._add(lease, block)
@@ -235,26 +235,26 @@ class LeaseBook:
         view = pool.reprioritise(block)
         self._tell_broken(broken, lease, view)
         if is_kept:
-            granted = LeaseView(wish.holder, shown_priority(wish), wish.duration)
+            granted = LeaseView(request.holder, shown_priority(request), request.duration)
             self._events.add(EventKind.LEASE_GRANTED, view, lease=granted)
         return not is_refused
 
     def start(self, block: LeasedBlock) -> bool:
         """The block can be taken: clocks that do not run yet begin to. Whether there were any."""
-        started = [lease for lease in leases_of(block) if lease.deadline is None and lease.wish.duration is not None]
+        started = [lease for lease in leases_of(block) if lease.deadline is None and lease.request.duration is not None]
         for lease in started:
-            assert lease.wish.duration is not None
-            self._run(lease, lease.wish.duration)
+            assert lease.request.duration is not None
+            self._run(lease, lease.request.duration)
         for lease in started:
             # Only now it is known which of them ends first.
             if lease.block is not None and _folds(lease):
                 self._fold(lease, block)
         return bool(started)
 
-    def restore(self, pool: LeasedPool, block: LeasedBlock, wish: Wish, remaining: float | None) -> None:
+    def restore(self, pool: LeasedPool, block: LeasedBlock, request: RetentionRequest, remaining: float | None) -> None:
         """Gives a block that is being put back a lease of before; its clock runs on, or starts."""
-        lease = Lease(pool, block, wish)
-        seconds = wish.duration if remaining is None else remaining
+        lease = Lease(pool, block, request)
+        seconds = request.duration if remaining is None else remaining
         if seconds is not None:
             self._run(lease, seconds)
         self._end_older(lease, block)
@@ -269,8 +269,8 @@ class LeaseBook:
         """
         for lease in leases_of(source):
             self._unlink(lease, source)
-            # What the target's own holder wishes is newer.
-            if lease.wish.holder == SHARED or _held_by(target, lease.wish.holder) is None:
+            # What the target's own holder requests is newer.
+            if lease.request.holder == SHARED or _held_by(target, lease.request.holder) is None:
                 broken = self._add(lease, target)
                 if broken:
                     self._tell_broken(broken, None, lease.pool.view(target))
@@ -299,7 +299,7 @@ class LeaseBook:
     def revoke(self, pool: LeasedPool, block: LeasedBlock, holder: str, cause: RemovalCause) -> None:
         """Ends a holder's lease of a block that stays."""
         for lease in leases_of(block):
-            if lease.wish.holder == holder:
+            if lease.request.holder == holder:
                 view = self.view(lease)
                 self._unlink(lease, block)
                 pool.broken_leases += 1
@@ -315,8 +315,8 @@ class LeaseBook:
 
     def view(self, lease: Lease) -> LeaseView:
         """The lease as seen from outside."""
-        wish = lease.wish
-        return LeaseView(wish.holder, shown_priority(wish), lease.remaining(self.now), lease.deadline is not None)
+        request = lease.request
+        return LeaseView(request.holder, shown_priority(request), lease.remaining(self.now), lease.deadline is not None)
 
     def _add(self, lease: Lease, block: LeasedBlock) -> list[Lease]:
         """Links a lease unless another covers it; returns those that break as there are too many of them."""
@@ -329,16 +329,16 @@ class LeaseBook:
             self._unlink(lease, block)
         broken: list[Lease] = []
         while len(leases := list(leases_of(block))) > MAX_LEASES:
-            named = [one for one in reversed(leases) if one.wish.holder != SHARED and not _is_rule(one)]
+            named = [one for one in reversed(leases) if one.request.holder != SHARED and not _is_rule(one)]
             if named:
-                # A session may still want to change its wish, a request hardly ever does.
+                # A session may still want to change its request, a request hardly ever does.
                 oldest = next(filter(_folds, named), named[0])
                 if self._is_covered(oldest, block):
                     self._unlink(oldest, block)
                 else:
                     self._share(oldest, block)
                 continue
-            least = min(leases, key=lambda one: (_is_rule(one), one.wish.priority, self._end(one)))
+            least = min(leases, key=lambda one: (_is_rule(one), one.request.priority, self._end(one)))
             self._unlink(least, block)
             broken.append(least)
         return broken
@@ -354,15 +354,15 @@ class LeaseBook:
             self._share(lease, block)
 
     def _share(self, lease: Lease, block: LeasedBlock) -> None:
-        """From now on no wish takes the place of this lease; callers' leases that it covers are dropped."""
-        lease.wish = lease.wish._replace(holder=SHARED)
+        """From now on no request takes the place of this lease; callers' leases that it covers are dropped."""
+        lease.request = lease.request._replace(holder=SHARED)
         for other in leases_of(block):
             if other is not lease and not _is_rule(other) and _covers(lease, other, self.now):
                 self._unlink(other, block)
 
     def _is_covered(self, lease: Lease, block: LeasedBlock) -> bool:
         """Whether a shared lease makes this one unnecessary."""
-        shared = (other for other in leases_of(block) if other is not lease and other.wish.holder == SHARED)
+        shared = (other for other in leases_of(block) if other is not lease and other.request.holder == SHARED)
         return any(_covers(other, lease, self.now) for other in shared)
 
     def _end(self, lease: Lease) -> float:
@@ -377,7 +377,7 @@ class LeaseBook:
 
     def _end_older(self, lease: Lease, block: LeasedBlock) -> bool:
         """Ends the older lease of the same holder. Whether there was one."""
-        older = None if lease.wish.holder == SHARED else _held_by(block, lease.wish.holder)
+        older = None if lease.request.holder == SHARED else _held_by(block, lease.request.holder)
         if older is None:
             return False
         # It lasted until its holder wished something else.
@@ -389,7 +389,7 @@ class LeaseBook:
         lease.block = block
         lease.next, block.lease = block.lease, lease
         if _is_rule(lease):
-            self._of_rules.setdefault(lease.wish.holder, {})[lease] = None
+            self._of_rules.setdefault(lease.request.holder, {})[lease] = None
 
     def _unlink(self, lease: Lease, block: LeasedBlock) -> None:
         if block.lease is lease:
@@ -401,10 +401,10 @@ class LeaseBook:
                     break
         lease.block = lease.next = None
         if _is_rule(lease):
-            leases = self._of_rules[lease.wish.holder]
+            leases = self._of_rules[lease.request.holder]
             del leases[lease]
             if not leases:
-                del self._of_rules[lease.wish.holder]
+                del self._of_rules[lease.request.holder]
 
     def _run(self, lease: Lease, seconds: float) -> None:
         self._deadlines.add(lease, self.now, seconds)
@@ -412,23 +412,23 @@ class LeaseBook:
     def _expire(self, lease: Lease, block: LeasedBlock) -> None:
         self._unlink(lease, block)
         lease.pool.honoured_leases += 1
-        wish = lease.wish
-        ended = tuple.__new__(LeaseView, (wish.holder, shown_priority(wish), 0.0, False))
+        request = lease.request
+        ended = tuple.__new__(LeaseView, (request.holder, shown_priority(request), 0.0, False))
         self._events.add(_EXPIRED, lease.pool.reprioritise(block), _NONE, ended)
 
 
 def _held_by(block: LeasedBlock, holder: str) -> Lease | None:
-    return next((lease for lease in leases_of(block) if lease.wish.holder == holder), None)
+    return next((lease for lease in leases_of(block) if lease.request.holder == holder), None)
 
 
 def _folds(lease: Lease) -> bool:
     """Whether the lease is shared as soon as it covers another, or dropped when one like it covers it."""
-    holder = lease.wish.holder
+    holder = lease.request.holder
     return holder == SHARED or holder.startswith(REQUEST)
 
 
 def _is_rule(lease: Lease) -> bool:
-    return lease.wish.holder.startswith(RULE)
+    return lease.request.holder.startswith(RULE)
 
 
 def _covers(lease: Lease, other: Lease, now: float) -> bool:
@@ -436,7 +436,7 @@ def _covers(lease: Lease, other: Lease, now: float) -> bool:
 
     A clock that stands may begin now or at any later time, but those of one block begin together.
     """
-    mine, theirs = lease.wish, other.wish
+    mine, theirs = lease.request, other.request
     if mine.priority < theirs.priority or _floor(mine) < _floor(theirs):
         return False
     if mine.duration is None or theirs.duration is None:
@@ -446,5 +446,5 @@ def _covers(lease: Lease, other: Lease, now: float) -> bool:
     return (now + mine.duration if lease.deadline is None else lease.deadline) >= other.deadline
 
 
-def _floor(wish: Wish) -> int:
-    return -1 if wish.offload_min_priority is None else wish.offload_min_priority
+def _floor(request: RetentionRequest) -> int:
+    return -1 if request.offload_min_priority is None else request.offload_min_priority

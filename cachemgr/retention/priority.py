@@ -1,4 +1,4 @@
-"""Wishes of a request for its blocks: checked once, then asked per block, and answered with receipts."""
+"""Retention requests for blocks: checked once, looked up per block, and answered with receipts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_PRIORITY = 100
 # Of one request.
 MAX_RANGES = 64
 DEFAULT_PRIORITY = 35
-# Of a wish that says something else than how long.
+# Of a retention request that sets no priority.
 NO_PRIORITY = -1
 # What google.protobuf.Duration holds, in seconds.
 MAX_DURATION = 315_576_000_000.0
@@ -26,25 +26,35 @@ MAX_DURATION = 315_576_000_000.0
 SESSION, REQUEST, RULE, PIN, HINT = "session/", "request/", "rule/", "pin/", "hint/"
 # Holder of a lease that stands for those of several.
 SHARED = "shared"
-# Longest wish of a session, in seconds: nobody says when a session is over. Its next wish begins a new one. It is that
-# of a hint without a session, too: nobody can take back what its message has asked for.
+# Longest lease of a session, in seconds: the end of a session is never announced. Its next request begins a new lease.
+# It bounds a hint without a session, too, whose request cannot be taken back.
 MAX_SESSION_SECONDS = 86_400.0
 
 
-class Wish(NamedTuple):
-    """What one holder asks for one block. `duration` in seconds, None for no end."""
+class RetentionRequest(NamedTuple):
+    """A holder's request for one block. `duration` in seconds, None for no end."""
 
     holder: str
     priority: int
     duration: float | None = None
-    # Blocks of a lower priority are dropped rather than moved to a lower tier; None leaves it to the setting.
+    # Blocks of a lower priority are dropped rather than offloaded; None leaves it to the setting.
     offload_min_priority: int | None = None
 
 
-class Wishes:
-    """What one request asks for, or what rules say where it asks for nothing, by position of a block's first token."""
+class RetentionPlan:
+    """The retention requests of a sequence, else those of rules, by position of a block's first token."""
 
-    __slots__ = ("_decode", "_ends", "_has_own", "_holder", "_prompt_tokens", "_starts", "_wishes", "refused", "rules")
+    __slots__ = (
+        "_decode",
+        "_ends",
+        "_has_own",
+        "_holder",
+        "_prompt_tokens",
+        "_requests",
+        "_starts",
+        "refused",
+        "rules",
+    )
 
     def __init__(
         self,
@@ -55,52 +65,56 @@ class Wishes:
         config: ManagerConfig | None = None,
     ) -> None:
         config = config or ManagerConfig()
-        ordered = sorted(retention.ranges, key=lambda wish: wish.start)
-        self._starts = [wish.start for wish in ordered]
-        self._ends = [prompt_tokens if wish.end is None else min(wish.end, prompt_tokens) for wish in ordered]
-        self._wishes = [Wish(holder, *bounded(holder, wish.priority, wish.duration, config)) for wish in ordered]
+        ordered = sorted(retention.ranges, key=lambda part: part.start)
+        self._starts = [part.start for part in ordered]
+        self._ends = [prompt_tokens if part.end is None else min(part.end, prompt_tokens) for part in ordered]
+        self._requests = [
+            RetentionRequest(holder, *bounded(holder, wish.priority, wish.duration, config)) for wish in ordered
+        ]
         self._decode = (
             None
             if retention.decode_priority is None
-            else Wish(holder, *bounded(holder, retention.decode_priority, retention.decode_duration, config))
+            else RetentionRequest(
+                holder, *bounded(holder, retention.decode_priority, retention.decode_duration, config)
+            )
         )
         self._prompt_tokens = prompt_tokens
         self._holder = holder
         # Positions of blocks of the prompt that have too many leases of a higher priority.
         self.refused: set[int] = set()
         self._has_own = bool(retention.ranges) or retention.decode_priority is not None
-        # With what each was about when the request came: one that is about others since says nothing more of it.
+        # With the match of each when the request came: a rule whose match has changed since no longer applies.
         self.rules = tuple((rule, rule.spec.match) for rule in rules)
 
-    def at(self, position: int) -> Wish | None:
-        """The wish for a block that begins at this position."""
-        wish = self._own(position)
-        return wish if not self.rules else self._ruled(position, wish)
+    def at(self, position: int) -> RetentionRequest | None:
+        """The retention request for the block that begins at this position, in tokens."""
+        request = self._own(position)
+        return request if not self.rules else self._ruled(position, request)
 
-    def _own(self, position: int) -> Wish | None:
+    def _own(self, position: int) -> RetentionRequest | None:
         if position >= self._prompt_tokens:
             return self._decode
         index = bisect_right(self._starts, position) - 1
         if index >= 0 and position < self._ends[index]:
-            return self._wishes[index]
+            return self._requests[index]
         return None
 
-    def _ruled(self, position: int, own: Wish | None) -> Wish | None:
-        """Rules say how long blocks stay only where a request says nothing at all; what is moved they always say."""
+    def _ruled(self, position: int, own: RetentionRequest | None) -> RetentionRequest | None:
+        """Rules set priorities only where a request sets nothing at all; their offload floors always count."""
         for rule, match in self.rules:
-            said = rule.wish() if rule.spec.match == match and rule.covers(position) else None
-            if said is None:
+            ruled = rule.request() if rule.spec.match == match and rule.covers(position) else None
+            if ruled is None:
                 continue
             if not self._has_own:
-                return said
-            return None if own is None else own._replace(offload_min_priority=said.offload_min_priority)
+                return ruled
+            return None if own is None else own._replace(offload_min_priority=ruled.offload_min_priority)
         return own
 
     def state(self) -> list[object]:
-        """What it will say, for a dump of the state."""
+        """Its content, for a dump of the state."""
         rules = [rule.spec.name for rule, _ in self.rules]
         return [
-            list(zip(self._starts, self._ends, self._wishes, strict=True)),
+            list(zip(self._starts, self._ends, self._requests, strict=True)),
             self._decode,
             self._prompt_tokens,
             rules,
@@ -117,24 +131,24 @@ class Wishes:
     def receipts(
         self, retention: Retention, block_size: int, *, no_store: bool, config: ManagerConfig
     ) -> list[Receipt]:
-        """One for each wish, in the order of the request, or for each rule that speaks for it."""
+        """One receipt per retention request, in their order, or one per rule that applies instead."""
         found = []
         holder = self._holder
-        for index, wish in enumerate(retention.ranges):
-            end = self._prompt_tokens if wish.end is None else min(wish.end, self._prompt_tokens)
-            blocks = max(0, -(-end // block_size) - -(-wish.start // block_size))
+        for index, part in enumerate(retention.ranges):
+            end = self._prompt_tokens if part.end is None else min(part.end, self._prompt_tokens)
+            blocks = max(0, -(-end // block_size) - -(-part.start // block_size))
             reasons = []
-            if wish.start >= self._prompt_tokens:
+            if part.start >= self._prompt_tokens:
                 reasons.append(f"it begins behind the prompt's {self._prompt_tokens} tokens")
             elif not blocks:
                 reasons.append(f"no block of {block_size} tokens begins in it")
-            refused = sum(wish.start <= position < end for position in self.refused)
+            refused = sum(part.start <= position < end for position in self.refused)
             if refused:
                 reasons.append(_refusal(refused))
                 blocks -= refused
-            if blocks and not reasons and wish.end is not None and wish.end > self._prompt_tokens:
+            if blocks and not reasons and part.end is not None and part.end > self._prompt_tokens:
                 reasons.append(f"it ends with the prompt's {self._prompt_tokens} tokens")
-            asked = wish.priority, wish.duration
+            asked = part.priority, part.duration
             found.append(_receipt(holder, f"ranges[{index}]", asked, blocks, reasons, no_store=no_store, config=config))
         if retention.decode_priority is not None:
             asked = retention.decode_priority, retention.decode_duration
@@ -144,28 +158,28 @@ class Wishes:
         return found
 
     def _rule_receipts(self, block_size: int, *, no_store: bool, config: ManagerConfig) -> list[Receipt]:
-        counts: dict[Wish, list[int]] = {}
+        counts: dict[RetentionRequest, list[int]] = {}
         for position in range(0, self._prompt_tokens, block_size) if self.rules else ():
-            wish = self.at(position)
-            if wish is not None:
-                counts.setdefault(wish, [0, 0])[position in self.refused] += 1
+            request = self.at(position)
+            if request is not None:
+                counts.setdefault(request, [0, 0])[position in self.refused] += 1
         return [
             _receipt(
-                wish.holder,
-                wish.holder,
-                (wish.priority, wish.duration),
+                request.holder,
+                request.holder,
+                (request.priority, request.duration),
                 granted,
                 [_refusal(refused)] if refused else [],
                 no_store=no_store,
                 config=config,
             )
-            for wish, (granted, refused) in counts.items()
-            if wish.priority != NO_PRIORITY
+            for request, (granted, refused) in counts.items()
+            if request.priority != NO_PRIORITY
         ]
 
 
 def bounded(holder: str, priority: int, duration: float | None, config: ManagerConfig) -> tuple[int, float | None]:
-    """What a holder may have of a wish: the operator's bounds, and an end of what a session or a hint keeps."""
+    """Priority and duration within the operator's bounds; leases of sessions and hints always end."""
     longest = config.max_retention_seconds
     if duration is None and holder.startswith((SESSION, HINT)):
         duration = MAX_SESSION_SECONDS
@@ -202,7 +216,7 @@ def _refusal(blocks: int) -> str:
 
 
 def check(retention: Retention) -> None:
-    """Raises InvalidField with the field's path for wishes that mean nothing."""
+    """Raises InvalidField with the field's path for contradictory retention requests."""
     check_priority("retention.decode_retention_priority", retention.decode_priority)
     if retention.decode_duration is not None:
         check_duration("retention.decode_retention_duration", retention.decode_duration)
@@ -210,15 +224,15 @@ def check(retention: Retention) -> None:
             raise InvalidField("retention.decode_retention_duration", "needs decode_retention_priority")
     if len(retention.ranges) > MAX_RANGES:
         raise InvalidField("retention.ranges", f"must be at most {MAX_RANGES}")
-    for index, wish in enumerate(retention.ranges):
+    for index, part in enumerate(retention.ranges):
         path = f"retention.ranges[{index}]"
-        if wish.start < 0:
+        if part.start < 0:
             raise InvalidField(f"{path}.start", "must not be negative")
-        if wish.end is not None and wish.end <= wish.start:
+        if part.end is not None and part.end <= part.start:
             raise InvalidField(f"{path}.end", "must be greater than start")
-        check_priority(f"{path}.retention_priority", wish.priority)
-        if wish.duration is not None:
-            check_duration(f"{path}.retention_duration", wish.duration)
+        check_priority(f"{path}.retention_priority", part.priority)
+        if part.duration is not None:
+            check_duration(f"{path}.retention_duration", part.duration)
     ordered = sorted(enumerate(retention.ranges), key=lambda item: item[1].start)
     for (index, before), (other, after) in pairwise(ordered):
         if before.end is None:
@@ -228,12 +242,12 @@ def check(retention: Retention) -> None:
 
 
 def check_duration(path: str, duration: float) -> None:
-    """Raises InvalidField for a time that is none."""
+    """Raises InvalidField for a duration, in seconds, that is out of range."""
     if not 0 < duration <= MAX_DURATION:
         raise InvalidField(path, "must be greater than zero, and at most 10,000 years")
 
 
 def check_priority(path: str, priority: int | None) -> None:
-    """Raises InvalidField for a number that is no priority."""
+    """Raises InvalidField for a priority that is out of range."""
     if priority is not None and not 0 <= priority <= MAX_PRIORITY:
         raise InvalidField(path, f"must be between 0 and {MAX_PRIORITY}")

@@ -12,7 +12,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from cachemgr.errors import RuleExistsError, StaleRuleError, UnknownRuleError
-from cachemgr.retention.priority import NO_PRIORITY, RULE, Wish, check_duration, check_priority
+from cachemgr.retention.priority import NO_PRIORITY, RULE, RetentionRequest, check_duration, check_priority
 from cachemgr.tokens import pack, packed_bytes
 from cachemgr.types import RetentionRule, RuleAction, RuleMatch
 from cachemgr.validation import check_id
@@ -55,13 +55,13 @@ class Rule:
             return False
         return match.end is None or position < match.end
 
-    def wish(self) -> Wish | None:
-        """What it wishes for the blocks that it covers."""
+    def request(self) -> RetentionRequest | None:
+        """Its retention request for the blocks that it covers."""
         action = self.spec.action
         if action.priority is None and action.offload_min_priority is None:
             return None
         priority = NO_PRIORITY if action.priority is None else action.priority
-        return Wish(self.holder, priority, action.duration, action.offload_min_priority)
+        return RetentionRequest(self.holder, priority, action.duration, action.offload_min_priority)
 
 
 def _place(rule: Rule) -> tuple[int, str]:

@@ -13,7 +13,7 @@ from cachemgr.blocks.block_pool import BlockPool
 from cachemgr.blocks.quota import Account, account_of
 from cachemgr.errors import SequenceTooLongError
 from cachemgr.retention import priority as retention
-from cachemgr.retention.priority import REQUEST, SESSION, Wishes
+from cachemgr.retention.priority import REQUEST, SESSION, RetentionPlan
 from cachemgr.retention.rules import RuleBook
 from cachemgr.sequences import estimates
 from cachemgr.sequences import prefix_match as matching
@@ -72,7 +72,7 @@ def content(request: AdmitRequest, tokens: array[int]) -> object:
 
 
 def holder(request: AdmitRequest) -> str:
-    """Whose wishes they are."""
+    """The holder of its leases."""
     if request.session_id is not None:
         return SESSION + request.session_id
     return REQUEST + (request.request_id or request.sequence_id)
@@ -220,7 +220,7 @@ class Admitter:
             executor.ghosts.admitted(sequence, now, is_read=not request.no_read, source=source)
         scheduler.executors.add(executor.executor_id)
         wait_for = 0 if match.writer is None else match.writer.handle
-        receipts = sequence.wishes.receipts(
+        receipts = sequence.retention.receipts(
             request.retention, executor.block_size, no_store=sequence.no_store, config=self._config
         )
         sequence.admission = admitted(sequence, wait_for, tuple(receipts))
@@ -253,9 +253,9 @@ class Admitter:
         no_store = request.no_store or any(rule.spec.action.no_store for rule in rules)
         policy = resolve(request, rules, executor)
         prompt = request.num_prompt_tokens or len(tokens)
-        wishes = Wishes(request.retention, prompt, holder(request), rules, self._config)
+        retention = RetentionPlan(request.retention, prompt, holder(request), rules, self._config)
         name, extra_keys = request.sequence_id, request.extra_keys
-        sequence = Sequence(name, 0, scheduler, executor, tokens, scope, wishes, no_store, extra_keys)
+        sequence = Sequence(name, 0, scheduler, executor, tokens, scope, retention, no_store, extra_keys)
         if policy is not None:
             sequence.eviction = Eviction(policy, prompt, ahead=self._config.capacity_ahead_tokens)
         return sequence
@@ -301,8 +301,8 @@ class Admitter:
                 if block is not None:
                     block.hits += 1
                     table.pool.acquire(block)
-                    if not table.pool.grant(block, sequence.wishes.at(place * size)):
-                        sequence.wishes.refused.add(place * size)
+                    if not table.pool.grant(block, sequence.retention.at(place * size)):
+                        sequence.retention.refused.add(place * size)
         for source, table in zip(match.sources, sequence.tables, strict=False):
             table.pool.acquire(source)
         for table, blocks in zip(sequence.tables, match.blocks, strict=True):

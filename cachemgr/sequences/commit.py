@@ -89,17 +89,17 @@ def _settle_block(sequence: Sequence, table: GroupTable, place: int) -> None:
             del pool.pending[key]
     if sequence.no_store or block.parent is not None:
         return
-    wish = sequence.wishes.at(place * sequence.block_size)
+    request = sequence.retention.at(place * sequence.block_size)
     equal = pool.tree.by_key.get(key)
     if equal is not None and not (equal.refs and pool.is_on_device(equal)):
         # Two of a kind would be one too many in a pool that is just large enough.
         pool.supersede(block, equal, sequence.step)
-        pool.grant(block, wish)
+        pool.grant(block, request)
         return
     if equal is not None:
         # Whoever of those that share it puts it into the index may not have come to a step by then.
         block.stored_step = max(block.stored_step, sequence.step)
-        pool.grant(equal, wish)
+        pool.grant(equal, request)
         anchor(table, place, equal)
         for dependent in sequence.dependents:
             # What they share behind it stands on the equal one, too.
@@ -107,7 +107,7 @@ def _settle_block(sequence: Sequence, table: GroupTable, place: int) -> None:
             if place < len(theirs.blocks) and theirs.blocks[place] is block:
                 anchor(theirs, place, equal)
         return
-    pool.grant(block, wish)
+    pool.grant(block, request)
     size = sequence.block_size
     start, end = place * size, (place + 1) * size
     scope = sequence.block_scope(start, end)
@@ -145,13 +145,13 @@ def settle_last(sequence: Sequence) -> None:
         block = table.blocks[place] if place < len(table.blocks) else None
         if block is None or block.writer is not sequence:
             continue
-        parent, wish = table.pool.tree.node(parent_key), sequence.wishes.at(place * size)
+        parent, request = table.pool.tree.node(parent_key), sequence.retention.at(place * size)
         longer = None if parent is None else covering_child(parent, tokens, scope.extra)
         if longer is not None:
-            table.pool.grant(longer, wish)
+            table.pool.grant(longer, request)
             continue
         block.writer = None
-        table.pool.grant(block, wish)
+        table.pool.grant(block, request)
         key = child_key(parent_key, tokens, scope.extra)
         table.pool.store(block, key, parent_key, tokens, place, scope, sequence.step)
 

@@ -54,7 +54,7 @@ def fork(
         parent.executor,
         tokens,
         parent.scope,
-        parent.wishes,
+        parent.retention,
         parent.no_store,
         cut_extra_keys(parent.extra_keys, len(tokens)),
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from cachemgr.blocks.block import Block, Node
 from cachemgr.blocks.quota import account_of
-from cachemgr.retention.priority import MAX_PRIORITY, PIN, Wish
+from cachemgr.retention.priority import MAX_PRIORITY, PIN, RetentionRequest
 from cachemgr.types import Outcome, PinRecord, Receipt
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Hold:
 
 
 class Pinned(NamedTuple):
-    """What a wish for a pin led to: the pin's name, empty for none, and older pins that gave way."""
+    """What a request for a pin led to: the pin's name, empty for none, and older pins that gave way."""
 
     name: str
     receipt: Receipt
@@ -319,10 +319,10 @@ class Holds:
     def _degrade(self, hold: Hold, now: float) -> None:
         remaining = max(end - now for end in hold.owners.values())
         if remaining > 0:
-            wish = Wish(PIN + hold.name, MAX_PRIORITY, remaining)
+            request = RetentionRequest(PIN + hold.name, MAX_PRIORITY, remaining)
             for pool, block in hold.blocks:
                 if block.parent is not None:
-                    pool.grant(block, wish)
+                    pool.grant(block, request)
         self.release(hold)
 
 

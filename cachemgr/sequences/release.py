@@ -115,7 +115,7 @@ def _keep(sequence: Sequence, now: float) -> None:
     if sequence.holds:
         owners = {owner: now + duration for owner, duration in sequence.holds.items()}
         executor.holds.keep(kept, owners, sequence.scope.session_id)
-    found = sequence.wishes.pin()
+    found = sequence.retention.pin()
     if found is not None:
         rule, duration = found
         size = executor.block_size

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from cachemgr.blocks.block_keys import CacheScope, extend_keys, extra_bytes
-from cachemgr.retention.priority import Wishes
+from cachemgr.retention.priority import RetentionPlan
 from cachemgr.sequences.transfers import OpenedCopies
 from cachemgr.tokens import pack, packed_bytes
 from cachemgr.types import Admission, ExtraKey, Prefix, Retention, SequenceView, Table, Transfer
@@ -82,6 +82,7 @@ class Sequence:
         "keys",
         "no_store",
         "opened",
+        "retention",
         "scheduler",
         "scope",
         "sequence_id",
@@ -91,7 +92,6 @@ class Sequence:
         "tokens",
         "void",
         "waits_on",
-        "wishes",
     )
 
     def __init__(
@@ -102,7 +102,7 @@ class Sequence:
         executor: Executor,
         tokens: array[int],
         scope: CacheScope,
-        wishes: Wishes,
+        retention: RetentionPlan,
         no_store: bool,
         extra_keys: tuple[ExtraKey, ...] = (),
     ) -> None:
@@ -113,7 +113,7 @@ class Sequence:
         self.executor = executor
         self.tokens = tokens
         self.scope = scope
-        self.wishes = wishes
+        self.retention = retention
         self.no_store = no_store
         self.extra_keys = extra_keys
         self.computed = 0
@@ -145,7 +145,7 @@ class Sequence:
         """A sequence that is only looked up, with one token more, as the last is never matched."""
         tokens = pack([*prefix.token_ids, 0])
         scope = executor.scope(prefix.salt, prefix.adapter_id)
-        return cls("", 0, None, executor, tokens, scope, Wishes(Retention(), 0, ""), True, prefix.extra_keys)
+        return cls("", 0, None, executor, tokens, scope, RetentionPlan(Retention(), 0, ""), True, prefix.extra_keys)
 
     @property
     def block_size(self) -> int:

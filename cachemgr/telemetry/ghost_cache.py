@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from cachemgr.blocks.block_keys import child_key
 from cachemgr.blocks.hit_counters import BUCKET_SECONDS, MAX_WINDOW_SECONDS
-from cachemgr.retention.priority import DEFAULT_PRIORITY, Wish
+from cachemgr.retention.priority import DEFAULT_PRIORITY, RetentionRequest
 from cachemgr.telemetry.nested_caches import Content, Ghost, NestedCaches
 from cachemgr.types import GhostCache, GhostPolicy, GhostReport
 
@@ -43,7 +43,7 @@ _SEEN_BITS = 1 << 22
 _EVERY_KEY = b"\xff" * 33
 
 
-_REUSED = Wish("reused", DEFAULT_PRIORITY + 1, 600.0)
+_REUSED = RetentionRequest("reused", DEFAULT_PRIORITY + 1, 600.0)
 
 
 class _Counts:
@@ -97,14 +97,14 @@ class _Followed:
         self.caches = NestedCaches(limits)
         self.live: dict[int, list[Ghost]] = {}
 
-    def use(self, key: bytes, wish: Wish | None, content: Content | None = None) -> tuple[Ghost, int]:
+    def use(self, key: bytes, request: RetentionRequest | None, content: Content | None = None) -> tuple[Ghost, int]:
         block, zone = self.caches.use(key, content)
         if self.policy is GhostPolicy.REUSED_LAST:
-            wish = _REUSED if block.stored else None
+            request = _REUSED if block.stored else None
         elif self.policy is GhostPolicy.LEAST_RECENTLY_USED:
-            wish = None
-        if wish is not None:
-            self.caches.wish(block, wish)
+            request = None
+        if request is not None:
+            self.caches.grant(block, request)
         return block, zone
 
 
@@ -158,7 +158,7 @@ class Ghosts:
         reachable = min(full * size, last if self._partial_reuse else last // size * size)
         counted = self._counted(sequence, now, full, reachable) if is_read else ()
         places = [place for place, key in enumerate(keys) if key < bound]
-        wishes = self._wishes(sequence, places)
+        requests = self._requests(sequence, places)
         is_whole = self._partial_reuse and sequence.cached_tokens >= reachable
         known = full if is_whole else sequence.cached_tokens // size
         partly = sequence.cached_tokens % size if source and source < bound else 0
@@ -186,12 +186,12 @@ class Ghosts:
                 for counts in counted:
                     counts.missed_partly[index][len(self._sizes) if copied is None else copied.zone] += partly
             used: list[Ghost] = []
-            for place, wish in zip(places, wishes, strict=True):
+            for place, request in zip(places, requests, strict=True):
                 if sequence.no_store and keys[place] not in caches.blocks:
                     zone = len(self._sizes)
                 else:
                     content = None if keys[place] in caches.blocks else self._content(sequence, place)
-                    block, zone = followed.use(keys[place], wish, content)
+                    block, zone = followed.use(keys[place], request, content)
                     used.append(block)
                 if zone:
                     tokens = min(size, reachable - place * size)
@@ -264,13 +264,13 @@ class Ghosts:
                 counts.partly += found % self._size
         return counted
 
-    def _wishes(self, sequence: LiveSequence, places: Sequence[int]) -> list[Wish | None]:
+    def _requests(self, sequence: LiveSequence, places: Sequence[int]) -> list[RetentionRequest | None]:
         """What is wished for each place or for what comes behind it, which it outlives."""
-        wishes, size = sequence.wishes, self._size
-        best = wishes.at(len(sequence.tokens))
+        requests, size = sequence.retention, self._size
+        best = requests.at(len(sequence.tokens))
         found = []
         for place in reversed(places):
-            best = _larger(wishes.at(place * size), best)
+            best = _larger(requests.at(place * size), best)
             found.append(best)
         return found[::-1]
 
@@ -288,11 +288,11 @@ class Ghosts:
         in_use = self.pool.device.used * self.rate
         keys = sequence.keys[:stored]
         known = sequence.admission.cached_tokens // size
-        fresh: list[tuple[bytes, Wish | None, Content | None]] = []
+        fresh: list[tuple[bytes, RetentionRequest | None, Content | None]] = []
         longer: list[Content] = []
         if not sequence.no_store:
             fresh = [
-                (key, sequence.wishes.at(place * size), self._content(sequence, place))
+                (key, sequence.retention.at(place * size), self._content(sequence, place))
                 for place, key in enumerate(keys[known:], known)
                 if key < bound
             ]
@@ -304,15 +304,15 @@ class Ghosts:
                 tail = Content(sequence.key(stored - 1), sequence.packed(start, end), sequence.block_scope(start, end))
                 last = child_key(tail.parent, tail.tokens, tail.scope.extra)
                 if last < bound:
-                    fresh.append((last, sequence.wishes.at(start), tail))
+                    fresh.append((last, sequence.retention.at(start), tail))
                 longer.append(tail)
         keep = set(keys)
         for followed in self._followed:
             used = followed.live.pop(sequence.handle, [])
             mine = {block.key for block in used}
-            for key, wish, content in fresh:
+            for key, request, content in fresh:
                 if key not in mine and not _is_covered(followed.caches, content):
-                    used.append(followed.use(key, wish, content)[0])
+                    used.append(followed.use(key, request, content)[0])
             keep.update(key for key, _, _ in fresh)
             for block in reversed(used):
                 block.stored = block.stored or block.key in keep
@@ -395,12 +395,12 @@ class Ghosts:
         return GhostReport(caches, blocks, tokens, hit, self.rate)
 
 
-def _larger(wish: Wish | None, other: Wish | None) -> Wish | None:
-    return max((one for one in (wish, other) if one is not None), key=_extent, default=None)
+def _larger(request: RetentionRequest | None, other: RetentionRequest | None) -> RetentionRequest | None:
+    return max((one for one in (request, other) if one is not None), key=_extent, default=None)
 
 
-def _extent(wish: Wish) -> tuple[int, float]:
-    return wish.priority, float("inf") if wish.duration is None else wish.duration
+def _extent(request: RetentionRequest) -> tuple[int, float]:
+    return request.priority, float("inf") if request.duration is None else request.duration
 
 
 def _is_covered(caches: NestedCaches, content: Content | None) -> bool:

@@ -16,7 +16,7 @@ from cachemgr.blocks.events import EventLog
 from cachemgr.blocks.eviction_queue import EvictionQueue
 from cachemgr.blocks.radix_tree import add_child, closest_child, covered_children, covering_child, remove_child
 from cachemgr.retention.leases import LeaseBook, effective_priority
-from cachemgr.retention.priority import Wish
+from cachemgr.retention.priority import RetentionRequest
 from cachemgr.types import BlockView
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Ghost(Block):
 
 class NestedCaches:
     """`limits` are the sizes in blocks, ascending. Leases count as they do in a pool, in which no child is lost after
-    what it stands on: who uses blocks names them all, and wishes at least as much for a block as for those behind it.
+    what it stands on: who uses blocks names them all, and requests at least as much for a block as for those behind it.
     """
 
     def __init__(self, limits: tuple[float, ...]) -> None:
@@ -92,9 +92,9 @@ class NestedCaches:
         block.refs += 1
         return block, zone
 
-    def wish(self, block: Ghost, wish: Wish) -> None:
+    def grant(self, block: Ghost, request: RetentionRequest) -> None:
         """Adds a lease to a block in use."""
-        self._leases.grant(self, block, wish)
+        self._leases.grant(self, block, request)
 
     def drop(self, block: Ghost) -> None:
         """Takes a reference back. Drop what stands on others before these."""

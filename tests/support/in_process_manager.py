@@ -801,7 +801,7 @@ class World:
             assert stored == {place: _timeless(block) for place, block in records.items()}
         pools = self.manager._state.executors["e"].pools if self.manager.queries.knows_executor("e") else []
         blocks = [block for pool in pools for block in pool.blocks if block is not None]
-        ruled = {lease for block in blocks for lease in leases_of(block) if lease.wish.holder.startswith(RULE)}
+        ruled = {lease for block in blocks for lease in leases_of(block) if lease.request.holder.startswith(RULE)}
         assert {lease for leases in self.manager._state.leases._of_rules.values() for lease in leases} == ruled
         if pools:
             check_holds(self.manager._state.executors["e"].holds)

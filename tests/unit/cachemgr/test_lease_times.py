@@ -1,4 +1,4 @@
-"""Wishes as leases: when their clock starts, what is left when they end, and who hears of it."""
+"""RetentionPlan as leases: when their clock starts, what is left when they end, and who hears of it."""
 
 import dataclasses
 from random import Random
@@ -7,7 +7,7 @@ from cachemgr.blocks.block import Block
 from cachemgr.manager import CacheManager
 from cachemgr.retention import leases
 from cachemgr.retention.leases import Deadlines, Lease
-from cachemgr.retention.priority import Wish
+from cachemgr.retention.priority import RetentionRequest
 from cachemgr.types import BlockFilter, EventKind, RemovalCause, Retention, RetentionRange
 from tests.support.in_process_manager import CONFIG, World, wish
 
@@ -177,7 +177,7 @@ def test_leases_end_in_the_order_of_their_deadlines_whatever_their_durations():
     now, expected = 0.0, []
     for number in range(2000):
         now += random.random()
-        lease = Lease(None, Block(number), Wish("session/x", 1, None))
+        lease = Lease(None, Block(number), RetentionRequest("session/x", 1, None))
         book.add(lease, now, random.choice([1.0, 5.0, 30.0]))
         expected.append((lease.deadline, number))
         ended += [(one.deadline, one.block.index) for one in book.due(now, 2000)]
@@ -216,7 +216,7 @@ def test_a_lease_that_is_over_and_not_yet_ended_covers_no_other(monkeypatch):
 def test_wishes_that_a_session_replaces_again_and_again_do_not_pile_up():
     book, before = Deadlines(), None
     for number in range(50_000):
-        lease = Lease(None, Block(number), Wish("session/x", 1, 1e9))
+        lease = Lease(None, Block(number), RetentionRequest("session/x", 1, 1e9))
         book.add(lease, float(number), 1e9)
         if before is not None:
             before.block = None

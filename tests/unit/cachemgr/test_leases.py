@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cachemgr.blocks.block_record import LeaseRecord
 from cachemgr.retention.leases import MAX_LEASES, leases_of, offload_floor
-from cachemgr.retention.priority import DEFAULT_PRIORITY, MAX_SESSION_SECONDS, Wish
+from cachemgr.retention.priority import DEFAULT_PRIORITY, MAX_SESSION_SECONDS, RetentionRequest
 from cachemgr.telemetry.nested_caches import NestedCaches
 from cachemgr.types import EventKind, Outcome, RemovalCause, Retention, RetentionRange
 from tests.support.in_process_manager import CONFIG, World, wish
@@ -69,7 +69,7 @@ class OneBlock:
         self.block.stored = True
 
     def grant(self, one: Wished) -> None:
-        self.caches.wish(self.block, Wish(one.holder, one.priority, one.duration, one.floor))
+        self.caches.grant(self.block, RetentionRequest(one.holder, one.priority, one.duration, one.floor))
         assert len(list(leases_of(self.block))) <= MAX_LEASES
 
     def drop(self) -> None:
@@ -251,7 +251,7 @@ def test_the_leases_of_rules_are_neither_shared_nor_the_first_to_break():
         block.grant(one)
         model.grant(one)
         assert block.state() == model.state()
-    kept = {lease.wish.holder for lease in leases_of(block.block)}
+    kept = {lease.request.holder for lease in leases_of(block.block)}
     assert {one.holder for one in rules} <= kept
 
 
