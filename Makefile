@@ -85,29 +85,15 @@ proto: dev ## Generate the stubs
 
 ##@ Measure
 
-MEASUREMENTS := exactness eval-eviction $(addprefix bench-,serving peers gpu overhead prefix fairness memory manager)
-MEASUREMENTS += $(addprefix bench-,trace window batchmax eviction-cost tiers http-load scale invariance)
-.PHONY: $(MEASUREMENTS) peers
+.PHONY: bench exactness eval-eviction peers
+bench: dev ## Run a benchmark: make bench NAME=serving ARGS="--help"; without NAME, list them (also make bench-NAME)
+	@$(PY) -m bench $(NAME) $(ARGS)
+bench-%: dev
+	@$(PY) -m bench $* $(ARGS)
 exactness: dev ## Compare greedy output with transformers in every combination of settings
-eval-eviction: dev ## What each eviction policy costs in quality, on the default model
-bench-serving: dev ## How fast the stack serves, beside what the machine can do at most
-bench-peers: dev ## The same beside other engines, which `make peers` installs
-bench-gpu: dev ## What the GPU path reaches, where there is a CUDA device
-bench-overhead: dev ## What the cache manager costs in a process of its own
-bench-prefix: dev ## What the reuse of a common prefix gains
-bench-fairness: dev ## What a long prompt does to those that stream
-bench-memory: dev ## What every process holds, and that none grows with the requests
-bench-http-load: dev ## That 256 streams over HTTP meet no error, and what they cost
-bench-window: dev ## What a sliding window saves beside the full cache
-bench-batchmax: dev ## What eviction while prompts are computed gains in requests at once, beside the paper
-bench-manager: dev ## What the cache manager's decisions cost
-bench-trace: dev ## What wishes gain on recorded requests: make bench-trace TRACE=file.jsonl
-bench-tiers: dev ## What host memory and a disk gain where the device has no room
-bench-scale: dev ## What the cache manager costs with a million blocks and very long prompts
-bench-invariance: dev ## What batch-invariant computation costs, step by step
-bench-eviction-cost: dev ## What token eviction costs and gains in speed, policy by policy
-$(MEASUREMENTS):
-	@$(PY) -m bench.$(subst -,_,$(@:bench-%=%)) $(ARGS)
+	@$(PY) -m bench exactness $(ARGS)
+eval-eviction: dev
+	@$(PY) -m bench eval-eviction $(ARGS)
 peers: dev ## Install other engines to compare with, each in an environment of its own
 	@$(PY) -m bench.peers.set_up $(ARGS)
 pictures: dev ## Make the pictures of the console and of kvctl top for docs/ anew

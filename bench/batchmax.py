@@ -19,11 +19,12 @@ from typing import Any
 import grpc
 from tokenizers import Tokenizer
 
-from bench import RESULTS, plots
+from bench import plots
 from bench.fairness import NO_TARGET
 from bench.prose import NoTextError, pieces
 from bench.quality import rouge_2
-from bench.serving import INTERRUPTED, RED, keep, machine_facts, note
+from bench.result import Result
+from bench.serving import INTERRUPTED, RED, keep, note
 from bench.tables import table
 from bench.totals import agreement
 from executor.models.files import resolve
@@ -286,11 +287,11 @@ def main() -> int:
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--pool-tokens", type=int, default=4_096)
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--json", type=Path, default=RESULTS / "batchmax.json", help="where every figure is kept")
+    parser.add_argument("--json", type=Path, help="where every figure is kept")
     given = parser.parse_args()
     settings = {key: value for key, value in vars(given).items() if key != "json"}
     try:
-        kept = {"machine": machine_facts(), "settings": settings, **measure(given)}
+        kept = measure(given)
     except NoTextError as error:
         print(error, file=sys.stderr)
         return RED
@@ -299,7 +300,7 @@ def main() -> int:
         return INTERRUPTED
     print(show(kept))
     print(NOTE)
-    keep(kept, given.json, plots.batchmax)
+    keep(Result("batchmax", kept, settings), given.json, plots.batchmax)
     return 0
 
 

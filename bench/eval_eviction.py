@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from bench import RESULTS
 from bench.eviction import generation, passkey, pictures, stream, windows
 from bench.eviction.cache import Cache
 from bench.eviction.outputs import Outputs
 from bench.eviction.policies import POLICIES
 from bench.eviction.report import report
 from bench.prose import NoTextError, novel, spread
+from bench.result import RESULTS, Result
 from executor.errors import ModelError
 from executor.models.files import ModelFiles, find
 from executor.models.load import Model, load_model
@@ -119,7 +119,6 @@ def evaluate(arguments: argparse.Namespace) -> dict[str, Any]:
         return results
     evaluation = Evaluation(arguments)
     results["settings"] = evaluation.settings()
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
     for name in arguments.parts:
         results[name] = []
         try:
@@ -127,7 +126,7 @@ def evaluate(arguments: argparse.Namespace) -> dict[str, Any]:
                 for record in follow(name, evaluation.parts[name]()):
                     results[name].append(record)
         finally:
-            arguments.json.write_text(json.dumps(results) + "\n")
+            Result("eviction", results).write(arguments.json)
     return results
 
 

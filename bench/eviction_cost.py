@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
 import sys
 from dataclasses import replace
@@ -18,7 +17,7 @@ from typing import Any
 import grpc
 from tokenizers import Tokenizer
 
-from bench import RESULTS
+from bench.result import Result
 from bench.runs import Others, processes, watched
 from bench.tables import table
 from bench.workloads import CASES, Case, Corpus
@@ -29,7 +28,6 @@ from protos.kvcommon.v1 import kvcommon_pb2 as common
 from tests.stack import Stack, model_cache
 from tests.support.generation import generate, generate_all, greedy_request
 
-KEPT = RESULTS / "eviction_cost.json"
 AREAS = {"start_tokens": 32, "recent_tokens": 32, "max_cache_tokens": 128}
 ROOMY = {"start_tokens": 32, "recent_tokens": 32, "max_cache_tokens": 4096}
 POLICIES: dict[str, dict[str, Any] | None] = {
@@ -140,7 +138,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=list(POLICIES))
-    parser.add_argument("--json", type=Path, default=KEPT)
+    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     names = list(dict.fromkeys(["none", *arguments.policies]))
     encode = Tokenizer.from_file(str(Path(find("", model_cache()).source, "tokenizer.json"))).encode
@@ -149,7 +147,7 @@ def main() -> int:
         found = asyncio.run(measure(stack, corpus, names, arguments.repeats))
     print(f"{arguments.dtype}, medians of {arguments.repeats}: long decode (W3), and prompts of 2,048 tokens")
     print(report(found))
-    arguments.json.write_text(json.dumps({"dtype": arguments.dtype, "figures": found}, indent=1) + "\n")
+    Result("eviction_cost", {"figures": found}, {"dtype": arguments.dtype}).write(arguments.json)
     return 0
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from bench.result import percentile
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
 from tests.stack import Stack
@@ -35,11 +36,6 @@ class Turn:
     quiet: list[float] = field(default_factory=list)
     disturbed: list[float] = field(default_factory=list)
     first: float = 0.0
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value that so much of all is not above, in milliseconds."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))] * 1e3
 
 
 async def follow(stub: rpc.GenerationServiceAsyncStub, request: pb.StreamGenerateRequest, times: list[float]) -> None:
@@ -95,8 +91,8 @@ def report(name: str, turns: Sequence[Turn]) -> None:
     """Prints one row of medians over the turns."""
     columns = []
     for share in (0.5, 0.99):
-        quiet = [percentile(one.quiet, share) for one in turns]
-        disturbed = [percentile(one.disturbed, share) for one in turns]
+        quiet = [percentile(one.quiet, share) * 1e3 for one in turns]
+        disturbed = [percentile(one.disturbed, share) * 1e3 for one in turns]
         ratio = statistics.median(b / a for a, b in zip(quiet, disturbed, strict=True))
         columns.append(f"{statistics.median(quiet):9.1f}{statistics.median(disturbed):10.1f}{ratio:8.2f}")
     first = statistics.median(one.first for one in turns)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import multiprocessing
 import os
 import sys
@@ -27,6 +26,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from bench.result import Result as Kept
 from executor.errors import ModelError
 from tests.unit.executor.conftest import Driver, on_torch, save_model
 
@@ -307,8 +307,7 @@ def main(arguments: list[str]) -> int:
         print(f"{one.outcome:9} {name:32} {last[:160]}", flush=True)
     counts = Counter(one.outcome for one in results)
     print(f"{len(results)} families and variants of transformers {transformers.__version__}:", dict(counts))
-    if chosen.json:
-        chosen.json.write_text(json.dumps([asdict(one) for one in results], indent=1) + "\n")
+    Kept("families", {"families": [asdict(one) for one in results]}).write(chosen.json)
     return 1 if counts[WRONG] or counts[TRACEBACK] else 0
 
 

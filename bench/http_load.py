@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import statistics
 import sys
 import time
@@ -28,6 +27,7 @@ from google.protobuf.field_mask_pb2 import FieldMask
 
 from bench.callers import SILENT_SECONDS, Grpc, Http, Load, Way, ask
 from bench.http_load_report import Counters, Found, Phase, show
+from bench.result import Result
 from bench.runs import Others, cpu_seconds, processes
 from cachemgr.types import ManagerConfig
 from protos.generation.v1 import generation_pb2_grpc as generation_rpc
@@ -252,17 +252,16 @@ def main() -> int:
     ) as stack:
         found = uvloop.run(measure(stack, given))
     show(found)
-    if given.json:
-        result = {
-            "settings": {name: value for name, value in vars(given).items() if name != "json"},
-            "http": found.http.summary(),
-            "grpc": found.grpc.summary(),
-            "freed_after_leaving_alone_s": found.alone,
-            "files": {"before": found.before["files"], "after": found.after["files"]},
-            "drift_mb": found.drift,
-            "samples": found.samples,
-        }
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
+    figures = {
+        "http": found.http.summary(),
+        "grpc": found.grpc.summary(),
+        "freed_after_leaving_alone_s": found.alone,
+        "files": {"before": found.before["files"], "after": found.after["files"]},
+        "drift_mb": found.drift,
+        "samples": found.samples,
+    }
+    asked = {name: value for name, value in vars(given).items() if name != "json"}
+    Result("http_load", figures, asked).write(given.json)
     faults = list(found.faults())
     print("\n" + "\n".join(faults or ["nothing but 429, no growth, no block left"]))
     return int(bool(faults))

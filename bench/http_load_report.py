@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.callers import Tally
-from bench.runs import percentile
+from bench.result import percentile
 from bench.tables import table
 
 # Of what a process held once it was warm: what allocators and measuring make of it.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Iterable, Sequence
@@ -21,6 +20,7 @@ from typing import Any
 import grpc
 import psutil
 
+from bench.result import Result, percentile
 from bench.stub_executor import Record, read_records
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
@@ -87,11 +87,6 @@ class Wiring:
         found = read_records(self.stack.folder, self.records)
         self.records += len(found)
         return found
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value that so much of all is not above."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 def bucket(before: Histogram, after: Histogram, share: float) -> float:
@@ -296,8 +291,8 @@ def main() -> None:
     with ExitStack() as exits:
         wirings = [start(exits, name, arguments) for name in WIRINGS]
         results = asyncio.run(measure(wirings, arguments))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1))
+    asked = {name: value for name, value in vars(arguments).items() if name != "json"}
+    Result("overhead", {"runs": results}, asked).write(arguments.json)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import psutil
 
+from bench.result import percentile
 from bench.workloads import Case
 from protos.kvcache.v1 import kvcache_pb2 as kv
 from protos.kvcache.v1 import kvcache_pb2_grpc as kvcache_rpc
@@ -25,12 +26,6 @@ DEADLINE_SECONDS = 3600
 
 class WrongCountError(Exception):
     """A request did not get exactly the tokens it asked for."""
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value that `share` of the values do not exceed."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 @dataclass(frozen=True)

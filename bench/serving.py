@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import os
-import platform
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -24,7 +21,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from bench import RESULTS, gate, limits, plots
+from bench import gate, limits, plots
+from bench.result import Result
 from bench.runs import Run, WrongCountError, run
 from bench.tables import table
 from bench.workloads import Case, Corpus, chosen
@@ -189,16 +187,6 @@ def show(records: Sequence[dict[str, Any]], lines: Sequence[str]) -> str:
     return "\n\n".join(["\n".join([f"\n{title}", *lines]), *tables])
 
 
-def machine_facts() -> dict[str, Any]:
-    """Where the figures come from."""
-    found = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return {
-        "processor": found[0].partition(": ")[2] if found else platform.processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-    }
-
-
 def kvkeep(stack: Stack) -> Runs:
     """Runs cases on a stack."""
     return lambda case, prompts, count: asyncio.run(run(stack, case, prompts, count))
@@ -221,7 +209,7 @@ def one_dtype(bench: Bench, dtype: str) -> Report:
     return report
 
 
-def parser(description: str | None, results: str) -> argparse.ArgumentParser:
+def parser(description: str | None) -> argparse.ArgumentParser:
     """Arguments that the benchmarks of speed have in common."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--workloads", nargs="+", default=["W1", "W2", "W3", "W4"], help="W1 W2 W2-on W2-off W3 W4")
@@ -229,7 +217,7 @@ def parser(description: str | None, results: str) -> argparse.ArgumentParser:
     made.add_argument("--repeats", type=int, default=3)
     made.add_argument("--model", default="", help="as KVKEEP_EXECUTOR_MODEL")
     made.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings: executor_threads=1")
-    made.add_argument("--json", type=Path, default=RESULTS / results, help="where every run is kept")
+    made.add_argument("--json", type=Path, help="where every run is kept")
     return made
 
 
@@ -247,13 +235,12 @@ def parse(made: argparse.ArgumentParser) -> tuple[argparse.Namespace, Bench]:
     return given, Bench(model, cases, given.repeats, settings)
 
 
-def keep(kept: dict[str, Any], target: Path, plot: Callable[[dict[str, Any], Path], bool]) -> None:
+def keep(result: Result, target: Path | None, plot: Callable[[dict[str, Any], Path], bool]) -> None:
     """Writes what was measured, and its picture."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(kept, indent=1) + "\n")
-    note(f"every run is in {target}")
-    picture = target.with_suffix(".png")
-    note(f"drawn in {picture}" if plot(kept, picture) else "not drawn: there is no matplotlib")
+    written = result.write(target)
+    note(f"every run is in {written}")
+    picture = written.with_suffix(".png")
+    note(f"drawn in {picture}" if plot(result.values(), picture) else "not drawn: there is no matplotlib")
 
 
 def red_or_interrupted(measure: Callable[[], None]) -> int:
@@ -271,8 +258,8 @@ def red_or_interrupted(measure: Callable[[], None]) -> int:
 
 def main() -> int:
     """Measures and reports."""
-    given, bench = parse(parser(__doc__, "serving.json"))
-    kept: dict[str, Any] = {"machine": machine_facts(), "settings": bench.settings, "limits": {}, "runs": []}
+    given, bench = parse(parser(__doc__))
+    kept: dict[str, Any] = {"limits": {}, "runs": []}
 
     def measure() -> None:
         for dtype in given.dtypes:
@@ -281,7 +268,7 @@ def main() -> int:
             kept["limits"][dtype] = [asdict(one) for one in report.limits]
             kept["runs"] += records
             print(show(records, report.best_limits.lines()), flush=True)
-            keep(kept, given.json, plots.serving)
+            keep(Result("serving", kept, bench.settings), given.json, plots.serving)
 
     return red_or_interrupted(measure)
 

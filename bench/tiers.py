@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import statistics
@@ -18,6 +17,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bench.result import Result, percentile
 from bench.tables import table
 from executor.metrics import CHECKSUM_MISMATCHES
 from tests.stack import Stack, free_address, metrics
@@ -46,10 +46,6 @@ class Figures:
     @property
     def median(self) -> float:
         return statistics.median(self.seconds)
-
-    def percentile(self, share: float) -> float:
-        """The time that so much of all is not above."""
-        return sorted(self.seconds)[min(len(self.seconds) - 1, int(share * len(self.seconds)))]
 
 
 def settings(name: str, folder: Path, dtype: str) -> dict[str, object]:
@@ -132,14 +128,13 @@ def main() -> int:
             missed |= share > ASKED.get(name, 1.0)
             up = max(figures.from_host, figures.from_disk) / figures.prompt_tokens
             asked = f"{ASKED[name]:.1f}" if name in ASKED else ""
-            milliseconds = (figures.median * 1e3, figures.percentile(0.9) * 1e3)
+            milliseconds = (figures.median * 1e3, percentile(figures.seconds, 0.9) * 1e3)
             rows.append([name, *(f"{value:.0f}" for value in milliseconds), f"{share:.3f}", asked, f"{up:.2f}"])
             results[f"{dtype} {name}"] = {"seconds": figures.seconds, "share": share, "from below": up}
         print(f"{dtype}: {len(prompts)} prompts of {PROMPT} tokens, room for {FITTING} on the device")
         header = ["lower tier", "first token\nmedian ms", "90 % ms", "of without", "asked for", "came up\nof prompts"]
         print(table(header, rows), flush=True)
-    if given.json:
-        given.json.write_text(json.dumps(results, indent=1) + "\n")
+    Result("tiers", results, {"rounds": given.rounds, "dtype": given.dtype}).write(given.json)
     return int(missed)
 
 

@@ -20,9 +20,10 @@ from typing import Any
 import grpc
 from tokenizers import Tokenizer
 
-from bench import RESULTS, plots
+from bench import plots
 from bench.prose import NoTextError, pieces
-from bench.serving import INTERRUPTED, RED, keep, machine_facts, note
+from bench.result import Result
+from bench.serving import INTERRUPTED, RED, keep, note
 from bench.small_gpt2 import small_gpt2
 from bench.tables import table
 from bench.totals import Course, Kept, agreement, largest, totals
@@ -303,11 +304,11 @@ def main() -> int:
     """Measures and shows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path, default=RESULTS / "window.json", help="where every figure is kept")
+    parser.add_argument("--json", type=Path, help="where every figure is kept")
     given = parser.parse_args()
     if given.repeats < 1:
         parser.error("--repeats must be at least 1")
-    kept: dict[str, Any] = {"machine": machine_facts(), "models": {}}
+    kept: dict[str, Any] = {"models": {}}
     wrong = False
     try:
         for name, folder in (("SmolLM2-135M", partial(resolve, "")), ("small GPT-2", small_gpt2)):
@@ -324,7 +325,7 @@ def main() -> int:
         note("interrupted")
         return INTERRUPTED
     print(NOTE)
-    keep(kept, given.json, plots.window)
+    keep(Result("window", kept, {"repeats": given.repeats}), given.json, plots.window)
     return RED if wrong else 0
 
 

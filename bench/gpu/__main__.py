@@ -19,8 +19,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import RESULTS
-from bench.gpu.parts import OUT_OF_TIME, Bench, Figure, Part, Result, as_json, exit_status, note, run_all, show
+from bench.gpu.parts import OUT_OF_TIME, Bench, Figure, Part, Result, exit_status, note, run_all, show, values
+from bench.result import RESULTS
+from bench.result import Result as Kept
 
 # Of nine minutes; what hangs where no signal reaches it is ended a little later.
 SECONDS, GRACE = 500.0, 25.0
@@ -84,8 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def finish() -> int:
         print(f"\n{where['device']}, torch {where['torch']}, triton {where['triton']}\n\n{show(results)}", flush=True)
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        given.out.write_text(as_json(results, where | {"seconds": round(time.monotonic() - begin, 1)}))
+        Kept("gpu", values(results, where | {"seconds": round(time.monotonic() - begin, 1)})).write(given.out)
         note(f"everything is in {given.out}")
         return exit_status(results, parts)
 

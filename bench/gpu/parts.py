@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
 import sys
 import time
@@ -164,10 +163,10 @@ def exit_status(results: Mapping[str, Result], parts: Sequence[Part]) -> int:
     return 0 if all(results[part.name].status in ("done", "skipped") for part in parts) else 1
 
 
-def as_json(results: Mapping[str, Result], facts: Mapping[str, Any]) -> str:
+def values(results: Mapping[str, Result], facts: Mapping[str, Any]) -> dict[str, Any]:
     """All of it."""
     found = {
         name: asdict(result) | {"figures": [asdict(figure) | {"met": figure.met} for figure in result.figures]}
         for name, result in results.items()
     }
-    return json.dumps({"facts": dict(facts), "parts": found}, indent=1) + "\n"
+    return {"facts": dict(facts), "parts": found}

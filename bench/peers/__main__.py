@@ -24,13 +24,13 @@ from typing import Any
 from bench import limits, plots
 from bench.peers.processes import PeerError, PeerProcess
 from bench.peers.set_up import PEERS, default_folder
+from bench.result import Result
 from bench.serving import (
     Bench,
     Runs,
     WrongOutputError,
     keep,
     kvkeep,
-    machine_facts,
     note,
     parse,
     parser,
@@ -191,12 +191,12 @@ def one_case(
 
 def main() -> int:
     """Measures and reports."""
-    made = parser(__doc__, "peers.json")
+    made = parser(__doc__)
     names = [peer.name for peer in PEERS]
     made.add_argument("--peers", nargs="+", choices=names, default=names)
     made.add_argument("--folder", type=Path, default=default_folder(), help="where `make peers` put them")
     given, bench = parse(made)
-    kept: dict[str, Any] = {"machine": machine_facts(), "settings": bench.settings, "limits": {}, "runs": []}
+    kept: dict[str, Any] = {"limits": {}, "runs": []}
     absent: dict[str, str] = {}
 
     def measure() -> None:
@@ -207,7 +207,7 @@ def main() -> int:
             # Beside each other, whatever the order they were measured in.
             kept["runs"].sort(key=lambda record: [OURS, *names].index(record["engine"]))
             kept["absent"] = absent
-            keep(kept, given.json, plots.peers)
+            keep(Result("peers", kept, bench.settings), given.json, plots.peers)
         print(report(kept["runs"], absent), flush=True)
 
     return red_or_interrupted(measure)

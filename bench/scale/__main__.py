@@ -6,12 +6,12 @@ costs are process time, so that a busy machine disturbs them little. Nothing fai
 
 import argparse
 import importlib
-import json
 import pkgutil
 from dataclasses import asdict
 from pathlib import Path
 
 from bench import scale
+from bench.result import Result
 from bench.scale.row import Row
 from protos.rpc.garbage import collect_rarely
 
@@ -22,7 +22,7 @@ def main() -> None:
     names = [module.name for module in pkgutil.iter_modules(scale.__path__) if module.name not in ("row", "__main__")]
     parser.add_argument("--blocks", type=int, default=1_000_000, help="blocks of the cache")
     parser.add_argument("--only", choices=names, action="append", help="a part; may be repeated")
-    parser.add_argument("--output", type=Path, help="a JSON file for the rows")
+    parser.add_argument("--json", type=Path, help="a JSON file for the rows")
     arguments = parser.parse_args()
     collect_rarely()
     found: dict[str, list[Row]] = {}
@@ -31,9 +31,8 @@ def main() -> None:
         for row in importlib.import_module(f"{scale.__name__}.{name}").rows(arguments.blocks):
             row.show()
             found[name].append(row)
-    if arguments.output is not None:
-        parts = {name: [asdict(row) for row in rows] for name, rows in found.items()}
-        arguments.output.write_text(json.dumps({"blocks": arguments.blocks, "parts": parts}, indent=2) + "\n")
+    parts = {name: [asdict(row) for row in rows] for name, rows in found.items()}
+    Result("scale", {"parts": parts}, {"blocks": arguments.blocks}).write(arguments.json)
 
 
 if __name__ == "__main__":

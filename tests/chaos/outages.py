@@ -29,6 +29,7 @@ import grpc
 import openai
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from bench.result import Result
 from bench.tables import table
 from protos.kvcache.v1 import kvcache_pb2 as kv
 from tests.chaos.checks import CHECK_SECONDS
@@ -527,8 +528,7 @@ def main() -> int:
     for row in rows:
         for fault in row.faults:
             print(f"FAULT {row.outage}: {fault}")
-    if given.json:
-        given.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    Result("outages", {"rows": [asdict(row) for row in rows]}).write(given.json)
     return 1 if any(row.faults for row in rows) else 0
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import grpc
 
+from bench.result import Result
 from tests.fuzz.calls import repeat
 from tests.fuzz.http_bodies import resend
 from tests.fuzz.methods import discover
@@ -65,8 +66,8 @@ def main() -> int:
     print(report.text())
     seconds = round(time.monotonic() - begin)
     print(f"seed {given.seed}, {seconds} s")
-    if given.json:
-        given.json.write_text(json.dumps({**report.data(), "seconds": seconds}, indent=1) + "\n")
+    asked = {"seed": given.seed, "http": given.http, "grpc": given.grpc, "bounds": given.bounds}
+    Result("fuzz_bounds" if given.bounds else "fuzz", report.data() | {"seconds": seconds}, asked).write(given.json)
     return int(report.num_faults > 0)
 
 

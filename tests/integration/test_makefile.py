@@ -42,7 +42,7 @@ def test_help_comes_first_and_names_every_target() -> None:
     shown = make().stdout
     assert shown == make("help").stdout
     targets = "setup run-stack generate test test-all coverage chaos lint fix types proto verify-protos"
-    targets += " bench-serving bench-peers peers"
+    targets += " bench exactness peers"
     for target in (*targets.split(), "clean"):
         assert f"  {target} " in shown
 

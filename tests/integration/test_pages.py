@@ -7,6 +7,7 @@ import pytest
 import run_stack
 import yaml
 
+from bench.__main__ import benchmarks
 from cachemgr.rpc import tenancy
 from protos.execution.v1 import execution_pb2
 from protos.generation.v1 import generation_pb2
@@ -81,8 +82,9 @@ def test_settings_metrics_verbs_and_targets_are_ours(page: Path) -> None:
     for verb in re.findall(r"(?:^|[`(] ?)kvctl ([a-z]+)", text, re.MULTILINE):
         assert verb in groups, verb
     makefile = (ROOT / "Makefile").read_text()
+    measured = {f"bench-{name.replace('_', '-')}" for name in benchmarks()}
     for target in re.findall(r"`make ([a-z-]+)", text):
-        assert f"\n{target}: " in makefile, target
+        assert target in measured or f"\n{target}: " in makefile, target
 
 
 @of_pages(PAGES)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import grpc
 import openai
 
+from bench.result import Result
 from protos.generation.v1 import generation_pb2 as pb
 from protos.generation.v1 import generation_pb2_grpc as rpc
 from protos.kvcache.v1 import kvcache_pb2 as kv
@@ -299,10 +300,8 @@ def main() -> int:
     print(f"probes {found.count}, hits {found.hits}, leaks {len(found.leaks)}, logged {found.logged}")
     for leak in found.leaks[:20]:
         print(" ", leak)
-    if given.json:
-        told = {"probes": found.probes, "outcomes": found.outcomes, "hits": found.hits, "leaks": found.leaks}
-        told |= {"count": found.count, "logged": found.logged}
-        given.json.write_text(json.dumps(told, indent=1, sort_keys=True) + "\n")
+    figures = {"probes": found.probes, "outcomes": found.outcomes, "hits": found.hits, "leaks": found.leaks}
+    Result("probes", figures | {"logged": found.logged}, {"count": found.count}).write(given.json)
     return int(bool(found.hits or found.leaks or found.logged != found.count))
 
 

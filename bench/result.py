@@ -1,0 +1,77 @@
+"""What a benchmark leaves: its figures, and where, when and with what they were measured."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+# Ignored by git. Chosen results are kept below bench/results, in a folder for each machine.
+RESULTS = ROOT / "build/bench"
+PACKAGES = ("torch", "triton", "transformers", "grpcio", "protobuf", "redis", "uvloop")
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores that this process may use, and bytes of memory."""
+    found = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return {
+        "processor": found[0].partition(": ")[2] if found else platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    }
+
+
+def commit() -> str:
+    """The checkout's commit, with "+" where files differ from it; empty outside of git."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of each installed package that figures depend on."""
+    installed = {package.name.lower(): package.version for package in metadata.distributions()}
+    return {"python": platform.python_version()} | {name: installed[name] for name in PACKAGES if name in installed}
+
+
+def now() -> str:
+    """Date and time in UTC, to the second."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+@dataclass(frozen=True)
+class Result:
+    """Figures of one benchmark; `settings` are what it was asked for."""
+
+    name: str
+    figures: Mapping[str, Any]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    machine: Mapping[str, Any] = field(default_factory=machine)
+    versions: Mapping[str, str] = field(default_factory=versions)
+    commit: str = field(default_factory=commit)
+    date: str = field(default_factory=now)
+
+    def values(self) -> dict[str, Any]:
+        """For JSON: the figures stand beside the rest."""
+        rest = {name: value for name, value in vars(self).items() if name != "figures"}
+        return rest | dict(self.figures)
+
+    def write(self, target: Path | None = None) -> Path:
+        """Writes JSON to this file, by default to RESULTS; returns where."""
+        target = target or RESULTS / f"{self.name}.json"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(json.dumps(self.values(), indent=1, default=str) + "\n")
+        return target
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value that `share` of the values do not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
