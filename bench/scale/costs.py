@@ -14,6 +14,7 @@ from statistics import median
 from bench.scale.row import Row
 from cachemgr.manager import CacheManager
 from cachemgr.sequences.holds import MAX_PINS
+from cachemgr.steps import at_once
 from cachemgr.types import (
     AdmitRequest,
     ExecutorSpec,
@@ -143,11 +144,11 @@ def _rules(*, prefix: bool) -> Callable[[int], Made]:
         for number in range(size):
             match = RuleMatch(prefix_token_ids=(number + 5,) * 64) if prefix else RuleMatch(salt=f"s{number}")
             rule = RetentionRule(f"r{number}", number % 7, match, RuleAction(priority=50))
-            costs.manager.operators.create_rule(rule, validate_only=False)
+            at_once(costs.manager.operators.create_rule(rule, validate_only=False))
         yield "to create one", (time.process_time() - begun) * 1e3 / size
         yield from _both(costs)
         begun = time.process_time()
-        costs.manager.operators.delete_rule("r0", "", validate_only=False)
+        at_once(costs.manager.operators.delete_rule("r0", "", validate_only=False))
         yield "to delete one", (time.process_time() - begun) * 1e3
 
     return measure
@@ -160,13 +161,17 @@ def _tenants(*, quotas: bool) -> Callable[[int], Made]:
         for number in range(size):
             names = {"salt": f"s{number}", "tenant_id": f"t{number}"}
             if quotas:
-                costs.manager.operators.set_quota(Quota(tenant_id=f"t{number}", device_floor=1), validate_only=False)
+                at_once(
+                    costs.manager.operators.set_quota(
+                        Quota(tenant_id=f"t{number}", device_floor=1), validate_only=False
+                    )
+                )
             costs.run(array("I", [number, *range(BLOCK)]), **names)
         yield from _both(costs, tenant_id="t0", salt="s0")
         yield "refused admission", costs.refused()
         if quotas:
             begun = time.process_time()
-            costs.manager.operators.delete_quota(Quota(tenant_id="t0"))
+            at_once(costs.manager.operators.delete_quota(Quota(tenant_id="t0")))
             yield "to delete a quota", (time.process_time() - begun) * 1e3
 
     return measure

@@ -143,7 +143,9 @@ async def _fill(blocks: int, url: str) -> tuple[int, int]:
 
 def _kept(manager: CacheManager) -> tuple[int, int]:
     """Cached blocks, and leases of them."""
-    return manager.cached_blocks(EXECUTOR).device_blocks, sum(1 for _ in manager.queries.leases(f"{EXECUTOR}/0", ""))
+    return manager.cached_blocks(EXECUTOR).device_blocks, sum(
+        1 for _ in filter(None, manager.queries.leases(f"{EXECUTOR}/0", ""))
+    )
 
 
 @contextmanager

@@ -104,7 +104,7 @@ def rows(blocks: int) -> Iterator[Row]:
         "records for a resynchronisation with Redis": lambda: _resync(manager),
         "ListBlocks, filter without a match": listing(manager.queries.filtered_blocks(missing)),
         "ListPrefixes, filter without a match": listing(manager.queries.prefixes(missing)),
-        "ListLeases, holder without a lease": listing(manager.queries.search_leases("e/0", "none")),
+        "ListLeases, holder without a lease": listing(manager.queries.leases("e/0", "none")),
         "ExplainPrefix, 128k tokens": at_once(lambda: manager.queries.explain(prompt, 0)),
         "expire and pools, twice a second": at_once(lambda: (manager.expire(), manager.queries.pools())),
         "RenewExecutor": at_once(lambda: manager.renew_executor("e", 1, 1)),
@@ -225,7 +225,7 @@ def restarts(blocks: int) -> Iterator[Row]:
         for first in range(size // CHAIN):
             cache.run(first * CHAIN * BLOCK, CHAIN * BLOCK)
         manager = cache.manager
-        host = manager.queries.pool_to_read("e/0").tiers[1]
+        host = manager._state.pool("e/0").tiers[1]
         pools, told = [PoolSpec(0, half - 2, host_blocks=half)], [list(host.generations)[1:]]
         again = ExecutorSpec("e", 2, "m", b"f" * 32, BLOCK, pools, host_generations=told)
         is_large = manager.is_too_large_to_carry_over(again)
@@ -273,7 +273,7 @@ def _timed(call: Callable[[], object]) -> float:
 
 
 async def _snapshot(manager: CacheManager) -> None:
-    with contextlib.closing(manager.queries.views_in_slices()) as reader:
+    with contextlib.closing(manager.queries.snapshot()) as reader:
         async for _ in sliced(reader.steps()):
             reader.catch_up()
         async for _ in sliced(reader.events()):

@@ -1,6 +1,6 @@
 """The last events, numbered without a gap."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
 from cachemgr import steps
@@ -20,13 +20,6 @@ class Event(NamedTuple):
     cause: RemovalCause = RemovalCause.NONE
     lease: LeaseView | None = None
     for_sequence_id: str = ""
-
-
-class Snapshot(NamedTuple):
-    """The cache at an event number: CREATED for each pool, STORED for each indexed block, then its leases."""
-
-    number: int
-    events: Iterable[Event]
 
 
 class EventLog:
@@ -91,8 +84,3 @@ class EventLog:
                     gone.add(block.key)
                     self._ring[at % self._capacity] = event._replace(block=block._replace(tokens=b""))
             yield
-
-    def snapshot(self, state: Iterable[tuple[EventKind, BlockView, LeaseView | None]]) -> Snapshot:
-        """The cache as events that carry the last number."""
-        events = [Event(self.last, kind, view, lease=lease) for kind, view, lease in state]
-        return Snapshot(self.last, events)

@@ -27,7 +27,7 @@ from cachemgr.retention.rules import Rule
 from cachemgr.sequences.clients import fits
 from cachemgr.sequences.holds import Pinned, complete
 from cachemgr.sequences.prefix_match import chain, keys_of
-from cachemgr.steps import Steps, at_once, changes, looks
+from cachemgr.steps import Steps, changes, looks
 from cachemgr.tokens import TOKEN_BYTES, pack, packed_bytes
 from cachemgr.types import (
     AccountKey,
@@ -61,7 +61,7 @@ _KINDS = {RetentionRule: Kind.RULE, Quota: Kind.QUOTA, PoolShare: Kind.SHARE}
 
 
 class OperatorCommands:
-    """All calls of operators that change something."""
+    """All calls of operators that change something. Those that may touch very many blocks yield between slices."""
 
     def __init__(self, state: ManagerState, queries: Queries, journal: OperatorJournal) -> None:
         self._state = state
@@ -74,15 +74,11 @@ class OperatorCommands:
 
     # Blocks
 
-    def purge(self, selected: BlockFilter, *, validate_only: bool, skip_used: bool = False) -> Purged:
-        """Drops cached blocks with the blocks behind them.
+    def purge(self, selected: BlockFilter, *, validate_only: bool, skip_used: bool = False) -> Steps[Purged]:
+        """Drops cached blocks with their descendants: of those that are cached at the beginning, the ones not in use.
 
         Raises InvalidField, UnknownPoolError, UnknownExecutorError, BlocksInUseError.
         """
-        return at_once(self.purge_in_steps(selected, validate_only=validate_only, skip_used=skip_used))
-
-    def purge_in_steps(self, selected: BlockFilter, *, validate_only: bool, skip_used: bool = False) -> Steps[Purged]:
-        """As `purge`. Of what is cached when it begins it drops what is not in use when its turn comes."""
         self._state.begin()
         self._queries.check_filter(selected)
         pools = [
@@ -96,14 +92,11 @@ class OperatorCommands:
                     executor.recovery.purge(partial(is_remembered, selected))
         return purged
 
-    def forget(self, target: ForgetTarget, *, validate_only: bool) -> Forgotten:
-        """Takes blocks out of every tier and has their bytes overwritten. Raises InvalidField, UnknownExecutorError."""
-        return at_once(self.forget_in_steps(target, validate_only=validate_only))
+    def forget(self, target: ForgetTarget, *, validate_only: bool) -> Steps[Forgotten]:
+        """Takes blocks out of every tier and has their bytes overwritten. Raises InvalidField, UnknownExecutorError.
 
-    def forget_in_steps(self, target: ForgetTarget, *, validate_only: bool) -> Steps[Forgotten]:
-        """As `forget`; `Forgetting` says what becomes of what comes meanwhile.
-
-        Remembered blocks that are not back in the index yet, of whatever executor, are overwritten when they come.
+        `Forgetting` says what becomes of sequences that are admitted meanwhile. Remembered blocks that are not back in
+        the index yet, of whatever executor, are overwritten when they come.
         """
         self._state.begin()
         if target == ForgetTarget():
@@ -130,19 +123,11 @@ class OperatorCommands:
 
     # Pools
 
-    def update_pool(self, pool_id: str, total_blocks: int, etag: str, *, validate_only: bool) -> PoolView:
-        """Changes how many device blocks a pool may use; only free ones come and go.
+    def update_pool(self, pool_id: str, total_blocks: int, etag: str, *, validate_only: bool) -> Steps[PoolView]:
+        """Changes how many device blocks a pool may use: at once, and the pool gives free blocks up in slices.
 
+        A block that comes into use meanwhile without a free slot, as for a pin, is given up once it is free again.
         Raises InvalidField, UnknownPoolError, StalePoolError, PoolInUseError.
-        """
-        return at_once(self.update_pool_in_steps(pool_id, total_blocks, etag, validate_only=validate_only))
-
-    def update_pool_in_steps(
-        self, pool_id: str, total_blocks: int, etag: str, *, validate_only: bool
-    ) -> Steps[PoolView]:
-        """As `update_pool`: the pool may use no more from now on, and what it gives up goes step by step.
-
-        What comes into use meanwhile without a free slot, as for a pin, goes once it is free again.
         """
         self._state.begin()
         pool = self._state.pool(pool_id, "pool.pool_id")
@@ -196,12 +181,11 @@ class OperatorCommands:
 
     # Rules
 
-    def create_rule(self, spec: RetentionRule, *, validate_only: bool) -> tuple[RetentionRule, int]:
-        """Makes a rule; returns it and the cached blocks that it is about. Raises InvalidField, RuleExistsError."""
-        return at_once(self.create_rule_in_steps(spec, validate_only=validate_only))
+    def create_rule(self, spec: RetentionRule, *, validate_only: bool) -> Steps[tuple[RetentionRule, int]]:
+        """Makes a rule, which applies at once; returns it and the cached blocks that it matches.
 
-    def create_rule_in_steps(self, spec: RetentionRule, *, validate_only: bool) -> Steps[tuple[RetentionRule, int]]:
-        """As `create_rule`: the rule applies at once, and blocks are counted as they are met."""
+        Raises InvalidField, RuleExistsError.
+        """
         self._state.begin()
         rule = self._state.rules.new(spec)
         if not validate_only:
@@ -213,17 +197,11 @@ class OperatorCommands:
 
     def update_rule(
         self, spec: RetentionRule, mask: tuple[str, ...], *, validate_only: bool
-    ) -> tuple[RetentionRule, int, int]:
-        """Changes a rule and its leases; returns it, how many leases changed, and the cached blocks it is about.
+    ) -> Steps[tuple[RetentionRule, int, int]]:
+        """Changes a rule at once, and its leases in slices; returns it, how many leases change, and its cached blocks.
 
         Raises InvalidField, UnknownRuleError, StaleRuleError.
         """
-        return at_once(self.update_rule_in_steps(spec, mask, validate_only=validate_only))
-
-    def update_rule_in_steps(
-        self, spec: RetentionRule, mask: tuple[str, ...], *, validate_only: bool
-    ) -> Steps[tuple[RetentionRule, int, int]]:
-        """As `update_rule`: the rule changes at once, and the leases that it has given change step by step."""
         self._state.begin()
         changed = self._state.rules.changed(spec, mask)
         rule = self._state.rules.get(spec.name)
@@ -249,12 +227,11 @@ class OperatorCommands:
             yield
         return changed, len(leased), len(matching)
 
-    def delete_rule(self, name: str, etag: str, *, validate_only: bool) -> int:
-        """Deletes a rule; returns how many leases end with it. Raises UnknownRuleError, StaleRuleError."""
-        return at_once(self.delete_rule_in_steps(name, etag, validate_only=validate_only))
+    def delete_rule(self, name: str, etag: str, *, validate_only: bool) -> Steps[int]:
+        """Deletes a rule at once, and its leases in slices; returns how many leases end with it.
 
-    def delete_rule_in_steps(self, name: str, etag: str, *, validate_only: bool) -> Steps[int]:
-        """As `delete_rule`: the rule gives no lease from now on, and those that it has given end step by step."""
+        Raises UnknownRuleError, StaleRuleError.
+        """
         self._state.begin()
         rule = self._state.rules.get_for_delete(name, etag)
         if not validate_only:
@@ -297,12 +274,11 @@ class OperatorCommands:
 
     # Quotas
 
-    def set_quota(self, quota: Quota, *, validate_only: bool) -> Quota:
-        """Sets what an account keeps and may have. Raises InvalidField, QuotaTooLargeError."""
-        return at_once(self.set_quota_in_steps(quota, validate_only=validate_only))
+    def set_quota(self, quota: Quota, *, validate_only: bool) -> Steps[Quota]:
+        """Sets an account's quota at once; cached blocks come to count against a new one in slices.
 
-    def set_quota_in_steps(self, quota: Quota, *, validate_only: bool) -> Steps[Quota]:
-        """As `set_quota`: the quota is set at once, and cached blocks come to count against a new one step by step."""
+        Raises InvalidField, QuotaTooLargeError.
+        """
         self._state.begin()
         self._check_quota(quota)
         if not validate_only:
@@ -334,12 +310,11 @@ class OperatorCommands:
                         fields={f"quota.{field}_blocks": f"must be at most {max(0, total - floors + own)}"},
                     )
 
-    def delete_quota(self, quota: Quota) -> None:
-        """Deletes an account's quota. Raises InvalidField, UnknownQuotaError."""
-        at_once(self.delete_quota_in_steps(quota))
+    def delete_quota(self, quota: Quota) -> Steps[None]:
+        """Deletes an account's quota at once; cached blocks cease to count against it in slices.
 
-    def delete_quota_in_steps(self, quota: Quota) -> Steps[None]:
-        """As `delete_quota`: the quota ends at once, and cached blocks cease to count against it step by step."""
+        Raises InvalidField, UnknownQuotaError.
+        """
         self._state.begin()
         key = _account_key(quota)
         if key not in self._state.accounts:

@@ -8,7 +8,7 @@ from itertools import islice
 from cachemgr.blocks.block import Block, Node
 from cachemgr.blocks.block_pool import BlockPool
 from cachemgr.blocks.block_record import BlockRecord
-from cachemgr.blocks.events import Event, Snapshot
+from cachemgr.blocks.events import Event
 from cachemgr.blocks.hit_counters import TokenMeter
 from cachemgr.blocks.tier import Tier
 from cachemgr.errors import UnknownSequenceError
@@ -21,7 +21,7 @@ from cachemgr.operators.purge import matches
 from cachemgr.operators.snapshot import SnapshotReader
 from cachemgr.operators.state import ManagerState
 from cachemgr.operators.state_dump import executor_state, line, rule_state, scheduler_state
-from cachemgr.retention.leases import LeaseBook, leases_of
+from cachemgr.retention.leases import leases_of
 from cachemgr.retention.priority import MAX_PRIORITY
 from cachemgr.sequences import prefix_match as matching
 from cachemgr.sequences.admission import check_request
@@ -37,7 +37,6 @@ from cachemgr.types import (
     BlockEstimate,
     BlockFilter,
     BlockView,
-    EventKind,
     Explanation,
     GhostReport,
     HoldView,
@@ -124,17 +123,8 @@ class Queries:
         """One pool. Raises UnknownPoolError."""
         return pool_view(self._state.pool(pool_id))
 
-    def pool_to_read(self, pool_id: str) -> BlockPool:
-        """One pool itself, for who changes nothing of it. Raises UnknownPoolError."""
-        return self._state.pool(pool_id)
-
-    def blocks(self, pool_id: str, after_place: int = 0) -> Iterator[tuple[int, BlockView]]:
-        """Used and cached blocks with their places, the device first. Raises UnknownPoolError."""
-        pool = self._state.pool(pool_id)
-        return ((block.index, pool.listed(block)) for block in _from(pool, after_place) if block is not None)
-
-    def search_blocks(self, pool_id: str, after_place: int = 0) -> Iterator[tuple[int, BlockView] | None]:
-        """As `blocks`, with None for each empty slot."""
+    def blocks(self, pool_id: str, after_place: int = 0) -> Iterator[tuple[int, BlockView] | None]:
+        """Blocks in use and cached, with their indexes; None for empty slots. Raises UnknownPoolError."""
         pool = self._state.pool(pool_id)
         return (None if block is None else (block.index, pool.listed(block)) for block in _from(pool, after_place))
 
@@ -163,14 +153,13 @@ class Queries:
                 else:
                     yield _prefix_view(pool, block) if matches(pool, block, selected) else None
 
-    def leases(self, pool_id: str, holder: str, after_place: int = 0) -> Iterator[tuple[int, BlockView, LeaseView]]:
-        """Leases of a pool by place; with a name those of one holder. Raises UnknownPoolError."""
-        return (found for found in self.search_leases(pool_id, holder, after_place) if found is not None)
-
-    def search_leases(
+    def leases(
         self, pool_id: str, holder: str, after_place: int = 0
     ) -> Iterator[tuple[int, BlockView, LeaseView] | None]:
-        """As `leases`, with None behind each slot."""
+        """Leases of a pool by place, with None behind each slot; with a name those of one holder.
+
+        Raises UnknownPoolError.
+        """
         pool = self._state.pool(pool_id)
         for block in _from(pool, after_place):
             if block is not None:
@@ -429,12 +418,7 @@ class Queries:
         """Number of the newest event, 0 before the first."""
         return self._state.events.last
 
-    def snapshot(self) -> Snapshot:
-        """The cache at `last_event`."""
-        pools, leases = self._state.pools(), self._state.leases
-        return self._state.events.snapshot(change for pool in pools for change in _state(pool, leases))
-
-    def views_in_slices(self) -> SnapshotReader:
+    def snapshot(self) -> SnapshotReader:
         """Reads the cache for a watcher, slice by slice."""
         return SnapshotReader(self._state.events, self._state.leases, self._state.pools)
 
@@ -467,16 +451,6 @@ def _prefix_view(pool: BlockPool, last: Block) -> PrefixView:
         node = node.parent
     view = pool.view(last)
     return PrefixView(last.index, view, last.depth * pool.block_size + view.num_tokens, counts, least)
-
-
-def _state(pool: BlockPool, leases: LeaseBook) -> Iterator[tuple[EventKind, BlockView, LeaseView | None]]:
-    """What has to happen to a new pool to become this one; parents before children."""
-    yield EventKind.CREATED, BlockView.of_pool(pool.pool_id), None
-    for block in sorted(pool.tree.by_key.values(), key=lambda block: block.depth):
-        view = pool.view(block)
-        yield EventKind.STORED, view, None
-        for lease in leases_of(block):
-            yield EventKind.LEASE_GRANTED, view, leases.view(lease)
 
 
 def pool_view(pool: BlockPool) -> PoolView:

@@ -86,7 +86,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         if request.HasField("filter"):
             rest = self._manager.queries.filtered_blocks(_in_pool(request.filter, pool_id), after)
         else:
-            rest = self._manager.queries.search_blocks(pool_id, after)
+            rest = self._manager.queries.blocks(pool_id, after)
         seen = (item if item is not None and tenancy.sees(item[1].scope) else None for item in rest)
         page, token = await paging.cut_in_slices(seen, limit, "blocks", _place)
         blocks = [convert.block(view, token_ids=request.include_token_ids) for _, view in page]
@@ -109,7 +109,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         after = paging.decode_number("leases", request.page_token)
         found: list[pb.BlockLease] = []
         last, more = after, False
-        leases = self._manager.queries.search_leases(_required_pool(request.pool_id), request.holder, after)
+        leases = self._manager.queries.leases(_required_pool(request.pool_id), request.holder, after)
         async for part in sliced(leases):
             for place, view, lease in (item for item in part if item is not None and tenancy.sees(item[1].scope)):
                 if len(found) >= limit and place != last:
@@ -215,7 +215,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
     @long_mutation
     def _ForgetBlocks(self, request: pb.ForgetBlocksRequest) -> Steps[pb.ForgetBlocksResponse]:
         target = convert_admin.forget_target(request)
-        forgotten = yield from self._manager.operators.forget_in_steps(target, validate_only=request.validate_only)
+        forgotten = yield from self._manager.operators.forget(target, validate_only=request.validate_only)
         return convert_admin.forgotten(forgotten)
 
     async def ListSequences(self, request: pb.ListSequencesRequest, context: Any) -> pb.ListSequencesResponse:
@@ -239,7 +239,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
     def PurgeBlocks(self, request: pb.PurgeBlocksRequest) -> Steps[pb.PurgeBlocksResponse]:
         """Drops cached blocks."""
         selected = convert_admin.block_filter(request.filter)
-        purged = yield from self._manager.operators.purge_in_steps(
+        purged = yield from self._manager.operators.purge(
             selected, validate_only=request.validate_only, skip_used=request.skip_used
         )
         return pb.PurgeBlocksResponse(purged_blocks=purged.purged_blocks, used_blocks=purged.used_blocks)
@@ -254,7 +254,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
         if not request.pool.pool_id:
             raise InvalidField("pool.pool_id", "must name a pool as ListPools gives it")
         given = request.pool
-        view = yield from self._manager.operators.update_pool_in_steps(
+        view = yield from self._manager.operators.update_pool(
             given.pool_id, given.total_blocks, given.etag, validate_only=request.validate_only
         )
         return pb.UpdatePoolResponse(pool=convert.pool(view))
@@ -263,7 +263,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
     @long_mutation
     def CreateRetentionRule(self, request: pb.CreateRetentionRuleRequest) -> Steps[pb.CreateRetentionRuleResponse]:
         """Makes a rule."""
-        rule, matching = yield from self._manager.operators.create_rule_in_steps(
+        rule, matching = yield from self._manager.operators.create_rule(
             rule_of(request.rule), validate_only=request.validate_only
         )
         return pb.CreateRetentionRuleResponse(rule=rule_message(rule), matching_blocks=matching)
@@ -272,7 +272,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
     @long_mutation
     def UpdateRetentionRule(self, request: pb.UpdateRetentionRuleRequest) -> Steps[pb.UpdateRetentionRuleResponse]:
         """Changes a rule."""
-        rule, leases, matching = yield from self._manager.operators.update_rule_in_steps(
+        rule, leases, matching = yield from self._manager.operators.update_rule(
             rule_of(request.rule), _paths(request.update_mask), validate_only=request.validate_only
         )
         return pb.UpdateRetentionRuleResponse(rule=rule_message(rule), changed_leases=leases, matching_blocks=matching)
@@ -281,7 +281,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
     @long_mutation
     def DeleteRetentionRule(self, request: pb.DeleteRetentionRuleRequest) -> Steps[pb.DeleteRetentionRuleResponse]:
         """Deletes a rule."""
-        ended = yield from self._manager.operators.delete_rule_in_steps(
+        ended = yield from self._manager.operators.delete_rule(
             request.name, request.etag, validate_only=request.validate_only
         )
         return pb.DeleteRetentionRuleResponse(ended_leases=ended)
@@ -290,7 +290,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
     @long_mutation
     def SetQuota(self, request: pb.SetQuotaRequest) -> Steps[pb.SetQuotaResponse]:
         """Sets a quota."""
-        quota = yield from self._manager.operators.set_quota_in_steps(
+        quota = yield from self._manager.operators.set_quota(
             quota_of(request.quota), validate_only=request.validate_only
         )
         return pb.SetQuotaResponse(quota=quota_message(quota))
@@ -299,7 +299,7 @@ class CacheAdminService(pb_grpc.CacheAdminServiceServicer):
     @long_mutation
     def DeleteQuota(self, request: pb.DeleteQuotaRequest) -> Steps[pb.DeleteQuotaResponse]:
         """Deletes a quota."""
-        yield from self._manager.operators.delete_quota_in_steps(convert_admin.account(request))
+        yield from self._manager.operators.delete_quota(convert_admin.account(request))
         return pb.DeleteQuotaResponse()
 
     async def PinPrefix(self, request: pb.PinPrefixRequest, context: Any) -> pb.PinPrefixResponse:

@@ -110,7 +110,7 @@ class CacheEventService(pb_grpc.CacheEventServiceServicer):
         if request.HasField("after_event_number"):
             number = request.after_event_number
         else:
-            with contextlib.closing(self._manager.queries.views_in_slices()) as snapshot:
+            with contextlib.closing(self._manager.queries.snapshot()) as snapshot:
                 async for _ in sliced(snapshot.steps()):
                     snapshot.catch_up()
             number = snapshot.number

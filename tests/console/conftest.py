@@ -13,6 +13,7 @@ from cachemgr.rpc.admin_service import CacheAdminService
 from cachemgr.rpc.event_feed import EventFeed
 from cachemgr.rpc.event_service import CacheEventService
 from cachemgr.rpc.mutations import ManagerClock, Mutations, ServiceContext
+from cachemgr.steps import at_once
 from cachemgr.types import Prefix, Quota, Retention, RetentionRange
 from kvctl.console.app import create_app
 from protos.kvcache.v1 import kvcache_pb2_grpc as rpc
@@ -47,7 +48,11 @@ def fill(driver: Driver) -> None:
     driver.cache("again", [*system, *prompt(1, 64)], salt="acme", tenant_id="acme")
     driver.admit("running", [*system, *prompt(9, 40)], salt="acme", tenant_id="acme")
     driver.manager.operators.pin_prefix(Prefix(tuple(system), salt="globex"), "ops", 300.0, validate_only=False)
-    driver.manager.operators.set_quota(Quota(salt="globex", device_floor=4, device_ceiling=100), validate_only=False)
+    at_once(
+        driver.manager.operators.set_quota(
+            Quota(salt="globex", device_floor=4, device_ceiling=100), validate_only=False
+        )
+    )
 
 
 def small() -> Driver:

@@ -13,6 +13,7 @@ from typing import Any
 
 from cachemgr.blocks.block_keys import cut_extra_keys
 from cachemgr.blocks.block_record import BlockRecord
+from cachemgr.blocks.events import Event
 from cachemgr.errors import EventsGoneError
 from cachemgr.manager import CacheManager
 from cachemgr.operators.commands import OperatorCommands
@@ -24,6 +25,7 @@ from cachemgr.sequences.holds import Holds
 from cachemgr.types import (
     Admission,
     AdmitRequest,
+    BlockView,
     EventKind,
     ExecutorSpec,
     Freed,
@@ -49,6 +51,21 @@ FINGERPRINT = b"f" * 32
 CONFIG = ManagerConfig(capacity_ahead_tokens=0, free_watermark=0.0)
 # Leases of processes do not end while a test lets time pass.
 PATIENT = dataclasses.replace(CONFIG, lease_seconds=1e12)
+
+
+def snapshot(manager: CacheManager) -> list[Event]:
+    """The cache at the last event, read at one moment."""
+    last, found = manager.queries.last_event, []
+    for pool in manager._state.pools():
+        found.append(Event(last, EventKind.CREATED, BlockView.of_pool(pool.pool_id)))
+        for block in sorted(pool.tree.by_key.values(), key=lambda block: block.depth):
+            view = pool.view(block)
+            found.append(Event(last, EventKind.STORED, view))
+            found += [
+                Event(last, EventKind.LEASE_GRANTED, view, lease=manager._state.leases.view(lease))
+                for lease in leases_of(block)
+            ]
+    return found
 
 
 def wish(priority: int, duration: float | None = None) -> Retention:
@@ -211,11 +228,11 @@ class Watcher:
             self._follow(manager.queries.events_after(self._seen, limit=1_000_000))
         except EventsGoneError:
             self._manager, self._known = manager, {}
-            self._follow(manager.queries.snapshot().events)
+            self._follow(snapshot(manager))
         self._seen = manager.queries.last_event
         there = {}
         for pool in manager.queries.pools():
-            for _, view in manager.queries.blocks(pool.pool_id):
+            for _, view in filter(None, manager.queries.blocks(pool.pool_id)):
                 if view.key:
                     there[pool.pool_id, view.key] = (view.tier, view.slot)
         assert self._known == there
@@ -757,14 +774,16 @@ class World:
 
     def tiers(self) -> dict[str, int]:
         """Indexed blocks of the first group by tier."""
-        views = (view for _, view in self.queries.blocks("e/0"))
+        views = (view for _, view in filter(None, self.queries.blocks("e/0")))
         return dict(Counter(view.tier.name.lower() for view in views if view.key))
 
     def priorities(self) -> dict[int, int]:
         """Of indexed blocks of the first group, by their first token; leases whose time is over have ended."""
         self.manager.expire()
         records = {block.slot: block for block in self.queries.records("e") if block.tier is TierKind.DEVICE}
-        views = [view for _, view in self.queries.blocks("e/0") if view.key and view.tier is TierKind.DEVICE]
+        views = [
+            view for _, view in filter(None, self.queries.blocks("e/0")) if view.key and view.tier is TierKind.DEVICE
+        ]
         return {records[view.slot].token_ids[0]: view.priority for view in views}
 
     def first_tokens(self) -> set[int]:

@@ -29,6 +29,7 @@ from cachemgr.errors import (
 )
 from cachemgr.retention.rules import FIELDS
 from cachemgr.sequences.clients import account_for
+from cachemgr.steps import at_once
 from cachemgr.types import (
     Admission,
     BlockFilter,
@@ -47,7 +48,7 @@ from cachemgr.types import (
     TierKind,
 )
 from protos.errors import InvalidField
-from tests.support.in_process_manager import BLOCK, POLICIES, Live, World, asked, wish
+from tests.support.in_process_manager import BLOCK, POLICIES, Live, World, asked, snapshot, wish
 
 # Prompts that share beginnings of every length.
 BASES = [[0] * 20, [0, 0, 0, 0, 1] + [0] * 15, [1, 2] * 10]
@@ -326,11 +327,11 @@ class RandomLife:
         world = self.world
         if not live.started or live.has_news or live.tainted:
             return
-        before = world.queries.snapshot().events
+        before = snapshot(world.manager)
         try:
             world.truncate(live.request.sequence_id, max(1, len(live.tokens) - self.random.randrange(7)))
         except (SharedBlockError, WindowPassedError, VoidSequenceError, SequenceEvictsError):
-            assert world.queries.snapshot().events == before
+            assert snapshot(world.manager) == before
             return
         world.give_up_on(live)
 
@@ -378,18 +379,18 @@ class RandomLife:
         world = self.world
         priority = self.random.choice([None, 0, 10, 35])
         selected = BlockFilter(salt=self.random.choice([None, "a"]), max_priority=priority)
-        said = world.operators.purge(selected, validate_only=True)
+        said = at_once(world.operators.purge(selected, validate_only=True))
         before = cached_blocks(world)
-        assert world.operators.purge(selected, validate_only=False, skip_used=True) == said
+        assert at_once(world.operators.purge(selected, validate_only=False, skip_used=True)) == said
         assert before - said.purged_blocks == cached_blocks(world)
         self._removed_by_others(said.purged_blocks)
 
     def forget(self) -> None:
         manager, target = self.world.manager, self._target()
-        said = manager.operators.forget(target, validate_only=True)
-        assert manager.operators.forget(target, validate_only=False) == said
+        said = at_once(manager.operators.forget(target, validate_only=True))
+        assert at_once(manager.operators.forget(target, validate_only=False)) == said
         self._removed_by_others(sum(said.removed.values()))
-        again = manager.operators.forget(target, validate_only=True)
+        again = at_once(manager.operators.forget(target, validate_only=True))
         assert (again.removed, again.shared_blocks) == ({}, said.shared_blocks)
 
     def begin_long_call(self) -> None:
@@ -400,24 +401,20 @@ class RandomLife:
         pool, quota = choose(manager.queries.pools()), next((quota for quota, *_ in manager.queries.quotas()), QUOTA)
         rule = RetentionRule("r", match=RuleMatch(prefix_token_ids=self._prefix().token_ids), action=choose(ACTIONS))
         known = rule.name in {one.name for one in manager.queries.rules()}
-        change = (
-            partial(manager.operators.update_rule_in_steps, mask=FIELDS)
-            if known
-            else manager.operators.create_rule_in_steps
-        )
+        change = partial(manager.operators.update_rule, mask=FIELDS) if known else manager.operators.create_rule
         forgotten, total = self._target(), self.random.randint(3, 20)
         calls: list[tuple[object, Callable[[], Any]]] = [
-            (forgotten, lambda: manager.operators.forget_in_steps(forgotten, validate_only=False)),
-            (forgotten, lambda: manager.operators.forget_in_steps(forgotten, validate_only=False)),
+            (forgotten, lambda: manager.operators.forget(forgotten, validate_only=False)),
+            (forgotten, lambda: manager.operators.forget(forgotten, validate_only=False)),
             (
                 BlockFilter(),
-                lambda: manager.operators.purge_in_steps(BlockFilter(), validate_only=False, skip_used=True),
+                lambda: manager.operators.purge(BlockFilter(), validate_only=False, skip_used=True),
             ),
-            (QUOTA, lambda: manager.operators.set_quota_in_steps(choose([QUOTA, TENANT_QUOTA]), validate_only=False)),
-            (quota, lambda: manager.operators.delete_quota_in_steps(quota)),
+            (QUOTA, lambda: manager.operators.set_quota(choose([QUOTA, TENANT_QUOTA]), validate_only=False)),
+            (quota, lambda: manager.operators.delete_quota(quota)),
             (rule, lambda: change(rule, validate_only=False)),
-            (rule, lambda: manager.operators.delete_rule_in_steps("r", "", validate_only=False)),
-            (pool, lambda: manager.operators.update_pool_in_steps(pool.pool_id, total, "", validate_only=False)),
+            (rule, lambda: manager.operators.delete_rule("r", "", validate_only=False)),
+            (pool, lambda: manager.operators.update_pool(pool.pool_id, total, "", validate_only=False)),
         ]
         self.meant, call = choose(calls)
         self.long_call, self.caller = call(), manager
@@ -503,13 +500,13 @@ class RandomLife:
         )
         before = list(manager.queries.quotas())
         try:
-            assert manager.operators.set_quota(quota, validate_only=False) == quota
+            assert at_once(manager.operators.set_quota(quota, validate_only=False)) == quota
         except QuotaTooLargeError:
             assert list(manager.queries.quotas()) == before
 
     def delete_quota(self) -> None:
         if quotas := [quota for quota, *_ in self.world.queries.quotas()]:
-            self.world.operators.delete_quota(self.random.choice(quotas))
+            at_once(self.world.operators.delete_quota(self.random.choice(quotas)))
 
     def pin(self) -> None:
         prefix = self._prefix(self.random.choice(SALTS))
@@ -530,18 +527,20 @@ class RandomLife:
         match = RuleMatch(salt=choose(SALTS), end=self.random.randrange(3) * BLOCK or None)
         spec = RetentionRule(choose("rs"), match=match, action=choose(ACTIONS))
         if spec.name in {one.name for one in manager.queries.rules()}:
-            said = manager.operators.update_rule(spec, FIELDS, validate_only=True)
-            assert manager.operators.update_rule(spec, FIELDS, validate_only=False)[1:] == said[1:]
+            said = at_once(manager.operators.update_rule(spec, FIELDS, validate_only=True))
+            assert at_once(manager.operators.update_rule(spec, FIELDS, validate_only=False))[1:] == said[1:]
         else:
-            manager.operators.create_rule(spec, validate_only=False)
+            at_once(manager.operators.create_rule(spec, validate_only=False))
 
     def delete_rule(self) -> None:
         manager = self.world.manager
         if rules := manager.queries.rules():
             name = self.random.choice(rules).name
-            manager.operators.delete_rule(name, "", validate_only=False)
+            at_once(manager.operators.delete_rule(name, "", validate_only=False))
             assert not [
-                one for pool in manager.queries.pools() for one in manager.queries.leases(pool.pool_id, f"rule/{name}")
+                one
+                for pool in manager.queries.pools()
+                for one in filter(None, manager.queries.leases(pool.pool_id, f"rule/{name}"))
             ]
 
     def hint(self) -> None:
@@ -555,7 +554,7 @@ class RandomLife:
         world, manager = self.world, self.world.manager
         pool, total = self.random.choice(manager.queries.pools()), self.random.randint(3, 20)
         try:
-            view = manager.operators.update_pool(pool.pool_id, total, pool.etag, validate_only=False)
+            view = at_once(manager.operators.update_pool(pool.pool_id, total, pool.etag, validate_only=False))
         except (InvalidField, PoolInUseError):
             assert manager.queries.pool(pool.pool_id) == pool
             return

@@ -9,6 +9,7 @@ from cachemgr.manager import CacheManager
 from cachemgr.rpc.data_service import CacheManagerService
 from cachemgr.rpc.event_feed import EventFeed
 from cachemgr.rpc.mutations import ManagerClock, Mutations, ServiceContext
+from cachemgr.steps import at_once
 from cachemgr.types import ExecutorSpec, ManagerConfig, PoolSpec, Quota, RetentionRule, RuleAction, RuleMatch
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcommon.eviction_message import EvictionPolicyRequest
@@ -51,11 +52,15 @@ class RealManager(CacheManagerService):
     def rule(self, salt: str, policy: common.EvictionPolicy) -> None:
         """An operator's: who has this salt evicts so."""
         action = RuleAction(eviction_policy=EvictionPolicyRequest.of(policy))
-        self._manager.operators.create_rule(RetentionRule(salt, 0, RuleMatch(salt=salt), action), validate_only=False)
+        at_once(
+            self._manager.operators.create_rule(
+                RetentionRule(salt, 0, RuleMatch(salt=salt), action), validate_only=False
+            )
+        )
 
     def bound(self, salt: str, blocks: int) -> None:
         """An operator's: who has this salt may have so many blocks of the device."""
-        self._manager.operators.set_quota(Quota(salt=salt, device_ceiling=blocks), validate_only=False)
+        at_once(self._manager.operators.set_quota(Quota(salt=salt, device_ceiling=blocks), validate_only=False))
 
     def replace_scheduler(self, name: str) -> None:
         """Another process is given the same name."""
@@ -67,7 +72,7 @@ class RealManager(CacheManagerService):
 
     def shrink(self, total_blocks: int) -> None:
         """An operator's: the pool has so many blocks."""
-        self._manager.operators.update_pool("executor/0", total_blocks, "", validate_only=False)
+        at_once(self._manager.operators.update_pool("executor/0", total_blocks, "", validate_only=False))
 
     def confirm(self, ticket: int) -> None:
         """A copy has run."""

@@ -4,6 +4,7 @@ import pytest
 
 from cachemgr.blocks.block import Block
 from cachemgr.errors import BlocksInUseError, UnknownPoolError
+from cachemgr.steps import at_once
 from cachemgr.types import BlockFilter, Purged
 from tests.support.in_process_manager import World, wish
 
@@ -14,13 +15,13 @@ def test_a_purge_drops_what_nobody_uses_and_says_so_before():
     world.run([*range(4), 50], "a")
     world.finish("a")
     world.run([*range(4), 60], "b")
-    said = world.operators.purge(BlockFilter(), validate_only=True)
+    said = at_once(world.operators.purge(BlockFilter(), validate_only=True))
     with pytest.raises(BlocksInUseError):
-        world.operators.purge(BlockFilter(), validate_only=False)
-    assert world.operators.purge(BlockFilter(), validate_only=True) == said == Purged(3, 1)
-    assert world.operators.purge(BlockFilter(), validate_only=False, skip_used=True) == said
+        at_once(world.operators.purge(BlockFilter(), validate_only=False))
+    assert at_once(world.operators.purge(BlockFilter(), validate_only=True)) == said == Purged(3, 1)
+    assert at_once(world.operators.purge(BlockFilter(), validate_only=False, skip_used=True)) == said
     world.check()
-    assert world.operators.purge(BlockFilter(), validate_only=False, skip_used=True) == Purged(0, 1)
+    assert at_once(world.operators.purge(BlockFilter(), validate_only=False, skip_used=True)) == Purged(0, 1)
     assert world.cached_tokens(list(range(9))) == 4
 
 
@@ -28,8 +29,8 @@ def test_a_purge_by_priority_takes_what_stands_on_a_purged_block_too():
     world = World(12)
     world.cache(list(range(4)), retention=wish(10))
     world.cache(list(range(9)))
-    assert world.operators.purge(BlockFilter(max_priority=10), validate_only=True) == Purged(3, 0)
-    assert world.operators.purge(BlockFilter(max_priority=10), validate_only=False) == Purged(3, 0)
+    assert at_once(world.operators.purge(BlockFilter(max_priority=10), validate_only=True)) == Purged(3, 0)
+    assert at_once(world.operators.purge(BlockFilter(max_priority=10), validate_only=False)) == Purged(3, 0)
     world.check()
 
 
@@ -38,8 +39,8 @@ def test_a_purge_counts_what_windows_have_of_what_it_takes():
     world.cache(list(range(4)), retention=wish(10))
     world.cache(list(range(9)))
     selected = BlockFilter(max_priority=10)
-    assert world.operators.purge(selected, validate_only=True) == Purged(6, 0)
-    assert world.operators.purge(selected, validate_only=False) == Purged(6, 0)
+    assert at_once(world.operators.purge(selected, validate_only=True)) == Purged(6, 0)
+    assert at_once(world.operators.purge(selected, validate_only=False)) == Purged(6, 0)
     world.check()
     assert list(world.queries.records("e")) == []
 
@@ -48,13 +49,13 @@ def test_listings_show_what_is_there():
     world = World(8)
     world.cache(list(range(6)))
     world.run([*range(4), 50], "a", salt=None)
-    blocks = [view for _, view in world.queries.blocks("e/0")]
+    blocks = [view for _, view in filter(None, world.queries.blocks("e/0"))]
     assert [(view.slot, view.num_tokens, view.references, view.depth) for view in blocks] == [
         (1, 4, 1, 0),
         (2, 2, 0, 1),
         (3, 0, 1, 0),
     ]
-    assert [view.slot for _, view in world.queries.blocks("e/0", after_place=1)] == [2, 3]
+    assert [view.slot for _, view in filter(None, world.queries.blocks("e/0", after_place=1))] == [2, 3]
     (sequence,) = world.queries.sequences()
     assert (sequence.sequence_id, sequence.num_tokens, sequence.computed_tokens, sequence.cached_tokens) == (
         "a",

@@ -3,6 +3,7 @@
 import pytest
 
 from cachemgr.errors import EventsGoneError
+from cachemgr.steps import at_once
 from cachemgr.types import BlockFilter, EventKind, ManagerConfig, RemovalCause
 from tests.support.in_process_manager import World
 
@@ -18,7 +19,7 @@ def test_every_lost_block_is_reported_with_its_cause():
     before = world.queries.last_event
     world.cache([50] * 14, no_store=True)
     world.cache([60, 61])
-    world.operators.purge(BlockFilter(), validate_only=False)
+    at_once(world.operators.purge(BlockFilter(), validate_only=False))
     world.cache([70, 71])
     world.start_executor()
     causes = [event.cause for event in world.queries.events_after(0) if event.kind == EventKind.REMOVED]

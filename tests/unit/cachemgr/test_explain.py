@@ -4,6 +4,7 @@ import pytest
 
 from cachemgr.errors import UnknownSequenceError
 from cachemgr.operators.state_dump import state_hash
+from cachemgr.steps import at_once
 from cachemgr.types import BlockFilter, ForgetTarget, MissReason, Prefix, RemovalCause, TierKind
 from tests.support.in_process_manager import World, wish
 
@@ -56,10 +57,10 @@ def test_what_was_evicted_when_and_for_whom():
 def test_what_was_purged_or_forgotten():
     world = World(8)
     world.cache(PROMPT)
-    world.operators.purge(BlockFilter(), validate_only=False)
+    at_once(world.operators.purge(BlockFilter(), validate_only=False))
     assert explain(world).removal.cause is RemovalCause.PURGED
     world.cache(PROMPT, salt="a")
-    world.operators.forget(ForgetTarget(salt="a"), validate_only=False)
+    at_once(world.operators.forget(ForgetTarget(salt="a"), validate_only=False))
     assert explain(world, salt="a").removal.cause is RemovalCause.FORGOTTEN
 
 
@@ -90,7 +91,7 @@ def test_the_reason_is_that_of_the_first_block_that_is_missing():
     world = World(12)
     world.cache(PROMPT)
     world.cache(PROMPT, salt="a")
-    world.operators.purge(BlockFilter(prefix=Prefix(tuple(PROMPT))), validate_only=False)
+    at_once(world.operators.purge(BlockFilter(prefix=Prefix(tuple(PROMPT))), validate_only=False))
     world.cache(PROMPT[:4])
     assert explain(world).removal.cause is RemovalCause.PURGED
     assert len(explain(world).blocks) == 1
@@ -99,7 +100,7 @@ def test_the_reason_is_that_of_the_first_block_that_is_missing():
 def test_each_group_is_explained_by_itself():
     world = World(8, windows=(None, 3))
     world.cache([*PROMPT, 1])
-    world.operators.purge(BlockFilter(pool_id="e/1"), validate_only=False)
+    at_once(world.operators.purge(BlockFilter(pool_id="e/1"), validate_only=False))
     assert explain(world, group=0).miss_reason is MissReason.NONE
     assert explain(world, group=1).removal.cause is RemovalCause.PURGED
     assert explain(world, group=0).cached_tokens == 0

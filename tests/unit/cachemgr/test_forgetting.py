@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from cachemgr.steps import at_once
 from cachemgr.types import EventKind, ForgetTarget, HintAction, Hints, Prefix, RemovalCause, TierKind
 from tests.support.in_process_manager import CONFIG, World
 
@@ -11,7 +12,7 @@ PROMPT = list(range(10, 19))
 
 
 def forget(world: World, *, validate_only: bool = False, **target: object):
-    receipt = world.operators.forget(ForgetTarget(**target), validate_only=validate_only)
+    receipt = at_once(world.operators.forget(ForgetTarget(**target), validate_only=validate_only))
     world.check()
     return receipt
 
@@ -200,9 +201,9 @@ def test_a_pin_does_not_put_forgetting_off():
     world.cache(list(range(9)), salt="s")
     world.operators.pin_prefix(Prefix(tuple(range(8)), salt="s"), "ops", 60.0, validate_only=False)
     target = ForgetTarget(salt="s")
-    said = world.operators.forget(target, validate_only=True)
+    said = at_once(world.operators.forget(target, validate_only=True))
     assert len(list(world.queries.holds())) == 1
-    receipt = world.operators.forget(target, validate_only=False)
+    receipt = at_once(world.operators.forget(target, validate_only=False))
     assert receipt == said
     assert (receipt.used_blocks, receipt.zeroing_blocks) == (0, 3)
     assert list(world.queries.holds()) == []
@@ -217,10 +218,13 @@ def test_what_another_session_uses_in_a_window_stays_when_the_blocks_before_it_g
     world = World(12, windows=windows)
     world.cache([*range(12)], session_id="x")
     assert world.run([*range(12), 50], "other", session_id="y").cached_tokens == 12
-    said = world.operators.forget(ForgetTarget(session_id="x"), validate_only=False)
+    said = at_once(world.operators.forget(ForgetTarget(session_id="x"), validate_only=False))
     # In the group with full attention all three are in use, in the window's only the last.
     assert (said.removed, said.shared_blocks) == ({TierKind.DEVICE: 2}, 1 + 3 * (len(windows) - 1))
-    assert world.operators.forget(ForgetTarget(session_id="x"), validate_only=True).shared_blocks == said.shared_blocks
+    assert (
+        at_once(world.operators.forget(ForgetTarget(session_id="x"), validate_only=True)).shared_blocks
+        == said.shared_blocks
+    )
     world.check()
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from cachemgr.operators import forget
+from cachemgr.steps import at_once
 from cachemgr.types import BlockFilter, ForgetTarget, HintAction, Hints, Prefix, Transfer
 from tests.support.in_process_manager import World
 from tests.support.random_operations import small_steps
@@ -43,20 +44,20 @@ def check_forgotten(world: World) -> None:
 
 def forget_before_a_registration(world: World, target: ForgetTarget) -> None:
     world.lose_manager()
-    assert world.operators.forget(target, validate_only=True).removed == {}
-    assert world.operators.forget(target, validate_only=False).removed == {}
+    assert at_once(world.operators.forget(target, validate_only=True)).removed == {}
+    assert at_once(world.operators.forget(target, validate_only=False)).removed == {}
     assert world.manager.register_executor(world.spec(), remembered(world)) == (3, 0)
 
 
 def forget_while_the_executor_is_lost(world: World, target: ForgetTarget) -> None:
     lose_executor(world)
-    world.operators.forget(target, validate_only=False)
+    at_once(world.operators.forget(target, validate_only=False))
     assert world.manager.register_executor(world.spec(), remembered(world)) == (3, 0)
 
 
 def lose_the_executor_during_the_call(world: World, target: ForgetTarget) -> None:
     with small_steps():
-        steps = world.operators.forget_in_steps(target, validate_only=False)
+        steps = world.operators.forget(target, validate_only=False)
         next(steps)
         lose_executor(world)
         world.manager.register_executor(world.spec(), remembered(world))
@@ -67,7 +68,7 @@ def lose_the_executor_during_the_call(world: World, target: ForgetTarget) -> Non
 def lose_the_executor_in_its_recovery(world: World, target: ForgetTarget) -> None:
     world.begin_recovery()
     world.read_store(1)
-    world.operators.forget(target, validate_only=False)
+    at_once(world.operators.forget(target, validate_only=False))
     world.read_store(1)
     lose_executor(world)
     world.read_again()
@@ -92,7 +93,7 @@ def test_forgotten_blocks_are_not_restored(forget, target):
 
 def test_what_is_cached_after_it_was_forgotten_comes_back():
     world = cached()
-    world.operators.forget(TARGETS[0], validate_only=False)
+    at_once(world.operators.forget(TARGETS[0], validate_only=False))
     world.run_executor_copies()
     world.cache(PROMPT, salt="a")
     lose_executor(world)
@@ -106,7 +107,7 @@ def test_what_stands_on_a_forgotten_block_whose_bytes_are_lost_does_not_come_bac
     world.cache(list(range(10, 15)), salt="a", session_id="x")
     world.cache(list(range(10, 27)), salt="a", session_id="y")
     world.lose_manager()
-    world.operators.forget(ForgetTarget(session_id="x"), validate_only=False)
+    at_once(world.operators.forget(ForgetTarget(session_id="x"), validate_only=False))
     assert world.manager.register_executor(world.spec(), remembered(world)) == (0, 0)
     world.check()
 
@@ -116,15 +117,15 @@ def test_beyond_the_bound_an_executor_that_was_away_brings_nothing_back(monkeypa
     world = cached()
     world.lose_manager()
     for salt in "cdc":
-        world.operators.forget(ForgetTarget(salt=salt), validate_only=False)
+        at_once(world.operators.forget(ForgetTarget(salt=salt), validate_only=False))
     assert world.manager.register_executor(world.spec(), remembered(world)) == (6, 0)
     lose_executor(world)
     for salt in "ce":
-        world.operators.forget(ForgetTarget(salt=salt), validate_only=False)
+        at_once(world.operators.forget(ForgetTarget(salt=salt), validate_only=False))
     assert world.manager.register_executor(world.spec(), remembered(world)) == (6, 0)
     lose_executor(world)
     for salt in "cde":
-        world.operators.forget(ForgetTarget(salt=salt), validate_only=False)
+        at_once(world.operators.forget(ForgetTarget(salt=salt), validate_only=False))
     assert world.manager.register_executor(world.spec(), remembered(world)) == (0, 0)
     world.check()
 
@@ -141,7 +142,7 @@ def test_what_was_still_to_be_overwritten_when_the_executor_was_lost_is_overwrit
         # All of it moves down, as the device's bytes are gone.
         world.cache(list(range(100, 148)))
         world.run_executor_copies()
-    world.operators.forget(target, validate_only=False)
+    at_once(world.operators.forget(target, validate_only=False))
     assert world.device.count("a", PROMPT[0]) == 9
     lose_executor(world)
     if starts_again:
@@ -154,7 +155,7 @@ def test_what_was_still_to_be_overwritten_when_the_executor_was_lost_is_overwrit
 def test_what_was_purged_in_a_recovery_does_not_come_back_when_the_executor_is_lost_in_it():
     world = cached()
     world.begin_recovery()
-    world.operators.purge(BlockFilter(salt="a"), validate_only=False)
+    at_once(world.operators.purge(BlockFilter(salt="a"), validate_only=False))
     for _ in range(2):
         lose_executor(world)
         world.read_again()
@@ -170,7 +171,7 @@ def test_what_was_purged_in_a_recovery_does_not_come_back_when_the_executor_star
     world.cache(list(range(100, 148)))
     world.run_executor_copies()
     world.begin_recovery()
-    world.operators.purge(BlockFilter(salt="a"), validate_only=False)
+    at_once(world.operators.purge(BlockFilter(salt="a"), validate_only=False))
     world.start_executor()
     world.start_scheduler()
     world.end_recovery()
@@ -181,7 +182,7 @@ def test_what_was_purged_in_a_recovery_does_not_come_back_when_the_executor_star
 def test_a_purge_in_a_recovery_means_nothing_that_is_cached_after_it():
     world = cached()
     world.begin_recovery()
-    world.operators.purge(BlockFilter(salt="a"), validate_only=False)
+    at_once(world.operators.purge(BlockFilter(salt="a"), validate_only=False))
     lose_executor(world)
     world.unread = None
     world.journal.is_read = True
@@ -217,7 +218,7 @@ def test_bytes_of_a_forgotten_sequence_do_not_outlive_it_when_the_executor_is_lo
     if computed:
         world.compute(world.live["live"], len(PROMPT))
         world.sync()
-    world.operators.forget(TARGETS[0], validate_only=False)
+    at_once(world.operators.forget(TARGETS[0], validate_only=False))
     if not computed:
         world.compute(world.live["live"], len(PROMPT))
         world.sync()
@@ -246,7 +247,7 @@ def test_bytes_of_a_prefetch_in_flight_are_overwritten(executor):
     if executor != "has not run":
         for copy in copies:
             world.copy(copy)
-    world.operators.forget(TARGETS[0], validate_only=False)
+    at_once(world.operators.forget(TARGETS[0], validate_only=False))
     if executor == "is lost":
         world.done.clear()
         come_back_in_the_same_epoch(world)
@@ -269,7 +270,7 @@ def test_bytes_of_copies_that_a_sequence_has_left_are_overwritten():
     world.step_number += 1
     world.leave(live)
     world.sync()
-    world.operators.forget(TARGETS[0], validate_only=False)
+    at_once(world.operators.forget(TARGETS[0], validate_only=False))
     for copy in live.copies:
         world.copy(copy, False)
     world.confirm()

@@ -11,7 +11,7 @@ from cachemgr.errors import (
     WindowPassedError,
 )
 from protos.errors import InvalidField
-from tests.support.in_process_manager import World
+from tests.support.in_process_manager import World, snapshot
 
 
 def test_an_extension_that_finds_too_few_blocks_takes_none():
@@ -52,10 +52,10 @@ def test_a_truncation_into_blocks_that_others_share_is_refused_and_changes_nothi
     world = World(12)
     world.run(list(range(12)), "a")
     world.run([*range(12), 50], "b")
-    before = (world.queries.snapshot(), world.queries.pools())
+    before = (snapshot(world.manager), world.queries.pools())
     with pytest.raises(SharedBlockError):
         world.manager.truncate(world.caller, "a", 6)
-    assert (world.queries.snapshot(), world.queries.pools()) == before
+    assert (snapshot(world.manager), world.queries.pools()) == before
     world.check()
     assert truncate(world, "b", 13).freed_blocks == 0
 

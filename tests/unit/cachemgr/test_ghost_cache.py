@@ -11,6 +11,7 @@ from bench.trace import no_wishes
 from bench.trace_file import BLOCK_TOKENS, Conversations, Request
 from cachemgr.errors import UnknownExecutorError
 from cachemgr.operators.state_dump import state_hash
+from cachemgr.steps import at_once
 from cachemgr.types import GhostPolicy, Retention, RetentionRange
 
 BLOCKS = 400
@@ -173,7 +174,7 @@ def test_only_what_lies_in_the_window_counts():
 def test_a_pool_that_an_operator_changes_has_ghosts_of_its_present_size():
     driver = Driver(16, config=replace(CONFIG, ghost_sample=16))
     driver.cache("before", prompt(0, 64))
-    driver.manager.operators.update_pool("e/0", 8, "", validate_only=False)
+    at_once(driver.manager.operators.update_pool("e/0", 8, "", validate_only=False))
     for number in range(3):
         driver.cache(f"more {number}", prompt(number, 64))
     found, _ = driver.manager.queries.ghosts("e")

@@ -169,11 +169,11 @@ def patient(num_blocks: int = 8) -> World:
 
 def priority(world: World) -> int:
     world.manager.expire()
-    return next(view.priority for _, view in world.queries.blocks("e/0") if view.slot == 1)
+    return next(view.priority for _, view in filter(None, world.queries.blocks("e/0")) if view.slot == 1)
 
 
 def leases(world: World):
-    return [lease for _, view, lease in world.queries.leases("e/0", "") if view.slot == 1]
+    return [lease for _, view, lease in filter(None, world.queries.leases("e/0", "")) if view.slot == 1]
 
 
 def broken(world: World, after: int = 0):
@@ -204,7 +204,7 @@ def test_of_too_many_leases_those_of_the_highest_priorities_stay_and_receipts_an
             ]
             assert gone
             model.kept = [one for one in model.kept if one not in gone]
-        seen = world.queries.snapshot().number
+        seen = world.queries.last_event
         model.start(world.now)
         assert priority(world) == model.state()[0]
         world.now += pause
@@ -218,7 +218,7 @@ def test_a_lease_that_makes_room_for_one_of_a_higher_priority_breaks_and_an_even
     world = patient()
     for count in range(MAX_LEASES):
         world.cache(PROMPT, retention=wish(10 + count, 1000.0 - count))
-    seen = world.queries.snapshot().number
+    seen = world.queries.last_event
     assert len(leases(world)) == MAX_LEASES
     world.cache(PROMPT, retention=wish(90, 5.0))
     assert priority(world) == 90

@@ -14,7 +14,7 @@ from cachemgr.manager import CacheManager
 from cachemgr.operators.snapshot import SnapshotReader
 from cachemgr.slices import sliced, steady
 from cachemgr.types import BlockFilter, EventKind, PoolViolation
-from tests.support.in_process_manager import CONFIG, World
+from tests.support.in_process_manager import CONFIG, World, snapshot
 from tests.support.random_operations import RandomLife
 from tests.support.work import work_of
 
@@ -46,7 +46,7 @@ def test_a_snapshot_that_is_read_while_the_cache_changes_is_that_of_its_number(s
         life.operate()
         if life.world.manager is not manager:
             manager = life.world.manager
-            reader = manager.queries.views_in_slices()
+            reader = manager.queries.snapshot()
             steps, begun = reader.steps(), manager.queries.last_event
         try:
             reader.catch_up()
@@ -57,13 +57,13 @@ def test_a_snapshot_that_is_read_while_the_cache_changes_is_that_of_its_number(s
                 # The last step was in this turn, and nothing came behind it.
                 reader.catch_up()
                 found = [event for event in reader.events() if event is not None]
-                whole = manager.queries.snapshot()
-                assert reader.number == whole.number
-                assert comparable(found) == comparable(list(whole.events))
+                whole = snapshot(manager)
+                assert reader.number == manager.queries.last_event
+                assert comparable(found) == comparable(whole)
                 depths = [event.block.depth for event in found if event.kind is EventKind.STORED]
                 assert len(manager.queries.pools()) > 1 or depths == sorted(depths)
                 compared += 1
-                changed += whole.number - begun
+                changed += reader.number - begun
                 manager = None
         except EventsGoneError:
             manager = None
@@ -73,7 +73,7 @@ def test_a_snapshot_that_is_read_while_the_cache_changes_is_that_of_its_number(s
 
 def test_a_snapshot_gives_up_when_more_has_changed_than_is_kept():
     world = World(4, config=dataclasses.replace(CONFIG, event_history=5))
-    reader = world.queries.views_in_slices()
+    reader = world.queries.snapshot()
     for number in range(3):
         world.cache([number] * 13)
     with pytest.raises(EventsGoneError):
@@ -184,11 +184,11 @@ def cached_world(blocks: int) -> World:
 READS = {
     "check": lambda world: (item for part in world.queries.check_pool_in_parts() for item in part()),
     "dump": lambda world: next(part for part in world.queries.state_outline() if not isinstance(part, str)),
-    "snapshot": lambda world: world.queries.views_in_slices().steps(),
-    "blocks": lambda world: world.queries.search_blocks("e/0"),
+    "snapshot": lambda world: world.queries.snapshot().steps(),
+    "blocks": lambda world: world.queries.blocks("e/0"),
     "filtered": lambda world: world.queries.filtered_blocks(BlockFilter(pool_id="e/0", salt="none")),
     "prefixes": lambda world: world.queries.prefixes(BlockFilter(pool_id="e/0", salt="none")),
-    "leases": lambda world: world.queries.search_leases("e/0", ""),
+    "leases": lambda world: world.queries.leases("e/0", ""),
 }
 
 
@@ -222,7 +222,7 @@ async def test_a_check_finds_what_is_wrong_and_nothing_else_while_others_work(mo
     assert await checked(manager) == []
     await other
     assert turns == 5
-    block = next(iter(manager.queries.pool_to_read("e/0").tree.by_key.values()))
+    block = next(iter(manager._state.pool("e/0").tree.by_key.values()))
     block.priority += 1
     assert {one.slot for one in await checked(manager)} == {block.index}
     block.priority -= 1
@@ -247,7 +247,7 @@ def test_nothing_changes_the_state_of_blocks_behind_the_fingerprint():
 def test_a_check_lets_go_of_what_it_has_counted():
     world = World(4)
     world.cache(list(range(8)))
-    block = next(iter(world.queries.pool_to_read("e/0").tree.by_key.values()))
+    block = next(iter(world.manager._state.pool("e/0").tree.by_key.values()))
     parts, before = world.queries.check_pool_in_parts(), sys.getrefcount(block)
     for part in parts:
         assert not any(part())

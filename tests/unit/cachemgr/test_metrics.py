@@ -4,6 +4,7 @@ import dataclasses
 import random
 
 from cachemgr.blocks.hit_counters import HALF_LIFE_SECONDS, MAX_SALTS, TokenCount, TokenMeter
+from cachemgr.steps import at_once
 from cachemgr.telemetry.prometheus import LONGEST_STALL, Stalls, families
 from cachemgr.types import BlockFilter, RemovalCause
 from protos.rpc.logs import short_hash
@@ -60,7 +61,7 @@ def test_leases_are_told_by_how_they_ended():
     world.now = 5.0
     world.manager.expire()
     world.cache(list(range(4)), session_id="s", retention=wish(80, 5.0))
-    world.operators.purge(BlockFilter(), validate_only=False)
+    at_once(world.operators.purge(BlockFilter(), validate_only=False))
     assert scraped(world.manager, "pool_honoured_leases_total", pool="e/0") == 3
     assert scraped(world.manager, "pool_broken_leases_total", pool="e/0") == 1
 

@@ -25,7 +25,7 @@ def totals(world: World) -> list[int]:
 
 
 def update(world: World, pool_id: str, total: int, etag: str = "", *, validate_only: bool = False):
-    return world.operators.update_pool(pool_id, total, etag, validate_only=validate_only)
+    return at_once(world.operators.update_pool(pool_id, total, etag, validate_only=validate_only))
 
 
 def give_back(world: World) -> None:
@@ -174,7 +174,7 @@ def test_blocks_in_use_do_not_go():
 def test_what_a_quota_protects_does_not_go():
     world = World(8)
     world.cache([1, 2, 3, 4], salt="a")
-    world.operators.set_quota(Quota(salt="a", device_floor=1), validate_only=False)
+    at_once(world.operators.set_quota(Quota(salt="a", device_floor=1), validate_only=False))
     world.run([9] * 24, "b", no_store=True)
     used = world.queries.pools()[0].used_blocks
     with pytest.raises(PoolInUseError):
@@ -186,7 +186,7 @@ def test_what_a_quota_protects_does_not_go():
 
 def begin_shrinking(world: World, total: int) -> Steps[PoolView]:
     """Takes a step of the call, of one block."""
-    call = world.operators.update_pool_in_steps("e/0", total, "", validate_only=False)
+    call = world.operators.update_pool("e/0", total, "", validate_only=False)
     go_on(world, call)
     return call
 
@@ -221,10 +221,10 @@ def test_what_is_forgotten_while_a_pool_gives_slots_up_goes_when_it_is_overwritt
     world = World(8)
     world.cache(list(range(24)), salt="a")
     call = begin_shrinking(world, 2)
-    world.operators.forget(ForgetTarget(salt="a"), validate_only=False)
+    at_once(world.operators.forget(ForgetTarget(salt="a"), validate_only=False))
     world.check()
     at_once(call)
-    device = world.queries.pool_to_read("e/0").device
+    device = world.manager._state.pool("e/0").device
     assert (device.total, device.free, device.used, device.owed) == (2, 0, 6, 4)
     assert not world.manager.is_behind
     give_back(world)

@@ -10,6 +10,7 @@ from cachemgr.blocks.quota import Account
 from cachemgr.blocks.tier import Tier
 from cachemgr.errors import QuotaTooLargeError, SequenceTooLongError, UnknownQuotaError
 from cachemgr.operators.state_dump import state_hash
+from cachemgr.steps import at_once
 from cachemgr.types import ForgetTarget, Quota, TierKind
 from tests.support.in_process_manager import World
 from tests.support.random_operations import small_steps
@@ -17,7 +18,7 @@ from tests.support.work import work_of
 
 
 def quota(world: World, **fields: object) -> None:
-    world.operators.set_quota(Quota(**fields), validate_only=False)
+    at_once(world.operators.set_quota(Quota(**fields), validate_only=False))
     world.check()
 
 
@@ -176,16 +177,16 @@ def test_quotas_change_and_go_while_blocks_are_cached_and_used():
     assert counts(world)["t"] == world.queries.pools()[0].used_blocks + 2
     quota(world, tenant_id="t", device_ceiling=2)
     quota(world, tenant_id="u", device_floor=1)
-    world.operators.delete_quota(Quota(tenant_id="t"))
+    at_once(world.operators.delete_quota(Quota(tenant_id="t")))
     world.check()
     assert list(counts(world)) == ["u"]
     world.finish("a")
     world.check()
     with pytest.raises(UnknownQuotaError) as refused:
-        world.operators.delete_quota(Quota(tenant_id="t"))
+        at_once(world.operators.delete_quota(Quota(tenant_id="t")))
     assert list(refused.value.fields) == ["tenant_id"]
     assert list(counts(world)) == ["u"]
-    world.operators.delete_quota(Quota(tenant_id="u"))
+    at_once(world.operators.delete_quota(Quota(tenant_id="u")))
     world.check()
     assert world.admit([9] * 48).admitted
 
@@ -197,8 +198,8 @@ def test_an_admission_costs_the_same_however_many_have_quotas_and_blocks(options
     def work(tenants: int) -> int:
         world = World(tenants + 60)
         for number in range(tenants):
-            world.operators.set_quota(Quota(tenant_id=f"t{number}", **options), validate_only=False)
-        world.operators.set_quota(Quota(tenant_id="me"), validate_only=False)
+            at_once(world.operators.set_quota(Quota(tenant_id=f"t{number}", **options), validate_only=False))
+        at_once(world.operators.set_quota(Quota(tenant_id="me"), validate_only=False))
         for number in range(tenants):
             world.cache([number, 1, 2, 3], tenant_id=f"t{number}")
         prompt = list(range(50_000, 50_080))
@@ -242,7 +243,7 @@ def test_a_quota_finds_the_blocks_of_its_salt_in_all_sessions_and_adapters():
     assert counts(world)["a"] == 9
     quota(world, tenant_id="t", device_floor=1)
     assert counts(world) == {"a": 6, "t": 3}
-    world.operators.delete_quota(Quota(tenant_id="t"))
+    at_once(world.operators.delete_quota(Quota(tenant_id="t")))
     world.check()
     assert counts(world) == {"a": 9}
 
@@ -277,7 +278,7 @@ def test_a_block_counts_for_whose_sequence_stores_it_though_another_filled_it():
     world.admit(list(range(8)), "first", tenant_id="t", session_id="x")
     assert world.admit([*range(8), 50], "second", session_id="y").wait_for_handle
     # The first stores nothing any more; what the second shares with it is the second's to store.
-    world.operators.forget(ForgetTarget(session_id="x"), validate_only=False)
+    at_once(world.operators.forget(ForgetTarget(session_id="x"), validate_only=False))
     world.step(20)
     world.sync()
     world.check()

@@ -6,6 +6,7 @@ import pytest
 
 from cachemgr.blocks.block_record import LeaseRecord
 from cachemgr.manager import CacheManager
+from cachemgr.steps import at_once
 from cachemgr.tokens import pack
 from cachemgr.types import ForgetTarget, Prefix, TierKind
 from tests.support.in_process_manager import CONFIG, World, wish
@@ -124,7 +125,7 @@ def test_no_copy_meets_what_still_runs_in_an_executor_that_was_silent():
     world = World(8, host_blocks=4)
     world.run(PROMPT, "live")
     world.silence_executor()
-    world.operators.forget(ForgetTarget(prefix=Prefix((0, 1, 2, 3))), validate_only=False)
+    at_once(world.operators.forget(ForgetTarget(prefix=Prefix((0, 1, 2, 3))), validate_only=False))
     # The scheduler has not heard yet that its sequence is void: a step may read these slots, and write behind them.
     world.renew()
     assert world.queries.executor_transfers("e") == []

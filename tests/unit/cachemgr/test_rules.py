@@ -4,6 +4,7 @@ import pytest
 
 from cachemgr.errors import StaleRuleError
 from cachemgr.retention.rules import FIELDS
+from cachemgr.steps import at_once
 from cachemgr.tokens import pack, unpack
 from cachemgr.types import (
     EventKind,
@@ -28,17 +29,17 @@ ALL = RuleMatch()
 
 def make(world: World, name: str, match: RuleMatch = ALL, order: int = 0, **action: object):
     spec = RetentionRule(name, order, match, RuleAction(**action))
-    return world.operators.create_rule(spec, validate_only=False)
+    return at_once(world.operators.create_rule(spec, validate_only=False))
 
 
 def priorities(world: World) -> dict[int, int]:
     """Priority of the block with each first token."""
     world.manager.expire()
-    return {unpack(view.tokens)[0]: view.priority for _, view in world.queries.blocks("e/0") if view.key}
+    return {unpack(view.tokens)[0]: view.priority for _, view in filter(None, world.queries.blocks("e/0")) if view.key}
 
 
 def holders(world: World) -> set[str]:
-    return {lease.holder for _, _, lease in world.queries.leases("e/0", "")}
+    return {lease.holder for _, _, lease in filter(None, world.queries.leases("e/0", ""))}
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,9 @@ def test_a_change_reaches_cached_blocks_at_once_and_is_told():
     world.cache(PROMPT)
     before = world.queries.last_event
     spec = RetentionRule("r", action=RuleAction(priority=60))
-    _, leases, matching = world.operators.update_rule(spec, ("action.retention_priority",), validate_only=False)
+    _, leases, matching = at_once(
+        world.operators.update_rule(spec, ("action.retention_priority",), validate_only=False)
+    )
     assert (leases, matching) == (3, 3)
     assert set(priorities(world).values()) == {60}
     told = {(event.kind, event.lease and event.lease.priority) for event in world.queries.events_after(before)}
@@ -125,7 +128,11 @@ def test_a_change_reaches_what_running_sequences_store_later():
     world = World(12)
     make(world, "r", priority=80)
     world.admit(PROMPT, "a")
-    world.operators.update_rule(RetentionRule("r", action=RuleAction(priority=60)), ("action",), validate_only=False)
+    at_once(
+        world.operators.update_rule(
+            RetentionRule("r", action=RuleAction(priority=60)), ("action",), validate_only=False
+        )
+    )
     world.compute(world.live["a"], 9)
     world.finish("a")
     assert set(priorities(world).values()) == {60}
@@ -149,8 +156,8 @@ def test_a_deleted_rule_ends_its_leases_with_events_and_others_stay():
     world.cache(PROMPT, session_id="x", retention=wish(50))
     world.run(PROMPT, "live", salt="a")
     before = world.queries.last_event
-    assert world.operators.delete_rule("r", "", validate_only=True) == 3
-    assert world.operators.delete_rule("r", "", validate_only=False) == 3
+    assert at_once(world.operators.delete_rule("r", "", validate_only=True)) == 3
+    assert at_once(world.operators.delete_rule("r", "", validate_only=False)) == 3
     assert holders(world) == {"session/x", "rule/s"}
     broken = [event for event in world.queries.events_after(before) if event.kind is EventKind.LEASE_BROKEN]
     assert [(event.cause, event.lease.holder) for event in broken] == [(RemovalCause.RULE_CHANGED, "rule/r")] * 3
@@ -164,27 +171,29 @@ def test_etags_change_with_every_change_and_stale_ones_are_refused():
     world = World(12)
     first, _ = make(world, "r", priority=80)
     changed = RetentionRule("r", action=RuleAction(priority=60), etag=first.etag)
-    second, _, _ = world.operators.update_rule(changed, FIELDS, validate_only=False)
+    second, _, _ = at_once(world.operators.update_rule(changed, FIELDS, validate_only=False))
     assert second.etag != first.etag
     before = world.queries.rules()
     with pytest.raises(StaleRuleError) as refused:
-        world.operators.update_rule(changed, FIELDS, validate_only=False)
+        at_once(world.operators.update_rule(changed, FIELDS, validate_only=False))
     assert list(refused.value.fields) == ["rule.etag"]
     with pytest.raises(StaleRuleError):
-        world.operators.delete_rule("r", first.etag, validate_only=False)
+        at_once(world.operators.delete_rule("r", first.etag, validate_only=False))
     assert world.queries.rules() == before
-    world.operators.delete_rule("r", second.etag, validate_only=False)
+    at_once(world.operators.delete_rule("r", second.etag, validate_only=False))
 
 
 def test_a_mask_changes_only_what_it_names():
     world = World(12)
     make(world, "r", RuleMatch(salt="a", start=4), order=3, priority=80, duration=5.0)
     spec = RetentionRule("r", 9, RuleMatch(salt="b"), RuleAction(priority=60))
-    rule, _, _ = world.operators.update_rule(spec, ("action.retention_priority", "match.salt"), validate_only=False)
+    rule, _, _ = at_once(
+        world.operators.update_rule(spec, ("action.retention_priority", "match.salt"), validate_only=False)
+    )
     assert (rule.order, rule.match, rule.action) == (3, RuleMatch(salt="b", start=4), RuleAction(60, 5.0))
-    rule, _, _ = world.operators.update_rule(spec, ("order",), validate_only=False)
+    rule, _, _ = at_once(world.operators.update_rule(spec, ("order",), validate_only=False))
     assert (rule.order, rule.match.start) == (9, 4)
-    rule, _, _ = world.operators.update_rule(spec, FIELDS, validate_only=False)
+    rule, _, _ = at_once(world.operators.update_rule(spec, FIELDS, validate_only=False))
     assert (rule.match, rule.action) == (spec.match, spec.action)
 
 
@@ -209,7 +218,7 @@ def test_a_rule_does_not_pin_for_requests_with_wishes_nor_when_it_is_deleted():
     make(world, "r", pin_duration=5.0)
     world.cache(PROMPT, retention=wish(10))
     world.run(PROMPT, "a")
-    world.operators.delete_rule("r", "", validate_only=False)
+    at_once(world.operators.delete_rule("r", "", validate_only=False))
     world.finish("a")
     assert list(world.queries.holds()) == []
     world.check()
@@ -225,9 +234,9 @@ def test_leases_of_a_rule_end_with_the_device_that_their_blocks_were_to_be_compu
     world.admit(PROMPT)
     # It waits for the first one's blocks, and has leases on them.
     assert world.admit(PROMPT).wait_for_handle
-    assert world.operators.delete_rule("r", "", validate_only=True) == 2 * len(windows)
+    assert at_once(world.operators.delete_rule("r", "", validate_only=True)) == 2 * len(windows)
     world.start_executor()
-    assert world.operators.delete_rule("r", "", validate_only=True) == 0
+    assert at_once(world.operators.delete_rule("r", "", validate_only=True)) == 0
     world.check()
 
 
@@ -244,9 +253,9 @@ def test_rules_are_found_by_what_prompts_begin_with_in_their_order():
 
     assert found() == ["r5", "r4", "r1", "r0"]
     assert found(salt="a") == ["salted", "r5", "r4", "r1", "r0"]
-    world.operators.delete_rule("r4", "", validate_only=False)
+    at_once(world.operators.delete_rule("r4", "", validate_only=False))
     moved = RetentionRule("r0", 10, RuleMatch(prefix_token_ids=(11,)), RuleAction(priority=0))
-    world.operators.update_rule(moved, ("match",), validate_only=False)
+    at_once(world.operators.update_rule(moved, ("match",), validate_only=False))
     assert found() == ["r5", "r1"]
 
 
@@ -271,7 +280,7 @@ def test_there_are_few_rules_about_the_same_prompts():
     make(world, "other", RuleMatch(salt="b"), priority=1)
     moved = RetentionRule("other", match=RuleMatch(salt="a"), action=RuleAction(priority=1))
     with pytest.raises(InvalidField):
-        world.operators.update_rule(moved, ("match",), validate_only=False)
+        at_once(world.operators.update_rule(moved, ("match",), validate_only=False))
     # What is about the same prompts already stays so.
     same = RetentionRule("r1", match=RuleMatch(salt="a", end=4), action=RuleAction(priority=1))
-    world.operators.update_rule(same, ("match",), validate_only=False)
+    at_once(world.operators.update_rule(same, ("match",), validate_only=False))

@@ -6,6 +6,7 @@ import pytest
 
 from cachemgr.errors import SequenceEvictsError
 from cachemgr.operators.state_dump import state_hash
+from cachemgr.steps import at_once
 from cachemgr.types import ForgetTarget, ManagerConfig, Quota
 from protos.errors import InvalidField
 from tests.support.in_process_manager import POLICIES, Live, World, asked
@@ -324,7 +325,7 @@ def test_a_hold_keeps_what_it_computed_before_and_nothing_of_its_own():
 
 def test_both_tables_count_for_the_quota_and_may_go_beyond_its_ceiling():
     world = World(20)
-    world.operators.set_quota(Quota(tenant_id="t", device_ceiling=5), validate_only=False)
+    at_once(world.operators.set_quota(Quota(tenant_id="t", device_ceiling=5), validate_only=False))
     world.admit(PROMPT, "a", eviction_policy=KEYDIFF, tenant_id="t")
     live = world.live["a"]
     world.step(19)
@@ -342,7 +343,7 @@ def test_both_tables_count_for_the_quota_and_may_go_beyond_its_ceiling():
 
 def test_others_floors_are_not_taken_to_move_to():
     world = World(8)
-    world.operators.set_quota(Quota(tenant_id="u", device_floor=2), validate_only=False)
+    at_once(world.operators.set_quota(Quota(tenant_id="u", device_floor=2), validate_only=False))
     world.cache([1] * 8, tenant_id="u")
     world.admit(PROMPT, "a", eviction_policy=KEYDIFF, tenant_id="t")
     world.step(19)
@@ -369,7 +370,7 @@ def test_no_byte_of_what_is_forgotten_outlives_its_use(state, options):
         world.step()
     if state == "reported":
         world.sync()
-    world.operators.forget(ForgetTarget(salt="a"), validate_only=False)
+    at_once(world.operators.forget(ForgetTarget(salt="a"), validate_only=False))
     world.check()
     world.sync()
     world.check()

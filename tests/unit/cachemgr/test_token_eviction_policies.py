@@ -6,6 +6,7 @@ import pytest
 
 from cachemgr.errors import PoolSpecError, RulePolicyError, SequenceTooLongError
 from cachemgr.operators.state_dump import state_hash
+from cachemgr.steps import at_once
 from cachemgr.types import ManagerConfig, RetentionRule, RuleAction, RuleMatch
 from protos.errors import InvalidField
 from protos.kvcommon.eviction import Kind
@@ -20,7 +21,7 @@ PROMPT = list(range(10, 29))
 
 def make(world: World, name: str, policy: object, order: int = 0, **match: object) -> None:
     spec = RetentionRule(name, order, RuleMatch(**match), RuleAction(eviction_policy=policy))
-    world.operators.create_rule(spec, validate_only=False)
+    at_once(world.operators.create_rule(spec, validate_only=False))
 
 
 def test_the_answer_has_the_whole_policy_and_so_has_the_sequence():
@@ -50,7 +51,7 @@ def test_a_request_speaks_for_itself_and_else_the_first_rule_that_says_anything(
     world = World(20)
     for order, wish in enumerate(rules):
         action = RuleAction(priority=50, eviction_policy=wish)
-        world.operators.create_rule(RetentionRule(f"r{order}", order, action=action), validate_only=False)
+        at_once(world.operators.create_rule(RetentionRule(f"r{order}", order, action=action), validate_only=False))
     policy = world.admit(PROMPT, eviction_policy=own).eviction_policy
     assert (None if policy is None else policy.kind) == kind
 
@@ -107,14 +108,14 @@ def test_a_change_of_a_rule_is_for_those_who_come_later():
     hashes = [state_hash(world.queries.state())]
     first = world.admit(PROMPT, "a")
     spec = RetentionRule("r", action=RuleAction(eviction_policy=KEYDIFF))
-    changed, _, _ = world.operators.update_rule(spec, ("action.eviction_policy",), validate_only=False)
+    changed, _, _ = at_once(world.operators.update_rule(spec, ("action.eviction_policy",), validate_only=False))
     assert changed.action == RuleAction(eviction_policy=KEYDIFF)
     hashes.append(state_hash(world.queries.state()))
     assert world.manager.admit(world.live["a"].request) == first
     second = world.admit(PROMPT, "b").eviction_policy
     assert second is not None
     assert second.kind is Kind.KEYDIFF
-    world.operators.delete_rule("r", "", validate_only=False)
+    at_once(world.operators.delete_rule("r", "", validate_only=False))
     assert world.admit(PROMPT, "c").eviction_policy is None
     assert len(set(hashes)) == 2
 

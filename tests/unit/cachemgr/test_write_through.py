@@ -3,6 +3,7 @@
 import dataclasses
 
 from cachemgr.sequences.transfers import MAX_BACKUPS
+from cachemgr.steps import at_once
 from cachemgr.types import EventKind, ForgetTarget, HintAction, Hints, Prefix, RemovalCause, TierKind
 from tests.support.in_process_manager import BLOCK, CONFIG, World, wish
 from tests.support.scrape import scraped
@@ -186,7 +187,7 @@ def test_backups_give_their_slots_to_whoever_wants_them_tails_first():
 
 def test_a_backup_of_what_is_forgotten_is_overwritten():
     world = backed_up()
-    world.operators.forget(ForgetTarget(prefix=Prefix(tuple(PROMPT))), validate_only=False)
+    at_once(world.operators.forget(ForgetTarget(prefix=Prefix(tuple(PROMPT))), validate_only=False))
     world.check()
     targets = {(copy.target_tier, copy.target_slot) for copy in world.queries.executor_transfers("e")}
     assert len(targets) == 6
@@ -202,7 +203,7 @@ def test_a_backup_that_is_being_made_of_what_is_forgotten_is_overwritten_behind_
     world.cache(PROMPT)
     world.renew()
     world.run_executor_copies(3)
-    world.operators.forget(ForgetTarget(prefix=Prefix(tuple(PROMPT))), validate_only=False)
+    at_once(world.operators.forget(ForgetTarget(prefix=Prefix(tuple(PROMPT))), validate_only=False))
     world.check()
     world.run_executor_copies()
     world.check()
@@ -222,7 +223,7 @@ def test_a_source_that_is_forgotten_while_it_is_copied_from_is_overwritten():
     world.step(20)
     world.confirm(3)
     world.sync()
-    world.operators.forget(ForgetTarget(prefix=Prefix(tuple(PROMPT))), validate_only=False)
+    at_once(world.operators.forget(ForgetTarget(prefix=Prefix(tuple(PROMPT))), validate_only=False))
     world.check()
     world.confirm()
     for name in ("a", "b"):

@@ -216,7 +216,7 @@ async def test_a_step_that_fails_inside_is_the_last_thing_that_the_manager_does(
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("broken")
 
-    pool = caller.manager.queries.pool_to_read("e/0")
+    pool = caller.manager._state.pool("e/0")
     monkeypatch.setattr(pool, "discard", fail)
     with pytest.raises(RuntimeError):
         await call
