@@ -16,7 +16,7 @@ from protos.generation.v1 import generation_pb2_grpc as rpc
 from protos.kvcache.v1 import kvcache_pb2_grpc
 from protos.rpc.server import Server
 from tests.support.scheduler.fake_executor import FakeExecutor
-from tests.support.scheduler.fake_manager import FakeManager
+from tests.support.scheduler.real_manager import RealManager
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 ADDRESSES = ("scheduler", "cachemgr", "executor")
@@ -32,7 +32,7 @@ class Running:
     admin: "rpc.SchedulerAdminServiceAsyncStub"
     neighbours: Server
     executor: FakeExecutor
-    manager: FakeManager
+    manager: RealManager
 
     async def begin(self) -> None:
         """Lets the neighbours listen; returns when the scheduler serves."""
@@ -51,7 +51,8 @@ class Running:
 @contextlib.asynccontextmanager
 async def scheduler(folder: Path, *, http_address: str = "", **settings: object) -> AsyncIterator[Running]:
     """The process with its sockets in a folder."""
-    executor, manager, neighbours = FakeExecutor(), FakeManager(), Server("fakes", drain_seconds=0)
+    executor, neighbours = FakeExecutor(), Server("fakes", drain_seconds=0)
+    manager = RealManager(executor)
     add_manager = kvcache_pb2_grpc.add_CacheManagerServiceServicer_to_server
     add_executor = execution_pb2_grpc.add_ExecutorServiceServicer_to_server
     neighbours.listen(f"unix:{folder}/cachemgr", {"kvcache.v1.CacheManagerService": lambda s: add_manager(manager, s)})

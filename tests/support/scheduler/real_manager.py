@@ -1,4 +1,4 @@
-"""The cache manager itself between a scheduler and a fake executor with lower tiers; nothing is kept in Redis."""
+"""The cache manager between a scheduler and a fake executor, without Redis; it records calls and fails on request."""
 
 import asyncio
 import time
@@ -11,7 +11,9 @@ from cachemgr.rpc.event_feed import EventFeed
 from cachemgr.rpc.mutations import ManagerClock, Mutations, ServiceContext
 from cachemgr.steps import at_once
 from cachemgr.types import ExecutorSpec, ManagerConfig, PoolSpec, Quota, RetentionRule, RuleAction, RuleMatch
+from protos.errors import ServiceError
 from protos.kvcache.v1 import kvcache_pb2 as pb
+from protos.kvcache.v1 import kvcache_pb2_grpc as rpc
 from protos.kvcommon.eviction_message import EvictionPolicyRequest
 from protos.kvcommon.v1 import kvcommon_pb2 as common
 from tests.support.scheduler.fake_executor import FakeExecutor
@@ -21,25 +23,56 @@ CONFIG = ManagerConfig(lease_seconds=60, capacity_ahead_tokens=8, free_watermark
 CONFIRM_SECONDS = 0.002
 
 
-class RealManager(CacheManagerService):
-    """Notes every admission; `settled()` waits until nobody has blocks, and recounts them."""
+class ForgottenError(ServiceError):
+    """As from a manager that started again."""
+
+    reason = "MANAGER_RESTARTED"
+
+
+class NotForkedError(ServiceError):
+    """As for a parent that cannot be shared now."""
+
+    reason = "PARENT_NOT_SETTLED"
+
+
+class RealManager(rpc.CacheManagerServiceServicer):
+    """`settled()` waits until no sequence has blocks, and recounts them.
+
+    Calls wait while `gate` is closed, and answers to forks while `forks_end` is. The next `failing_forks` forks fail,
+    the sequences in `void_next` are voided by the next sync, and no scheduler registers while `refuses_schedulers`.
+    """
 
     def __init__(self, executor: FakeExecutor, *, host_blocks: int = 0, disk_blocks: int = 0) -> None:
-        self.faults: list[str] = []
+        self.gate, self.forks_end = asyncio.Event(), asyncio.Event()
+        self.gate.set()
+        self.forks_end.set()
+        self.failing_forks = 0
+        self.void_next: set[str] = set()
+        self.refuses_schedulers = False
+        # Calls of AdmitSequences, answered or not; the answered admissions, and how many of them found no blocks.
+        self.calls = 0
         self.admissions: list[pb.AdmitSequenceRequest] = []
+        self.refusals = 0
+        self.admitted_ids: list[str] = []
+        self.forked_ids: list[str] = []
+        # Slots by sequence id, as of its admission.
+        self.tables: dict[str, list[int]] = {}
+        self.registrations = 0
         self.epoch = 0
         self._executor = executor
         self._pool = PoolSpec(
             0, executor.max_tokens // executor.block_size, None, host_blocks=host_blocks, disk_blocks=disk_blocks
         )
+        executor.confirm, executor.refuse = self.confirm, self.refuse
         self.restart()
 
     def restart(self) -> None:
         """Begins with nothing, as a process that dies and comes back without Redis."""
         self.epoch += 1
         clock = ManagerClock(time.monotonic)
-        manager = CacheManager(self.epoch, clock, CONFIG)
-        super().__init__(ServiceContext(Mutations(manager, clock), EventFeed(manager.queries)))
+        self._manager = CacheManager(self.epoch, clock, CONFIG)
+        context = ServiceContext(Mutations(self._manager, clock), EventFeed(self._manager.queries))
+        self._service = CacheManagerService(context)
         self.register()
 
     def register(self) -> None:
@@ -48,6 +81,44 @@ class RealManager(CacheManagerService):
         self._manager.register_executor(
             ExecutorSpec("executor", executor.epoch, "fake", b"f" * 32, executor.block_size, [self._pool])
         )
+
+    async def RegisterScheduler(self, request: pb.RegisterSchedulerRequest, context: object) -> Any:
+        if self.refuses_schedulers:
+            raise ForgottenError("no scheduler is taken")
+        self.registrations += 1
+        return await self._service.RegisterScheduler(request, context)
+
+    async def AdmitSequences(self, request: pb.AdmitSequencesRequest, context: object) -> pb.AdmitSequencesResponse:
+        self.calls += 1
+        await self.gate.wait()
+        response = await self._service.AdmitSequences(request, context)
+        for admission, answer in zip(request.admissions, response.answers, strict=False):
+            self.admissions.append(admission)
+            self.refusals += not answer.admitted
+            if answer.admitted:
+                self.admitted_ids.append(admission.sequence_id)
+                self.tables[admission.sequence_id] = list(answer.block_tables[0].slots)
+        return response
+
+    async def ForkSequence(self, request: pb.ForkSequenceRequest, context: object) -> pb.ForkSequenceResponse:
+        await self.gate.wait()
+        if self.failing_forks:
+            self.failing_forks -= 1
+            raise NotForkedError("there is nothing to share")
+        answer = await self._service.ForkSequence(request, context)
+        if answer.admitted:
+            self.forked_ids.append(request.sequence_id)
+            self.tables[request.sequence_id] = list(answer.block_tables[0].slots)
+        await self.forks_end.wait()
+        return answer
+
+    async def SyncSequences(self, request: pb.SyncSequencesRequest, context: object) -> pb.SyncSequencesResponse:
+        await self.gate.wait()
+        answer = await self._service.SyncSequences(request, context)
+        void = [view.handle for view in self._manager.queries.sequences() if view.sequence_id in self.void_next]
+        self.void_next.clear()
+        answer.void_handles.extend(void)
+        return answer
 
     def rule(self, salt: str, policy: common.EvictionPolicy) -> None:
         """An operator's: who has this salt evicts so."""
@@ -62,12 +133,8 @@ class RealManager(CacheManagerService):
         """An operator's: who has this salt may have so many blocks of the device."""
         at_once(self._manager.operators.set_quota(Quota(salt=salt, device_ceiling=blocks), validate_only=False))
 
-    def replace_scheduler(self, name: str) -> None:
-        """Another process is given the same name."""
-        self._manager.register_scheduler(name, 1 << 63)
-
     def register_scheduler(self, name: str, epoch: int) -> None:
-        """A scheduler that was here before."""
+        """Another process of the same name registers."""
         self._manager.register_scheduler(name, epoch)
 
     def shrink(self, total_blocks: int) -> None:
@@ -91,23 +158,28 @@ class RealManager(CacheManagerService):
 
         asyncio.get_running_loop().call_later(CONFIRM_SECONDS, tell)
 
-    async def AdmitSequence(self, request: pb.AdmitSequenceRequest, context: Any = None) -> pb.AdmitSequenceResponse:
-        self.admissions.append(request)
-        return await super().AdmitSequence(request, context)
+    @property
+    def live(self) -> list[str]:
+        """Ids of the live sequences, by handle."""
+        return [view.sequence_id for view in self._manager.queries.sequences()]
 
-    async def until(self, condition: Callable[[], bool]) -> None:
+    async def until(self, condition: Callable[[], object]) -> None:
         """Waits for something that happens here."""
         async with asyncio.timeout(20):
             while not condition():
                 await asyncio.sleep(0.001)
 
+    async def asked(self, count: int) -> None:
+        """Waits until there were so many calls for admission, answered or not."""
+        await self.until(lambda: self.calls >= count)
+
     async def admitted(self, count: int) -> None:
         """Waits until so many sequences are live."""
-        await self.until(lambda: len(list(self._manager.queries.sequences())) >= count)
+        await self.until(lambda: len(self.live) >= count)
 
     async def released(self) -> None:
         """Waits until no sequence is live."""
-        await self.until(lambda: not list(self._manager.queries.sequences()))
+        await self.until(lambda: not self.live)
 
     async def settled(self) -> None:
         """Waits until every block is free or cached, in all tiers."""

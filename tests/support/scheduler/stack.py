@@ -13,7 +13,6 @@ from protos.generation.v1 import generation_pb2_grpc
 from scheduler.app import Scheduler
 from tests.support.generation import Output, generate
 from tests.support.scheduler.fake_executor import FakeExecutor
-from tests.support.scheduler.fake_manager import FakeManager
 from tests.support.scheduler.real_manager import RealManager
 
 
@@ -22,7 +21,7 @@ class Stack:
     """What a test sees."""
 
     executor: FakeExecutor
-    manager: FakeManager | RealManager
+    manager: RealManager
     scheduler: Scheduler
     stub: "generation_pb2_grpc.GenerationServiceAsyncStub"
     address: str
@@ -37,7 +36,6 @@ class Stack:
     def check(self) -> None:
         """Nobody complained."""
         assert self.executor.faults == []
-        assert self.manager.faults == []
 
 
 StackFactory = Callable[..., AbstractAsyncContextManager[Stack]]

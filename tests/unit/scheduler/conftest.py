@@ -17,7 +17,6 @@ from scheduler.app import Scheduler
 from scheduler.frontend.grpc_service import SERVICE
 from scheduler.settings import SchedulerSettings
 from tests.support.scheduler.fake_executor import FakeExecutor
-from tests.support.scheduler.fake_manager import FakeManager
 from tests.support.scheduler.real_manager import RealManager
 from tests.support.scheduler.stack import Stack, StackFactory
 
@@ -28,11 +27,10 @@ def run_stack(tmp_path: Path) -> StackFactory:
 
     @contextlib.asynccontextmanager
     async def run(
-        *, executor: FakeExecutor | None = None, manager: FakeManager | RealManager | None = None, **settings: object
+        *, executor: FakeExecutor | None = None, manager: RealManager | None = None, **settings: object
     ) -> AsyncIterator[Stack]:
         executor = executor or FakeExecutor()
-        manager = manager or FakeManager(num_blocks=executor.max_tokens // executor.block_size)
-        executor.confirm, executor.refuse = manager.confirm, manager.refuse
+        manager = manager or RealManager(executor)
         addresses = {name: f"unix:{tmp_path}/{name}" for name in ("scheduler", "cachemgr", "executor")}
         async with AsyncExitStack() as exits:
             add_manager = kvcache_pb2_grpc.add_CacheManagerServiceServicer_to_server

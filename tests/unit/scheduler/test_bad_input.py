@@ -152,9 +152,7 @@ async def test_what_cannot_be_generated_from_is_not_tokenized(run_stack: StackFa
 
 
 async def test_a_rule_that_nobody_can_follow_costs_only_whom_it_is_for(run_stack: StackFactory) -> None:
-    executor = FakeExecutor()
-    async with run_stack(executor=executor, manager=RealManager(executor)) as stack:
-        assert isinstance(stack.manager, RealManager)
+    async with run_stack() as stack:
         stack.manager.rule("ruled", common.EvictionPolicy(kind="EVICTION_KIND_SUM", recent_tokens=3))
         with pytest.raises(grpc.aio.AioRpcError, match=r"rule ruled.*recent_tokens") as caught:
             await generate(stack.stub, ids(1, 2, max_tokens=2, cache=pb.CacheOptions(salt="ruled")), 30)
@@ -168,7 +166,6 @@ async def test_what_needs_more_blocks_than_there_are_is_the_callers_fault(run_st
     # 100 blocks of 4: a whole prompt and the table that it moves to do not fit in beside each other.
     policy = common.EvictionPolicy(kind="EVICTION_KIND_KEYDIFF", max_cache_tokens=300)  # type: ignore[arg-type]
     async with run_stack(executor=executor, manager=RealManager(executor)) as stack:
-        assert isinstance(stack.manager, RealManager)
         with pytest.raises(grpc.aio.AioRpcError, match="100") as caught:
             await generate(stack.stub, ids(*[1] * 390, max_tokens=2, eviction_policy=policy), 30)
         error = from_rpc_error(caught.value)
@@ -182,9 +179,7 @@ async def test_what_needs_more_blocks_than_there_are_is_the_callers_fault(run_st
 
 
 async def test_a_rules_policy_that_needs_more_blocks_than_there_are_is_an_operators(run_stack: StackFactory) -> None:
-    executor = FakeExecutor()
-    async with run_stack(executor=executor, manager=RealManager(executor)) as stack:
-        assert isinstance(stack.manager, RealManager)
+    async with run_stack() as stack:
         stack.manager.rule("ruled", common.EvictionPolicy(kind="EVICTION_KIND_KEYDIFF", max_cache_tokens=300))
         request = ids(*[1] * 390, max_tokens=2, cache=pb.CacheOptions(salt="ruled"))
         with pytest.raises(grpc.aio.AioRpcError, match="blocks at once") as caught:

@@ -14,7 +14,6 @@ from scheduler.request import MAX_FAILURES
 from tests.support.generation import generate
 from tests.support.generation import greedy_request as request
 from tests.support.scheduler.fake_executor import FakeExecutor
-from tests.support.scheduler.fake_manager import FakeManager
 from tests.support.scheduler.real_manager import RealManager
 from tests.support.scheduler.stack import StackFactory, prompt_of, run, waiting
 from tests.support.scheduler.tokenizers import EOS, space_prefix_tokenizer
@@ -25,14 +24,6 @@ def salted(prompt: list[int], max_tokens: int, **fields: object) -> pb.StreamGen
     asked = request(prompt, max_tokens, **fields)
     asked.cache.salt, asked.cache.tenant_id = "s", "t"
     return asked
-
-
-async def test_cancelling_a_stream_frees_everything_at_once(run_stack: StackFactory) -> None:
-    async with run_stack() as stack:
-        call = stack.stub.StreamGenerate(request(prompt_of(20), 300), timeout=30)
-        await call.read()
-        call.cancel()
-        await stack.manager.settled()
 
 
 async def test_a_client_that_disconnects_frees_everything(run_stack: StackFactory) -> None:
@@ -97,15 +88,14 @@ async def test_beyond_the_bound_of_the_queue_requests_are_refused_with_a_time_to
 
 
 async def test_who_waits_for_its_own_quota_lets_others_pass_and_none_of_its_own(run_stack: StackFactory) -> None:
-    executor = FakeExecutor()
-    async with run_stack(executor=executor, manager=RealManager(executor)) as stack:
-        assert isinstance(stack.manager, RealManager)
+    async with run_stack() as stack:
+        executor = stack.executor
         stack.manager.bound("s", 6)
         running = stack.stub.StreamGenerate(salted([1] * 12, 300), timeout=30)
         await running.read()
         executor.gate.clear()
         # The second one would fit beside the running one.
-        first, second = salted([2] * 20, 2), salted([3], 2)
+        first, second = salted([2] * 20, 2, request_id="first"), salted([3], 2, request_id="second")
         tasks = [asyncio.create_task(run(stack, first))]
         await waiting(stack, 1)
         tasks.append(asyncio.create_task(run(stack, second)))
@@ -120,9 +110,8 @@ async def test_who_waits_for_its_own_quota_lets_others_pass_and_none_of_its_own(
         assert not any(task.done() for task in tasks)
         running.cancel()
         await asyncio.gather(*tasks)
-        tried = [len(one.token_ids) for one in stack.manager.admissions if one.token_ids[0] in (2, 3)]
-        assert tried == sorted(tried, reverse=True)
-        await stack.manager.settled()
+        names = [name.partition("#")[0] for name in stack.manager.admitted_ids]
+        assert names[-2:] == ["first", "second"]
 
 
 async def test_a_request_id_can_be_used_again_when_its_request_has_ended(run_stack: StackFactory) -> None:
@@ -136,31 +125,6 @@ async def test_a_request_id_can_be_used_again_when_its_request_has_ended(run_sta
         await stack.manager.settled()
         [output] = await run(stack, request([2], 2, request_id="same"))
         assert output.token_ids == stack.executor.expected([2], 2)
-
-
-async def test_a_manager_that_starts_again_fails_no_request(run_stack: StackFactory) -> None:
-    async with run_stack() as stack:
-        prompts = [prompt_of(15, seed=i) for i in range(5)]
-        tasks = [asyncio.create_task(generate(stack.stub, request(prompt, 70), 30)) for prompt in prompts]
-        await stack.manager.admitted(5)
-        stack.manager.restart()
-        for prompt, task in zip(prompts, tasks, strict=True):
-            assert (await task).token_ids == stack.executor.expected(prompt, 70)
-        assert stack.manager.epoch == 2
-        assert any(name.endswith(".1") for name in stack.manager.admitted_ids)
-
-
-async def test_an_executor_that_starts_again_fails_no_request(run_stack: StackFactory) -> None:
-    async with run_stack() as stack:
-        prompts = [prompt_of(15, seed=i) for i in range(5)]
-        tasks = [asyncio.create_task(generate(stack.stub, request(prompt, 70), 30)) for prompt in prompts]
-        await stack.manager.admitted(5)
-        await stack.executor.stepped(5)
-        stack.manager.executor_lost()
-        stack.executor.restart()
-        for prompt, task in zip(prompts, tasks, strict=True):
-            assert (await task).token_ids == stack.executor.expected(prompt, 70)
-        assert stack.executor.sessions == 2
 
 
 async def test_a_request_that_the_executor_fails_over_ends_and_all_others_are_served(run_stack: StackFactory) -> None:
@@ -266,10 +230,8 @@ async def test_an_idle_executor_that_starts_again_is_met_before_a_request_comes(
 async def test_another_scheduler_of_its_name_ends_it_and_says_so(
     run_stack: StackFactory, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    executor = FakeExecutor()
-    async with run_stack(executor=executor, manager=RealManager(executor)) as stack:
-        assert isinstance(stack.manager, RealManager)
-        stack.manager.replace_scheduler("test")
+    async with run_stack() as stack:
+        stack.manager.register_scheduler("test", 1 << 63)
         asking = asyncio.create_task(generate(stack.stub, request([1, 2], 2), 30))
         await asyncio.wait_for(stack.scheduler.failed.wait(), 20)
         asking.cancel()
@@ -289,27 +251,10 @@ async def test_a_scheduler_whose_clock_went_back_takes_the_place_of_the_one_befo
 
 
 async def test_a_scheduler_that_is_never_registered_fails_instead_of_waiting(run_stack: StackFactory) -> None:
-    manager = FakeManager()
+    executor = FakeExecutor()
+    manager = RealManager(executor)
     manager.refuses_schedulers = True
     async with asyncio.timeout(20):
-        async with run_stack(manager=manager) as stack:
+        async with run_stack(executor=executor, manager=manager) as stack:
             assert stack.scheduler.failed.is_set()
             assert stack.scheduler.service.obstacle
-
-
-async def test_random_traffic_leaves_nothing_behind(run_stack: StackFactory) -> None:
-    async with run_stack(executor=FakeExecutor(max_tokens=160), max_running=12, max_batched_tokens=24) as stack:
-
-        async def one(seed: int) -> None:
-            prompt = prompt_of(5 + seed % 30, seed=seed % 7)
-            if seed % 4 == 0:
-                call = stack.stub.StreamGenerate(request(prompt, 90), timeout=30)
-                for _ in range(seed % 9):
-                    await call.read()
-                call.cancel()
-                return
-            output = await generate(stack.stub, request(prompt, 1 + seed % 40, priority=seed % 3), 30)
-            assert output.token_ids == stack.executor.expected(prompt, 1 + seed % 40)
-
-        await asyncio.gather(*[one(seed) for seed in range(120)])
-        await stack.manager.settled()

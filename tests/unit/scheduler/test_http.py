@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import re
 import tracemalloc
 from pathlib import Path
 
@@ -23,20 +22,6 @@ from tests.support.scheduler.fake_executor import FakeExecutor
 from tests.support.scheduler.http import HELLO, LEAST, ask, client, first_event, serve, starting_service
 from tests.support.scheduler.real_manager import RealManager
 from tests.support.scheduler.stack import StackFactory
-
-
-async def test_before_the_stack_is_there_callers_are_told_to_come_again() -> None:
-    async with serve(starting_service()) as address:
-        for method, path, body in (
-            ("GET", "/health", None),
-            ("GET", "/v1/models", None),
-            ("POST", "/v1/completions", json.dumps(LEAST)),
-            ("POST", "/tokenize", '{"prompt": "x"}'),
-        ):
-            answer = await ask(address, method, path, body)
-            assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
-            assert (answer.error["code"], answer.error["type"]) == ("not_ready", "server_error")
-        assert (await ask(address, "GET", "/version")).status == 200
 
 
 async def test_whoever_is_not_known_gets_nothing_but_health_and_version(
@@ -201,42 +186,6 @@ async def test_a_body_that_is_too_long_is_not_read(run_stack: StackFactory) -> N
         assert "not JSON" in (await ask(address, "POST", "/v1/completions", b" " * (fits - 1000))).error["message"]
 
 
-async def test_a_request_keeps_the_name_it_comes_with(run_stack: StackFactory) -> None:
-    async with run_stack() as stack, serve(stack.scheduler.service) as address:
-        named = await ask(address, "GET", "/health", headers={"X-Request-Id": "mine"})
-        assert named.headers["x-request-id"] == "mine"
-        drawn = await ask(address, "GET", "/nowhere", headers={"X-Request-Id": "a\tb"})
-        assert re.fullmatch("[0-9a-f]{16}", drawn.headers["x-request-id"])
-
-
-async def test_a_defect_is_told_without_what_it_is(caplog: pytest.LogCaptureFixture) -> None:
-    async with serve(starting_service(), registry=None) as address:
-        answer = await ask(address, "GET", "/metrics")
-        assert answer.status == 500
-        assert answer.error == {
-            "message": "the server met an error of its own; its log says which",
-            "type": "server_error",
-            "param": None,
-            "code": "unexpected",
-        }
-    assert "AttributeError" in caplog.text
-
-
-async def test_what_goes_wrong_in_a_stream_is_its_last_event(run_stack: StackFactory) -> None:
-    async with run_stack() as stack, serve(stack.scheduler.service) as address:
-        stack.executor.step_seconds = 0.02
-        reader, writer = await asyncio.open_connection(*address.split(":"))
-        with contextlib.closing(writer):
-            await first_event(reader, writer)
-            draining = asyncio.create_task(stack.scheduler.requests.drain(0.1))
-            assert (await ask(address, "POST", "/v1/completions", json.dumps(LEAST))).error["code"] == "draining"
-            assert (await ask(address, "GET", "/health")).status == 503
-            events = (await reader.readuntil(b"\r\n0\r\n\r\n")).decode()
-            await draining
-        assert '"code":"draining"' in events.strip().split("data: ")[-1]
-        assert "[DONE]" not in events
-
-
 async def test_a_defect_in_a_stream_is_its_last_event(
     run_stack: StackFactory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -265,18 +214,6 @@ async def test_a_stream_ends_with_an_error_when_the_process_does_not_wait_for_it
             rest = (await reader.read()).decode()
     assert '"code":"draining"' in rest.split("data: ")[-1]
     assert "[DONE]" not in rest
-
-
-async def test_a_connection_that_ends_ends_its_request(run_stack: StackFactory) -> None:
-    async with run_stack() as stack, serve(stack.scheduler.service) as address:
-        stack.executor.step_seconds = 0.02
-        reader, writer = await asyncio.open_connection(*address.split(":"))
-        await first_event(reader, writer)
-        writer.transport.abort()
-        async with asyncio.timeout(3):
-            while stack.manager.live or stack.metric("running_requests"):
-                await asyncio.sleep(0.01)
-        assert stack.metric("output_tokens_total") < 200
 
 
 async def test_a_name_that_another_site_has_pointed_here_is_not_answered() -> None:

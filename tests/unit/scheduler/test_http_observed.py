@@ -40,82 +40,123 @@ async def one_more(route: str, code: int, before: float) -> None:
     assert now == before + 1
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "body", "route", "code"),
-    [
-        ("POST", COMPLETIONS, json.dumps(LEAST), COMPLETIONS, 200),
-        ("POST", COMPLETIONS, json.dumps(LEAST | {"cache_slat": "x"}), COMPLETIONS, 400),
-        ("POST", COMPLETIONS, json.dumps(LEAST | {"model": "x"}), COMPLETIONS, 404),
-        ("POST", COMPLETIONS, " " * 70_000, COMPLETIONS, 413),
-        ("PUT", COMPLETIONS, "{}", COMPLETIONS, 405),
-        ("POST", "/tokenize", '{"prompt": 1}', "/tokenize", 400),
-        ("GET", "/v1/models/fake", None, "/v1/models/{model}", 200),
-        ("GET", "/v1/models/some/other", None, "/v1/models/{model}", 404),
-        ("GET", "/some/where", None, "other", 404),
-        ("GET", "/health", None, "/health", 200),
-    ],
-)
-async def test_every_answer_is_counted_by_route_and_status(
-    run_stack: StackFactory, method: str, path: str, body: str | None, route: str, code: int
+def lines_in(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+async def lines_until(file: Path, count: int) -> list[dict[str, Any]]:
+    """The access log once it has so many lines, and no more: a thread writes it."""
+    async with asyncio.timeout(20):
+        while len(lines := lines_in(file)) < count:
+            await asyncio.sleep(0.01)
+    assert len(lines) == count
+    return lines
+
+
+async def line_in(file: Path, number: int = 0) -> dict[str, Any]:
+    """Its last line when it has so many before."""
+    return (await lines_until(file, number + 1))[number]
+
+
+CASES: list[tuple[str, str, object, str, int, str | None]] = [
+    # Method, path, body, route, status, reason.
+    ("POST", COMPLETIONS, LEAST, COMPLETIONS, 200, None),
+    ("POST", COMPLETIONS, LEAST | {"model": "another"}, COMPLETIONS, 404, "MODEL_NOT_FOUND"),
+    ("POST", COMPLETIONS, LEAST | {"cache_slat": "a secret"}, COMPLETIONS, 400, "INVALID_FIELD"),
+    ("POST", COMPLETIONS, LEAST | {"suffix": "a secret"}, COMPLETIONS, 400, "INVALID_FIELD"),
+    ("POST", COMPLETIONS, LEAST | {"prompt": ["a secret", 5]}, COMPLETIONS, 400, "INVALID_FIELD"),
+    ("POST", COMPLETIONS, LEAST | {"temperature": -1}, COMPLETIONS, 400, "INVALID_FIELD"),
+    ("POST", CHAT, {"messages": [{"role": "user", "content": None}]}, CHAT, 400, "INVALID_FIELD"),
+    ("POST", COMPLETIONS, {"prompt": "a secret" * 20_000}, COMPLETIONS, 413, "REQUEST_ENTITY_TOO_LARGE"),
+    ("PUT", COMPLETIONS, {}, COMPLETIONS, 405, "METHOD_NOT_ALLOWED"),
+    ("POST", "/tokenize", {"prompt": 1}, "/tokenize", 400, "INVALID_FIELD"),
+    ("POST", "/tokenize", {"prompt": "a secret"}, "/tokenize", 200, None),
+    ("POST", "/detokenize", {"tokens": [1, 2]}, "/detokenize", 200, None),
+    ("GET", "/v1/models/fake", None, "/v1/models/{model}", 200, None),
+    ("GET", "/v1/models/some/other", None, "/v1/models/{model}", 404, "MODEL_NOT_FOUND"),
+    ("POST", "/no/such%0Apath", {}, "other", 404, "NOT_FOUND"),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "body", "route", "status", "error"), CASES)
+async def test_every_answer_is_counted_and_has_a_line(
+    run_stack: StackFactory,
+    tmp_path: Path,
+    method: str,
+    path: str,
+    body: object,
+    route: str,
+    status: int,
+    error: str | None,
 ) -> None:
-    async with run_stack() as stack, serve(stack.scheduler.service) as address:
-        before = answered(route, code)
-        assert (await ask(address, method, path, body)).status == code
-        await one_more(route, code, before)
+    file = tmp_path / "access"
+    before, probes = answered(route, status), answered("/health", 200)
+    async with run_stack(access_log=file) as stack, serve(stack.scheduler.service) as address:
+        for quiet in ("/health", "/metrics", "/version"):
+            await ask(address, "GET", quiet)
+        answer = await ask(address, method, path, None if body is None else json.dumps(body))
+        line = await line_in(file)
+        assert (answer.status, line["status"], line.get("error")) == (status, status, error)
+        assert line["event"] == ("request refused" if error else "request ended")
+        assert (line["method"], line["route"]) == (f"{method} {path}", route)
+        assert line["request_id"] == answer.headers["x-request-id"]
+        assert re.fullmatch(PEER, line["peer"])
+        assert line["seconds"] >= 0
+        assert "secret" not in file.read_text()
+        refused = stack.registry.get_sample_value("kvkeep_scheduler_refused_requests_total", {"reason": error or ""})
+        assert refused == (1 if error and route in (COMPLETIONS, CHAT) else None)
+        await one_more(route, status, before)
+    assert answered("/health", 200) == probes + 1
     assert REGISTRY.get_sample_value("kvkeep_http_seconds_count", {"route": route})
     assert REGISTRY.get_sample_value("kvkeep_http_in_flight") == 0
 
 
-async def test_a_scheduler_that_is_not_ready_is_seen() -> None:
-    before = answered(COMPLETIONS, 503)
-    async with serve(starting_service()) as address:
-        assert (await ask(address, "POST", COMPLETIONS, json.dumps(LEAST))).status == 503
-        await one_more(COMPLETIONS, 503, before)
-
-
-async def test_a_defect_is_seen_and_its_answer_has_a_name() -> None:
+async def test_a_defect_is_counted_and_its_answer_does_not_explain_it(caplog: pytest.LogCaptureFixture) -> None:
     before = answered("/metrics", 500)
     async with serve(starting_service(), registry=None) as address:
         answer = await ask(address, "GET", "/metrics", headers={"X-Request-Id": "mine"})
         await one_more("/metrics", 500, before)
+        random = await ask(address, "GET", "/nowhere", headers={"X-Request-Id": "a\tb"})
+        assert re.fullmatch("[0-9a-f]{16}", random.headers["x-request-id"])
     assert (answer.status, answer.headers["x-request-id"]) == (500, "mine")
+    said = "the server met an error of its own; its log says which"
+    assert answer.error == {"message": said, "type": "server_error", "param": None, "code": "unexpected"}
+    assert "AttributeError" in caplog.text
 
 
-async def test_a_stream_that_fails_is_counted_as_what_it_failed_of(run_stack: StackFactory) -> None:
+async def test_an_error_in_a_stream_is_its_last_event_and_counts_as_the_answer(run_stack: StackFactory) -> None:
     async with run_stack() as stack, serve(stack.scheduler.service) as address:
         before = answered(COMPLETIONS, 503), answered(COMPLETIONS, 200)
         stack.executor.step_seconds = 0.02
         reader, writer = await asyncio.open_connection(*address.split(":"))
         with contextlib.closing(writer):
             await first_event(reader, writer)
-            await stack.scheduler.requests.drain(0)
-            await reader.readuntil(b"\r\n0\r\n\r\n")
-        await one_more(COMPLETIONS, 503, before[0])
+            draining = asyncio.create_task(stack.scheduler.requests.drain(0.1))
+            assert (await ask(address, "POST", COMPLETIONS, json.dumps(LEAST))).error["code"] == "draining"
+            assert (await ask(address, "GET", "/health")).status == 503
+            events = (await reader.readuntil(b"\r\n0\r\n\r\n")).decode()
+            await draining
+        assert '"code":"draining"' in events.strip().split("data: ")[-1]
+        assert "[DONE]" not in events
+        # The request that was refused meanwhile, and the stream.
+        await one_more(COMPLETIONS, 503, before[0] + 1)
         assert answered(COMPLETIONS, 200) == before[1]
 
 
-async def test_a_caller_that_leaves_is_no_success(run_stack: StackFactory) -> None:
-    async with run_stack() as stack, serve(stack.scheduler.service) as address:
-        before = answered(COMPLETIONS, 499)
+async def test_a_caller_that_leaves_ends_its_request_which_is_no_success(
+    run_stack: StackFactory, tmp_path: Path
+) -> None:
+    file, before = tmp_path / "access", answered(COMPLETIONS, 499)
+    async with run_stack(access_log=file) as stack, serve(stack.scheduler.service) as address:
         stack.executor.step_seconds = 0.02
         reader, writer = await asyncio.open_connection(*address.split(":"))
         await first_event(reader, writer)
         writer.transport.abort()
         await one_more(COMPLETIONS, 499, before)
-
-
-def lines_in(file: Path) -> list[dict[str, Any]]:
-    """All of the access log."""
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
-async def line_in(file: Path, number: int = 0) -> dict[str, Any]:
-    """Its last line when it has so many before: a thread writes it."""
-    async with asyncio.timeout(20):
-        while len(lines := lines_in(file)) <= number:
-            await asyncio.sleep(0.01)
-    assert len(lines) == number + 1
-    return lines[number]
+        line = await line_in(file)
+        assert (line["status"], line["finish_reason"], line["error"]) == (499, "abort", "CANCELLED")
+        await stack.manager.released()
+        assert stack.metric("output_tokens_total") < 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -149,42 +190,6 @@ async def test_the_answers_id_is_that_of_the_line(
             assert told == "mine" if name else re.fullmatch(f"{prefix}[0-9a-f]{{16}}", told)
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "status", "error", "counts"),
-    [
-        (COMPLETIONS, LEAST | {"model": "another"}, 404, "MODEL_NOT_FOUND", True),
-        (COMPLETIONS, LEAST | {"cache_slat": "a secret"}, 400, "INVALID_FIELD", True),
-        (COMPLETIONS, LEAST | {"suffix": "a secret"}, 400, "INVALID_FIELD", True),
-        (COMPLETIONS, LEAST | {"prompt": ["a secret", 5]}, 400, "INVALID_FIELD", True),
-        (COMPLETIONS, LEAST | {"temperature": -1}, 400, "INVALID_FIELD", True),
-        (CHAT, {"messages": [{"role": "user", "content": None}]}, 400, "INVALID_FIELD", True),
-        (COMPLETIONS, {"prompt": "a secret" * 20_000}, 413, "REQUEST_ENTITY_TOO_LARGE", True),
-        ("/tokenize", {"prompt": 1}, 400, "INVALID_FIELD", False),
-        ("/tokenize", {"prompt": "a secret"}, 200, None, False),
-        ("/detokenize", {"tokens": [1, 2]}, 200, None, False),
-        ("/no/such%0Apath", {}, 404, "NOT_FOUND", False),
-    ],
-)
-async def test_every_request_has_a_line(
-    run_stack: StackFactory, tmp_path: Path, path: str, body: dict[str, Any], status: int, error: str, counts: bool
-) -> None:
-    file = tmp_path / "access"
-    async with run_stack(access_log=file) as stack, serve(stack.scheduler.service) as address:
-        for quiet in ("/health", "/metrics", "/version"):
-            await ask(address, "GET", quiet)
-        answer = await ask(address, "POST", path, json.dumps(body))
-        line = await line_in(file)
-        assert (answer.status, line["status"], line.get("error")) == (status, status, error)
-        assert line["event"] == ("request refused" if error else "request ended")
-        assert (line["method"], line["route"]) == (f"POST {path}", "other" if "no" in path else path)
-        assert line["request_id"] == answer.headers["x-request-id"]
-        assert re.fullmatch(PEER, line["peer"])
-        assert line["seconds"] >= 0
-        assert "secret" not in file.read_text()
-        refused = stack.registry.get_sample_value("kvkeep_scheduler_refused_requests_total", {"reason": error or ""})
-        assert refused == (1 if counts else None)
-
-
 async def test_a_line_says_whose_token_it_was(run_stack: StackFactory, tmp_path: Path) -> None:
     keyring, file = Keyring(tmp_path), tmp_path / "access"
     keyring.add(Role.CALLER, "acme")
@@ -202,17 +207,6 @@ async def test_a_line_says_whose_token_it_was(run_stack: StackFactory, tmp_path:
             assert token not in file.read_text()
 
 
-async def test_a_caller_that_leaves_has_a_line(run_stack: StackFactory, tmp_path: Path) -> None:
-    file = tmp_path / "access"
-    async with run_stack(access_log=file) as stack, serve(stack.scheduler.service) as address:
-        stack.executor.step_seconds = 0.02
-        reader, writer = await asyncio.open_connection(*address.split(":"))
-        await first_event(reader, writer)
-        writer.transport.abort()
-        line = await line_in(file)
-        assert (line["status"], line["finish_reason"], line["error"]) == (499, "abort", "CANCELLED")
-
-
 async def test_before_the_stack_is_there_refusals_have_lines_and_count(tmp_path: Path) -> None:
     file, registry, address = tmp_path / "access", CollectorRegistry(), f"unix:{tmp_path}/scheduler"
     settings = SchedulerSettings(scheduler_address=address, access_log=file)
@@ -226,16 +220,25 @@ async def test_before_the_stack_is_there_refusals_have_lines_and_count(tmp_path:
         http = await exits.enter_async_context(serve(scheduler.service))
         channel = await exits.enter_async_context(grpc.aio.insecure_channel(address))
         stub: rpc.GenerationServiceAsyncStub = rpc.GenerationServiceStub(channel)
-        assert (await ask(http, "POST", COMPLETIONS, json.dumps(LEAST))).status == 503
-        assert (await line_in(file))["error"] == "NOT_READY"
+        for path, body in (
+            ("/health", None),
+            ("/v1/models", None),
+            ("/tokenize", {"prompt": "x"}),
+            (COMPLETIONS, LEAST),
+        ):
+            answer = await ask(http, "POST" if body else "GET", path, json.dumps(body))
+            assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
+            assert (answer.error["code"], answer.error["type"]) == ("not_ready", "server_error")
+        assert (await ask(http, "GET", "/version")).status == 200
+        assert {line["error"] for line in await lines_until(file, 3)} == {"NOT_READY"}
         with pytest.raises(grpc.aio.AioRpcError):
             await stub.StreamGenerate(request([1], 1), timeout=20).read()
-        line = await line_in(file, 1)
+        line = await line_in(file, 3)
         assert (line["error"], line["event"], line["method"]) == (
             "NOT_READY", "request refused", "generation.v1.GenerationService/StreamGenerate",
         )  # fmt: skip
         assert line["peer"].startswith("unix:")
         with pytest.raises(grpc.aio.AioRpcError):
             await stub.TokenizePrompt(pb.TokenizePromptRequest(text="x"), timeout=20)
-        assert (await line_in(file, 2))["method"] == "generation.v1.GenerationService/TokenizePrompt"
+        assert (await line_in(file, 4))["method"] == "generation.v1.GenerationService/TokenizePrompt"
         assert registry.get_sample_value("kvkeep_scheduler_refused_requests_total", {"reason": "NOT_READY"}) == 2

@@ -139,17 +139,101 @@ def test_the_cache_key_is_a_session_and_its_retention_a_wish_for_everything() ->
     assert not completion(prompt_cache_retention="in_memory").cache.retention_ranges
 
 
-def test_fields_of_other_servers_are_passed_over_unless_they_ask_for_what_is_not_done() -> None:
-    assert chat(user="u", metadata={"a": "b"}, tools=[], tool_choice="auto", response_format={"type": "text"}) == chat()
-    for field, value in {
-        "tools": [{}], "tool_choice": "required", "response_format": {"type": "json_schema"}, "logit_bias": {"1": 2},
-        "min_tokens": 3, "guided_json": {}, "best_of": 2, "modalities": ["audio"], "verbosity": "low",
-    }.items():  # fmt: skip
-        with pytest.raises(InvalidField, match=f"^{field} is not supported"):
-            chat(**{field: value})
-    for field, value in {"echo": True, "suffix": "x", "prompt_logprobs": 0}.items():
+def said(**fields: object) -> dict[str, Any]:
+    """A conversation with another message."""
+    return {"messages": [*HELLO, {"role": "assistant", "content": "x"} | fields]}
+
+
+def hinted(**payload: object) -> dict[str, Any]:
+    return {"kv_hints": {"actions": [{"action_id": "a", "action_type": "Pin", "payload": payload}]}}
+
+
+PART = {"type": "text", "text": "x"}
+OF_CHATS: dict[str, object] = {
+    "tools": [{}], "tool_choice": "required", "modalities": ["audio"], "verbosity": "low", "chat_template": "x",
+    "chat_template_kwargs": "x",
+}  # fmt: skip
+UNSUPPORTED: dict[str, object] = {
+    "response_format": {"type": "json_schema"}, "logit_bias": {"1": 2}, "min_tokens": 3, "guided_json": {},
+    "best_of": 2, "prompt_logprobs": 0, "regex": "x", "ebnf": "x", "json_schema": {}, "stop_regex": "x",
+    "no_stop_trim": True, "lora_path": "x", "input_ids": [1], "custom_logit_processor": "x", "thinking": True,
+    "thinking_token_budget": 1, "repetition_detection": {}, "logprob_token_ids": [1], "truncation_side": "left",
+    "vllm_xargs": {"x": 1}, "kv_transfer_params": {"x": 1},
+}  # fmt: skip
+OF_MESSAGES: dict[str, object] = {
+    "prefix": True, "tools": [{}], "tool_call_id": "c", "refusal": "no", "task": "title", "function_call": {},
+    "audio": {"id": "a"}, "tool_calls": [{"id": "1", "type": "function", "function": {}}],
+}  # fmt: skip
+MEANT = {
+    "cache_slat": "cache_salt", "cacheSalt": "cache_salt", "sesion_id": "session_id", "kv_hint": "kv_hints",
+    "retentions": "retention", "evictionpolicy": "eviction_policy", "prompt_cache_keys": "prompt_cache_key",
+    "max_new_tokens": "max_tokens", "repeat_penalty": "repetition_penalty", "Temperature": "temperature",
+}  # fmt: skip
+NO_DOUBLES = (float("inf"), -float("inf"), float("nan"), 10**400, -(10**400))
+# Fields of a conversation, and the beginning of the error.
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    *(({name: value}, f"{name} is not supported") for name, value in (OF_CHATS | UNSUPPORTED).items()),
+    *((said(**{name: value}), f"messages[1].{name} is not supported") for name, value in OF_MESSAGES.items()),
+    (said(content=None, tool_calls=[{}]), "messages[1].tool_calls is not supported"),
+    *(({name: "x"}, f"{name} is not a field: did you mean {meant}") for name, meant in MEANT.items()),
+    ({"x" * 1_000_000: 1}, f"{'x' * 64} is not a field"),
+    *((hinted(x=value), "kv_hints.actions[0].payload.x must be a finite number") for value in NO_DOUBLES),
+    (said(role="user", content=None), "messages[1].content is missing"),
+    (said(reasoning="a", reasoning_content="b"), "messages[1].reasoning cannot be given with another"),
+    ({"extra_key": "one", "cache_salt": "other"}, "extra_key cannot be given"),
+]
+# Refused before it is translated.
+INVALID: list[tuple[dict[str, Any], str]] = [
+    (said(content=[{"type": "image_url"}]), "images, audio, video and files are not supported"),
+    ({"extra_key": ["a", "b"]}, "extra_key"),
+    ({"messages": HELLO * 4097}, "must have at most 4096 entries"),
+    ({"messages": [{"role": "user", "content": [PART] * 1025}] * 4}, "must have at most 4096 entries"),
+    (hinted(x="y" * 66_000), "has more than 65536 bytes"),
+    (hinted(x=[float("nan")] * 66_000), "has more than 65536 bytes"),
+    ({f"x{index}": 1 for index in range(257)}, "has more than 256 fields"),
+    ({"retention": {"ranges": [{"priority": 1}] * 65}}, "at most 64 items"),
+]
+
+
+@pytest.mark.parametrize(("fields", "words"), REFUSED)
+def test_a_conversation_is_refused_with_the_name_of_the_field(fields: dict[str, Any], words: str) -> None:
+    request = ChatCompletionRequest(**{"messages": HELLO} | fields)
+    with pytest.raises(InvalidField) as caught:
+        translate.chat(request)
+    error = from_service(caught.value, translate.names(request)).body["error"]
+    assert error["message"].startswith(words)
+    assert words.startswith(str(error["param"]))
+
+
+@pytest.mark.parametrize(("fields", "words"), INVALID)
+def test_a_conversation_is_refused_before_all_of_it_is_read(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        chat(**fields)
+
+
+def test_a_completion_is_refused_as_a_conversation_is() -> None:
+    for field, value in (UNSUPPORTED | {"echo": True, "suffix": "x"}).items():
         with pytest.raises(InvalidField, match=f"^{field} is not supported"):
             completion(**{field: value})
+
+
+def test_a_field_that_asks_for_nothing_is_ignored() -> None:
+    assert len(chat(messages=HELLO * 4096).chat.messages) == 4096
+    assert chat(user="u", metadata={"a": "b"}, tools=[], tool_choice="auto", response_format={"type": "text"}) == chat()
+    assert chat(grammar=None, messages=[HELLO[0] | {"tool_calls": None, "mood": None}]) == chat()
+
+
+def test_the_tokens_of_a_request_can_be_counted_as_it_is() -> None:
+    request = {"messages": HELLO, "temperature": 0.5, "max_tokens": 5, "stream": True, "user": "u", "cache_salt": "s"}
+    assert translate.tokenize(TokenizeRequest(**request)).chat == chat().chat
+    for given, is_prompt in (({"prompt": "x"}, True), ({"messages": HELLO}, False)):
+        plain = translate.tokenize(TokenizeRequest(**given))
+        assert translate.tokenize(TokenizeRequest(**given, add_special_tokens=is_prompt)) == plain
+        with pytest.raises(InvalidField, match=r"^add_special_tokens is not supported with this value"):
+            translate.tokenize(TokenizeRequest(**given, add_special_tokens=not is_prompt))
+    for field, value in {"documents": [{}], "thinking": True, "tools": [{}], "truncate_prompt_tokens": 3}.items():
+        with pytest.raises(InvalidField, match=f"^{field} is not supported"):
+            translate.tokenize(TokenizeRequest(messages=HELLO, **{field: value}))
 
 
 # Of llama.cpp, TGI, TensorRT-LLM, Ollama and transformers; nobody can list them all.
@@ -177,21 +261,6 @@ def test_a_field_that_is_not_known_is_refused_wherever_it_stands(field: str) -> 
         error = from_service(caught.value, translate.NAMES).body["error"]
         assert str(error["param"]).removesuffix("_") == f"{path.strip()}{field}"
         assert "is not a field" in error["message"]
-
-
-def test_a_field_that_is_null_asks_for_nothing() -> None:
-    assert chat(grammar=None, messages=[HELLO[0] | {"tool_calls": None, "mood": None}]) == chat()
-
-
-@pytest.mark.parametrize(
-    ("written", "meant"),
-    [("cache_slat", "cache_salt"), ("cacheSalt", "cache_salt"), ("sesion_id", "session_id"), ("kv_hint", "kv_hints"),
-     ("retentions", "retention"), ("evictionpolicy", "eviction_policy"), ("prompt_cache_keys", "prompt_cache_key"),
-     ("max_new_tokens", "max_tokens"), ("repeat_penalty", "repetition_penalty"), ("Temperature", "temperature")],
-)  # fmt: skip
-def test_an_unknown_field_is_refused_with_the_nearest_name(written: str, meant: str) -> None:
-    with pytest.raises(InvalidField, match=f"^{written} is not a field: did you mean {meant}"):
-        completion(**{written: "x"})
 
 
 CLASSES: dict[str, type[LenientModel]] = {
@@ -251,63 +320,15 @@ def test_a_field_is_taken_refused_or_ignored_and_only_one_of_these(one: type[Len
     assert set(described) == known(one)
 
 
-@pytest.mark.parametrize(
-    "field",
-    ["regex", "ebnf", "json_schema", "stop_regex", "no_stop_trim", "lora_path", "custom_logit_processor", "input_ids",
-     "thinking", "thinking_token_budget", "repetition_detection", "logprob_token_ids", "truncation_side", "vllm_xargs",
-     "kv_transfer_params"],
-)  # fmt: skip
-def test_a_field_that_would_change_the_output_is_refused_by_name(field: str) -> None:
-    for ask in (chat, completion):
-        with pytest.raises(InvalidField, match=f"^{field} is not supported"):
-            ask(**{field: {"some": 1}})
-
-
 def test_an_extra_key_is_a_cache_salt() -> None:
     assert completion(extra_key="tenant").cache.salt == chat(extra_key="tenant").cache.salt == "tenant"
     assert completion(extra_key="same", cache_salt="same").cache.salt == "same"
-    with pytest.raises(InvalidField, match=r"^extra_key cannot be given"):
-        completion(extra_key="one", cache_salt="other")
     assert rename("cache.salt", translate.names(CompletionRequest(prompt="x", extra_key="one"))) == "extra_key"
-    with pytest.raises(ValidationError):
-        completion(extra_key=["a", "b"])
-
-
-@pytest.mark.parametrize("field", ["chat_template", "chat_template_kwargs"])
-def test_an_error_names_the_field_that_was_sent(field: str) -> None:
-    request = ChatCompletionRequest(messages=HELLO, **{field: "x"})
-    with pytest.raises(InvalidField) as caught:
-        request.check()
-    told = from_service(caught.value, translate.names(request)).body["error"]
-    assert (told["message"], told["param"]) == (f"{field} is not supported", field)
-
-
-def test_calls_of_tools_in_a_history_are_refused_by_name() -> None:
-    call = {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": {}}]}
-    for message in (call, call | {"content": None}):
-        with pytest.raises(InvalidField, match=r"^messages\[1\]\.tool_calls is not supported"):
-            chat(messages=[*HELLO, message])
 
 
 def test_only_an_assistant_may_say_nothing() -> None:
     silent: dict[str, Any] = {"role": "assistant", "content": None}
     assert chat(messages=[*HELLO, silent]).chat.messages[1].content == ""
-    for message in ({"role": "user"}, {"role": "user", "content": None}):
-        with pytest.raises(InvalidField, match=r"^messages\[1\]\.content is missing"):
-            chat(messages=[*HELLO, message])
-
-
-@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
-def test_a_part_that_is_no_text_is_said_to_be_none(kind: str) -> None:
-    with pytest.raises(ValidationError, match="images, audio, video and files are not supported"):
-        chat(messages=[{"role": "user", "content": [{"type": kind, kind: {}}]}])
-
-
-@pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan"), 10**400, -(10**400)])
-def test_a_number_of_a_payload_that_no_message_holds_is_named(value: float) -> None:
-    action = {"action_id": "a", "action_type": "Pin", "payload": {"priority": value}}
-    with pytest.raises(InvalidField, match=r"^kv_hints\.actions\[0\]\.payload\.priority must be a finite number"):
-        chat(kv_hints={"actions": [action]})
 
 
 @pytest.mark.parametrize("nest", [lambda value: {"a": value}, lambda value: [value]], ids=["objects", "lists"])
@@ -323,12 +344,6 @@ def test_a_payload_is_nested_so_deep_as_a_message_can_be(nest: Callable[[Any], A
         chat(kv_hints=hints)
 
 
-def test_an_unknown_name_is_shown_in_part() -> None:
-    with pytest.raises(InvalidField) as caught:
-        completion(**{"x" * 1_000_000: 1})
-    assert caught.value.message == f"{'x' * 64} is not a field"
-
-
 @pytest.mark.parametrize("to_dict", [ChatCompletionMessage.model_dump, ChatCompletionMessage.to_dict])
 def test_an_answer_of_openais_client_can_come_back_in_a_history(to_dict: Callable[[Any], dict[str, Any]]) -> None:
     answer = to_dict(ChatCompletionMessage(role="assistant", content="hi", annotations=[]))
@@ -341,16 +356,6 @@ def test_clients_own_records_of_a_message_are_ignored() -> None:
     part = {"type": "text", "text": "x", "id": "p", "annotations": []}
     assert len(chat(messages=[{"role": "user", "content": [part]} | records]).chat.messages) == 1
     assert len(chat(messages=[HELLO[0] | records] * 100).chat.messages) == 100
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("prefix", True), ("tools", [{}]), ("tool_call_id", "c"), ("refusal", "no"), ("task", "title"),
-     ("function_call", {}), ("audio", {"id": "a"})],
-)  # fmt: skip
-def test_what_a_message_asks_for_beside_its_text_is_refused_by_name(field: str, value: object) -> None:
-    with pytest.raises(InvalidField, match=rf"^messages\[1\]\.{field} is not supported"):
-        chat(messages=[*HELLO, {"role": "assistant", "content": "x", field: value}])
 
 
 def test_names_and_reasoning_go_with_their_message() -> None:
@@ -369,42 +374,6 @@ def test_names_and_reasoning_go_with_their_message() -> None:
             translate.names_to_tokenize(TokenizeRequest(messages=request.messages)),
         ):
             assert rename("chat.messages[1].reasoning", names) == f"messages[1].{sent}"
-    with pytest.raises(InvalidField, match=r"^messages\[0\].reasoning cannot be given with another"):
-        chat(messages=[spoken | {"reasoning": "a", "reasoning_content": "b"}])
-
-
-def test_special_tokens_are_added_to_a_prompt_and_come_with_a_conversation() -> None:
-    for given, other in (({"prompt": "x"}, {"messages": HELLO}), ({"messages": HELLO}, {"prompt": "x"})):
-        own = "prompt" in given
-        assert translate.tokenize(TokenizeRequest(**given, add_special_tokens=own)) == translate.tokenize(
-            TokenizeRequest(**given)
-        )
-        with pytest.raises(InvalidField, match=r"^add_special_tokens is not supported with this value"):
-            translate.tokenize(TokenizeRequest(**other, add_special_tokens=own))
-
-
-def test_the_tokens_of_a_request_can_be_counted_as_it_is() -> None:
-    request = {"messages": HELLO, "temperature": 0.5, "max_tokens": 5, "stream": True, "user": "u", "cache_salt": "s"}
-    assert translate.tokenize(TokenizeRequest(**request)).chat == chat().chat
-    for field, value in {"documents": [{}], "thinking": True, "tools": [{}], "truncate_prompt_tokens": 3}.items():
-        with pytest.raises(InvalidField, match=f"^{field} is not supported"):
-            translate.tokenize(TokenizeRequest(messages=HELLO, **{field: value}))
-
-
-def test_what_would_take_long_to_look_at_is_refused() -> None:
-    part = {"type": "text", "text": "x"}
-    for messages in (HELLO * 4097, [{"role": "user", "content": [part] * 1025}] * 4):
-        with pytest.raises(ValidationError, match="must have at most 4096 entries"):
-            chat(messages=messages)
-    assert len(chat(messages=HELLO * 4096).chat.messages) == 4096
-    for payload in ({"x": "y" * 66_000}, {"x": [float("nan")] * 66_000}):
-        hint = {"action_id": "a", "action_type": "b", "payload": payload}
-        with pytest.raises(ValidationError, match="has more than 65536 bytes"):
-            chat(kv_hints={"actions": [hint]})
-    with pytest.raises(ValidationError, match="has more than 256 fields"):
-        chat(**{f"x{index}": 1 for index in range(257)})
-    with pytest.raises(ValidationError, match="at most 64 items"):
-        chat(retention={"ranges": [{"priority": 1}] * 65})
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ async def test_the_process_serves_once_its_neighbours_do_and_finishes_requests_b
         assert (await request_running).token_ids == executor.expected([1, 2], 5)
         assert await running.end() == 0
         # Nothing waits for the end of a lease.
-        assert manager.live == {}
+        assert manager.live == []
 
 
 async def test_an_executor_that_waits_for_a_scheduler_gets_one(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ async def test_an_executor_that_waits_for_a_scheduler_gets_one(tmp_path: Path) -
     async with scheduler(tmp_path) as running:
         await running.neighbours.start()
         running.neighbours.set_serving(True, "kvcache.v1.CacheManagerService")
-        await running.manager.registered()
+        await running.manager.until(lambda: running.manager.registrations)
         running.neighbours.set_serving(True)
         async for answer in running.health.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True):
             if answer.status == SERVING:
@@ -120,7 +120,7 @@ async def test_requests_that_do_not_end_in_time_are_told_so_and_give_their_block
         error = from_rpc_error(caught.value)
         assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
         assert await running.end() == 0
-        assert running.manager.live == {}
+        assert running.manager.live == []
 
 
 async def test_an_executor_that_does_not_answer_does_not_keep_the_process(tmp_path: Path) -> None:

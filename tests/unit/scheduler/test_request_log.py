@@ -120,7 +120,7 @@ async def test_vllms_names_say_the_same(run_stack: StackFactory) -> None:
         assert samples["vllm:request_success_total"].value == 2
         config = samples["vllm:cache_config_info"]
         assert config.value == 1
-        assert (config.labels["block_size"], config.labels["num_gpu_blocks"]) == ("4", str(stack.manager.num_blocks))
+        assert (config.labels["block_size"], config.labels["num_gpu_blocks"]) == ("4", "100")
         assert {family.name for family in text_string_to_metric_families(text) if "vllm" in family.name} >= {
             "vllm:time_to_first_token_seconds", "vllm:prefix_cache_hits"
         }  # fmt: skip

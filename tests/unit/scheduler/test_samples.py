@@ -5,12 +5,10 @@ import asyncio
 import pytest
 
 from protos.generation.v1 import generation_pb2 as pb
-from protos.kvcache.v1 import kvcache_pb2
 from scheduler.frontend.validation import sample_seed
 from tests.support.generation import generate_samples
 from tests.support.generation import greedy_request as request
 from tests.support.scheduler.fake_executor import FakeExecutor
-from tests.support.scheduler.fake_manager import FakeManager
 from tests.support.scheduler.stack import Stack, StackFactory, prompt_of, waiting
 
 SEED = 77
@@ -59,7 +57,7 @@ async def test_samples_share_the_prompts_full_blocks_and_only_those(run_stack: S
         await call.read()
         await stack.manager.admitted(3)
         stack.executor.gate.clear()
-        first, *others = [[block.slot for block in live.blocks] for live in stack.manager.live.values()]
+        first, *others = [stack.manager.tables[name] for name in stack.manager.live]
         for other in others:
             assert other[:5] == first[:5]
         assert not set.intersection(*(set(slots[5:]) for slots in (first, *others)))
@@ -123,7 +121,7 @@ async def test_a_sample_that_has_ended_holds_no_blocks_while_the_others_go_on(ru
             pass
         assert part.sample_index == 0
         async with asyncio.timeout(20):
-            while [live.sequence_id.rpartition("#")[2] for live in stack.manager.live.values()] != ["2.0"]:
+            while [name.rpartition("#")[2] for name in stack.manager.live] != ["2.0"]:
                 await asyncio.sleep(0.001)
         call.cancel()
 
@@ -143,7 +141,7 @@ async def test_a_prompt_that_cannot_be_shared_now_is_admitted_again(
     run_stack: StackFactory, no_read: bool, no_store: bool
 ) -> None:
     async with run_stack() as stack:
-        stack.manager.unsettled = 2
+        stack.manager.failing_forks = 2
         prompt = prompt_of(21)
         message = drawn(prompt, 40, n=4)
         message.cache.no_read, message.cache.no_store = no_read, no_store
@@ -162,7 +160,7 @@ async def test_samples_share_what_the_cache_must_not_know(run_stack: StackFactor
 
 async def test_samples_that_find_no_block_wait_and_preemption_does_not_change_them(run_stack: StackFactory) -> None:
     executor = FakeExecutor(max_tokens=120)
-    async with run_stack(executor=executor, manager=FakeManager(num_blocks=30)) as stack:
+    async with run_stack(executor=executor) as stack:
         prompt = prompt_of(23)
         outputs = await generate_samples(stack.stub, drawn(prompt, 60, n=16), 30)
         assert [output.token_ids for output in outputs] == expected(stack, prompt, 60, n=16)
@@ -198,54 +196,42 @@ async def test_cancelling_before_the_prompt_is_computed_forks_nothing(run_stack:
         assert stack.manager.forked_ids == []
 
 
-class SlowForks(FakeManager):
-    """Answers forks when told so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked = asyncio.Event()
-        self.may_answer = asyncio.Event()
-
-    async def ForkSequence(
-        self, request: kvcache_pb2.ForkSequenceRequest, context: object
-    ) -> kvcache_pb2.ForkSequenceResponse:
-        self.asked.set()
-        answer = await super().ForkSequence(request, context)
-        await self.may_answer.wait()
-        return answer
-
-
 async def test_cancelling_while_a_fork_is_answered_frees_it_and_its_copy(run_stack: StackFactory) -> None:
-    manager = SlowForks()
-    async with run_stack(manager=manager) as stack:
+    async with run_stack() as stack:
+        manager = stack.manager
+        manager.forks_end.clear()
         call = stack.stub.StreamGenerate(drawn(prompt_of(22), 300, n=3), timeout=30)
-        await manager.asked.wait()
+        await manager.until(lambda: manager.forked_ids)
         call.cancel()
         await waiting(stack, 0)
-        manager.may_answer.set()
+        manager.forks_end.set()
         await manager.settled()
         assert len(manager.forked_ids) == 1
         assert stack.executor.copied_tickets == []
 
 
 async def test_the_loop_steps_on_while_a_fork_is_answered(run_stack: StackFactory) -> None:
-    manager = SlowForks()
-    async with run_stack(manager=manager) as stack:
+    async with run_stack() as stack:
+        manager = stack.manager
+        manager.forks_end.clear()
         running = asyncio.create_task(run(stack, drawn(prompt_of(21), 30, n=2)))
-        await manager.asked.wait()
+        await manager.until(lambda: manager.forked_ids)
         # As far as the capacity that the first sample has already.
         await stack.executor.stepped(len(stack.executor.steps) + 2)
-        manager.may_answer.set()
+        manager.forks_end.set()
         assert await running == expected(stack, prompt_of(21), 30, n=2)
 
 
 async def test_a_manager_that_starts_again_costs_no_sample(run_stack: StackFactory) -> None:
     async with run_stack() as stack:
-        task = asyncio.create_task(run(stack, drawn(prompt_of(15), 70, n=4)))
-        await stack.manager.admitted(3)
+        prompts = [prompt_of(15, seed=seed) for seed in range(3)]
+        tasks = [asyncio.create_task(run(stack, drawn(prompt, 70, n=n))) for n, prompt in enumerate(prompts, 1)]
+        await stack.manager.admitted(5)
         stack.manager.restart()
-        assert await task == expected(stack, prompt_of(15), 70, n=4)
+        for n, (task, prompt) in enumerate(zip(tasks, prompts, strict=True), 1):
+            assert await task == expected(stack, prompt, 70, n=n)
         assert stack.manager.epoch == 2
+        assert any(name.endswith(".1") for name in stack.manager.admitted_ids)
 
 
 @pytest.mark.parametrize("forked", [1, 4])
@@ -253,8 +239,8 @@ async def test_an_executor_that_starts_again_costs_no_sample(run_stack: StackFac
     async with run_stack() as stack:
         task = asyncio.create_task(run(stack, drawn(prompt_of(15), 70, n=4)))
         await stack.manager.admitted(forked)
-        stack.manager.executor_lost()
         stack.executor.restart()
+        stack.manager.register()
         assert await task == expected(stack, prompt_of(15), 70, n=4)
         assert stack.executor.sessions == 2
 
