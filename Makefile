@@ -69,6 +69,7 @@ outages: dev ## Show what callers see while each process is paused, killed, late
 
 lint: dev ## Check style, formatting and the settings table; `make fix` repairs
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
+	@$(VENV)/bin/lint-imports
 	@$(PY) ops/settings_table.py
 
 fix: dev ## Repair what lint finds

@@ -20,8 +20,8 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import DecodeError, Message
 from prometheus_client import Gauge
 
-from cachemgr.blocks.block_record import BlockRecord, RecordError, decode, encode, encode_place
-from cachemgr.persistence.operator_state import pin_message, pin_of
+from cachemgr.blocks.block_record import BlockRecord
+from cachemgr.persistence.records import RecordError, decode_block, encode_block, encode_place, pin_message, pin_of
 from cachemgr.types import ManagerConfig, PinRecord
 from protos.kvcache.v1 import kvcache_pb2 as pb
 
@@ -85,7 +85,7 @@ class OperationLog:
             method=method,
             request=b"" if request is None else request.SerializeToString(),
             remembered=[
-                pb.RememberedBlock(place=encode_place(*block.place), record=encode(block)) for block in remembered
+                pb.RememberedBlock(place=encode_place(*block.place), record=encode_block(block)) for block in remembered
             ],
             pins=[pin_message(pin) for pin in pins],
             later=later,
@@ -161,7 +161,7 @@ def settings_of(start: pb.LoggedOperation) -> tuple[int, ManagerConfig]:
 def remembered_blocks(entry: pb.LoggedOperation) -> list[BlockRecord]:
     """What the store remembered of an executor. Raises OperationLogError."""
     try:
-        return [decode(block.place, block.record) for block in entry.remembered]
+        return [decode_block(block.place, block.record) for block in entry.remembered]
     except RecordError as error:
         raise OperationLogError("another version of the cache manager wrote this operation log") from error
 

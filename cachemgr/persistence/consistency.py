@@ -3,8 +3,9 @@
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import NamedTuple
 
-from cachemgr.blocks.block_record import BlockRecord, LeaseRecord, RecordError, decode, encode_place
+from cachemgr.blocks.block_record import BlockRecord, LeaseRecord
 from cachemgr.operators.operator_journal import Entry, entry_name
+from cachemgr.persistence.records import RecordError, decode_block, encode_place
 from cachemgr.persistence.write_queue import Place
 from cachemgr.slices import sliced
 from cachemgr.types import PinRecord
@@ -43,7 +44,7 @@ async def compare_blocks(
             continue
         seen.add(field)
         try:
-            record = decode(field, value)
+            record = decode_block(field, value)
         except RecordError as error:
             found.append(Difference(f"Redis holds what cannot be read: {error}", executor_id))
             expected.pop(field, None)

@@ -1,38 +1,25 @@
-"""What operators said, in Redis: rules, quotas, shares of pools, and pins. Written behind, read before all else.
+"""What operators said, in Redis: rules, quotas, shares of pools, and pins. Written behind, read before all else."""
 
-A value is a byte with the version, and a message of kvcache.proto. Times of pins are those of the executor's clock, as
-in `cachemgr/persistence/lease_clock.py`.
-"""
-
-import re
 from collections.abc import Container, Iterable, Iterator
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import structlog
-from google.protobuf.message import DecodeError, Message
 from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
 
-from cachemgr.blocks.block_record import RecordError
 from cachemgr.operators.operator_journal import Entry, Kind, entry_name
 from cachemgr.persistence.consistency import Difference, compare_entries
 from cachemgr.persistence.lease_clock import StoreClocks, pin_at_rest
 from cachemgr.persistence.loss_detection import MarkedWrites
 from cachemgr.persistence.ports import Restoring, Source
+from cachemgr.persistence.records import RecordError, decode_entry, encode_entry, to_message
 from cachemgr.persistence.redis_client import executor_key, operators_key
 from cachemgr.persistence.write_queue import EntryQueue, Hash
-from cachemgr.retention.rules import check_spec
-from cachemgr.types import PinRecord, PoolShare, Quota, RetentionRule, RuleAction, RuleMatch
-from protos.errors import ServiceError
+from cachemgr.types import PinRecord
 from protos.kvcache.v1 import kvcache_pb2 as pb
-from protos.kvcommon.eviction_message import EvictionPolicyRequest
-from protos.rpc.durations import duration, seconds
 
-_VERSION = b"\x01"
-_DIGEST_BYTES = 32
-_PIN_NAME = re.compile(r"pin-[0-9]{1,19}")
 _CHUNK = 64
 _SHARED = (Kind.RULE, Kind.QUOTA, Kind.SHARE)
 
@@ -105,7 +92,7 @@ class OperatorStore:
         async for field, value in self._redis.hscan_iter(_key(kind, executor_id), count=_CHUNK):
             try:
                 name = field.decode()
-                found[name] = decode(kind, name, value)
+                found[name] = decode_entry(kind, name, value)
             except (RecordError, UnicodeDecodeError):
                 unreadable += 1
         if unreadable:
@@ -162,7 +149,7 @@ class OperatorStore:
                 if entry is None:
                     pipeline.hdel(key, name)
                 else:
-                    pipeline.hset(key, name, encode(self._at_rest(entry, executor_id)))
+                    pipeline.hset(key, name, encode_entry(self._at_rest(entry, executor_id)))
 
         await self._writes.write([executor_id], fill)
 
@@ -180,180 +167,3 @@ def _chunks(names: list[str]) -> Iterator[list[str]]:
     yield list(islice(rest, _CHUNK))
     while chunk := list(islice(rest, _CHUNK)):
         yield chunk
-
-
-def to_message(entry: Entry) -> Message:
-    """As the store keeps it, and the operation log."""
-    match entry:
-        case RetentionRule():
-            return _rule(entry)
-        case Quota():
-            return quota_message(entry)
-        case PoolShare():
-            return share_message(entry)
-        case PinRecord():
-            return pin_message(entry)
-
-
-def _rule(spec: RetentionRule) -> pb.RetentionRule:
-    message = rule_message(spec)
-    # What clients are shown ends with microseconds.
-    for field, value in (
-        ("retention_duration", spec.action.duration),
-        ("pin_duration", spec.action.pin_duration),
-    ):
-        if value is not None:
-            getattr(message.action, field).FromNanoseconds(round(value * 1e9))
-    return message
-
-
-def pin_message(record: PinRecord) -> pb.RememberedPin:
-    """A pin as a message."""
-    return pb.RememberedPin(
-        name=record.name,
-        owner=record.owner,
-        remaining=record.remaining,
-        groups=[group for group, _ in record.blocks],
-        keys=b"".join(key for _, key in record.blocks),
-    )
-
-
-def pin_of(message: pb.RememberedPin) -> PinRecord:
-    """Raises RecordError for one that no manager wrote."""
-    keys = [message.keys[start : start + _DIGEST_BYTES] for start in range(0, len(message.keys), _DIGEST_BYTES)]
-    if not _PIN_NAME.fullmatch(message.name) or not message.owner:
-        raise RecordError("a pin needs a name and an owner")
-    if len(message.keys) != _DIGEST_BYTES * len(message.groups):
-        raise RecordError("a pin has a group for each key")
-    return PinRecord(message.name, message.owner, message.remaining, tuple(zip(message.groups, keys, strict=True)))
-
-
-def encode(entry: Entry) -> bytes:
-    """The hash value of an entry."""
-    return _VERSION + to_message(entry).SerializeToString(deterministic=True)
-
-
-def decode(kind: Kind, name: str, value: bytes) -> Entry:
-    """Reads an entry back. Raises RecordError for anything that `encode` did not write under this name."""
-    if value[:1] != _VERSION:
-        raise RecordError("entry of another version")
-    try:
-        entry = _decode(kind, value[1:])
-    except (DecodeError, ServiceError) as error:
-        raise RecordError("entry cannot be read") from error
-    if entry_name(entry) != name:
-        raise RecordError("entry under another name")
-    return entry
-
-
-def _decode(kind: Kind, data: bytes) -> Entry:
-    match kind:
-        case Kind.RULE:
-            spec = rule_of(pb.RetentionRule.FromString(data))
-            check_spec(spec)
-            return spec
-        case Kind.QUOTA:
-            quota = quota_of(pb.Quota.FromString(data))
-            if not (quota.tenant_id or quota.salt):
-                raise RecordError("a quota without an account")
-            return quota
-        case Kind.SHARE:
-            return share_of(pb.PoolShare.FromString(data))
-        case Kind.PIN:
-            return pin_of(pb.RememberedPin.FromString(data))
-
-
-def rule_of(message: pb.RetentionRule) -> RetentionRule:
-    """A rule."""
-    match, action = message.match, message.action
-    floor = action.offload_min_priority if action.HasField("offload_min_priority") else None
-    return RetentionRule(
-        name=message.name,
-        order=message.order,
-        match=RuleMatch(
-            salt=match.salt if match.HasField("salt") else None,
-            tenant_id=match.tenant_id if match.HasField("tenant_id") else None,
-            adapter_id=match.adapter_id if match.HasField("adapter_id") else None,
-            prefix_token_ids=tuple(match.prefix_token_ids),
-            start=match.start,
-            end=match.end if match.HasField("end") else None,
-        ),
-        action=RuleAction(
-            priority=action.retention_priority if action.HasField("retention_priority") else None,
-            duration=seconds(action.retention_duration) if action.HasField("retention_duration") else None,
-            pin_duration=seconds(action.pin_duration) if action.HasField("pin_duration") else None,
-            no_store=action.no_store,
-            offload_min_priority=floor,
-            eviction_policy=EvictionPolicyRequest.of(action.eviction_policy)
-            if action.HasField("eviction_policy")
-            else None,
-        ),
-        etag=message.etag,
-    )
-
-
-def rule_message(spec: RetentionRule) -> pb.RetentionRule:
-    """A rule as a message."""
-    match, action = spec.match, spec.action
-    return pb.RetentionRule(
-        name=spec.name,
-        etag=spec.etag,
-        order=spec.order,
-        match=pb.RuleMatch(
-            salt=match.salt,
-            tenant_id=match.tenant_id,
-            adapter_id=match.adapter_id,
-            prefix_token_ids=match.prefix_token_ids,
-            start=match.start or None,
-            end=match.end,
-        ),
-        action=pb.RuleAction(
-            retention_priority=action.priority,
-            retention_duration=None if action.duration is None else duration(action.duration),
-            pin_duration=None if action.pin_duration is None else duration(action.pin_duration),
-            no_store=action.no_store,
-            offload_min_priority=action.offload_min_priority,
-            eviction_policy=None if action.eviction_policy is None else action.eviction_policy.message(),
-        ),
-    )
-
-
-def quota_of(message: pb.Quota) -> Quota:
-    """A quota."""
-    account = message.WhichOneof("account")
-    device, host = message.HasField("device_ceiling_blocks"), message.HasField("host_ceiling_blocks")
-    return Quota(
-        tenant_id=message.tenant_id if account == "tenant_id" else None,
-        salt=message.salt if account == "salt" else None,
-        device_floor=message.device_floor_blocks,
-        device_ceiling=message.device_ceiling_blocks if device else None,
-        host_floor=message.host_floor_blocks,
-        host_ceiling=message.host_ceiling_blocks if host else None,
-    )
-
-
-def quota_message(spec: Quota) -> pb.Quota:
-    """A quota as a message."""
-    return pb.Quota(
-        tenant_id=spec.tenant_id,
-        salt=spec.salt,
-        device_floor_blocks=spec.device_floor,
-        device_ceiling_blocks=spec.device_ceiling,
-        host_floor_blocks=spec.host_floor,
-        host_ceiling_blocks=spec.host_ceiling,
-    )
-
-
-def share_of(message: pb.PoolShare) -> PoolShare:
-    """An operator's share of a pool."""
-    return PoolShare(message.pool_id, message.total_blocks, message.num_blocks, message.share_number)
-
-
-def share_message(share: PoolShare) -> pb.PoolShare:
-    """An operator's share of a pool as a message."""
-    return pb.PoolShare(
-        pool_id=share.pool_id,
-        total_blocks=share.total_blocks,
-        num_blocks=share.num_blocks,
-        share_number=share.number,
-    )

@@ -21,13 +21,14 @@ from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from cachemgr.blocks.block_record import BlockRecord, RecordError, decode, depth_of, encode, encode_place
+from cachemgr.blocks.block_record import BlockRecord
 from cachemgr.operators.operator_journal import Kind
 from cachemgr.persistence.consistency import Difference, compare_blocks
 from cachemgr.persistence.lease_clock import StoreClocks, at_rest, awake, pin_awake
 from cachemgr.persistence.loss_detection import OPERATORS, MarkedWrites, clock_key
 from cachemgr.persistence.operator_state import OperatorStore
 from cachemgr.persistence.ports import Restoring, Source
+from cachemgr.persistence.records import RecordError, decode_block, depth_of, encode_block, encode_place
 from cachemgr.persistence.redis_client import UNAVAILABLE, executor_key, operators_key, reason
 from cachemgr.persistence.write_queue import Changes, Current, Place, WriteQueue
 from cachemgr.types import PinRecord
@@ -447,7 +448,7 @@ def _chunks(
 
 
 def _add(pipeline: Pipeline, key: str, chunk: Chunk) -> None:
-    stored: dict[Any, Any] = {encode_place(*place): encode(block) for place, block in chunk if block is not None}
+    stored: dict[Any, Any] = {encode_place(*place): encode_block(block) for place, block in chunk if block is not None}
     removed = [encode_place(*place) for place, block in chunk if block is None]
     if stored:
         pipeline.hset(key, mapping=stored)
@@ -550,7 +551,7 @@ class Reading:
                 records, is_current, now = [], self.is_of(epoch()), time()
                 for place, value in packed[-_PART:]:
                     try:
-                        record = decode(place, value)
+                        record = decode_block(place, value)
                     except RecordError:
                         unreadable += 1
                         continue

@@ -11,7 +11,7 @@ from google.protobuf.field_mask_pb2 import FieldMask
 from cachemgr.blocks.hit_counters import MAX_WINDOW_SECONDS
 from cachemgr.blocks.quota import Account
 from cachemgr.operators.state_dump import StateDigest
-from cachemgr.persistence.operator_state import quota_message, quota_of, rule_message, rule_of
+from cachemgr.persistence.records import quota_message, quota_of, rule_message, rule_of
 from cachemgr.rpc import convert, convert_admin, paging, tenancy
 from cachemgr.rpc.mutations import ServiceContext, kept, long_mutation, mutation
 from cachemgr.slices import sliced, steady

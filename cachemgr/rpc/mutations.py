@@ -19,7 +19,7 @@ from google.protobuf.message import Message
 from cachemgr.blocks.block_record import BlockRecord
 from cachemgr.errors import ManagerFailedError
 from cachemgr.manager import CacheManager
-from cachemgr.persistence.operator_state import quota_of, rule_of, share_of
+from cachemgr.persistence.records import quota_of, rule_of, share_of
 from cachemgr.persistence.redis_index import IndexStore
 from cachemgr.rpc.event_feed import EventFeed
 from cachemgr.slices import SLICE_SECONDS

@@ -92,7 +92,7 @@ async def test_executors_of_earlier_managers_are_forgotten_when_managers_have_ru
     for hours in (11, 11):
         store = time.store(redis)
         # While no manager runs nobody can come.
-        time.now += 100 * HOUR
+        time.copied.now += 100 * HOUR
         await time.register(store, EXECUTOR)
         await time.pass_by(store, hours)
         assert await is_kept(redis)

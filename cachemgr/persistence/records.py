@@ -1,0 +1,297 @@
+"""What Redis keeps: a message of kvcache.proto for each block, and for each rule, quota, share and pin.
+
+Those of operators have a byte with the version before them. Times of leases and pins are those of the executor's clock,
+as in `cachemgr/persistence/lease_clock.py`.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+
+from google.protobuf.message import DecodeError, Message
+
+from cachemgr.blocks.block_record import BackupRecord, BlockRecord, LeaseRecord
+from cachemgr.operators.operator_journal import Entry, Kind, entry_name
+from cachemgr.retention.rules import check_spec
+from cachemgr.tokens import TOKEN_BYTES
+from cachemgr.types import PinRecord, PoolShare, Quota, RetentionRule, RuleAction, RuleMatch, TierKind
+from protos.errors import ServiceError
+from protos.kvcache.v1 import kvcache_pb2 as pb
+from protos.kvcommon.eviction_message import EvictionPolicyRequest
+from protos.rpc.durations import duration, seconds
+
+# group, tier, slot
+_PLACE = struct.Struct("<IBI")
+_VERSION = b"\x01"
+_DIGEST_BYTES = 32
+_PIN_NAME = re.compile(r"pin-[0-9]{1,19}")
+
+
+class RecordError(ValueError):
+    """Bytes in Redis are no record of this version; whoever reads them leaves them out."""
+
+
+def encode_place(group: int, tier: TierKind, slot: int) -> bytes:
+    """The hash field of a block: where it is, so that a new block in a slot replaces the old one."""
+    return _PLACE.pack(group, tier, slot)
+
+
+def encode_block(record: BlockRecord) -> bytes:
+    """The hash value of a block; its place is in the field."""
+    message = pb.BlockRecord(
+        depth=record.depth,
+        key=record.key,
+        parent_key=record.parent_key,
+        tokens=record.tokens,
+        stored_step=record.stored_step,
+        generation=record.generation,
+        last_use=record.last_use,
+        extra=record.extra,
+        salt=record.salt,
+        adapter_id=record.adapter_id,
+        tenant_id=record.tenant_id,
+        session_id=record.session_id,
+    )
+    for holder, priority, lasts, remaining, floor in record.leases:
+        message.leases.add(
+            holder=holder,
+            retention_priority=priority,
+            duration=lasts,
+            remaining=remaining,
+            offload_min_priority=floor,
+        )
+    if record.backup is not None:
+        message.backup.tier, message.backup.slot, message.backup.generation = record.backup
+    return message.SerializeToString()
+
+
+def depth_of(value: bytes) -> int:
+    """The depth of a block whose record need not be readable: 0 then."""
+    try:
+        return pb.BlockRecord.FromString(value).depth
+    except DecodeError:
+        return 0
+
+
+def decode_block(place: bytes, value: bytes) -> BlockRecord:
+    """Reads a record back. Raises RecordError for anything that `encode_block` did not write."""
+    try:
+        message = pb.BlockRecord.FromString(value)
+    except DecodeError as error:
+        raise RecordError("record of another version") from error
+    key, parent_key, tokens, has = message.key, message.parent_key, message.tokens, message.HasField
+    if len(key) != _DIGEST_BYTES or len(parent_key) not in (0, _DIGEST_BYTES) or len(tokens) % TOKEN_BYTES:
+        raise RecordError("record cannot be read")
+    try:
+        group, tier, slot = _PLACE.unpack(place)
+        backup = message.backup if has("backup") else None
+        return BlockRecord(
+            group,
+            slot,
+            key,
+            parent_key or None,
+            message.depth,
+            tokens,
+            message.salt if has("salt") else None,
+            message.adapter_id if has("adapter_id") else None,
+            message.stored_step,
+            tuple([_lease(lease) for lease in message.leases]),
+            message.tenant_id if has("tenant_id") else None,
+            message.session_id if has("session_id") else None,
+            message.extra,
+            TierKind(tier),
+            message.generation,
+            message.last_use,
+            None if backup is None else BackupRecord(TierKind(backup.tier), backup.slot, backup.generation),
+        )
+    except (struct.error, ValueError) as error:
+        raise RecordError("record cannot be read") from error
+
+
+def _lease(message: pb.BlockRecord.Lease) -> LeaseRecord:
+    has = message.HasField
+    return LeaseRecord(
+        message.holder,
+        message.retention_priority,
+        message.duration if has("duration") else None,
+        message.remaining if has("remaining") else None,
+        message.offload_min_priority if has("offload_min_priority") else None,
+    )
+
+
+def to_message(entry: Entry) -> Message:
+    """As the store keeps it, and the operation log."""
+    match entry:
+        case RetentionRule():
+            return _rule(entry)
+        case Quota():
+            return quota_message(entry)
+        case PoolShare():
+            return share_message(entry)
+        case PinRecord():
+            return pin_message(entry)
+
+
+def _rule(spec: RetentionRule) -> pb.RetentionRule:
+    message = rule_message(spec)
+    # What clients are shown ends with microseconds.
+    for field, value in (
+        ("retention_duration", spec.action.duration),
+        ("pin_duration", spec.action.pin_duration),
+    ):
+        if value is not None:
+            getattr(message.action, field).FromNanoseconds(round(value * 1e9))
+    return message
+
+
+def pin_message(record: PinRecord) -> pb.RememberedPin:
+    """A pin as a message."""
+    return pb.RememberedPin(
+        name=record.name,
+        owner=record.owner,
+        remaining=record.remaining,
+        groups=[group for group, _ in record.blocks],
+        keys=b"".join(key for _, key in record.blocks),
+    )
+
+
+def pin_of(message: pb.RememberedPin) -> PinRecord:
+    """Raises RecordError for one that no manager wrote."""
+    keys = [message.keys[start : start + _DIGEST_BYTES] for start in range(0, len(message.keys), _DIGEST_BYTES)]
+    if not _PIN_NAME.fullmatch(message.name) or not message.owner:
+        raise RecordError("a pin needs a name and an owner")
+    if len(message.keys) != _DIGEST_BYTES * len(message.groups):
+        raise RecordError("a pin has a group for each key")
+    return PinRecord(message.name, message.owner, message.remaining, tuple(zip(message.groups, keys, strict=True)))
+
+
+def encode_entry(entry: Entry) -> bytes:
+    """The hash value of an entry."""
+    return _VERSION + to_message(entry).SerializeToString(deterministic=True)
+
+
+def decode_entry(kind: Kind, name: str, value: bytes) -> Entry:
+    """Reads an entry back. Raises RecordError for anything that `encode_entry` did not write under this name."""
+    if value[:1] != _VERSION:
+        raise RecordError("entry of another version")
+    try:
+        entry = _decode_entry(kind, value[1:])
+    except (DecodeError, ServiceError) as error:
+        raise RecordError("entry cannot be read") from error
+    if entry_name(entry) != name:
+        raise RecordError("entry under another name")
+    return entry
+
+
+def _decode_entry(kind: Kind, data: bytes) -> Entry:
+    match kind:
+        case Kind.RULE:
+            spec = rule_of(pb.RetentionRule.FromString(data))
+            check_spec(spec)
+            return spec
+        case Kind.QUOTA:
+            quota = quota_of(pb.Quota.FromString(data))
+            if not (quota.tenant_id or quota.salt):
+                raise RecordError("a quota without an account")
+            return quota
+        case Kind.SHARE:
+            return share_of(pb.PoolShare.FromString(data))
+        case Kind.PIN:
+            return pin_of(pb.RememberedPin.FromString(data))
+
+
+def rule_of(message: pb.RetentionRule) -> RetentionRule:
+    """A rule."""
+    match, action = message.match, message.action
+    floor = action.offload_min_priority if action.HasField("offload_min_priority") else None
+    return RetentionRule(
+        name=message.name,
+        order=message.order,
+        match=RuleMatch(
+            salt=match.salt if match.HasField("salt") else None,
+            tenant_id=match.tenant_id if match.HasField("tenant_id") else None,
+            adapter_id=match.adapter_id if match.HasField("adapter_id") else None,
+            prefix_token_ids=tuple(match.prefix_token_ids),
+            start=match.start,
+            end=match.end if match.HasField("end") else None,
+        ),
+        action=RuleAction(
+            priority=action.retention_priority if action.HasField("retention_priority") else None,
+            duration=seconds(action.retention_duration) if action.HasField("retention_duration") else None,
+            pin_duration=seconds(action.pin_duration) if action.HasField("pin_duration") else None,
+            no_store=action.no_store,
+            offload_min_priority=floor,
+            eviction_policy=EvictionPolicyRequest.of(action.eviction_policy)
+            if action.HasField("eviction_policy")
+            else None,
+        ),
+        etag=message.etag,
+    )
+
+
+def rule_message(spec: RetentionRule) -> pb.RetentionRule:
+    """A rule as a message."""
+    match, action = spec.match, spec.action
+    return pb.RetentionRule(
+        name=spec.name,
+        etag=spec.etag,
+        order=spec.order,
+        match=pb.RuleMatch(
+            salt=match.salt,
+            tenant_id=match.tenant_id,
+            adapter_id=match.adapter_id,
+            prefix_token_ids=match.prefix_token_ids,
+            start=match.start or None,
+            end=match.end,
+        ),
+        action=pb.RuleAction(
+            retention_priority=action.priority,
+            retention_duration=None if action.duration is None else duration(action.duration),
+            pin_duration=None if action.pin_duration is None else duration(action.pin_duration),
+            no_store=action.no_store,
+            offload_min_priority=action.offload_min_priority,
+            eviction_policy=None if action.eviction_policy is None else action.eviction_policy.message(),
+        ),
+    )
+
+
+def quota_of(message: pb.Quota) -> Quota:
+    """A quota."""
+    account = message.WhichOneof("account")
+    device, host = message.HasField("device_ceiling_blocks"), message.HasField("host_ceiling_blocks")
+    return Quota(
+        tenant_id=message.tenant_id if account == "tenant_id" else None,
+        salt=message.salt if account == "salt" else None,
+        device_floor=message.device_floor_blocks,
+        device_ceiling=message.device_ceiling_blocks if device else None,
+        host_floor=message.host_floor_blocks,
+        host_ceiling=message.host_ceiling_blocks if host else None,
+    )
+
+
+def quota_message(spec: Quota) -> pb.Quota:
+    """A quota as a message."""
+    return pb.Quota(
+        tenant_id=spec.tenant_id,
+        salt=spec.salt,
+        device_floor_blocks=spec.device_floor,
+        device_ceiling_blocks=spec.device_ceiling,
+        host_floor_blocks=spec.host_floor,
+        host_ceiling_blocks=spec.host_ceiling,
+    )
+
+
+def share_of(message: pb.PoolShare) -> PoolShare:
+    """An operator's share of a pool."""
+    return PoolShare(message.pool_id, message.total_blocks, message.num_blocks, message.share_number)
+
+
+def share_message(share: PoolShare) -> pb.PoolShare:
+    """An operator's share of a pool as a message."""
+    return pb.PoolShare(
+        pool_id=share.pool_id,
+        total_blocks=share.total_blocks,
+        num_blocks=share.num_blocks,
+        share_number=share.number,
+    )
