@@ -132,7 +132,7 @@ def all_or_nothing(found: int, everything: int) -> bool:
         (purge_a_prompt, DEVICE),
     ],
 )
-def test_no_domain_finds_what_another_owns(
+def test_no_scope_finds_blocks_of_another(
     tmp_path: Path, ask: Callable[[House, Domain, Domain], bool], pool: dict[str, int]
 ) -> None:
     house = build(tmp_path, pool)
@@ -178,7 +178,7 @@ def domain_of(block: pb.Block) -> Domain:
 
 
 @pytest.mark.parametrize("show", [list_blocks, list_prefixes, list_sequences, watch_events])
-def test_a_salt_shows_all_of_its_own_and_nothing_else(
+def test_a_listing_by_salt_has_all_of_it_and_nothing_else(
     tmp_path: Path, show: Callable[[House, str], list[Domain]]
 ) -> None:
     house = build(tmp_path, DEVICE, running=True)
@@ -186,7 +186,7 @@ def test_a_salt_shows_all_of_its_own_and_nothing_else(
         assert set(show(house, salt)) == {domain for domain in DOMAINS if domain[0] == salt}
 
 
-def test_a_purge_takes_all_of_a_salt_and_nothing_else(tmp_path: Path) -> None:
+def test_a_purge_removes_all_of_a_salt_and_nothing_else(tmp_path: Path) -> None:
     house = build(tmp_path, DEVICE)
     purged = set()
     for salt in SALTS[1:]:

@@ -1,4 +1,4 @@
-"""What operators see, purge, and how contradictions are found."""
+"""Listings and purges of operators, and the faults that a check of the pools reports."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from cachemgr.types import BlockFilter, Purged
 from tests.support.in_process_manager import World, wish
 
 
-def test_a_purge_drops_what_nobody_uses_and_says_so_before():
+def test_a_purge_removes_unused_blocks_and_a_dry_run_counts_them():
     world = World(12)
     world.cache(list(range(9)))
     world.run([*range(4), 50], "a")
@@ -25,7 +25,7 @@ def test_a_purge_drops_what_nobody_uses_and_says_so_before():
     assert world.cached_tokens(list(range(9))) == 4
 
 
-def test_a_purge_by_priority_takes_what_stands_on_a_purged_block_too():
+def test_a_purge_by_priority_removes_children_of_purged_blocks():
     world = World(12)
     world.cache(list(range(4)), retention=wish(10))
     world.cache(list(range(9)))
@@ -34,7 +34,7 @@ def test_a_purge_by_priority_takes_what_stands_on_a_purged_block_too():
     world.check()
 
 
-def test_a_purge_counts_what_windows_have_of_what_it_takes():
+def test_a_purge_counts_blocks_of_windows():
     world = World(12, windows=(None, 12))
     world.cache(list(range(4)), retention=wish(10))
     world.cache(list(range(9)))

@@ -1,4 +1,4 @@
-"""Admission: all or nothing, once, and only for who asks rightly."""
+"""Admissions: all or nothing, idempotent, and above the watermark."""
 
 import dataclasses
 
@@ -48,7 +48,7 @@ def test_the_same_id_with_other_content_is_refused(change):
     world.check()
 
 
-def test_an_admission_leaves_the_watermark_free_unless_it_is_alone():
+def test_an_admission_leaves_the_watermark_free_unless_no_other_sequence_runs():
     world = World(10, config=ManagerConfig(capacity_ahead_tokens=0, free_watermark=0.3))
     assert world.admit(list(range(32)), "a").admitted
     assert not world.admit([99]).admitted
@@ -63,7 +63,7 @@ def test_a_sequence_gets_capacity_ahead_while_the_watermark_stays_free():
     assert world.admit([3]).admitted is False
 
 
-def test_only_what_was_admitted_counts_as_queried():
+def test_only_admitted_tokens_count_as_queried():
     world = World(4)
     world.cache(list(range(9)))
     world.run(list(range(9)), "a")
@@ -84,7 +84,7 @@ def test_handles_grow_and_begin_behind_those_of_an_earlier_manager():
 
 
 @pytest.mark.parametrize("lower", [{"host_blocks": 3}, {"disk_blocks": 3}])
-def test_an_admission_takes_slots_of_computed_blocks_whose_offload_is_not_confirmed(lower):
+def test_an_admission_allocates_slots_whose_offload_is_not_confirmed(lower):
     world = World(4, windows=(None, 2), **lower)
     world.cache([0, 0, 0, 0, 1, 0, 0, 0, 0, 0], generate=4)
     assert world.admit([0, 0, 0, 0, 0, 0, 0, 0, 1, 0], "b").cached_tokens == 4

@@ -1,4 +1,4 @@
-"""What calls cost as the cache grows: work is counted, and doubling the cache must not do more than double it."""
+"""The work of calls as the cache grows: doubling the cache must not do more than double it."""
 
 import contextlib
 import gc
@@ -45,7 +45,7 @@ def test_an_admission_beside_full_lower_tiers_costs_its_blocks_and_not_their_squ
     assert cost(200) < LINEAR * cost(100)
 
 
-def test_the_copy_that_is_recalled_is_the_one_whose_block_goes_first(monkeypatch):
+def test_the_recalled_copy_is_the_first_in_eviction_order(monkeypatch):
     """The heap is compared with a look at all open copies, in lives with quotas, leases and lower tiers."""
     heap_first = OpenedCopies.first
     compared = 0
@@ -92,7 +92,7 @@ def test_forgetting_a_chain_costs_its_blocks_and_not_their_square(target, valida
     assert cost(200) < LINEAR * cost(100)
 
 
-def test_forgetting_a_session_that_others_share_costs_the_blocks_and_not_their_square():
+def test_forgetting_a_shared_session_costs_the_blocks_and_not_their_square():
     def cost(blocks: int) -> int:
         world = one_chain(blocks, session_id="x")
         # Another session goes on behind the chain, and a third one uses it.
@@ -137,7 +137,7 @@ def counted(owner: object, name: str) -> Iterator[list[int]]:
         yield calls
 
 
-def test_a_plan_of_what_goes_is_nothing_that_a_garbage_collection_walks():
+def test_a_removal_plan_is_not_tracked_by_the_garbage_collector():
     world = one_chain(64)
     pool = world.manager._state.pool("e/0")
     plan = RemovalPlan()

@@ -1,4 +1,4 @@
-"""Empty slots of a tier: those that were never taken come in portions, and each comes once."""
+"""Empty slots of a tier: added in portions, and allocated once each."""
 
 from cachemgr.blocks.tier import Tier
 from cachemgr.manager import CacheManager
@@ -8,7 +8,7 @@ from tests.support.work import work_of
 SLOTS = 10_000
 
 
-def test_every_slot_comes_once_in_order_and_then_those_that_were_given_back():
+def test_empty_slots_are_allocated_once_in_order_and_then_in_order_of_release():
     tier = Tier(TierKind.DEVICE, 100, SLOTS)
     assert tier.num_empty == SLOTS
     assert tier.all_empty() == list(range(101, 101 + SLOTS))
@@ -20,7 +20,7 @@ def test_every_slot_comes_once_in_order_and_then_those_that_were_given_back():
     assert [tier.take_empty(), tier.take_empty()] == [205, 103]
 
 
-def test_the_last_slots_are_withheld_first_also_when_others_were_given_back():
+def test_the_last_slots_are_withheld_first_also_after_releases():
     tier = Tier(TierKind.DEVICE, 0, SLOTS)
     taken = [tier.take_empty() for _ in range(5000)]
     tier.withhold(1000)
@@ -44,7 +44,7 @@ def test_a_registration_does_not_look_at_each_slot():
     assert cost(80_000) < 2 * cost(20_000)
 
 
-def test_slots_that_are_set_aside_for_remembered_blocks_are_all_there_again():
+def test_slots_set_aside_for_a_recovery_are_all_empty_after_it():
     tier = Tier(TierKind.HOST, 50, SLOTS)
     first = tier.take_empty()
     tier.await_remembered([1] * SLOTS)
@@ -53,7 +53,7 @@ def test_slots_that_are_set_aside_for_remembered_blocks_are_all_there_again():
     assert sorted([first, *tier.all_empty()]) == list(range(51, 51 + SLOTS))
 
 
-def test_slots_that_may_hold_a_remembered_block_are_withheld_last_those_never_filled_before_others():
+def test_slots_of_remembered_blocks_are_withheld_last():
     tier = Tier(TierKind.DEVICE, 0, 12)
     tier.await_remembered([0, 5, 5, 0, 5, 5, 5, 0, 5, 5, 5, 5])
     tier.withhold(5)

@@ -1,4 +1,4 @@
-"""Estimates against what sequences then really take."""
+"""Estimates against the blocks that sequences then allocate."""
 
 import pytest
 
@@ -60,7 +60,7 @@ def previewed(world: World, tokens: list[int], **options: object):
 
 @pytest.mark.parametrize("windows", [(None,), (5,), (None, 5)])
 @pytest.mark.parametrize("length", [1, 4, 9, 20, 33])
-def test_an_admission_takes_what_its_preview_says(windows, length):
+def test_an_admission_allocates_the_blocks_of_its_preview(windows, length):
     world = World(12, windows=windows)
     world.cache(list(range(100, 112)), retention=wish(20))
     world.cache(list(range(200, 212)), retention=wish(80))
@@ -70,7 +70,7 @@ def test_an_admission_takes_what_its_preview_says(windows, length):
 
 
 @pytest.mark.parametrize("host_blocks", [0, 1, 2, 8])
-def test_what_moves_to_the_host_and_what_is_lost_are_told_apart(host_blocks):
+def test_a_preview_tells_offloaded_from_evicted_blocks(host_blocks):
     world = World(6, host_blocks=host_blocks)
     world.cache([50, 51, 52, 53], retention=wish(10))
     world.cache([60, 61, 62, 63], retention=wish(40))
@@ -79,7 +79,7 @@ def test_what_moves_to_the_host_and_what_is_lost_are_told_apart(host_blocks):
 
 
 @pytest.mark.parametrize("window", [None, 5])
-def test_the_next_step_takes_what_the_estimate_says(window):
+def test_the_next_step_allocates_the_estimate(window):
     world = World(20, windows=(window,))
     world.run(list(range(7)), "a", no_store=True)
     for _ in range(20):

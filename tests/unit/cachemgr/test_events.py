@@ -1,4 +1,4 @@
-"""Events: numbered, without a gap, after a snapshot."""
+"""Removal events and their causes, and event numbers out of range."""
 
 import pytest
 

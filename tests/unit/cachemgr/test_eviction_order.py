@@ -1,4 +1,4 @@
-"""Which block goes next."""
+"""The eviction order of blocks."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -79,7 +79,7 @@ def between_others(count: int) -> tuple[EvictionQueue, list[Block]]:
     return order, blocks[1:-1]
 
 
-def test_no_block_that_comes_back_has_to_wait_for_all_that_have_gone():
+def test_the_work_of_an_insertion_is_independent_of_removed_blocks():
     def most_work(count: int) -> int:
         order, blocks = between_others(count)
 
@@ -96,7 +96,7 @@ def test_no_block_that_comes_back_has_to_wait_for_all_that_have_gone():
     assert most_work(400) < 2 * most_work(100)
 
 
-def test_when_very_many_have_gone_the_first_of_the_others_is_found():
+def test_the_first_block_is_found_after_very_many_removals():
     order, blocks = between_others(400)
     first = order.first()
     assert first is not None

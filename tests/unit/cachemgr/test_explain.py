@@ -1,4 +1,4 @@
-"""Why a prompt is found or not."""
+"""Reasons of prefix hits and misses."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def explain(world: World, tokens: list[int] = PROMPT, group: int = 0, **options:
     return found
 
 
-def test_what_is_there_is_shown_block_by_block():
+def test_cached_blocks_are_explained_one_by_one():
     world = World(8)
     world.cache(PROMPT, session_id="x", retention=wish(80, 5.0))
     world.now = 2.0
@@ -33,7 +33,7 @@ def test_what_is_there_is_shown_block_by_block():
     assert [age for _, _, age in found.blocks] == [2.0, 2.0]
 
 
-def test_what_was_never_stored():
+def test_a_block_that_was_never_committed_is_explained():
     world = World(8)
     world.cache(PROMPT[:4])
     found = explain(world)
@@ -41,7 +41,7 @@ def test_what_was_never_stored():
     assert found.removal is None
 
 
-def test_what_was_evicted_when_and_for_whom():
+def test_an_evicted_block_is_explained_with_time_and_sequence():
     world = World(4)
     world.cache(PROMPT, retention=wish(20))
     world.now = 3.0
@@ -54,7 +54,7 @@ def test_what_was_evicted_when_and_for_whom():
     assert found.removal_age == 2.0
 
 
-def test_what_was_purged_or_forgotten():
+def test_purged_and_forgotten_blocks_are_explained():
     world = World(8)
     world.cache(PROMPT)
     at_once(world.operators.purge(BlockFilter(), validate_only=False))
@@ -75,13 +75,13 @@ def test_what_was_purged_or_forgotten():
         ({"salt": "a", "adapter_id": 1}, {"adapter_id": 2}, MissReason.OTHER_SALT),
     ],
 )
-def test_what_lies_elsewhere(stored, asked, reason):
+def test_blocks_of_another_scope_are_the_reason_of_a_miss(stored, asked, reason):
     world = World(8)
     world.cache(PROMPT, **stored)
     assert explain(world, **asked).miss_reason is reason
 
 
-def test_what_is_being_computed():
+def test_a_block_that_is_being_computed_is_explained():
     world = World(8)
     world.admit(PROMPT, "a")
     assert explain(world).miss_reason is MissReason.BEING_COMPUTED

@@ -1,4 +1,4 @@
-"""Images in prompts: the same image hits, another misses, and nothing before it is lost by that."""
+"""Images in prompts: forks, truncations and prefix hits with extra keys."""
 
 import pytest
 from hypothesis import given
@@ -61,7 +61,7 @@ def test_a_sequence_truncated_within_an_image_is_found_again():
 
 
 @given(data=st.data())
-def test_what_is_found_has_the_same_images_at_the_same_places(data):
+def test_prefix_hits_have_the_same_images_at_the_same_positions(data):
     """Two prompts of few different tokens with images of random length: only what is equal is found, and all of it."""
     prompts = []
     for _ in range(2):

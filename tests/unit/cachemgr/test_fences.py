@@ -68,7 +68,7 @@ def test_a_fork_is_repeated_only_by_its_own_scheduler(world: World):
         world.manager.fork(stranger, "a", "b")
 
 
-def test_an_executor_is_told_of_the_schedulers_whose_lease_has_not_ended():
+def test_scheduler_ids_are_those_whose_lease_has_not_ended():
     world = World()
     world.manager.register_scheduler("other", 1)
     assert sorted(world.queries.scheduler_ids()) == ["other", "s"]

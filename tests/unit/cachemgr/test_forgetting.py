@@ -36,7 +36,7 @@ def test_a_salt_is_forgotten_and_overwritten_and_other_salts_stay():
     ) == (0, 9, 9)
 
 
-def test_slots_are_given_to_nobody_before_they_are_overwritten():
+def test_forgotten_slots_are_not_allocated_before_they_are_overwritten():
     world = World(4)
     world.cache(PROMPT, salt="a")
     forget(world, salt="a")
@@ -52,7 +52,7 @@ def test_slots_are_given_to_nobody_before_they_are_overwritten():
     assert world.admit([1] * 16).admitted
 
 
-def test_a_failed_overwrite_is_not_taken_for_done():
+def test_a_failed_overwrite_does_not_count():
     world = World(4)
     world.cache(PROMPT, salt="a")
     forget(world, salt="a")
@@ -83,7 +83,7 @@ def test_used_blocks_are_overwritten_when_their_last_user_ends():
     assert world.free == 12
 
 
-def test_promises_of_a_forgotten_sequence_are_matched_by_nobody_any_more():
+def test_uncomputed_blocks_of_a_forgotten_sequence_are_not_matched():
     world = World(12)
     world.admit(PROMPT, "live", salt="a")
     forget(world, salt="a")
@@ -123,7 +123,7 @@ def test_a_copy_that_is_under_way_does_not_save_its_source():
     assert world.free == 12
 
 
-def test_a_prefix_goes_with_all_that_stands_on_it_and_what_is_before_it_too():
+def test_a_prefix_is_forgotten_with_its_descendants_and_ancestors():
     world = World(16)
     world.cache([*PROMPT[:8], 50, 51])
     world.cache([*PROMPT[:4], 60, 61, 62, 63])
@@ -135,7 +135,7 @@ def test_a_prefix_goes_with_all_that_stands_on_it_and_what_is_before_it_too():
     assert world.device.count(None, PROMPT[0]) == 0
 
 
-def test_blocks_that_another_session_stands_on_stay():
+def test_blocks_with_children_of_another_session_stay():
     world = World(16)
     world.cache(PROMPT, session_id="x")
     world.cache([*PROMPT[:4], 50, 51, 52, 53], session_id="y")
@@ -145,7 +145,7 @@ def test_blocks_that_another_session_stands_on_stay():
     assert world.found([*PROMPT[:4], 50, 51, 52, 53]) == 8
 
 
-def test_blocks_that_another_session_uses_stay_and_unused_ones_go():
+def test_blocks_in_use_by_another_session_stay_and_unused_ones_are_forgotten():
     world = World(16)
     world.cache(PROMPT, session_id="x")
     world.run([*PROMPT[:4], 50], "live", session_id="y")
@@ -156,7 +156,7 @@ def test_blocks_that_another_session_uses_stay_and_unused_ones_go():
     world.check()
 
 
-def test_what_is_on_its_way_down_is_overwritten_once_it_has_arrived():
+def test_forgotten_blocks_in_flight_are_overwritten_behind_the_copy():
     world = World(3, host_blocks=3)
     world.cache(PROMPT, salt="a")
     world.admit(list(range(100, 112)), "b")
@@ -169,7 +169,7 @@ def test_what_is_on_its_way_down_is_overwritten_once_it_has_arrived():
     assert world.device.count("a", PROMPT[0]) == 0
 
 
-def test_windowed_groups_lose_what_the_salt_stored_wherever_it_stands():
+def test_windowed_groups_forget_all_blocks_of_the_salt():
     world = World(16, windows=(None, 3))
     world.cache(PROMPT, salt="a")
     world.cache(PROMPT)
@@ -214,7 +214,7 @@ def test_a_pin_does_not_put_forgetting_off():
 
 
 @pytest.mark.parametrize("windows", [(3,), (None, 3)])
-def test_what_another_session_uses_in_a_window_stays_when_the_blocks_before_it_go(windows):
+def test_window_blocks_in_use_by_another_session_outlive_forgotten_ancestors(windows):
     world = World(12, windows=windows)
     world.cache([*range(12)], session_id="x")
     assert world.run([*range(12), 50], "other", session_id="y").cached_tokens == 12
@@ -239,7 +239,7 @@ def failing_on_the_way_down(world: World, tokens: list[int], group: int, depth: 
     world.check()
 
 
-def test_a_window_keeps_nothing_for_another_session_that_is_lost_with_full_attention():
+def test_a_window_keeps_no_block_whose_full_attention_block_is_forgotten():
     world = World(8, windows=(None, 5), host_blocks=8)
     first = [10, 11, 12, 13]
     world.cache(first, session_id="x")
@@ -253,7 +253,7 @@ def test_a_window_keeps_nothing_for_another_session_that_is_lost_with_full_atten
     assert [held for held in below if held.position < 4] == []
 
 
-def test_a_window_with_a_gap_keeps_nothing_of_a_prefix_behind_it():
+def test_a_prefix_is_forgotten_behind_a_gap_in_a_window():
     world = World(8, windows=(None, 5), host_blocks=8)
     world.cache(list(range(12)))
     failing_on_the_way_down(world, list(range(12)), group=1, depth=1)
@@ -262,7 +262,7 @@ def test_a_window_with_a_gap_keeps_nothing_of_a_prefix_behind_it():
     assert receipt.zeroing_blocks == 5
 
 
-def test_another_sessions_hold_goes_on_where_only_a_window_loses_blocks():
+def test_another_sessions_hold_outlives_forgotten_window_blocks():
     world = World(20, windows=(None, 3))
     world.cache([*range(12)], session_id="x")
     world.run([*range(12), 50], "other", session_id="y", no_store=True)

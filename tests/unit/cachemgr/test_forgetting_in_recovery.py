@@ -1,4 +1,4 @@
-"""Forgetting what is not in the index yet: remembered blocks come back after the call has begun, or do not."""
+"""Forgetting and purging of blocks that the store remembers and the index does not have yet."""
 
 import pytest
 
@@ -91,7 +91,7 @@ def test_forgotten_blocks_are_not_restored(forget, target):
     check_forgotten(world)
 
 
-def test_what_is_cached_after_it_was_forgotten_comes_back():
+def test_blocks_cached_after_a_forget_are_restored():
     world = cached()
     at_once(world.operators.forget(TARGETS[0], validate_only=False))
     world.run_executor_copies()
@@ -102,7 +102,7 @@ def test_what_is_cached_after_it_was_forgotten_comes_back():
     world.check()
 
 
-def test_what_stands_on_a_forgotten_block_whose_bytes_are_lost_does_not_come_back():
+def test_children_of_forgotten_blocks_with_lost_bytes_are_not_restored():
     world = World(12)
     world.cache(list(range(10, 15)), salt="a", session_id="x")
     world.cache(list(range(10, 27)), salt="a", session_id="y")
@@ -132,9 +132,7 @@ def test_beyond_the_bound_an_executor_that_was_away_brings_nothing_back(monkeypa
 
 @pytest.mark.parametrize("starts_again", [False, True])
 @pytest.mark.parametrize("target", TARGETS)
-def test_what_was_still_to_be_overwritten_when_the_executor_was_lost_is_overwritten_when_it_comes_back(
-    target, starts_again
-):
+def test_open_overwrites_of_a_lost_executor_are_done_when_it_registers_again(target, starts_again):
     world = World(12, host_blocks=6)
     world.cache(PROMPT, salt="a", session_id="x")
     world.cache(PROMPT, salt="b", session_id="y")
@@ -152,7 +150,7 @@ def test_what_was_still_to_be_overwritten_when_the_executor_was_lost_is_overwrit
     check_forgotten(world)
 
 
-def test_what_was_purged_in_a_recovery_does_not_come_back_when_the_executor_is_lost_in_it():
+def test_blocks_purged_in_a_recovery_are_not_restored_after_a_loss_of_the_executor():
     world = cached()
     world.begin_recovery()
     at_once(world.operators.purge(BlockFilter(salt="a"), validate_only=False))
@@ -164,7 +162,7 @@ def test_what_was_purged_in_a_recovery_does_not_come_back_when_the_executor_is_l
     assert [world.found(PROMPT, salt=salt) for salt in "ab"] == [0, 9]
 
 
-def test_what_was_purged_in_a_recovery_does_not_come_back_when_the_executor_starts_again():
+def test_blocks_purged_in_a_recovery_are_not_restored_after_a_restart_of_the_executor():
     world = World(12, host_blocks=6)
     world.cache(PROMPT, salt="a")
     world.cache(PROMPT, salt="b")
@@ -179,7 +177,7 @@ def test_what_was_purged_in_a_recovery_does_not_come_back_when_the_executor_star
     assert [world.found(PROMPT, salt=salt) for salt in "ab"] == [0, 9]
 
 
-def test_a_purge_in_a_recovery_means_nothing_that_is_cached_after_it():
+def test_a_purge_in_a_recovery_spares_blocks_cached_after_it():
     world = cached()
     world.begin_recovery()
     at_once(world.operators.purge(BlockFilter(salt="a"), validate_only=False))

@@ -1,4 +1,4 @@
-"""Extend, truncate, fork and hold."""
+"""Extensions, truncations, forks and holds of sequences."""
 
 import pytest
 
@@ -14,7 +14,7 @@ from protos.errors import InvalidField
 from tests.support.in_process_manager import World, snapshot
 
 
-def test_an_extension_that_finds_too_few_blocks_takes_none():
+def test_an_extension_with_too_few_free_blocks_allocates_none():
     world = World(4)
     world.admit([1, 2], "a")
     world.admit([3, 4], "b")
@@ -60,7 +60,7 @@ def test_a_truncation_into_blocks_that_others_share_is_refused_and_changes_nothi
     assert truncate(world, "b", 13).freed_blocks == 0
 
 
-def test_a_truncation_before_a_window_that_is_given_back_is_refused():
+def test_a_truncation_before_a_released_window_is_refused():
     world = World(12, windows=(3,))
     world.run(list(range(12)), "a")
     with pytest.raises(WindowPassedError):
@@ -69,7 +69,7 @@ def test_a_truncation_before_a_window_that_is_given_back_is_refused():
 
 
 @pytest.mark.parametrize("prompt", [1, 4, 7, 8, 9])
-def test_a_fork_of_the_prompt_leaves_its_last_token_to_compute_however_far_the_first_sequence_is(prompt):
+def test_a_fork_of_the_prompt_leaves_its_last_token_to_compute_however_far_its_parent_is(prompt):
     world = World(24)
     tokens = list(range(prompt))
     world.run(tokens, "a", generate=6)
@@ -94,7 +94,7 @@ def test_a_fork_of_the_prompt_leaves_its_last_token_to_compute_however_far_the_f
 
 
 @pytest.mark.parametrize("num_tokens", [0, 12])
-def test_a_fork_has_at_least_one_token_and_none_that_the_first_sequence_has_not(num_tokens):
+def test_a_fork_has_at_least_one_token_and_at_most_those_of_its_parent(num_tokens):
     world = World(12)
     world.run(list(range(10)), "a")
     with pytest.raises(InvalidField) as refused:
@@ -103,7 +103,7 @@ def test_a_fork_has_at_least_one_token_and_none_that_the_first_sequence_has_not(
     assert [view.sequence_id for view in world.queries.sequences()] == ["a"]
 
 
-def test_a_fork_of_tokens_before_a_window_that_is_given_back_is_refused():
+def test_a_fork_before_a_released_window_is_refused():
     world = World(24, windows=(None, 3))
     world.run(list(range(9)), "a", generate=4)
     assert world.manager.fork(world.caller, "a", "b", 12).admitted
@@ -128,7 +128,7 @@ def test_a_fork_is_idempotent_and_its_id_is_checked():
     assert list(refused.value.fields) == ["parent_sequence_id"]
 
 
-def test_what_waits_cannot_be_forked():
+def test_a_waiting_sequence_cannot_be_forked():
     world = World(12)
     world.cache(list(range(6)))
     world.admit([*range(5), 90, 91], "a")
@@ -141,7 +141,7 @@ def test_what_waits_cannot_be_forked():
     world.check()
 
 
-def test_a_hold_keeps_blocks_from_the_release_on_until_its_time_is_over():
+def test_a_hold_lasts_from_the_release_on_for_its_duration():
     world = World(8)
     world.run(list(range(9)), "a")
     assert world.manager.hold(world.caller, "a", "me", 5.0) == 3

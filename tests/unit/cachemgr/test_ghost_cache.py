@@ -1,4 +1,4 @@
-"""Ghost caches tell what a pool of another size, or one that knew no wishes, would really have found."""
+"""Ghost caches predict the hits of a pool of another size, or of one without retention."""
 
 import random
 from dataclasses import replace
@@ -106,7 +106,7 @@ def endless_tokens(prompts):
 @pytest.mark.parametrize("partial", [True, False])
 @pytest.mark.parametrize("block_size", [4, 8, 16, 32])
 @pytest.mark.parametrize("longest", [24, 60])
-def test_short_prompts_of_any_kind_are_promised_what_a_pool_of_that_size_finds(longest, block_size, partial):
+def test_ghost_caches_predict_the_hits_of_short_prompts(longest, block_size, partial):
     prompts = alike(random.Random(longest * block_size), 700, longest)
     asked = sum(map(len, prompts))
     config = replace(
@@ -134,7 +134,7 @@ def test_short_prompts_of_any_kind_are_promised_what_a_pool_of_that_size_finds(l
         assert promised[size] == pytest.approx(play(size)[1], abs=POINT * asked), size
 
 
-def test_what_was_found_again_outlasts_what_never_was():
+def test_reused_blocks_outlast_others_in_a_ghost_cache():
     driver = Driver(10, config=replace(CONFIG, ghost_sample=10))
     driver.cache("first", prompt(0, 64))
     driver.cache("again", prompt(0, 64))
@@ -146,7 +146,7 @@ def test_what_was_found_again_outlasts_what_never_was():
     assert hits == {RETENTION: 4, LRU: 4, REUSED: 8}
 
 
-def test_only_what_somebody_has_computed_stays():
+def test_only_computed_blocks_stay_in_a_ghost_cache():
     driver = Driver(16, config=replace(CONFIG, ghost_sample=16))
     driver.admit("gives up", prompt(0, 64))
     driver.manager.release(CALLER, "gives up")
@@ -160,7 +160,7 @@ def test_only_what_somebody_has_computed_stays():
     assert {one.hit_blocks for one in found.caches if one.total_blocks == 16} == {4}
 
 
-def test_only_what_lies_in_the_window_counts():
+def test_only_requests_in_the_time_window_count():
     driver = Driver(16, config=replace(CONFIG, ghost_sample=16))
     driver.cache("before", prompt(0, 64))
     driver.now = 100.0

@@ -53,14 +53,14 @@ def with_prompt(num_blocks: int = 10, **options: object) -> World:
         ("Share", {}),
     ],
 )
-def test_what_is_not_cached_is_missing_and_nothing_changes(kind, payload):
+def test_hints_about_uncached_prompts_are_missing_and_change_nothing(kind, payload):
     world = with_prompt()
     before = state_hash(world.queries.state())
     assert send(world, kind, [1, 2, 3, 4], **payload) == (MISSING, 0)
     assert state_hash(world.queries.state()) == before
 
 
-def test_what_is_retained_has_the_priority_for_the_time():
+def test_retained_blocks_have_the_priority_for_the_duration():
     world = with_prompt()
     assert send(world, "Retain", priority=80, duration_seconds=5) == (ACCEPTED, 2)
     assert [priority for _, priority in blocks(world)] == [80, 80]
@@ -70,7 +70,7 @@ def test_what_is_retained_has_the_priority_for_the_time():
     assert [priority for _, priority in blocks(world)] == [35, 35]
 
 
-def test_what_a_hint_without_a_session_keeps_without_an_end_ends_after_a_day():
+def test_an_endless_lease_of_a_hint_ends_after_a_day():
     world = World(10, config=dataclasses.replace(CONFIG, lease_seconds=1e9))
     world.cache(PROMPT)
     assert send(world, "Retain", priority=80) == (CLIPPED, 2)
@@ -89,7 +89,7 @@ def test_pins_are_accepted_clipped_or_rejected_by_their_budget():
         assert [hold.num_blocks for hold in world.queries.holds("hint/agent")] == [answer[1]] * (answer[1] > 0)
 
 
-def test_pins_of_callers_end_when_their_wishes_must_and_are_theirs_alone():
+def test_pins_by_hints_are_bounded_in_time_and_owned_by_their_caller():
     world = with_prompt(config=dataclasses.replace(CONFIG, max_retention_seconds=5.0, pin_budget=0.2))
     world.operators.pin_prefix(Prefix(tuple(PROMPT)), "agent", 60.0, validate_only=False)
     assert send(world, "Pin", owner="agent", duration_seconds=50) == (CLIPPED, 2)
@@ -103,7 +103,7 @@ def test_pins_of_callers_end_when_their_wishes_must_and_are_theirs_alone():
     world.check()
 
 
-def test_what_is_demoted_goes_first():
+def test_demoted_blocks_are_evicted_first():
     world = with_prompt(4)
     world.cache([50, 51, 52, 53])
     assert send(world, "Retain", [50, 51, 52, 53], priority=80, duration_seconds=5)[0] is ACCEPTED
@@ -123,7 +123,7 @@ def test_a_demotion_to_the_host_begins_copies_that_the_executor_runs():
     assert [tier for tier, _ in blocks(world)] == [TierKind.HOST] * 2
 
 
-def test_what_is_used_or_has_no_place_to_go_stays():
+def test_blocks_in_use_or_without_a_host_slot_are_not_demoted():
     world = with_prompt(8)
     assert send(world, "Demote", tier="host") == (REJECTED, 0)
     world = World(8, host_blocks=1)
@@ -134,7 +134,7 @@ def test_what_is_used_or_has_no_place_to_go_stays():
     assert send(world, "Demote", tier="host") == (REJECTED, 0)
 
 
-def test_a_prefetch_brings_back_what_lies_below():
+def test_a_prefetch_onloads_blocks_of_lower_tiers():
     world = with_prompt(4, host_blocks=4)
     assert send(world, "Prefetch") == (ACCEPTED, 0)
     send(world, "Demote", tier="host")
@@ -158,7 +158,7 @@ def test_prefetched_blocks_stay_on_the_device_when_the_manager_starts_again():
     world.check()
 
 
-def test_what_is_on_its_way_to_the_device_is_not_fetched_again():
+def test_blocks_in_flight_are_not_prefetched_again():
     world = with_prompt(8, host_blocks=4)
     send(world, "Demote", tier="host")
     world.run_executor_copies()
@@ -192,7 +192,7 @@ def test_what_is_on_its_way_to_the_device_is_not_fetched_again():
         ("Demote", "0.1", {"tier": "tape"}, "payload.tier"),
     ],
 )
-def test_an_action_that_means_nothing_is_rejected_by_itself(kind, version, payload, detail):
+def test_an_invalid_action_is_rejected_by_itself(kind, version, payload, detail):
     world = with_prompt()
     before = state_hash(world.queries.state())
     (answer,), begun = world.operators.hint(Prefix(tuple(PROMPT)), hints(kind, version, **payload), None)
@@ -201,7 +201,7 @@ def test_an_action_that_means_nothing_is_rejected_by_itself(kind, version, paylo
     assert state_hash(world.queries.state()) == before
 
 
-def test_what_a_request_retains_is_deferred_until_it_is_computed():
+def test_a_retain_of_a_request_is_deferred_until_its_blocks_are_computed():
     world = World(8)
     admission = world.run(PROMPT, "a", session_id="x", hints=hints("Retain", priority=80, duration_seconds=5))
     (answer,) = admission.hint_answers
@@ -257,7 +257,7 @@ def test_a_prompt_is_hashed_looked_up_and_leased_once_for_all_actions(kind, payl
     world.check()
 
 
-def test_of_several_wishes_in_one_envelope_the_last_counts():
+def test_the_last_retention_request_of_an_envelope_counts():
     world = with_prompt()
     wishes = [("Retain", {"priority": 80}), ("Demote", {}), ("Retain", {"priority": 60}), ("Retain", {"priority": 101})]
     answers, _ = world.operators.hint(Prefix(tuple(PROMPT)), many(*wishes), None)
@@ -286,7 +286,7 @@ def test_actions_that_move_blocks_are_seen_by_those_behind_them():
     assert [tier for tier, _ in blocks(world)] == [TierKind.DEVICE] * 2
 
 
-def test_a_wish_between_two_demotions_gives_the_second_a_place_to_go():
+def test_a_retain_between_two_demotions_lets_the_second_offload():
     world = World(8, host_blocks=2)
     world.cache([70, 71, 72, 73, 74, 75, 76, 77], retention=wish(60))
     send(world, "Demote", [70, 71, 72, 73, 74, 75, 76, 77], tier="host")
@@ -302,7 +302,7 @@ def test_a_wish_between_two_demotions_gives_the_second_a_place_to_go():
     world.check()
 
 
-def test_a_prefetch_takes_what_a_window_still_has_when_room_was_made_in_another_group():
+def test_a_prefetch_onloads_a_windows_blocks_left_after_evictions_in_another_group():
     world = World(3, windows=(None, 5), host_blocks=2)
     at_once(world.operators.update_pool("e/0", 2, world.queries.pool("e/0").etag, validate_only=False))
     world.cache(list(range(8)))

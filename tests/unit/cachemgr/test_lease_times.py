@@ -1,4 +1,4 @@
-"""RetentionPlan as leases: when their clock starts, what is left when they end, and who hears of it."""
+"""Leases in time: the start of their clock, their end, and their events."""
 
 import dataclasses
 from random import Random
@@ -35,7 +35,7 @@ def patient(num_blocks=8):
     return World(num_blocks, config=dataclasses.replace(CONFIG, lease_seconds=1e9))
 
 
-def test_the_clock_starts_when_the_block_can_be_taken():
+def test_the_clock_of_a_lease_starts_when_its_block_becomes_evictable():
     world = patient()
     world.run(PROMPT, "a", retention=wish(80, 10.0))
     world.now = 50.0
@@ -47,14 +47,14 @@ def test_the_clock_starts_when_the_block_can_be_taken():
     assert first(world) == 35
 
 
-def test_a_session_does_not_take_the_place_of_a_request_of_the_same_name():
+def test_a_session_does_not_replace_the_lease_of_a_request_with_the_same_name():
     world = patient()
     world.cache(PROMPT, request_id="chat", retention=wish(80))
     world.cache(PROMPT, session_id="chat", retention=wish(10))
     assert first(world) == 80
 
 
-def test_a_later_attempt_of_a_request_takes_the_place_of_its_earlier_one():
+def test_a_later_attempt_of_a_request_replaces_its_lease():
     world = patient()
     world.cache(PROMPT, request_id="a", retention=wish(80, 5.0))
     world.cache(PROMPT, request_id="a", retention=wish(60, 9.0))
@@ -62,7 +62,7 @@ def test_a_later_attempt_of_a_request_takes_the_place_of_its_earlier_one():
     world.check()
 
 
-def test_the_end_of_a_wish_does_not_change_when_the_block_was_last_used():
+def test_the_end_of_a_lease_keeps_the_time_of_last_use():
     world = patient(4)
     world.cache([10, 11, 12, 13])
     world.cache([20, 21, 22, 23], retention=wish(80, 1.0))
@@ -78,7 +78,7 @@ def test_the_end_of_a_wish_does_not_change_when_the_block_was_last_used():
     assert lost == [{20, 30}, {30}, set()]
 
 
-def test_a_longer_block_takes_over_the_wishes_for_the_shorter_one_that_it_covers():
+def test_a_longer_block_takes_over_the_leases_of_the_shorter_one_that_it_covers():
     world = patient()
     world.cache([1, 2], session_id="s", retention=wish(80, 10.0))
     world.now = 4.0
@@ -89,7 +89,7 @@ def test_a_longer_block_takes_over_the_wishes_for_the_shorter_one_that_it_covers
     assert list(priorities(world).values()) == [50]
 
 
-def test_leases_that_are_granted_end_or_break_are_told():
+def test_leases_have_events_when_granted_ended_and_broken():
     world = patient(4)
     world.cache(PROMPT, session_id="s", retention=wish(80, 5.0))
     holder = "session/s"
@@ -113,7 +113,7 @@ def test_leases_that_are_granted_end_or_break_are_told():
     assert lease_events(world, before) == [(EventKind.LEASE_BROKEN, event.block.slot, holder, 60) for event in broken]
 
 
-def test_eviction_breaks_leases_and_says_so_before_the_block_is_gone():
+def test_an_eviction_breaks_leases_before_it_removes_the_block():
     world = patient(3)
     world.cache([1, 2, 3, 4], retention=wish(80, 50.0))
     before = world.queries.last_event
@@ -122,7 +122,7 @@ def test_eviction_breaks_leases_and_says_so_before_the_block_is_gone():
     assert kinds == [(EventKind.LEASE_BROKEN, RemovalCause.EVICTED), (EventKind.REMOVED, RemovalCause.EVICTED)]
 
 
-def test_a_snapshot_tells_of_live_leases():
+def test_a_snapshot_has_the_live_leases():
     world = patient()
     world.cache([1, 2, 3, 4], session_id="s", retention=wish(80, 5.0))
     world.now = 2.0
@@ -131,7 +131,7 @@ def test_a_snapshot_tells_of_live_leases():
     assert [(lease.holder, lease.priority, lease.remaining) for lease in leases] == [("session/s", 80, 3.0)]
 
 
-def test_wishes_for_a_promised_block_that_never_comes_end_with_it():
+def test_leases_of_a_promised_block_that_is_never_computed_end_with_it():
     world = patient()
     world.admit([1, 2, 3, 4, 5, 6, 7, 8, 9], "writer")
     world.admit([1, 2, 3, 4, 5, 6, 7, 8, 9], "reader", retention=wish(80, 5.0))
@@ -145,7 +145,7 @@ def test_wishes_for_a_promised_block_that_never_comes_end_with_it():
     assert world.queries.events_after(before) == []
 
 
-def test_a_restarted_manager_goes_on_with_the_time_that_is_left():
+def test_a_lease_keeps_its_remaining_time_over_a_restart():
     world = patient()
     world.cache(PROMPT, session_id="s", retention=wish(80, 10.0))
     world.now = 4.0
@@ -162,7 +162,7 @@ def test_a_restarted_manager_goes_on_with_the_time_that_is_left():
     assert first(world) == 35
 
 
-def test_wishes_for_the_output_have_a_time_of_their_own():
+def test_decode_blocks_have_a_duration_of_their_own():
     world = patient()
     retention = Retention((RetentionRange(0, None, 80, 5.0),), 60, 20.0)
     world.cache([1, 2, 3, 4], generate=4, retention=retention)
@@ -187,7 +187,7 @@ def test_leases_end_in_the_order_of_their_deadlines_whatever_their_durations():
     assert len(book) == 0
 
 
-def test_of_very_many_leases_that_are_over_at_once_each_call_ends_a_part(monkeypatch):
+def test_very_many_leases_end_a_part_per_call(monkeypatch):
     monkeypatch.setattr(leases, "ENDED_AT_A_TIME", 2)
     world = patient()
     world.cache(list(range(12)), retention=Retention((RetentionRange(0, None, 80, 5.0),)))
@@ -201,7 +201,7 @@ def test_of_very_many_leases_that_are_over_at_once_each_call_ends_a_part(monkeyp
     assert left == [[35, 35, 80, 90], [35, 35, 35, 35]]
 
 
-def test_a_lease_that_is_over_and_not_yet_ended_covers_no_other(monkeypatch):
+def test_a_lease_past_its_deadline_covers_no_other(monkeypatch):
     monkeypatch.setattr(leases, "ENDED_AT_A_TIME", 1)
     world = patient()
     world.cache([1, 2, 3, 4], retention=Retention((RetentionRange(0, None, 90, 5.0),)))
@@ -214,7 +214,7 @@ def test_a_lease_that_is_over_and_not_yet_ended_covers_no_other(monkeypatch):
     assert sorted(priorities(world).values()) == [35, 60]
 
 
-def test_wishes_that_a_session_replaces_again_and_again_do_not_pile_up():
+def test_replaced_leases_do_not_pile_up():
     book, before = Deadlines(), None
     for number in range(50_000):
         lease = Lease(None, Block(number), RetentionRequest("session/x", 1, 1e9))

@@ -1,4 +1,4 @@
-"""Leases of very many on one block: few are kept, and the block has the same priority as with all of them."""
+"""Very many leases of one block: few are kept, and the block has the same priority as with all of them."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -135,14 +135,14 @@ def _numbered(found):
 
 @settings(max_examples=200, deadline=None)
 @given(steps(st.sampled_from(["request/", "session/a", "session/b", "rule/r"])))
-def test_a_block_is_as_with_all_leases_where_few_sessions_and_any_requests_wish(found):
+def test_a_block_is_as_with_all_leases_of_few_sessions_and_any_requests(found):
     for state, expected in play(found, AllLeases()):
         assert state == expected
 
 
 @settings(max_examples=200, deadline=None)
 @given(steps(st.sampled_from(["request/", *(f"session/{number}" for number in range(60))])))
-def test_a_block_is_as_with_all_leases_where_any_sessions_renew_their_wishes(found):
+def test_a_block_is_as_with_all_leases_where_any_sessions_renew_their_requests(found):
     first: dict[str, Wished] = {}
     for wished, _, _ in found:
         for one in wished:
@@ -154,7 +154,7 @@ def test_a_block_is_as_with_all_leases_where_any_sessions_renew_their_wishes(fou
 
 @settings(max_examples=200, deadline=None)
 @given(steps(st.sampled_from(["request/", "rule/r", *(f"session/{number}" for number in range(60))])))
-def test_where_any_sessions_change_their_wishes_what_others_wished_stays_and_nothing_lasts_beyond_its_end(found):
+def test_a_block_is_between_all_leases_and_the_last_ones_where_sessions_change_their_requests(found):
     for wished, _, _ in found:
         for one in wished:
             # Else a block would have more without a lease than with it.
@@ -186,7 +186,7 @@ def broken(world: World, after: int = 0):
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 100), st.integers(1, 60), st.sampled_from([0, 0, 1, 7])), max_size=50))
-def test_of_too_many_leases_those_of_the_highest_priorities_stay_and_receipts_and_events_say_so(found):
+def test_too_many_leases_break_by_priority_with_receipts_and_events(found):
     world, model = patient(), AllLeases()
     seen = 0
     for count, (wanted, duration, pause) in enumerate(found):
@@ -214,7 +214,7 @@ def test_of_too_many_leases_those_of_the_highest_priorities_stay_and_receipts_an
     world.check()
 
 
-def test_a_lease_that_makes_room_for_one_of_a_higher_priority_breaks_and_an_event_says_why():
+def test_a_lease_broken_for_one_of_a_higher_priority_has_an_event_with_the_cause():
     world = patient()
     for count in range(MAX_LEASES):
         world.cache(PROMPT, retention=wish(10 + count, 1000.0 - count))
@@ -231,7 +231,7 @@ def test_a_lease_that_makes_room_for_one_of_a_higher_priority_breaks_and_an_even
     world.check()
 
 
-def test_a_wish_that_some_blocks_have_no_room_for_is_clipped():
+def test_a_request_for_blocks_with_too_many_leases_is_clipped():
     world = World(16, config=dataclasses.replace(CONFIG, lease_seconds=1e12))
     prompt = list(range(13))
     for count in range(MAX_LEASES):
@@ -255,7 +255,7 @@ def test_the_leases_of_rules_are_neither_shared_nor_the_first_to_break():
     assert {one.holder for one in rules} <= kept
 
 
-def test_a_session_cannot_take_back_what_others_have_wished():
+def test_a_session_cannot_lower_the_leases_of_others():
     world = patient()
     for count in range(3 * MAX_LEASES):
         world.cache(PROMPT, session_id=str(count), retention=wish(80, 100.0))
@@ -267,7 +267,7 @@ def test_a_session_cannot_take_back_what_others_have_wished():
     world.check()
 
 
-def test_a_session_that_wishes_without_an_end_has_one_a_day_after_its_last_wish():
+def test_an_endless_lease_of_a_session_ends_a_day_after_its_last_request():
     world = patient()
     admission = world.cache(PROMPT, session_id="chat", retention=wish(80))
     for receipt in admission.receipts:
@@ -296,7 +296,7 @@ def test_a_session_that_wishes_without_an_end_has_one_a_day_after_its_last_wish(
     ],
     ids=["sessions", "sessions with an end", "requests with an end", "of all priorities"],
 )
-def test_an_admission_costs_the_same_however_many_have_wished_for_its_prefix(options):
+def test_the_cost_of_an_admission_is_independent_of_requests_for_its_prefix(options):
     world = World(64, config=dataclasses.replace(CONFIG, lease_seconds=1e12, event_history=100))
     prompt = list(range(33))
     world.cache(prompt)
@@ -313,7 +313,7 @@ def test_an_admission_costs_the_same_however_many_have_wished_for_its_prefix(opt
     assert work_of(lambda: admit(1000, 1020)) < 1.5 * few
 
 
-def test_leases_that_a_record_has_too_many_of_come_back_in_linear_work():
+def test_too_many_leases_of_a_record_are_restored_in_linear_work():
     def work(number):
         world = patient()
         world.cache(PROMPT, session_id="u", retention=wish(60))

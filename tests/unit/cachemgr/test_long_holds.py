@@ -41,7 +41,7 @@ def test_many_holds_that_end_at_once_end_in_parts() -> None:
     assert ended(held(*[BLOCKS // 4] * 4)) == [LET_GO_AT_A_TIME, LET_GO_AT_A_TIME, 300]
 
 
-def test_what_lasts_is_kept_while_another_one_ends_in_parts() -> None:
+def test_a_lasting_hold_is_kept_while_another_ends_in_parts() -> None:
     driver = held(BLOCKS - 100)
     admission = driver.admit("lasting", prompt(99, 16 * 100))
     driver.manager.hold(CALLER, "lasting", "other", 1000.0)

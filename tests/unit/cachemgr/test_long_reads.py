@@ -1,4 +1,4 @@
-"""Long reads in slices: what they say is true of one moment, or they say that they cannot."""
+"""Long reads in slices are consistent, or raise an error."""
 
 import asyncio
 import dataclasses
@@ -80,7 +80,7 @@ def test_a_snapshot_gives_up_when_more_has_changed_than_is_kept():
         reader.catch_up()
 
 
-async def test_others_run_between_slices_and_the_items_stay_in_order(monkeypatch):
+async def test_requests_run_between_slices_and_items_stay_in_order(monkeypatch):
     monkeypatch.setattr(slices, "SLICE_SECONDS", 0.0)
     turns = 0
 
@@ -115,7 +115,7 @@ async def test_a_steady_read_begins_again_when_the_state_has_changed(monkeypatch
     assert reads == 3
 
 
-async def test_a_steady_read_does_not_read_on_in_what_has_changed_meanwhile(monkeypatch):
+async def test_a_steady_read_does_not_go_on_after_a_change(monkeypatch):
     monkeypatch.setattr(slices, "SLICE_SECONDS", 0.0)
     monkeypatch.setattr(slices, "LONGEST_SLICE_SECONDS", 0.0)
     state = dict.fromkeys(range(100))
@@ -205,7 +205,7 @@ async def checked(manager: CacheManager) -> list[PoolViolation]:
     ]
 
 
-async def test_a_check_finds_what_is_wrong_and_nothing_else_while_others_work(monkeypatch):
+async def test_a_check_reports_a_fault_and_nothing_else_while_requests_are_served(monkeypatch):
     monkeypatch.setattr(slices, "SLICE_SECONDS", 0.0)
     world = cached_world(40)
     manager = world.manager
@@ -244,7 +244,7 @@ def test_nothing_changes_the_state_of_blocks_behind_the_fingerprint():
             before = now
 
 
-def test_a_check_lets_go_of_what_it_has_counted():
+def test_a_check_keeps_no_reference_to_blocks_it_has_counted():
     world = World(4)
     world.cache(list(range(8)))
     block = next(iter(world.manager._state.pool("e/0").tree.by_key.values()))

@@ -1,4 +1,4 @@
-"""Who is gone loses what it held; what was computed stays findable while its device lives."""
+"""Schedulers and executors whose lease ends: references end, and cached blocks stay while their device lives."""
 
 import dataclasses
 import gc
@@ -22,7 +22,7 @@ def running():
     return world
 
 
-def test_a_silent_scheduler_loses_its_sequences_and_their_blocks_stay_cached():
+def test_a_scheduler_whose_lease_ends_loses_its_sequences_and_their_blocks_stay_cached():
     world = running()
     world.now = 9.0
     world.manager.renew_executor("e", 1, 1)
@@ -37,7 +37,7 @@ def test_a_silent_scheduler_loses_its_sequences_and_their_blocks_stay_cached():
     assert world.cached_tokens(list(range(9))) == 8
 
 
-def test_a_sync_and_an_admission_keep_the_scheduler():
+def test_a_sync_and_an_admission_renew_the_scheduler():
     world = World()
     world.now = 8.0
     world.sync()
@@ -52,7 +52,7 @@ def test_a_sync_and_an_admission_keep_the_scheduler():
 
 
 @pytest.mark.parametrize("is_silent", [False, True])
-def test_what_a_scheduler_held_that_is_gone_is_freed_a_part_at_a_time_and_nothing_can_name_it(is_silent):
+def test_blocks_of_a_lost_scheduler_are_freed_in_parts_and_its_sequences_are_unknown(is_silent):
     world = World(12)
     for name in "abc":
         world.run([ord(name)] * 9, name)
@@ -81,7 +81,7 @@ def test_what_a_scheduler_held_that_is_gone_is_freed_a_part_at_a_time_and_nothin
     world.check()
 
 
-def test_a_scheduler_that_is_gone_may_have_had_sequences_in_a_lost_executor():
+def test_a_lost_scheduler_may_have_had_sequences_in_a_lost_executor():
     world = World(12)
     for name in "abc":
         world.run([ord(name)] * 9, name)
@@ -95,7 +95,7 @@ def test_a_scheduler_that_is_gone_may_have_had_sequences_in_a_lost_executor():
     assert world.free == 12
 
 
-def test_a_silent_executor_loses_its_pool_and_its_sequences_are_void():
+def test_an_executor_whose_lease_ends_loses_its_pool_and_its_sequences_are_void():
     world = running()
     handle = world.live["a"].handle
     world.now = 9.0
@@ -112,7 +112,7 @@ def test_a_silent_executor_loses_its_pool_and_its_sequences_are_void():
     assert list(world.queries.sequences()) == []
 
 
-def test_a_lost_pool_leaves_nothing_to_the_garbage_collector():
+def test_a_lost_pool_has_no_reference_cycles():
     world = World(8)
     world.cache(list(range(13)))
     world.cache([*range(8), 50, 51, 52, 53, 54])
@@ -125,7 +125,7 @@ def test_a_lost_pool_leaves_nothing_to_the_garbage_collector():
         gc.enable()
 
 
-def test_slots_of_a_lost_registration_are_given_away_only_after_its_old_sequences_are_released():
+def test_slots_of_a_lost_registration_are_allocated_once_its_sequences_are_released():
     world = running()
     world.now = 9.0
     world.sync()
@@ -172,7 +172,7 @@ def lose(world: World) -> None:
     assert world.queries.pools() == []
 
 
-def test_of_a_few_blocks_watchers_hear_one_by_one():
+def test_few_lost_blocks_have_an_event_each():
     world = cached(40)
     number, count = world.queries.last_event, world.queries.pools()[0].cached_blocks
     lose(world)
@@ -181,7 +181,7 @@ def test_of_a_few_blocks_watchers_hear_one_by_one():
     assert causes == [RemovalCause.EXECUTOR_LOST] * count
 
 
-def test_of_too_many_blocks_watchers_hear_that_they_begin_again(monkeypatch):
+def test_too_many_lost_blocks_make_watchers_begin_again(monkeypatch):
     monkeypatch.setattr(lifecycle, "MOST_TOLD", 10)
     world = cached(40)
     number, count = world.queries.last_event, world.queries.pools()[0].cached_blocks
@@ -201,7 +201,7 @@ def test_of_too_many_blocks_watchers_hear_that_they_begin_again(monkeypatch):
     assert next(event.kind for event in world.queries.events_after(number)) is EventKind.CREATED
 
 
-def test_what_a_loss_costs_does_not_grow_with_the_blocks(monkeypatch):
+def test_the_work_of_a_loss_is_independent_of_the_blocks(monkeypatch):
     monkeypatch.setattr(lifecycle, "MOST_TOLD", 10)
 
     monkeypatch.setattr(manager, "FREED_AT_A_TIME", 20)

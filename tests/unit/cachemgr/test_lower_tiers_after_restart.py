@@ -1,4 +1,4 @@
-"""Lower tiers outlive the manager and the executor: a block is believed by the ticket that filled its slot."""
+"""Lower tiers outlive the manager and the executor: a block is restored by the ticket that filled its slot."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ def offloaded(**options: object) -> World:
     return world
 
 
-def test_a_slot_that_another_copy_has_filled_is_not_believed_nor_is_one_that_broke_off():
+def test_a_slot_of_another_generation_or_a_broken_copy_is_not_restored():
     world = offloaded()
     keys = {block.key for block in world.journal.blocks.values() if block.tier is TierKind.HOST}
     world.device.generations[0, TierKind.HOST, 1] += 1
@@ -35,7 +35,7 @@ def test_a_slot_that_another_copy_has_filled_is_not_believed_nor_is_one_that_bro
     assert left < keys
 
 
-def test_a_manager_whose_clock_went_back_gives_no_number_again_that_a_slot_is_known_by():
+def test_a_manager_with_a_clock_that_went_back_reuses_no_generation():
     """Its numbers begin where those of the process before it did."""
     world = offloaded()
     world.manager = CacheManager(world.manager.epoch, lambda: world.now, CONFIG, world.journal)
@@ -75,7 +75,7 @@ def beheaded() -> World:
     return world
 
 
-def test_what_has_lost_its_beginning_stays_until_that_is_computed_again():
+def test_blocks_without_their_parent_match_once_it_is_computed_again():
     world = beheaded()
     assert world.found(PROMPT) == 0
     assert world.run(PROMPT[:4], "once more").cached_tokens == 0
@@ -86,7 +86,7 @@ def test_what_has_lost_its_beginning_stays_until_that_is_computed_again():
     world.check()
 
 
-def test_what_has_lost_its_beginning_is_forgotten_with_it():
+def test_blocks_without_their_parent_are_forgotten_with_the_prefix():
     world = beheaded()
     receipt = at_once(world.operators.forget(ForgetTarget(prefix=Prefix(tuple(PROMPT[:4]))), validate_only=False))
     assert receipt.removed == {TierKind.HOST: 2}
@@ -129,7 +129,7 @@ def test_lower_blocks_stay_when_the_executor_starts_again():
     world.check()
 
 
-def test_another_model_finds_nothing_below():
+def test_another_model_restores_nothing():
     world = offloaded()
     spec = dataclasses.replace(world.spec(), executor_epoch=2, model_fingerprint=b"g" * 32)
     assert world.manager.register_executor(spec) == (0, 0)
@@ -151,7 +151,7 @@ def test_sizes_may_change_when_the_executor_starts_again():
     assert (host.total_blocks, host.free_blocks, host.cached_blocks) == (6, 6, 3)
 
 
-def test_leases_holds_and_quotas_go_on_below():
+def test_leases_holds_and_quotas_of_lower_tiers_outlive_the_executor():
     world = World(4, host_blocks=4, config=dataclasses.replace(CONFIG, pin_budget=1.0))
     at_once(world.operators.set_quota(Quota(salt="a", host_ceiling=2), validate_only=False))
     world.cache(PROMPT[:8], salt="a", retention=wish(90, 50.0))
@@ -172,7 +172,7 @@ def test_leases_holds_and_quotas_go_on_below():
     world.check()
 
 
-def test_what_was_to_be_overwritten_below_still_is():
+def test_open_overwrites_of_lower_tiers_outlive_the_executor():
     world = offloaded()
     at_once(world.operators.forget(ForgetTarget(prefix=Prefix(tuple(PROMPT[:8]))), validate_only=False))
     zeroing = {(copy.target_tier, copy.target_slot) for copy in world.queries.executor_transfers("e")}
@@ -186,7 +186,7 @@ def test_what_was_to_be_overwritten_below_still_is():
     assert not world.device.count(None, 0)
 
 
-def test_nobody_is_admitted_before_the_sequences_of_the_epoch_before_are_released():
+def test_no_sequence_is_admitted_before_those_of_the_older_epoch_are_released():
     world = offloaded()
     world.run([1], "old")
     assert world.start_executor().lower_blocks == 4
@@ -211,7 +211,7 @@ def pinned() -> World:
 
 
 @pytest.mark.parametrize("way", ["executor", "both"])
-def test_nothing_is_pinned_that_has_lost_what_it_stands_on(way):
+def test_no_block_without_its_parent_is_pinned(way):
     world = pinned()
     if way == "executor":
         assert world.start_executor() == (0, 2)

@@ -1,4 +1,4 @@
-"""What pools count, as Prometheus gets it."""
+"""Counters of pools and salts as Prometheus reads them."""
 
 import dataclasses
 import random
@@ -12,7 +12,7 @@ from tests.support.in_process_manager import CONFIG, World, wish
 from tests.support.scrape import scraped
 
 
-def test_losses_are_told_by_their_cause_and_with_the_time_since_the_last_use():
+def test_removed_blocks_are_counted_by_cause_with_the_time_since_the_last_use():
     world = World(4)
     world.cache(list(range(13)))
     world.cache(list(range(100, 113)))
@@ -33,7 +33,7 @@ def test_losses_are_told_by_their_cause_and_with_the_time_since_the_last_use():
     )
 
 
-def test_salts_are_told_by_their_hash_and_only_so_many():
+def test_salts_are_exported_by_their_hash_up_to_a_limit():
     world = World(4)
     for index in range(MAX_SALTS + 3):
         world.run(list(range(9)), f"s{index}", salt=f"salt-{index}")
@@ -55,7 +55,7 @@ def test_requests_without_a_salt_are_told_apart_from_all_others():
     assert scraped(world.manager, "salt_hit_tokens_total", pool="e/0", salt_sha256="") == 8
 
 
-def test_leases_are_told_by_how_they_ended():
+def test_leases_are_counted_by_how_they_ended():
     world = World(8, config=dataclasses.replace(CONFIG, lease_seconds=1e9))
     world.cache(list(range(9)), session_id="s", retention=wish(80, 5.0))
     world.now = 5.0
@@ -66,7 +66,7 @@ def test_leases_are_told_by_how_they_ended():
     assert scraped(world.manager, "pool_broken_leases_total", pool="e/0") == 1
 
 
-def test_the_longest_stall_of_the_last_minute_is_told_and_then_forgotten():
+def test_the_longest_stall_of_the_last_minute_is_exported():
     stalls, told = Stalls(0.0), []
     for now, late in ((1, 0.1), (20, 2.0), (25, 0.0), (31, 0.3), (59, 0.0), (62, 0.1), (95, 0.0), (300, 0.0)):
         stalls.note(now, late)
@@ -96,7 +96,7 @@ def test_of_ten_thousand_salts_the_active_ones_have_entries():
     assert counted > 0.9 * 100 * 10_000
 
 
-def test_salts_that_became_idle_give_their_entries_to_those_that_came_later():
+def test_idle_salts_yield_their_entries_to_later_ones():
     meter = TokenMeter()
     for number in range(MAX_SALTS):
         meter.add(0.0, f"early-{number}", 1_000_000, 0)

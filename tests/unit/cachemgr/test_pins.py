@@ -1,4 +1,4 @@
-"""Pins: within a budget, for an owner and a time, and the oldest give way to leases first."""
+"""Pins: within a budget, for an owner and a time; the oldest become leases first."""
 
 import dataclasses
 
@@ -80,7 +80,7 @@ def test_a_released_pin_leaves_its_blocks_cached():
     assert list(refused.value.fields) == ["name"]
 
 
-def test_what_exceeds_the_budget_is_clipped_from_the_tail():
+def test_a_pin_beyond_the_budget_is_clipped_from_the_tail():
     world = roomy(budget=0.1)
     world.cache(PROMPT)
     pinned = pin(world)
@@ -121,7 +121,7 @@ def test_the_oldest_pin_becomes_a_lease_when_a_newer_one_needs_the_budget():
     world.check()
 
 
-def test_only_as_many_pins_give_way_as_are_needed_oldest_first():
+def test_only_as_many_pins_as_needed_become_leases_oldest_first():
     world = roomy(budget=0.3)
     prompts = [[first] * 4 for first in range(4)]
     for prompt in prompts:
@@ -131,7 +131,7 @@ def test_only_as_many_pins_give_way_as_are_needed_oldest_first():
     assert [hold.name for hold in world.queries.holds()][:2] == names[1:]
 
 
-def test_a_pin_of_what_lies_on_the_host_keeps_it_there():
+def test_a_pinned_host_block_is_not_evicted():
     world = roomy(4, budget=0.5, host_blocks=4)
     world.cache(PROMPT)
     world.cache([99] * 16, no_store=True)
@@ -142,7 +142,7 @@ def test_a_pin_of_what_lies_on_the_host_keeps_it_there():
     assert cached(world) == 8
 
 
-def test_a_pin_takes_work_in_proportion_to_its_blocks():
+def test_the_work_of_a_pin_is_linear_in_its_blocks():
     def cost(blocks: int) -> int:
         world = roomy(blocks + 10, budget=1.0)
         prompt = list(range(4 * blocks))

@@ -1,4 +1,4 @@
-"""Pools that share memory: the first shares, and changing them while everything runs."""
+"""Pools that share memory: their first sizes, and changes of them while sequences run."""
 
 from dataclasses import replace
 
@@ -41,7 +41,7 @@ def forget_shares(world: World) -> None:
     world.manager.register_executor(world.spec(), list(world.journal.blocks.values()))
 
 
-def test_what_one_pool_gives_up_another_can_have_once_the_executor_has_given_it_back() -> None:
+def test_memory_moves_to_another_pool_once_the_executor_has_overwritten_it() -> None:
     world = shared()
     with pytest.raises(InvalidField):
         update(world, "e/1", 8)
@@ -60,7 +60,7 @@ def test_what_one_pool_gives_up_another_can_have_once_the_executor_has_given_it_
     assert world.run(list(range(15))).admitted
 
 
-def test_a_pool_gets_no_slot_back_before_it_is_overwritten() -> None:
+def test_a_pool_grows_only_by_overwritten_slots() -> None:
     world = shared()
     update(world, "e/0", 4)
     first = {transfer.target_slot for transfer in world.queries.executor_transfers("e")}
@@ -75,7 +75,7 @@ def test_a_pool_gets_no_slot_back_before_it_is_overwritten() -> None:
     world.check()
 
 
-def test_copies_that_come_too_late_are_of_slots_that_are_nobodys_any_more() -> None:
+def test_overwrites_of_withheld_slots_end_with_the_executors_epoch() -> None:
     world = shared()
     world.cache(list(range(19)))
     update(world, "e/0", 1)
@@ -86,7 +86,7 @@ def test_copies_that_come_too_late_are_of_slots_that_are_nobodys_any_more() -> N
     world.check()
 
 
-def test_a_restarted_manager_has_overwritten_what_no_share_holds() -> None:
+def test_a_restarted_manager_overwrites_slots_outside_the_shares() -> None:
     world = shared()
     update(world, "e/0", 2)
     give_back(world)
@@ -108,7 +108,7 @@ def test_a_restarted_manager_has_overwritten_what_no_share_holds() -> None:
     assert world.queries.executor_transfers("e") == []
 
 
-def test_shares_that_an_operator_moved_come_back_in_whatever_order_they_are_read() -> None:
+def test_shares_are_restored_in_any_order() -> None:
     world = shared()
     update(world, "e/0", 4)
     give_back(world)
@@ -122,7 +122,7 @@ def test_shares_that_an_operator_moved_come_back_in_whatever_order_they_are_read
         world.check()
 
 
-def test_pins_that_come_back_fit_the_share_and_not_all_slots() -> None:
+def test_restored_pins_fit_the_share_of_the_pool() -> None:
     config = replace(CONFIG, pin_budget=0.5)
     world = World(40, windows=(None, 5), block_bytes=(1, 1), share_blocks=(4, 4), memory_bytes=40, config=config)
     update(world, "e/0", 20)
@@ -140,7 +140,7 @@ def test_pins_that_come_back_fit_the_share_and_not_all_slots() -> None:
     world.check()
 
 
-def test_empty_blocks_go_before_cached_ones_and_those_in_the_order_of_loss():
+def test_a_pool_shrinks_by_empty_blocks_before_cached_ones_in_eviction_order():
     world = World(8)
     world.cache([1, 2, 3, 4])
     world.cache([5, 6, 7, 8])
@@ -158,7 +158,7 @@ def test_empty_blocks_go_before_cached_ones_and_those_in_the_order_of_loss():
     assert world.run(list(range(32))).admitted
 
 
-def test_blocks_in_use_do_not_go():
+def test_a_pool_does_not_shrink_below_its_blocks_in_use():
     world = World(8)
     world.run(list(range(12)), "a")
     before = state_hash(world.queries.state())
@@ -171,7 +171,7 @@ def test_blocks_in_use_do_not_go():
     world.check()
 
 
-def test_what_a_quota_protects_does_not_go():
+def test_a_shrinking_pool_keeps_blocks_below_a_floor():
     world = World(8)
     world.cache([1, 2, 3, 4], salt="a")
     at_once(world.operators.set_quota(Quota(salt="a", device_floor=1), validate_only=False))
@@ -197,7 +197,7 @@ def go_on(world: World, call: Steps[PoolView]) -> None:
     world.check()
 
 
-def test_while_a_pool_gives_slots_up_no_more_can_be_taken_than_it_keeps():
+def test_a_shrinking_pool_allocates_no_more_than_its_new_size():
     world = World(8)
     world.cache(list(range(24)))
     call = begin_shrinking(world, 3)
@@ -217,7 +217,7 @@ def test_while_a_pool_gives_slots_up_no_more_can_be_taken_than_it_keeps():
     assert world.free == 3
 
 
-def test_what_is_forgotten_while_a_pool_gives_slots_up_goes_when_it_is_overwritten():
+def test_forgotten_blocks_of_a_shrinking_pool_are_withheld_once_overwritten():
     world = World(8)
     world.cache(list(range(24)), salt="a")
     call = begin_shrinking(world, 2)
@@ -235,7 +235,7 @@ def test_what_is_forgotten_while_a_pool_gives_slots_up_goes_when_it_is_overwritt
     world.check()
 
 
-def test_memory_of_slots_that_a_pool_has_yet_to_give_up_is_not_given_to_another():
+def test_memory_of_owed_slots_is_not_granted_to_another_pool():
     world = shared()
     world.cache(list(range(20)))
     call = begin_shrinking(world, 1)

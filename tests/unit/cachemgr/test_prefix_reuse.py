@@ -1,4 +1,4 @@
-"""What is found again, and how much of it."""
+"""Prefix hits that end within a block, and settings of partial reuse."""
 
 import pytest
 
@@ -69,7 +69,7 @@ def test_a_group_without_its_window_shortens_the_match():
     world.check()
 
 
-def test_a_shorter_block_that_was_in_use_when_a_longer_one_came_goes_with_its_last_user():
+def test_a_covered_shorter_block_in_use_leaves_the_index_with_its_last_reference():
     world = World(10)
     world.cache([1, 2, 0], session_id="s", retention=wish(80))
     # Both copy its beginning; the first to end stores a block that covers it.
@@ -87,7 +87,7 @@ def test_a_shorter_block_that_was_in_use_when_a_longer_one_came_goes_with_its_la
     assert any(block.leases for tokens, block in records.items() if tokens[:3] == (1, 2, 0))
 
 
-def test_what_an_earlier_attempt_generated_takes_the_wish_for_the_output():
+def test_tokens_generated_by_an_earlier_attempt_have_the_decode_priority():
     world = World()
     retention = Retention((RetentionRange(0, None, 90),), 5)
     world.cache(list(range(12)), num_prompt_tokens=4, retention=retention)

@@ -1,4 +1,4 @@
-"""The key function as it is published, against ours and against one that is written from the text alone."""
+"""The published key function against the code and against one written from the text alone."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Quotas of tenants and salts: floors, ceilings, and changing them while blocks are there."""
+"""Quotas of tenants and salts: floors, ceilings, and changes of them with blocks in use."""
 
 import random
 
@@ -35,7 +35,7 @@ def cached(world: World) -> dict[str | None, int]:
     return found
 
 
-def test_others_never_evict_below_a_floor():
+def test_no_account_evicts_another_below_its_floor():
     world = World(8)
     quota(world, tenant_id="t", device_floor=2)
     world.cache(list(range(16)), tenant_id="t")
@@ -48,7 +48,7 @@ def test_others_never_evict_below_a_floor():
     assert cached(world) == {"t": 2}
 
 
-def test_who_is_at_its_ceiling_loses_its_own_first_though_others_are_older_and_slots_are_empty():
+def test_an_account_at_its_ceiling_evicts_its_own_blocks_first():
     world = World(8)
     world.cache([50, 51, 52, 53])
     quota(world, tenant_id="t", device_ceiling=2)
@@ -59,7 +59,7 @@ def test_who_is_at_its_ceiling_loses_its_own_first_though_others_are_older_and_s
     assert counts(world) == {"t": 2}
 
 
-def test_a_ceiling_limits_admissions_and_lets_what_runs_go_on():
+def test_a_ceiling_limits_admissions_and_not_running_sequences():
     world = World(8)
     quota(world, tenant_id="t", device_ceiling=2)
     assert world.admit(list(range(100, 108)), "b", tenant_id="t").admitted
@@ -99,7 +99,7 @@ def test_a_ceiling_is_named_only_where_nothing_else_is_missing():
     assert (fork.admitted, fork.blocks_short, fork.full_account) == (False, 1, ("salt", "s"))
 
 
-def test_the_quota_of_a_tenant_goes_before_that_of_the_salt():
+def test_the_quota_of_a_tenant_precedes_that_of_the_salt():
     world = World(8)
     quota(world, salt="a", device_ceiling=1)
     quota(world, tenant_id="t", device_ceiling=3)
@@ -111,7 +111,7 @@ def test_the_quota_of_a_tenant_goes_before_that_of_the_salt():
     world.check()
 
 
-def test_what_is_more_than_a_ceiling_is_refused_instead_of_waiting_for_ever():
+def test_a_prompt_beyond_its_ceiling_is_refused():
     world = World(8)
     quota(world, tenant_id="t", device_ceiling=2)
     before = state_hash(world.queries.state())
@@ -130,7 +130,7 @@ def test_what_is_more_than_a_ceiling_is_refused_instead_of_waiting_for_ever():
     world.check()
 
 
-def test_a_block_that_comes_back_from_below_counts_for_whose_it_was():
+def test_a_restored_block_counts_against_the_quota_it_had():
     world = World(4, host_blocks=4)
     quota(world, tenant_id="t", device_ceiling=4)
     quota(world, tenant_id="u", device_ceiling=4)
@@ -214,7 +214,7 @@ def test_an_admission_costs_the_same_however_many_have_quotas_and_blocks(options
     assert work(400) < 1.3 * work(20)
 
 
-def test_a_block_that_was_anothers_counts_as_the_sequences_own_once_truncated():
+def test_a_truncated_block_counts_against_the_quota_of_the_sequence():
     world = World(8)
     quota(world, tenant_id="t", device_ceiling=4)
     world.cache(list(range(8)), tenant_id="t")
@@ -261,7 +261,7 @@ def protected_blocks(accounts: int) -> tuple[Tier, list[tuple[Account, Block]]]:
     return tier, blocks
 
 
-def test_where_only_floors_are_left_blocks_go_in_the_order_of_their_loss():
+def test_blocks_below_floors_are_evicted_in_eviction_order():
     tier, blocks = protected_blocks(300)
     lost = []
     while (block := tier.victim(None)) is not None:
@@ -272,7 +272,7 @@ def test_where_only_floors_are_left_blocks_go_in_the_order_of_their_loss():
     assert lost == sorted((block for _, block in blocks), key=loss)
 
 
-def test_a_block_counts_for_whose_sequence_stores_it_though_another_filled_it():
+def test_a_block_counts_against_the_quota_of_the_sequence_that_commits_it():
     world = World(8)
     quota(world, tenant_id="t", device_ceiling=4)
     world.admit(list(range(8)), "first", tenant_id="t", session_id="x")

@@ -61,7 +61,7 @@ def test_of_very_many_siblings_few_are_looked_at():
 
 
 @given(st.lists(TOKENS, max_size=8, unique_by=tuple), TOKENS)
-def test_what_covers_and_what_is_covered_is_found(lists, wanted):
+def test_covering_and_covered_children_are_found(lists, wanted):
     node, _ = build(lists)
     packed = packed_bytes(pack(wanted))
     longer = covering_child(node, packed)

@@ -1,4 +1,4 @@
-"""Receipts: what of a wish was granted, clipped or rejected, and why."""
+"""Receipts: retention granted, clipped or rejected, and the reasons."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ def receipts(*ranges: RetentionRange, config=CONFIG, decode: tuple = (), **optio
     return [tuple(receipt) for receipt in admission.receipts]
 
 
-def test_who_wishes_nothing_gets_no_receipt():
+def test_a_request_without_retention_has_no_receipt():
     assert receipts() == []
 
 
@@ -61,13 +61,13 @@ def test_a_range_counts_the_blocks_that_begin_in_it(start, end, outcome, reason,
         (100, 100.0, Outcome.CLIPPED, (60, 5.0)),
     ],
 )
-def test_wishes_beyond_the_operators_bounds_are_granted_up_to_them(priority, duration, outcome, granted):
+def test_requests_beyond_the_operators_bounds_are_clipped_to_them(priority, duration, outcome, granted):
     for found in receipts(RetentionRange(0, None, priority, duration), decode=(priority, duration), config=BOUNDED):
         assert (found[1], found[3:5]) == (outcome, granted)
         assert bool(found[2]) == (outcome is Outcome.CLIPPED)
 
 
-def test_what_the_receipt_says_is_what_blocks_get():
+def test_blocks_have_the_leases_of_the_receipt():
     world = World(8, config=BOUNDED)
     world.cache(PROMPT, retention=wish(100))
     assert {(lease.priority, lease.remaining) for _, _, lease in filter(None, world.queries.leases("e/0", ""))} == {

@@ -1,4 +1,4 @@
-"""What only a few calls in an unlucky order lead to."""
+"""Faults that were found once, each by a few calls in an unlucky order."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ from tests.support.in_process_manager import CONFIG, World, wish
 ONES = [1] * 4
 
 
-def test_what_is_held_and_covered_is_forgotten_once():
+def test_a_held_and_covered_block_is_forgotten_once():
     world = World(16)
     world.run([*ONES, 2, 2, 2], "a", salt="a")
     world.manager.hold(world.caller, "a", "ops", 60.0)
@@ -38,7 +38,7 @@ def test_what_is_held_and_covered_is_forgotten_once():
     world.check()
 
 
-def test_forgetting_a_session_leaves_what_another_has_yet_to_fill_to_that_one():
+def test_forgetting_a_session_spares_blocks_that_another_sequence_has_yet_to_compute():
     world = World(16)
     world.admit([*range(9)], "a")
     world.admit([*range(9)], "b", session_id="x")
@@ -92,7 +92,7 @@ def test_two_owners_of_the_same_blocks_need_the_budget_once():
     assert (second.degraded, len(list(world.queries.holds()))) == ((), 2)
 
 
-def test_a_ceiling_of_nothing_on_the_host_takes_nothing_from_others():
+def test_a_host_ceiling_of_zero_evicts_no_block_of_others():
     world = World(4, host_blocks=4)
     world.cache(list(range(16)))
     world.cache(list(range(100, 116)), tenant_id="t")
@@ -120,7 +120,7 @@ def test_text_that_follows_a_truncated_image_is_not_found_under_it():
     assert world.manager._state.sequences["a"].extra_keys == ()
 
 
-def test_a_rule_about_moving_says_nothing_of_how_long():
+def test_an_offload_rule_grants_no_priority():
     world = World(8)
     world.cache(list(range(4)), session_id="s", retention=wish(10))
     rule = RetentionRule("r", action=RuleAction(offload_min_priority=50))
@@ -130,7 +130,7 @@ def test_a_rule_about_moving_says_nothing_of_how_long():
     world.check()
 
 
-def test_a_rule_that_is_about_others_since_says_nothing_of_who_runs():
+def test_a_rule_with_another_match_no_longer_applies_to_running_sequences():
     world = World(8)
     at_once(
         world.operators.create_rule(
@@ -155,7 +155,7 @@ def test_a_repeated_admission_may_write_its_hints_in_another_order():
     assert answers[0] == answers[1]
 
 
-def test_a_session_is_forgotten_without_what_another_holds():
+def test_a_session_is_forgotten_without_blocks_that_another_session_holds():
     world = World(16)
     world.cache(list(range(8)), session_id="x")
     world.run([*range(8), 9], "y", session_id="y")
@@ -188,7 +188,7 @@ def test_a_preview_counts_the_capacity_ahead():
     assert world.queries.pools()[0].evicted_blocks - before == said.num_blocks == 3
 
 
-def test_what_can_never_match_again_goes_before_what_can():
+def test_window_blocks_that_can_never_match_are_removed():
     world = World(12, windows=(None, 4))
     world.cache(list(range(8)), retention=wish(90))
     world.cache(list(range(50, 58)))

@@ -1,4 +1,4 @@
-"""A manager that starts again believes only what the device still holds."""
+"""A manager that starts again restores only blocks that the device still holds."""
 
 import dataclasses
 
@@ -30,7 +30,7 @@ def restart(world, remembered=None, spec=None):
     return world.manager.register_executor(spec or world.spec(), remembered).device_blocks
 
 
-def test_the_store_hears_of_a_lease_that_another_covers():
+def test_the_store_learns_that_a_lease_is_covered():
     world = cached()
     session = LeaseRecord("session/x", 35, 1.0, 0.5, None)
     shared = LeaseRecord("shared", 90, 30.0, 20.0, None)
@@ -40,7 +40,7 @@ def test_the_store_hears_of_a_lease_that_another_covers():
     world.check()
 
 
-def test_the_store_hears_of_a_lease_that_comes_from_a_shorter_block():
+def test_the_store_learns_of_a_lease_from_a_shorter_block():
     world = World(8)
     world.cache([1, 2], retention=wish(60))
     world.admit([1, 2, 3, 4, 5], "a")
@@ -57,7 +57,7 @@ def test_the_store_hears_of_a_lease_that_comes_from_a_shorter_block():
     world.check()
 
 
-def test_a_block_whose_taker_ends_before_it_computes_comes_back():
+def test_a_block_taken_over_by_a_sequence_that_computes_nothing_is_restored():
     world = cached(config=dataclasses.replace(CONFIG, copy_on_partial_reuse=False))
     before = {block.place for block in world.queries.records("e")}
     assert world.admit([*PROMPT, 7], "b", salt="x", adapter_id=3).cached_tokens == 10
@@ -66,7 +66,7 @@ def test_a_block_whose_taker_ends_before_it_computes_comes_back():
     assert {block.place for block in world.queries.records("e")} == before
 
 
-def test_a_block_that_was_written_after_it_was_stored_is_dropped_with_what_stands_on_it():
+def test_a_block_that_was_written_after_its_commit_is_dropped_with_its_children():
     world = cached()
     slot = next(block.slot for block in world.journal.blocks.values() if block.depth == 1)
     world.device.written[0, slot] = 100
@@ -111,7 +111,7 @@ def test_an_entry_that_does_not_hold_is_dropped(damage, kept):
     assert world.queries.check_pool() == []
 
 
-def test_what_is_dropped_is_removed_from_the_store_and_what_is_kept_is_not_written_again():
+def test_dropped_blocks_leave_the_store_and_restored_ones_are_not_written_again():
     world = cached()
     blocks = sorted(world.journal.blocks.values(), key=lambda block: block.depth)
     removed = []
@@ -121,7 +121,7 @@ def test_what_is_dropped_is_removed_from_the_store_and_what_is_kept_is_not_writt
     assert removed == [(0, TierKind.DEVICE, blocks[2].slot)]
 
 
-def test_no_copy_meets_what_still_runs_in_an_executor_that_was_silent():
+def test_no_copy_overwrites_slots_of_sequences_that_still_run_in_a_late_executor():
     world = World(8, host_blocks=4)
     world.run(PROMPT, "live")
     world.silence_executor()

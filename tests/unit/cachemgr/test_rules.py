@@ -1,4 +1,4 @@
-"""Operators' rules: what they are about, what they do, and how they change while everything runs."""
+"""Operators' rules: their matches, their effects, and changes of them while sequences run."""
 
 import pytest
 
@@ -95,7 +95,7 @@ def test_a_block_has_the_priority_of_the_request_or_else_of_the_first_rule(rules
     assert priorities(world) == dict(zip((10, 14, 18), expected, strict=True))
 
 
-def test_a_floor_for_offload_decides_what_moves_down_also_for_requests_with_wishes():
+def test_an_offload_floor_decides_which_blocks_are_offloaded_whatever_the_request_says():
     world = World(4, host_blocks=8)
     make(world, "r", RuleMatch(salt="a"), offload_min_priority=60)
     world.cache(PROMPT, salt="a")
@@ -108,7 +108,7 @@ def test_a_floor_for_offload_decides_what_moves_down_also_for_requests_with_wish
     world.check()
 
 
-def test_a_change_reaches_cached_blocks_at_once_and_is_told():
+def test_a_changed_rule_reaches_cached_blocks_at_once_and_is_announced():
     world = World(12)
     make(world, "r", priority=80)
     world.cache(PROMPT)
@@ -124,7 +124,7 @@ def test_a_change_reaches_cached_blocks_at_once_and_is_told():
     world.check()
 
 
-def test_a_change_reaches_what_running_sequences_store_later():
+def test_a_changed_rule_reaches_blocks_that_running_sequences_commit_later():
     world = World(12)
     make(world, "r", priority=80)
     world.admit(PROMPT, "a")
@@ -148,7 +148,7 @@ def test_a_rule_about_a_beginning_counts_it_under_every_salt_and_its_last_part_t
     assert make(world, "r", match, priority=80)[1] == 5
 
 
-def test_a_deleted_rule_ends_its_leases_with_events_and_others_stay():
+def test_a_deleted_rule_ends_its_leases_with_events_and_no_others():
     world = World(12)
     make(world, "r", priority=80)
     make(world, "s", RuleMatch(salt="a"), order=-1, priority=70)
@@ -197,7 +197,7 @@ def test_a_mask_changes_only_what_it_names():
     assert (rule.match, rule.action) == (spec.match, spec.action)
 
 
-def test_a_rule_pins_what_a_request_leaves():
+def test_a_rule_pins_blocks_of_a_released_sequence():
     world = World(20)
     make(world, "r", RuleMatch(end=8), pin_duration=5.0)
     world.cache(PROMPT)
@@ -213,7 +213,7 @@ def test_a_rule_pins_what_a_request_leaves():
     world.check()
 
 
-def test_a_rule_does_not_pin_for_requests_with_wishes_nor_when_it_is_deleted():
+def test_a_rule_does_not_pin_for_requests_with_retention_nor_once_deleted():
     world = World(20)
     make(world, "r", pin_duration=5.0)
     world.cache(PROMPT, retention=wish(10))
@@ -259,7 +259,7 @@ def test_rules_are_found_by_what_prompts_begin_with_in_their_order():
     assert found() == ["r5", "r1"]
 
 
-def test_an_admission_costs_the_same_however_many_rules_are_about_others():
+def test_the_cost_of_an_admission_is_independent_of_rules_for_others():
     def cost(rules: int) -> int:
         world = World(12)
         for number in range(rules):

@@ -1,4 +1,4 @@
-"""Prefixes that nobody has computed yet are computed once."""
+"""Shared prefixes are computed once: readers wait for the writer of their blocks."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ def two(world, **options):
     return writer, world.admit([*PROMPT, 50], "reader", **options)
 
 
-def test_a_second_sequence_shares_blocks_that_are_not_computed():
+def test_a_second_sequence_shares_blocks_before_they_are_computed():
     world = World()
     writer, reader = two(world)
     assert (writer.cached_tokens, reader.cached_tokens) == (0, 8)
@@ -27,7 +27,7 @@ def test_a_second_sequence_shares_blocks_that_are_not_computed():
     world.check()
 
 
-def test_a_writer_that_ends_early_voids_who_shared_its_blocks():
+def test_a_writer_that_ends_early_voids_its_readers():
     world = World()
     _, reader = two(world)
     world.step(most=5, names={"writer"})
@@ -56,7 +56,7 @@ def test_other_schedulers_and_salts_share_no_promises():
     world.check()
 
 
-def test_a_truncated_writer_takes_its_promise_back():
+def test_a_truncated_writer_voids_its_readers():
     world = World()
     _, reader = two(world)
     assert world.manager.truncate(world.caller, "writer", 6).found
@@ -82,7 +82,7 @@ def test_a_failed_copy_of_the_writer_voids_both():
 
 @pytest.mark.parametrize("begins", [True, False])
 @pytest.mark.parametrize("no_store", [True, False])
-def test_what_a_follower_shares_stays_takeable_though_its_writer_computed_what_another_had(no_store, begins):
+def test_shared_blocks_stay_evictable_though_their_writer_computed_an_equal_block(no_store, begins):
     world = World(16)
     prompt = list(range(12))
     world.admit([*prompt, 50], "writer", no_read=True)
@@ -103,7 +103,7 @@ def test_what_a_follower_shares_stays_takeable_though_its_writer_computed_what_a
     world.check()
 
 
-def test_nothing_is_stored_in_one_group_behind_what_is_to_be_filled_in_another():
+def test_no_block_is_committed_behind_one_that_another_group_has_yet_to_compute():
     world = World(12, windows=(None, 5))
     world.cache([0, 0, 0, 0])
     world.cache([0, 9, 9, 9])

@@ -1,4 +1,4 @@
-"""Syncs: repeated, refused, or applied as a whole."""
+"""Syncs: capacity, missing blocks and steps."""
 
 from cachemgr.types import ManagerConfig
 from tests.support.in_process_manager import World
@@ -40,7 +40,7 @@ def test_capacity_ahead_stops_at_the_watermark_and_need_does_not():
     assert live.capacity == 24
 
 
-def test_blocks_that_are_missing_are_counted_and_nobody_gets_any_ahead():
+def test_missing_blocks_are_counted_and_no_sequence_gets_capacity_ahead():
     world = World(3, config=ManagerConfig(capacity_ahead_tokens=8, free_watermark=0))
     world.admit([1, 2, 3], "a")
     world.admit([4], "b")
@@ -58,7 +58,7 @@ def test_blocks_that_are_missing_are_counted_and_nobody_gets_any_ahead():
     world.check()
 
 
-def test_trimmed_capacity_comes_back_and_goes_to_who_needs_it():
+def test_trimmed_capacity_is_released():
     world = World(4, config=ManagerConfig(capacity_ahead_tokens=4, free_watermark=0))
     world.admit([1], "a")
     world.admit([2, 3, 4], "b")

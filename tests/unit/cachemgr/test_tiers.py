@@ -1,4 +1,4 @@
-"""Lower tiers: what is evicted moves down by ticket, what is matched comes back, and nothing is believed too early."""
+"""Offloads to lower tiers and onloads from them: open, failed and cancelled copies, and the lowest tier of a match."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def fill(world: World, first: int, name: str = "", **options: object):
     return world.run(list(range(first, first + world.num_blocks * BLOCK)), name, **options)
 
 
-def test_what_is_on_its_way_is_not_matched_before_it_has_arrived():
+def test_blocks_in_flight_are_not_matched():
     world = World(4, host_blocks=4)
     world.cache(list(range(9)))
     world.admit([*range(100, 116)], "b")
@@ -31,7 +31,7 @@ def test_what_is_on_its_way_is_not_matched_before_it_has_arrived():
     world.check()
 
 
-def test_a_host_block_gives_way_to_one_that_is_lost_later_and_to_no_other():
+def test_a_host_block_is_evicted_only_for_a_block_later_in_eviction_order():
     world = World(2, host_blocks=1)
     world.cache(list(range(4)), retention=wish(40))
     world.cache(list(range(50, 54)), retention=wish(50))
@@ -49,7 +49,7 @@ def test_a_host_block_gives_way_to_one_that_is_lost_later_and_to_no_other():
     world.check()
 
 
-def test_a_parent_of_lower_blocks_moves_with_a_low_priority_and_is_not_lost():
+def test_a_parent_of_offloaded_blocks_is_offloaded_at_any_priority():
     world = World(3, host_blocks=3)
     low = Retention((RetentionRange(0, 4, 5), RetentionRange(4, None, 90)))
     world.cache(list(range(9)), retention=low)
@@ -75,7 +75,7 @@ def test_a_failed_copy_down_loses_the_block_and_all_behind_it():
     assert device.counters.failed_copies == 3
 
 
-def test_what_has_come_up_stays_when_the_sequence_waits_no_longer_for_the_rest():
+def test_onloaded_blocks_stay_when_the_sequence_is_released_before_the_rest():
     world = World(4, host_blocks=8)
     world.cache(list(range(13)))
     fill(world, 100, "b")
@@ -98,7 +98,7 @@ def test_what_has_come_up_stays_when_the_sequence_waits_no_longer_for_the_rest()
     world.check()
 
 
-def test_a_slot_whose_bytes_have_yet_to_leave_is_given_to_nobody():
+def test_a_slot_with_an_open_offload_is_not_allocated():
     world = World(2, host_blocks=2)
     world.cache(list(range(8)))
     world.admit([*range(100, 108)], "b")
@@ -108,7 +108,7 @@ def test_a_slot_whose_bytes_have_yet_to_leave_is_given_to_nobody():
     world.check()
 
 
-def test_blocks_that_come_back_together_stay_reserved_until_the_last_copy_has_ended():
+def test_blocks_of_one_prefetch_stay_reserved_until_its_last_copy_has_ended():
     world = World(4, host_blocks=4)
     world.cache(list(range(12)))
     fill(world, 100, "b")
@@ -127,7 +127,7 @@ def test_blocks_that_come_back_together_stay_reserved_until_the_last_copy_has_en
     }
 
 
-def test_a_purge_of_what_is_being_copied_is_refused_and_changes_nothing():
+def test_a_purge_of_a_block_in_flight_is_refused():
     world = World(2, host_blocks=4)
     world.cache(list(range(8)))
     world.admit([*range(100, 108)], "b")
@@ -136,7 +136,7 @@ def test_a_purge_of_what_is_being_copied_is_refused_and_changes_nothing():
     assert len(places(world)) == 2
 
 
-def test_what_others_computed_behind_a_prefix_stays_takeable_while_it_is_copied_once_more():
+def test_blocks_behind_a_prefix_stay_evictable_while_it_is_onloaded_twice():
     world = World(12, host_blocks=12)
     world.cache(list(range(13)))
     fill(world, 100, "b")
@@ -157,7 +157,7 @@ def test_what_others_computed_behind_a_prefix_stays_takeable_while_it_is_copied_
     world.check()
 
 
-def test_what_has_come_up_is_on_the_device_still_when_the_manager_starts_again():
+def test_onloaded_blocks_are_on_the_device_after_a_restart_of_the_manager():
     world = World(4, host_blocks=8)
     world.cache(list(range(13)))
     fill(world, 100, "b")
@@ -171,7 +171,7 @@ def test_what_has_come_up_is_on_the_device_still_when_the_manager_starts_again()
     ] * 3
 
 
-def test_a_copy_under_way_is_found_by_nobody_though_another_one_of_it_has_arrived():
+def test_a_copy_in_flight_is_not_matched_though_another_copy_of_the_block_has_ended():
     world = World(12, host_blocks=12)
     world.cache(list(range(13)))
     fill(world, 100, "b")
@@ -215,7 +215,7 @@ def three_tiers() -> World:
 
 
 @pytest.mark.parametrize(("lowest", "tokens"), [(TierKind.DEVICE, 4), (TierKind.HOST, 8), (TierKind.DISK, 11)])
-def test_a_match_ends_where_it_would_go_below_the_lowest_tier(lowest, tokens):
+def test_a_match_ends_at_the_first_block_below_the_lowest_tier(lowest, tokens):
     world = three_tiers()
     request = world.request(list(range(12)), lowest_tier=lowest)
     assert world.queries.preview(request, 0).cached_tokens == tokens
@@ -245,7 +245,7 @@ def copying(num_blocks=8):
     return world, copy
 
 
-def test_a_source_cannot_be_taken_while_its_copy_is_open():
+def test_the_source_of_an_open_copy_is_not_evicted():
     world, _ = copying(num_blocks=4)
     # One cached block is the source; two are used; one is the target.
     assert world.free == 0
@@ -266,7 +266,7 @@ def test_a_confirmation_is_counted_once():
     world.check()
 
 
-def test_what_a_released_copys_source_stands_on_is_not_evicted():
+def test_the_parent_of_an_open_copys_source_is_not_evicted():
     world, _ = copying(num_blocks=4)
     world.step()
     world.forget(world.live["b"])

@@ -1,4 +1,4 @@
-"""The first eviction of a sequence: blocks of its own, and what it leaves for others. Later ones are not seen here."""
+"""The first eviction of a sequence: a second table, and the blocks that it leaves in the cache."""
 
 import dataclasses
 
@@ -35,7 +35,7 @@ def used(world: World) -> int:
     return world.num_blocks - world.free
 
 
-def test_it_gets_another_table_leaves_the_first_and_grows_no_more():
+def test_a_sequence_moves_to_a_second_table_and_grows_no_more():
     world, live = ready()
     answer = world.sync()
     assert (answer.evicting_handles, answer.evicting_counts) == ([live.handle], [2])
@@ -60,7 +60,7 @@ def test_it_gets_another_table_leaves_the_first_and_grows_no_more():
 
 @pytest.mark.parametrize("wish", POLICIES, ids=NAMES)
 @pytest.mark.parametrize("prompt", [3, 12, 31])
-def test_others_find_what_was_computed_before_and_nothing_of_what_came_later(wish, prompt):
+def test_prefix_hits_end_at_the_first_eviction(wish, prompt):
     world = World(40)
     tokens = list(range(100, 100 + prompt))
     world.admit(tokens, "a", eviction_policy=wish)
@@ -82,7 +82,7 @@ def test_others_find_what_was_computed_before_and_nothing_of_what_came_later(wis
     world.check()
 
 
-def test_without_enough_blocks_it_gets_none_and_they_are_counted():
+def test_a_second_table_is_granted_whole_or_counted_as_missing():
     world, _ = ready(7)
     world.admit([1], "b")
     answer = world.sync()
@@ -104,7 +104,7 @@ def test_no_sequence_gets_capacity_ahead_while_another_has_too_few_blocks_to_mov
     assert (answer.evicting_handles, answer.blocks_short, answer.extended_slots) == ([], 1, [])
 
 
-def test_what_is_not_stored_stays_in_its_own_blocks_and_gives_back_the_rest():
+def test_a_sequence_that_commits_nothing_evicts_in_its_own_table():
     world, live = ready(5, no_store=True)
     answer = world.sync()
     assert (answer.evicting_handles, answer.evicting_counts, answer.evicting_slots) == ([live.handle], [0], [])
@@ -122,7 +122,7 @@ def test_what_is_not_stored_stays_in_its_own_blocks_and_gives_back_the_rest():
     world.check()
 
 
-def test_what_shares_blocks_does_not_stay_in_them():
+def test_a_sequence_with_shared_blocks_evicts_into_a_second_table():
     world = World(20)
     world.cache(PROMPT)
     world.admit([*PROMPT, 1], "a", eviction_policy=KEYDIFF, no_store=True)
@@ -138,7 +138,7 @@ def test_what_shares_blocks_does_not_stay_in_them():
 
 
 @pytest.mark.parametrize("options", [{}, {"no_store": True}], ids=str)
-def test_with_a_policy_that_bounds_nothing_later_its_own_table_grows_with_what_it_keeps(options):
+def test_with_an_unbounded_policy_the_second_table_grows_with_the_kept_tokens(options):
     world, live = ready(policy=SNAPKV, **options)
     assert world.sync().evicting_counts == [2]
     for computed in range(20, 40):
@@ -151,7 +151,7 @@ def test_with_a_policy_that_bounds_nothing_later_its_own_table_grows_with_what_i
     assert world.manager.extend(world.caller, "a", live.capacity + 4).capacity_tokens == live.capacity + 4
 
 
-def test_who_waits_for_a_copy_or_for_anothers_blocks_gets_no_table_yet():
+def test_a_sequence_that_waits_gets_no_second_table():
     world = World(30)
     world.cache(PROMPT)
     world.admit([*PROMPT, 1], "a", eviction_policy=KEYDIFF)
@@ -226,7 +226,7 @@ def test_columns_about_evictions_that_do_not_fit_are_refused_and_nothing_changes
     world.check()
 
 
-def test_who_moves_before_all_that_was_promised_is_computed_takes_the_rest_back():
+def test_a_sequence_that_evicts_before_its_promised_blocks_are_computed_voids_its_readers():
     world = World(30)
     world.admit(PROMPT, "a", eviction_policy=KEYDIFF)
     live = world.live["a"]
@@ -264,7 +264,7 @@ def away(world: World, live: Live, how: str) -> None:
 @pytest.mark.parametrize("how", ["release", "sync", "scheduler", "lease", "executor", "executor's lease"])
 @pytest.mark.parametrize("state", ["asking", "told", "moved", "reported"])
 @pytest.mark.parametrize("options", [{}, {"no_store": True}], ids=str)
-def test_it_ends_in_every_state_and_everything_comes_back(how, state, options):
+def test_a_sequence_that_evicts_frees_all_blocks_however_it_ends(how, state, options):
     world, live = ready(**options)
     if state != "asking":
         world.sync()
@@ -283,7 +283,7 @@ def test_it_ends_in_every_state_and_everything_comes_back(how, state, options):
 
 
 @pytest.mark.parametrize("options", [{}, {"no_store": True}], ids=str)
-def test_what_has_evicted_tokens_is_neither_forked_nor_cut(options):
+def test_a_sequence_that_has_evicted_tokens_is_neither_forked_nor_truncated(options):
     world, _ = ready(**options)
     world.sync()
     world.step()
@@ -299,7 +299,7 @@ def test_what_has_evicted_tokens_is_neither_forked_nor_cut(options):
     assert state_hash(world.queries.state()) == before
 
 
-def test_who_is_told_to_stay_may_be_moving_already():
+def test_a_sequence_granted_its_own_table_is_neither_forked_nor_truncated():
     world, _ = ready(no_store=True)
     world.sync()
     with pytest.raises(SequenceEvictsError):
@@ -308,7 +308,7 @@ def test_who_is_told_to_stay_may_be_moving_already():
         world.manager.truncate(world.caller, "a", 15)
 
 
-def test_a_hold_keeps_what_it_computed_before_and_nothing_of_its_own():
+def test_a_hold_keeps_the_blocks_computed_before_the_first_eviction():
     world, live = ready()
     world.sync()
     world.compute(live, 40)
@@ -341,7 +341,7 @@ def test_both_tables_count_for_the_quota_and_may_go_beyond_its_ceiling():
     assert world.admit([1], tenant_id="t").admitted
 
 
-def test_others_floors_are_not_taken_to_move_to():
+def test_a_second_table_leaves_the_floors_of_others():
     world = World(8)
     at_once(world.operators.set_quota(Quota(tenant_id="u", device_floor=2), validate_only=False))
     world.cache([1] * 8, tenant_id="u")
@@ -362,7 +362,7 @@ def test_others_floors_are_not_taken_to_move_to():
     ],
     ids=str,
 )
-def test_no_byte_of_what_is_forgotten_outlives_its_use(state, options):
+def test_no_byte_of_a_forgotten_sequence_outlives_its_use(state, options):
     world, live = ready(salt="a", **options)
     if state != "asking":
         world.sync()

@@ -1,4 +1,4 @@
-"""Policies of token eviction: who says them, what they must suit, and what they make of an admission."""
+"""Policies of token eviction: their precedence, their limits, and their effect on an admission."""
 
 import dataclasses
 
@@ -47,7 +47,7 @@ def test_the_answer_has_the_whole_policy_and_so_has_the_sequence():
         ([WINDOW], asked("NONE"), None),
     ],
 )
-def test_a_request_speaks_for_itself_and_else_the_first_rule_that_says_anything(rules, own, kind):
+def test_the_policy_is_the_requests_or_else_of_the_first_rule_with_one(rules, own, kind):
     world = World(20)
     for order, wish in enumerate(rules):
         action = RuleAction(priority=50, eviction_policy=wish)
@@ -102,7 +102,7 @@ def test_a_rule_that_the_executor_cannot_carry_is_named():
     assert world.admit(PROMPT, eviction_policy=asked("NONE")).admitted
 
 
-def test_a_change_of_a_rule_is_for_those_who_come_later():
+def test_a_changed_rule_applies_to_later_sequences():
     world = World(40)
     make(world, "r", WINDOW)
     hashes = [state_hash(world.queries.state())]
@@ -138,7 +138,7 @@ def test_a_change_of_a_rule_is_for_those_who_come_later():
         ),
     ],
 )
-def test_no_more_is_reused_than_leaves_the_queries_that_count(wish, cached):
+def test_reuse_leaves_the_queries_that_a_policy_scores(wish, cached):
     world = World(30)
     world.cache(PROMPT)
     preview = world.queries.preview(world.request(PROMPT, eviction_policy=wish), 0)
@@ -146,7 +146,7 @@ def test_no_more_is_reused_than_leaves_the_queries_that_count(wish, cached):
     world.check()
 
 
-def test_during_prefill_it_gets_blocks_for_what_is_computed_before_it_evicts():
+def test_a_policy_during_prefill_gets_blocks_for_tokens_before_its_first_eviction():
     world = World(40, config=ManagerConfig(capacity_ahead_tokens=8, free_watermark=0))
     long = list(range(100, 160))
     assert world.admit(long, "a", eviction_policy=AVERAGE).capacity_tokens == 8
@@ -185,7 +185,7 @@ def test_capacity_ahead_stops_where_it_first_evicts():
         (asked("SNAPKV", max_cache_tokens=30, recent_tokens=2, score_window_tokens=2), 19, 5, {}, "token_ids"),
     ],
 )
-def test_what_it_has_at_once_must_fit_into_the_pool(wish, tokens, blocks, options, field):
+def test_both_tables_of_a_sequence_must_fit_into_the_pool(wish, tokens, blocks, options, field):
     tight = World(blocks - 1)
     before = state_hash(tight.manager.queries.state())
     with pytest.raises(SequenceTooLongError) as refused:
@@ -200,7 +200,7 @@ def test_what_it_has_at_once_must_fit_into_the_pool(wish, tokens, blocks, option
 
 @pytest.mark.parametrize("wish", POLICIES, ids=[Kind(wish.message().kind).name for wish in POLICIES])
 @pytest.mark.parametrize(("prompt", "new"), [(1, 1), (3, 30), (8, 1), (12, 20), (30, 3), (30, 40)])
-def test_a_preview_tells_the_blocks_to_completion(wish, prompt, new):
+def test_a_preview_has_the_blocks_to_completion(wish, prompt, new):
     """They are what it has at once, but for what the manager gives a step ahead."""
     tokens = list(range(100, 100 + prompt))
     world = World(40)

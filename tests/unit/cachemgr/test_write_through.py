@@ -1,4 +1,4 @@
-"""Copies of device blocks one tier below: how they come about, and what they save."""
+"""Write-through: backups of device blocks one tier below, and evictions that need no copy."""
 
 import dataclasses
 
@@ -55,7 +55,7 @@ def test_a_block_whose_priority_rises_is_copied_later():
     world.check()
 
 
-def test_what_stands_above_what_is_worth_it_is_copied_whatever_its_priority():
+def test_a_parent_of_offloaded_blocks_is_backed_up_at_any_priority():
     world = World(3, host_blocks=3)
     world.cache(PROMPT[:8], retention=wish(90))
     # Its own wish has ended, and the first block is in use.
@@ -110,7 +110,7 @@ def test_a_failed_copy_is_no_backup_and_is_not_tried_again():
 # What they are good for
 
 
-def test_an_eviction_of_what_lies_below_already_needs_no_copy():
+def test_an_eviction_of_a_block_with_a_backup_needs_no_copy():
     world = backed_up()
     before = world.queries.last_event
     assert world.fill().transfers == ()
@@ -124,7 +124,7 @@ def test_an_eviction_of_what_lies_below_already_needs_no_copy():
     world.check()
 
 
-def test_a_demotion_of_what_lies_below_already_needs_no_copy():
+def test_a_demotion_of_a_block_with_a_backup_needs_no_copy():
     world = backed_up()
     hints = Hints("0.1", "m", (HintAction("one", "Demote", "0.1", {"tier": "host"}),))
     ((answer,), _) = world.operators.hint(Prefix(tuple(PROMPT)), hints, None)
@@ -134,7 +134,7 @@ def test_a_demotion_of_what_lies_below_already_needs_no_copy():
     world.check()
 
 
-def test_what_is_not_worth_moving_any_more_goes_with_its_backup():
+def test_a_block_below_the_offload_floor_is_evicted_with_its_backup():
     world = World(4, host_blocks=4)
     world.cache(PROMPT, retention=wish(90, 5.0), session_id="s")
     world.back_up()
@@ -160,7 +160,7 @@ def test_device_blocks_with_backups_outlive_the_executor():
     world.check()
 
 
-def test_what_the_device_has_lost_comes_back_from_its_backup():
+def test_a_block_lost_on_the_device_is_restored_from_its_backup():
     world = backed_up()
     # A step wrote to the second block's slot.
     world.device.written[0, 2] = 99
@@ -172,7 +172,7 @@ def test_what_the_device_has_lost_comes_back_from_its_backup():
 # How they go
 
 
-def test_backups_give_their_slots_to_whoever_wants_them_tails_first():
+def test_backups_yield_their_slots_to_offloads_tails_first():
     world = backed_up(num_blocks=7, host_blocks=3)
     world.cache(list(range(50, 62)))
     # Of all that is cached this was used last.
@@ -185,7 +185,7 @@ def test_backups_give_their_slots_to_whoever_wants_them_tails_first():
     assert with_backup == [0, 4]
 
 
-def test_a_backup_of_what_is_forgotten_is_overwritten():
+def test_a_backup_of_a_forgotten_block_is_overwritten():
     world = backed_up()
     at_once(world.operators.forget(ForgetTarget(prefix=Prefix(tuple(PROMPT))), validate_only=False))
     world.check()
@@ -198,7 +198,7 @@ def test_a_backup_of_what_is_forgotten_is_overwritten():
     assert world.host.free_blocks == 4
 
 
-def test_a_backup_that_is_being_made_of_what_is_forgotten_is_overwritten_behind_the_copy():
+def test_a_backup_in_flight_of_a_forgotten_block_is_overwritten_behind_the_copy():
     world = World(4, host_blocks=4)
     world.cache(PROMPT)
     world.renew()
@@ -234,7 +234,7 @@ def test_a_source_that_is_forgotten_while_it_is_copied_from_is_overwritten():
     assert not world.device.count(None, 0)
 
 
-def test_an_evicted_block_does_not_wait_for_its_backup_and_that_is_believed_by_nobody():
+def test_an_eviction_does_not_wait_for_a_backup_in_flight_and_drops_it():
     world = World(4, host_blocks=4)
     world.cache(PROMPT)
     world.renew()
@@ -256,7 +256,7 @@ def test_an_evicted_block_does_not_wait_for_its_backup_and_that_is_believed_by_n
 # How they are seen
 
 
-def test_metrics_tell_of_tiers_and_of_those_of_pools_that_are_gone_nothing():
+def test_metrics_have_the_tiers_of_present_pools_only():
     world = backed_up()
     host_tier, manager = {"pool": "e/0", "tier": "host"}, world.manager
     assert scraped(manager, "tier_backed_up_blocks_total", **host_tier) == 3
