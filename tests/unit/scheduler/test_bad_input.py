@@ -122,7 +122,7 @@ async def test_every_wrong_field_is_named_and_nothing_changes(run_stack: StackFa
         assert (await stack.stub.GetLoads(pb.GetLoadsRequest())).waiting_requests == 0
 
 
-async def test_a_prompt_that_is_too_long_is_told_how_long_it_may_be(run_stack: StackFactory) -> None:
+async def test_the_error_of_a_long_prompt_names_the_bound(run_stack: StackFactory) -> None:
     async with run_stack() as stack:
         for said, asked in {
             "has 400 tokens; at most 399 fit": ids(*[1] * 400),
@@ -133,7 +133,7 @@ async def test_a_prompt_that_is_too_long_is_told_how_long_it_may_be(run_stack: S
             assert from_rpc_error(caught.value).reason == "CONTEXT_LENGTH_EXCEEDED"
 
 
-async def test_what_cannot_be_generated_from_is_not_tokenized(run_stack: StackFactory) -> None:
+async def test_an_invalid_request_is_not_tokenized(run_stack: StackFactory) -> None:
     async with run_stack() as stack:
         for field in ("input", "text", "text  ", "chat.messages", "chat.messages ", "chat.messages[1].role"):
             request = pb.TokenizePromptRequest()
@@ -151,7 +151,7 @@ async def test_what_cannot_be_generated_from_is_not_tokenized(run_stack: StackFa
         assert len(long.token_ids) > 400
 
 
-async def test_a_rule_that_nobody_can_follow_costs_only_whom_it_is_for(run_stack: StackFactory) -> None:
+async def test_an_impossible_rule_fails_only_its_own_requests(run_stack: StackFactory) -> None:
     async with run_stack() as stack:
         stack.manager.rule("ruled", common.EvictionPolicy(kind="EVICTION_KIND_SUM", recent_tokens=3))
         with pytest.raises(grpc.aio.AioRpcError, match=r"rule ruled.*recent_tokens") as caught:
@@ -161,7 +161,7 @@ async def test_a_rule_that_nobody_can_follow_costs_only_whom_it_is_for(run_stack
         assert len({one.scheduler_epoch for one in stack.manager.admissions}) == 1
 
 
-async def test_what_needs_more_blocks_than_there_are_is_the_callers_fault(run_stack: StackFactory) -> None:
+async def test_a_request_that_never_fits_is_refused(run_stack: StackFactory) -> None:
     executor = FakeExecutor()
     # 100 blocks of 4: a whole prompt and the table that it moves to do not fit in beside each other.
     policy = common.EvictionPolicy(kind="EVICTION_KIND_KEYDIFF", max_cache_tokens=300)  # type: ignore[arg-type]
@@ -253,7 +253,7 @@ async def test_the_command_line_client_shows_each_sample_whole(run_stack: StackF
         assert "output 90 tokens" in err
 
 
-def test_the_client_says_in_one_line_that_nothing_listens() -> None:
+def test_the_client_reports_a_missing_server_in_one_line() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "scheduler.generate", "x", "--address", "unix:/nowhere"], capture_output=True, text=True
     )

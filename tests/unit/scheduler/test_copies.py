@@ -53,7 +53,7 @@ def test_copies_within_the_device_travel_once_with_the_next_step_and_say_nothing
     assert not run(batch, 2).copy_tickets
 
 
-def test_a_sequence_joins_when_all_its_blocks_are_there_and_the_others_go_on() -> None:
+def test_a_sequence_joins_when_all_its_onloads_have_ended() -> None:
     other, waiting = sequence(1), onloading(2, down(20), up(21), within(22, 102), up(23, 103, Tier.DISK))
     batch = batch_of(other, waiting)
     message = run(batch, 1)
@@ -73,7 +73,7 @@ def test_a_sequence_joins_when_all_its_blocks_are_there_and_the_others_go_on() -
     assert other.computed == 10 + 3
 
 
-def test_a_sequence_whose_block_did_not_come_begins_again_without_that_tier() -> None:
+def test_a_sequence_with_a_failed_onload_restarts_without_that_tier() -> None:
     for tier, usable in ((Tier.HOST, Tier.DEVICE), (Tier.DISK, Tier.HOST)):
         batch = batch_of(onloading(1, up(1), up(2, 102, tier), up(3, 103)))
         run(batch, 1, copied=[2], failed=[2])
@@ -86,14 +86,14 @@ def test_a_sequence_whose_block_did_not_come_begins_again_without_that_tier() ->
         assert not batch.copies.waiting
 
 
-def test_a_block_that_fails_and_is_not_said_to_have_ended_has_not_come_either() -> None:
+def test_an_onload_that_is_only_reported_as_failed_has_failed() -> None:
     batch = batch_of(onloading(1))
     run(batch, 1, copied=[11], failed=[10])
     assert updates(batch)[1].released == [1]
 
 
 @pytest.mark.parametrize("shared", [BLOCK, 4 * BLOCK])
-def test_who_shares_blocks_of_an_onboarding_sequence_waits_for_them_and_falls_back_with_it(shared: int) -> None:
+def test_a_follower_of_an_onloading_sequence_waits_and_restarts_with_it(shared: int) -> None:
     writer = onloading(1, prompt=24)
     follower = sequence(2, 24, cached_tokens=shared, wait_for=1)
     batch = batch_of(writer, follower)
@@ -105,13 +105,13 @@ def test_who_shares_blocks_of_an_onboarding_sequence_waits_for_them_and_falls_ba
     assert late.leave_reason is LeaveReason.RESTARTED
 
 
-def test_who_shares_blocks_of_an_onboarding_sequence_starts_with_it() -> None:
+def test_a_follower_of_an_onloading_sequence_starts_with_it() -> None:
     batch = batch_of(onloading(1, prompt=24), sequence(2, 24, cached_tokens=4 * BLOCK, wait_for=1))
     run(batch, 1, copied=[10, 11])
     assert joined(run(batch, 2)) == [1, 2]
 
 
-def test_a_sequence_that_waits_too_long_begins_again_with_what_is_on_the_device() -> None:
+def test_a_late_sequence_restarts_with_the_blocks_on_the_device() -> None:
     batch = batch_of(onloading(1, onload_deadline=5.0), onloading(2, onload_deadline=6.0))
     run(batch, 1, copied=[10])
     batch.restart_late(4.9)
@@ -125,14 +125,14 @@ def test_a_sequence_that_waits_too_long_begins_again_with_what_is_on_the_device(
     assert joined(run(batch, 3)) == [2]
 
 
-def test_nobody_is_late_who_has_joined() -> None:
+def test_a_sequence_that_has_joined_is_not_late() -> None:
     batch = batch_of(onloading(1, onload_deadline=5.0))
     run(batch, 1, copied=[10, 11])
     batch.restart_late(6.0)
     assert joined(run(batch, 2)) == [1]
 
 
-def test_what_was_to_come_to_a_sequence_that_leaves_is_called_off_and_what_it_displaced_goes_its_way() -> None:
+def test_unsent_onloads_of_a_sequence_that_leaves_are_cancelled_and_its_offloads_go_on() -> None:
     batch = batch_of(onloading(1, down(1), up(2), within(3, 102)), sequence(2))
     batch.cancel(1)
     assert updates(batch)[1].cancelled_tickets == [2, 3]
@@ -140,7 +140,7 @@ def test_what_was_to_come_to_a_sequence_that_leaves_is_called_off_and_what_it_di
     assert not batch.copies.waiting
 
 
-def test_copies_that_were_sent_are_not_called_off() -> None:
+def test_sent_copies_are_not_cancelled() -> None:
     batch = batch_of(onloading(1))
     run(batch, 1)
     batch.cancel(1)
@@ -149,7 +149,7 @@ def test_copies_that_were_sent_are_not_called_off() -> None:
     assert update.cancelled_tickets == []
 
 
-def test_of_copies_to_an_executor_that_is_gone_only_those_are_cancelled_that_it_may_not_have() -> None:
+def test_copies_are_cancelled_when_the_lost_executor_may_lack_them() -> None:
     batch = batch_of(onloading(1), sequence(2, copies=(within(9),)))
     run(batch, 1)
     batch.apply(synced(down(30)))
@@ -163,14 +163,14 @@ def test_of_copies_to_an_executor_that_is_gone_only_those_are_cancelled_that_it_
     assert not batch.copies.unsent
 
 
-def test_nothing_that_an_earlier_manager_asked_for_is_sent_once_all_is_given_up() -> None:
+def test_no_copy_of_a_lost_manager_is_sent() -> None:
     batch = batch_of(onloading(1))
     batch.apply(synced(down(30)))
     batch.restart_all(executor_lost=False)
     assert not batch.copies.unsent
 
 
-def test_what_makes_room_for_an_extension_is_sent_before_the_slots_are_written() -> None:
+def test_an_offload_for_an_extension_is_sent_before_its_slots_are_written() -> None:
     batch = batch_of(sequence(1, 8, blocks=2))
     run(batch, 1)
     batch.apply(SyncAnswer([(1, 0, [77])], [], 0, [], [], copies=(down(30, 77),)))
@@ -188,7 +188,7 @@ def test_copies_of_another_session_are_never_sent() -> None:
     assert not batch.copies.waiting
 
 
-def test_a_preempted_onboarding_sequence_gives_room_when_its_copies_have_ended() -> None:
+def test_a_preempted_onloading_sequence_frees_blocks_when_its_copies_have_ended() -> None:
     first, second, victim = sequence(1, 8, blocks=2), sequence(2, 8, blocks=2), onloading(3, blocks=3)
     batch = batch_of(first, second, victim)
     run(batch, 1)
@@ -212,5 +212,5 @@ def test_a_preempted_onboarding_sequence_gives_room_when_its_copies_have_ended()
     assert updates(batch)[0].preempted == [2]
 
 
-def test_an_onboarding_sequence_is_not_planned() -> None:
+def test_an_onloading_sequence_is_not_planned() -> None:
     assert plan_step([onloading(1)], 64).compute == []

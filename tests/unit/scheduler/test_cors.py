@@ -160,7 +160,7 @@ async def test_a_browser_lets_the_page_of_this_machine_read_a_stream_and_no_othe
         assert len(stack.manager.admitted_ids) == before
 
 
-async def test_the_process_takes_pages_of_this_machine_and_those_that_are_named(tmp_path: Path) -> None:
+async def test_the_process_allows_pages_of_this_machine_and_named_origins(tmp_path: Path) -> None:
     address = free_address()
     async with scheduler(tmp_path, http_address=address, http_allowed_origins=NAMED) as running:
         await running.begin()
@@ -185,7 +185,7 @@ def test_origins_are_named_with_commas_between_them() -> None:
     "value",
     ["chat.example.com", f"{NAMED}/", f"{NAMED}/chat", "ftp://x", "https://*.example.com", "https://", f"*,{NAMED}"],
 )
-def test_what_is_no_origin_is_refused(value: str) -> None:
+def test_an_invalid_origin_is_refused(value: str) -> None:
     with pytest.raises(SettingsError, match=f"{NAME}.*https://chat.example.com"):
         origins(value)
 

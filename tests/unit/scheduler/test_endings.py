@@ -87,7 +87,7 @@ async def test_beyond_the_bound_of_the_queue_requests_are_refused_with_a_time_to
         await asyncio.gather(*tasks)
 
 
-async def test_who_waits_for_its_own_quota_lets_others_pass_and_none_of_its_own(run_stack: StackFactory) -> None:
+async def test_a_request_that_waits_for_its_quota_is_passed_only_by_other_accounts(run_stack: StackFactory) -> None:
     async with run_stack() as stack:
         executor = stack.executor
         stack.manager.bound("s", 6)
@@ -127,7 +127,7 @@ async def test_a_request_id_can_be_used_again_when_its_request_has_ended(run_sta
         assert output.token_ids == stack.executor.expected([2], 2)
 
 
-async def test_a_request_that_the_executor_fails_over_ends_and_all_others_are_served(run_stack: StackFactory) -> None:
+async def test_a_request_that_kills_the_executor_fails_alone(run_stack: StackFactory) -> None:
     async with run_stack(max_batched_tokens=64) as stack:
         prompts = [prompt_of(15, seed=seed) for seed in range(6)]
         executor = stack.executor
@@ -175,7 +175,7 @@ CHANGES: dict[str, tuple[object, str]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-async def test_an_executor_that_comes_back_as_another_one_ends_the_scheduler(
+async def test_a_changed_executor_ends_the_scheduler(
     run_stack: StackFactory, change: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also while nothing is asked of it: prompts must not be tokenized for a model that is gone."""
@@ -191,7 +191,7 @@ async def test_an_executor_that_comes_back_as_another_one_ends_the_scheduler(
     assert "Traceback" not in said
 
 
-async def test_what_runs_when_the_executor_comes_back_as_another_one_may_be_asked_again(
+async def test_requests_of_a_changed_executor_may_be_retried(
     run_stack: StackFactory,
 ) -> None:
     async with run_stack() as stack:
@@ -206,7 +206,7 @@ async def test_what_runs_when_the_executor_comes_back_as_another_one_may_be_aske
         assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "EXECUTOR_REPLACED")
 
 
-async def test_an_executor_that_is_replaced_between_two_questions_is_not_taken_for_one(
+async def test_an_executor_replaced_during_the_start_is_noticed(
     run_stack: StackFactory,
 ) -> None:
     executor = FakeExecutor()
@@ -227,7 +227,7 @@ async def test_an_idle_executor_that_starts_again_is_met_before_a_request_comes(
         assert stack.executor.sessions == 2
 
 
-async def test_another_scheduler_of_its_name_ends_it_and_says_so(
+async def test_a_scheduler_of_the_same_name_ends_the_earlier_process(
     run_stack: StackFactory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with run_stack() as stack:
@@ -240,7 +240,7 @@ async def test_another_scheduler_of_its_name_ends_it_and_says_so(
     assert "Traceback" not in said
 
 
-async def test_a_scheduler_whose_clock_went_back_takes_the_place_of_the_one_before_it(run_stack: StackFactory) -> None:
+async def test_a_scheduler_whose_clock_went_back_replaces_the_earlier_process(run_stack: StackFactory) -> None:
     executor = FakeExecutor()
     manager = RealManager(executor)
     executor.scheduler_epoch = (1 << 62) - 5

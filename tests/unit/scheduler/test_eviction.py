@@ -90,7 +90,7 @@ class Executor:
     before=st.integers(0, 40),
     depth=depths,
 )
-def test_an_executor_that_follows_the_policy_finds_room_for_all_that_is_planned(
+def test_an_executor_that_follows_the_policy_has_slots_for_every_planned_token(
     fields: dict[str, Any],
     prompt: int,
     output: int,
@@ -177,7 +177,7 @@ def test_an_executor_that_follows_the_policy_finds_room_for_all_that_is_planned(
         assert executor.most <= chosen.most_kept
 
 
-def test_the_queries_that_count_are_not_cut() -> None:
+def test_the_score_window_is_computed_in_one_step() -> None:
     chosen = policy({"kind": "EVICTION_KIND_SNAPKV", "max_cache_tokens": 12, "score_window_tokens": 4})
     request = Request("r", tuple(range(20)), 5, pb.SamplingParams(), 1, 0.0)
     batch = RunningBatch()
@@ -194,7 +194,7 @@ def test_the_queries_that_count_are_not_cut() -> None:
     assert counts == [[(0, 16), (1, 2)], [(0, 4), (1, 14)], [(1, 4)]]
 
 
-def test_a_sequence_that_waits_for_blocks_of_its_own_sits_out_and_says_so() -> None:
+def test_a_sequence_that_waits_for_private_blocks_skips_steps() -> None:
     chosen = policy(POLICIES[0])
     request = Request("r", tuple(range(20)), 5, pb.SamplingParams(), 1, 0.0)
     tables = [list(range(1, 8))]
@@ -231,7 +231,9 @@ def test_a_sequence_that_waits_for_blocks_of_its_own_sits_out_and_says_so() -> N
 
 
 @given(st.sampled_from(POLICIES), st.integers(1, 20), depths)
-def test_who_stops_before_its_first_eviction_has_not_moved(fields: dict[str, Any], stop_at: int, depth: int) -> None:
+def test_a_sequence_that_stops_before_its_first_eviction_has_not_moved(
+    fields: dict[str, Any], stop_at: int, depth: int
+) -> None:
     chosen = policy(fields)
     request = Request("r", tuple(range(5)), 40, pb.SamplingParams(), 1, 0.0)
     sequence = Sequence(

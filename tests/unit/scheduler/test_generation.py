@@ -97,7 +97,7 @@ async def test_very_many_streams_get_several_tokens_in_a_message(
             assert 2 <= len(parts) < 60
 
 
-async def test_who_waits_for_blocks_does_not_make_others_wait_for_their_turns(
+async def test_a_request_that_waits_for_blocks_takes_no_turn(
     run_stack: StackFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(output, "MESSAGE_SECONDS", 0.02)
@@ -114,7 +114,7 @@ async def test_who_waits_for_blocks_does_not_make_others_wait_for_their_turns(
             other.cancel()
 
 
-async def test_a_follower_whose_writer_leaves_while_both_are_admitted_computes_the_prefix_itself(
+async def test_a_follower_whose_writer_leaves_during_the_admission_computes_the_prefix_itself(
     run_stack: StackFactory,
 ) -> None:
     async with run_stack() as stack:
@@ -162,7 +162,7 @@ async def test_preemption_does_not_change_the_output(run_stack: StackFactory, re
         assert loads.preemptions == sum(output.usage.preemptions for output in outputs)
 
 
-async def test_one_request_may_have_the_whole_pool(run_stack: StackFactory) -> None:
+async def test_a_request_may_have_the_whole_pool(run_stack: StackFactory) -> None:
     async with run_stack(executor=FakeExecutor(max_tokens=80)) as stack:
         [output] = await run(stack, pb.StreamGenerateRequest(token_ids=pb.TokenIds(token_ids=[5]), ignore_eos=True))
         assert output.usage.output_tokens == 79
@@ -206,7 +206,7 @@ async def test_a_stop_text_ends_the_output_and_is_not_part_of_it(run_stack: Stac
         assert len(output.token_ids) == output.usage.output_tokens < 60
 
 
-async def test_log_probabilities_come_one_per_token(run_stack: StackFactory) -> None:
+async def test_every_token_has_its_log_probability(run_stack: StackFactory) -> None:
     async with run_stack() as stack:
         message = request([4, 4], 5)
         message.sampling.num_logprobs = 3

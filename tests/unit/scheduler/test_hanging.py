@@ -27,7 +27,7 @@ async def until(reached: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_what_hangs_is_told_and_nothing_is_lost_when_it_goes_on(
+async def test_a_hanging_executor_is_reported_and_no_request_is_lost(
     run_stack: StackFactory, monkeypatch: pytest.MonkeyPatch, soon: None
 ) -> None:
     monkeypatch.setattr(loop, "LOST_SECONDS", 1e9)
@@ -44,7 +44,7 @@ async def test_what_hangs_is_told_and_nothing_is_lost_when_it_goes_on(
         assert executor.sessions == 1
 
 
-async def test_what_does_not_answer_in_time_is_lost_and_requests_start_again_when_it_comes_back(
+async def test_an_executor_that_hangs_too_long_is_lost_and_its_requests_restart(
     run_stack: StackFactory, soon: None
 ) -> None:
     async with run_stack() as stack:
@@ -100,7 +100,7 @@ class Hung:
         self.now += self._pause
 
 
-def test_a_pause_of_the_scheduler_itself_is_not_the_executors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pause_of_the_scheduler_is_no_silence_of_the_executor(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that was stopped finds its clock far ahead: each wait counts for a second at most."""
     hung = Hung(pause=60.0)
     monkeypatch.setattr(loop.time, "monotonic", lambda: hung.now)

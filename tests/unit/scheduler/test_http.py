@@ -24,9 +24,7 @@ from tests.support.scheduler.real_manager import RealManager
 from tests.support.scheduler.stack import StackFactory
 
 
-async def test_whoever_is_not_known_gets_nothing_but_health_and_version(
-    run_stack: StackFactory, tmp_path: Path
-) -> None:
+async def test_an_unknown_caller_gets_only_health_and_version(run_stack: StackFactory, tmp_path: Path) -> None:
     keyring = Keyring(tmp_path)
     keyring.add(Role.CALLER)
     (token,) = keyring.tokens.values()
@@ -51,9 +49,7 @@ async def test_whoever_is_not_known_gets_nothing_but_health_and_version(
             assert (await friend.completions.create(model="fake", **LEAST)).choices[0].text
 
 
-async def test_a_role_may_do_what_it_may_by_grpc_and_names_are_its_tenants(
-    run_stack: StackFactory, tmp_path: Path
-) -> None:
+async def test_roles_and_tenants_hold_as_over_grpc(run_stack: StackFactory, tmp_path: Path) -> None:
     keyring = Keyring(tmp_path)
     for role, tenant in ((Role.CALLER, "acme"), (Role.CALLER, "other"), (Role.VIEWER, "")):
         keyring.add(role, tenant)
@@ -131,7 +127,7 @@ async def test_a_request_ends_with_its_token(
         assert stack.metric("output_tokens_total") < 200
 
 
-async def test_who_asks_for_the_head_only_gets_it(run_stack: StackFactory) -> None:
+async def test_a_head_request_gets_the_head(run_stack: StackFactory) -> None:
     async with run_stack() as stack, serve(stack.scheduler.service) as address:
         for path in ("/health", "/v1/models"):
             whole, head = [await ask(address, method, path) for method in ("GET", "HEAD")]
@@ -216,7 +212,7 @@ async def test_a_stream_ends_with_an_error_when_the_process_does_not_wait_for_it
     assert "[DONE]" not in rest
 
 
-async def test_a_name_that_another_site_has_pointed_here_is_not_answered() -> None:
+async def test_a_foreign_host_name_is_not_answered() -> None:
     async with serve(starting_service(), own_names=True) as address:
         for host, status in {
             address: 200, "localhost": 200, "LOCALHOST:1": 200, "[::1]:8000": 200,
@@ -294,9 +290,7 @@ async def test_a_number_of_samples_that_is_refused_takes_no_memory(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_one_of_several_prompts_that_is_refused_ends_all_and_is_named(
-    run_stack: StackFactory, stream: bool
-) -> None:
+async def test_a_refused_prompt_of_several_ends_all_and_is_named(run_stack: StackFactory, stream: bool) -> None:
     async with run_stack() as stack, serve(stack.scheduler.service) as address:
         body = LEAST | {"prompt": [[1, 2], [3] * 400, [4]], "max_tokens": 300, "stream": stream}
         answer = await ask(address, "POST", "/v1/completions", json.dumps(body))
@@ -343,7 +337,7 @@ def test_the_description_names_every_route_and_only_answers_that_there_are() -> 
         ("/detokenize", {"tokens": [1], "skip_special_tokens": True}, "skip_special_tokens", "is not supported"),
     ],
 )  # fmt: skip
-async def test_no_field_is_dropped_in_silence(
+async def test_no_unknown_field_is_dropped_silently(
     run_stack: StackFactory, path: str, body: dict[str, object], param: str, words: str
 ) -> None:
     async with run_stack() as stack, serve(stack.scheduler.service) as address:

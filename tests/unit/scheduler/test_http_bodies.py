@@ -40,7 +40,7 @@ def padded(size: int = LARGE, **fields: object) -> bytes:
     return json.dumps(LEAST | fields).encode().ljust(size)
 
 
-async def test_the_body_of_somebody_unknown_is_not_read(run_stack: StackFactory, tmp_path: Path) -> None:
+async def test_the_body_of_an_unknown_caller_is_not_read(run_stack: StackFactory, tmp_path: Path) -> None:
     keyring = Keyring(tmp_path)
     keyring.add(Role.CALLER)
     guard = Guard(keyring.file, None)
@@ -50,7 +50,7 @@ async def test_the_body_of_somebody_unknown_is_not_read(run_stack: StackFactory,
             assert b" 401 " in await answer.readline()
 
 
-async def test_a_slow_body_is_given_up(run_stack: StackFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_body_is_refused(run_stack: StackFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "ARRIVAL_SECONDS", 0.2)
     async with run_stack() as stack, serve(stack.scheduler.service) as address:
         async with sending(address, b"{", 1000) as answer:
@@ -63,9 +63,7 @@ async def test_a_slow_body_is_given_up(run_stack: StackFactory, monkeypatch: pyt
         assert (await ask(address, "POST", PATH, json.dumps(LEAST | {"max_tokens": 5}))).status == 200
 
 
-async def test_so_much_is_held_of_all_bodies_and_no_more(
-    run_stack: StackFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_all_bodies_together_are_bounded(run_stack: StackFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "HELD_BYTES", LARGE)
     async with run_stack() as stack, serve(stack.scheduler.service, max_prompt_bytes=MAX_PROMPT) as address:
         async with sending(address, b" " * (LARGE - 1), LARGE):
@@ -79,9 +77,7 @@ async def test_so_much_is_held_of_all_bodies_and_no_more(
             await asyncio.sleep(0.01)
 
 
-async def test_a_body_is_held_no_longer_than_it_is_read(
-    run_stack: StackFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_body_is_released_once_it_is_parsed(run_stack: StackFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "HELD_BYTES", LARGE)
     async with run_stack() as stack, serve(stack.scheduler.service, max_prompt_bytes=MAX_PROMPT) as address:
         stack.executor.step_seconds = 0.02
@@ -91,7 +87,7 @@ async def test_a_body_is_held_no_longer_than_it_is_read(
             assert stack.metric("running_requests") == 1
 
 
-async def test_a_body_of_more_values_than_any_request_has_is_not_looked_at(run_stack: StackFactory) -> None:
+async def test_a_body_with_too_many_values_is_not_parsed(run_stack: StackFactory) -> None:
     async with run_stack() as stack, serve(stack.scheduler.service, max_prompt_bytes=1 << 20) as address:
         many = '{"prompt": "x", "user": [' + "[]," * (bodies.MAX_MARKS // 2) + "1]}"
         answer = await ask(address, "POST", PATH, many)
@@ -101,7 +97,7 @@ async def test_a_body_of_more_values_than_any_request_has_is_not_looked_at(run_s
         assert "tokens; at most" in (await ask(address, "POST", PATH, ids)).error["message"]
 
 
-def test_the_description_has_a_place_for_a_token() -> None:
+def test_the_description_has_a_bearer_token() -> None:
     described = create_app(starting_service(), max_prompt_bytes=1).openapi()
     scheme = described["components"]["securitySchemes"]["bearer"]
     assert (scheme["type"], scheme["scheme"]) == ("http", "bearer")

@@ -45,7 +45,7 @@ def completion(**fields: Any) -> pb.StreamGenerateRequest:
     return message
 
 
-def test_what_is_absent_is_openais_default() -> None:
+def test_an_absent_field_has_openais_default() -> None:
     message = chat()
     assert message == pb.StreamGenerateRequest(
         chat=pb.ChatInput(messages=[pb.ChatMessage(role="user", content="hello")]),
@@ -58,7 +58,7 @@ def test_what_is_absent_is_openais_default() -> None:
     assert chat(temperature=None, stop=None, tools=None, n=None, seed=None) == message
 
 
-def test_every_field_has_its_place() -> None:
+def test_every_field_is_translated() -> None:
     message = chat(
         model="m", n=2, stop=["a", "b"], max_tokens=7, max_completion_tokens=8, temperature=0, top_p=0.5, seed=-1,
         presence_penalty=1, frequency_penalty=-1, top_k=-1, min_p=0.25, repetition_penalty=1.5, ignore_eos=True,
@@ -115,7 +115,7 @@ def test_prompts_are_text_or_ids_also_in_a_list() -> None:
             completions(prompt=wrong)
 
 
-def test_parts_are_joined_and_say_where_the_prompt_is_to_stay_cached_up_to() -> None:
+def test_parts_are_joined_and_have_breakpoints() -> None:
     parts = [
         {"type": "text", "text": "one", "cache_control": {"type": "ephemeral"}},
         {"type": "text", "text": "two"},
@@ -130,7 +130,7 @@ def test_parts_are_joined_and_say_where_the_prompt_is_to_stay_cached_up_to() -> 
     assert [(place.content_end, place.retention_duration.seconds) for place in second.cache_breakpoints] == [(4, 30)]
 
 
-def test_the_cache_key_is_a_session_and_its_retention_a_wish_for_everything() -> None:
+def test_the_cache_key_is_a_session_and_its_retention_covers_everything() -> None:
     cache = completion(prompt_cache_key="k", prompt_cache_retention="24h").cache
     assert cache.session_id == "k"
     [wish] = cache.retention_ranges
@@ -314,7 +314,7 @@ def test_every_field_of_openais_client_is_known(params: Any, ours: type[LenientM
 
 
 @pytest.mark.parametrize("one", [*CLASSES.values(), TextPart])
-def test_a_field_is_taken_refused_or_ignored_and_only_one_of_these(one: type[LenientModel]) -> None:
+def test_a_field_is_either_known_refused_or_ignored(one: type[LenientModel]) -> None:
     assert len(known(one)) == len(one.model_fields) + len(one.unsupported) + len(one.ignored)
     described = one.model_json_schema()["properties"]
     assert set(described) == known(one)
@@ -326,13 +326,13 @@ def test_an_extra_key_is_a_cache_salt() -> None:
     assert rename("cache.salt", translate.names(CompletionRequest(prompt="x", extra_key="one"))) == "extra_key"
 
 
-def test_only_an_assistant_may_say_nothing() -> None:
+def test_only_an_assistant_may_have_no_content() -> None:
     silent: dict[str, Any] = {"role": "assistant", "content": None}
     assert chat(messages=[*HELLO, silent]).chat.messages[1].content == ""
 
 
 @pytest.mark.parametrize("nest", [lambda value: {"a": value}, lambda value: [value]], ids=["objects", "lists"])
-def test_a_payload_is_nested_so_deep_as_a_message_can_be(nest: Callable[[Any], Any]) -> None:
+def test_a_payload_may_be_nested_as_deep_as_a_message(nest: Callable[[Any], Any]) -> None:
     value: Any = 1
     for _ in range(29):
         value = nest(value)
@@ -382,7 +382,7 @@ def test_names_and_reasoning_go_with_their_message() -> None:
      {"messages": [{"role": "user", "content": [{}] * 1000}]}, {"retention": {"ranges": ["x"] * 60}},
      {"retention": {f"x{index}": 1 for index in range(1000)}}, {"kv_hints": {"actions": ["x"] * 1000}}],
 )  # fmt: skip
-def test_of_many_faults_not_all_are_written_down(wrong: dict[str, Any]) -> None:
+def test_many_errors_are_not_all_listed(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError) as caught:
         chat(**wrong)
     assert caught.value.error_count() < 5
@@ -416,7 +416,7 @@ def test_errors_name_fields_as_the_request_has_them() -> None:
     ]  # fmt: skip
 
 
-def test_every_kind_of_eviction_can_be_asked_for() -> None:
+def test_every_eviction_policy_can_be_requested() -> None:
     for name, number in common.EvictionKind.items():
         if number:
             kind = name.removeprefix("EVICTION_KIND_").lower()

@@ -57,7 +57,7 @@ class OneStep:
         pass
 
 
-def test_copies_asked_for_in_another_session_are_not_sent_and_others_are_without_anything_to_compute() -> None:
+def test_only_copies_of_the_open_session_are_sent() -> None:
     commands = CommandQueue()
     executor = OneStep(commands)
     updates = Updates()
@@ -117,7 +117,7 @@ def run(commands: CommandQueue, executor: Timed) -> list[TokenBatch]:
     return updates.tokens
 
 
-def test_more_steps_are_sent_ahead_where_they_are_short() -> None:
+def test_more_short_steps_are_sent_ahead() -> None:
     commands = CommandQueue()
     executor = Timed(commands, 30, lambda step, _: (0.001, 0.02, 0.01)[min(step // 10, 2)])
     batches = run(commands, executor)
@@ -131,7 +131,7 @@ def test_more_steps_are_sent_ahead_where_they_are_short() -> None:
 
 
 @pytest.mark.parametrize(("token_seconds", "steps"), [(1e-6, 4), (0.004, 3), (0.02, 2)])
-def test_what_prompts_take_counts_for_how_many_are_sent_ahead(token_seconds: float, steps: int) -> None:
+def test_the_time_of_prompts_bounds_the_steps_ahead(token_seconds: float, steps: int) -> None:
     commands = CommandQueue()
     executor = Timed(commands, 40, lambda _, tokens: 0.001 + token_seconds * tokens, prompt=3_000)
     run(commands, executor)
@@ -143,7 +143,7 @@ def test_what_prompts_take_counts_for_how_many_are_sent_ahead(token_seconds: flo
     assert {had for had, tokens in known if tokens} == {steps}
 
 
-def test_one_step_is_sent_ahead_where_blocks_are_short() -> None:
+def test_a_single_step_is_sent_ahead_while_blocks_are_missing() -> None:
     commands = CommandQueue()
     executor = Timed(commands, 20, lambda step, _: 0.001)
     commands.put(synced(missing_blocks=1))
@@ -151,7 +151,7 @@ def test_one_step_is_sent_ahead_where_blocks_are_short() -> None:
     assert executor.had[:20] == [2] * 20
 
 
-def test_the_state_of_a_loop_that_fails_can_be_shown_without_what_callers_wrote() -> None:
+def test_the_dump_of_a_failed_loop_has_no_prompts() -> None:
     commands = CommandQueue()
     executor = Timed(commands, 30, lambda step, _: 1 / 0 if step == 3 else 0.001)
     steps = step_loop(executor, commands, Updates())

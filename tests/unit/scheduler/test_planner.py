@@ -11,7 +11,7 @@ from tests.support.scheduler.sequences import BLOCK, answer, batch_of, depths, s
 
 
 @given(traffic(), st.integers(1, 64), depths)
-def test_everybody_ends_and_no_step_exceeds_its_budget(sequences: list[Sequence], budget: int, depth: int) -> None:
+def test_every_sequence_ends_and_no_step_exceeds_its_tokens(sequences: list[Sequence], budget: int, depth: int) -> None:
     batch = batch_of(*sequences)
     in_flight: list[InFlightStep] = []
     number = 0
@@ -33,7 +33,7 @@ def test_everybody_ends_and_no_step_exceeds_its_budget(sequences: list[Sequence]
 
 
 @given(traffic(), st.integers(1, 64))
-def test_of_equal_priority_the_earlier_one_is_started_first(sequences: list[Sequence], budget: int) -> None:
+def test_an_earlier_sequence_of_equal_priority_starts_first(sequences: list[Sequence], budget: int) -> None:
     ranked = batch_of(*sequences).ranked
     computing = {item.handle for item, _ in plan_step(ranked, budget).compute}
     free = [item for item in ranked if not item.wait_for]
@@ -42,7 +42,7 @@ def test_of_equal_priority_the_earlier_one_is_started_first(sequences: list[Sequ
     assert not skipped or not last_granted or min(skipped) > last_granted[0]
 
 
-def test_decoding_comes_before_prompts() -> None:
+def test_decodes_come_before_prefills() -> None:
     old, young = sequence(1, 30), sequence(2, 3)
     batch = batch_of(old, young)
     answer(batch, build_step(1, plan_step([young], 3), [])[1])
@@ -58,7 +58,7 @@ def test_a_follower_starts_in_the_step_that_computes_its_prefix() -> None:
     assert {item.handle for item, _ in plan_step(batch.ranked, 12).compute} == {1, 2}
 
 
-def test_a_sequence_without_room_sits_out_and_the_others_go_on() -> None:
+def test_a_sequence_out_of_blocks_skips_the_step() -> None:
     full, free = sequence(1, 8, blocks=2), sequence(2, 8)
     batch = batch_of(full, free)
     answer(batch, build_step(1, plan_step(batch.ranked, 64), [])[1])
@@ -67,7 +67,7 @@ def test_a_sequence_without_room_sits_out_and_the_others_go_on() -> None:
     assert [item.handle for item, _ in plan.compute] == [2]
 
 
-def test_the_first_in_rank_is_never_a_victim_and_unstarted_ones_go_first() -> None:
+def test_the_first_in_rank_is_never_a_victim() -> None:
     first, started, fresh = sequence(1), sequence(2), sequence(3, priority=-1)
     started.started = True
     assert choose_victim([first]) is None
@@ -75,14 +75,14 @@ def test_the_first_in_rank_is_never_a_victim_and_unstarted_ones_go_first() -> No
     assert choose_victim([first, fresh, started]) is fresh
 
 
-def test_only_what_the_executor_does_not_have_is_trimmed() -> None:
+def test_only_unsent_blocks_are_trimmed() -> None:
     stalled, rich = sequence(1, 8, blocks=2), sequence(2, 8, blocks=9)
     assert trimmable([stalled, rich], [stalled]) == [rich]
     assert rich.trim() == 3 * BLOCK
     assert trimmable([stalled, rich], [stalled]) == []
 
 
-def test_blocks_given_before_a_trim_was_heard_of_are_not_taken() -> None:
+def test_blocks_allocated_before_a_trim_are_ignored() -> None:
     rich = sequence(2, 8, blocks=9)
     batch = batch_of(rich)
     kept = rich.trim() // BLOCK
@@ -92,7 +92,7 @@ def test_blocks_given_before_a_trim_was_heard_of_are_not_taken() -> None:
     assert rich.tables[0][-1] == 88
 
 
-def test_after_one_relief_the_next_waits_for_the_managers_answer() -> None:
+def test_blocks_are_reclaimed_again_only_after_the_managers_answer() -> None:
     sequences = [sequence(handle, 8, blocks=2) for handle in (1, 2, 3)]
     batch = batch_of(*sequences)
     answer(batch, build_step(1, plan_step(batch.ranked, 64), [])[1])
@@ -119,7 +119,7 @@ def test_a_preempted_sequence_comes_back_with_all_its_tokens_once_nothing_touche
     assert tokens.retried[0].sequence_id == "r2#2.1"
 
 
-def test_nobody_starts_on_blocks_that_a_victim_of_the_same_step_would_have_filled() -> None:
+def test_no_sequence_starts_on_blocks_of_the_same_steps_victim() -> None:
     starving = sequence(1, 4, max_tokens=50, priority=5, blocks=1)
     writer = sequence(2, 24, blocks=6)
     batch = batch_of(starving, writer)

@@ -108,7 +108,7 @@ async def rest(call: "grpc.aio.UnaryStreamCall") -> None:
         pass
 
 
-async def test_requests_that_do_not_end_in_time_are_told_so_and_give_their_blocks_back(tmp_path: Path) -> None:
+async def test_a_request_that_does_not_end_in_time_fails_and_frees_its_blocks(tmp_path: Path) -> None:
     async with scheduler(tmp_path, drain_seconds=0.3) as running:
         await running.begin()
         running.executor.step_seconds = 0.02
@@ -170,7 +170,7 @@ async def test_health_says_when_the_cache_manager_does_not_answer_and_requests_w
         assert (await waiting).token_ids == running.executor.expected([1, 2], 5)
 
 
-async def test_who_reads_a_stream_of_a_process_that_dies_sees_that_it_broke(tmp_path: Path) -> None:
+async def test_a_stream_of_a_killed_process_breaks(tmp_path: Path) -> None:
     http = free_address()
     async with scheduler(tmp_path, http_address=http) as running:
         await running.begin()

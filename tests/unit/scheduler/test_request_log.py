@@ -30,7 +30,7 @@ async def test_a_request_is_counted_once_however_many_samples_it_has(run_stack: 
         assert stack.metric("prompt_tokens_total") == sum(output.usage.prompt_tokens for output in outputs) == 21
 
 
-async def test_cached_tokens_are_those_of_the_answers(run_stack: StackFactory) -> None:
+async def test_cached_tokens_are_counted_as_in_the_usage(run_stack: StackFactory) -> None:
     async with run_stack() as stack:
         outputs = [(await generate_samples(stack.stub, request(prompt_of(21), 3), 30))[0] for _ in range(2)]
         assert stack.metric("cached_tokens_total") == sum(output.usage.cached_tokens for output in outputs) == 20
@@ -47,7 +47,7 @@ async def test_output_that_a_stop_string_ends_is_counted_as_its_usage_says(run_s
         assert stack.metric("requests_total", finish_reason="stop") == 1
 
 
-async def test_a_caller_that_leaves_aborts_and_what_is_not_taken_has_no_latency(run_stack: StackFactory) -> None:
+async def test_an_aborted_request_is_counted_and_a_refused_one_has_no_latency(run_stack: StackFactory) -> None:
     async with run_stack() as stack:
         call = stack.stub.StreamGenerate(request(prompt_of(20), 300), timeout=30)
         await call.read()
@@ -126,6 +126,6 @@ async def test_vllms_names_say_the_same(run_stack: StackFactory) -> None:
         }  # fmt: skip
 
 
-async def test_without_the_setting_there_are_none(run_stack: StackFactory) -> None:
+async def test_without_the_setting_there_are_no_vllm_metrics(run_stack: StackFactory) -> None:
     async with run_stack() as stack:
         assert "vllm" not in generate_latest(stack.registry).decode()

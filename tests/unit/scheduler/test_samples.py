@@ -51,7 +51,7 @@ async def test_the_prompt_is_computed_once_and_each_sample_draws_its_own_first_t
         assert await run(stack, drawn(prompt, LONG, n=1)) == outputs[:1]
 
 
-async def test_samples_share_the_prompts_full_blocks_and_only_those(run_stack: StackFactory) -> None:
+async def test_samples_share_only_the_prompts_full_blocks(run_stack: StackFactory) -> None:
     async with run_stack() as stack:
         call = stack.stub.StreamGenerate(drawn(prompt_of(22), 300, n=3), timeout=30)
         await call.read()
@@ -71,7 +71,7 @@ async def test_greedy_samples_are_equal(run_stack: StackFactory) -> None:
         assert outputs == [stack.executor.expected(prompt_of(20), 9)] * 3
 
 
-async def test_usage_is_told_per_sample_and_the_prompt_in_the_first(run_stack: StackFactory) -> None:
+async def test_each_sample_has_a_usage_and_the_first_counts_the_prompt(run_stack: StackFactory) -> None:
     async with run_stack() as stack:
         await run(stack, drawn(prompt_of(21), 2, n=1))
         outputs = await generate_samples(stack.stub, drawn(prompt_of(21), 7, n=3), 30)
@@ -111,7 +111,7 @@ async def test_each_sample_ends_at_its_own_stop_text(run_stack: StackFactory) ->
         assert ended[1].text == second.text
 
 
-async def test_a_sample_that_has_ended_holds_no_blocks_while_the_others_go_on(run_stack: StackFactory) -> None:
+async def test_an_ended_sample_holds_no_blocks_while_others_run(run_stack: StackFactory) -> None:
     async with run_stack() as stack:
         prompt = prompt_of(10)
         whole = expected(stack, prompt, 300, n=2)
@@ -126,7 +126,7 @@ async def test_a_sample_that_has_ended_holds_no_blocks_while_the_others_go_on(ru
         call.cancel()
 
 
-async def test_a_first_sample_that_ends_with_its_first_token_leaves_the_others_what_is_cached(
+async def test_samples_of_a_single_token_use_the_cache(
     run_stack: StackFactory,
 ) -> None:
     async with run_stack() as stack:
@@ -149,7 +149,7 @@ async def test_a_prompt_that_cannot_be_shared_now_is_admitted_again(
         assert (len(stack.manager.admitted_ids), len(stack.manager.forked_ids)) == (3, 1)
 
 
-async def test_samples_share_what_the_cache_must_not_know(run_stack: StackFactory) -> None:
+async def test_samples_share_blocks_that_are_not_cached(run_stack: StackFactory) -> None:
     async with run_stack() as stack:
         prompt = prompt_of(21)
         message = drawn(prompt, LONG, n=4)
@@ -158,7 +158,7 @@ async def test_samples_share_what_the_cache_must_not_know(run_stack: StackFactor
         assert sum(step.tokens for step in stack.executor.steps) == 21 + 3 + 4 * (LONG - 1)
 
 
-async def test_samples_that_find_no_block_wait_and_preemption_does_not_change_them(run_stack: StackFactory) -> None:
+async def test_samples_wait_for_blocks_and_preemption_does_not_change_them(run_stack: StackFactory) -> None:
     executor = FakeExecutor(max_tokens=120)
     async with run_stack(executor=executor) as stack:
         prompt = prompt_of(23)
@@ -169,13 +169,13 @@ async def test_samples_that_find_no_block_wait_and_preemption_does_not_change_th
         assert any(name.endswith(".1") for name in stack.manager.admitted_ids)
 
 
-async def test_more_samples_than_may_run_take_turns(run_stack: StackFactory) -> None:
+async def test_more_samples_than_may_run_wait(run_stack: StackFactory) -> None:
     async with run_stack(max_running=2) as stack:
         prompt = prompt_of(9)
         assert await run(stack, drawn(prompt, 6, n=7)) == expected(stack, prompt, 6, n=7)
 
 
-async def test_cancelling_frees_everything_of_all_samples(run_stack: StackFactory) -> None:
+async def test_cancelling_frees_all_samples(run_stack: StackFactory) -> None:
     async with run_stack() as stack:
         call = stack.stub.StreamGenerate(drawn(prompt_of(21), 300, n=5), timeout=30)
         await call.read()

@@ -10,7 +10,7 @@ from scheduler.frontend.tenancy import bind
 ACME = Identity("app", Role.CALLER, "acme")
 
 
-def test_names_are_those_of_the_tenant() -> None:
+def test_names_are_bound_to_the_tenant() -> None:
     cache = pb.CacheOptions(salt="s", session_id="1", no_store=True)
     assert bind(ACME, cache) == "acme"
     assert cache == pb.CacheOptions(salt="acme/s", session_id="acme/1", tenant_id="acme", no_store=True)
@@ -35,7 +35,7 @@ def test_without_tokens_names_stay_as_they_are() -> None:
         ("session_id", "x" * 252, "INVALID_FIELD"),
     ],
 )
-def test_what_cannot_be_bound_names_its_field_and_changes_nothing(field: str, value: str, code: str) -> None:
+def test_an_error_of_binding_names_its_field_and_changes_nothing(field: str, value: str, code: str) -> None:
     given = {"salt": "s"} | {field: value}
     cache = pb.CacheOptions(**given)
     with pytest.raises(ServiceError) as caught:

@@ -82,7 +82,7 @@ def test_the_space_in_front_of_a_words_first_token_is_kept() -> None:
     assert [together.push([the, cat]), together.push([sat])] == ["the cat", " sat"]
 
 
-def test_byte_fallback_tokens_become_one_character() -> None:
+def test_byte_fallback_tokens_become_a_character() -> None:
     tokenizer = space_prefix_tokenizer()
     detokenizer = Detokenizer(tokenizer, [tokenizer.token_to_id("▁the")])
     pieces = [detokenizer.push([tokenizer.token_to_id(f"<0x{byte:02X}>")]) for byte in "日".encode()]
@@ -138,7 +138,7 @@ def test_a_template_renders_as_transformers_does() -> None:
 
 
 @pytest.mark.parametrize("source", ["{{ raise_exception('no') }}", "{{ messages.append(1) }}", "{{ x.y.z }}"])
-def test_what_a_template_must_not_do_is_an_error(source: str) -> None:
+def test_a_template_cannot_leave_the_sandbox(source: str) -> None:
     with pytest.raises(ChatTemplateError):
         ChatTemplate(source, {}).render([])
 
@@ -157,7 +157,7 @@ THOUGHT = {"role": "assistant", "content": "4", "reasoning": "2+2"}
         ("{{ messages[0].content }}{{ messages[1].name }}", NAMED, "content"),
     ],
 )
-def test_what_a_template_would_leave_out_is_an_error(source: str, message: dict[str, str], field: str) -> None:
+def test_a_field_that_the_template_does_not_read_is_an_error(source: str, message: dict[str, str], field: str) -> None:
     with pytest.raises(UnreadFieldError) as caught:
         ChatTemplate(source, {}).render([{"role": "system", "content": "x"}, message])
     assert (caught.value.message, caught.value.field) == (1, field)

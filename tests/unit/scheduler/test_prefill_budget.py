@@ -64,14 +64,14 @@ def ideal(machine: Machine, decoding: int, share: float = DEFAULT_SHARE) -> floa
 
 
 @given(machines, st.integers(1, 64), depths)
-def test_it_converges_to_the_share_on_any_machine(machine: Machine, decoding: int, depth: int) -> None:
+def test_the_budget_converges_to_the_share_on_any_machine(machine: Machine, decoding: int, depth: int) -> None:
     given_tokens = steps(PrefillBudget(), machine, 300, decoding=decoding, depth=depth)[200:]
     wanted = max(MIN_TOKENS, min(BUDGET - decoding, ideal(machine, decoding)))
     assert all(tokens == 0 or abs(tokens - wanted) < 1.5 for tokens in given_tokens)
 
 
 @given(machines, st.lists(st.floats(0.9, 1.1), min_size=5, max_size=50))
-def test_noise_does_not_carry_it_away(machine: Machine, noise: list[float]) -> None:
+def test_noise_does_not_move_the_budget(machine: Machine, noise: list[float]) -> None:
     given_tokens = [tokens for tokens in steps(PrefillBudget(), machine, 400, noise=noise)[200:] if tokens]
     wanted = min(BUDGET - 4, ideal(machine, 4))
     assert median(given_tokens) <= max(MIN_TOKENS, 3 * wanted)
@@ -79,7 +79,7 @@ def test_noise_does_not_carry_it_away(machine: Machine, noise: list[float]) -> N
 
 
 @given(machines, st.sampled_from([0.25, 4.0]))
-def test_it_follows_a_machine_that_becomes_faster_or_slower(machine: Machine, factor: float) -> None:
+def test_the_budget_follows_a_machine_that_becomes_faster_or_slower(machine: Machine, factor: float) -> None:
     prefills = PrefillBudget()
     steps(prefills, machine, 100)
     changed = Machine(machine.fixed, machine.row, machine.token * factor)
@@ -88,9 +88,7 @@ def test_it_follows_a_machine_that_becomes_faster_or_slower(machine: Machine, fa
 
 
 @given(st.lists(st.floats(-1, 100), min_size=1, max_size=30), st.floats(0, 1), st.integers(1, 64))
-def test_whatever_it_is_told_a_prompt_is_held_up_for_a_few_steps_only(
-    told: list[float], target: float, decoding: int
-) -> None:
+def test_a_prompt_is_delayed_for_a_few_steps_only(told: list[float], target: float, decoding: int) -> None:
     prefills, seconds = PrefillBudget(target), itertools.cycle(told)
     held = 0
     for _ in range(4 * REFRESH_STEPS):
@@ -108,7 +106,7 @@ def test_whatever_it_is_told_a_prompt_is_held_up_for_a_few_steps_only(
     st.integers(1, 64),
     depths,
 )
-def test_everybody_ends_within_the_budget_however_long_the_steps_take(
+def test_every_sequence_ends_within_the_budget(
     told: list[float], requests: list[tuple[int, int]], target: float, budget: int, depth: int
 ) -> None:
     batch, prefills, seconds = RunningBatch(), PrefillBudget(target), itertools.cycle(told)
@@ -141,7 +139,7 @@ def test_everybody_ends_within_the_budget_however_long_the_steps_take(
 
 
 @given(machines, st.integers(1, 64), st.integers(1, BUDGET), st.integers(1, BUDGET))
-def test_what_a_step_takes_is_known_when_the_like_was_seen(
+def test_the_time_of_a_step_is_known_after_a_similar_one(
     machine: Machine, decoding: int, seen: int, tokens: int
 ) -> None:
     prefills = PrefillBudget()
@@ -159,7 +157,7 @@ def test_what_a_step_takes_is_known_when_the_like_was_seen(
         assert prefills.seconds(decoding, tokens) == pytest.approx(machine.seconds(decoding, tokens))
 
 
-def test_what_other_numbers_of_sequences_took_is_forgotten() -> None:
+def test_times_of_other_batch_sizes_are_forgotten() -> None:
     prefills = PrefillBudget()
     for _ in range(3):
         prefills.observe(1, 0, 0.002)
@@ -168,7 +166,7 @@ def test_what_other_numbers_of_sequences_took_is_forgotten() -> None:
 
 
 @given(machines, st.integers(0, 64), st.floats(0.7, 1.4))
-def test_no_step_is_long_once_it_is_known_what_steps_take(machine: Machine, decoding: int, noise: float) -> None:
+def test_no_step_is_long_once_times_are_known(machine: Machine, decoding: int, noise: float) -> None:
     # Where hardly any time is left for prompts it is found more slowly.
     assume(machine.seconds(decoding, LEAST_CHUNK) < LONGEST_STEP / 2)
     prefills = PrefillBudget()
@@ -201,7 +199,7 @@ def streaming(handle: int, since: float) -> Sequence:
     return item
 
 
-def test_a_prompt_owes_consideration_only_to_streams_that_were_there_before_it() -> None:
+def test_a_prompt_is_bounded_only_by_earlier_streams() -> None:
     def planned(since: float, arrived_at: float) -> int:
         prefills = PrefillBudget()
         prefills.observe(1, 0, 0.02)
@@ -215,7 +213,7 @@ def test_a_prompt_owes_consideration_only_to_streams_that_were_there_before_it()
     assert planned(since=2.0, arrived_at=1.0) == 199
 
 
-def test_a_prompt_from_before_the_streams_does_not_free_those_that_came_later() -> None:
+def test_an_early_prompt_lifts_no_bound_of_later_prompts() -> None:
     prefills = PrefillBudget()
     prefills.observe(1, 0, 0.02)
     prefills.observe(1, 100, 0.12)
@@ -232,12 +230,12 @@ def test_many_prompts_may_slow_few_streams_down() -> None:
     assert [prefills.max_prefill_tokens(2, 2, waiting) for waiting in (1, 2, 4)] == [8, 18, 38]
 
 
-def test_nobody_is_held_up_where_nobody_decodes() -> None:
+def test_no_prompt_is_bounded_without_decodes() -> None:
     assert PrefillBudget().max_prefill_tokens(0, 0, 3) is None
     assert PrefillBudget(0.001).max_prefill_tokens(0, 0, 3) is None
 
 
-def test_a_target_is_kept_whoever_was_there_first() -> None:
+def test_a_target_holds_for_every_stream() -> None:
     prefills = PrefillBudget(0.03)
     prefills.observe(2, 0, 0.02)
     prefills.observe(2, 100, 0.12)
@@ -247,7 +245,7 @@ def test_a_target_is_kept_whoever_was_there_first() -> None:
     assert prefills.max_prefill_tokens(2, 0, 9) == MIN_TOKENS
 
 
-def test_what_decoding_takes_is_looked_up_again_after_many_steps_and_when_twice_as_many_decode() -> None:
+def test_the_time_of_decodes_is_measured_again() -> None:
     prefills = PrefillBudget()
     prefills.observe(2, 0, 0.02)
     for _ in range(REFRESH_STEPS):
@@ -267,13 +265,13 @@ def test_few_tokens_say_little_about_many() -> None:
     assert prefills.max_prefill_tokens(4, 4, 1) == 16
 
 
-def test_an_executor_that_tells_no_times_is_not_paced() -> None:
+def test_an_executor_without_times_has_no_budget() -> None:
     prefills = PrefillBudget()
     prefills.observe(4, 0, 0.0)
     assert prefills.max_prefill_tokens(4, 4, 1) is None
 
 
-def test_an_estimate_says_nothing_before_the_first_step_and_something_from_then_on() -> None:
+def test_an_estimate_needs_a_first_step() -> None:
     prefills = PrefillBudget()
     assert prefills.estimate(4, 100) is None
     prefills.observe(0, 64, 0.64)

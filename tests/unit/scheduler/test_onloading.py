@@ -53,7 +53,7 @@ async def begin(stack: Stack, prompt: Sequence[int] = PROMPT, **fields: object) 
     return task
 
 
-async def test_what_was_moved_to_host_memory_comes_back_and_is_told(
+async def test_blocks_in_host_memory_are_onloaded_and_counted_in_the_usage(
     run_stack: StackFactory, executor: FakeExecutor
 ) -> None:
     async with run_stack(executor=executor, manager=RealManager(executor, host_blocks=60)) as stack:
@@ -65,7 +65,7 @@ async def test_what_was_moved_to_host_memory_comes_back_and_is_told(
         assert stack.metric("onboarded_tokens_total", tier="host") == output.usage.host_tokens
 
 
-async def test_what_was_moved_to_disk_comes_back_too(run_stack: StackFactory, executor: FakeExecutor) -> None:
+async def test_blocks_on_disk_are_onloaded(run_stack: StackFactory, executor: FakeExecutor) -> None:
     async with run_stack(executor=executor, manager=RealManager(executor, host_blocks=24, disk_blocks=60)) as stack:
         await move_down(stack)
         await one(stack, prompt_of(75, seed=13))
@@ -75,7 +75,7 @@ async def test_what_was_moved_to_disk_comes_back_too(run_stack: StackFactory, ex
         assert output.usage.disk_tokens > 40
 
 
-async def test_others_run_while_blocks_are_on_their_way(run_stack: StackFactory, executor: FakeExecutor) -> None:
+async def test_other_sequences_run_while_blocks_are_onloaded(run_stack: StackFactory, executor: FakeExecutor) -> None:
     async with run_stack(executor=executor, manager=RealManager(executor, host_blocks=60)) as stack:
         await move_down(stack)
         waiting = await begin(stack)
@@ -102,7 +102,9 @@ async def test_nothing_else_to_do_the_loop_waits_with_the_executor_and_hears_its
         assert len(executor.steps) <= steps + 1
 
 
-async def test_who_waits_too_long_computes(run_stack: StackFactory, executor: FakeExecutor) -> None:
+async def test_a_sequence_whose_onloads_are_late_computes_its_blocks(
+    run_stack: StackFactory, executor: FakeExecutor
+) -> None:
     async with run_stack(executor=executor, manager=RealManager(executor, host_blocks=60)) as stack:
         await move_down(stack)
         output = await (await begin(stack, patience=Duration(nanos=50_000_000)))
@@ -134,7 +136,7 @@ async def test_a_block_that_does_not_come_is_computed(run_stack: StackFactory, e
         assert output.usage.host_tokens == 0
 
 
-async def test_who_shares_the_prompt_waits_too_and_neither_gets_wrong_blocks(
+async def test_a_sequence_that_shares_an_onloading_prompt_waits_too(
     run_stack: StackFactory, executor: FakeExecutor
 ) -> None:
     async with run_stack(executor=executor, manager=RealManager(executor, host_blocks=60)) as stack:
@@ -180,7 +182,7 @@ async def preempt(stack: Stack) -> list[Output]:
     return outputs
 
 
-async def test_who_was_preempted_comes_back_by_copies_where_these_are_cheaper(
+async def test_a_preempted_sequence_returns_by_copies_where_these_are_cheaper(
     run_stack: StackFactory, executor: FakeExecutor
 ) -> None:
     executor.token_seconds, executor.host_block_seconds = 1e-3, 1e-4
@@ -193,7 +195,7 @@ async def test_who_was_preempted_comes_back_by_copies_where_these_are_cheaper(
         assert sum(output.usage.host_tokens for output in outputs) > 0
 
 
-async def test_who_was_preempted_computes_again_where_copies_are_dearer(
+async def test_a_preempted_sequence_recomputes_where_copies_are_slower(
     run_stack: StackFactory, executor: FakeExecutor
 ) -> None:
     executor.token_seconds, executor.host_block_seconds = 1e-3, 0.1

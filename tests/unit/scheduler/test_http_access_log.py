@@ -190,7 +190,7 @@ async def test_the_answers_id_is_that_of_the_line(
             assert told == "mine" if name else re.fullmatch(f"{prefix}[0-9a-f]{{16}}", told)
 
 
-async def test_a_line_says_whose_token_it_was(run_stack: StackFactory, tmp_path: Path) -> None:
+async def test_a_line_names_the_caller(run_stack: StackFactory, tmp_path: Path) -> None:
     keyring, file = Keyring(tmp_path), tmp_path / "access"
     keyring.add(Role.CALLER, "acme")
     keyring.add(Role.VIEWER)

@@ -32,14 +32,14 @@ def test_a_tier_is_used_unless_its_blocks_are_known_to_come_later_than_they_are_
     assert costs.lowest_tier(0.0) is lowest
 
 
-def test_what_is_known_of_computing_stays_known() -> None:
+def test_the_cost_of_a_prompt_token_stays_known() -> None:
     costs = TierCosts(16)
     costs.observe(CopySpeed(1.0, None, TOKEN), 0.0)
     costs.observe(CopySpeed(2.0, None, None), 1.0)
     assert costs.lowest_tier(1.0) is Tier.DEVICE
 
 
-def test_a_tier_that_was_too_slow_is_tried_again_after_a_while_each_for_itself() -> None:
+def test_a_slow_tier_is_tried_again_after_a_while() -> None:
     costs = TierCosts(16)
     costs.observe(CopySpeed(0.001, 1.0, TOKEN), 0.0)
     # Copies from host memory go on, and nothing is heard of the disk.
@@ -50,7 +50,7 @@ def test_a_tier_that_was_too_slow_is_tried_again_after_a_while_each_for_itself()
     assert costs.lowest_tier(RETRY_SECONDS + 1) is Tier.HOST
 
 
-def test_what_a_prompts_token_takes_is_learned_from_long_chunks_beyond_what_decoding_takes() -> None:
+def test_the_cost_of_a_prompt_token_is_learned_from_long_chunks() -> None:
     budget = PrefillBudget()
     assert budget.prompt_token_seconds is None
     budget.observe(0, 63, 1.0)
@@ -60,7 +60,7 @@ def test_what_a_prompts_token_takes_is_learned_from_long_chunks_beyond_what_deco
     assert budget.prompt_token_seconds == pytest.approx(0.002)
 
 
-def test_an_executor_that_tells_no_times_makes_no_tier_too_slow() -> None:
+def test_an_executor_without_times_makes_no_tier_slow() -> None:
     budget = PrefillBudget()
     budget.observe(0, 100, 0.0)
     assert budget.prompt_token_seconds is None

@@ -16,7 +16,7 @@ def seconds(value: int) -> Duration:
     return Duration(seconds=value)
 
 
-def test_what_is_in_front_of_several_places_is_kept_as_well_as_the_best_says() -> None:
+def test_a_range_before_several_breakpoints_gets_the_best_retention() -> None:
     places = [
         Breakpoint(0, 5, 40, seconds(10)),
         Breakpoint(0, 9, 80, seconds(300)),
@@ -32,7 +32,7 @@ def test_what_is_in_front_of_several_places_is_kept_as_well_as_the_best_says() -
     assert _breakpoint_ranges(places[:1], [0]) == []
 
 
-def test_a_place_is_found_whatever_the_template_puts_around_it() -> None:
+def test_a_breakpoint_is_found_in_every_template() -> None:
     messages = [{"role": "system", "content": "the cat "}, {"role": "user", "content": "the dog"}]
     for template in (
         CHAT_TEMPLATE,
@@ -47,7 +47,7 @@ def test_a_place_is_found_whatever_the_template_puts_around_it() -> None:
             assert prompt[position:].startswith(messages[index]["content"][characters:].rstrip()[:1])
 
 
-async def test_a_conversations_places_become_wishes_for_its_tokens(run_stack: StackFactory) -> None:
+async def test_breakpoints_become_retention_ranges(run_stack: StackFactory) -> None:
     request = pb.StreamGenerateRequest(max_tokens=2, ignore_eos=True)
     first = request.chat.messages.add(role="system", content="the cat sat on the mat")
     first.cache_breakpoints.add(content_end=22, retention_priority=80, retention_duration=seconds(300))

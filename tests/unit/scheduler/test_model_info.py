@@ -59,7 +59,7 @@ async def turns(work: Callable[[], Awaitable[object]]) -> tuple[int, float]:
     return count, time.monotonic() - began
 
 
-async def test_others_have_their_turn_while_a_long_prompt_becomes_ids_and_back() -> None:
+async def test_the_event_loop_runs_while_a_long_prompt_is_tokenized() -> None:
     served = model()
     said = [{"role": "user", "content": LONG}]
     ids = await served.encode_text(LONG)
@@ -75,7 +75,7 @@ async def test_others_have_their_turn_while_a_long_prompt_becomes_ids_and_back()
 
 
 @given(TEXT)
-def test_the_ids_are_those_that_the_tokenizer_gives_alone(text: str) -> None:
+def test_a_batch_has_the_ids_of_single_texts(text: str) -> None:
     served = model()
     assert asyncio.run(served.encode_text(text)) == byte_level_tokenizer().encode(text).ids
 

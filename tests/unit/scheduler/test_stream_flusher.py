@@ -44,7 +44,7 @@ async def told(taking: list[Stream]) -> list[int]:
     return result
 
 
-async def test_many_streams_are_told_a_few_at_a_time_and_all_in_turn(
+async def test_many_streams_are_notified_a_few_at_a_time_and_all_in_turn(
     model: ModelInfo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(output, "MESSAGE_SECONDS", 0.02)
@@ -67,7 +67,7 @@ async def test_many_streams_are_told_a_few_at_a_time_and_all_in_turn(
     assert in_turn == [place % 6 for place in range(len(in_turn))]
 
 
-async def test_those_who_have_left_take_no_turn(model: ModelInfo) -> None:
+async def test_a_removed_stream_is_not_notified(model: ModelInfo) -> None:
     order, taking = StreamFlusher(), streams(model, 3)
     for stream in taking:
         order.add(stream.generations[0])
@@ -77,7 +77,7 @@ async def test_those_who_have_left_take_no_turn(model: ModelInfo) -> None:
     assert await told(taking) == [0, 2]
 
 
-async def test_who_waits_for_a_turn_is_told_also_when_no_tokens_follow(
+async def test_a_waiting_stream_is_notified_also_when_no_tokens_follow(
     model: ModelInfo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(output, "MESSAGE_SECONDS", 0.02)
@@ -92,9 +92,7 @@ async def test_who_waits_for_a_turn_is_told_also_when_no_tokens_follow(
         await asyncio.gather(*[stream.next() for stream in taking])
 
 
-async def test_the_time_that_writing_takes_makes_nobody_have_a_turn_sooner(
-    model: ModelInfo, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_time_of_writing_brings_no_turn_forward(model: ModelInfo, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output, "MESSAGE_SECONDS", 0.1)
     order, taking = StreamFlusher(), streams(model, 4)
     written: list[Stream] = []
@@ -132,7 +130,7 @@ async def test_the_time_that_writing_takes_makes_nobody_have_a_turn_sooner(
             task.cancel()
 
 
-async def test_while_tokens_follow_nobody_is_told_out_of_turn(
+async def test_no_stream_is_notified_out_of_turn_while_tokens_follow(
     model: ModelInfo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(output, "MESSAGE_SECONDS", 0.05)

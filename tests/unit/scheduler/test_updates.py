@@ -13,7 +13,7 @@ from tests.support.scheduler.sequences import BLOCK, answer, batch_of, depths, s
 
 
 @given(traffic(), st.integers(1, 64), depths)
-def test_everything_is_told_once(sequences: list[Sequence], budget: int, depth: int) -> None:
+def test_all_progress_is_reported_once(sequences: list[Sequence], budget: int, depth: int) -> None:
     batch = batch_of(*sequences)
     in_flight: list[InFlightStep] = []
     number = 0
@@ -48,13 +48,13 @@ def reports(item: Sequence, steps: int) -> list[CacheUpdate]:
     return result
 
 
-def test_progress_that_nobody_waits_for_is_gathered() -> None:
+def test_progress_that_is_not_urgent_is_gathered() -> None:
     told = [bool(one.progress) for one in reports(sequence(1, 8, max_tokens=100, blocks=50), 3 * GATHER_STEPS)]
     # With the first token the prompt can be shared: that is told at once.
     assert told == [step % GATHER_STEPS == 0 for step in range(3 * GATHER_STEPS)]
 
 
-def test_progress_is_told_at_once_when_room_runs_out() -> None:
+def test_progress_is_reported_at_once_when_blocks_run_out() -> None:
     told = [bool(one.progress) for one in reports(sequence(1, 8, max_tokens=100, blocks=8), 8 * BLOCK - 8)]
     assert all(told[-4:])
     assert not all(told)
