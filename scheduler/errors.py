@@ -1,14 +1,12 @@
 """Errors of the scheduler. Callers see the ServiceErrors; the others stay inside."""
 
-import grpc
-
-from protos.rpc.errors import InvalidField, RemoteError, ServiceError
+from protos.errors import InvalidField, ServiceError
+from protos.rpc.errors import RemoteError
 
 
 class ModelNotFoundError(ServiceError):
     """The request names a model that is not served."""
 
-    code = grpc.StatusCode.NOT_FOUND
     reason = "MODEL_NOT_FOUND"
 
 
@@ -21,84 +19,72 @@ class ContextLengthError(InvalidField):
 class RequestExistsError(ServiceError):
     """A running request has the same request_id."""
 
-    code = grpc.StatusCode.ALREADY_EXISTS
     reason = "REQUEST_EXISTS"
 
 
 class QueueFullError(ServiceError):
     """The waiting queue is full."""
 
-    code = grpc.StatusCode.RESOURCE_EXHAUSTED
     reason = "QUEUE_FULL"
 
 
 class TenantBusyError(ServiceError):
     """The tenant has as many live requests as it may."""
 
-    code = grpc.StatusCode.RESOURCE_EXHAUSTED
     reason = "TENANT_BUSY"
 
 
 class DeadlineError(ServiceError):
     """The caller's deadline passed."""
 
-    code = grpc.StatusCode.DEADLINE_EXCEEDED
     reason = "DEADLINE_EXCEEDED"
 
 
 class NotReadyError(ServiceError):
     """The executor or the cache manager has not been reached yet."""
 
-    code = grpc.StatusCode.UNAVAILABLE
     reason = "NOT_READY"
 
 
 class DrainingError(ServiceError):
     """The scheduler is about to stop, or an operator drains it."""
 
-    code = grpc.StatusCode.UNAVAILABLE
     reason = "DRAINING"
 
 
 class StepLoopError(ServiceError):
     """The step loop ended with a defect."""
 
-    code = grpc.StatusCode.INTERNAL
     reason = "STEP_LOOP_FAILED"
 
 
 class ExecutorReplacedError(ServiceError):
     """The executor came back with another model or other pools."""
 
-    code = grpc.StatusCode.UNAVAILABLE
     reason = "EXECUTOR_REPLACED"
 
 
 class ExecutorFailsError(ServiceError):
     """The executor fails whenever it computes the request."""
 
-    code = grpc.StatusCode.INTERNAL
     reason = "EXECUTOR_FAILS"
 
 
 class RequestTooLargeError(ServiceError):
     """The request needs more blocks than it can ever have."""
 
-    code = grpc.StatusCode.INVALID_ARGUMENT
     reason = "REQUEST_TOO_LARGE"
 
 
 class RulePolicyError(ServiceError):
     """An operator's rule gives the request an impossible eviction policy."""
 
-    code = grpc.StatusCode.FAILED_PRECONDITION
     reason = "RULE_POLICY"
 
 
 class AdmissionError(ServiceError):
     """The cache manager refuses the request for an unexpected reason."""
 
-    code = grpc.StatusCode.INTERNAL
     reason = "ADMISSION_FAILED"
 
     def __init__(self, cause: RemoteError) -> None:

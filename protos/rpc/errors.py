@@ -23,6 +23,7 @@ _REASONS = {
         "UNKNOWN_RULE",
         "UNKNOWN_QUOTA",
         "UNKNOWN_HOLD",
+        "MODEL_NOT_FOUND",
     ),
     grpc.StatusCode.FAILED_PRECONDITION: (
         "EXECUTOR_NOT_REGISTERED",
@@ -43,21 +44,25 @@ _REASONS = {
         "QUOTA_TOO_LARGE",
         "BLOCKS_IN_USE",
     ),
-    grpc.StatusCode.UNAVAILABLE: ("MANAGER_FAILED",),
-    grpc.StatusCode.ALREADY_EXISTS: (
-        "SEQUENCE_EXISTS",
-        "RULE_EXISTS",
-    ),
-    grpc.StatusCode.INVALID_ARGUMENT: (
-        "INVALID_FIELD",
-        "SEQUENCE_TOO_LONG",
-    ),
+    grpc.StatusCode.UNAVAILABLE: ("MANAGER_FAILED", "NOT_READY", "DRAINING", "EXECUTOR_REPLACED"),
+    grpc.StatusCode.ALREADY_EXISTS: ("SEQUENCE_EXISTS", "RULE_EXISTS", "REQUEST_EXISTS"),
+    grpc.StatusCode.INVALID_ARGUMENT: ("INVALID_FIELD", "SEQUENCE_TOO_LONG", "REQUEST_TOO_LARGE"),
     grpc.StatusCode.ABORTED: (
         "STALE_RULE",
         "STALE_POOL",
         "STATE_CHANGES",
     ),
     grpc.StatusCode.OUT_OF_RANGE: ("EVENTS_GONE",),
+    grpc.StatusCode.RESOURCE_EXHAUSTED: (
+        "QUEUE_FULL",
+        "TENANT_BUSY",
+    ),
+    grpc.StatusCode.DEADLINE_EXCEEDED: ("DEADLINE_EXCEEDED",),
+    grpc.StatusCode.INTERNAL: (
+        "STEP_LOOP_FAILED",
+        "EXECUTOR_FAILS",
+        "ADMISSION_FAILED",
+    ),
 }
 _STATUSES = {reason: code for code, reasons in _REASONS.items() for reason in reasons}
 
