@@ -78,6 +78,7 @@ fix: dev ## Repair what lint finds
 
 types: dev ## Check types
 	@$(PY) -m mypy && MYPYPATH=ops $(PY) -m mypy ops/*.py
+	@MYPYPATH=ops $(PY) -m mypy -p tests -p bench
 
 verify-protos: dev ## Check the .proto files and that the stubs belong to them; `make proto` repairs
 	@$(PY) ops/stubs.py verify

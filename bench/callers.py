@@ -58,7 +58,8 @@ class Ask:
         """The same over gRPC."""
         if self.is_chat:
             return translate.chat(ChatCompletionRequest.model_validate(self.body))
-        return translate.completion(CompletionRequest.model_validate(self.body))
+        [message] = translate.completion(CompletionRequest.model_validate(self.body))
+        return message
 
 
 # What a stub of an executor is told by a seed: the time of a step, in microseconds.

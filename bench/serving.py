@@ -22,6 +22,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from bench import gate, limits, plots
+from bench.limits import Limits, ModelShape
 from bench.result import Result
 from bench.runs import Run, WrongCountError, run
 from bench.tables import table
@@ -56,7 +57,7 @@ class Bench:
     settings: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.shape = limits.ModelShape.read(self.model)
+        self.shape = ModelShape.read(self.model)
         encode = Tokenizer.from_file(str(self.model / "tokenizer.json")).encode
         self.corpus = Corpus(lambda text: encode(text, add_special_tokens=False).ids)
 
@@ -94,7 +95,7 @@ class Bench:
         if wrong:
             raise WrongOutputError("\n".join(wrong))
 
-    def machine(self, dtype: str) -> limits.Limits:
+    def machine(self, dtype: str) -> Limits:
         """What the machine can do at this moment."""
         note(f"{dtype}: the machine's limits")
         return gate.apart(limits.measure, self.shape, dtype)
@@ -105,15 +106,15 @@ class Report:
     """Everything about one data type."""
 
     dtype: str
-    limits: list[limits.Limits] = field(default_factory=list)
+    limits: list[Limits] = field(default_factory=list)
     runs: list[tuple[Case, int, Run]] = field(default_factory=list)
 
     @property
-    def best_limits(self) -> limits.Limits:
+    def best_limits(self) -> Limits:
         """The best rates that the machine showed meanwhile."""
-        return reduce(limits.Limits.best, self.limits)
+        return reduce(Limits.best, self.limits)
 
-    def records(self, shape: limits.ModelShape) -> list[dict[str, Any]]:
+    def records(self, shape: ModelShape) -> list[dict[str, Any]]:
         """Every run, for JSON."""
         return [
             {

@@ -9,7 +9,6 @@ import os
 import queue
 import signal
 import struct
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -216,4 +215,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -2,8 +2,9 @@
 
 import contextlib
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterator
+from operator import itemgetter
 
 import hypothesis
 import pytest
@@ -36,7 +37,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Prints the seconds and the number of tests of each folder."""
-    seconds: Counter[str] = Counter()
+    seconds: dict[str, float] = defaultdict(float)
     tests: Counter[str] = Counter()
     for report in (report for reports in terminalreporter.stats.values() for report in reports):
         if isinstance(report, pytest.TestReport):
@@ -44,7 +45,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             seconds[folder] += report.duration
             tests[folder] += report.when == "call"
     terminalreporter.section("seconds, tests by folder")
-    for folder, spent in seconds.most_common():
+    for folder, spent in sorted(seconds.items(), key=itemgetter(1), reverse=True):
         terminalreporter.write_line(f"{spent:7.1f} {tests[folder]:5}  {folder}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 import grpc
 
@@ -24,7 +25,9 @@ async def until_settled(manager: Manager) -> str:
     while time.monotonic() < deadline:
         try:
             live = await manager.sequences()
-            pools = [(pool.pool_id, [pool, *pool.lower_tiers]) for pool in await manager.pools()]
+            pools: list[tuple[str, list[Any]]] = [
+                (pool.pool_id, [pool, *pool.lower_tiers]) for pool in await manager.pools()
+            ]
             # In lower tiers, too: a copy holds what it reads and writes.
             used = {pool_id: count for pool_id, tiers in pools if (count := sum(tier.used_blocks for tier in tiers))}
         except grpc.aio.AioRpcError as error:

@@ -40,6 +40,7 @@ class House:
 
     @property
     def backend(self) -> ObjectBackend:
+        assert isinstance(self.player.backend, ObjectBackend)
         return self.player.backend
 
     def call(self, method: str, request: Any) -> Any:

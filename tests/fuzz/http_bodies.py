@@ -34,7 +34,7 @@ METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "TRACE", 
 # More than the server takes of a body.
 HUGE = 13 << 20
 
-VALID = {
+VALID: dict[str, dict[str, Any]] = {
     PATHS[0]: {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1},
     PATHS[1]: {"prompt": [1000, 1001, 1002], "max_tokens": 1},
     PATHS[2]: {"prompt": "Hello"},

@@ -139,7 +139,7 @@ class _Filling:
                 continue
             self._set(message, field, depth, column)
 
-    def change(self, message: Message) -> None:
+    def change(self, message: Any) -> None:
         """Sets or clears one field."""
         descriptor = message.DESCRIPTOR
         if not descriptor.fields:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from datetime import timedelta
 from http.client import HTTPConnection, HTTPSConnection
 from pathlib import Path
+from typing import Any
 
 import certs
 import grpc
@@ -45,7 +46,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         yield running
 
 
-async def remote(call: grpc.aio.Call) -> RemoteError:
+async def remote(call: Any) -> RemoteError:
     """The error that a call ends with."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await (call if isinstance(call, grpc.aio.UnaryUnaryCall) else call.read())
