@@ -33,9 +33,9 @@ from cachemgr.sequences.clients import (
     GhostCaches,
     Scheduler,
     check_spec,
+    divide_device_memory,
+    lower_tiers_survive,
     new_pools,
-    outlives,
-    share_memory,
 )
 from cachemgr.sequences.fork import fork
 from cachemgr.sequences.holds import Holds
@@ -46,14 +46,14 @@ from cachemgr.sequences.release import (
     end_ticket,
     lose,
     release,
-    slots_to_overwrite,
+    slots_to_zero,
     tickets_of,
     truncate,
 )
 from cachemgr.sequences.sequence import Sequence as LiveSequence
 from cachemgr.sequences.sequence import blocks_for
 from cachemgr.sequences.sync import Sync
-from cachemgr.sequences.token_eviction import left_behind
+from cachemgr.sequences.token_eviction import cached_before_eviction
 from cachemgr.steps import Steps
 from cachemgr.types import (
     Admission,
@@ -121,7 +121,7 @@ class CacheManager:
         """Whether so much is to be done at once that `expire` is due again now."""
         is_held = any(executor.holds.is_behind for executor in self._state.executors.values())
         is_paid = not any(pool.device.may_pay for pool in self._state.pools())
-        return is_held or bool(self._state.unfinished) or self._state.leases.is_behind or not is_paid
+        return is_held or bool(self._state.unfinished_slices) or self._state.leases.is_behind or not is_paid
 
     def go_on(self) -> None:
         """A call that is carried out in steps takes the next one: leases have ended meanwhile."""
@@ -131,7 +131,7 @@ class CacheManager:
         self._state.number += 1
         return self._state.number
 
-    def _number_behind(self, spec: ExecutorSpec) -> None:
+    def _number_after(self, spec: ExecutorSpec) -> None:
         """Gives no number again by which a slot of a lower tier is known: the clock may be behind that of the epoch."""
         for slots in chain(spec.host_generations, spec.disk_generations):
             newest = max(slots, default=0)
@@ -179,27 +179,27 @@ class CacheManager:
             return known.cached()
         remembered = [] if known is not None else list(remembered)
         later = later or (known is not None and known.recovery is not None)
-        if (remembered or (later and spec.tells_of_contents)) and not self._state.scheduler_came:
+        if (remembered or (later and spec.has_contents)) and not self._state.scheduler_came:
             raise SchedulerFirstError
         if not remembered and not later:
             self._journal.cleared(spec.executor_id, spec.executor_epoch)
         executor = self._enter_executor(spec, known, deadline)
         # Taken in any case: neither means what comes later.
-        to_overwrite = self._state.forgotten.to_overwrite(spec.executor_id)
+        to_zero = self._state.forgotten.to_zero(spec.executor_id)
         purged = self._state.forgotten.purged(spec.executor_id)
-        if remembered or later or to_overwrite:
+        if remembered or later or to_zero:
             forgotten = self._state.forgotten.of(executor)
             if known is not None and known.recovery is not None:
                 purged = known.recovery.purged
             executor.recovery = Recovery(
                 executor, spec, self._journal, self._state.leases, self._state.rules.is_deleted, forgotten, purged
             )
-            executor.recovery.overwrite(to_overwrite)
+            executor.recovery.overwrite(to_zero)
         executor.spec = spec.without_contents()
         if remembered:
             self.put_back(spec.executor_id, spec.executor_epoch, sorted(remembered, key=lambda record: record.depth))
         # Before pins come back: their budget is a share of the pool.
-        share_memory(executor, spec, self._state.shares)
+        divide_device_memory(executor, spec, self._state.shares)
         if not later:
             self._end_recovery(executor, pins)
         executor.ghosts = self._new_ghosts(executor.pools, self.config)
@@ -207,7 +207,7 @@ class CacheManager:
 
     def _enter_executor(self, spec: ExecutorSpec, known: Executor | None, deadline: float) -> Executor:
         """A new epoch, with the pools of the one before where these outlive it."""
-        before = known if known is not None and outlives(known.spec, spec) else None
+        before = known if known is not None and lower_tiers_survive(known.spec, spec) else None
         if known is not None and before is None:
             known.holds.end_pins()
             self._lose(known)
@@ -219,7 +219,7 @@ class CacheManager:
         if before is not None:
             carry_over(before, executor)
         self._state.executors[spec.executor_id] = executor
-        self._state.number_behind(spec)
+        self._state.number_after(spec)
         if before is None:
             for pool in executor.pools:
                 pool.lru_clock = self._state.uses
@@ -231,7 +231,7 @@ class CacheManager:
         Not while the store has less than the index, and not where holds would be lost that are in no store.
         """
         known = self._state.executors.get(spec.executor_id)
-        if known is None or spec.executor_epoch <= known.epoch or not outlives(known.spec, spec):
+        if known is None or spec.executor_epoch <= known.epoch or not lower_tiers_survive(known.spec, spec):
             return False
         if known.recovery is not None or any(not hold.pin for hold in known.holds):
             return False
@@ -290,7 +290,7 @@ class CacheManager:
             self._state.forgotten.lost(executor.executor_id)
         else:
             self._state.forgotten.lost_in_recovery(executor.executor_id, executor.recovery.purged)
-        self._state.forgotten.not_overwritten(executor.executor_id, slots_to_overwrite(executor))
+        self._state.forgotten.not_zeroed(executor.executor_id, slots_to_zero(executor))
         lose(executor, self._state.events, self._state.leftovers)
 
     def renew_executor(self, executor_id: str, executor_epoch: int, manager_epoch: int) -> None:
@@ -374,7 +374,7 @@ class CacheManager:
         existing = self._state.sequences.get(request.sequence_id)
         if existing is not None:
             return _repeated(existing, scheduler, content(request, tokens))
-        found = self._state.admitter.admit(request, tokens, scheduler, executor, now)
+        found = self._state.allocator.admit(request, tokens, scheduler, executor, now)
         scheduler.deadline = now + self.config.lease_seconds
         admission = self._enter(found)
         if not isinstance(found, Admission) and request.hints is not None:
@@ -477,8 +477,8 @@ class CacheManager:
         check_duration("duration", duration)
         sequence = self._state.live_sequence(caller, sequence_id)
         sequence.holds[owner] = duration
-        if sequence.has_moved:
-            return sum(1 for _ in left_behind(sequence))
+        if sequence.has_evicted_tokens:
+            return sum(1 for _ in cached_before_eviction(sequence))
         return sum(block is not None for table in sequence.tables for block in table.blocks)
 
     def release(self, caller: SchedulerEpoch, sequence_id: str) -> Freed:
@@ -498,8 +498,8 @@ class CacheManager:
         callers ask for those in time that passes whether the manager runs or not.
         """
         now = self._state.begin()
-        if self._state.unfinished:
-            self._state.carry_out(self._state.unfinished.popleft())
+        if self._state.unfinished_slices:
+            self._state.run_in_slices(self._state.unfinished_slices.popleft())
         owners: list[Scheduler | Executor] = [*self._state.schedulers.values(), *self._state.executors.values()]
         for owner in owners:
             owner.deadline = min(owner.deadline + late, now + self.config.lease_seconds)
@@ -529,17 +529,17 @@ class CacheManager:
             forgetting.came(sequence)
         return sequence.admission
 
-    def _carry_out(self, call: Steps[None]) -> None:
+    def _run_in_slices(self, call: Steps[None]) -> None:
         """Takes a step now; calls of `expire` take the others."""
         for _ in call:
-            self._state.unfinished.append(call)
+            self._state.unfinished_slices.append(call)
             return
 
     def _release_all(self, scheduler: Scheduler) -> None:
         """Frees what a scheduler held that is gone, very many blocks in steps. No call can name its sequences."""
         for sequence in scheduler.sequences.values():
             del self._state.sequences[sequence.sequence_id]
-        self._state.carry_out(self._release_in_steps(scheduler))
+        self._state.run_in_slices(self._release_in_steps(scheduler))
 
     def _release_in_steps(self, scheduler: Scheduler) -> Steps[None]:
         touched = 0

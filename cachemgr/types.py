@@ -95,7 +95,7 @@ class ExecutorSpec:
     disk_generations: Sequence[Sequence[int]] = ()
 
     @property
-    def tells_of_contents(self) -> bool:
+    def has_contents(self) -> bool:
         """Whether some slot holds what was written before the registration."""
         return any(
             any(slots)
@@ -421,7 +421,7 @@ class LeaseView(NamedTuple):
     started: bool = False
 
 
-class Lost(NamedTuple):
+class Removal(NamedTuple):
     """How a block left the index: why, at which time, for which sequence, and the priority that it had."""
 
     cause: RemovalCause
@@ -663,7 +663,7 @@ class Explanation:
     cached_tokens: int = 0
     blocks: list[tuple[BlockView, list[LeaseView], float]] = field(default_factory=list)
     miss_reason: MissReason = MissReason.NONE
-    removal: Lost | None = None
+    removal: Removal | None = None
     removal_age: float = 0.0
 
 

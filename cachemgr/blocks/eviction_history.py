@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-from cachemgr.types import Lost, RemovalCause
+from cachemgr.types import Removal, RemovalCause
 
 # Times are kept this finely, for so many uses back.
 _RESOLUTION_SECONDS = 0.1
@@ -19,8 +19,8 @@ class LostBlocks:
     def __init__(self, capacity: int) -> None:
         self._half = capacity // 2
         # The older half goes as a whole: to find the oldest entry of a dictionary again and again is slow.
-        self._older: dict[bytes, Lost] = {}
-        self._newer: dict[bytes, Lost] = {}
+        self._older: dict[bytes, Removal] = {}
+        self._newer: dict[bytes, Removal] = {}
 
     def add(self, key: bytes, cause: RemovalCause, time: float, for_sequence_id: str, priority: int) -> None:
         """A block has left."""
@@ -29,14 +29,14 @@ class LostBlocks:
             self._older = newer
             newer = self._newer = {}
         # A third of the time of Lost(...), for each block that goes.
-        newer[key] = tuple.__new__(Lost, (cause, time, for_sequence_id, priority))
+        newer[key] = tuple.__new__(Removal, (cause, time, for_sequence_id, priority))
 
     def came_back(self, key: bytes) -> None:
         """The block is in the index again."""
         self._newer.pop(key, None)
         self._older.pop(key, None)
 
-    def get(self, key: bytes) -> Lost | None:
+    def get(self, key: bytes) -> Removal | None:
         """How a block was lost, None when that is not known."""
         return self._newer.get(key) or self._older.get(key)
 

@@ -310,7 +310,7 @@ class Recovery:
 
     def _zero(self, pool: BlockPool, tier: Tier, slot: int) -> None:
         assert tier.unread is not None
-        tier.unread.settle(slot)
+        tier.unread.commit_computed_blocks(slot)
         _zero(pool, tier, slot)
 
     def _is_forgotten(self, record: BlockRecord) -> bool:
@@ -396,7 +396,7 @@ class Recovery:
         for at in (record, record.backup):
             unread = None if at is None else pool.tiers[at.tier].unread
             if at is not None and unread is not None:
-                unread.settle(at.slot)
+                unread.commit_computed_blocks(at.slot)
         tier.fill(block.index, record.generation)
         # The newest comes first in a record, and in a list that grows at its beginning.
         for lease in reversed(record.leases):

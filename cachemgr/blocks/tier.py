@@ -87,7 +87,7 @@ class UnreadSlots:
     def __contains__(self, slot: int) -> bool:
         return self._marks[slot - 1] != _SETTLED
 
-    def settle(self, slot: int) -> None:
+    def commit_computed_blocks(self, slot: int) -> None:
         """The slot is no longer free, or it is known that no remembered block is in it."""
         self._marks[slot - 1] = _SETTLED
         self._count -= 1
@@ -100,7 +100,7 @@ class UnreadSlots:
             # A prompt took its slots in ascending order: the last ones hold what least stands on.
             self._end = index = self._marks.rfind(_FILLED, 0, self._end)
         assert index >= 0, "no slot is left"
-        self.settle(index + 1)
+        self.commit_computed_blocks(index + 1)
         return index + 1
 
     def take_many(self, count: int) -> list[int]:

@@ -378,7 +378,7 @@ class OperatorCommands:
         for quota in new:
             self._state.accounts.set(quota)
         if new:
-            self._state.carry_out(self._change_accounts([Account(quota).key for quota in new]))
+            self._state.run_in_slices(self._change_accounts([Account(quota).key for quota in new]))
         new_shares = {share.pool_id: share for share in shares if share.pool_id not in self._state.shares}
         self._state.shares |= new_shares
         # What one pool gives up is what another gets.

@@ -86,7 +86,7 @@ class Forgetting:
                         _count(receipt, pool, block, held)
                     yield
             else:
-                yield from self._carry_out(executor, plan, holds, held)
+                yield from self._run_in_slices(executor, plan, holds, held)
         if not validate_only:
             yield from self._scrub()
         return receipt
@@ -112,7 +112,9 @@ class Forgetting:
                 yield
         return plan
 
-    def _carry_out(self, executor: Executor, plan: RemovalPlan, holds: list[Hold], held: Counter[Block]) -> Steps[None]:
+    def _run_in_slices(
+        self, executor: Executor, plan: RemovalPlan, holds: list[Hold], held: Counter[Block]
+    ) -> Steps[None]:
         if self._target.salt is None:
             live = self._registered.get(executor.executor_id, executor)
             for sequence in list(live.sequences.values()):
@@ -295,7 +297,7 @@ def _of_prefix(executor: Executor, pool: BlockPool, target: ForgetTarget) -> lis
 def _leave_nothing(sequence: Sequence) -> None:
     sequence.no_store = sequence.forgotten = True
     for table in sequence.tables:
-        for place in range(table.settled, min(len(sequence.keys), len(table.blocks))):
+        for place in range(table.committed, min(len(sequence.keys), len(table.blocks))):
             if table.pool.pending.get(sequence.keys[place]) is table.blocks[place]:
                 del table.pool.pending[sequence.keys[place]]
 
@@ -360,7 +362,7 @@ class ForgetHistory:
         if len(self._reached) > MOST_REACHED:
             del self._reached[next(iter(self._reached))]
 
-    def not_overwritten(self, executor_id: str, slots: Iterable[Slot]) -> None:
+    def not_zeroed(self, executor_id: str, slots: Iterable[Slot]) -> None:
         """An executor is gone before these slots were overwritten. Beyond `MOST_SLOTS` those of the oldest loss go."""
         known = self._slots.pop(executor_id, [])
         # One that is lost again in its recovery.
@@ -382,7 +384,7 @@ class ForgetHistory:
         """What was purged of an executor that comes back; it is told once."""
         return self._purged.pop(executor_id, [])
 
-    def to_overwrite(self, executor_id: str) -> list[Slot]:
+    def to_zero(self, executor_id: str) -> list[Slot]:
         """Slots of an executor that comes back; they are told once."""
         found = self._slots.pop(executor_id, [])
         self._num_slots -= len(found)

@@ -105,7 +105,7 @@ class _Check:
         for ticket in {ticket for group in groups for ticket in group}:
             if ticket.purpose is Purpose.CLEAR:
                 continue
-            yield from (ticket.target, *ticket.anchors)
+            yield from (ticket.target, *ticket.held_ancestors)
             if ticket.source is not None and ticket.holds_source:
                 yield ticket.source
 
@@ -346,7 +346,7 @@ class _Check:
             for table in sequence.tables:
                 if table.pool is not self._pool:
                     continue
-                first = 0 if sequence.has_moved else sequence.computed // sequence.block_size
+                first = 0 if sequence.has_evicted_tokens else sequence.computed // sequence.block_size
                 for block in (*table.blocks[first:], *sequence.private):
                     yield
                     if block is not None:

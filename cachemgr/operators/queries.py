@@ -23,7 +23,7 @@ from cachemgr.operators.state import ManagerState
 from cachemgr.operators.state_dump import executor_state, line, rule_state, scheduler_state
 from cachemgr.retention.leases import leases_of
 from cachemgr.retention.priority import MAX_PRIORITY
-from cachemgr.sequences import prefix_match as matching
+from cachemgr.sequences import prefix_match
 from cachemgr.sequences.admission import check_request
 from cachemgr.sequences.clients import Executor, account_for
 from cachemgr.sequences.estimates import while_running
@@ -186,7 +186,7 @@ class Queries:
         None while steps of sequences of before may read and write slots that have been free since.
         """
         executor = self._state.executors.get(executor_id)
-        if executor is None or any(one.may_write_to_lost(executor) for one in self._state.schedulers.values()):
+        if executor is None or any(one.has_void_sequences_in(executor) for one in self._state.schedulers.values()):
             return []
         transfers = (ticket.transfer for ticket in executor.tickets.values() if ticket.scheduler is None)
         return list(islice(transfers, MAX_TRANSFERS))
@@ -290,7 +290,7 @@ class Queries:
                     raise InvalidField("group", f"must be less than {len(executor.pools)}")
                 continue
             sequence = Sequence.probe(executor, prefix)
-            cached = matching.find(sequence, matching.Partial.COPY).tokens
+            cached = prefix_match.find_longest_prefix(sequence, prefix_match.Partial.COPY).tokens
             found.append(explain(executor, executor.pools[group], prefix, cached, self._state.leases))
         if group and not found:
             raise InvalidField("group", "is in no executor")
@@ -321,7 +321,7 @@ class Queries:
         request = with_retention(request)
         scheduler = self._state.scheduler(request.scheduler_id, request.scheduler_epoch)
         executor = self._state.executor(request.executor_id)
-        return self._state.admitter.preview(request, tokens, scheduler, executor, max_new_tokens)
+        return self._state.allocator.preview(request, tokens, scheduler, executor, max_new_tokens)
 
     def estimate(
         self, caller: SchedulerEpoch, sequence_id: str, step_tokens: int | None, max_new_tokens: int

@@ -21,7 +21,7 @@ from cachemgr.errors import (
 from cachemgr.operators.forget import ForgetHistory
 from cachemgr.retention.leases import LeaseBook
 from cachemgr.retention.rules import RuleBook
-from cachemgr.sequences.admission import Admitter
+from cachemgr.sequences.admission import Allocator
 from cachemgr.sequences.clients import MAX_SLOTS
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class ManagerState:
         self.accounts = Accounts()
         # By pool: what operators changed at run time.
         self.shares: dict[str, PoolShare] = {}
-        self.admitter = Admitter(config, self.rules, self.next_number)
+        self.allocator = Allocator(config, self.rules, self.next_number)
         self.executors: dict[str, Executor] = {}
         self.schedulers: dict[str, Scheduler] = {}
         # A scheduler registers once none of its steps can write into blocks that an earlier manager gave it.
@@ -64,7 +64,7 @@ class ManagerState:
         self.evicted: Counter[Kind] = Counter()
         self.leftovers = Leftovers(self.leases)
         # What calls have begun that did not wait for its end: each call of `expire` takes a step.
-        self.unfinished: deque[Steps[None]] = deque()
+        self.unfinished_slices: deque[Steps[None]] = deque()
         # Calls that forget, while they run.
         self.forgetting: list[Forgetting] = []
         # And what they meant, for blocks that come back later.
@@ -81,7 +81,7 @@ class ManagerState:
         self.number += 1
         return self.number
 
-    def number_behind(self, spec: ExecutorSpec) -> None:
+    def number_after(self, spec: ExecutorSpec) -> None:
         """Gives no number again by which a slot of a lower tier is known: the clock may be behind that of the epoch."""
         for slots in chain(spec.host_generations, spec.disk_generations):
             newest = max(slots, default=0)
@@ -89,10 +89,10 @@ class ManagerState:
                 newest = max((number for number in slots if number < 1 << 63), default=0)
             self.number = max(self.number, newest)
 
-    def carry_out(self, call: Steps[None]) -> None:
+    def run_in_slices(self, call: Steps[None]) -> None:
         """Takes a step now; calls of `expire` take the others."""
         for _ in call:
-            self.unfinished.append(call)
+            self.unfinished_slices.append(call)
             return
 
     def executor(self, executor_id: str, field: str = "executor_id") -> Executor:

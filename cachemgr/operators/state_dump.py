@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cachemgr.blocks.write_through import Backups
     from cachemgr.sequences.clients import Executor, Scheduler
     from cachemgr.sequences.sequence import GroupTable, Sequence
-    from cachemgr.sequences.token_eviction import Eviction
+    from cachemgr.sequences.token_eviction import TokenEvictionState
     from cachemgr.sequences.transfers import Ticket
     from cachemgr.types import RetentionRule
 
@@ -213,14 +213,14 @@ def _sequence(sequence: Sequence) -> str:
     )
 
 
-def _eviction(eviction: Eviction) -> dict[str, Any]:
+def _eviction(eviction: TokenEvictionState) -> dict[str, Any]:
     return {
         "policy": asdict(eviction.policy),
         "prompt": eviction.prompt,
         "granted": eviction.granted,
         "private": [block.index for block in eviction.private],
-        "moved": eviction.moved,
-        "settled": eviction.settled,
+        "moved": eviction.has_begun,
+        "settled": eviction.committed,
         "evicted": eviction.evicted,
     }
 
@@ -228,9 +228,9 @@ def _eviction(eviction: Eviction) -> dict[str, Any]:
 def _table(table: GroupTable) -> dict[str, Any]:
     return {
         "slots": table.slots().slots,
-        "settled": table.settled,
-        "first": table.first,
-        "anchors": {place: block.index for place, block in sorted(table.anchors.items())},
+        "settled": table.committed,
+        "first": table.window_start,
+        "anchors": {place: block.index for place, block in sorted(table.duplicate_refs.items())},
     }
 
 
@@ -244,5 +244,5 @@ def _ticket(ticket: Ticket) -> str:
         target=ticket.target.index,
         tokens=ticket.num_tokens,
         sequence=None if ticket.sequence is None else ticket.sequence.handle,
-        anchors=[block.index for block in ticket.anchors],
+        anchors=[block.index for block in ticket.held_ancestors],
     )

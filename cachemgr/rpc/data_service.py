@@ -88,7 +88,7 @@ class CacheManagerService(pb_grpc.CacheManagerServiceServicer):
         executor_id, begin = spec.executor_id, monotonic()
         reading = await store.recall(executor_id)
         is_empty = reading.is_complete.is_set() and not reading.num_blocks
-        if not scheduler_came and not is_empty and (reading.is_complete.is_set() or spec.tells_of_contents):
+        if not scheduler_came and not is_empty and (reading.is_complete.is_set() or spec.has_contents):
             raise SchedulerFirstError
         answer = self.register(request, spec, later=not is_empty)
         store.registered(executor_id, spec.executor_epoch)

@@ -15,14 +15,13 @@ from cachemgr.errors import SequenceTooLongError
 from cachemgr.retention import priority as retention
 from cachemgr.retention.priority import REQUEST, SESSION, RetentionPlan
 from cachemgr.retention.rules import RuleBook
-from cachemgr.sequences import estimates
-from cachemgr.sequences import prefix_match as matching
+from cachemgr.sequences import estimates, prefix_match
 from cachemgr.sequences.clients import Executor, Scheduler
-from cachemgr.sequences.commit import promise
+from cachemgr.sequences.commit import publish_pending
 from cachemgr.sequences.estimates import evictions
 from cachemgr.sequences.prefix_match import Match, Partial
 from cachemgr.sequences.sequence import GroupTable, Sequence, blocks_for
-from cachemgr.sequences.token_eviction import Eviction, resolve
+from cachemgr.sequences.token_eviction import TokenEvictionState, resolve
 from cachemgr.tokens import pack, packed_bytes
 from cachemgr.types import Admission, AdmitRequest, ManagerConfig, Preview, Receipt, TierKind
 from cachemgr.validation import check_extra_keys, check_id
@@ -127,58 +126,58 @@ def _lowest_tier(request: AdmitRequest, sequence: Sequence) -> TierKind | None:
 
 
 class GroupPlan:
-    """What an admission uses in one group: matched blocks, and `fresh` slots beside those that are on the device.
+    """The blocks that an admission uses in one group: matched blocks of all tiers, and `new_blocks` empty ones.
 
-    `matched` are those in all tiers, `here` those on the device, and `idle` those of them that nothing refers to yet.
+    `on_device` are the matched blocks of the device, and `idle` those of them without a reference.
     """
 
-    __slots__ = ("fresh", "here", "idle", "matched", "pool")
+    __slots__ = ("idle", "matched", "new_blocks", "on_device", "pool")
 
     def __init__(self, pool: BlockPool, match: Match, group: int, needed: int) -> None:
         blocks, sources = match.blocks[group], match.sources[group : group + 1]
         self.pool = pool
         self.matched = [block for block in (*blocks, *sources) if block is not None]
-        self.here = [block for block in self.matched if pool.is_on_device(block)]
-        self.idle = [block for block in self.here if not block.refs]
+        self.on_device = [block for block in self.matched if pool.is_on_device(block)]
+        self.idle = [block for block in self.on_device if not block.refs]
         fetched = sum(block is not None and not pool.is_on_device(block) for block in blocks)
-        self.fresh = needed - len(blocks) + fetched - (match.in_place and bool(sources))
+        self.new_blocks = needed - len(blocks) + fetched - (match.in_place and bool(sources))
 
     def spare(self, account: Account | None, config: ManagerConfig, *, within_ceiling: bool = True) -> int:
         """Free slots that the admission leaves above the watermark; negative when slots are missing."""
         device = self.pool.device
         free = device.free_for(account, claimed=self.idle, within_ceiling=within_ceiling)
-        return free - self.fresh - watermark(self.pool, config)
+        return free - self.new_blocks - watermark(self.pool, config)
 
     def check_ceiling(self, account: Account | None) -> None:
         """Raises SequenceTooLongError when a quota does not allow so many slots, whatever else ends."""
-        own = sum(account_of(block) is account for block in self.here)
-        self.pool.device.check_ceiling(account, own + self.fresh)
+        own = sum(account_of(block) is account for block in self.on_device)
+        self.pool.device.check_ceiling(account, own + self.new_blocks)
 
 
 class Plan:
     """The decision about an admission: `preview` tells it and `admit` carries it out as it is.
 
-    Making it changes nothing. Each table gets `needed` blocks for the known tokens and `ahead` behind them; `short`
-    blocks are missing over all groups.
+    Making it changes nothing. Each table gets `needed` blocks for the known tokens and `ahead` behind them.
+    `missing_blocks` counts over all groups.
     """
 
-    __slots__ = ("ahead", "groups", "match", "needed", "short")
+    __slots__ = ("ahead", "groups", "match", "missing_blocks", "needed")
 
     def __init__(self, sequence: Sequence, match: Match, needed: int, blocks_ahead: int, config: ManagerConfig) -> None:
         self.match = match
         self.needed = needed
         self.groups = [GroupPlan(pool, match, group, needed) for group, pool in enumerate(sequence.executor.pools)]
         spare = [group.spare(sequence.scope.account, config) for group in self.groups]
-        self.short = self._short(sequence, spare, config)
+        self.missing_blocks = self._missing_blocks(sequence, spare, config)
         self.ahead = max(0, min(blocks_ahead, *spare))
 
-    def short_in_all(self, sequence: Sequence, config: ManagerConfig) -> int:
+    def missing_without_ceiling(self, sequence: Sequence, config: ManagerConfig) -> int:
         """Blocks that would be missing without a ceiling, too."""
         account = sequence.scope.account
         spare = [group.spare(account, config, within_ceiling=False) for group in self.groups]
-        return self._short(sequence, spare, config)
+        return self._missing_blocks(sequence, spare, config)
 
-    def _short(self, sequence: Sequence, spare: list[int], config: ManagerConfig) -> int:
+    def _missing_blocks(self, sequence: Sequence, spare: list[int], config: ManagerConfig) -> int:
         """Missing blocks. A sequence that is alone on its executor may go below the watermark."""
         alone = not sequence.executor.sequences
         return sum(
@@ -187,7 +186,7 @@ class Plan:
         )
 
 
-class Admitter:
+class Allocator:
     """Takes blocks for sequences. Numbers come from `next_number`, which never gives one twice."""
 
     def __init__(self, config: ManagerConfig, rules: RuleBook, next_number: Callable[[], int]) -> None:
@@ -199,12 +198,14 @@ class Admitter:
         self, request: AdmitRequest, tokens: array[int], scheduler: Scheduler, executor: Executor, now: float
     ) -> Sequence | Admission:
         """The sequence with its blocks, or an answer that says what is missing, with nothing changed."""
-        if scheduler.may_write_to_lost(executor):
+        if scheduler.has_void_sequences_in(executor):
             return Admission(False, blocks_short=1)
         sequence = self._draft(request, tokens, scheduler, executor)
         plan = self._plan(request, sequence)
-        if plan.short:
-            return refusal(plan.short, plan.short_in_all(sequence, self._config), sequence.scope.account)
+        if plan.missing_blocks:
+            return refusal(
+                plan.missing_blocks, plan.missing_without_ceiling(sequence, self._config), sequence.scope.account
+            )
         match = plan.match
         sequence.handle = self._next_number()
         sequence.content = content(request, tokens)
@@ -214,7 +215,7 @@ class Admitter:
         for pool in executor.pools:
             if not request.no_read:
                 pool.tokens.add(now, request.salt, len(tokens), match.tokens)
-        promise(sequence)
+        publish_pending(sequence)
         if executor.ghosts is not None:
             source = sources[executor.ghosts.pool.spec.group] if sources else b""
             executor.ghosts.admitted(sequence, now, is_read=not request.no_read, source=source)
@@ -232,11 +233,11 @@ class Admitter:
         """What `admit` would do now."""
         sequence = self._draft(request, tokens, scheduler, executor)
         plan = self._plan(request, sequence, max_new_tokens)
-        short = 1 if scheduler.may_write_to_lost(executor) else plan.short
+        short = 1 if scheduler.has_void_sequences_in(executor) else plan.missing_blocks
         evicted = (
             []
             if short
-            else evictions((group.pool, {*group.matched}, group.fresh + plan.ahead) for group in plan.groups)
+            else evictions((group.pool, {*group.matched}, group.new_blocks + plan.ahead) for group in plan.groups)
         )
         return Preview(
             not short,
@@ -257,7 +258,7 @@ class Admitter:
         name, extra_keys = request.sequence_id, request.extra_keys
         sequence = Sequence(name, 0, scheduler, executor, tokens, scope, retention, no_store, extra_keys)
         if policy is not None:
-            sequence.eviction = Eviction(policy, prompt, ahead=self._config.capacity_ahead_tokens)
+            sequence.eviction = TokenEvictionState(policy, prompt, ahead=self._config.capacity_ahead_tokens)
         return sequence
 
     def _blocks_ahead(self, sequence: Sequence) -> int:
@@ -273,7 +274,7 @@ class Admitter:
         """
         _check_size(sequence, max_new_tokens)
         plan = self._best_plan(sequence, _lowest_tier(request, sequence))
-        if plan.short:
+        if plan.missing_blocks:
             for group in plan.groups:
                 group.check_ceiling(sequence.scope.account)
         return plan
@@ -283,33 +284,35 @@ class Admitter:
         # No more than carries it to its first sync: whole runways for all who come would leave none to admit.
         ahead = self._blocks_ahead(sequence) - needed
         if lowest is None:
-            return Plan(sequence, matching.nothing(sequence), needed, ahead, self._config)
+            return Plan(sequence, prefix_match.no_match(sequence), needed, ahead, self._config)
         ways = [Partial.TAKE_OVER, Partial.NONE] if self._config.partial_reuse else [Partial.NONE]
         if self._config.copy_on_partial_reuse:
             ways.insert(0, Partial.COPY if self._config.partial_reuse else Partial.EXACT)
         for way in ways:
             # The source of a copy is kept besides the block that it is copied to: without room it is taken over.
-            plan = Plan(sequence, matching.find(sequence, way, lowest), needed, ahead, self._config)
-            if not plan.short or (way is Partial.COPY and not plan.match.num_copied):
+            plan = Plan(sequence, prefix_match.find_longest_prefix(sequence, way, lowest), needed, ahead, self._config)
+            if not plan.missing_blocks or (way is Partial.COPY and not plan.match.num_copied):
                 break
         return plan
 
     def _claim(self, sequence: Sequence, plan: Plan) -> None:
         size, match = sequence.block_size, plan.match
         for table, blocks in zip(sequence.tables, match.blocks, strict=True):
-            for place, block in enumerate(blocks):
+            for block_index, block in enumerate(blocks):
                 if block is not None:
                     block.hits += 1
                     table.pool.acquire(block)
-                    if not table.pool.grant(block, sequence.retention.at(place * size)):
-                        sequence.retention.refused.add(place * size)
+                    if not table.pool.grant(block, sequence.retention.at(block_index * size)):
+                        sequence.retention.refused.add(block_index * size)
         for source, table in zip(match.sources, sequence.tables, strict=False):
             table.pool.acquire(source)
         for table, blocks in zip(sequence.tables, match.blocks, strict=True):
             _fetch(sequence, table, blocks)
-            settled = [block is None or block.writer is None for block in blocks]
-            table.settled = len(blocks) if all(settled) else settled.index(False)
-            table.first = next((place for place, block in enumerate(blocks) if block is not None), len(blocks))
+            committed = [block is None or block.writer is None for block in blocks]
+            table.committed = len(blocks) if all(committed) else committed.index(False)
+            table.window_start = next(
+                (block_index for block_index, block in enumerate(blocks) if block is not None), len(blocks)
+            )
         if match.in_place:
             for source, table in zip(match.sources, sequence.tables, strict=True):
                 table.pool.take_over(source, sequence)
@@ -325,18 +328,18 @@ class Admitter:
 def _fetch(sequence: Sequence, table: GroupTable, blocks: list[Block | None]) -> None:
     """Makes the matched blocks the table; those in lower tiers are copied to the device first."""
     pool, table.blocks = table.pool, blocks
-    for place, block in enumerate(blocks):
+    for block_index, block in enumerate(blocks):
         if block is not None and not pool.is_on_device(block):
-            target = blocks[place] = pool.allocate(sequence)
-            sequence.executor.copies.fill(sequence, pool, block, target, place, 0)
+            target = blocks[block_index] = pool.allocate(sequence)
+            sequence.executor.copies.fill(sequence, pool, block, target, block_index, 0)
 
 
 def copy_sources(sequence: Sequence, sources: list[Block], num_tokens: int) -> None:
     """Appends a block to each table that begins with a copy of a source, whose reference passes to the copy."""
     for table, source in zip(sequence.tables, sources, strict=False):
         target = table.pool.allocate(sequence)
-        place = len(table.blocks)
-        sequence.executor.copies.fill(sequence, table.pool, source, target, place, num_tokens)
+        block_index = len(table.blocks)
+        sequence.executor.copies.fill(sequence, table.pool, source, target, block_index, num_tokens)
         table.blocks.append(target)
 
 
@@ -347,9 +350,9 @@ def grow(sequence: Sequence, num_blocks: int) -> None:
         blocks += [allocate(sequence) for _ in range(num_blocks - len(blocks))]
 
 
-def refusal(short: int, short_in_all: int, account: Account | None) -> Admission:
+def refusal(short: int, missing_without_ceiling: int, account: Account | None) -> Admission:
     """For want of blocks; `short_in_all`: so many would be missing also if there were no ceiling."""
-    full = None if short_in_all or account is None else account.key
+    full = None if missing_without_ceiling or account is None else account.key
     return Admission(False, blocks_short=short, full_account=full)
 
 

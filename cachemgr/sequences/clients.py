@@ -15,7 +15,7 @@ from cachemgr.blocks.block_pool import BlockPool, PoolListener
 from cachemgr.blocks.block_record import IndexJournal
 from cachemgr.blocks.events import EventLog
 from cachemgr.retention.leases import LeaseBook
-from cachemgr.sequences.commit import anchor
+from cachemgr.sequences.commit import refer_to_duplicate
 from cachemgr.sequences.holds import Holds
 from cachemgr.sequences.transfers import Copies, Purpose
 from cachemgr.steps import Steps, looks
@@ -51,7 +51,7 @@ def account_for(accounts: Mapping[AccountKey, Account], tenant_id: str | None, s
     return tenants or (None if salt is None else accounts.get(("salt", salt)))
 
 
-class Named:
+class AccountScopes:
     """The scopes of one tenant or salt."""
 
     __slots__ = ("__weakref__", "scopes")
@@ -115,7 +115,7 @@ class Executor:
         self._scopes: WeakValueDictionary[tuple[object, ...], CacheScope]
         self._scopes = WeakValueDictionary() if before is None else before._scopes
         # By what a quota may be of, as long as there are scopes of that.
-        self._named: WeakValueDictionary[tuple[str, str | None], Named]
+        self._named: WeakValueDictionary[tuple[str, str | None], AccountScopes]
         self._named = WeakValueDictionary() if before is None else before._named
         self.pools: list[BlockPool] = new_pools(spec, self) if before is None else before.pools
 
@@ -147,7 +147,7 @@ class Executor:
         for ticket in self.tickets.values():
             if ticket.source is old and ticket.sequence is not None and not ticket.num_tokens:
                 # It copies the one below for itself, and may share what others compute behind it.
-                anchor(ticket.sequence.tables[pool.spec.group], ticket.index, block)
+                refer_to_duplicate(ticket.sequence.tables[pool.spec.group], ticket.index, block)
 
     def scope(
         self,
@@ -171,10 +171,10 @@ class Executor:
             self._scopes[parts] = scope
         return scope
 
-    def _name(self, key: tuple[str, str | None]) -> Named:
+    def _name(self, key: tuple[str, str | None]) -> AccountScopes:
         named = self._named.get(key)
         if named is None:
-            named = self._named[key] = Named()
+            named = self._named[key] = AccountScopes()
         return named
 
     def with_extra(self, scope: CacheScope, extra: bytes) -> CacheScope:
@@ -246,7 +246,7 @@ class Scheduler:
         self.sync_number = 0
         self.sync_answer = SyncAnswer()
 
-    def may_write_to_lost(self, executor: Executor) -> bool:
+    def has_void_sequences_in(self, executor: Executor) -> bool:
         """Whether it has sequences in an earlier registration of the executor, whose slots are others' by now.
 
         Their steps stop when the scheduler has heard that they are void and has released them.
@@ -352,7 +352,7 @@ def new_pools(
     return pools
 
 
-def outlives(before: ExecutorSpec, spec: ExecutorSpec) -> bool:
+def lower_tiers_survive(before: ExecutorSpec, spec: ExecutorSpec) -> bool:
     """Whether an executor that has started again may have blocks of before in its lower tiers; sizes may change."""
     told = any(len(slots) for tier in (spec.host_generations, spec.disk_generations) for slots in tier)
     same = (before.model_fingerprint, before.block_size) == (spec.model_fingerprint, spec.block_size)
@@ -363,7 +363,7 @@ def outlives(before: ExecutorSpec, spec: ExecutorSpec) -> bool:
     return told and same and layouts[0] == layouts[1]
 
 
-def share_memory(executor: Executor, spec: ExecutorSpec, shares: Mapping[str, PoolShare]) -> None:
+def divide_device_memory(executor: Executor, spec: ExecutorSpec, shares: Mapping[str, PoolShare]) -> None:
     """Gives every pool its first share of the memory that they have together, or what an operator gave it before.
 
     `spec` tells what the slots hold.

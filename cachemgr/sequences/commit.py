@@ -6,7 +6,7 @@ from cachemgr.blocks.radix_tree import covering_child
 from cachemgr.sequences.sequence import GroupTable, Sequence, first_needed
 
 
-def promise(sequence: Sequence) -> None:
+def publish_pending(sequence: Sequence) -> None:
     """Makes the full blocks of the known tokens findable before they are computed."""
     if sequence.no_store:
         return
@@ -19,48 +19,48 @@ def promise(sequence: Sequence) -> None:
         end = min(full, len(table.blocks))
         # Makes the keys before it too.
         sequence.key(end - 1)
-        for place in range(table.settled, end):
-            block = table.blocks[place]
+        for block_index in range(table.committed, end):
+            block = table.blocks[block_index]
             if block is not None and block.writer is sequence:
-                key = sequence.keys[place]
+                key = sequence.keys[block_index]
                 if key not in index:
                     pending.setdefault(key, block)
 
 
-def settle(sequence: Sequence, *, leaves: bool = False) -> None:
+def commit_computed_blocks(sequence: Sequence, *, leaves: bool = False) -> None:
     """Enters what is computed into the index and gives back what left the window.
 
     Nothing is settled while a copy into the sequence is open: until the executor has confirmed it, neither the
     copied tokens nor what was computed behind them are known to be right. What lies before all of them is when the
     sequence leaves. Nor once tokens were evicted: what comes behind them is not what its key would say.
     """
-    if sequence.void or sequence.has_moved or (sequence.tickets and not leaves):
+    if sequence.void or sequence.has_evicted_tokens or (sequence.tickets and not leaves):
         return
     full = min([sequence.computed // sequence.block_size, *(ticket.index for ticket in sequence.tickets)])
     full = _filled(sequence, full)
     for table in sequence.tables:
-        while table.settled < full:
-            _settle_block(sequence, table, table.settled)
-            table.settled += 1
-        for place, equal in [item for item in table.anchors.items() if item[0] < table.settled]:
-            own = table.blocks[place]
+        while table.committed < full:
+            _commit_block(sequence, table, table.committed)
+            table.committed += 1
+        for block_index, equal in [item for item in table.duplicate_refs.items() if item[0] < table.committed]:
+            own = table.blocks[block_index]
             assert own is not None
             if equal.parent is None:
                 # It has left the index, and nothing stands on it any more.
-                table.pool.release(table.anchors.pop(place))
+                table.pool.release(table.duplicate_refs.pop(block_index))
             elif equal.refs == 1:
                 # Who else used it is gone.
-                table.pool.supersede(own, table.anchors.pop(place), sequence.step)
+                table.pool.supersede(own, table.duplicate_refs.pop(block_index), sequence.step)
                 table.pool.release(equal)
         window = table.pool.window
         if window is not None:
-            needed = min(table.settled, first_needed(sequence.computed, window, sequence.block_size))
-            while table.first < needed:
-                block = table.blocks[table.first]
+            needed = min(table.committed, first_needed(sequence.computed, window, sequence.block_size))
+            while table.window_start < needed:
+                block = table.blocks[table.window_start]
                 if block is not None:
-                    table.blocks[table.first] = None
+                    table.blocks[table.window_start] = None
                     table.pool.release(block)
-                table.first += 1
+                table.window_start += 1
 
 
 def _filled(sequence: Sequence, full: int) -> int:
@@ -69,27 +69,27 @@ def _filled(sequence: Sequence, full: int) -> int:
     What is computed behind such a block depends on it in every group: each layer sees what all layers before it have.
     """
     for table in sequence.tables:
-        for place in range(table.settled, full):
-            block = table.blocks[place]
+        for block_index in range(table.committed, full):
+            block = table.blocks[block_index]
             if block is not None and block.writer is not None and block.writer is not sequence:
-                full = place
+                full = block_index
                 break
     return full
 
 
-def _settle_block(sequence: Sequence, table: GroupTable, place: int) -> None:
+def _commit_block(sequence: Sequence, table: GroupTable, block_index: int) -> None:
     """Enters a block that is computed into the index, unless that has an equal one."""
-    block = table.blocks[place]
+    block = table.blocks[block_index]
     if block is None:
         return
-    pool, key = table.pool, sequence.key(place)
+    pool, key = table.pool, sequence.key(block_index)
     if block.writer is sequence:
         block.writer = None
         if pool.pending.get(key) is block:
             del pool.pending[key]
     if sequence.no_store or block.parent is not None:
         return
-    request = sequence.retention.at(place * sequence.block_size)
+    request = sequence.retention.at(block_index * sequence.block_size)
     equal = pool.tree.by_key.get(key)
     if equal is not None and not (equal.refs and pool.is_on_device(equal)):
         # Two of a kind would be one too many in a pool that is just large enough.
@@ -100,32 +100,34 @@ def _settle_block(sequence: Sequence, table: GroupTable, place: int) -> None:
         # Whoever of those that share it puts it into the index may not have come to a step by then.
         block.stored_step = max(block.stored_step, sequence.step)
         pool.grant(equal, request)
-        anchor(table, place, equal)
+        refer_to_duplicate(table, block_index, equal)
         for dependent in sequence.dependents:
             # What they share behind it stands on the equal one, too.
             theirs = dependent.tables[pool.spec.group]
-            if place < len(theirs.blocks) and theirs.blocks[place] is block:
-                anchor(theirs, place, equal)
+            if block_index < len(theirs.blocks) and theirs.blocks[block_index] is block:
+                refer_to_duplicate(theirs, block_index, equal)
         return
     pool.grant(block, request)
     size = sequence.block_size
-    start, end = place * size, (place + 1) * size
+    start, end = block_index * size, (block_index + 1) * size
     scope = sequence.block_scope(start, end)
-    pool.store(block, key, sequence.key(place - 1), sequence.packed(start, end), place, scope, sequence.step)
+    pool.store(
+        block, key, sequence.key(block_index - 1), sequence.packed(start, end), block_index, scope, sequence.step
+    )
 
 
-def anchor(table: GroupTable, place: int, equal: Block) -> None:
+def refer_to_duplicate(table: GroupTable, block_index: int, equal: Block) -> None:
     """Keeps a block that equals the table's own one: what the table has behind it may stand on that."""
-    before = table.anchors.get(place)
+    before = table.duplicate_refs.get(block_index)
     if table.pool.window is not None or before is equal:
         return
     table.pool.acquire(equal)
-    table.anchors[place] = equal
+    table.duplicate_refs[block_index] = equal
     if before is not None:
         table.pool.release(before)
 
 
-def settle_last(sequence: Sequence) -> None:
+def commit_last_block(sequence: Sequence) -> None:
     """Enters the partly filled last block of a sequence that ends, unless a sibling covers it or none could be found.
 
     Its promises must be withdrawn before.
@@ -133,19 +135,19 @@ def settle_last(sequence: Sequence) -> None:
     if not sequence.executor.stores_partial:
         return
     size = sequence.block_size
-    place, count = divmod(sequence.computed, size)
-    if sequence.void or sequence.no_store or sequence.tickets or sequence.has_moved or not count:
+    block_index, count = divmod(sequence.computed, size)
+    if sequence.void or sequence.no_store or sequence.tickets or sequence.has_evicted_tokens or not count:
         return
-    if any(table.settled < place for table in sequence.tables):
+    if any(table.committed < block_index for table in sequence.tables):
         return
-    tokens = sequence.packed(place * size, sequence.computed)
-    parent_key = sequence.key(place - 1)
-    scope = sequence.block_scope(place * size, sequence.computed)
+    tokens = sequence.packed(block_index * size, sequence.computed)
+    parent_key = sequence.key(block_index - 1)
+    scope = sequence.block_scope(block_index * size, sequence.computed)
     for table in sequence.tables:
-        block = table.blocks[place] if place < len(table.blocks) else None
+        block = table.blocks[block_index] if block_index < len(table.blocks) else None
         if block is None or block.writer is not sequence:
             continue
-        parent, request = table.pool.tree.node(parent_key), sequence.retention.at(place * size)
+        parent, request = table.pool.tree.node(parent_key), sequence.retention.at(block_index * size)
         longer = None if parent is None else covering_child(parent, tokens, scope.extra)
         if longer is not None:
             table.pool.grant(longer, request)
@@ -153,17 +155,17 @@ def settle_last(sequence: Sequence) -> None:
         block.writer = None
         table.pool.grant(block, request)
         key = child_key(parent_key, tokens, scope.extra)
-        table.pool.store(block, key, parent_key, tokens, place, scope, sequence.step)
+        table.pool.store(block, key, parent_key, tokens, block_index, scope, sequence.step)
 
 
-def withdraw(sequence: Sequence, start: int = 0) -> None:
+def retract_pending(sequence: Sequence, start: int = 0) -> None:
     """Takes back all promises from a place on; whoever relied on them is void."""
     for table in sequence.tables:
-        for place in range(max(start, table.settled), len(table.blocks)):
-            if place >= len(sequence.keys):
+        for block_index in range(max(start, table.committed), len(table.blocks)):
+            if block_index >= len(sequence.keys):
                 break
-            if table.pool.pending.get(sequence.keys[place]) is table.blocks[place]:
-                del table.pool.pending[sequence.keys[place]]
+            if table.pool.pending.get(sequence.keys[block_index]) is table.blocks[block_index]:
+                del table.pool.pending[sequence.keys[block_index]]
     for dependent in list(sequence.dependents):
         if _relies_on(dependent, sequence, start):
             void(dependent)
@@ -175,7 +177,7 @@ def void(sequence: Sequence) -> None:
         return
     sequence.void = True
     sequence.scheduler.void.add(sequence.handle)
-    withdraw(sequence)
+    retract_pending(sequence)
 
 
 def _relies_on(dependent: Sequence, writer: Sequence, start: int) -> bool:

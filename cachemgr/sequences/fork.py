@@ -6,7 +6,7 @@ from cachemgr.blocks.block_keys import cut_extra_keys
 from cachemgr.errors import SequenceEvictsError, SequenceUnsettledError, WindowPassedError
 from cachemgr.sequences.admission import admitted, copy_sources, grow, refusal
 from cachemgr.sequences.sequence import Sequence, blocks_for, first_needed
-from cachemgr.sequences.token_eviction import Eviction, check_in_place
+from cachemgr.sequences.token_eviction import TokenEvictionState, check_in_place
 from cachemgr.types import Admission, ManagerConfig
 from protos.errors import InvalidField
 
@@ -22,7 +22,7 @@ def fork(
     _check_eviction(parent)
     size = parent.block_size
     full = parent.computed // size
-    if parent.tickets or any(table.settled < full for table in parent.tables):
+    if parent.tickets or any(table.committed < full for table in parent.tables):
         raise SequenceUnsettledError(
             f"sequence {parent.sequence_id} waits for a copy or a shared prefix",
             fields={"parent_sequence_id": "names one that waits"},
@@ -32,12 +32,12 @@ def fork(
         raise InvalidField("num_tokens", f"must be from 1 to the first sequence's {len(parent.tokens)} tokens")
     # The last token is the new one's own to compute, for what follows it.
     computed = min(parent.computed, len(tokens) - 1)
-    if any(table.first > first_needed(computed, table.pool.window, size) for table in parent.tables):
+    if any(table.window_start > first_needed(computed, table.pool.window, size) for table in parent.tables):
         raise WindowPassedError("the window before that length is given back already")
     full, copied = divmod(computed, size)
     eviction = None
     if parent.eviction is not None:
-        eviction = Eviction(parent.eviction.policy, len(tokens), ahead=config.capacity_ahead_tokens)
+        eviction = TokenEvictionState(parent.eviction.policy, len(tokens), ahead=config.capacity_ahead_tokens)
     needed = blocks_for(len(tokens) if eviction is None else eviction.slots_for(len(tokens)), size)
     account = parent.scope.account
 
@@ -66,8 +66,10 @@ def fork(
     sources = []
     for mine, theirs in zip(child.tables, parent.tables, strict=True):
         mine.blocks = theirs.blocks[:full]
-        mine.anchors = {place: block for place, block in theirs.anchors.items() if place < full}
-        mine.settled, mine.first = full, min(theirs.first, full)
+        mine.duplicate_refs = {
+            block_index: block for block_index, block in theirs.duplicate_refs.items() if block_index < full
+        }
+        mine.committed, mine.window_start = full, min(theirs.window_start, full)
         for block in mine.references():
             mine.pool.acquire(block)
         if copied:

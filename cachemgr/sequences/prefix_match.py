@@ -54,19 +54,19 @@ class Match:
     writer: Sequence | None = None
 
 
-def find(sequence: Sequence, partial: Partial, lowest: TierKind = TierKind.DISK) -> Match:
+def find_longest_prefix(sequence: Sequence, partial: Partial, lowest: TierKind = TierKind.DISK) -> Match:
     """The longest match in a tier and those above.
 
     It leaves at least the last token to compute, and all whose attention counts.
     """
     match = _Finder(sequence, partial, lowest, pending=True).find()
-    if match.writer is not None and not _one_wait_is_enough(match):
+    if match.writer is not None and not _single_writer_covers(match):
         match = _Finder(sequence, partial, lowest, pending=False).find()
     match.in_place = partial is Partial.TAKE_OVER and match.num_copied > 0
     return match
 
 
-def nothing(sequence: Sequence) -> Match:
+def no_match(sequence: Sequence) -> Match:
     """No match."""
     return Match(blocks=[[] for _ in sequence.tables])
 
@@ -94,24 +94,26 @@ class _Finder:
             if pool.window is None:
                 self._top = min(self._top, self._leading(pool))
         self._look_up()
-        for place in range(self._top, -1, -1):
-            start = place * self._size
+        for block_index in range(self._top, -1, -1):
+            start = block_index * self._size
             if self._partly is not Partial.NONE:
-                sources, copied = self._exact(place) if self._partly is Partial.EXACT else self._partial(place)
-                if copied and self._is_covered(place, start + copied):
-                    return self._match(place, start + copied, sources)
-            if self._is_covered(place, start):
-                return self._match(place, start, [])
+                sources, copied = (
+                    self._exact(block_index) if self._partly is Partial.EXACT else self._partial(block_index)
+                )
+                if copied and self._is_covered(block_index, start + copied):
+                    return self._match(block_index, start + copied, sources)
+            if self._is_covered(block_index, start):
+                return self._match(block_index, start, [])
         raise AssertionError("nothing is always covered")
 
     def _leading(self, pool: BlockPool) -> int:
-        for place in range(self._top):
-            if self._block(pool, place) is None:
-                return place
+        for block_index in range(self._top):
+            if self._block(pool, block_index) is None:
+                return block_index
         return self._top
 
-    def _block(self, pool: BlockPool, place: int) -> Block | None:
-        key = self._sequence.key(place)
+    def _block(self, pool: BlockPool, block_index: int) -> Block | None:
+        key = self._sequence.key(block_index)
         block = pool.tree.by_key.get(key)
         if block is not None:
             return block if self._is_usable(pool, block) else None
@@ -131,30 +133,30 @@ class _Finder:
 
     def _look_up(self) -> None:
         for pool in self._pools:
-            found = [self._block(pool, place) for place in range(self._top)]
+            found = [self._block(pool, block_index) for block_index in range(self._top)]
             self._found.append(found)
             if pool.window is None:
                 self._runs.append(None)
                 continue
             runs, begin = [0], 0
-            for place, block in enumerate(found):
+            for block_index, block in enumerate(found):
                 if block is None:
-                    begin = place + 1
+                    begin = block_index + 1
                 runs.append(begin)
             self._runs.append(runs)
 
-    def _is_covered(self, place: int, tokens: int) -> bool:
+    def _is_covered(self, block_index: int, tokens: int) -> bool:
         """Whether every windowed group has what the token behind `tokens` attends to before `place`."""
         for pool, runs in zip(self._pools, self._runs, strict=True):
-            if runs is not None and runs[place] > first_needed(tokens, pool.window, self._size):
+            if runs is not None and runs[block_index] > first_needed(tokens, pool.window, self._size):
                 return False
         return True
 
-    def _partial(self, place: int) -> tuple[list[Block], int]:
+    def _partial(self, block_index: int) -> tuple[list[Block], int]:
         """The best beginning of a block that lies in every group, and how many of its tokens that is."""
-        start = place * self._size
+        start = block_index * self._size
         end = min(start + self._size, self._limit)
-        parent_key = self._sequence.key(place - 1)
+        parent_key = self._sequence.key(block_index - 1)
         parents = [pool.tree.node(parent_key) for pool in self._pools]
         best: tuple[list[Block], int] = [], 0
         for stop, extra in self._beginnings(start, end):
@@ -189,13 +191,13 @@ class _Finder:
                 cut = (*keys[:index], key._replace(length=other - key.start))
                 yield min(other, own), extra_bytes(cut, start, start + self._size)
 
-    def _exact(self, place: int) -> tuple[list[Block], int]:
+    def _exact(self, block_index: int) -> tuple[list[Block], int]:
         """The block of every group that holds just the rest of the prompt, and how many tokens that is."""
-        start, end = place * self._size, self._limit
+        start, end = block_index * self._size, self._limit
         if not 0 < end - start < self._size:
             return [], 0
         tokens, extra = self._sequence.packed(start, end), self._sequence.extra_of(start, end)
-        key = child_key(self._sequence.key(place - 1), tokens, extra)
+        key = child_key(self._sequence.key(block_index - 1), tokens, extra)
         sources: list[Block] = []
         for pool in self._pools:
             block = pool.tree.by_key.get(key)
@@ -215,13 +217,13 @@ class _Finder:
 
         return closest_child(node, wanted, extra, is_usable)
 
-    def _match(self, place: int, tokens: int, sources: list[Block]) -> Match:
-        match = Match(tokens, sources=sources, num_copied=tokens - place * self._size)
+    def _match(self, block_index: int, tokens: int, sources: list[Block]) -> Match:
+        match = Match(tokens, sources=sources, num_copied=tokens - block_index * self._size)
         last = -1
         for pool, found in zip(self._pools, self._found, strict=True):
-            needed = min(place, first_needed(tokens, pool.window, self._size))
+            needed = min(block_index, first_needed(tokens, pool.window, self._size))
             blocks: list[Block | None] = [None for _ in range(needed)]
-            blocks += found[needed:place]
+            blocks += found[needed:block_index]
             match.blocks.append(blocks)
             for index, block in enumerate(blocks):
                 if block is not None and isinstance(block.writer, Sequence) and index > last:
@@ -229,7 +231,7 @@ class _Finder:
         return match
 
 
-def _one_wait_is_enough(match: Match) -> bool:
+def _single_writer_covers(match: Match) -> bool:
     """Whether the writer of the match's end itself waits for every other writer."""
     assert match.writer is not None
     for table, blocks in zip(match.writer.tables, match.blocks, strict=True):

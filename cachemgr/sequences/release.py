@@ -9,16 +9,16 @@ from cachemgr.blocks.events import EventLog
 from cachemgr.blocks.recovery import Leftovers, restart
 from cachemgr.errors import SharedBlockError, VoidSequenceError, WindowPassedError
 from cachemgr.sequences.clients import Executor, Scheduler
-from cachemgr.sequences.commit import settle, settle_last, void, withdraw
+from cachemgr.sequences.commit import commit_computed_blocks, commit_last_block, retract_pending, void
 from cachemgr.sequences.holds import complete
 from cachemgr.sequences.sequence import GroupTable, Sequence, blocks_for, first_needed
-from cachemgr.sequences.token_eviction import check_in_place, doom, left_behind
+from cachemgr.sequences.token_eviction import cached_before_eviction, check_in_place, zero_on_free_of
 from cachemgr.sequences.transfers import Outcome, Purpose, Ticket
 from cachemgr.types import ExecutorSpec, Freed, RemovalCause, Slot, TierKind
 from protos.errors import InvalidField
 
 # Blocks of a lost executor that are told of one by one.
-MOST_TOLD = 4096
+MOST_REPORTED = 4096
 # Slots of an executor that starts again whose blocks are carried over in one call: each takes some microseconds.
 MOST_CARRIED_OVER = 8192
 
@@ -32,17 +32,17 @@ def release(sequence: Sequence, now: float) -> Freed:
     """Stores what can be stored and gives all blocks back, or to a hold."""
     executor = sequence.executor
     before = free_blocks(executor)
-    settle(sequence, leaves=True)
+    commit_computed_blocks(sequence, leaves=True)
     # Before the last block is stored: who was promised all of it gets less.
-    withdraw(sequence)
-    settle_last(sequence)
+    retract_pending(sequence)
+    commit_last_block(sequence)
     stored = 0 if executor.ghosts is None else executor.ghosts.stored(sequence)
     for ticket in list(sequence.tickets):
         ticket.detach(sequence.tables[ticket.pool.spec.group])
     if not sequence.void:
         _keep(sequence, now)
     if sequence.forgotten:
-        doom(sequence)
+        zero_on_free_of(sequence)
     for block in reversed(sequence.private):
         sequence.tables[0].pool.release(block)
     for table in sequence.tables:
@@ -86,7 +86,7 @@ def end_copies(executor: Executor, done: Iterable[int], failed: Iterable[int], s
                 continue
             if ticket.sequence is not None:
                 ticket.sequence.step = max(ticket.sequence.step, step)
-            elif ticket.purpose is Purpose.FETCH:
+            elif ticket.purpose is Purpose.PREFETCH:
                 # No step of a sequence will say later which step wrote it.
                 ticket.target.stored_step = max(ticket.target.stored_step, step)
             end_copy(ticket, outcome)
@@ -100,7 +100,7 @@ def end_copy(ticket: Ticket, outcome: Outcome) -> None:
     if sequence is None:
         return
     if outcome is Outcome.DONE:
-        settle(sequence)
+        commit_computed_blocks(sequence)
     else:
         void(sequence)
 
@@ -108,8 +108,8 @@ def end_copy(ticket: Ticket, outcome: Outcome) -> None:
 def _keep(sequence: Sequence, now: float) -> None:
     """Gives the blocks to those who hold them, and pins those that a rule pins."""
     executor = sequence.executor
-    if sequence.has_moved:
-        kept = list(left_behind(sequence))
+    if sequence.has_evicted_tokens:
+        kept = list(cached_before_eviction(sequence))
     else:
         kept = [(table.pool, block) for table in sequence.tables for block in reversed(list(table.references()))]
     if sequence.holds:
@@ -123,11 +123,11 @@ def _keep(sequence: Sequence, now: float) -> None:
         executor.holds.pin(complete(pinned), rule.holder, now, duration)
 
 
-def to_overwrite(executor: Executor) -> Iterator[tuple[BlockPool, int]]:
+def to_zero(executor: Executor) -> Iterator[tuple[BlockPool, int]]:
     """Places whose bytes were forgotten, as far as no copy has overwritten them yet. Its sequences end."""
     for sequence in executor.sequences.values():
         if sequence.forgotten:
-            doom(sequence)
+            zero_on_free_of(sequence)
     for ticket in executor.tickets.values():
         if ticket.purpose is Purpose.ZERO or ticket.source in ticket.pool.zero_on_free:
             yield ticket.pool, ticket.target.index
@@ -136,12 +136,12 @@ def to_overwrite(executor: Executor) -> Iterator[tuple[BlockPool, int]]:
             yield pool, block.index
 
 
-def slots_to_overwrite(executor: Executor) -> Iterator[Slot]:
+def slots_to_zero(executor: Executor) -> Iterator[Slot]:
     """The same slots as an executor that comes back numbers them; lower tiers first, which outlive its process."""
     on_device: list[Slot] = []
-    for pool, place in to_overwrite(executor):
-        tier = pool.tier_at(place)
-        slot = pool.spec.group, tier.kind, place - tier.offset
+    for pool, block_index in to_zero(executor):
+        tier = pool.tier_at(block_index)
+        slot = pool.spec.group, tier.kind, block_index - tier.offset
         if tier is pool.device:
             on_device.append(slot)
         else:
@@ -157,10 +157,10 @@ def lose(executor: Executor, events: EventLog, leftovers: Leftovers) -> None:
     _end_epoch(executor)
     executor.holds.clear()
     count = sum(len(pool.tree.by_key) for pool in executor.pools)
-    if count > MOST_TOLD:
+    if count > MOST_REPORTED:
         events.skip(count)
     for pool in executor.pools:
-        if count > MOST_TOLD:
+        if count > MOST_REPORTED:
             pool.abandon(leftovers)
         else:
             pool.forget_all()
@@ -177,13 +177,13 @@ def carry_over(before: Executor, executor: Executor) -> None:
 
     What was to be overwritten there still is.
     """
-    zeroing = list(to_overwrite(before))
+    zeroing = list(to_zero(before))
     _end_epoch(before)
     held = before.holds.held()
     for pool in executor.pools:
         spec = executor.spec.pools[pool.spec.group]
         filled = {tier: executor.spec.generations(tier, spec.group) for tier in (TierKind.HOST, TierKind.DISK)}
-        restart(pool, spec, executor, filled, held, [place for other, place in zeroing if other is pool])
+        restart(pool, spec, executor, filled, held, [block_index for other, block_index in zeroing if other is pool])
     executor.holds.keep_cached()
 
 
@@ -194,8 +194,8 @@ def _end_epoch(executor: Executor) -> None:
         sequence.tickets.clear()
         sequence.opened.clear()
         for table in sequence.tables:
-            table.blocks, table.anchors = [], {}
-            table.settled = table.first = 0
+            table.blocks, table.duplicate_refs = [], {}
+            table.committed = table.window_start = 0
         sequence.private.clear()
     executor.tickets.clear()
 
@@ -222,7 +222,7 @@ def truncate(sequence: Sequence, num_tokens: int) -> Freed:
     before = free_blocks(sequence.executor)
     if rewritten:
         _void_copies_from(sequence, cut, computed - cut * size)
-    withdraw(sequence, cut if rewritten else num_tokens // size)
+    retract_pending(sequence, cut if rewritten else num_tokens // size)
     for ticket in list(sequence.tickets):
         if ticket.index >= keep:
             ticket.detach(sequence.tables[ticket.pool.spec.group])
@@ -243,13 +243,13 @@ def _check_truncation(sequence: Sequence, table: GroupTable, computed: int, cut:
     """The blocks to take out of the index, tail first."""
     if not rewritten:
         return []
-    if table.first > first_needed(computed, table.pool.window, sequence.block_size):
+    if table.window_start > first_needed(computed, table.pool.window, sequence.block_size):
         text = "the window before that length is given back already"
         raise WindowPassedError(text, fields={"num_tokens": "is too small"})
     own_from = sequence.cached_tokens // sequence.block_size
     discarded: list[Block] = []
-    for place in range(len(table.blocks) - 1, max(cut, own_from) - 1, -1):
-        block = table.blocks[place]
+    for block_index in range(len(table.blocks) - 1, max(cut, own_from) - 1, -1):
+        block = table.blocks[block_index]
         if block is not None and block.parent is not None and block.refs == 1 and _stands_alone(block, discarded):
             discarded.append(block)
     block = table.blocks[cut]
@@ -270,10 +270,10 @@ def _own(sequence: Sequence, table: GroupTable, cut: int) -> None:
     block = table.blocks[cut]
     assert block is not None
     table.pool.own(block, sequence)
-    anchor = table.anchors.pop(cut, None)
-    if anchor is not None:
-        table.pool.release(anchor)
-    table.settled = min(table.settled, cut)
+    refer_to_duplicate = table.duplicate_refs.pop(cut, None)
+    if refer_to_duplicate is not None:
+        table.pool.release(refer_to_duplicate)
+    table.committed = min(table.committed, cut)
 
 
 def _void_copies_from(sequence: Sequence, cut: int, kept: int) -> None:

@@ -1,4 +1,4 @@
-"""A live sequence: its tokens, its tables, and whom it waits for."""
+"""A live sequence: its tokens, its block tables, and the sequences that it waits for."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ if TYPE_CHECKING:
     from cachemgr.blocks.block import Block
     from cachemgr.blocks.block_pool import BlockPool
     from cachemgr.sequences.clients import Executor, Scheduler
-    from cachemgr.sequences.token_eviction import Eviction
+    from cachemgr.sequences.token_eviction import TokenEvictionState
     from cachemgr.sequences.transfers import Ticket
 
 
 class GroupTable:
     """The blocks of one sequence in one pool; None where the window does not need one.
 
-    Blocks before `settled` hold what their keys say, and are indexed where they may be. `first` is the first index
-    that the window has not given back. `anchors` are indexed blocks that equal own ones and that others use too:
-    references to them keep what stands on them takeable in order.
+    Blocks before `committed` hold the tokens of their keys, and are indexed where they may be. `window_start` is the
+    first index that the window has not released. `duplicate_refs` are indexed blocks that equal blocks of this table
+    and that other sequences use: the references keep them until their children are evicted.
     """
 
-    __slots__ = ("anchors", "blocks", "first", "pool", "settled")
+    __slots__ = ("blocks", "committed", "duplicate_refs", "pool", "window_start")
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
         self.blocks: list[Block | None] = []
-        self.settled = 0
-        self.first = 0
-        self.anchors: dict[int, Block] = {}
+        self.committed = 0
+        self.window_start = 0
+        self.duplicate_refs: dict[int, Block] = {}
 
     def slots(self, start: int = 0) -> Table:
         """The table from an index on."""
@@ -48,17 +48,17 @@ class GroupTable:
             block = self.blocks[index]
             if block is not None:
                 yield block
-            if index in self.anchors:
-                yield self.anchors[index]
+            if index in self.duplicate_refs:
+                yield self.duplicate_refs[index]
 
     def cut(self, start: int) -> None:
         """Gives back the blocks from an index on, tail first."""
         for block in self.references(start):
             self.pool.release(block)
         del self.blocks[start:]
-        self.anchors = {index: block for index, block in self.anchors.items() if index < start}
-        self.settled = min(self.settled, start)
-        self.first = min(self.first, start)
+        self.duplicate_refs = {index: block for index, block in self.duplicate_refs.items() if index < start}
+        self.committed = min(self.committed, start)
+        self.window_start = min(self.window_start, start)
 
 
 class Sequence:
@@ -127,7 +127,7 @@ class Sequence:
         self.forgotten = False
         self.tables = [GroupTable(pool) for pool in executor.pools]
         # None for one that keeps all its tokens.
-        self.eviction: Eviction | None = None
+        self.eviction: TokenEvictionState | None = None
         # Open copies into its blocks.
         self.tickets: set[Ticket] = set()
         # Copies that its blocks made necessary and that nobody has been told of.
@@ -163,9 +163,9 @@ class Sequence:
         return self.num_blocks * self.executor.block_size
 
     @property
-    def has_moved(self) -> bool:
+    def has_evicted_tokens(self) -> bool:
         """Whether it has evicted tokens: its slots are not those of its leading tokens any more."""
-        return self.eviction is not None and self.eviction.moved
+        return self.eviction is not None and self.eviction.has_begun
 
     @property
     def private(self) -> list[Block]:
@@ -178,7 +178,7 @@ class Sequence:
         eviction = self.eviction
         if eviction is None:
             return self.capacity
-        return len(self.tokens) if eviction.moved else eviction.usable(self.capacity)
+        return len(self.tokens) if eviction.has_begun else eviction.usable(self.capacity)
 
     def slots_for(self, tokens: int) -> int:
         """Slots that it uses at most in its present table with so many known tokens."""
@@ -233,7 +233,7 @@ class Sequence:
             num_blocks=sum(block is not None for table in self.tables for block in table.blocks) + len(self.private),
             scope=self.scope,
             eviction_policy=None if self.eviction is None else self.eviction.policy,
-            evicting=self.has_moved,
+            evicting=self.has_evicted_tokens,
         )
 
     def depend_on_writers(self) -> None:

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence as Seq
 
-from cachemgr.sequences import token_eviction as evicting
+from cachemgr.sequences import token_eviction
 from cachemgr.sequences.admission import grow, watermark
 from cachemgr.sequences.clients import Executor, Scheduler
-from cachemgr.sequences.commit import settle, withdraw
+from cachemgr.sequences.commit import commit_computed_blocks, retract_pending
 from cachemgr.sequences.release import end_copy, release
 from cachemgr.sequences.sequence import Sequence, blocks_for
 from cachemgr.sequences.transfers import Outcome
@@ -48,7 +48,7 @@ class Sync:
         if sum(request.new_token_counts) != len(request.new_token_ids):
             raise InvalidField("new_token_ids", "must have as many entries as new_token_counts says")
         known = self._check_progress()
-        evicting.check_columns(request, self._scheduler.sequences)
+        token_eviction.check_columns(request, self._scheduler.sequences)
         trims = zip(request.trimmed_handles, request.trimmed_capacity_tokens, strict=True)
         for row, (handle, capacity) in enumerate(trims):
             sequence = self._scheduler.sequences.get(handle)
@@ -67,7 +67,7 @@ class Sync:
             if sequence is None or sequence.void:
                 continue
             most = known[handle] = len(sequence.tokens) + count
-            if handle not in moved and not sequence.has_moved:
+            if handle not in moved and not sequence.has_evicted_tokens:
                 most = min(most, sequence.most_computed)
             if not sequence.computed <= computed <= most:
                 raise InvalidField(f"computed_tokens[{row}]", f"must be from {sequence.computed} to {most}")
@@ -121,7 +121,7 @@ class Sync:
         # Older sequences fill the blocks that younger ones share: they go first.
         self._running.sort(key=_handle)
         for sequence in self._running:
-            settle(sequence)
+            commit_computed_blocks(sequence)
         for sequence, computed in moved:
             self._move(sequence, computed)
 
@@ -131,7 +131,7 @@ class Sync:
         self._running.append(sequence)
 
     def _move(self, sequence: Sequence, computed: int) -> None:
-        evicting.move(sequence)
+        token_eviction.move(sequence)
         assert sequence.eviction is not None
         self.evicted.append(sequence.eviction.policy.kind)
         sequence.computed = computed
@@ -143,7 +143,7 @@ class Sync:
             if sequence is None or sequence.void:
                 continue
             keep = blocks_for(capacity, sequence.block_size)
-            withdraw(sequence, keep)
+            retract_pending(sequence, keep)
             for table in sequence.tables:
                 table.cut(keep)
 
@@ -178,9 +178,14 @@ class Sync:
         """Blocks for those that are about to evict: each gets all that it needs for that, or none."""
         for handle in sorted(self._request.evicting_handles):
             sequence = self._find(handle)
-            if sequence is None or sequence.void or sequence.has_moved or not evicting.may_evict(sequence):
+            if (
+                sequence is None
+                or sequence.void
+                or sequence.has_evicted_tokens
+                or not token_eviction.may_evict(sequence)
+            ):
                 continue
-            short = evicting.grant(sequence)
+            short = token_eviction.grant(sequence)
             self.answer.blocks_short += short
             if not short:
                 self.answer.transfers.extend(sequence.take_transfers())

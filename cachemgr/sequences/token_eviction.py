@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from cachemgr.blocks.block_keys import child_key
 from cachemgr.errors import RulePolicyError, SequenceEvictsError
-from cachemgr.sequences.commit import settle_last, withdraw
+from cachemgr.sequences.commit import commit_last_block, retract_pending
 from cachemgr.sequences.sequence import blocks_for
 from protos.errors import InvalidField
 from protos.kvcommon.eviction import Layout, Policy
@@ -47,14 +47,14 @@ def resolve(request: AdmitRequest, rules: Iterable[Rule], executor: Executor) ->
     return None
 
 
-class Eviction:
+class TokenEvictionState:
     """How one sequence evicts, and how far it has come. Lengths in tokens.
 
     It fills the table that it was admitted with until its `first` eviction. For that it is granted another one,
     `private`, or none when it may stay in its own. Once it has moved, later evictions change no table.
     """
 
-    __slots__ = ("evicted", "first", "granted", "moved", "policy", "private", "prompt", "settled", "slots")
+    __slots__ = ("committed", "evicted", "first", "granted", "has_begun", "policy", "private", "prompt", "slots")
 
     def __init__(self, policy: Policy, prompt: int, *, ahead: int) -> None:
         """`prompt`: tokens of the request's prompt. `ahead`: capacity ahead of need where a policy sets no bound."""
@@ -65,15 +65,15 @@ class Eviction:
         self.slots = policy.most_kept or min(prompt, policy.maximum) + max(_STEPS_AHEAD, ahead)
         self.granted = False
         self.private: list[Block] = []
-        self.moved = False
+        self.has_begun = False
         # Tokens computed before it moved, and how many of them it dropped then.
-        self.settled = 0
+        self.committed = 0
         self.evicted = 0
 
     def usable(self, slots: int) -> int:
         """Of so many slots, those that it may come to use before it moves, or behind that."""
         most = self.first
-        if self.moved:
+        if self.has_begun:
             most = None if self.policy.most_kept is None else self.slots
         return slots if most is None else min(slots, most)
 
@@ -84,7 +84,7 @@ class Eviction:
     def peak_blocks(self, tokens: int, block_size: int, *, no_store: bool) -> int:
         """Blocks that it has at once, at most, until it has so many tokens."""
         present = blocks_for(self.slots_for(tokens), block_size)
-        if self.moved or self.first is None or tokens <= self.first:
+        if self.has_begun or self.first is None or tokens <= self.first:
             return present
         bounded = self.policy.most_kept is not None
         if no_store and bounded:
@@ -115,7 +115,7 @@ def check_columns(request: SyncRequest, sequences: Mapping[int, Sequence]) -> No
         sequence = sequences.get(handle)
         if sequence is None or sequence.void:
             continue
-        if sequence.eviction is None or not sequence.eviction.granted or sequence.eviction.moved:
+        if sequence.eviction is None or not sequence.eviction.granted or sequence.eviction.has_begun:
             raise InvalidField(f"moved_handles[{row}]", "must name a sequence that was told to move and has not")
         most = min(reported.get(handle, len(sequence.tokens)), sequence.most_computed)
         if not sequence.computed <= clean <= most:
@@ -127,7 +127,7 @@ def check_columns(request: SyncRequest, sequences: Mapping[int, Sequence]) -> No
 def check_in_place(sequence: Sequence, field: str) -> None:
     """Raises SequenceEvictsError when its slots are not those of its leading tokens, or may be so any moment."""
     eviction = sequence.eviction
-    if eviction is not None and (eviction.moved or (eviction.granted and not eviction.private)):
+    if eviction is not None and (eviction.has_begun or (eviction.granted and not eviction.private)):
         text = f"sequence {sequence.sequence_id} has evicted tokens: it cannot be forked or cut"
         raise SequenceEvictsError(text, fields={field: "names one that has evicted tokens"})
 
@@ -162,7 +162,7 @@ def _all_its_own(sequence: Sequence) -> bool:
     (table,) = sequence.tables
     return (
         sequence.no_store
-        and not table.anchors
+        and not table.duplicate_refs
         and all(block is not None and block.refs == 1 and block.parent is None for block in table.blocks)
     )
 
@@ -175,25 +175,25 @@ def move(sequence: Sequence) -> None:
     eviction, (table,) = sequence.eviction, sequence.tables
     assert eviction is not None
     # Before the last block is stored: who was promised all of it gets less.
-    withdraw(sequence)
-    settle_last(sequence)
+    retract_pending(sequence)
+    commit_last_block(sequence)
     if sequence.forgotten:
-        doom(sequence)
+        zero_on_free_of(sequence)
     if eviction.private:
         table.cut(0)
         table.blocks, eviction.private = [*eviction.private], []
     else:
         table.cut(blocks_for(eviction.slots, sequence.block_size))
-        table.settled = 0
+        table.committed = 0
         for block in table.blocks:
             assert block is not None
             block.writer = sequence
-    eviction.settled = sequence.computed
+    eviction.committed = sequence.computed
     eviction.evicted = eviction.dropped(sequence.computed)
-    eviction.moved = True
+    eviction.has_begun = True
 
 
-def doom(sequence: Sequence) -> None:
+def zero_on_free_of(sequence: Sequence) -> None:
     """No byte of what it alone has may outlive its use."""
     for table in sequence.tables:
         # What another has yet to fill is that one's.
@@ -205,15 +205,15 @@ def doom(sequence: Sequence) -> None:
         table.pool.zero_on_free.update(sequence.private)
 
 
-def left_behind(sequence: Sequence) -> Iterator[tuple[BlockPool, Block]]:
+def cached_before_eviction(sequence: Sequence) -> Iterator[tuple[BlockPool, Block]]:
     """Of a sequence that has moved: what it computed before and is still cached, from the root on."""
     eviction, (table,) = sequence.eviction, sequence.tables
     assert eviction is not None
     size = sequence.block_size
-    full, rest = divmod(eviction.settled, size)
-    keys = [sequence.key(place) for place in range(full)]
+    full, rest = divmod(eviction.committed, size)
+    keys = [sequence.key(block_index) for block_index in range(full)]
     if rest:
-        start, end = full * size, eviction.settled
+        start, end = full * size, eviction.committed
         tokens, extra = sequence.packed(start, end), sequence.extra_of(start, end)
         keys.append(child_key(sequence.key(full - 1), tokens, extra))
     for key in keys if not sequence.no_store else ():

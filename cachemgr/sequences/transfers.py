@@ -26,11 +26,11 @@ class Purpose(enum.Enum):
     """What a copy is for."""
 
     # A block of a sequence that others have, in whole or in part.
-    FILL = "fill"
+    ONBOARD = "onboard"
     # A block moves to a lower tier; the source is the block that has its place now.
-    MOVE = "move"
+    OFFLOAD = "offload"
     # A block comes to the device before anybody asks for it.
-    FETCH = "fetch"
+    PREFETCH = "prefetch"
     # No source: the target is overwritten.
     ZERO = "zero"
     # No source: the target is nobody's, a slot that its pool may no longer use.
@@ -40,7 +40,7 @@ class Purpose(enum.Enum):
 
 
 # Looked up once, not for each of very many copies.
-_FILL, _MOVE, _FETCH = Purpose.FILL, Purpose.MOVE, Purpose.FETCH
+_ONBOARD, _OFFLOAD, _PREFETCH = Purpose.ONBOARD, Purpose.OFFLOAD, Purpose.PREFETCH
 
 
 class Outcome(enum.Enum):
@@ -60,8 +60,8 @@ class Ticket:
     """
 
     __slots__ = (
-        "anchors",
         "fetch",
+        "held_ancestors",
         "holds_source",
         "index",
         "num_tokens",
@@ -94,13 +94,13 @@ class Ticket:
         self.target = target
         self.num_tokens = num_tokens
         self.scheduler = scheduler
-        self.holds_source = purpose is _FILL or purpose is _FETCH
+        self.holds_source = purpose is _ONBOARD or purpose is _PREFETCH
         self.sequence: Sequence | None = None
         # As long as the copy may still be recalled.
         self.opened_by: OpenedCopies | None = None
         # Place of the target in the sequence's table.
         self.index = 0
-        self.anchors: list[Block] = []
+        self.held_ancestors: list[Block] = []
         self.fetch: Fetch | None = None
         self.transfer = self._transfer()
 
@@ -143,10 +143,10 @@ class Ticket:
         if self.pool.tier_of(self.source) is not self.pool.device:
             return
         for index, block in enumerate(table.blocks[: self.index]):
-            standing = table.anchors.get(index, block)
+            standing = table.duplicate_refs.get(index, block)
             if standing is not None:
                 self.pool.acquire(standing)
-                self.anchors.append(standing)
+                self.held_ancestors.append(standing)
 
     def end(self, outcome: Outcome) -> None:
         """Gives up everything that it reserves; a block whose bytes did not come is lost."""
@@ -154,7 +154,7 @@ class Ticket:
             self.sequence.tickets.discard(self)
         if outcome is Outcome.FAILED:
             self.pool.tier_of(self.source or self.target).counters.failed_copies += 1
-        if self.purpose is Purpose.MOVE:
+        if self.purpose is Purpose.OFFLOAD:
             self.pool.offloader.ended(self)
             if outcome is Outcome.DONE:
                 self.pool.offloader.drained(self.target)
@@ -168,7 +168,7 @@ class Ticket:
         elif self.purpose is Purpose.CLEAR:
             self.pool.cleared(self.target.index, done=outcome is Outcome.DONE)
             return
-        elif self.purpose is Purpose.FILL and outcome is Outcome.FAILED and self._is_below(self.source):
+        elif self.purpose is Purpose.ONBOARD and outcome is Outcome.FAILED and self._is_below(self.source):
             self._lose(self.source)
         if self.fetch is not None:
             self.fetch.ended(self, failed=outcome is not Outcome.DONE)
@@ -183,7 +183,7 @@ class Ticket:
         self.pool.release(self.target)
         if self.source is not None and self.holds_source:
             self.pool.release(self.source)
-        for block in reversed(self.anchors):
+        for block in reversed(self.held_ancestors):
             self.pool.release(block)
 
     def lose_source(self) -> None:
@@ -222,7 +222,7 @@ class OpenedCopies:
     def add(self, ticket: Ticket) -> None:
         """A copy that has just been opened."""
         self._tickets[ticket.number] = ticket
-        if ticket.purpose is _MOVE:
+        if ticket.purpose is _OFFLOAD:
             ticket.opened_by = self
             self.offer(ticket)
 
@@ -320,7 +320,7 @@ class Copies:
     def offload(self, pool: BlockPool, moved: Block, occupant: Block, sequence: Sequence | None) -> Ticket:
         """A block has moved to a lower tier, for the sake of a sequence; `occupant` has the slot that it leaves."""
         scheduler = None if sequence is None else sequence.scheduler
-        ticket = self._add(Ticket(self._next_number(), _MOVE, pool, occupant, moved, scheduler=scheduler))
+        ticket = self._add(Ticket(self._next_number(), _OFFLOAD, pool, occupant, moved, scheduler=scheduler))
         if sequence is not None:
             sequence.opened.add(ticket)
         return ticket
@@ -339,7 +339,9 @@ class Copies:
         """The target, at this place of the sequence's table, gets what the source holds, whose reference passes on."""
         pool.acquire(target)
         number = self._next_number()
-        ticket = Ticket(number, Purpose.FILL, pool, source, target, num_tokens=num_tokens, scheduler=sequence.scheduler)
+        ticket = Ticket(
+            number, Purpose.ONBOARD, pool, source, target, num_tokens=num_tokens, scheduler=sequence.scheduler
+        )
         ticket.sequence, ticket.index = sequence, index
         sequence.tickets.add(self._add(ticket))
         sequence.opened.add(ticket)
@@ -366,7 +368,7 @@ class Copies:
         here = [block for block in chain if pool.is_on_device(block)]
         below = [block for block in chain if not pool.is_on_device(block)]
         room = pool.device.free_for(None, claimed=[block for block in here if not block.refs])
-        on_the_way = {ticket.source for ticket in self._tickets.values() if ticket.purpose is Purpose.FETCH}
+        on_the_way = {ticket.source for ticket in self._tickets.values() if ticket.purpose is Purpose.PREFETCH}
         sources: list[Block] = []
         for source in below[: max(0, room)]:
             if source in pool.offloader.offloading or source in on_the_way:
@@ -382,8 +384,8 @@ class Copies:
             tier.counters.onboarded += 1
             tier.counters.copied_bytes += pool.spec.block_bytes
             target = pool.allocate(None)
-            tickets.append(self._add(Ticket(self._next_number(), Purpose.FETCH, pool, source, target)))
+            tickets.append(self._add(Ticket(self._next_number(), Purpose.PREFETCH, pool, source, target)))
         # What is on the device already stays until the rest stands on it.
-        tickets[0].anchors = here
+        tickets[0].held_ancestors = here
         Fetch(pool, tickets)
         return [ticket.transfer for ticket in tickets]

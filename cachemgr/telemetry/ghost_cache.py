@@ -278,9 +278,9 @@ class Ghosts:
         """Leading blocks of a sequence that hold what their keys say."""
         eviction = sequence.eviction
         # Once it has evicted tokens, its table tells nothing of what it has left behind.
-        if eviction is not None and eviction.moved:
-            return eviction.settled // self._size
-        return sequence.tables[self.pool.spec.group].settled
+        if eviction is not None and eviction.has_begun:
+            return eviction.committed // self._size
+        return sequence.tables[self.pool.spec.group].committed
 
     def released(self, sequence: LiveSequence, stored: int) -> None:
         """A sequence has given its blocks back, of which so many were stored."""

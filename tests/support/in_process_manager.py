@@ -355,7 +355,7 @@ class World:
             known.clear()
         self.manager.register_scheduler("s", self.scheduler_epoch)
 
-    def carry_out(self) -> None:
+    def run_in_slices(self) -> None:
         """All that the manager does a part at a time comes to its end."""
         while self.manager.is_behind:
             self.manager.expire()

@@ -208,11 +208,11 @@ class RandomLife:
         world.start_scheduler()
         world.run_executor_copies()
         # A hold that a sequence leaves behind counts from when it is released.
-        world.carry_out()
+        world.run_in_slices()
         world.now += 100
         world.renew()
         world.manager.expire()
-        world.carry_out()
+        world.run_in_slices()
         world.run_executor_copies()
         world.check()
         assert all(pool.used_blocks == 0 for pool in world.queries.pools())
@@ -603,7 +603,7 @@ class RandomLife:
         world.end_recovery()
         for live in list(world.live.values()):
             world.leave(live)
-        world.carry_out()
+        world.run_in_slices()
         world.sync()
         world.back_up()
         world.confirm()

@@ -182,7 +182,7 @@ def test_few_lost_blocks_have_an_event_each():
 
 
 def test_too_many_lost_blocks_make_watchers_begin_again(monkeypatch):
-    monkeypatch.setattr(lifecycle, "MOST_TOLD", 10)
+    monkeypatch.setattr(lifecycle, "MOST_REPORTED", 10)
     world = cached(40)
     number, count = world.queries.last_event, world.queries.pools()[0].cached_blocks
     lose(world)
@@ -202,7 +202,7 @@ def test_too_many_lost_blocks_make_watchers_begin_again(monkeypatch):
 
 
 def test_the_work_of_a_loss_is_independent_of_the_blocks(monkeypatch):
-    monkeypatch.setattr(lifecycle, "MOST_TOLD", 10)
+    monkeypatch.setattr(lifecycle, "MOST_REPORTED", 10)
 
     monkeypatch.setattr(manager, "FREED_AT_A_TIME", 20)
 
@@ -216,7 +216,7 @@ def test_the_work_of_a_loss_is_independent_of_the_blocks(monkeypatch):
 
 
 def test_the_memory_of_lost_blocks_is_freed(monkeypatch):
-    monkeypatch.setattr(lifecycle, "MOST_TOLD", 10)
+    monkeypatch.setattr(lifecycle, "MOST_REPORTED", 10)
     world = cached(200)
     gc.collect()
     before = number_of_blocks()
@@ -237,5 +237,5 @@ def number_of_blocks() -> int:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_random_lives_go_on_where_every_loss_is_too_large_to_tell(seed, monkeypatch):
-    monkeypatch.setattr(lifecycle, "MOST_TOLD", 0)
+    monkeypatch.setattr(lifecycle, "MOST_REPORTED", 0)
     live_long(400_000 + seed, 250)
