@@ -130,6 +130,25 @@ def test_a_prompt_beyond_its_ceiling_is_refused():
     world.check()
 
 
+def test_matched_blocks_of_others_count_against_neither_ceiling_nor_floor():
+    world = World(8)
+    world.cache(list(range(16)), tenant_id="t")
+    quota(world, tenant_id="t", device_floor=4)
+    quota(world, tenant_id="u", device_ceiling=2)
+    admission = world.admit(list(range(20)), tenant_id="u")
+    assert (admission.admitted, admission.cached_tokens) == (True, 16)
+    world.check()
+    assert counts(world)["t"] == 4
+
+
+def test_a_floor_protects_no_free_slots_beside_blocks_in_use():
+    world = World(8)
+    quota(world, tenant_id="t", device_floor=2)
+    world.run(list(range(5)), "a", tenant_id="t")
+    assert world.admit(list(range(100, 124)), tenant_id="u").admitted
+    world.check()
+
+
 def test_a_restored_block_counts_against_the_quota_it_had():
     world = World(4, host_blocks=4)
     quota(world, tenant_id="t", device_ceiling=4)
