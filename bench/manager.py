@@ -19,7 +19,7 @@ from typing import Any
 from bench import manager_rpc
 from bench.driver import CALLER, CONFIG, Driver, prompt
 from cachemgr.types import Retention, RetentionRange
-from protos.rpc.garbage import collect_rarely
+from protos.rpc.startup import collect_rarely
 
 BLOCK = 16
 PROMPT_TOKENS = 8_192

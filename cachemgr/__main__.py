@@ -12,9 +12,8 @@ from cachemgr.process import CacheManagerProcess
 from cachemgr.settings import CachemgrSettings
 from protos.rpc import logs, tracing
 from protos.rpc.addresses import AddressError
-from protos.rpc.command_line import process_parser
-from protos.rpc.garbage import collect_rarely
 from protos.rpc.settings import load
+from protos.rpc.startup import collect_rarely, process_parser
 
 
 def main() -> None:

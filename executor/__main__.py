@@ -10,7 +10,7 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 from executor.launch import settings_from
 from executor.process import main
-from protos.rpc.command_line import process_parser
+from protos.rpc.startup import process_parser
 
 if __name__ == "__main__":
     process_parser(

@@ -9,7 +9,7 @@ from executor.launch import settings_from
 from executor.models.files import find
 from kernels.cpu_decoder import build
 from protos.rpc import logs
-from protos.rpc.command_line import process_parser
+from protos.rpc.startup import process_parser
 
 
 def _say(line: str) -> None:

@@ -32,10 +32,10 @@ from kernels.cpu_decoder.build import NoCompilerError, find_compiler
 from kvctl.console.settings import ConsoleSettings
 from protos.rpc import addresses
 from protos.rpc.addresses import AddressError
-from protos.rpc.command_line import process_parser
 from protos.rpc.files import FolderError, prepare_folder
 from protos.rpc.security import Security
 from protos.rpc.settings import STACK_METRICS, ProcessSettings, cluster_nodes, load
+from protos.rpc.startup import process_parser
 from scheduler.settings import SchedulerSettings
 
 ROOT = Path(__file__).resolve().parents[1]

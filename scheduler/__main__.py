@@ -10,12 +10,11 @@ import uvloop
 
 from protos.rpc import addresses, logs, tracing
 from protos.rpc.addresses import AddressError
-from protos.rpc.command_line import process_parser
-from protos.rpc.garbage import collect_rarely
 from protos.rpc.guard import Guard
 from protos.rpc.http_server import HttpServer
 from protos.rpc.server import Server
 from protos.rpc.settings import load, variable
+from protos.rpc.startup import collect_rarely, process_parser
 from scheduler.app import Scheduler
 from scheduler.errors import UnusableModelError
 from scheduler.frontend.grpc_service import ADMIN_SERVICE, SERVICE

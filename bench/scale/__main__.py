@@ -13,7 +13,7 @@ from pathlib import Path
 from bench import scale
 from bench.result import Result
 from bench.scale.row import Row
-from protos.rpc.garbage import collect_rarely
+from protos.rpc.startup import collect_rarely
 
 
 def main() -> None:

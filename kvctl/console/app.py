@@ -19,10 +19,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvctl.console.data import Cache, Read
 from kvctl.console.settings import ConsoleSettings
-from protos.rpc.authorized import AUTHORIZATION_KEY
 from protos.rpc.channel import open_channel
 from protos.rpc.errors import InvalidField, RemoteError, from_rpc_error, status_code
 from protos.rpc.http_server import HttpServer, peer_of
+from protos.rpc.identity import AUTHORIZATION_KEY
 from protos.rpc.interceptors import FORWARDED_KEY
 from protos.rpc.settings import variable
 

@@ -1,17 +1,23 @@
 """Channels between processes: keepalive, retries on UNAVAILABLE only, no proxies, TLS and a token where given."""
 
+from __future__ import annotations
+
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import grpc
 
 from protos.rpc.addresses import socket_path
-from protos.rpc.authorized import AuthorizedChannel, Authorizing
+from protos.rpc.identity import AUTHORIZATION_KEY
 from protos.rpc.security import PLAIN, Security
 
 # A connection on which nothing comes is pinged after so long, and given up when the ping is not answered in time: a
 # process that is stopped, and a machine that is gone, close nothing.
 KEEPALIVE_SECONDS, KEEPALIVE_TIMEOUT_SECONDS = 20, 5
+
+# Of calls, as stubs ask a channel for them.
+_KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
 _RETRIES = {
     "methodConfig": [
@@ -66,7 +72,7 @@ def open_channel(address: str, security: Security = PLAIN, *, max_message_bytes:
         channel = grpc.aio.insecure_channel(address, options=options)
     else:
         channel = grpc.aio.secure_channel(address, credentials, options=[*options, *_server_name(address)])
-    return channel if security.token_file is None else AuthorizedChannel(channel, security)
+    return channel if security.token_file is None else cast(grpc.aio.Channel, _AuthorizedChannel(channel, security))
 
 
 def open_sync_channel(address: str, security: Security = PLAIN, *, max_message_bytes: int = 64 << 20) -> grpc.Channel:
@@ -76,4 +82,44 @@ def open_sync_channel(address: str, security: Security = PLAIN, *, max_message_b
         channel = grpc.insecure_channel(address, options=options)
     else:
         channel = grpc.secure_channel(address, credentials, options=[*options, *_server_name(address)])
-    return channel if security.token_file is None else grpc.intercept_channel(channel, Authorizing(security))
+    return channel if security.token_file is None else cast(grpc.Channel, _AuthorizedChannel(channel, security))
+
+
+class _AuthorizedChannel:
+    """A channel, of asyncio or of threads, with this process's token in the metadata of each call.
+
+    gRPC's call credentials ask for the token in another thread, which takes a quarter of a millisecond per call. They
+    are refused without TLS to another machine, which KVKEEP_INSECURE allows.
+    """
+
+    def __init__(self, channel: Any, security: Security) -> None:
+        self._channel = channel
+        self._security = security
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self._channel, name)
+        return self._with_token(attribute) if name in _KINDS else attribute
+
+    def _with_token(self, kind: Callable[..., Any]) -> Callable[..., Any]:
+        def method(*arguments: Any, **options: Any) -> Callable[..., Any]:
+            call = kind(*arguments, **options)
+
+            def authorized(*arguments: Any, metadata: Any = None, **options: Any) -> Any:
+                token = (AUTHORIZATION_KEY, f"Bearer {self._security.token()}")
+                return call(*arguments, metadata=(*(metadata or ()), token), **options)
+
+            return authorized
+
+        return method
+
+    async def __aenter__(self) -> _AuthorizedChannel:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._channel.close()
+
+    def __enter__(self) -> _AuthorizedChannel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._channel.close()

@@ -1,17 +1,19 @@
 """Decides about every call: who makes it, whether the role may, and what is written down."""
 
+import asyncio
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from protos.rpc.audit import Audit
-from protos.rpc.authorized import AUTHORIZATION_KEY
-from protos.rpc.identity import Identity, PermissionDeniedError
-from protos.rpc.revocation import Holders
+from protos.rpc.identity import AUTHORIZATION_KEY, Identity, PermissionDeniedError, UnauthenticatedError
 from protos.rpc.roles import is_audited, is_whole, roles_of
 from protos.rpc.tokens import Tokens
+
+# How often the tokens of calls that go on are looked at.
+LOOK_SECONDS = 1.0
 
 
 class Guard:
@@ -22,7 +24,7 @@ class Guard:
 
     def __init__(self, tokens_file: Path | None, audit_file: Path | None) -> None:
         self._tokens = None if tokens_file is None else Tokens(tokens_file)
-        self._holders = Holders(self._tokens.identify) if self._tokens is not None else None
+        self._holders = _Holders(self._tokens.identify) if self._tokens is not None else None
         self._audits = tokens_file is not None or audit_file is not None
         self.audit = Audit(audit_file)
 
@@ -57,3 +59,63 @@ def header(metadata: Iterable[tuple[str, Any]]) -> str:
     """The Authorization header of a gRPC call; empty where there is none or more than one."""
     sent = [value for key, value in metadata if key == AUTHORIZATION_KEY and isinstance(value, str)]
     return sent[0] if len(sent) == 1 else ""
+
+
+class _Call:
+    """A call that goes on, in the task that makes it here."""
+
+    def __init__(self, task: asyncio.Task[object]) -> None:
+        self.task = task
+        self.is_revoked = False
+
+
+class _Holders:
+    """Calls that go on, by their tokens."""
+
+    def __init__(self, identify: Callable[[str], Identity]) -> None:
+        """identify: who sends this value of an Authorization header; raises UnauthenticatedError."""
+        self._identify = identify
+        self._calls: dict[tuple[str, Identity], set[_Call]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    @contextlib.contextmanager
+    def holding(self, authorization: str, identity: Identity) -> Iterator[None]:
+        """Cancels the task in the block when the header stands for somebody else or nobody.
+
+        Then UnauthenticatedError leaves the block.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        call, cancelling = _Call(task), task.cancelling()
+        calls = self._calls.setdefault((authorization, identity), set())
+        calls.add(call)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look)
+        try:
+            yield
+        except asyncio.CancelledError:
+            # Unless it was cancelled for another reason, too.
+            if call.is_revoked and task.uncancel() <= cancelling:
+                raise UnauthenticatedError from None
+            raise
+        finally:
+            calls.remove(call)
+            if not calls:
+                self._calls.pop((authorization, identity), None)
+
+    def _look(self) -> None:
+        self._timer = None
+        for (authorization, identity), calls in self._calls.items():
+            if not self._still(authorization, identity):
+                for call in calls:
+                    if not call.is_revoked:
+                        call.is_revoked = True
+                        call.task.cancel()
+        if self._calls:
+            self._timer = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look)
+
+    def _still(self, authorization: str, identity: Identity) -> bool:
+        try:
+            return self._identify(authorization) == identity
+        except UnauthenticatedError:
+            return False

@@ -1,4 +1,8 @@
-"""grpc.health.v1 for one listener: a status per service name and "" for the process."""
+"""grpc.health.v1 for one listener: a status per service name and "" for the process.
+
+The servicer of grpc_health waits with a change of a status for each watcher that does not read, and a server that stops
+waits for its watchers; this one does neither.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable

@@ -13,9 +13,10 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from protos.rpc import addresses, open_files
+from protos.rpc import addresses
 from protos.rpc.http_connection import REQUEST_SECONDS, SOCKET_OPTIONS, Connection, Connections
 from protos.rpc.security import PLAIN, Security
+from protos.rpc.startup import raise_file_limit
 
 # For answers that have been made and are on their way.
 STOP_SECONDS = 5
@@ -118,7 +119,7 @@ class HttpServer:
     async def start(self) -> None:
         """Returns when it listens; `address` then has the port that 0 stood for. Raises AddressError."""
         addresses.prepare(self.address, insecure=self._open_to_all, setting=self._setting)
-        self._server.server_state = Connections(self._name, open_files.raise_limit())
+        self._server.server_state = Connections(self._name, raise_file_limit())
         listener = self._bind()
         self._serving = asyncio.create_task(self._server.serve([listener]))
         await self._server.listening.wait()

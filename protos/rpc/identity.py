@@ -10,6 +10,8 @@ import grpc
 
 from protos.errors import InvalidField, ServiceError
 
+# Of a call's metadata, and as a header of HTTP.
+AUTHORIZATION_KEY = "authorization"
 # Longest salt, tenant or session in bytes, also once it is bound to a tenant.
 MAX_NAME_BYTES = 256
 # No tenant's name has it, so that no two tenants' names run together.

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 import grpc
 import structlog
+from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
 from protos.errors import ServiceError
@@ -23,7 +24,6 @@ from protos.rpc.errors import MalformedMessageError, UnexpectedError, status_cod
 from protos.rpc.guard import Guard, header
 from protos.rpc.identity import Identity, assume, current
 from protos.rpc.roles import is_open, is_reading
-from protos.rpc.wire import parse_strictly
 
 REQUEST_ID_KEY = "x-request-id"
 _MAX_REQUEST_ID = 128
@@ -281,9 +281,19 @@ def _text(context: Any, wanted: str) -> str:
     return ""
 
 
+def _parse(from_string: Callable[[bytes], Any], data: bytes) -> Any:
+    """The message of some bytes. Raises MalformedMessageError."""
+    try:
+        return from_string(data)
+    except DecodeError as error:
+        raise MalformedMessageError(
+            "the request is no message of its type, or text in it is not valid UTF-8"
+        ) from error
+
+
 def _raising(from_string: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
     """For streams: gRPC parses inside the handler's read, so that the error surfaces there."""
-    return from_string and (lambda data: parse_strictly(from_string, data))
+    return from_string and (lambda data: _parse(from_string, data))
 
 
 def _returning(from_string: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
@@ -293,7 +303,7 @@ def _returning(from_string: Callable[[bytes], Any] | None) -> Callable[[bytes], 
 
     def parse(data: bytes) -> Any:
         try:
-            return parse_strictly(from_string, data)
+            return _parse(from_string, data)
         except MalformedMessageError as error:
             return error
 

@@ -12,9 +12,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.rpc import addresses
 from protos.rpc.channel import open_sync_channel
-from protos.rpc.command_line import process_parser
 from protos.rpc.security import Security
 from protos.rpc.settings import STACK_METRICS, ProcessSettings, load
+from protos.rpc.startup import process_parser
 
 ANSWER_SECONDS = 3.0
 

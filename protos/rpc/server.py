@@ -13,11 +13,12 @@ import structlog
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from protos.rpc import addresses, metrics, open_files
+from protos.rpc import addresses, metrics
 from protos.rpc.guard import Guard
 from protos.rpc.health import Health
 from protos.rpc.interceptors import Check, ServiceInterceptor
 from protos.rpc.security import PLAIN, Security
+from protos.rpc.startup import raise_file_limit
 
 HEALTH_SERVICE = "grpc.health.v1.Health"
 # The messages of both versions are the same on the wire; grpcio-reflection serves only the first.
@@ -89,7 +90,7 @@ class Server:
         request by raising, after the caller's role has been checked.
         """
         # gRPC closes what comes beyond them.
-        connections = max(2, open_files.raise_limit() // SHARE_OF_FILES)
+        connections = max(2, raise_file_limit() // SHARE_OF_FILES)
         watching = min(MAX_WATCHES, connections // 2)
         server = grpc.aio.server(
             interceptors=[ServiceInterceptor(self.guard, check, max_watches=watching)],

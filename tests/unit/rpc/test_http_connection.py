@@ -258,9 +258,9 @@ async def test_a_request_names_one_host(address: str, request_line: bytes, hosts
 def test_a_process_that_listens_may_open_as_many_files_as_its_hard_limit_says() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     code = (
-        "import resource; from protos.rpc import open_files\n"
+        "import resource; from protos.rpc.startup import raise_file_limit\n"
         f"resource.setrlimit(resource.RLIMIT_NOFILE, (256, {hard}))\n"
-        "limit = open_files.raise_limit(); assert open_files.raise_limit() == limit\n"
+        "limit = raise_file_limit(); assert raise_file_limit() == limit\n"
         "print(limit, resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -19,12 +19,13 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
-from protos.rpc import http_connection, interceptors, open_files
+from protos.rpc import http_connection, interceptors
 from protos.rpc import server as server_module
 from protos.rpc.addresses import AddressError
 from protos.rpc.channel import open_channel
 from protos.rpc.security import Security
 from protos.rpc.server import Server
+from protos.rpc.startup import raise_file_limit
 from tests.stack import free_address
 from tests.unit.rpc.conftest import ADMIN, EVENTS, Admin, Endless, Served
 
@@ -98,11 +99,11 @@ async def test_a_watch_that_needs_no_token_ends(monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_connections_of_grpc_leave_files_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "SHARE_OF_FILES", open_files.raise_limit() // 4)
+    monkeypatch.setattr(server_module, "SHARE_OF_FILES", raise_file_limit() // 4)
     server = Server("few", drain_seconds=0)
     server.listen("127.0.0.1:0", {})
     await server.start()
-    most = open_files.raise_limit() // server_module.SHARE_OF_FILES
+    most = raise_file_limit() // server_module.SHARE_OF_FILES
     opened = [await asyncio.open_connection(*server.addresses[0].split(":")) for _ in range(most + 4)]
     for _, writer in opened:
         writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0")

@@ -20,7 +20,7 @@ from protos.execution.v1 import execution_pb2
 from protos.generation.v1 import generation_pb2
 from protos.kvcache.v1 import kvcache_pb2 as pb
 from protos.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
-from protos.rpc import audit, files, revocation, roles, tokens
+from protos.rpc import audit, files, guard, roles, tokens
 from protos.rpc.channel import open_channel, open_sync_channel
 from protos.rpc.errors import InvalidField, from_rpc_error
 from protos.rpc.identity import Identity, PermissionDeniedError, Role, UnauthenticatedError
@@ -148,7 +148,7 @@ class Writing(pb_grpc.CacheEventServiceServicer):
 async def test_what_goes_on_ends_with_its_token(
     keys: Keyring, events: pb_grpc.CacheEventServiceServicer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(revocation, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(guard, "LOOK_SECONDS", 0.01)
     revoked, changed, kept = (keys.add(Role.VIEWER) for _ in range(3))
     async with contextlib.AsyncExitStack() as exits:
         address = await exits.enter_async_context(serving(keys, events))

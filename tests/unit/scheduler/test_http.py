@@ -10,7 +10,7 @@ import openai
 import pytest
 from prometheus_client import CollectorRegistry
 
-from protos.rpc import files, revocation
+from protos.rpc import files
 from protos.rpc.addresses import AddressError
 from protos.rpc.guard import Guard
 from protos.rpc.http_server import HttpServer
@@ -101,7 +101,7 @@ async def test_a_request_ends_with_its_token(
     run_stack: StackFactory, tmp_path: Path, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "_LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(revocation, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("protos.rpc.guard.LOOK_SECONDS", 0.01)
     keyring = Keyring(tmp_path)
     keyring.add(Role.CALLER)
     (token,) = keyring.tokens.values()
